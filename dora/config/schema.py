@@ -1,0 +1,326 @@
+"""What a run can be told: frozen pydantic models, one per component, unknown keys refused.
+
+Every field carries its meaning; docs/CONFIG.md is generated from this file. Components never see these
+models: `cli` hands each the plain values it needs. Rules that span fields are checked in `Config` and
+nowhere else, so a contradiction is found before anything starts.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Positive = Annotated[int, Field(ge=1)]
+Seconds = Annotated[float, Field(gt=0.0)]
+
+
+class Section(BaseModel):
+    """Base of all sections: frozen, and a key it does not know is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class RunConfig(Section):
+    """The job as a whole."""
+
+    name: str = "dora"
+    """Part of the run id `<name>-<time>`; letters, digits, `-`, `_` and `.`."""
+    folder: Path = Path("runs")
+    """Where run folders are created."""
+    seed: int = 0
+    """Decides prompt order, sampling noise and initialisation; the same seed gives the same prompts."""
+    steps: Positive = 60
+    """T: the number of training steps; step s trains under version s and publishes version s + 1."""
+    no_progress_s: Seconds = 300.0
+    """The run fails, naming the group, its instance and its age, when nothing was committed for so long."""
+
+
+class ModelConfig(Section):
+    """The policy to be trained."""
+
+    path: str = "seed"
+    """A Hugging Face model folder (config, tokenizer, safetensors), or `seed`: the small policy shipped with DORA."""
+    thinking: bool | None = None
+    """The chat template's `enable_thinking` switch; unset leaves it to the template."""
+
+
+class RolloutConfig(Section):
+    """How trajectories are generated and when they may be trained."""
+
+    strategy: Literal["dora", "sync", "periodic", "one_step_off"] = "dora"
+    """`dora`: several versions alive, bounded staleness, no bubble. `periodic`: on-policy, streamed into the trainer.
+    `sync`: on-policy, trained as a whole batch. `one_step_off`: the next batch is generated while this one trains."""
+    max_staleness: Annotated[int, Field(ge=0)] = 2
+    """K: step s trains only on versions s - K to s. 0 is exactly synchronous (`periodic`). It bounds staleness when a
+    group is committed, waiting included; it does not bound how long an answer may take. Read by `dora` alone: the
+    other strategies fix K (0, 0, 1)."""
+    groups_per_step: Positive = 32
+    """N: prompt groups per training step."""
+    group_size: Positive = 8
+    """G: answers sampled per prompt."""
+    max_new_tokens: Positive = 256
+    """Token budget of one answer, kept over every migration and resume; an answer that reaches it is length-capped."""
+    temperature: Annotated[float, Field(gt=0.0)] = 1.0
+    """Sampling temperature; the trainer divides its logits by the same number."""
+    filter_zero_variance: bool = True
+    """Drop groups whose rewards are all equal: they carry no group-relative advantage."""
+    max_top_up: Annotated[float, Field(gt=0.0)] = 10.0
+    """A step for which more than max_top_up x N groups were filtered or failed stops the job."""
+    refill: bool = False
+    """Let instances of old versions receive new prompts when F allows it; harmful in our measurements."""
+    consolidate: bool = True
+    """Pack what is left of an old version onto fewer instances by migration."""
+    watchdog_s: Seconds = 120.0
+    """A trajectory without a new token for so long, on a server that answers, means that the instance is lost."""
+    max_attempts: Positive = 8
+    """A trajectory whose request failed so often, instances lost apart, fails its group with the reason."""
+
+
+class EngineConfig(Section):
+    """The inference servers."""
+
+    kind: Literal["embedded"] = "embedded"
+    """`embedded`: DORA's own server, started and watched by this run."""
+    urls: tuple[str, ...] = ()
+    """Servers that others started (external instances); empty: this run starts `instances` of them."""
+    instances: Positive = 4
+    """How many servers to start. `dora` wants at least K + 1."""
+    slots: Positive = 24
+    """Requests that one instance decodes at the same time."""
+    kv_tokens: Positive = 16_384
+    """Tokens of KV room in one instance."""
+    base_port: Annotated[int, Field(ge=0, le=65_535)] = 0
+    """First port; instance i listens on base_port + i. 0: free ports are chosen."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where embedded engines run."""
+    threads: Positive = 1
+    """Torch threads per embedded engine."""
+    start_timeout_s: Seconds = 120.0
+    """How long an instance may take until it answers /health."""
+    push_timeout_s: Seconds = 60.0
+    """How long one weight push may take, read-back included."""
+    max_parallel_pushes: Positive = 4
+    """Pushes under way at the same time; more wait their turn."""
+    api_key: str | None = None
+    """Bearer token sent to external servers. Never logged, never written into the run folder."""
+    path_map: dict[str, str] = {}
+    """Store prefix on this host -> prefix under which a server sees it (shared file systems mounted elsewhere)."""
+
+
+class TrainerConfig(Section):
+    """The torchrun trainer and its optimiser."""
+
+    ranks: Positive = 2
+    """Trainer processes started on this host."""
+    external: bool = False
+    """Ranks are started by others; they find this run by DORA_CONTROLLER (address) and DORA_TOKEN."""
+    address: str = "tcp://127.0.0.1:0"
+    """Where the controller listens for ranks; port 0 picks a free one."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """cpu: gloo. cuda: NCCL, one GPU a rank."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Compute type; master weights and gradient sums stay in float32."""
+    publish_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of the published safetensors."""
+    threads: Positive = 1
+    """Torch threads per rank."""
+    micro_batch_tokens: Positive = 4_096
+    """Token budget of one micro-batch on one rank, prompt tokens included. One answer may exceed it alone."""
+    learning_rate: Annotated[float, Field(gt=0.0)] = 1e-3
+    """Peak learning rate of AdamW."""
+    warmup_steps: Annotated[int, Field(ge=0)] = 2
+    """Steps over which the learning rate rises linearly to its peak."""
+    weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
+    """Decoupled weight decay of AdamW."""
+    beta1: Fraction = 0.9
+    """AdamW beta1."""
+    beta2: Fraction = 0.95
+    """AdamW beta2."""
+    max_grad_norm: Annotated[float, Field(gt=0.0)] = 1.0
+    """Gradient norm above which the gradient is scaled down."""
+    advantage: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
+    """Group-relative advantage (losses.md §2): reward minus the group's mean, over its deviation for `grpo`."""
+    clip_low: Annotated[float, Field(gt=0.0)] = 0.2
+    """PPO clip below 1."""
+    clip_high: Annotated[float, Field(gt=0.0)] = 0.28
+    """PPO clip above 1."""
+    tis_cap: Annotated[float, Field(ge=1.0)] = 2.0
+    """Truncated importance sampling: the weight of a token is min(rho, tis_cap)."""
+    checkpoint_every: Positive = 10
+    """Steps between resumable checkpoints; a clean stop writes one too."""
+    start_timeout_s: Seconds = 180.0
+    """How long the ranks may take until all have reported READY."""
+
+
+class SourceConfig(Section):
+    """One source of prompts."""
+
+    kind: Literal["arithmetic", "reasoning_gym", "jsonl", "parquet", "datasets", "function"] = "arithmetic"
+    """`arithmetic`: the built-in long-tailed task. `reasoning_gym`: a dataset of that package by name. `jsonl`,
+    `parquet`: a file. `datasets`: a Hugging Face dataset. `function`: module:function returning an iterable of rows."""
+    name: str = ""
+    """Dataset name (reasoning_gym, datasets) or module:function (function)."""
+    path: Path | None = None
+    """File (jsonl, parquet)."""
+    split: str = "train"
+    """Split of a Hugging Face dataset."""
+    prompt: str = "prompt"
+    """Column with the prompt text."""
+    messages: str = ""
+    """Column with chat messages ({role, content} list); when set, it is used in place of `prompt`."""
+    answer: str = "answer"
+    """Column with the reference answer, handed to the reward."""
+    options: dict[str, Any] = {}
+    """Further arguments of the source (for arithmetic and reasoning_gym: the generator's parameters)."""
+    weight: Annotated[float, Field(gt=0.0)] = 1.0
+    """Share of prompts drawn from this source, relative to the other sources."""
+
+
+class RewardConfig(Section):
+    """One term of the reward; terms are summed with their weights."""
+
+    kind: Literal["math", "exact", "regex", "reasoning_gym", "http", "function"] = "exact"
+    """`math`: math-verify. `exact`: equal text after stripping. `regex`: first group of `pattern` equals the answer.
+    `reasoning_gym`: the dataset's own scorer. `http`: POST to `url`. `function`: module:function(prompt, answer,
+    response) -> float."""
+    pattern: str = ""
+    """Regular expression (regex)."""
+    url: str = ""
+    """Endpoint (http): receives {prompt, response, answer, metadata}, returns {"reward": number}."""
+    name: str = ""
+    """module:function (function)."""
+    weight: float = 1.0
+    """Factor of this term."""
+
+
+class TaskConfig(Section):
+    """What the policy is asked, and how answers are scored."""
+
+    sources: tuple[SourceConfig, ...] = (SourceConfig(),)
+    """Prompt sources, mixed by weight."""
+    rewards: tuple[RewardConfig, ...] = (RewardConfig(kind="regex", pattern=r"=(\d+)\s*$"),)
+    """Terms of the reward."""
+    system_prompt: str = ""
+    """Put before every prompt as the system message (needs a chat template)."""
+    chat_template: bool = False
+    """Render prompts through the chat template of the model folder; off: prompts are plain text."""
+    shuffle: bool = True
+    """Shuffle finite sources in every epoch, by the run's seed."""
+    epochs: Annotated[int, Field(ge=0)] = 0
+    """Passes over finite sources; 0: as many as the job needs."""
+    max_prompt_tokens: Positive = 256
+    """Longer prompts are refused at the start of the run (file and line are named)."""
+    graders: Positive = 1
+    """Grader processes."""
+    grade_timeout_s: Seconds = 10.0
+    """A grader busy for longer is killed; its trajectory is `grading_failed`, which is not reward 0."""
+    grader_memory_mb: Positive = 2_048
+    """Address-space limit of one grader process."""
+
+
+class EvalSetConfig(Section):
+    """One held-out set."""
+
+    name: str = "heldout"
+    """Name in metrics."""
+    source: SourceConfig = SourceConfig()
+    """Where its prompts come from; never the training stream."""
+    rewards: tuple[RewardConfig, ...] = ()
+    """Scoring; empty: the task's rewards."""
+    prompts: Positive = 512
+    """How many prompts of the source are used."""
+    samples: Positive = 1
+    """n: answers per prompt; mean@n and pass@k are reported."""
+    temperature: Annotated[float, Field(ge=0.0)] = 0.0
+    """Sampling temperature of evaluation; 0 is greedy."""
+
+
+class EvalConfig(Section):
+    """Evaluation beside rollout; version 0 and the last version are always evaluated."""
+
+    sets: tuple[EvalSetConfig, ...] = ()
+    """Held-out sets; empty: no evaluation."""
+    every: Annotated[int, Field(ge=0)] = 20
+    """Steps between evaluations; 0: only at the beginning and at the end."""
+    max_slot_share: Fraction = 0.1
+    """Share of all slots that evaluation may take while training work could use them."""
+
+
+class WeightsConfig(Section):
+    """The version store."""
+
+    memory_folder: Path = Path("/dev/shm")
+    """Memory-backed folder for live versions; used where it has room for K + 3 versions, else the run folder."""
+    keep: Annotated[int, Field(ge=0)] = 0
+    """Durable versions kept besides those still needed, newest first; 0 keeps all."""
+
+
+class StatusConfig(Section):
+    """The HTTP status endpoint."""
+
+    host: str = "127.0.0.1"
+    """Address to bind; loopback unless you say otherwise."""
+    port: Annotated[int, Field(ge=0, le=65_535)] = 8_421
+    """Port of /status, /metrics, /healthz and the page at /; 0 picks a free one."""
+
+
+class LogConfig(Section):
+    """Logging."""
+
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    """Lowest level written to `log.jsonl` in the run folder."""
+    trajectories_per_step: Annotated[int, Field(ge=0)] = 4
+    """Trajectories per step kept with text, tokens and log-probs in `trajectories.jsonl`."""
+
+
+class Config(Section):
+    """A whole run, resolved. `load.py` makes it from TOML and --set."""
+
+    run: RunConfig = RunConfig()
+    model: ModelConfig = ModelConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    engine: EngineConfig = EngineConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    task: TaskConfig = TaskConfig()
+    eval: EvalConfig = EvalConfig()
+    weights: WeightsConfig = WeightsConfig()
+    status: StatusConfig = StatusConfig()
+    log: LogConfig = LogConfig()
+
+    @property
+    def max_staleness(self) -> int:
+        """K in force: the strategy's own number where it has one."""
+        return {"sync": 0, "periodic": 0, "one_step_off": 1}.get(self.rollout.strategy, self.rollout.max_staleness)
+
+    @property
+    def num_instances(self) -> int:
+        """Servers the run uses: external ones if any are named, else those it starts."""
+        return len(self.engine.urls) or self.engine.instances
+
+    @model_validator(mode="after")
+    def _check_across_sections(self) -> Config:
+        if self.rollout.group_size < 2:
+            raise ValueError(
+                f"rollout.group_size: {self.rollout.group_size} sibling has no group to be compared with, and advantage "
+                f"'{self.trainer.advantage}' is group-relative; use at least 2"
+            )
+        if self.rollout.strategy == "dora" and self.max_staleness + 1 > self.num_instances:
+            raise ValueError(
+                f"rollout.max_staleness: K = {self.max_staleness} keeps up to {self.max_staleness + 1} versions alive, "
+                f"but there are {self.num_instances} instances; lower K or raise engine.instances"
+            )
+        longest = self.task.max_prompt_tokens + self.rollout.max_new_tokens
+        if longest > self.engine.kv_tokens:
+            raise ValueError(
+                f"engine.kv_tokens: {self.engine.kv_tokens} cannot hold the longest prompt plus the token budget "
+                f"({longest} tokens: task.max_prompt_tokens + rollout.max_new_tokens)"
+            )
+        if self.rollout.watchdog_s >= self.run.no_progress_s:
+            raise ValueError(
+                f"rollout.watchdog_s: {self.rollout.watchdog_s:g} s must be below run.no_progress_s "
+                f"({self.run.no_progress_s:g} s), else a stuck instance ends the run before it is replaced"
+            )
+        return self

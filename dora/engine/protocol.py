@@ -1,0 +1,30 @@
+"""SGLang's HTTP protocol as DORA uses it: endpoint paths and field names. The one place to mend when SGLang moves.
+
+Server (`dora.embedded`) and client share these names and nothing else, so that they cannot share a misunderstanding
+beyond a name. Checked against SGLang 0.5.18 to 0.5.23.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+GENERATE: Final = "/generate"
+ABORT_REQUEST: Final = "/abort_request"
+PAUSE_GENERATION: Final = "/pause_generation"
+CONTINUE_GENERATION: Final = "/continue_generation"
+UPDATE_WEIGHTS_FROM_DISK: Final = "/update_weights_from_disk"
+UPDATE_WEIGHT_VERSION: Final = "/update_weight_version"
+FLUSH_CACHE: Final = "/flush_cache"
+HEALTH: Final = "/health"
+HEALTH_GENERATE: Final = "/health_generate"
+READY: Final = "/ready"
+MODEL_INFO: Final = "/model_info"
+SERVER_INFO: Final = "/server_info"
+LOADS: Final = "/v1/loads"
+METRICS: Final = "/metrics"
+
+#: Last event of every stream.
+DONE: Final = "[DONE]"
+
+#: Keys of /server_info that hold secrets; dropped before anything is stored or logged.
+SECRET_SERVER_INFO_KEYS: Final = frozenset({"api_key", "admin_api_key"})
