@@ -1,0 +1,302 @@
+"""The version store: every live policy version as one complete Hugging Face folder, and its durable copy.
+
+Invariant: a folder `v<version>` under a root is complete (every byte and its manifest were there before the rename
+that made it visible) and its bytes never change; whatever is being written or deleted has a name that starts with a
+dot. A version that was published once keeps its bytes: sealing the number again returns the manifest of the first.
+
+Who calls it: the trainer's rank 0 stages and seals, the controller copies, releases and pushes, `dora export` reads.
+Which version is still needed is the core's decision (`ReleaseVersion`); the store only deletes. The calls block:
+an event loop runs them in a thread.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO
+
+from dora.errors import DoraError
+
+MANIFEST = "manifest.json"
+OWNER = ".owner"
+
+
+class StoreError(DoraError):
+    """A version is missing or damaged, or its folder cannot be written; the message names the folder."""
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a version consists of; written last and read back to tell a complete folder from a torn one."""
+
+    version: int
+    files: Mapping[str, str]  # name relative to the folder -> sha256 in hex
+    num_bytes: int  # all files together, the manifest left out
+
+    @property
+    def checksum(self) -> str:
+        """One sha256 for the whole version: over the sorted lines `<sha256>  <name>`."""
+        lines = "".join(f"{digest}  {name}\n" for name, digest in sorted(self.files.items()))
+        return hashlib.sha256(lines.encode()).hexdigest()
+
+
+class VersionStore:
+    """Live versions under `memory_root`, durable ones under `durable_root`; the two may be the same folder.
+
+    Where they are the same (no memory to spare), the live copy is the durable one: `copy_durable` has nothing to
+    do, and `release` leaves the folder to `release_durable`.
+    """
+
+    def __init__(self, *, memory_root: Path, durable_root: Path) -> None:
+        self._memory = memory_root
+        self._durable = durable_root
+        for root in (memory_root, durable_root):
+            with _clear_errors(f"cannot create the version store at {root}"):
+                root.mkdir(parents=True, exist_ok=True)
+        self._is_shared = memory_root.samefile(durable_root)
+
+    def stage(self, version: int) -> Path:
+        """An empty folder on the live root's file system, to be filled and handed to `seal`."""
+        with _clear_errors(f"cannot stage version {version} in {self._memory}"):
+            return _temporary(self._memory, "stage", version)
+
+    def seal(self, version: int, staged: Path) -> Manifest:
+        """Make a staged folder visible as `version`; if it was published before, drop `staged` and keep the old bytes.
+
+        The manifest returned is always that of the bytes which stay: a caller that replays steps compares it with
+        its own. On an error nothing of `staged` is left.
+        """
+        if (existing := self._find(version)) is not None:
+            shutil.rmtree(staged)
+            return existing[1]
+        with _clear_errors(f"cannot seal version {version} in {self._memory}", remove=staged):
+            names = sorted(path.relative_to(staged).as_posix() for path in staged.rglob("*") if path.is_file())
+            manifest = Manifest(
+                version=version,
+                files={name: _sha256(staged / name) for name in names},
+                num_bytes=sum((staged / name).stat().st_size for name in names),
+            )
+            (staged / MANIFEST).write_text(json.dumps(asdict(manifest), indent=1) + "\n")
+            _expose(staged, _folder(self._memory, version))
+        return manifest
+
+    def folder(self, version: int) -> Path:
+        """The folder to load `version` from: the live copy, else the durable one."""
+        return self._require(version)[0]
+
+    def manifest(self, version: int) -> Manifest:
+        return self._require(version)[1]
+
+    def copy_durable(self, version: int) -> None:
+        """Copy `version` to the durable root, read the copy back against the manifest, then make it visible."""
+        target = _folder(self._durable, version)
+        if _read_manifest(target) is not None:
+            return
+        source, manifest = self._require(version)
+        with _clear_errors(f"cannot copy version {version} to {self._durable}"):
+            copy = _temporary(self._durable, "copy", version)
+        with _clear_errors(f"cannot copy version {version} to {self._durable}", remove=copy):
+            for name in (*manifest.files, MANIFEST):
+                (copy / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(source / name, copy / name)
+            for name, digest in manifest.files.items():
+                if _sha256(copy / name) != digest:
+                    raise StoreError(f"{source / name} does not match its checksum: version {version} is damaged")
+            _expose(copy, target)
+
+    def release(self, version: int) -> None:
+        """Delete the live copy; a version that is not there is no error."""
+        if not self._is_shared:
+            _delete(_folder(self._memory, version))
+
+    def release_durable(self, version: int) -> None:
+        """Delete the durable copy; a version that is not there is no error."""
+        _delete(_folder(self._durable, version))
+
+    def live(self) -> list[int]:
+        """Complete versions with a live copy, ascending."""
+        return _complete_versions(self._memory)
+
+    def durable(self) -> list[int]:
+        """Complete versions with a durable copy, ascending."""
+        return _complete_versions(self._durable)
+
+    def sweep(self) -> None:
+        """Delete what interrupted writes left behind. Only at the start of a run, before anyone stages."""
+        for root in (self._memory, self._durable):
+            for path in root.iterdir():
+                is_temporary = path.name.startswith((".stage-", ".copy-", ".trash-"))
+                if path.is_dir() and (is_temporary or (_version_of(path) is not None and not _read_manifest(path))):
+                    shutil.rmtree(path)
+
+    def close(self) -> None:
+        """At the end of a run: delete the live root with all that it holds, unless it is the durable one."""
+        if not self._is_shared:
+            shutil.rmtree(self._memory, ignore_errors=True)
+
+    def _find(self, version: int) -> tuple[Path, Manifest] | None:
+        for root in (self._memory, self._durable):
+            path = _folder(root, version)
+            if (manifest := _read_manifest(path)) is not None:
+                return path, manifest
+        return None
+
+    def _require(self, version: int) -> tuple[Path, Manifest]:
+        if (found := self._find(version)) is None:
+            raise StoreError(f"version {version} is complete neither in {self._memory} nor in {self._durable}")
+        return found
+
+
+def choose_memory_root(folder: Path, *, run_id: str, needed_bytes: int, fallback: Path) -> Path:
+    """`folder`/dora-<run_id>, readable by this user alone, if `folder` has room for `needed_bytes`; else `fallback`.
+
+    `needed_bytes` covers all versions that may be live at once (K + 3 of them). What an earlier start of the same
+    run left there counts as room. A container's shared memory is often 64 MB: then `fallback` is the answer.
+    """
+    root = folder / f"dora-{run_id}"
+    try:
+        root.mkdir(mode=0o700, exist_ok=True)
+        held_bytes = sum(path.stat().st_size for path in root.rglob("*") if path.is_file())
+        if root.lstat().st_uid == os.getuid() and shutil.disk_usage(root).free + held_bytes >= needed_bytes:
+            return root
+        if held_bytes == 0:
+            root.rmdir()
+    except OSError:  # absent, read-only or somebody else's folder: a reason to use the disk, not to fail
+        pass
+    return fallback
+
+
+def claim(root: Path) -> IO[bytes]:
+    """Hold `root` for this run: the lock lasts until the file returned is closed or the process is gone.
+
+    `.owner` is linked into place only once it is locked, so that a folder whose `.owner` can be locked has no owner.
+    """
+    owner = root / OWNER
+    with _clear_errors(f"cannot claim {root}"):
+        if not owner.exists():
+            fresh = root / f"{OWNER}-{os.getpid()}"
+            lock = fresh.open("wb")
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.link(fresh, owner)
+            fresh.unlink()
+            return lock
+        existing = owner.open("rb+")
+    try:
+        fcntl.flock(existing, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        existing.close()
+        raise StoreError(f"{root} belongs to a run that is still alive; end that run first") from None
+    return existing
+
+
+def sweep_orphans(folder: Path) -> list[Path]:
+    """Delete the `dora-*` folders in `folder` whose run has died (killed: it could not close its store).
+
+    A folder without an owner file, or of another user, is left alone.
+    """
+    orphans = []
+    for root in sorted(folder.glob("dora-*")):
+        try:
+            with (root / OWNER).open("rb+") as owner:
+                fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(root)
+        except (FileNotFoundError, NotADirectoryError, PermissionError, BlockingIOError):
+            continue
+        orphans.append(root)
+    return orphans
+
+
+def _folder(root: Path, version: int) -> Path:
+    return root / f"v{version:06d}"
+
+
+def _version_of(path: Path) -> int | None:
+    digits = path.name[1:]
+    return int(digits) if path.name.startswith("v") and digits.isdecimal() else None
+
+
+def _temporary(root: Path, purpose: str, version: int) -> Path:
+    return Path(tempfile.mkdtemp(prefix=f".{purpose}-v{version:06d}-", dir=root))
+
+
+def _complete_versions(root: Path) -> list[int]:
+    return sorted(
+        version
+        for path in root.iterdir()
+        if (version := _version_of(path)) is not None and _read_manifest(path) is not None
+    )
+
+
+def _read_manifest(path: Path) -> Manifest | None:
+    """The manifest of a complete folder; None if the folder is absent, torn or truncated (sizes only, no hashing)."""
+    try:
+        manifest = Manifest(**json.loads((path / MANIFEST).read_text()))
+        num_bytes = sum((path / name).stat().st_size for name in manifest.files)
+    except (OSError, ValueError, TypeError):
+        return None
+    return manifest if num_bytes == manifest.num_bytes else None
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _expose(written: Path, target: Path) -> None:
+    """Flush everything under `written` and rename it to `target` in one step; a torn `target` gives way.
+
+    A complete `target` stays (two copies of one version at the same time), and `written` is dropped.
+    """
+    for path in (*written.rglob("*"), written):
+        _fsync(path)
+    if _read_manifest(target) is None:
+        shutil.rmtree(target, ignore_errors=True)
+    written.chmod(0o755)  # mkdtemp's 0700 would hide the version from a server of another user; the root decides
+    try:
+        written.rename(target)
+    except OSError as err:
+        if err.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        shutil.rmtree(written)
+    _fsync(target.parent)
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _delete(path: Path) -> None:
+    """Take the folder out of sight first, so that a half-deleted one is never read."""
+    trash = path.with_name(f".trash-{path.name}-{os.getpid()}")
+    try:
+        path.rename(trash)
+    except FileNotFoundError:
+        return
+    shutil.rmtree(trash)
+
+
+@contextmanager
+def _clear_errors(what: str, *, remove: Path | None = None) -> Iterator[None]:
+    """Turn an OSError into one line that says what failed and where; `remove` is deleted on any error."""
+    try:
+        yield
+    except (OSError, StoreError) as err:
+        if remove is not None:
+            shutil.rmtree(remove, ignore_errors=True)
+        if isinstance(err, StoreError):
+            raise
+        reason = "the file system is full" if err.errno == errno.ENOSPC else str(err)
+        raise StoreError(f"{what}: {reason}") from err

@@ -1,0 +1,257 @@
+"""The version store on real files: atomic, verified, first bytes win, nothing half-written is ever visible."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from dora.weights.store import MANIFEST, StoreError, VersionStore, choose_memory_root, claim, sweep_orphans
+
+FILES = {"config.json": b"{}", "model.safetensors": bytes(range(256)) * 64}
+NUM_BYTES = sum(map(len, FILES.values()))
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> VersionStore:
+    return VersionStore(memory_root=tmp_path / "memory", durable_root=tmp_path / "durable")
+
+
+def publish(store: VersionStore, version: int, files: dict[str, bytes] = FILES) -> None:
+    store.seal(version, fill(store.stage(version), files))
+
+
+def fill(folder: Path, files: dict[str, bytes] = FILES) -> Path:
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    return folder
+
+
+def visible(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir())
+
+
+def test_a_staged_version_is_invisible_until_it_is_sealed(store: VersionStore, tmp_path: Path) -> None:
+    staged = fill(store.stage(3))
+    assert store.live() == []
+    with pytest.raises(StoreError, match=r"version 3 is complete neither in .*memory nor in .*durable"):
+        store.folder(3)
+    manifest = store.seal(3, staged)
+    assert store.live() == [3]
+    assert store.folder(3) == tmp_path / "memory" / "v000003"
+    assert {name: (store.folder(3) / name).read_bytes() for name in FILES} == FILES
+    assert (manifest.version, set(manifest.files), manifest.num_bytes) == (3, set(FILES), NUM_BYTES)
+    assert store.manifest(3) == manifest
+    assert visible(tmp_path / "memory") == ["v000003"]
+
+
+def test_a_version_published_twice_keeps_its_first_bytes(store: VersionStore, tmp_path: Path) -> None:
+    publish(store, 1)
+    first = store.manifest(1)
+    again = store.seal(1, fill(store.stage(1), {"model.safetensors": b"replayed, and different"}))
+    assert again == first
+    assert (store.folder(1) / "model.safetensors").read_bytes() == FILES["model.safetensors"]
+    assert visible(tmp_path / "memory") == ["v000001"]
+
+
+def test_a_version_that_is_only_durable_keeps_its_first_bytes_too(store: VersionStore) -> None:
+    publish(store, 1)
+    first = store.manifest(1)
+    store.copy_durable(1)
+    store.release(1)
+    assert store.seal(1, fill(store.stage(1), {"model.safetensors": b"other"})) == first
+    assert store.live() == []
+
+
+def test_equal_bytes_have_equal_checksums_and_other_bytes_another(store: VersionStore) -> None:
+    publish(store, 1)
+    publish(store, 2)
+    publish(store, 3, {**FILES, "config.json": b"{ }"})
+    assert store.manifest(1).checksum == store.manifest(2).checksum != store.manifest(3).checksum
+
+
+def test_the_durable_copy_serves_once_the_live_one_is_released(store: VersionStore, tmp_path: Path) -> None:
+    publish(store, 0)
+    store.copy_durable(0)
+    store.copy_durable(0)
+    assert store.folder(0) == tmp_path / "memory" / "v000000"
+    store.release(0)
+    store.release(0)
+    assert (store.live(), store.durable()) == ([], [0])
+    assert store.folder(0) == tmp_path / "durable" / "v000000"
+    assert (store.folder(0) / "model.safetensors").read_bytes() == FILES["model.safetensors"]
+    store.release_durable(0)
+    store.release_durable(0)
+    with pytest.raises(StoreError):
+        store.manifest(0)
+    assert visible(tmp_path / "memory") == visible(tmp_path / "durable") == []
+
+
+def test_a_live_version_whose_bytes_changed_is_never_copied(store: VersionStore, tmp_path: Path) -> None:
+    publish(store, 5)
+    weights = store.folder(5) / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[::-1])
+    with pytest.raises(StoreError, match="version 5 is damaged"):
+        store.copy_durable(5)
+    assert visible(tmp_path / "durable") == []
+
+
+@pytest.mark.parametrize("damage", ["truncated", "no manifest", "half a manifest", "file missing"])
+def test_a_torn_folder_is_not_a_version_and_gives_way_to_a_whole_one(
+    store: VersionStore, tmp_path: Path, damage: str
+) -> None:
+    publish(store, 2)
+    folder = store.folder(2)
+    manifest = store.manifest(2)
+    match damage:
+        case "truncated":
+            os.truncate(folder / "model.safetensors", 100)
+        case "no manifest":
+            (folder / MANIFEST).unlink()
+        case "half a manifest":
+            os.truncate(folder / MANIFEST, 40)
+        case "file missing":
+            (folder / "config.json").unlink()
+    assert store.live() == []
+    with pytest.raises(StoreError):
+        store.folder(2)
+    publish(store, 2)
+    assert store.manifest(2) == manifest
+    assert visible(tmp_path / "memory") == ["v000002"]
+
+
+def test_sweep_removes_leftovers_and_torn_versions_and_nothing_else(store: VersionStore, tmp_path: Path) -> None:
+    publish(store, 1)
+    publish(store, 2)
+    store.copy_durable(1)
+    fill(store.stage(7))
+    (store.folder(2) / MANIFEST).unlink()
+    (tmp_path / "durable" / ".copy-v000002-x").mkdir()
+    (tmp_path / "durable" / "notes").mkdir()
+    (tmp_path / "memory" / ".owner").touch()
+    store.sweep()
+    assert visible(tmp_path / "memory") == [".owner", "v000001"]
+    assert visible(tmp_path / "durable") == ["notes", "v000001"]
+
+
+def test_copies_of_one_version_at_the_same_time_leave_one_complete_version(store: VersionStore, tmp_path: Path) -> None:
+    publish(store, 1)
+    with ThreadPoolExecutor(8) as threads:
+        for copied in [threads.submit(store.copy_durable, 1) for _ in range(8)]:
+            copied.result()
+    assert store.durable() == [1]
+    assert visible(tmp_path / "durable") == ["v000001"]
+
+
+def test_without_memory_the_live_copy_is_the_durable_one(tmp_path: Path) -> None:
+    store = VersionStore(memory_root=tmp_path / "versions", durable_root=tmp_path / "versions")
+    publish(store, 4)
+    store.copy_durable(4)
+    store.release(4)
+    store.close()
+    assert store.live() == store.durable() == [4]
+    store.release_durable(4)
+    assert store.live() == store.durable() == []
+
+
+def test_a_full_disk_is_one_clear_line_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    """A file-size limit stands in for the full disk: the copy of a 16 KiB file breaks off in the middle."""
+    program = f"""
+import errno, resource, signal
+from pathlib import Path
+from dora.weights.store import StoreError, VersionStore
+store = VersionStore(memory_root=Path({str(tmp_path)!r}) / "memory", durable_root=Path({str(tmp_path)!r}) / "durable")
+staged = store.stage(1)
+(staged / "model.safetensors").write_bytes(bytes(16384))
+store.seal(1, staged)
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+try:
+    store.copy_durable(1)
+except StoreError as err:
+    print(err)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.startswith(f"cannot copy version 1 to {tmp_path / 'durable'}: ")
+    assert done.stdout.count("\n") == 1
+    assert visible(tmp_path / "durable") == []
+    assert visible(tmp_path / "memory") == ["v000001"]
+
+
+def test_a_store_in_an_impossible_place_is_one_clear_line(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(StoreError, match=r"cannot create the version store at .*file/memory"):
+        VersionStore(memory_root=tmp_path / "file" / "memory", durable_root=tmp_path)
+
+
+def test_the_memory_root_is_private_to_the_user_and_deleted_at_the_end(tmp_path: Path) -> None:
+    root = choose_memory_root(tmp_path, run_id="r1", needed_bytes=1, fallback=tmp_path / "disk")
+    assert root == tmp_path / "dora-r1"
+    assert root.stat().st_mode & 0o777 == 0o700
+    store = VersionStore(memory_root=root, durable_root=tmp_path / "disk")
+    publish(store, 0)
+    store.close()
+    assert visible(tmp_path) == ["disk"]
+
+
+@pytest.mark.parametrize("folder", ["", "absent"])
+def test_without_room_or_without_memory_the_fallback_is_used_and_nothing_is_left(tmp_path: Path, folder: str) -> None:
+    disk = tmp_path / "disk"
+    needed_bytes = 2**62 if folder == "" else 1
+    assert choose_memory_root(tmp_path / folder, run_id="r1", needed_bytes=needed_bytes, fallback=disk) == disk
+    assert visible(tmp_path) == []
+
+
+def test_a_resumed_run_finds_its_memory_root_again(tmp_path: Path) -> None:
+    root = choose_memory_root(tmp_path, run_id="r1", needed_bytes=1, fallback=tmp_path / "disk")
+    publish(VersionStore(memory_root=root, durable_root=tmp_path / "disk"), 6)
+    assert choose_memory_root(tmp_path, run_id="r1", needed_bytes=1, fallback=tmp_path / "disk") == root
+    assert VersionStore(memory_root=root, durable_root=tmp_path / "disk").live() == [6]
+
+
+CLAIM_AND_WAIT = """
+import sys
+from pathlib import Path
+from dora.weights.store import claim
+lock = claim(Path(sys.argv[1]))
+print("claimed", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_only_a_folder_whose_run_is_dead_is_swept(tmp_path: Path) -> None:
+    for name in ("dora-alive", "dora-dead", "dora-unclaimed", "other"):
+        (tmp_path / name).mkdir()
+    processes = {}
+    for name in ("dora-alive", "dora-dead"):
+        command = [sys.executable, "-c", CLAIM_AND_WAIT, str(tmp_path / name)]
+        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "claimed\n"
+        processes[name] = process
+    with pytest.raises(StoreError, match="dora-dead belongs to a run that is still alive"):
+        claim(tmp_path / "dora-dead")
+    processes["dora-dead"].kill()
+    processes["dora-dead"].wait()
+    assert sweep_orphans(tmp_path) == [tmp_path / "dora-dead"]
+    assert visible(tmp_path) == ["dora-alive", "dora-unclaimed", "other"]
+    processes["dora-alive"].communicate("")
+    with processes["dora-dead"]:
+        assert sweep_orphans(tmp_path) == [tmp_path / "dora-alive"]
+
+
+def test_a_dead_run_can_be_claimed_again_by_its_resumption(tmp_path: Path) -> None:
+    claim(tmp_path).close()
+    with claim(tmp_path):
+        assert visible(tmp_path) == [".owner"]
+
+
+def test_the_manifest_on_disk_is_plain_json(store: VersionStore) -> None:
+    publish(store, 9)
+    on_disk = json.loads((store.folder(9) / MANIFEST).read_text())
+    assert on_disk == {"version": 9, "files": store.manifest(9).files, "num_bytes": NUM_BYTES}
