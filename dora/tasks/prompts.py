@@ -1,0 +1,226 @@
+"""The prompt stream: which prompt stands at which position of a run.
+
+Invariant: `stream.at(position)` is a pure function of (task config, tokenizer, seed, position). The resumable cursor
+is therefore one integer, the prompt cursor cannot run ahead of consumption, and nothing is replayed to find a place:
+
+    position --mixture--> (source, n-th draw from it) --epoch, shuffle--> row --render, encode--> Prompt
+
+Called by the controller (one position per prompt group) and by evaluation.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from dora.errors import ConfigError
+from dora.tasks.sources import Row, Source, derive_seed, open_source
+from dora.tasks.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from dora.config.schema import EvalSetConfig, SourceConfig, TaskConfig
+
+#: Rows of a finite source rendered and measured when it is opened (a few seconds at most). Later rows are measured
+#: when drawn, with the same error; the syntax of every JSONL line is checked at the start whatever its number.
+CHECKED_ROWS = 10_000
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One question, as the model reads it and as the rewards need it."""
+
+    position: int  # place in the stream
+    source: str
+    text: str  # rendered, chat template included
+    tokens: tuple[int, ...]
+    answer: str  # reference answer, "" if there is none
+    metadata: Mapping[str, Any]  # the other columns of the row, as plain JSON values
+
+
+class PromptStream:
+    """Prompts by position; `None` from the first position at which a source has no row left."""
+
+    def __init__(self, sources: Sequence[Source], *, task: TaskConfig, tokenizer: Tokenizer, seed: int) -> None:
+        self._sources = tuple(sources)
+        self._shares = nested_shares([config.weight for config in task.sources])
+        self._task = task
+        self._tokenizer = tokenizer
+        self._seed = seed
+        #: Prompts in the stream, None if it never ends. It ends when its first source does: going on with the others
+        #: would change the mixture.
+        self.num_prompts = _mixture_length([self._num_draws(source) for source in sources], shares=self._shares)
+
+    def at(self, position: int) -> Prompt | None:
+        """The prompt at `position`, in any order, as often as wanted."""
+        if self.num_prompts is not None and position >= self.num_prompts:
+            return None
+        index, draw = mix(position, shares=self._shares)
+        source = self._sources[index]
+        row = draw if source.num_rows is None else self._shuffled(draw, num_rows=source.num_rows, source=index)
+        return render(source, row, position=position, task=self._task, tokenizer=self._tokenizer)
+
+    def _num_draws(self, source: Source) -> int | None:
+        return source.num_rows * self._task.epochs if source.num_rows and self._task.epochs else None
+
+    def _shuffled(self, draw: int, *, num_rows: int, source: int) -> int:
+        epoch, place = divmod(draw, num_rows)
+        if not self._task.shuffle:
+            return place
+        return int(permutation(num_rows, key=derive_seed(self._seed, "shuffle", source, epoch))[place])
+
+
+def open_stream(task: TaskConfig, *, tokenizer: Tokenizer, seed: int) -> PromptStream:
+    """Open and check all training sources; `ConfigError` names the field, or file and line, that cannot work."""
+    if task.system_prompt and not task.chat_template:
+        raise ConfigError("task.system_prompt: needs task.chat_template = true; plain text has no system message")
+    sources = []
+    for index, config in enumerate(task.sources):
+        field = f"task.sources[{index}]"
+        source = open_source(config, field=field, seed=derive_seed(seed, "source", index), split="train")
+        _check_rows(source, limit=CHECKED_ROWS, task=task, tokenizer=tokenizer)
+        sources.append(source)
+    return PromptStream(sources, task=task, tokenizer=tokenizer, seed=seed)
+
+
+def open_eval_prompts(eval_set: EvalSetConfig, *, task: TaskConfig, tokenizer: Tokenizer, seed: int) -> list[Prompt]:
+    """The first `eval_set.prompts` prompts of a held-out source, in its own order; fewer if it has fewer rows."""
+    field = f"eval.sets['{eval_set.name}'].source"
+    for index, config in enumerate(task.sources):
+        if _same_rows(config, eval_set.source):
+            raise ConfigError(f"{field}: the same rows are trained on (task.sources[{index}]); name other ones")
+    seed = derive_seed(seed, "eval", eval_set.name)
+    source = open_source(eval_set.source, field=field, seed=seed, split="heldout")
+    count = eval_set.prompts if source.num_rows is None else min(eval_set.prompts, source.num_rows)
+    return [render(source, row, position=row, task=task, tokenizer=tokenizer) for row in range(count)]
+
+
+def nested_shares(weights: Sequence[float]) -> tuple[Fraction, ...]:
+    """The share of each source in what its predecessors leave; the last one is 1."""
+    exact = [Fraction(str(weight)) for weight in weights]
+    return tuple(weight / sum(exact[source:]) for source, weight in enumerate(exact))
+
+
+def mix(position: int, *, shares: Sequence[Fraction]) -> tuple[int, int]:
+    """(source, how many earlier positions drew from it): each source gets its share of every prefix.
+
+    A source with share a takes position p when floor((p + 1)a) > floor(p a), so it has had floor(p a) before; the
+    positions it leaves are shared by the rest in the same way.
+    """
+    for source, share in enumerate(shares):
+        taken = int(position * share)
+        if int((position + 1) * share) > taken:
+            return source, taken
+        position -= taken
+    raise AssertionError("unreachable: the last share is 1")
+
+
+def _draws_before(position: int, *, source: int, shares: Sequence[Fraction]) -> int:
+    for share in shares[:source]:
+        position -= int(position * share)
+    return int(position * shares[source])
+
+
+def _mixture_length(num_draws: Sequence[int | None], *, shares: Sequence[Fraction]) -> int | None:
+    """First position whose source has no draw left; None if there is none."""
+    ends = [
+        bisect_right(range(2**62), draws, key=partial(_draws_before, source=source, shares=shares)) - 1
+        for source, draws in enumerate(num_draws)
+        if draws is not None
+    ]
+    return min(ends, default=None)
+
+
+@lru_cache(maxsize=16)  # the current epoch of every source and its neighbor
+def permutation(size: int, *, key: int) -> npt.NDArray[np.int64]:
+    """Row order of one epoch. Only Philox's raw stream is used: numpy keeps that, unlike `shuffle`, across versions."""
+    return np.argsort(np.random.Philox(key=key).random_raw(size), kind="stable")
+
+
+def render(source: Source, row_index: int, *, position: int, task: TaskConfig, tokenizer: Tokenizer) -> Prompt:
+    """Row `row_index` as a prompt; `ConfigError` names the row if it is not usable."""
+    row, where = source.row(row_index), source.where(row_index)
+    text = _text(row, source=source, where=where, task=task, tokenizer=tokenizer)
+    tokens = tokenizer.encode(text, special_tokens=not task.chat_template)
+    if not 0 < len(tokens) <= task.max_prompt_tokens:
+        raise ConfigError(
+            f"{where}: the prompt has {len(tokens)} tokens, task.max_prompt_tokens allows 1 to {task.max_prompt_tokens}"
+        )
+    answer = _column(row, source.answer, where=where, field="answer") if source.answer else None
+    used = {source.messages or source.prompt, source.answer}
+    return Prompt(
+        position=position,
+        source=source.name,
+        text=text,
+        tokens=tuple(tokens),
+        answer=_as_text(answer),
+        metadata=_as_json({name: value for name, value in row.items() if name not in used}, where=where),
+    )
+
+
+def _text(row: Row, *, source: Source, where: str, task: TaskConfig, tokenizer: Tokenizer) -> str:
+    if source.messages:
+        if not task.chat_template:
+            raise ConfigError("task.chat_template: a messages column needs it; set it to true")
+        messages = _messages(_column(row, source.messages, where=where, field="messages"), where=where)
+    else:
+        text = _column(row, source.prompt, where=where, field="prompt")
+        if not isinstance(text, str):
+            raise ConfigError(f"{where}: column '{source.prompt}' holds {type(text).__name__}, a prompt is text")
+        if not task.chat_template:
+            return text
+        messages = [{"role": "user", "content": text}]
+    if task.system_prompt and messages[0]["role"] != "system":  # a row's own system message stands
+        messages = [{"role": "system", "content": task.system_prompt}, *messages]
+    return tokenizer.render_chat(messages)
+
+
+def _messages(value: object, *, where: str) -> list[dict[str, str]]:
+    try:
+        messages = msgspec.convert(value, list[dict[str, str]])
+    except msgspec.ValidationError as err:
+        raise ConfigError(f"{where}: messages must be a list of {{role, content}} texts ({err})") from err
+    if not messages or any({"role", "content"} - message.keys() for message in messages):
+        raise ConfigError(f"{where}: messages must be a non-empty list, each with role and content")
+    return messages
+
+
+def _column(row: Row, name: str, *, where: str, field: str) -> Any:
+    if name not in row:
+        raise ConfigError(f"{where}: no column '{name}' (set as '{field}'); present: {', '.join(sorted(row))}")
+    return row[name]
+
+
+def _as_text(value: object) -> str:
+    """Text stays, nothing is empty, numbers and lists are written as JSON."""
+    if value is None:
+        return ""
+    return value if isinstance(value, str) else msgspec.json.encode(value).decode()
+
+
+def _as_json(columns: dict[str, Any], *, where: str) -> dict[str, Any]:
+    try:
+        plain: dict[str, Any] = msgspec.to_builtins(columns, str_keys=True)
+    except TypeError as err:
+        raise ConfigError(f"{where}: a column cannot be handed to the rewards ({err})") from err
+    return plain
+
+
+def _check_rows(source: Source, *, limit: int, task: TaskConfig, tokenizer: Tokenizer) -> None:
+    for row in range(min(source.num_rows or 1, limit)):
+        render(source, row, position=row, task=task, tokenizer=tokenizer)
+
+
+def _same_rows(left: SourceConfig, right: SourceConfig) -> bool:
+    """Do two finite sources read the same rows? Generators keep their splits apart themselves."""
+    if left.kind in ("arithmetic", "reasoning_gym"):
+        return False
+    keys = [(source.kind, source.name, source.path, source.split, repr(source.options)) for source in (left, right)]
+    return keys[0] == keys[1]

@@ -1,0 +1,259 @@
+"""Sources of task rows: files, data sets, generators and user functions behind one shape.
+
+Invariant: `row(index)` is a pure function of (config, seed, index), in any process and any order; a source keeps no
+place. Generators are endless; the others are finite and were read once, completely, so that a malformed line is
+found before anything starts. Called by `prompts`, which renders rows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import msgspec
+
+from dora.errors import ConfigError
+from dora.tasks.functions import load_function
+
+if TYPE_CHECKING:
+    from dora.config.schema import SourceConfig
+
+Row = Mapping[str, Any]
+Split = Literal["train", "heldout"]  # which side of a generator; files say it by being different files
+
+#: reasoning_gym item seeds lie below 2**30 (training) or between it and 2**31 (held out), so the two never meet.
+_GENERATOR_SEEDS = 2**29
+
+#: Items made per reasoning_gym data set object: its default size, which every data set there accepts.
+_CHUNK = 500
+
+#: Data sets of reasoning_gym 0.1.x that draw from the order of Python sets, which changes with the hash seed.
+HASH_DEPENDENT = frozenset({"isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note"})
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Rows by index."""
+
+    name: str
+    num_rows: int | None  # None: endless
+    row: Callable[[int], Row]
+    where: Callable[[int], str]  # names a row in an error: file and line where there is one
+    prompt: str  # column names; messages, if set, is used in place of prompt; answer may be ""
+    messages: str
+    answer: str
+
+
+def open_source(config: SourceConfig, *, field: str, seed: int, split: Split) -> Source:
+    """Open what `config` (found at `field` of the configuration) names; `seed` is this source's own."""
+    match config.kind:
+        case "arithmetic":
+            return _arithmetic(config, field=field, seed=seed, split=split)
+        case "reasoning_gym":
+            return _reasoning_gym(config, field=field, seed=seed, split=split)
+        case "jsonl":
+            return _jsonl(config, field=field)
+        case "parquet":
+            return _parquet(config, field=field)
+        case "datasets":
+            return _datasets(config, field=field)
+        case "function":
+            return _function(config, field=field)
+
+
+def derive_seed(*parts: object) -> int:
+    """128 bits that depend on all parts and on nothing else (Python's own hash changes between processes)."""
+    return int.from_bytes(hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=16).digest(), "little")
+
+
+# --- generators -------------------------------------------------------------------------------------------------
+
+
+def _arithmetic(config: SourceConfig, *, field: str, seed: int, split: Split) -> Source:
+    from dora.tasks.arithmetic import problem
+
+    def row(index: int) -> Row:
+        prompt, answer = problem(index, seed=seed, split=split, **config.options)
+        return {"prompt": prompt, "answer": answer}
+
+    try:
+        row(0)
+    except (TypeError, ValueError) as err:
+        raise ConfigError(f"{field}.options: {err}") from err
+    return _generator("arithmetic", row)
+
+
+def _reasoning_gym(config: SourceConfig, *, field: str, seed: int, split: Split) -> Source:
+    first = seed % _GENERATOR_SEEDS + (0 if split == "train" else 2 * _GENERATOR_SEEDS)
+    options = msgspec.json.encode(config.options).decode()
+    _check_reasoning_gym(config, field=field)
+
+    def row(index: int) -> Row:
+        item = {"dataset": config.name, "options": options, "seed": first + index // _CHUNK * _CHUNK}
+        entry = reasoning_gym_dataset(**item)[index % _CHUNK]
+        return {"prompt": entry["question"], "answer": entry["answer"], **item, "index": index % _CHUNK}
+
+    try:
+        row(0)
+    except (TypeError, ValueError, AssertionError) as err:
+        raise ConfigError(f"{field}.options: reasoning_gym '{config.name}' refuses them ({err})") from err
+    return _generator(f"reasoning_gym:{config.name}", row)
+
+
+def _check_reasoning_gym(config: SourceConfig, *, field: str) -> None:
+    from reasoning_gym.factory import DATASETS
+
+    if config.name not in DATASETS:
+        near = get_close_matches(config.name, DATASETS, n=1) or sorted(DATASETS)[:1]
+        raise ConfigError(f"{field}.name: reasoning_gym has no data set '{config.name}'; did you mean '{near[0]}'?")
+    if {"seed", "size"} & config.options.keys():
+        raise ConfigError(f"{field}.options: seed and size of a reasoning_gym data set are set by the run; remove them")
+    if config.name in HASH_DEPENDENT and sys.flags.hash_randomization:
+        raise ConfigError(
+            f"{field}.name: reasoning_gym '{config.name}' draws from Python's set order, so its prompts would change "
+            "when the run is resumed; set PYTHONHASHSEED=0 in the environment"
+        )
+
+
+@lru_cache(maxsize=4)  # siblings and neighbors share a chunk; some data sets take a second to set up
+def reasoning_gym_dataset(dataset: str, options: str, seed: int) -> Any:
+    """`_CHUNK` items whose own seeds are seed, seed + 1, ...; `options` as JSON. Graders make the same one again."""
+    import reasoning_gym
+
+    return reasoning_gym.create_dataset(dataset, seed=seed, size=_CHUNK, **msgspec.json.decode(options))
+
+
+def _generator(name: str, row: Callable[[int], Row]) -> Source:
+    return Source(
+        name=name,
+        num_rows=None,
+        row=row,
+        where=lambda index: f"{name} item {index}",
+        prompt="prompt",
+        messages="",
+        answer="answer",
+    )
+
+
+# --- finite sources ---------------------------------------------------------------------------------------------
+
+
+def _jsonl(config: SourceConfig, *, field: str) -> Source:
+    path = _file(config, field=field)
+    offsets, lines = array("q"), array("q")
+    with path.open("rb") as file:
+        offset = 0
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                _decode_line(line, where=f"{path}:{number}")
+                offsets.append(offset)
+                lines.append(number)
+            offset += len(line)
+
+    def row(index: int) -> Row:
+        with path.open("rb") as file:
+            file.seek(offsets[index])
+            return _decode_line(file.readline(), where=where(index))
+
+    def where(index: int) -> str:
+        return f"{path}:{lines[index]}"
+
+    return _table(config, field=field, name=path.name, num_rows=len(offsets), row=row, where=where)
+
+
+def _decode_line(line: bytes, *, where: str) -> Row:
+    try:
+        return msgspec.json.decode(line, type=dict[str, Any])
+    except (msgspec.DecodeError, UnicodeDecodeError) as err:
+        raise ConfigError(f"{where}: not a JSON object ({err}); every line must be one") from err
+
+
+def _parquet(config: SourceConfig, *, field: str) -> Source:
+    import pyarrow
+    from pyarrow import parquet
+
+    path = _file(config, field=field)
+    try:
+        table = parquet.read_table(path)
+    except (pyarrow.ArrowException, OSError) as err:
+        raise ConfigError(f"{field}.path: {path} is not a Parquet file ({err})") from err
+
+    def row(index: int) -> Row:
+        rows: list[Row] = table.slice(index, 1).to_pylist()
+        return rows[0]
+
+    return _table(
+        config, field=field, name=path.name, num_rows=table.num_rows, row=row, where=lambda i: f"{path} row {i}"
+    )
+
+
+def _datasets(config: SourceConfig, *, field: str) -> Source:
+    try:
+        import datasets
+    except ImportError as err:
+        raise ConfigError(
+            f"{field}.kind: 'datasets' needs the datasets package; pip install 'dora-rl[datasets]'"
+        ) from err
+    try:
+        rows = datasets.load_dataset(config.name, split=config.split, **config.options)
+    except Exception as err:  # hub, network, loader and name errors share no base class
+        raise ConfigError(f"{field}.name: cannot load data set '{config.name}' ({type(err).__name__}: {err})") from err
+    return _listed(rows, config, field=field, name=config.name)
+
+
+def _function(config: SourceConfig, *, field: str) -> Source:
+    function = load_function(config.name, field=f"{field}.name")
+    try:
+        rows = list(function(**config.options))
+    except Exception as err:  # code of the user may fail in any way
+        raise ConfigError(f"{field}.name: {config.name} failed ({type(err).__name__}: {err})") from err
+    return _listed(rows, config, field=field, name=config.name)
+
+
+def _listed(rows: Sequence[Any], config: SourceConfig, *, field: str, name: str) -> Source:
+    def row(index: int) -> Row:
+        found = rows[index]
+        if not isinstance(found, Mapping):
+            raise ConfigError(f"{name} row {index}: a row is a dict of columns, not {type(found).__name__}")
+        return found
+
+    return _table(
+        config, field=field, name=name, num_rows=len(rows), row=row, where=lambda index: f"{name} row {index}"
+    )
+
+
+def _table(
+    config: SourceConfig,
+    *,
+    field: str,
+    name: str,
+    num_rows: int,
+    row: Callable[[int], Row],
+    where: Callable[[int], str],
+) -> Source:
+    if num_rows == 0:
+        raise ConfigError(f"{field}: {name} holds no row")
+    return Source(
+        name=name,
+        num_rows=num_rows,
+        row=row,
+        where=where,
+        prompt=config.prompt,
+        messages=config.messages,
+        answer=config.answer,
+    )
+
+
+def _file(config: SourceConfig, *, field: str) -> Path:
+    if config.path is None:
+        raise ConfigError(f"{field}.path: kind '{config.kind}' needs a file")
+    if not config.path.is_file():
+        raise ConfigError(f"{field}.path: {config.path} is not a file")
+    return config.path

@@ -1,0 +1,175 @@
+"""Text to token ids and back, from a Hugging Face model folder, without transformers.
+
+Importing transformers' tokenizers brings in torch (1.6-4 s, some hundred MB); the controller needs neither. A
+model folder's `tokenizer.json` is read by the `tokenizers` package, the library transformers calls itself, and
+its chat template is rendered by jinja2 in the sandbox and with the settings transformers uses.
+tests/tasks/test_tokenizer.py compares both with transformers. Called by `prompts` (encoding) and by the
+controller (decoding what was sampled).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+import tokenizers  # type: ignore[import-untyped]
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from dora.errors import ConfigError
+
+Message = Mapping[str, str]
+
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
+
+
+@dataclass(frozen=True, slots=True)
+class Tokenizer:
+    """One model folder's tokenizer; `thinking` is the chat template's switch (None leaves it to the template)."""
+
+    folder: Path
+    eos_ids: tuple[int, ...]  # every id at which the model may end an answer
+    thinking: bool | None
+    _codec: tokenizers.Tokenizer
+    _template: jinja2.Template | None  # None: the folder has no chat template
+    _special_tokens: Mapping[str, str]
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids the tokenizer can produce; a model's embedding may be padded beyond it."""
+        size: int = self._codec.get_vocab_size(with_added_tokens=True)
+        return size
+
+    def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
+        """Ids of `text`; `special_tokens` lets the tokenizer add its own (BOS), which rendered chats already hold."""
+        ids: list[int] = self._codec.encode(text, add_special_tokens=special_tokens).ids
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of `ids` without special tokens: what a reward gets to see."""
+        text: str = self._codec.decode(list(ids), skip_special_tokens=True)
+        return text
+
+    def render_chat(self, messages: Sequence[Message]) -> str:
+        """The conversation as the model was taught to read it, up to where its answer begins."""
+        if self._template is None:
+            raise ConfigError(f"task.chat_template: {self.folder} has no chat template; set it to false or add one")
+        switch = {} if self.thinking is None else {"enable_thinking": self.thinking}
+        try:
+            return self._template.render(
+                messages=messages, add_generation_prompt=True, **self._special_tokens, **switch
+            )
+        except jinja2.TemplateError as err:
+            raise ConfigError(f"chat template of {self.folder} refused the messages: {err}") from err
+
+
+def load_tokenizer(folder: Path, *, thinking: bool | None = None) -> Tokenizer:
+    """The tokenizer of a model folder; `ConfigError` says what the folder lacks."""
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        raise ConfigError(
+            f"model.path: {folder} has no tokenizer.json; write one with "
+            "transformers' AutoTokenizer.from_pretrained(...).save_pretrained(folder)"
+        )
+    try:
+        codec = tokenizers.Tokenizer.from_file(str(file))
+    except Exception as err:  # the Rust side raises bare Exception
+        raise ConfigError(f"model.path: {file} is not a tokenizer ({err})") from err
+    codec.no_truncation()
+    codec.no_padding()
+    settings = _read_json(folder / "tokenizer_config.json")
+    source = _template_source(folder, settings)
+    if thinking is not None and "enable_thinking" not in source:
+        raise ConfigError(f"model.thinking: the chat template of {folder} has no enable_thinking switch; unset it")
+    special = _special_tokens(settings)
+    return Tokenizer(
+        folder=folder,
+        eos_ids=_eos_ids(folder, codec, special),
+        thinking=thinking,
+        _codec=codec,
+        _template=_compile(source, folder) if source else None,
+        _special_tokens=special,
+    )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_bytes())
+    except ValueError as err:
+        raise ConfigError(f"model.path: {path} is not JSON ({err})") from err
+    if not isinstance(content, dict):
+        raise ConfigError(f"model.path: {path} must hold a JSON object")
+    return content
+
+
+def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Special tokens by role; the file holds plain strings or, from older versions, {"content": ...}."""
+    entries = {role: settings.get(role) for role in _SPECIAL_TOKENS}
+    texts = {role: entry.get("content") if isinstance(entry, dict) else entry for role, entry in entries.items()}
+    return {role: text for role, text in texts.items() if isinstance(text, str)}
+
+
+def _eos_ids(folder: Path, codec: tokenizers.Tokenizer, special: Mapping[str, str]) -> tuple[int, ...]:
+    """Union over the three files that may name an end token, as SGLang takes it; first mention first."""
+    found: list[int] = []
+    for name in ("generation_config.json", "config.json"):
+        ids = _read_json(folder / name).get("eos_token_id")
+        found += ids if isinstance(ids, list) else [] if ids is None else [ids]
+    eos = codec.token_to_id(special["eos_token"]) if "eos_token" in special else None
+    return tuple(dict.fromkeys([*found, *([] if eos is None else [eos])]))
+
+
+def _template_source(folder: Path, settings: Mapping[str, Any]) -> str:
+    """The folder's chat template, "" if none: its own file first, then tokenizer_config.json (maybe by name)."""
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    found = _read_json(folder / "chat_template.json").get("chat_template", settings.get("chat_template"))
+    if isinstance(found, list):
+        found = {entry["name"]: entry["template"] for entry in found}.get("default")
+    return found or ""
+
+
+def _compile(source: str, folder: Path) -> jinja2.Template:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _refuse
+    environment.globals["strftime_now"] = lambda layout: datetime.now().strftime(layout)
+    try:
+        return environment.from_string(source)
+    except jinja2.TemplateSyntaxError as err:
+        raise ConfigError(f"model.path: the chat template of {folder} does not parse ({err})") from err
+
+
+def _to_json(value: object, ensure_ascii: bool = False, **layout: Any) -> str:  # templates pass these by place too
+    """jinja2's own `tojson` escapes HTML; models were trained on text without that."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, **layout)
+
+
+def _refuse(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+class _GenerationBlock(Extension):
+    """`{% generation %}...{% endgeneration %}` marks what an assistant wrote; for a prompt it is plain content."""
+
+    tags = {"generation"}  # noqa: RUF012  jinja2 declares it so
+
+    def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_pass_through"), [], [], body).set_lineno(line)
+
+    def _pass_through(self, caller: Callable[[], str]) -> str:
+        return caller()
