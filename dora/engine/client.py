@@ -1,0 +1,348 @@
+"""The client of every inference server of a run: one aiohttp session, SGLang's HTTP protocol.
+
+Tokens are handed on as they arrive, so that a lost server costs no token already streamed. A stream has no read
+time-out (a paused server is silent but alive; the controller's watchdog ends a stuck one); every other call has a
+deadline. Every control call sends its mode, flush and abort flags explicitly: SGLang's defaults abort or flush.
+The only retry loop of the project is `_control`, for calls that may be repeated. Errors: `ServerGone`,
+`RequestRefused` and `ProtocolError`, each starting with the url. Callers: the controller's effects, `probe.py`, and
+`weights/push.py` through `PushEndpoint`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal, TypeVar
+
+import aiohttp
+import msgspec
+
+from dora.engine import protocol
+from dora.engine.errors import RequestRefused, ServerGone
+from dora.engine.stream import GenerateResult, StreamParser, refusal
+from dora.errors import ConfigError, ProtocolError, RemoteError
+
+OnTokens = Callable[[Sequence[int], Sequence[float]], None]
+PauseMode = Literal["in_place", "retract"]  # `abort` would destroy requests: never sent
+
+CONTROL_ATTEMPTS: Final = 3
+RETRY_DELAY_S: Final = 0.05  # doubled each time
+
+_NOT_A_URL: Final = (aiohttp.InvalidURL, aiohttp.NonHttpUrlClientError)
+_Answer = TypeVar("_Answer")
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """One attempt at one trajectory. Log-probs and token ids are always asked for, text is never used."""
+
+    rid: str  # see rids.py: none may be a prefix of another
+    input_ids: Sequence[int]  # prompt and the tokens of earlier attempts
+    max_new_tokens: int  # what is left of the trajectory's budget
+    temperature: float  # 0 is greedy
+    stop_token_ids: Sequence[int]
+    seed: int | None  # of this attempt and position; SGLang heeds it only in its deterministic mode
+    extra_key: str  # prefix-cache namespace: the version's label
+    top_p: float = 1.0
+    top_k: int = -1  # off
+
+    def body(self) -> bytes:
+        sampling_params: dict[str, Any] = {
+            "max_new_tokens": self.max_new_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "stop_token_ids": self.stop_token_ids,
+            "no_stop_trim": True,
+            "skip_special_tokens": False,
+            "spaces_between_special_tokens": False,
+        }
+        if self.seed is not None:
+            sampling_params["sampling_seed"] = self.seed
+        request = {
+            "rid": self.rid,
+            "input_ids": self.input_ids,
+            "sampling_params": sampling_params,
+            "stream": True,
+            "return_logprob": True,
+            "extra_key": self.extra_key,
+        }
+        return msgspec.json.encode(request)
+
+
+class _Queues(msgspec.Struct):
+    grammar: int = 0
+    paused: int = 0
+    retracted: int = 0
+
+
+class _RankLoad(msgspec.Struct):
+    num_running_reqs: int
+    num_waiting_reqs: int
+    num_used_tokens: int
+    max_total_num_tokens: int
+    max_running_requests: int
+    queues: _Queues = msgspec.field(default_factory=_Queues)
+
+
+class _LoadsAnswer(msgspec.Struct):
+    loads: list[_RankLoad]
+
+
+class _ModelInfo(msgspec.Struct):
+    weight_version: str
+
+
+class _UpdateAnswer(msgspec.Struct):
+    success: bool
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Loads:
+    """What a server holds right now, summed over its data-parallel ranks."""
+
+    num_running: int
+    num_waiting: int  # waiting for a slot, a grammar, or for the end of a pause
+    num_retracted: int
+    used_tokens: int  # KV tokens, cached prefixes left out
+    max_total_tokens: int
+    max_running: int
+
+    @property
+    def is_empty(self) -> bool:
+        """No request is resident in any queue."""
+        return self.num_running == self.num_waiting == self.num_retracted == 0
+
+
+class EngineClient:
+    """Talks to all servers of a run. Make it inside a running loop; `close` it, or use it as a context manager."""
+
+    def __init__(
+        self,
+        *,
+        max_connections: int,
+        api_key: str | None = None,
+        vocab_size: int = 2**31,
+        connect_timeout_s: float = 10.0,
+        control_timeout_s: float = 10.0,
+    ) -> None:
+        """`max_connections` bounds the open streams (each is a file descriptor); one more waits until one ends.
+
+        Control calls are not counted: an abort must not wait behind the streams that it is to end. Token ids
+        outside `vocab_size` are refused here: they would kill the server (sglang.md §5).
+        """
+        self._vocab_size = vocab_size
+        self._control_timeout_s = control_timeout_s
+        self._streams = asyncio.Semaphore(max_connections)
+        self._session = aiohttp.ClientSession(
+            # A kept-alive connection that its server closes just now looks like a dead server: open one per call.
+            connector=aiohttp.TCPConnector(limit=0, force_close=True),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=connect_timeout_s),
+            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
+            cookie_jar=aiohttp.DummyCookieJar(),
+        )
+
+    async def __aenter__(self) -> EngineClient:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Ends all connections; servers then drop the requests of open streams."""
+        await self._session.close()
+
+    async def generate(self, url: str, request: GenerateRequest, on_tokens: OnTokens) -> GenerateResult:
+        """Run one request to its end; `on_tokens(ids, logprobs)` is called with the new tokens of each chunk.
+
+        Whatever is raised, the tokens handed on are good and the request can be resumed from them.
+        """
+        self._check(request)
+        parser = StreamParser(url)
+        try:
+            async with (
+                self._streams,
+                self._session.post(
+                    _join(url, protocol.GENERATE),
+                    data=request.body(),
+                    headers={"Content-Type": "application/json"},
+                    allow_redirects=False,
+                ) as response,
+            ):
+                if response.status != 200:
+                    raise refusal(response.status, await response.read(), source=url)
+                if response.content_type != "text/event-stream":
+                    raise ProtocolError(f"{url}: /generate answered {response.content_type} in place of a stream")
+                async for data in response.content.iter_any():
+                    for chunk in parser.feed(data):
+                        if chunk.token_ids:
+                            on_tokens(chunk.token_ids, chunk.logprobs)
+        except aiohttp.ClientPayloadError:
+            pass  # a body cut short: `close` says whether the last chunk was there
+        except (aiohttp.ClientError, OSError) as err:
+            raise _remote_error(url, err) from err
+        return parser.close()
+
+    async def abort(self, url: str, rid: str) -> None:
+        """Ask the server to end a request; its stream then ends with a last chunk. An unknown rid is no error."""
+        await self._control("POST", url, protocol.ABORT_REQUEST, {"rid": rid, "abort_all": False})
+
+    async def pause(self, url: str, mode: PauseMode) -> None:
+        """Stop decoding; new requests hang until `resume`."""
+        await self._control("POST", url, protocol.PAUSE_GENERATION, {"mode": mode})
+
+    async def resume(self, url: str) -> None:
+        await self._control("POST", url, protocol.CONTINUE_GENERATION, {})
+
+    async def flush_cache(self, url: str) -> bool:
+        """Drop the prefix cache; False if the server refuses because a request is resident."""
+        status, body = await self._control("POST", url, protocol.FLUSH_CACHE, {}, accept=(200, 400))
+        if status == 400 and b"flush" not in body.lower():
+            raise refusal(status, body, source=url)
+        return status == 200
+
+    async def update_weights_from_disk(self, url: str, folder: str, label: str, *, timeout_s: float) -> None:
+        """Load `folder` (as the server sees it). Sent once: whatever is raised, the weights may have changed."""
+        body = {"model_path": folder, "weight_version": label, "flush_cache": False, "abort_all_requests": False}
+        path = protocol.UPDATE_WEIGHTS_FROM_DISK
+        _, answer = await self._control("POST", url, path, body, timeout_s=timeout_s, attempts=1)
+        update = _read(answer, _UpdateAnswer, what=url + path)
+        if not update.success:
+            raise RequestRefused(f"{url}: {update.message}", status=200, retryable=False)
+
+    async def weight_version(self, url: str) -> str:
+        """The label of the weights that the server says it holds."""
+        _, answer = await self._control("GET", url, protocol.MODEL_INFO)
+        return _read(answer, _ModelInfo, what=url + protocol.MODEL_INFO).weight_version
+
+    async def loads(self, url: str) -> Loads:
+        _, answer = await self._control("GET", url, protocol.LOADS)
+        ranks = _read(answer, _LoadsAnswer, what=url + protocol.LOADS).loads
+        return Loads(
+            num_running=sum(rank.num_running_reqs for rank in ranks),
+            num_waiting=sum(rank.num_waiting_reqs + rank.queues.grammar + rank.queues.paused for rank in ranks),
+            num_retracted=sum(rank.queues.retracted for rank in ranks),
+            used_tokens=sum(rank.num_used_tokens for rank in ranks),
+            max_total_tokens=sum(rank.max_total_num_tokens for rank in ranks),
+            max_running=sum(rank.max_running_requests for rank in ranks),
+        )
+
+    async def health(self, url: str, *, timeout_s: float) -> None:
+        """Returns if the server is well. SGLang generates a token for it: 1 s when idle, 503 after 20 s if paused."""
+        await self._control("GET", url, protocol.HEALTH, timeout_s=timeout_s)
+
+    async def server_info(self, url: str) -> dict[str, Any]:
+        """The server's arguments and state, its secrets dropped at every depth."""
+        _, answer = await self._control("GET", url, protocol.SERVER_INFO)
+        info: dict[str, Any] = _without_secrets(_read(answer, dict[str, Any], what=url + protocol.SERVER_INFO))
+        return info
+
+    def push_endpoint(self, url: str) -> PushEndpoint:
+        """What `weights.push.push` needs of one server."""
+        return PushEndpoint(self, url)
+
+    def _check(self, request: GenerateRequest) -> None:
+        """Refuse here what would kill a server or be refused by it."""
+        if not request.input_ids or request.max_new_tokens < 1:
+            raise ConfigError(
+                f"request {request.rid}: {len(request.input_ids)} input tokens and a budget of "
+                f"{request.max_new_tokens}; both must be at least 1"
+            )
+        if min(request.input_ids) < 0 or max(request.input_ids) >= self._vocab_size:
+            raise ConfigError(
+                f"request {request.rid}: token ids from {min(request.input_ids)} to {max(request.input_ids)} do not "
+                f"fit the model's vocabulary of {self._vocab_size}; use the tokenizer of the served model"
+            )
+
+    async def _control(
+        self,
+        method: str,
+        url: str,
+        path: str,
+        body: dict[str, Any] | None = None,
+        *,
+        timeout_s: float | None = None,
+        attempts: int = CONTROL_ATTEMPTS,
+        accept: tuple[int, ...] = (200,),
+    ) -> tuple[int, bytes]:
+        """One control call: tried again only after connection trouble, all tries within one deadline."""
+        limit_s = timeout_s or self._control_timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                for attempt in range(attempts):
+                    try:
+                        status, answer = await self._send(method, _join(url, path), body)
+                        break
+                    except (aiohttp.ClientError, OSError) as err:
+                        if attempt == attempts - 1 or isinstance(err, _NOT_A_URL):
+                            raise _remote_error(url, err) from err
+                        await asyncio.sleep(RETRY_DELAY_S * 2**attempt)
+        except TimeoutError as err:
+            raise RemoteError(f"{url}: no answer to {path} within {limit_s:g} s") from err
+        if status not in accept:
+            raise refusal(status, answer, source=f"{url}{path}")
+        return status, answer
+
+    async def _send(self, method: str, url: str, body: dict[str, Any] | None) -> tuple[int, bytes]:
+        async with self._session.request(method, url, json=body, allow_redirects=False) as response:
+            return response.status, await response.read()
+
+
+@dataclass(frozen=True, slots=True)
+class PushEndpoint:
+    """The calls of a weight push, bound to one server: the `PushTarget` of `weights/push.py`."""
+
+    client: EngineClient
+    url: str
+
+    async def is_empty(self) -> bool:
+        return (await self.client.loads(self.url)).is_empty
+
+    async def pause(self) -> None:
+        await self.client.pause(self.url, "in_place")
+
+    async def resume(self) -> None:
+        await self.client.resume(self.url)
+
+    async def flush_cache(self) -> bool:
+        return await self.client.flush_cache(self.url)
+
+    async def update_weights(self, folder: str, label: str, *, timeout_s: float) -> None:
+        await self.client.update_weights_from_disk(self.url, folder, label, timeout_s=timeout_s)
+
+    async def weight_version(self) -> str:
+        return await self.client.weight_version(self.url)
+
+
+def _join(url: str, path: str) -> str:
+    return url.rstrip("/") + path
+
+
+def _remote_error(url: str, err: aiohttp.ClientError | OSError) -> RemoteError | ConfigError:
+    if isinstance(err, _NOT_A_URL):
+        return ConfigError(f"{url}: not a server url; write it as http://HOST:PORT")
+    if isinstance(err, aiohttp.ClientConnectorError):
+        return ServerGone(f"{url}: cannot connect ({err.os_error.strerror or err.os_error}); is the server running?")
+    if isinstance(err, aiohttp.ConnectionTimeoutError):
+        return ServerGone(f"{url}: no connection in time; is the server running?")
+    if isinstance(err, aiohttp.ClientResponseError):
+        return ProtocolError(f"{url}: not an HTTP answer ({err.message})")
+    return ServerGone(f"{url}: the connection broke off ({err or type(err).__name__})")
+
+
+def _read(body: bytes, shape: type[_Answer], *, what: str) -> _Answer:
+    try:
+        return msgspec.json.decode(body, type=shape)
+    except (msgspec.DecodeError, UnicodeDecodeError) as err:
+        raise ProtocolError(f"{what}: unexpected answer: {err}") from err
+
+
+def _without_secrets(value: Any) -> Any:
+    if isinstance(value, dict):
+        kept = {key: item for key, item in value.items() if key not in protocol.SECRET_SERVER_INFO_KEYS}
+        return {key: _without_secrets(item) for key, item in kept.items()}
+    if isinstance(value, list):
+        return [_without_secrets(item) for item in value]
+    return value

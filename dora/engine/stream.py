@@ -1,0 +1,199 @@
+"""The answer of POST /generate as a stream, without IO: bytes in, new tokens out.
+
+Invariant: every token is handed out exactly once, in order, with its log-prob, whatever the form of the stream
+(cumulative or incremental, decided per chunk by its lengths), wherever the bytes are split, and however the stream
+ends. Token ids are taken from the log-prob triples, so that an id and its log-prob cannot be misaligned; `output_ids`
+is not read (it is wrong in one abort chunk, sglang.md §1.3). Used by `client.py` alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import msgspec
+
+from dora.engine.errors import RequestRefused, ServerGone, is_retryable
+from dora.engine.protocol import DONE
+from dora.errors import ProtocolError
+
+FinishReason = Literal["stop", "length", "abort"]
+
+#: An event beyond this is no answer to a request of ours (100,000 tokens, repeated whole, take about 4 MB).
+MAX_EVENT_BYTES: Final = 64 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateResult:
+    """How one request ended. Its tokens were handed on before."""
+
+    finish_reason: FinishReason
+    #: (version label, start, end): half-open, contiguous from 0 over this request's own output tokens; a resumed
+    #: request knows nothing of the tokens before it. Empty: the server reports no spans (before SGLang 0.5.20).
+    spans: tuple[tuple[str, int, int], ...]
+    num_tokens: int  # output tokens of this request, a matched stop token included
+    cached_tokens: int  # prompt tokens found in the prefix cache
+    prompt_tokens: int  # 0 where the server leaves it out (aborted while it waited)
+    num_retractions: int
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """What one event of the stream added."""
+
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    result: GenerateResult | None  # set on the last chunk
+
+
+class _Finish(msgspec.Struct, gc=False):
+    type: FinishReason
+    message: str | None = None
+    status_code: int | None = None
+
+
+class _Span(msgspec.Struct, gc=False):
+    version: str
+    start: int
+    end: int
+
+
+class _Meta(msgspec.Struct):
+    output_token_logprobs: list[tuple[float, int, Any]] | None = None
+    completion_tokens: int | None = None
+    finish_reason: _Finish | None = None
+    weight_versions: list[_Span] | None = None
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    num_retractions: int = 0
+
+
+class _Error(msgspec.Struct):
+    message: str = "no reason given"
+    code: int | str | None = None
+    retryable: bool | None = None
+
+
+class _Event(msgspec.Struct):
+    meta_info: _Meta | None = None
+    error: _Error | str | None = None
+    message: str | None = None  # beside `code`: an error without the `error` object
+    code: int | str | None = None
+
+
+_decode = msgspec.json.Decoder(_Event).decode
+
+
+class StreamParser:
+    """One request's stream. Iterate what `feed` returns before feeding on; call `close` when the bytes end."""
+
+    def __init__(self, source: str) -> None:
+        self._source = source  # url of the server, for messages
+        self._unfinished = bytearray()  # bytes of a line whose end has not come yet
+        self._num_tokens = 0
+        self._result: GenerateResult | None = None
+        self._refusal: RequestRefused | None = None
+
+    def feed(self, data: bytes) -> Iterator[Chunk]:
+        """The chunks completed by `data`. Those before an error are yielded before it is raised."""
+        self._unfinished += data
+        if b"\n" not in data:
+            if len(self._unfinished) > MAX_EVENT_BYTES:
+                raise ProtocolError(f"{self._source}: an event of more than {MAX_EVENT_BYTES} bytes")
+            return
+        *lines, rest = bytes(self._unfinished).split(b"\n")
+        self._unfinished = bytearray(rest)
+        for line in lines:
+            if line.startswith(b"data:"):
+                payload = line[5:].strip()
+                if payload != DONE.encode():
+                    yield self._chunk(payload)
+                if self._refusal is not None:
+                    raise self._refusal
+
+    def close(self) -> GenerateResult:
+        """The result, once the last chunk was seen; else the server died under the request.
+
+        A stream cut after its last chunk but before `[DONE]` has ended well: to resume it would sample beyond its end.
+        """
+        if self._result is None:
+            raise ServerGone(f"{self._source}: the stream broke off after {self._num_tokens} tokens")
+        return self._result
+
+    def _chunk(self, payload: bytes) -> Chunk:
+        try:
+            event = _decode(payload)
+        except (msgspec.DecodeError, UnicodeDecodeError) as err:
+            raise ProtocolError(f"{self._source}: unreadable event in a stream: {err}") from err
+        meta = event.meta_info
+        if meta is None:
+            raise _refusal_in_stream(event, self._source)
+        if self._result is not None:
+            raise ProtocolError(f"{self._source}: more tokens after the last chunk of a stream")
+        triples = self._new_triples(meta)
+        self._num_tokens += len(triples)
+        if (finish := meta.finish_reason) is not None:
+            if (status := finish.status_code or 0) >= 400:  # queue full, time-out, out of KV: an abort not asked for
+                message = f"{self._source}: {finish.message or 'aborted by the server'} ({status})"
+                self._refusal = RequestRefused(message, status=status, retryable=is_retryable(status))
+            else:
+                self._result = self._finished(meta, finish)
+        if not triples:
+            return Chunk((), (), self._result)
+        logprobs, token_ids, _ = zip(*triples, strict=True)
+        return Chunk(token_ids, logprobs, self._result)
+
+    def _new_triples(self, meta: _Meta) -> list[tuple[float, int, Any]]:
+        """A chunk holds all tokens so far (cumulative) or only the new ones; its total tells which."""
+        triples = meta.output_token_logprobs or []
+        total = meta.completion_tokens
+        if total is None:
+            total = meta.weight_versions[-1].end if meta.weight_versions else len(triples)
+        if total >= self._num_tokens:
+            if len(triples) == total:
+                return triples[self._num_tokens :]
+            if self._num_tokens + len(triples) == total:
+                return triples
+        raise ProtocolError(
+            f"{self._source}: a chunk with {len(triples)} log-probs and a total of {total} tokens does not follow "
+            f"{self._num_tokens} tokens" + ("" if triples else "; does the server return log-probs?")
+        )
+
+    def _finished(self, meta: _Meta, finish: _Finish) -> GenerateResult:
+        spans = tuple((span.version, span.start, span.end) for span in meta.weight_versions or ())
+        borders = [0, *(end for _, _, end in spans)]
+        if spans and ([start for _, start, _ in spans] != borders[:-1] or borders[-1] != self._num_tokens):
+            raise ProtocolError(f"{self._source}: version spans {spans} do not cover {self._num_tokens} tokens")
+        return GenerateResult(
+            finish_reason=finish.type,
+            spans=spans,
+            num_tokens=self._num_tokens,
+            cached_tokens=meta.cached_tokens,
+            prompt_tokens=meta.prompt_tokens,
+            num_retractions=meta.num_retractions,
+        )
+
+
+def refusal(status: int, body: bytes, *, source: str) -> RequestRefused:
+    """The error behind a status that is not 200: SGLang writes it in four shapes (sglang.md §1.4)."""
+    try:
+        event = _decode(body)
+        error = event.error if event.error is not None else event.message
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        error = None
+    message = error.message if isinstance(error, _Error) else error
+    if message is None:
+        message = body[:300].decode(errors="replace").strip() or "no reason given"
+    return RequestRefused(f"{source}: {message} ({status})", status=status, retryable=is_retryable(status))
+
+
+def _refusal_in_stream(event: _Event, source: str) -> RequestRefused | ProtocolError:
+    error = event.error if event.error is not None else event.message
+    if error is None:
+        return ProtocolError(f"{source}: an event in a stream that holds neither tokens nor an error")
+    if isinstance(error, str):
+        error = _Error(message=error, code=event.code)
+    status = error.code if isinstance(error.code, int) else 400
+    retryable = is_retryable(status) if error.retryable is None else error.retryable
+    return RequestRefused(f"{source}: {error.message} ({status})", status=status, retryable=retryable)
