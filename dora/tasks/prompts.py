@@ -59,7 +59,10 @@ class PromptStream:
         self.num_prompts = _mixture_length([self._num_draws(source) for source in sources], shares=self._shares)
 
     def at(self, position: int) -> Prompt | None:
-        """The prompt at `position`, in any order, as often as wanted."""
+        """The prompt at `position`, in any order, as often as wanted.
+
+        Microseconds to a millisecond, but some reasoning_gym items take a second: call it in a thread.
+        """
         if self.num_prompts is not None and position >= self.num_prompts:
             return None
         index, draw = mix(position, shares=self._shares)

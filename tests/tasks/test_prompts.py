@@ -1,0 +1,298 @@
+import json
+import random
+import subprocess
+import sys
+from collections import Counter
+from fractions import Fraction
+from pathlib import Path
+
+import pyarrow
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pyarrow import parquet
+
+from dora.config.schema import EvalSetConfig, SourceConfig, TaskConfig
+from dora.errors import ConfigError
+from dora.tasks.prompts import PromptStream, mix, nested_shares, open_eval_prompts, open_stream
+from dora.tasks.sources import HASH_DEPENDENT
+
+ROWS = [{"prompt": f"question {i}", "answer": i, "level": i % 3} for i in range(20)]
+
+
+def write_jsonl(path: Path, rows=ROWS) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def open_with(tokenizer):
+    def opened(*sources: SourceConfig, seed: int = 0, **task) -> PromptStream:
+        return open_stream(TaskConfig(sources=sources, **task), tokenizer=tokenizer, seed=seed)
+
+    return opened
+
+
+def take(stream: PromptStream, count: int):
+    return [stream.at(position) for position in range(count)]
+
+
+# --- the cursor ----------------------------------------------------------------------------------------------------
+
+CODE = """
+import json, sys
+from pathlib import Path
+from dora.config.schema import TaskConfig
+from dora.tasks.prompts import open_stream
+from dora.tasks.tokenizer import load_tokenizer
+stream = open_stream(TaskConfig(**json.loads(sys.argv[1])), tokenizer=load_tokenizer(Path(sys.argv[2])), seed=11)
+print(json.dumps([[p.source, p.text, p.tokens, p.answer, p.metadata] for p in map(stream.at, json.loads(sys.argv[3]))]))
+"""
+
+
+def test_a_position_gives_the_same_prompt_in_any_process_and_any_order(model_folder, open_with, tmp_path):
+    path = write_jsonl(tmp_path / "rows.jsonl")
+    sources = [
+        {"kind": "jsonl", "path": str(path), "weight": 2},
+        {"kind": "reasoning_gym", "name": "leg_counting"},
+        {"kind": "arithmetic"},
+    ]
+    positions = [*range(60), 1_000_000]
+    random.Random(0).shuffle(positions)
+    here = open_with(*(SourceConfig(**source) for source in sources), seed=11)
+    arguments = [json.dumps({"sources": sources}), str(model_folder), json.dumps(positions)]
+    there = json.loads(subprocess.check_output([sys.executable, "-c", CODE, *arguments], text=True))
+    prompts = {position: here.at(position) for position in sorted(positions)}
+    assert there == [
+        [p.source, p.text, list(p.tokens), p.answer, p.metadata] for p in (prompts[position] for position in positions)
+    ]
+
+
+def test_each_epoch_shows_every_row_once_in_an_order_of_its_own(open_with, tmp_path):
+    stream = open_with(SourceConfig(kind="jsonl", path=write_jsonl(tmp_path / "rows.jsonl")))
+    texts = [prompt.text for prompt in take(stream, 60)]
+    epochs = [texts[0:20], texts[20:40], texts[40:60]]
+    assert [sorted(epoch) for epoch in epochs] == [sorted(row["prompt"] for row in ROWS)] * 3
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+
+
+def test_without_shuffling_rows_come_in_file_order(open_with, tmp_path):
+    stream = open_with(SourceConfig(kind="jsonl", path=write_jsonl(tmp_path / "rows.jsonl")), shuffle=False)
+    assert [prompt.text for prompt in take(stream, 20)] == [row["prompt"] for row in ROWS]
+
+
+def test_the_seed_decides_the_order(open_with, tmp_path):
+    source = SourceConfig(kind="jsonl", path=write_jsonl(tmp_path / "rows.jsonl"))
+    orders = [[p.text for p in take(open_with(source, seed=seed), 20)] for seed in (1, 1, 2)]
+    assert orders[0] == orders[1] != orders[2]
+
+
+def test_after_the_last_epoch_the_stream_is_dry_and_stays_so(open_with, tmp_path):
+    stream = open_with(SourceConfig(kind="jsonl", path=write_jsonl(tmp_path / "rows.jsonl")), epochs=2)
+    assert stream.num_prompts == 40
+    assert stream.at(39) is not None
+    assert [stream.at(position) for position in (40, 41, 10**9)] == [None] * 3
+
+
+def test_a_mixture_ends_with_its_first_dry_source(open_with, tmp_path):
+    path = write_jsonl(tmp_path / "rows.jsonl")
+    stream = open_with(SourceConfig(kind="jsonl", path=path), SourceConfig(weight=3), epochs=1)
+    texts = Counter(prompt.source for prompt in take(stream, stream.num_prompts))
+    assert texts == {"rows.jsonl": 20, "arithmetic": stream.num_prompts - 20}
+    assert stream.at(stream.num_prompts) is None
+    assert mix(stream.num_prompts, shares=nested_shares([1, 3])) == (0, 20)  # the row that is not there
+
+
+# --- weights -------------------------------------------------------------------------------------------------------
+
+weights = st.lists(st.floats(0.01, 100).map(lambda value: round(value, 2)), min_size=1, max_size=5)
+
+
+@given(weights)
+def test_every_source_counts_its_own_draws_without_gap_and_gets_its_share_of_any_prefix(weights):
+    shares = nested_shares(weights)
+    drawn = [0] * len(weights)
+    for position in range(200):
+        source, draw = mix(position, shares=shares)
+        assert draw == drawn[source]
+        drawn[source] += 1
+        for count, weight in zip(drawn, weights, strict=True):
+            assert abs(count - (position + 1) * weight / sum(weights)) <= len(weights)
+
+
+def test_shares_are_exact_over_a_full_period():
+    shares = nested_shares([0.5, 0.3, 0.2])
+    assert shares == (Fraction(1, 2), Fraction(3, 5), Fraction(1))
+    assert Counter(mix(position, shares=shares)[0] for position in range(1000)) == {0: 500, 1: 300, 2: 200}
+
+
+# --- sources -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def module_of_rows(tmp_path, monkeypatch):
+    (tmp_path / "rows_module.py").write_text(
+        "def make(count):\n    return ({'prompt': f'p{i}', 'answer': f'a{i}'} for i in range(count))\n"
+        "def listed():\n    return [['no', 'columns']]\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    return "rows_module"
+
+
+def test_a_function_is_a_source(open_with, module_of_rows):
+    source = SourceConfig(kind="function", name=f"{module_of_rows}:make", options={"count": 3})
+    assert [p.answer for p in take(open_with(source, shuffle=False, epochs=1), 3)] == ["a0", "a1", "a2"]
+
+
+def test_parquet_and_jsonl_with_the_same_rows_give_the_same_stream(open_with, tmp_path):
+    parquet.write_table(pyarrow.Table.from_pylist(ROWS), tmp_path / "rows.parquet")
+    streams = [
+        open_with(SourceConfig(kind="parquet", path=tmp_path / "rows.parquet")),
+        open_with(SourceConfig(kind="jsonl", path=write_jsonl(tmp_path / "rows.jsonl"))),
+    ]
+    left, right = ([(p.text, p.answer, p.metadata) for p in take(stream, 25)] for stream in streams)
+    assert left == right
+    assert left[0][2].keys() == {"level"}
+
+
+def test_a_reasoning_gym_data_set_goes_on_beyond_its_size_without_repeating(open_with):
+    source = SourceConfig(kind="reasoning_gym", name="chain_sum", options={"min_digits": 5, "max_digits": 5})
+    stream = open_with(source)
+    prompts = [stream.at(position) for position in range(490, 510)]
+    assert len({prompt.text for prompt in prompts}) == 20
+    assert prompts[0].metadata["dataset"] == "chain_sum"
+
+
+def test_held_out_items_of_generators_are_not_in_the_training_stream(tokenizer):
+    source = SourceConfig(kind="reasoning_gym", name="chain_sum", options={"min_digits": 6, "max_digits": 6})
+    for config in (source, SourceConfig()):
+        task = TaskConfig(sources=(config,))
+        trained = {p.text for p in take(open_stream(task, tokenizer=tokenizer, seed=1), 300)}
+        options = EvalSetConfig(source=config, prompts=300)
+        held_out = {p.text for p in open_eval_prompts(options, task=task, tokenizer=tokenizer, seed=1)}
+        assert held_out
+        assert not trained & held_out
+
+
+def test_an_evaluation_file_is_read_from_its_beginning_and_may_be_short(tokenizer, tmp_path):
+    source = SourceConfig(kind="jsonl", path=write_jsonl(tmp_path / "held.jsonl"))
+    options = EvalSetConfig(source=source, prompts=100)
+    prompts = open_eval_prompts(options, task=TaskConfig(), tokenizer=tokenizer, seed=0)
+    assert [prompt.text for prompt in prompts] == [row["prompt"] for row in ROWS]
+
+
+def test_evaluating_on_the_training_file_is_refused(tokenizer, tmp_path):
+    source = SourceConfig(kind="jsonl", path=write_jsonl(tmp_path / "rows.jsonl"))
+    with pytest.raises(ConfigError, match=r"the same rows are trained on \(task.sources\[0\]\)"):
+        open_eval_prompts(EvalSetConfig(source=source), task=TaskConfig(sources=(source,)), tokenizer=tokenizer, seed=0)
+
+
+# --- rendering -----------------------------------------------------------------------------------------------------
+
+
+def test_plain_prompts_get_the_tokenizers_own_bos_once(open_with, tokenizer):
+    prompt = open_with(SourceConfig()).at(0)
+    assert prompt.tokens[0] == 0
+    assert 0 not in prompt.tokens[1:]
+    assert tokenizer.decode(prompt.tokens) == prompt.text
+
+
+def test_chat_prompts_carry_the_system_prompt_and_no_second_bos(open_with, tokenizer, tmp_path):
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"prompt": "2+2?", "answer": None}])
+    prompt = open_with(SourceConfig(kind="jsonl", path=path), chat_template=True, system_prompt="Add.").at(0)
+    assert prompt.text == (
+        "<|im_start|>system\nAdd.<|im_end|>\n<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert list(prompt.tokens) == tokenizer.encode(prompt.text, special_tokens=False)
+    assert 0 not in prompt.tokens
+    assert prompt.answer == ""
+
+
+def test_a_system_message_of_the_row_stands_above_the_configured_one(open_with, tmp_path):
+    messages = [{"role": "system", "content": "Mine."}, {"role": "user", "content": "hi"}]
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"chat": messages, "answer": ["x"]}])
+    source = SourceConfig(kind="jsonl", path=path, messages="chat")
+    prompt = open_with(source, chat_template=True, system_prompt="Ours.").at(0)
+    assert "Mine." in prompt.text
+    assert "Ours." not in prompt.text
+    assert prompt.answer == '["x"]'
+
+
+# --- bad input -----------------------------------------------------------------------------------------------------
+
+
+def test_a_malformed_jsonl_line_is_named_with_file_and_line_wherever_it_stands(open_with, tmp_path):
+    path = write_jsonl(tmp_path / "rows.jsonl")
+    path.write_text(path.read_text() + "\n" + '{"prompt": "x", "answer": \n')
+    with pytest.raises(ConfigError, match=rf"{path}:22: not a JSON object"):
+        open_with(SourceConfig(kind="jsonl", path=path))
+
+
+@pytest.mark.parametrize(
+    ("row", "options", "message"),
+    [
+        ({"question": "q", "gold": 1}, {}, r"rows.jsonl:1: no column 'prompt' .*; present: gold, question"),
+        ({"prompt": "q"}, {}, r"rows.jsonl:1: no column 'answer' .*; present: prompt"),
+        ({"prompt": 3, "answer": 1}, {}, r"rows.jsonl:1: column 'prompt' holds int"),
+        ({"prompt": "long " * 60, "answer": 1}, {}, r"rows.jsonl:1: the prompt has 301 tokens, .* allows 1 to 256"),
+        ({"chat": [], "answer": 1}, {"messages": "chat"}, "messages must be a non-empty list"),
+        ({"chat": [{"role": "user"}], "answer": 1}, {"messages": "chat"}, "each with role and content"),
+        ({"chat": "hi", "answer": 1}, {"messages": "chat"}, "messages must be a list of"),
+    ],
+)
+def test_a_row_that_cannot_be_a_prompt_is_named_with_what_is_wrong(open_with, tmp_path, row, options, message):
+    path = write_jsonl(tmp_path / "rows.jsonl", [row])
+    with pytest.raises(ConfigError, match=message):
+        open_with(SourceConfig(kind="jsonl", path=path, **options), chat_template=bool(options))
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ({"kind": "jsonl"}, r"task.sources\[0\].path: kind 'jsonl' needs a file"),
+        ({"kind": "parquet", "path": "nowhere"}, "nowhere is not a file"),
+        ({"kind": "parquet", "path": __file__}, "is not a Parquet file"),
+        ({"kind": "reasoning_gym", "name": "leg_count"}, "did you mean 'leg_counting'"),
+        ({"kind": "reasoning_gym", "name": "leg_counting", "options": {"legs": 3}}, "refuses them"),
+        ({"kind": "reasoning_gym", "name": "leg_counting", "options": {"seed": 3}}, "are set by the run"),
+        ({"kind": "arithmetic", "options": {"legs": 3}}, "unexpected keyword argument 'legs'"),
+        ({"kind": "function", "name": "nomodule"}, "is not module:function"),
+        ({"kind": "function", "name": "no_such_module:f"}, "cannot import 'no_such_module'"),
+        ({"kind": "function", "name": "rows_module:nothing"}, "has no function 'nothing'"),
+        ({"kind": "function", "name": "rows_module:make"}, "rows_module:make failed"),
+        ({"kind": "function", "name": "rows_module:make", "options": {"count": 0}}, "holds no row"),
+        ({"kind": "function", "name": "rows_module:listed"}, "a row is a dict of columns, not list"),
+    ],
+)
+@pytest.mark.usefixtures("module_of_rows")
+def test_a_source_that_cannot_be_opened_is_a_config_error_that_names_its_field(open_with, source, message):
+    with pytest.raises(ConfigError, match=message):
+        open_with(SourceConfig(**source))
+
+
+@pytest.mark.parametrize("task", [{"system_prompt": "x"}, {"sources": ({"kind": "jsonl", "messages": "chat"},)}])
+def test_chat_features_without_a_chat_template_are_refused(tokenizer, tmp_path, task):
+    path = write_jsonl(tmp_path / "rows.jsonl", [{"chat": [{"role": "user", "content": "x"}], "answer": 1}])
+    for source in task.get("sources", ()):
+        source["path"] = path
+    with pytest.raises(ConfigError, match="chat_template"):
+        open_stream(TaskConfig(**task), tokenizer=tokenizer, seed=0)
+
+
+def test_the_datasets_extra_is_asked_for_with_the_command_that_installs_it(open_with):
+    try:
+        import datasets  # noqa: F401
+    except ImportError:
+        with pytest.raises(ConfigError, match=r"pip install 'dora-rl\[datasets\]'"):
+            open_with(SourceConfig(kind="datasets", name="any"))
+    else:
+        pytest.skip("the datasets package is installed")
+
+
+def test_data_sets_that_depend_on_the_hash_seed_are_refused_while_it_is_random(open_with):
+    name = min(HASH_DEPENDENT)
+    if sys.flags.hash_randomization:
+        with pytest.raises(ConfigError, match="set PYTHONHASHSEED=0"):
+            open_with(SourceConfig(kind="reasoning_gym", name=name))
+    else:
+        assert open_with(SourceConfig(kind="reasoning_gym", name=name), max_prompt_tokens=10_000).at(0)
