@@ -1,0 +1,346 @@
+"""The client against a scripted server on a real socket: nothing streamed is lost, nothing waits for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+from aiohttp import web
+from scripted_server import CAPTURES, ScriptedServer, captured, reset
+
+from dora.engine.client import CONTROL_ATTEMPTS, EngineClient, GenerateRequest, Loads
+from dora.engine.errors import RequestRefused, ServerGone
+from dora.errors import ConfigError, ProtocolError, RemoteError
+
+REQUEST = GenerateRequest(
+    rid="r-1", input_ids=[5, 6, 7, 8], max_new_tokens=3, temperature=1.0, stop_token_ids=[2], seed=11, extra_key="run/3"
+)
+FIRST, SECOND, LAST = [
+    f"{line}\n\n".encode() for _, line in json.loads((CAPTURES / "stream_logprob.json").read_text())["events"][:3]
+]
+DONE = b"data: [DONE]\n\n"
+TOKENS = [9, 370, 446]
+
+
+@dataclass
+class Tokens:
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    arrived: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __call__(self, token_ids: Any, logprobs: Any) -> None:
+        self.token_ids += token_ids
+        self.logprobs += logprobs
+        self.arrived.set()
+
+
+@pytest.fixture
+async def client() -> AsyncIterator[EngineClient]:
+    async with EngineClient(max_connections=8, vocab_size=512) as client:
+        yield client
+
+
+async def test_tokens_are_handed_on_while_the_stream_is_still_open(
+    server: ScriptedServer, client: EngineClient
+) -> None:
+    tokens = Tokens()
+    server.streams(FIRST, tokens.arrived, SECOND, LAST, DONE)  # the server goes on only when the first token is there
+    result = await client.generate(server.url, REQUEST, tokens)
+    assert tokens.token_ids == TOKENS
+    assert tokens.logprobs == pytest.approx([-6.1853156, -6.0413374, -6.1197514])
+    assert (result.finish_reason, result.num_tokens, result.cached_tokens) == ("length", 3, 3)
+    assert result.spans == (("default", 0, 3),)
+
+
+async def test_the_request_says_everything_and_leaves_nothing_to_defaults(
+    server: ScriptedServer, client: EngineClient
+) -> None:
+    server.streams(FIRST, SECOND, LAST, DONE)
+    await client.generate(server.url, REQUEST, Tokens())
+    await client.generate(server.url + "/", replace(REQUEST, seed=None), Tokens())
+    (path, body), (_, unseeded) = server.calls
+    assert path == "/generate"
+    assert body == {
+        "rid": "r-1",
+        "input_ids": [5, 6, 7, 8],
+        "stream": True,
+        "return_logprob": True,
+        "extra_key": "run/3",
+        "sampling_params": {
+            "max_new_tokens": 3,
+            "temperature": 1.0,
+            "top_p": 1.0,
+            "top_k": -1,
+            "stop_token_ids": [2],
+            "sampling_seed": 11,
+            "no_stop_trim": True,
+            "skip_special_tokens": False,
+            "spaces_between_special_tokens": False,
+        },
+    }
+    assert "sampling_seed" not in unseeded["sampling_params"]
+
+
+@pytest.mark.parametrize("ending", ["reset", "closed"])
+async def test_a_stream_cut_short_is_a_lost_server_and_keeps_its_tokens(
+    server: ScriptedServer, client: EngineClient, ending: str
+) -> None:
+    tokens = Tokens()
+    server.streams(FIRST, SECOND, LAST[:100], tokens.arrived, *([None] if ending == "reset" else []))
+    with pytest.raises(ServerGone, match=rf"^{server.url}: "):
+        await client.generate(server.url, REQUEST, tokens)
+    assert tokens.token_ids == TOKENS[:2]
+
+
+async def test_a_stream_cut_after_its_last_chunk_has_ended_well(server: ScriptedServer, client: EngineClient) -> None:
+    tokens = Tokens()
+    server.streams(FIRST, SECOND, LAST, tokens.arrived)
+    assert (await client.generate(server.url, REQUEST, tokens)).num_tokens == 3
+
+
+async def test_a_server_that_is_not_there_is_one_line_that_names_it(unused_url: str, client: EngineClient) -> None:
+    line = rf"^{unused_url}: cannot connect \(Connect.*\); is the server running\?$"
+    with pytest.raises(ServerGone, match=line):
+        await client.generate(unused_url, REQUEST, Tokens())
+    with pytest.raises(ServerGone, match=line):
+        await client.weight_version(unused_url)
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://127.0.0.1:8000", "http://", ""])
+async def test_what_is_no_url_is_a_config_error(client: EngineClient, url: str) -> None:
+    with pytest.raises(ConfigError, match="not a server url"):
+        await client.generate(url, REQUEST, Tokens())
+    with pytest.raises(ConfigError, match="not a server url"):
+        await client.loads(url)
+
+
+async def test_a_paused_stream_may_stay_silent_beyond_every_control_deadline(server: ScriptedServer) -> None:
+    release = asyncio.Event()
+    server.streams(FIRST, release, SECOND, LAST, DONE)
+    server.answers["/pause_generation"] = _hang(release)
+    tokens = Tokens()
+    async with EngineClient(max_connections=2, control_timeout_s=0.1) as client, asyncio.TaskGroup() as group:
+        generation = group.create_task(client.generate(server.url, REQUEST, tokens))
+        await tokens.arrived.wait()
+        with pytest.raises(RemoteError, match=r"no answer to /pause_generation within 0.1 s"):
+            await client.pause(server.url, "in_place")
+        release.set()
+        assert (await generation).num_tokens == 3
+
+
+async def test_more_streams_than_connections_wait_and_control_calls_do_not(server: ScriptedServer) -> None:
+    release = asyncio.Event()
+    server.streams(FIRST, release, SECOND, LAST, DONE)
+    server.says("/abort_request", "")
+    first, second = Tokens(), Tokens()
+    async with EngineClient(max_connections=1) as client, asyncio.TaskGroup() as group:
+        group.create_task(client.generate(server.url, REQUEST, first))
+        await first.arrived.wait()
+        group.create_task(client.generate(server.url, replace(REQUEST, rid="r-2"), second))
+        await client.abort(server.url, "r-1")
+        assert server.paths() == ["/generate", "/abort_request"]
+        release.set()
+    assert server.paths() == ["/generate", "/abort_request", "/generate"]
+    assert second.token_ids == TOKENS
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "says", "retryable"),
+    [
+        (400, {"error": {"message": "Duplicate request ID detected: r-1"}}, "Duplicate request ID", False),
+        (503, {"object": "error", "message": "The request queue is full.", "code": 503}, "queue is full", True),
+        (500, "Internal Server Error", "Internal Server Error", True),
+    ],
+)
+async def test_a_refused_request_says_whether_it_may_be_tried_again(
+    server: ScriptedServer, client: EngineClient, status: int, body: object, says: str, retryable: bool
+) -> None:
+    server.says("/generate", body, status=status)
+    with pytest.raises(RequestRefused, match=says) as refused:
+        await client.generate(server.url, REQUEST, Tokens())
+    assert (refused.value.status, refused.value.retryable) == (status, retryable)
+
+
+async def test_a_server_that_speaks_something_else_is_a_protocol_error(
+    server: ScriptedServer, client: EngineClient
+) -> None:
+    server.says("/generate", {"output_ids": [1]})
+    with pytest.raises(ProtocolError, match=r"answered application/json in place of a stream"):
+        await client.generate(server.url, REQUEST, Tokens())
+    server.says("/model_info", {"weight_version": 7})
+    with pytest.raises(ProtocolError, match=r"/model_info: unexpected answer"):
+        await client.weight_version(server.url)
+
+    async def greet(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"220 mail.example ESMTP\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(greet, "127.0.0.1", 0) as mail:
+        url = f"http://127.0.0.1:{mail.sockets[0].getsockname()[1]}"
+        with pytest.raises(ProtocolError, match="not an HTTP answer"):
+            await client.weight_version(url)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"input_ids": [5, 512]}, "vocabulary of 512"),
+        ({"input_ids": [-1, 5]}, "vocabulary of 512"),
+        ({"input_ids": []}, "0 input tokens"),
+        ({"max_new_tokens": 0}, "a budget of 0"),
+    ],
+)
+async def test_a_request_that_would_kill_the_server_is_never_sent(
+    server: ScriptedServer, client: EngineClient, change: dict[str, Any], says: str
+) -> None:
+    with pytest.raises(ConfigError, match=says):
+        await client.generate(server.url, replace(REQUEST, **change), Tokens())
+    assert server.calls == []
+
+
+async def test_every_control_call_sends_its_flags(server: ScriptedServer, client: EngineClient) -> None:
+    for path in ("/abort_request", "/pause_generation", "/continue_generation"):
+        server.says(path, "")
+    server.says("/update_weights_from_disk", {"success": True, "message": "ok", "num_paused_requests": 0})
+    await client.abort(server.url, "r-1")
+    await client.pause(server.url, "in_place")
+    await client.update_weights_from_disk(server.url, "/store/v000004", "run/4", timeout_s=5)
+    await client.resume(server.url)
+    update = {
+        "model_path": "/store/v000004",
+        "weight_version": "run/4",
+        "flush_cache": False,
+        "abort_all_requests": False,
+    }
+    assert server.calls == [
+        ("/abort_request", {"rid": "r-1", "abort_all": False}),
+        ("/pause_generation", {"mode": "in_place"}),
+        ("/update_weights_from_disk", update),
+        ("/continue_generation", {}),
+    ]
+
+
+@pytest.mark.parametrize("failures", range(CONTROL_ATTEMPTS + 1))
+async def test_a_control_call_survives_connection_trouble_a_limited_number_of_times(
+    server: ScriptedServer, client: EngineClient, failures: int
+) -> None:
+    async def answer(request: web.Request) -> web.Response:
+        if len(server.calls) <= failures:
+            reset(request)
+        return web.Response()
+
+    server.answers["/abort_request"] = answer
+    if failures < CONTROL_ATTEMPTS:
+        await client.abort(server.url, "r-1")
+        assert len(server.calls) == failures + 1
+    else:
+        with pytest.raises(ServerGone, match="the connection broke off"):
+            await client.abort(server.url, "r-1")
+        assert len(server.calls) == CONTROL_ATTEMPTS
+
+
+async def test_an_update_is_sent_once(server: ScriptedServer, client: EngineClient) -> None:
+    async def answer(request: web.Request) -> web.Response:
+        reset(request)
+        return web.Response()
+
+    server.answers["/update_weights_from_disk"] = answer
+    with pytest.raises(ServerGone):
+        await client.update_weights_from_disk(server.url, "/store/v000004", "run/4", timeout_s=5)
+    assert len(server.calls) == 1
+
+
+@pytest.mark.parametrize("status", [400, 200])
+async def test_an_update_without_success_is_refused(server: ScriptedServer, client: EngineClient, status: int) -> None:
+    server.says("/update_weights_from_disk", captured("update_bad_path.json"), status=status)
+    with pytest.raises(RequestRefused, match="Failed to get weights iterator"):
+        await client.update_weights_from_disk(server.url, "/nowhere", "run/4", timeout_s=5)
+
+
+async def test_a_flush_tells_whether_it_was_done(server: ScriptedServer, client: EngineClient) -> None:
+    server.says("/flush_cache", captured("flush_idle.json"))
+    assert await client.flush_cache(server.url) is True
+    server.says("/flush_cache", captured("flush_busy.json"), status=400)
+    assert await client.flush_cache(server.url) is False
+    server.says("/flush_cache", "Unauthorized", status=401)
+    with pytest.raises(RequestRefused):
+        await client.flush_cache(server.url)
+
+
+async def test_loads_count_every_queue_of_every_rank(server: ScriptedServer, client: EngineClient) -> None:
+    idle, busy = captured("GET_v1_loads.json"), captured("GET_v1_loads_busy.json")
+    server.says("/v1/loads", idle)
+    assert (await client.loads(server.url)).is_empty
+    server.says("/v1/loads", busy)
+    loads = await client.loads(server.url)
+    assert not loads.is_empty
+    assert loads == Loads(
+        num_running=1, num_waiting=0, num_retracted=0, used_tokens=274, max_total_tokens=65536, max_running=64
+    )
+    for queue in ("grammar", "paused", "retracted"):
+        ranks = [idle["loads"][0], {**idle["loads"][0], "queues": {queue: 1}}]
+        server.says("/v1/loads", {"loads": ranks})
+        loads = await client.loads(server.url)
+        assert not loads.is_empty
+        assert loads.max_running == 128
+
+
+async def test_secrets_in_the_server_info_are_dropped_at_every_depth(
+    server: ScriptedServer, client: EngineClient
+) -> None:
+    info = captured("GET_server_info.json")
+    assert "api_key" in info
+    assert "admin_api_key" in info["internal_states"][0]
+    server.says("/server_info", info)
+    kept = await client.server_info(server.url)
+    assert "api_key" not in json.dumps(kept)
+    assert kept["version"] == "0.5.20"
+    assert kept["internal_states"][0]["effective_max_running_requests_per_dp"] == 64
+
+
+async def test_the_api_key_is_sent_and_never_follows_a_redirect(server: ScriptedServer) -> None:
+    async for elsewhere in ScriptedServer().run():
+        server.says("/model_info", captured("GET_model_info.json"))
+
+        async def redirect(_: web.Request) -> web.Response:
+            raise web.HTTPTemporaryRedirect(elsewhere.url + "/generate")  # noqa: B023 - used within this round
+
+        server.answers["/generate"] = redirect
+        async with EngineClient(max_connections=1, api_key="s3cret") as client:
+            assert await client.weight_version(server.url) == "v9"
+            with pytest.raises(RequestRefused, match="307") as refused:
+                await client.generate(server.url, REQUEST, Tokens())
+        assert server.authorizations == ["Bearer s3cret", "Bearer s3cret"]
+        assert elsewhere.calls == []
+        assert "s3cret" not in str(refused.value)
+
+
+async def test_a_cancelled_request_leaves_no_connection_behind(client: EngineClient) -> None:
+    tokens, dropped = Tokens(), asyncio.Event()
+
+    async def stream_for_ever(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n\r\n" + FIRST)
+        await reader.read(-1)  # ends when the client closes
+        dropped.set()
+        writer.close()
+
+    async with await asyncio.start_server(stream_for_ever, "127.0.0.1", 0) as listener, asyncio.timeout(10):
+        url = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
+        generation = asyncio.create_task(client.generate(url, REQUEST, tokens))
+        await tokens.arrived.wait()
+        generation.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await generation
+        await dropped.wait()
+
+
+def _hang(until: asyncio.Event) -> Any:
+    async def answer(_: web.Request) -> web.Response:
+        await until.wait()
+        return web.Response()
+
+    return answer

@@ -1,0 +1,98 @@
+"""The probe: a server that cannot prove C1 is refused in one line, before any work is sent."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from aiohttp import web
+from scripted_server import ScriptedServer, captured
+
+from dora.engine.client import EngineClient
+from dora.engine.errors import ServerGone
+from dora.engine.probe import Capabilities, is_alive, probe
+from dora.errors import ConfigError, RemoteError
+
+
+@pytest.fixture
+async def client() -> AsyncIterator[EngineClient]:
+    async with EngineClient(max_connections=1) as client:
+        yield client
+
+
+@pytest.fixture
+def sglang(server: ScriptedServer) -> ScriptedServer:
+    """Answers as the captured SGLang 0.5.20 does."""
+    server.says("/server_info", captured("GET_server_info.json"))
+    server.says("/v1/loads", captured("GET_v1_loads.json"))
+    server.says("/model_info", captured("GET_model_info.json"))
+    server.streams(one_token())
+    return server
+
+
+def one_token(**changes: Any) -> bytes:
+    meta = {
+        "finish_reason": {"type": "length", "length": 1},
+        "completion_tokens": 1,
+        "output_token_logprobs": [[-0.5, 7, None]],
+        "weight_versions": [{"version": "v9", "start": 0, "end": 1}],
+        **changes,
+    }
+    return f"data: {json.dumps({'output_ids': [7], 'meta_info': meta})}\n\ndata: [DONE]\n\n".encode()
+
+
+async def test_a_captured_sglang_is_understood(sglang: ScriptedServer, client: EngineClient) -> None:
+    assert await probe(client, sglang.url, timeout_s=10) == Capabilities(
+        server_version="0.5.20",
+        is_incremental=False,
+        max_total_tokens=65536,
+        max_running=64,
+        context_length=None,
+        label="v9",
+    )
+
+
+@pytest.mark.parametrize("lacks", ["weight_versions", "output_token_logprobs"])
+async def test_a_server_without_spans_or_logprobs_is_refused_with_its_version(
+    sglang: ScriptedServer, client: EngineClient, lacks: str
+) -> None:
+    sglang.says("/server_info", {**captured("GET_server_info.json"), "version": "0.5.18"})
+    sglang.streams(one_token(**{lacks: None}))
+    with pytest.raises(ConfigError, match=rf"^{sglang.url}: .*SGLang 0.5.20 or newer\); this is 0.5.18$"):
+        await probe(client, sglang.url, timeout_s=10)
+
+
+async def test_a_server_that_refuses_our_request_is_refused(sglang: ScriptedServer, client: EngineClient) -> None:
+    sglang.says("/generate", {"error": "unknown field `no_stop_trim`"}, status=400)
+    with pytest.raises(ConfigError, match="unknown field `no_stop_trim`"):
+        await probe(client, sglang.url, timeout_s=10)
+
+
+async def test_a_server_that_is_not_there_is_one_line_that_names_it(unused_url: str, client: EngineClient) -> None:
+    with pytest.raises(ServerGone, match=rf"^{unused_url}: cannot connect .*; is the server running\?$"):
+        await probe(client, unused_url, timeout_s=10)
+    assert not await is_alive(client, unused_url, timeout_s=10)
+
+
+async def test_a_server_that_does_not_answer_is_given_up(sglang: ScriptedServer, client: EngineClient) -> None:
+    release = asyncio.Event()
+
+    async def hang(_: web.Request) -> web.Response:
+        await release.wait()
+        return web.Response()
+
+    sglang.answers["/generate"] = hang  # as a paused SGLang does
+    sglang.answers["/health"] = hang
+    with pytest.raises(RemoteError, match=rf"^{sglang.url}: .* within 0.2 s"):
+        await probe(client, sglang.url, timeout_s=0.2)
+    assert not await is_alive(client, sglang.url, timeout_s=0.1)
+    release.set()
+    assert await is_alive(client, sglang.url, timeout_s=10)
+
+
+async def test_an_unwell_server_is_not_alive(server: ScriptedServer, client: EngineClient) -> None:
+    server.says("/health", "", status=503)
+    assert not await is_alive(client, server.url, timeout_s=10)
