@@ -1,0 +1,152 @@
+"""The push through the real client: every failure a server was seen to make, at every stage, over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from aiohttp import web
+from scripted_server import ScriptedServer, captured, reset
+
+from dora.engine.client import EngineClient
+from dora.weights.push import PushFailed, push
+
+STAGES = {
+    "drain": ("/v1/loads", 1),
+    "pause": ("/pause_generation", 1),
+    "flush": ("/flush_cache", 1),
+    "update": ("/update_weights_from_disk", 1),
+    "flush after update": ("/flush_cache", 2),
+    "read back": ("/model_info", 1),
+    "continue": ("/continue_generation", 1),
+}
+AFTER_UPDATE = {"update", "flush after update", "read back", "continue"}
+CHANGED_BUT_400 = "Weights were updated, but the cache was not flushed because requests are resident."
+
+
+class PushServer:
+    """SGLang's control routes over one set of weights; from `dies_at` on, every connection is reset."""
+
+    def __init__(self, server: ScriptedServer) -> None:
+        self.scripted = server
+        self.weights = "run/1"
+        self.label = "run/1"
+        self.is_paused = False
+        self.is_dead = False
+        self.dies_at: tuple[str, int] | None = None
+        self.dies_after_acting = False
+        for path, _ in STAGES.values():
+            server.answers[path] = self._answer
+        self.update_status = 200
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        is_last = (request.path, self.scripted.paths().count(request.path)) == self.dies_at
+        if self.is_dead or (is_last and not self.dies_after_acting):
+            return self._die(request)
+        body = self._act(request.path)
+        if is_last:
+            return self._die(request)
+        status = self.update_status if request.path == "/update_weights_from_disk" else 200
+        return web.json_response(body, status=status)
+
+    def _die(self, request: web.Request) -> web.Response:
+        self.is_dead = True
+        reset(request)
+        return web.Response()
+
+    def _act(self, path: str) -> Any:
+        match path:
+            case "/v1/loads":
+                return captured("GET_v1_loads.json")
+            case "/model_info":
+                return {**captured("GET_model_info.json"), "weight_version": self.label}
+            case "/pause_generation":
+                self.is_paused = True
+            case "/continue_generation":
+                self.is_paused = False
+            case "/update_weights_from_disk":
+                self.weights = self.scripted.calls[-1][1]["weight_version"]
+                if self.update_status == 400:
+                    return {"success": False, "message": CHANGED_BUT_400, "num_paused_requests": 0}
+                self.label = self.weights
+                return {"success": True, "message": "Weight version updated.", "num_paused_requests": 0}
+        return {"message": "ok", "status": "ok"}
+
+
+@pytest.fixture
+def sglang(server: ScriptedServer) -> PushServer:
+    return PushServer(server)
+
+
+@pytest.fixture
+async def client() -> AsyncIterator[EngineClient]:
+    async with EngineClient(max_connections=1) as client:
+        yield client
+
+
+async def push_to(client: EngineClient, sglang: PushServer, *, timeout_s: float = 30.0) -> None:
+    endpoint = client.push_endpoint(sglang.scripted.url)
+    await push(endpoint, folder="/store/v000002", label="run/2", timeout_s=timeout_s)
+
+
+async def test_a_push_is_the_recommended_sequence_with_every_flag_explicit(
+    client: EngineClient, sglang: PushServer
+) -> None:
+    await push_to(client, sglang)
+    assert (sglang.weights, sglang.is_paused) == ("run/2", False)
+    assert sglang.scripted.paths() == [path for path, _ in STAGES.values()]
+    bodies = dict(sglang.scripted.calls)
+    assert bodies["/pause_generation"] == {"mode": "in_place"}
+    assert bodies["/update_weights_from_disk"] == {
+        "model_path": "/store/v000002",
+        "weight_version": "run/2",
+        "flush_cache": False,
+        "abort_all_requests": False,
+    }
+
+
+@pytest.mark.parametrize("dies_after_acting", [False, True])
+@pytest.mark.parametrize("stage", list(STAGES))
+async def test_a_server_that_dies_during_a_push_is_doubtful_unless_it_was_not_touched(
+    client: EngineClient, sglang: PushServer, stage: str, dies_after_acting: bool
+) -> None:
+    sglang.dies_at, sglang.dies_after_acting = STAGES[stage], dies_after_acting
+    with pytest.raises(PushFailed, match="the connection broke off") as failed:
+        await push_to(client, sglang)
+    assert failed.value.stage == stage
+    assert failed.value.doubtful is (stage != "drain")  # from the pause on: it may have stayed paused
+
+
+async def test_a_400_after_the_weights_changed_is_doubtful_and_the_server_is_not_left_paused(
+    client: EngineClient, sglang: PushServer
+) -> None:
+    """0.5.22 and later: the weights are new, the label is old (sglang.md §3.2)."""
+    sglang.update_status = 400
+    with pytest.raises(PushFailed, match="Weights were updated, but") as failed:
+        await push_to(client, sglang)
+    assert (failed.value.stage, failed.value.doubtful) == ("update", True)
+    assert (sglang.weights, sglang.label, sglang.is_paused) == ("run/2", "run/1", False)
+
+
+async def test_a_busy_server_is_left_as_it_was(client: EngineClient, sglang: PushServer) -> None:
+    sglang.scripted.says("/flush_cache", captured("flush_busy.json"), status=400)
+    with pytest.raises(PushFailed, match="a request is resident") as failed:
+        await push_to(client, sglang)
+    assert (failed.value.stage, failed.value.doubtful) == ("flush", False)
+    assert (sglang.weights, sglang.is_paused) == ("run/1", False)
+
+
+async def test_an_update_that_never_answers_ends_at_the_push_deadline(client: EngineClient, sglang: PushServer) -> None:
+    never = asyncio.Event()
+
+    async def hang(_: web.Request) -> web.Response:
+        await never.wait()
+        return web.Response()
+
+    sglang.scripted.answers["/update_weights_from_disk"] = hang
+    with pytest.raises(PushFailed, match=r"within 0.5 s") as failed:
+        await push_to(client, sglang, timeout_s=0.5)
+    never.set()
+    assert (failed.value.stage, failed.value.doubtful, sglang.is_paused) == ("update", True, False)
