@@ -1,0 +1,467 @@
+"""The orchestrator (system.md §3, §3.1, §5): after every fact, bring the tables to rest.
+
+`_settle` runs the decisions in a fixed order, each only where something changed: form the step, feed the trainer,
+evaluate, dispatch and admit, place empty instances, consolidate, release, fetch, conclude.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+from dora.core.commands import (
+    AdmitGroup,
+    CloseStep,
+    CommitGroup,
+    FetchPrompts,
+    FinishRun,
+    PushWeights,
+    ReleaseVersion,
+    StopRequest,
+)
+from dora.core.groups import Group, GroupPhase, Trajectory, TrajectoryPhase
+from dora.core.ids import GroupId
+from dora.core.instances import Instance, InstancePhase
+from dora.core.placement import allot, kv_floor, plan_moves
+from dora.core.tables import Tables
+from dora.core.versions import Version
+
+#: Time between two looks at what could be packed: a plan costs more than an ordinary event.
+CONSOLIDATION_PAUSE_S: Final = 0.25
+
+
+class Decisions(Tables):
+    """What to do next, as a function of the tables."""
+
+    def _settle(self) -> None:
+        if self._form_due:
+            self._form()
+        if self.feed.open_step is not None:
+            self._feed_trainer()
+        if self.evaluation.due:
+            self._start_evaluation()
+        while self._touched:
+            self._fill(self._touched.popitem()[0])
+        if self._place_due:
+            self._place()
+        if self._moves_due and self.now >= self._moves_not_before:
+            self._consolidate()
+        if self._release_due:
+            self._release()
+        if not self.fetching and len(self.prompts) < self.settings.groups_per_step:
+            self._fetch()
+        if self.source_dry or self.formation.step >= self.settings.steps:
+            self._conclude()
+
+    # -- forming steps: commit and close under F ----------------------------------------------------------------------
+
+    def _form(self) -> None:
+        self._form_due = False
+        while self._fill_step():
+            self._close()
+
+    def _fill_step(self) -> bool:
+        """Commit complete groups as far as F and the strategy allow; True once the step is full."""
+        size = self.settings.groups_per_step
+        if not self.settings.rules.streamed:
+            ready = sum(len(q) for q in self.complete.values())
+            if ready + self.formation.committed < size and not self._is_tail(ready):
+                return False
+        while self.formation.committed < size:
+            group = self._next_to_commit()
+            if group is None:
+                return False
+            self._commit(group)
+        return True
+
+    def _is_tail(self, ready: int) -> bool:
+        """The source is dry and every unconsumed group is complete."""
+        return self.source_dry and not self.prompts and ready == self.formation.num_unconsumed
+
+    def _next_to_commit(self) -> Group | None:
+        """Earliest deadline, then completion order, if F holds afterwards."""
+        if not self.complete:
+            return None
+        deadline = min(self.complete)
+        return self.complete[deadline][0] if self.formation.may_commit(deadline) else None
+
+    def _commit(self, group: Group) -> None:
+        queue = self.complete[group.deadline]
+        queue.popleft()
+        if not queue:
+            del self.complete[group.deadline]
+        step = self.formation.step
+        if not self.formation.staleness_allowed(group.version, step=step):
+            self.counters.staleness_violations += 1
+            self._fail(f"C3: group {group.id} of version {group.version} committed to step {step}")
+        else:
+            self.counters.staleness[step - group.version] += 1
+        self.formation.commit(group.deadline)
+        self.ledger.move(group, GroupPhase.COMMITTED)
+        group.step = step
+        self.feed.commit(group, step=step)
+        self.progress_at = self.now
+        self._out.append(CommitGroup(group.id, group.version, step))
+
+    def _close(self) -> None:
+        formation = self.formation
+        self._out.append(CloseStep(formation.step, formation.committed))
+        self.feed.step(formation.step).closed = True
+        formation.close()
+        self.top_ups = 0
+        self._admissions_changed()
+
+    def _admissions_changed(self) -> None:
+        """F, W or the source may admit more than before."""
+        version = self.admission_version()
+        if version is not None:
+            self._touched[version] = None
+        self._place_due = True
+        self._moves_due = True
+
+    # -- training and evaluation --------------------------------------------------------------------------------------
+
+    def _feed_trainer(self) -> None:
+        while (wave := self.feed.next_wave()) is not None:
+            if self.feed.idle_since is not None:
+                self.feed.idle_s += self.now - self.feed.idle_since
+                self.feed.idle_since = None
+            self._out.append(wave)
+
+    def _start_evaluation(self) -> None:
+        version = self.window.newest
+        if self.evaluation.version is not None or version is None:
+            return
+        self.evaluation.start(version)
+        self.trajectories.update(self.evaluation.trajectories)
+        self.entry(version).evaluating = True
+        self._touched[version] = None
+        self._place_due = True
+
+    def _fill_evaluation(self, entry: Version) -> None:
+        """Give samples their share of the slots; all slots while training work could not use them (rule 9)."""
+        evaluation = self.evaluation
+        limit = max(1, int(self.settings.max_eval_share * self.num_slots))
+        if self._is_baseline() or not self._training_wants_slots():
+            limit = self.num_slots
+        while evaluation.waiting and evaluation.num_resident < limit:
+            trajectory = evaluation.waiting[-1]
+            instance = self._room_for(entry, trajectory)
+            if instance is None:
+                return
+            evaluation.waiting.pop()
+            self._begin(trajectory, instance)
+
+    def _is_baseline(self) -> bool:
+        """Version 0 is evaluated before anything is admitted."""
+        return self.evaluation.version == 0 and self.ledger.admitted == 0
+
+    def _training_wants_slots(self) -> bool:
+        version = self.admission_version()
+        return any(e.num_waiting for e in self.window.entries.values()) or (
+            version is not None and self._would_admit(version)
+        )
+
+    # -- dispatch and admission ---------------------------------------------------------------------------------------
+
+    def _fill(self, version: int) -> None:
+        """Use the free slots of a version: its waiting trajectories first, then new groups (rules 3 and 4)."""
+        entry = self.window.entries.get(version)
+        if entry is None:
+            return
+        if self.evaluation.version == version and self.evaluation.waiting:
+            self._fill_evaluation(entry)
+        while entry.num_waiting:
+            trajectory = entry.peek_waiting()
+            assert trajectory is not None, "num_waiting counts what the heap holds"
+            instance = self._room_for(entry, trajectory)
+            if instance is None:
+                return
+            entry.num_waiting -= 1
+            self._begin(trajectory, instance)
+        if version == self.admission_version() or (self.settings.refill and self._may_refill(entry)):
+            self._admit(entry)
+
+    def _room_for(self, entry: Version, trajectory: Trajectory) -> Instance | None:
+        """A sibling's instance, which already holds the prompt, else the least loaded one."""
+        footprint = self._footprint(trajectory)
+        if trajectory.group is not None:
+            for sibling in trajectory.group.trajectories:
+                home = sibling.instance
+                if home is not None and home.version == entry.number and home.takes_work and home.has_room(footprint):
+                    return home
+        instance = entry.roomiest()
+        return instance if instance is not None and instance.has_room(footprint) else None
+
+    def _may_refill(self, entry: Version) -> bool:
+        """Old versions get new groups only if asked for, never the oldest, never while the newest serves nowhere."""
+        newest = self.window.newest
+        oldest = self.window.live()[0]
+        return newest is not None and bool(self.entry(newest).serving) and oldest < entry.number < newest
+
+    def _would_admit(self, version: int) -> bool:
+        """F, the window W, the strategy and the source admit a group of this version; room apart."""
+        if not self.prompts or self.finished:
+            return False
+        if self.ledger.num_untrained + 1 > self.window_size:
+            return False
+        if self._is_baseline() and self.evaluation.waiting:
+            return False
+        if self.settings.rules.batched and not self.block_left and self.formation.num_unconsumed:
+            return False
+        return self.formation.may_admit(version)
+
+    def _admit(self, entry: Version) -> None:
+        version = entry.number
+        batched = self.settings.rules.batched
+        while (instance := entry.roomiest()) is not None:
+            if not self._would_admit(version) or not instance.has_room(self.prompts[0]):
+                return
+            if batched and not self.block_left:
+                if self.pushes:
+                    return  # the fleet gets the block's version all together
+                self.block_version, self.block_left = version, self.settings.groups_per_step
+            self._admit_one(entry, instance)
+            if entry.num_waiting:
+                return  # every slot is taken
+
+    def _admit_one(self, entry: Version, instance: Instance) -> None:
+        """Tag a prompt with the version and dispatch as many of its siblings as there is room for."""
+        deadline = self.formation.deadline(entry.number)
+        group = Group(
+            self.next_group,
+            version=entry.number,
+            deadline=deadline,
+            num_prompt_tokens=self.prompts.popleft(),
+            group_size=self.settings.group_size,
+            at=self.now,
+        )
+        self.ledger.admit(group)
+        self.formation.admit(deadline)
+        if self.settings.rules.batched:
+            self.block_left -= 1
+        entry.groups += 1
+        entry.unfinished += self.settings.group_size
+        self._out.append(AdmitGroup(group.id, entry.number, deadline))
+        home: Instance | None = instance
+        for trajectory in group.trajectories:
+            self.trajectories[trajectory.id] = trajectory
+            footprint = self._footprint(trajectory)
+            if home is not None and not home.has_room(footprint):
+                home = entry.roomiest()
+            if home is not None and home.has_room(footprint):
+                self._begin(trajectory, home)
+            else:
+                home = None
+                entry.enqueue(trajectory)
+
+    # -- empty instances (rule 2 of system.md §3.1) -------------------------------------------------------------------
+
+    def _place(self) -> None:
+        """Give each vacant instance the version that needs it most."""
+        self._place_due = False
+        if not self.vacant or self.finished:
+            return
+        needs = [v for v, e in self.window.entries.items() if e.needs_instance and not e.serving and not e.loading]
+        newest = self.admission_version()
+        newest_wants = newest is not None and (self._would_admit(newest) or self.entry(newest).num_waiting > 0)
+        idle = not needs and not newest_wants and not self.evaluation.waiting and not self._versions_waiting()
+        if idle and not self.num_draining:
+            return
+        for instance in list(self.vacant.values()):
+            if instance.pushing is not None or instance.retry_at > self.now:
+                continue
+            version = None
+            if not self._is_last_of_needed(instance):
+                version = self._version_for(instance, needs=needs, newest=newest if newest_wants else None)
+            if version is None or version == instance.version:
+                self._undrain(instance)
+            elif instance.residents:
+                self._vacate(instance)
+            elif self.pushes >= self.settings.max_parallel_pushes:
+                self._place_due = True  # the next push that ends makes room
+                return
+            else:
+                self._push(instance, version)
+            if version in needs:
+                needs.remove(version)
+
+    def _undrain(self, instance: Instance) -> None:
+        """Nobody wants the instance after all: it serves its version again."""
+        if instance.phase is InstancePhase.DRAINING and instance.is_empty and instance.version is not None:
+            instance.move(InstancePhase.SERVING)
+            self.num_draining -= 1
+            self._touched[instance.version] = None
+
+    def _version_for(self, instance: Instance, *, needs: list[int], newest: int | None) -> int | None:
+        """A version in need that has none, the newest, the one under evaluation, one whose trajectories wait."""
+        if needs:
+            return needs[0]
+        if newest is not None:
+            return newest
+        evaluated = self.evaluation.version
+        if evaluated is not None and self.evaluation.waiting:
+            entry = self.entry(evaluated)
+            if len(entry.serving) + entry.loading < math.ceil(len(self.evaluation.waiting) / instance.slots):
+                return evaluated
+        waiting = self._versions_waiting()
+        return waiting[0] if waiting else None
+
+    def _versions_waiting(self) -> list[int]:
+        return [v for v, e in self.window.entries.items() if e.num_waiting]
+
+    def _is_last_of_needed(self, instance: Instance) -> bool:
+        entry = self.window.entries.get(instance.version) if instance.version is not None else None
+        return entry is not None and entry.needs_instance and len(entry.serving) == 1
+
+    def _vacate(self, instance: Instance) -> None:
+        """Evaluation makes room: its samples wait, with their tokens, for another instance of their version."""
+        if instance.phase is not InstancePhase.SERVING:
+            return
+        instance.move(InstancePhase.DRAINING)
+        self.num_draining += 1
+        for trajectory in instance.residents.values():
+            if trajectory.phase is TrajectoryPhase.RESIDENT:
+                self._stop(trajectory)
+
+    def _stop(self, trajectory: Trajectory) -> None:
+        assert trajectory.instance is not None
+        trajectory.phase = TrajectoryPhase.STOPPING
+        self._out.append(StopRequest(trajectory.id, trajectory.attempt, trajectory.instance.id))
+
+    def _push(self, instance: Instance, version: int) -> None:
+        self.vacant.pop(instance.id, None)
+        self._leave_serving(instance)
+        if instance.phase is not InstancePhase.LOADING:
+            instance.move(InstancePhase.UPDATING)
+        instance.pushing = version
+        instance.attempt += 1
+        self.pushes += 1
+        self.entry(version).loading += 1
+        self._out.append(PushWeights(instance.id, instance.attempt, version))
+
+    # -- consolidation (system.md §5.2, §5.3) -------------------------------------------------------------------------
+
+    def _consolidate(self) -> None:
+        """Free an instance of an old version for the newest, by moving what is left on it to its peers."""
+        self._moves_due = False
+        newest = self.admission_version()
+        if not self.settings.consolidate or self.settings.rules.batched or newest is None or self.finished:
+            return
+        if not any(v < newest and len(e.serving) > 1 for v, e in self.window.entries.items()):
+            return
+        if not self._would_admit(newest):
+            return
+        taker = self.entry(newest)
+        roomiest = taker.roomiest()
+        if roomiest is not None and roomiest.has_room(self.prompts[0]):
+            return
+        self._moves_not_before = self.now + CONSOLIDATION_PAUSE_S
+        allotted = self._allotment(newest)
+        if len(taker.serving) + taker.loading + self.num_draining >= allotted[newest]:
+            return
+        for version, entry in self.window.entries.items():
+            if version != newest and allotted[version] < len(entry.serving) and self._pack(entry):
+                return
+
+    def _allotment(self, newest: int) -> dict[int, int]:
+        """Instances per version, by demand in tokens of KV (largest remainder over floors)."""
+        up = [i for i in self.instances.values() if i.phase is not InstancePhase.LOST]
+        slots = min(i.slots for i in up)
+        kv_tokens = min(i.kv_tokens for i in up)
+        mean = self.length_sum / self.length_count
+        demand: dict[int, float] = {}
+        floors: dict[int, int] = {}
+        for version, entry in self.window.entries.items():
+            demand[version] = entry.kv_load + entry.num_waiting * mean
+            floors[version] = kv_floor(
+                num_unfinished=entry.unfinished, num_tokens=entry.kv_load, slots=slots, kv_tokens=kv_tokens
+            )
+        admissible = min(self.formation.slack(newest), int(self.window_size) - self.ledger.num_untrained)
+        demand[newest] += max(1, admissible) * self.settings.group_size * mean
+        floors[newest] = max(1, floors[newest])
+        return allot(len(up), demand=demand, floors=floors)
+
+    def _pack(self, entry: Version) -> bool:
+        """Move what runs on the version's emptiest instance to its peers, if that is allowed."""
+        serving = [i for i in entry.serving.values() if i.takes_work]
+        if len(serving) < 2:
+            return False
+        source = min(serving, key=lambda i: (i.num_tokens, i.id))
+        if source.reserved or not source.residents:
+            return False
+        plan = plan_moves(
+            source,
+            [i for i in serving if i is not source],
+            urgent_deadline=self.formation.step + 1,
+            decode_time=self.settings.decode_time,
+        )
+        if plan is None:
+            return False
+        source.move(InstancePhase.DRAINING)
+        self.num_draining += 1
+        for trajectory, target in plan:
+            if trajectory.phase is TrajectoryPhase.RESIDENT:
+                self._reserve(trajectory, target)
+        return True
+
+    def _reserve(self, trajectory: Trajectory, target: Instance) -> None:
+        """Rule 7: slot and KV on the target first, then stop the source."""
+        trajectory.target = target
+        target.reserve(trajectory)
+        self.vacant.pop(target.id, None)
+        self.entry(trajectory.version).offer(target)
+        self._stop(trajectory)
+
+    def _relieve(self, instance: Instance) -> None:
+        """KV pressure asks for a move: the smallest resident goes to the least loaded peer, if one has room."""
+        entry = self.window.entries.get(instance.version) if instance.version is not None else None
+        movable = [t for t in instance.residents.values() if t.phase is TrajectoryPhase.RESIDENT]
+        if entry is None or len(movable) < 2:
+            return
+        smallest = min(movable, key=lambda t: (t.footprint, t.id))
+        target = entry.roomiest()
+        if target is not None and target is not instance and target.has_room(smallest.footprint):
+            self._reserve(smallest, target)
+
+    # -- releases, prompts, the end -----------------------------------------------------------------------------------
+
+    def _release(self) -> None:
+        self._release_due = False
+        for version in self.window.releasable():
+            del self.window.entries[version]
+            self._out.append(ReleaseVersion(version))
+
+    def _fetch(self) -> None:
+        if self.source_dry or self.finished:
+            return
+        self.fetching = True
+        first = GroupId(self.next_group + len(self.prompts))
+        self._out.append(FetchPrompts(first, 2 * self.settings.groups_per_step - len(self.prompts)))
+
+    def _conclude(self) -> None:
+        """End the job when everything admitted is trained, published and evaluated."""
+        formation = self.formation
+        if formation.num_unconsumed or self.finished:
+            return
+        if formation.step < self.settings.steps:
+            if self.prompts or not self.source_dry:
+                return
+            if formation.committed:
+                self._close()  # the source is dry: the last step is short
+                self._feed_trainer()
+        if self.feed.trained < formation.step or self.window.newest != formation.step:
+            return
+        if self.evaluation.version is not None or self.evaluation.due:
+            return
+        if self.evaluation.wants(formation.step, is_last=True) and self.evaluated != formation.step:
+            self.evaluation.due = True
+            self._start_evaluation()
+            self._settle()
+            return
+        self.finished = True
+        if formation.step == self.settings.steps:
+            reason = f"all {formation.step} steps are trained"
+        else:
+            reason = f"the prompt source is dry after step {formation.step} of {self.settings.steps}"
+        self._out.append(FinishRun(reason))

@@ -1,0 +1,21 @@
+"""How long one decoding step takes, from batch size and resident tokens (workloads.md §3).
+
+Read by placement (what does a move cost the others?), the simulator and the paced engine, so that their
+disagreement can only come from elsewhere.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class DecodeTime(msgspec.Struct, frozen=True):
+    """t = base + per_request · b + per_token · resident tokens, in seconds per decoding step."""
+
+    base_s: float = 2e-3
+    per_request_s: float = 5e-5
+    per_token_s: float = 1e-7
+
+    def step_s(self, *, num_requests: int, num_tokens: int) -> float:
+        """Seconds for one token of each of `num_requests` that hold `num_tokens` in KV together."""
+        return self.base_s + self.per_request_s * num_requests + self.per_token_s * num_tokens

@@ -1,0 +1,199 @@
+"""Facts: everything the decision core ever learns, in the past tense, one type each.
+
+Invariant: an event says what happened, never what to do; time is `at` (seconds since the run began, from the
+shell's clock); counts are tokens. Events are journaled as they arrive, so the state at any moment is the fold of
+the journal. Completions carry the `attempt` of their command: one with an old attempt is counted and ignored.
+
+Structs rather than frozen dataclasses because the core's event rate asks for it (bench/core.py).
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from dora.core.ids import GroupId, InstanceId, TrajectoryId
+
+#: (version, start, end): half-open, over the output tokens of one attempt; FOREIGN_VERSION for a foreign label.
+Span = tuple[int, int, int]
+
+
+class Event(msgspec.Struct, frozen=True, gc=False, tag=True, forbid_unknown_fields=True):
+    """Base of all facts."""
+
+    at: float
+
+
+# -- instances ----------------------------------------------------------------------------------------------------
+
+
+class InstanceUp(Event, frozen=True):
+    """A server answers and can be given weights. Whatever it holds counts as unloaded."""
+
+    instance: InstanceId
+    incarnation: int  #: grows each time the server comes back; facts of an older one are ignored
+    slots: int  #: requests decoded at the same time
+    kv_tokens: int  #: KV room
+
+
+class InstanceLost(Event, frozen=True):
+    """A server is gone, or treated as gone. `num_tokens` is what had been streamed of each resident trajectory."""
+
+    instance: InstanceId
+    incarnation: int
+    num_tokens: dict[TrajectoryId, int]
+    reason: str
+
+
+class ProgressReported(Event, frozen=True):
+    """Tokens produced so far by the residents of an instance; at most once per second and instance."""
+
+    instance: InstanceId
+    num_tokens: dict[TrajectoryId, int]
+
+
+class KvPressureReported(Event, frozen=True):
+    """The instance's KV is nearly full or it retracted requests (`pressed`), or that has passed."""
+
+    instance: InstanceId
+    pressed: bool
+
+
+class WeightPushFinished(Event, frozen=True):
+    """The instance read back the version it was given."""
+
+    instance: InstanceId
+    attempt: int
+    version: int
+
+
+class WeightPushFailed(Event, frozen=True):
+    """The push failed, or nobody can say whether it worked."""
+
+    instance: InstanceId
+    attempt: int
+    reason: str
+
+
+# -- trajectories -------------------------------------------------------------------------------------------------
+
+
+class PromptsArrived(Event, frozen=True):
+    """The next prompts of the stream; `num_prompt_tokens[i]` belongs to group `first + i`."""
+
+    first: GroupId
+    num_prompt_tokens: tuple[int, ...]
+    dry: bool  #: nothing comes after these
+
+
+class GenerationFinished(Event, frozen=True):
+    """The answer is complete: a stop token, or the token budget (`length_capped`)."""
+
+    trajectory: TrajectoryId
+    attempt: int
+    num_tokens: int  #: of the whole answer, earlier attempts included
+    length_capped: bool
+    spans: tuple[Span, ...]
+
+
+class GenerationStopped(Event, frozen=True):
+    """The request was stopped by us; every token it had produced is kept."""
+
+    trajectory: TrajectoryId
+    attempt: int
+    num_tokens: int
+    spans: tuple[Span, ...]
+
+
+class GenerationFailed(Event, frozen=True):
+    """The request ended without an answer; tokens streamed before are kept."""
+
+    trajectory: TrajectoryId
+    attempt: int
+    num_tokens: int
+    server_gone: bool  #: the connection broke: the instance is suspect
+    reason: str
+
+
+class TrajectoryGraded(Event, frozen=True):
+    """A reward, or None where grading failed (which is not reward 0)."""
+
+    trajectory: TrajectoryId
+    attempt: int
+    reward: float | None
+    reason: str = ""  #: why grading failed
+
+
+# -- training -----------------------------------------------------------------------------------------------------
+
+
+class TrainerReady(Event, frozen=True):
+    """All ranks have loaded step `step` and wait for its first micro-batch."""
+
+    step: int
+
+
+class MicroBatchTrained(Event, frozen=True):
+    """Every rank is done with micro-batch `index` of `step`."""
+
+    step: int
+    index: int
+
+
+class StepTrained(Event, frozen=True):
+    """The optimizer update of `step` is done."""
+
+    step: int
+
+
+class VersionPublished(Event, frozen=True):
+    """The version is complete in the store and can be pushed."""
+
+    version: int
+    num_bytes: int
+    files: dict[str, str]  #: name -> SHA-256
+
+
+class CheckpointSaved(Event, frozen=True):
+    """The trainer can be resumed at `step` from `folder`."""
+
+    step: int
+    folder: str
+
+
+# -- the run ------------------------------------------------------------------------------------------------------
+
+
+class Ticked(Event, frozen=True):
+    """About once a second: the only way in which the passing of time reaches the core."""
+
+
+class ControllerRestarted(Event, frozen=True):
+    """A new controller took over: every server is unknown, every command in flight is void.
+
+    `num_tokens` counts the tokens on disk of each unfinished trajectory. The trainer says by itself where it stands.
+    """
+
+    epoch: int
+    num_tokens: dict[TrajectoryId, int]
+
+
+AnyEvent = (
+    InstanceUp
+    | InstanceLost
+    | ProgressReported
+    | KvPressureReported
+    | WeightPushFinished
+    | WeightPushFailed
+    | PromptsArrived
+    | GenerationFinished
+    | GenerationStopped
+    | GenerationFailed
+    | TrajectoryGraded
+    | TrainerReady
+    | MicroBatchTrained
+    | StepTrained
+    | VersionPublished
+    | CheckpointSaved
+    | Ticked
+    | ControllerRestarted
+)

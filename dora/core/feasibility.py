@@ -1,0 +1,109 @@
+"""Rule F (system.md §3): C2 and C3 in one inequality. The one home of the staleness bound.
+
+Let s be the step being formed, c the groups committed to it, N the step size, and U the unconsumed groups. F: no group
+in U has a deadline below s, and for every m >= 0 the number of groups in U with deadline <= s + m is at most
+(N - c) + m·N. Admission and commit keep F; closing carries it over; filtering only loosens it. docs/STALENESS.md
+has the proof.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dora.errors import InvariantViolation
+
+
+def fits(due: Sequence[int], *, committed: int, step_size: int) -> bool:
+    """Rule F: every unconsumed group can still be committed by its deadline.
+
+    `due[m]` counts unconsumed groups with deadline `step + m`; none is overdue.
+    """
+    room = step_size - committed
+    for count in due:
+        room -= count
+        if room < 0:
+            return False
+        room += step_size
+    return True
+
+
+class Formation:
+    """The step being formed and the counters of F. Every method is O(K)."""
+
+    __slots__ = ("committed", "due", "max_staleness", "step", "step_size", "steps")
+
+    def __init__(self, *, step_size: int, max_staleness: int, steps: int) -> None:
+        self.step = 0  #: s
+        self.committed = 0  #: c
+        self.due = [0] * (max_staleness + 1)  #: due[m]: unconsumed groups with deadline s + m
+        self.step_size = step_size  #: N
+        self.max_staleness = max_staleness  #: K
+        self.steps = steps  #: T
+
+    @property
+    def num_unconsumed(self) -> int:
+        """|U|."""
+        return sum(self.due)
+
+    def deadline(self, version: int) -> int:
+        """Last step that may train a group of `version`: min(v + K, T - 1)."""
+        return min(version + self.max_staleness, self.steps - 1)
+
+    def staleness_allowed(self, version: int, *, step: int) -> bool:
+        """C3: 0 <= step - version <= K."""
+        return 0 <= step - version <= self.max_staleness
+
+    def slack(self, version: int) -> int:
+        """How many more groups of `version` F admits now."""
+        first = min(version + self.max_staleness, self.steps - 1) - self.step
+        if first < 0:
+            return 0
+        room = self.step_size - self.committed
+        slack = self.steps * self.step_size
+        for m, count in enumerate(self.due):
+            room -= count
+            if m >= first and room < slack:
+                slack = room
+            room += self.step_size
+        return slack
+
+    def may_admit(self, version: int) -> bool:
+        """F still holds with one more group of `version`."""
+        return self.slack(version) > 0
+
+    def may_commit(self, deadline: int) -> bool:
+        """F still holds when a group with this deadline takes a place in the step.
+
+        The earliest deadline in U is always safe; a later one needs slack at every m below its own.
+        """
+        room = self.step_size - self.committed
+        if room < 1:
+            return False
+        for m in range(deadline - self.step):
+            room -= self.due[m]
+            if room < 1:
+                return False
+            room += self.step_size
+        return True
+
+    def admit(self, deadline: int) -> None:
+        """One more unconsumed group."""
+        self.due[deadline - self.step] += 1
+
+    def commit(self, deadline: int) -> None:
+        """One unconsumed group takes a place in the step."""
+        self.due[deadline - self.step] -= 1
+        self.committed += 1
+
+    def drop(self, deadline: int) -> None:
+        """One unconsumed group leaves without being trained."""
+        self.due[deadline - self.step] -= 1
+
+    def close(self) -> None:
+        """The step is full (or the source is dry): the next one is formed. What is due now must not be left outside."""
+        if self.due[0]:
+            raise InvariantViolation(f"C3: step {self.step} closes while {self.due[0]} groups due now are outside it")
+        self.step += 1
+        self.committed = 0
+        self.due.pop(0)
+        self.due.append(0)

@@ -1,0 +1,221 @@
+"""The state's data and the few bookkeeping moves that handlers and decisions share. No choice is made here.
+
+Invariant: a trajectory becomes resident, or ceases to be, only through `_begin` and `_end`, so that instance, version
+and evaluation counters can never disagree.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Final
+
+from dora.core.commands import Command, CondemnInstance, FailRun, Generate
+from dora.core.evaluation import Evaluation
+from dora.core.feasibility import Formation
+from dora.core.groups import Group, Ledger, Trajectory, TrajectoryPhase
+from dora.core.ids import GroupId, InstanceId, TrajectoryId
+from dora.core.instances import Instance, InstancePhase
+from dora.core.strategies import Settings
+from dora.core.training import Feed
+from dora.core.versions import Version, Window
+
+#: The admission window W starts at this many times N and moves by these factors (system.md §5.7).
+WINDOW_START: Final = 1.5
+WINDOW_GROW: Final = 1.06
+WINDOW_SHRINK: Final = 0.985
+#: Share of a step for which the trainer may wait before W grows.
+NOTICEABLE_WAIT: Final = 0.02
+#: Prior of the mean answer length, as a share of the token budget: one observation.
+PRIOR_LENGTH_SHARE: Final = 0.25
+#: KV accounted for an answer that outgrew its expectation: its tokens times this.
+GROWTH: Final = 1.25
+
+
+class Counters:
+    """Facts about the run that no table holds. The first three must stay 0."""
+
+    __slots__ = (
+        "late_completions",
+        "migrations",
+        "recovered",
+        "scheduling_aborts",
+        "staleness",
+        "staleness_violations",
+        "version_conflicts",
+    )
+
+    def __init__(self, *, max_staleness: int) -> None:
+        self.version_conflicts = 0  #: answers whose spans name another version than their tag (C1)
+        self.scheduling_aborts = 0  #: trajectories stopped by us and not resumed from all their tokens (C2)
+        self.staleness_violations = 0  #: groups committed outside 0 <= s - v <= K (C3)
+        self.late_completions = 0  #: completions of an old attempt, ignored
+        self.migrations = 0  #: trajectories that went on on a peer by our choice
+        self.recovered = 0  #: trajectories that went on elsewhere after a loss
+        self.staleness = [0] * (max_staleness + 1)  #: groups committed at staleness i
+
+
+class Tables:
+    """Everything the core knows."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.now = 0.0
+        self.instances: dict[InstanceId, Instance] = {}
+        self.ledger = Ledger()
+        self.trajectories: dict[TrajectoryId, Trajectory] = {}  #: of unfinished groups and of the evaluation under way
+        self.window = Window()
+        self.formation = Formation(
+            step_size=settings.groups_per_step,
+            max_staleness=settings.rules.max_staleness,
+            steps=settings.steps,
+        )
+        self.feed = Feed(
+            num_ranks=settings.num_ranks, budget=settings.micro_batch_tokens, group_size=settings.group_size
+        )
+        self.evaluation = Evaluation(prompt_tokens=settings.eval_prompt_tokens, every=settings.eval_every)
+        self.counters = Counters(max_staleness=settings.rules.max_staleness)
+
+        self.prompts: deque[int] = deque()  #: prompt lengths of the next groups, not yet admitted
+        self.fetching = False  #: a FetchPrompts is under way
+        self.source_dry = False
+        self.complete: dict[int, deque[Group]] = {}  #: by deadline, in completion order
+        self.top_ups = 0  #: groups filtered or failed since the last close
+        #: W, the adaptive admission window; batched strategies are bounded by F alone
+        self.window_size = settings.groups_per_step * (
+            settings.rules.max_staleness + 1 if settings.rules.batched else WINDOW_START
+        )
+        self.block_version: int | None = None  #: batched strategies: version of the block being generated
+        self.block_left = 0  #: batched strategies: groups of the block still to be admitted
+        self.pushes = 0  #: pushes in flight
+        self.vacant: dict[InstanceId, Instance] = {}  #: not lost, no training resident, nothing reserved
+        self.num_draining = 0
+        self.length_sum = PRIOR_LENGTH_SHARE * settings.max_new_tokens
+        self.length_count = 1
+        self.progress_at = 0.0  #: when a group was committed or a micro-batch trained
+        self.step_trained_at = 0.0
+        self.evaluated: int | None = None  #: the last version whose evaluation was reported
+        self.finished = False  #: FinishRun or FailRun was ordered: nothing more will be
+
+        self._out: list[Command] = []
+        self._touched: dict[int, None] = {}  #: versions with a freed slot or a new waiting trajectory
+        self._form_due = False
+        self._place_due = False
+        self._release_due = False
+        self._moves_due = False
+        self._moves_not_before = 0.0
+
+    # -- bookkeeping --------------------------------------------------------------------------------------------------
+
+    def _footprint(self, trajectory: Trajectory) -> int:
+        """Tokens of KV to account for: prompt + max(mean finished length, produced with room to grow)."""
+        grown = int(trajectory.num_tokens * GROWTH) if trajectory.num_tokens else 0
+        expected = max(int(self.length_sum / self.length_count), grown)
+        return trajectory.num_prompt_tokens + min(self.settings.max_new_tokens, max(1, expected))
+
+    def _begin(self, trajectory: Trajectory, instance: Instance) -> None:
+        """A trajectory becomes resident on an instance of its version."""
+        trajectory.attempt += 1
+        trajectory.phase = TrajectoryPhase.RESIDENT
+        trajectory.instance = instance
+        trajectory.progress_at = self.now
+        trajectory.footprint = self._footprint(trajectory)
+        instance.add(trajectory)
+        entry = self.window.entries[trajectory.version]
+        entry.kv_load += trajectory.footprint
+        entry.offer(instance)
+        if trajectory.group is None:
+            self.evaluation.num_resident += 1
+        else:
+            self.vacant.pop(instance.id, None)
+        self._out.append(
+            Generate(trajectory.id, trajectory.attempt, instance.id, trajectory.version, trajectory.num_tokens)
+        )
+
+    def _end(self, trajectory: Trajectory) -> Instance:
+        """A trajectory is no longer resident; returns where it was."""
+        instance = trajectory.instance
+        assert instance is not None
+        instance.remove(trajectory)
+        trajectory.instance = None
+        self.window.entries[trajectory.version].kv_load -= trajectory.footprint
+        if trajectory.group is None:
+            self.evaluation.num_resident -= 1
+        self._freed(instance)
+        return instance
+
+    def _freed(self, instance: Instance) -> None:
+        """An instance has more room than before."""
+        version = instance.version
+        if version is not None:
+            self._touched[version] = None
+            entry = self.window.entries.get(version)
+            if entry is not None:
+                entry.offer(instance)
+            if version != self.window.newest:
+                self._moves_due = True
+        busy = instance.num_training or instance.reserved or instance.condemned
+        if not busy and instance.phase is not InstancePhase.LOST:
+            self.vacant[instance.id] = instance
+            self._place_due = True
+
+    def _unreserve(self, trajectory: Trajectory) -> Instance | None:
+        """The move of a trajectory is over or off; returns its target."""
+        target = trajectory.target
+        if target is not None:
+            target.unreserve(trajectory)
+            trajectory.target = None
+            self._freed(target)
+        return target
+
+    def _wait(self, trajectory: Trajectory) -> None:
+        """A trajectory waits for a slot on an instance of its version."""
+        trajectory.phase = TrajectoryPhase.WAITING
+        if trajectory.group is None:
+            self.evaluation.waiting.append(trajectory)
+        else:
+            self.window.entries[trajectory.version].enqueue(trajectory)
+        self._touched[trajectory.version] = None
+        self._place_due = True
+
+    def _condemn(self, instance: Instance, reason: str) -> None:
+        """Have the shell declare an instance lost; until then it gets no work."""
+        if not instance.condemned:
+            instance.condemned = True
+            self.vacant.pop(instance.id, None)
+            self._out.append(CondemnInstance(instance.id, instance.incarnation, reason))
+
+    def _leave_serving(self, instance: Instance) -> None:
+        """The instance no longer holds its version."""
+        if instance.phase is InstancePhase.DRAINING:
+            self.num_draining -= 1
+        if instance.version is not None:
+            entry = self.window.entries.get(instance.version)
+            if entry is not None:
+                entry.serving.pop(instance.id, None)
+        instance.version = None
+
+    def _fail(self, reason: str) -> None:
+        """End the run without success."""
+        if not self.finished:
+            self.finished = True
+            self._out.append(FailRun(reason))
+
+    def admission_version(self) -> int | None:
+        """The version that new groups carry: the newest, or that of the block under way."""
+        if self.settings.rules.batched and (self.block_left or self.formation.num_unconsumed):
+            return self.block_version
+        return self.window.newest
+
+    def entry(self, version: int) -> Version:
+        """The window's entry of a version that something needs."""
+        return self.window.entries[version]
+
+    @property
+    def next_group(self) -> GroupId:
+        """Id of the next group to be admitted: the cursor of the prompt stream."""
+        return GroupId(self.ledger.admitted)
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of all instances that are up."""
+        return sum(i.slots for i in self.instances.values() if i.phase is not InstancePhase.LOST)
