@@ -1,0 +1,381 @@
+"""Continuous batching: requests join and leave a Decoder's rows between steps.
+
+The loop consumes submitted generations and control orders, produces published tokens and finish reasons, waits for
+either, and is unblocked by `submit`, `abort` and `between_steps`. The model runs in bursts on one decoder thread; a
+burst owns all state here until it returns, and everything else touches that state only between bursts, so there is no
+lock. Invariants: `rows` is dense and in the decoder's row order; every generation is in exactly one of `waiting` and
+`rows` until its finish reason is set; `used_tokens` is the sum of the rows' tokens and never above `kv_tokens`.
+
+A burst ends when a request has finished, when somebody wants the floor, or when tokens are due for publication: at most
+about 1000 chunks per second in all, because a chunk costs as much as several tokens of a small model.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from dora.embedded.generation import ABORTED, ABORTED_WAITING, NOT_FINITE, QUEUE_FULL, Generation
+from dora.embedded.metrics import EngineMetrics
+
+Result = TypeVar("Result")
+
+PUBLISH_S_PER_ROW = 0.001
+MIN_PUBLISH_S = 0.01
+HEADROOM_TOKENS = 8  # free KV kept for each running row at admission, so that the newcomer is not retracted at once
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Joiner:
+    """What a decoder needs to know of a request that joins."""
+
+    token_ids: Sequence[int]
+    namespace: str
+    seed: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1  # -1 is off
+    min_p: float = 0.0
+    logprob_start: int | None = None
+    banned_ids: tuple[int, ...] = ()  # never sampled at an index (in prompt + output) below `ban_until`
+    ban_until: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    token: int
+    logprob: float
+    cached_tokens: int
+    prompt_logprobs: list[float | None] | None
+
+
+class Decoder(Protocol):
+    """Rows of running requests. New rows are appended; a row that leaves is replaced by the last one."""
+
+    context_tokens: int
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+    model_type: str
+    architectures: list[str]
+
+    @property
+    def cached_tokens(self) -> int: ...  # held by the prefix cache
+
+    def join(self, joiners: Sequence[Joiner]) -> list[Joined]: ...  # prefills and samples one token each
+    def step(self) -> tuple[list[int], list[float]]: ...  # one token and log-prob per row
+    def leave(self, row: int) -> None: ...
+    def load(self, folder: Path) -> None: ...  # FileNotFoundError: nothing changed; ConfigError: weights are undefined
+    def flush(self) -> None: ...  # forgets cached prefixes
+
+
+def waves(generations: Sequence[Generation]) -> list[list[Generation]]:
+    """Who is prefilled with whom: lengths within a factor of two, which bounds padding; siblings after their first,
+    whose prompt they then find in the prefix cache."""
+    leaders: list[Generation] = []
+    followers: list[Generation] = []
+    seen: set[tuple[str, tuple[int, ...]]] = set()
+    for generation in generations:
+        key = (generation.namespace, tuple(generation.token_ids()))
+        (followers if key in seen else leaders).append(generation)
+        seen.add(key)
+    result: list[list[Generation]] = []
+    limit = 0
+    for generation in sorted(leaders, key=lambda g: len(g.prompt_ids) + len(g.output_ids)):
+        length = len(generation.prompt_ids) + len(generation.output_ids)
+        if length > limit:
+            result.append([])
+            limit = 2 * length
+        result[-1].append(generation)
+    return [*result, followers] if followers else result
+
+
+class Batcher:
+    def __init__(
+        self,
+        decoder: Decoder,
+        *,
+        slots: int,
+        kv_tokens: int,
+        weight_version: str,
+        max_queued_requests: int | None,
+        metrics: EngineMetrics,
+    ) -> None:
+        self.decoder = decoder
+        self.slots, self.kv_tokens, self.max_queued_requests = slots, kv_tokens, max_queued_requests
+        self.weight_version = weight_version
+        self.metrics = metrics
+        self.live: dict[str, Generation] = {}
+        self.waiting: deque[Generation] = deque()
+        self.rows: list[Generation] = []
+        self.used_tokens = 0
+        self.holding = False  # paused: controls run, the model does not
+        self.last_output_at = 0.0  # monotonic; health probes read it
+        self._finished: list[Generation] = []  # not yet published
+        self._aborting: set[str] = set()  # live rids to end at the next chance
+        self._orders: deque[tuple[Callable[[], object], bool, asyncio.Future[object]]] = deque()
+        self._wake = asyncio.Event()
+        self._empty = asyncio.Event()  # set whenever the last live request ends
+        self._floor_wanted = False  # ends the burst in progress
+        self._published_at = 0.0
+        self._admissions = 0
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="decoder")
+
+    # --- called from the event loop, at any time
+
+    def submit(self, generation: Generation) -> None:
+        generation.queued_at = time.time()
+        generation.relabel(self.weight_version)
+        if self.max_queued_requests is not None and len(self.waiting) >= self.max_queued_requests:
+            generation.finish_reason, generation.done = QUEUE_FULL, True
+            generation.finished_at = time.time()
+            generation.news.set()
+            return
+        self.live[generation.rid] = generation
+        self.waiting.append(generation)
+        self._want_floor()
+
+    def abort(self, rid: str) -> None:
+        """Ends `rid` and, as SGLang does, every live rid that starts with it; nothing if exactly `rid` is not live."""
+        if rid in self.live:
+            self._aborting.update(other for other in self.live if other.startswith(rid))
+            self._want_floor()
+
+    def abort_only(self, rid: str) -> None:
+        """Ends `rid`, whose client is gone, and no other."""
+        if rid in self.live:
+            self._aborting.add(rid)
+            self._want_floor()
+
+    async def emptied(self, *, timeout_s: float) -> bool:
+        """Waits until nothing is live; unblocked by the end of the last request. False after `timeout_s`."""
+        self._empty.clear()
+        if not self.live:
+            return True
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._empty.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def abort_all(self) -> None:
+        self._aborting.update(self.live)
+        self._want_floor()
+
+    async def between_steps(self, order: Callable[[], Result], *, on_thread: bool = False) -> Result:
+        """Runs `order` while no step runs, after all earlier orders; unblocked by the end of the burst in progress."""
+        future: asyncio.Future[object] = asyncio.get_running_loop().create_future()
+        self._orders.append((order, on_thread, future))
+        self._want_floor()
+        return await future  # type: ignore[return-value]  # the loop sets what `order` returned
+
+    def _want_floor(self) -> None:
+        self._floor_wanted = True
+        self._wake.set()
+
+    # --- orders: run them through `between_steps`
+
+    def relabel(self, version: str) -> None:
+        self.weight_version = version
+        for generation in self.live.values():
+            generation.relabel(version)
+
+    def hold(self, *, retract: bool) -> None:
+        """No step until `release`. With `retract` every running request goes back to the head of the queue."""
+        self.holding = True
+        if not retract:
+            return
+        for generation in sorted(self.rows, key=lambda g: g.order, reverse=True):
+            self._retract(generation)
+
+    def release(self) -> None:
+        self.holding = False
+        self._wake.set()
+
+    def flush(self) -> bool:
+        """Empties the prefix cache; refused while a request is resident."""
+        if self.live:
+            return False
+        self.decoder.flush()
+        return True
+
+    # --- the loop
+
+    async def run(self) -> None:
+        while True:
+            await self._wake.wait()  # unblocked by submit, abort and between_steps; an idle server sleeps here
+            self._wake.clear()
+            while await self._turn():
+                pass
+
+    async def _turn(self) -> bool:
+        """Orders, aborts, one burst, publication; whether the model has more to do."""
+        self._floor_wanted = False
+        await self._run_orders()
+        self._apply_aborts()
+        if not self.holding and (self.rows or self.waiting):
+            await asyncio.get_running_loop().run_in_executor(self._thread, self._burst)
+        self._publish()
+        return not self.holding and bool(self.rows or self.waiting)
+
+    async def _run_orders(self) -> None:
+        while self._orders:
+            order, on_thread, future = self._orders.popleft()
+            try:
+                loop = asyncio.get_running_loop()
+                result = await loop.run_in_executor(self._thread, order) if on_thread else order()
+            except Exception as err:  # noqa: BLE001  belongs to the caller, who awaits the future
+                if not future.cancelled():
+                    future.set_exception(err)
+            else:
+                if not future.cancelled():
+                    future.set_result(result)
+
+    def _apply_aborts(self) -> None:
+        """Waiting requests end at once, running ones at the next step, which a pause in place holds back."""
+        for rid in list(self._aborting):
+            generation = self.live.get(rid)
+            if generation is None or generation.finish_reason is not None:
+                self._aborting.discard(rid)
+            elif generation in self.waiting:
+                self.waiting.remove(generation)
+                self._finish(generation, ABORTED_WAITING)
+            elif not self.holding:
+                self._leave(self.rows.index(generation))
+                self._finish(generation, ABORTED)
+
+    def _publish(self) -> None:
+        """Lets handlers see finished requests now and everybody's tokens when they are due."""
+        for generation in self._finished:
+            del self.live[generation.rid]
+            self._aborting.discard(generation.rid)
+            generation.published, generation.done = len(generation.output_ids), True
+            generation.news.set()
+            self.metrics.finished(generation)
+        self._finished.clear()
+        if not self.live:
+            self._empty.set()
+        if time.monotonic() >= self._due_at():
+            self._published_at = time.monotonic()
+            for generation in self.rows:
+                generation.published = len(generation.output_ids)
+                generation.news.set()
+
+    def _due_at(self) -> float:
+        return self._published_at + max(MIN_PUBLISH_S, PUBLISH_S_PER_ROW * len(self.rows))
+
+    # --- a burst, on the decoder thread
+
+    def _burst(self) -> None:
+        progress = self._admit()
+        while self.rows and not (
+            progress and (self._finished or self._floor_wanted or time.monotonic() >= self._due_at())
+        ):
+            self._step()
+            progress = True
+        self.last_output_at = time.monotonic()
+
+    def _admit(self) -> bool:
+        joining: list[Generation] = []
+        used = self.used_tokens
+        while self.waiting and len(self.rows) + len(joining) < self.slots:
+            need = len(self.waiting[0].prompt_ids) + len(self.waiting[0].output_ids)
+            running = len(self.rows) + len(joining)
+            if running and used + need + HEADROOM_TOKENS * (running + 1) > self.kv_tokens:
+                break
+            joining.append(self.waiting.popleft())
+            used += need
+        for wave in waves(joining):
+            self._join(wave)
+        return bool(joining)
+
+    def _join(self, wave: list[Generation]) -> None:
+        now = time.time()
+        for generation in wave:
+            self._admissions += 1
+            generation.order = self._admissions
+            generation.admitted_at = generation.admitted_at or now
+        joined = self.decoder.join([_joiner(generation) for generation in wave])
+        now = time.time()
+        first = len(self.rows)
+        for generation, outcome in zip(wave, joined, strict=True):
+            self.rows.append(generation)
+            self.used_tokens += len(generation.prompt_ids) + len(generation.output_ids)
+            if generation.cached_tokens is None:
+                generation.cached_tokens, generation.prefilled_at = outcome.cached_tokens, now
+                generation.prompt_logprobs = outcome.prompt_logprobs
+            self.metrics.prefilled(len(generation.prompt_ids), outcome.cached_tokens)
+        self._take(first, [outcome.token for outcome in joined], [outcome.logprob for outcome in joined])
+
+    def _step(self) -> None:
+        while self.used_tokens + len(self.rows) > self.kv_tokens:
+            self._retract(max(self.rows, key=lambda g: g.order))
+        tokens, logprobs = self.decoder.step()
+        self._take(0, tokens, logprobs)
+
+    def _take(self, first: int, tokens: list[int], logprobs: list[float]) -> None:
+        """Appends one token to each row from `first` on; rows that end with it leave."""
+        ended: list[int] = []
+        self.metrics.generated_tokens += len(tokens)
+        for row, (token, logprob) in enumerate(zip(tokens, logprobs, strict=True), first):
+            generation = self.rows[row]
+            sampling = generation.sampling
+            count = len(generation.output_ids) + 1
+            if count <= sampling.max_new_tokens:
+                generation.output_ids.append(token)
+                generation.output_logprobs.append(logprob)
+                self.used_tokens += 1
+            if count >= sampling.max_new_tokens:
+                self._finish(generation, {"type": "length", "length": sampling.max_new_tokens})
+            elif token in sampling.stop_ids:
+                self._finish(generation, {"type": "stop", "matched": token})
+            elif math.isnan(logprob):
+                self._finish(generation, NOT_FINITE)
+            else:
+                continue
+            ended.append(row)
+        for row in reversed(ended):
+            self._leave(row)
+
+    # --- one row
+
+    def _finish(self, generation: Generation, reason: dict[str, object]) -> None:
+        generation.finish_reason, generation.finished_at = reason, time.time()
+        self._finished.append(generation)
+
+    def _leave(self, row: int) -> None:
+        generation = self.rows[row]
+        self.used_tokens -= len(generation.prompt_ids) + len(generation.output_ids)
+        self.decoder.leave(row)
+        last = self.rows.pop()
+        if row < len(self.rows):
+            self.rows[row] = last
+
+    def _retract(self, generation: Generation) -> None:
+        self._leave(self.rows.index(generation))
+        generation.num_retractions += 1
+        self.waiting.appendleft(generation)
+
+
+def _joiner(generation: Generation) -> Joiner:
+    sampling = generation.sampling
+    banned = tuple(sampling.stop_ids) if sampling.min_new_tokens else ()
+    return Joiner(
+        token_ids=generation.token_ids(),
+        namespace=generation.namespace,
+        seed=sampling.seed,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        logprob_start=generation.logprob_start if generation.prompt_logprobs is None else None,
+        banned_ids=banned,
+        ban_until=len(generation.prompt_ids) + sampling.min_new_tokens,
+    )

@@ -1,0 +1,86 @@
+"""POST /generate: one call from parsed body to last byte, unary or streamed (sglang.md §1).
+
+A call is live, and can be aborted, from the moment it passes the gate. A client that goes away aborts its request.
+Called by the server.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+
+import msgspec
+from aiohttp import web
+
+from dora.embedded.answers import Answer, event
+from dora.embedded.control import ENGINE, Engine, error_body
+from dora.embedded.requests import Ask, BadBody, BadValue, Refusal, parse
+from dora.embedded.text import Text
+from dora.engine import protocol
+
+_DONE_EVENT = f"data: {protocol.DONE}\n\n".encode()
+_STREAM_HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
+
+
+async def generate(request: web.Request) -> web.StreamResponse:
+    engine = request.app[ENGINE]
+    ask = parse(await request.read(), engine.limits)
+    if isinstance(ask, Refusal):
+        return await _refuse(request, ask)
+    async with engine.gate.passage():
+        return await _run(request, engine, ask)
+
+
+async def _run(request: web.Request, engine: Engine, ask: Ask) -> web.StreamResponse:
+    generation, batcher = ask.generation, engine.batcher
+    if generation.rid in batcher.live:
+        duplicate = BadValue(f"Duplicate request ID detected: {generation.rid}")
+        return await _refuse(request, Refusal(duplicate, stream=ask.stream))
+    text = Text(generation, engine.tokenizer) if engine.tokenizer is not None else None
+    incremental = ask.stream and bool(engine.arguments["incremental_streaming_output"])
+    answer = Answer(ask=ask, text=text, incremental=incremental, dispatched_at=time.time())
+    batcher.submit(generation)
+    try:
+        return await (_stream if ask.stream else _unary)(request, engine, answer)
+    finally:
+        if not generation.done:  # the client is gone
+            batcher.abort_only(generation.rid)
+
+
+async def _unary(_request: web.Request, _engine: Engine, answer: Answer) -> web.StreamResponse:
+    generation = answer.ask.generation
+    while not generation.done:
+        await generation.next_news()
+    reason = generation.finish_reason or {}
+    if (status := reason.get("status_code") or 200) >= 400:
+        return web.json_response(error_body(reason["message"], status=status), status=status)
+    return web.Response(body=msgspec.json.encode(answer.next()), content_type="application/json")
+
+
+async def _stream(request: web.Request, engine: Engine, answer: Answer) -> web.StreamResponse:
+    generation = answer.ask.generation
+    response = web.StreamResponse(headers=_STREAM_HEADERS)
+    with suppress(ConnectionError):  # the client closed: the caller aborts
+        await response.prepare(request)
+        while True:
+            if answer.due():
+                answer.weight_version = engine.batcher.weight_version
+                chunk = event(answer.next())
+                if generation.done:
+                    await response.write(chunk + _DONE_EVENT)
+                    break
+                await response.write(chunk)
+            await generation.next_news()
+    return response
+
+
+async def _refuse(request: web.Request, refusal: Refusal) -> web.StreamResponse:
+    message = str(refusal.error)
+    if isinstance(refusal.error, BadBody):
+        return web.json_response(error_body(message), status=400)
+    if not isinstance(refusal.error, BadValue):
+        return web.Response(text="Internal Server Error", status=500)
+    if not refusal.stream:
+        return web.json_response({"error": {"message": message}}, status=400)
+    error = {"message": message, "type": "invalid_request_error", "code": 400, "retryable": False}
+    return web.Response(body=event({"error": error}) + _DONE_EVENT, headers=_STREAM_HEADERS)

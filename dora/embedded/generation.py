@@ -1,0 +1,94 @@
+"""One request inside the engine: what was asked, what has come of it, and who waits for news of it.
+
+`Generation` is written by the batcher (by its decoder thread during a burst, by the event loop between bursts) and read
+by the HTTP handler that awaits `news`. Invariant: the handler reads tokens only below `published`, which only the event
+loop moves, so it never sees a token that the decoder thread is still writing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from typing import Any, TypedDict
+
+#: Finish reasons in SGLang's shape (sglang.md §1.2).
+ABORTED: dict[str, Any] = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
+ABORTED_WAITING: dict[str, Any] = {"type": "abort", "message": "Abort in waiting queue"}
+QUEUE_FULL: dict[str, Any] = {"type": "abort", "status_code": 503, "message": "The request queue is full."}
+NOT_FINITE: dict[str, Any] = {"type": "abort", "status_code": 500, "message": "The model gave log-probs that are NaN."}
+
+
+class Span(TypedDict):
+    """Output tokens [start, end) were sampled under this weight version."""
+
+    version: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """Validated sampling parameters; names are SGLang's."""
+
+    max_new_tokens: int = 128
+    min_new_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1  # -1 is off
+    min_p: float = 0.0
+    seed: int = 0  # sampling_seed, or drawn by the server
+    stop_ids: frozenset[int] = frozenset()  # stop_token_ids and end-of-sequence ids; empty under ignore_eos
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Generation:
+    rid: str
+    prompt_ids: list[int]
+    sampling: Sampling
+    namespace: str = ""  # of the prefix cache: extra_key and cache_salt
+    logprob_start: int | None = None  # first prompt token whose log-prob is wanted; None for no prompt log-probs
+
+    output_ids: list[int] = field(default_factory=list)
+    output_logprobs: list[float] = field(default_factory=list)
+    prompt_logprobs: list[float | None] | None = None
+    labels: list[tuple[str, int]] = field(default_factory=list)  # (weight version, first output index), ascending
+    finish_reason: dict[str, Any] | None = None  # None while alive
+    cached_tokens: int | None = None  # None until first prefilled
+    num_retractions: int = 0
+    order: int = 0  # of admission; the youngest is retracted first
+
+    published: int = 0  # output tokens that handlers may read
+    done: bool = False  # the finish reason may be read
+    news: asyncio.Event = field(default_factory=asyncio.Event)
+
+    received_at: float = field(default_factory=time.time)  # wall clock, as all times below; 0.0 is not yet
+    queued_at: float = 0.0
+    admitted_at: float = 0.0
+    prefilled_at: float = 0.0
+    finished_at: float = 0.0
+
+    def token_ids(self) -> list[int]:
+        """What has to be in the KV before the next token is sampled, that token's predecessor included."""
+        return self.prompt_ids + self.output_ids
+
+    def relabel(self, version: str) -> None:
+        """Tokens from here on come from `version`."""
+        start = len(self.output_ids)
+        if self.labels and self.labels[-1][1] == start:
+            self.labels.pop()
+        self.labels.append((version, start))
+
+    def spans(self) -> list[Span]:
+        """Half-open, contiguous, in order; one empty span for a request without tokens."""
+        ends = [start for _, start in self.labels[1:]] + [len(self.output_ids)]
+        spans: list[Span] = [
+            {"version": version, "start": start, "end": end}
+            for (version, start), end in zip(self.labels, ends, strict=True)
+        ]
+        return [span for span in spans if span["end"] > span["start"]] or spans[-1:]
+
+    async def next_news(self) -> None:
+        """Waits for tokens or the end; unblocked by the batcher's next publication. No limit: a pause is silent."""
+        await self.news.wait()
+        self.news.clear()

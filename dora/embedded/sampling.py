@@ -1,0 +1,72 @@
+"""Sampling: logits to one token per row, with noise that is a pure function of (seed, position).
+
+The noise of a token depends on its request's seed and on its index in prompt + output, never on the batch, the step or
+the server. A request that is sent elsewhere with prompt + tokens so far and the same seed goes on with the tokens it
+would have had. Called by the decoder, once per step for all rows.
+
+Legend: B rows, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+GREEDY_BELOW = 1e-6  # temperatures under this mean argmax, as in SGLang
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Per-row sampling settings of the live rows, as tensors; flags say which work can be left out."""
+
+    temperature_B1: Tensor  # 1 where the row is greedy, so that its log-probs are of the plain logits
+    greedy_B: Tensor
+    top_p_B1: Tensor
+    top_k_B1: Tensor  # vocabulary size where off
+    min_p_B1: Tensor
+    seed_B: Tensor
+    any_greedy: bool
+    any_filter: bool
+
+
+def _mix(x: Tensor) -> Tensor:
+    """The finalizer of SplitMix64 (Steele et al., 2014) on wrapping int64; `>>` is made logical by masking."""
+    x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -0x40A7B892E31B1A47
+    x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -0x6B2FB644ECCEEE15
+    return x ^ ((x >> 31) & 0x1FFFFFFFF)
+
+
+def uniform(seed_B: Tensor, position_B: Tensor) -> Tensor:
+    """float64 in [0, 1) with 48 random bits, from (seed, position) alone."""
+    bits = _mix(_mix(seed_B) + position_B * -0x61C8864680B583EB)
+    return ((bits >> 16) & 0xFFFFFFFFFFFF).double() * 2.0**-48
+
+
+def _filtered(probs_BV: Tensor, settings: Settings) -> Tensor:
+    """`probs_BV` with everything outside top-k, top-p and min-p set to 0; rows without a filter are unchanged."""
+    sorted_BV, order_BV = probs_BV.sort(dim=-1, descending=True, stable=True)
+    before_BV = sorted_BV.cumsum(dim=-1) - sorted_BV
+    drop_BV = (before_BV > settings.top_p_B1) & (settings.top_p_B1 < 1)
+    drop_BV |= torch.arange(probs_BV.shape[-1], device=probs_BV.device) >= settings.top_k_B1
+    drop_BV |= sorted_BV < settings.min_p_B1 * sorted_BV[:, :1]
+    drop_BV[:, 0] = False
+    return probs_BV.masked_fill(torch.zeros_like(drop_BV).scatter_(1, order_BV, drop_BV), 0.0)
+
+
+def sample(logits_BV: Tensor, settings: Settings, position_B: Tensor) -> tuple[Tensor, Tensor]:
+    """(token_B, logprob_B): the log-prob is log-softmax(logits / temperature), not renormalised over a filter.
+
+    Inverse CDF in vocabulary order, so one uniform per row is enough and a filter in one row changes no other row.
+    """
+    logprobs_BV = (logits_BV.float() / settings.temperature_B1).log_softmax(dim=-1)
+    probs_BV = logprobs_BV.exp().double()
+    if settings.any_filter:
+        probs_BV = _filtered(probs_BV, settings)
+    cdf_BV = probs_BV.cumsum(dim=-1)
+    point_B1 = uniform(settings.seed_B, position_B)[:, None] * cdf_BV[:, -1:]
+    token_B1 = torch.searchsorted(cdf_BV, point_B1, right=True).clamp_(max=cdf_BV.shape[-1] - 1)
+    if settings.any_greedy:
+        token_B1 = torch.where(settings.greedy_B[:, None], logprobs_BV.argmax(dim=-1, keepdim=True), token_B1)
+    return token_B1[:, 0], logprobs_BV.gather(1, token_B1)[:, 0]

@@ -1,0 +1,203 @@
+"""The embedded engine over HTTP: routes, error shapes and life cycle, as SGLang 0.5.20 behaves (sglang.md).
+
+`run_server` loads a model, prints `ready http://host:port` and serves until SIGTERM or SIGINT, which drain: /health
+turns 503, running calls finish, the process ends; a second signal ends it at once. torch is imported in `run_server`
+only. Called by the CLI; nothing else in this package knows HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import itertools
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import uvloop
+from aiohttp import web
+
+from dora.embedded import control
+from dora.embedded.batcher import Batcher, Decoder
+from dora.embedded.control import Engine, error_body
+from dora.embedded.gate import Gate
+from dora.embedded.generate import generate
+from dora.embedded.metrics import EngineMetrics
+from dora.embedded.requests import Limits
+from dora.embedded.text import Tokenizer
+from dora.engine import protocol
+from dora.errors import ConfigError
+
+DRAIN_LIMIT_S = 600.0  # a request paused in place never ends by itself
+MAX_BODY_BYTES = 256 * 2**20
+OPEN_PATHS = frozenset({protocol.HEALTH, protocol.HEALTH_GENERATE, protocol.READY, protocol.METRICS})
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeOptions:
+    model_path: Path
+    host: str = "127.0.0.1"
+    port: int = 0  # 0: any free port
+    slots: int = 64  # requests that run at the same time
+    kv_tokens: int = 65536  # tokens of all running requests together
+    device: str = "cpu"
+    dtype: str = "float32"
+    threads: int = 1
+    weight_version: str = "default"
+    incremental_streaming_output: bool = False
+    skip_tokenizer_init: bool = False
+    max_queued_requests: int | None = None  # None: no limit
+    api_key: str | None = None
+    seed: int = 0  # of the requests that bring none
+
+
+def run_server(options: ServeOptions) -> None:
+    """Serves until a signal; blocks. ConfigError if the model or the address cannot be used."""
+    from dora.embedded.decoder import CausalDecoder
+
+    decoder = CausalDecoder(
+        options.model_path,
+        slots=options.slots,
+        kv_tokens=options.kv_tokens,
+        device=options.device,
+        dtype=options.dtype,
+        threads=options.threads,
+    )
+    tokenizer = None if options.skip_tokenizer_init else _tokenizer(options.model_path)
+    # The decoder thread and the event loop hand the interpreter to each other; 5 ms, the default, is a whole step.
+    sys.setswitchinterval(0.0005)
+    uvloop.run(serve(options, decoder, tokenizer))
+
+
+def _tokenizer(folder: Path) -> Tokenizer:
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer: Tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    except (OSError, ValueError) as err:
+        raise ConfigError(f"model folder {folder} has no usable tokenizer ({err}): or skip the tokenizer") from err
+    return tokenizer
+
+
+async def serve(options: ServeOptions, decoder: Decoder, tokenizer: Tokenizer | None) -> None:
+    """Serves `decoder` until a signal. The batcher's end is the server's end, whatever its reason."""
+    engine = _engine(options, decoder, tokenizer)
+    runner = web.AppRunner(build_app(engine), access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
+    await runner.setup()
+    try:
+        site = web.TCPSite(runner, options.host, options.port, backlog=1024)
+        await site.start()
+    except OSError as err:
+        await runner.cleanup()
+        raise ConfigError(f"cannot listen on {options.host}:{options.port}: {err.strerror or err}") from err
+    host, port = runner.addresses[0][:2]
+    stopping = asyncio.Event()
+    _on_signals(engine, stopping)
+    batching = asyncio.create_task(engine.batcher.run(), name="batcher")
+    sys.stdout.write(f"ready http://{host}:{port}\n")
+    sys.stdout.flush()
+    stopped = asyncio.create_task(stopping.wait(), name="wait for a signal")
+    await asyncio.wait({batching, stopped}, return_when=asyncio.FIRST_COMPLETED)
+    if batching.done():
+        batching.result()  # raises: a batcher never returns
+    await _drained(engine)
+    batching.cancel()
+    await asyncio.wait({batching})
+    await runner.cleanup()
+
+
+def _engine(options: ServeOptions, decoder: Decoder, tokenizer: Tokenizer | None) -> Engine:
+    batcher = Batcher(
+        decoder,
+        slots=options.slots,
+        kv_tokens=options.kv_tokens,
+        weight_version=options.weight_version,
+        max_queued_requests=options.max_queued_requests,
+        metrics=EngineMetrics(),
+    )
+    drawn = itertools.count()
+    limits = Limits(
+        context_tokens=decoder.context_tokens,
+        kv_tokens=options.kv_tokens,
+        vocab_size=decoder.vocab_size,
+        eos_token_ids=decoder.eos_token_ids,
+        draw_seed=lambda: (options.seed << 32) + next(drawn),
+        encode=tokenizer.encode if tokenizer is not None else None,
+    )
+    arguments = {
+        "model_path": str(options.model_path),
+        "tokenizer_path": str(options.model_path),
+        "served_model_name": str(options.model_path),
+        "skip_tokenizer_init": options.skip_tokenizer_init,
+        "trust_remote_code": False,
+        "host": options.host,
+        "port": options.port,
+        "device": options.device,
+        "dtype": options.dtype,
+        "random_seed": options.seed,
+        "max_running_requests": options.slots,
+        "max_queued_requests": options.max_queued_requests,
+        "max_total_tokens": options.kv_tokens,
+        "incremental_streaming_output": options.incremental_streaming_output,
+    }
+    return Engine(
+        batcher=batcher,
+        gate=Gate(),
+        limits=limits,
+        tokenizer=tokenizer,
+        arguments=arguments,
+        api_key=options.api_key,
+    )
+
+
+def build_app(engine: Engine) -> web.Application:
+    app = web.Application(middlewares=[_errors, _authorized], client_max_size=MAX_BODY_BYTES)
+    app[control.ENGINE] = engine
+    app.router.add_post(protocol.GENERATE, generate)
+    app.router.add_put(protocol.GENERATE, generate)
+    control.add_routes(app)
+    return app
+
+
+@web.middleware
+async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """aiohttp's own refusals in the shapes SGLang gives them."""
+    try:
+        return await handler(request)
+    except web.HTTPNotFound:
+        return web.json_response({"detail": "Not Found"}, status=404)
+    except web.HTTPMethodNotAllowed:
+        return web.json_response({"detail": "Method Not Allowed"}, status=405)
+    except web.HTTPRequestEntityTooLarge as err:
+        return web.json_response(error_body(str(err.text), status=413), status=413)
+
+
+@web.middleware
+async def _authorized(request: web.Request, handler: Handler) -> web.StreamResponse:
+    key = request.app[control.ENGINE].api_key
+    if key is not None and request.path not in OPEN_PATHS:
+        given = request.headers.get("Authorization", "")
+        if not hmac.compare_digest(given.encode(), f"Bearer {key}".encode()):
+            return web.json_response({"error": "Unauthorized"}, status=401)
+    return await handler(request)
+
+
+def _on_signals(engine: Engine, stopping: asyncio.Event) -> None:
+    def stop() -> None:
+        if engine.draining:
+            os._exit(1)  # asked twice: at once
+        engine.draining = True
+        stopping.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop)
+
+
+async def _drained(engine: Engine) -> None:
+    """Waits until no call is running; unblocked by their ends, a second signal, or the limit."""
+    await engine.batcher.emptied(timeout_s=DRAIN_LIMIT_S)

@@ -1,0 +1,71 @@
+"""The lease between a supervisor and its children, with real processes."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dora.errors import ConfigError
+from dora.node.lease import hold_lease, watch_lease
+
+CHILD = """
+import sys, threading
+from pathlib import Path
+from dora.node.lease import watch_lease
+watch_lease(Path(sys.argv[1]))
+print("watching", flush=True)
+threading.Event().wait(60)
+"""
+
+HOLDER = f"""
+import subprocess, sys, threading
+from pathlib import Path
+from dora.node.lease import hold_lease
+lease = hold_lease(Path(sys.argv[1]))
+child = subprocess.Popen([sys.executable, "-c", {CHILD!r}, sys.argv[1]], stdout=subprocess.PIPE, text=True)
+child.stdout.readline()
+print("holding", flush=True)
+child.stdout.readline()
+"""
+
+
+def test_a_child_ends_when_its_holder_is_killed(tmp_path: Path) -> None:
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(tmp_path / "lease")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == "holding\n"
+    holder.send_signal(signal.SIGKILL)
+    holder.wait(timeout=10)
+    # Standard error is inherited by the child, so its end is read when, and only when, both are gone.
+    _, errors = holder.communicate(timeout=10)
+    assert errors == ""
+
+
+def test_a_child_lives_while_the_lease_is_held_and_ends_when_it_is_let_go(tmp_path: Path) -> None:
+    lease = hold_lease(tmp_path / "lease")
+    child = subprocess.Popen([sys.executable, "-c", CHILD, str(tmp_path / "lease")], stdout=subprocess.PIPE, text=True)
+    assert child.stdout is not None
+    assert child.stdout.readline() == "watching\n"
+    with pytest.raises(subprocess.TimeoutExpired):
+        child.wait(timeout=0.3)
+    lease.close()
+    assert child.wait(timeout=10) == 1
+    child.stdout.close()
+
+
+def test_a_held_lease_cannot_be_taken_again(tmp_path: Path) -> None:
+    with hold_lease(tmp_path / "lease"), pytest.raises(ConfigError, match="held by another process"):
+        hold_lease(tmp_path / "lease")
+
+
+def test_a_lease_that_does_not_exist_cannot_be_watched(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be opened"):
+        watch_lease(tmp_path / "lease")
