@@ -1,0 +1,136 @@
+"""Every wire type survives the wire unchanged, and nothing else is taken for one."""
+
+from __future__ import annotations
+
+from typing import Any, get_args, get_origin, get_type_hints
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as stnp
+
+from dora.errors import ProtocolError
+from dora.transport.codec import decode, encode
+from dora.transport.messages import (
+    ControllerData,
+    ControllerFrame,
+    StepTrained,
+    ToController,
+    ToTrainer,
+    TrainerData,
+    TrainerFrame,
+    TrainerSettings,
+    empty_micro_batch,
+)
+
+WIRE_TYPES = [*get_args(ToTrainer), *get_args(ToController), *get_args(TrainerFrame), *get_args(ControllerFrame)]
+
+
+def values(annotation: Any) -> st.SearchStrategy[Any]:
+    """Values of a field of a wire type."""
+    origin = get_origin(annotation)
+    if origin is np.ndarray:
+        return stnp.arrays(get_args(get_args(annotation)[1])[0], stnp.array_shapes(min_dims=0, max_dims=3, min_side=0))
+    if annotation in WIRE_TYPES or annotation is TrainerSettings:
+        return st.builds(annotation, **{name: values(hint) for name, hint in get_type_hints(annotation).items()})
+    if annotation is int:
+        return st.integers(-(2**63), 2**63 - 1)
+    return st.from_type(annotation)
+
+
+for kind in WIRE_TYPES:
+    st.register_type_strategy(kind, values(kind))
+
+
+def assert_same(left: Any, right: Any) -> None:
+    assert type(left) is type(right)
+    if isinstance(left, np.ndarray):
+        assert left.dtype == right.dtype
+        np.testing.assert_array_equal(left, right)
+    elif isinstance(left, msgspec.Struct):
+        for name in left.__struct_fields__:
+            assert_same(getattr(left, name), getattr(right, name))
+    elif isinstance(left, dict):
+        assert left.keys() == right.keys()
+        for key in left:
+            assert_same(left[key], right[key])
+    else:
+        np.testing.assert_equal(left, right)  # NaN equals NaN
+
+
+def sent(message: Any) -> Any:
+    """`message` after the wire, each frame in memory of its own."""
+    union = ToTrainer | ToController | TrainerFrame | ControllerFrame
+    return decode([bytes(frame) for frame in encode(message)], union)
+
+
+@pytest.mark.parametrize("kind", WIRE_TYPES, ids=lambda kind: kind.__name__)
+@settings(deadline=None, max_examples=30)
+@given(data=st.data())
+def test_a_wire_type_survives_the_wire(kind, data):
+    message = data.draw(values(kind))
+    assert_same(sent(message), message)
+
+
+def test_arrays_are_views_of_their_frames_and_read_only():
+    batch = empty_micro_batch(step=0, index=0, last=True, group_size=2)
+    batch = msgspec.structs.replace(batch, tokens=np.arange(1000, dtype=np.int32))
+    frames = encode(batch)
+    received = decode(frames, ToTrainer)
+    assert np.shares_memory(received.tokens, batch.tokens)
+    assert not decode([bytes(frame) for frame in frames], ToTrainer).tokens.flags.writeable
+
+
+def test_a_big_endian_array_arrives_with_the_same_numbers():
+    batch = empty_micro_batch(step=0, index=0, last=True, group_size=2)
+    batch = msgspec.structs.replace(batch, tokens=np.arange(5, dtype=">i4"))
+    np.testing.assert_array_equal(sent(batch).tokens, np.arange(5))
+
+
+def header(**changes: Any) -> bytes:
+    fields = {"type": "StepTrained", "rank": 0, "step": 1, "metrics": {}, **changes}
+    return msgspec.msgpack.encode(fields)
+
+
+def batch_frames(array: Any) -> list[bytes]:
+    """An empty micro-batch whose `tokens` refer to `array`, with three bytes and eight bytes to refer to."""
+    fields = msgspec.to_builtins(
+        empty_micro_batch(step=0, index=0, last=True, group_size=2), enc_hook=lambda _: [1, "<i4", [0]]
+    )
+    return [msgspec.msgpack.encode({**fields, "tokens": array}), b"123", b"12345678"]
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        [],
+        [b""],
+        [b"\xc1"],
+        [header()[:-3]],
+        [header(type="StepForgotten")],
+        [header(surprise=1)],
+        [header(step="one")],
+        [header(metrics={1: 2.0})],
+        [header(), b"nobody asked"],
+        [msgspec.msgpack.encode({"type": "Stop", "reason": "x"})],  # for the other receiver
+        batch_frames([2, "<i8", [1]]),
+        batch_frames([2, "<i4", [3]]),
+        batch_frames([2, "<i4", [-1, -2]]),
+        batch_frames([1, "<i4", [1]]),
+        batch_frames([3, "<i4", [2]]),
+        batch_frames([0, "<i4", [2]]),
+        batch_frames("tokens"),
+    ],
+)
+def test_what_is_not_the_protocol_is_refused(frames):
+    with pytest.raises(ProtocolError):
+        decode(frames, ToController | ControllerFrame if len(frames) < 3 else ToTrainer)
+
+
+def test_the_frames_of_both_directions_cannot_be_mistaken_for_each_other():
+    frames = encode(ControllerData(epoch=0, id=1, message=StepTrained(rank=0, step=0, metrics={})))
+    with pytest.raises(ProtocolError):
+        decode(frames, TrainerFrame)
+    assert TrainerData.__struct_config__.tag != ControllerData.__struct_config__.tag
