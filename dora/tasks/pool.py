@@ -1,0 +1,248 @@
+"""Grading off the event loop, in limited processes, with a time limit per answer.
+
+Invariant: every request ends as exactly one outcome, and trouble is never a reward. A grader that is late, dies or
+breaks the protocol is killed with all its children and replaced before the next request; the request it had is
+`GradingFailed` and is not tried again: a retry would only hang the next grader.
+
+One `grade` call per trajectory waits for an idle grader. There is no queue of our own: the callers are the queue,
+and they are bounded by the trajectories in flight. A call is unblocked when a grader is idle, which each is after at
+most its start limit plus `timeout_s`. Called by the controller's grading effect and by `dora check`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import msgpack
+
+from dora.errors import ConfigError, ProtocolError, RunFailed
+from dora.tasks.grader import HEADER
+from dora.tasks.rewards import GradeRequest
+
+if TYPE_CHECKING:
+    from dora.config.schema import RewardConfig
+
+#: How long a grader may take until it is ready; a reward's module may import torch.
+START_TIMEOUT_S = 60.0
+
+#: Starts that may fail in a row before the run gives up.
+START_ATTEMPTS = 3
+
+#: How long a killed process may take to be gone.
+_KILL_TIMEOUT_S = 5.0
+
+#: How long a process that closed its pipe may take to end by itself, so that its own exit status is seen.
+_EXIT_GRACE_S = 1.0
+
+#: A reply is one number or one error line.
+_MAX_REPLY_BYTES = 1 << 20
+
+#: What is kept of a grader's stderr, to say why it died.
+_STDERR_TAIL_BYTES = 4_096
+
+
+@dataclass(frozen=True, slots=True)
+class Graded:
+    """The answer was judged."""
+
+    reward: float  # finite
+
+
+@dataclass(frozen=True, slots=True)
+class GradingFailed:
+    """The answer could not be judged, which is not reward 0."""
+
+    reason: str  # `timeout`, `not finite`, `crashed: <how it ended>` or `error: <what the reward raised>`
+
+
+class GraderPool:
+    """`graders` processes that score by the same `rewards`; `field` is their config key in errors.
+
+    Entering starts the first one, so that a reward that cannot be built is a `ConfigError` before anything else
+    starts; the others start when they are first needed.
+    """
+
+    def __init__(
+        self, rewards: Sequence[RewardConfig], *, graders: int, timeout_s: float, memory_mb: int, field: str
+    ) -> None:
+        setup = {
+            "rewards": [reward.model_dump(mode="json") for reward in rewards],
+            "field": field,
+            "timeout_s": timeout_s,
+            "memory_mb": memory_mb,
+        }
+        self._graders = [_Grader(setup, timeout_s=timeout_s) for _ in range(graders)]
+        self._idle: asyncio.LifoQueue[_Grader] = asyncio.LifoQueue()  # holds at most the graders; last used is warm
+
+    async def __aenter__(self) -> GraderPool:
+        try:
+            await self._graders[0].start()
+        except BaseException:
+            await self._graders[0].kill()
+            raise
+        for grader in reversed(self._graders):
+            self._idle.put_nowait(grader)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await asyncio.gather(*(grader.kill() for grader in self._graders))
+
+    async def grade(self, request: GradeRequest) -> Graded | GradingFailed:
+        """Judge one answer; raises `RunFailed` or `ConfigError` only if a grader that ended cannot be replaced."""
+        try:
+            frame = _pack(asdict(request))
+        except (TypeError, ValueError, OverflowError) as err:  # metadata that msgpack cannot hold
+            return GradingFailed(f"error: {err}")
+        grader = await self._idle.get()
+        try:
+            return await grader.grade(frame)
+        finally:
+            self._idle.put_nowait(grader)
+
+
+async def check_rewards(rewards: Sequence[RewardConfig], *, timeout_s: float, memory_mb: int, field: str) -> None:
+    """Raise `ConfigError` if a grader for `rewards` cannot be made; it is really started, under its limits."""
+    async with GraderPool(rewards, graders=1, timeout_s=timeout_s, memory_mb=memory_mb, field=field):
+        pass
+
+
+class _Grader:
+    """One place in the pool: a process that is started when needed and killed when in doubt."""
+
+    def __init__(self, setup: dict[str, Any], *, timeout_s: float) -> None:
+        self._setup = setup
+        self._timeout_s = timeout_s
+        self._process: asyncio.subprocess.Process | None = None
+        self._stderr: asyncio.Task[None] | None = None
+        self._stderr_tail = b""
+
+    async def grade(self, frame: bytes) -> Graded | GradingFailed:
+        if self._process is None or self._process.returncode is not None:
+            await self.start()
+        in_step = False  # the pipes hold no half of an exchange
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                outcome = _outcome(await self._exchange(frame))
+            in_step = True
+            return outcome
+        except TimeoutError:
+            return GradingFailed("timeout")
+        except (asyncio.IncompleteReadError, ConnectionError, ProtocolError) as err:
+            return GradingFailed(f"crashed: {await self._ending(err)}")
+        finally:
+            if not in_step:
+                await self.kill()
+
+    async def start(self) -> None:
+        """Start until ready; a refused configuration is final, a death is tried again a few times."""
+        ending = ""
+        for _ in range(START_ATTEMPTS):
+            await self.kill()
+            await self._spawn()
+            try:
+                async with asyncio.timeout(START_TIMEOUT_S):
+                    reply = await self._exchange(_pack(self._setup))
+            except TimeoutError:
+                ending = f"not ready after {START_TIMEOUT_S:g} s"
+                continue
+            except (asyncio.IncompleteReadError, ConnectionError, ProtocolError) as err:
+                ending = await self._ending(err)
+                continue
+            if "config_error" in reply:
+                await self.kill()
+                raise ConfigError(reply["config_error"])
+            return
+        await self.kill()
+        raise RunFailed(f"{self._setup['field']}: no grader started in {START_ATTEMPTS} attempts ({ending})")
+
+    async def kill(self) -> None:
+        """End the process and whatever it started."""
+        process, self._process = self._process, None
+        if process is None or self._stderr is None:
+            return
+        with contextlib.suppress(ProcessLookupError):  # gone already
+            os.killpg(process.pid, signal.SIGKILL)  # it leads a session of its own
+        with contextlib.suppress(TimeoutError):  # a child that left the session may hold stderr open
+            async with asyncio.timeout(_KILL_TIMEOUT_S):
+                await process.wait()
+                await self._stderr
+        self._stderr.cancel()
+
+    async def _spawn(self) -> None:
+        """A new session, so that Ctrl-C in the terminal leaves grading to the controller's own shutdown."""
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("DORA_")}  # no tokens
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "dora.tasks.grader",
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            start_new_session=True,
+            env={**environment, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+        )
+        self._stderr_tail = b""
+        self._stderr = asyncio.create_task(self._drain_stderr(self._process), name="grader-stderr")
+
+    async def _exchange(self, frame: bytes) -> dict[str, Any]:
+        assert self._process is not None
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(frame)
+        await self._process.stdin.drain()
+        (size,) = HEADER.unpack(await self._process.stdout.readexactly(HEADER.size))
+        if size > _MAX_REPLY_BYTES:
+            raise ProtocolError(f"grader announced a reply of {size} bytes")
+        try:
+            reply = msgpack.unpackb(await self._process.stdout.readexactly(size))
+        except ValueError as err:
+            raise ProtocolError(f"grader's reply is not msgpack ({err})") from err
+        if not isinstance(reply, dict):
+            raise ProtocolError(f"grader's reply is {type(reply).__name__}, not a map")
+        return reply
+
+    async def _drain_stderr(self, process: asyncio.subprocess.Process) -> None:
+        """Read stderr to its end, so that a talkative reward never blocks on a full pipe."""
+        assert process.stderr is not None
+        while chunk := await process.stderr.read(_STDERR_TAIL_BYTES):
+            self._stderr_tail = (self._stderr_tail + chunk)[-_STDERR_TAIL_BYTES:]
+
+    async def _ending(self, err: Exception) -> str:
+        """How the process ended, and its last words."""
+        process = self._process
+        assert process is not None
+        if isinstance(err, ProtocolError):
+            return str(err)
+        with contextlib.suppress(TimeoutError):  # closed its pipe, but lives: killed below
+            async with asyncio.timeout(_EXIT_GRACE_S):
+                await process.wait()
+        await self.kill()
+        code = process.returncode
+        how = "no exit status" if code is None else f"exit code {code}" if code >= 0 else signal.Signals(-code).name
+        lines = self._stderr_tail.decode(errors="replace").strip().splitlines()
+        return f"{how}: {lines[-1][:200]}" if lines else how
+
+
+def _outcome(reply: dict[str, Any]) -> Graded | GradingFailed:
+    if "error" in reply:
+        return GradingFailed(f"error: {reply['error']}")
+    reward = reply.get("reward")
+    if not isinstance(reward, float):
+        raise ProtocolError("grader's reply holds neither a reward nor an error")
+    return Graded(reward) if math.isfinite(reward) else GradingFailed("not finite")
+
+
+def _pack(content: dict[str, Any]) -> bytes:
+    body: bytes = msgpack.packb(content)
+    return HEADER.pack(len(body)) + body

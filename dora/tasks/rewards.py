@@ -1,0 +1,148 @@
+"""Scoring rules: how one answer becomes one number.
+
+Invariant: a scorer is a plain function of one request; it keeps nothing, retries nothing and never turns trouble
+into a reward: what it cannot judge is an exception, which the pool reports as `grading_failed`. `build_scorer` runs
+inside grader processes (`grader`); the controller only takes the `GradeRequest` from here. Imports that a rule needs
+are made when it is built, so that a grader starts as fast as its own rules allow.
+
+Conventions of `math` (math-verify 0.9, tests/tasks/test_rewards.py holds them): values count, not notation, so .5,
+0.5, 1/2, 2/4 and \\frac{1}{2} are equal, and so are 50\\% and 0.5; floats agree to 6 decimals; 1,000 is a thousand;
+units and a leading `x =` are ignored; sets ignore order, tuples do not. The last \\boxed{} of an answer is judged
+(boxes less than 70 characters apart may be read as one set), in its absence the last formula or number.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import logging
+import math
+import re
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from dora.errors import ConfigError
+from dora.tasks.functions import load_function
+
+if TYPE_CHECKING:
+    from dora.config.schema import RewardConfig
+
+#: An endpoint answers with one number; more than this is not one.
+_MAX_HTTP_ANSWER_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class GradeRequest:
+    """What a reward may look at."""
+
+    prompt: str  # as the model read it
+    response: str  # decoded, without special tokens
+    answer: str  # reference answer, "" if there is none
+    metadata: Mapping[str, Any]  # the prompt's other columns
+
+
+Scorer = Callable[[GradeRequest], float]
+
+
+def build_scorer(rewards: Sequence[RewardConfig], *, field: str, http_timeout_s: float) -> Scorer:
+    """The weighted sum of `rewards`; `ConfigError` names the term (`field`[i]) that cannot work."""
+    if not rewards:
+        raise ConfigError(f"{field}: at least one reward is needed")
+    terms = [
+        (reward.weight, _build_term(reward, field=f"{field}[{index}]", http_timeout_s=http_timeout_s))
+        for index, reward in enumerate(rewards)
+    ]
+    return lambda request: math.fsum(weight * term(request) for weight, term in terms)
+
+
+def _build_term(reward: RewardConfig, *, field: str, http_timeout_s: float) -> Scorer:
+    match reward.kind:
+        case "exact":
+            return score_exact
+        case "math":
+            return _build_math()
+        case "regex":
+            return _build_regex(reward.pattern, field=field)
+        case "reasoning_gym":
+            return score_reasoning_gym
+        case "http":
+            return _build_http(reward.url, field=field, timeout_s=http_timeout_s)
+        case "function":
+            return _build_function(reward.name, field=f"{field}.name")
+
+
+def score_exact(request: GradeRequest) -> float:
+    """1 if the answer is the reference, white space around both left out."""
+    return float(request.response.strip() == request.answer.strip())
+
+
+def _build_regex(pattern: str, *, field: str) -> Scorer:
+    try:
+        compiled = re.compile(pattern)
+    except re.error as err:
+        raise ConfigError(f"{field}.pattern: {pattern!r} is not a regular expression ({err})") from err
+    if not compiled.groups:
+        raise ConfigError(f"{field}.pattern: {pattern!r} has no group; put the part to be compared in parentheses")
+
+    def score_regex(request: GradeRequest) -> float:
+        found = compiled.search(request.response)
+        return float(found is not None and (found[1] or "").strip() == request.answer.strip())
+
+    return score_regex
+
+
+def _build_math() -> Scorer:
+    from math_verify import parse, verify
+
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own time limit is off
+    # That limit is off because it calls a late answer wrong; here the pool kills the process and says `timeout`.
+    read = partial(parse, parsing_timeout=None)
+
+    def score_math(request: GradeRequest) -> float:
+        gold = read(request.answer if "\\boxed" in request.answer else f"\\boxed{{{request.answer}}}")
+        if not gold:
+            raise ValueError(f"reference answer {request.answer!r} is not a mathematical expression")
+        return float(verify(gold, read(request.response), timeout_seconds=None))
+
+    return score_math
+
+
+def score_reasoning_gym(request: GradeRequest) -> float:
+    """The data set's own scorer, on the entry made again from its seed: nothing is lost in passing it on."""
+    from dora.tasks.sources import reasoning_gym_dataset
+
+    source = request.metadata
+    if "dataset" not in source:
+        raise ValueError("reward 'reasoning_gym' needs prompts of a reasoning_gym source")
+    dataset = reasoning_gym_dataset(dataset=source["dataset"], options=source["options"], seed=source["seed"])
+    return float(dataset.score_answer(request.response.strip(), dataset[source["index"]]))
+
+
+def _build_http(url: str, *, field: str, timeout_s: float) -> Scorer:
+    if not url.startswith(("http://", "https://")):
+        raise ConfigError(f"{field}.url: {url!r} is not an http:// or https:// address")
+
+    def score_http(request: GradeRequest) -> float:
+        body = json.dumps(asdict(request)).encode()
+        call = urllib.request.Request(url, data=body, headers={"Content-Type": "application/json"})
+        with urllib.request.urlopen(call, timeout=timeout_s) as reply:
+            answer = json.loads(reply.read(_MAX_HTTP_ANSWER_BYTES))
+        if not isinstance(answer, dict) or not isinstance(answer.get("reward"), int | float):
+            raise ValueError(f'{url} must answer {{"reward": number}}, got {str(answer)[:100]}')
+        return float(answer["reward"])
+
+    return score_http
+
+
+def _build_function(spec: str, *, field: str) -> Scorer:
+    function = load_function(spec, field=field)
+    try:
+        inspect.signature(function).bind(prompt="", response="", answer="", metadata={})
+    except TypeError as err:
+        raise ConfigError(
+            f"{field}: {spec} is called with prompt=, response=, answer=, metadata= and does not take them ({err})"
+        ) from err
+    return lambda request: float(function(**asdict(request)))

@@ -1,0 +1,224 @@
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import msgpack
+import psutil
+import pytest
+
+import dora
+from dora.config.schema import RewardConfig
+from dora.errors import ConfigError, RunFailed
+from dora.tasks.grader import HEADER
+from dora.tasks.pool import Graded, GraderPool, GradingFailed, check_rewards
+from dora.tasks.rewards import GradeRequest
+
+REWARDS = """
+import os, subprocess, sys
+
+def grade(*, prompt, response, answer, metadata):
+    return globals()[response](answer)
+
+def pid(answer): return float(os.getpid())
+def spin(answer):
+    while True: pass
+def power(answer): return float(9 ** 9 ** 9)  # one endless C call: no Python signal handler ever runs
+def die(answer): os._exit(3)
+def leave(answer): sys.exit("no more")
+def segfault(answer): os.kill(os.getpid(), 11)
+def bomb(answer): return float(len(bytearray(1 << 40)))
+def gather(answer):
+    hoard = []
+    while True: hoard.append(bytes(range(256)) * (1 << 18))
+def nan(answer): return float("nan")
+def nothing(answer): return None
+def fail(answer): raise KeyError("level")
+def chatty(answer):
+    print("x" * 500_000); sys.stdout.flush(); os.write(1, b"y" * 500_000); sys.stderr.write("z" * 500_000)
+    return 1.0
+def read(answer): return float(len(sys.stdin.read()))
+def parent_of(answer):
+    child = subprocess.Popen(["sleep", "1000"])
+    open(answer, "w").write(str(child.pid))
+    while True: pass
+def token(answer): return float("DORA_TOKEN" in os.environ)
+def holds(answer):
+    folder = os.open("/proc/self/fd", os.O_RDONLY)
+    return float(answer in [os.readlink(name, dir_fd=folder) for name in os.listdir(folder) if int(name) != folder])
+"""
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch) -> Path:
+    """A folder with a reward module, on the path of the graders."""
+    (tmp_path / "pool_rewards.py").write_text(REWARDS)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(Path(dora.__file__).parents[1])]))
+    return tmp_path
+
+
+def pool_of(
+    *, name: str = "pool_rewards:grade", graders: int = 1, timeout_s: float = 30, memory_mb: int = 2048
+) -> GraderPool:
+    rewards = [RewardConfig(kind="function", name=name)]
+    return GraderPool(rewards, graders=graders, timeout_s=timeout_s, memory_mb=memory_mb, field="task.rewards")
+
+
+def ask(response: str, answer: str = "") -> GradeRequest:
+    return GradeRequest(prompt="p", response=response, answer=answer, metadata={})
+
+
+@pytest.mark.usefixtures("module")
+@pytest.mark.parametrize("endless", ["spin", "power"])
+async def test_a_hanging_grader_is_killed_and_replaced_and_its_answer_has_no_reward(endless):
+    async with pool_of(timeout_s=0.5) as pool:
+        first = (await pool.grade(ask("pid"))).reward
+        assert await pool.grade(ask(endless)) == GradingFailed("timeout")
+        assert not psutil.pid_exists(int(first))
+        second = (await pool.grade(ask("pid"))).reward
+        assert second != first
+
+
+async def test_children_of_a_hanging_grader_die_with_it(module):
+    async with pool_of(timeout_s=1) as pool:
+        assert await pool.grade(ask("parent_of", str(module / "pid"))) == GradingFailed("timeout")
+    child = int((module / "pid").read_text())
+    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.usefixtures("module")
+@pytest.mark.parametrize(
+    ("response", "reason"),
+    [
+        ("die", "crashed: exit code 3"),
+        ("leave", "crashed: exit code 1: no more"),
+        ("segfault", "crashed: SIGSEGV"),
+        ("bomb", "error: MemoryError: "),
+        ("gather", "error: MemoryError: "),
+        ("nan", "not finite"),
+        ("nothing", "error: TypeError: "),
+        ("fail", "error: KeyError: 'level'"),
+    ],
+)
+async def test_trouble_is_a_reason_and_never_a_reward_and_the_next_answer_is_graded(response, reason):
+    async with pool_of(memory_mb=512) as pool:
+        outcome = await pool.grade(ask(response))
+        assert isinstance(outcome, GradingFailed)
+        assert outcome.reason.startswith(reason)
+        assert isinstance(await pool.grade(ask("pid")), Graded)
+
+
+@pytest.mark.usefixtures("module")
+async def test_what_a_reward_prints_or_reads_does_not_touch_the_protocol():
+    async with pool_of() as pool:
+        assert await pool.grade(ask("chatty")) == Graded(1.0)
+        assert await pool.grade(ask("read")) == Graded(0.0)
+        assert await pool.grade(ask("chatty")) == Graded(1.0)
+
+
+@pytest.mark.usefixtures("module")
+async def test_graders_inherit_neither_sockets_nor_tokens(monkeypatch):
+    monkeypatch.setenv("DORA_TOKEN", "secret")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        os.set_inheritable(server.fileno(), True)  # even then
+        name = os.readlink(f"/proc/self/fd/{server.fileno()}")
+        assert name.startswith("socket:")
+        async with pool_of() as pool:
+            assert await pool.grade(ask("token")) == Graded(0.0)
+            assert await pool.grade(ask("holds", name)) == Graded(0.0)
+
+
+@pytest.mark.usefixtures("module")
+async def test_more_answers_than_graders_wait_and_are_all_graded():
+    async with pool_of(graders=2) as pool:
+        outcomes = await asyncio.gather(*(pool.grade(ask("pid")) for _ in range(20)))
+    assert len({outcome.reward for outcome in outcomes}) == 2
+
+
+@pytest.mark.usefixtures("module")
+async def test_a_cancelled_request_leaves_no_answer_behind_for_the_next_one():
+    async with pool_of() as pool:
+        hanging = asyncio.create_task(pool.grade(ask("spin")))
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(hanging, timeout=0.3)
+        assert isinstance(await pool.grade(ask("pid")), Graded)
+
+
+@pytest.mark.usefixtures("module")
+async def test_an_idle_grader_that_was_killed_is_replaced_without_cost_to_the_next_answer():
+    async with pool_of() as pool:
+        os.kill(int((await pool.grade(ask("pid"))).reward), signal.SIGKILL)
+        await asyncio.wait_for(pool._graders[0]._process.wait(), timeout=10)  # the loop has heard of it
+        assert isinstance(await pool.grade(ask("pid")), Graded)
+
+
+@pytest.mark.usefixtures("module")
+async def test_no_process_outlives_the_pool():
+    async with pool_of(graders=3) as pool:
+        outcomes = await asyncio.gather(*(pool.grade(ask("pid")) for _ in range(12)))
+    assert not any(psutil.pid_exists(int(outcome.reward)) for outcome in outcomes)
+
+
+async def test_metadata_that_cannot_be_sent_is_an_error_of_that_answer_alone():
+    async with GraderPool([RewardConfig()], graders=1, timeout_s=30, memory_mb=2048, field="task.rewards") as pool:
+        huge = GradeRequest(prompt="", response="a", answer="a", metadata={"number": 1 << 80})
+        assert (await pool.grade(huge)).reason.startswith("error: ")
+        assert await pool.grade(GradeRequest("", "a", "a", {})) == Graded(1.0)
+
+
+# --- starting ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("module")
+async def test_a_reward_that_does_not_import_is_a_config_error_before_anything_is_graded():
+    rewards = [RewardConfig(kind="function", name="no_such_module:f")]
+    with pytest.raises(ConfigError, match=r"task.rewards\[0\].name: cannot import 'no_such_module'"):
+        await check_rewards(rewards, timeout_s=5, memory_mb=2048, field="task.rewards")
+
+
+async def test_a_grader_that_never_starts_ends_the_run_with_its_last_words(module):
+    (module / "dying.py").write_text(
+        "import os, sys\nsys.stderr.write('no license')\nsys.stderr.flush()\nos._exit(4)\n"
+    )
+    with pytest.raises(RunFailed, match=r"no grader started in 3 attempts \(exit code 4: no license\)"):
+        async with pool_of(name="dying:f"):
+            pass
+
+
+# --- orphans -------------------------------------------------------------------------------------------------------
+
+
+def start_by_hand(*, timeout_s: float) -> subprocess.Popen[bytes]:
+    setup = {"rewards": [RewardConfig(kind="function", name="pool_rewards:grade").model_dump(mode="json")]}
+    setup |= {"field": "task.rewards", "timeout_s": timeout_s, "memory_mb": 2048}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "dora.tasks.grader"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    send(process, setup)
+    assert msgpack.unpackb(process.stdout.read(HEADER.unpack(process.stdout.read(4))[0])) == {}
+    return process
+
+
+def send(process: subprocess.Popen[bytes], content: dict) -> None:
+    body = msgpack.packb(content)
+    process.stdin.write(HEADER.pack(len(body)) + body)
+    process.stdin.flush()
+
+
+@pytest.mark.usefixtures("module")
+def test_a_grader_ends_when_its_pipe_closes():
+    with start_by_hand(timeout_s=30) as process:
+        process.stdin.close()
+        assert process.wait(timeout=20) == 0
+
+
+@pytest.mark.usefixtures("module")
+@pytest.mark.parametrize("endless", ["spin", "power"])
+def test_a_hanging_grader_ends_itself_when_nobody_is_left_to_kill_it(endless):
+    with start_by_hand(timeout_s=0.1) as process:
+        send(process, {"prompt": "", "response": endless, "answer": "", "metadata": {}})
+        process.stdin.close()
+        assert process.wait(timeout=20) == -signal.SIGALRM

@@ -1,0 +1,142 @@
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from dora.config.schema import RewardConfig, SourceConfig
+from dora.errors import ConfigError
+from dora.tasks.rewards import GradeRequest, build_scorer
+from dora.tasks.sources import open_source
+
+
+def score(response: str, answer: str = "", *, metadata=None, **reward) -> float:
+    scorer = build_scorer([RewardConfig(**reward)], field="task.rewards", http_timeout_s=5)
+    return scorer(GradeRequest(prompt="", response=response, answer=answer, metadata=metadata or {}))
+
+
+@pytest.mark.parametrize(
+    ("answer", "response", "equal"),
+    [
+        ("1/2", "The answer is .5", True),
+        (".5", "\\boxed{\\frac{1}{2}}", True),
+        ("\\frac{1}{2}", "\\boxed{2/4}", True),
+        ("50\\%", "\\boxed{0.5}", True),
+        ("1/3", "\\boxed{0.333333}", True),
+        ("1/3", "\\boxed{0.33}", False),
+        ("1000", "1,000", True),
+        ("5", f"First \\boxed{{3}}. {'But is it? ' * 8} No: \\boxed{{5}}.", True),
+        ("3", f"First \\boxed{{3}}. {'But is it? ' * 8} No: \\boxed{{5}}.", False),
+        ("3", "\\boxed{3} or \\boxed{5}", False),
+        ("5", "\\boxed{5} out of 7", True),
+        ("5", "\\boxed{5\\text{ cm}}", True),
+        ("x=5", "\\boxed{5}", True),
+        ("3\\sqrt{2}", "$\\sqrt{18}$", True),
+        ("\\{1,2\\}", "\\boxed{2,1}", True),
+        ("(1,2)", "\\boxed{(2,1)}", False),
+        ("\\boxed{7}", "3+4=7", True),
+        ("7", "", False),
+        ("7", "\\frac{{{", False),
+    ],
+)
+def test_math_compares_values_by_the_stated_conventions(answer, response, equal):
+    assert score(response, answer, kind="math") == equal
+
+
+def test_math_without_a_readable_reference_is_an_error_and_not_a_wrong_answer():
+    with pytest.raises(ValueError, match="reference answer '' is not a mathematical expression"):
+        score("5", "", kind="math")
+
+
+def test_exact_ignores_white_space_around_the_answer_only():
+    assert score(" four \n", "four", kind="exact") == 1
+    assert score("fo ur", "four", kind="exact") == 0
+
+
+def test_regex_compares_its_first_group():
+    for response, reward in [("3+4=7 ", 1), ("3+4=8", 0), ("7", 0)]:
+        assert score(response, "7", kind="regex", pattern=r"=(\d+)\s*$") == reward
+    assert score("no", "7", kind="regex", pattern=r"(yes)|no") == 0
+
+
+def test_terms_are_summed_with_their_weights():
+    rewards = [RewardConfig(kind="exact", weight=2), RewardConfig(kind="regex", pattern="(a)", weight=-0.5)]
+    scorer = build_scorer(rewards, field="task.rewards", http_timeout_s=5)
+    assert scorer(GradeRequest("", "a", "a", {})) == 1.5
+    assert scorer(GradeRequest("", "b", "b", {})) == 2
+
+
+def test_reasoning_gym_scores_with_the_entry_that_the_prompt_was_made_from():
+    config = SourceConfig(kind="reasoning_gym", name="countdown", options={"min_numbers": 3, "max_numbers": 3})
+    row = open_source(config, field="f", seed=1, split="train").row(
+        701
+    )  # many right answers: only its own scorer knows
+    metadata = {name: row[name] for name in ("dataset", "options", "seed", "index")}
+    assert score(row["answer"], metadata=metadata, kind="reasoning_gym") == 1
+    assert score("1 + 1", metadata=metadata, kind="reasoning_gym") < 0.5
+    with pytest.raises(ValueError, match="needs prompts of a reasoning_gym source"):
+        score("1", kind="reasoning_gym")
+
+
+class Endpoint(BaseHTTPRequestHandler):
+    def do_POST(self):
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if request["response"] == "fail":
+            self.send_error(500)
+            return
+        body = {"reward": 0.25, "seen": request} if request["metadata"] else {"verdict": "good"}
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(json.dumps(body).encode())
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def endpoint():
+    with ThreadingHTTPServer(("127.0.0.1", 0), Endpoint) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}/grade"
+        server.shutdown()
+        thread.join()
+
+
+def test_an_endpoint_gives_the_reward_and_its_failures_are_errors(endpoint):
+    assert score("x", metadata={"level": 3}, kind="http", url=endpoint) == 0.25
+    with pytest.raises(ValueError, match=r'must answer \{"reward": number\}'):
+        score("x", kind="http", url=endpoint)
+    with pytest.raises(OSError, match="500"):
+        score("fail", kind="http", url=endpoint)
+
+
+def test_a_function_gets_the_four_values_by_name(tmp_path, monkeypatch):
+    (tmp_path / "own_reward.py").write_text(
+        "def shorter(*, prompt, response, answer, metadata):\n    return metadata['limit'] - len(response)\n"
+        "def wrong(text):\n    return 1.0\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert score("abc", metadata={"limit": 10}, kind="function", name="own_reward:shorter") == 7.0
+    with pytest.raises(ConfigError, match=r"task.rewards\[0\].name: own_reward:wrong is called with prompt="):
+        score("abc", kind="function", name="own_reward:wrong")
+
+
+@pytest.mark.parametrize(
+    ("reward", "message"),
+    [
+        ({"kind": "regex", "pattern": "("}, r"task.rewards\[0\].pattern: '\(' is not a regular expression"),
+        ({"kind": "regex", "pattern": "a"}, r"task.rewards\[0\].pattern: 'a' has no group"),
+        ({"kind": "http", "url": "file:///etc/passwd"}, r"task.rewards\[0\].url: .* is not an http:// or https://"),
+        ({"kind": "function"}, r"task.rewards\[0\].name: '' is not module:function"),
+        ({"kind": "function", "name": "no_such_module:f"}, r"task.rewards\[0\].name: cannot import 'no_such_module'"),
+    ],
+)
+def test_a_term_that_cannot_work_is_named(reward, message):
+    with pytest.raises(ConfigError, match=message):
+        score("", **reward)
+
+
+def test_a_task_without_rewards_is_refused():
+    with pytest.raises(ConfigError, match=r"task\.rewards: at least one reward"):
+        build_scorer([], field="task.rewards", http_timeout_s=5)
