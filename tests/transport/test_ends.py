@@ -253,13 +253,19 @@ async def test_after_lost_connections_every_message_arrives_once_and_in_order():
 
         async def feed() -> None:
             for index in range(count):
-                if index % 40 == 20:
-                    proxy.swallowing = True
                 await end.send(0, empty_micro_batch(step=0, index=index, last=False, group_size=2))
-                if index % 40 == 30:
+
+        async def collect() -> list[int]:
+            seen = []
+            for _ in range(count):
+                message = (await end.receive())[1]
+                seen.append(message.index)
+                if message.index in (20, 60, 100):
+                    proxy.swallowing = True
                     await proxy.swallowed.wait()
                     proxy.cut()
                     await proxy.connected.wait()
+            return seen
 
         def work() -> list[int]:
             seen = []
@@ -271,9 +277,9 @@ async def test_after_lost_connections_every_message_arrives_once_and_in_order():
         async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
             tasks.create_task(feed())
             working = tasks.create_task(asyncio.to_thread(work))
-            reports = [(await end.receive())[1] for _ in range(count)]
+            collecting = tasks.create_task(collect())
         assert working.result() == list(range(count))
-        assert reports == [report(index) for index in range(count)]
+        assert collecting.result() == list(range(count))
         assert proxy.connections == 4
 
 
