@@ -40,10 +40,11 @@ class Decisions(Tables):
             self._feed_trainer()
         if self.evaluation.due:
             self._start_evaluation()
-        while self._touched:
-            self._fill(self._touched.popitem()[0])
-        if self._place_due:
-            self._place()
+        while self._touched or self._place_due:
+            while self._touched:
+                self._fill(self._touched.popitem()[0])
+            if self._place_due:
+                self._place()
         if self._moves_due and self.now >= self._moves_not_before:
             self._consolidate()
         if self._release_due:
@@ -217,7 +218,7 @@ class Decisions(Tables):
         while (instance := entry.roomiest()) is not None:
             if not self._would_admit(version) or not instance.has_room(self.prompts[0]):
                 return
-            if batched and not self.block_left:
+            if batched and not self.formation.num_unconsumed:
                 if self.pushes:
                     return  # the fleet gets the block's version all together
                 self.block_version, self.block_left = version, self.settings.groups_per_step
@@ -279,8 +280,7 @@ class Decisions(Tables):
             elif instance.residents:
                 self._vacate(instance)
             elif self.pushes >= self.settings.max_parallel_pushes:
-                self._place_due = True  # the next push that ends makes room
-                return
+                return  # the next push that ends comes back here
             else:
                 self._push(instance, version)
             if version in needs:
@@ -292,6 +292,8 @@ class Decisions(Tables):
             instance.move(InstancePhase.SERVING)
             self.num_draining -= 1
             self._touched[instance.version] = None
+            if instance.version in self.window.entries:
+                self.entry(instance.version).offer(instance)
 
     def _version_for(self, instance: Instance, *, needs: list[int], newest: int | None) -> int | None:
         """A version in need that has none, the newest, the one under evaluation, one whose trajectories wait."""

@@ -202,7 +202,7 @@ class Tables:
 
     def admission_version(self) -> int | None:
         """The version that new groups carry: the newest, or that of the block under way."""
-        if self.settings.rules.batched and (self.block_left or self.formation.num_unconsumed):
+        if self.settings.rules.batched and self.formation.num_unconsumed:
             return self.block_version
         return self.window.newest
 

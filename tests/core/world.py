@@ -1,0 +1,301 @@
+"""A virtual-time world around one ControllerState: carries out its commands, with lengths, delays and faults of its own.
+
+Invariant: it invents nothing the shell could not report, and `invariants.check` runs after every event unless told
+otherwise. Same arguments, same events.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from dora.core import commands as cmd
+from dora.core import events as ev
+from dora.core.ids import InstanceId, TrajectoryId
+from dora.core.invariants import check
+from dora.core.state import ControllerState
+from dora.core.strategies import Settings, rules_of
+
+
+def settings(strategy: str = "dora", *, max_staleness: int = 2, **changes: object) -> Settings:
+    """Small settings; any field may be changed."""
+    values: dict[str, object] = {
+        "rules": rules_of(strategy, max_staleness=max_staleness),
+        "steps": 8,
+        "groups_per_step": 4,
+        "group_size": 2,
+        "max_new_tokens": 64,
+        "num_ranks": 2,
+        "micro_batch_tokens": 256,
+    }
+    values.update(changes)
+    return Settings(**values)  # type: ignore[arg-type]
+
+
+@dataclass
+class Faults:
+    """Probabilities per opportunity, and what may happen at all."""
+
+    push_fails: float = 0.0
+    request_fails: float = 0.0
+    instance_dies: float = 0.0  #: per tick and instance
+    grading_fails: float = 0.0
+    zero_variance: float = 0.0  #: per group
+    controller_restarts: float = 0.0  #: per tick
+    late_completion: float = 0.0  #: a completion is delivered twice
+
+
+@dataclass
+class World:
+    """Runs a job in virtual time."""
+
+    settings: Settings
+    seed: int = 0
+    num_instances: int = 4
+    slots: int = 4
+    kv_tokens: int = 4096
+    faults: Faults = field(default_factory=Faults)
+    prompts: int | None = None  #: length of the source; None: endless
+    train_s: float = 1.0
+    push_s: float = 0.3
+    token_s: float = 0.05
+    checked: bool = True
+    length: Callable[[random.Random], int] | None = None
+
+    def __post_init__(self) -> None:
+        self.random = random.Random(self.seed)
+        self.state = ControllerState(self.settings)
+        self.heap: list[tuple[float, int, Callable[[], ev.Event | None]]] = []
+        self.count = 0
+        self.now = 0.0
+        self.journal: list[tuple[ev.Event, list[cmd.Command]]] = []
+        self.running: dict[TrajectoryId, tuple[int, int, InstanceId, float, int]] = {}
+        self.totals: dict[TrajectoryId, int] = {}
+        self.trained_lengths: dict[TrajectoryId, int] = {}
+        self.incarnation = dict.fromkeys(range(self.num_instances), 0)
+        self.alive: set[int] = set()
+        self.micro_batches: dict[int, list[cmd.TrainMicroBatch]] = {}
+        self.trainer_epoch = 0
+        self.outcome: cmd.FinishRun | cmd.FailRun | None = None
+        self.epoch = 0
+        self.resume_step = 0
+
+    # -- running ------------------------------------------------------------------------------------------------------
+
+    def run(self, *, max_events: int = 200_000) -> cmd.FinishRun | cmd.FailRun:
+        """Run to the end of the job; a world that falls silent has deadlocked."""
+        self.at(0.0, lambda: ev.TrainerReady(self.now, 0))
+        self.at(0.1, lambda: ev.VersionPublished(self.now, 0, 1, {}))
+        for i in range(self.num_instances):
+            self.at(0.0, self._up(i))
+        self.at(1.0, self._tick)
+        for _ in range(max_events):
+            if self.outcome is not None:
+                return self.outcome
+            if not self.heap:
+                raise AssertionError("deadlock: nothing will ever happen again")
+            self.now, _, make = heapq.heappop(self.heap)
+            event = make()
+            if event is not None:
+                self.deliver(event)
+        raise AssertionError(f"no end after {max_events} events: {self.state._culprit()}")
+
+    def at(self, delay: float, make: Callable[[], ev.Event | None]) -> None:
+        self.count += 1
+        heapq.heappush(self.heap, (self.now + delay, self.count, make))
+
+    def deliver(self, event: ev.Event) -> None:
+        orders = self.state.handle(event)
+        self.journal.append((event, orders))
+        if self.checked:
+            check(self.state)
+        for order in orders:
+            handler = getattr(self, "_" + type(order).__name__, None)
+            if handler is not None:
+                handler(order)
+
+    def chance(self, p: float) -> bool:
+        return p > 0 and self.random.random() < p
+
+    # -- work ---------------------------------------------------------------------------------------------------------
+
+    def _FetchPrompts(self, order: cmd.FetchPrompts) -> None:
+        left = order.count if self.prompts is None else max(0, min(order.count, self.prompts - order.first))
+        dry = self.prompts is not None and order.first + left >= self.prompts
+        epoch = self.epoch
+        self.at(
+            0.01,
+            lambda: ev.PromptsArrived(self.now, order.first, (3,) * left, dry) if epoch == self.epoch else None,
+        )
+
+    def _Generate(self, order: cmd.Generate) -> None:
+        t = order.trajectory
+        if t not in self.totals:
+            draw = self.length or (lambda r: min(self.settings.max_new_tokens, 1 + int(r.expovariate(1 / 6)) ** 2 // 4 + 1))
+            self.totals[t] = draw(self.random)
+        assert order.num_tokens <= self.totals[t]
+        assert self.running.get(t) is None, f"trajectory {t} runs twice"
+        self.running[t] = (order.attempt, order.num_tokens, order.instance, self.now, order.version)
+        attempt = order.attempt
+        if self.chance(self.faults.request_fails):
+            self.at(self.random.random(), lambda: self._end_request(t, attempt, failed=True))
+        self.at((self.totals[t] - order.num_tokens) * self.token_s, lambda: self._end_request(t, attempt))
+
+    def produced(self, t: TrajectoryId) -> int:
+        _, start, _, since, _ = self.running[t]
+        return min(self.totals[t], start + int((self.now - since) / self.token_s))
+
+    def _end_request(self, t: TrajectoryId, attempt: int, *, failed: bool = False, stopped: bool = False) -> ev.Event | None:
+        if t not in self.running or self.running[t][0] != attempt:
+            return None
+        start, version = self.running[t][1], self.running[t][4]
+        n = self.totals[t] if not (failed or stopped) else self.produced(t)
+        del self.running[t]
+        spans = ((version, start, n),)
+        if failed:
+            return ev.GenerationFailed(self.now, t, attempt, n, False, "refused")
+        if stopped:
+            return ev.GenerationStopped(self.now, t, attempt, n, spans)
+        event = ev.GenerationFinished(self.now, t, attempt, n, n == self.settings.max_new_tokens, spans)
+        if self.chance(self.faults.late_completion):
+            self.at(self.random.random(), lambda: event)
+        return event
+
+    def _StopRequest(self, order: cmd.StopRequest) -> None:
+        self.at(0.02, lambda: self._end_request(order.trajectory, order.attempt, stopped=True))
+
+    def _GradeTrajectory(self, order: cmd.GradeTrajectory) -> None:
+        t = order.trajectory
+        if t >= 0:
+            group = t // self.settings.group_size
+            flat = random.Random(f"{self.seed} {group}").random() < self.faults.zero_variance
+            reward: float | None = 1.0 if flat else float(t % self.settings.group_size % 2)
+        else:
+            reward = 1.0
+        if self.chance(self.faults.grading_fails):
+            reward = None
+        epoch = self.epoch
+        self.at(
+            0.05 * self.random.random(),
+            lambda: ev.TrajectoryGraded(self.now, t, order.attempt, reward) if epoch == self.epoch else None,
+        )
+
+    def _PushWeights(self, order: cmd.PushWeights) -> None:
+        incarnation = self.incarnation[order.instance]
+        fails = self.chance(self.faults.push_fails)
+
+        def end() -> ev.Event | None:
+            if self.incarnation[order.instance] != incarnation or order.instance not in self.alive:
+                return None
+            if fails:
+                return ev.WeightPushFailed(self.now, order.instance, order.attempt, "injected")
+            return ev.WeightPushFinished(self.now, order.instance, order.attempt, order.version)
+
+        self.at(self.push_s, end)
+
+    def _TrainMicroBatch(self, order: cmd.TrainMicroBatch) -> None:
+        epoch = self.trainer_epoch
+        waves = self.micro_batches.setdefault(order.step, [])
+        assert order.index == len(waves), "micro-batches of a step are numbered without a gap"
+        waves.append(order)
+        share = sum(len(r) for r in order.ranks) / (self.settings.groups_per_step * self.settings.group_size)
+        self.trainer_free = max(getattr(self, "trainer_free", 0.0), self.now) + self.train_s * share
+
+        def trained() -> ev.Event | None:
+            return ev.MicroBatchTrained(self.now, order.step, order.index) if epoch == self.trainer_epoch else None
+
+        def stepped() -> ev.Event | None:
+            return ev.StepTrained(self.now, order.step) if epoch == self.trainer_epoch else None
+
+        def published() -> ev.Event | None:
+            if epoch != self.trainer_epoch:
+                return None
+            self.resume_step = order.step + 1
+            for wave in self.micro_batches[order.step]:
+                for rank in wave.ranks:
+                    for t in rank:
+                        assert t not in self.trained_lengths, f"trajectory {t} is trained twice"
+                        self.trained_lengths[t] = self.totals[t]
+            return ev.VersionPublished(self.now, order.step + 1, 1, {})
+
+        delay = self.trainer_free - self.now
+        self.at(delay, trained)
+        if order.last:
+            self.at(delay + 1e-3, stepped)
+            self.at(delay + 2e-3, published)
+
+    def _CondemnInstance(self, order: cmd.CondemnInstance) -> None:
+        self.at(0.05, lambda: self._lose(order.instance, order.incarnation))
+
+    def _FinishRun(self, order: cmd.FinishRun) -> None:
+        self.outcome = order
+
+    def _FailRun(self, order: cmd.FailRun) -> None:
+        self.outcome = order
+
+    # -- the fleet and its faults ---------------------------------------------------------------------------------------
+
+    def _up(self, i: int) -> Callable[[], ev.Event]:
+        def up() -> ev.Event:
+            self.incarnation[i] += 1
+            self.alive.add(i)
+            return ev.InstanceUp(self.now, InstanceId(i), self.incarnation[i], self.slots, self.kv_tokens)
+
+        return up
+
+    def _lose(self, i: int, incarnation: int) -> ev.Event | None:
+        if i not in self.alive or self.incarnation[i] != incarnation:
+            return None
+        self.alive.discard(i)
+        counts = {t: self.produced(t) for t, r in self.running.items() if r[2] == i}
+        for t in counts:
+            del self.running[t]
+        self.at(2.0 * self.random.random(), self._up(i))
+        return ev.InstanceLost(self.now, InstanceId(i), incarnation, counts, "injected")
+
+    def _tick(self) -> ev.Event:
+        self.at(1.0, self._tick)
+        for i in sorted(self.alive):
+            counts = {t: self.produced(t) for t, r in self.running.items() if r[2] == i}
+            self.at(0.0, lambda i=i, counts=counts: ev.ProgressReported(self.now, InstanceId(i), counts))  # type: ignore[misc]
+            if self.chance(self.faults.instance_dies):
+                incarnation = self.incarnation[i]
+                self.at(self.random.random(), lambda i=i, n=incarnation: self._lose(i, n))  # type: ignore[misc]
+        if self.chance(self.faults.controller_restarts):
+            self.at(0.5, self._restart)
+        return ev.Ticked(self.now)
+
+    def _restart(self) -> ev.Event:
+        self.epoch += 1
+        self.trainer_epoch += 1
+        counts = {t: self.produced(t) for t in self.running}
+        self.running.clear()
+        self.alive.clear()
+        for i in range(self.num_instances):
+            self.at(0.5, self._up(i))
+        step = self.resume_step
+        for s in [s for s in self.micro_batches if s >= step]:
+            del self.micro_batches[s]
+        self.trainer_free = self.now
+        self.at(0.7, lambda: ev.TrainerReady(self.now, step))
+        self.at(0.6, lambda: ev.VersionPublished(self.now, step, 1, {}))
+        return ev.ControllerRestarted(self.now, self.epoch, counts)
+
+
+def replay(config: Settings, journal: list[tuple[ev.Event, list[cmd.Command]]]) -> None:
+    """The same events give the same commands."""
+    state = ControllerState(config)
+    for event, orders in journal:
+        assert state.handle(event) == orders, f"replay differs at {event}"
+
+
+def run(strategy: str = "dora", *, max_staleness: int = 2, seed: int = 0, **options: object) -> World:
+    """Run a whole job; options that are Settings fields change the settings, others the world."""
+    fields = set(Settings.__struct_fields__)
+    changes = {k: v for k, v in options.items() if k in fields}
+    rest = {k: v for k, v in options.items() if k not in fields}
+    world = World(settings(strategy, max_staleness=max_staleness, **changes), seed=seed, **rest)  # type: ignore[arg-type]
+    world.run()
+    return world
