@@ -181,7 +181,7 @@ class EngineClient:
                             on_tokens(chunk.token_ids, chunk.logprobs)
         except aiohttp.ClientPayloadError:
             pass  # a body cut short: `close` says whether the last chunk was there
-        except (aiohttp.ClientError, OSError) as err:
+        except (aiohttp.ClientError, ConnectionError) as err:
             raise _remote_error(url, err) from err
         return parser.close()
 
@@ -275,7 +275,7 @@ class EngineClient:
                     try:
                         status, answer = await self._send(method, _join(url, path), body)
                         break
-                    except (aiohttp.ClientError, OSError) as err:
+                    except (aiohttp.ClientError, ConnectionError) as err:
                         if attempt == attempts - 1 or isinstance(err, _NOT_A_URL):
                             raise _remote_error(url, err) from err
                         await asyncio.sleep(RETRY_DELAY_S * 2**attempt)
@@ -320,7 +320,7 @@ def _join(url: str, path: str) -> str:
     return url.rstrip("/") + path
 
 
-def _remote_error(url: str, err: aiohttp.ClientError | OSError) -> RemoteError | ConfigError:
+def _remote_error(url: str, err: aiohttp.ClientError | ConnectionError) -> RemoteError | ConfigError:
     if isinstance(err, _NOT_A_URL):
         return ConfigError(f"{url}: not a server url; write it as http://HOST:PORT")
     if isinstance(err, aiohttp.ClientConnectorError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
@@ -94,6 +95,17 @@ async def test_a_stream_cut_short_is_a_lost_server_and_keeps_its_tokens(
     with pytest.raises(ServerGone, match=rf"^{server.url}: "):
         await client.generate(server.url, REQUEST, tokens)
     assert tokens.token_ids == TOKENS[:2]
+
+
+async def test_an_error_of_the_receiver_is_not_taken_for_a_lost_server(
+    server: ScriptedServer, client: EngineClient
+) -> None:
+    def full(token_ids: Any, logprobs: Any) -> None:
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    server.streams(FIRST, SECOND, LAST, DONE)
+    with pytest.raises(OSError, match="no space left"):
+        await client.generate(server.url, REQUEST, full)
 
 
 async def test_a_stream_cut_after_its_last_chunk_has_ended_well(server: ScriptedServer, client: EngineClient) -> None:
@@ -266,9 +278,10 @@ async def test_a_flush_tells_whether_it_was_done(server: ScriptedServer, client:
     assert await client.flush_cache(server.url) is True
     server.says("/flush_cache", captured("flush_busy.json"), status=400)
     assert await client.flush_cache(server.url) is False
-    server.says("/flush_cache", "Unauthorized", status=401)
-    with pytest.raises(RequestRefused):
-        await client.flush_cache(server.url)
+    for status in (400, 401):  # a refusal of another kind says nothing of resident requests
+        server.says("/flush_cache", "Unauthorized", status=status)
+        with pytest.raises(RequestRefused, match="Unauthorized"):
+            await client.flush_cache(server.url)
 
 
 async def test_loads_count_every_queue_of_every_rank(server: ScriptedServer, client: EngineClient) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -212,6 +213,14 @@ def test_a_resumed_run_finds_its_memory_root_again(tmp_path: Path) -> None:
     publish(VersionStore(memory_root=root, durable_root=tmp_path / "disk"), 6)
     assert choose_memory_root(tmp_path, run_id="r1", needed_bytes=1, fallback=tmp_path / "disk") == root
     assert VersionStore(memory_root=root, durable_root=tmp_path / "disk").live() == [6]
+
+
+def test_what_the_same_run_already_holds_in_memory_counts_as_room(tmp_path: Path) -> None:
+    root = choose_memory_root(tmp_path, run_id="r1", needed_bytes=1, fallback=tmp_path / "disk")
+    with (root / "sparse").open("wb") as held:
+        held.truncate(2**40)
+    needed_bytes = shutil.disk_usage(tmp_path).free + 2**39
+    assert choose_memory_root(tmp_path, run_id="r1", needed_bytes=needed_bytes, fallback=tmp_path / "disk") == root
 
 
 CLAIM_AND_WAIT = """
