@@ -1,0 +1,194 @@
+"""Makes the seed policy: a small Qwen3 model warmed up on noisy demonstrations of the arithmetic task.
+
+    python -m dora.seed.make OUT
+
+Two habits are taught. A worked answer ("a3b08c10" for "a3b5c2=") carries a running total and is nearly always right; a
+blurted answer ("12") is mostly wrong. First the working is learned alone, then both are shown, blurting more often: the
+policy starts out weak, yet samples what reinforcement learning needs to find. Answers are as long as the problem when
+worked, so lengths have a heavy tail from the first step on.
+
+Invariant: the result is a function of `Recipe` alone (on one torch build, one thread). Called by hand when the recipe
+changes; the outcome is committed under `dora/seed/checkpoint/`, which `dora.seed.policy` finds.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models
+from torch.nn import functional
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from dora.tasks.arithmetic import LABELS, problem
+
+PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
+IGNORED = -100  # target of a position that carries no loss
+BLOCK = 1000  # demonstrations that are sorted by length together
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything that decides the outcome."""
+
+    seed: int = 7
+    #: Steps on worked answers alone, then steps on both styles.
+    worked_steps: int = 1500
+    mixed_steps: int = 500
+    #: Padded tokens of one batch.
+    batch_tokens: int = 1024
+    peak_learning_rate: float = 2e-3
+    #: In the mixed part: share of worked answers, and of right ones among the blurted.
+    worked_share: float = 0.3
+    right_share: float = 0.2
+    #: A blurted wrong answer is at most so far off.
+    spread: int = 4
+    #: Chance that one running total of a worked answer in the mixed part is off by one.
+    slip: float = 0.005
+    hidden_size: int = 128
+    num_layers: int = 3
+
+
+def make(out: Path, *, recipe: Recipe) -> None:
+    """Train by the recipe and write a complete Hugging Face folder."""
+    torch.set_num_threads(1)  # sums in a fixed order
+    tokenizer = build_tokenizer()
+    model = build_model(tokenizer, recipe=recipe)
+    train(model, tokenizer, recipe=recipe)
+    model.save_pretrained(out)
+    tokenizer.save_pretrained(out)
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per character of the task."""
+    vocabulary = [PAD, EOS, UNK, *"0123456789=", *LABELS]
+    backend = Tokenizer(models.BPE({token: i for i, token in enumerate(vocabulary)}, merges=[], unk_token=UNK))
+    backend.decoder = decoders.Fuse()
+    backend.add_special_tokens([AddedToken(token, special=True) for token in (PAD, EOS, UNK)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token=PAD,
+        eos_token=EOS,
+        unk_token=UNK,
+        clean_up_tokenization_spaces=False,
+        model_input_names=["input_ids", "attention_mask"],
+    )
+
+
+def build_model(tokenizer: PreTrainedTokenizerFast, *, recipe: Recipe) -> Qwen3ForCausalLM:
+    """A Qwen3 of random weights, a function of the recipe's seed."""
+    torch.manual_seed(recipe.seed)
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=recipe.hidden_size,
+        intermediate_size=2 * recipe.hidden_size,
+        num_hidden_layers=recipe.num_layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=recipe.hidden_size // 4,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        initializer_range=0.06,  # the usual 0.02 is for wide layers and learns slower here
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    return Qwen3ForCausalLM(config)
+
+
+def train(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, *, recipe: Recipe) -> None:
+    """Supervised warm-up; only the answer and its end carry loss."""
+    num_steps = recipe.worked_steps + recipe.mixed_steps
+    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.peak_learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _learning_rate_factor(step, num_steps))
+    batches = _batches(tokenizer, recipe=recipe)
+    model.train()
+    for step in range(num_steps):
+        input_ids_BT, targets_BT = next(batches)
+        logits_BTV = model(input_ids=input_ids_BT, use_cache=False).logits[:, :-1]
+        loss = functional.cross_entropy(logits_BTV.flatten(0, 1), targets_BT[:, 1:].flatten(), ignore_index=IGNORED)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        if step % 100 == 0 or step == num_steps - 1:
+            sys.stdout.write(f"step {step} of {num_steps}: loss {loss.item():.3f}\n"); sys.stdout.flush()
+
+
+def demonstration(prompt: str, answer: str, *, worked_share: float, recipe: Recipe, rng: random.Random) -> str:
+    """One answer in one of the two styles."""
+    if rng.random() < worked_share:
+        slip = recipe.slip if worked_share < 1 else 0.0
+        return _worked(prompt, slip=slip, rng=rng)
+    if rng.random() < recipe.right_share:
+        return answer
+    guesses = [int(answer) + error for error in range(-recipe.spread, recipe.spread + 1) if error]
+    return f"{rng.choice([guess for guess in guesses if 0 <= guess < 100]):02d}"
+
+
+def _worked(prompt: str, *, slip: float, rng: random.Random) -> str:
+    """The label and the running total of every term: "a3b4c2=" -> "a03b07c09"."""
+    total, parts = 0, []
+    for label, term in zip(prompt[0:-1:2], prompt[1:-1:2], strict=True):
+        total += int(term)
+        if rng.random() < slip:
+            total += rng.choice((-1, 1))
+        total = min(max(total, 0), 99)
+        parts.append(f"{label}{total:02d}")
+    return "".join(parts)
+
+
+def _batches(tokenizer: PreTrainedTokenizerFast, *, recipe: Recipe) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Endless (input ids, targets), (B, T) each: rows of like length, so that little is padding."""
+    rng = random.Random(recipe.seed)
+    num_batches = 0
+    for first in count(step=BLOCK):
+        worked_share = 1.0 if num_batches < recipe.worked_steps else recipe.worked_share
+        rows = []
+        for index in range(first, first + BLOCK):
+            prompt, answer = problem(index, seed=recipe.seed, split="train")
+            shown = demonstration(prompt, answer, worked_share=worked_share, recipe=recipe, rng=rng)
+            rows.append((len(prompt), tokenizer.encode(prompt + shown) + [tokenizer.eos_token_id]))
+        block = [_pad(batch, pad_id=tokenizer.pad_token_id) for batch in _cut(rows, batch_tokens=recipe.batch_tokens)]
+        rng.shuffle(block)
+        num_batches += len(block)
+        yield from block
+
+
+def _cut(rows: list[tuple[int, list[int]]], *, batch_tokens: int) -> Iterator[list[tuple[int, list[int]]]]:
+    """Batches of at most `batch_tokens` padded tokens, from rows (prompt length, tokens) in order of length."""
+    batch: list[tuple[int, list[int]]] = []
+    for row in sorted(rows, key=lambda row: len(row[1])):
+        if batch and (len(batch) + 1) * len(row[1]) > batch_tokens:
+            yield batch
+            batch = []
+        batch.append(row)
+    yield batch
+
+
+def _pad(batch: list[tuple[int, list[int]]], *, pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+    width = max(len(tokens) for _, tokens in batch)
+    input_ids_BT = torch.full((len(batch), width), pad_id)
+    targets_BT = torch.full((len(batch), width), IGNORED)
+    for row, (num_prompt_tokens, tokens) in enumerate(batch):
+        input_ids_BT[row, : len(tokens)] = torch.tensor(tokens)
+        targets_BT[row, num_prompt_tokens : len(tokens)] = torch.tensor(tokens[num_prompt_tokens:])
+    return input_ids_BT, targets_BT
+
+
+def _learning_rate_factor(step: int, num_steps: int) -> float:
+    """Linear warm-up over 50 steps, then a cosine down to 5 %."""
+    return min(1.0, (step + 1) / 50) * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * step / num_steps)))
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: python -m dora.seed.make OUT")
+    make(Path(sys.argv[1]), recipe=Recipe())
