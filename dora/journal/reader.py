@@ -1,0 +1,62 @@
+"""The journal, read. Iterating reads the file anew, record by record, so a journal of any length may be read.
+
+A torn last record is tolerated and counted; any other damage is a JournalError or ProtocolError that names file and
+offset. Called by replay, audit, resume and the simulator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from dora.core.commands import Command
+from dora.core.events import Event
+from dora.errors import ConfigError, ProtocolError
+from dora.journal.codec import FORMAT, AnyRecord, Handled, Header, decode, format_of
+from dora.journal.frames import FrameReader
+
+
+class Journal:
+    """A journal on disk: `header`, `records()`, and as an iterable its (event, commands)."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._frames = FrameReader(path)
+        self.header = self._read_header()
+
+    @property
+    def torn_bytes(self) -> int:
+        """Bytes of an incomplete last record, as seen by the last full iteration."""
+        return self._frames.torn_bytes
+
+    def records(self) -> Iterator[AnyRecord]:
+        """Every record, the header included."""
+        for offset, payload in self._frames:
+            try:
+                yield decode(payload)
+            except ProtocolError as err:
+                raise ProtocolError(f"{self.path}: the record at byte {offset}: {err}") from err
+
+    def __iter__(self) -> Iterator[tuple[Event, Sequence[Command]]]:
+        """Every event with the commands it gave."""
+        for record in self.records():
+            if isinstance(record, Handled):
+                yield record.event, record.commands
+
+    def _read_header(self) -> Header:
+        try:
+            first = next(iter(self._frames), None)
+        except OSError as err:
+            raise ConfigError(f"{self.path}: cannot be read: {err.strerror}") from err
+        if first is None:
+            raise ConfigError(f"{self.path}: is empty: the run ended before its first record")
+        number = format_of(first[1])
+        if number is None:
+            raise ConfigError(f"{self.path}: is not a journal: it does not begin with a header")
+        if number != FORMAT:
+            raise ConfigError(
+                f"{self.path}: has format {number}, this DORA reads format {FORMAT}; use the other version"
+            )
+        header = decode(first[1])
+        assert isinstance(header, Header), "format_of has seen its type"
+        return header
