@@ -1,12 +1,13 @@
 """What a run can be told: frozen pydantic models, one per component, unknown keys refused.
 
-Every field carries its meaning; docs/CONFIG.md is generated from this file. Components never see these
-models: `cli` hands each the plain values it needs. Rules that span fields are checked in `Config` and
-nowhere else, so a contradiction is found before anything starts.
+Every field carries its meaning; docs/CONFIG.md is generated from this file. Components get the plain values or the
+section they need, never the whole. Rules that span fields are checked in `Config` and nowhere else, so a contradiction
+is found before anything starts. The defaults are the embedded default job; `load.py` fills the models.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -20,13 +21,18 @@ Seconds = Annotated[float, Field(gt=0.0)]
 class Section(BaseModel):
     """Base of all sections: frozen, and a key it does not know is an error."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+
+
+def secret(variable: str) -> Any:
+    """A text that comes from the environment alone (see `load.py`) and appears in no dump and no repr."""
+    return Field(default=None, exclude=True, repr=False, json_schema_extra={"environment": variable})
 
 
 class RunConfig(Section):
     """The job as a whole."""
 
-    name: str = "dora"
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$")] = "dora"
     """Part of the run id `<name>-<time>`; letters, digits, `-`, `_` and `.`."""
     folder: Path = Path("runs")
     """Where run folders are created."""
@@ -104,8 +110,8 @@ class EngineConfig(Section):
     """How long one weight push may take, read-back included."""
     max_parallel_pushes: Positive = 4
     """Pushes under way at the same time; more wait their turn."""
-    api_key: str | None = None
-    """Bearer token sent to external servers. Never logged, never written into the run folder."""
+    api_key: str | None = secret("DORA_ENGINE_API_KEY")
+    """Bearer token that the servers demand; those that this run starts demand it too."""
     path_map: dict[str, str] = {}
     """Store prefix on this host -> prefix under which a server sees it (shared file systems mounted elsewhere)."""
 
@@ -117,6 +123,8 @@ class TrainerConfig(Section):
     """Trainer processes started on this host."""
     external: bool = False
     """Ranks are started by others; they find this run by DORA_CONTROLLER (address) and DORA_TOKEN."""
+    token: str | None = secret("DORA_TOKEN")
+    """Shared secret of the controller and its ranks; unset: drawn for every run. External ranks need it."""
     address: str = "tcp://127.0.0.1:0"
     """Where the controller listens for ranks; port 0 picks a free one."""
     device: Literal["cpu", "cuda"] = "cpu"
@@ -172,7 +180,7 @@ class SourceConfig(Section):
     messages: str = ""
     """Column with chat messages ({role, content} list); when set, it is used in place of `prompt`."""
     answer: str = "answer"
-    """Column with the reference answer, handed to the reward."""
+    """Column with the reference answer, handed to the reward; empty: rows have none."""
     options: dict[str, Any] = {}
     """Further arguments of the source (for arithmetic and reasoning_gym: the generator's parameters)."""
     weight: Annotated[float, Field(gt=0.0)] = 1.0
@@ -184,8 +192,8 @@ class RewardConfig(Section):
 
     kind: Literal["math", "exact", "regex", "reasoning_gym", "http", "function"] = "exact"
     """`math`: math-verify. `exact`: equal text after stripping. `regex`: first group of `pattern` equals the answer.
-    `reasoning_gym`: the dataset's own scorer. `http`: POST to `url`. `function`: module:function(prompt, answer,
-    response) -> float."""
+    `reasoning_gym`: the dataset's own scorer. `http`: POST to `url`. `function`: module:function, called with
+    prompt=, response=, answer= and metadata= (the row's other columns), returning a number."""
     pattern: str = ""
     """Regular expression (regex)."""
     url: str = ""
@@ -201,18 +209,18 @@ class TaskConfig(Section):
 
     sources: tuple[SourceConfig, ...] = (SourceConfig(),)
     """Prompt sources, mixed by weight."""
-    rewards: tuple[RewardConfig, ...] = (RewardConfig(kind="regex", pattern=r"=(\d+)\s*$"),)
+    rewards: tuple[RewardConfig, ...] = (RewardConfig(kind="regex", pattern=r"(?:^|\D)(\d\d)$"),)
     """Terms of the reward."""
     system_prompt: str = ""
-    """Put before every prompt as the system message (needs a chat template)."""
+    """Put before every prompt as the system message (needs a chat template); a row's own system message stands."""
     chat_template: bool = False
     """Render prompts through the chat template of the model folder; off: prompts are plain text."""
     shuffle: bool = True
     """Shuffle finite sources in every epoch, by the run's seed."""
     epochs: Annotated[int, Field(ge=0)] = 0
-    """Passes over finite sources; 0: as many as the job needs."""
+    """Passes over finite sources; 0: as many as the job needs. The prompts end when the first source does."""
     max_prompt_tokens: Positive = 256
-    """Longer prompts are refused at the start of the run (file and line are named)."""
+    """Longer prompts are refused, file and line named: the first 10,000 rows at the start, later ones when drawn."""
     graders: Positive = 1
     """Grader processes."""
     grade_timeout_s: Seconds = 10.0
@@ -231,7 +239,7 @@ class EvalSetConfig(Section):
     rewards: tuple[RewardConfig, ...] = ()
     """Scoring; empty: the task's rewards."""
     prompts: Positive = 512
-    """How many prompts of the source are used."""
+    """How many prompts of the source are used, from its beginning; all if it has fewer."""
     samples: Positive = 1
     """n: answers per prompt; mean@n and pass@k are reported."""
     temperature: Annotated[float, Field(ge=0.0)] = 0.0
@@ -241,7 +249,7 @@ class EvalSetConfig(Section):
 class EvalConfig(Section):
     """Evaluation beside rollout; version 0 and the last version are always evaluated."""
 
-    sets: tuple[EvalSetConfig, ...] = ()
+    sets: tuple[EvalSetConfig, ...] = (EvalSetConfig(),)
     """Held-out sets; empty: no evaluation."""
     every: Annotated[int, Field(ge=0)] = 20
     """Steps between evaluations; 0: only at the beginning and at the end."""
@@ -302,25 +310,58 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check_across_sections(self) -> Config:
+        problems = [
+            *self._algorithm_problems(),
+            *self._capacity_problems(),
+            *self._address_problems(),
+            *self._evaluation_problems(),
+        ]
+        if problems:
+            raise ValueError("\n".join(problems))
+        return self
+
+    def _algorithm_problems(self) -> Iterator[str]:
         if self.rollout.group_size < 2:
-            raise ValueError(
-                f"rollout.group_size: {self.rollout.group_size} sibling has no group to be compared with, and advantage "
-                f"'{self.trainer.advantage}' is group-relative; use at least 2"
-            )
-        if self.rollout.strategy == "dora" and self.max_staleness + 1 > self.num_instances:
-            raise ValueError(
-                f"rollout.max_staleness: K = {self.max_staleness} keeps up to {self.max_staleness + 1} versions alive, "
-                f"but there are {self.num_instances} instances; lower K or raise engine.instances"
-            )
-        longest = self.task.max_prompt_tokens + self.rollout.max_new_tokens
-        if longest > self.engine.kv_tokens:
-            raise ValueError(
-                f"engine.kv_tokens: {self.engine.kv_tokens} cannot hold the longest prompt plus the token budget "
-                f"({longest} tokens: task.max_prompt_tokens + rollout.max_new_tokens)"
+            yield (
+                f"rollout.group_size: {self.rollout.group_size} sibling has no group to be compared with, and "
+                f"advantage '{self.trainer.advantage}' is group-relative; use at least 2"
             )
         if self.rollout.watchdog_s >= self.run.no_progress_s:
-            raise ValueError(
+            yield (
                 f"rollout.watchdog_s: {self.rollout.watchdog_s:g} s must be below run.no_progress_s "
                 f"({self.run.no_progress_s:g} s), else a stuck instance ends the run before it is replaced"
             )
-        return self
+
+    def _capacity_problems(self) -> Iterator[str]:
+        if self.rollout.strategy == "dora" and self.max_staleness + 1 > self.num_instances:
+            more = "name more engine.urls" if self.engine.urls else "raise engine.instances"
+            yield (
+                f"rollout.max_staleness: K = {self.max_staleness} keeps up to {self.max_staleness + 1} versions alive, "
+                f"but there are {self.num_instances} instances; lower K or {more}"
+            )
+        longest = self.task.max_prompt_tokens + self.rollout.max_new_tokens
+        if longest > self.engine.kv_tokens:
+            yield (
+                f"engine.kv_tokens: {self.engine.kv_tokens} cannot hold the longest prompt plus the token budget "
+                f"({longest} tokens: task.max_prompt_tokens + rollout.max_new_tokens)"
+            )
+
+    def _address_problems(self) -> Iterator[str]:
+        for url in sorted({url for url in self.engine.urls if self.engine.urls.count(url) > 1}):
+            yield f"engine.urls: {url} is named twice; one server is one instance and holds one version at a time"
+        if self.engine.base_port and self.engine.base_port + self.engine.instances - 1 > 65_535:
+            yield f"engine.base_port: {self.engine.base_port} leaves no room for {self.engine.instances} ports"
+        if self.trainer.external and self.trainer.token is None:
+            yield "trainer.external: ranks started by others need the run's token; set DORA_TOKEN here and for them"
+
+    def _evaluation_problems(self) -> Iterator[str]:
+        names = [s.name for s in self.eval.sets]
+        for name in sorted({name for name in names if names.count(name) > 1}):
+            yield f"eval.sets: two sets are named '{name}'"
+        asked = {source.kind for source in self.task.sources}
+        for index, held_out in enumerate(self.eval.sets):
+            if held_out.source.kind == "arithmetic" and "arithmetic" not in asked:
+                yield (
+                    f"eval.sets.{index}: evaluates the built-in arithmetic, which is not the task; "
+                    "name a held-out set of the task, or none with eval.sets = []"
+                )

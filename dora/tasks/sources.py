@@ -35,7 +35,9 @@ _GENERATOR_SEEDS = 2**29
 _CHUNK = 500
 
 #: Data sets of reasoning_gym 0.1.x that draw from the order of Python sets, which changes with the hash seed.
-HASH_DEPENDENT = frozenset({"isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note"})
+HASH_DEPENDENT = frozenset(
+    {"isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note", "word_ladder"}
+)
 
 
 @dataclass(frozen=True, slots=True)
