@@ -1,0 +1,76 @@
+"""A wave of micro-batches as arrays: from records and the core's plan to the wire.
+
+Layout (dora/transport/messages.py): trajectories one behind the other along T; the loss mask is 1 on sampled tokens,
+the stop token included.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from dora.controller.trajectories import Record
+from dora.core.commands import TrainMicroBatch
+from dora.core.groups import Group
+from dora.core.ids import GroupId, TrajectoryId, group_of
+from dora.transport.messages import MicroBatch, empty_micro_batch
+
+
+def build_wave(
+    order: TrainMicroBatch,
+    *,
+    records: Mapping[TrajectoryId, Record],
+    groups: Mapping[GroupId, Group],
+    group_size: int,
+) -> list[MicroBatch]:
+    """One MicroBatch per rank; `groups` are those committed to the step, by id."""
+    return [
+        _build(order, trajectories, records=records, groups=groups, group_size=group_size)
+        if trajectories
+        else empty_micro_batch(step=order.step, index=order.index, last=order.last, group_size=group_size)
+        for trajectories in order.ranks
+    ]
+
+
+def _build(
+    order: TrainMicroBatch,
+    trajectories: Sequence[TrajectoryId],
+    *,
+    records: Mapping[TrajectoryId, Record],
+    groups: Mapping[GroupId, Group],
+    group_size: int,
+) -> MicroBatch:
+    chosen = [records[t] for t in trajectories]
+    owners = [groups[group_of(t, group_size=group_size)] for t in trajectories]
+    lengths = [len(r.prompt.tokens) + len(r.tokens) for r in chosen]
+    total = sum(lengths)
+    tokens = np.empty(total, np.int32)
+    loss_mask = np.zeros(total, np.uint8)
+    behavior_logprobs = np.zeros(total, np.float32)
+    start = 0
+    for record, length in zip(chosen, lengths, strict=True):
+        sampled = start + len(record.prompt.tokens)
+        end = start + length
+        tokens[start:sampled] = record.prompt.tokens
+        tokens[sampled:end] = record.tokens
+        loss_mask[sampled:end] = 1
+        behavior_logprobs[sampled:end] = record.logprobs
+        start = end
+    rewards = [[math.nan if r is None else r for r in g.rewards] for g in owners]
+    return MicroBatch(
+        step=order.step,
+        index=order.index,
+        last=order.last,
+        tokens=tokens,
+        loss_mask=loss_mask,
+        behavior_logprobs=behavior_logprobs,
+        lengths=np.array(lengths, np.int32),
+        trajectories=np.array(trajectories, np.int64),
+        groups=np.array([g.id for g in owners], np.int64),
+        versions=np.array([g.version for g in owners], np.int32),
+        rewards=np.array([row[t % group_size] for row, t in zip(rewards, trajectories, strict=True)], np.float32),
+        group_rewards=np.array(rewards, np.float32).reshape(len(trajectories), group_size),
+        truncated=np.array([r.length_capped for r in chosen], np.uint8),
+    )

@@ -1,0 +1,392 @@
+"""The controller: one queue, one consumer. Event → core → journal → effects → event.
+
+Invariant: the core is called from this loop alone, every event it is given is in the journal, and the tokens an event
+speaks of were handed to the token log before. A failure that no effect foresees ends the run.
+
+    effects, fleet, trainer ──events──▶ queue ──▶ ControllerState.handle ──commands──▶ effects (one task each)
+                                                   │
+                                                   └──▶ journal, observer (metrics, status)
+
+Loop. Consumes: events. Produces: tasks and notices. Waits for: the next event (Ticked comes every second, so never
+for long). Unblocked by: any event. Shutdown order: stop taking orders, end effects, checkpoint, journal, sockets,
+processes (the last two belong to whoever made them).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+import structlog
+
+from dora.controller import effects
+from dora.controller.batches import build_wave
+from dora.controller.effects import Io
+from dora.controller.trainer_link import StepReport
+from dora.core import commands as cmd
+from dora.core import events as ev
+from dora.core.ids import InstanceId, TrajectoryId
+from dora.core.state import ControllerState
+from dora.engine.rids import request_id
+from dora.errors import DoraError, RemoteError, RunFailed
+from dora.transport.messages import MicroBatch
+from dora.weights.store import StoreError
+
+log = structlog.get_logger(__name__)
+
+TICK_S: Final = 1.0
+#: Events on their way to the core: each comes from a command in flight or a ticking reporter, so far fewer than this
+#: wait at any time; a full queue only makes reporters wait.
+QUEUE_SIZE: Final = 65_536
+#: KV use below which a pressed instance takes work again.
+KV_RELIEVED: Final = 0.8
+#: How long a clean stop waits for the trainer's checkpoint.
+CHECKPOINT_TIMEOUT_S: Final = 6.0
+_LAG_PROBE_S: Final = 0.1
+_SPEAKS_OF_TOKENS: Final = (ev.GenerationFinished, ev.GenerationStopped, ev.GenerationFailed, ev.InstanceLost)
+
+
+class Journal(Protocol):
+    """Where events and the decisions they led to are written."""
+
+    def event(self, event: ev.Event, commands: Iterable[cmd.Command]) -> None: ...
+
+    def flush(self) -> None: ...
+
+
+class Observer(Protocol):
+    """Whoever turns what happens into metrics and a status."""
+
+    def on_event(self, event: ev.Event, commands: list[cmd.Command], state: ControllerState) -> None: ...
+
+    def on_step(self, report: StepReport, state: ControllerState) -> None: ...
+
+    def on_evaluation(self, version: int, state: ControllerState) -> None: ...
+
+    def on_lag(self, seconds: float) -> None: ...
+
+
+class Trainer(Protocol):
+    """The trainer's side: waves in, events out (TrainerLink, or a writer of rollouts)."""
+
+    def train(self, wave: list[MicroBatch]) -> None: ...
+
+    def loops(self) -> list[tuple[str, Awaitable[None]]]:
+        """Named loops to run beside the controller's."""
+
+    async def checkpoint(self, *, timeout_s: float) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How the run ended."""
+
+    finished: bool  # False: interrupted
+    reason: str
+
+
+class Controller:
+    """Drives one run to its end."""
+
+    def __init__(
+        self, state: ControllerState, *, io: Io, journal: Journal, trainer: Trainer, observer: Observer
+    ) -> None:
+        self.state = state
+        self._io = io
+        self._journal = journal
+        self._trainer = trainer
+        self._observer = observer
+        self._queue: asyncio.Queue[ev.Event] = asyncio.Queue(QUEUE_SIZE)
+        self._tasks: asyncio.TaskGroup | None = None
+        self._work: set[asyncio.Task[None]] = set()
+        self._generating: dict[TrajectoryId, asyncio.Task[None]] = {}
+        self._reported: dict[InstanceId, dict[TrajectoryId, int]] = {}
+        self._outcome: Outcome | None = None
+        self._error: RunFailed | None = None
+        self._interrupted = False
+        self._copies: dict[int, asyncio.Task[None]] = {}  # durable copies under way, by version
+
+    async def emit(self, event: ev.Event) -> None:
+        """Give the core a fact."""
+        await self._queue.put(event)
+
+    def fence(self, instance: InstanceId) -> dict[TrajectoryId, int]:
+        """Void everything that runs on an instance; returns the token counts its trajectories go on from."""
+        residents = self.state.instances[instance].residents if instance in self.state.instances else {}
+        counts = self._io.trajectories.fence(residents)
+        for trajectory in counts:
+            task = self._generating.pop(trajectory, None)
+            if task is not None:
+                task.cancel()
+        return counts
+
+    def interrupt(self) -> None:
+        """Stop cleanly: everything in flight is kept for a resume."""
+        self._interrupted = True
+        if not self._queue.full():
+            self._queue.put_nowait(ev.Ticked(self._io.now()))  # unblocks the loop
+
+    async def run(self, first: list[ev.Event]) -> Outcome:
+        """Until the core says that the run is over, or it is interrupted; `first` are facts known before the start."""
+        try:
+            async with asyncio.TaskGroup() as self._tasks:
+                self._start_loops()
+                for event in first:
+                    self._apply(event)
+                await self._consume()
+                await self._shut_down()
+        except* DoraError as group:
+            raise _first(group) from None
+        finally:
+            self._io.trajectories.flush()
+            self._journal.flush()
+        if self._error is not None:
+            raise self._error
+        assert self._outcome is not None
+        return self._outcome
+
+    # -- the loop -----------------------------------------------------------------------------------------------------
+
+    def _start_loops(self) -> None:
+        assert self._tasks is not None
+        loops: list[tuple[str, Awaitable[None]]] = [("ticks", self._tick()), ("event-loop-lag", self._measure_lag())]
+        loops += [(f"instance-{i}", self._io.fleet.keep(i)) for i in range(self._io.fleet.size)]
+        loops += self._trainer.loops()
+        for name, loop in loops:
+            self._background(loop, name=name)
+
+    def _background(self, work: Awaitable[None], *, name: str) -> asyncio.Task[None]:
+        assert self._tasks is not None
+        task = self._tasks.create_task(_await(work), name=name)
+        self._work.add(task)
+        task.add_done_callback(self._work.discard)
+        return task
+
+    async def _consume(self) -> None:
+        while self._outcome is None and self._error is None and not self._interrupted:
+            self._apply(await self._queue.get())
+        if self._outcome is None and self._interrupted:
+            self._outcome = Outcome(finished=False, reason="interrupted; continue with --resume")
+
+    def _apply(self, event: ev.Event) -> None:
+        commands = self.state.handle(event)
+        if isinstance(event, _SPEAKS_OF_TOKENS):
+            self._io.trajectories.flush()
+        self._journal.event(event, commands)
+        if isinstance(event, ev.VersionPublished):
+            self._copies[event.version] = asyncio.create_task(
+                self._copy(event.version), name=f"durable-{event.version}"
+            )
+        if log.is_enabled_for(10):
+            log.debug("event", event=event, commands=len(commands))
+        self._observer.on_event(event, commands, self.state)
+        for command in commands:
+            _CARRY_OUT[type(command)](self, command)
+
+    # -- commands -----------------------------------------------------------------------------------------------------
+
+    def _start(self, effect: Callable[..., Awaitable[ev.Event]], order: cmd.Command) -> asyncio.Task[None] | None:
+        """Work: one task that ends in one event."""
+        if self._interrupted or self._outcome is not None:
+            return None
+
+        async def work() -> None:
+            await self.emit(await effect(order, io=self._io))
+
+        return self._background(work(), name=f"{type(order).__name__}")
+
+    def _generate(self, order: cmd.Generate) -> None:
+        if order.trajectory < 0:
+            eval_set, place = self._io.evaluations.locate(order.trajectory)
+            self._io.trajectories.open(order.trajectory, eval_set.prompts[place])
+        task = self._start(effects.generate, order)
+        if task is not None:
+            self._generating[order.trajectory] = task
+            task.add_done_callback(lambda done: self._generated(order.trajectory, done))
+
+    def _generated(self, trajectory: TrajectoryId, task: asyncio.Task[None]) -> None:
+        if self._generating.get(trajectory) is task:
+            del self._generating[trajectory]
+
+    def _grade(self, order: cmd.GradeTrajectory) -> None:
+        self._start(effects.grade, order)
+
+    def _push(self, order: cmd.PushWeights) -> None:
+        self._start(effects.push_weights, order)
+
+    def _fetch(self, order: cmd.FetchPrompts) -> None:
+        self._start(effects.fetch_prompts, order)
+
+    def _train(self, order: cmd.TrainMicroBatch) -> None:
+        if self._interrupted:
+            return
+        groups = {g.id: g for g in self.state.feed.step(order.step).groups}
+        wave = build_wave(
+            order,
+            records=self._io.trajectories.records,
+            groups=groups,
+            group_size=self._io.group_size,
+        )
+        self._trainer.train(wave)
+
+    def _stop(self, order: cmd.StopRequest) -> None:
+        self._background(self._abort(order), name="stop-request")
+
+    async def _abort(self, order: cmd.StopRequest) -> None:
+        """The answer comes from the request itself; if the server cannot be told, the request runs to its end."""
+        url = self._io.fleet.urls.get(order.instance)
+        if url is None:
+            return
+        rid = request_id(self._io.run_id, trajectory=order.trajectory, attempt=order.attempt)
+        try:
+            await self._io.client.abort(url, rid)
+        except RemoteError as err:
+            log.warning("abort_failed", trajectory=order.trajectory, instance=order.instance, reason=str(err))
+
+    def _condemn(self, order: cmd.CondemnInstance) -> None:
+        self._io.fleet.condemn(order.instance, incarnation=order.incarnation, reason=order.reason)
+
+    def _forget(self, order: cmd.ForgetGroups) -> None:
+        self._io.trajectories.forget(order.groups)
+
+    def _drop(self, order: cmd.DropGroup) -> None:
+        if order.outcome == "filtered":
+            self._io.trajectories.forget([order.group])
+
+    def _admit(self, order: cmd.AdmitGroup) -> None:
+        self._io.trajectories.admit(order.group)
+
+    def _release(self, order: cmd.ReleaseVersion) -> None:
+        self._background(self._release_when_copied(order.version), name="release")
+
+    async def _copy(self, version: int) -> None:
+        """A durable copy, needed by a resume and by the audit; without it the run goes on, and says so."""
+        try:
+            await asyncio.to_thread(self._io.store.copy_durable, version)
+        except StoreError as err:
+            log.error("version_not_durable", version=version, reason=str(err))
+
+    async def _release_when_copied(self, version: int) -> None:
+        copy = self._copies.pop(version, None)
+        if copy is not None:
+            await copy
+        await asyncio.to_thread(self._io.store.release, version)
+        keep = self._io.keep_versions
+        newest = self.state.window.newest or 0
+        if keep and version < newest - keep:
+            await asyncio.to_thread(self._io.store.release_durable, version)
+
+    def _report(self, order: cmd.ReportEvaluation) -> None:
+        self._observer.on_evaluation(order.version, self.state)
+        for trajectory in self._io.evaluations.ids(order.version):
+            self._io.trajectories.records.pop(trajectory, None)
+
+    def _finish(self, order: cmd.FinishRun) -> None:
+        self._outcome = Outcome(finished=True, reason=order.reason)
+
+    def _fail(self, order: cmd.FailRun) -> None:
+        self._error = RunFailed(order.reason)
+
+    def _note(self, order: cmd.Command) -> None:
+        """A decision: it is in the journal."""
+
+    # -- reporters ----------------------------------------------------------------------------------------------------
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            for instance in list(self.state.instances.values()):
+                if instance.residents:
+                    await self._report_progress(instance.id)
+                if instance.pressed:
+                    await self._report_relief(instance.id)
+            self._journal.flush()
+            await self.emit(ev.Ticked(self._io.now()))
+
+    async def _report_progress(self, instance: InstanceId) -> None:
+        records = self._io.trajectories.records
+        counts = {t: len(records[t].tokens) for t in self.state.instances[instance].residents if t in records}
+        if counts != self._reported.get(instance):
+            self._reported[instance] = counts
+            await self.emit(ev.ProgressReported(self._io.now(), instance, counts))
+
+    async def _report_relief(self, instance: InstanceId) -> None:
+        url = self._io.fleet.urls.get(instance)
+        if url is None:
+            return
+        try:
+            loads = await self._io.client.loads(url)
+        except RemoteError as err:
+            log.warning("loads_failed", instance=instance, reason=str(err))
+            return
+        if loads.used_tokens < KV_RELIEVED * loads.max_total_tokens:
+            await self.emit(ev.KvPressureReported(self._io.now(), instance, False))
+
+    async def _measure_lag(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            before = loop.time()
+            await asyncio.sleep(_LAG_PROBE_S)
+            self._observer.on_lag(max(0.0, loop.time() - before - _LAG_PROBE_S))
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    async def _shut_down(self) -> None:
+        """No more orders are taken. Effects end first, so that the token log is complete; then the checkpoint."""
+        for task in list(self._generating.values()):
+            task.cancel()
+        if self._interrupted and self._error is None:
+            checkpoint = asyncio.create_task(
+                self._trainer.checkpoint(timeout_s=CHECKPOINT_TIMEOUT_S), name="last-checkpoint"
+            )
+            while not checkpoint.done():
+                await self._take_one(checkpoint)
+            if not checkpoint.result():
+                log.warning("no_checkpoint", after_s=CHECKPOINT_TIMEOUT_S)
+        for task in list(self._work):
+            task.cancel()
+        while not self._queue.empty():
+            self._apply(self._queue.get_nowait())
+        await asyncio.gather(*self._copies.values())
+
+    async def _take_one(self, until: asyncio.Task[bool]) -> None:
+        """Journal what still arrives: a step that ends now is trained, and must be known as trained."""
+        get = asyncio.create_task(self._queue.get(), name="last-events")
+        await asyncio.wait({get, until}, return_when=asyncio.FIRST_COMPLETED)
+        if get.done():
+            self._apply(get.result())
+        else:
+            get.cancel()
+            await asyncio.gather(get, return_exceptions=True)
+
+
+def _first(group: BaseExceptionGroup[DoraError]) -> DoraError:
+    """The first error of a group, however deep."""
+    error = group.exceptions[0]
+    return _first(error) if isinstance(error, BaseExceptionGroup) else error
+
+
+async def _await(work: Awaitable[Any]) -> None:
+    await work
+
+
+_CARRY_OUT: Final[dict[type[cmd.Command], Callable[[Controller, Any], None]]] = {
+    cmd.FetchPrompts: Controller._fetch,
+    cmd.Generate: Controller._generate,
+    cmd.GradeTrajectory: Controller._grade,
+    cmd.PushWeights: Controller._push,
+    cmd.TrainMicroBatch: Controller._train,
+    cmd.CondemnInstance: Controller._condemn,
+    cmd.StopRequest: Controller._stop,
+    cmd.ForgetGroups: Controller._forget,
+    cmd.ReleaseVersion: Controller._release,
+    cmd.ReportEvaluation: Controller._report,
+    cmd.FinishRun: Controller._finish,
+    cmd.FailRun: Controller._fail,
+    cmd.AdmitGroup: Controller._admit,
+    cmd.CommitGroup: Controller._note,
+    cmd.DropGroup: Controller._drop,
+    cmd.CloseStep: Controller._note,
+}

@@ -1,0 +1,149 @@
+"""The trainer as the controller sees it: configure all ranks, feed waves in order, turn their messages into facts.
+
+Invariant: a fact about a wave or a step is emitted once, after all ranks have said it, and in the order wave, step,
+version; so a fast rank 0 never runs ahead of the others in the journal.
+
+Sender loop. Consumes: waves from `train` (at most MAX_WAVES_AHEAD of them, the core's rule). Waits for: room in each
+rank's window. Receiver loop. Consumes: messages of all ranks. Produces: events. Unblocked by any message; ended by
+cancellation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+import structlog
+
+from dora.core import events as ev
+from dora.errors import RunFailed
+from dora.transport import messages as wire
+from dora.transport.controller_end import ControllerEnd
+
+log = structlog.get_logger(__name__)
+
+#: Waves waiting to be sent. The core sends MAX_WAVES_AHEAD = 2 ahead; a restart may add as many.
+OUTBOX_SIZE = 8
+
+
+@dataclass
+class StepReport:
+    """What the trainer said of a step."""
+
+    step: int
+    metrics: dict[str, float]
+
+
+@dataclass
+class TrainerLink:
+    """All ranks of one trainer."""
+
+    end: ControllerEnd
+    num_ranks: int
+    now: Callable[[], float]
+    emit: Callable[[ev.Event], Awaitable[None]]
+    on_step: Callable[[StepReport], None]
+    _outbox: asyncio.Queue[list[wire.MicroBatch]] = field(default_factory=lambda: asyncio.Queue(OUTBOX_SIZE))
+    _ready: dict[int, int] = field(default_factory=dict)
+    _waves_done: list[int] = field(default_factory=list)  # by rank, since it was ready
+    _waves_emitted: int = 0
+    _script: deque[wire.ToController] = field(default_factory=deque)  # what rank 0 said and is not emitted yet
+    _checkpoint: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def configure(self, message: wire.Configure, *, timeout_s: float) -> None:
+        """Wait for all ranks and tell them what to train; their Ready messages follow."""
+        world_size = await self.end.wait_ready(timeout_s)
+        if world_size != self.num_ranks:
+            raise RunFailed(f"trainer.ranks: {self.num_ranks} are configured, but {world_size} ranks have reported")
+        for rank in range(self.num_ranks):
+            await self.end.send(rank, message)
+
+    def train(self, wave: list[wire.MicroBatch]) -> None:
+        """One micro-batch per rank, in rank order."""
+        self._outbox.put_nowait(wave)
+
+    def loops(self) -> list[tuple[str, Awaitable[None]]]:
+        """To be run beside the controller."""
+        return [("trainer-sender", self.send_waves()), ("trainer-receiver", self.receive_messages())]
+
+    async def send_waves(self) -> None:
+        """The sender loop."""
+        while True:
+            wave = await self._outbox.get()
+            for rank, batch in enumerate(wave):
+                await self.end.send(rank, batch)
+
+    async def receive_messages(self) -> None:
+        """The receiver loop."""
+        while True:
+            rank, message = await self.end.receive()
+            match message:
+                case wire.Ready():
+                    await self._on_ready(rank, message)
+                case wire.MicroBatchTrained():
+                    self._waves_done[rank] += 1
+                    if rank == 0:
+                        self._script.append(message)
+                    await self._emit_script()
+                case wire.StepTrained() | wire.VersionPublished() | wire.CheckpointSaved():
+                    self._script.append(message)
+                    await self._emit_script()
+                case wire.TrainerFailed():
+                    raise RunFailed(f"trainer rank {message.rank}: {message.reason}")
+
+    async def checkpoint(self, *, timeout_s: float) -> bool:
+        """Ask for a checkpoint of the last step boundary; False if it did not come in time."""
+        self._checkpoint.clear()
+        for rank in range(self.num_ranks):
+            await self.end.send(rank, wire.SaveCheckpoint())
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._checkpoint.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def stop(self, reason: str) -> None:
+        """Tell all ranks to end."""
+        for rank in range(self.num_ranks):
+            await self.end.send(rank, wire.Stop(reason=reason))
+
+    async def _on_ready(self, rank: int, message: wire.Ready) -> None:
+        self._ready[rank] = message.next_step
+        if len(self._ready) < self.num_ranks:
+            return
+        steps = set(self._ready.values())
+        if len(steps) != 1:
+            raise RunFailed(f"trainer ranks disagree on the step to resume at: {self._ready}")
+        self._waves_done = [0] * self.num_ranks
+        self._waves_emitted = 0
+        await self.emit(ev.TrainerReady(self.now(), steps.pop()))
+
+    async def _emit_script(self) -> None:
+        """Follow rank 0's order; a wave waits until every rank has done as many."""
+        while self._script:
+            message = self._script[0]
+            if isinstance(message, wire.MicroBatchTrained):
+                if min(self._waves_done) <= self._waves_emitted:
+                    return
+                self._waves_emitted += 1
+            self._script.popleft()
+            await self._emit_one(message)
+
+    async def _emit_one(self, message: wire.ToController) -> None:
+        match message:
+            case wire.MicroBatchTrained():
+                await self.emit(ev.MicroBatchTrained(self.now(), message.step, message.index))
+            case wire.StepTrained():
+                self.on_step(StepReport(message.step, dict(message.metrics)))
+                await self.emit(ev.StepTrained(self.now(), message.step))
+            case wire.CheckpointSaved():
+                self._checkpoint.set()
+                await self.emit(ev.CheckpointSaved(self.now(), message.step, message.folder))
+            case wire.VersionPublished():
+                if message.replayed and not message.matches:
+                    log.warning("replayed_version_differs", version=message.version)
+                files = dict(message.files)
+                await self.emit(ev.VersionPublished(self.now(), message.version, message.num_bytes, files))
