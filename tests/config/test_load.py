@@ -1,0 +1,222 @@
+"""Loading a run's configuration: what wins, what is refused, and how it is said."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dora.config.load import dump, load
+from dora.config.schema import Config, SourceConfig
+from dora.errors import ConfigError
+
+
+def refused(*overrides: str, path: Path | None = None) -> list[str]:
+    """The lines of the error that these settings give."""
+    with pytest.raises(ConfigError) as caught:
+        load(path, overrides, environ={})
+    return str(caught.value).splitlines()
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "job.toml"
+    path.write_text(text)
+    return path
+
+
+def test_without_a_file_the_defaults_are_the_config():
+    assert load(None, environ={}) == Config()
+
+
+def test_a_set_wins_over_the_file_and_the_file_over_the_default(tmp_path: Path):
+    path = written(tmp_path, "[rollout]\nmax_staleness = 1\ngroup_size = 4\n")
+    config = load(path, ["rollout.max_staleness=3"], environ={})
+    assert (config.rollout.max_staleness, config.rollout.group_size) == (3, 4)
+    assert config.rollout.groups_per_step == Config().rollout.groups_per_step
+
+
+@pytest.mark.parametrize(
+    ("override", "value"),
+    [
+        ("run.name=plain", "plain"),
+        ('run.name="quoted"', "quoted"),
+        ("run.name=a=b", None),
+        ("trainer.learning_rate=3e-4", 3e-4),
+        ("trainer.learning_rate=1", 1.0),
+        ("rollout.refill=true", True),
+        ("model.path=/models/a b", "/models/a b"),
+        ('engine.urls=["http://a:1", "http://b:1", "http://c:1"]', ("http://a:1", "http://b:1", "http://c:1")),
+        ('engine.path_map={"/a" = "/b"}', {"/a": "/b"}),
+    ],
+)
+def test_a_set_value_is_toml_or_else_text(override: str, value: object):
+    section, _, name = override.partition("=")[0].partition(".")
+    if value is None:
+        assert refused(override) == [
+            f'--set {override}: run.name: got "a=b", wants text that matches ^[A-Za-z0-9_.-]+$'
+        ]
+        return
+    assert getattr(getattr(load(None, [override], environ={}), section), name) == value
+
+
+def test_a_set_value_cannot_bring_a_second_key_along():
+    assert load(None, ["task.system_prompt=1\nrun = 2"], environ={}).task.system_prompt == "1\nrun = 2"
+
+
+def test_lists_are_reached_by_index_and_the_first_index_past_the_end_appends():
+    config = load(
+        None, ["eval.sets.0.prompts=64", "eval.sets.1.name=other", "task.sources.0.options.max_terms=9"], environ={}
+    )
+    assert [(s.name, s.prompts) for s in config.eval.sets] == [("heldout", 64), ("other", 512)]
+    assert config.task.sources == (SourceConfig(options={"max_terms": 9}),)
+
+
+def test_an_index_beyond_the_end_is_refused():
+    assert refused("eval.sets.2.prompts=64") == ["--set eval.sets.2.prompts=64: '2' is not an index from 0 to 1"]
+    assert refused("eval.sets.x=1") == ["--set eval.sets.x=1: 'x' is not an index from 0 to 1"]
+
+
+def test_a_set_without_value_or_key_is_refused():
+    assert refused("rollout") == ["--set rollout: wants key=value, for example rollout.max_staleness=1"]
+    assert refused("rollout.=1") == ["--set rollout.=1: wants key=value, for example rollout.max_staleness=1"]
+
+
+def test_a_set_below_a_plain_value_is_refused():
+    assert refused("run.seed.a=1") == ["--set run.seed.a=1: run.seed is a value and holds no 'a'"]
+    assert refused("run.seed.a.b=1") == ["--set run.seed.a.b=1: 'a' is looked for in a value that holds no keys"]
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("rollout.max_stalenes", "did you mean rollout.max_staleness?"),
+        ("rolout", "did you mean rollout?"),
+        ("rollout.steps", "did you mean run.steps?"),
+        ("max_staleness", "did you mean rollout.max_staleness?"),
+        ("task.sources.0.kid", "did you mean task.sources.0.kind?"),
+        ("eval.sets.0.source.promt", "did you mean eval.sets.0.source.prompt?"),
+        ("weights.zzz", "did you mean weights.keep?"),
+        ("task.sources.0.zzzzzzzz", "valid here: kind, name, path, split, prompt, messages, answer, options, weight"),
+    ],
+)
+def test_an_unknown_key_is_answered_with_the_nearest_valid_one(given: str, meant: str):
+    assert refused(f"{given}=1") == [f"--set {given}=1: unknown key {given}; {meant}"]
+
+
+def test_a_problem_names_the_file_that_it_came_from(tmp_path: Path):
+    path = written(tmp_path, "[rollout]\nmax_stalenes = 1\n")
+    assert refused(path=path) == [f"{path}: unknown key rollout.max_stalenes; did you mean rollout.max_staleness?"]
+
+
+def test_every_problem_has_a_line_of_its_own_and_its_own_origin(tmp_path: Path):
+    path = written(tmp_path, "[trainer]\nranks = 'two'\n[rollout]\nrefill = 'no'\n")
+    assert refused("trainer.learning_rate=-1", "rollout.strategy=dorra", path=path) == [
+        "--set rollout.strategy=dorra: rollout.strategy: "
+        "got \"dorra\", wants 'dora', 'sync', 'periodic' or 'one_step_off'",
+        f'{path}: rollout.refill: got "no", wants true or false',
+        f'{path}: trainer.ranks: got "two", wants an integer',
+        "--set trainer.learning_rate=-1: trainer.learning_rate: got -1, wants more than 0",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("override", "wanted"),
+    [
+        ("run.seed=true", "got true, wants an integer"),
+        ('run.seed="1"', 'got "1", wants an integer'),
+        ("run.seed=1.5", "got 1.5, wants an integer"),
+        ("run.steps=0", "got 0, wants at least 1"),
+        ("trainer.beta1=1.5", "got 1.5, wants at most 1"),
+        ("trainer.learning_rate=nan", "got NaN, wants a finite number"),
+        ("model.path=7", "got 7, wants text"),
+        ("engine.urls=http://a", 'got "http://a", wants a list'),
+        ("engine.path_map=3", "got 3, wants a table"),
+        ("run=3", "got 3, wants a table"),
+    ],
+)
+def test_a_wrong_type_says_what_was_given_and_what_is_wanted(override: str, wanted: str):
+    assert refused(override) == [f"--set {override}: {override.partition('=')[0]}: {wanted}"]
+
+
+def test_a_file_that_is_missing_unreadable_or_not_text_is_named(tmp_path: Path):
+    missing = tmp_path / "none.toml"
+    assert refused(path=missing) == [f"{missing}: there is no such config file"]
+    assert refused(path=tmp_path) == [f"{tmp_path}: cannot be read (Is a directory)"]
+    binary = tmp_path / "b.toml"
+    binary.write_bytes(b"a = '\xff'")
+    assert refused(path=binary) == [f"{binary}: is not UTF-8 text (byte 5)"]
+
+
+def test_a_syntax_error_names_file_line_and_column(tmp_path: Path):
+    path = written(tmp_path, "[run]\nseed = = 1\n")
+    assert refused(path=path) == [f"{path}:2:8: Invalid value"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "beginning"),
+    [
+        (["rollout.group_size=1"], "rollout.group_size: 1 sibling has no group"),
+        (
+            ["rollout.max_staleness=4"],
+            "rollout.max_staleness: K = 4 keeps up to 5 versions alive, but there are 4 instances",
+        ),
+        (["task.max_prompt_tokens=99999"], "engine.kv_tokens: 16384 cannot hold"),
+        (["run.no_progress_s=100"], "rollout.watchdog_s: 120 s must be below run.no_progress_s (100 s)"),
+        (['engine.urls=["http://a", "http://b", "http://a"]'], "engine.urls: http://a is named twice"),
+        (["engine.base_port=65533"], "engine.base_port: 65533 leaves no room for 4 ports"),
+        (["trainer.external=true"], "trainer.external: ranks started by others need the run's token; set DORA_TOKEN"),
+        (["task.sources.0.kind=jsonl"], "eval.sets.0: evaluates the built-in arithmetic, which is not the task"),
+        (["eval.sets.1.samples=2"], "eval.sets: two sets are named 'heldout'"),
+    ],
+)
+def test_a_contradiction_between_sections_is_found_before_anything_starts(overrides: list[str], beginning: str):
+    (line,) = refused(*overrides)
+    assert line.startswith(beginning)
+
+
+def test_all_contradictions_are_told_at_once():
+    assert len(refused("rollout.group_size=1", "rollout.max_staleness=9", "run.no_progress_s=1")) == 3
+
+
+def test_strategies_with_a_staleness_of_their_own_need_no_more_instances():
+    assert load(None, ["rollout.strategy=sync", "engine.instances=1"], environ={}).max_staleness == 0
+
+
+def test_secrets_come_from_the_environment():
+    config = load(None, environ={"DORA_ENGINE_API_KEY": "k", "DORA_TOKEN": "t"})
+    assert (config.engine.api_key, config.trainer.token) == ("k", "t")
+
+
+def test_secrets_in_a_file_or_a_command_line_are_refused(tmp_path: Path):
+    wanted = ["engine.api_key: is a secret; give it by the environment variable DORA_ENGINE_API_KEY only"]
+    assert refused("engine.api_key=k") == wanted
+    assert refused(path=written(tmp_path, "[engine]\napi_key = 'k'\n")) == wanted
+
+
+def test_secrets_are_neither_dumped_nor_shown():
+    config = load(None, environ={"DORA_ENGINE_API_KEY": "sesame", "DORA_TOKEN": "sesame"})
+    assert "sesame" not in dump(config)
+    assert "sesame" not in repr(config)
+
+
+def test_a_section_of_the_wrong_shape_is_named_even_with_secrets_around():
+    with pytest.raises(ConfigError, match="engine: got 3, wants a table"):
+        load(None, ["engine=3"], environ={"DORA_ENGINE_API_KEY": "k"})
+
+
+def test_a_dump_loads_into_the_same_config(tmp_path: Path):
+    config = load(
+        None,
+        [
+            'task.system_prompt="line\\n\\"quoted\\" \\u007f ü 🙂"',
+            'task.sources=[{kind = "jsonl", path = "a.jsonl", options = {list = [1, {deep = true}]}}, '
+            '{kind = "arithmetic", weight = 0.5}]',
+            'engine.path_map={"/host a" = "/there"}',
+            "trainer.learning_rate=1e-7",
+            "model.thinking=false",
+            "eval.sets.0.rewards=[{kind='exact'}]",
+        ],
+        environ={},
+    )
+    assert load(written(tmp_path, dump(config)), environ={}) == config
+    assert load(written(tmp_path, dump(Config())), environ={}) == Config()
