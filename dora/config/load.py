@@ -188,17 +188,14 @@ def _shown(value: Any) -> str:
 
 
 def _nearest(key: str, *, loc: tuple[int | str, ...]) -> str:
-    """The valid key that was probably meant: alike within its table, the same name elsewhere, or alike anywhere."""
+    """The valid key that was probably meant: alike within its table, else alike in any section."""
     parent, _, name = key.rpartition(".")
     siblings = list(_model_at(loc[:-1]).model_fields)
-    near = get_close_matches(name, siblings, n=1)
-    if near:
+    if near := get_close_matches(name, siblings, n=1):
         return f"did you mean {parent + '.' if parent else ''}{near[0]}?"
-    everywhere = [f"{section}.{n}" for section in Config.model_fields for n in _model_at((section,)).model_fields]
-    same = [dotted for dotted in everywhere if dotted.rpartition(".")[2] == name]
-    near = same or get_close_matches(key, everywhere, n=1)
-    if near:
-        return f"did you mean {near[0]}?"
+    home = {n: f"{section}.{n}" for section in Config.model_fields for n in _model_at((section,)).model_fields}
+    if near := get_close_matches(name, home, n=1):
+        return f"did you mean {home[near[0]]}?"
     return f"valid here: {', '.join(siblings)}"
 
 
