@@ -86,7 +86,7 @@ def open_stream(task: TaskConfig, *, tokenizer: Tokenizer, seed: int) -> PromptS
         raise ConfigError("task.system_prompt: needs task.chat_template = true; plain text has no system message")
     sources = []
     for index, config in enumerate(task.sources):
-        field = f"task.sources[{index}]"
+        field = f"task.sources.{index}"
         source = open_source(config, field=field, seed=derive_seed(seed, "source", index), split="train")
         _check_rows(source, limit=CHECKED_ROWS, task=task, tokenizer=tokenizer)
         sources.append(source)
@@ -95,10 +95,10 @@ def open_stream(task: TaskConfig, *, tokenizer: Tokenizer, seed: int) -> PromptS
 
 def open_eval_prompts(eval_set: EvalSetConfig, *, task: TaskConfig, tokenizer: Tokenizer, seed: int) -> list[Prompt]:
     """The first `eval_set.prompts` prompts of a held-out source, in its own order; fewer if it has fewer rows."""
-    field = f"eval.sets['{eval_set.name}'].source"
+    field = f"eval.sets.{eval_set.name}.source"
     for index, config in enumerate(task.sources):
         if _same_rows(config, eval_set.source):
-            raise ConfigError(f"{field}: the same rows are trained on (task.sources[{index}]); name other ones")
+            raise ConfigError(f"{field}: the same rows are trained on (task.sources.{index}); name other ones")
     seed = derive_seed(seed, "eval", eval_set.name)
     source = open_source(eval_set.source, field=field, seed=seed, split="heldout")
     count = eval_set.prompts if source.num_rows is None else min(eval_set.prompts, source.num_rows)

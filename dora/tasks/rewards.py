@@ -48,11 +48,11 @@ Scorer = Callable[[GradeRequest], float]
 
 
 def build_scorer(rewards: Sequence[RewardConfig], *, field: str, http_timeout_s: float) -> Scorer:
-    """The weighted sum of `rewards`; `ConfigError` names the term (`field`[i]) that cannot work."""
+    """The weighted sum of `rewards`; `ConfigError` names the term (`field`.i) that cannot work."""
     if not rewards:
         raise ConfigError(f"{field}: at least one reward is needed")
     terms = [
-        (reward.weight, _build_term(reward, field=f"{field}[{index}]", http_timeout_s=http_timeout_s))
+        (reward.weight, _build_term(reward, field=f"{field}.{index}", http_timeout_s=http_timeout_s))
         for index, reward in enumerate(rewards)
     ]
     return lambda request: math.fsum(weight * term(request) for weight, term in terms)

@@ -171,13 +171,20 @@ async def test_metadata_that_cannot_be_sent_is_an_error_of_that_answer_alone():
         assert await pool.grade(GradeRequest("", "a", "a", {})) == Graded(1.0)
 
 
+async def test_a_silent_endpoint_is_an_error_with_a_name_and_costs_no_process():
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        rewards = [RewardConfig(kind="http", url=f"http://127.0.0.1:{silent.getsockname()[1]}/")]
+        async with GraderPool(rewards, graders=1, timeout_s=2, memory_mb=2048, field="task.rewards") as pool:
+            assert await pool.grade(ask("x")) == GradingFailed("error: TimeoutError: timed out")
+
+
 # --- starting ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("module")
 async def test_a_reward_that_does_not_import_is_a_config_error_before_anything_is_graded():
     rewards = [RewardConfig(kind="function", name="no_such_module:f")]
-    with pytest.raises(ConfigError, match=r"task.rewards\[0\].name: cannot import 'no_such_module'"):
+    with pytest.raises(ConfigError, match=r"task.rewards.0.name: cannot import 'no_such_module'"):
         await check_rewards(rewards, timeout_s=5, memory_mb=2048, field="task.rewards")
 
 

@@ -183,7 +183,7 @@ def test_an_evaluation_file_is_read_from_its_beginning_and_may_be_short(tokenize
 
 def test_evaluating_on_the_training_file_is_refused(tokenizer, tmp_path):
     source = SourceConfig(kind="jsonl", path=write_jsonl(tmp_path / "rows.jsonl"))
-    with pytest.raises(ConfigError, match=r"the same rows are trained on \(task.sources\[0\]\)"):
+    with pytest.raises(ConfigError, match=r"the same rows are trained on \(task.sources.0\)"):
         open_eval_prompts(EvalSetConfig(source=source), task=TaskConfig(sources=(source,)), tokenizer=tokenizer, seed=0)
 
 
@@ -249,7 +249,7 @@ def test_a_row_that_cannot_be_a_prompt_is_named_with_what_is_wrong(open_with, tm
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ({"kind": "jsonl"}, r"task.sources\[0\].path: kind 'jsonl' needs a file"),
+        ({"kind": "jsonl"}, r"task.sources.0.path: kind 'jsonl' needs a file"),
         ({"kind": "parquet", "path": "nowhere"}, "nowhere is not a file"),
         ({"kind": "parquet", "path": __file__}, "is not a Parquet file"),
         ({"kind": "reasoning_gym", "name": "leg_count"}, "did you mean 'leg_counting'"),

@@ -118,18 +118,18 @@ def test_a_function_gets_the_four_values_by_name(tmp_path, monkeypatch):
     )
     monkeypatch.syspath_prepend(tmp_path)
     assert score("abc", metadata={"limit": 10}, kind="function", name="own_reward:shorter") == 7.0
-    with pytest.raises(ConfigError, match=r"task.rewards\[0\].name: own_reward:wrong is called with prompt="):
+    with pytest.raises(ConfigError, match=r"task.rewards.0.name: own_reward:wrong is called with prompt="):
         score("abc", kind="function", name="own_reward:wrong")
 
 
 @pytest.mark.parametrize(
     ("reward", "message"),
     [
-        ({"kind": "regex", "pattern": "("}, r"task.rewards\[0\].pattern: '\(' is not a regular expression"),
-        ({"kind": "regex", "pattern": "a"}, r"task.rewards\[0\].pattern: 'a' has no group"),
-        ({"kind": "http", "url": "file:///etc/passwd"}, r"task.rewards\[0\].url: .* is not an http:// or https://"),
-        ({"kind": "function"}, r"task.rewards\[0\].name: '' is not module:function"),
-        ({"kind": "function", "name": "no_such_module:f"}, r"task.rewards\[0\].name: cannot import 'no_such_module'"),
+        ({"kind": "regex", "pattern": "("}, r"task.rewards.0.pattern: '\(' is not a regular expression"),
+        ({"kind": "regex", "pattern": "a"}, r"task.rewards.0.pattern: 'a' has no group"),
+        ({"kind": "http", "url": "file:///etc/passwd"}, r"task.rewards.0.url: .* is not an http:// or https://"),
+        ({"kind": "function"}, r"task.rewards.0.name: '' is not module:function"),
+        ({"kind": "function", "name": "no_such_module:f"}, r"task.rewards.0.name: cannot import 'no_such_module'"),
     ],
 )
 def test_a_term_that_cannot_work_is_named(reward, message):
