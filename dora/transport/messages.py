@@ -35,8 +35,6 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     publish_dtype: Literal["float32", "bfloat16"]
     threads: int
     micro_batch_tokens: int
-    groups_per_step: int
-    group_size: int
     steps: int  # T of the job: the last step writes a checkpoint
     learning_rate: float
     warmup_steps: int
@@ -51,7 +49,6 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     temperature: float
     max_staleness: int  # K in force (the strategy's)
     checkpoint_every: int
-    seed: int
 
 
 class Configure(Message, frozen=True):

@@ -104,6 +104,13 @@ class TrainerEnd:
             self._link.keep(frames)
             self._hand_over(frames)
 
+    def try_send(self, message: ToController) -> None:
+        """Send if the link still works: for the last word of a rank that fails, perhaps because of the link."""
+        with self._changed:
+            if self._epoch is None or self._fault is not None or self._link.full:
+                return
+        self.send(message)
+
     def close(self) -> None:
         """Wait a little until all messages are acknowledged, then end the thread."""
         if self._thread.is_alive():

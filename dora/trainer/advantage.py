@@ -1,0 +1,37 @@
+"""Group-relative advantages (losses.md §2) from the rewards of all siblings of a group.
+
+A sibling marked grading_failed has reward NaN and is left out of the statistics; it is not reward 0.
+Called by: packing.py.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+EPSILON = 1e-6  # keeps the advantage of a group without variance at 0 instead of 0/0
+
+
+def group_advantages(
+    rewards_n: NDArray[np.floating], group_rewards_nG: NDArray[np.floating], *, kind: str
+) -> NDArray[np.float64]:
+    """One advantage per trajectory; row i of `group_rewards_nG` holds the rewards of its whole group."""
+    rewards = rewards_n.astype(np.float64)
+    siblings = group_rewards_nG.astype(np.float64)
+    graded = ~np.isnan(siblings)
+    count = graded.sum(axis=1)
+    if np.isnan(rewards).any() or (count < 2).any():
+        raise ValueError(
+            "a trajectory without a reward or a group with fewer than two graded siblings cannot be trained"
+        )
+    mean = np.where(graded, siblings, 0.0).sum(axis=1) / count
+    centered = rewards - mean
+    match kind:
+        case "dr_grpo":
+            return centered
+        case "rloo":
+            return centered * count / (count - 1)
+        case "grpo":
+            squares = np.where(graded, (siblings - mean[:, None]) ** 2, 0.0).sum(axis=1)
+            return centered / (np.sqrt(squares / (count - 1)) + EPSILON)
+    raise ValueError(f"unknown advantage '{kind}'")

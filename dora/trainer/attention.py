@@ -1,0 +1,107 @@
+"""Attention over a packed row: every segment attends to itself only, without ever building a T x T mask.
+
+Segments of similar length share one SDPA call, padded at the end: under a causal mask no real query sees the padding,
+so it needs no mask of its own. A segment without a neighbour of similar length gets a call of its own. The default
+job has some eighty segments of 5-100 tokens in a row, where one call per segment would cost more than its work.
+Registered with transformers as "dora_segments"; the model is called with `segments=Segments(...)`.
+Called by: model.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AttentionInterface
+
+from dora.errors import ConfigError
+
+NAME = "dora_segments"
+# Segments share a call while the longest is at most this much longer than the shortest, plus SLACK tokens.
+MAX_STRETCH = 1.5
+SLACK = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Segments of one SDPA call."""
+
+    gather_bL: Tensor  # int64 positions in the row; beyond a segment's end its last position again
+    valid_bL: Tensor  # bool: not padding
+    row_b: Tensor  # int64, the valid entries of gather_bL in order
+
+
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """How a row is cut, worked out once per micro-batch and used by all layers."""
+
+    buckets: tuple[Bucket, ...]
+    restore_T: Tensor  # int64: where each position of the row stands in the concatenated outputs of the buckets
+
+
+def make_segments(lengths: tuple[int, ...], *, device: torch.device) -> Segments:
+    """Sort the segments by length into buckets of similar length."""
+    sizes = torch.tensor(lengths)
+    starts = sizes.cumsum(0) - sizes
+    order = torch.argsort(sizes, stable=True).tolist()
+    groups: list[list[int]] = []
+    for segment in order:
+        if groups and lengths[segment] <= MAX_STRETCH * lengths[groups[-1][0]] + SLACK:
+            groups[-1].append(segment)
+        else:
+            groups.append([segment])
+    buckets = []
+    for group in groups:
+        size_b = sizes[group]
+        offset_L = torch.arange(int(size_b.max()))
+        gather_bL = starts[group][:, None] + torch.minimum(offset_L, size_b[:, None] - 1)
+        valid_bL = offset_L < size_b[:, None]
+        buckets.append(Bucket(gather_bL.to(device), valid_bL.to(device), gather_bL[valid_bL].to(device)))
+    return Segments(tuple(buckets), torch.cat([bucket.row_b for bucket in buckets]).argsort())
+
+
+def attend(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    segments: Segments,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention interface: query [1, H, T, D], key and value [1, H_kv, T, D] -> [1, T, H, D]."""
+    if softcap is not None or s_aux is not None:
+        raise ConfigError(f"model.path: {type(module).__name__} uses soft-capped scores or sinks; not supported")
+    repeats = query.shape[1] // key.shape[1]
+    query_THD, key_THD, value_THD = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    outputs = []
+    for bucket in segments.buckets:
+        # [b, L, heads, D] -> [b, heads, L, D]
+        q, k, v = (tensor[bucket.gather_bL].transpose(1, 2) for tensor in (query_THD, key_THD, value_THD))
+        if repeats > 1:
+            k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
+        mask = _window_mask(q.shape[2], sliding_window, q.device)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling)
+        outputs.append(out.transpose(1, 2)[bucket.valid_bL])
+    return torch.cat(outputs)[segments.restore_T][None], None
+
+
+def _window_mask(length: int, window: int | None, device: torch.device) -> Tensor | None:
+    """Causal mask of a sliding window; None where the window reaches over the whole segment."""
+    if window is None or length <= window:
+        return None
+    position = torch.arange(length, device=device)
+    distance = position[:, None] - position[None, :]
+    return (distance >= 0) & (distance < window)
+
+
+AttentionInterface.register(NAME, attend)

@@ -1,0 +1,121 @@
+"""Resumable checkpoints: one safetensors file per rank and a manifest, no pickle.
+
+Invariant: a folder `step-<s>` is complete: it is written under a temporary name, synced and renamed, its manifest
+last; anything else is ignored. After loading, a hash of weights and moments is compared with the one taken from the
+live tensors when saving, so a checkpoint that loads is the state that was saved. Nothing in the trainer draws random
+numbers, hence no generator state. A checkpoint belongs to its world size.
+Called by: step.py; `latest` by the CLI.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from dora.errors import ConfigError
+
+KEEP = 2  # complete checkpoints kept, newest first
+MANIFEST = "manifest.json"
+
+
+def save(folder: Path, *, step: int, tensors: Mapping[str, Tensor], device: torch.device) -> Path:
+    """Write this rank's `tensors` for the boundary before `step`; a collective, returns when all ranks are durable."""
+    target, written = folder / f"step-{step:06d}", folder / f".step-{step:06d}"
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    if _complete(target):
+        return target
+    if rank == 0:
+        shutil.rmtree(written, ignore_errors=True)
+        written.mkdir(parents=True)
+    dist.barrier()
+    path = written / f"rank-{rank}.safetensors"
+    save_file({name: tensor.contiguous().cpu() for name, tensor in tensors.items()}, path)
+    _fsync(path)
+    hashes = _gather_hashes(state_hash(tensors), device=device)
+    if rank == 0:
+        manifest = {"step": step, "world_size": world_size, "state_sha256": hashes}
+        (written / MANIFEST).write_text(json.dumps(manifest, indent=1))
+        _fsync(written / MANIFEST)
+        _fsync(written)
+        shutil.rmtree(target, ignore_errors=True)  # an incomplete one of that name
+        written.rename(target)
+        _fsync(folder)
+        for old in _all(folder)[:-KEEP]:
+            shutil.rmtree(old)
+    dist.barrier()
+    return target
+
+
+def load(path: Path, *, tensors: Mapping[str, Tensor]) -> int:
+    """Copy this rank's state into `tensors`, verify it and return the step to go on with."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    if not _complete(path):
+        raise ConfigError(f"{path} is no complete checkpoint; name a folder step-<s> that holds {MANIFEST}")
+    manifest = json.loads((path / MANIFEST).read_text())
+    if manifest["world_size"] != world_size:
+        raise ConfigError(f"{path} was written by {manifest['world_size']} ranks; set trainer.ranks to that number")
+    try:
+        stored = load_file(path / f"rank-{rank}.safetensors")
+    except (OSError, SafetensorError) as err:
+        raise ConfigError(
+            f"{path}/rank-{rank}.safetensors is damaged ({err}); resume from an older checkpoint"
+        ) from err
+    if stored.keys() != tensors.keys():
+        raise ConfigError(
+            f"{path} belongs to another model: {sorted(stored.keys() ^ tensors.keys())[0]} does not match"
+        )
+    for name, tensor in tensors.items():
+        if stored[name].shape != tensor.shape:
+            raise ConfigError(f"{path} belongs to another model: {name} has shape {tuple(stored[name].shape)}")
+        tensor.copy_(stored[name])
+    if state_hash(tensors) != manifest["state_sha256"][rank]:
+        raise ConfigError(f"{path}: what rank {rank} loaded is not what was saved; resume from an older checkpoint")
+    return int(manifest["step"])
+
+
+def latest(folder: Path) -> Path | None:
+    """The newest complete checkpoint in `folder`."""
+    return max(_all(folder), default=None)
+
+
+def state_hash(tensors: Mapping[str, Tensor]) -> str:
+    """sha256 over names and bytes."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        digest.update(name.encode())
+        digest.update(tensors[name].detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _all(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.glob("step-*") if _complete(path))
+
+
+def _complete(path: Path) -> bool:
+    return (path / MANIFEST).is_file()
+
+
+def _gather_hashes(own: str, *, device: torch.device) -> list[str]:
+    """The hashes of all ranks, as tensors: gathering objects would pickle them."""
+    mine = torch.tensor(list(bytes.fromhex(own)), dtype=torch.uint8, device=device)
+    gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, mine)
+    return [bytes(hash_.tolist()).hex() for hash_ in gathered]
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

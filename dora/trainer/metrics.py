@@ -1,0 +1,147 @@
+"""What a step reports: sums while micro-batches are trained, one reduction over ranks, names with unit and formula.
+
+Invariant: everything is a sum (or a maximum) over trained tokens or trajectories until the close of the step; division
+comes last, so neither packing nor the number of ranks can change a number.
+Called by: step.py; METRICS is read by the docs and the status page.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dora.trainer.loss import log_ratio
+
+# name -> (unit, formula). Rows of LAGGED exist as `all/<name>` and, for every lag with tokens, `lag=<l>/<name>`.
+# Sums run over trained tokens; w = k = π/μ, log k clamped to ±20. At one update per step ρ = k and r = 1, so one
+# mismatch serves both and the clip never acts.
+LAGGED: dict[str, tuple[str, str]] = {
+    "tokens": ("tokens", "Σ 1"),
+    "mismatch_k3": ("nats", "mean of k - 1 - log k"),
+    "log_ratio_mean": ("nats", "mean of log k"),
+    "log_ratio_abs_max": ("nats", "max |log k|"),
+    "ess": ("fraction", "(Σ w)² / (n Σ w²)"),
+    "chi2": ("1", "mean of w² - 1"),
+    "ppl_ratio": ("1", "exp(mean log μ - mean log π)"),
+    "tis_capped_frac": ("fraction", "mean of [ρ > tis_cap]"),
+    "entropy": ("nats", "mean entropy of softmax(logits / temperature)"),
+    "adv_mean": ("1", "mean advantage"),
+    "adv_std": ("1", "√(mean A² - adv_mean²)"),
+    "sequences": ("trajectories", "Σ 1 over trajectories"),
+    "reward_mean": ("1", "mean reward over trajectories"),
+    "response_len_mean": ("tokens", "trained tokens / trajectories"),
+    "truncated_frac": ("fraction", "trajectories that reached their token budget"),
+}
+WHOLE: dict[str, tuple[str, str]] = {
+    "denominator": ("tokens", "D: trained tokens of the step, all ranks"),
+    "loss": ("1", "Σ l / D"),
+    "grad_norm": ("1", "Euclidean norm of the normalised gradient before clipping"),
+    "learning_rate": ("1", "rate in force in this step, warm-up included"),
+    "nonfinite_count": ("tokens", "trained tokens whose loss is NaN or infinite"),
+    "update_skipped": ("0/1", "1: D = 0 or the gradient is not finite; the next version equals this one"),
+    "step_tokens": ("tokens", "all tokens of the step, prompts included, all ranks"),
+    "busy_s": ("s", "computing, summed over ranks; waiting for micro-batches is not in it"),
+    "close_s": ("s", "from the end of the last micro-batch to the gathered weights of the next version, rank 0"),
+}
+METRICS = WHOLE | {f"all/{name}": row for name, row in LAGGED.items()}
+
+_TOKEN_SUMS = ("tokens", "k", "k_squared", "log_k", "capped", "entropy", "adv", "adv_squared", "loss", "nonfinite")
+_SEQUENCE_SUMS = ("sequences", "reward", "truncated")
+_COLUMNS = {name: i for i, name in enumerate((*_TOKEN_SUMS, *_SEQUENCE_SUMS))}
+
+
+class StepSums:
+    """The sums of one step on one rank: a row per lag."""
+
+    def __init__(self, *, max_staleness: int, device: torch.device) -> None:
+        self._sums = torch.zeros(max_staleness + 1, len(_COLUMNS), dtype=torch.float64, device=device)
+        self._abs_max = torch.zeros(max_staleness + 1, dtype=torch.float64, device=device)
+        self.step_tokens = 0
+        self.busy_s = 0.0
+
+    @torch.no_grad()
+    def add_tokens(
+        self, *, current: Tensor, behavior: Tensor, advantage: Tensor, entropy: Tensor, loss: Tensor, lag: Tensor,
+        tis_cap: float,
+    ) -> None:  # fmt: skip
+        """Trained tokens of one micro-batch."""
+        log_k = log_ratio(current, behavior).double()
+        k, adv = log_k.exp(), advantage.double()
+        columns = (torch.ones_like(k), k, k * k, log_k, k > tis_cap, entropy, adv, adv * adv, loss, ~loss.isfinite())
+        values = torch.stack([column.double() for column in columns], dim=1)
+        self._sums[:, : len(_TOKEN_SUMS)].index_add_(0, lag, values)
+        self._abs_max.scatter_reduce_(0, lag, log_k.abs(), "amax")
+
+    def add_sequences(self, *, lag: Tensor, reward: Tensor, truncated: Tensor) -> None:
+        """Trajectories of one micro-batch."""
+        values = torch.stack([torch.ones(len(lag)), reward, truncated], dim=1).double()
+        self._sums[:, len(_TOKEN_SUMS) :].index_add_(0, lag.to(self._sums.device), values.to(self._sums.device))
+
+    def reduce(self) -> ReducedSums:
+        """The sums of all ranks; a collective."""
+        extra = torch.tensor([self.step_tokens, self.busy_s], dtype=torch.float64, device=self._sums.device)
+        flat = torch.cat([self._sums.flatten(), extra])
+        dist.all_reduce(flat)
+        dist.all_reduce(self._abs_max, op=dist.ReduceOp.MAX)
+        return ReducedSums(flat[:-2].view_as(self._sums).cpu(), self._abs_max.cpu(), *flat[-2:].tolist())
+
+
+class ReducedSums:
+    """The sums of a whole step."""
+
+    def __init__(self, sums: Tensor, abs_max: Tensor, step_tokens: float, busy_s: float) -> None:
+        self._sums = sums
+        self._abs_max = abs_max
+        self._step_tokens = step_tokens
+        self._busy_s = busy_s
+
+    @property
+    def denominator(self) -> float:
+        """D."""
+        return float(self._column("tokens").sum())
+
+    def metrics(self, **whole: float) -> dict[str, float]:
+        """All metrics; `whole` are those of WHOLE that the caller knows."""
+        result = {
+            "denominator": self.denominator,
+            "loss": float(self._column("loss").sum()) / max(self.denominator, 1.0),
+            "nonfinite_count": float(self._column("nonfinite").sum()),
+            "step_tokens": self._step_tokens,
+            "busy_s": self._busy_s,
+            **whole,
+        }
+        result |= {f"all/{key}": value for key, value in _lagged(self._sums.sum(0), self._abs_max.max()).items()}
+        for lag, (row, abs_max) in enumerate(zip(self._sums, self._abs_max, strict=True)):
+            if row[_COLUMNS["tokens"]] > 0:
+                result |= {f"lag={lag}/{key}": value for key, value in _lagged(row, abs_max).items()}
+        return result
+
+    def _column(self, name: str) -> Tensor:
+        return self._sums[:, _COLUMNS[name]]
+
+
+def _lagged(row: Tensor, abs_max: Tensor) -> dict[str, float]:
+    """The rows of LAGGED from one row of sums; zeros where nothing was trained."""
+    total: dict[str, Any] = {name: float(row[i]) for name, i in _COLUMNS.items()}
+    n, sequences = max(total["tokens"], 1.0), max(total["sequences"], 1.0)
+    mean = {name: total[name] / n for name in _TOKEN_SUMS}
+    return {
+        "tokens": total["tokens"],
+        "mismatch_k3": mean["k"] - mean["tokens"] - mean["log_k"],
+        "log_ratio_mean": mean["log_k"],
+        "log_ratio_abs_max": float(abs_max),
+        "ess": total["k"] ** 2 / (n * total["k_squared"]) if total["k_squared"] else 0.0,
+        "chi2": mean["k_squared"] - mean["tokens"],
+        "ppl_ratio": float(torch.tensor(-mean["log_k"]).exp()),
+        "tis_capped_frac": mean["capped"],
+        "entropy": mean["entropy"],
+        "adv_mean": mean["adv"],
+        "adv_std": max(mean["adv_squared"] - mean["adv"] ** 2, 0.0) ** 0.5,
+        "sequences": total["sequences"],
+        "reward_mean": total["reward"] / sequences,
+        "response_len_mean": total["tokens"] / sequences,
+        "truncated_frac": total["truncated"] / sequences,
+    }

@@ -1,0 +1,67 @@
+"""Log-probs of given responses under a model folder, in one process: for `dora check` and `dora audit --deep`.
+
+Uses the trainer's own forward pass, so what it finds is what the trainer would compute.
+Called by: cli.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from transformers import AutoModelForCausalLM
+
+from dora.trainer import attention
+from dora.trainer.model import logprobs
+from dora.trainer.packing import make_row
+
+TOKENS_PER_ROW = 4_096  # sequences are packed up to this many tokens; a longer one has a row of its own
+
+
+def score(
+    model_path: Path,
+    sequences: Sequence[Sequence[int]],
+    *,
+    prompt_lengths: Sequence[int],
+    temperature: float,
+    device: str = "cpu",
+    dtype: str = "float32",
+) -> list[NDArray[np.float32]]:
+    """For each sequence the log-probs of its tokens after the prompt, under softmax(logits / temperature)."""
+    model = AutoModelForCausalLM.from_pretrained(
+        model_path,
+        dtype=getattr(torch, dtype),
+        attn_implementation=attention.NAME,
+        local_files_only=True,
+        trust_remote_code=False,
+        use_safetensors=True,
+    )
+    model = model.to(device).eval()
+    scored: list[NDArray[np.float32]] = []
+    for part in _parts(sequences):
+        lengths = np.array([len(sequences[i]) for i in part])
+        ends = np.cumsum(lengths)
+        response_lengths = lengths - np.array([prompt_lengths[i] for i in part])
+        trained = np.concatenate([np.arange(end - n, end) for end, n in zip(ends, response_lengths, strict=True)])
+        tokens = np.concatenate([np.asarray(sequences[i], np.int64) for i in part])
+        row = make_row(tokens, lengths=lengths, trained=trained, device=torch.device(device))
+        with torch.no_grad():
+            values = logprobs(model, row, temperature=temperature)[0].float().cpu().numpy()
+        scored += np.split(values, np.cumsum(response_lengths)[:-1])
+    return scored
+
+
+def _parts(sequences: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Consecutive sequence numbers, cut at TOKENS_PER_ROW."""
+    parts: list[list[int]] = []
+    used = TOKENS_PER_ROW + 1
+    for number, sequence in enumerate(sequences):
+        if used + len(sequence) > TOKENS_PER_ROW:
+            parts.append([])
+            used = 0
+        parts[-1].append(number)
+        used += len(sequence)
+    return parts

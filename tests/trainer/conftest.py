@@ -1,0 +1,202 @@
+"""A tiny policy, micro-batches, and whole trainer jobs: real torchrun ranks against a real ControllerEnd."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from dora.transport.controller_end import ControllerEnd
+from dora.transport.messages import (
+    CheckpointSaved,
+    Configure,
+    MicroBatch,
+    MicroBatchTrained,
+    SaveCheckpoint,
+    StepTrained,
+    Stop,
+    TrainerFailed,
+    TrainerSettings,
+    VersionPublished,
+    empty_micro_batch,
+)
+
+VOCAB = 23
+GROUP_SIZE = 4
+START_S = 90.0
+
+
+@pytest.fixture(scope="session")
+def model_path(tmp_path_factory) -> Path:
+    """A random two-layer Qwen3 with tied embeddings, grouped keys and an odd number of rows to shard."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCAB, hidden_size=24, intermediate_size=36, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, max_position_embeddings=128, tie_word_embeddings=True,
+    )  # fmt: skip
+    folder = tmp_path_factory.mktemp("model")
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+SETTINGS = TrainerSettings(
+    device="cpu", dtype="float32", publish_dtype="float32", threads=1, micro_batch_tokens=64, steps=100,
+    learning_rate=1e-2, warmup_steps=2, weight_decay=0.1, beta1=0.9, beta2=0.95, max_grad_norm=0.05,
+    advantage="grpo", clip_low=0.2, clip_high=0.28, tis_cap=1.5, temperature=0.7, max_staleness=2,
+    checkpoint_every=100,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One trajectory of a made-up group."""
+
+    group: int
+    sibling: int
+    version: int
+    tokens: list[int]
+    prompt_length: int
+    logprobs: list[float]  # of the response
+    rewards: list[float]  # of the whole group
+
+
+def make_groups(count: int, *, version: int, seed: int) -> list[Answer]:
+    """Random groups whose behavior log-probs are around log(1/VOCAB), some ratios beyond the TIS cap."""
+    rng = np.random.default_rng(seed)
+    answers = []
+    for group in range(count):
+        prompt = rng.integers(0, VOCAB, rng.integers(1, 6)).tolist()
+        rewards = rng.choice([0.0, 0.5, 1.0], GROUP_SIZE).tolist()
+        for sibling in range(GROUP_SIZE):
+            response = rng.integers(0, VOCAB, rng.integers(1, 20)).tolist()
+            logprobs = (-np.log(VOCAB) + rng.normal(0, 0.5, len(response))).tolist()
+            answers.append(
+                Answer(100 * seed + group, sibling, version, prompt + response, len(prompt), logprobs, rewards)
+            )
+    return answers
+
+
+def make_batch(answers: Sequence[Answer], *, step: int, index: int, last: bool) -> MicroBatch:
+    """Masked positions carry NaN log-probs, as nothing may read them."""
+    if not answers:
+        return empty_micro_batch(step=step, index=index, last=last, group_size=GROUP_SIZE)
+    mask = [np.arange(len(a.tokens)) >= a.prompt_length for a in answers]
+    logprobs = [np.concatenate([np.full(a.prompt_length, np.nan), a.logprobs]) for a in answers]
+    return MicroBatch(
+        step=step,
+        index=index,
+        last=last,
+        tokens=np.concatenate([a.tokens for a in answers]).astype(np.int32),
+        loss_mask=np.concatenate(mask).astype(np.uint8),
+        behavior_logprobs=np.concatenate(logprobs).astype(np.float32),
+        lengths=np.array([len(a.tokens) for a in answers], np.int32),
+        trajectories=np.array([a.group * GROUP_SIZE + a.sibling for a in answers], np.int64),
+        groups=np.array([a.group for a in answers], np.int64),
+        versions=np.array([a.version for a in answers], np.int32),
+        rewards=np.array([a.rewards[a.sibling] for a in answers], np.float32),
+        group_rewards=np.array([a.rewards for a in answers], np.float32),
+        truncated=np.zeros(len(answers), np.uint8),
+    )
+
+
+@dataclass
+class Job:
+    """A running trainer: `torchrun` and the controller's end, with all that the ranks reported."""
+
+    end: ControllerEnd
+    process: asyncio.subprocess.Process
+    world_size: int
+    reports: list[object] = field(default_factory=list)
+
+    async def step(self, step: int, waves: Sequence[Sequence[Sequence[Answer]]]) -> StepTrained:
+        """Send waves[index][rank] and wait until the step is trained and its version published."""
+        for index, wave in enumerate(waves):
+            for rank, answers in enumerate(wave):
+                batch = make_batch(answers, step=step, index=index, last=index == len(waves) - 1)
+                await self.end.send(rank, batch)
+        trained = await self.until(StepTrained)
+        await self.until(VersionPublished)
+        return trained
+
+    async def until(self, kind: type, *, count: int = 1):
+        """The `count`-th report of `kind` from now on; TrainerFailed is returned only when asked for."""
+        async with asyncio.timeout(START_S):
+            while True:
+                _, message = await self.end.receive()
+                self.reports.append(message)
+                assert kind is TrainerFailed or not isinstance(message, TrainerFailed), message
+                count -= isinstance(message, kind)
+                if isinstance(message, kind) and count == 0:
+                    return message
+
+    async def broadcast(self, message) -> None:
+        for rank in range(self.world_size):
+            await self.end.send(rank, message)
+
+    async def save_checkpoint(self) -> CheckpointSaved:
+        await self.broadcast(SaveCheckpoint())
+        return await self.until(CheckpointSaved)
+
+    async def stop(self) -> int:
+        """End the ranks; returns torchrun's exit code."""
+        await self.broadcast(Stop(reason="the test is over"))
+        async with asyncio.timeout(START_S):
+            return await self.process.wait()
+
+
+@asynccontextmanager
+async def start_job(
+    folder: Path, model_path: Path, *, world_size: int = 2, resume_from: str | None = None, **changes
+) -> AsyncIterator[Job]:
+    """Ranks that are connected and configured; READY is the caller's to wait for."""
+    token = secrets.token_hex(8)
+    end = ControllerEnd(address="tcp://127.0.0.1:0", token=token, world_size=world_size, now=time.monotonic)
+    address = await end.start()
+    environment = {
+        **os.environ, "DORA_CONTROLLER": address, "DORA_TOKEN": token, "OMP_NUM_THREADS": "1",
+        "TRANSFORMERS_VERBOSITY": "error",
+    }  # fmt: skip
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}",
+        "-m", "dora.trainer.main", env=environment, start_new_session=True,
+    )  # fmt: skip
+    try:
+        await end.wait_ready(START_S)
+        job = Job(end, process, world_size)
+        await job.broadcast(
+            Configure(
+                run_id="test",
+                model_path=str(model_path),
+                settings=msgspec.structs.replace(SETTINGS, **changes),
+                memory_root=str(folder / "memory"),
+                durable_root=str(folder / "durable"),
+                checkpoints=str(folder / "checkpoints"),
+                resume_from=resume_from,
+            )
+        )
+        yield job
+    finally:
+        if process.returncode is None:
+            os.killpg(process.pid, signal.SIGTERM)
+            await process.wait()
+        await end.close()
+
+
+@pytest.fixture
+def num_micro_batches():
+    """How many micro-batches a rank reported."""
+    return lambda job, rank: sum(isinstance(m, MicroBatchTrained) and m.rank == rank for m in job.reports)
+
