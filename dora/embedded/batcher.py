@@ -180,6 +180,11 @@ class Batcher:
         self._floor_wanted = True
         self._wake.set()
 
+    def close(self) -> None:
+        """Ends the decoder thread after the burst in progress, if any."""
+        self._floor_wanted = True
+        self._thread.shutdown()
+
     # --- orders: run them through `between_steps`
 
     def relabel(self, version: str) -> None:

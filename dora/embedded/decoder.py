@@ -10,6 +10,7 @@ Legend: L layers, B rows, T new tokens per row, S positions read, W key width (K
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.cache_utils import Cache
 from transformers.integrations.sdpa_attention import repeat_kv
 from transformers.modeling_utils import AttentionInterface
+from transformers.utils.logging import disable_progress_bar
 
 from dora.embedded.batcher import Joined, Joiner
 from dora.embedded.prefixes import PrefixCache
@@ -119,6 +121,7 @@ class CausalDecoder:
         self._length, self._token, self._seed, self._top_k, self._greedy = self._ints.unbind(1)
         self._floats = torch.ones(slots, 3, device=device)
         self._settings: Settings | None = None  # of all live rows; None when they have changed
+        self._poisoned = False  # the model gave NaN, so the KV may hold some
         self._lengths: list[int] = []  # of the live rows, on the host
         self._bans: list[tuple[int, Sequence[int]] | None] = []  # (first index allowed, token ids) of the live rows
         self._row_ids = torch.arange(slots, device=device)
@@ -134,11 +137,10 @@ class CausalDecoder:
         cached = [self._restore(first + i, joiner) for i, joiner in enumerate(joiners)]
         self._set_rows(first, joiners)
         prompt_logprobs, logits_BV = self._prefill(first, joiners, cached)
-        token_B, logprob_B = self._sample(logits_BV, first)
+        tokens, logprobs = self._sample(logits_BV, first)
         for row, joiner in enumerate(joiners, first):
             self._remember(row, joiner)
-        sampled = zip(token_B.tolist(), logprob_B.tolist(), cached, prompt_logprobs, strict=True)
-        return [Joined(*one) for one in sampled]
+        return [Joined(*one) for one in zip(tokens, logprobs, cached, prompt_logprobs, strict=True)]
 
     @torch.inference_mode()
     def step(self) -> tuple[list[int], list[float]]:
@@ -154,8 +156,7 @@ class CausalDecoder:
         logits_BV = self._forward(self._token[:live, None], mask, position_B[:, None])[:, -1]
         position_B += 1
         self._lengths = [length + 1 for length in self._lengths]
-        token_B, logprob_B = self._sample(logits_BV, 0)
-        return token_B.tolist(), logprob_B.tolist()
+        return self._sample(logits_BV, 0)
 
     @torch.inference_mode()
     def leave(self, row: int) -> None:
@@ -171,11 +172,12 @@ class CausalDecoder:
         self._bans.pop()
         self._settings = None
 
+    @torch.inference_mode()
     def load(self, folder: Path) -> None:
-        with torch.no_grad():
-            _copy_weights(self._model, folder)
-        if not self._live:
-            self._cache.kv[:, :, :, : self._cache.capacity].nan_to_num_(0.0, 0.0, 0.0)
+        _copy_weights(self._model, folder)
+        if self._poisoned and not self._live:  # masked positions count 0 times what they hold, and 0 x NaN is NaN
+            self._cache.kv.zero_()
+            self._poisoned = False
 
     def flush(self) -> None:
         self._prefixes.clear()
@@ -281,7 +283,7 @@ class CausalDecoder:
         mask = torch.where(readable, 0.0, -torch.inf).to(self._mask.dtype)[:, None]
         return self._forward(token_BT, mask, position_BT, keep=0 if all_logits else 1)
 
-    def _sample(self, logits_BV: Tensor, first: int) -> tuple[Tensor, Tensor]:
+    def _sample(self, logits_BV: Tensor, first: int) -> tuple[list[int], list[float]]:
         """Samples the next token of rows `first`.. and makes it the row's pending token."""
         live = self._live
         for row in range(first, live):
@@ -294,7 +296,9 @@ class CausalDecoder:
             settings = self._settings = self._settings or self._settings_of(0)
         token_B, logprob_B = sample(logits_BV, settings, self._length[first:live])
         self._token[first:live] = token_B
-        return token_B, logprob_B
+        logprobs: list[float] = logprob_B.tolist()
+        self._poisoned |= math.isnan(sum(logprobs))
+        return token_B.tolist(), logprobs
 
     def _settings_of(self, first: int) -> Settings:
         rows = slice(first, self._live)
@@ -335,6 +339,7 @@ def _from_start(row: list[float], joiner: Joiner) -> list[float | None] | None:
 def _build(folder: Path, *, device: str, dtype: str) -> Any:
     if not (folder / "config.json").is_file():
         raise ConfigError(f"model folder {folder} has no config.json: give a Hugging Face model folder")
+    disable_progress_bar()
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
         model = AutoModelForCausalLM.from_pretrained(

@@ -15,14 +15,19 @@ class Gate:
     def __init__(self) -> None:
         self.paused = False
         self._inside = 0
-        self._updates = 0  # weight updates that wait for, or have, an empty server
+        self._updates = 0
         self._changed = asyncio.Condition()
+
+    @property
+    def closing(self) -> bool:
+        """A weight update waits for, or has, an empty server."""
+        return self._updates > 0
 
     @asynccontextmanager
     async def passage(self) -> AsyncIterator[None]:
         """Around one generate call. Waits without limit: a paused stream is silent but open."""
         async with self._changed:
-            await self._changed.wait_for(lambda: not self.paused and not self._updates)
+            await self._changed.wait_for(lambda: not self.paused and not self.closing)
             self._inside += 1
         try:
             yield

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 GREEDY_BELOW = 1e-6  # temperatures under this mean argmax, as in SGLang
+_GOLDEN = -0x61C8864680B583EB  # the increment of SplitMix64
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,7 @@ def _mix(x: Tensor) -> Tensor:
 
 def uniform(seed_B: Tensor, position_B: Tensor) -> Tensor:
     """float64 in [0, 1) with 48 random bits, from (seed, position) alone."""
-    bits = _mix(_mix(seed_B) + position_B * -0x61C8864680B583EB)
+    bits = _mix(_mix(seed_B + _GOLDEN) + position_B * _GOLDEN)
     return ((bits >> 16) & 0xFFFFFFFFFFFF).double() * 2.0**-48
 
 

@@ -13,7 +13,8 @@ import itertools
 import os
 import signal
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -84,31 +85,40 @@ def _tokenizer(folder: Path) -> Tokenizer:
     return tokenizer
 
 
-async def serve(options: ServeOptions, decoder: Decoder, tokenizer: Tokenizer | None) -> None:
-    """Serves `decoder` until a signal. The batcher's end is the server's end, whatever its reason."""
+@asynccontextmanager
+async def running(
+    options: ServeOptions, decoder: Decoder, tokenizer: Tokenizer | None
+) -> AsyncIterator[tuple[Engine, str, asyncio.Task[None]]]:
+    """A listening engine: what its routes share, its URL, and its batcher's task, which ends only by an error."""
     engine = _engine(options, decoder, tokenizer)
     runner = web.AppRunner(build_app(engine), access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
     await runner.setup()
-    try:
-        site = web.TCPSite(runner, options.host, options.port, backlog=1024)
-        await site.start()
-    except OSError as err:
-        await runner.cleanup()
-        raise ConfigError(f"cannot listen on {options.host}:{options.port}: {err.strerror or err}") from err
-    host, port = runner.addresses[0][:2]
-    stopping = asyncio.Event()
-    _on_signals(engine, stopping)
     batching = asyncio.create_task(engine.batcher.run(), name="batcher")
-    sys.stdout.write(f"ready http://{host}:{port}\n")
-    sys.stdout.flush()
-    stopped = asyncio.create_task(stopping.wait(), name="wait for a signal")
-    await asyncio.wait({batching, stopped}, return_when=asyncio.FIRST_COMPLETED)
-    if batching.done():
-        batching.result()  # raises: a batcher never returns
-    await _drained(engine)
-    batching.cancel()
-    await asyncio.wait({batching})
-    await runner.cleanup()
+    try:
+        await web.TCPSite(runner, options.host, options.port, backlog=1024).start()
+        host, port = runner.addresses[0][:2]
+        yield engine, f"http://{host}:{port}", batching
+    except OSError as err:
+        raise ConfigError(f"cannot listen on {options.host}:{options.port}: {err.strerror or err}") from err
+    finally:
+        await runner.cleanup()
+        batching.cancel()
+        await asyncio.wait({batching})
+        engine.batcher.close()
+
+
+async def serve(options: ServeOptions, decoder: Decoder, tokenizer: Tokenizer | None) -> None:
+    """Serves `decoder` until a signal, then until no call is running."""
+    stopping = asyncio.Event()
+    async with running(options, decoder, tokenizer) as (engine, url, batching):
+        _on_signals(engine, stopping)
+        sys.stdout.write(f"ready {url}\n")
+        sys.stdout.flush()
+        stopped = asyncio.create_task(stopping.wait(), name="wait for a signal")
+        await asyncio.wait({batching, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        if batching.done():
+            batching.result()
+        await engine.batcher.emptied(timeout_s=DRAIN_LIMIT_S)
 
 
 def _engine(options: ServeOptions, decoder: Decoder, tokenizer: Tokenizer | None) -> Engine:
@@ -196,8 +206,3 @@ def _on_signals(engine: Engine, stopping: asyncio.Event) -> None:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop)
-
-
-async def _drained(engine: Engine) -> None:
-    """Waits until no call is running; unblocked by their ends, a second signal, or the limit."""
-    await engine.batcher.emptied(timeout_s=DRAIN_LIMIT_S)

@@ -1,0 +1,321 @@
+"""The batcher's rules against a decoder of our own that counts instead of computing."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dora.embedded.batcher import Batcher, Joined, Joiner, waves
+from dora.embedded.generation import ABORTED, ABORTED_WAITING, NOT_FINITE, QUEUE_FULL, Generation, Sampling
+from dora.embedded.metrics import EngineMetrics
+
+WAIT_S = 20.0
+
+
+class CountingDecoder:
+    """Gives each row its own length as the next token. `steps` are handed out by the test, unless it lets it run."""
+
+    context_tokens, vocab_size, eos_token_ids, model_type = 10_000, 1_000_000, frozenset[int](), "counting"
+    cached_tokens = 0
+
+    def __init__(self) -> None:
+        self.architectures: list[str] = []
+        self.rows: list[int] = []  # tokens of each row
+        self.most_rows = 0
+        self.joins: list[list[Joiner]] = []
+        self.steps = threading.Semaphore(0)
+        self.unlimited = True
+        self.logprob = -1.0
+        self.loaded: list[Path] = []
+
+    def join(self, joiners: Sequence[Joiner]) -> list[Joined]:
+        self.joins.append(list(joiners))
+        first = len(self.rows)
+        self.rows += [len(joiner.token_ids) for joiner in joiners]
+        self.most_rows = max(self.most_rows, len(self.rows))
+        return [Joined(tokens, self.logprob, 0, None) for tokens in self.rows[first:]]
+
+    def step(self) -> tuple[list[int], list[float]]:
+        if not self.unlimited:
+            assert self.steps.acquire(timeout=WAIT_S), "the test handed out no step"
+        self.rows = [tokens + 1 for tokens in self.rows]
+        return list(self.rows), [self.logprob] * len(self.rows)
+
+    def leave(self, row: int) -> None:
+        last = self.rows.pop()
+        if row < len(self.rows):
+            self.rows[row] = last
+
+    def load(self, folder: Path) -> None:
+        self.loaded.append(folder)
+
+    def flush(self) -> None:
+        pass
+
+
+class Rig:
+    def __init__(self, batcher: Batcher, decoder: CountingDecoder) -> None:
+        self.batcher, self.decoder = batcher, decoder
+
+    def submit(self, rid: str, *, prompt: int = 4, namespace: str = "", **sampling: Any) -> Generation:
+        given = {"max_new_tokens": 5, **sampling}
+        one = Generation(rid=rid, prompt_ids=[7] * prompt, sampling=Sampling(**given), namespace=namespace)
+        self.batcher.submit(one)
+        return one
+
+    async def until(self, one: Generation, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(WAIT_S):
+            while not condition():
+                await one.next_news()
+
+    async def ended(self, *generations: Generation) -> None:
+        for one in generations:
+            await self.until(one, lambda one=one: one.done)  # type: ignore[misc]
+
+
+@asynccontextmanager
+async def rig(**changes: Any) -> AsyncIterator[Rig]:
+    decoder = CountingDecoder()
+    given = {"slots": 4, "kv_tokens": 1000, "max_queued_requests": None, **changes}
+    batcher = Batcher(decoder, weight_version="v0", metrics=EngineMetrics(), **given)
+    loop = asyncio.create_task(batcher.run(), name="batcher")
+    try:
+        yield Rig(batcher, decoder)
+    finally:
+        decoder.unlimited = True
+        decoder.steps.release(1000)
+        loop.cancel()
+        await asyncio.wait({loop})
+        batcher.close()
+    assert batcher.used_tokens == sum(len(one.prompt_ids) + len(one.output_ids) for one in batcher.rows)
+
+
+async def test_a_request_gets_its_tokens_in_order_and_the_reason_for_its_end() -> None:
+    async with rig() as it:
+        one = it.submit("a", max_new_tokens=5)
+        await it.ended(one)
+        assert one.output_ids == [4, 5, 6, 7, 8]
+        assert one.output_logprobs == [-1.0] * 5
+        assert one.finish_reason == {"type": "length", "length": 5}
+        assert it.batcher.live == {}
+
+
+async def test_a_stop_token_ends_the_request_and_stays_in_its_output() -> None:
+    async with rig() as it:
+        one = it.submit("a", max_new_tokens=50, stop_ids=frozenset({7}))
+        await it.ended(one)
+        assert one.output_ids == [4, 5, 6, 7]
+        assert one.finish_reason == {"type": "stop", "matched": 7}
+
+
+async def test_a_stop_token_at_the_length_limit_counts_as_length() -> None:
+    async with rig() as it:
+        one = it.submit("a", max_new_tokens=4, stop_ids=frozenset({7}))
+        await it.ended(one)
+        assert one.finish_reason == {"type": "length", "length": 4}
+
+
+async def test_no_new_tokens_wanted_means_prefill_only() -> None:
+    async with rig() as it:
+        one = it.submit("a", max_new_tokens=0)
+        await it.ended(one)
+        assert (one.output_ids, one.finish_reason) == ([], {"type": "length", "length": 0})
+        assert len(it.decoder.joins) == 1
+
+
+async def test_requests_beyond_the_slots_wait_and_join_when_one_leaves() -> None:
+    async with rig(slots=2) as it:
+        it.decoder.unlimited = False
+        short, long, third = it.submit("short", max_new_tokens=2), it.submit("long"), it.submit("third")
+        it.decoder.steps.release(1)
+        await it.ended(short)
+        assert long.finish_reason is None
+        it.decoder.unlimited = True
+        it.decoder.steps.release(1)
+        await it.ended(long, third)
+        assert it.decoder.most_rows == 2
+        assert third.output_ids == [4, 5, 6, 7, 8]
+
+
+async def test_a_prompt_that_does_not_fit_the_kv_waits_and_those_behind_it_too() -> None:
+    async with rig(kv_tokens=100) as it:
+        it.decoder.unlimited = False
+        big, bigger, small = (it.submit(name, prompt=tokens) for name, tokens in (("b", 60), ("c", 61), ("d", 1)))
+        it.decoder.steps.release(1)
+        await it.until(big, lambda: big.published >= 1)
+        assert list(it.batcher.waiting) == [bigger, small]
+        it.decoder.unlimited = True
+        it.decoder.steps.release(1)
+        await it.ended(big, bigger, small)
+        assert bigger.num_retractions == small.num_retractions == 0
+
+
+async def test_when_the_kv_is_full_the_youngest_is_retracted_and_computed_anew_without_losing_a_token() -> None:
+    async with rig(kv_tokens=100) as it:
+        old = it.submit("old", prompt=10, max_new_tokens=80)
+        young = it.submit("young", prompt=10, max_new_tokens=60)
+        await it.ended(old, young)
+        assert (old.num_retractions, young.num_retractions) == (0, 1)
+        assert old.output_ids == list(range(10, 90))
+        assert young.output_ids == list(range(10, 70))
+        again = it.decoder.joins[-1][0]
+        kept = len(again.token_ids) - 10
+        assert list(again.token_ids) == [7] * 10 + young.output_ids[:kept]
+        assert kept > 20
+
+
+async def test_aborting_a_running_request_keeps_its_tokens() -> None:
+    async with rig() as it:
+        it.decoder.unlimited = False
+        one = it.submit("a")
+        it.decoder.steps.release(2)
+        await it.until(one, lambda: one.published >= 1)
+        it.batcher.abort("a")
+        it.decoder.steps.release(2)
+        await it.ended(one)
+        assert one.finish_reason == ABORTED
+        assert one.output_ids == [4, 5, 6, 7, 8][: len(one.output_ids)]
+        assert 1 <= len(one.output_ids) < 5
+
+
+async def test_aborting_a_waiting_request_answers_at_once() -> None:
+    async with rig(slots=1) as it:
+        it.decoder.unlimited = False
+        running, waiting = it.submit("a"), it.submit("b")
+        it.batcher.abort("b")
+        it.decoder.steps.release(1)
+        await it.ended(waiting)
+        assert (waiting.finish_reason, waiting.output_ids) == (ABORTED_WAITING, [])
+        assert running.finish_reason is None
+
+
+async def test_an_abort_hits_all_rids_it_is_a_prefix_of_but_only_if_it_is_live_itself() -> None:
+    async with rig() as it:
+        await it.batcher.between_steps(lambda: it.batcher.hold(retract=False))
+        r1, r10, other = it.submit("r1"), it.submit("r10"), it.submit("x")
+        it.batcher.abort("r")
+        it.batcher.abort("r1")
+        await it.ended(r1, r10)
+        assert other.finish_reason is None
+
+
+async def test_abort_all_ends_everything() -> None:
+    async with rig(slots=1) as it:
+        it.decoder.unlimited = False
+        generations = [it.submit(str(i), max_new_tokens=100) for i in range(3)]
+        it.batcher.abort_all()
+        it.decoder.steps.release(3)
+        await it.ended(*generations)
+        assert {one.finish_reason["type"] for one in generations if one.finish_reason} == {"abort"}
+
+
+async def test_a_full_queue_refuses() -> None:
+    async with rig(slots=1, max_queued_requests=1) as it:
+        await it.batcher.between_steps(lambda: it.batcher.hold(retract=False))
+        queued, refused = it.submit("a"), it.submit("b")
+        assert (refused.done, refused.finish_reason) == (True, QUEUE_FULL)
+        assert queued.finish_reason is None
+        assert "b" not in it.batcher.live
+
+
+async def test_a_logprob_that_is_not_a_number_ends_the_request_as_an_error() -> None:
+    async with rig() as it:
+        it.decoder.logprob = float("nan")
+        one = it.submit("a")
+        await it.ended(one)
+        assert one.finish_reason == NOT_FINITE
+
+
+async def test_a_hold_in_place_keeps_rows_and_a_hold_with_retract_empties_them() -> None:
+    async with rig() as it:
+        it.decoder.unlimited = False
+        first, second = it.submit("a", max_new_tokens=9), it.submit("b", max_new_tokens=9)
+        it.decoder.steps.release(1)
+        await it.until(first, lambda: first.published >= 1)
+        it.decoder.steps.release(1)
+        await it.batcher.between_steps(lambda: it.batcher.hold(retract=False))
+        assert [one.rid for one in it.batcher.rows] == ["a", "b"]
+        await it.batcher.between_steps(lambda: it.batcher.hold(retract=True))
+        assert it.batcher.rows == []
+        assert [one.rid for one in it.batcher.waiting] == ["a", "b"]
+        assert it.batcher.used_tokens == 0
+        it.decoder.unlimited = True
+        await it.batcher.between_steps(it.batcher.release)
+        await it.ended(first, second)
+        assert first.output_ids == second.output_ids == list(range(4, 13))
+        assert first.num_retractions == 1
+
+
+async def test_a_relabel_starts_a_new_span_for_tokens_not_yet_sampled() -> None:
+    async with rig(slots=1) as it:
+        it.decoder.unlimited = False
+        running, waiting = it.submit("a"), it.submit("b")
+        it.decoder.steps.release(1)
+        await it.until(running, lambda: running.published >= 1)
+        it.decoder.steps.release(1)
+
+        def relabel() -> int:
+            it.batcher.relabel("v1")
+            return len(running.output_ids)
+
+        before = await it.batcher.between_steps(relabel)
+        it.decoder.unlimited = True
+        it.decoder.steps.release(1)
+        await it.ended(running, waiting)
+        assert running.spans() == [
+            {"version": "v0", "start": 0, "end": before},
+            {"version": "v1", "start": before, "end": 5},
+        ]
+        assert waiting.spans() == [{"version": "v1", "start": 0, "end": 5}]
+
+
+async def test_orders_run_in_order_and_pass_on_their_errors() -> None:
+    async with rig() as it:
+        seen: list[int] = []
+        await asyncio.gather(*(it.batcher.between_steps(lambda i=i: seen.append(i)) for i in range(5)))  # type: ignore[misc]
+        assert seen == list(range(5))
+
+        def fail() -> None:
+            raise ValueError("the caller's")
+
+        with pytest.raises(ValueError, match="the caller's"):
+            await it.batcher.between_steps(fail, on_thread=True)
+        await it.ended(it.submit("still alive"))
+
+
+async def test_a_flush_is_refused_while_a_request_is_resident() -> None:
+    async with rig() as it:
+        await it.batcher.between_steps(lambda: it.batcher.hold(retract=False))
+        one = it.submit("a")
+        assert not await it.batcher.between_steps(it.batcher.flush)
+        assert not await it.batcher.emptied(timeout_s=0.01)
+        await it.batcher.between_steps(it.batcher.release)
+        await it.ended(one)
+        assert await it.batcher.emptied(timeout_s=WAIT_S)
+        assert await it.batcher.between_steps(it.batcher.flush)
+
+
+def generation(rid: str, prompt: list[int], *, namespace: str = "") -> Generation:
+    return Generation(rid=rid, prompt_ids=prompt, sampling=Sampling(), namespace=namespace)
+
+
+async def test_siblings_follow_the_first_of_their_prompt_and_lengths_are_not_mixed() -> None:
+    given = [
+        generation("a", [1] * 10),
+        generation("a2", [1] * 10),
+        generation("long", [2] * 100),
+        generation("b", [3] * 15),
+        generation("a in another namespace", [1] * 10, namespace="v2"),
+        generation("long2", [2] * 100),
+    ]
+    assert [[one.rid for one in wave] for wave in waves(given)] == [
+        ["a", "a in another namespace", "b"],
+        ["long"],
+        ["a2", "long2"],
+    ]
