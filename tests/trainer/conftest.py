@@ -24,7 +24,6 @@ from dora.transport.messages import (
     CheckpointSaved,
     Configure,
     MicroBatch,
-    MicroBatchTrained,
     SaveCheckpoint,
     StepTrained,
     Stop,
@@ -153,8 +152,21 @@ class Job:
     async def stop(self) -> int:
         """End the ranks; returns torchrun's exit code."""
         await self.broadcast(Stop(reason="the test is over"))
-        async with asyncio.timeout(START_S):
-            return await self.process.wait()
+        return await self.exit_code()
+
+    async def exit_code(self) -> int:
+        """Torchrun's, once it has ended; reports are taken meanwhile, as ranks wait for their last word to be read."""
+        reading = asyncio.create_task(self._read(), name="reading")
+        try:
+            async with asyncio.timeout(START_S):
+                return await self.process.wait()
+        finally:
+            reading.cancel()
+            await asyncio.gather(reading, return_exceptions=True)
+
+    async def _read(self) -> None:
+        while True:
+            self.reports.append((await self.end.receive())[1])
 
 
 @asynccontextmanager
@@ -193,10 +205,3 @@ async def start_job(
             os.killpg(process.pid, signal.SIGTERM)
             await process.wait()
         await end.close()
-
-
-@pytest.fixture
-def num_micro_batches():
-    """How many micro-batches a rank reported."""
-    return lambda job, rank: sum(isinstance(m, MicroBatchTrained) and m.rank == rank for m in job.reports)
-

@@ -1,0 +1,279 @@
+"""Whole trainer jobs: torchrun ranks over gloo, fed through the real transport, compared with a plain trainer.
+
+Three launches serve all tests here: two ranks, the same work cut and ordered otherwise on one rank, and two ranks
+resumed from the first job's checkpoint.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import signal
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from conftest import GROUP_SIZE, SETTINGS, Answer, Job, make_batch, make_groups, start_job
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
+
+from dora.trainer.metrics import METRICS
+from dora.transport.messages import MicroBatchTrained, Ready, TrainerFailed, VersionPublished
+
+# Answers of each step with their versions: fresh, mixed lags up to K, none at all, mixed again.
+STEPS: list[list[Answer]] = [
+    make_groups(6, version=0, seed=1),
+    [*make_groups(2, version=0, seed=2), *make_groups(4, version=1, seed=3)],
+    [],
+    [*make_groups(2, version=1, seed=4), *make_groups(3, version=3, seed=5)],
+]
+CHECKPOINT_STEP = 2
+
+
+@dataclass
+class Record:
+    """What a job left behind."""
+
+    weights: list[dict[str, torch.Tensor]] = field(default_factory=list)  # of the versions it published, in order
+    metrics: list[dict[str, float]] = field(default_factory=list)
+    reports: list[object] = field(default_factory=list)
+    exit_code: int = 0
+    survivors: list[int] = field(default_factory=list)
+    checkpoint: str = ""
+
+
+def record_weights(record: Record, folder: Path, version: int) -> None:
+    record.weights.append(load_file(folder / "memory" / f"v{version:06d}" / "model.safetensors"))
+
+
+async def train(job: Job, record: Record, folder: Path, *, step: int, waves) -> None:
+    record.metrics.append((await job.step(step, waves)).metrics)
+    record_weights(record, folder, step + 1)
+
+
+async def begin(job: Job, record: Record, folder: Path, *, version: int) -> None:
+    seen: set[type] = set()
+    while seen != {Ready, VersionPublished}:
+        seen.add(type(await job.until(Ready | VersionPublished)))
+    record_weights(record, folder, version)
+
+
+def two_rank_waves(answers: list[Answer]):
+    """Uneven waves; rank 1 has nothing in the first, and the last is empty everywhere."""
+    return [[answers[:3], []], [answers[3:10], answers[10:]], [[], []]]
+
+
+async def run_two_ranks(folder: Path, model_path: Path) -> Record:
+    record = Record()
+    async with start_job(folder, model_path) as job:
+        await begin(job, record, folder, version=0)
+        for step, answers in enumerate(STEPS):
+            if step == CHECKPOINT_STEP + 1:  # in mid-step: after its first wave has been trained
+                first, *rest = two_rank_waves(answers)
+                for rank, part in enumerate(first):
+                    await job.end.send(rank, make_batch(part, step=step, index=0, last=False))
+                record.checkpoint = (await job.save_checkpoint()).folder
+                for index, wave in enumerate(rest, start=1):
+                    for rank, part in enumerate(wave):
+                        batch = make_batch(part, step=step, index=index, last=index == len(rest))
+                        await job.end.send(rank, batch)
+                await job.until(VersionPublished)
+                record_weights(record, folder, step + 1)
+            else:
+                await train(job, record, folder, step=step, waves=two_rank_waves(answers))
+        stale = STEPS[0][:GROUP_SIZE]
+        await job.end.send(0, make_batch(stale, step=4, index=0, last=True))
+        await job.until(TrainerFailed)
+        record.exit_code = await job.exit_code()
+        record.reports = job.reports
+    return record
+
+
+async def run_one_rank(folder: Path, model_path: Path) -> Record:
+    record = Record()
+    rng = np.random.default_rng(0)
+    async with start_job(folder, model_path, world_size=1) as job:
+        await begin(job, record, folder, version=0)
+        for step, answers in enumerate(STEPS):
+            shuffled = [answers[i] for i in rng.permutation(len(answers))]
+            waves = [[shuffled[i : i + 5]] for i in range(0, max(len(shuffled), 1), 5)]
+            await train(job, record, folder, step=step, waves=waves)
+        record.exit_code = await job.stop()
+        record.reports = job.reports
+    return record
+
+
+async def run_resumed(folder: Path, model_path: Path, *, checkpoint: str) -> Record:
+    """Goes on from the checkpoint into the store of the first job, then loses a rank in mid-step."""
+    record = Record()
+    async with start_job(folder, model_path, resume_from=checkpoint) as job:
+        await begin(job, record, folder, version=CHECKPOINT_STEP + 1)
+        step = CHECKPOINT_STEP + 1
+        await train(job, record, folder, step=step, waves=two_rank_waves(STEPS[step]))
+        ranks = [
+            p for p in psutil.Process(job.process.pid).children(recursive=True) if "dora.trainer.main" in p.cmdline()
+        ]
+        assert len(ranks) == 2
+        ranks[1].send_signal(signal.SIGKILL)
+        record.exit_code = await job.exit_code()
+        record.survivors = [p.pid for p in psutil.wait_procs(ranks, timeout=20)[1]]
+        record.reports = job.reports
+    return record
+
+
+@pytest.fixture(scope="module")
+def first_folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("first")
+
+
+@pytest.fixture(scope="module")
+def two_ranks(first_folder, model_path) -> Record:
+    return asyncio.run(run_two_ranks(first_folder, model_path))
+
+
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory, model_path) -> Record:
+    return asyncio.run(run_one_rank(tmp_path_factory.mktemp("one"), model_path))
+
+
+@pytest.fixture(scope="module")
+def resumed(two_ranks, first_folder, model_path) -> Record:
+    return asyncio.run(run_resumed(first_folder, model_path, checkpoint=two_ranks.checkpoint))
+
+
+class PlainTrainer:
+    """A synchronous trainer written for this test alone: whole batch, one sequence at a time, its own AdamW."""
+
+    def __init__(self, model_path: Path) -> None:
+        self.model = Qwen3ForCausalLM.from_pretrained(model_path, dtype=torch.float64, attn_implementation="eager")
+        self.parameters = dict(self.model.named_parameters())
+        self.first = {name: torch.zeros_like(p) for name, p in self.parameters.items()}
+        self.second = {name: torch.zeros_like(p) for name, p in self.parameters.items()}
+        self.updates = 0
+
+    def step(self, answers: list[Answer], *, step: int) -> float:
+        """One update; returns the gradient norm before clipping."""
+        tokens = sum(len(a.logprobs) for a in answers)
+        if tokens == 0:
+            return 0.0
+        self.model.zero_grad()
+        for a in answers:
+            logits = self.model(input_ids=torch.tensor([a.tokens])).logits[0] / SETTINGS.temperature
+            current = logits.log_softmax(-1)[range(a.prompt_length - 1, len(a.tokens) - 1), a.tokens[a.prompt_length :]]
+            rewards = torch.tensor(a.rewards, dtype=torch.float64)
+            advantage = (rewards[a.sibling] - rewards.mean()) / (rewards.std() + 1e-6)
+            behavior = torch.tensor(a.logprobs, dtype=torch.float32).double()
+            weight = torch.clamp(torch.exp(current.detach() - behavior), max=SETTINGS.tis_cap)
+            (-(weight * advantage * current).sum() / tokens).backward()
+        norm = math.sqrt(sum(p.grad.square().sum().item() for p in self.parameters.values()))
+        self._adamw(step, scale=min(1.0, SETTINGS.max_grad_norm / norm))
+        return norm
+
+    @torch.no_grad()
+    def _adamw(self, step: int, *, scale: float) -> None:
+        self.updates += 1
+        rate = SETTINGS.learning_rate * min(1.0, (step + 1) / SETTINGS.warmup_steps)
+        for name, p in self.parameters.items():
+            gradient = p.grad * scale
+            self.first[name] = SETTINGS.beta1 * self.first[name] + (1 - SETTINGS.beta1) * gradient
+            self.second[name] = SETTINGS.beta2 * self.second[name] + (1 - SETTINGS.beta2) * gradient**2
+            first = self.first[name] / (1 - SETTINGS.beta1**self.updates)
+            second = self.second[name] / (1 - SETTINGS.beta2**self.updates)
+            p.mul_(1 - rate * SETTINGS.weight_decay)
+            p.sub_(rate * first / (second.sqrt() + 1e-8))
+
+
+def assert_equal_weights(left, right, *, atol):
+    assert left.keys() == right.keys()
+    for name in left:
+        torch.testing.assert_close(
+            left[name].double(), right[name].double(), atol=atol, rtol=0, msg=lambda m, name=name: name + m
+        )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("job", ["two_ranks", "one_rank"])
+def test_streamed_steps_equal_a_plain_synchronous_trainer_parameter_for_parameter(job, model_path, request):
+    record = request.getfixturevalue(job)
+    plain = PlainTrainer(model_path)
+    assert_equal_weights(record.weights[0], plain.parameters, atol=0)
+    for step, answers in enumerate(STEPS):
+        norm = plain.step(answers, step=step)
+        assert_equal_weights(record.weights[step + 1], plain.parameters, atol=1e-5)
+        if step < len(record.metrics):
+            assert record.metrics[step]["grad_norm"] == pytest.approx(norm, rel=1e-4)
+
+
+@pytest.mark.slow
+def test_a_step_without_trained_tokens_skips_the_update_and_still_publishes(two_ranks):
+    empty = STEPS.index([])
+    assert two_ranks.metrics[empty]["update_skipped"] == 1
+    assert two_ranks.metrics[empty]["denominator"] == 0
+    assert_equal_weights(two_ranks.weights[empty + 1], two_ranks.weights[empty], atol=0)
+
+
+@pytest.mark.slow
+def test_metrics_are_sums_over_ranks_whatever_the_split(two_ranks, one_rank):
+    timing = {"busy_s", "close_s"}
+    for left, right in zip(two_ranks.metrics, one_rank.metrics, strict=False):
+        assert left.keys() == right.keys()
+        assert METRICS.keys() <= left.keys()
+        for name in left.keys() - timing:
+            assert left[name] == pytest.approx(right[name], rel=1e-4, abs=1e-5), name
+    mixed = two_ranks.metrics[1]
+    assert {name.split("/")[0] for name in mixed if "lag" in name} == {"lag=0", "lag=1"}
+    assert mixed["lag=0/sequences"] == 4 * GROUP_SIZE
+    assert mixed["denominator"] == sum(len(a.logprobs) for a in STEPS[1])
+    assert mixed["all/tis_capped_frac"] > 0
+
+
+@pytest.mark.slow
+def test_every_rank_reports_every_micro_batch_once(two_ranks):
+    for rank in range(2):
+        trained = [(m.step, m.index) for m in two_ranks.reports if isinstance(m, MicroBatchTrained) and m.rank == rank]
+        assert trained == [(step, index) for step in range(4) for index in range(3)]
+
+
+@pytest.mark.slow
+def test_a_published_version_is_a_folder_that_transformers_loads(two_ranks, first_folder):
+    folder = first_folder / "memory" / "v000004"
+    model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
+    assert model.dtype == torch.float32
+    assert_equal_weights(two_ranks.weights[4], dict(model.named_parameters()), atol=0)
+    assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
+
+
+@pytest.mark.slow
+def test_a_c3_violation_ends_the_job_and_names_the_group(two_ranks):
+    reason = next(m.reason for m in two_ranks.reports if isinstance(m, TrainerFailed) and m.rank == 0)
+    assert reason == "C3: group 100 of version 0 was committed to step 4 (K = 2)"
+    assert two_ranks.exit_code == 1
+
+
+@pytest.mark.slow
+def test_a_clean_stop_has_exit_code_0(one_rank):
+    assert one_rank.exit_code == 0
+
+
+@pytest.mark.slow
+def test_a_resumed_job_equals_the_uninterrupted_one_bit_for_bit(two_ranks, resumed):
+    assert {m.next_step for m in resumed.reports if isinstance(m, Ready)} == {CHECKPOINT_STEP + 1}
+    assert_equal_weights(resumed.weights[0], two_ranks.weights[CHECKPOINT_STEP + 1], atol=0)
+    assert_equal_weights(resumed.weights[1], two_ranks.weights[CHECKPOINT_STEP + 2], atol=0)
+
+
+@pytest.mark.slow
+def test_a_replayed_step_keeps_the_bytes_in_the_store_and_compares_them(two_ranks, resumed):
+    published = [m for m in resumed.reports if isinstance(m, VersionPublished)]
+    assert [(m.version, m.replayed, m.matches) for m in published] == [(3, True, True), (4, True, True)]
+    original = {m.version: m.files for m in two_ranks.reports if isinstance(m, VersionPublished)}
+    assert all(m.files == original[m.version] for m in published)
+
+
+@pytest.mark.slow
+def test_a_killed_rank_ends_the_others(resumed):
+    assert resumed.exit_code != 0
+    assert resumed.survivors == []

@@ -1,0 +1,170 @@
+"""Packed rows: equal to separate sequences, blind to masked places, and checked before they are trained."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from conftest import VOCAB, make_batch, make_groups
+from transformers import Qwen3ForCausalLM
+
+from dora.errors import InvariantViolation, ProtocolError
+from dora.trainer import attention, model
+from dora.trainer.loss import decoupled_ppo
+from dora.trainer.model import logprobs
+from dora.trainer.packing import check, pack
+from dora.trainer.score import score
+
+CPU = torch.device("cpu")
+
+
+def plain_logprobs(network, tokens, prompt_length, temperature):
+    """One sequence by itself, in transformers' own attention."""
+    logits = network(input_ids=torch.tensor([tokens])).logits[0] / temperature
+    return logits.log_softmax(-1)[range(prompt_length - 1, len(tokens) - 1), tokens[prompt_length:]]
+
+
+def load(path, implementation):
+    return Qwen3ForCausalLM.from_pretrained(path, dtype=torch.float64, attn_implementation=implementation).eval()
+
+
+def packed_loss(network, batches):
+    """Σ l over all trained tokens, micro-batch by micro-batch."""
+    total = torch.zeros((), dtype=torch.float64)
+    for batch in batches:
+        row, targets = pack(batch, advantage="grpo", device=CPU)
+        current, _ = logprobs(network, row, temperature=0.7)
+        total = (
+            total
+            + decoupled_ppo(
+                current,
+                proximal=current.detach(),
+                behavior=targets.behavior_P.double(),
+                advantage=targets.advantage_P.double(),
+                clip_low=0.2,
+                clip_high=0.28,
+                tis_cap=1.5,
+            ).sum()
+        )
+    return total
+
+
+def gradient(network, batches):
+    network.zero_grad()
+    packed_loss(network, batches).backward()
+    return torch.cat([p.grad.flatten() for p in network.parameters()])
+
+
+def test_a_packed_row_has_the_logprobs_of_its_sequences_alone(model_path):
+    answers = make_groups(5, version=0, seed=3)
+    row, _ = pack(make_batch(answers, step=0, index=0, last=True), advantage="grpo", device=CPU)
+    packed, entropy = logprobs(load(model_path, attention.NAME), row, temperature=0.7)
+    plain = load(model_path, "sdpa")
+    alone = torch.cat([plain_logprobs(plain, a.tokens, a.prompt_length, 0.7) for a in answers])
+    torch.testing.assert_close(packed, alone, atol=1e-11, rtol=0)
+    assert (entropy > 0).all()
+    assert not entropy.requires_grad
+
+
+@pytest.mark.parametrize("lengths", [(1,), (1, 2, 100), (100, 1, 30, 31, 29, 2), (7,) * 12])
+def test_every_position_of_a_row_returns_to_its_place(lengths):
+    segments = attention.make_segments(lengths, device=CPU)
+    value = torch.randn(1, 1, sum(lengths), 4)
+    query = torch.zeros_like(value)  # equal scores: the mean over the segment so far
+    out, _ = attention.attend(torch.nn.Identity(), query, query, value, None, segments=segments)
+    means = [part.cumsum(0) / torch.arange(1, len(part) + 1)[:, None] for part in value[0, 0].split(lengths)]
+    torch.testing.assert_close(out[0, :, 0], torch.cat(means))
+
+
+def test_a_sliding_window_is_respected():
+    segments = attention.make_segments((9, 3), device=CPU)
+    value = torch.randn(1, 1, 12, 4)
+    query = torch.zeros_like(value)
+    out, _ = attention.attend(torch.nn.Identity(), query, query, value, None, segments=segments, sliding_window=2)
+    expected = value[0, 0].clone()
+    for position in (*range(1, 9), 10, 11):
+        expected[position] = (value[0, 0, position] + value[0, 0, position - 1]) / 2
+    torch.testing.assert_close(out[0, :, 0], expected)
+
+
+def test_the_gradient_does_not_depend_on_order_split_or_empty_micro_batches(model_path):
+    network = load(model_path, attention.NAME)
+    answers = make_groups(6, version=0, seed=4)
+    whole = gradient(network, [make_batch(answers, step=0, index=0, last=True)])
+    shuffled = [answers[i] for i in np.random.default_rng(0).permutation(len(answers))]
+    parts = [shuffled[:1], [], shuffled[1:10], shuffled[10:]]
+    split = gradient(network, [make_batch(part, step=0, index=0, last=False) for part in parts])
+    torch.testing.assert_close(split, whole, rtol=0, atol=1e-11 * whole.abs().max().item())
+
+
+def test_chunked_logits_change_nothing(model_path, monkeypatch):
+    network = load(model_path, attention.NAME)
+    batch = make_batch(make_groups(2, version=0, seed=5), step=0, index=0, last=True)
+    whole = gradient(network, [batch])
+    monkeypatch.setattr(model, "LOGITS_CHUNK", 3 * VOCAB)
+    torch.testing.assert_close(gradient(network, [batch]), whole, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("poison", [np.nan, -np.inf])
+def test_what_stands_in_masked_places_does_not_matter(model_path, poison):
+    network = load(model_path, attention.NAME)
+    batch = make_batch(make_groups(3, version=0, seed=6), step=0, index=0, last=True)
+    poisoned = np.where(batch.loss_mask == 1, batch.behavior_logprobs, np.float32(poison))
+    clean = np.where(batch.loss_mask == 1, batch.behavior_logprobs, np.float32(0))
+    left, right = (
+        gradient(network, [msgspec.structs.replace(batch, behavior_logprobs=logprobs)])
+        for logprobs in (poisoned, clean)
+    )
+    assert left.isfinite().all()
+    torch.testing.assert_close(left, right, rtol=0, atol=0)
+
+
+def test_an_empty_micro_batch_has_a_zero_gradient_for_every_parameter(model_path):
+    network = load(model_path, attention.NAME)
+    assert (gradient(network, [make_batch([], step=0, index=0, last=True)]) == 0).all()
+
+
+def good_batch(**changes):
+    return msgspec.structs.replace(make_batch(make_groups(1, version=3, seed=7), step=4, index=0, last=True), **changes)
+
+
+@pytest.mark.parametrize("step", [2, 6])
+def test_staleness_beyond_its_bound_is_a_c3_violation_that_names_the_group(step):
+    batch = msgspec.structs.replace(good_batch(), step=step)
+    with pytest.raises(InvariantViolation, match=f"C3: group 700 of version 3 was committed to step {step}"):
+        check(batch, max_staleness=2, vocab_size=VOCAB)
+    for legal in (3, 4, 5):
+        check(msgspec.structs.replace(batch, step=legal), max_staleness=2, vocab_size=VOCAB)
+
+
+def test_a_micro_batch_that_contradicts_itself_is_refused():
+    batch = good_batch()
+    first_trained = np.flatnonzero(batch.loss_mask)[0]
+    nameless = batch.behavior_logprobs.copy()
+    nameless[first_trained] = np.nan
+    for changes, match in [
+        ({"tokens": batch.tokens + VOCAB}, "outside the vocabulary"),
+        ({"lengths": batch.lengths + 1}, "do not add up"),
+        ({"rewards": batch.rewards[1:]}, "columns of different length"),
+        ({"loss_mask": batch.loss_mask[1:]}, "columns of different length"),
+        ({"loss_mask": np.ones_like(batch.loss_mask)}, "first token"),
+        ({"behavior_logprobs": nameless}, "1 trained tokens without a log-prob"),
+    ]:
+        with pytest.raises(ProtocolError, match=match):
+            check(good_batch(**changes), max_staleness=2, vocab_size=VOCAB)
+
+
+def test_scores_are_the_logprobs_of_the_responses(model_path):
+    answers = make_groups(3, version=0, seed=8)
+    scores = score(
+        model_path,
+        [a.tokens for a in answers],
+        prompt_lengths=[a.prompt_length for a in answers],
+        temperature=0.7,
+        dtype="float64",
+    )
+    plain = load(model_path, "sdpa")
+    for answer, values in zip(answers, scores, strict=True):
+        expected = plain_logprobs(plain, answer.tokens, answer.prompt_length, 0.7).detach().numpy()
+        np.testing.assert_allclose(values, expected, atol=1e-6)
