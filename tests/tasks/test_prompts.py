@@ -14,8 +14,9 @@ from pyarrow import parquet
 
 from dora.config.schema import EvalSetConfig, SourceConfig, TaskConfig
 from dora.errors import ConfigError
+from dora.tasks import prompts
 from dora.tasks.prompts import PromptStream, mix, nested_shares, open_eval_prompts, open_stream
-from dora.tasks.sources import HASH_DEPENDENT
+from dora.tasks.sources import HASH_DEPENDENT, open_source
 
 ROWS = [{"prompt": f"question {i}", "answer": i, "level": i % 3} for i in range(20)]
 
@@ -62,9 +63,9 @@ def test_a_position_gives_the_same_prompt_in_any_process_and_any_order(model_fol
     here = open_with(*(SourceConfig(**source) for source in sources), seed=11)
     arguments = [json.dumps({"sources": sources}), str(model_folder), json.dumps(positions)]
     there = json.loads(subprocess.check_output([sys.executable, "-c", CODE, *arguments], text=True))
-    prompts = {position: here.at(position) for position in sorted(positions)}
+    found = {position: here.at(position) for position in sorted(positions)}
     assert there == [
-        [p.source, p.text, list(p.tokens), p.answer, p.metadata] for p in (prompts[position] for position in positions)
+        [p.source, p.text, list(p.tokens), p.answer, p.metadata] for p in (found[position] for position in positions)
     ]
 
 
@@ -94,13 +95,13 @@ def test_after_the_last_epoch_the_stream_is_dry_and_stays_so(open_with, tmp_path
     assert [stream.at(position) for position in (40, 41, 10**9)] == [None] * 3
 
 
-def test_a_mixture_ends_with_its_first_dry_source(open_with, tmp_path):
-    path = write_jsonl(tmp_path / "rows.jsonl")
-    stream = open_with(SourceConfig(kind="jsonl", path=path), SourceConfig(weight=3), epochs=1)
-    texts = Counter(prompt.source for prompt in take(stream, stream.num_prompts))
-    assert texts == {"rows.jsonl": 20, "arithmetic": stream.num_prompts - 20}
+def test_a_mixture_ends_where_its_first_dry_source_has_no_row_left(open_with, tmp_path):
+    short, long = write_jsonl(tmp_path / "short.jsonl"), write_jsonl(tmp_path / "long.jsonl", ROWS * 2)
+    sources = [SourceConfig(kind="jsonl", path=short), SourceConfig(kind="jsonl", path=long), SourceConfig(weight=2)]
+    stream = open_with(*sources, epochs=1)
+    assert mix(stream.num_prompts, shares=nested_shares([1, 1, 2])) == (0, 20)  # the row that is not there
+    assert Counter(prompt.source for prompt in take(stream, stream.num_prompts))["short.jsonl"] == 20
     assert stream.at(stream.num_prompts) is None
-    assert mix(stream.num_prompts, shares=nested_shares([1, 3])) == (0, 20)  # the row that is not there
 
 
 # --- weights -------------------------------------------------------------------------------------------------------
@@ -158,9 +159,9 @@ def test_parquet_and_jsonl_with_the_same_rows_give_the_same_stream(open_with, tm
 def test_a_reasoning_gym_data_set_goes_on_beyond_its_size_without_repeating(open_with):
     source = SourceConfig(kind="reasoning_gym", name="chain_sum", options={"min_digits": 5, "max_digits": 5})
     stream = open_with(source)
-    prompts = [stream.at(position) for position in range(490, 510)]
-    assert len({prompt.text for prompt in prompts}) == 20
-    assert prompts[0].metadata["dataset"] == "chain_sum"
+    drawn = [stream.at(position) for position in [*range(20), *range(490, 520)]]
+    assert len({prompt.text for prompt in drawn}) == 50
+    assert drawn[0].metadata["dataset"] == "chain_sum"
 
 
 def test_held_out_items_of_generators_are_not_in_the_training_stream(tokenizer):
@@ -174,11 +175,19 @@ def test_held_out_items_of_generators_are_not_in_the_training_stream(tokenizer):
         assert not trained & held_out
 
 
+def test_held_out_items_of_reasoning_gym_have_seeds_of_their_own_whatever_the_run_seed():
+    config = SourceConfig(kind="reasoning_gym", name="chain_sum")
+    for seed in (0, 2**29 - 1, 2**127):
+        trained = open_source(config, field="f", seed=seed, split="train")
+        held_out = open_source(config, field="f", seed=seed, split="heldout")
+        assert trained.row(2**29 - 1)["seed"] < 2**30 <= held_out.row(0)["seed"]
+
+
 def test_an_evaluation_file_is_read_from_its_beginning_and_may_be_short(tokenizer, tmp_path):
     source = SourceConfig(kind="jsonl", path=write_jsonl(tmp_path / "held.jsonl"))
     options = EvalSetConfig(source=source, prompts=100)
-    prompts = open_eval_prompts(options, task=TaskConfig(), tokenizer=tokenizer, seed=0)
-    assert [prompt.text for prompt in prompts] == [row["prompt"] for row in ROWS]
+    held_out = open_eval_prompts(options, task=TaskConfig(), tokenizer=tokenizer, seed=0)
+    assert [prompt.text for prompt in held_out] == [row["prompt"] for row in ROWS]
 
 
 def test_evaluating_on_the_training_file_is_refused(tokenizer, tmp_path):
@@ -221,11 +230,20 @@ def test_a_system_message_of_the_row_stands_above_the_configured_one(open_with, 
 # --- bad input -----------------------------------------------------------------------------------------------------
 
 
-def test_a_malformed_jsonl_line_is_named_with_file_and_line_wherever_it_stands(open_with, tmp_path):
+def test_a_malformed_jsonl_line_is_named_with_file_and_line_wherever_it_stands(open_with, tmp_path, monkeypatch):
+    monkeypatch.setattr(prompts, "CHECKED_ROWS", 5)
     path = write_jsonl(tmp_path / "rows.jsonl")
     path.write_text(path.read_text() + "\n" + '{"prompt": "x", "answer": \n')
     with pytest.raises(ConfigError, match=rf"{path}:22: not a JSON object"):
         open_with(SourceConfig(kind="jsonl", path=path))
+
+
+def test_a_long_prompt_beyond_the_rows_checked_at_the_start_is_named_when_it_is_drawn(open_with, tmp_path, monkeypatch):
+    monkeypatch.setattr(prompts, "CHECKED_ROWS", 20)
+    path = write_jsonl(tmp_path / "rows.jsonl", [*ROWS, {"prompt": "long " * 60, "answer": 1}])
+    stream = open_with(SourceConfig(kind="jsonl", path=path), shuffle=False)
+    with pytest.raises(ConfigError, match=rf"{path}:21: the prompt has 301 tokens"):
+        stream.at(20)
 
 
 @pytest.mark.parametrize(
