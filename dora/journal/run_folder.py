@@ -21,7 +21,7 @@ class RunFolder:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.config = root / "config.json"  #: the resolved configuration, secrets left out
+        self.config = root / "config.toml"  #: the resolved configuration, secrets left out
         self.journal = root / "journal.msgpack"  #: events and decisions (writer.py)
         self.tokens = root / "tokens.bin"  #: tokens and log-probs by trajectory (tokens.py)
         self.metrics = root / "metrics.jsonl"  #: one line per step and per evaluation

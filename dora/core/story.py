@@ -1,0 +1,114 @@
+"""What happened to one group, trajectory, instance, version or step: readable lines made from events and commands.
+
+Pure, and generic over the fields of facts and orders: a new event needs no code here. Called by replay, audit and
+whoever turns a bug report into a list of events.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Sequence
+from typing import Any, Final, NamedTuple
+
+from dora.core.commands import Command
+from dora.core.events import Event, ProgressReported
+from dora.core.ids import GroupId, TrajectoryId, group_of, trajectory_id
+
+#: An event with the commands it gave, as the journal holds them.
+Entry = tuple[Event, Sequence[Command]]
+
+#: Fields that name a subject, the most telling one first.
+KINDS: Final = ("trajectory", "group", "instance", "version", "step")
+
+
+class Subject(NamedTuple):
+    """What a story is about."""
+
+    kind: str  #: one of KINDS, or "run"
+    id: int
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.id}"
+
+
+RUN: Final = Subject("run", 0)
+
+
+def subject_of(fact: Event | Command) -> Subject:
+    """What a fact or order is mainly about."""
+    for kind in KINDS:
+        id = getattr(fact, kind, None)
+        if id is not None:
+            return Subject(kind, id)
+    return RUN
+
+
+def story(entries: Iterable[Entry], subject: Subject, *, group_size: int) -> list[str]:
+    """Everything that happened to `subject`, in order; an event that gave it an order is shown as the order's cause.
+
+    A group's story holds those of its trajectories, a trajectory's what happened to its group. Of progress reports
+    in a row only the last is kept.
+    """
+    ids = _ids_of(subject, group_size=group_size)
+    lines: list[str] = []
+    after_progress = False
+    for event, commands in entries:
+        orders = [c for c in commands if _mentions(c, subject, ids)]
+        if not orders and not _mentions(event, subject, ids):
+            continue
+        is_progress = isinstance(event, ProgressReported) and not orders
+        if is_progress and after_progress:
+            lines.pop()
+        after_progress = is_progress
+        lines.append(f"{event.at:10.3f} s  {describe(event, ids.trajectories)}")
+        lines += [f"{'':12}  → {describe(order, ids.trajectories)}" for order in orders]
+    return lines
+
+
+def describe(fact: Event | Command, trajectories: Container[int] = ()) -> str:
+    """One fact or order in words; of many trajectories only those given are shown."""
+    parts = [type(fact).__name__]
+    for name in fact.__struct_fields__:
+        if name != "at":
+            parts.append(f"{name}={_value(getattr(fact, name), name=name, trajectories=trajectories)}")
+    return " ".join(parts)
+
+
+class _Ids(NamedTuple):
+    trajectories: range
+    group: GroupId | None
+
+
+def _ids_of(subject: Subject, *, group_size: int) -> _Ids:
+    """The trajectories that belong to a subject, and the group it belongs to."""
+    if subject.kind == "group":
+        first = trajectory_id(GroupId(subject.id), 0, group_size=group_size)
+        return _Ids(range(first, first + group_size), GroupId(subject.id))
+    if subject.kind == "trajectory":
+        group = group_of(TrajectoryId(subject.id), group_size=group_size) if subject.id >= 0 else None
+        return _Ids(range(subject.id, subject.id + 1), group)
+    return _Ids(range(0), None)
+
+
+def _mentions(fact: Event | Command, subject: Subject, ids: _Ids) -> bool:
+    if getattr(fact, subject.kind, None) == subject.id or getattr(fact, "trajectory", None) in ids.trajectories:
+        return True
+    if ids.group is not None and (
+        getattr(fact, "group", None) == ids.group or ids.group in getattr(fact, "groups", ())
+    ):
+        return True
+    many = getattr(fact, "num_tokens", None)
+    if isinstance(many, dict) and not many.keys().isdisjoint(ids.trajectories):
+        return True
+    return any(t in ids.trajectories for rank in getattr(fact, "ranks", ()) for t in rank)
+
+
+def _value(value: Any, *, name: str, trajectories: Container[int]) -> str:
+    if name == "num_tokens" and isinstance(value, dict):
+        shown = {t: n for t, n in value.items() if t in trajectories}
+        return str(shown) if shown else f"({len(value)} trajectories)"
+    if name == "ranks":
+        shown_ranks = [[t for t in rank if t in trajectories] for rank in value]
+        return str(shown_ranks) if any(shown_ranks) else f"({sum(map(len, value))} trajectories)"
+    if name in ("groups", "num_prompt_tokens", "files"):
+        return f"({len(value)})"
+    return str(value)

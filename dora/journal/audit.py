@@ -1,0 +1,170 @@
+"""Proves C1, C2 and C3 from the journal alone.
+
+Two independent readings: tables of the audit's own (audit_fleet.py, audit_ledger.py) follow the recorded facts and
+orders, and a replay recomputes every decision; then both are compared with each other and with the token store.
+Called by `dora audit`, at the end of a run, and by the simulator on journals in memory.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from itertools import islice
+from typing import Final
+
+from dora.core.groups import GroupPhase
+from dora.core.ids import TrajectoryId
+from dora.core.invariants import check
+from dora.core.story import RUN, Entry, story
+from dora.core.strategies import Settings
+from dora.errors import InvariantViolation, ProtocolError
+from dora.journal import audit_fleet, audit_ledger
+from dora.journal.audit_report import AuditReport, Violation, lengths_of
+from dora.journal.audit_tables import AuditTables, Finding
+from dora.journal.frames import JournalError
+from dora.journal.reader import Journal
+from dora.journal.replay import STORY_LINES, replay
+from dora.journal.run_folder import RunFolder
+from dora.journal.tokens import read_tokens
+
+#: Violations that get a story: each is another pass over the journal.
+MAX_STORIES: Final = 10
+
+_HANDLERS: Final = {**audit_fleet.HANDLERS, **audit_ledger.HANDLERS}
+
+
+def audit(folder: RunFolder) -> AuditReport:
+    """The audit of a run folder. Damage is a violation; what can be read in front of it is audited all the same."""
+    journal = Journal(folder.journal)
+    entries = _UpToDamage(journal)
+    counts: Mapping[TrajectoryId, int] | None = None
+    damage: list[Violation] = []
+    if folder.tokens.exists():
+        try:
+            counts = read_tokens(folder.tokens, wanted=()).counts
+        except JournalError as err:
+            damage.append(_damaged(err))
+    report = audit_entries(journal.header.settings, entries, token_counts=counts)
+    if entries.damage is not None:
+        damage.insert(0, _damaged(entries.damage))
+    return replace(
+        report,
+        run_id=journal.header.run_id,
+        torn_bytes=journal.torn_bytes,
+        violations=(*damage, *report.violations),
+    )
+
+
+def audit_entries(
+    settings: Settings, entries: Iterable[Entry], *, token_counts: Mapping[TrajectoryId, int] | None = None
+) -> AuditReport:
+    """The audit of events with their commands; `entries` is iterated several times."""
+    tables = AuditTables(settings)
+    for tables.index, (event, commands) in enumerate(entries):
+        for fact in (event, *commands):
+            handler = _HANDLERS.get(type(fact))
+            if handler is not None:
+                handler(tables, fact)
+    compared = _compare_tokens(tables, token_counts) if token_counts is not None else None
+    findings = [*tables.findings, *_compare_replay(tables, entries)]
+    return AuditReport(
+        run_id="",
+        end=tables.end,
+        num_events=tables.index + 1,
+        restarts=tables.restarts,
+        torn_bytes=0,
+        groups=_group_counts(tables),
+        reasons=dict(tables.reasons),
+        steps=tables.trained_steps,
+        staleness=dict(tables.staleness),
+        lengths={
+            "generated": lengths_of([n for t, n in tables.lengths.items() if t >= 0]),
+            **{name: lengths_of([tables.lengths[t] for t in ids]) for name, ids in tables.finished_ids.items()},
+        },
+        max_live_versions=tables.max_live_versions,
+        migrations=tables.migrations,
+        recovered=tables.recovered,
+        late_completions=tables.late_completions,
+        evaluations=tuple(sorted(tables.reported)),
+        token_counts_checked=compared,
+        violations=tuple(_tell(findings, entries, group_size=settings.group_size)),
+    )
+
+
+def _compare_replay(tables: AuditTables, entries: Iterable[Entry]) -> Iterator[Finding]:
+    """The core's own decisions and counts against those in the journal."""
+    settings = tables.settings
+    replayed = replay(settings, entries)
+    if replayed.difference is not None:
+        difference = replayed.difference
+        yield Finding("replay", difference.subject, str(difference), difference.index)
+        return
+    state = replayed.state
+    try:
+        check(state)
+    except InvariantViolation as err:
+        yield Finding("invariants", RUN, str(err), tables.index)
+    counts = state.ledger.counts
+    ended = {p.value: counts[p] for p in (GroupPhase.TRAINED, GroupPhase.FILTERED, GroupPhase.FAILED)}
+    theirs = {"admitted": state.ledger.admitted, **ended, "in flight": state.ledger.num_untrained}
+    if theirs != _group_counts(tables):
+        yield Finding("counters", RUN, f"groups {_group_counts(tables)}, the core counts {theirs}", tables.index)
+    staleness = {s: n for s, n in enumerate(state.counters.staleness) if n}
+    if staleness != tables.staleness:
+        yield Finding("counters", RUN, f"staleness {dict(tables.staleness)}, the core counts {staleness}", tables.index)
+
+
+def _group_counts(tables: AuditTables) -> dict[str, int]:
+    """Conservation: admitted is the sum of the others."""
+    outcomes = Counter(tables.outcomes.values())
+    ended = {name: outcomes[name] for name in ("trained", "filtered", "failed")}
+    return {"admitted": tables.admitted, **ended, "in flight": len(tables.groups)}
+
+
+def _compare_tokens(tables: AuditTables, stored: Mapping[TrajectoryId, int]) -> int:
+    """The token store holds every token of every finished training answer, and at least those known of the others.
+
+    Evaluation answers are compared where they are stored. Returns how many trajectories were compared.
+    """
+    compared = 0
+    for trajectory, length in tables.lengths.items():
+        if trajectory >= 0 or trajectory in stored:
+            compared += 1
+            if stored.get(trajectory, 0) != length:
+                found = f"has {length} tokens in the journal, {stored.get(trajectory, 0)} in the token store"
+                tables.find("token store", "trajectory", trajectory, found)
+    for trajectory, answer in tables.answers.items():
+        if trajectory >= 0 and not answer.finished:
+            compared += 1
+            if stored.get(trajectory, 0) < answer.num_tokens:
+                found = f"has {answer.num_tokens} tokens so far, {stored.get(trajectory, 0)} in the token store"
+                tables.find("token store", "trajectory", trajectory, found)
+    return compared
+
+
+def _tell(findings: Iterable[Finding], entries: Iterable[Entry], *, group_size: int) -> Iterator[Violation]:
+    """Findings in the order in which they showed, the first ones with the story of their subject up to then."""
+    for number, finding in enumerate(sorted(findings, key=lambda f: f.index)):
+        lines: list[str] = []
+        if number < MAX_STORIES and finding.subject != RUN:
+            lines = story(islice(entries, finding.index + 1), finding.subject, group_size=group_size)
+        yield Violation(finding.rule, str(finding.subject), finding.message, tuple(lines[-STORY_LINES:]))
+
+
+class _UpToDamage:
+    """A journal's entries up to where it can be read."""
+
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
+        self.damage: JournalError | ProtocolError | None = None
+
+    def __iter__(self) -> Iterator[Entry]:
+        try:
+            yield from self._journal
+        except (JournalError, ProtocolError) as err:
+            self.damage = err
+
+
+def _damaged(err: JournalError | ProtocolError) -> Violation:
+    return Violation("journal", "file", str(err), ())

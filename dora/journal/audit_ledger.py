@@ -1,0 +1,307 @@
+"""The audit of groups, steps and versions: C2 as a ledger, C3, and the version window.
+
+C2: every admitted group is trained exactly once with all its graded siblings, each in exactly one micro-batch, or is
+filtered or failed for a reason that the journal bears out. C3: 0 ≤ step - version ≤ K when a group is committed, and no
+group due at a step is left outside when it closes. Called by audit.py, fact by fact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+from dora.core import commands as cmd
+from dora.core import events as ev
+from dora.core.ids import GroupId, TrajectoryId, deadline
+from dora.journal.audit_tables import AuditedAnswer, AuditedGroup, AuditedStep, AuditTables
+
+C2_LEDGER: Final = "C2 ledger"
+C2_SIBLINGS: Final = "C2 siblings"
+C2_MICRO_BATCH: Final = "C2 micro-batch"
+C2_DROP: Final = "C2 drop"
+C3_COMMIT: Final = "C3 commit"
+C3_CLOSE: Final = "C3 close"
+VERSIONS: Final = "versions"
+EVALUATION: Final = "evaluation"
+
+
+# -- groups -------------------------------------------------------------------------------------------------------
+
+
+def _on_prompts_arrived(t: AuditTables, event: ev.PromptsArrived) -> None:
+    if event.first != t.num_prompts:
+        t.late_completions += 1  # it answers the fetch of a controller that is gone
+        return
+    t.num_prompts += len(event.num_prompt_tokens)
+    t.source_dry = event.dry
+
+
+def _admit_group(t: AuditTables, order: cmd.AdmitGroup) -> None:
+    id, version = order.group, order.version
+    if id != t.admitted or id >= t.num_prompts:
+        t.find(C2_LEDGER, "group", id, f"is admitted; next is {t.admitted}, prompts have arrived below {t.num_prompts}")
+    if version not in t.stored:
+        t.find(VERSIONS, "group", id, f"is admitted at version {version}, which is not in the store")
+    last = deadline(version, max_staleness=t.settings.rules.max_staleness, steps=t.settings.steps)
+    if order.deadline != last or last < t.forming:
+        t.find(
+            C3_COMMIT, "group", id, f"of version {version} is due at {last}, not {order.deadline}; forming {t.forming}"
+        )
+    t.admitted = max(t.admitted, id + 1)
+    t.groups[id] = AuditedGroup(version, last)
+    t.untrained[version] += 1
+    for trajectory in t.siblings(id):
+        t.answers[trajectory] = AuditedAnswer(version)
+    _check_window(t)
+
+
+def _grade_trajectory(t: AuditTables, order: cmd.GradeTrajectory) -> None:
+    answer = t.answers.get(order.trajectory)
+    if answer is None or not answer.finished or answer.graded:
+        t.find(C2_LEDGER, "trajectory", order.trajectory, "is sent to grading, but is not a finished, ungraded answer")
+    else:
+        answer.grading = order.attempt
+
+
+def _on_trajectory_graded(t: AuditTables, event: ev.TrajectoryGraded) -> None:
+    answer = t.answers.get(event.trajectory)
+    if answer is None or answer.graded or answer.grading != event.attempt:
+        t.late_completions += 1
+        return
+    if event.trajectory < 0:
+        t.evaluated[answer.version] += 1
+        del t.answers[event.trajectory]
+        return
+    answer.graded = True
+    answer.reward = event.reward
+
+
+def _commit_group(t: AuditTables, order: cmd.CommitGroup) -> None:
+    id, staleness = order.group, order.step - order.version
+    group = t.groups.get(id)
+    if group is None or group.step is not None:
+        where = f"committed to step {group.step}" if group is not None else t.outcomes.get(id, "never admitted")
+        t.find(C2_LEDGER, "group", id, f"is committed to step {order.step}, but was {where}")
+        return
+    if group.version != order.version:
+        t.find("C1 tag", "group", id, f"is committed as version {order.version}, its tag is {group.version}")
+    if not 0 <= staleness <= t.settings.rules.max_staleness:
+        t.find(
+            C3_COMMIT, "group", id, f"of version {order.version} is committed to step {order.step}: {staleness} stale"
+        )
+    if order.step != t.forming:
+        t.find(C3_COMMIT, "group", id, f"is committed to step {order.step} while step {t.forming} is formed")
+    ungraded = [s for s in t.siblings(id) if s not in t.answers or not t.answers[s].graded]
+    if ungraded:
+        t.find(C2_SIBLINGS, "group", id, f"is committed without its siblings {ungraded}, which are not graded")
+    t.staleness[staleness] += 1
+    group.step = order.step
+    step = t.steps.setdefault(order.step, AuditedStep())
+    step.groups.append(id)
+    step.due.update(s for s in t.siblings(id) if s in t.answers and t.answers[s].reward is not None)
+
+
+def _drop_group(t: AuditTables, order: cmd.DropGroup) -> None:
+    group = t.groups.get(order.group)
+    if group is None or group.step is not None:
+        where = (
+            f"committed to step {group.step}" if group is not None else t.outcomes.get(order.group, "never admitted")
+        )
+        t.find(C2_LEDGER, "group", order.group, f"is {order.outcome}, but was {where}")
+        return
+    if not _is_borne_out(t, order):
+        t.find(
+            C2_DROP, "group", order.group, f"is {order.outcome} for «{order.reason}», which the journal does not show"
+        )
+    t.reasons[f"{order.outcome}: {order.reason}"] += 1
+    _retire(t, order.group, order.outcome)
+
+
+def _is_borne_out(t: AuditTables, order: cmd.DropGroup) -> bool:
+    """Was there really no advantage in the group, or did its grading or generation really fail?"""
+    answers = [t.answers[s] for s in t.siblings(order.group)]
+    if order.outcome == "failed" and order.reason.startswith("generation: "):
+        return max(a.failures for a in answers) >= t.settings.max_attempts
+    if not all(a.graded for a in answers) or order.rewards != tuple(a.reward for a in answers):
+        return False
+    rewards = [a.reward for a in answers if a.reward is not None]
+    if order.outcome == "failed":
+        return order.reason == "grading" and len(rewards) < 2
+    return t.settings.filter_zero_variance and len(rewards) >= 2 and len(set(rewards)) == 1
+
+
+def _retire(t: AuditTables, id: GroupId, outcome: str) -> None:
+    """A group leaves the ledger; what still runs of it is forgotten when it ends."""
+    group = t.groups.pop(id)
+    t.untrained[group.version] -= 1
+    t.outcomes[id] = outcome
+    for trajectory in t.siblings(id):
+        answer = t.answers.get(trajectory)
+        if answer is None:
+            continue
+        if answer.finished and (outcome != "trained" or answer.reward is not None):
+            t.finished_ids[outcome].append(trajectory)
+        if answer.instance is None:
+            del t.answers[trajectory]
+
+
+# -- steps --------------------------------------------------------------------------------------------------------
+
+
+def _close_step(t: AuditTables, order: cmd.CloseStep) -> None:
+    step = t.steps.setdefault(order.step, AuditedStep())
+    size = len(step.groups)
+    unconsumed = {id: g for id, g in t.groups.items() if g.step is None}
+    for id, group in unconsumed.items():
+        if group.deadline <= order.step:
+            t.find(C3_CLOSE, "group", id, f"is due at step {group.deadline} and outside step {order.step} as it closes")
+    is_last = t.source_dry and not unconsumed and t.admitted == t.num_prompts
+    if order.num_groups != size or (size != t.settings.groups_per_step and not is_last):
+        t.find(
+            C3_CLOSE,
+            "step",
+            order.step,
+            f"closes with {order.num_groups} groups, {size} were committed, a step has {t.settings.groups_per_step}",
+        )
+    if order.step != t.forming:
+        t.find(C3_CLOSE, "step", order.step, f"closes while step {t.forming} is formed")
+    step.closed = True
+    t.forming = order.step + 1
+
+
+def _on_trainer_ready(t: AuditTables, event: ev.TrainerReady) -> None:
+    if event.step > t.trained_steps:
+        t.find(C2_LEDGER, "step", event.step, f"is where the trainer starts, but only {t.trained_steps} are trained")
+    t.open_step = event.step
+
+
+def _train_micro_batch(t: AuditTables, order: cmd.TrainMicroBatch) -> None:
+    step = t.steps.get(order.step)
+    if step is None:
+        t.find(C2_MICRO_BATCH, "step", order.step, "is fed, but nothing was committed to it since the last checkpoint")
+        return
+    if order.index < len(step.waves):
+        if order != step.waves[order.index]:
+            t.find(C2_MICRO_BATCH, "step", order.step, f"micro-batch {order.index} is fed again, and differs")
+        return
+    if order.index > len(step.waves) or len(order.ranks) != t.settings.num_ranks:
+        t.find(
+            C2_MICRO_BATCH,
+            "step",
+            order.step,
+            f"micro-batch {order.index} has {len(order.ranks)} ranks or follows a gap",
+        )
+    step.waves.append(order)
+    for rank in order.ranks:
+        for trajectory in rank:
+            _feed(t, step, trajectory, order)
+    if order.last:
+        if not step.closed:
+            t.find(C2_MICRO_BATCH, "step", order.step, "gets its last micro-batch before it is closed")
+        for trajectory in sorted(step.due):
+            t.find(
+                C2_MICRO_BATCH, "trajectory", trajectory, f"is in no micro-batch of its step {order.step}: not trained"
+            )
+        step.due.clear()
+
+
+def _feed(t: AuditTables, step: AuditedStep, trajectory: TrajectoryId, order: cmd.TrainMicroBatch) -> None:
+    if trajectory in step.due:
+        step.due.remove(trajectory)
+        step.trajectories.append(trajectory)
+    else:
+        again = "a second time" if trajectory in step.trajectories else "without being due there"
+        t.find(C2_MICRO_BATCH, "trajectory", trajectory, f"is trained in step {order.step} {again}")
+
+
+def _on_step_trained(t: AuditTables, event: ev.StepTrained) -> None:
+    if event.step != t.open_step:
+        t.late_completions += 1
+        return
+    t.open_step = event.step + 1
+    if event.step < t.trained_steps:
+        return  # a replay: its groups are trained already
+    t.trained_steps = event.step + 1
+    step = t.steps.get(event.step)
+    if step is None or not step.waves or not step.waves[-1].last:
+        t.find(C2_MICRO_BATCH, "step", event.step, "is trained before its last micro-batch was sent")
+    for id in step.groups if step is not None else ():
+        if id in t.groups:
+            _retire(t, id, "trained")
+
+
+def _on_checkpoint_saved(t: AuditTables, event: ev.CheckpointSaved) -> None:
+    for old in [s for s in t.steps if s < event.step]:
+        del t.steps[old]
+
+
+# -- versions and the run -----------------------------------------------------------------------------------------
+
+
+def _on_version_published(t: AuditTables, event: ev.VersionPublished) -> None:
+    if t.newest is not None and event.version <= t.newest:
+        return  # a replayed step: the store kept the bytes that were published first
+    if event.version != (0 if t.newest is None else t.newest + 1) or event.version > t.trained_steps:
+        t.find(
+            VERSIONS, "version", event.version, f"is published after {t.newest}, with {t.trained_steps} steps trained"
+        )
+    t.newest = event.version
+    t.stored.add(event.version)
+    _check_window(t)
+
+
+def _release_version(t: AuditTables, order: cmd.ReleaseVersion) -> None:
+    version = order.version
+    pushed = any(i.pushing is not None and i.pushing[1] == version for i in t.instances.values())
+    sampled = any(a.version == version for id, a in t.answers.items() if id < 0)
+    if version not in t.stored or version == t.newest or t.untrained[version] or pushed or sampled:
+        t.find(VERSIONS, "version", version, f"is released while {t.untrained[version]} groups or others need it")
+    t.stored.discard(version)
+
+
+def _check_window(t: AuditTables) -> None:
+    """Live: the newest, and versions with a group that is not yet trained; at most K + 1."""
+    live = {v for v in t.untrained if t.untrained[v]} | {t.newest}
+    t.max_live_versions = max(t.max_live_versions, len(live))
+    if len(live) > t.settings.rules.max_staleness + 1:
+        oldest = min(v for v in live if v is not None)
+        t.find(VERSIONS, "version", oldest, f"is still live with {len(live) - 1} others: more than K + 1 live versions")
+
+
+def _report_evaluation(t: AuditTables, order: cmd.ReportEvaluation) -> None:
+    samples = len(t.settings.eval_prompt_tokens)
+    if t.evaluated[order.version] != samples or order.version in t.reported:
+        t.find(
+            EVALUATION, "version", order.version, f"is reported with {t.evaluated[order.version]} of {samples} samples"
+        )
+    t.reported.add(order.version)
+
+
+def _finish_run(t: AuditTables, order: cmd.FinishRun) -> None:
+    t.end = f"finished: {order.reason}"
+    for id, group in t.groups.items():
+        t.find(C2_LEDGER, "group", id, f"of version {group.version} was admitted, and is not trained as the run ends")
+
+
+def _fail_run(t: AuditTables, order: cmd.FailRun) -> None:
+    t.end = f"failed: {order.reason}"
+
+
+HANDLERS: Final[dict[type, Callable[[AuditTables, Any], None]]] = {
+    ev.PromptsArrived: _on_prompts_arrived,
+    cmd.AdmitGroup: _admit_group,
+    cmd.GradeTrajectory: _grade_trajectory,
+    ev.TrajectoryGraded: _on_trajectory_graded,
+    cmd.CommitGroup: _commit_group,
+    cmd.DropGroup: _drop_group,
+    cmd.CloseStep: _close_step,
+    ev.TrainerReady: _on_trainer_ready,
+    cmd.TrainMicroBatch: _train_micro_batch,
+    ev.StepTrained: _on_step_trained,
+    ev.CheckpointSaved: _on_checkpoint_saved,
+    ev.VersionPublished: _on_version_published,
+    cmd.ReleaseVersion: _release_version,
+    cmd.ReportEvaluation: _report_evaluation,
+    cmd.FinishRun: _finish_run,
+    cmd.FailRun: _fail_run,
+}

@@ -1,0 +1,101 @@
+"""What an audit found, and how it reads on a terminal. Made by audit.py, printed by `dora audit`."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """A rule that the journal breaks."""
+
+    rule: str  #: for example "C1 spans"
+    id: str  #: what it is about: "group 7", "trajectory 31", "instance 2", "byte 4096"
+    message: str
+    story: tuple[str, ...]  #: what happened to it until then, the last lines
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """A distribution of answer lengths, in tokens."""
+
+    count: int
+    mean: float
+    median: int
+    p90: int
+    p99: int
+    longest: int
+
+
+def lengths_of(tokens: Collection[int]) -> Lengths:
+    """Quantiles of token counts; all zero if there are none."""
+    if not tokens:
+        return Lengths(0, 0.0, 0, 0, 0, 0)
+    values = np.fromiter(tokens, np.int64, len(tokens))
+    median, p90, p99 = (int(q) for q in np.quantile(values, (0.5, 0.9, 0.99), method="inverted_cdf"))
+    return Lengths(len(values), float(values.mean()), median, p90, p99, int(values.max()))
+
+
+@dataclass(frozen=True, slots=True)
+class AuditReport:
+    """Counts of a whole journal and every violation of C1, C2, C3 or of the journal itself."""
+
+    run_id: str
+    end: str  #: why the run ended, as far as the journal knows
+    num_events: int
+    restarts: int  #: of the controller
+    torn_bytes: int  #: of an incomplete last record, ignored
+    groups: Mapping[str, int]  #: admitted, trained, filtered, failed, in flight
+    reasons: Mapping[str, int]  #: "filtered: ..." or "failed: ..." -> groups
+    steps: int  #: trained
+    staleness: Mapping[int, int]  #: step - version -> groups committed
+    lengths: Mapping[str, Lengths]  #: generated, trained, filtered, failed
+    max_live_versions: int
+    migrations: int  #: trajectories stopped by us that went on on another instance
+    recovered: int  #: trajectories that went on after their instance was lost
+    late_completions: int  #: of an old attempt, ignored
+    evaluations: tuple[int, ...]  #: versions evaluated
+    token_counts_checked: int | None  #: trajectories compared with the token store; None: there is no store
+    violations: tuple[Violation, ...]
+
+    @property
+    def ok(self) -> bool:
+        """C1, C2 and C3 hold."""
+        return not self.violations
+
+
+def render(report: AuditReport, *, max_violations: int = 20) -> str:
+    """The report as lines for a terminal."""
+    counts = ", ".join(f"{n} {name}" for name, n in report.groups.items())
+    staleness = ", ".join(f"{s}: {n}" for s, n in sorted(report.staleness.items())) or "none committed"
+    tokens = "no token store" if report.token_counts_checked is None else f"{report.token_counts_checked} compared"
+    lines = [
+        f"run {report.run_id}, {report.end}",
+        f"  events       {report.num_events}, controller restarts {report.restarts}, torn bytes {report.torn_bytes}",
+        f"  steps        {report.steps} trained",
+        f"  groups       {counts}",
+        *(f"               {n} {reason}" for reason, n in report.reasons.items()),
+        f"  staleness    {staleness} (groups by step - version)",
+        *(_length_line(name, lengths) for name, lengths in report.lengths.items()),
+        f"  versions     at most {report.max_live_versions} live, evaluated {list(report.evaluations)}",
+        f"  moves        {report.migrations} migrations, {report.recovered} recovered after a loss, "
+        f"{report.late_completions} late completions ignored",
+        f"  token store  {tokens}",
+    ]
+    for violation in report.violations[:max_violations]:
+        lines += [f"VIOLATION {violation.rule}: {violation.id} {violation.message}"]
+        lines += [f"    {line}" for line in violation.story]
+    if len(report.violations) > max_violations:
+        lines.append(f"... and {len(report.violations) - max_violations} more")
+    verdict = "C1, C2 and C3 hold" if report.ok else f"{len(report.violations)} violations"
+    return "\n".join([*lines, f"audit: {verdict}"])
+
+
+def _length_line(name: str, lengths: Lengths) -> str:
+    return (
+        f"  {name:<12} {lengths.count} answers, tokens: mean {lengths.mean:.1f}, median {lengths.median}, "
+        f"p90 {lengths.p90}, p99 {lengths.p99}, longest {lengths.longest}"
+    )

@@ -1,0 +1,126 @@
+"""What the audit knows while it reads a journal: its own tables, kept apart from the core's.
+
+Invariant: these follow from recorded facts and orders alone; nothing here is read from a ControllerState. Filled by
+audit_fleet.py (instances, answers) and audit_ledger.py (groups, steps, versions).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from dora.core.commands import TrainMicroBatch
+from dora.core.ids import GroupId, InstanceId, TrajectoryId
+from dora.core.story import Subject
+from dora.core.strategies import Settings
+
+
+@dataclass(slots=True)
+class AuditedInstance:
+    """One server."""
+
+    incarnation: int = 0
+    up: bool = False
+    holds: int | None = None  #: version of the last confirmed push, with none begun since
+    pushing: tuple[int, int] | None = None  #: (attempt, version) of the push under way
+    residents: set[TrajectoryId] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class AuditedAnswer:
+    """One trajectory."""
+
+    version: int  #: the tag
+    num_tokens: int = 0  #: known to be produced
+    attempt: int = 0  #: of its last Generate
+    instance: InstanceId | None = None  #: where it is resident
+    started_from: int = 0  #: tokens that the attempt under way began with
+    left: InstanceId | None = None  #: where it was stopped by us, until it goes on
+    recovering: bool = False  #: its instance was lost, until it goes on
+    failures: int = 0  #: failed requests, broken connections apart
+    finished: bool = False
+    grading: int | None = None  #: attempt of the grading under way
+    graded: bool = False
+    reward: float | None = None
+
+
+@dataclass(slots=True)
+class AuditedGroup:
+    """One prompt group that is not trained, filtered or failed."""
+
+    version: int
+    deadline: int
+    step: int | None = None  #: the step it is committed to
+
+
+@dataclass(slots=True)
+class AuditedStep:
+    """One training step, back to the last checkpoint."""
+
+    groups: list[GroupId] = field(default_factory=list)  #: committed to it
+    closed: bool = False
+    due: set[TrajectoryId] = field(default_factory=set)  #: graded siblings that are in no micro-batch yet
+    trajectories: list[TrajectoryId] = field(default_factory=list)  #: in micro-batches
+    waves: list[TrainMicroBatch] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A violation before its story is told."""
+
+    rule: str
+    subject: Subject
+    message: str
+    index: int  #: number of the event at which it showed
+
+
+class AuditTables:
+    """Everything read so far, and what was found wrong."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.index = -1  #: number of the event being looked at
+        self.now = 0.0
+        self.findings: list[Finding] = []
+
+        self.instances: dict[InstanceId, AuditedInstance] = {}
+        self.answers: dict[TrajectoryId, AuditedAnswer] = {}
+        self.lengths: dict[TrajectoryId, int] = {}  #: of every finished answer, evaluation included
+        self.groups: dict[GroupId, AuditedGroup] = {}  #: admitted, neither trained nor dropped
+        self.steps: dict[int, AuditedStep] = {}
+
+        self.num_prompts = 0  #: prompts that have arrived, in this controller's epoch
+        self.source_dry = False
+        self.admitted = 0
+        self.forming = 0  #: step being formed
+        self.open_step: int | None = None  #: step the trainer works on
+        self.trained_steps = 0
+        self.newest: int | None = None
+        self.stored: set[int] = set()  #: versions published and not released
+        self.untrained: Counter[int] = Counter()  #: groups by version, neither trained nor dropped
+        self.evaluated: Counter[int] = Counter()  #: samples by version that are graded or given up
+        self.reported: set[int] = set()  #: versions whose evaluation was reported
+
+        self.outcomes: dict[GroupId, str] = {}  #: "trained" | "filtered" | "failed"
+        self.reasons: Counter[str] = Counter()  #: why groups were dropped
+        self.finished_ids: dict[str, list[TrajectoryId]] = {"trained": [], "filtered": [], "failed": []}
+        self.staleness: Counter[int] = Counter()
+        self.max_live_versions = 0
+        self.migrations = 0
+        self.recovered = 0
+        self.late_completions = 0
+        self.restarts = 0
+        self.end = "no end recorded"
+
+    def find(self, rule: str, kind: str, id: int, message: str) -> None:
+        """Something is wrong."""
+        self.findings.append(Finding(rule, Subject(kind, id), message, self.index))
+
+    def instance(self, id: InstanceId) -> AuditedInstance:
+        """The entry of an instance."""
+        return self.instances.setdefault(id, AuditedInstance())
+
+    def siblings(self, group: GroupId) -> list[TrajectoryId]:
+        """Ids of a group's trajectories."""
+        size = self.settings.group_size
+        return [TrajectoryId(group * size + i) for i in range(size)]
