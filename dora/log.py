@@ -1,0 +1,70 @@
+"""Logging: JSON lines in a file, and on the console only what needs a person.
+
+Invariant: every line carries run, role and, for a trainer, rank; what libraries say through `logging` goes the same
+way. Without a file (child processes, whose output their supervisor keeps) the lines go to standard error. Called once
+per process by `cli`; everybody else says `structlog.get_logger(__name__)`.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+
+import structlog
+from structlog.typing import EventDict, WrappedLogger
+
+#: From this level on, a line is also shown on the console.
+CONSOLE_LEVEL = logging.WARNING
+
+
+def configure_logging(path: Path | None, *, level: str, run: str, role: str, rank: int | None = None) -> None:
+    """From now on this process logs to `path` (appended), at `level` and above."""
+    threshold = logging.getLevelNamesMapping()[level.upper()]
+    stream = sys.stderr if path is None else path.open("a", encoding="utf-8", buffering=1)
+    bound: dict[str, object] = {"run": run, "role": role}
+    if rank is not None:
+        bound["rank"] = rank
+    structlog.configure(
+        processors=[
+            structlog.stdlib.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.format_exc_info,
+            _Bind(bound),
+            *([] if path is None else [_show_warnings]),
+            structlog.processors.JSONRenderer(default=str),
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(threshold),
+        logger_factory=structlog.WriteLoggerFactory(file=stream),
+        cache_logger_on_first_use=False,  # modules make their loggers before this is called
+    )
+    logging.basicConfig(level=max(threshold, logging.INFO), handlers=[_ToStructlog()], force=True)
+    logging.captureWarnings(True)
+
+
+class _Bind:
+    """Adds the same fields to every line."""
+
+    def __init__(self, fields: dict[str, object]) -> None:
+        self._fields = fields
+
+    def __call__(self, logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
+        return {**event, **self._fields}
+
+
+def _show_warnings(logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
+    """One plain line per warning; the console is looked up each time because a live view may have replaced it."""
+    if logging.getLevelNamesMapping()[event["level"].upper()] >= CONSOLE_LEVEL:
+        known = {"event", "level", "timestamp", "exception", "run", "role", "rank"}
+        details = " ".join(f"{key}={value}" for key, value in event.items() if key not in known)
+        sys.stderr.write(f"{event['level']}: {event['event']} {details}".rstrip() + "\n")
+    return event
+
+
+class _ToStructlog(logging.Handler):
+    """What libraries log, at the nearest level that structlog knows."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        logger: structlog.typing.FilteringBoundLogger = structlog.get_logger(record.name)
+        level = min(record.levelno // 10 * 10, logging.CRITICAL)
+        logger.log(level, record.getMessage(), library=record.name, exc_info=record.exc_info)

@@ -1,0 +1,28 @@
+"""Is a configured port free? Asked before anything starts; port 0 always is. Called by `cli` (run and check)."""
+
+from __future__ import annotations
+
+import socket
+
+from dora.config.schema import Config
+from dora.errors import ConfigError
+
+
+def require_free_ports(config: Config) -> None:
+    """ConfigError that names field and port if one that this run will listen on is taken."""
+    if config.engine.base_port and not config.engine.urls:
+        for index in range(config.engine.instances):
+            _require_free("127.0.0.1", config.engine.base_port + index, field="engine.base_port", who=f"engine {index}")
+    _require_free(config.status.host, config.status.port, field="status.port", who="the status endpoint")
+
+
+def _require_free(host: str, port: int, *, field: str, who: str) -> None:
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: a closing one is no obstacle
+            probe.bind(address)
+    except OSError as err:
+        raise ConfigError(
+            f"{field}: {who} cannot listen on {host}:{port} ({err.strerror}); choose another, or 0 for any free port"
+        ) from err

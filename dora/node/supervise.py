@@ -1,0 +1,230 @@
+"""The processes of a run on this host: started, watched, and ended with everything they started themselves.
+
+Invariant: a child is in a session of its own, so Ctrl-C in the terminal reaches the controller alone; what it prints is
+in its log file; and while `Node` is open it holds the lease, so no child outlives the controller, kill -9 included.
+When to start a child again is for its owner to decide: `Child` has the shape of `controller.fleet.Server`, whose keeper
+restarts engines with pauses and a limit; a trainer that ends early ends the run. Called by `cli`.
+
+Output loop, per child with a ready line. Consumes: its standard output. Produces: its log, and the URL of the ready
+line. Waits for: the next bytes. Unblocked by: any output, and the child's end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+from collections.abc import Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Self
+
+import psutil
+
+from dora.errors import ConfigError, RemoteError
+from dora.node.lease import hold_lease
+from dora.node.plan import ProcessPlan
+
+READY_LINE = re.compile(rb"^ready (http://\S+)\r?$", re.MULTILINE)
+#: From SIGTERM to SIGKILL. An engine ends at once when nobody asks it anything; a trainer has its checkpoint by then.
+GRACE_S = 3.0
+#: SIGKILL needs no longer unless the kernel holds the process.
+KILL_TIMEOUT_S = 10.0
+TAIL_LINES = 4
+_TAIL_BYTES = 4096
+_CONFIG_ERROR_CODE = 2
+
+
+class Child:
+    """One process; it can be started again after its end."""
+
+    def __init__(self, plan: ProcessPlan, *, log: Path) -> None:
+        self.plan = plan
+        self.log = log
+        self._process: asyncio.subprocess.Process | None = None
+        self._output: asyncio.Task[None] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Process id while it runs."""
+        return self._process.pid if self._process is not None and self._process.returncode is None else None
+
+    async def start(self) -> str:
+        """Start it; returns the URL of its ready line, "" if its plan expects none.
+
+        RemoteError if it ends or stays silent instead; ConfigError if it ended because its input cannot work, which no
+        second start would change.
+        """
+        await self.kill()
+        with self.log.open("ab") as log:
+            self._process = process = await self._spawn(log)
+        if self.plan.ready_timeout_s is None:
+            return ""
+        ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._output = asyncio.create_task(self._copy_output(process, ready), name=f"{self.plan.name}-output")
+        try:
+            async with asyncio.timeout(self.plan.ready_timeout_s):
+                url = await asyncio.shield(ready) or await self._fail_to_start(process)
+        except TimeoutError:
+            await self.kill()
+            waited = f"not ready after {self.plan.ready_timeout_s:g} s"
+            raise RemoteError(f"{self.plan.name}: {waited}; {self._last_words()}") from None
+        return url
+
+    async def ended(self) -> str:
+        """Waits for its end; returns how it ended, with its last words."""
+        assert self._process is not None, "it was started"
+        code = await self._process.wait()
+        if self._output is not None:
+            await asyncio.shield(self._output)  # its last words are still on their way to the log
+        return f"{self.plan.name} ended with {_cause(code)}; {self._last_words()}"
+
+    async def kill(self) -> None:
+        """End it, and all that it started, at once."""
+        await self._end(signal.SIGKILL, grace_s=KILL_TIMEOUT_S)
+
+    async def stop(self, *, grace_s: float = GRACE_S) -> None:
+        """Ask it to end; kill what has not done so in time."""
+        await self._end(signal.SIGTERM, grace_s=grace_s)
+
+    def signal_kill(self) -> None:
+        """SIGKILL without waiting for anything."""
+        if self.pid is not None:
+            _kill_all([*_descendants(self.pid), psutil.Process(self.pid)])
+
+    async def _spawn(self, log: IO[bytes]) -> asyncio.subprocess.Process:
+        piped = self.plan.ready_timeout_s is not None
+        try:
+            return await asyncio.create_subprocess_exec(
+                *self.plan.argv,
+                env=dict(self.plan.env),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE if piped else log,
+                stderr=asyncio.subprocess.STDOUT,
+                start_new_session=True,
+            )
+        except OSError as err:
+            raise ConfigError(f"{self.plan.name}: {self.plan.argv[0]} cannot be started ({err.strerror})") from err
+
+    async def _copy_output(self, process: asyncio.subprocess.Process, ready: asyncio.Future[str]) -> None:
+        """The output loop; `ready` gets the URL, or "" if the output ends without one."""
+        assert process.stdout is not None
+        seen = b""
+        with self.log.open("ab", buffering=0) as log:
+            while chunk := await process.stdout.read(65_536):
+                log.write(chunk)
+                if not ready.done():
+                    seen += chunk
+                    if found := READY_LINE.search(seen):
+                        ready.set_result(found[1].decode())
+        if not ready.done():
+            ready.set_result("")
+
+    async def _fail_to_start(self, process: asyncio.subprocess.Process) -> str:
+        code = await process.wait()
+        message = f"{self.plan.name}: ended with {_cause(code)} before it was ready; {self._last_words()}"
+        raise ConfigError(message) if code == _CONFIG_ERROR_CODE else RemoteError(message)
+
+    async def _end(self, number: signal.Signals, *, grace_s: float) -> None:
+        process = self._process
+        if process is None:
+            return
+        # torchrun gives every rank a session of its own, so the process group does not hold all that must go.
+        started_by_it = _descendants(process.pid) if process.returncode is None else []
+        if process.returncode is None:
+            _signal_group(process.pid, number)
+        try:
+            async with asyncio.timeout(grace_s):
+                await process.wait()
+        except TimeoutError:
+            _signal_group(process.pid, signal.SIGKILL)
+        _kill_all(started_by_it)
+        await self._reap(process)
+
+    async def _reap(self, process: asyncio.subprocess.Process) -> None:
+        try:
+            async with asyncio.timeout(KILL_TIMEOUT_S):
+                await process.wait()
+                if self._output is not None:
+                    await self._output
+        except TimeoutError:
+            raise RemoteError(f"{self.plan.name}: process {process.pid} does not end, SIGKILL or not") from None
+        self._process = self._output = None
+
+    def _last_words(self) -> str:
+        lines = tail(self.log)
+        return f"its log ({self.log}) ends: {' | '.join(lines)}" if lines else f"its log ({self.log}) is empty"
+
+
+class Node:
+    """All children of a run on this host. An async context manager: leaving it leaves no process behind."""
+
+    def __init__(self, *, logs: Path, lease: Path) -> None:
+        self._logs = logs
+        self._lease_path = lease
+        self._lease: IO[bytes] | None = None
+        self.children: dict[str, Child] = {}
+
+    async def __aenter__(self) -> Self:
+        self._lease = hold_lease(self._lease_path)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        assert self._lease is not None
+        try:
+            await self.stop()
+        finally:
+            self._lease.close()
+
+    def add(self, plan: ProcessPlan) -> Child:
+        """A child of this run, not yet started."""
+        child = self.children[plan.name] = Child(plan, log=self._logs / f"{plan.name}.log")
+        return child
+
+    async def stop(self, *, grace_s: float = GRACE_S) -> None:
+        """End all children, side by side."""
+        await asyncio.gather(*(child.stop(grace_s=grace_s) for child in self.children.values()))
+
+    def kill_all(self) -> None:
+        """End all children without waiting: for the second Ctrl-C."""
+        for child in self.children.values():
+            child.signal_kill()
+
+
+def tail(log: Path) -> list[str]:
+    """The last lines that say something."""
+    with log.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+        lines = file.read().decode(errors="replace").splitlines()
+    return [line.strip() for line in lines if line.strip()][-TAIL_LINES:]
+
+
+def _cause(code: int) -> str:
+    return f"exit code {code}" if code >= 0 else signal.Signals(-code).name
+
+
+def _signal_group(pid: int, number: signal.Signals) -> None:
+    """To the child and what has stayed in its process group, which may be gone already."""
+    try:
+        os.killpg(pid, number)
+    except ProcessLookupError:
+        return
+
+
+def _descendants(pid: int) -> list[psutil.Process]:
+    try:
+        return psutil.Process(pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _kill_all(processes: Iterable[psutil.Process]) -> None:
+    """psutil compares start times, so a process id that was given away again is not hit."""
+    for process in processes:
+        try:
+            process.kill()
+        except psutil.NoSuchProcess:
+            continue

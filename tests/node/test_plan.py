@@ -1,0 +1,105 @@
+"""What a run starts on this host."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+
+from dora.config.load import load
+from dora.config.schema import Config
+from dora.errors import ConfigError
+from dora.node.plan import ProcessPlan, plan_engines, plan_trainer
+from dora.node.ports import require_free_ports
+
+ENVIRON = {"PATH": "/bin", "DORA_TOKEN": "of another run", "DORA_ENGINE_API_KEY": "key", "OMP_NUM_THREADS": "64"}
+
+
+def config(*overrides: str) -> Config:
+    return load(None, overrides, environ={"DORA_ENGINE_API_KEY": "sesame"})
+
+
+def engines(*overrides: str) -> list[ProcessPlan]:
+    return plan_engines(config(*overrides), model=Path("/m"), lease=Path("/run/lease"), environ=ENVIRON)
+
+
+def trainer(*overrides: str) -> ProcessPlan:
+    plan = plan_trainer(
+        config(*overrides), controller="tcp://127.0.0.1:5", token="sesame", lease=Path("/run/lease"), environ=ENVIRON
+    )
+    assert plan is not None
+    return plan
+
+
+def test_there_is_one_engine_per_instance_and_each_has_a_name_of_its_own():
+    assert [plan.name for plan in engines("engine.instances=3")] == ["engine-0", "engine-1", "engine-2"]
+
+
+def test_an_engine_listens_on_loopback_at_a_port_that_the_system_chooses():
+    (plan,) = engines("engine.instances=1", "rollout.max_staleness=0")
+    argv = " ".join(plan.argv)
+    assert argv.startswith(f"{sys.executable} -m dora serve ")
+    assert "--host 127.0.0.1 --port 0 " in argv
+    assert "--model /m " in argv
+
+
+def test_configured_ports_count_up_from_the_base():
+    ports = [plan.argv[plan.argv.index("--port") + 1] for plan in engines("engine.base_port=7000")]
+    assert ports == ["7000", "7001", "7002", "7003"]
+
+
+def test_an_engine_decodes_in_the_type_that_is_published():
+    (plan, *_) = engines("trainer.publish_dtype=bfloat16")
+    assert plan.argv[plan.argv.index("--dtype") + 1] == "bfloat16"
+
+
+def test_external_servers_and_external_ranks_are_not_started():
+    assert engines('engine.urls=["http://a:1", "http://b:1", "http://c:1"]') == []
+    with_token = load(None, ["trainer.external=true"], environ={"DORA_TOKEN": "t"})
+    assert plan_trainer(with_token, controller="", token="t", lease=Path("/l"), environ={}) is None
+
+
+def test_all_ranks_are_started_by_one_torchrun():
+    argv = " ".join(trainer("trainer.ranks=3").argv)
+    assert "-m torch.distributed.run --standalone --local-addr 127.0.0.1 --nproc-per-node 3 -m dora train" in argv
+
+
+def test_no_secret_is_on_a_command_line():
+    for plan in [*engines(), trainer()]:
+        assert "sesame" not in " ".join(plan.argv)
+    assert engines()[0].env["DORA_SERVE_API_KEY"] == "sesame"
+    assert trainer().env["DORA_TOKEN"] == "sesame"
+
+
+def test_a_child_gets_the_environment_without_our_own_variables_and_what_it_needs():
+    assert dict(engines("engine.threads=2")[0].env) == {
+        "PATH": "/bin",
+        "DORA_LEASE": "/run/lease",
+        "DORA_SERVE_API_KEY": "sesame",
+        "OMP_NUM_THREADS": "2",
+        "PYTHONUNBUFFERED": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    assert "DORA_SERVE_API_KEY" not in trainer().env
+
+
+@pytest.mark.parametrize(
+    ("settings", "culprit"),
+    [
+        ("engine.base_port={port}", "engine.base_port: engine 0 cannot listen on 127.0.0.1:{port}"),
+        ("engine.base_port={before}", "engine.base_port: engine 1 cannot listen on 127.0.0.1:{port}"),
+        ("status.port={port}", "status.port: the status endpoint cannot listen on 127.0.0.1:{port}"),
+    ],
+)
+def test_a_port_in_use_is_refused_naming_field_and_port(settings: str, culprit: str):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        wanted = config("status.port=0", settings.format(port=port, before=port - 1))
+        with pytest.raises(ConfigError, match=culprit.format(port=port)):
+            require_free_ports(wanted)
+
+
+def test_port_zero_is_always_free():
+    require_free_ports(config("status.port=0"))

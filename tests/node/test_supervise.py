@@ -1,0 +1,198 @@
+"""Children of a run: real processes, started, watched and ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from dora.errors import ConfigError, RemoteError
+from dora.node.plan import ProcessPlan
+from dora.node.supervise import Child, Node
+
+#: Longer than any test waits: whoever is still there was left behind.
+FOREVER = "import threading; threading.Event().wait(300)"
+READY = "print('loading'); print('ready http://127.0.0.1:7777', flush=True);"
+STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
+
+
+def plan(code: str, *, ready_timeout_s: float | None = 20.0, name: str = "engine-0") -> ProcessPlan:
+    return ProcessPlan(
+        name=name,
+        argv=(sys.executable, "-c", code),
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        ready_timeout_s=ready_timeout_s,
+    )
+
+
+@pytest.fixture
+async def node(tmp_path: Path) -> AsyncIterator[Node]:
+    async with Node(logs=tmp_path, lease=tmp_path / "lease") as node:
+        yield node
+
+
+async def running(node: Node, code: str, *, name: str = "engine-0") -> tuple[Child, psutil.Process]:
+    child = node.add(plan(code, name=name))
+    await child.start()
+    assert child.pid is not None
+    return child, psutil.Process(child.pid)
+
+
+async def test_a_child_is_up_when_it_prints_its_ready_line(node: Node):
+    assert await node.add(plan(READY + FOREVER)).start() == "http://127.0.0.1:7777"
+
+
+async def test_a_child_without_a_ready_line_is_up_at_once(node: Node):
+    child = node.add(plan(FOREVER, ready_timeout_s=None))
+    assert await child.start() == ""
+    assert child.pid is not None
+
+
+async def test_a_ready_line_may_arrive_in_pieces_and_amid_other_output(node: Node):
+    code = "import sys; w = sys.stdout.write; w('not ready http://x\\nrea'); sys.stdout.flush(); w('dy http://h:1\\nmore');"
+    assert await node.add(plan(code + "sys.stdout.flush();" + FOREVER)).start() == "http://h:1"
+
+
+async def test_output_and_errors_of_every_start_are_in_the_childs_log(node: Node, tmp_path: Path):
+    child = node.add(plan("import sys; print('ready http://h:1'); print('after'); sys.exit('to stderr')"))
+    for _ in range(2):
+        await child.start()
+        await child.ended()
+        await child.kill()
+    assert (tmp_path / "engine-0.log").read_text().split().count("after") == 2
+    assert "to stderr" in (tmp_path / "engine-0.log").read_text()
+
+
+async def test_more_output_than_a_pipe_holds_does_not_block_a_child(node: Node, tmp_path: Path):
+    child = node.add(plan(READY + "print('x' * 3_000_000); print('done')"))
+    await child.start()
+    assert "exit code 0" in await child.ended()
+    await child.kill()
+    assert (tmp_path / "engine-0.log").stat().st_size > 3_000_000
+
+
+async def test_an_end_is_told_with_its_cause_and_the_last_words(node: Node):
+    child, _ = await running(node, READY + "import sys; sys.exit('out of luck')")
+    assert await child.ended() == f"engine-0 ended with exit code 1; its log ({child.log}) ends: " + (
+        "loading | ready http://127.0.0.1:7777 | out of luck"
+    )
+
+
+async def test_an_end_by_signal_names_the_signal(node: Node):
+    child, process = await running(node, READY + FOREVER)
+    process.send_signal(signal.SIGKILL)
+    assert (await child.ended()).startswith("engine-0 ended with SIGKILL; ")
+
+
+async def test_a_child_that_ends_before_it_is_ready_is_trouble_with_its_last_words(node: Node):
+    with pytest.raises(RemoteError, match=r"engine-0: ended with exit code 1 before it was ready; .* no memory"):
+        await node.add(plan("import sys; sys.exit('no memory')")).start()
+
+
+async def test_a_child_whose_input_cannot_work_is_a_config_error(node: Node):
+    with pytest.raises(ConfigError, match=r"exit code 2 .* dora: no such model"):
+        await node.add(plan("import sys; print('dora: no such model'); sys.exit(2)")).start()
+
+
+async def test_a_program_that_does_not_exist_is_a_config_error(node: Node):
+    missing = ProcessPlan(name="engine-0", argv=("/nonexistent/python",), env={}, ready_timeout_s=None)
+    with pytest.raises(ConfigError, match=r"engine-0: /nonexistent/python cannot be started \(No such file"):
+        await node.add(missing).start()
+
+
+async def test_a_child_that_stays_silent_is_killed_when_its_time_is_over(node: Node):
+    child = node.add(plan(FOREVER, ready_timeout_s=0.2))
+    with pytest.raises(RemoteError, match=r"engine-0: not ready after 0\.2 s; its log \(.*\) is empty"):
+        await child.start()
+    assert child.pid is None
+
+
+async def test_a_child_can_be_started_again_after_its_end(node: Node):
+    child, first = await running(node, READY + FOREVER)
+    await child.kill()
+    assert not first.is_running()
+    assert await child.start() == "http://127.0.0.1:7777"
+    assert child.pid not in (None, first.pid)
+
+
+async def test_a_child_that_is_started_twice_runs_once(node: Node):
+    child, first = await running(node, READY + FOREVER)
+    await child.start()
+    assert not first.is_running()
+
+
+async def test_a_stop_lets_a_child_end_by_itself(node: Node, tmp_path: Path):
+    code = "import signal, sys, threading; signal.signal(signal.SIGTERM, lambda *_: (print('saved'), sys.exit(0)));"
+    child, process = await running(node, code + READY + "threading.Event().wait(300)")
+    await child.stop(grace_s=20)
+    assert not process.is_running()
+    assert (tmp_path / "engine-0.log").read_text().endswith("saved\n")
+
+
+async def test_a_child_that_does_not_heed_a_stop_is_killed(node: Node):
+    child, process = await running(node, STUBBORN + READY + FOREVER)
+    await child.stop(grace_s=0.2)
+    assert not process.is_running()
+
+
+async def test_what_a_child_started_in_a_session_of_its_own_ends_with_it(node: Node):
+    argv = f"[sys.executable, '-c', {FOREVER!r}]"
+    quiet = "start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL"
+    code = f"import subprocess, sys; p = subprocess.Popen({argv}, {quiet});"
+    child, process = await running(node, code + READY + "p.wait()")
+    (grandchild,) = process.children()
+    await child.stop()
+    await_gone([process, grandchild])
+
+
+async def test_a_child_has_a_session_of_its_own_so_that_ctrl_c_does_not_reach_it(node: Node):
+    child, _ = await running(node, READY + FOREVER)
+    assert child.pid is not None
+    assert os.getsid(child.pid) == child.pid
+
+
+async def test_leaving_the_node_leaves_no_process_behind(tmp_path: Path):
+    async with Node(logs=tmp_path, lease=tmp_path / "lease") as node:
+        _, first = await running(node, READY + FOREVER, name="engine-0")
+        _, second = await running(node, READY + FOREVER, name="engine-1")
+    await_gone([first, second])
+
+
+async def test_an_error_inside_the_node_leaves_no_process_behind(tmp_path: Path):
+    seen = []
+
+    async def job() -> None:
+        async with Node(logs=tmp_path, lease=tmp_path / "lease") as node:
+            _, process = await running(node, READY + FOREVER)
+            seen.append(process)
+            raise RuntimeError("on purpose")
+
+    with pytest.raises(RuntimeError, match="on purpose"):
+        await job()
+    await_gone(seen)
+
+
+async def test_kill_all_ends_everything_without_waiting(node: Node):
+    _, first = await running(node, STUBBORN + READY + FOREVER, name="engine-0")
+    _, second = await running(node, STUBBORN + READY + FOREVER, name="engine-1")
+    node.kill_all()
+    await_gone([first, second])
+
+
+async def test_a_node_holds_the_lease_while_it_is_open(tmp_path: Path):
+    async with Node(logs=tmp_path, lease=tmp_path / "lease"):
+        with pytest.raises(ConfigError, match="is a run still alive there"):
+            async with Node(logs=tmp_path, lease=tmp_path / "lease"):
+                raise AssertionError("two nodes share a lease")
+    async with Node(logs=tmp_path, lease=tmp_path / "lease"):
+        pass
+
+
+def await_gone(processes: list[psutil.Process]) -> None:
+    gone, alive = psutil.wait_procs(processes, timeout=10)
+    assert (len(gone), alive) == (len(processes), [])
