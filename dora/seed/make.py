@@ -22,7 +22,7 @@ from itertools import count
 from pathlib import Path
 
 import torch
-from tokenizers import AddedToken, Tokenizer, decoders, models
+from tokenizers import AddedToken, Tokenizer, decoders, models  # type: ignore[import-untyped]
 from torch.nn import functional
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
@@ -39,18 +39,21 @@ class Recipe:
 
     seed: int = 7
     #: Steps on worked answers alone, then steps on both styles.
-    worked_steps: int = 1500
-    mixed_steps: int = 500
+    worked_steps: int = 1100
+    mixed_steps: int = 600
     #: Padded tokens of one batch.
     batch_tokens: int = 1024
     peak_learning_rate: float = 2e-3
     #: In the mixed part: share of worked answers, and of right ones among the blurted.
     worked_share: float = 0.3
-    right_share: float = 0.2
+    right_share: float = 0.1
+    #: Share of problems drawn from the tail alone, whose labels are rare otherwise, and its fewest terms.
+    long_share: float = 0.25
+    long_terms: int = 12
     #: A blurted wrong answer is at most so far off.
     spread: int = 4
     #: Chance that one running total of a worked answer in the mixed part is off by one.
-    slip: float = 0.005
+    slip: float = 0.02
     hidden_size: int = 128
     num_layers: int = 3
 
@@ -105,7 +108,9 @@ def build_model(tokenizer: PreTrainedTokenizerFast, *, recipe: Recipe) -> Qwen3F
 def train(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, *, recipe: Recipe) -> None:
     """Supervised warm-up; only the answer and its end carry loss."""
     num_steps = recipe.worked_steps + recipe.mixed_steps
-    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.peak_learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=recipe.peak_learning_rate, betas=(0.9, 0.98), weight_decay=0.01
+    )
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _learning_rate_factor(step, num_steps))
     batches = _batches(tokenizer, recipe=recipe)
     model.train()
@@ -119,7 +124,8 @@ def train(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, *, recipe
         optimizer.step()
         schedule.step()
         if step % 100 == 0 or step == num_steps - 1:
-            sys.stdout.write(f"step {step} of {num_steps}: loss {loss.item():.3f}\n"); sys.stdout.flush()
+            sys.stdout.write(f"step {step} of {num_steps}: loss {loss.item():.3f}\n")
+            sys.stdout.flush()
 
 
 def demonstration(prompt: str, answer: str, *, worked_share: float, recipe: Recipe, rng: random.Random) -> str:
@@ -153,9 +159,10 @@ def _batches(tokenizer: PreTrainedTokenizerFast, *, recipe: Recipe) -> Iterator[
         worked_share = 1.0 if num_batches < recipe.worked_steps else recipe.worked_share
         rows = []
         for index in range(first, first + BLOCK):
-            prompt, answer = problem(index, seed=recipe.seed, split="train")
+            sizes = {"min_terms": recipe.long_terms} if rng.random() < recipe.long_share else {}
+            prompt, answer = problem(index, seed=recipe.seed, split="train", **sizes)
             shown = demonstration(prompt, answer, worked_share=worked_share, recipe=recipe, rng=rng)
-            rows.append((len(prompt), tokenizer.encode(prompt + shown) + [tokenizer.eos_token_id]))
+            rows.append((len(prompt), [*tokenizer.encode(prompt + shown), tokenizer.eos_token_id]))
         block = [_pad(batch, pad_id=tokenizer.pad_token_id) for batch in _cut(rows, batch_tokens=recipe.batch_tokens)]
         rng.shuffle(block)
         num_batches += len(block)
