@@ -32,8 +32,13 @@ def save(folder: Path, *, step: int, tensors: Mapping[str, Tensor], device: torc
     """Write this rank's `tensors` for the boundary before `step`; a collective, returns when all ranks are durable."""
     target, written = folder / f"step-{step:06d}", folder / f".step-{step:06d}"
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    if _complete(target):
-        return target
+    manifest = {
+        "step": step,
+        "world_size": world_size,
+        "state_sha256": _gather_hashes(state_hash(tensors), device=device),
+    }
+    if _complete(target) and json.loads((target / MANIFEST).read_text()) == manifest:
+        return target  # asked for twice, or a replayed step
     if rank == 0:
         shutil.rmtree(written, ignore_errors=True)
         written.mkdir(parents=True)
@@ -41,13 +46,12 @@ def save(folder: Path, *, step: int, tensors: Mapping[str, Tensor], device: torc
     path = written / f"rank-{rank}.safetensors"
     save_file({name: tensor.contiguous().cpu() for name, tensor in tensors.items()}, path)
     _fsync(path)
-    hashes = _gather_hashes(state_hash(tensors), device=device)
+    dist.barrier()
     if rank == 0:
-        manifest = {"step": step, "world_size": world_size, "state_sha256": hashes}
         (written / MANIFEST).write_text(json.dumps(manifest, indent=1))
         _fsync(written / MANIFEST)
         _fsync(written)
-        shutil.rmtree(target, ignore_errors=True)  # an incomplete one of that name
+        shutil.rmtree(target, ignore_errors=True)  # incomplete, or of a history that was given up
         written.rename(target)
         _fsync(folder)
         for old in _all(folder)[:-KEEP]:

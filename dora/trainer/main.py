@@ -33,7 +33,10 @@ COLLECTIVE_TIMEOUT = timedelta(minutes=10)  # a rank that hangs must not hold th
 
 def main() -> None:
     """Run one rank until Stop."""
-    environment = _environment("DORA_CONTROLLER", "DORA_TOKEN", "RANK", "WORLD_SIZE", "LOCAL_RANK")
+    try:
+        environment = _environment("DORA_CONTROLLER", "DORA_TOKEN", "RANK", "WORLD_SIZE", "LOCAL_RANK")
+    except ConfigError as err:
+        raise SystemExit(f"dora trainer: {err}") from None
     rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
     end = TrainerEnd(
         address=environment["DORA_CONTROLLER"], token=environment["DORA_TOKEN"], rank=rank, world_size=world_size
@@ -103,9 +106,7 @@ def _report_failure(end: TrainerEnd, rank: int, err: BaseException) -> None:
 def _environment(*names: str) -> dict[str, str]:
     missing = [name for name in names if name not in os.environ]
     if missing:
-        raise ConfigError(
-            f"environment: {missing[0]} is not set; start ranks by torchrun with DORA_CONTROLLER and DORA_TOKEN"
-        )
+        raise ConfigError(f"{missing[0]} is not set; start ranks by torchrun, with DORA_CONTROLLER and DORA_TOKEN")
     return {name: os.environ[name] for name in names}
 
 

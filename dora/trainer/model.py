@@ -38,9 +38,8 @@ class Policy:
     """A sharded model and the two things done with it: log-probs, and access to its local shards."""
 
     def __init__(self, model_path: Path, *, mesh: DeviceMesh, dtype: torch.dtype) -> None:
-        self.device = torch.device(
-            mesh.device_type, torch.cuda.current_device() if mesh.device_type == "cuda" else None
-        )
+        is_cuda = mesh.device_type == "cuda"
+        self.device = torch.device(f"cuda:{torch.cuda.current_device()}") if is_cuda else torch.device("cpu")
         self.mesh = mesh
         self.model: Any = _on_meta(model_path)  # a transformers model whose class FSDP2 extends
         self.vocab_size: int = self.model.config.get_text_config().vocab_size

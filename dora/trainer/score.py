@@ -31,6 +31,8 @@ def score(
     dtype: str = "float32",
 ) -> list[NDArray[np.float32]]:
     """For each sequence the log-probs of its tokens after the prompt, under softmax(logits / temperature)."""
+    if min(prompt_lengths, default=1) < 1:
+        raise ValueError("the first token of a sequence has no log-prob; prompts have at least one token")
     model = AutoModelForCausalLM.from_pretrained(
         model_path,
         dtype=getattr(torch, dtype),

@@ -171,9 +171,9 @@ class Job:
 
 @asynccontextmanager
 async def start_job(
-    folder: Path, model_path: Path, *, world_size: int = 2, resume_from: str | None = None, **changes
+    folder: Path, model_path: Path, *, world_size: int = 2, resume_from: str | None = None, entry: str = "", **changes
 ) -> AsyncIterator[Job]:
-    """Ranks that are connected and configured; READY is the caller's to wait for."""
+    """Ranks that are connected and configured; READY is the caller's to wait for. `entry`: a script in place of -m."""
     token = secrets.token_hex(8)
     end = ControllerEnd(address="tcp://127.0.0.1:0", token=token, world_size=world_size, now=time.monotonic)
     address = await end.start()
@@ -183,7 +183,7 @@ async def start_job(
     }  # fmt: skip
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}",
-        "-m", "dora.trainer.main", env=environment, start_new_session=True,
+        *([entry] if entry else ["-m", "dora.trainer.main"]), env=environment, start_new_session=True,
     )  # fmt: skip
     try:
         await end.wait_ready(START_S)

@@ -1,7 +1,7 @@
 """Whole trainer jobs: torchrun ranks over gloo, fed through the real transport, compared with a plain trainer.
 
-Three launches serve all tests here: two ranks, the same work cut and ordered otherwise on one rank, and two ranks
-resumed from the first job's checkpoint.
+Four launches serve all tests here: two ranks, the same work cut and ordered otherwise on one rank, two ranks that
+treat the model as a large one, and two ranks resumed from the first job's checkpoint.
 """
 
 from __future__ import annotations
@@ -106,6 +106,17 @@ async def run_one_rank(folder: Path, model_path: Path) -> Record:
     return record
 
 
+async def run_layerwise(folder: Path, model_path: Path) -> Record:
+    record = Record()
+    entry = str(Path(__file__).parent / "layerwise_rank.py")
+    async with start_job(folder, model_path, entry=entry) as job:
+        await begin(job, record, folder, version=0)
+        for step, answers in enumerate(STEPS):
+            await train(job, record, folder, step=step, waves=two_rank_waves(answers))
+        record.exit_code = await job.stop()
+    return record
+
+
 async def run_resumed(folder: Path, model_path: Path, *, checkpoint: str) -> Record:
     """Goes on from the checkpoint into the store of the first job, then loses a rank in mid-step."""
     record = Record()
@@ -137,6 +148,11 @@ def two_ranks(first_folder, model_path) -> Record:
 @pytest.fixture(scope="module")
 def one_rank(tmp_path_factory, model_path) -> Record:
     return asyncio.run(run_one_rank(tmp_path_factory.mktemp("one"), model_path))
+
+
+@pytest.fixture(scope="module")
+def layerwise(tmp_path_factory, model_path) -> Record:
+    return asyncio.run(run_layerwise(tmp_path_factory.mktemp("layerwise"), model_path))
 
 
 @pytest.fixture(scope="module")
@@ -195,7 +211,7 @@ def assert_equal_weights(left, right, *, atol):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("job", ["two_ranks", "one_rank"])
+@pytest.mark.parametrize("job", ["two_ranks", "one_rank", "layerwise"])
 def test_streamed_steps_equal_a_plain_synchronous_trainer_parameter_for_parameter(job, model_path, request):
     record = request.getfixturevalue(job)
     plain = PlainTrainer(model_path)
