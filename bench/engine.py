@@ -25,6 +25,7 @@ import aiohttp
 import psutil
 
 PROMPT_TOKENS = 20
+SIBLINGS = 8
 VOCAB = 64
 SERVE = """
 import sys, time
@@ -150,7 +151,25 @@ async def over_http(url: str, pid: int, args: argparse.Namespace) -> tuple[float
             tokens = sum(count for _, count in await asyncio.gather(*work))
             rates = watch.rates(tokens)
             show(f"over HTTP, {'streamed' if stream else 'unary'}", rates)
+        await short_answers(session, pid)
     return rates
+
+
+async def short_answers(session: aiohttp.ClientSession, pid: int) -> None:
+    """Reinforcement learning's usual diet: groups of siblings, mostly short answers, a long tail, slots refilled."""
+    rng = random.Random(1)
+    lengths = [min(300, max(1, round(rng.lognormvariate(1.8, 1.0)))) for _ in range(SIBLINGS * 75)]
+    slots = asyncio.Semaphore(24)
+
+    async def one(index: int) -> int:
+        async with slots:
+            ids = [3 + (index // SIBLINGS + k) % (VOCAB - 3) for k in range(PROMPT_TOKENS)]
+            return (await call(session, ids, lengths[index], stream=True))[1]
+
+    watch = Stopwatch(psutil.Process(pid))
+    tokens = sum(await asyncio.gather(*(one(index) for index in range(len(lengths)))))
+    mean = tokens / len(lengths)
+    show(f"over HTTP, streamed, 24 at once, groups of {SIBLINGS}, {mean:.0f} tokens a piece", watch.rates(tokens))
 
 
 def show(what: str, rates: tuple[float, float]) -> None:

@@ -50,14 +50,14 @@ class Joiner:
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    token: int
-    logprob: float
+    joiner: int  # index in what was given to `join`
     cached_tokens: int
     prompt_logprobs: list[float | None] | None
 
 
 class Decoder(Protocol):
-    """Rows of running requests. New rows are appended; a row that leaves is replaced by the last one."""
+    """Rows of running requests. New rows are appended, in the order in which `join` lists them; a row that leaves is
+    replaced by the last one. Tokens come from `step` alone."""
 
     context_tokens: int
     vocab_size: int
@@ -68,7 +68,7 @@ class Decoder(Protocol):
     @property
     def cached_tokens(self) -> int: ...  # held by the prefix cache
 
-    def join(self, joiners: Sequence[Joiner]) -> list[Joined]: ...  # prefills and samples one token each
+    def join(self, joiners: Sequence[Joiner]) -> list[Joined]: ...  # prefills what is not cached
     def step(self) -> tuple[list[int], list[float]]: ...  # one token and log-prob per row
     def leave(self, row: int) -> None: ...
     def load(self, folder: Path) -> None: ...  # FileNotFoundError: nothing changed; ConfigError: weights are undefined
@@ -279,15 +279,14 @@ class Batcher:
     # --- a burst, on the decoder thread
 
     def _burst(self) -> None:
-        progress = self._admit()
-        while self.rows and not (
-            progress and (self._finished or self._floor_wanted or time.monotonic() >= self._due_at())
-        ):
+        self._admit()
+        while self.rows:
             self._step()
-            progress = True
-        self.last_output_at = time.monotonic()
+            self.last_output_at = time.monotonic()
+            if self._finished or self._floor_wanted or self.last_output_at >= self._due_at():
+                return
 
-    def _admit(self) -> bool:
+    def _admit(self) -> None:
         joining: list[Generation] = []
         used = self.used_tokens
         while self.waiting and len(self.rows) + len(joining) < self.slots:
@@ -299,7 +298,6 @@ class Batcher:
             used += need
         for wave in waves(joining):
             self._join(wave)
-        return bool(joining)
 
     def _join(self, wave: list[Generation]) -> None:
         now = time.time()
@@ -309,35 +307,34 @@ class Batcher:
             generation.admitted_at = generation.admitted_at or now
         joined = self.decoder.join([_joiner(generation) for generation in wave])
         now = time.time()
-        first = len(self.rows)
-        for generation, outcome in zip(wave, joined, strict=True):
+        for outcome in joined:
+            generation = wave[outcome.joiner]
             self.rows.append(generation)
             self.used_tokens += len(generation.prompt_ids) + len(generation.output_ids)
             if generation.cached_tokens is None:
                 generation.cached_tokens, generation.prefilled_at = outcome.cached_tokens, now
                 generation.prompt_logprobs = outcome.prompt_logprobs
             self.metrics.prefilled(len(generation.prompt_ids), outcome.cached_tokens)
-        self._take(first, [outcome.token for outcome in joined], [outcome.logprob for outcome in joined])
+        for generation in [one for one in wave if one.sampling.max_new_tokens == 0]:
+            self._leave(self.rows.index(generation))
+            self._finish(generation, {"type": "length", "length": 0})
 
     def _step(self) -> None:
         while self.used_tokens + len(self.rows) > self.kv_tokens:
             self._retract(max(self.rows, key=lambda g: g.order))
         tokens, logprobs = self.decoder.step()
-        self._take(0, tokens, logprobs)
+        self._take(tokens, logprobs)
 
-    def _take(self, first: int, tokens: list[int], logprobs: list[float]) -> None:
-        """Appends one token to each row from `first` on; rows that end with it leave."""
+    def _take(self, tokens: list[int], logprobs: list[float]) -> None:
+        """Appends one token to each row; rows that end with it leave."""
         ended: list[int] = []
+        self.used_tokens += len(tokens)
         self.metrics.generated_tokens += len(tokens)
-        for row, (token, logprob) in enumerate(zip(tokens, logprobs, strict=True), first):
-            generation = self.rows[row]
+        for row, (generation, token, logprob) in enumerate(zip(self.rows, tokens, logprobs, strict=True)):
+            generation.output_ids.append(token)
+            generation.output_logprobs.append(logprob)
             sampling = generation.sampling
-            count = len(generation.output_ids) + 1
-            if count <= sampling.max_new_tokens:
-                generation.output_ids.append(token)
-                generation.output_logprobs.append(logprob)
-                self.used_tokens += 1
-            if count >= sampling.max_new_tokens:
+            if len(generation.output_ids) >= sampling.max_new_tokens:
                 self._finish(generation, {"type": "length", "length": sampling.max_new_tokens})
             elif token in sampling.stop_ids:
                 self._finish(generation, {"type": "stop", "matched": token})

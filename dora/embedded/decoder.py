@@ -2,8 +2,10 @@
 
 The architecture's own forward runs; only its cache and its attention call are ours. Rows 0..n-1 are the live requests,
 always dense, so a step reads views of the KV tensor and copies nothing; when a row leaves, the last one takes its
-place. Invariant: KV positions below a row's length hold its tokens in order, everything behind is masked and finite.
-One more row than there are slots receives the writes of padding. Called by the batcher, from one thread at a time.
+place. A prefill stops before the last prompt token: that one is pending, as a sampled token is, and goes through the
+next step with everybody else's, so a request whose prompt is held needs no forward of its own. Invariant: KV positions
+below a row's length hold its tokens in order, everything behind is masked and finite. One more row than there are slots
+receives the writes of padding. Called by the batcher, from one thread at a time.
 
 Legend: L layers, B rows, T new tokens per row, S positions read, W key width (KV heads x head size), V vocabulary.
 """
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +102,16 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is untyped
         return query_length, 0
 
 
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What the prefix cache has of a prompt, whose last token is never taken from it."""
+
+    kv: Tensor | None
+    held: int  # tokens it holds
+    length: int  # tokens taken from it
+    missing: int  # tokens to prefill
+
+
 class CausalDecoder:
     """See `dora.embedded.batcher.Decoder` for what each public method promises."""
 
@@ -133,14 +146,25 @@ class CausalDecoder:
 
     @torch.inference_mode()
     def join(self, joiners: Sequence[Joiner]) -> list[Joined]:
+        """Rows to prefill come first, so that they are one view; siblings of a held prompt need no forward at all."""
+        found = [self._find(joiner) for joiner in joiners]
+        order = sorted(range(len(joiners)), key=lambda i: found[i].missing == 0)
+        joiners, found = [joiners[i] for i in order], [found[i] for i in order]
         first, self._live = self._live, self._live + len(joiners)
-        cached = [self._restore(first + i, joiner) for i, joiner in enumerate(joiners)]
-        self._set_rows(first, joiners)
-        prompt_logprobs, logits_BV = self._prefill(first, joiners, cached)
-        tokens, logprobs = self._sample(logits_BV, first)
-        for row, joiner in enumerate(joiners, first):
-            self._remember(row, joiner)
-        return [Joined(*one) for one in zip(tokens, logprobs, cached, prompt_logprobs, strict=True)]
+        self._grow(max(len(joiner.token_ids) for joiner in joiners))
+        self._set_rows(first, joiners, found)
+        missing = sum(one.missing > 0 for one in found)
+        prompt_logprobs: list[list[float] | None] = [None] * len(joiners)
+        if missing:
+            prompt_logprobs[:missing] = self._prefill(first, joiners[:missing], found[:missing])
+        for row, (joiner, one) in enumerate(zip(joiners, found, strict=True), first):
+            if one.held < len(joiner.token_ids) - 1:
+                known = joiner.token_ids[:-1]
+                self._prefixes.put(joiner.namespace, known, self._cache.kv[:, :, row, : len(known)].clone())
+        return [
+            Joined(i, one.length, _from_start(table, joiner))
+            for i, one, table, joiner in zip(order, found, prompt_logprobs, joiners, strict=True)
+        ]
 
     @torch.inference_mode()
     def step(self) -> tuple[list[int], list[float]]:
@@ -156,7 +180,7 @@ class CausalDecoder:
         logits_BV = self._forward(self._token[:live, None], mask, position_B[:, None])[:, -1]
         position_B += 1
         self._lengths = [length + 1 for length in self._lengths]
-        return self._sample(logits_BV, 0)
+        return self._sample(logits_BV)
 
     @torch.inference_mode()
     def leave(self, row: int) -> None:
@@ -198,33 +222,24 @@ class CausalDecoder:
         mask[:, :old] = self._mask
         self._mask = mask
 
-    def _restore(self, row: int, joiner: Joiner) -> int:
-        """Copies the longest held prefix into `row`; returns its length. At least the last token is computed anew."""
-        self._grow(len(joiner.token_ids))
-        length, kv = self._prefixes.match(joiner.namespace, joiner.token_ids)
-        length = min(length, len(joiner.token_ids) - 1)
-        if joiner.logprob_start is not None:
-            length = min(length, joiner.logprob_start)
-        if kv is not None:
-            self._cache.kv[:, :, row, :length] = kv[:, :, :length]
-        return length
+    def _find(self, joiner: Joiner) -> _Found:
+        held, kv = self._prefixes.match(joiner.namespace, joiner.token_ids[:-1])
+        length = held if joiner.logprob_start is None else min(held, joiner.logprob_start)
+        return _Found(kv, held=held, length=length, missing=len(joiner.token_ids) - 1 - length)
 
-    def _remember(self, row: int, joiner: Joiner) -> None:
-        known, _ = self._prefixes.match(joiner.namespace, joiner.token_ids)
-        if known < len(joiner.token_ids):
-            kv = self._cache.kv[:, :, row, : len(joiner.token_ids)].clone()
-            self._prefixes.put(joiner.namespace, joiner.token_ids, kv)
-
-    def _set_rows(self, first: int, joiners: Sequence[Joiner]) -> None:
+    def _set_rows(self, first: int, joiners: Sequence[Joiner], found: Sequence[_Found]) -> None:
+        """Everything of the new rows but the KV that is missing; the last prompt token is the pending one."""
         rows = slice(first, first + len(joiners))
         ints, floats = [], []
-        for joiner in joiners:
+        for row, (joiner, one) in enumerate(zip(joiners, found, strict=True), first):
             greedy = joiner.temperature < GREEDY_BELOW
             top_k = joiner.top_k if joiner.top_k > 0 else self.vocab_size
-            ints.append([len(joiner.token_ids), 0, joiner.seed, top_k, greedy])
+            ints.append([len(joiner.token_ids) - 1, joiner.token_ids[-1], joiner.seed, top_k, greedy])
             floats.append([1.0 if greedy else joiner.temperature, joiner.top_p, joiner.min_p])
-            self._lengths.append(len(joiner.token_ids))
+            self._lengths.append(len(joiner.token_ids) - 1)
             self._bans.append((joiner.ban_until, joiner.banned_ids) if joiner.banned_ids else None)
+            if one.kv is not None:
+                self._cache.kv[:, :, row, : one.length] = one.kv[:, :, : one.length]
         self._ints[rows] = torch.tensor(ints, device=self._device)
         self._floats[rows] = torch.tensor(floats, device=self._device)
         positions = torch.arange(self._cache.capacity, device=self._device)
@@ -243,65 +258,57 @@ class CausalDecoder:
             logits_to_keep=keep,
         ).logits
 
-    def _prefill(
-        self, first: int, joiners: Sequence[Joiner], cached: list[int]
-    ) -> tuple[list[list[float | None] | None], Tensor]:
-        """Computes what is not cached of all joiners, right-aligned so that every row ends in the last column."""
-        new = max(len(joiner.token_ids) - have for joiner, have in zip(joiners, cached, strict=True))
-        tokens, starts = [], []
-        for joiner, have in zip(joiners, cached, strict=True):
-            tail = joiner.token_ids[have:]
-            tokens.append([0] * (new - len(tail)) + list(tail))
-            starts.append(len(joiner.token_ids) - new)
-        token_BT = torch.tensor(tokens, device=self._device)
-        position_BT = torch.tensor(starts, device=self._device)[:, None] + torch.arange(new, device=self._device)
-        cached_B1 = torch.tensor(cached, device=self._device)[:, None]
+    def _prefill(self, first: int, joiners: Sequence[Joiner], found: Sequence[_Found]) -> Sequence[list[float] | None]:
+        """Computes the missing KV of rows `first`.., in chunks; if asked, log-probs of the tokens after the cached ones."""
+        longest = max(one.missing for one in found)
+        padded = [
+            [*joiner.token_ids[one.length :], *[0] * (longest - one.missing)]
+            for joiner, one in zip(joiners, found, strict=True)
+        ]
+        token_BT = torch.tensor(padded, device=self._device)  # one column more than is computed
+        cached_B1 = torch.tensor([[one.length] for one in found], device=self._device)
+        length_B1 = self._length[first : first + len(found), None]
         wanted = any(joiner.logprob_start is not None for joiner in joiners)
         width = max(1, (min(CHUNK_TOKENS, LOGITS // self.vocab_size) if wanted else CHUNK_TOKENS) // len(joiners))
-        collected = []
-        for begin in range(0, new, width):
-            chunk = slice(begin, min(begin + width, new))
-            logits = self._prefill_chunk(first, token_BT[:, chunk], position_BT[:, chunk], cached_B1, all_logits=wanted)
+        tables = []
+        for begin in range(0, longest, width):
+            end = min(begin + width, longest)
+            position_BT = cached_B1 + torch.arange(begin, end, device=self._device)
+            logits_BTV = self._prefill_chunk(first, token_BT[:, begin:end], position_BT, length_B1, all_logits=wanted)
             if wanted:
-                collected.append(_next_logprobs(logits, token_BT[:, begin + 1 : chunk.stop + 1]))
-        prompt_logprobs: list[list[float | None] | None] = [None] * len(joiners)
-        if wanted:
-            table = torch.cat(collected, dim=1).tolist()
-            prompt_logprobs = [_from_start(row, joiner) for row, joiner in zip(table, joiners, strict=True)]
-        return prompt_logprobs, logits[:, -1]
+                logprobs_BTV = logits_BTV.float().log_softmax(dim=-1)
+                tables.append(logprobs_BTV.gather(2, token_BT[:, begin + 1 : end + 1, None])[..., 0])
+        if not wanted:
+            return [None] * len(found)
+        return [row[: one.missing] for row, one in zip(torch.cat(tables, dim=1).tolist(), found, strict=True)]
 
     def _prefill_chunk(
-        self, first: int, token_BT: Tensor, position_BT: Tensor, cached_B1: Tensor, *, all_logits: bool
+        self, first: int, token_BT: Tensor, position_BT: Tensor, length_B1: Tensor, *, all_logits: bool
     ) -> Tensor:
         rows = slice(first, first + token_BT.shape[0])
         capacity, trash = self._cache.capacity, self._slots * self._cache.capacity
-        write_at = torch.where(position_BT >= cached_B1, self._row_ids[rows, None] * capacity + position_BT, trash)
-        position_BT = position_BT.clamp(min=0)
+        write_at = torch.where(position_BT < length_B1, self._row_ids[rows, None] * capacity + position_BT, trash)
+        position_BT = torch.minimum(position_BT, length_B1)  # of padding, whose outcome nobody reads
         positions = int(position_BT.max()) + 1
         self._cache.aim(write_at.flatten(), rows=rows, positions=positions)
         readable = torch.arange(positions, device=self._device) <= position_BT[:, :, None]
         mask = torch.where(readable, 0.0, -torch.inf).to(self._mask.dtype)[:, None]
         return self._forward(token_BT, mask, position_BT, keep=0 if all_logits else 1)
 
-    def _sample(self, logits_BV: Tensor, first: int) -> tuple[list[int], list[float]]:
-        """Samples the next token of rows `first`.. and makes it the row's pending token."""
-        live = self._live
-        for row in range(first, live):
-            ban = self._bans[row]
+    def _sample(self, logits_BV: Tensor) -> tuple[list[int], list[float]]:
+        """Samples the next token of every row and makes it the row's pending one."""
+        for row, ban in enumerate(self._bans):
             if ban is not None and self._lengths[row] < ban[0]:
-                logits_BV[row - first, list(ban[1])] = -torch.inf
-        if first:
-            settings = self._settings_of(first)
-        else:
-            settings = self._settings = self._settings or self._settings_of(0)
-        token_B, logprob_B = sample(logits_BV, settings, self._length[first:live])
-        self._token[first:live] = token_B
+                logits_BV[row, list(ban[1])] = -torch.inf
+        self._settings = self._settings or self._settings_now()
+        token_B, logprob_B = sample(logits_BV, self._settings, self._length[: self._live])
+        self._token[: self._live] = token_B
         logprobs: list[float] = logprob_B.tolist()
         self._poisoned |= math.isnan(sum(logprobs))
         return token_B.tolist(), logprobs
 
-    def _settings_of(self, first: int) -> Settings:
-        rows = slice(first, self._live)
+    def _settings_now(self) -> Settings:
+        rows = slice(0, self._live)
         temperature, top_p, min_p = self._floats[rows].split(1, dim=1)
         top_k, greedy = self._top_k[rows, None], self._greedy[rows].bool()
         any_filter = bool(((top_p < 1) | (min_p > 0) | (top_k < self.vocab_size)).any())
@@ -322,18 +329,12 @@ class CausalDecoder:
         self.flush()
 
 
-def _next_logprobs(logits_BTV: Tensor, next_BT: Tensor) -> Tensor:
-    """Log-probs of the given next tokens under the plain logits; the last prompt position has none."""
-    logprobs = logits_BTV[:, : next_BT.shape[1]].float().log_softmax(dim=-1)
-    return logprobs.gather(2, next_BT[..., None])[..., 0]
-
-
-def _from_start(row: list[float], joiner: Joiner) -> list[float | None] | None:
-    """`row` ends with the log-prob of the last prompt token; the first token asked for has none."""
+def _from_start(logprobs: list[float] | None, joiner: Joiner) -> list[float | None] | None:
+    """`logprobs` ends with the last prompt token's; the first token asked for has none."""
     if joiner.logprob_start is None:
         return None
     count = len(joiner.token_ids) - joiner.logprob_start - 1
-    return [None, *row[len(row) - count :]]
+    return [None, *(logprobs or [])[-count:]] if count else [None]
 
 
 def _build(folder: Path, *, device: str, dtype: str) -> Any:

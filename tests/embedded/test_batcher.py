@@ -36,16 +36,15 @@ class CountingDecoder:
 
     def join(self, joiners: Sequence[Joiner]) -> list[Joined]:
         self.joins.append(list(joiners))
-        first = len(self.rows)
         self.rows += [len(joiner.token_ids) for joiner in joiners]
         self.most_rows = max(self.most_rows, len(self.rows))
-        return [Joined(tokens, self.logprob, 0, None) for tokens in self.rows[first:]]
+        return [Joined(index, 0, None) for index in range(len(joiners))]
 
     def step(self) -> tuple[list[int], list[float]]:
         if not self.unlimited:
             assert self.steps.acquire(timeout=WAIT_S), "the test handed out no step"
-        self.rows = [tokens + 1 for tokens in self.rows]
-        return list(self.rows), [self.logprob] * len(self.rows)
+        tokens, self.rows = self.rows, [tokens + 1 for tokens in self.rows]
+        return tokens, [self.logprob] * len(tokens)
 
     def leave(self, row: int) -> None:
         last = self.rows.pop()
@@ -133,7 +132,7 @@ async def test_requests_beyond_the_slots_wait_and_join_when_one_leaves() -> None
     async with rig(slots=2) as it:
         it.decoder.unlimited = False
         short, long, third = it.submit("short", max_new_tokens=2), it.submit("long"), it.submit("third")
-        it.decoder.steps.release(1)
+        it.decoder.steps.release(2)
         await it.ended(short)
         assert long.finish_reason is None
         it.decoder.unlimited = True

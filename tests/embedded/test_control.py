@@ -169,6 +169,36 @@ async def test_an_unpaused_update_waits_for_running_requests_and_holds_new_ones(
     )
 
 
+async def test_flushing_with_an_update_while_requests_are_resident_is_fatal(
+    served: Served, model_b: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reasons: list[str] = []
+    monkeypatch.setattr("dora.embedded.control.die", reasons.append)  # the process would end here
+    call, _ = await running(served, "a")
+    await pause(served, "in_place")
+    await update(served, model_b, "w1")
+    assert reasons == ["cache flush failed after updating weights: requests were resident"]
+    await served.post("/abort_request", {"rid": "a"})
+    await resume(served)
+    await call
+
+
+async def test_an_update_in_place_without_flush_gives_spans(served: Served, model_b: Path) -> None:
+    call, _ = await running(served, "a")
+    await until_running(served)
+    await until_tokens(served, "a", 5)
+    await pause(served, "in_place")
+    before = len(served.engine.batcher.live["a"].output_ids)
+    assert await update(served, model_b, "w1", flush_cache=False) == updated("w1")
+    await resume(served)
+    meta = (await call)["meta_info"]
+    assert meta["weight_versions"] == [
+        {"version": "default", "start": 0, "end": before},
+        {"version": "w1", "start": before, "end": 1500},
+    ]
+    assert (meta["weight_version"], meta["num_retractions"]) == ("w1", 0)
+
+
 async def test_an_update_may_abort_all_requests(served: Served, model_b: Path) -> None:
     call, _ = await running(served, "old")
     assert await update(served, model_b, "w2", abort_all_requests=True) == updated("w2")

@@ -84,20 +84,6 @@ def test_a_checkpoint_of_another_shape_ends_the_process_and_says_why(model_a: Pa
         assert "has shape" in errors
 
 
-def test_flushing_with_an_update_while_requests_are_resident_ends_the_process(model_a: Path) -> None:
-    with engine(model_a) as (process, url):
-        body = {"input_ids": [5], "stream": True, "sampling_params": {"max_new_tokens": 600, "ignore_eos": True}}
-        request = urllib.request.Request(f"{url}/generate", json.dumps(body).encode())
-        with urllib.request.urlopen(request, timeout=60) as stream:
-            assert stream.readline().startswith(b"data: {")
-            post(f"{url}/pause_generation", {"mode": "in_place"})
-            with pytest.raises((ConnectionError, urllib.error.URLError)):
-                post(f"{url}/update_weights_from_disk", {"model_path": str(model_a)})
-        _, errors = process.communicate(timeout=30)
-        assert process.returncode == 1
-        assert "cache flush failed" in errors
-
-
 def test_importing_the_server_loads_no_torch() -> None:
     code = "import sys, dora.embedded.server; print('torch' in sys.modules, 'transformers' in sys.modules)"
     seen = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
@@ -106,11 +92,10 @@ def test_importing_the_server_loads_no_torch() -> None:
 
 def test_a_second_signal_ends_a_draining_server_at_once(model_a: Path) -> None:
     with engine(model_a) as (process, url):
-        body = {"input_ids": [5], "stream": True, "sampling_params": {"max_new_tokens": 600, "ignore_eos": True}}
+        body = {"input_ids": [5], "stream": True, "sampling_params": {"max_new_tokens": 2000, "ignore_eos": True}}
         request = urllib.request.Request(f"{url}/generate", json.dumps(body).encode())
         with urllib.request.urlopen(request, timeout=60) as stream:
             assert stream.readline().startswith(b"data: {")
-            post(f"{url}/pause_generation", {"mode": "in_place"})
             process.send_signal(signal.SIGINT)
             until_draining(url)
             process.send_signal(signal.SIGINT)
