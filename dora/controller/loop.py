@@ -15,7 +15,7 @@ processes (the last two belong to whoever made them).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -24,7 +24,6 @@ import structlog
 from dora.controller import effects
 from dora.controller.batches import build_wave
 from dora.controller.effects import Io
-from dora.controller.trainer_link import StepReport
 from dora.core import commands as cmd
 from dora.core import events as ev
 from dora.core.ids import InstanceId, TrajectoryId
@@ -45,13 +44,12 @@ KV_RELIEVED: Final = 0.8
 #: How long a clean stop waits for the trainer's checkpoint.
 CHECKPOINT_TIMEOUT_S: Final = 6.0
 _LAG_PROBE_S: Final = 0.1
-_SPEAKS_OF_TOKENS: Final = (ev.GenerationFinished, ev.GenerationStopped, ev.GenerationFailed, ev.InstanceLost)
 
 
 class Journal(Protocol):
-    """Where events and the decisions they led to are written."""
+    """Where events and the decisions they led to are written; a flush writes the tokens they speak of first."""
 
-    def event(self, event: ev.Event, commands: Iterable[cmd.Command]) -> None: ...
+    def handled(self, event: ev.Event, commands: Sequence[cmd.Command]) -> None: ...
 
     def flush(self) -> None: ...
 
@@ -59,11 +57,9 @@ class Journal(Protocol):
 class Observer(Protocol):
     """Whoever turns what happens into metrics and a status."""
 
-    def on_event(self, event: ev.Event, commands: list[cmd.Command], state: ControllerState) -> None: ...
+    def on_event(self, event: ev.Event, commands: list[cmd.Command]) -> None: ...
 
-    def on_step(self, report: StepReport, state: ControllerState) -> None: ...
-
-    def on_evaluation(self, version: int, state: ControllerState) -> None: ...
+    def on_evaluation(self, version: int) -> None: ...
 
     def on_lag(self, seconds: float) -> None: ...
 
@@ -112,6 +108,10 @@ class Controller:
         """Give the core a fact."""
         await self._queue.put(event)
 
+    def emit_soon(self, event: ev.Event) -> None:
+        """Give the core a fact from where nothing can wait."""
+        self._queue.put_nowait(event)
+
     def fence(self, instance: InstanceId) -> dict[TrajectoryId, int]:
         """Void everything that runs on an instance; returns the token counts its trajectories go on from."""
         residents = self.state.instances[instance].residents if instance in self.state.instances else {}
@@ -125,8 +125,7 @@ class Controller:
     def interrupt(self) -> None:
         """Stop cleanly: everything in flight is kept for a resume."""
         self._interrupted = True
-        if not self._queue.full():
-            self._queue.put_nowait(ev.Ticked(self._io.now()))  # unblocks the loop
+        self.emit_soon(ev.Ticked(self._io.now()))  # unblocks the loop
 
     async def run(self, first: list[ev.Event]) -> Outcome:
         """Until the core says that the run is over, or it is interrupted; `first` are facts known before the start."""
@@ -140,7 +139,6 @@ class Controller:
         except* DoraError as group:
             raise _first(group) from None
         finally:
-            self._io.trajectories.flush()
             self._journal.flush()
         if self._error is not None:
             raise self._error
@@ -172,16 +170,14 @@ class Controller:
 
     def _apply(self, event: ev.Event) -> None:
         commands = self.state.handle(event)
-        if isinstance(event, _SPEAKS_OF_TOKENS):
-            self._io.trajectories.flush()
-        self._journal.event(event, commands)
+        self._journal.handled(event, commands)
         if isinstance(event, ev.VersionPublished):
             self._copies[event.version] = asyncio.create_task(
                 self._copy(event.version), name=f"durable-{event.version}"
             )
         if log.is_enabled_for(10):
             log.debug("event", event=event, commands=len(commands))
-        self._observer.on_event(event, commands, self.state)
+        self._observer.on_event(event, commands)
         for command in commands:
             _CARRY_OUT[type(command)](self, command)
 
@@ -279,7 +275,7 @@ class Controller:
             await asyncio.to_thread(self._io.store.release_durable, version)
 
     def _report(self, order: cmd.ReportEvaluation) -> None:
-        self._observer.on_evaluation(order.version, self.state)
+        self._observer.on_evaluation(order.version)
         for trajectory in self._io.evaluations.ids(order.version):
             self._io.trajectories.records.pop(trajectory, None)
 

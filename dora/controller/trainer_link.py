@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import structlog
 
 from dora.core import events as ev
-from dora.errors import RunFailed
+from dora.errors import RemoteError, RunFailed
 from dora.transport import messages as wire
 from dora.transport.controller_end import ControllerEnd
 
@@ -26,6 +26,8 @@ log = structlog.get_logger(__name__)
 
 #: Waves waiting to be sent. The core sends MAX_WAVES_AHEAD = 2 ahead; a restart may add as many.
 OUTBOX_SIZE = 8
+#: Between the end of the trainer's process and the end of the run, so that its last message can arrive.
+LAST_WORDS_S = 1.0
 
 
 @dataclass
@@ -42,6 +44,9 @@ class TrainerLink:
 
     end: ControllerEnd
     num_ranks: int
+    configure: wire.Configure
+    start_timeout_s: float
+    process_ended: Callable[[], Awaitable[str]] | None  # of ranks that we started; None: others did
     now: Callable[[], float]
     emit: Callable[[ev.Event], Awaitable[None]]
     on_step: Callable[[StepReport], None]
@@ -52,31 +57,29 @@ class TrainerLink:
     _script: deque[wire.ToController] = field(default_factory=deque)  # what rank 0 said and is not emitted yet
     _checkpoint: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def configure(self, message: wire.Configure, *, timeout_s: float) -> None:
-        """Wait for all ranks and tell them what to train; their Ready messages follow."""
-        world_size = await self.end.wait_ready(timeout_s)
-        if world_size != self.num_ranks:
-            raise RunFailed(f"trainer.ranks: {self.num_ranks} are configured, but {world_size} ranks have reported")
-        for rank in range(self.num_ranks):
-            await self.end.send(rank, message)
-
     def train(self, wave: list[wire.MicroBatch]) -> None:
         """One micro-batch per rank, in rank order."""
         self._outbox.put_nowait(wave)
 
     def loops(self) -> list[tuple[str, Awaitable[None]]]:
         """To be run beside the controller."""
-        return [("trainer-sender", self.send_waves()), ("trainer-receiver", self.receive_messages())]
+        loops: list[tuple[str, Awaitable[None]]] = [("trainer-sender", self.send_waves())]
+        loops.append(("trainer-receiver", self.receive_messages()))
+        return [*loops, ("trainer-process", self._watch())] if self.process_ended is not None else loops
 
     async def send_waves(self) -> None:
         """The sender loop."""
         while True:
-            wave = await self._outbox.get()
-            for rank, batch in enumerate(wave):
-                await self.end.send(rank, batch)
+            await self.send(await self._outbox.get())
+
+    async def send(self, wave: list[wire.MicroBatch]) -> None:
+        """One micro-batch to every rank; waits for room in each rank's window."""
+        for rank, batch in enumerate(wave):
+            await self.end.send(rank, batch)
 
     async def receive_messages(self) -> None:
-        """The receiver loop."""
+        """The receiver loop; it begins with what every rank must know."""
+        await self._configure()
         while True:
             rank, message = await self.end.receive()
             match message:
@@ -109,6 +112,22 @@ class TrainerLink:
         """Tell all ranks to end."""
         for rank in range(self.num_ranks):
             await self.end.send(rank, wire.Stop(reason=reason))
+
+    async def _configure(self) -> None:
+        """Wait for all ranks and tell them what to train; their Ready messages follow."""
+        try:
+            await self.end.wait_ready(self.start_timeout_s)
+        except RemoteError as err:
+            raise RunFailed(f"trainer.start_timeout_s: {err}") from err
+        for rank in range(self.num_ranks):
+            await self.end.send(rank, self.configure)
+
+    async def _watch(self) -> None:
+        """The run cannot go on without its trainer."""
+        assert self.process_ended is not None
+        reason = await self.process_ended()
+        await asyncio.sleep(LAST_WORDS_S)  # what a rank said before it ended is the better reason
+        raise RunFailed(reason)
 
     async def _on_ready(self, rank: int, message: wire.Ready) -> None:
         self._ready[rank] = message.next_step

@@ -1,8 +1,8 @@
 """Tokens and log-probs of everything in flight: the data that the decision core never sees.
 
 Invariant: a trajectory's tokens only ever grow, each with its log-prob, under one attempt at a time; what an older
-attempt still delivers after a newer one began is refused (a server that was given up may go on talking). Tokens reach
-the token log before the event that speaks of them reaches the journal. Called by the effects and the controller loop.
+attempt still delivers after a newer one began is refused (a server that was given up may go on talking). Called by the
+effects and the controller loop.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ class TokenLog(Protocol):
     def prompt(self, group: int, tokens: Sequence[int]) -> None: ...
 
     def append(self, trajectory: int, attempt: int, tokens: Sequence[int], logprobs: Sequence[float]) -> None: ...
-
-    def flush(self) -> None: ...
 
 
 class Record:
@@ -97,7 +95,3 @@ class Trajectories:
     def prompt_of(self, trajectory: TrajectoryId) -> Prompt:
         """The prompt of a training trajectory."""
         return self.prompts[group_of(trajectory, group_size=self._group_size)]
-
-    def flush(self) -> None:
-        """Hand what was appended to the operating system."""
-        self._log.flush()

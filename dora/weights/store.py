@@ -64,6 +64,11 @@ class VersionStore:
                 root.mkdir(parents=True, exist_ok=True)
         self._is_shared = memory_root.samefile(durable_root)
 
+    @property
+    def memory_root(self) -> Path:
+        """Where live versions lie."""
+        return self._memory
+
     def stage(self, version: int) -> Path:
         """An empty folder on the live root's file system, to be filled and handed to `seal`."""
         with _clear_errors(f"cannot stage version {version} in {self._memory}"):

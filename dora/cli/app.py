@@ -1,0 +1,162 @@
+"""The command line: one function per command, help texts, exit codes. No logic: each command lives in its own file.
+
+Exit codes: 0 done, 1 the run (or the audit) failed, 2 the input cannot work, 130 interrupted. Every error a user can
+meet is one line per problem; a traceback is a bug of ours.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dora.errors import ConfigError, DoraError
+
+app = typer.Typer(
+    name="dora",
+    help="Train a language model by reinforcement learning while it generates: several policy versions alive at once.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Change one setting, e.g. --set rollout.max_staleness=1."),
+]
+ConfigPath = Annotated[
+    Path | None, typer.Argument(metavar="[CONFIG.toml]", help="Settings; none: the embedded default.")
+]
+
+
+@app.command()
+def run(
+    config: ConfigPath = None,
+    overrides: Overrides = None,
+    resume: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Go on with the run in this folder, under its own settings.")
+    ] = None,
+    rollout_only: Annotated[
+        bool, typer.Option(help="Generate and grade the answers of all steps with version 0, train nothing.")
+    ] = False,
+    train_only: Annotated[
+        Path | None,
+        typer.Option(metavar="ROLLOUT", help="Train on answers that --rollout-only wrote; start no server."),
+    ] = None,
+) -> None:
+    """Train a policy. Without a config: the small arithmetic job on this machine's CPU."""
+    from dora.cli.run import run as command
+
+    command(
+        config,
+        overrides or [],
+        resume=resume,
+        rollout_only=rollout_only,
+        train_only=train_only,
+    )
+
+
+@app.command()
+def check(config: ConfigPath = None, overrides: Overrides = None) -> None:
+    """Validate everything, reach every server, print the plan. Changes nothing."""
+    from dora.cli.check import check as command
+
+    command(config, overrides or [])
+
+
+@app.command()
+def status(
+    url: Annotated[str, typer.Argument(help="Address of a run's status endpoint.")] = "http://127.0.0.1:8421",
+) -> None:
+    """Show how a run is doing."""
+    from dora.cli.status import status as command
+
+    command(url)
+
+
+@app.command()
+def audit(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A run folder.")],
+    deep: Annotated[
+        bool, typer.Option(help="Also recompute log-probs of kept trajectories under their version and the next one.")
+    ] = False,
+) -> None:
+    """Prove from the journal that C1, C2 and C3 held."""
+    from dora.cli.audit import audit as command
+
+    command(folder, deep=deep)
+
+
+@app.command()
+def export(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A run folder.")],
+    version: Annotated[int | None, typer.Option(help="Policy version; without it, the newest.")] = None,
+    to: Annotated[Path | None, typer.Option(metavar="OUT", help="Where to; without it, DIR/export-v<version>.")] = None,
+) -> None:
+    """Copy a policy version out of a run, as a Hugging Face model folder."""
+    from dora.cli.export import export as command
+
+    command(folder, version=version, to=to)
+
+
+@app.command()
+def serve(
+    model: Annotated[Path, typer.Option(help="Hugging Face model folder, or 'seed'.")] = Path("seed"),
+    host: Annotated[str, typer.Option(help="Address to bind.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free port.")] = 30_000,
+    slots: Annotated[int, typer.Option(min=1, help="Requests decoded at the same time.")] = 64,
+    kv_tokens: Annotated[int, typer.Option(min=16, help="Tokens of KV room.")] = 65_536,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    threads: Annotated[int, typer.Option(min=1, help="Torch threads.")] = 1,
+    weight_version: Annotated[str, typer.Option(help="Label of the weights it starts with.")] = "default",
+    incremental_streaming_output: Annotated[bool, typer.Option(help="Stream new tokens only.")] = False,
+    skip_tokenizer_init: Annotated[bool, typer.Option(help="Token ids only, no text.")] = False,
+    max_queued_requests: Annotated[int | None, typer.Option(min=0, help="Refuse more than so many waiting.")] = None,
+    seed: Annotated[int, typer.Option(help="Of requests that bring none.")] = 0,
+) -> None:
+    """Serve a small model over SGLang's HTTP protocol (the embedded engine)."""
+    from dora.cli.serve import serve as command
+
+    command(
+        model,
+        host=host,
+        port=port,
+        slots=slots,
+        kv_tokens=kv_tokens,
+        device=device,
+        dtype=dtype,
+        threads=threads,
+        weight_version=weight_version,
+        incremental_streaming_output=incremental_streaming_output,
+        skip_tokenizer_init=skip_tokenizer_init,
+        max_queued_requests=max_queued_requests,
+        seed=seed,
+    )
+
+
+@app.command(hidden=True)
+def train() -> None:
+    """One trainer rank, started by torchrun; finds its run by DORA_CONTROLLER and DORA_TOKEN."""
+    from dora.cli.serve import train as command
+
+    command()
+
+
+def main() -> None:
+    """Entry point: errors become one line and an exit code."""
+    try:
+        app()
+    except ConfigError as err:
+        _end(err, code=2)
+    except DoraError as err:
+        _end(err, code=1)
+
+
+def _end(err: DoraError, *, code: int) -> None:
+    for line in str(err).splitlines():
+        sys.stderr.write(f"dora: {line}\n")
+    raise SystemExit(code)

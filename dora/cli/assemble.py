@@ -1,0 +1,148 @@
+"""The composition root: from a Config to the parts of a run, checked before anything starts.
+
+Siblings never import each other; here they meet: the node's processes become the controller's servers, the seed's
+folder the model, the transport the trainer link. Called by `run` and `check`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from dora.cli.serve import model_folder
+from dora.config.schema import Config
+from dora.controller.evaluations import EvalSet, Evaluations
+from dora.core.strategies import Rules, Settings, rules_of
+from dora.errors import ConfigError
+from dora.tasks.prompts import PromptStream, open_eval_prompts, open_stream
+from dora.tasks.tokenizer import Tokenizer, load_tokenizer
+from dora.transport.messages import Configure, TrainerSettings
+
+#: Versions that the store must have room for at once: K + 1 live, one under evaluation, one being published.
+SPARE_VERSIONS = 3
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a run reads: model folder, prompts, held-out sets. Opening them has checked them."""
+
+    model: Path
+    tokenizer: Tokenizer
+    stream: PromptStream
+    evaluations: Evaluations
+
+
+def open_inputs(config: Config) -> Inputs:
+    """ConfigError names the field, or file and line, that cannot work."""
+    model = model_folder(config.model.path)
+    tokenizer = load_tokenizer(model, thinking=config.model.thinking)
+    if not tokenizer.eos_ids:
+        raise ConfigError(f"model.path: {model} names no end-of-sequence token; set eos_token_id in its config.json")
+    stream = open_stream(config.task, tokenizer=tokenizer, seed=config.run.seed)
+    return Inputs(model, tokenizer, stream, open_evaluations(config, tokenizer))
+
+
+def open_evaluations(config: Config, tokenizer: Tokenizer) -> Evaluations:
+    """The held-out sets. Their prompts do not depend on the run's seed, so that runs can be compared."""
+    return Evaluations(
+        [
+            EvalSet(
+                name=one.name,
+                prompts=open_eval_prompts(one, task=config.task, tokenizer=tokenizer, seed=0),
+                samples=one.samples,
+                temperature=one.temperature,
+            )
+            for one in config.eval.sets
+        ]
+    )
+
+
+def settings_of(config: Config, *, eval_prompt_tokens: Sequence[int]) -> Settings:
+    """The part of a config that decisions depend on."""
+    rollout, trainer = config.rollout, config.trainer
+    return Settings(
+        rules=rules_of(rollout.strategy, max_staleness=rollout.max_staleness),
+        steps=config.run.steps,
+        groups_per_step=rollout.groups_per_step,
+        group_size=rollout.group_size,
+        max_new_tokens=rollout.max_new_tokens,
+        num_ranks=trainer.ranks,
+        micro_batch_tokens=trainer.micro_batch_tokens,
+        filter_zero_variance=rollout.filter_zero_variance,
+        max_top_up=rollout.max_top_up,
+        consolidate=rollout.consolidate,
+        refill=rollout.refill,
+        watchdog_s=rollout.watchdog_s,
+        no_progress_s=config.run.no_progress_s,
+        max_attempts=rollout.max_attempts,
+        max_parallel_pushes=config.engine.max_parallel_pushes,
+        eval_prompt_tokens=tuple(eval_prompt_tokens),
+        eval_every=config.eval.every,
+        max_eval_share=config.eval.max_slot_share,
+    )
+
+
+def rollout_only_settings(settings: Settings) -> Settings:
+    """Version 0 generates everything: staleness is allowed to reach the last step, nothing is evaluated."""
+    fields = {name: getattr(settings, name) for name in settings.__struct_fields__}
+    fields |= {
+        "rules": Rules(max_staleness=settings.steps - 1, streamed=True, batched=False),
+        "num_ranks": 1,
+        "eval_prompt_tokens": (),
+    }
+    return Settings(**fields)
+
+
+def trainer_settings(config: Config, *, max_staleness: int) -> TrainerSettings:
+    """What the ranks are told."""
+    trainer = config.trainer
+    return TrainerSettings(
+        device=trainer.device,
+        dtype=trainer.dtype,
+        publish_dtype=trainer.publish_dtype,
+        threads=trainer.threads,
+        micro_batch_tokens=trainer.micro_batch_tokens,
+        steps=config.run.steps,
+        learning_rate=trainer.learning_rate,
+        warmup_steps=trainer.warmup_steps,
+        weight_decay=trainer.weight_decay,
+        beta1=trainer.beta1,
+        beta2=trainer.beta2,
+        max_grad_norm=trainer.max_grad_norm,
+        advantage=trainer.advantage,
+        clip_low=trainer.clip_low,
+        clip_high=trainer.clip_high,
+        tis_cap=trainer.tis_cap,
+        temperature=config.rollout.temperature,
+        max_staleness=max_staleness,
+        checkpoint_every=trainer.checkpoint_every,
+    )
+
+
+def configure_message(
+    config: Config,
+    *,
+    run_id: str,
+    model: Path,
+    memory_root: Path,
+    durable_root: Path,
+    checkpoints: Path,
+    resume_from: Path | None,
+    max_staleness: int,
+) -> Configure:
+    """The first message to every rank."""
+    return Configure(
+        run_id=run_id,
+        model_path=str(model),
+        settings=trainer_settings(config, max_staleness=max_staleness),
+        memory_root=str(memory_root.resolve()),
+        durable_root=str(durable_root.resolve()),
+        checkpoints=str(checkpoints.resolve()),
+        resume_from=str(resume_from.resolve()) if resume_from is not None else None,
+    )
+
+
+def model_bytes(model: Path) -> int:
+    """Size of a version: the model folder's files."""
+    return sum(path.stat().st_size for path in model.iterdir() if path.is_file())

@@ -1,0 +1,45 @@
+"""`dora serve` and the hidden `dora train`: long-lived processes that end with the run that started them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from dora.errors import ConfigError
+from dora.node.lease import watch_lease
+
+
+def serve(model: Path, **options: Any) -> None:
+    """Serve until a signal, or until the holder of DORA_LEASE is gone."""
+    _watch_lease()
+    from dora.embedded.server import ServeOptions, run_server
+
+    folder = model_folder(str(model))
+    run_server(ServeOptions(model_path=folder, api_key=os.environ.get("DORA_SERVE_API_KEY"), **options))
+
+
+def train() -> None:
+    """One trainer rank."""
+    _watch_lease()
+    from dora.trainer.main import main
+
+    main()
+
+
+def model_folder(path: str) -> Path:
+    """The folder of a model: `seed` is the policy shipped with DORA."""
+    if path == "seed":
+        from dora.seed.policy import path as seed_path
+
+        return seed_path()
+    folder = Path(path)
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"model.path: {path} is no model folder: it has no config.json; give a Hugging Face folder")
+    return folder.resolve()
+
+
+def _watch_lease() -> None:
+    lease = os.environ.get("DORA_LEASE")
+    if lease:
+        watch_lease(Path(lease))

@@ -1,0 +1,38 @@
+"""What is printed when a run has ended. Called by `job`."""
+
+from __future__ import annotations
+
+import sys
+
+from dora.journal.audit import audit
+from dora.journal.run_folder import RunFolder
+from dora.status.snapshot import Snapshot
+
+
+def print_summary(now: Snapshot, *, folder: RunFolder) -> None:
+    """Accuracy before and after, throughput, idle shares, staleness, audit, and where everything lies."""
+    lines = [f"{now.phase}: {now.reason}", f"  {now.steps_trained} of {now.num_steps} steps in {now.uptime_s:.0f} s"]
+    for name in dict.fromkeys(score.name for score in now.scores):
+        scores = [score for score in now.scores if score.name == name]
+        first, last = scores[0], scores[-1]
+        lines.append(
+            f"  held-out accuracy ({name}): {first.mean:.3f} at version {first.version}, "
+            f"{last.mean:.3f} at version {last.version}"
+        )
+    lines.append(
+        f"  {now.num_tokens} tokens sampled, {now.num_trained_tokens} trained "
+        f"({now.num_trained_tokens / max(now.uptime_s, 1e-9):.0f} per second over the whole run)"
+    )
+    if now.trainer.idle_share is not None:
+        idle = sum(s.idle_s for s in now.steps) / max(sum(s.duration_s for s in now.steps), 1e-9)
+        lines.append(f"  trainer idle: {idle:.0%} of the last {len(now.steps)} steps")
+    if any(now.staleness):
+        total = sum(now.staleness)
+        shares = ", ".join(f"{i}: {n / total:.0%}" for i, n in enumerate(now.staleness))
+        lines.append(f"  staleness of trained groups: {shares} (mean {now.staleness_mean:.2f})")
+    lines.append(f"  {now.counts.migrations} migrations, {now.counts.recovered} recovered after losses")
+    report = audit(folder)
+    verdict = "clean" if report.ok else f"{len(report.violations)} VIOLATIONS: see dora audit {folder.root}"
+    lines.append(f"  audit of C1, C2, C3: {verdict}")
+    lines.append(f"  everything is in {folder.root}")
+    sys.stdout.write("\n".join(lines) + "\n")

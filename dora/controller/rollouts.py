@@ -1,0 +1,140 @@
+"""Rollouts on disk, for debugging one half of the system at a time: `--rollout-only` writes them, `--train-only` reads.
+
+A rollout file holds one step: its micro-batches as they would have gone to the trainer, in journal frames. Invariant:
+what is read is what would have been trained, trajectory by trajectory; only the split over ranks is made anew.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+from dora.controller.trainer_link import StepReport, TrainerLink
+from dora.core import events as ev
+from dora.core.ids import TrajectoryId
+from dora.core.training import split_wave
+from dora.errors import ConfigError
+from dora.journal.frames import FrameReader, FrameWriter
+from dora.transport.codec import decode, encode
+from dora.transport.messages import MicroBatch, empty_micro_batch
+
+_PATTERN = "step-*.rollout"
+
+
+class RolloutWriter:
+    """Stands where the trainer would be: writes each wave, says at once that it is trained, publishes nothing."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        steps: int,
+        now: Callable[[], float],
+        emit: Callable[[ev.Event], None],
+        on_step: Callable[[StepReport], None],
+    ) -> None:
+        self._folder = folder
+        self._steps = steps
+        self._now = now
+        self._emit = emit
+        self._on_step = on_step
+
+    def loops(self) -> list[tuple[str, Awaitable[None]]]:
+        """Nothing to run."""
+        return []
+
+    async def checkpoint(self, *, timeout_s: float) -> bool:
+        """There is nothing to save."""
+        return True
+
+    def train(self, wave: list[MicroBatch]) -> None:
+        """Write one wave."""
+        step, index, last = wave[0].step, wave[0].index, wave[0].last
+        with FrameWriter(self._folder / f"step-{step:06d}.rollout") as file:
+            for batch in wave:
+                file.write(_pack(batch))
+        self._emit(ev.MicroBatchTrained(self._now(), step, index))
+        if last:
+            self._on_step(StepReport(step, {}))
+            self._emit(ev.StepTrained(self._now(), step))
+            if step + 1 == self._steps:
+                self._emit(ev.VersionPublished(self._now(), self._steps, 0, {}))
+
+
+def rollout_files(folder: Path) -> list[Path]:
+    """The steps of a rollout folder, in order."""
+    files = sorted(folder.glob(_PATTERN))
+    if not files:
+        raise ConfigError(f"{folder}: holds no {_PATTERN}; give the `rollouts` folder of a --rollout-only run")
+    return files
+
+
+async def train_rollouts(files: list[Path], *, link: TrainerLink, budget: int, group_size: int) -> None:
+    """Send every step to the ranks."""
+    for step, path in enumerate(files):
+        for wave in _waves(path, step=step, num_ranks=link.num_ranks, budget=budget, group_size=group_size):
+            await link.send(wave)
+
+
+def _waves(path: Path, *, step: int, num_ranks: int, budget: int, group_size: int) -> Iterator[list[MicroBatch]]:
+    """The step's trajectories, split over ranks anew."""
+    batches = [_unpack(payload) for _, payload in FrameReader(path)]
+    pieces = {}
+    for batch in batches:
+        starts = np.cumsum(batch.lengths) - batch.lengths
+        for i, trajectory in enumerate(batch.trajectories):
+            pieces[TrajectoryId(int(trajectory))] = (batch, i, int(starts[i]))
+    left = sorted((t, int(b.lengths[i])) for t, (b, i, _) in pieces.items())
+    index = 0
+    while True:
+        ranks, left = split_wave(left, num_ranks=num_ranks, budget=budget)
+        yield [
+            _join([pieces[t] for t in rank], step=step, index=index, last=not left, group_size=group_size)
+            for rank in ranks
+        ]
+        if not left:
+            return
+        index += 1
+
+
+def _join(
+    chosen: list[tuple[MicroBatch, int, int]], *, step: int, index: int, last: bool, group_size: int
+) -> MicroBatch:
+    if not chosen:
+        return empty_micro_batch(step=step, index=index, last=last, group_size=group_size)
+    spans = [(batch, slice(start, start + int(batch.lengths[i]))) for batch, i, start in chosen]
+    return MicroBatch(
+        step=step,
+        index=index,
+        last=last,
+        tokens=np.concatenate([b.tokens[s] for b, s in spans]),
+        loss_mask=np.concatenate([b.loss_mask[s] for b, s in spans]),
+        behavior_logprobs=np.concatenate([b.behavior_logprobs[s] for b, s in spans]),
+        lengths=np.array([b.lengths[i] for b, i, _ in chosen], np.int32),
+        trajectories=np.array([b.trajectories[i] for b, i, _ in chosen], np.int64),
+        groups=np.array([b.groups[i] for b, i, _ in chosen], np.int64),
+        versions=np.array([b.versions[i] for b, i, _ in chosen], np.int32),
+        rewards=np.array([b.rewards[i] for b, i, _ in chosen], np.float32),
+        group_rewards=np.stack([b.group_rewards[i] for b, i, _ in chosen]),
+        truncated=np.array([b.truncated[i] for b, i, _ in chosen], np.uint8),
+    )
+
+
+def _pack(batch: MicroBatch) -> bytes:
+    frames = [bytes(frame) for frame in encode(batch)]
+    head = struct.pack(f"<I{len(frames)}I", len(frames), *(len(f) for f in frames))
+    return head + b"".join(frames)
+
+
+def _unpack(payload: bytes) -> MicroBatch:
+    (count,) = struct.unpack_from("<I", payload)
+    sizes = struct.unpack_from(f"<{count}I", payload, 4)
+    frames, start = [], 4 * (count + 1)
+    for size in sizes:
+        frames.append(payload[start : start + size])
+        start += size
+    batch: MicroBatch = decode(frames, MicroBatch)
+    return batch
