@@ -1,0 +1,105 @@
+"""A snapshot in Prometheus's text format (version 0.0.4).
+
+Invariant: one HELP and one TYPE line per metric, before its samples; names begin with `dora_`, totals end in `_total`,
+times are in seconds. Called by the status server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Literal
+
+from dora.status.snapshot import Snapshot
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+#: Labels of a sample, and its value.
+Sample = tuple[Mapping[str, object], float]
+
+_COUNTER_HELP = {
+    "version_conflicts": "C1: answers whose spans name another version than their tag; must stay 0.",
+    "scheduling_aborts": "C2: trajectories stopped and not resumed from all their tokens; must stay 0.",
+    "staleness_violations": "C3: groups committed outside the staleness bound; must stay 0.",
+    "late_completions": "Completions of an old attempt, ignored.",
+    "migrations": "Trajectories that went on on a peer of their version.",
+    "recovered": "Trajectories that went on elsewhere after a loss.",
+}
+
+
+def render(snapshot: Snapshot) -> str:
+    """All metrics."""
+    return "".join(line for part in (_progress, _fleet, _groups, _learning, _health) for line in part(snapshot))
+
+
+def _progress(s: Snapshot) -> Iterator[str]:
+    yield from _metric("run_info", "gauge", "The run, as labels.", [({"run": s.run_id, "strategy": s.strategy}, 1)])
+    yield from _one("uptime_seconds", "gauge", "Time since the run began.", s.uptime_s)
+    yield from _one("eta_seconds", "gauge", "Time left.", s.eta_s)
+    yield from _one("steps", "gauge", "T: steps of the job.", s.num_steps)
+    yield from _one("steps_trained_total", "counter", "Steps trained.", s.steps_trained)
+    yield from _one("step_forming", "gauge", "Step that groups are committed to.", s.step_forming)
+    yield from _one("step_committed_groups", "gauge", "Groups committed to the step being formed.", s.step_committed)
+    yield from _one("newest_version", "gauge", "Newest published policy version.", s.newest_version)
+    yield from _one("trainer_idle_share", "gauge", "Share of the last step in which the trainer had nothing to do.",
+                    s.trainer.idle_share)  # fmt: skip
+
+
+def _fleet(s: Snapshot) -> Iterator[str]:
+    phases = [({"phase": phase}, count) for phase, count in s.instances_by_phase.items()]
+    yield from _metric("instances", "gauge", "Instances by phase.", phases)
+    live = sum(v.is_live for v in s.versions)
+    yield from _one("live_versions", "gauge", "Policy versions alive; at most K + 1.", live)
+    serving = [({"version": v.version}, v.serving) for v in s.versions]
+    yield from _metric("version_instances", "gauge", "Instances that serve a policy version.", serving)
+    unfinished = [({"version": v.version}, v.unfinished) for v in s.versions]
+    yield from _metric("version_unfinished", "gauge", "Unfinished trajectories of a policy version.", unfinished)
+    residents = [({"instance": i.instance}, i.residents) for i in s.instances]
+    yield from _metric("instance_residents", "gauge", "Requests that an instance decodes.", residents)
+
+
+def _groups(s: Snapshot) -> Iterator[str]:
+    yield from _one("groups_admitted_total", "counter", "Prompt groups admitted.", s.groups_admitted)
+    phases = [({"phase": phase}, count) for phase, count in s.groups_by_phase.items()]
+    yield from _metric("groups", "gauge", "Prompt groups by phase; they add up to those admitted.", phases)
+    dropped = [({"reason": reason}, count) for reason, count in s.dropped.items()]
+    yield from _metric("groups_dropped_total", "counter", "Groups filtered or failed.", dropped)
+    staleness = [({"staleness": i}, count) for i, count in enumerate(s.staleness)]
+    yield from _metric("groups_committed_total", "counter", "Groups committed, by staleness.", staleness)
+
+
+def _learning(s: Snapshot) -> Iterator[str]:
+    yield from _one(
+        "reward_mean", "gauge", "Mean reward of the last step.", s.steps[-1].reward_mean if s.steps else None
+    )
+    latest = {score.name: score for score in s.scores}.values()
+    yield from _metric("heldout_mean", "gauge", "Mean@n of the latest evaluation of a held-out set.",
+                       [({"set": x.name}, x.mean) for x in latest])  # fmt: skip
+    yield from _metric("heldout_version", "gauge", "Policy version of that evaluation.",
+                       [({"set": x.name}, x.version) for x in latest])  # fmt: skip
+    yield from _one("tokens_total", "counter", "Tokens sampled.", s.num_tokens)
+    yield from _one("trained_tokens_total", "counter", "Response tokens trained.", s.num_trained_tokens)
+
+
+def _health(s: Snapshot) -> Iterator[str]:
+    for name, count in asdict(s.counts).items():
+        yield from _one(f"{name}_total", "counter", _COUNTER_HELP[name], count)
+    lags = [({"quantile": "0.5"}, s.lag_p50_s), ({"quantile": "0.99"}, s.lag_p99_s)]
+    yield from _metric("event_loop_lag_seconds", "gauge", "Lag of the controller's event loop.", lags)
+    yield from _one("event_loop_lag_max_seconds", "gauge", "Its largest lag since the start.", s.lag_max_s)
+
+
+def _one(name: str, kind: Literal["gauge", "counter"], text: str, value: float | None) -> Iterator[str]:
+    """A metric without labels; no sample while there is no value."""
+    return _metric(name, kind, text, [] if value is None else [({}, value)])
+
+
+def _metric(name: str, kind: Literal["gauge", "counter"], text: str, samples: Sequence[Sample]) -> Iterator[str]:
+    yield f"# HELP dora_{name} {text}\n# TYPE dora_{name} {kind}\n"
+    for labels, value in samples:
+        pairs = ",".join(f'{key}="{_escape(str(label))}"' for key, label in labels.items())
+        yield f"dora_{name}{{{pairs}}} {value!r}\n" if pairs else f"dora_{name} {value!r}\n"
+
+
+def _escape(label: str) -> str:
+    return label.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

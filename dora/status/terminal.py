@@ -1,0 +1,231 @@
+"""The run in a terminal: a live view where there is one, else one plain line per step and per evaluation.
+
+Invariant: drawn from snapshots alone. Called by `dora run` (`show_progress`) and `dora status` (`draw`).
+
+Refresh loop. Consumes: nothing. Produces: the view. Waits for: a second to pass. Ended by leaving `show_progress`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Protocol
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from dora.status.facts import Score, StepFacts
+from dora.status.snapshot import Snapshot, VersionRow
+
+REFRESH_S = 1.0
+_BAR_WIDTH = 32
+
+
+class View(Protocol):
+    """Something that shows a run as it goes on."""
+
+    def show(self, snapshot: Snapshot) -> None: ...
+
+
+@asynccontextmanager
+async def show_progress(
+    snapshot: Callable[[], Snapshot], *, status_url: str, folder: Path, console: Console | None = None
+) -> AsyncIterator[None]:
+    """Shows the run while it is open, and how it stands when it is left."""
+    console = console or Console()
+    console.print(f"run folder {folder}\nstatus     {status_url}", highlight=False, soft_wrap=True)
+    if not console.is_terminal:
+        async with _refreshed(PlainView(console), snapshot):
+            yield
+        return
+    # The refresh loop draws, so that the view needs no thread of its own beside the event loop.
+    with Live(console=console, auto_refresh=False) as live:
+        async with _refreshed(LiveView(live), snapshot):
+            yield
+
+
+@asynccontextmanager
+async def _refreshed(view: View, snapshot: Callable[[], Snapshot]) -> AsyncIterator[None]:
+    async def refresh() -> None:
+        while True:
+            await asyncio.sleep(REFRESH_S)
+            view.show(snapshot())
+
+    view.show(snapshot())
+    task = asyncio.create_task(refresh(), name="progress-view")
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.wait({task})
+        view.show(snapshot())
+        if not task.cancelled():
+            task.result()  # raises: the loop ends by itself only when it cannot draw
+
+
+class LiveView:
+    """Redraws one picture in place."""
+
+    def __init__(self, live: Live) -> None:
+        self._live = live
+
+    def show(self, snapshot: Snapshot) -> None:
+        """The picture now."""
+        self._live.update(draw(snapshot), refresh=True)
+
+
+class PlainView:
+    """Prints a line for each step and each evaluation that is new."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._next_step = 0
+        self._num_scores = 0
+
+    def show(self, snapshot: Snapshot) -> None:
+        """What is new since the last call."""
+        for score in snapshot.scores[self._num_scores :]:
+            self._print(score_line(score))
+        self._num_scores = len(snapshot.scores)
+        for step in snapshot.steps:
+            if step.step >= self._next_step:
+                self._print(step_line(step, snapshot))
+                self._next_step = step.step + 1
+
+    def _print(self, line: str) -> None:
+        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def step_line(step: StepFacts, snapshot: Snapshot) -> str:
+    """One step in one line."""
+    versions = " ".join(f"{row.version}:{row.serving}" for row in snapshot.versions if row.is_live)
+    parts = [
+        f"step {step.step + 1}/{snapshot.num_steps}",
+        f"reward {step.reward_mean:.3f}",
+        f"{step.duration_s:.1f} s",
+        f"{snapshot.tokens_per_s:.0f} tokens/s",
+        f"live versions (version:instances) {versions}",
+        f"staleness {step.staleness_mean:.2f}",
+        f"trainer idle {_share(step.idle_s / step.duration_s if step.duration_s > 0 else None)}",
+        f"left {_duration(snapshot.eta_s)}",
+    ]
+    return "  ".join(parts)
+
+
+def score_line(score: Score) -> str:
+    """One evaluation in one line."""
+    return f"version {score.version}: {score.name} {score.mean:.3f} ({score.num_samples} answers)"
+
+
+def draw(snapshot: Snapshot) -> RenderableType:
+    """The whole picture."""
+    return Group(_title(snapshot), _progress(snapshot), _figures(snapshot), _versions(snapshot))
+
+
+def _title(s: Snapshot) -> Text:
+    title = Text.assemble((s.run_id, "bold"), f"  {s.strategy}, K = {s.max_staleness}, {s.phase}")
+    if s.reason:
+        title.append(f": {s.reason}")
+    broken = {
+        "version conflicts": s.counts.version_conflicts,
+        "scheduling aborts": s.counts.scheduling_aborts,
+        "staleness violations": s.counts.staleness_violations,
+    }
+    for name, count in broken.items():
+        if count:
+            title.append(f"\n{count} {name}", style="bold red")
+    return title
+
+
+def _progress(s: Snapshot) -> Table:
+    row = Table.grid(padding=(0, 2))
+    row.add_row(
+        ProgressBar(total=s.num_steps, completed=s.steps_trained, width=_BAR_WIDTH),
+        f"step {s.steps_trained}/{s.num_steps}",
+        f"{_duration(s.uptime_s)} gone, {_duration(s.eta_s)} left",
+    )
+    return row
+
+
+def _figures(s: Snapshot) -> Table:
+    table = Table.grid(padding=(0, 2))
+    for name, value in (
+        ("reward", " ".join(f"{step.reward_mean:.2f}" for step in s.steps[-8:]) or "-"),
+        ("held-out", _held_out(s.scores)),
+        ("tokens/s", f"{s.tokens_per_s:.0f} sampled, {s.trained_tokens_per_s:.0f} trained"),
+        ("staleness", _staleness(s)),
+        ("groups", f"{s.step_committed}/{s.groups_per_step} of step {s.step_forming + 1} committed; {_groups(s)}"),
+        ("trainer", _trainer(s)),
+        ("instances", ", ".join(f"{n} {phase}" for phase, n in s.instances_by_phase.items() if n) or "none yet"),
+        ("moves", f"{s.counts.migrations} migrations, {s.counts.recovered} recovered after a loss"),
+    ):
+        table.add_row(Text(name, style="dim"), value)
+    return table
+
+
+def _held_out(scores: tuple[Score, ...]) -> str:
+    sets = dict.fromkeys(score.name for score in scores)
+    lines = []
+    for name in sets:
+        own = [score for score in scores if score.name == name]
+        after = f" -> {own[-1].mean:.3f} (version {own[-1].version})" if len(own) > 1 else ""
+        lines.append(f"{name} {own[0].mean:.3f} (version {own[0].version}){after}")
+    return "\n".join(lines) or "-"
+
+
+def _staleness(s: Snapshot) -> str:
+    if s.staleness_mean is None:
+        return "-"
+    groups = ", ".join(f"{count} at {i}" for i, count in enumerate(s.staleness))
+    return f"mean {s.staleness_mean:.2f} ({groups})"
+
+
+def _groups(s: Snapshot) -> str:
+    shown = ("generating", "grading", "complete", "filtered", "failed")
+    return ", ".join(f"{s.groups_by_phase[phase]} {phase}" for phase in shown)
+
+
+def _trainer(s: Snapshot) -> str:
+    now = f"waits for {s.trainer.waits_for}" if s.trainer.waits_for else "works"
+    if s.trainer.step is not None and s.trainer.step < s.num_steps:
+        now += f" (step {s.trainer.step + 1})"
+    because = f", on {s.trainer.idle_reason}" if s.trainer.idle_reason else ""
+    return f"{now}; idle in the last step {_share(s.trainer.idle_share)}{because}"
+
+
+def _versions(s: Snapshot) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for heading in ("version", "instances", "groups", "unfinished", "without a slot", ""):
+        table.add_column(heading, justify="left" if heading in ("instances", "") else "right")
+    for row in s.versions:
+        table.add_row(
+            str(row.version),
+            f"{'█' * row.serving}{'░' * row.loading} {row.serving}" + (f" + {row.loading}" if row.loading else ""),
+            str(row.groups),
+            str(row.unfinished),
+            str(row.waiting),
+            _notes(row),
+        )
+    return table
+
+
+def _notes(row: VersionRow) -> str:
+    notes = {"newest": row.is_newest, "evaluated": row.evaluating, "not live": not row.is_live}
+    return ", ".join(name for name, holds in notes.items() if holds)
+
+
+def _share(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.0f} %"
+
+
+def _duration(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"

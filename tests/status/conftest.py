@@ -1,0 +1,75 @@
+"""Snapshots of a whole job in virtual time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+
+from dora.core import events as ev
+from dora.core.ids import InstanceId
+from dora.status.facts import Score, ShellFacts, StepFacts
+from dora.status.snapshot import Snapshot, snapshot, trainer_waits_for
+from tests.core.world import Faults, World, settings
+
+
+@dataclass
+class Watched(World):
+    """A job that is looked at after every event, with the shell's facts filled as an observer would."""
+
+    facts: ShellFacts = field(
+        default_factory=lambda: ShellFacts(run_id="job-1", strategy="dora", phase="running", urls={InstanceId(0): "u0"})
+    )
+    snapshots: list[Snapshot] = field(default_factory=list)
+    waits: set[str] = field(default_factory=set)
+    trained_at: float = 0.0
+
+    def deliver(self, event: ev.Event) -> None:
+        super().deliver(event)
+        if isinstance(event, ev.StepTrained):
+            self.facts.steps.append(step_facts(event.step, duration_s=self.now - self.trained_at))
+            self.trained_at = self.now
+        self.waits.add(trainer_waits_for(self.state))
+        self.snapshots.append(snapshot(self.state, self.facts))
+
+
+def step_facts(step: int, *, duration_s: float = 2.0, idle_s: float = 0.5) -> StepFacts:
+    return StepFacts(
+        step=step,
+        reward_mean=0.25 + step / 100,
+        num_groups=4,
+        num_tokens=100,
+        staleness_mean=0.5,
+        duration_s=duration_s,
+        idle_s=idle_s,
+        waited_for="3 answers of 2 groups",
+    )
+
+
+def score(version: int, mean: float, *, name: str = "heldout") -> Score:
+    return Score(name=name, version=version, mean=mean, pass_at_n=mean, num_samples=64)
+
+
+@pytest.fixture(scope="session")
+def job() -> Watched:
+    """A job of 8 steps, K = 2, with evaluation, losses, failing pushes and groups that are filtered."""
+    world = Watched(
+        settings(eval_prompt_tokens=(3,) * 8, eval_every=4),
+        seed=3,
+        faults=Faults(push_fails=0.1, instance_dies=0.02, zero_variance=0.2),
+    )
+    world.facts.num_tokens = 1000
+    world.facts.num_trained_tokens = 800
+    world.facts.tokens.note(0, at=0.0)
+    world.facts.tokens.note(1000, at=10.0)
+    world.facts.scores += [score(0, 0.25), score(4, 0.5), score(4, 0.75, name='second "set"')]
+    for lag_s in (0.001, 0.002, 0.25):
+        world.facts.note_lag(lag_s)
+    world.run()
+    return world
+
+
+@pytest.fixture(scope="session")
+def middle(job: Watched) -> Snapshot:
+    """The fullest moment: the most versions alive while steps are behind and ahead."""
+    return max(job.snapshots, key=lambda s: (sum(v.is_live for v in s.versions), s.steps_trained > 2))

@@ -1,0 +1,149 @@
+"""A snapshot tells what the tables hold, at every moment of a job."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+from dora.core.state import ControllerState
+from dora.errors import ProtocolError
+from dora.status.facts import RATE_SPAN_S, Rate, ShellFacts
+from dora.status.snapshot import Snapshot, decode, encode, snapshot
+from tests.core.world import settings
+from tests.status.conftest import Watched, step_facts
+
+
+def test_groups_by_phase_add_up_to_those_admitted_at_every_moment(job: Watched):
+    assert all(sum(s.groups_by_phase.values()) == s.groups_admitted for s in job.snapshots)
+    assert job.snapshots[-1].groups_by_phase["trained"] == 32
+
+
+def test_versions_count_the_instances_that_hold_them(job: Watched):
+    for s in job.snapshots:
+        for row in s.versions:
+            holders = [i for i in s.instances if i.version == row.version and i.phase in ("serving", "draining")]
+            assert row.serving == len(holders)
+            assert row.loading == sum(i.pushing == row.version for i in s.instances)
+
+
+def test_live_versions_are_at_most_k_plus_1_and_more_than_one_in_this_job(job: Watched):
+    most = max(sum(v.is_live for v in s.versions) for s in job.snapshots)
+    assert 2 <= most <= 3
+
+
+def test_the_newest_version_is_marked_and_the_last(job: Watched):
+    published = [s for s in job.snapshots if s.newest_version is not None]
+    assert all([v.version for v in s.versions if v.is_newest] == [s.newest_version] for s in published)
+    assert job.snapshots[0].newest_version is None
+
+
+def test_instances_by_phase_add_up_to_all_instances(job: Watched):
+    assert all(sum(s.instances_by_phase.values()) == len(s.instances) for s in job.snapshots)
+    assert any(s.instances_by_phase["lost"] for s in job.snapshots)
+    assert any(s.instances_by_phase["quarantined"] for s in job.snapshots)
+
+
+def test_progress_runs_from_none_to_all(job: Watched):
+    shares = [s.progress for s in job.snapshots]
+    assert (shares[0], shares[-1]) == (0.0, 1.0)
+    assert shares == sorted(shares)
+
+
+def test_the_time_left_is_the_mean_step_times_the_steps_left_less_what_is_gone(job: Watched):
+    state, facts = ControllerState(settings(steps=10)), ShellFacts(run_id="r", strategy="dora")
+    assert snapshot(state, facts).eta_s is None
+    facts.steps.extend(step_facts(i, duration_s=d) for i, d in enumerate((100.0, 1.0, 2.0, 3.0, 4.0, 5.0)))
+    state.feed.trained, state.step_trained_at, state.now = 6, 20.0, 21.0
+    assert snapshot(state, facts).eta_s == pytest.approx(3.0 * 4 - 1.0)
+    state.now = 100.0
+    assert snapshot(state, facts).eta_s == 0.0
+    assert job.snapshots[-1].eta_s == 0.0
+
+
+def test_staleness_is_a_histogram_of_committed_groups_and_its_mean(job: Watched):
+    last = job.snapshots[-1]
+    assert sum(last.staleness) == 32
+    assert last.staleness_mean == pytest.approx(sum(i * n for i, n in enumerate(last.staleness)) / 32)
+    assert job.snapshots[0].staleness_mean is None
+
+
+def test_dropped_groups_are_told_by_reason(job: Watched):
+    last = job.snapshots[-1]
+    assert set(last.dropped) == {"filtered: zero variance"}
+    assert sum(last.dropped.values()) == last.groups_by_phase["filtered"] > 0
+
+
+def test_what_the_trainer_waits_for_follows_the_work_on_its_way_to_it(job: Watched):
+    kinds = {wait.lstrip("0123456789 ").split(" ")[0] for wait in job.waits}
+    assert {"", "the", "answers"} <= kinds
+    assert "the evaluation of version 0" in job.waits
+    assert any("without a slot" in wait for wait in job.waits)
+
+
+def test_before_its_ranks_are_ready_the_trainer_waits_for_them():
+    before = snapshot(ControllerState(settings()), ShellFacts(run_id="r", strategy="dora")).trainer
+    assert (before.step, before.waits_for, before.idle_share) == (None, "its ranks", None)
+
+
+def test_after_the_last_step_the_trainer_waits_for_nothing(job: Watched):
+    assert job.snapshots[-1].trainer.waits_for == ""
+
+
+def test_the_idle_share_is_that_of_the_last_step(middle: Snapshot):
+    assert middle.trainer.idle_share == pytest.approx(0.5 / middle.steps[-1].duration_s)
+    assert middle.trainer.idle_reason == "3 answers of 2 groups"
+
+
+def test_counters_that_must_stay_0_are_shown(job: Watched):
+    counts = job.snapshots[-1].counts
+    assert (counts.version_conflicts, counts.scheduling_aborts, counts.staleness_violations) == (0, 0, 0)
+    assert counts.recovered == job.state.counters.recovered > 0
+    job.state.counters.version_conflicts = 7
+    assert snapshot(job.state, job.facts).counts.version_conflicts == 7
+    job.state.counters.version_conflicts = 0
+
+
+def test_tokens_per_second_are_those_of_the_last_seconds():
+    rate = Rate()
+    assert rate.per_s == 0.0
+    for second in range(31):
+        rate.note(100 * second if second < 20 else 2000 + 10 * (second - 20), at=float(second))
+    assert rate.per_s == pytest.approx(10.0)
+    assert RATE_SPAN_S == 10.0
+
+
+def test_trained_tokens_per_second_are_averaged_over_the_last_steps(middle: Snapshot):
+    recent = middle.steps[-5:]
+    assert middle.trained_tokens_per_s == pytest.approx(100 * len(recent) / sum(s.duration_s for s in recent))
+
+
+def test_lag_is_told_as_median_p99_and_maximum():
+    facts = ShellFacts(run_id="r", strategy="dora")
+    state = ControllerState(settings())
+    assert snapshot(state, facts).lag_p99_s == 0.0
+    facts.note_lag(9.0)
+    for i in range(1200):
+        facts.note_lag(i / 1200)
+    now = snapshot(state, facts)
+    assert (now.lag_p50_s, now.lag_p99_s, now.lag_max_s) == (599 / 1200, 1187 / 1200, 9.0)
+
+
+def test_an_instance_row_tells_address_and_room(middle: Snapshot):
+    row = middle.instances[0]
+    assert (row.url, row.slots, row.kv_tokens) == ("u0", 4, 4096)
+    assert middle.instances[1].url == ""
+
+
+def test_json_brings_back_the_same_snapshot(job: Watched):
+    for s in job.snapshots[::50]:
+        assert decode(encode(s)) == s
+    names = {field.name for field in dataclasses.fields(Snapshot)}
+    assert set(json.loads(encode(job.snapshots[-1]))) == names
+
+
+@pytest.mark.parametrize("body", [b"<html>", b"{}", b'{"run_id": 1}'])
+def test_what_is_no_status_is_a_protocol_error(body: bytes):
+    with pytest.raises(ProtocolError, match="not the status of a run"):
+        decode(body)

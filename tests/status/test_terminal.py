@@ -1,0 +1,98 @@
+"""The terminal: a live picture, or plain lines."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from dora.status.snapshot import Snapshot
+from dora.status.terminal import PlainView, draw, score_line, show_progress, step_line
+from tests.status.conftest import score, step_facts
+
+
+def shown(snapshot: Snapshot) -> str:
+    console = Console(file=io.StringIO(), width=120, force_terminal=False)
+    console.print(draw(snapshot))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def plain() -> tuple[Console, io.StringIO]:
+    file = io.StringIO()
+    return Console(file=file, width=40, force_terminal=False), file
+
+
+def test_the_picture_shows_steps_scores_speed_staleness_trainer_and_versions(middle: Snapshot):
+    text = shown(middle)
+    assert f"step {middle.steps_trained}/8" in text
+    assert "heldout 0.250 (version 0) -> 0.500 (version 4)" in text
+    assert "100 sampled" in text
+    assert f"mean {middle.staleness_mean:.2f}" in text
+    assert f"waits for {middle.trainer.waits_for}" in text or "works" in text
+    assert "14 s left" in text
+    for row in middle.versions:
+        assert f"{'█' * row.serving}{'░' * row.loading} {row.serving}" in text
+
+
+def test_what_must_stay_0_is_shown_when_it_does_not(middle: Snapshot):
+    assert "aborts" not in shown(middle)
+    assert "3 scheduling aborts" in shown(replace(middle, counts=replace(middle.counts, scheduling_aborts=3)))
+
+
+def test_the_picture_can_be_drawn_at_every_moment_of_a_job(job):
+    for snapshot in job.snapshots[::25]:
+        assert "job-1" in shown(snapshot)
+
+
+def test_a_step_is_one_line(middle: Snapshot):
+    line = step_line(step_facts(4), replace(middle, eta_s=125.4, tokens_per_s=1234.5))
+    versions = " ".join(f"{v.version}:{v.serving}" for v in middle.versions if v.is_live)
+    assert line == (
+        f"step 5/8  reward 0.290  2.0 s  1234 tokens/s  live versions (version:instances) {versions}  "
+        "staleness 0.50  trainer idle 25 %  left 2 min 5 s"
+    )
+
+
+def test_the_plain_view_prints_each_step_and_each_score_once(middle: Snapshot):
+    console, file = plain()
+    view = PlainView(console)
+    first = replace(middle, steps=(step_facts(0),), scores=(score(0, 0.25),))
+    both = replace(first, steps=(step_facts(0), step_facts(1)))
+    for snapshot in (first, first, both, replace(both, scores=(score(0, 0.25), score(8, 0.5)))):
+        view.show(snapshot)
+    assert file.getvalue().splitlines() == [
+        score_line(score(0, 0.25)),
+        step_line(step_facts(0), first),
+        step_line(step_facts(1), both),
+        score_line(score(8, 0.5)),
+    ]
+
+
+def test_a_resumed_runs_steps_are_not_printed_twice_when_old_ones_leave_the_window(middle: Snapshot):
+    console, file = plain()
+    view = PlainView(console)
+    view.show(replace(middle, scores=(), steps=tuple(step_facts(i) for i in range(5, 25))))
+    view.show(replace(middle, scores=(), steps=tuple(step_facts(i) for i in range(6, 26))))
+    assert [line.split("/")[0] for line in file.getvalue().splitlines()] == [f"step {i + 1}" for i in range(5, 26)]
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+async def test_progress_shows_address_folder_and_the_last_state(middle: Snapshot, is_terminal: bool):
+    file = io.StringIO()
+    console = Console(file=file, width=120, force_terminal=is_terminal)
+    states: Iterator[Snapshot] = iter([middle])
+    last = replace(middle, phase="finished", scores=(*middle.scores, score(8, 0.875)))
+
+    def take() -> Snapshot:
+        return next(states, last)
+
+    async with show_progress(take, status_url="http://127.0.0.1:8421", folder=Path("/runs/job-1"), console=console):
+        pass
+    text = file.getvalue()
+    assert "run folder /runs/job-1\nstatus     http://127.0.0.1:8421\n" in text
+    assert "0.875" in text
