@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import islice
+from pathlib import Path
 from typing import Final
 
 from dora.core.groups import GroupPhase
@@ -40,14 +41,14 @@ def audit(folder: RunFolder) -> AuditReport:
     entries = _UpToDamage(journal)
     counts: Mapping[TrajectoryId, int] | None = None
     damage: list[Violation] = []
-    if folder.tokens.exists():
+    if folder.tokens.exists():  # read after the journal was opened: it may only be ahead of it
         try:
             counts = read_tokens(folder.tokens, wanted=()).counts
         except JournalError as err:
-            damage.append(_damaged(err))
+            damage.append(_damaged(folder.tokens, err))
     report = audit_entries(journal.header.settings, entries, token_counts=counts)
     if entries.damage is not None:
-        damage.insert(0, _damaged(entries.damage))
+        damage.insert(0, _damaged(folder.journal, entries.damage))
     return replace(
         report,
         run_id=journal.header.run_id,
@@ -166,5 +167,5 @@ class _UpToDamage:
             self.damage = err
 
 
-def _damaged(err: JournalError | ProtocolError) -> Violation:
-    return Violation("journal", "file", str(err), ())
+def _damaged(path: Path, err: JournalError | ProtocolError) -> Violation:
+    return Violation("damage", path.name, str(err), ())

@@ -260,12 +260,11 @@ def _release_version(t: AuditTables, order: cmd.ReleaseVersion) -> None:
 
 
 def _check_window(t: AuditTables) -> None:
-    """Live: the newest, and versions with a group that is not yet trained; at most K + 1."""
-    live = {v for v in t.untrained if t.untrained[v]} | {t.newest}
+    """Live: the newest, and versions with a group that is not yet trained; at most K + 1. Told at each new maximum."""
+    live = {v for v in t.untrained if t.untrained[v]} | ({t.newest} if t.newest is not None else set())
+    if len(live) > max(t.max_live_versions, t.settings.rules.max_staleness + 1):
+        t.find(VERSIONS, "version", min(live), f"is the oldest of {len(live)} live versions: more than K + 1")
     t.max_live_versions = max(t.max_live_versions, len(live))
-    if len(live) > t.settings.rules.max_staleness + 1:
-        oldest = min(v for v in live if v is not None)
-        t.find(VERSIONS, "version", oldest, f"is still live with {len(live) - 1} others: more than K + 1 live versions")
 
 
 def _report_evaluation(t: AuditTables, order: cmd.ReportEvaluation) -> None:

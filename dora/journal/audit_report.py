@@ -13,7 +13,7 @@ class Violation:
     """A rule that the journal breaks."""
 
     rule: str  #: for example "C1 spans"
-    id: str  #: what it is about: "group 7", "trajectory 31", "instance 2", "byte 4096"
+    id: str  #: what it is about: "group 7", "trajectory 31", "instance 2", "journal.msgpack"
     message: str
     story: tuple[str, ...]  #: what happened to it until then, the last lines
 
@@ -56,7 +56,7 @@ class AuditReport:
     max_live_versions: int
     migrations: int  #: trajectories stopped by us that went on on another instance
     recovered: int  #: trajectories that went on after their instance was lost
-    late_completions: int  #: of an old attempt, ignored
+    late_completions: int  #: of an old attempt, ignored; those of micro-batches are not counted
     evaluations: tuple[int, ...]  #: versions evaluated
     token_counts_checked: int | None  #: trajectories compared with the token store; None: there is no store
     violations: tuple[Violation, ...]

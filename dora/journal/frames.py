@@ -29,10 +29,11 @@ class JournalError(DoraError):
 
 
 class FrameReader:
-    """The frames of a file; every iteration reads it anew."""
+    """The frames a file has now; every iteration reads these again, whatever is appended meanwhile."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._size = path.stat().st_size
         self.num_bytes = 0  #: of whole frames, as seen by the last iteration
         self.torn_bytes = 0  #: of the incomplete frame behind them
 
@@ -40,14 +41,14 @@ class FrameReader:
         """(offset, payload) of every whole frame, in order."""
         offset = self.num_bytes = self.torn_bytes = 0
         with self.path.open("rb") as file:
-            while head := file.read(_HEAD.size):
+            while head := file.read(min(_HEAD.size, self._size - offset)):
                 if len(head) < _HEAD.size:
                     self.torn_bytes = len(head)
                     return
                 length, length_crc, payload_crc = _HEAD.unpack(head)
                 if crc32(head[: _LENGTH.size]) != length_crc:
                     raise JournalError(f"{self.path}: the record at byte {offset} has a damaged length")
-                payload = file.read(length)
+                payload = file.read(min(length, self._size - offset - _HEAD.size))
                 if len(payload) < length:
                     self.torn_bytes = len(head) + len(payload)
                     return

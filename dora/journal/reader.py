@@ -1,4 +1,5 @@
-"""The journal, read. Iterating reads the file anew, record by record, so a journal of any length may be read.
+"""The journal, read. Iterating reads the file record by record, so a journal of any length may be read, and a run that
+is still going on: what is appended after the journal was opened is left out.
 
 A torn last record is tolerated and counted; any other damage is a JournalError or ProtocolError that names file and
 offset. Called by replay, audit, resume and the simulator.
@@ -21,8 +22,11 @@ class Journal:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._frames = FrameReader(path)
-        self.header = self._read_header()
+        try:
+            self._frames = FrameReader(path)
+            self.header = self._read_header()
+        except OSError as err:
+            raise ConfigError(f"{path}: cannot be read: {err.strerror}") from err
 
     @property
     def torn_bytes(self) -> int:
@@ -44,10 +48,7 @@ class Journal:
                 yield record.event, record.commands
 
     def _read_header(self) -> Header:
-        try:
-            first = next(iter(self._frames), None)
-        except OSError as err:
-            raise ConfigError(f"{self.path}: cannot be read: {err.strerror}") from err
+        first = next(iter(self._frames), None)
         if first is None:
             raise ConfigError(f"{self.path}: is empty: the run ended before its first record")
         number = format_of(first[1])

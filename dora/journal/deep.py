@@ -1,0 +1,144 @@
+"""The offline proof of C1: log-probs of kept trajectories, recomputed under their version and under the next one.
+
+Also the form of a kept trajectory: one JSON line in the run folder's `trajectories.jsonl`, written by the controller.
+Torch stays outside: the caller passes the scorer. Called by `dora audit --deep`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from dora.core.ids import GroupId, TrajectoryId
+from dora.errors import ConfigError
+
+#: Largest median |Δ log-prob| between engine and scorer under the trajectory's own version, fp32 on both sides.
+TOLERANCE: Final = 1e-3
+
+#: (model folder, sequences of prompt and answer tokens, prompt lengths) -> log-probs of each answer's tokens, under the
+#: sampling temperature of the run.
+Score = Callable[[Path, Sequence[Sequence[int]], Sequence[int]], Sequence[npt.NDArray[np.float32]]]
+
+
+class KeptTrajectory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One trained trajectory, in full."""
+
+    step: int
+    group: GroupId
+    trajectory: TrajectoryId
+    version: int
+    reward: float | None
+    length_capped: bool
+    prompt: str
+    text: str
+    prompt_tokens: tuple[int, ...]
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]  #: behavior log-probs, one per token
+
+
+@dataclass(frozen=True, slots=True)
+class VersionCheck:
+    """What the scorer says about the trajectories of one version; medians over their tokens."""
+
+    version: int
+    num_trajectories: int
+    num_tokens: int
+    difference: float  #: median |Δ log-prob| under the version
+    difference_next: float  #: under the next one
+    k3: float  #: median of exp(Δ) - 1 - Δ under the version
+    k3_next: float  #: under the next one
+
+    @property
+    def ok(self) -> bool:
+        """Under its own version the log-probs agree (median |Δ| < TOLERANCE), under the next one less well."""
+        return self.difference < TOLERANCE and self.difference < self.difference_next
+
+
+@dataclass(frozen=True, slots=True)
+class DeepReport:
+    """One check per version that is still stored together with its successor."""
+
+    checks: tuple[VersionCheck, ...]
+    skipped: tuple[int, ...]  #: versions with kept trajectories that are not stored any more, or whose successor is not
+
+    @property
+    def ok(self) -> bool:
+        """No version is flagged; nothing is proved about skipped ones."""
+        return all(check.ok for check in self.checks)
+
+
+def encode_kept(kept: KeptTrajectory) -> bytes:
+    """One line of `trajectories.jsonl`."""
+    return msgspec.json.encode(kept) + b"\n"
+
+
+def read_kept(path: Path) -> Iterator[KeptTrajectory]:
+    """The lines of `trajectories.jsonl`; one without its newline at the end is torn and left out."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n"):
+                return
+            try:
+                kept = msgspec.json.decode(line, type=KeptTrajectory)
+            except msgspec.MsgspecError as err:
+                raise ConfigError(f"{path}, line {number}: not a kept trajectory: {err}") from err
+            if len(kept.tokens) != len(kept.logprobs):
+                raise ConfigError(f"{path}, line {number}: {len(kept.tokens)} tokens, {len(kept.logprobs)} log-probs")
+            yield kept
+
+
+def deep_check(kept: Iterable[KeptTrajectory], *, score: Score, versions: Callable[[int], Path | None]) -> DeepReport:
+    """Recompute log-probs under v and v + 1; `versions` gives a version's model folder, None if it is gone."""
+    by_version: dict[int, list[KeptTrajectory]] = {}
+    for trajectory in kept:
+        if trajectory.tokens:
+            by_version.setdefault(trajectory.version, []).append(trajectory)
+    checks: list[VersionCheck] = []
+    skipped: list[int] = []
+    for version, trajectories in sorted(by_version.items()):
+        folder, next_folder = versions(version), versions(version + 1)
+        if folder is None or next_folder is None:
+            skipped.append(version)
+        else:
+            checks.append(_check(version, trajectories, score=score, folder=folder, next_folder=next_folder))
+    return DeepReport(tuple(checks), tuple(skipped))
+
+
+def _check(
+    version: int, trajectories: Sequence[KeptTrajectory], *, score: Score, folder: Path, next_folder: Path
+) -> VersionCheck:
+    sequences = [[*t.prompt_tokens, *t.tokens] for t in trajectories]
+    prompt_lengths = [len(t.prompt_tokens) for t in trajectories]
+    recorded = np.concatenate([np.asarray(t.logprobs, np.float64) for t in trajectories])
+    delta, delta_next = (
+        np.concatenate(score(model, sequences, prompt_lengths)).astype(np.float64) - recorded
+        for model in (folder, next_folder)
+    )
+    return VersionCheck(
+        version=version,
+        num_trajectories=len(trajectories),
+        num_tokens=len(recorded),
+        difference=float(np.median(np.abs(delta))),
+        difference_next=float(np.median(np.abs(delta_next))),
+        k3=float(np.median(np.expm1(delta) - delta)),
+        k3_next=float(np.median(np.expm1(delta_next) - delta_next)),
+    )
+
+
+def render_deep(report: DeepReport) -> str:
+    """The report as lines for a terminal."""
+    lines = [
+        f"version {c.version}: {c.num_trajectories} trajectories, {c.num_tokens} tokens, median |Δ log-prob| "
+        f"{c.difference:.2e} under it, {c.difference_next:.2e} under {c.version + 1}; median k3 {c.k3:.2e}, "
+        f"{c.k3_next:.2e}{'' if c.ok else '  VIOLATION C1: not generated by this version'}"
+        for c in report.checks
+    ]
+    if report.skipped:
+        lines.append(f"versions {list(report.skipped)}: not checked, they or their successors are no longer stored")
+    return "\n".join(lines)

@@ -1,0 +1,368 @@
+"""The audit: silent on what really happened, and loud, naming the id, on every planted corruption."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from dora.core import commands as cmd
+from dora.core import events as ev
+from dora.core.ids import GroupId
+from dora.journal.audit import audit, audit_entries
+from dora.journal.audit_report import render
+from dora.journal.run_folder import RunFolder
+from dora.journal.tokens import TokenWriter
+from tests.core.world import Faults, World, run
+from tests.journal.recorded import (
+    Entries,
+    first_command,
+    first_event,
+    full_run,
+    new_folder,
+    with_command,
+    with_commands,
+    with_event,
+    without_command,
+    write,
+)
+
+#: "rule: id" -> messages, of every violation.
+Found = Callable[[Entries], dict[str, str]]
+
+
+@pytest.fixture(scope="module")
+def world() -> World:
+    return full_run()
+
+
+@pytest.fixture
+def entries(world: World) -> Entries:
+    return list(world.journal)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    return new_folder(tmp_path)
+
+
+@pytest.fixture
+def found(folder: RunFolder, world: World) -> Found:
+    """Audits entries as a run folder on disk."""
+
+    def find(entries: Entries) -> dict[str, str]:
+        report = audit(write(folder, world.settings, entries, with_tokens=False))
+        assert not report.ok
+        assert f"VIOLATION {report.violations[0].rule}: {report.violations[0].id}" in render(report)
+        messages: dict[str, str] = {}
+        for v in report.violations:
+            key = f"{v.rule}: {v.id}"
+            messages[key] = f"{messages[key]}; {v.message}" if key in messages else v.message
+        return messages
+
+    return find
+
+
+# -- what really happened -------------------------------------------------------------------------------------------
+
+
+def test_a_real_journal_is_clean_and_its_counts_are_those_of_the_core(
+    world: World, entries: Entries, folder: RunFolder
+) -> None:
+    report = audit(write(folder, world.settings, entries))
+    assert report.violations == ()
+    counters, ledger = world.state.counters, world.state.ledger
+    assert report.migrations == counters.migrations > 0
+    assert report.recovered == counters.recovered > 0
+    assert report.late_completions == counters.late_completions > 0
+    assert report.groups["filtered"] > 0
+    assert report.groups["admitted"] == ledger.admitted == report.groups["trained"] + report.groups["filtered"]
+    assert sum(report.staleness.values()) == report.groups["trained"] == 10 * world.settings.groups_per_step
+    assert set(report.staleness) == {0, 1, 2}
+    assert report.max_live_versions == 3
+    assert report.evaluations == (0, 4, 8, 10)
+    assert report.steps == 10
+    assert report.token_counts_checked == len(world.totals)
+    assert report.run_id == folder.run_id
+    assert "audit: C1, C2 and C3 hold" in render(report)
+
+
+def test_lengths_trained_are_those_generated_minus_the_dropped_ones(world: World) -> None:
+    lengths = audit_entries(world.settings, world.journal).lengths
+    assert lengths["trained"].count == len(world.trained_lengths)
+    assert lengths["trained"].longest == max(world.trained_lengths.values())
+    assert lengths["generated"].count == lengths["trained"].count + lengths["filtered"].count
+
+
+@pytest.mark.parametrize("strategy", ["dora", "sync", "periodic", "one_step_off"])
+def test_every_strategy_is_clean_under_faults_and_restarts(strategy: str) -> None:
+    faults = Faults(
+        push_fails=0.1,
+        request_fails=0.05,
+        instance_dies=0.05,
+        grading_fails=0.05,
+        zero_variance=0.2,
+        controller_restarts=0.15,
+        late_completion=0.1,
+    )
+    restarts = failed = 0
+    for seed in range(4):
+        world = run(strategy, seed=seed, faults=faults, max_attempts=3, max_top_up=1000.0, prompts=40, checked=False)
+        report = audit_entries(world.settings, world.journal)
+        assert report.violations == ()
+        restarts += report.restarts
+        failed += report.groups["failed"]
+    assert restarts
+    assert failed
+
+
+def test_a_journal_that_breaks_off_is_clean_and_counts_what_is_in_flight(world: World, entries: Entries) -> None:
+    report = audit_entries(world.settings, entries[: len(entries) // 2])
+    assert report.violations == ()
+    assert report.groups["in flight"] > 0
+    assert report.end == "no end recorded"
+
+
+def test_a_violation_carries_the_story_of_its_id_up_to_the_event_at_which_it_showed(
+    world: World, entries: Entries
+) -> None:
+    at, event = first_event(entries, ev.GenerationFinished, lambda e: e.trajectory >= 0)
+    report = audit_entries(world.settings, with_event(entries, at, spans=()))
+    violation = next(v for v in report.violations if v.rule == "C1 spans")
+    assert "AdmitGroup" in violation.story[1]
+    assert any("Generate " in line for line in violation.story)
+    assert any("GenerationFinished" in line and f"trajectory={event.trajectory}" in line for line in violation.story)
+    assert not any("CommitGroup" in line for line in violation.story)
+
+
+# -- C1 -------------------------------------------------------------------------------------------------------------
+
+
+def test_tokens_of_another_version_are_named(entries: Entries, found: Found) -> None:
+    at, event = first_event(entries, ev.GenerationFinished, lambda e: e.num_tokens > 1)
+    ((version, start, end),) = event.spans
+    spans = ((version, start, end - 1), (version + 1, end - 1, end))
+    assert f"C1 spans: trajectory {event.trajectory}" in found(with_event(entries, at, spans=spans))
+
+
+def test_tokens_without_a_span_are_named(entries: Entries, found: Found) -> None:
+    at, event = first_event(entries, ev.GenerationStopped, lambda e: e.num_tokens > e.spans[0][1])
+    assert f"C1 spans: trajectory {event.trajectory}" in found(with_event(entries, at, spans=()))
+
+
+def test_a_request_on_an_instance_without_a_confirmed_push_is_named(entries: Entries, found: Found) -> None:
+    at, push = first_event(entries, ev.WeightPushFinished, lambda e: e.version == 2)
+    _, order = first_command(entries[at:], cmd.Generate, lambda c: c.instance == push.instance)
+    messages = found(with_event(entries, at, attempt=push.attempt + 1))
+    assert "holds no confirmed version" in messages[f"C1 serving: trajectory {order.trajectory}"]
+
+
+def test_a_request_on_an_instance_of_another_version_is_named(entries: Entries, found: Found) -> None:
+    at, order = first_command(entries, cmd.Generate, lambda c: c.version == 3)
+    holds = {e.instance: e.version for e, _ in entries[: at[0]] if isinstance(e, ev.WeightPushFinished)}
+    other = next(instance for instance, version in holds.items() if version != 3)
+    messages = found(with_command(entries, at, instance=other))
+    assert f"goes to instance {other}" in messages[f"C1 serving: trajectory {order.trajectory}"]
+
+
+def test_a_push_onto_a_busy_instance_is_named(entries: Entries, found: Found) -> None:
+    (at, _), order = first_command(entries, cmd.Generate, lambda c: c.version == 1)
+    push = cmd.PushWeights(order.instance, 99, 1)
+    assert f"C1 serving: instance {order.instance}" in found(with_commands(entries, at, [*entries[at][1], push]))
+
+
+def test_a_sibling_with_another_tag_is_named(entries: Entries, found: Found) -> None:
+    at, order = first_command(entries, cmd.Generate, lambda c: c.version == 2)
+    assert f"C1 tag: trajectory {order.trajectory}" in found(with_command(entries, at, version=1))
+
+
+# -- C2 -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_sibling_that_is_not_trained_is_named(entries: Entries, found: Found) -> None:
+    at, order = first_command(entries, cmd.TrainMicroBatch, lambda c: bool(c.ranks[1]))
+    missing, *rest = order.ranks[1]
+    messages = found(with_command(entries, at, ranks=(order.ranks[0], tuple(rest))))
+    assert "not trained" in messages[f"C2 micro-batch: trajectory {missing}"]
+
+
+def test_a_group_committed_with_an_ungraded_sibling_is_named(world: World, entries: Entries, found: Found) -> None:
+    trained = min(world.trained_lengths)
+    at, event = first_event(entries, ev.TrajectoryGraded, lambda e: e.trajectory == trained)
+    group = trained // world.settings.group_size
+    assert f"C2 siblings: group {group}" in found(with_event(entries, at, attempt=event.attempt + 1))
+
+
+def test_a_group_trained_twice_is_named(world: World, entries: Entries) -> None:
+    _, order = first_command(entries, cmd.CommitGroup, lambda c: c.step == 2)
+    for step, was in ((2, "committed to step 2"), (4, "trained")):
+        (later, _), _ = first_command(entries, cmd.CloseStep, lambda c, step=step: c.step == step)
+        again = cmd.CommitGroup(order.group, order.version, step)
+        changed = with_commands(entries, later, [*entries[later][1], again])
+        report = audit_entries(world.settings, changed)
+        messages = [v.message for v in report.violations if (v.rule, v.id) == ("C2 ledger", f"group {order.group}")]
+        assert messages == [f"is committed to step {step}, but was {was}"]
+
+
+def test_a_group_that_is_never_trained_is_named(entries: Entries, found: Found) -> None:
+    at, order = first_command(entries, cmd.CommitGroup)
+    messages = found(without_command(entries, at))
+    assert "not trained as the run ends" in messages[f"C2 ledger: group {order.group}"]
+
+
+@pytest.mark.parametrize(
+    ("outcome", "reason", "rewards"),
+    [
+        ("failed", "too late", (0.0, 1.0)),
+        ("failed", "grading", (None, 1.0)),
+        ("failed", "generation: refused", (0.0, 1.0)),
+        ("filtered", "zero variance", (1.0, 1.0)),
+    ],
+)
+def test_a_group_dropped_for_a_reason_that_the_journal_does_not_bear_out_is_named(
+    entries: Entries, found: Found, outcome: str, reason: str, rewards: tuple[float | None, ...]
+) -> None:
+    (at, place), order = first_command(entries, cmd.CommitGroup)
+    commands = list(entries[at][1])
+    commands[place] = cmd.DropGroup(order.group, outcome, reason, rewards)
+    assert f"C2 drop: group {order.group}" in found(with_commands(entries, at, commands))
+
+
+def test_a_group_that_nobody_fetched_is_named(entries: Entries, found: Found) -> None:
+    (at, _), order = first_command(entries, cmd.AdmitGroup, lambda c: c.version == 3)
+    forged = cmd.AdmitGroup(GroupId(10_000), 3, order.deadline)
+    assert "C2 ledger: group 10000" in found(with_commands(entries, at, [*entries[at][1], forged]))
+
+
+def test_tokens_lost_at_a_migration_are_named(entries: Entries, found: Found) -> None:
+    at, order = first_command(entries, cmd.Generate, lambda c: c.num_tokens > 0 and c.trajectory >= 0)
+    messages = found(with_command(entries, at, num_tokens=order.num_tokens - 1))
+    assert "a scheduling abort" in messages[f"C2 tokens: trajectory {order.trajectory}"]
+
+
+def test_tokens_reported_and_then_gone_are_named(entries: Entries, found: Found) -> None:
+    at, event = first_event(entries, ev.GenerationFinished, lambda e: e.num_tokens > 40)
+    messages = found(with_event(entries, at, num_tokens=1, spans=((event.spans[0][0], 0, 1),)))
+    assert "are lost" in messages[f"C2 tokens: trajectory {event.trajectory}"]
+
+
+def test_a_trajectory_in_two_micro_batches_is_named(entries: Entries, found: Found) -> None:
+    at, order = first_command(entries, cmd.TrainMicroBatch, lambda c: c.index == 1)
+    _, before = first_command(entries, cmd.TrainMicroBatch, lambda c: c.step == order.step)
+    twice = before.ranks[0][0]
+    messages = found(with_command(entries, at, ranks=((*order.ranks[0], twice), order.ranks[1])))
+    assert "a second time" in messages[f"C2 micro-batch: trajectory {twice}"]
+
+
+def test_a_replayed_step_with_another_split_is_named(entries: Entries, found: Found) -> None:
+    (at, _), order = first_command(entries, cmd.TrainMicroBatch, lambda c: c.index == 0)
+    again = msgspec.structs.replace(order, ranks=order.ranks[::-1])
+    messages = found(with_commands(entries, at, [*entries[at][1], again]))
+    assert "is fed again, and differs" in messages[f"C2 micro-batch: step {order.step}"]
+
+
+def test_an_answer_over_the_token_budget_is_named(entries: Entries, found: Found) -> None:
+    at, event = first_event(entries, ev.GenerationFinished, lambda e: e.length_capped)
+    ((version, start, end),) = event.spans
+    changed = with_event(entries, at, num_tokens=event.num_tokens + 1, spans=((version, start, end + 1),))
+    assert f"C2 budget: trajectory {event.trajectory}" in found(changed)
+
+
+def test_a_token_store_that_disagrees_is_named(world: World, entries: Entries, folder: RunFolder) -> None:
+    write(folder, world.settings, entries)
+    _, event = first_event(entries, ev.GenerationFinished, lambda e: e.trajectory >= 0)
+    with TokenWriter(folder.tokens) as tokens:
+        tokens.append(event.trajectory, event.attempt, [1], [-1.0])
+    report = audit(folder)
+    assert [(v.rule, v.id) for v in report.violations] == [("token store", f"trajectory {event.trajectory}")]
+
+
+# -- C3 -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_commit_beyond_the_bound_is_named(world: World, entries: Entries, folder: RunFolder) -> None:
+    _, order = first_command(entries, cmd.CommitGroup, lambda c: c.step - c.version == 2)
+    rules = msgspec.structs.replace(world.settings.rules, max_staleness=1)
+    report = audit(write(folder, msgspec.structs.replace(world.settings, rules=rules), entries))
+    stale = [v.id for v in report.violations if v.message.endswith("2 stale")]
+    assert stale[0] == f"group {order.group}"
+    assert len(stale) == 1 + sum(
+        isinstance(c, cmd.CommitGroup) and c.step - c.version == 2 and c != order for _, cs in entries for c in cs
+    )
+
+
+def test_a_due_group_left_outside_a_closed_step_is_named(entries: Entries, found: Found) -> None:
+    at, order = first_command(entries, cmd.CommitGroup, lambda c: c.step - c.version == 2)
+    (closes, _), _ = first_command(entries, cmd.CloseStep, lambda c: c.step == order.step)
+    changed = without_command(entries, at)
+    late = cmd.CommitGroup(order.group, order.version, order.step + 1)
+    messages = found(with_commands(changed, closes, [*changed[closes][1], late]))
+    assert f"C3 close: group {order.group}" in messages
+    assert "3 stale" in messages[f"C3 commit: group {order.group}"]
+
+
+# -- versions, replay, the file ---------------------------------------------------------------------------------------
+
+
+def test_more_live_versions_than_the_window_allows_are_named(entries: Entries, found: Found) -> None:
+    at, event = first_event(entries, ev.StepTrained, lambda e: e.step == 4)
+    messages = found(with_event(entries, at, step=99))
+    oldest = min(c.version for _, cs in entries for c in cs if isinstance(c, cmd.CommitGroup) and c.step == event.step)
+    assert "is the oldest of 4 live versions" in messages[f"versions: version {oldest}"]
+
+
+def test_a_version_released_while_it_is_needed_is_named(entries: Entries, found: Found) -> None:
+    (at, _), _ = first_command(entries, cmd.AdmitGroup, lambda c: c.version == 3)
+    changed = with_commands(entries, at, [*entries[at][1], cmd.ReleaseVersion(3)])
+    assert "versions: version 3" in found(changed)
+
+
+def test_an_evaluation_reported_before_its_last_sample_is_named(entries: Entries, found: Found) -> None:
+    at, event = first_event(entries, ev.TrajectoryGraded, lambda e: e.trajectory < 0)
+    assert "evaluation: version 0" in found(with_event(entries, at, attempt=event.attempt + 1))
+
+
+def test_a_removed_event_is_named_by_the_ledger_and_by_replay(world: World, entries: Entries, found: Found) -> None:
+    trained = min(world.trained_lengths)
+    at, _ = first_event(entries, ev.TrajectoryGraded, lambda e: e.trajectory == trained)
+    messages = found(entries[:at] + entries[at + 1 :])
+    group = trained // world.settings.group_size
+    assert f"group {group}" in {key.split(": ")[1] for key in messages}
+    assert any(key.startswith("replay: ") for key in messages)
+
+
+def test_an_altered_command_that_breaks_no_rule_is_named_by_replay(entries: Entries, found: Found) -> None:
+    at, order = first_command(entries, cmd.TrainMicroBatch, lambda c: c.step == 5)
+    messages = found(with_command(entries, at, ranks=order.ranks[::-1]))
+    assert list(messages) == ["replay: step 5"]
+    assert "recorded TrainMicroBatch" in messages["replay: step 5"]
+
+
+def test_damaged_bytes_are_named_with_their_place(world: World, entries: Entries, folder: RunFolder) -> None:
+    write(folder, world.settings, entries, with_tokens=False)
+    data = bytearray(folder.journal.read_bytes())
+    data[len(data) // 2] ^= 1
+    folder.journal.write_bytes(data)
+    report = audit(folder)
+    assert [(v.rule, v.id) for v in report.violations] == [("damage", "journal.msgpack")]
+    assert "the record at byte" in report.violations[0].message
+    assert 0 < report.num_events < len(entries)
+
+
+def test_a_damaged_token_store_is_named(world: World, entries: Entries, folder: RunFolder) -> None:
+    write(folder, world.settings, entries)
+    data = bytearray(folder.tokens.read_bytes())
+    data[len(data) // 2] ^= 1
+    folder.tokens.write_bytes(data)
+    assert [(v.rule, v.id) for v in audit(folder).violations] == [("damage", "tokens.bin")]
+
+
+def test_a_torn_last_record_is_reported_and_is_no_violation(world: World, entries: Entries, folder: RunFolder) -> None:
+    write(folder, world.settings, entries)
+    folder.journal.write_bytes(folder.journal.read_bytes()[:-5])
+    report = audit(folder)
+    assert report.ok
+    assert report.torn_bytes > 0
+    assert report.num_events == len(entries) - 1

@@ -1,0 +1,104 @@
+"""Every record, event and command comes back as it was written; nothing unknown is let in."""
+
+from __future__ import annotations
+
+import typing
+
+import msgspec
+import pytest
+
+from dora.core import commands as cmd
+from dora.core import events as ev
+from dora.core.ids import GroupId, InstanceId, TrajectoryId
+from dora.errors import ProtocolError
+from dora.journal.codec import FORMAT, Epoch, Handled, Header, Note, decode, encode
+from tests.core.world import settings
+
+INSTANCE, TRAJECTORY, GROUP = InstanceId(2), TrajectoryId(-7), GroupId(3)
+
+EVENTS: list[ev.AnyEvent] = [
+    ev.InstanceUp(0.5, INSTANCE, 1, 8, 4096),
+    ev.InstanceLost(1.0, INSTANCE, 1, {TRAJECTORY: 5, TrajectoryId(9): 0}, "gone"),
+    ev.ProgressReported(1.0, INSTANCE, {TRAJECTORY: 6}),
+    ev.KvPressureReported(1.0, INSTANCE, True),
+    ev.WeightPushFinished(1.0, INSTANCE, 3, 4),
+    ev.WeightPushFailed(1.0, INSTANCE, 3, "timeout"),
+    ev.PromptsArrived(1.0, GROUP, (3, 4, 5), False),
+    ev.GenerationFinished(1.0, TRAJECTORY, 2, 64, True, ((4, 0, 60), (4, 60, 64))),
+    ev.GenerationStopped(1.0, TRAJECTORY, 2, 0, ()),
+    ev.GenerationFailed(1.0, TRAJECTORY, 2, 7, True, "«reset»"),
+    ev.TrajectoryGraded(1.0, TRAJECTORY, 3, None, "killed"),
+    ev.TrainerReady(1.0, 2),
+    ev.MicroBatchTrained(1.0, 2, 0),
+    ev.StepTrained(1.0, 2),
+    ev.VersionPublished(1.0, 3, 123, {"model.safetensors": "ab" * 32}),
+    ev.CheckpointSaved(1.0, 2, "checkpoints/2"),
+    ev.Ticked(1e9 + 0.1),
+    ev.ControllerRestarted(1.0, 1, {TRAJECTORY: 3}),
+]
+
+COMMANDS: tuple[cmd.AnyCommand, ...] = (
+    cmd.FetchPrompts(GROUP, 8),
+    cmd.Generate(TRAJECTORY, 2, INSTANCE, 4, 60),
+    cmd.GradeTrajectory(TRAJECTORY, 3),
+    cmd.PushWeights(INSTANCE, 3, 4),
+    cmd.TrainMicroBatch(2, 0, True, ((TRAJECTORY,), ())),
+    cmd.CondemnInstance(INSTANCE, 1, "stuck"),
+    cmd.StopRequest(TRAJECTORY, 2, INSTANCE),
+    cmd.ForgetGroups((GROUP,)),
+    cmd.ReleaseVersion(1),
+    cmd.ReportEvaluation(1),
+    cmd.FinishRun("done"),
+    cmd.FailRun("not done"),
+    cmd.AdmitGroup(GROUP, 1, 3),
+    cmd.CommitGroup(GROUP, 1, 3),
+    cmd.DropGroup(GROUP, "filtered", "zero variance", (1.0, None)),
+    cmd.CloseStep(3, 4),
+)
+
+OTHERS = [
+    Header(FORMAT, "run-1", "2026-01-01T00:00:00Z", "0.1.0", settings(eval_prompt_tokens=(3, 4))),
+    Epoch(1, 12.5, "0" * 64),
+    Note(1.0, "instance", {"id": 2, "url": "http://127.0.0.1:1", "load": 0.5}),
+]
+
+
+def test_the_examples_are_all_events_and_commands() -> None:
+    assert {type(e) for e in EVENTS} == set(typing.get_args(ev.AnyEvent))
+    assert {type(c) for c in COMMANDS} == set(typing.get_args(cmd.AnyCommand))
+
+
+@pytest.mark.parametrize("event", EVENTS, ids=lambda e: type(e).__name__)
+def test_every_event_with_every_command_comes_back_as_it_was(event: ev.AnyEvent) -> None:
+    record = Handled(event, COMMANDS)
+    assert decode(encode(record)) == record
+
+
+@pytest.mark.parametrize("record", OTHERS, ids=lambda r: type(r).__name__)
+def test_every_other_record_comes_back_as_it_was(record: Header | Epoch | Note) -> None:
+    assert decode(encode(record)) == record
+
+
+@pytest.mark.parametrize(
+    ("fields", "what"),
+    [
+        ({"type": "Handeld", "event": {}, "commands": []}, "Handeld"),
+        ({"type": "Epoch", "epoch": 0, "at": 0.0, "config_sha256": "", "more": 1}, "more"),
+        ({"type": "Epoch", "epoch": 0, "at": 0.0}, "config_sha256"),
+        ({"type": "Handled", "event": {"type": "Tocked", "at": 0.0}, "commands": []}, "Tocked"),
+        ({"type": "Handled", "event": {"type": "Ticked", "at": 0.0, "why": 1}, "commands": []}, "why"),
+        ({"type": "Handled", "event": {"type": "Ticked", "at": "now"}, "commands": []}, "float"),
+        ({"type": "Handled", "event": {"type": "Ticked", "at": 0.0}, "commands": [{"type": "Stop"}]}, "Stop"),
+        ({"epoch": 0}, "type"),
+        ([1, 2], "array"),
+    ],
+)
+def test_an_unknown_record_type_or_field_is_refused_by_name(fields: object, what: str) -> None:
+    with pytest.raises(ProtocolError, match=what):
+        decode(msgspec.msgpack.encode(fields))
+
+
+def test_bytes_that_are_no_msgpack_are_refused() -> None:
+    for data in (b"", b"\xc1", encode(EVENTS[0])[:-1]):  # type: ignore[arg-type]
+        with pytest.raises(ProtocolError):
+            decode(data)

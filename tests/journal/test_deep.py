@@ -1,0 +1,102 @@
+"""The deep check: right for the version that sampled, wrong for the next one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from dora.core.ids import GroupId, TrajectoryId
+from dora.errors import ConfigError
+from dora.journal.deep import KeptTrajectory, deep_check, encode_kept, read_kept, render_deep
+
+VOCABULARY = 11
+
+
+def logprobs(version: int, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
+    """A policy whose logits move with its version; each token depends on the one before."""
+    before = np.array([0, *tokens[:-1]])
+    logits = np.sin(np.arange(VOCABULARY)[None, :] * (1.0 + 0.01 * version) + before[:, None])
+    chosen = logits[np.arange(len(tokens)), list(tokens)]
+    return (chosen - np.log(np.exp(logits).sum(1))).astype(np.float32)
+
+
+def score(
+    folder: Path, sequences: Sequence[Sequence[int]], prompt_lengths: Sequence[int]
+) -> list[npt.NDArray[np.float32]]:
+    version = int(folder.name[1:])
+    return [logprobs(version, s)[n:] for s, n in zip(sequences, prompt_lengths, strict=True)]
+
+
+def kept(trajectory: int, *, version: int, sampled_by: int) -> KeptTrajectory:
+    random = np.random.default_rng(trajectory)
+    prompt = tuple(int(t) for t in random.integers(0, VOCABULARY, 4))
+    tokens = tuple(int(t) for t in random.integers(0, VOCABULARY, 20))
+    behavior = logprobs(sampled_by, (*prompt, *tokens))[4:] + random.normal(0, 1e-5, 20)
+    return KeptTrajectory(
+        step=version,
+        group=GroupId(trajectory // 2),
+        trajectory=TrajectoryId(trajectory),
+        version=version,
+        reward=1.0,
+        length_capped=False,
+        prompt="?",
+        text="!",
+        prompt_tokens=prompt,
+        tokens=tokens,
+        logprobs=tuple(float(x) for x in behavior),
+    )
+
+
+def folder_of(version: int) -> Path | None:
+    return Path(f"v{version}") if version <= 3 else None
+
+
+def test_trajectories_of_their_own_version_agree_with_it_and_not_with_the_next() -> None:
+    report = deep_check([kept(t, version=t % 3, sampled_by=t % 3) for t in range(12)], score=score, versions=folder_of)
+    assert report.ok
+    assert [(c.version, c.num_trajectories, c.num_tokens) for c in report.checks] == [(v, 4, 80) for v in range(3)]
+    for check in report.checks:
+        assert check.difference < 1e-4 < check.difference_next
+        assert check.k3 < check.k3_next
+
+
+def test_trajectories_sampled_by_the_next_version_are_flagged_and_only_they() -> None:
+    wrong = [kept(t, version=1, sampled_by=2) for t in range(4)]
+    right = [kept(t, version=0, sampled_by=0) for t in range(4, 8)]
+    report = deep_check([*wrong, *right], score=score, versions=folder_of)
+    assert not report.ok
+    assert [c.ok for c in report.checks] == [True, False]
+    assert re.findall(r"version (\d+): .*VIOLATION", render_deep(report)) == ["1"]
+
+
+def test_a_version_whose_weights_did_not_change_proves_nothing_and_is_flagged() -> None:
+    report = deep_check(
+        [kept(t, version=1, sampled_by=1) for t in range(4)], score=score, versions=lambda _: Path("v1")
+    )
+    assert not report.ok
+
+
+def test_versions_that_are_no_longer_stored_are_listed_as_not_checked() -> None:
+    report = deep_check([kept(t, version=3, sampled_by=3) for t in range(2)], score=score, versions=folder_of)
+    assert report.ok
+    assert (report.checks, report.skipped) == ((), (3,))
+    assert "not checked" in render_deep(report)
+
+
+def test_kept_trajectories_come_back_from_the_file_and_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "trajectories.jsonl"
+    lines = [encode_kept(kept(t, version=0, sampled_by=0)) for t in range(3)]
+    path.write_bytes(b"".join(lines)[:-1])
+    assert list(read_kept(path)) == [kept(t, version=0, sampled_by=0) for t in range(2)]
+
+
+def test_a_line_that_is_no_trajectory_is_named_by_file_and_line(tmp_path: Path) -> None:
+    path = tmp_path / "trajectories.jsonl"
+    path.write_bytes(encode_kept(kept(0, version=0, sampled_by=0)) + b"{}\n")
+    with pytest.raises(ConfigError, match=r"trajectories\.jsonl, line 2: "):
+        list(read_kept(path))

@@ -1,0 +1,56 @@
+"""Run folders: made once under their own id, opened only if they are one."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from dora.errors import ConfigError
+from dora.journal.run_folder import RunFolder
+
+
+def test_a_run_id_is_the_name_and_the_time_and_names_the_folder(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path / "runs", name="my.run-1")
+    assert re.fullmatch(r"my\.run-1-\d{8}-\d{6}", folder.run_id)
+    assert folder.root == tmp_path / "runs" / folder.run_id
+    assert all(path.is_dir() for path in (folder.checkpoints, folder.versions, folder.rollouts, folder.logs))
+    assert folder.process_log("engine-0").parent == folder.logs
+
+
+def test_runs_of_one_second_get_different_ids(tmp_path: Path) -> None:
+    folders = [RunFolder.create(tmp_path, name="a") for _ in range(20)]
+    assert len({folder.run_id for folder in folders}) == 20
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "..", ".hidden", "a b", "ä"])
+def test_a_name_that_cannot_be_part_of_a_folder_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match=r"run\.name"):
+        RunFolder.create(tmp_path, name=name)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_parent_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("")
+    with pytest.raises(ConfigError, match=r"run\.folder: cannot create .*runs"):
+        RunFolder.create(tmp_path / "runs", name="a")
+
+
+def test_a_folder_that_is_no_run_folder_is_refused_with_what_it_lacks(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such run folder"):
+        RunFolder.open(tmp_path / "gone")
+    with pytest.raises(ConfigError, match=r"has no config\.toml and no journal\.msgpack"):
+        RunFolder.open(tmp_path)
+    (tmp_path / "config.toml").write_text("")
+    with pytest.raises(ConfigError, match=r"has no journal\.msgpack"):
+        RunFolder.open(tmp_path)
+    with pytest.raises(ConfigError, match="is a file"):
+        RunFolder.open(tmp_path / "config.toml")
+
+
+def test_an_earlier_run_is_opened_under_the_same_id(tmp_path: Path) -> None:
+    folder = RunFolder.create(tmp_path, name="a")
+    folder.config.write_text("")
+    folder.journal.write_bytes(b"")
+    assert RunFolder.open(folder.root).run_id == folder.run_id
