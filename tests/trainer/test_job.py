@@ -7,7 +7,6 @@ treat the model as a large one, and two ranks resumed from the first job's check
 from __future__ import annotations
 
 import asyncio
-import math
 import signal
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,9 +15,18 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from conftest import GROUP_SIZE, SETTINGS, Answer, Job, make_batch, make_groups, start_job
+from conftest import (
+    GROUP_SIZE,
+    Answer,
+    Job,
+    PlainTrainer,
+    assert_equal_weights,
+    make_batch,
+    make_groups,
+    start_job,
+)
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM
 
 from dora.trainer.metrics import METRICS
 from dora.transport.messages import MicroBatchTrained, Ready, TrainerFailed, VersionPublished
@@ -158,56 +166,6 @@ def layerwise(tmp_path_factory, model_path) -> Record:
 @pytest.fixture(scope="module")
 def resumed(two_ranks, first_folder, model_path) -> Record:
     return asyncio.run(run_resumed(first_folder, model_path, checkpoint=two_ranks.checkpoint))
-
-
-class PlainTrainer:
-    """A synchronous trainer written for this test alone: whole batch, one sequence at a time, its own AdamW."""
-
-    def __init__(self, model_path: Path) -> None:
-        self.model = Qwen3ForCausalLM.from_pretrained(model_path, dtype=torch.float64, attn_implementation="eager")
-        self.parameters = dict(self.model.named_parameters())
-        self.first = {name: torch.zeros_like(p) for name, p in self.parameters.items()}
-        self.second = {name: torch.zeros_like(p) for name, p in self.parameters.items()}
-        self.updates = 0
-
-    def step(self, answers: list[Answer], *, step: int) -> float:
-        """One update; returns the gradient norm before clipping."""
-        tokens = sum(len(a.logprobs) for a in answers)
-        if tokens == 0:
-            return 0.0
-        self.model.zero_grad()
-        for a in answers:
-            logits = self.model(input_ids=torch.tensor([a.tokens])).logits[0] / SETTINGS.temperature
-            current = logits.log_softmax(-1)[range(a.prompt_length - 1, len(a.tokens) - 1), a.tokens[a.prompt_length :]]
-            rewards = torch.tensor(a.rewards, dtype=torch.float64)
-            advantage = (rewards[a.sibling] - rewards.mean()) / (rewards.std() + 1e-6)
-            behavior = torch.tensor(a.logprobs, dtype=torch.float32).double()
-            weight = torch.clamp(torch.exp(current.detach() - behavior), max=SETTINGS.tis_cap)
-            (-(weight * advantage * current).sum() / tokens).backward()
-        norm = math.sqrt(sum(p.grad.square().sum().item() for p in self.parameters.values()))
-        self._adamw(step, scale=min(1.0, SETTINGS.max_grad_norm / norm))
-        return norm
-
-    @torch.no_grad()
-    def _adamw(self, step: int, *, scale: float) -> None:
-        self.updates += 1
-        rate = SETTINGS.learning_rate * min(1.0, (step + 1) / SETTINGS.warmup_steps)
-        for name, p in self.parameters.items():
-            gradient = p.grad * scale
-            self.first[name] = SETTINGS.beta1 * self.first[name] + (1 - SETTINGS.beta1) * gradient
-            self.second[name] = SETTINGS.beta2 * self.second[name] + (1 - SETTINGS.beta2) * gradient**2
-            first = self.first[name] / (1 - SETTINGS.beta1**self.updates)
-            second = self.second[name] / (1 - SETTINGS.beta2**self.updates)
-            p.mul_(1 - rate * SETTINGS.weight_decay)
-            p.sub_(rate * first / (second.sqrt() + 1e-8))
-
-
-def assert_equal_weights(left, right, *, atol):
-    assert left.keys() == right.keys()
-    for name in left:
-        torch.testing.assert_close(
-            left[name].double(), right[name].double(), atol=atol, rtol=0, msg=lambda m, name=name: name + m
-        )
 
 
 @pytest.mark.slow
