@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import platform
@@ -26,6 +27,7 @@ import psutil
 
 PROMPT_TOKENS = 20
 SIBLINGS = 8
+rids = itertools.count()
 VOCAB = 64
 SERVE = """
 import sys, time
@@ -125,7 +127,8 @@ def peer(folder: Path, args: argparse.Namespace) -> tuple[float, float]:
 async def call(session: aiohttp.ClientSession, ids: list[int], new_tokens: int, *, stream: bool) -> tuple[float, int]:
     """(seconds to the first byte of the answer's body, tokens)."""
     sampling = {"max_new_tokens": new_tokens, "ignore_eos": True}
-    body = {"input_ids": ids, "sampling_params": sampling, "stream": stream, "return_logprob": True}
+    rid = f"{next(rids):08}"
+    body = {"rid": rid, "input_ids": ids, "sampling_params": sampling, "stream": stream, "return_logprob": True}
     begun, first, tokens = time.perf_counter(), 0.0, 0
     async with session.post("/generate", json=body) as answer:
         if not stream:

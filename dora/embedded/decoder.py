@@ -259,7 +259,7 @@ class CausalDecoder:
         ).logits
 
     def _prefill(self, first: int, joiners: Sequence[Joiner], found: Sequence[_Found]) -> Sequence[list[float] | None]:
-        """Computes the missing KV of rows `first`.., in chunks; if asked, log-probs of the tokens after the cached ones."""
+        """Computes the missing KV of rows `first`.., in chunks; if asked, log-probs of all tokens after the cached."""
         longest = max(one.missing for one in found)
         padded = [
             [*joiner.token_ids[one.length :], *[0] * (longest - one.missing)]

@@ -23,11 +23,15 @@ class Gate:
         """A weight update waits for, or has, an empty server."""
         return self._updates > 0
 
+    @property
+    def closed(self) -> bool:
+        return self.paused or self.closing
+
     @asynccontextmanager
     async def passage(self) -> AsyncIterator[None]:
         """Around one generate call. Waits without limit: a paused stream is silent but open."""
         async with self._changed:
-            await self._changed.wait_for(lambda: not self.paused and not self.closing)
+            await self._changed.wait_for(lambda: not self.closed)
             self._inside += 1
         try:
             yield

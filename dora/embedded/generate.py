@@ -6,6 +6,7 @@ Called by the server.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from contextlib import suppress
 
@@ -18,6 +19,8 @@ from dora.embedded.requests import Ask, BadBody, BadValue, Refusal, parse
 from dora.embedded.text import Text
 from dora.engine import protocol
 
+#: Headers wait so long for a first chunk to share a packet with: a write costs as much as a step of a small model.
+HEADERS_AFTER_S = 0.05
 _DONE_EVENT = f"data: {protocol.DONE}\n\n".encode()
 _STREAM_HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
 
@@ -27,27 +30,28 @@ async def generate(request: web.Request) -> web.StreamResponse:
     ask = parse(await request.read(), engine.limits)
     if isinstance(ask, Refusal):
         return await _refuse(request, ask)
+    opened = await _open(request) if ask.stream and engine.gate.closed else None
     async with engine.gate.passage():
-        return await _run(request, engine, ask)
+        return await _run(request, engine, ask, opened)
 
 
-async def _run(request: web.Request, engine: Engine, ask: Ask) -> web.StreamResponse:
+async def _run(request: web.Request, engine: Engine, ask: Ask, opened: web.StreamResponse | None) -> web.StreamResponse:
     generation, batcher = ask.generation, engine.batcher
     if generation.rid in batcher.live:
         duplicate = BadValue(f"Duplicate request ID detected: {generation.rid}")
-        return await _refuse(request, Refusal(duplicate, stream=ask.stream))
+        return await _refuse(request, Refusal(duplicate, stream=ask.stream), opened)
     text = Text(generation, engine.tokenizer) if engine.tokenizer is not None else None
     incremental = ask.stream and bool(engine.arguments["incremental_streaming_output"])
     answer = Answer(ask=ask, text=text, incremental=incremental, dispatched_at=time.time())
     batcher.submit(generation)
     try:
-        return await (_stream if ask.stream else _unary)(request, engine, answer)
+        return await (_stream(request, engine, answer, opened) if ask.stream else _unary(answer))
     finally:
         if not generation.done:  # the client is gone
             batcher.abort_only(generation.rid)
 
 
-async def _unary(_request: web.Request, _engine: Engine, answer: Answer) -> web.StreamResponse:
+async def _unary(answer: Answer) -> web.StreamResponse:
     generation = answer.ask.generation
     while not generation.done:
         await generation.next_news()
@@ -57,24 +61,39 @@ async def _unary(_request: web.Request, _engine: Engine, answer: Answer) -> web.
     return web.Response(body=msgspec.json.encode(answer.next()), content_type="application/json")
 
 
-async def _stream(request: web.Request, engine: Engine, answer: Answer) -> web.StreamResponse:
-    generation = answer.ask.generation
+async def _open(request: web.Request) -> web.StreamResponse:
+    """Sends the headers of a stream, which say no more than that the call was taken."""
     response = web.StreamResponse(headers=_STREAM_HEADERS)
-    with suppress(ConnectionError):  # the client closed: the caller aborts
+    with suppress(ConnectionError):  # found out again by the first write
         await response.prepare(request)
-        while True:
-            if answer.due():
-                answer.weight_version = engine.batcher.weight_version
-                chunk = event(answer.next())
-                if generation.done:
-                    await response.write(chunk + _DONE_EVENT)
-                    break
-                await response.write(chunk)
-            await generation.next_news()
     return response
 
 
-async def _refuse(request: web.Request, refusal: Refusal) -> web.StreamResponse:
+async def _stream(
+    request: web.Request, engine: Engine, answer: Answer, opened: web.StreamResponse | None
+) -> web.StreamResponse:
+    """Chunks as they are published. A short answer that is ready before its headers are due goes out in one write."""
+    generation = answer.ask.generation
+    if opened is None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(HEADERS_AFTER_S):
+                await generation.first_news()
+        if generation.done:
+            return web.Response(body=event(answer.next()) + _DONE_EVENT, headers=_STREAM_HEADERS)
+        opened = await _open(request)
+    with suppress(ConnectionError):  # the client closed: the caller aborts
+        while not generation.done:
+            if answer.due():
+                answer.weight_version = engine.batcher.weight_version
+                await opened.write(event(answer.next()))
+            await generation.next_news()
+        await opened.write_eof(event(answer.next()) + _DONE_EVENT)
+    return opened
+
+
+async def _refuse(
+    request: web.Request, refusal: Refusal, opened: web.StreamResponse | None = None
+) -> web.StreamResponse:
     message = str(refusal.error)
     if isinstance(refusal.error, BadBody):
         return web.json_response(error_body(message), status=400)
@@ -83,4 +102,8 @@ async def _refuse(request: web.Request, refusal: Refusal) -> web.StreamResponse:
     if not refusal.stream:
         return web.json_response({"error": {"message": message}}, status=400)
     error = {"message": message, "type": "invalid_request_error", "code": 400, "retryable": False}
-    return web.Response(body=event({"error": error}) + _DONE_EVENT, headers=_STREAM_HEADERS)
+    body = event({"error": error}) + _DONE_EVENT
+    if opened is None:
+        return web.Response(body=body, headers=_STREAM_HEADERS)
+    await opened.write_eof(body)
+    return opened

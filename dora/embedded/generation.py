@@ -88,6 +88,10 @@ class Generation:
         ]
         return [span for span in spans if span["end"] > span["start"]] or spans[-1:]
 
+    async def first_news(self) -> None:
+        """Waits for the first publication and leaves it to be seen."""
+        await self.news.wait()
+
     async def next_news(self) -> None:
         """Waits for tokens or the end; unblocked by the batcher's next publication. No limit: a pause is silent."""
         await self.news.wait()
