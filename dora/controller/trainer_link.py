@@ -55,6 +55,7 @@ class TrainerLink:
     _waves_done: list[int] = field(default_factory=list)  # by rank, since it was ready
     _waves_emitted: int = 0
     _script: deque[wire.ToController] = field(default_factory=deque)  # what rank 0 said and is not emitted yet
+    _configured: asyncio.Event = field(default_factory=asyncio.Event)
     _checkpoint: asyncio.Event = field(default_factory=asyncio.Event)
 
     def train(self, wave: list[wire.MicroBatch]) -> None:
@@ -73,7 +74,8 @@ class TrainerLink:
             await self.send(await self._outbox.get())
 
     async def send(self, wave: list[wire.MicroBatch]) -> None:
-        """One micro-batch to every rank; waits for room in each rank's window."""
+        """One micro-batch to every rank, once all are configured; waits for room in each rank's window."""
+        await self._configured.wait()
         for rank, batch in enumerate(wave):
             await self.end.send(rank, batch)
 
@@ -121,6 +123,7 @@ class TrainerLink:
             raise RunFailed(f"trainer.start_timeout_s: {err}") from err
         for rank in range(self.num_ranks):
             await self.end.send(rank, self.configure)
+        self._configured.set()
 
     async def _watch(self) -> None:
         """The run cannot go on without its trainer."""

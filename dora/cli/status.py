@@ -1,0 +1,15 @@
+"""`dora status`: how a run is doing, drawn from its status endpoint."""
+
+from __future__ import annotations
+
+import asyncio
+
+from rich.console import Console
+
+from dora.status.client import fetch
+from dora.status.terminal import draw
+
+
+def status(url: str) -> None:
+    """The command."""
+    Console().print(draw(asyncio.run(fetch(url))))
