@@ -34,6 +34,7 @@ from dora.embedded.sampling import GREEDY_BELOW, Settings, sample
 from dora.errors import ConfigError
 
 ATTENTION = "dora_slots"
+DTYPES = ("float32", "bfloat16", "float16", "auto")
 CHUNK_TOKENS = 2048  # new tokens of one prefill forward, over all its rows: bounds its mask and its activations
 LOGITS = 2**26  # of one prefill forward, where prompt log-probs are wanted
 LENGTH_STEP = 32  # positions read are rounded up to this, so that kernels see few sizes
@@ -340,6 +341,10 @@ def _from_start(logprobs: list[float] | None, joiner: Joiner) -> list[float | No
 def _build(folder: Path, *, device: str, dtype: str) -> Any:
     if not (folder / "config.json").is_file():
         raise ConfigError(f"model folder {folder} has no config.json: give a Hugging Face model folder")
+    if dtype not in DTYPES:
+        raise ConfigError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
+    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device {device!r}: this machine has no CUDA device that torch can use; take cpu")
     disable_progress_bar()
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)

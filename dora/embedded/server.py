@@ -70,8 +70,6 @@ def run_server(options: ServeOptions) -> None:
         threads=options.threads,
     )
     tokenizer = None if options.skip_tokenizer_init else _tokenizer(options.model_path)
-    # The decoder thread and the event loop hand the interpreter to each other; 5 ms, the default, is a whole step.
-    sys.setswitchinterval(0.0005)
     uvloop.run(serve(options, decoder, tokenizer))
 
 
@@ -95,16 +93,21 @@ async def running(
     await runner.setup()
     batching = asyncio.create_task(engine.batcher.run(), name="batcher")
     try:
-        await web.TCPSite(runner, options.host, options.port, backlog=1024).start()
+        await _listen(runner, options)
         host, port = runner.addresses[0][:2]
         yield engine, f"http://{host}:{port}", batching
-    except OSError as err:
-        raise ConfigError(f"cannot listen on {options.host}:{options.port}: {err.strerror or err}") from err
     finally:
         await runner.cleanup()
         batching.cancel()
         await asyncio.wait({batching})
         engine.batcher.close()
+
+
+async def _listen(runner: web.AppRunner, options: ServeOptions) -> None:
+    try:
+        await web.TCPSite(runner, options.host, options.port, backlog=1024).start()
+    except OSError as err:
+        raise ConfigError(f"cannot listen on {options.host}:{options.port}: {err.strerror or err}") from err
 
 
 async def serve(options: ServeOptions, decoder: Decoder, tokenizer: Tokenizer | None) -> None:

@@ -245,6 +245,33 @@ def test_a_folder_that_is_no_model_is_named(tmp_path: Path) -> None:
         decoder_of(tmp_path)
 
 
+def test_a_dtype_that_does_not_exist_is_named(model_a: Path) -> None:
+    with pytest.raises(ConfigError, match="dtype 'float33' is not one of float32"):
+        CausalDecoder(model_a, slots=1, kv_tokens=10, device="cpu", dtype="float33", threads=1)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has the device that has to be absent")
+def test_an_absent_device_is_named(model_a: Path) -> None:
+    with pytest.raises(ConfigError, match="device 'cuda': this machine has no CUDA device"):
+        CausalDecoder(model_a, slots=1, kv_tokens=10, device="cuda", dtype="float32", threads=1)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_engine_on_a_gpu_gives_the_logprobs_of_a_plain_forward(model_a: Path, reference_a: Reference) -> None:
+    rng, rows = random.Random(0), []
+    decoder = CausalDecoder(model_a, slots=8, kv_tokens=4096, device="cuda", dtype="float32", threads=1)
+    join(decoder, rows, [Joiner(token_ids=prompt_of(rng, n), namespace="", seed=n) for n in (3, 200, 30, 30)])
+    for _ in range(20):
+        step(decoder, rows)
+    leave(decoder, rows, 1)
+    join(decoder, rows, [Joiner(token_ids=prompt_of(rng, n), namespace="", seed=n) for n in (9, 60)])
+    for _ in range(20):
+        step(decoder, rows)
+    for row in rows:
+        row.agrees_with(reference_a)
+
+
 def test_a_sliding_window_shorter_than_the_context_is_the_context(tmp_path: Path) -> None:
     config = qwen3()
     config.use_sliding_window, config.sliding_window, config.max_window_layers = True, 64, 0

@@ -11,6 +11,7 @@ import aiohttp
 import pytest
 
 from dora.embedded.server import ServeOptions
+from dora.errors import ConfigError
 from tests.embedded.conftest import CONTEXT, EOS, VOCAB, Reference, Served, Serving
 
 LONG = {"max_new_tokens": 1500, "ignore_eos": True}
@@ -365,6 +366,14 @@ async def test_an_unknown_sampling_key_is_plain_text_and_an_unknown_top_level_ke
     captured = sample("error_unknown_sp")
     assert await served.post("/generate", captured["request"]["body"]) == (500, captured["body"])
     await served.generate([5], sampling={"max_new_tokens": 1}, foo=1)
+
+
+async def test_a_port_in_use_is_named(serving: Serving) -> None:
+    async with serving() as served:
+        port = served.http._base_url.port if served.http._base_url is not None else 0
+        with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}"):
+            async with serving(port=port):
+                raise AssertionError("two servers on one port")
 
 
 def test_options_are_loopback_and_tame_by_default(model_a: Path) -> None:

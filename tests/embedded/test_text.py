@@ -1,0 +1,44 @@
+"""Text of answers: whole characters, no matched stop token, deltas that add up."""
+
+from __future__ import annotations
+
+from dora.embedded.generation import Generation, Sampling
+from dora.embedded.text import Text
+
+
+class Bytes:
+    """A byte-level tokenizer: token n is byte n."""
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+        return bytes(token_ids).decode(errors="replace")
+
+
+def generation(text: str) -> Generation:
+    return Generation(rid="a", prompt_ids=[1], sampling=Sampling(), output_ids=list(text.encode()))
+
+
+async def test_cumulative_text_is_all_so_far() -> None:
+    text = Text(generation("añb"), Bytes())
+    assert [text.upto(end, incremental=False) for end in range(5)] == ["", "a", "a\ufffd", "añ", "añb"]
+
+
+async def test_incremental_text_holds_a_character_back_until_it_is_whole() -> None:
+    text = Text(generation("añb€"), Bytes())
+    assert [text.upto(end, incremental=True) for end in range(8)] == ["", "a", "", "ñ", "b", "", "", "€"]
+
+
+async def test_an_unfinished_character_is_given_out_at_the_end() -> None:
+    one = Generation(rid="a", prompt_ids=[1], sampling=Sampling(), output_ids=[97, 0xC3])
+    text = Text(one, Bytes())
+    assert text.upto(2, incremental=True) == "a"
+    one.finish_reason, one.done = {"type": "length", "length": 2}, True
+    assert text.upto(2, incremental=True) == "\ufffd"
+
+
+async def test_a_matched_stop_token_is_not_in_the_text() -> None:
+    one = generation("ab")
+    one.finish_reason, one.done = {"type": "stop", "matched": 98}, True
+    assert Text(one, Bytes()).upto(2, incremental=False) == "a"
