@@ -13,6 +13,7 @@ from dora.core import events as ev
 from dora.core.ids import GroupId
 from dora.journal.audit import audit, audit_entries
 from dora.journal.audit_report import render
+from dora.journal.replay import replay
 from dora.journal.run_folder import RunFolder
 from dora.journal.tokens import TokenWriter
 from tests.core.world import Faults, World, run
@@ -53,6 +54,7 @@ def found(folder: RunFolder, world: World) -> Found:
     """Audits entries as a run folder on disk."""
 
     def find(entries: Entries) -> dict[str, str]:
+        folder.journal.unlink(missing_ok=True)
         report = audit(write(folder, world.settings, entries, with_tokens=False))
         assert not report.ok
         assert f"VIOLATION {report.violations[0].rule}: {report.violations[0].id}" in render(report)
@@ -135,6 +137,16 @@ def test_a_violation_carries_the_story_of_its_id_up_to_the_event_at_which_it_sho
     assert any("Generate " in line for line in violation.story)
     assert any("GenerationFinished" in line and f"trajectory={event.trajectory}" in line for line in violation.story)
     assert not any("CommitGroup" in line for line in violation.story)
+
+
+def test_a_conflict_that_the_core_saw_itself_is_found_although_the_replay_agrees(
+    world: World, entries: Entries, found: Found
+) -> None:
+    at, event = first_event(entries, ev.GenerationFinished, lambda e: e.num_tokens > 1)
+    conflict = msgspec.structs.replace(event, spans=((99, 0, event.num_tokens),))
+    core = replay(world.settings, entries[:at]).state
+    messages = found([*entries[:at], (conflict, core.handle(conflict))])
+    assert set(messages) == {f"C1 spans: trajectory {event.trajectory}", "invariants: run 0"}
 
 
 # -- C1 -------------------------------------------------------------------------------------------------------------
@@ -233,7 +245,8 @@ def test_a_group_dropped_for_a_reason_that_the_journal_does_not_bear_out_is_name
 def test_a_group_that_nobody_fetched_is_named(entries: Entries, found: Found) -> None:
     (at, _), order = first_command(entries, cmd.AdmitGroup, lambda c: c.version == 3)
     forged = cmd.AdmitGroup(GroupId(10_000), 3, order.deadline)
-    assert "C2 ledger: group 10000" in found(with_commands(entries, at, [*entries[at][1], forged]))
+    messages = found(with_commands(entries, at, [*entries[at][1], forged]))
+    assert "is admitted; next is" in messages["C2 ledger: group 10000"]
 
 
 def test_tokens_lost_at_a_migration_are_named(entries: Entries, found: Found) -> None:
@@ -279,6 +292,17 @@ def test_a_token_store_that_disagrees_is_named(world: World, entries: Entries, f
     assert [(v.rule, v.id) for v in report.violations] == [("token store", f"trajectory {event.trajectory}")]
 
 
+def test_tokens_known_of_an_unfinished_answer_and_not_stored_are_named(
+    world: World, entries: Entries, folder: RunFolder
+) -> None:
+    at, event = first_event(entries, ev.ProgressReported, lambda e: any(t >= 0 and n for t, n in e.num_tokens.items()))
+    write(folder, world.settings, entries[: at + 1])
+    trajectory = next(t for t, n in event.num_tokens.items() if t >= 0 and n)
+    report = audit(folder)
+    assert ("token store", f"trajectory {trajectory}") in {(v.rule, v.id) for v in report.violations}
+    assert {v.rule for v in report.violations} == {"token store"}
+
+
 # -- C3 -------------------------------------------------------------------------------------------------------------
 
 
@@ -303,6 +327,69 @@ def test_a_due_group_left_outside_a_closed_step_is_named(entries: Entries, found
     assert "3 stale" in messages[f"C3 commit: group {order.group}"]
 
 
+# -- one altered order or fact each, and what is said of it -----------------------------------------------------------
+
+#: kind, change, id, part of the message. The first order of the kind that trains something is changed or followed.
+ALTERED: list[tuple[type[cmd.Command], dict[str, object], str, str]] = [
+    (cmd.PushWeights, {"version": 99}, "versions: version 99", "not in the store"),
+    (cmd.Generate, {"num_tokens": 64}, "C2 budget: trajectory {trajectory}", "its whole budget"),
+    (cmd.AdmitGroup, {"version": 99}, "versions: group {group}", "is admitted at version 99"),
+    (cmd.AdmitGroup, {"deadline": 1}, "C3 commit: group {group}", "is due at 2, not 1"),
+    (cmd.CommitGroup, {"version": 1}, "C1 tag: group {group}", "is committed as version 1, its tag is 0"),
+    (cmd.CommitGroup, {"step": 1}, "C3 commit: group {group}", "while step 0 is formed"),
+    (cmd.CloseStep, {"num_groups": 3}, "C3 close: step {step}", "closes with 3 groups, 4 were committed"),
+    (cmd.CloseStep, {"step": 1}, "C3 close: step 1", "closes while step 0 is formed"),
+    (cmd.TrainMicroBatch, {"step": 99}, "C2 micro-batch: step 99", "nothing was committed to it"),
+    (cmd.TrainMicroBatch, {"index": 5}, "C2 micro-batch: step {step}", "follows a gap"),
+    (cmd.TrainMicroBatch, {"ranks": ()}, "C2 micro-batch: step {step}", "has 0 ranks"),
+    (cmd.TrainMicroBatch, {"last": True}, "C2 micro-batch: step {step}", "before it is closed"),
+]
+
+
+@pytest.mark.parametrize(("kind", "change", "key", "said"), ALTERED)
+def test_an_altered_order_is_named_by_the_rule_that_it_breaks(
+    entries: Entries, found: Found, kind: type[cmd.Command], change: dict[str, object], key: str, said: str
+) -> None:
+    at, order = first_command(entries, kind, lambda c: getattr(c, "trajectory", 0) >= 0)
+    fields = msgspec.structs.asdict(order)
+    assert said in found(with_command(entries, at, **change))[key.format(**fields)]
+
+
+def test_an_order_given_twice_or_to_nobody_is_named(entries: Entries, found: Found) -> None:
+    (at, _), order = first_command(entries, cmd.Generate, lambda c: c.trajectory >= 0)
+    id = f"trajectory {order.trajectory}"
+    _, trained = first_command(entries, cmd.CommitGroup)
+    last = len(entries) - 1
+    for index, extra, key, said in (
+        (at, order, f"C2 tokens: {id}", "still runs on instance"),
+        (last, order, f"C2 ledger: {id}", "no admitted group has it"),
+        (at, cmd.GradeTrajectory(order.trajectory, 9), f"C2 ledger: {id}", "is not a finished, ungraded answer"),
+        (
+            last,
+            cmd.DropGroup(trained.group, "failed", "grading", ()),
+            f"C2 ledger: group {trained.group}",
+            "was trained",
+        ),
+    ):
+        assert said in found(with_commands(entries, index, [*entries[index][1], extra]))[key]
+
+
+def test_a_step_trained_without_its_last_micro_batch_is_named(entries: Entries, found: Found) -> None:
+    at, order = first_command(entries, cmd.TrainMicroBatch, lambda c: c.last)
+    messages = found(with_command(entries, at, last=False))
+    assert "before its last micro-batch was sent" in messages[f"C2 micro-batch: step {order.step}"]
+
+
+def test_a_trainer_that_starts_ahead_of_what_is_trained_is_named(entries: Entries, found: Found) -> None:
+    at, _ = first_event(entries, ev.TrainerReady)
+    assert "is where the trainer starts" in found(with_event(entries, at, step=2))["C2 ledger: step 2"]
+
+
+def test_a_version_out_of_turn_is_named(entries: Entries, found: Found) -> None:
+    at, _ = first_event(entries, ev.VersionPublished, lambda e: e.version == 3)
+    assert "is published after 2" in found(with_event(entries, at, version=7))["versions: version 7"]
+
+
 # -- versions, replay, the file ---------------------------------------------------------------------------------------
 
 
@@ -316,7 +403,7 @@ def test_more_live_versions_than_the_window_allows_are_named(entries: Entries, f
 def test_a_version_released_while_it_is_needed_is_named(entries: Entries, found: Found) -> None:
     (at, _), _ = first_command(entries, cmd.AdmitGroup, lambda c: c.version == 3)
     changed = with_commands(entries, at, [*entries[at][1], cmd.ReleaseVersion(3)])
-    assert "versions: version 3" in found(changed)
+    assert "is released while" in found(changed)["versions: version 3"]
 
 
 def test_an_evaluation_reported_before_its_last_sample_is_named(entries: Entries, found: Found) -> None:
