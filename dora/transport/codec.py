@@ -46,8 +46,8 @@ def decode(frames: Sequence[Buffer], kind: Any) -> Any:
         wanted = np.dtype(get_args(get_args(annotation)[1])[0]).newbyteorder("<")
         if dtype != wanted.str:
             raise ValueError(f"dtype {dtype} where {wanted.str} is the protocol")
-        if not 1 <= number < len(frames) or number in used:
-            raise ValueError(f"array frame {number} is missing or used twice")
+        if not 1 <= number < len(frames):
+            raise ValueError(f"array frame {number} is missing")
         buffer = memoryview(frames[number])
         if min(shape, default=0) < 0 or math.prod(shape) * wanted.itemsize != buffer.nbytes:
             raise ValueError(f"{buffer.nbytes} bytes do not make shape {shape} of {dtype}")

@@ -94,12 +94,13 @@ def header(**changes: Any) -> bytes:
     return msgspec.msgpack.encode(fields)
 
 
-def batch_frames(array: Any) -> list[bytes]:
-    """An empty micro-batch whose `tokens` refer to `array`, with three bytes and eight bytes to refer to."""
-    fields = msgspec.to_builtins(
-        empty_micro_batch(step=0, index=0, last=True, group_size=2), enc_hook=lambda _: [1, "<i4", [0]]
-    )
-    return [msgspec.msgpack.encode({**fields, "tokens": array}), b"123", b"12345678"]
+def batch_frames(reference: Any) -> list[bytes]:
+    """A micro-batch with two tokens (eight bytes, frame 1) that are described by `reference`."""
+    batch = empty_micro_batch(step=0, index=0, last=True, group_size=2)
+    header, *arrays = encode(msgspec.structs.replace(batch, tokens=np.arange(2, dtype=np.int32)))
+    fields = msgspec.msgpack.decode(header)
+    assert fields["tokens"] == [1, "<i4", [2]]
+    return [msgspec.msgpack.encode({**fields, "tokens": reference}), *(bytes(array) for array in arrays)]
 
 
 @pytest.mark.parametrize(
@@ -115,12 +116,13 @@ def batch_frames(array: Any) -> list[bytes]:
         [header(metrics={1: 2.0})],
         [header(), b"nobody asked"],
         [msgspec.msgpack.encode({"type": "Stop", "reason": "x"})],  # for the other receiver
-        batch_frames([2, "<i8", [1]]),
-        batch_frames([2, "<i4", [3]]),
-        batch_frames([2, "<i4", [-1, -2]]),
-        batch_frames([1, "<i4", [1]]),
-        batch_frames([3, "<i4", [2]]),
+        batch_frames([1, "<i8", [1]]),
+        batch_frames([1, "<u4", [2]]),
+        batch_frames([1, "<i4", [3]]),
+        batch_frames([1, "<i4", [-1, -2]]),
+        batch_frames([99, "<i4", [2]]),
         batch_frames([0, "<i4", [2]]),
+        batch_frames([1, "<i4", [2]])[:-1],
         batch_frames("tokens"),
     ],
 )
