@@ -49,6 +49,7 @@ class RunObserver:
         self._tokenizer = tokenizer
         self._keep_per_step = keep_per_step
         self._urls = urls
+        facts.scores += _earlier_scores(folder)
         self._metrics: TextIO = folder.metrics.open("a", encoding="utf-8", buffering=1)
         self._kept = folder.trajectories.open("ab")
         self._waited_for = ""
@@ -188,3 +189,13 @@ class RunObserver:
 
     def _write(self, row: dict[str, Any]) -> None:
         self._metrics.write(json.dumps(row) + "\n")
+
+
+def _earlier_scores(folder: RunFolder) -> list[Score]:
+    """What the run scored before it was resumed."""
+    if not folder.metrics.is_file():
+        return []
+    with folder.metrics.open(encoding="utf-8") as lines:
+        rows = [json.loads(line) for line in lines if line.endswith("\n")]
+    names = Score.__dataclass_fields__
+    return [Score(**{n: row[n] for n in names}) for row in rows if row["kind"] == "evaluation"]
