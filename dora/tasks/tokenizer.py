@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import jinja2
-import tokenizers  # type: ignore[import-untyped]
+import tokenizers
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
