@@ -10,10 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from dora.cli.serve import model_folder
 from dora.config.schema import Config
 from dora.controller.evaluations import EvalSet, Evaluations
-from dora.core.strategies import Rules, Settings, rules_of
+from dora.core.strategies import Settings, rules_of
 from dora.errors import ConfigError
 from dora.tasks.prompts import PromptStream, open_eval_prompts, open_stream
 from dora.tasks.tokenizer import Tokenizer, load_tokenizer
@@ -84,14 +86,15 @@ def settings_of(config: Config, *, eval_prompt_tokens: Sequence[int]) -> Setting
 
 
 def rollout_only_settings(settings: Settings) -> Settings:
-    """Version 0 generates everything: staleness is allowed to reach the last step, nothing is evaluated."""
-    fields = {name: getattr(settings, name) for name in settings.__struct_fields__}
-    fields |= {
-        "rules": Rules(max_staleness=settings.steps - 1, streamed=True, batched=False),
-        "num_ranks": 1,
-        "eval_prompt_tokens": (),
-    }
-    return Settings(**fields)
+    """Version 0 generates everything: the whole job is one step, and nothing is evaluated."""
+    return msgspec.structs.replace(
+        settings,
+        rules=rules_of("periodic", max_staleness=0),
+        steps=1,
+        groups_per_step=settings.groups_per_step * settings.steps,
+        num_ranks=1,
+        eval_prompt_tokens=(),
+    )
 
 
 def trainer_settings(config: Config, *, max_staleness: int) -> TrainerSettings:

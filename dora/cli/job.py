@@ -316,7 +316,8 @@ class _Run:
 
         return RolloutWriter(
             self.job.folder.rollouts,
-            steps=self.job.settings.steps,
+            groups_per_step=self.job.config.rollout.groups_per_step,
+            group_size=self.job.settings.group_size,
             now=self.now,
             emit=emit,
             on_step=observer.on_step,

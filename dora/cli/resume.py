@@ -61,9 +61,7 @@ def restore(
     folder: RunFolder, state: ControllerState, *, at: float, epoch: int, trajectories: Trajectories, inputs: Inputs
 ) -> Resumed:
     """Fill `trajectories` with what the run had in flight, and with what the trainer may have to be fed again."""
-    needed: dict[TrajectoryId, Trajectory] = dict(state.trajectories)
-    for feed in state.feed.steps.values():
-        needed.update({t.id: t for group in feed.groups for t in group.trajectories})
+    needed = _needed(state)
     stored = read_tokens(folder.tokens, wanted=needed)
     group_size = state.settings.group_size
     for id, trajectory in needed.items():
@@ -87,6 +85,13 @@ def restore(
             record.length_capped = record.tokens[-1] not in inputs.tokenizer.eos_ids
     counts = {id: len(trajectories.records[id].tokens) for id in state.trajectories}
     return Resumed(state, ControllerRestarted(at, epoch, counts), latest_checkpoint(folder.checkpoints))
+
+
+def _needed(state: ControllerState) -> dict[TrajectoryId, Trajectory]:
+    """Unfinished and ungraded ones, the siblings that wait for these, evaluations, and what may be trained again."""
+    groups = [*state.ledger.groups.values(), *(g for feed in state.feed.steps.values() for g in feed.groups)]
+    siblings = {t.id: t for group in groups for t in group.trajectories}
+    return {**state.trajectories, **state.evaluation.trajectories, **siblings}
 
 
 def latest_checkpoint(folder: Path) -> Path | None:

@@ -78,7 +78,12 @@ async def generate(order: cmd.Generate, *, io: Io) -> ev.Event:
     """Stream one attempt into the records; GenerationFinished, -Stopped or -Failed."""
     trajectory, attempt = order.trajectory, order.attempt
     record = io.trajectories.begin(trajectory, attempt)
+    if _is_over(record, io=io):
+        return _finished(order, record, spans=(), io=io)  # its last token came, but not the word that it was the last
     start = len(record.tokens)
+    if start and _is_over(record, io=io):
+        # The server before was lost between the last token and the last chunk: there is nothing left to generate.
+        return _finished(order, record, spans=(), io=io)
     url = io.fleet.urls.get(order.instance)
     if url is None:
         return _failed(order, record, io=io, server_gone=True, reason=f"instance {order.instance} is down")
@@ -104,16 +109,12 @@ async def generate(order: cmd.Generate, *, io: Io) -> ev.Event:
 
 
 def _failed(order: cmd.Generate, record: Record, *, io: Io, server_gone: bool, reason: str) -> ev.Event:
-    """The request broke off; where the last token had already ended the answer, it is finished all the same."""
-    num_tokens = len(record.tokens)
-    if num_tokens > order.num_tokens and _is_over(record, io=io):
-        return _finished(order, record, spans=(), io=io)
-    return ev.GenerationFailed(io.now(), order.trajectory, order.attempt, num_tokens, server_gone, reason)
+    return ev.GenerationFailed(io.now(), order.trajectory, order.attempt, len(record.tokens), server_gone, reason)
 
 
 def _ended(order: cmd.Generate, record: Record, result: GenerateResult, *, start: int, io: Io) -> ev.Event:
     spans = tuple((io.version_of(label), start + a, start + b) for label, a, b in result.spans)
-    if result.finish_reason == "abort" and not (record.tokens and _is_over(record, io=io)):
+    if result.finish_reason == "abort" and not _is_over(record, io=io):
         return ev.GenerationStopped(io.now(), order.trajectory, order.attempt, len(record.tokens), spans)
     return _finished(order, record, spans=spans, io=io)
 
@@ -127,7 +128,8 @@ def _finished(order: cmd.Generate, record: Record, *, spans: tuple[ev.Span, ...]
 
 def _is_over(record: Record, *, io: Io) -> bool:
     """The answer ended with a stop token, or its budget is used up."""
-    return record.tokens[-1] in io.tokenizer.eos_ids or len(record.tokens) >= io.max_new_tokens
+    tokens = record.tokens
+    return bool(tokens) and (tokens[-1] in io.tokenizer.eos_ids or len(tokens) >= io.max_new_tokens)
 
 
 async def grade(order: cmd.GradeTrajectory, *, io: Io) -> ev.Event:

@@ -171,7 +171,7 @@ class Controller:
     def _apply(self, event: ev.Event) -> None:
         commands = self.state.handle(event)
         self._journal.handled(event, commands)
-        if isinstance(event, ev.VersionPublished):
+        if isinstance(event, ev.VersionPublished) and event.files:
             self._copies[event.version] = asyncio.create_task(
                 self._copy(event.version), name=f"durable-{event.version}"
             )

@@ -23,24 +23,34 @@ from dora.transport.messages import MicroBatch, empty_micro_batch
 
 _PATTERN = "step-*.rollout"
 
+#: One trajectory of a micro-batch: (batch, its place, where its tokens start).
+Piece = tuple[MicroBatch, int, int]
+
 
 class RolloutWriter:
-    """Stands where the trainer would be: writes each wave, says at once that it is trained, publishes nothing."""
+    """Stands where the trainer would be: writes what it is given, and says at once that it is trained.
+
+    The whole job is one step of version 0 (`assemble.rollout_only_settings`); the files hold `groups_per_step` groups
+    each, in the order in which they come.
+    """
 
     def __init__(
         self,
         folder: Path,
         *,
-        steps: int,
+        groups_per_step: int,
+        group_size: int,
         now: Callable[[], float],
         emit: Callable[[ev.Event], None],
         on_step: Callable[[StepReport], None],
     ) -> None:
         self._folder = folder
-        self._steps = steps
+        self._groups_per_step = groups_per_step
+        self._group_size = group_size
         self._now = now
         self._emit = emit
         self._on_step = on_step
+        self._file_of: dict[int, int] = {}  # by group, in order of arrival
 
     def loops(self) -> list[tuple[str, Awaitable[None]]]:
         """Nothing to run."""
@@ -53,15 +63,19 @@ class RolloutWriter:
     def train(self, wave: list[MicroBatch]) -> None:
         """Write one wave."""
         step, index, last = wave[0].step, wave[0].index, wave[0].last
-        with FrameWriter(self._folder / f"step-{step:06d}.rollout") as file:
-            for batch in wave:
-                file.write(_pack(batch))
+        by_file: dict[int, list[Piece]] = {}
+        for piece in _pieces(wave):
+            group = int(piece[0].groups[piece[1]])
+            number = self._file_of.setdefault(group, len(self._file_of) // self._groups_per_step)
+            by_file.setdefault(number, []).append(piece)
+        for number, pieces in by_file.items():
+            with FrameWriter(self._folder / f"step-{number:06d}.rollout") as file:
+                file.write(_pack(_join(pieces, step=number, index=index, last=last, group_size=self._group_size)))
         self._emit(ev.MicroBatchTrained(self._now(), step, index))
         if last:
             self._on_step(StepReport(step, {}))
             self._emit(ev.StepTrained(self._now(), step))
-            if step + 1 == self._steps:
-                self._emit(ev.VersionPublished(self._now(), self._steps, 0, {}))
+            self._emit(ev.VersionPublished(self._now(), step + 1, 0, {}))  # nothing was trained: nothing to store
 
 
 def rollout_files(folder: Path) -> list[Path]:
@@ -81,12 +95,8 @@ async def train_rollouts(files: list[Path], *, link: TrainerLink, budget: int, g
 
 def _waves(path: Path, *, step: int, num_ranks: int, budget: int, group_size: int) -> Iterator[list[MicroBatch]]:
     """The step's trajectories, split over ranks anew."""
-    batches = [_unpack(payload) for _, payload in FrameReader(path)]
-    pieces = {}
-    for batch in batches:
-        starts = np.cumsum(batch.lengths) - batch.lengths
-        for i, trajectory in enumerate(batch.trajectories):
-            pieces[TrajectoryId(int(trajectory))] = (batch, i, int(starts[i]))
+    found = _pieces([_unpack(payload) for _, payload in FrameReader(path)])
+    pieces = {TrajectoryId(int(b.trajectories[i])): (b, i, start) for b, i, start in found}
     left = sorted((t, int(b.lengths[i])) for t, (b, i, _) in pieces.items())
     index = 0
     while True:
@@ -100,9 +110,16 @@ def _waves(path: Path, *, step: int, num_ranks: int, budget: int, group_size: in
         index += 1
 
 
-def _join(
-    chosen: list[tuple[MicroBatch, int, int]], *, step: int, index: int, last: bool, group_size: int
-) -> MicroBatch:
+def _pieces(batches: list[MicroBatch]) -> list[Piece]:
+    """Every trajectory of some micro-batches."""
+    found: list[Piece] = []
+    for batch in batches:
+        starts = np.cumsum(batch.lengths) - batch.lengths
+        found += [(batch, i, int(start)) for i, start in enumerate(starts)]
+    return found
+
+
+def _join(chosen: list[Piece], *, step: int, index: int, last: bool, group_size: int) -> MicroBatch:
     if not chosen:
         return empty_micro_batch(step=step, index=index, last=last, group_size=group_size)
     spans = [(batch, slice(start, start + int(batch.lengths[i]))) for batch, i, start in chosen]

@@ -100,6 +100,8 @@ class TrainerLink:
 
     async def checkpoint(self, *, timeout_s: float) -> bool:
         """Ask for a checkpoint of the last step boundary; False if it did not come in time."""
+        if len(self._ready) < self.num_ranks:
+            return True  # nothing was trained since the one they start from
         self._checkpoint.clear()
         for rank in range(self.num_ranks):
             await self.end.send(rank, wire.SaveCheckpoint())
