@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 
 
-class DecodeTime(msgspec.Struct, frozen=True):
+class DecodeTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """t = base + per_request · b + per_token · resident tokens, in seconds per decoding step."""
 
     base_s: float = 2e-3

@@ -12,7 +12,7 @@ import msgspec
 from dora.core.decode_time import DecodeTime
 
 
-class Rules(msgspec.Struct, frozen=True):
+class Rules(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What distinguishes one strategy from another."""
 
     max_staleness: int  #: K
@@ -33,7 +33,7 @@ _RULES: Final = {
 }
 
 
-class Settings(msgspec.Struct, frozen=True):
+class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Everything that decisions depend on besides events; the first record of a journal."""
 
     rules: Rules
