@@ -78,10 +78,8 @@ async def generate(order: cmd.Generate, *, io: Io) -> ev.Event:
     """Stream one attempt into the records; GenerationFinished, -Stopped or -Failed."""
     trajectory, attempt = order.trajectory, order.attempt
     record = io.trajectories.begin(trajectory, attempt)
-    if _is_over(record, io=io):
-        return _finished(order, record, spans=(), io=io)  # its last token came, but not the word that it was the last
     start = len(record.tokens)
-    if start and _is_over(record, io=io):
+    if _is_over(record, io=io):
         # The server before was lost between the last token and the last chunk: there is nothing left to generate.
         return _finished(order, record, spans=(), io=io)
     url = io.fleet.urls.get(order.instance)
