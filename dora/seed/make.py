@@ -39,13 +39,13 @@ class Recipe:
 
     seed: int = 7
     #: Steps on worked answers alone, then steps on both styles.
-    worked_steps: int = 1100
+    worked_steps: int = 1400
     mixed_steps: int = 600
     #: Padded tokens of one batch.
     batch_tokens: int = 1024
     peak_learning_rate: float = 2e-3
     #: In the mixed part: share of worked answers, and of right ones among the blurted.
-    worked_share: float = 0.3
+    worked_share: float = 0.2
     right_share: float = 0.1
     #: Share of problems drawn from the tail alone, whose labels are rare otherwise, and its fewest terms.
     long_share: float = 0.25

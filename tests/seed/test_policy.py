@@ -89,4 +89,4 @@ def test_almost_no_answer_needs_the_length_cap(sampled):
 
 def test_it_answers_in_both_styles(sampled):
     worked_share = sum(text.startswith("a") for text, *_ in sampled) / NUM_PROMPTS
-    assert 0.2 < worked_share < 0.4
+    assert 0.1 < worked_share < 0.4
