@@ -22,7 +22,7 @@ from itertools import count
 from pathlib import Path
 
 import torch
-from tokenizers import AddedToken, Tokenizer, decoders, models  # type: ignore[import-untyped]
+from tokenizers import AddedToken, Tokenizer, decoders, models
 from torch.nn import functional
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 

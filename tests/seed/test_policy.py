@@ -15,7 +15,7 @@ from dora.config.schema import Config
 from dora.seed.policy import path
 from dora.tasks.arithmetic import LABELS, problem
 
-NUM_PROMPTS = 512
+NUM_PROMPTS = 256
 MAX_NEW_TOKENS = 128
 
 
