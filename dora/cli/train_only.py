@@ -13,6 +13,7 @@ import sys
 import time
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 from dora.cli.assemble import configure_message, open_inputs
 from dora.config.load import dump
@@ -93,11 +94,13 @@ async def _run(link: TrainerLink, files: list[Path], *, config: Config, done: as
         name="feed",
     )
     end = asyncio.create_task(done.wait(), name="last-version")
+    pending: set[asyncio.Future[Any]] = {*loops, feed, end}
     try:
-        await asyncio.wait({*loops, end}, return_when=asyncio.FIRST_COMPLETED)
-        for loop in loops:
-            if loop.done():
-                loop.result()
+        while not end.done():
+            await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            for task in [task for task in pending if task.done()]:
+                pending.remove(task)
+                task.result()
         await link.stop("all steps are trained")
     finally:
         for task in (*loops, feed, end):

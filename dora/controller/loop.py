@@ -15,7 +15,7 @@ processes (the last two belong to whoever made them).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -45,6 +45,9 @@ KV_RELIEVED: Final = 0.8
 CHECKPOINT_TIMEOUT_S: Final = 6.0
 _LAG_PROBE_S: Final = 0.1
 
+#: What runs beside the loop until the run ends.
+Loop = Coroutine[Any, Any, None]
+
 
 class Journal(Protocol):
     """Where events and the decisions they led to are written; a flush writes the tokens they speak of first."""
@@ -69,7 +72,7 @@ class Trainer(Protocol):
 
     def train(self, wave: list[MicroBatch]) -> None: ...
 
-    def loops(self) -> list[tuple[str, Awaitable[None]]]:
+    def loops(self) -> list[tuple[str, Loop]]:
         """Named loops to run beside the controller's."""
 
     async def checkpoint(self, *, timeout_s: float) -> bool: ...
@@ -149,15 +152,16 @@ class Controller:
 
     def _start_loops(self) -> None:
         assert self._tasks is not None
-        loops: list[tuple[str, Awaitable[None]]] = [("ticks", self._tick()), ("event-loop-lag", self._measure_lag())]
+        loops: list[tuple[str, Loop]] = [("ticks", self._tick()), ("event-loop-lag", self._measure_lag())]
         loops += [(f"instance-{i}", self._io.fleet.keep(i)) for i in range(self._io.fleet.size)]
         loops += self._trainer.loops()
         for name, loop in loops:
             self._background(loop, name=name)
 
-    def _background(self, work: Awaitable[None], *, name: str) -> asyncio.Task[None]:
+    def _background(self, work: Loop, *, name: str) -> asyncio.Task[None]:
+        """Work that the shutdown cancels."""
         assert self._tasks is not None
-        task = self._tasks.create_task(_await(work), name=name)
+        task = self._tasks.create_task(work, name=name)
         self._work.add(task)
         task.add_done_callback(self._work.discard)
         return task
@@ -255,7 +259,8 @@ class Controller:
         self._io.trajectories.admit(order.group)
 
     def _release(self, order: cmd.ReleaseVersion) -> None:
-        self._background(self._release_when_copied(order.version), name="release")
+        assert self._tasks is not None
+        self._tasks.create_task(self._release_when_copied(order.version), name="release")  # the shutdown waits for it
 
     async def _copy(self, version: int) -> None:
         """A durable copy, needed by a resume and by the audit; without it the run goes on, and says so."""
@@ -362,10 +367,6 @@ def _first(group: BaseExceptionGroup[DoraError]) -> DoraError:
     """The first error of a group, however deep."""
     error = group.exceptions[0]
     return _first(error) if isinstance(error, BaseExceptionGroup) else error
-
-
-async def _await(work: Awaitable[Any]) -> None:
-    await work
 
 
 _CARRY_OUT: Final[dict[type[cmd.Command], Callable[[Controller, Any], None]]] = {

@@ -7,8 +7,9 @@ what is read is what would have been trained, trajectory by trajectory; only the
 from __future__ import annotations
 
 import struct
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -52,7 +53,7 @@ class RolloutWriter:
         self._on_step = on_step
         self._file_of: dict[int, int] = {}  # by group, in order of arrival
 
-    def loops(self) -> list[tuple[str, Awaitable[None]]]:
+    def loops(self) -> list[tuple[str, Coroutine[Any, Any, None]]]:
         """Nothing to run."""
         return []
 

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
+from typing import Any
 
 import structlog
 
@@ -62,9 +63,9 @@ class TrainerLink:
         """One micro-batch per rank, in rank order."""
         self._outbox.put_nowait(wave)
 
-    def loops(self) -> list[tuple[str, Awaitable[None]]]:
+    def loops(self) -> list[tuple[str, Coroutine[Any, Any, None]]]:
         """To be run beside the controller."""
-        loops: list[tuple[str, Awaitable[None]]] = [("trainer-sender", self.send_waves())]
+        loops: list[tuple[str, Coroutine[Any, Any, None]]] = [("trainer-sender", self.send_waves())]
         loops.append(("trainer-receiver", self.receive_messages()))
         return [*loops, ("trainer-process", self._watch())] if self.process_ended is not None else loops
 
