@@ -117,7 +117,8 @@ class Batcher:
         self.rows: list[Generation] = []
         self.used_tokens = 0
         self.holding = False  # paused: controls run, the model does not
-        self.last_output_at = 0.0  # monotonic; health probes read it
+        self._output_at = 0.0  # monotonic, of the last step
+        self._stepped = asyncio.Event()  # set after every burst
         self._finished: list[Generation] = []  # not yet published
         self._aborting: set[str] = set()  # live rids to end at the next chance
         self._orders: deque[tuple[Callable[[], object], bool, asyncio.Future[object]]] = deque()
@@ -162,6 +163,17 @@ class Batcher:
         try:
             async with asyncio.timeout(timeout_s):
                 await self._empty.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def output_since(self, begun: float, *, timeout_s: float) -> bool:
+        """Waits for a step that ended after `begun` (monotonic); unblocked by any burst. False after `timeout_s`."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while self._output_at <= begun:
+                    self._stepped.clear()
+                    await self._stepped.wait()
         except TimeoutError:
             return False
         return True
@@ -228,6 +240,7 @@ class Batcher:
         self._apply_aborts()
         if not self.holding and (self.rows or self.waiting):
             await asyncio.get_running_loop().run_in_executor(self._thread, self._burst)
+            self._stepped.set()
         self._publish()
         return not self.holding and bool(self.rows or self.waiting)
 
@@ -284,8 +297,8 @@ class Batcher:
         self._admit()
         while self.rows:
             self._step()
-            self.last_output_at = time.monotonic()
-            if self._finished or self._floor_wanted or self.last_output_at >= self._due_at():
+            self._output_at = time.monotonic()
+            if self._finished or self._floor_wanted or self._output_at >= self._due_at():
                 return
 
     def _admit(self) -> None:

@@ -6,7 +6,6 @@ that are neither old nor new, so it ends the process, as SGLang's scheduler dies
 
 from __future__ import annotations
 
-import asyncio
 import os
 import sys
 import time
@@ -211,28 +210,18 @@ async def flush_cache(request: web.Request) -> web.Response:
 
 
 async def health(request: web.Request) -> web.Response:
-    """200 once a token was generated after the probe began, by the probe's own request if by nobody else."""
+    """200 once a token was generated after the question came: by a probe of its own, or by anybody on a busy server."""
     engine = request.app[ENGINE]
     if engine.draining:
         return web.Response(status=503)
-    batcher = engine.batcher
-    probe = Generation(
-        rid=f"HEALTH_CHECK_{uuid.uuid4().hex}",
-        prompt_ids=[0],
-        sampling=Sampling(max_new_tokens=1, temperature=0.0),
-        namespace="\0health",
-    )
-    begun = time.monotonic()
+    batcher, begun = engine.batcher, time.monotonic()
+    one_token = Sampling(max_new_tokens=1, temperature=0.0)
+    probe = Generation(rid=f"HEALTH_CHECK_{uuid.uuid4().hex}", prompt_ids=[0], sampling=one_token, namespace="\0health")
     batcher.submit(probe)
     try:
-        async with asyncio.timeout(HEALTH_LIMIT_S):
-            await probe.next_news()  # unblocked by the probe's own token
-    except TimeoutError:
-        engine.unhealthy = batcher.last_output_at < begun
-    else:
-        engine.unhealthy = False
+        engine.unhealthy = not await batcher.output_since(begun, timeout_s=HEALTH_LIMIT_S)
     finally:
-        batcher.abort(probe.rid)
+        batcher.abort_only(probe.rid)
     return web.Response(status=503 if engine.unhealthy else 200)
 
 

@@ -74,10 +74,7 @@ class Generation:
 
     def relabel(self, version: str) -> None:
         """Tokens from here on come from `version`."""
-        start = len(self.output_ids)
-        if self.labels and self.labels[-1][1] == start:
-            self.labels.pop()
-        self.labels.append((version, start))
+        self.labels.append((version, len(self.output_ids)))
 
     def spans(self) -> list[Span]:
         """Half-open, contiguous, in order; one empty span for a request without tokens."""

@@ -249,6 +249,17 @@ async def test_health_costs_one_token_and_is_200(served: Served) -> None:
     assert served.engine.batcher.metrics.generated_tokens == before + 1
 
 
+async def test_health_of_a_busy_server_does_not_wait_for_a_slot(serving: Serving) -> None:
+    async with serving(slots=1) as served:
+        calls = [(await running(served, f"r{i}"))[0] for i in range(2)]
+        await until_running(served)
+        assert await served.get("/health") == (200, "")
+        assert not any(call.done() for call in calls)
+        await served.post("/abort_request", {"abort_all": True})
+        await asyncio.gather(*calls)
+        assert await served.engine.batcher.emptied(timeout_s=20)
+
+
 async def test_health_is_503_while_nothing_can_be_generated(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dora.embedded.control.HEALTH_LIMIT_S", 0.05)
     await pause(served, "in_place")
