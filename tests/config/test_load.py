@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from dora.config.load import dump, load
 from dora.config.schema import Config, SourceConfig
@@ -33,6 +34,17 @@ def test_a_set_wins_over_the_file_and_the_file_over_the_default(tmp_path: Path):
     config = load(path, ["rollout.max_staleness=3"], environ={})
     assert (config.rollout.max_staleness, config.rollout.group_size) == (3, 4)
     assert config.rollout.groups_per_step == Config().rollout.groups_per_step
+
+
+def test_a_file_changes_the_keys_it_names_and_leaves_lists_of_the_defaults_to_be_set(tmp_path: Path):
+    path = written(tmp_path, "[task]\ngraders = 2\n")
+    task = load(path, ["task.sources.0.weight=2"], environ={}).task
+    assert (task.graders, task.sources, task.rewards) == (2, (SourceConfig(weight=2),), Config().task.rewards)
+
+
+def test_a_config_cannot_be_changed():
+    with pytest.raises(ValidationError, match="frozen"):
+        Config().run.seed = 1  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ class Watched(World):
         default_factory=lambda: ShellFacts(run_id="job-1", strategy="dora", phase="running", urls={InstanceId(0): "u0"})
     )
     snapshots: list[Snapshot] = field(default_factory=list)
-    waits: set[str] = field(default_factory=set)
+    waits: set[tuple[bool, str]] = field(default_factory=set)  #: whether the trainer works, and what it waits for
     trained_at: float = 0.0
 
     def deliver(self, event: ev.Event) -> None:
@@ -29,7 +29,9 @@ class Watched(World):
         if isinstance(event, ev.StepTrained):
             self.facts.steps.append(step_facts(event.step, duration_s=self.now - self.trained_at))
             self.trained_at = self.now
-        self.waits.add(trainer_waits_for(self.state))
+        feed = self.state.feed
+        works = feed.open_step is not None and feed.idle_since is None
+        self.waits.add((works, trainer_waits_for(self.state)))
         self.snapshots.append(snapshot(self.state, self.facts))
 
 

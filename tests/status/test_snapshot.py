@@ -33,6 +33,17 @@ def test_live_versions_are_at_most_k_plus_1_and_more_than_one_in_this_job(job: W
     assert 2 <= most <= 3
 
 
+def test_a_version_that_only_an_evaluation_needs_is_not_live():
+    state = ControllerState(settings())
+    state.window.publish(0).evaluating = True
+    state.window.publish(1)
+    rows = snapshot(state, ShellFacts(run_id="r", strategy="dora")).versions
+    assert [(row.version, row.is_live, row.is_newest, row.evaluating) for row in rows] == [
+        (0, False, False, True),
+        (1, True, True, False),
+    ]
+
+
 def test_the_newest_version_is_marked_and_the_last(job: Watched):
     published = [s for s in job.snapshots if s.newest_version is not None]
     assert all([v.version for v in s.versions if v.is_newest] == [s.newest_version] for s in published)
@@ -76,10 +87,14 @@ def test_dropped_groups_are_told_by_reason(job: Watched):
 
 
 def test_what_the_trainer_waits_for_follows_the_work_on_its_way_to_it(job: Watched):
-    kinds = {wait.lstrip("0123456789 ").split(" ")[0] for wait in job.waits}
-    assert {"", "the", "answers"} <= kinds
-    assert "the evaluation of version 0" in job.waits
-    assert any("without a slot" in wait for wait in job.waits)
+    idle = {wait for works, wait in job.waits if not works}
+    assert "the evaluation of version 0" in idle
+    assert any("without a slot" in wait for wait in idle)
+    assert {wait.lstrip("0123456789 ").split(" ")[0] for wait in idle} >= {"the", "answers"}
+
+
+def test_a_trainer_that_works_waits_for_nothing(job: Watched):
+    assert {wait for works, wait in job.waits if works} == {""}
 
 
 def test_before_its_ranks_are_ready_the_trainer_waits_for_them():
