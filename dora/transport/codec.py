@@ -49,7 +49,7 @@ def decode(frames: Sequence[Buffer], kind: Any) -> Any:
         if not 1 <= number < len(frames):
             raise ValueError(f"array frame {number} is missing")
         buffer = memoryview(frames[number])
-        if min(shape, default=0) < 0 or math.prod(shape) * wanted.itemsize != buffer.nbytes:
+        if math.prod(shape) * wanted.itemsize != buffer.nbytes:
             raise ValueError(f"{buffer.nbytes} bytes do not make shape {shape} of {dtype}")
         used.add(number)
         return np.frombuffer(buffer, dtype=wanted).reshape(shape)
