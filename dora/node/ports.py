@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import socket
 
 from dora.config.schema import Config
 from dora.errors import ConfigError
+
+#: ZeroMQ also takes names of interfaces, which only it can resolve; it then refuses them itself.
+_NUMERIC_ADDRESS = re.compile(r"tcp://([\d.]+):(\d+)")
 
 
 def require_free_ports(config: Config) -> None:
@@ -14,6 +18,8 @@ def require_free_ports(config: Config) -> None:
         for index in range(config.engine.instances):
             _require_free("127.0.0.1", config.engine.base_port + index, field="engine.base_port", who=f"engine {index}")
     _require_free(config.status.host, config.status.port, field="status.port", who="the status endpoint")
+    if found := _NUMERIC_ADDRESS.fullmatch(config.trainer.address):
+        _require_free(found[1], int(found[2]), field="trainer.address", who="the controller")
 
 
 def _require_free(host: str, port: int, *, field: str, who: str) -> None:
