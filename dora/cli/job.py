@@ -328,7 +328,7 @@ class _Run:
     ) -> TrainerLink:
         """Listen, start the ranks (or wait for those that others start), and have their orders ready."""
         config, folder = self.job.config, self.job.folder
-        token = os.environ.get("DORA_TOKEN") or secrets.token_hex(16)
+        token = config.trainer.token or secrets.token_hex(16)
         ranks = config.trainer.ranks
         end = ControllerEnd(
             address=config.trainer.address, token=token, world_size=ranks, now=self.now, epoch=self.job.epoch

@@ -50,7 +50,7 @@ async def train(config: Config, rollouts: Path) -> None:
 
     async with AsyncExitStack() as stack:
         node = await stack.enter_async_context(Node(logs=folder.logs, lease=folder.lease))
-        token = secrets.token_hex(16)
+        token = config.trainer.token or secrets.token_hex(16)
         end = ControllerEnd(
             address=config.trainer.address, token=token, world_size=config.trainer.ranks, now=time.monotonic
         )
