@@ -6,6 +6,7 @@ folder the model, the transport the trainer link. Called by `run` and `check`.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,8 +42,30 @@ def open_inputs(config: Config) -> Inputs:
     tokenizer = load_tokenizer(model, thinking=config.model.thinking)
     if not tokenizer.eos_ids:
         raise ConfigError(f"model.path: {model} names no end-of-sequence token; set eos_token_id in its config.json")
+    _check_shapes(config, model, vocab_size=tokenizer.vocab_size)
     stream = open_stream(config.task, tokenizer=tokenizer, seed=config.run.seed)
     return Inputs(model, tokenizer, stream, open_evaluations(config, tokenizer))
+
+
+def _check_shapes(config: Config, model: Path, *, vocab_size: int) -> None:
+    """The model must have an embedding for every token, and a position for every token of the longest request."""
+    try:
+        shapes = json.loads((model / "config.json").read_bytes())
+    except ValueError as err:
+        raise ConfigError(f"model.path: {model / 'config.json'} is not JSON ({err})") from err
+    embedded = shapes.get("vocab_size")
+    if embedded is not None and vocab_size > embedded:
+        raise ConfigError(
+            f"model.path: the tokenizer of {model} has {vocab_size} tokens, the model only {embedded}; they do not belong "
+            "together"
+        )
+    positions = shapes.get("max_position_embeddings")
+    longest = config.task.max_prompt_tokens + config.rollout.max_new_tokens
+    if positions is not None and longest > positions:
+        raise ConfigError(
+            f"rollout.max_new_tokens: with task.max_prompt_tokens a request has up to {longest} tokens, but the model "
+            f"knows {positions} positions; lower one of them"
+        )
 
 
 def open_evaluations(config: Config, tokenizer: Tokenizer) -> Evaluations:

@@ -98,7 +98,11 @@ async def run_job(config: Config, *, earlier: RunFolder | None, rollout_only: bo
         graders, eval_graders = await enter_graders(stack, config)
         connections = config.num_instances * config.engine.slots + STREAM_MARGIN
         client = await stack.enter_async_context(
-            EngineClient(max_connections=connections, api_key=config.engine.api_key)
+            EngineClient(
+                max_connections=connections,
+                api_key=config.engine.api_key,
+                vocab_size=inputs.tokenizer.vocab_size,
+            )
         )
         for url in config.engine.urls:
             if not await is_alive(client, url, timeout_s=REACH_TIMEOUT_S):

@@ -6,6 +6,8 @@ and sample. Results are attributed to the version that generated them, whenever 
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -29,12 +31,23 @@ class SetScore:
 
     name: str
     mean: float  # mean@n: mean reward over all graded samples
-    pass_at_n: float  # share of prompts with at least one sample of reward >= 1
+    pass_at: dict[int, float]  # pass@k for k = 1, 2, 4, ... n: see `pass_at_k`
     num_samples: int  # graded
     num_failed: int  # grading failed
     mean_tokens: float
     max_tokens: int
     median_tokens: int
+
+    @property
+    def pass_at_n(self) -> float:
+        """Share of prompts with at least one sample of reward >= 1."""
+        return self.pass_at[max(self.pass_at)] if self.pass_at else 0.0
+
+
+def pass_at_k(num_solved: Sequence[int], *, samples: int, k: int) -> float:
+    """Chance that at least one of k samples solves a prompt, mean over prompts (unbiased; arXiv 2107.03374, §2.1)."""
+    total = math.comb(samples, k)
+    return sum(1.0 - math.comb(samples - solved, k) / total for solved in num_solved) / len(num_solved)
 
 
 class Evaluations:
@@ -74,12 +87,14 @@ class Evaluations:
         one = self.sets[chosen]
         rows = [(p, *outcomes[i]) for i, (s, p) in enumerate(self._samples) if s == chosen]
         rewards = [reward for _, reward, _ in rows if reward is not None]
-        solved = {p for p, reward, _ in rows if reward is not None and reward >= 1.0}
+        solved = Counter(p for p, reward, _ in rows if reward is not None and reward >= 1.0)
+        num_solved = [solved[p] for p in range(len(one.prompts))]
+        sizes = sorted({*(2**i for i in range(one.samples.bit_length())), one.samples})
         lengths = sorted(num_tokens for _, _, num_tokens in rows)
         return SetScore(
             name=one.name,
             mean=sum(rewards) / len(rewards) if rewards else 0.0,
-            pass_at_n=len(solved) / len(one.prompts) if one.prompts else 0.0,
+            pass_at={k: pass_at_k(num_solved, samples=one.samples, k=k) for k in sizes},
             num_samples=len(rewards),
             num_failed=len(rows) - len(rewards),
             mean_tokens=sum(lengths) / len(lengths) if lengths else 0.0,

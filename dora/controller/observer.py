@@ -185,7 +185,8 @@ class RunObserver:
                     num_samples=score.num_samples,
                 )
             )
-            self._write({"kind": "evaluation", "at": self._state.now, "version": version, **asdict(score)})
+            row = {"kind": "evaluation", "at": self._state.now, "version": version, **asdict(score)}
+            self._write({**row, "pass_at_n": score.pass_at_n})
 
     def _write(self, row: dict[str, Any]) -> None:
         self._metrics.write(json.dumps(row) + "\n")
