@@ -38,7 +38,7 @@ class RunConfig(Section):
     """Where run folders are created."""
     seed: int = 0
     """Decides prompt order, sampling noise and initialization; the same seed gives the same prompts."""
-    steps: Positive = 60
+    steps: Positive = 24
     """T: the number of training steps; step s trains under version s and publishes version s + 1."""
     no_progress_s: Seconds = 300.0
     """The run fails, naming the group, its instance and its age, when nothing was committed for so long."""
@@ -63,11 +63,11 @@ class RolloutConfig(Section):
     """K: step s trains only on versions s - K to s. 0 is exactly synchronous (`periodic`). It bounds staleness when a
     group is committed, waiting included; it does not bound how long an answer may take. Read by `dora` alone: the
     other strategies fix K (0, 0, 1)."""
-    groups_per_step: Positive = 32
+    groups_per_step: Positive = 16
     """N: prompt groups per training step."""
     group_size: Positive = 8
     """G: answers sampled per prompt."""
-    max_new_tokens: Positive = 256
+    max_new_tokens: Positive = 128
     """Token budget of one answer, kept over every migration and resume; an answer that reaches it is length-capped."""
     temperature: Annotated[float, Field(gt=0.0)] = 1.0
     """Sampling temperature; the trainer divides its logits by the same number."""
@@ -137,7 +137,7 @@ class TrainerConfig(Section):
     """Torch threads per rank."""
     micro_batch_tokens: Positive = 4_096
     """Token budget of one micro-batch on one rank, prompt tokens included. One answer may exceed it alone."""
-    learning_rate: Annotated[float, Field(gt=0.0)] = 1e-3
+    learning_rate: Annotated[float, Field(gt=0.0)] = 5e-4
     """Peak learning rate of AdamW."""
     warmup_steps: Annotated[int, Field(ge=0)] = 2
     """Steps over which the learning rate rises linearly to its peak."""
@@ -219,7 +219,7 @@ class TaskConfig(Section):
     """Shuffle finite sources in every epoch, by the run's seed."""
     epochs: Annotated[int, Field(ge=0)] = 0
     """Passes over finite sources; 0: as many as the job needs. The prompts end when the first source does."""
-    max_prompt_tokens: Positive = 256
+    max_prompt_tokens: Positive = 128
     """Longer prompts are refused, file and line named: the first 10,000 rows at the start, later ones when drawn."""
     graders: Positive = 1
     """Grader processes."""
@@ -251,7 +251,7 @@ class EvalConfig(Section):
 
     sets: tuple[EvalSetConfig, ...] = (EvalSetConfig(),)
     """Held-out sets; empty: no evaluation."""
-    every: Annotated[int, Field(ge=0)] = 20
+    every: Annotated[int, Field(ge=0)] = 8
     """Steps between evaluations; 0: only at the beginning and at the end."""
     max_slot_share: Fraction = 0.1
     """Share of all slots that evaluation may take while training work could use them."""
