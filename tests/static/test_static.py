@@ -1,0 +1,39 @@
+"""The static checks as tests, so that the one test command is the whole truth, locally and in CI."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(*argv: str) -> subprocess.CompletedProcess[str]:
+    """A tool from the running environment, over the whole repository."""
+    return subprocess.run([sys.executable, *argv], cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize(
+    "tool",
+    [("ruff", "format", "--check", "."), ("ruff", "check", "."), ("mypy",)],
+    ids=["ruff-format", "ruff-check", "mypy-strict"],
+)
+@pytest.mark.timeout(600)
+def test_the_code_passes(tool: tuple[str, ...]):
+    result = run("-m", *tool)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.timeout(300)
+def test_imports_go_downwards_only():
+    result = run("-c", "import sys; from importlinter.cli import lint_imports; sys.exit(lint_imports())")
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@pytest.mark.parametrize("module", ["dora.cli.app", "dora.cli.job", "dora.controller.loop", "dora.core.state"])
+def test_importing_it_loads_neither_torch_nor_transformers(module: str):
+    heavy = f"import sys, {module}; print([m for m in ('torch', 'transformers') if m in sys.modules])"
+    assert run("-c", heavy).stdout.strip() == "[]"
