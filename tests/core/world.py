@@ -1,4 +1,4 @@
-"""A virtual-time world around one ControllerState: carries out its commands, with lengths, delays and faults of its own.
+"""A virtual-time world around one ControllerState: carries out its commands, with lengths, delays and faults.
 
 Invariant: it invents nothing the shell could not report, and `invariants.check` runs after every event unless told
 otherwise. Same arguments, same events.
@@ -133,7 +133,9 @@ class World:
     def _Generate(self, order: cmd.Generate) -> None:
         t = order.trajectory
         if t not in self.totals:
-            draw = self.length or (lambda r: min(self.settings.max_new_tokens, 1 + int(r.expovariate(1 / 6)) ** 2 // 4 + 1))
+            draw = self.length or (
+                lambda r: min(self.settings.max_new_tokens, 1 + int(r.expovariate(1 / 6)) ** 2 // 4 + 1)
+            )
             self.totals[t] = draw(self.random)
         assert order.num_tokens <= self.totals[t]
         assert self.running.get(t) is None, f"trajectory {t} runs twice"
@@ -147,7 +149,9 @@ class World:
         _, start, _, since, _ = self.running[t]
         return min(self.totals[t], start + int((self.now - since) / self.token_s))
 
-    def _end_request(self, t: TrajectoryId, attempt: int, *, failed: bool = False, stopped: bool = False) -> ev.Event | None:
+    def _end_request(
+        self, t: TrajectoryId, attempt: int, *, failed: bool = False, stopped: bool = False
+    ) -> ev.Event | None:
         if t not in self.running or self.running[t][0] != attempt:
             return None
         start, version = self.running[t][1], self.running[t][4]
@@ -235,7 +239,7 @@ class World:
     def _FailRun(self, order: cmd.FailRun) -> None:
         self.outcome = order
 
-    # -- the fleet and its faults ---------------------------------------------------------------------------------------
+    # -- the fleet and its faults -------------------------------------------------------------------------------------
 
     def _up(self, i: int) -> Callable[[], ev.Event]:
         def up() -> ev.Event:
