@@ -89,11 +89,10 @@ def run_to_end(*arguments: str, cwd: Path | None = None, timeout_s: float = END_
 
 
 def until(ask: Callable[[], Found | None], *, what: str, timeout_s: float = START_S) -> Found:
-    """Asks another process again and again until the answer is not None or False."""
+    """Asks another process again and again until the answer says something."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
-        found = ask()
-        if found is not None and found is not False:
+        if found := ask():
             return found
         time.sleep(POLL_S)
     raise AssertionError(f"not within {timeout_s:g} s: {what}")
@@ -171,7 +170,10 @@ class Run:
     def until_status(self, holds: Callable[[dict[str, Any]], bool], *, what: str) -> dict[str, Any]:
         def ask() -> dict[str, Any] | None:
             assert self.process.poll() is None, self.told()
-            status = self.status()
+            try:
+                status = self.status()
+            except OSError:  # it ends just now
+                return None
             return status if holds(status) else None
 
         return until(ask, what=what)
