@@ -36,7 +36,7 @@ class Decisions(Tables):
     def _settle(self) -> None:
         if self._form_due:
             self._form()
-        if self.feed.open_step is not None:
+        if self._feed_due:
             self._feed_trainer()
         if self.evaluation.due:
             self._start_evaluation()
@@ -101,6 +101,7 @@ class Decisions(Tables):
         self.ledger.move(group, GroupPhase.COMMITTED)
         group.step = step
         self.feed.commit(group, step=step)
+        self._feed_due = True
         self.progress_at = self.now
         self._out.append(CommitGroup(group.id, group.version, step))
 
@@ -109,7 +110,9 @@ class Decisions(Tables):
         self._out.append(CloseStep(formation.step, formation.committed))
         self.feed.step(formation.step).closed = True
         formation.close()
+        self._feed_due = True
         self.top_ups = 0
+        self.top_up_rewards.clear()
         self._admissions_changed()
 
     def _admissions_changed(self) -> None:
@@ -123,6 +126,7 @@ class Decisions(Tables):
     # -- training and evaluation --------------------------------------------------------------------------------------
 
     def _feed_trainer(self) -> None:
+        self._feed_due = False
         while (wave := self.feed.next_wave()) is not None:
             if self.feed.idle_since is not None:
                 self.feed.idle_s += self.now - self.feed.idle_since
@@ -147,11 +151,12 @@ class Decisions(Tables):
             limit = self.num_slots
         while evaluation.waiting and evaluation.num_resident < limit:
             trajectory = evaluation.waiting[-1]
-            instance = self._room_for(entry, trajectory)
-            if instance is None:
+            footprint = self._footprint(trajectory.num_prompt_tokens, trajectory.num_tokens)
+            instance = entry.roomiest()
+            if instance is None or not instance.has_room(footprint):
                 return
             evaluation.waiting.pop()
-            self._begin(trajectory, instance)
+            self._begin(trajectory, instance, footprint=footprint)
 
     def _is_baseline(self) -> bool:
         """Version 0 is evaluated before anything is admitted."""
@@ -173,24 +178,22 @@ class Decisions(Tables):
         if self.evaluation.version == version and self.evaluation.waiting:
             self._fill_evaluation(entry)
         while entry.num_waiting:
-            trajectory = entry.peek_waiting()
-            assert trajectory is not None, "num_waiting counts what the heap holds"
-            instance = self._room_for(entry, trajectory)
+            group = entry.first_waiting()
+            trajectory = group.waiting[-1]
+            footprint = self._footprint(trajectory.num_prompt_tokens, trajectory.num_tokens)
+            instance = self._room_for(group, entry, footprint=footprint)
             if instance is None:
                 return
-            entry.num_waiting -= 1
-            self._begin(trajectory, instance)
+            entry.dequeue(group)
+            self._begin(trajectory, instance, footprint=footprint)
         if version == self.admission_version() or (self.settings.refill and self._may_refill(entry)):
             self._admit(entry)
 
-    def _room_for(self, entry: Version, trajectory: Trajectory) -> Instance | None:
-        """A sibling's instance, which already holds the prompt, else the least loaded one."""
-        footprint = self._footprint(trajectory)
-        if trajectory.group is not None:
-            for sibling in trajectory.group.trajectories:
-                home = sibling.instance
-                if home is not None and home.version == entry.number and home.takes_work and home.has_room(footprint):
-                    return home
+    def _room_for(self, group: Group, entry: Version, *, footprint: int) -> Instance | None:
+        """The instance of its latest sibling, which holds the prompt already, else the least loaded one."""
+        home = group.home
+        if home is not None and home.version == entry.number and home.takes_work and home.has_room(footprint):
+            return home
         instance = entry.roomiest()
         return instance if instance is not None and instance.has_room(footprint) else None
 
@@ -215,8 +218,8 @@ class Decisions(Tables):
     def _admit(self, entry: Version) -> None:
         version = entry.number
         batched = self.settings.rules.batched
-        while (instance := entry.roomiest()) is not None:
-            if not self._would_admit(version) or not instance.has_room(self.prompts[0]):
+        while (instance := entry.roomiest()) is not None and self._would_admit(version):
+            if not instance.has_room(self._footprint(self.prompts[0], 0)):
                 return
             if batched and not self.formation.num_unconsumed:
                 if self.pushes:
@@ -244,17 +247,19 @@ class Decisions(Tables):
         entry.groups += 1
         entry.unfinished += self.settings.group_size
         self._out.append(AdmitGroup(group.id, entry.number, deadline))
-        home: Instance | None = instance
         for trajectory in group.trajectories:
             self.trajectories[trajectory.id] = trajectory
-            footprint = self._footprint(trajectory)
-            if home is not None and not home.has_room(footprint):
-                home = entry.roomiest()
-            if home is not None and home.has_room(footprint):
-                self._begin(trajectory, home)
+        footprint = self._footprint(group.num_prompt_tokens, 0)
+        waiting = group.trajectories[::-1]
+        home: Instance | None = instance
+        while waiting and home is not None:
+            if home.has_room(footprint):
+                self._begin(waiting.pop(), home, footprint=footprint)
             else:
-                home = None
-                entry.enqueue(trajectory)
+                roomiest = entry.roomiest()
+                home = roomiest if roomiest is not None and roomiest.has_room(footprint) else None
+        if waiting:
+            entry.enqueue(group, waiting)
 
     # -- empty instances (rule 2 of system.md §3.1) -------------------------------------------------------------------
 
@@ -356,7 +361,7 @@ class Decisions(Tables):
             return
         taker = self.entry(newest)
         roomiest = taker.roomiest()
-        if roomiest is not None and roomiest.has_room(self.prompts[0]):
+        if roomiest is not None and roomiest.has_room(self._footprint(self.prompts[0], 0)):
             return
         self._moves_not_before = self.now + CONSOLIDATION_PAUSE_S
         allotted = self._allotment(newest)
@@ -368,9 +373,7 @@ class Decisions(Tables):
 
     def _allotment(self, newest: int) -> dict[int, int]:
         """Instances per version, by demand in tokens of KV (largest remainder over floors)."""
-        up = [i for i in self.instances.values() if i.phase is not InstancePhase.LOST]
-        slots = min(i.slots for i in up)
-        kv_tokens = min(i.kv_tokens for i in up)
+        slots, kv_tokens = self.num_slots / self.num_up, self.num_kv_tokens / self.num_up
         mean = self.length_sum / self.length_count
         demand: dict[int, float] = {}
         floors: dict[int, int] = {}
@@ -382,7 +385,7 @@ class Decisions(Tables):
         admissible = min(self.formation.slack(newest), int(self.window_size) - self.ledger.num_untrained)
         demand[newest] += max(1, admissible) * self.settings.group_size * mean
         floors[newest] = max(1, floors[newest])
-        return allot(len(up), demand=demand, floors=floors)
+        return allot(self.num_up, demand=demand, floors=floors)
 
     def _pack(self, entry: Version) -> bool:
         """Move what runs on the version's emptiest instance to its peers, if that is allowed."""
@@ -412,7 +415,6 @@ class Decisions(Tables):
         trajectory.target = target
         target.reserve(trajectory)
         self.vacant.pop(target.id, None)
-        self.entry(trajectory.version).offer(target)
         self._stop(trajectory)
 
     def _relieve(self, instance: Instance) -> None:

@@ -61,6 +61,8 @@ def _conservation(state: ControllerState) -> None:
         _require(unfinished == g.unfinished, f"C2: group {g.id} counts {g.unfinished} unfinished, has {unfinished}")
         ungraded = sum(t.phase is not TrajectoryPhase.GRADED for t in g.trajectories)
         _require(ungraded == g.ungraded, f"C2: group {g.id} counts {g.ungraded} ungraded, has {ungraded}")
+        waiting = {t.id for t in g.trajectories if t.phase is TrajectoryPhase.WAITING}
+        _require(sorted(waiting) == sorted(t.id for t in g.waiting), f"C2: waiting siblings of group {g.id}")
         _require((g.unfinished == 0) == (g.phase is not GroupPhase.GENERATING), f"C2: phase of group {g.id}")
     _require(state.counters.scheduling_aborts == 0, "C2: scheduling aborts")
 
@@ -98,7 +100,10 @@ def _instances(state: ControllerState) -> None:
     """Counters of every instance."""
     for i in state.instances.values():
         held = [*i.residents.values(), *i.reserved.values()]
+        _require(len(held) == i.num_requests, f"instance {i.id}: num_requests")
         _require(sum(t.footprint for t in held) == i.kv_load, f"instance {i.id}: kv_load")
+        num_tokens = sum(t.num_prompt_tokens + t.num_tokens for t in i.residents.values())
+        _require(num_tokens == i.num_tokens, f"instance {i.id}: {i.num_tokens} tokens counted, {num_tokens} found")
         _require(
             sum(t.group is not None for t in i.residents.values()) == i.num_training, f"instance {i.id}: num_training"
         )
@@ -115,6 +120,10 @@ def _instances(state: ControllerState) -> None:
         _require(
             (i.id in state.vacant) == vacant, f"instance {i.id}: vacant is {i.id in state.vacant}, should be {vacant}"
         )
+    up = [i for i in state.instances.values() if i.phase is not InstancePhase.LOST]
+    _require(len(up) == state.num_up, "instances that are up do not add up")
+    _require(sum(i.slots for i in up) == state.num_slots, "slots do not add up")
+    _require(sum(i.kv_tokens for i in up) == state.num_kv_tokens, "KV room does not add up")
     draining = sum(i.phase is InstancePhase.DRAINING for i in state.instances.values())
     _require(draining == state.num_draining, "draining instances do not add up")
 
@@ -152,6 +161,7 @@ def _evaluation(state: ControllerState) -> None:
 def _feed(state: ControllerState) -> None:
     """Every graded trajectory of a committed group is in exactly one wave, or pending."""
     for number, feed in state.feed.steps.items():
+        _require(sum(size for _, size in feed.pending) == feed.num_tokens, f"step {number}: pending tokens")
         sent = [t for wave in feed.waves for rank in wave.ranks for t in rank]
         planned = sorted([*sent, *(t for t, _ in feed.pending)])
         expected = sorted(t.id for g in feed.groups for t in g.trajectories if t.reward is not None)

@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from heapq import heapify, heappop, heapreplace
 
 from dora.core.decode_time import DecodeTime
 from dora.core.groups import Trajectory
+from dora.core.ids import InstanceId
 from dora.core.instances import Instance
 
 #: KV is filled to this share by plans, so that estimates may be wrong by the rest.
@@ -17,8 +19,8 @@ KV_FILL = 0.9
 MAX_SLOWDOWN = 1.10
 
 
-def kv_floor(*, num_unfinished: int, num_tokens: int, slots: int, kv_tokens: int) -> int:
-    """Fewest instances that hold an old version's unfinished trajectories without eviction; 0 if it needs none."""
+def kv_floor(*, num_unfinished: int, num_tokens: int, slots: float, kv_tokens: float) -> int:
+    """Fewest average instances that hold an old version's unfinished trajectories without eviction; 0 if none."""
     if not num_unfinished:
         return 0
     return max(1, math.ceil(num_tokens / (KV_FILL * kv_tokens)), math.ceil(num_unfinished / slots))
@@ -58,27 +60,48 @@ def plan_moves(
     Longest first onto the least loaded target of the same version. A target with a resident due by
     `urgent_deadline` may get slower by MAX_SLOWDOWN at most.
     """
-    requests = {i.id: len(i.residents) + len(i.reserved) for i in targets}
-    kv_load = {i.id: i.kv_load for i in targets}
-    gained = {i.id: 0 for i in targets}
+    open_targets = [_rank(i, num_requests=i.num_requests, kv_load=i.kv_load) for i in targets]
+    heapify(open_targets)
+    moves: dict[InstanceId, list[Trajectory]] = {}
     plan: list[tuple[Trajectory, Instance]] = []
     for t in sorted(source.residents.values(), key=lambda t: (-t.footprint, t.id)):
-        open_targets = [
-            i for i in targets if requests[i.id] < i.slots and kv_load[i.id] + t.footprint <= KV_FILL * i.kv_tokens
-        ]
+        while open_targets and not _fits(t, open_targets[0]):
+            heappop(open_targets)  # full, or nearly: it is left to work of its own
         if not open_targets:
             return None
-        target = min(open_targets, key=lambda i: (requests[i.id] / i.slots, kv_load[i.id] / i.kv_tokens, i.id))
-        requests[target.id] += 1
-        kv_load[target.id] += t.footprint
-        gained[target.id] += t.num_prompt_tokens + t.num_tokens
+        *_, num_requests, kv_load, target = open_targets[0]
         plan.append((t, target))
-    for i in targets:
-        if not any(t.group is not None and t.group.deadline <= urgent_deadline for t in i.residents.values()):
-            continue
-        num_tokens = i.num_tokens
-        before = decode_time.step_s(num_requests=len(i.residents) + len(i.reserved), num_tokens=num_tokens)
-        after = decode_time.step_s(num_requests=requests[i.id], num_tokens=num_tokens + gained[i.id])
-        if after > MAX_SLOWDOWN * before:
-            return None
+        moves.setdefault(target.id, []).append(t)
+        heapreplace(open_targets, _rank(target, num_requests=num_requests + 1, kv_load=kv_load + t.footprint))
+    gaining = [i for i in targets if i.id in moves]
+    if any(_slows_down(i, moves[i.id], urgent_deadline=urgent_deadline, decode_time=decode_time) for i in gaining):
+        return None
     return plan
+
+
+#: Share of slots, share of KV, id (no two are equal); then requests, footprints and the instance itself.
+_Rank = tuple[float, float, InstanceId, int, int, Instance]
+
+
+def _rank(instance: Instance, *, num_requests: int, kv_load: int) -> _Rank:
+    """A target with the load that the plan gives it; the least loaded one sorts first."""
+    share, kv_share = num_requests / instance.slots, kv_load / instance.kv_tokens
+    return share, kv_share, instance.id, num_requests, kv_load, instance
+
+
+def _fits(trajectory: Trajectory, rank: _Rank) -> bool:
+    *_, num_requests, kv_load, target = rank
+    return num_requests < target.slots and kv_load + trajectory.footprint <= KV_FILL * target.kv_tokens
+
+
+def _slows_down(
+    target: Instance, gained: Sequence[Trajectory], *, urgent_deadline: int, decode_time: DecodeTime
+) -> bool:
+    """Do residents due by `urgent_deadline` get slower by more than MAX_SLOWDOWN?"""
+    if not any(t.group is not None and t.group.deadline <= urgent_deadline for t in target.residents.values()):
+        return False
+    num_requests, num_tokens = target.num_requests, target.num_tokens
+    before = decode_time.step_s(num_requests=num_requests, num_tokens=num_tokens)
+    num_tokens += sum(t.num_prompt_tokens + t.num_tokens for t in gained)
+    after = decode_time.step_s(num_requests=num_requests + len(gained), num_tokens=num_tokens)
+    return after > MAX_SLOWDOWN * before

@@ -7,6 +7,7 @@ the tables; then `_settle` (decisions.py) brings them to rest.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Final
@@ -17,8 +18,12 @@ from dora.core.decisions import Decisions
 from dora.core.groups import Group, GroupPhase, Trajectory, TrajectoryPhase, advantage_free
 from dora.core.ids import TrajectoryId
 from dora.core.instances import PUSH_BACKOFF_S, Instance, InstancePhase
-from dora.core.tables import NOTICEABLE_WAIT, WINDOW_GROW, WINDOW_SHRINK
+from dora.core.tables import NOTICEABLE_WAIT, WATCH_PAUSE, WINDOW_GROW, WINDOW_SHRINK
 
+_WAITING: Final = TrajectoryPhase.WAITING
+_GRADING: Final = TrajectoryPhase.GRADING
+_GRADED: Final = TrajectoryPhase.GRADED
+_FAILED: Final = GroupPhase.FAILED
 _DECODING: Final = (TrajectoryPhase.RESIDENT, TrajectoryPhase.STOPPING)
 
 
@@ -31,8 +36,10 @@ class ControllerState(Decisions):
             return []
         out = self._out = []
         self.now = event.at
+        self._at_rest = False
         _HANDLERS[type(event)](self, event)
-        self._settle()
+        if not self._at_rest:
+            self._settle()
         return out
 
     # -- instances ----------------------------------------------------------------------------------------------------
@@ -45,6 +52,9 @@ class ControllerState(Decisions):
         instance.move(InstancePhase.LOADING)
         instance.incarnation = event.incarnation
         instance.slots = event.slots
+        self.num_up += 1
+        self.num_slots += event.slots
+        self.num_kv_tokens += event.kv_tokens
         instance.kv_tokens = event.kv_tokens
         instance.failures = 0
         instance.retry_at = 0.0
@@ -71,6 +81,9 @@ class ControllerState(Decisions):
             self._push_ended(instance)
         self._leave_serving(instance)
         instance.move(InstancePhase.LOST)
+        self.num_up -= 1
+        self.num_slots -= instance.slots
+        self.num_kv_tokens -= instance.kv_tokens
         instance.condemned = instance.pressed = False
         self.vacant.pop(instance.id, None)
         for trajectory in residents:
@@ -83,18 +96,20 @@ class ControllerState(Decisions):
         instance = self.instances.get(event.instance)
         if instance is None:
             return
-        residents = instance.residents
+        self._at_rest = True
+        gained, resident = 0, instance.residents.get
         for id, num_tokens in event.num_tokens.items():
-            trajectory = residents.get(id)
+            trajectory = resident(id)
             if trajectory is not None and num_tokens > trajectory.num_tokens:
+                gained += num_tokens - trajectory.num_tokens
                 trajectory.num_tokens = num_tokens
-                trajectory.progress_at = event.at
                 if trajectory.num_prompt_tokens + num_tokens > trajectory.footprint:
                     self._outgrow(trajectory, instance)
+        instance.num_tokens += gained
 
     def _outgrow(self, trajectory: Trajectory, instance: Instance) -> None:
         """The answer is longer than expected: account for more KV, where it is and where it will go."""
-        grown = self._footprint(trajectory) - trajectory.footprint
+        grown = self._footprint(trajectory.num_prompt_tokens, trajectory.num_tokens) - trajectory.footprint
         trajectory.footprint += grown
         instance.kv_load += grown
         self.entry(trajectory.version).kv_load += grown
@@ -127,7 +142,7 @@ class ControllerState(Decisions):
         instance.move(InstancePhase.SERVING)
         instance.version = event.version
         instance.failures = 0
-        instance.room_key = -1.0
+        instance.room_key = math.inf
         self.entry(event.version).serving[instance.id] = instance
         self._freed(instance)
         self._moves_due = True
@@ -174,6 +189,8 @@ class ControllerState(Decisions):
             self._fail(
                 f"C2: trajectory {trajectory.id} had {trajectory.num_tokens} tokens and goes on from {num_tokens}"
             )
+        if trajectory.instance is not None:
+            trajectory.instance.num_tokens += num_tokens - trajectory.num_tokens
         trajectory.num_tokens = num_tokens
 
     def _check_spans(self, trajectory: Trajectory, spans: tuple[ev.Span, ...]) -> None:
@@ -199,34 +216,28 @@ class ControllerState(Decisions):
         group = trajectory.group
         if group is not None:
             self._leave_unfinished(trajectory)
-            if group.phase is GroupPhase.FAILED:
+            if group.phase is _FAILED:
                 self._abandon(trajectory)
                 return
             self.length_sum += event.num_tokens
             self.length_count += 1
+            self.mean_length = int(self.length_sum / self.length_count)
             if not group.unfinished:
                 self.ledger.move(group, GroupPhase.GRADING)
-            elif self.entry(trajectory.version).num_waiting:
-                self._reprioritize(group)
+            elif group.waiting:
+                self.entry(group.version).reprioritize(group)
         self._grade(trajectory)
-
-    def _reprioritize(self, group: Group) -> None:
-        """Siblings that hold up a nearly complete group come first."""
-        entry = self.entry(group.version)
-        for sibling in group.trajectories:
-            if sibling.phase is TrajectoryPhase.WAITING:
-                entry.reprioritize(sibling)
 
     def _leave_unfinished(self, trajectory: Trajectory) -> None:
         assert trajectory.group is not None
         trajectory.group.unfinished -= 1
-        entry = self.entry(trajectory.version)
+        entry = self.window.entries[trajectory.version]
         entry.unfinished -= 1
         if not entry.unfinished:
             self._place_due = self._release_due = True
 
     def _grade(self, trajectory: Trajectory) -> None:
-        trajectory.phase = TrajectoryPhase.GRADING
+        trajectory.phase = _GRADING
         trajectory.attempt += 1
         self._out.append(GradeTrajectory(trajectory.id, trajectory.attempt))
 
@@ -240,7 +251,8 @@ class ControllerState(Decisions):
         self._end(trajectory)
         if target is not None and target.takes_work and not self._is_abandoned(trajectory):
             self.counters.migrations += 1
-            self._begin(trajectory, target)
+            footprint = self._footprint(trajectory.num_prompt_tokens, trajectory.num_tokens)
+            self._begin(trajectory, target, footprint=footprint)
         else:
             self._go_on(trajectory)
 
@@ -280,16 +292,13 @@ class ControllerState(Decisions):
             self._graded(trajectory, None)
             return
         self._drop(group, outcome="failed", reason=f"generation: {reason}")
-        entry = self.entry(group.version)
+        self.entry(group.version).forget_waiting(group)
         for sibling in group.trajectories:
             if sibling.phase is TrajectoryPhase.WAITING:
-                entry.num_waiting -= 1
                 self._leave_unfinished(sibling)
                 self._abandon(sibling)
             elif sibling.phase is TrajectoryPhase.RESIDENT and sibling is not trajectory:
                 self._stop(sibling)
-            elif sibling.phase is TrajectoryPhase.GRADED:
-                self._abandon(sibling)
         self._leave_unfinished(trajectory)
         self._abandon(trajectory)
 
@@ -299,30 +308,29 @@ class ControllerState(Decisions):
 
     def _on_trajectory_graded(self, event: ev.TrajectoryGraded) -> None:
         trajectory = self.trajectories.get(event.trajectory)
-        if trajectory is None or trajectory.attempt != event.attempt or trajectory.phase is not TrajectoryPhase.GRADING:
+        if trajectory is None or trajectory.attempt != event.attempt or trajectory.phase is not _GRADING:
             self.counters.late_completions += 1
             return
         self._graded(trajectory, event.reward)
 
     def _graded(self, trajectory: Trajectory, reward: float | None) -> None:
-        trajectory.phase = TrajectoryPhase.GRADED
+        trajectory.phase = _GRADED
         trajectory.reward = reward
+        del self.trajectories[trajectory.id]
         group = trajectory.group
         if group is None:
             self._evaluation_graded()
             return
-        if group.phase is GroupPhase.FAILED:
-            self._abandon(trajectory)
+        if group.phase is _FAILED:
             return
         group.ungraded -= 1
         if group.ungraded:
+            self._at_rest = True
             return
         verdict = advantage_free(group.rewards, filter_zero_variance=self.settings.filter_zero_variance)
         if verdict is not None:
             outcome, reason = verdict
             self._drop(group, outcome=outcome, reason=reason)
-            for sibling in group.trajectories:
-                self._abandon(sibling)
             return
         self.ledger.move(group, GroupPhase.COMPLETE)
         self.complete.setdefault(group.deadline, deque()).append(group)
@@ -333,8 +341,6 @@ class ControllerState(Decisions):
         evaluation.ungraded -= 1
         if evaluation.ungraded:
             return
-        for id in evaluation.trajectories:
-            del self.trajectories[id]
         version = evaluation.finish()
         self.evaluated = version
         self.entry(version).evaluating = False
@@ -352,12 +358,15 @@ class ControllerState(Decisions):
         if self.settings.rules.batched:
             self.block_left += 1
         self.top_ups += 1
+        for reward in group.rewards:
+            self.top_up_rewards[reward] = self.top_up_rewards.get(reward, 0) + 1
         if self.top_ups > self.settings.max_top_up * self.settings.groups_per_step:
-            rewards = sorted({r for r in group.rewards if r is not None})
+            common = sorted(self.top_up_rewards.items(), key=lambda item: -item[1])[:5]
+            rewards = ", ".join(f"{'none' if reward is None else f'{reward:g}'} x {n}" for reward, n in common)
             self._fail(
                 f"step {self.formation.step} had to top up {self.top_ups} groups (max_top_up is "
-                f"{self.settings.max_top_up:g} x {self.settings.groups_per_step}); the last one left as {key}, "
-                f"rewards {rewards}"
+                f"{self.settings.max_top_up:g} x {self.settings.groups_per_step}); the last one left as {key}; "
+                f"their siblings' rewards: {rewards}"
             )
         self._release_due = self._form_due = True
         self._admissions_changed()
@@ -366,6 +375,7 @@ class ControllerState(Decisions):
 
     def _on_trainer_ready(self, event: ev.TrainerReady) -> None:
         self.feed.restart(event.step)
+        self._feed_due = True
         self.feed.idle_since = self.now
 
     def _on_micro_batch_trained(self, event: ev.MicroBatchTrained) -> None:
@@ -374,8 +384,10 @@ class ControllerState(Decisions):
             self.counters.late_completions += 1
             return
         feed.waves_done += 1
+        self._feed_due = True
         self.progress_at = self.now
-        if feed.waves_done == feed.step(event.step).sent:
+        step = feed.step(event.step)
+        if feed.waves_done == step.sent and not step.waves[-1].last:
             feed.idle_since = self.now
 
     def _on_step_trained(self, event: ev.StepTrained) -> None:
@@ -385,6 +397,8 @@ class ControllerState(Decisions):
             return
         feed.open_step = event.step + 1
         feed.waves_done = 0
+        feed.idle_since = self.now
+        self._feed_due = True
         if event.step < feed.trained:
             return  # a replay: its groups are trained already
         feed.trained = event.step + 1
@@ -392,8 +406,6 @@ class ControllerState(Decisions):
         for group in groups:
             self.ledger.move(group, GroupPhase.TRAINED)
             self.entry(group.version).groups -= 1
-            for trajectory in group.trajectories:
-                del self.trajectories[trajectory.id]
         self._out.append(ForgetGroups(tuple(g.id for g in groups)))
         self._adapt_window()
         self._release_due = True
@@ -437,10 +449,16 @@ class ControllerState(Decisions):
 
     def _watch(self, instance: Instance) -> None:
         """Rule 8: no new token for too long, on a server that answers, is the loss of the instance."""
-        limit = self.now - self.settings.watchdog_s
+        if self.now < instance.watch_at:
+            return
+        watchdog_s = self.settings.watchdog_s
+        instance.watch_at = self.now + WATCH_PAUSE * watchdog_s
         for trajectory in instance.residents.values():
-            if trajectory.progress_at < limit:
-                self._condemn(instance, f"trajectory {trajectory.id} got no token for {self.settings.watchdog_s:g} s")
+            if trajectory.num_tokens > trajectory.seen_tokens:
+                trajectory.seen_tokens = trajectory.num_tokens
+                trajectory.seen_at = self.now
+            elif self.now > trajectory.seen_at + watchdog_s:
+                self._condemn(instance, f"trajectory {trajectory.id} got no token for {watchdog_s:g} s")
                 return
 
     def _culprit(self) -> str:

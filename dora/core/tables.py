@@ -29,6 +29,12 @@ NOTICEABLE_WAIT: Final = 0.02
 PRIOR_LENGTH_SHARE: Final = 0.25
 #: KV accounted for an answer that outgrew its expectation: its tokens times this.
 GROWTH: Final = 1.25
+#: Time between two looks of the watchdog at an instance, as a share of its time limit.
+WATCH_PAUSE: Final = 0.125
+
+_RESIDENT: Final = TrajectoryPhase.RESIDENT
+_WAITING: Final = TrajectoryPhase.WAITING
+_LOST: Final = InstancePhase.LOST
 
 
 class Counters:
@@ -62,7 +68,7 @@ class Tables:
         self.now = 0.0
         self.instances: dict[InstanceId, Instance] = {}
         self.ledger = Ledger()
-        self.trajectories: dict[TrajectoryId, Trajectory] = {}  #: of unfinished groups and of the evaluation under way
+        self.trajectories: dict[TrajectoryId, Trajectory] = {}  #: not yet graded, samples of an evaluation included
         self.window = Window()
         self.formation = Formation(
             step_size=settings.groups_per_step,
@@ -80,17 +86,22 @@ class Tables:
         self.source_dry = False
         self.complete: dict[int, deque[Group]] = {}  #: by deadline, in completion order
         self.top_ups = 0  #: groups filtered or failed since the last close
+        self.top_up_rewards: dict[float | None, int] = {}  #: their siblings' rewards -> how many
         #: W, the adaptive admission window; batched strategies are bounded by F alone
         self.window_size = settings.groups_per_step * (
             settings.rules.max_staleness + 1 if settings.rules.batched else WINDOW_START
         )
         self.block_version: int | None = None  #: batched strategies: version of the block being generated
         self.block_left = 0  #: batched strategies: groups of the block still to be admitted
+        self.num_up = 0  #: instances that are not lost
+        self.num_slots = 0  #: of all of them
+        self.num_kv_tokens = 0  #: KV room of all of them
         self.pushes = 0  #: pushes in flight
         self.vacant: dict[InstanceId, Instance] = {}  #: not lost, no training resident, nothing reserved
         self.num_draining = 0
         self.length_sum = PRIOR_LENGTH_SHARE * settings.max_new_tokens
         self.length_count = 1
+        self.mean_length = int(self.length_sum)  #: of finished answers
         self.progress_at = 0.0  #: when a group was committed or a micro-batch trained
         self.step_trained_at = 0.0
         self.evaluated: int | None = None  #: the last version whose evaluation was reported
@@ -98,7 +109,9 @@ class Tables:
 
         self._out: list[Command] = []
         self._touched: dict[int, None] = {}  #: versions with a freed slot or a new waiting trajectory
+        self._at_rest = False  #: the event at hand changed nothing that decisions depend on
         self._form_due = False
+        self._feed_due = False
         self._place_due = False
         self._release_due = False
         self._moves_due = False
@@ -106,26 +119,27 @@ class Tables:
 
     # -- bookkeeping --------------------------------------------------------------------------------------------------
 
-    def _footprint(self, trajectory: Trajectory) -> int:
+    def _footprint(self, num_prompt_tokens: int, num_tokens: int) -> int:
         """Tokens of KV to account for: prompt + max(mean finished length, produced with room to grow)."""
-        grown = int(trajectory.num_tokens * GROWTH) if trajectory.num_tokens else 0
-        expected = max(int(self.length_sum / self.length_count), grown)
-        return trajectory.num_prompt_tokens + min(self.settings.max_new_tokens, max(1, expected))
+        expected = self.mean_length
+        if num_tokens:
+            expected = max(expected, int(num_tokens * GROWTH))
+        return num_prompt_tokens + min(self.settings.max_new_tokens, max(1, expected))
 
-    def _begin(self, trajectory: Trajectory, instance: Instance) -> None:
+    def _begin(self, trajectory: Trajectory, instance: Instance, *, footprint: int) -> None:
         """A trajectory becomes resident on an instance of its version."""
         trajectory.attempt += 1
-        trajectory.phase = TrajectoryPhase.RESIDENT
+        trajectory.phase = _RESIDENT
         trajectory.instance = instance
-        trajectory.progress_at = self.now
-        trajectory.footprint = self._footprint(trajectory)
+        trajectory.seen_at = self.now
+        trajectory.footprint = footprint
         instance.add(trajectory)
         entry = self.window.entries[trajectory.version]
-        entry.kv_load += trajectory.footprint
-        entry.offer(instance)
+        entry.kv_load += footprint
         if trajectory.group is None:
             self.evaluation.num_resident += 1
         else:
+            trajectory.group.home = instance
             self.vacant.pop(instance.id, None)
         self._out.append(
             Generate(trajectory.id, trajectory.attempt, instance.id, trajectory.version, trajectory.num_tokens)
@@ -147,14 +161,14 @@ class Tables:
         """An instance has more room than before."""
         version = instance.version
         if version is not None:
-            self._touched[version] = None
             entry = self.window.entries.get(version)
             if entry is not None:
                 entry.offer(instance)
+                self._touched[version] = None
             if version != self.window.newest:
                 self._moves_due = True
         busy = instance.num_training or instance.reserved or instance.condemned
-        if not busy and instance.phase is not InstancePhase.LOST:
+        if not busy and instance.phase is not _LOST:
             self.vacant[instance.id] = instance
             self._place_due = True
 
@@ -169,11 +183,11 @@ class Tables:
 
     def _wait(self, trajectory: Trajectory) -> None:
         """A trajectory waits for a slot on an instance of its version."""
-        trajectory.phase = TrajectoryPhase.WAITING
+        trajectory.phase = _WAITING
         if trajectory.group is None:
             self.evaluation.waiting.append(trajectory)
         else:
-            self.window.entries[trajectory.version].enqueue(trajectory)
+            self.window.entries[trajectory.version].enqueue(trajectory.group, [trajectory])
         self._touched[trajectory.version] = None
         self._place_due = True
 
@@ -214,8 +228,3 @@ class Tables:
     def next_group(self) -> GroupId:
         """Id of the next group to be admitted: the cursor of the prompt stream."""
         return GroupId(self.ledger.admitted)
-
-    @property
-    def num_slots(self) -> int:
-        """Slots of all instances that are up."""
-        return sum(i.slots for i in self.instances.values() if i.phase is not InstancePhase.LOST)

@@ -7,7 +7,9 @@ Waves are kept until a checkpoint covers their step, so that a restarted trainer
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable
+from heapq import heapreplace
 
 from dora.core.commands import TrainMicroBatch
 from dora.core.groups import Group
@@ -18,33 +20,34 @@ MAX_WAVES_AHEAD = 2
 
 
 def split_wave(
-    sizes: Sequence[tuple[TrajectoryId, int]], *, num_ranks: int, budget: int
+    sizes: Iterable[tuple[TrajectoryId, int]], *, num_ranks: int, budget: int
 ) -> tuple[list[list[TrajectoryId]], list[tuple[TrajectoryId, int]]]:
     """One micro-batch per rank, balanced by tokens, and what did not fit.
 
     Longest first onto the least loaded rank (LPT); a rank takes more than `budget` tokens only as a single trajectory.
     """
     ranks: list[list[TrajectoryId]] = [[] for _ in range(num_ranks)]
-    loads = [0] * num_ranks
+    loads = [(0, rank) for rank in range(num_ranks)]  # a heap
     left: list[tuple[TrajectoryId, int]] = []
     for trajectory, size in sorted(sizes, key=lambda item: (-item[1], item[0])):
-        rank = loads.index(min(loads))
-        if loads[rank] and loads[rank] + size > budget:
+        load, rank = loads[0]
+        if load and load + size > budget:
             left.append((trajectory, size))
             continue
         ranks[rank].append(trajectory)
-        loads[rank] += size
+        heapreplace(loads, (load + size, rank))
     return ranks, left
 
 
 class StepFeed:
     """One step's way to the trainer."""
 
-    __slots__ = ("closed", "groups", "pending", "sent", "waves")
+    __slots__ = ("closed", "groups", "num_tokens", "pending", "sent", "waves")
 
     def __init__(self) -> None:
         self.groups: list[Group] = []  #: committed, in commit order
-        self.pending: list[tuple[TrajectoryId, int]] = []  #: trajectories in no wave yet, with their token counts
+        self.pending: deque[tuple[TrajectoryId, int]] = deque()  #: in no wave yet, with their token counts
+        self.num_tokens = 0  #: of those pending
         self.closed = False  #: no more groups will come
         self.waves: list[TrainMicroBatch] = []
         self.sent = 0  #: waves the trainer has been given
@@ -89,6 +92,7 @@ class Feed:
         for t in group.trajectories:
             if t.reward is not None:
                 feed.pending.append((t.id, t.num_prompt_tokens + t.num_tokens))
+                feed.num_tokens += t.num_prompt_tokens + t.num_tokens
 
     def restart(self, step: int) -> None:
         """The trainer (re)starts at `step`: it is given every wave of that step and of those after it."""
@@ -115,17 +119,26 @@ class Feed:
             return feed.waves[feed.sent - 1]
         if feed.waves and feed.waves[-1].last:
             return None
-        size = sum(tokens for _, tokens in feed.pending)
-        if not feed.closed and (size == 0 or (ahead and size < self.num_ranks * self.budget)):
+        if not feed.closed and (not feed.pending or (ahead and feed.num_tokens < self.num_ranks * self.budget)):
             return None  # a full wave may be sent ahead; less only to an idle trainer
-        ranks, left = split_wave(feed.pending, num_ranks=self.num_ranks, budget=self.budget)
-        feed.pending = sorted(left)
-        wave = TrainMicroBatch(
-            step=self.open_step,
-            index=len(feed.waves),
-            last=feed.closed and not left,
-            ranks=tuple(tuple(sorted(r)) for r in ranks),
-        )
+        wave = self._cut_wave(feed, step=self.open_step)
         feed.waves.append(wave)
         feed.sent += 1
         return wave
+
+    def _cut_wave(self, feed: StepFeed, *, step: int) -> TrainMicroBatch:
+        """The next wave, of the trajectories committed first."""
+        taken: list[tuple[TrajectoryId, int]] = []
+        before = feed.num_tokens
+        while feed.pending and before - feed.num_tokens < self.num_ranks * self.budget:
+            taken.append(feed.pending.popleft())
+            feed.num_tokens -= taken[-1][1]
+        ranks, left = split_wave(taken, num_ranks=self.num_ranks, budget=self.budget)
+        feed.pending.extendleft(sorted(left, reverse=True))
+        feed.num_tokens += sum(size for _, size in left)
+        return TrainMicroBatch(
+            step=step,
+            index=len(feed.waves),
+            last=feed.closed and not feed.pending,
+            ranks=tuple(tuple(sorted(r)) for r in ranks),
+        )

@@ -7,10 +7,11 @@ without being live, while an evaluation or a push in flight needs it. Entry coun
 
 from __future__ import annotations
 
-from heapq import heappop, heappush
+from heapq import heappop, heappush, heapreplace
+from math import inf
 
-from dora.core.groups import Trajectory, TrajectoryPhase
-from dora.core.ids import InstanceId, TrajectoryId
+from dora.core.groups import Group, Trajectory
+from dora.core.ids import GroupId, InstanceId
 from dora.core.instances import Instance
 
 
@@ -39,7 +40,7 @@ class Version:
         self.kv_load = 0  #: footprints of its residents
         self.loading = 0  #: pushes of this version in flight
         self.serving: dict[InstanceId, Instance] = {}  #: SERVING and DRAINING instances that hold it
-        self._waiting: list[tuple[int, TrajectoryId, Trajectory]] = []  # lazy heap, see enqueue
+        self._waiting: list[tuple[int, GroupId, Group]] = []  # lazy heap, see reprioritize
         self._rooms: list[tuple[float, InstanceId, Instance]] = []  # lazy heap, see offer
 
     @property
@@ -47,56 +48,64 @@ class Version:
         """Rule 1 of system.md §3.1: a training trajectory of it is unfinished."""
         return self.unfinished > 0
 
-    # -- waiting trajectories: fewest unfinished siblings first, then admission order -------------------------------
+    # -- waiting trajectories: of the group with the fewest unfinished siblings, then in admission order ------------
 
-    def enqueue(self, trajectory: Trajectory) -> None:
-        """A training trajectory waits for a slot."""
-        self.num_waiting += 1
-        self._push_waiting(trajectory)
+    def enqueue(self, group: Group, waiting: list[Trajectory]) -> None:
+        """Siblings of a group wait for a slot."""
+        self.num_waiting += len(waiting)
+        group.waiting += waiting
+        self.reprioritize(group)
 
-    def reprioritize(self, trajectory: Trajectory) -> None:
-        """Its group has fewer unfinished siblings now; the older entry turns stale."""
-        self._push_waiting(trajectory)
+    def reprioritize(self, group: Group) -> None:
+        """A group with waiting siblings has another number of unfinished ones; the older entry turns stale."""
+        heappush(self._waiting, (group.unfinished, group.id, group))
 
-    def _push_waiting(self, trajectory: Trajectory) -> None:
-        assert trajectory.group is not None
-        heappush(self._waiting, (trajectory.group.unfinished, trajectory.id, trajectory))
-
-    def peek_waiting(self) -> Trajectory | None:
-        """The trajectory to be served first."""
+    def first_waiting(self) -> Group:
+        """The group whose waiting siblings are served first; there must be one."""
         heap = self._waiting
-        while heap:
-            unfinished, _, trajectory = heap[0]
-            group = trajectory.group
-            if trajectory.phase is TrajectoryPhase.WAITING and group is not None and group.unfinished == unfinished:
-                return trajectory
+        while not heap[0][2].waiting or heap[0][2].unfinished != heap[0][0]:
             heappop(heap)
-        return None
+        return heap[0][2]
+
+    def dequeue(self, group: Group) -> None:
+        """The group's next sibling has its slot."""
+        group.waiting.pop()
+        self.num_waiting -= 1
+
+    def forget_waiting(self, group: Group) -> None:
+        """The group has failed: its siblings wait no longer."""
+        self.num_waiting -= len(group.waiting)
+        group.waiting.clear()
 
     # -- instances with room: least loaded first --------------------------------------------------------------------
 
     def offer(self, instance: Instance) -> None:
-        """The load of an instance has changed; the entry with another key turns stale."""
+        """An instance takes work again, or has more room than before; an entry with a higher key turns stale."""
         key = instance.load()
-        if key != instance.room_key:
+        if key < instance.room_key:
             instance.room_key = key
             heappush(self._rooms, (key, instance.id, instance))
             if len(self._rooms) > 64 + 4 * len(self.serving):
                 self._compact()
 
     def _compact(self) -> None:
-        self._rooms = sorted((i.room_key, i.id, i) for i in self.serving.values())
+        self._rooms = sorted((i.room_key, i.id, i) for i in self.serving.values() if i.room_key < inf)
 
     def roomiest(self) -> Instance | None:
         """The least loaded instance that takes work of this version."""
         heap = self._rooms
         while heap:
             key, id, instance = heap[0]
-            if instance.room_key == key and instance.version == self.number and instance.takes_work:
+            if key != instance.room_key or instance.version != self.number:
+                heappop(heap)
+            elif not instance.takes_work:
+                heappop(heap)
+                instance.room_key = inf  # it is out of the heap: whoever makes it take work again must offer it
+            elif (load := instance.load()) > key:
+                instance.room_key = load  # a load that rises is entered only when it is looked at
+                heapreplace(heap, (load, id, instance))
+            else:
                 return instance
-            heappop(heap)
-            if instance.room_key == key and self.serving.get(id) is instance:
-                instance.room_key = -1.0  # it is out of the heap: whoever makes it take work again must offer it
         return None
 
 
