@@ -1,0 +1,199 @@
+"""A core with short names for the facts it is told: the tests of single rules read as event lists.
+
+Invariant: every fact is one the shell could report (a completion carries the attempt of the latest order it answers,
+unless told otherwise), and `invariants.check` runs after each. Every method returns the commands of its event.
+"""
+
+from __future__ import annotations
+
+from dora.core import commands as cmd
+from dora.core import events as ev
+from dora.core.commands import Command
+from dora.core.ids import GroupId, InstanceId, TrajectoryId
+from dora.core.invariants import check
+from dora.core.state import ControllerState
+from tests.core.world import settings
+
+#: Tokens of every prompt, unless a test says otherwise.
+PROMPT = 3
+
+
+# -- commands, as tests write them down -------------------------------------------------------------------------------
+
+
+def admit(group: int, *, version: int, deadline: int) -> cmd.AdmitGroup:
+    return cmd.AdmitGroup(GroupId(group), version, deadline)
+
+
+def generate(trajectory: int, *, on: int, version: int, attempt: int = 1, tokens: int = 0) -> cmd.Generate:
+    return cmd.Generate(TrajectoryId(trajectory), attempt, InstanceId(on), version, tokens)
+
+
+def stop(trajectory: int, *, on: int, attempt: int = 1) -> cmd.StopRequest:
+    return cmd.StopRequest(TrajectoryId(trajectory), attempt, InstanceId(on))
+
+
+def grade(trajectory: int, *, attempt: int = 2) -> cmd.GradeTrajectory:
+    return cmd.GradeTrajectory(TrajectoryId(trajectory), attempt)
+
+
+def push(instance: int, *, version: int, attempt: int) -> cmd.PushWeights:
+    return cmd.PushWeights(InstanceId(instance), attempt, version)
+
+
+def commit(group: int, *, version: int, step: int) -> cmd.CommitGroup:
+    return cmd.CommitGroup(GroupId(group), version, step)
+
+
+# -- the core and its facts -------------------------------------------------------------------------------------------
+
+
+class Core:
+    """One ControllerState, told facts one at a time. Time stands still unless a test moves it."""
+
+    def __init__(self, strategy: str = "dora", *, max_staleness: int = 1, **changes: object) -> None:
+        self.state = ControllerState(settings(strategy, max_staleness=max_staleness, **changes))
+        self.now = 0.0
+        self.orders: list[Command] = []  #: all that were ever given
+        self.attempts: dict[tuple[type[Command], int], int] = {}  #: latest, per order and trajectory or instance
+        self.incarnations: dict[int, int] = {}
+        self.fetch = cmd.FetchPrompts(GroupId(0), 0)  #: the latest
+        self.waves: list[cmd.TrainMicroBatch] = []  #: sent and not yet trained
+
+    def tell(self, event: ev.Event) -> list[Command]:
+        """One fact, and what is ordered because of it."""
+        orders = self.state.handle(event)
+        check(self.state)
+        self.orders += orders
+        for order in orders:
+            if isinstance(order, cmd.Generate | cmd.GradeTrajectory):
+                self.attempts[type(order), order.trajectory] = order.attempt
+            elif isinstance(order, cmd.PushWeights):
+                self.attempts[cmd.PushWeights, order.instance] = order.attempt
+            elif isinstance(order, cmd.FetchPrompts):
+                self.fetch = order
+            elif isinstance(order, cmd.TrainMicroBatch):
+                self.waves.append(order)
+        return orders
+
+    def of(self, *kinds: type[Command]) -> list[Command]:
+        """All orders of these kinds so far."""
+        return [order for order in self.orders if isinstance(order, kinds)]
+
+    # -- instances ----------------------------------------------------------------------------------------------------
+
+    def up(self, instance: int, *, slots: int = 4, kv: int = 4096) -> list[Command]:
+        self.incarnations[instance] = self.incarnations.get(instance, 0) + 1
+        return self.tell(ev.InstanceUp(self.now, InstanceId(instance), self.incarnations[instance], slots, kv))
+
+    def lost(self, instance: int, tokens: dict[int, int] | None = None) -> list[Command]:
+        counts = {TrajectoryId(t): n for t, n in (tokens or {}).items()}
+        return self.tell(ev.InstanceLost(self.now, InstanceId(instance), self.incarnations[instance], counts, "gone"))
+
+    def pushed(self, instance: int, version: int, *, attempt: int | None = None) -> list[Command]:
+        attempt = self.attempts[cmd.PushWeights, instance] if attempt is None else attempt
+        return self.tell(ev.WeightPushFinished(self.now, InstanceId(instance), attempt, version))
+
+    def push_failed(self, instance: int, *, attempt: int | None = None) -> list[Command]:
+        attempt = self.attempts[cmd.PushWeights, instance] if attempt is None else attempt
+        return self.tell(ev.WeightPushFailed(self.now, InstanceId(instance), attempt, "refused"))
+
+    def pressed(self, instance: int) -> list[Command]:
+        return self.tell(ev.KvPressureReported(self.now, InstanceId(instance), True))
+
+    def relieved(self, instance: int) -> list[Command]:
+        return self.tell(ev.KvPressureReported(self.now, InstanceId(instance), False))
+
+    # -- trajectories -------------------------------------------------------------------------------------------------
+
+    def prompts(self, count: int | None = None, *, tokens: int = PROMPT) -> list[Command]:
+        """Answer the latest FetchPrompts; with fewer than it asked for, the source is dry."""
+        count = self.fetch.count if count is None else count
+        dry = count < self.fetch.count
+        return self.tell(ev.PromptsArrived(self.now, self.fetch.first, (tokens,) * count, dry))
+
+    def progress(self, instance: int, tokens: dict[int, int]) -> list[Command]:
+        counts = {TrajectoryId(t): n for t, n in tokens.items()}
+        return self.tell(ev.ProgressReported(self.now, InstanceId(instance), counts))
+
+    def finished(self, t: int, *, tokens: int = 1, attempt: int | None = None) -> list[Command]:
+        attempt = self.attempts[cmd.Generate, t] if attempt is None else attempt
+        spans = ((self.version_of(t), 0, tokens),)
+        return self.tell(ev.GenerationFinished(self.now, TrajectoryId(t), attempt, tokens, False, spans))
+
+    def stopped(self, t: int, *, tokens: int, attempt: int | None = None) -> list[Command]:
+        attempt = self.attempts[cmd.Generate, t] if attempt is None else attempt
+        return self.tell(
+            ev.GenerationStopped(self.now, TrajectoryId(t), attempt, tokens, ((self.version_of(t), 0, tokens),))
+        )
+
+    def failed(self, t: int, *, tokens: int = 0) -> list[Command]:
+        attempt = self.attempts[cmd.Generate, t]
+        return self.tell(ev.GenerationFailed(self.now, TrajectoryId(t), attempt, tokens, False, "refused"))
+
+    def broken(self, t: int, *, tokens: int = 0) -> list[Command]:
+        """The connection broke: the server may be gone."""
+        attempt = self.attempts[cmd.Generate, t]
+        return self.tell(ev.GenerationFailed(self.now, TrajectoryId(t), attempt, tokens, True, "connection reset"))
+
+    def graded(self, t: int, reward: float | None, *, attempt: int | None = None) -> list[Command]:
+        attempt = self.attempts[cmd.GradeTrajectory, t] if attempt is None else attempt
+        return self.tell(ev.TrajectoryGraded(self.now, TrajectoryId(t), attempt, reward))
+
+    def answer(self, group: int, *, rewards: tuple[float | None, ...] = (0.0, 1.0), tokens: int = 1) -> list[Command]:
+        """All siblings finish, then all are graded: the commands of all these events."""
+        ids = range(group * len(rewards), (group + 1) * len(rewards))
+        orders = [order for t in ids for order in self.finished(t, tokens=tokens)]
+        return orders + [order for t, reward in zip(ids, rewards, strict=True) for order in self.graded(t, reward)]
+
+    def version_of(self, t: int) -> int:
+        trajectory = self.state.trajectories.get(TrajectoryId(t))
+        return trajectory.version if trajectory is not None else 0
+
+    # -- training and time --------------------------------------------------------------------------------------------
+
+    def ready(self, step: int = 0) -> list[Command]:
+        self.waves.clear()
+        return self.tell(ev.TrainerReady(self.now, step))
+
+    def publish(self, version: int) -> list[Command]:
+        return self.tell(ev.VersionPublished(self.now, version, 1, {}))
+
+    def train(self, step: int) -> list[Command]:
+        """The trainer works off every wave of a closed step: the commands of all these events."""
+        orders = []
+        while self.waves:
+            wave = self.waves.pop(0)
+            orders += self.tell(ev.MicroBatchTrained(self.now, wave.step, wave.index))
+        return orders + self.tell(ev.StepTrained(self.now, step))
+
+    def tick(self, after: float = 0.0) -> list[Command]:
+        self.now += after
+        return self.tell(ev.Ticked(self.now))
+
+    def restarted(self, tokens: dict[int, int] | None = None) -> list[Command]:
+        self.waves.clear()
+        counts = {TrajectoryId(t): n for t, n in (tokens or {}).items()}
+        return self.tell(ev.ControllerRestarted(self.now, 1, counts))
+
+
+def started(
+    strategy: str = "dora",
+    *,
+    instances: int = 1,
+    slots: int = 4,
+    kv: int = 4096,
+    prompts: int | None = None,
+    max_staleness: int = 1,
+    **changes: object,
+) -> Core:
+    """A core with a ready trainer, version 0 pushed to `instances` servers, and prompts: the first groups run."""
+    core = Core(strategy, max_staleness=max_staleness, **changes)
+    core.ready()
+    core.publish(0)
+    for i in range(instances):
+        core.up(i, slots=slots, kv=kv)
+    core.prompts(prompts)
+    for i in range(instances):
+        core.pushed(i, 0)
+    return core

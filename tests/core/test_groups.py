@@ -1,0 +1,84 @@
+"""The ledger: phases, conservation, and which graded groups carry no advantage."""
+
+from __future__ import annotations
+
+import pytest
+
+from dora.core.groups import TRANSITIONS, UNCONSUMED, Group, GroupPhase, Ledger, advantage_free
+from dora.core.ids import GroupId
+
+
+def group(id: int = 0, *, size: int = 2) -> Group:
+    return Group(GroupId(id), version=3, deadline=5, num_prompt_tokens=7, group_size=size, at=1.0)
+
+
+def path_to(phase: GroupPhase) -> list[GroupPhase]:
+    """Legal moves that lead from GENERATING to a phase."""
+    paths: list[list[GroupPhase]] = [[GroupPhase.GENERATING]]
+    while paths[0][-1] is not phase:
+        paths += [[*paths[0], after] for after in TRANSITIONS[paths[0][-1]]]
+        paths.pop(0)
+    return paths[0][1:]
+
+
+@pytest.mark.parametrize("phase", GroupPhase)
+@pytest.mark.parametrize("after", GroupPhase)
+def test_a_phase_changes_only_along_the_table_and_the_counts_follow(phase: GroupPhase, after: GroupPhase) -> None:
+    ledger, g = Ledger(), group()
+    ledger.admit(g)
+    for step in path_to(phase):
+        ledger.move(g, step)
+    if after not in TRANSITIONS[phase]:
+        with pytest.raises(ValueError, match=f"group 0: {phase.value} -> {after.value}"):
+            ledger.move(g, after)
+        after = phase
+    else:
+        ledger.move(g, after)
+    assert {p for p, n in ledger.counts.items() if n} == {after}
+    assert sum(ledger.counts.values()) == ledger.admitted == 1
+
+
+@pytest.mark.parametrize("end", [GroupPhase.TRAINED, GroupPhase.FILTERED, GroupPhase.FAILED])
+def test_a_group_is_untrained_until_it_is_trained_filtered_or_failed(end: GroupPhase) -> None:
+    ledger, g = Ledger(), group()
+    ledger.admit(g)
+    *before, last = path_to(end)
+    for phase in before:
+        ledger.move(g, phase)
+        assert ledger.num_untrained == 1
+    ledger.move(g, last)
+    assert ledger.num_untrained == 0
+    assert ledger.groups == {}
+
+
+def test_a_committed_group_is_consumed() -> None:
+    assert {GroupPhase.GENERATING, GroupPhase.GRADING, GroupPhase.COMPLETE} == UNCONSUMED
+
+
+def test_siblings_carry_the_tag_of_their_group() -> None:
+    g = group(4, size=3)
+    assert [(t.id, t.version, t.num_prompt_tokens) for t in g.trajectories] == [(12, 3, 7), (13, 3, 7), (14, 3, 7)]
+    assert (g.unfinished, g.ungraded, g.phase) == (3, 3, GroupPhase.GENERATING)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "verdict"),
+    [
+        ((0.0, 1.0), None),
+        ((1.0, 1.0), ("filtered", "zero variance")),
+        ((0.0, 0.0, 0.0), ("filtered", "zero variance")),
+        ((None, 0.5, 0.5), ("filtered", "zero variance")),
+        ((None, 0.0, 1.0), None),
+        ((None, 1.0), ("failed", "grading")),
+        ((None, None), ("failed", "grading")),
+    ],
+)
+def test_zero_variance_is_judged_over_graded_siblings_and_fewer_than_two_is_a_failure_of_grading(
+    rewards: tuple[float | None, ...], verdict: tuple[str, str] | None
+) -> None:
+    assert advantage_free(rewards, filter_zero_variance=True) == verdict
+
+
+def test_with_the_filter_off_only_failed_grading_keeps_a_group_from_training() -> None:
+    assert advantage_free((1.0, 1.0), filter_zero_variance=False) is None
+    assert advantage_free((None, 1.0), filter_zero_variance=False) == ("failed", "grading")
