@@ -49,32 +49,43 @@ def commit(group: int, *, version: int, step: int) -> cmd.CommitGroup:
 
 
 class Core:
-    """One ControllerState, told facts one at a time. Time stands still unless a test moves it."""
+    """One ControllerState, told facts one at a time. Time stands still unless a test moves it.
 
-    def __init__(self, strategy: str = "dora", *, max_staleness: int = 1, **changes: object) -> None:
+    Prompts arrive at the moment when they are asked for: FetchPrompts is left out of what is returned.
+    """
+
+    def __init__(
+        self, strategy: str = "dora", *, max_staleness: int = 1, source: int | None = None, **changes: object
+    ) -> None:
         self.state = ControllerState(settings(strategy, max_staleness=max_staleness, **changes))
+        self.source = source  #: prompts there are; None: endless
         self.now = 0.0
         self.orders: list[Command] = []  #: all that were ever given
         self.attempts: dict[tuple[type[Command], int], int] = {}  #: latest, per order and trajectory or instance
         self.incarnations: dict[int, int] = {}
-        self.fetch = cmd.FetchPrompts(GroupId(0), 0)  #: the latest
         self.waves: list[cmd.TrainMicroBatch] = []  #: sent and not yet trained
 
     def tell(self, event: ev.Event) -> list[Command]:
         """One fact, and what is ordered because of it."""
         orders = self.state.handle(event)
         check(self.state)
+        fetches = [order for order in orders if isinstance(order, cmd.FetchPrompts)]
+        orders = [order for order in orders if not isinstance(order, cmd.FetchPrompts)]
         self.orders += orders
         for order in orders:
             if isinstance(order, cmd.Generate | cmd.GradeTrajectory):
                 self.attempts[type(order), order.trajectory] = order.attempt
             elif isinstance(order, cmd.PushWeights):
                 self.attempts[cmd.PushWeights, order.instance] = order.attempt
-            elif isinstance(order, cmd.FetchPrompts):
-                self.fetch = order
             elif isinstance(order, cmd.TrainMicroBatch):
                 self.waves.append(order)
-        return orders
+        return orders + [order for fetch in fetches for order in self._read(fetch)]
+
+    def _read(self, fetch: cmd.FetchPrompts) -> list[Command]:
+        """Prompts of the stream, as far as it goes."""
+        end = fetch.first + fetch.count if self.source is None else min(fetch.first + fetch.count, self.source)
+        prompts = (PROMPT,) * max(0, end - fetch.first)
+        return self.tell(ev.PromptsArrived(self.now, fetch.first, prompts, end == self.source))
 
     def of(self, *kinds: type[Command]) -> list[Command]:
         """All orders of these kinds so far."""
@@ -105,12 +116,6 @@ class Core:
         return self.tell(ev.KvPressureReported(self.now, InstanceId(instance), False))
 
     # -- trajectories -------------------------------------------------------------------------------------------------
-
-    def prompts(self, count: int | None = None, *, tokens: int = PROMPT) -> list[Command]:
-        """Answer the latest FetchPrompts; with fewer than it asked for, the source is dry."""
-        count = self.fetch.count if count is None else count
-        dry = count < self.fetch.count
-        return self.tell(ev.PromptsArrived(self.now, self.fetch.first, (tokens,) * count, dry))
 
     def progress(self, instance: int, tokens: dict[int, int]) -> list[Command]:
         counts = {TrajectoryId(t): n for t, n in tokens.items()}
@@ -178,22 +183,14 @@ class Core:
 
 
 def started(
-    strategy: str = "dora",
-    *,
-    instances: int = 1,
-    slots: int = 4,
-    kv: int = 4096,
-    prompts: int | None = None,
-    max_staleness: int = 1,
-    **changes: object,
+    strategy: str = "dora", *, instances: int = 1, slots: int = 4, kv: int = 4096, **changes: object
 ) -> Core:
-    """A core with a ready trainer, version 0 pushed to `instances` servers, and prompts: the first groups run."""
-    core = Core(strategy, max_staleness=max_staleness, **changes)
+    """A core with a ready trainer and version 0 pushed to `instances` servers: the first groups run."""
+    core = Core(strategy, **changes)  # type: ignore[arg-type]
     core.ready()
     core.publish(0)
     for i in range(instances):
         core.up(i, slots=slots, kv=kv)
-    core.prompts(prompts)
     for i in range(instances):
         core.pushed(i, 0)
     return core

@@ -49,7 +49,7 @@ def test_f_holds_exactly_when_the_groups_can_be_committed_by_their_deadlines(
 def test_whatever_is_allowed_keeps_f_and_whatever_is_refused_would_break_it(
     data: st.DataObject, n: int, k: int, steps: int
 ) -> None:
-    """Admit, commit, filter, publish and close in any order, until the job ends; then the rest can still be committed."""
+    """Admit, commit, filter, publish and close in any order; then the rest can still be committed."""
     f = formation(n=n, k=k, steps=steps)
     groups: list[int] = []  # deadlines of U
     newest = 0

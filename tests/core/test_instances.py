@@ -83,7 +83,7 @@ def test_a_reserved_move_takes_slot_and_kv_like_a_resident() -> None:
     instance.unreserve(moving)
     instance.remove(resident)
     assert instance.is_empty
-    assert (instance.num_requests, instance.num_tokens, instance.kv_load, instance.num_training) == (0, 0, 0, 0)
+    assert (instance.num_requests, instance.kv_load, instance.num_training) == (0, 0, 0)
 
 
 def test_load_is_the_larger_share_of_slots_and_kv() -> None:
@@ -103,7 +103,6 @@ def test_an_instance_that_came_up_holds_nothing_and_is_pushed_before_it_works() 
     core = Core()
     core.ready()
     core.publish(0)
-    core.prompts()
     assert core.up(0) == [push(0, version=0, attempt=1)]
     assert core.state.instances[InstanceId(0)].phase is InstancePhase.LOADING
     assert [type(o) for o in core.pushed(0, 0)][:2] == [cmd.AdmitGroup, cmd.Generate]
@@ -112,7 +111,6 @@ def test_an_instance_that_came_up_holds_nothing_and_is_pushed_before_it_works() 
 def test_a_late_push_completion_of_an_old_attempt_is_counted_and_ignored() -> None:
     core = Core()
     core.publish(0)
-    core.prompts()
     core.up(0)
     assert core.push_failed(0) == []
     assert core.tick(1.0) == [push(0, version=0, attempt=2)]
@@ -125,7 +123,6 @@ def test_a_late_push_completion_of_an_old_attempt_is_counted_and_ignored() -> No
 def test_a_push_that_reads_back_another_version_confirms_nothing() -> None:
     core = Core()
     core.publish(0)
-    core.prompts()
     core.up(0)
     assert core.pushed(0, 7) == []
     assert core.state.instances[InstanceId(0)].version is None

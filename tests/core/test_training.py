@@ -1,4 +1,4 @@
-"""What the trainer gets and when: waves of one micro-batch per rank, each trajectory once, a replay of the very same."""
+"""What the trainer gets and when: waves of one micro-batch per rank, each trajectory once, the same on replay."""
 
 from __future__ import annotations
 

@@ -1,0 +1,236 @@
+"""Evaluation beside rollout: a version like any other, its share of the slots, never in the ledger (rule 9)."""
+
+from __future__ import annotations
+
+import pytest
+
+from dora.core import commands as cmd
+from dora.core import events as ev
+from dora.core.evaluation import Evaluation
+from dora.core.ids import evaluation_index
+from tests.core.builders import PROMPT, Core, admit, generate, grade, push, started, stop
+from tests.core.world import Faults, World, run, settings
+
+SAMPLES = (PROMPT,) * 4
+
+
+def reports(core: Core) -> list[int]:
+    return [o.version for o in core.of(cmd.ReportEvaluation) if isinstance(o, cmd.ReportEvaluation)]
+
+
+def past_the_baseline(strategy: str = "dora", *, slots: int, **changes: object) -> Core:
+    """Version 0 is evaluated by the only instance, groups run there, and every further version is to be evaluated."""
+    core = started(strategy, slots=slots, eval_prompt_tokens=SAMPLES, eval_every=1, **changes)
+    for index in range(1, 5):
+        core.finished(-index)
+        core.graded(-index, 1.0)
+    assert reports(core) == [0]
+    return core
+
+
+# -- which versions ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("every", "evaluated"), [(0, [0, 7]), (3, [0, 3, 6, 7]), (1, list(range(8)))])
+def test_the_first_and_the_last_version_are_evaluated_and_every_so_many_between(every: int, evaluated: list[int]) -> None:
+    evaluation = Evaluation(prompt_tokens=SAMPLES, every=every)
+    assert [v for v in range(8) if evaluation.wants(v, is_last=v == 7)] == evaluated
+
+
+def test_without_samples_nothing_is_evaluated() -> None:
+    evaluation = Evaluation(prompt_tokens=(), every=1)
+    assert not any(evaluation.wants(v, is_last=v == 7) for v in range(8))
+
+
+@pytest.mark.parametrize("strategy", ["sync", "periodic", "one_step_off", "dora"])
+def test_a_run_reports_its_first_version_first_and_its_last_version_last(strategy: str) -> None:
+    world = run(strategy, steps=4, eval_prompt_tokens=SAMPLES, eval_every=2)
+    reported = [o.version for _, orders in world.journal for o in orders if isinstance(o, cmd.ReportEvaluation)]
+    assert (reported[0], reported[-1]) == (0, 4)
+    assert isinstance(world.journal[-1][1][-1], cmd.FinishRun)
+
+
+def test_a_source_that_runs_dry_has_the_last_version_evaluated_all_the_same() -> None:
+    world = run(steps=50, prompts=10, eval_prompt_tokens=SAMPLES)
+    reported = [o.version for _, orders in world.journal for o in orders if isinstance(o, cmd.ReportEvaluation)]
+    assert reported == [0, world.state.formation.step]
+
+
+# -- version 0 --------------------------------------------------------------------------------------------------------
+
+
+def test_version_0_is_evaluated_before_anything_is_admitted() -> None:
+    core = Core(eval_prompt_tokens=SAMPLES)
+    core.ready()
+    core.publish(0)
+    core.up(0, slots=3)
+    assert core.pushed(0, 0) == [generate(t, on=0, version=0) for t in (-1, -2, -3)]
+    assert core.finished(-1) == [grade(-1), generate(-4, on=0, version=0)]
+    assert core.finished(-2) == [grade(-2), admit(0, version=0, deadline=1), generate(0, on=0, version=0)]
+
+
+@pytest.mark.parametrize("strategy", ["sync", "periodic", "one_step_off", "dora"])
+def test_in_a_whole_run_every_sample_of_version_0_is_dispatched_before_the_first_group(strategy: str) -> None:
+    world = run(strategy, steps=2, slots=1, eval_prompt_tokens=(PROMPT,) * 10)
+    orders = [o for _, orders in world.journal for o in orders if isinstance(o, cmd.Generate | cmd.AdmitGroup)]
+    first = next(i for i, o in enumerate(orders) if isinstance(o, cmd.AdmitGroup))
+    assert [o.trajectory for o in orders[:first] if isinstance(o, cmd.Generate)] == [-1 - i for i in range(10)]
+
+
+# -- its share of the slots -------------------------------------------------------------------------------------------
+
+
+def test_while_training_wants_slots_evaluation_holds_at_most_its_share() -> None:
+    core = past_the_baseline(slots=8, steps=20, max_staleness=2, max_eval_share=0.1)
+    for group in range(4):
+        core.answer(group)
+    core.train(0)
+    core.publish(1)
+    assert core.up(1, slots=12) == [push(1, version=1, attempt=1)]
+    assert core.pushed(1, 1) == [  # a tenth of twenty slots, then as many groups as W lets in
+        generate(-5, on=1, version=1),
+        generate(-6, on=1, version=1),
+        admit(8, version=1, deadline=3),
+        generate(16, on=1, version=1),
+        generate(17, on=1, version=1),
+    ]
+
+
+def test_evaluation_has_all_slots_while_training_could_not_use_them() -> None:
+    core = past_the_baseline(slots=3, groups_per_step=1, steps=1)
+    core.answer(0)
+    core.train(0)
+    assert core.publish(1) == [push(0, version=1, attempt=2), cmd.ReleaseVersion(0)]
+    assert core.pushed(0, 1) == [generate(t, on=0, version=1) for t in (-5, -6, -7)]
+
+
+def test_a_small_fleet_gives_evaluation_one_slot() -> None:
+    core = past_the_baseline("sync", slots=4, steps=5)
+    for group in range(4):
+        core.answer(group)
+    core.train(0)
+    core.publish(1)
+    assert core.pushed(0, 1)[:2] == [generate(-5, on=0, version=1), admit(4, version=1, deadline=1)]
+
+
+# -- making room ------------------------------------------------------------------------------------------------------
+
+
+def test_samples_yield_their_instance_to_the_newest_version_and_go_on_with_their_tokens_when_it_is_free() -> None:
+    core = past_the_baseline("sync", slots=4, groups_per_step=1, steps=5)
+    core.answer(0)
+    core.train(0)
+    core.publish(1)
+    core.pushed(0, 1)
+    core.answer(1)
+    core.train(1)
+    assert core.publish(2) == [stop(t, on=0) for t in (-5, -6, -7, -8)]
+    for t in (-5, -6, -7):
+        assert core.stopped(t, tokens=4) == []
+    assert core.stopped(-8, tokens=9) == [push(0, version=2, attempt=3)]
+    assert core.pushed(0, 2)[0] == admit(2, version=2, deadline=2)
+    assert push(0, version=1, attempt=4) in core.answer(2)  # version 2 has all its groups: the slots are free
+    assert core.pushed(0, 1) == [
+        generate(-8, on=0, version=1, attempt=2, tokens=9),
+        generate(-7, on=0, version=1, attempt=2, tokens=4),
+        generate(-6, on=0, version=1, attempt=2, tokens=4),
+        generate(-5, on=0, version=1, attempt=2, tokens=4),
+    ]
+    assert core.state.counters.scheduling_aborts == 0
+
+
+def test_a_version_in_need_comes_before_the_one_under_evaluation() -> None:
+    core = past_the_baseline("sync", slots=4, groups_per_step=1, steps=5)
+    core.answer(0)
+    core.train(0)
+    core.publish(1)
+    core.pushed(0, 1)
+    core.answer(1)
+    core.train(1)
+    core.publish(2)
+    for t in (-5, -6, -7, -8):
+        core.stopped(t, tokens=4)
+    core.pushed(0, 2)
+    core.lost(0)
+    assert core.up(0) == [push(0, version=2, attempt=4)]
+    assert core.pushed(0, 2) == [generate(t, on=0, version=2, attempt=3) for t in (5, 4)]
+
+
+def test_evaluation_keeps_its_version_until_it_is_reported_and_no_longer() -> None:
+    core = past_the_baseline("sync", slots=4, groups_per_step=1, steps=5)
+    core.answer(0)
+    core.train(0)
+    core.publish(1)
+    core.pushed(0, 1)
+    core.answer(1)
+    core.train(1)
+    core.publish(2)
+    for t in (-5, -6, -7, -8):
+        core.finished(t)
+    for t in (-5, -6, -7):
+        assert core.graded(t, 1.0) == []
+    assert core.graded(-8, 1.0) == [cmd.ReportEvaluation(1), cmd.ReleaseVersion(1)]
+
+
+# -- apart from training ----------------------------------------------------------------------------------------------
+
+
+def test_samples_never_enter_the_ledger_or_a_step() -> None:
+    world = run(steps=4, eval_prompt_tokens=SAMPLES, eval_every=1)
+    assert world.state.ledger.admitted == 16
+    assert all(t >= 0 for w in world.micro_batches.values() for wave in w for rank in wave.ranks for t in rank)
+    samples = {o.trajectory for _, orders in world.journal for o in orders if isinstance(o, cmd.Generate)}
+    assert sum(t < 0 for t in samples) == 5 * len(SAMPLES)
+
+
+def test_every_sample_is_decoded_under_the_version_it_evaluates() -> None:
+    world = run(steps=6, eval_prompt_tokens=SAMPLES, eval_every=1, faults=Faults(instance_dies=0.05, push_fails=0.1))
+    for _, orders in world.journal:
+        for o in orders:
+            if isinstance(o, cmd.Generate) and o.trajectory < 0:
+                assert evaluation_index(o.trajectory, num_samples=len(SAMPLES))[0] == o.version
+
+
+def test_a_sample_whose_grading_fails_does_not_hold_up_the_evaluation() -> None:
+    core = Core(eval_prompt_tokens=(PROMPT, PROMPT))
+    core.publish(0)
+    core.up(0)
+    core.pushed(0, 0)
+    core.finished(-1)
+    core.finished(-2)
+    assert core.graded(-1, None) == []
+    assert core.graded(-2, 1.0) == [cmd.ReportEvaluation(0)]
+
+
+def test_a_sample_that_fails_too_often_counts_as_not_graded() -> None:
+    core = Core(eval_prompt_tokens=(PROMPT,), max_attempts=2)
+    core.publish(0)
+    core.up(0)
+    core.pushed(0, 0)
+    assert core.failed(-1) == [generate(-1, on=0, version=0, attempt=2)]
+    assert core.failed(-1)[0] == cmd.ReportEvaluation(0)
+
+
+class Watched(World):
+    """Notes, after every event, how many versions more than K + 1 are held, and which."""
+
+    def deliver(self, event: ev.Event) -> None:
+        super().deliver(event)
+        window, evaluated = self.state.window, self.state.evaluation.version
+        self.extra = getattr(self, "extra", 0)
+        held = [v for v, entry in window.entries.items() if not entry.loading]
+        beyond = [v for v in held if v not in window.live()]
+        assert beyond in ([], [evaluated])
+        assert len(held) <= self.settings.rules.max_staleness + 2
+        self.extra = max(self.extra, len(held) - self.settings.rules.max_staleness - 1)
+
+
+@pytest.mark.parametrize("k", [0, 1, 2])
+def test_live_versions_exceed_k_plus_1_only_by_the_one_under_evaluation(k: int) -> None:
+    extra = 0
+    for seed in range(4):
+        config = settings(max_staleness=k, steps=10, eval_prompt_tokens=(PROMPT,) * 12, eval_every=1)
+        world = Watched(config, seed=seed, num_instances=k + 2, slots=2)
+        world.run()
+        extra = max(extra, world.extra)
+    assert extra == 1
