@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -37,3 +38,8 @@ def test_imports_go_downwards_only():
 def test_importing_it_loads_neither_torch_nor_transformers(module: str):
     heavy = f"import sys, {module}; print([m for m in ('torch', 'transformers') if m in sys.modules])"
     assert run("-c", heavy).stdout.strip() == "[]"
+
+
+def test_every_test_folder_is_run():
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]
+    assert set(settings["testpaths"]) == {f"tests/{path.parent.name}" for path in ROOT.glob("tests/*/test_*.py")}
