@@ -32,7 +32,7 @@ def past_the_baseline(strategy: str = "dora", *, slots: int, **changes: object) 
 
 
 @pytest.mark.parametrize(("every", "evaluated"), [(0, [0, 7]), (3, [0, 3, 6, 7]), (1, list(range(8)))])
-def test_the_first_and_the_last_version_are_evaluated_and_every_so_many_between(every: int, evaluated: list[int]) -> None:
+def test_the_first_and_last_version_are_evaluated_and_every_so_many_between(every: int, evaluated: list[int]) -> None:
     evaluation = Evaluation(prompt_tokens=SAMPLES, every=every)
     assert [v for v in range(8) if evaluation.wants(v, is_last=v == 7)] == evaluated
 
