@@ -278,7 +278,7 @@ async def server_info(request: web.Request) -> web.Response:
             "admin_api_key": None,
             "status": "ready",
             "max_total_num_tokens": batcher.kv_tokens,
-            "max_req_input_len": min(limits.context_tokens, batcher.kv_tokens) - 1,
+            "max_req_input_len": min(limits.context_tokens, batcher.kv_tokens),
             "internal_states": [state],
             "version": VERSION,
             "engine": "dora-embedded",

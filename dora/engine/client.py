@@ -71,19 +71,12 @@ class GenerateRequest:
         return msgspec.json.encode(request)
 
 
-class _Queues(msgspec.Struct):
-    grammar: int = 0
-    paused: int = 0
-    retracted: int = 0
-
-
 class _RankLoad(msgspec.Struct):
     num_running_reqs: int
     num_waiting_reqs: int
     num_used_tokens: int
     max_total_num_tokens: int
     max_running_requests: int
-    queues: _Queues = msgspec.field(default_factory=_Queues)
 
 
 class _LoadsAnswer(msgspec.Struct):
@@ -101,19 +94,22 @@ class _UpdateAnswer(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class Loads:
-    """What a server holds right now, summed over its data-parallel ranks."""
+    """What a server holds, summed over its data-parallel ranks.
+
+    Real SGLang counts at each prefill, at every 15th decode step and when it runs dry, so what began a moment ago may
+    be missing. Its `queues.retracted` is not read: that is what its last report said, and outlives the requests.
+    """
 
     num_running: int
-    num_waiting: int  # waiting for a slot, a grammar, or for the end of a pause
-    num_retracted: int
+    num_waiting: int  # for a slot or for the end of a pause, retracted ones included
     used_tokens: int  # KV tokens, cached prefixes left out
     max_total_tokens: int
     max_running: int
 
     @property
     def is_empty(self) -> bool:
-        """No request is resident in any queue."""
-        return self.num_running == self.num_waiting == self.num_retracted == 0
+        """No request is resident, as far as the server has counted; `flush_cache` knows for certain."""
+        return self.num_running == self.num_waiting == 0
 
 
 class EngineClient:
@@ -183,7 +179,13 @@ class EngineClient:
             pass  # a body cut short: `close` says whether the last chunk was there
         except (aiohttp.ClientError, ConnectionError) as err:
             raise _remote_error(url, err) from err
-        return parser.close()
+        result = parser.close()
+        if result.finish_reason == "length" and result.num_tokens < request.max_new_tokens:
+            raise ProtocolError(
+                f"{url}: cut an answer to {result.num_tokens} of {request.max_new_tokens} tokens: its context or KV "
+                "room is too small for the request"
+            )
+        return result
 
     async def abort(self, url: str, rid: str) -> None:
         """Ask the server to end a request; its stream then ends with a last chunk. An unknown rid is no error."""
@@ -222,8 +224,7 @@ class EngineClient:
         ranks = _read(answer, _LoadsAnswer, what=url + protocol.LOADS).loads
         return Loads(
             num_running=sum(rank.num_running_reqs for rank in ranks),
-            num_waiting=sum(rank.num_waiting_reqs + rank.queues.grammar + rank.queues.paused for rank in ranks),
-            num_retracted=sum(rank.queues.retracted for rank in ranks),
+            num_waiting=sum(rank.num_waiting_reqs for rank in ranks),
             used_tokens=sum(rank.num_used_tokens for rank in ranks),
             max_total_tokens=sum(rank.max_total_num_tokens for rank in ranks),
             max_running=sum(rank.max_running_requests for rank in ranks),

@@ -24,7 +24,7 @@ class Capabilities:
     is_incremental: bool  # streams new tokens only; a hint, the parser decides per chunk
     max_total_tokens: int  # KV room
     max_running: int  # slots
-    context_length: int | None  # None: the server does not say
+    context_length: int | None  # longest prompt + answer that it takes, however cut; None: the server does not say
     label: str  # of the weights it holds now
 
 
@@ -43,7 +43,9 @@ async def probe(client: EngineClient, url: str, *, timeout_s: float) -> Capabili
         is_incremental=bool(info.get("incremental_streaming_output")),
         max_total_tokens=loads.max_total_tokens,
         max_running=loads.max_running,
-        context_length=info.get("context_length"),
+        # Inputs must be shorter than this, and so must prompt + answer: any of it may come back as an input. SGLang
+        # keeps a few tokens of the context for itself and cuts an answer that would need them.
+        context_length=info.get("max_req_input_len"),
         label=label,
     )
 

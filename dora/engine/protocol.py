@@ -27,4 +27,4 @@ METRICS: Final = "/metrics"
 DONE: Final = "[DONE]"
 
 #: Keys of /server_info that hold secrets; dropped before anything is stored or logged.
-SECRET_SERVER_INFO_KEYS: Final = frozenset({"api_key", "admin_api_key"})
+SECRET_SERVER_INFO_KEYS: Final = frozenset({"api_key", "admin_api_key", "ssl_keyfile_password"})

@@ -57,6 +57,17 @@ async def test_tokens_are_handed_on_while_the_stream_is_still_open(
     assert result.spans == (("default", 0, 3),)
 
 
+async def test_an_answer_that_the_server_cut_short_is_not_a_finished_one(
+    server: ScriptedServer, client: EngineClient
+) -> None:
+    """SGLang lowers a budget that its context cannot hold, and calls the end `length` (scheduler.py, 0.5.20)."""
+    tokens = Tokens()
+    server.streams(FIRST, SECOND, LAST, DONE)
+    with pytest.raises(ProtocolError, match="cut an answer to 3 of 4 tokens"):
+        await client.generate(server.url, replace(REQUEST, max_new_tokens=4), tokens)
+    assert tokens.token_ids == TOKENS
+
+
 async def test_the_request_says_everything_and_leaves_nothing_to_defaults(
     server: ScriptedServer, client: EngineClient
 ) -> None:
@@ -284,33 +295,39 @@ async def test_a_flush_tells_whether_it_was_done(server: ScriptedServer, client:
             await client.flush_cache(server.url)
 
 
-async def test_loads_count_every_queue_of_every_rank(server: ScriptedServer, client: EngineClient) -> None:
+async def test_loads_count_the_requests_of_every_rank(server: ScriptedServer, client: EngineClient) -> None:
     idle, busy = captured("GET_v1_loads.json"), captured("GET_v1_loads_busy.json")
     server.says("/v1/loads", idle)
     assert (await client.loads(server.url)).is_empty
     server.says("/v1/loads", busy)
     loads = await client.loads(server.url)
     assert not loads.is_empty
-    assert loads == Loads(
-        num_running=1, num_waiting=0, num_retracted=0, used_tokens=274, max_total_tokens=65536, max_running=64
-    )
-    for queue in ("grammar", "paused", "retracted"):
-        ranks = [idle["loads"][0], {**idle["loads"][0], "queues": {queue: 1}}]
-        server.says("/v1/loads", {"loads": ranks})
-        loads = await client.loads(server.url)
-        assert not loads.is_empty
-        assert loads.max_running == 128
+    assert loads == Loads(num_running=1, num_waiting=0, used_tokens=274, max_total_tokens=65536, max_running=64)
+    server.says("/v1/loads", {"loads": [idle["loads"][0], {**idle["loads"][0], "num_waiting_reqs": 1}]})
+    loads = await client.loads(server.url)
+    assert not loads.is_empty
+    assert loads.max_running == 128
+
+
+async def test_a_server_that_once_retracted_a_request_can_be_empty(
+    server: ScriptedServer, client: EngineClient
+) -> None:
+    """An idle SGLang 0.5.20 repeats the retractions of its last report until it reports again."""
+    idle = captured("GET_v1_loads.json")["loads"][0]
+    server.says("/v1/loads", {"loads": [{**idle, "queues": {**idle["queues"], "retracted": 1}}]})
+    assert (await client.loads(server.url)).is_empty
 
 
 async def test_secrets_in_the_server_info_are_dropped_at_every_depth(
     server: ScriptedServer, client: EngineClient
 ) -> None:
     info = captured("GET_server_info.json")
-    assert "api_key" in info
+    assert {"api_key", "ssl_keyfile_password"} <= info.keys()
     assert "admin_api_key" in info["internal_states"][0]
     server.says("/server_info", info)
     kept = await client.server_info(server.url)
     assert "api_key" not in json.dumps(kept)
+    assert "ssl_keyfile_password" not in json.dumps(kept)
     assert kept["version"] == "0.5.20"
     assert kept["internal_states"][0]["effective_max_running_requests_per_dp"] == 64
 

@@ -50,7 +50,7 @@ async def test_a_captured_sglang_is_understood(sglang: ScriptedServer, client: E
         is_incremental=False,
         max_total_tokens=65536,
         max_running=64,
-        context_length=None,
+        context_length=4090,
         label="v9",
     )
 
