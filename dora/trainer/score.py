@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
 
 from dora.trainer import attention
 from dora.trainer.model import logprobs
@@ -33,6 +34,7 @@ def score(
     """For each sequence the log-probs of its tokens after the prompt, under softmax(logits / temperature)."""
     if min(prompt_lengths, default=1) < 1:
         raise ValueError("the first token of a sequence has no log-prob; prompts have at least one token")
+    disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(
         model_path,
         dtype=getattr(torch, dtype),

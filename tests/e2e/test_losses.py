@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from dora.core.ids import InstanceId, TrajectoryId
 from dora.journal.frames import FrameReader
 from dora.journal.run_folder import RunFolder
 from dora.journal.tokens import _CHUNK, _HEAD
+from dora.seed.policy import path as seed_path
 from tests.e2e.runs import (
     Run,
     assert_audit_clean,
@@ -27,8 +29,7 @@ from tests.e2e.runs import (
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 
-#: More than are trained while an engine starts.
-STEPS = 12
+STEPS = 8
 MAX_NEW_TOKENS = 128
 #: An answer killed with so many tokens has something to lose.
 MANY_TOKENS = 32
@@ -46,15 +47,28 @@ class Lost:
 
 
 @pytest.fixture(scope="module")
-def lost(tmp_path_factory: pytest.TempPathFactory) -> Lost:
-    """Long sums, so that answers are long: the policy works most of them out term by term."""
+def slow_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The seed's tokenizer over a larger, random policy: answers take a second each and seldom end by themselves."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    folder = tmp_path_factory.mktemp("models") / "slow"
+    shutil.copytree(seed_path(), folder)
+    config = AutoConfig.from_pretrained(folder, hidden_size=192, intermediate_size=768, num_hidden_layers=8)
+    config.layer_types = ["full_attention"] * 8
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def lost(slow_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Lost:
     arguments = settings(
         run__folder=tmp_path_factory.mktemp("runs"),
         run__steps=STEPS,
-        rollout__groups_per_step=16,
+        model__path=slow_model,
+        rollout__groups_per_step=4,
+        rollout__group_size=4,
         rollout__filter_zero_variance=False,
         rollout__max_new_tokens=MAX_NEW_TOKENS,
-        task__sources="[{options={min_terms=20, max_terms=32}}]",
         engine__instances=3,
         trainer__checkpoint_every=2,
         eval__sets="[]",
@@ -64,7 +78,7 @@ def lost(tmp_path_factory: pytest.TempPathFactory) -> Lost:
         instance, counts = freeze_an_engine_in_mid_answer(run)
         found = Lost(run.folder, instance, counts)
         run.engine(instance).kill()
-        run.until_status(lambda s: s["instances"][instance]["incarnation"] == 2, what="the engine is started again")
+        run.until_trained(run.status()["steps_trained"] + 2)  # with fewer instances than K + 1
         children = run.children()
         run.process.kill()
         run.end()
@@ -75,25 +89,28 @@ def lost(tmp_path_factory: pytest.TempPathFactory) -> Lost:
 
 
 def freeze_an_engine_in_mid_answer(run: Run) -> tuple[InstanceId, dict[TrajectoryId, int]]:
-    """Stops an engine (SIGSTOP) that has streamed many tokens of an answer; another moment if it has not."""
+    """Stops an engine (SIGSTOP) that has streamed many tokens of an answer; another one if it has ended just then."""
     for _ in range(TRIES):
-        busy = run.until_status(
-            lambda s: any(i["residents"] >= 4 for i in s["instances"]), what="an instance with requests"
-        )
-        row = max(busy["instances"], key=lambda i: (i["residents"], -i["instance"]))
-        engine = run.engine(row["instance"])
+        report = until(lambda: latest_long_answer(run.folder), what="a long answer")
+        engine = run.engine(report.instance)
         engine.suspend()
-        counts = settled_counts(run.folder, InstanceId(row["instance"]))
+        counts = settled_counts(run.folder, report.instance)
         if max(counts.values(), default=0) >= MANY_TOKENS:
-            return InstanceId(row["instance"]), counts
+            return report.instance, counts
         engine.resume()
     raise AssertionError(f"no answer of {MANY_TOKENS} tokens was under way in {TRIES} tries")
 
 
+def latest_long_answer(folder: RunFolder) -> ev.ProgressReported | None:
+    """The newest report, if it holds one."""
+    reports = events_of(folder, ev.ProgressReported) if folder.journal.exists() else []
+    return reports[-1] if reports and max(reports[-1].num_tokens.values(), default=0) >= MANY_TOKENS else None
+
+
 def settled_counts(folder: RunFolder, instance: InstanceId) -> dict[TrajectoryId, int]:
-    """Token counts of the residents of a frozen engine, as journaled after two more ticks."""
+    """Token counts of the residents of a frozen engine, as journaled after another second."""
     ticks = len(events_of(folder, ev.Ticked))
-    until(lambda: len(events_of(folder, ev.Ticked)) >= ticks + 3, what="three ticks")
+    until(lambda: len(events_of(folder, ev.Ticked)) >= ticks + 2, what="two ticks")
     reports = [r for r in events_of(folder, ev.ProgressReported) if r.instance == instance]
     return {t: n for t, n in (reports[-1].num_tokens if reports else {}).items() if t >= 0}
 
@@ -137,13 +154,18 @@ def test_every_group_is_trained_exactly_once(lost: Lost) -> None:
     assert_audit_clean(lost.folder)
 
 
-def test_a_killed_rank_ends_the_run_with_its_reason_and_no_orphan(tmp_path: Path) -> None:
-    with Run(*small(tmp_path, trainer__ranks=2, run__steps=50)) as run:
-        run.until_trained(1)
+def test_a_killed_engine_is_started_again_but_a_killed_rank_ends_the_run(tmp_path: Path) -> None:
+    """One line says why, and no orphan is left."""
+    with Run(*small(tmp_path, trainer__ranks=2, run__steps=500)) as run:
+        before = run.until_trained(1)
+        run.engine(0).kill()
+        run.until_status(lambda s: s["instances"][0]["incarnation"] == 2, what="the engine is back")
+        run.until_trained(before["steps_trained"] + 2)
         children = run.children()
         run.ranks()[1].kill()
         code = run.end()
     assert code == 1, run.told()
-    (line,) = "".join(run.err).splitlines()
-    assert line.startswith("dora: trainer")
+    lost, line = "".join(run.err).splitlines()
+    assert lost.startswith("warning: instance_lost instance=0 reason=engine-0 ended with SIGKILL")
+    assert line.startswith("dora: trainer ended with exit code 1; its log (")
     until_gone(children)

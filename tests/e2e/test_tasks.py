@@ -1,0 +1,116 @@
+"""A task of one's own: rows of a file, a reward of one's own, and what happens where they misbehave."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+import dora
+from dora.core import commands as cmd
+from dora.core import events as ev
+from dora.journal.run_folder import RunFolder
+from dora.weights.store import VersionStore
+from tests.e2e.runs import (
+    assert_audit_clean,
+    assert_one_clear_error,
+    events_of,
+    orders_of,
+    run_to_end,
+    small,
+)
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
+
+REWARDS = """
+import time
+
+def hangs_on_one_row(prompt, response, answer, metadata):
+    while metadata["hangs"]:
+        time.sleep(3600)
+    return float(len(response) % 2)
+
+def constant(prompt, response, answer, metadata):
+    return 0.5
+"""
+
+
+@pytest.fixture(autouse=True)
+def own_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_rewards.py").write_text(REWARDS)
+    source = str(Path(dora.__file__).parents[1])
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), source]))
+
+
+def rows(tmp_path: Path, *, hangs: tuple[bool, ...]) -> str:
+    """A file of sums."""
+    path = tmp_path / "rows.jsonl"
+    lines = [json.dumps({"prompt": f"a{i}b1=", "answer": f"0{i + 1}", "hangs": h}) for i, h in enumerate(hangs)]
+    path.write_text("\n".join(lines) + "\n")
+    return f'[{{kind="jsonl", path="{path}"}}]'
+
+
+def reward(name: str) -> str:
+    return f'[{{kind="function", name="own_rewards:{name}"}}]'
+
+
+def test_a_source_that_runs_dry_and_a_grader_that_hangs_end_in_clear_words(tmp_path: Path) -> None:
+    """Five rows, two groups a step; the grader hangs on one row, whose group fails and is no reward 0."""
+    arguments = small(
+        tmp_path / "runs",
+        run__steps=10,
+        rollout__groups_per_step=2,
+        task__sources=rows(tmp_path, hangs=(False, True, False, False, False)),
+        task__rewards=reward("hangs_on_one_row"),
+        task__epochs=1,
+        task__shuffle=False,
+        task__grade_timeout_s=1,
+    )
+    result = run_to_end("run", *arguments)
+    assert result.returncode == 0, result.stderr
+    assert "finished: the prompt source is dry after step 2 of 10" in result.stdout
+    (root,) = (tmp_path / "runs").iterdir()
+    folder = RunFolder(root)
+    assert [(o.group, o.outcome, o.reason, o.rewards) for o in orders_of(folder, cmd.DropGroup)] == [
+        (1, "failed", "grading", (None,) * 4)
+    ]
+    failed = [e for e in events_of(folder, ev.TrajectoryGraded) if e.reward is None]
+    assert {(e.trajectory // 4, e.reason) for e in failed} == {(1, "timeout")}
+    assert sorted(o.group for o in orders_of(folder, cmd.CommitGroup)) == [0, 2, 3, 4]
+    assert_audit_clean(folder)
+
+
+def test_a_reward_without_variance_stops_the_job_and_shows_the_rewards(tmp_path: Path) -> None:
+    arguments = small(
+        tmp_path / "runs",
+        run__steps=10,
+        rollout__groups_per_step=2,
+        rollout__filter_zero_variance=True,
+        rollout__max_top_up=2,
+        task__rewards=reward("constant"),
+        task__sources=rows(tmp_path, hangs=(False, False)),
+    )
+    result = run_to_end("run", *arguments)
+    says = r"step 0 had to top up 5 groups \(max_top_up is 2 x 2\); .*filtered: zero variance.* rewards.*0\.5"
+    assert_one_clear_error(result, code=1, says=says)
+
+
+def test_rollouts_are_trained_from_disk(tmp_path: Path) -> None:
+    """One half of the system at a time, over another number of ranks than there were writers."""
+    result = run_to_end("run", "--rollout-only", *small(tmp_path / "runs", run__steps=2))
+    assert result.returncode == 0, result.stderr
+    (root,) = (tmp_path / "runs").iterdir()
+    rollouts = RunFolder(root).rollouts
+    assert sorted(path.name for path in rollouts.iterdir()) == ["step-000000.rollout", "step-000001.rollout"]
+    assert_audit_clean(RunFolder(root))
+    result = run_to_end("run", "--train-only", str(rollouts), *small(tmp_path / "trained", trainer__ranks=2))
+    assert result.returncode == 0, result.stderr
+    assert [line.split("  ")[0] for line in result.stdout.splitlines()[:2]] == ["step 1/2", "step 2/2"]
+    (root,) = (tmp_path / "trained").iterdir()
+    trained = RunFolder(root)
+    rows = [json.loads(line) for line in trained.metrics.read_text().splitlines()]
+    assert [row["step"] for row in rows] == [0, 1]
+    assert sum(row["trainer"]["all/sequences"] for row in rows) == 2 * 4 * 4
+    assert VersionStore(memory_root=trained.versions, durable_root=trained.versions).durable() == [0, 1, 2]
