@@ -182,9 +182,7 @@ class Core:
         return self.tell(ev.ControllerRestarted(self.now, 1, counts))
 
 
-def started(
-    strategy: str = "dora", *, instances: int = 1, slots: int = 4, kv: int = 4096, **changes: object
-) -> Core:
+def started(strategy: str = "dora", *, instances: int = 1, slots: int = 4, kv: int = 4096, **changes: object) -> Core:
     """A core with a ready trainer and version 0 pushed to `instances` servers: the first groups run."""
     core = Core(strategy, **changes)  # type: ignore[arg-type]
     core.ready()
@@ -193,4 +191,26 @@ def started(
         core.up(i, slots=slots, kv=kv)
     for i in range(instances):
         core.pushed(i, 0)
+    return core
+
+
+def two_versions(**changes: object) -> Core:
+    """Version 1 is published and would admit seven groups, while every slot holds version 0.
+
+    N = 8, G = 2, K = 2 unless changed. Step 0 is trained; groups 8 and 9 (trajectories 16 to 19) are resident on
+    instance 0, groups 10 and 11 (20 to 23) on instance 1, all due at step 2.
+    """
+    core = started(instances=2, slots=4, **({"max_staleness": 2, "groups_per_step": 8} | changes))  # type: ignore[arg-type]
+    for group in range(8):
+        core.answer(group)
+    core.train(0)
+    core.publish(1)
+    return core
+
+
+def packing(**changes: object) -> Core:
+    """As above, and what is left of version 0 (16, 17 on instance 0; 22, 23 on instance 1) fits on one."""
+    core = two_versions(**changes)
+    for t in (18, 19, 20, 21):
+        core.finished(t)
     return core
