@@ -180,7 +180,7 @@ class Controller:
                 self._copy(event.version), name=f"durable-{event.version}"
             )
         if log.is_enabled_for(10):
-            log.debug("event", event=event, commands=len(commands))
+            log.debug("event_handled", fact=event, commands=len(commands))
         self._observer.on_event(event, commands)
         for command in commands:
             _CARRY_OUT[type(command)](self, command)
