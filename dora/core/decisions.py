@@ -240,6 +240,8 @@ class Decisions(Tables):
             group_size=self.settings.group_size,
             at=self.now,
         )
+        if not self.formation.num_unconsumed:
+            self.progress_at = self.now  # until now there was nothing to make progress with
         self.ledger.admit(group)
         self.formation.admit(deadline)
         if self.settings.rules.batched:
@@ -374,7 +376,7 @@ class Decisions(Tables):
     def _allotment(self, newest: int) -> dict[int, int]:
         """Instances per version, by demand in tokens of KV (largest remainder over floors)."""
         slots, kv_tokens = self.num_slots / self.num_up, self.num_kv_tokens / self.num_up
-        mean = self.length_sum / self.length_count
+        mean = self.mean_length
         demand: dict[int, float] = {}
         floors: dict[int, int] = {}
         for version, entry in self.window.entries.items():
@@ -392,7 +394,7 @@ class Decisions(Tables):
         serving = [i for i in entry.serving.values() if i.takes_work]
         if len(serving) < 2:
             return False
-        source = min(serving, key=lambda i: (i.num_tokens, i.id))
+        source = min(serving, key=lambda i: (i.kv_load, i.id))
         if source.reserved or not source.residents:
             return False
         plan = plan_moves(
@@ -456,8 +458,8 @@ class Decisions(Tables):
                 self._feed_trainer()
         if self.feed.trained < formation.step or self.window.newest != formation.step:
             return
-        if self.evaluation.version is not None or self.evaluation.due:
-            return
+        if self.evaluation.version is not None or self.evaluation.due or self.trajectories:
+            return  # (a sibling of a failed group may still be on its way out)
         if self.evaluation.wants(formation.step, is_last=True) and self.evaluated != formation.step:
             self.evaluation.due = True
             self._start_evaluation()

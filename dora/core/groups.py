@@ -70,7 +70,6 @@ class Trajectory:
         "phase",
         "reward",
         "seen_at",
-        "seen_tokens",
         "target",
         "version",
     )
@@ -80,14 +79,13 @@ class Trajectory:
         self.group = group
         self.version = version  #: the tag, never changed
         self.num_prompt_tokens = num_prompt_tokens
-        self.num_tokens = 0  #: produced, as last reported
+        self.num_tokens = 0  #: produced, as last taken in from a report or a completion
         self.phase = _WAITING
         self.instance: Instance | None = None  #: where it is decoded; None unless RESIDENT or STOPPING
         self.target: Instance | None = None  #: where a slot and KV are reserved for its move; only while STOPPING
         self.attempt = 0  #: number of its latest command
         self.failures = 0  #: failed requests, instances lost apart
-        self.seen_tokens = 0  #: `num_tokens` when the watchdog saw it grow for the last time
-        self.seen_at = 0.0  #: when that was, or when its latest request began
+        self.seen_at = 0.0  #: when its token count was last seen to have grown, or its latest request began
         self.footprint = 0  #: tokens of KV accounted for it while it is resident: prompt + max(produced, expected)
         self.reward: float | None = None
 

@@ -51,19 +51,19 @@ class Instance:
         "incarnation",
         "kv_load",
         "kv_tokens",
+        "look_at",
         "num_requests",
-        "num_tokens",
         "num_training",
         "phase",
         "pressed",
         "pushing",
+        "reported",
         "reserved",
         "residents",
         "retry_at",
         "room_key",
         "slots",
         "version",
-        "watch_at",
     )
 
     def __init__(self, id: InstanceId) -> None:
@@ -81,10 +81,10 @@ class Instance:
         self.num_training = 0  #: residents that are not evaluation
         self.reserved: dict[TrajectoryId, Trajectory] = {}  #: moves on their way here
         self.num_requests = 0  #: slots taken, by residents and by moves on their way here
-        self.num_tokens = 0  #: prompt and produced tokens of all residents
         self.kv_load = 0  #: sum of footprints of residents and reserved
         self.room_key = math.inf  #: its key in the version's heap of rooms, never above its load; inf: not in it
-        self.watch_at = 0.0  #: no look for residents without progress before this time
+        self.reported: dict[TrajectoryId, int] = {}  #: its residents' token counts, from its latest report
+        self.look_at = 0.0  #: when they are taken in
         self.pressed = False  #: KV nearly full: no new work
         self.condemned = False  #: waits for the shell to say that it is lost
 
@@ -119,7 +119,6 @@ class Instance:
         """A request becomes resident."""
         self.residents[trajectory.id] = trajectory
         self.num_requests += 1
-        self.num_tokens += trajectory.num_prompt_tokens + trajectory.num_tokens
         self.kv_load += trajectory.footprint
         if trajectory.group is not None:
             self.num_training += 1
@@ -128,7 +127,6 @@ class Instance:
         """A request has ended here."""
         del self.residents[trajectory.id]
         self.num_requests -= 1
-        self.num_tokens -= trajectory.num_prompt_tokens + trajectory.num_tokens
         self.kv_load -= trajectory.footprint
         if trajectory.group is not None:
             self.num_training -= 1

@@ -100,8 +100,7 @@ def _slows_down(
     """Do residents due by `urgent_deadline` get slower by more than MAX_SLOWDOWN?"""
     if not any(t.group is not None and t.group.deadline <= urgent_deadline for t in target.residents.values()):
         return False
-    num_requests, num_tokens = target.num_requests, target.num_tokens
-    before = decode_time.step_s(num_requests=num_requests, num_tokens=num_tokens)
-    num_tokens += sum(t.num_prompt_tokens + t.num_tokens for t in gained)
-    after = decode_time.step_s(num_requests=num_requests + len(gained), num_tokens=num_tokens)
+    before = decode_time.step_s(num_requests=target.num_requests, num_tokens=target.kv_load)
+    num_tokens = target.kv_load + sum(t.footprint for t in gained)
+    after = decode_time.step_s(num_requests=target.num_requests + len(gained), num_tokens=num_tokens)
     return after > MAX_SLOWDOWN * before

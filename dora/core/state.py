@@ -18,7 +18,7 @@ from dora.core.decisions import Decisions
 from dora.core.groups import Group, GroupPhase, Trajectory, TrajectoryPhase, advantage_free
 from dora.core.ids import TrajectoryId
 from dora.core.instances import PUSH_BACKOFF_S, Instance, InstancePhase
-from dora.core.tables import NOTICEABLE_WAIT, WATCH_PAUSE, WINDOW_GROW, WINDOW_SHRINK
+from dora.core.tables import LOOK_PAUSE_S, NOTICEABLE_WAIT, WINDOW_GROW, WINDOW_SHRINK
 
 _WAITING: Final = TrajectoryPhase.WAITING
 _GRADING: Final = TrajectoryPhase.GRADING
@@ -74,7 +74,7 @@ class ControllerState(Decisions):
             self._unreserve(trajectory)  # still on its source; it will wait when it comes
         residents = list(instance.residents.values())
         for trajectory in residents:
-            self._take_count(trajectory, num_tokens.get(trajectory.id, trajectory.num_tokens))
+            self._take_count(trajectory, num_tokens.get(trajectory.id, self._known_tokens(trajectory)))
             self._unreserve(trajectory)
             self._end(trajectory)
         if instance.pushing is not None:
@@ -84,6 +84,7 @@ class ControllerState(Decisions):
         self.num_up -= 1
         self.num_slots -= instance.slots
         self.num_kv_tokens -= instance.kv_tokens
+        instance.reported = {}
         instance.condemned = instance.pressed = False
         self.vacant.pop(instance.id, None)
         for trajectory in residents:
@@ -97,15 +98,7 @@ class ControllerState(Decisions):
         if instance is None:
             return
         self._at_rest = True
-        gained, resident = 0, instance.residents.get
-        for id, num_tokens in event.num_tokens.items():
-            trajectory = resident(id)
-            if trajectory is not None and num_tokens > trajectory.num_tokens:
-                gained += num_tokens - trajectory.num_tokens
-                trajectory.num_tokens = num_tokens
-                if trajectory.num_prompt_tokens + num_tokens > trajectory.footprint:
-                    self._outgrow(trajectory, instance)
-        instance.num_tokens += gained
+        instance.reported = event.num_tokens  # taken in by _look
 
     def _outgrow(self, trajectory: Trajectory, instance: Instance) -> None:
         """The answer is longer than expected: account for more KV, where it is and where it will go."""
@@ -184,14 +177,16 @@ class ControllerState(Decisions):
 
     def _take_count(self, trajectory: Trajectory, num_tokens: int) -> None:
         """Note how many tokens an answer has; fewer than before means that some were thrown away (C2)."""
-        if num_tokens < trajectory.num_tokens:
+        known = self._known_tokens(trajectory)
+        if num_tokens < known:
             self.counters.scheduling_aborts += 1
-            self._fail(
-                f"C2: trajectory {trajectory.id} had {trajectory.num_tokens} tokens and goes on from {num_tokens}"
-            )
-        if trajectory.instance is not None:
-            trajectory.instance.num_tokens += num_tokens - trajectory.num_tokens
+            self._fail(f"C2: trajectory {trajectory.id} had {known} tokens and goes on from {num_tokens}")
         trajectory.num_tokens = num_tokens
+
+    def _known_tokens(self, trajectory: Trajectory) -> int:
+        """What it is known to have produced, reports not yet taken in included."""
+        reported = trajectory.instance.reported.get(trajectory.id, 0) if trajectory.instance is not None else 0
+        return max(reported, trajectory.num_tokens)
 
     def _check_spans(self, trajectory: Trajectory, spans: tuple[ev.Span, ...]) -> None:
         """C1: the server's own account of the versions must be the tag."""
@@ -221,7 +216,7 @@ class ControllerState(Decisions):
                 return
             self.length_sum += event.num_tokens
             self.length_count += 1
-            self.mean_length = int(self.length_sum / self.length_count)
+            self.mean_length = max(1, self.length_sum // self.length_count)
             if not group.unfinished:
                 self.ledger.move(group, GroupPhase.GRADING)
             elif group.waiting:
@@ -374,6 +369,11 @@ class ControllerState(Decisions):
     # -- training -----------------------------------------------------------------------------------------------------
 
     def _on_trainer_ready(self, event: ev.TrainerReady) -> None:
+        if event.step > self.formation.step:
+            self._fail(f"the trainer starts at step {event.step}, but only {self.formation.step} steps are closed")
+            return
+        while self.feed.trained < event.step:
+            self._step_trained(self.feed.trained)  # its news was lost with the controller that it was meant for
         self.feed.restart(event.step)
         self._feed_due = True
         self.feed.idle_since = self.now
@@ -399,10 +399,13 @@ class ControllerState(Decisions):
         feed.waves_done = 0
         feed.idle_since = self.now
         self._feed_due = True
-        if event.step < feed.trained:
-            return  # a replay: its groups are trained already
-        feed.trained = event.step + 1
-        groups = feed.step(event.step).groups
+        if event.step == feed.trained:  # else a replay: its groups are trained already
+            self._step_trained(event.step)
+
+    def _step_trained(self, step: int) -> None:
+        """Its groups leave the ledger, once."""
+        self.feed.trained = step + 1
+        groups = self.feed.step(step).groups
         for group in groups:
             self.ledger.move(group, GroupPhase.TRAINED)
             self.entry(group.version).groups -= 1
@@ -443,22 +446,24 @@ class ControllerState(Decisions):
         self._moves_due = True
         self._place_due = True
         for instance in self.instances.values():
-            self._watch(instance)
+            if self.now >= instance.look_at:
+                self._look(instance)
         if self.now - self.progress_at > self.settings.no_progress_s and self.formation.num_unconsumed:
             self._fail(f"no progress for {self.now - self.progress_at:.0f} s: {self._culprit()}")
 
-    def _watch(self, instance: Instance) -> None:
-        """Rule 8: no new token for too long, on a server that answers, is the loss of the instance."""
-        if self.now < instance.watch_at:
-            return
+    def _look(self, instance: Instance) -> None:
+        """Take in what its residents have produced. Rule 8: no new token for too long is the loss of the instance."""
         watchdog_s = self.settings.watchdog_s
-        instance.watch_at = self.now + WATCH_PAUSE * watchdog_s
-        for trajectory in instance.residents.values():
-            if trajectory.num_tokens > trajectory.seen_tokens:
-                trajectory.seen_tokens = trajectory.num_tokens
+        instance.look_at = self.now + min(LOOK_PAUSE_S, watchdog_s / 8)
+        for id, trajectory in instance.residents.items():
+            num_tokens = instance.reported.get(id, 0)
+            if num_tokens > trajectory.num_tokens:
+                trajectory.num_tokens = num_tokens
                 trajectory.seen_at = self.now
+                if trajectory.num_prompt_tokens + num_tokens > trajectory.footprint:
+                    self._outgrow(trajectory, instance)
             elif self.now > trajectory.seen_at + watchdog_s:
-                self._condemn(instance, f"trajectory {trajectory.id} got no token for {watchdog_s:g} s")
+                self._condemn(instance, f"trajectory {id} got no token for {watchdog_s:g} s")
                 return
 
     def _culprit(self) -> str:

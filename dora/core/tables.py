@@ -29,8 +29,8 @@ NOTICEABLE_WAIT: Final = 0.02
 PRIOR_LENGTH_SHARE: Final = 0.25
 #: KV accounted for an answer that outgrew its expectation: its tokens times this.
 GROWTH: Final = 1.25
-#: Time between two looks of the watchdog at an instance, as a share of its time limit.
-WATCH_PAUSE: Final = 0.125
+#: Seconds between two looks at what an instance reports of its residents: it reports more often than that matters.
+LOOK_PAUSE_S: Final = 10.0
 
 _RESIDENT: Final = TrajectoryPhase.RESIDENT
 _WAITING: Final = TrajectoryPhase.WAITING
@@ -99,9 +99,9 @@ class Tables:
         self.pushes = 0  #: pushes in flight
         self.vacant: dict[InstanceId, Instance] = {}  #: not lost, no training resident, nothing reserved
         self.num_draining = 0
-        self.length_sum = PRIOR_LENGTH_SHARE * settings.max_new_tokens
+        self.length_sum = max(1, int(PRIOR_LENGTH_SHARE * settings.max_new_tokens))
         self.length_count = 1
-        self.mean_length = int(self.length_sum)  #: of finished answers
+        self.mean_length = self.length_sum  #: of finished answers, in whole tokens
         self.progress_at = 0.0  #: when a group was committed or a micro-batch trained
         self.step_trained_at = 0.0
         self.evaluated: int | None = None  #: the last version whose evaluation was reported
@@ -121,10 +121,10 @@ class Tables:
 
     def _footprint(self, num_prompt_tokens: int, num_tokens: int) -> int:
         """Tokens of KV to account for: prompt + max(mean finished length, produced with room to grow)."""
-        expected = self.mean_length
-        if num_tokens:
-            expected = max(expected, int(num_tokens * GROWTH))
-        return num_prompt_tokens + min(self.settings.max_new_tokens, max(1, expected))
+        if not num_tokens:
+            return num_prompt_tokens + self.mean_length
+        expected = max(self.mean_length, int(num_tokens * GROWTH))
+        return num_prompt_tokens + min(self.settings.max_new_tokens, expected)
 
     def _begin(self, trajectory: Trajectory, instance: Instance, *, footprint: int) -> None:
         """A trajectory becomes resident on an instance of its version."""
@@ -140,7 +140,8 @@ class Tables:
             self.evaluation.num_resident += 1
         else:
             trajectory.group.home = instance
-            self.vacant.pop(instance.id, None)
+            if instance.num_training == 1:
+                self.vacant.pop(instance.id, None)
         self._out.append(
             Generate(trajectory.id, trajectory.attempt, instance.id, trajectory.version, trajectory.num_tokens)
         )
@@ -167,7 +168,7 @@ class Tables:
                 self._touched[version] = None
             if version != self.window.newest:
                 self._moves_due = True
-        busy = instance.num_training or instance.reserved or instance.condemned
+        busy = instance.num_training or instance.reserved or instance.condemned or instance.pushing is not None
         if not busy and instance.phase is not _LOST:
             self.vacant[instance.id] = instance
             self._place_due = True
