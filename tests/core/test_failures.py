@@ -1,0 +1,356 @@
+"""What the core does when something fails (system.md §7): nothing lost, nothing sampled twice, errors that say what."""
+
+from __future__ import annotations
+
+import pytest
+
+from dora.core import commands as cmd
+from dora.core import events as ev
+from dora.core.groups import GroupPhase
+from dora.core.ids import InstanceId, TrajectoryId
+from dora.core.instances import PUSH_BACKOFF_S, InstancePhase
+from dora.core.state import ControllerState
+from tests.core.builders import Core, admit, commit, generate, grade, push, started, stop
+from tests.core.world import Faults, run, settings
+
+# -- pushes -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_back_off_of_pushes_doubles_from_one_second_to_sixty() -> None:
+    assert PUSH_BACKOFF_S == (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0)
+
+
+def test_a_failed_push_is_retried_after_its_back_off_and_then_the_instance_counts_as_lost() -> None:
+    core = Core()
+    core.ready()
+    core.publish(0)
+    core.up(0)
+    for attempt, pause_s in enumerate(PUSH_BACKOFF_S, start=2):
+        assert core.push_failed(0) == []
+        assert core.state.instances[InstanceId(0)].phase is InstancePhase.QUARANTINED
+        assert core.tick(pause_s - 0.5) == []
+        assert core.tick(0.5) == [push(0, version=0, attempt=attempt)]
+    assert core.push_failed(0) == [cmd.CondemnInstance(InstanceId(0), 1, "8 pushes failed: refused")]
+    assert core.tick(100.0) == []
+    core.lost(0)
+    assert core.up(0) == [push(0, version=0, attempt=9)]
+
+
+def test_a_confirmed_push_forgets_the_failures_before_it() -> None:
+    core = Core()
+    core.ready()
+    core.publish(0)
+    core.up(0)
+    core.push_failed(0)
+    core.tick(1.0)
+    core.push_failed(0)
+    core.tick(2.0)
+    core.pushed(0, 0)
+    assert core.state.instances[InstanceId(0)].failures == 0
+
+
+def test_a_quarantined_instance_gets_no_work() -> None:
+    core = Core()
+    core.ready()
+    core.publish(0)
+    core.up(0)
+    core.push_failed(0)
+    core.tick(0.5)
+    assert core.of(cmd.Generate, cmd.AdmitGroup) == []
+
+
+def test_no_more_pushes_run_at_once_than_allowed() -> None:
+    core = Core(max_parallel_pushes=2)
+    core.ready()
+    core.publish(0)
+    assert [core.up(i) for i in range(3)] == [[push(0, version=0, attempt=1)], [push(1, version=0, attempt=1)], []]
+    assert push(2, version=0, attempt=1) in core.pushed(0, 0)
+
+
+# -- instances --------------------------------------------------------------------------------------------------------
+
+
+def test_what_ran_on_a_lost_instance_goes_on_on_a_peer_from_the_tokens_streamed() -> None:
+    core = started(instances=2, source=2)  # all of it on instance 0
+    assert core.lost(0, {0: 7, 1: 3, 2: 9, 3: 1}) == [
+        generate(1, on=1, version=0, attempt=3, tokens=3),
+        generate(0, on=1, version=0, attempt=3, tokens=7),
+        generate(3, on=1, version=0, attempt=3, tokens=1),
+        generate(2, on=1, version=0, attempt=3, tokens=9),
+    ]
+    assert core.finished(0, tokens=9, attempt=1) == []  # of the request that was lost
+    assert (core.state.counters.recovered, core.state.counters.migrations) == (4, 0)
+
+
+def test_a_resumed_trajectory_with_fewer_tokens_than_were_reported_fails_the_run() -> None:
+    core = started()
+    core.progress(0, {0: 9})
+    core.tick(20.0)
+    with_loss = core.state.handle(ev.InstanceLost(core.now, InstanceId(0), 1, {TrajectoryId(0): 4}, "gone"))
+    assert cmd.FailRun("C2: trajectory 0 had 9 tokens and goes on from 4") in with_loss
+    assert core.state.counters.scheduling_aborts == 1
+
+
+def test_a_broken_connection_condemns_the_instance_and_keeps_the_tokens() -> None:
+    core = started()
+    assert core.broken(0, tokens=6) == [cmd.CondemnInstance(InstanceId(0), 1, "connection reset")]
+    assert core.broken(1, tokens=5) == []
+    core.lost(0, {2: 0, 3: 0})
+    core.up(0)
+    resumed = [(o.trajectory, o.num_tokens) for o in core.pushed(0, 0) if isinstance(o, cmd.Generate)]
+    assert sorted(resumed) == [(0, 6), (1, 5), (2, 0), (3, 0)]
+
+
+def test_an_answer_that_names_another_version_fails_the_run() -> None:
+    core = started()
+    event = ev.GenerationFinished(core.now, TrajectoryId(0), 1, 5, False, ((0, 0, 2), (1, 2, 5)))
+    assert core.state.handle(event)[0] == cmd.FailRun(
+        "C1: instance 0 reports version 1 for trajectory 0, whose tag is 0; spans ((0, 0, 2), (1, 2, 5))"
+    )
+    assert core.state.counters.version_conflicts == 1
+
+
+# -- late completions -------------------------------------------------------------------------------------------------
+
+
+def test_completions_of_an_old_attempt_are_counted_and_ignored() -> None:
+    core = started()
+    core.failed(0, tokens=3)
+    assert core.attempts[cmd.Generate, 0] == 2
+    before = core.state.counters.late_completions
+    assert core.finished(0, tokens=9, attempt=1) == []
+    assert core.stopped(0, tokens=9, attempt=1) == []
+    assert core.state.counters.late_completions == before + 2
+    assert core.finished(0, tokens=9)[0] == grade(0, attempt=3)
+
+
+def test_a_completion_that_comes_twice_counts_once() -> None:
+    core = started()
+    assert core.finished(0, tokens=9) == [grade(0), admit(2, version=0, deadline=1), generate(4, on=0, version=0)]
+    assert core.finished(0, tokens=9, attempt=1) == []
+    core.graded(0, 1.0)
+    assert core.graded(0, 0.0) == []
+    assert core.state.ledger.groups[0].rewards == (1.0, None)  # type: ignore[index]
+    assert core.state.counters.late_completions == 2
+
+
+def test_events_of_the_trainer_that_are_not_its_next_are_counted_and_ignored() -> None:
+    core = started(groups_per_step=2)
+    core.answer(0)
+    assert core.tell(ev.MicroBatchTrained(0.0, 0, 1)) == []
+    assert core.tell(ev.StepTrained(0.0, 1)) == []
+    assert core.state.counters.late_completions == 2
+
+
+# -- requests ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_failed_request_is_tried_again_with_its_tokens() -> None:
+    core = started()
+    assert core.failed(0, tokens=4) == [generate(0, on=0, version=0, attempt=2, tokens=4)]
+    assert core.failed(0, tokens=6) == [generate(0, on=0, version=0, attempt=3, tokens=6)]
+
+
+def test_a_trajectory_that_fails_max_attempts_times_fails_its_group_and_only_that() -> None:
+    core = started(slots=3, max_attempts=2)
+    core.failed(2)
+    dropped = cmd.DropGroup(core.state.ledger.groups[1].id, "failed", "generation: refused", (None, None))  # type: ignore[index]
+    assert core.failed(2) == [dropped, admit(2, version=0, deadline=1), generate(4, on=0, version=0)]
+    assert core.state.ledger.counts[GroupPhase.FAILED] == 1
+    assert 3 not in core.state.trajectories  # its sibling waited for a slot, and waits no longer
+    assert core.finished(0)[0] == grade(0)
+
+
+def test_resident_siblings_of_a_failed_group_are_stopped_and_not_graded() -> None:
+    core = started(max_attempts=1)
+    assert stop(1, on=0) in core.failed(0)
+    assert grade(1) not in core.finished(1)
+    assert TrajectoryId(1) not in core.state.trajectories
+
+
+def test_a_lost_instance_is_not_a_failed_attempt() -> None:
+    core = started(max_attempts=1)
+    core.lost(0, {0: 1, 1: 1, 2: 1, 3: 1})
+    core.up(0)
+    core.pushed(0, 0)
+    core.broken(0, tokens=2)
+    assert core.state.ledger.counts[GroupPhase.FAILED] == 0
+
+
+# -- grading and top-ups ----------------------------------------------------------------------------------------------
+
+
+def test_failed_grading_is_not_reward_0() -> None:
+    core = started(group_size=3, groups_per_step=1, slots=3)
+    orders = core.answer(0, rewards=(None, 0.0, 1.0))
+    assert commit(0, version=0, step=0) in orders
+    waves = [o for o in orders if isinstance(o, cmd.TrainMicroBatch)]
+    assert sorted(t for w in waves for rank in w.ranks for t in rank) == [1, 2]
+
+
+def test_a_group_without_advantage_is_replaced_by_a_new_one() -> None:
+    core = started(groups_per_step=2, slots=6)
+    assert core.answer(0, rewards=(0.5, 0.5))[-4:] == [
+        cmd.DropGroup(0, "filtered", "zero variance", (0.5, 0.5)),  # type: ignore[arg-type]
+        admit(3, version=0, deadline=1),
+        generate(6, on=0, version=0),
+        generate(7, on=0, version=0),
+    ]
+
+
+def test_more_top_ups_than_allowed_stop_the_job_and_show_the_rewards() -> None:
+    core = started(groups_per_step=2, slots=6, max_top_up=1.0)
+    core.answer(0, rewards=(0.0, 0.0))
+    core.answer(1, rewards=(1.0, 1.0))
+    assert core.answer(2, rewards=(0.0, 0.0))[-1] == cmd.FailRun(
+        "step 0 had to top up 3 groups (max_top_up is 1 x 2); the last one left as filtered: zero variance; "
+        "their siblings' rewards: 0 x 4, 1 x 2"
+    )
+    assert core.tick(1.0) == []
+
+
+def test_top_ups_are_counted_per_step() -> None:
+    core = started(groups_per_step=2, slots=8, max_top_up=0.5, max_staleness=0)
+    for step in range(3):
+        filtered, kept = core.state.ledger.groups
+        core.answer(filtered, rewards=(0.0, 0.0))
+        core.answer(kept)
+        core.answer(max(core.state.ledger.groups))
+        core.train(step)
+        core.publish(step + 1)
+        core.pushed(0, step + 1)
+    assert core.state.ledger.counts[GroupPhase.FILTERED] == 3
+    assert core.of(cmd.FailRun) == []
+
+
+# -- no progress ------------------------------------------------------------------------------------------------------
+
+
+def test_no_progress_says_which_group_holds_up_the_step_on_which_instance_since_when() -> None:
+    core = started(groups_per_step=2, no_progress_s=100.0, watchdog_s=1e6)
+    core.finished(0)
+    core.graded(0, 1.0)
+    assert core.tick(100.0) == []
+    assert core.tick(1.0) == [
+        cmd.FailRun(
+            "no progress for 101 s: group 0 of version 0, admitted 101 s ago, holds up step 0: "
+            "trajectory 1 resident on instance 0"
+        )
+    ]
+
+
+def test_no_progress_names_a_trainer_that_hangs() -> None:
+    core = started(groups_per_step=2, no_progress_s=100.0, watchdog_s=1e6)
+    core.answer(0)
+    assert core.tick(101.0) == [cmd.FailRun("no progress for 101 s: the trainer works on micro-batch 0 of step 0")]
+
+
+def test_no_progress_names_a_trainer_that_never_came() -> None:
+    core = Core(no_progress_s=100.0, watchdog_s=1e6)
+    core.publish(0)
+    core.up(0)
+    core.pushed(0, 0)
+    assert core.tick(101.0) == [cmd.FailRun("no progress for 101 s: the trainer has not reported ready")]
+
+
+def test_a_commit_is_progress_and_having_nothing_outstanding_is_no_lack_of_it() -> None:
+    core = started(groups_per_step=1, no_progress_s=100.0, watchdog_s=1e6, max_staleness=0)
+    core.now = 90.0
+    core.answer(0)
+    assert core.tick(90.0) == []
+    core.train(0)
+    assert core.tick(1000.0) == []
+
+
+# -- restarts ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_restarted_trainer_gets_the_same_waves_again_and_its_steps_are_not_counted_twice() -> None:
+    core = started(groups_per_step=2, max_staleness=2)
+    for group in (0, 1):
+        core.answer(group)
+    core.train(0)
+    core.publish(1)
+    core.answer(2)
+    sent = core.of(cmd.TrainMicroBatch)
+    trained = core.state.ledger.counts[GroupPhase.TRAINED]
+    assert core.ready(0) == [w for w in sent if isinstance(w, cmd.TrainMicroBatch) and w.step == 0][:2]
+    assert core.train(0) == [w for w in sent if isinstance(w, cmd.TrainMicroBatch) and w.step == 1]
+    assert core.publish(1) == []
+    assert core.state.ledger.counts[GroupPhase.TRAINED] == trained
+
+
+def test_a_checkpoint_forgets_the_waves_before_it() -> None:
+    core = started(groups_per_step=2, max_staleness=2)
+    for group in (0, 1):
+        core.answer(group)
+    core.train(0)
+    assert 0 in core.state.feed.steps
+    core.tell(ev.CheckpointSaved(core.now, 1, "checkpoints/1"))
+    assert 0 not in core.state.feed.steps
+
+
+def test_a_restarted_controller_resumes_unfinished_answers_from_the_tokens_on_disk() -> None:
+    core = started()
+    core.progress(0, {0: 5, 1: 5, 2: 5, 3: 5})
+    assert core.restarted({0: 9, 1: 8, 2: 7, 3: 6}) == []
+    assert core.up(0) == [push(0, version=0, attempt=2)]
+    assert core.finished(0, tokens=9, attempt=1) == []  # what the old controller's request may still say
+    resumed = [(o.trajectory, o.num_tokens) for o in core.pushed(0, 0) if isinstance(o, cmd.Generate)]
+    assert sorted(resumed) == [(0, 9), (1, 8), (2, 7), (3, 6)]
+
+
+def test_a_restarted_controller_grades_again_what_was_being_graded() -> None:
+    core = started()
+    core.finished(0)
+    core.finished(1)
+    core.graded(1, 1.0)
+    assert core.restarted() == [grade(0, attempt=3)]
+    assert core.graded(0, 0.5, attempt=2) == []
+    assert core.graded(0, 0.5) == [commit(0, version=0, step=0)]
+
+
+def test_a_restarted_controller_resends_the_same_waves() -> None:
+    core = started(groups_per_step=2)
+    core.answer(0)
+    core.answer(1)
+    sent = core.of(cmd.TrainMicroBatch)
+    assert core.restarted() == []
+    assert core.ready(0) == sent
+
+
+def test_a_restarted_controller_reads_on_where_it_admitted_last() -> None:
+    core = started()
+    state = core.state
+    orders = state.handle(ev.ControllerRestarted(0.0, 1, {}))
+    assert [o for o in orders if isinstance(o, cmd.FetchPrompts)] == [cmd.FetchPrompts(state.next_group, 8)]
+
+
+def test_prompts_that_were_read_by_the_old_controller_are_ignored() -> None:
+    state = ControllerState(settings())
+    first = state.handle(ev.TrainerReady(0.0, 0))
+    assert first == [cmd.FetchPrompts(state.next_group, 8)]
+    state.handle(ev.PromptsArrived(0.0, state.next_group, (3,) * 8, False))
+    state.handle(ev.PromptsArrived(0.0, state.next_group, (3,) * 8, False))
+    assert len(state.prompts) == 8
+    assert state.counters.late_completions == 1
+
+
+@pytest.mark.parametrize("strategy", ["sync", "periodic", "one_step_off", "dora"])
+def test_with_every_fault_at_once_each_group_is_trained_once_and_no_token_is_lost(strategy: str) -> None:
+    faults = Faults(
+        push_fails=0.2,
+        request_fails=0.1,
+        instance_dies=0.05,
+        grading_fails=0.02,
+        zero_variance=0.2,
+        controller_restarts=0.03,
+        late_completion=0.2,
+    )
+    for seed in range(3):
+        world = run(strategy, seed=seed, faults=faults)
+        assert isinstance(world.outcome, cmd.FinishRun)
+        counts = world.state.ledger.counts
+        assert counts[GroupPhase.TRAINED] == 8 * 4
+        assert sum(counts.values()) == world.state.ledger.admitted
+        assert world.state.counters.scheduling_aborts == 0
