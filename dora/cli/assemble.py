@@ -56,8 +56,8 @@ def _check_shapes(config: Config, model: Path, *, vocab_size: int) -> None:
     embedded = shapes.get("vocab_size")
     if embedded is not None and vocab_size > embedded:
         raise ConfigError(
-            f"model.path: the tokenizer of {model} has {vocab_size} tokens, the model only {embedded}; they do not belong "
-            "together"
+            f"model.path: the tokenizer of {model} has {vocab_size} tokens, the model only {embedded}; "
+            "they do not belong together"
         )
     positions = shapes.get("max_position_embeddings")
     longest = config.task.max_prompt_tokens + config.rollout.max_new_tokens

@@ -219,7 +219,7 @@ class TaskConfig(Section):
     """Shuffle finite sources in every epoch, by the run's seed."""
     epochs: Annotated[int, Field(ge=0)] = 0
     """Passes over finite sources; 0: as many as the job needs. The prompts end when the first source does."""
-    max_prompt_tokens: Positive = 128
+    max_prompt_tokens: Positive = 256
     """Longer prompts are refused, file and line named: the first 10,000 rows at the start, later ones when drawn."""
     graders: Positive = 1
     """Grader processes."""
@@ -251,7 +251,7 @@ class EvalConfig(Section):
 
     sets: tuple[EvalSetConfig, ...] = (EvalSetConfig(),)
     """Held-out sets; empty: no evaluation."""
-    every: Annotated[int, Field(ge=0)] = 8
+    every: Annotated[int, Field(ge=0)] = 0
     """Steps between evaluations; 0: only at the beginning and at the end."""
     max_slot_share: Fraction = 0.1
     """Share of all slots that evaluation may take while training work could use them."""
