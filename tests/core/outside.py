@@ -1,0 +1,487 @@
+"""Everything around one ControllerState, held by the test: what each command asked for stays outstanding until the
+test, or a fair scheduler, answers it.
+
+Invariant: it keeps books of its own (tokens, tags, places in steps, what each server really holds) and refuses every
+command that contradicts them; `invariants.check` and `_nothing_idles` run after every event. Called by
+test_state_machine.py and test_regressions.py.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import msgspec
+
+from dora.core import commands as cmd
+from dora.core import events as ev
+from dora.core.ids import FOREIGN_VERSION, GroupId, InstanceId, TrajectoryId
+from dora.core.invariants import check
+from dora.core.state import ControllerState
+from dora.core.strategies import Settings
+from tests.core.world import replay
+
+#: Events that a job may still need once nothing fails any more; the largest job here takes a tenth of it.
+MAX_FAIR_EVENTS: Final = 10_000
+
+
+@dataclass
+class Server:
+    """One inference server as it really is."""
+
+    incarnation: int = 0
+    up: bool = False
+    slots: int = 1
+    kv_tokens: int = 1
+    version: int = FOREIGN_VERSION  #: what it holds; foreign whenever nobody can know
+    pressed: bool = False
+    condemned: bool = False
+
+
+@dataclass
+class Request:
+    """A Generate that has not been answered."""
+
+    order: cmd.Generate
+    stopping: bool = False
+
+
+class Outside:
+    """Shell, servers and trainer of one run; every public method is one thing that can happen."""
+
+    def __init__(self, settings: Settings, *, seed: int, num_servers: int, prompts: int | None) -> None:
+        self.settings = settings
+        self.random = random.Random(seed)
+        self.state = ControllerState(settings)
+        self.journal: list[tuple[ev.Event, list[cmd.Command]]] = []
+        self.now = 0.0
+        self.sound = True  #: no event has been refused
+        self.prompts = prompts  #: length of the source; None: endless
+        self.outcome: cmd.FinishRun | cmd.FailRun | None = None
+        self.servers = {InstanceId(i): Server() for i in range(num_servers)}
+        self.fetch: cmd.FetchPrompts | None = None
+        self.requests: dict[TrajectoryId, Request] = {}
+        self.grades: dict[TrajectoryId, cmd.GradeTrajectory] = {}
+        self.pushes: dict[InstanceId, cmd.PushWeights] = {}
+        self.late: deque[ev.Event] = deque(maxlen=40)  #: completions whose command has been answered or voided
+        self.epoch = 0
+        self.restarted_at = 0  #: number of events before the latest start of the controller
+        self.given_up: set[InstanceId] = set()  #: servers that do not come back
+
+        self.totals: dict[TrajectoryId, int] = {}  #: length of each answer, drawn when it begins
+        self.tokens: dict[TrajectoryId, int] = {}  #: produced so far
+        self.tags: dict[GroupId, int] = {}
+        self.places: dict[GroupId, int] = {}  #: step of each committed group
+        self.left: set[GroupId] = set()  #: trained, filtered or failed
+        self.forming = 0
+        self.published: list[int] = []
+        self.released: set[int] = set()
+
+        self.trainer_step: int | None = None  #: None until the trainer is ready
+        self.ready_at = 0  #: the step it will report
+        self.waves: deque[cmd.TrainMicroBatch] = deque()  #: not yet trained
+        self.num_waves = 0  #: given to the trainer for its step
+        self.update_due = False  #: the last wave is trained, the step is not yet reported
+        self.unpublished = [0]
+        self.trained = 0  #: steps
+        self.checkpoint = 0  #: step of the last one
+        self.all_waves: dict[tuple[int, int], cmd.TrainMicroBatch] = {}
+
+    # -- one event in, its commands onto the books ------------------------------------------------------------------
+
+    def deliver(self, event: ev.Event) -> None:
+        self.sound = False
+        orders = self.state.handle(event)
+        self.journal.append((event, orders))
+        assert self.outcome is None or not orders, "orders after the end"
+        for order in orders:
+            handler: Callable[[Any], None] | None = getattr(self, "_" + type(order).__name__, None)
+            if handler is not None:
+                handler(order)
+        check(self.state)
+        if self.outcome is None:
+            self._nothing_idles(event)
+        self.sound = True
+
+    def answer(self, event: ev.Event) -> None:
+        """Deliver a completion and keep it, to be delivered again."""
+        self.deliver(event)
+        self.late.append(event)
+
+    def _nothing_idles(self, event: ev.Event) -> None:
+        """At rest, the roomiest server of a version has no room for what waits, and none is vacant for one in need."""
+        state = self.state
+        takers = [i for i in state.instances.values() if i.takes_work]
+        for version, entry in state.window.entries.items():
+            groups = [g for g in state.ledger.groups.values() if g.version == version and g.waiting]
+            if groups:
+                first = min(groups, key=lambda g: (g.unfinished, g.id))
+                most = first.num_prompt_tokens + self.settings.max_new_tokens
+                roomiest = min(
+                    (i for i in takers if i.version == version), key=lambda i: (i.load(), i.id), default=None
+                )
+                idle = roomiest is not None and roomiest.has_room(most)
+                assert not idle, f"version {version} has room while its group {first.id} waits: {roomiest}"
+            if isinstance(event, ev.Ticked) and entry.needs_instance and not entry.serving and not entry.loading:
+                free = [i.id for i in state.vacant.values() if self._may_be_pushed(i.id)]
+                busy = state.pushes >= self.settings.max_parallel_pushes
+                assert busy or not free, f"version {version} has no instance while {free} are free"
+
+    def _may_be_pushed(self, id: InstanceId) -> bool:
+        i = self.state.instances[id]
+        holds = self.state.window.entries.get(i.version) if i.version is not None else None
+        is_last = holds is not None and holds.needs_instance and len(holds.serving) == 1
+        return i.is_empty and i.retry_at <= self.now and not is_last
+
+    # -- commands ---------------------------------------------------------------------------------------------------
+
+    def _FetchPrompts(self, order: cmd.FetchPrompts) -> None:
+        assert self.fetch is None
+        assert order.count > 0
+        self.fetch = order
+
+    def _Generate(self, order: cmd.Generate) -> None:
+        t, server = order.trajectory, self.servers[order.instance]
+        self.totals.setdefault(t, self._length())
+        assert t not in self.requests, "a trajectory is generated twice at the same time"
+        assert order.num_tokens == self.tokens.setdefault(t, 0), "C2: not from all its tokens"
+        assert server.up
+        assert server.version == order.version, f"C1: instance {order.instance} holds {server.version}: {order}"
+        assert order.instance not in self.pushes
+        assert order.version not in self.released
+        if t >= 0:
+            assert order.version == self.tags[self._group(t)], "C1: not the group's tag"
+        self.requests[t] = Request(order)
+        assert sum(r.order.instance == order.instance for r in self.requests.values()) <= server.slots
+
+    def _GradeTrajectory(self, order: cmd.GradeTrajectory) -> None:
+        assert order.trajectory not in self.requests
+        assert order.trajectory not in self.grades
+        assert self.tokens[order.trajectory] == self.totals[order.trajectory], "C2: an unfinished answer is graded"
+        self.grades[order.trajectory] = order
+
+    def _PushWeights(self, order: cmd.PushWeights) -> None:
+        assert self.servers[order.instance].up
+        assert order.instance not in self.pushes
+        assert order.version in self.published
+        assert order.version not in self.released
+        assert len(self.pushes) < self.settings.max_parallel_pushes
+        running = [t for t, r in self.requests.items() if r.order.instance == order.instance]
+        assert not running, f"C1: instance {order.instance} is pushed while it decodes {running}"
+        self.pushes[order.instance] = order
+        self.servers[order.instance].version = FOREIGN_VERSION
+
+    def _TrainMicroBatch(self, order: cmd.TrainMicroBatch) -> None:
+        assert len(order.ranks) == self.settings.num_ranks
+        first = self.all_waves.setdefault((order.step, order.index), order)
+        assert first == order, "a replayed micro-batch differs"
+        if self.trainer_step is None:
+            return  # sent to a trainer that has died: it will be sent again
+        assert order.step == self.trainer_step, "a micro-batch of a step the trainer has not opened"
+        assert order.index == self.num_waves, "micro-batches of a step are numbered without a gap"
+        assert not self.update_due, "a micro-batch after the last one"
+        assert not (self.waves and self.waves[-1].last), "a micro-batch after the last one"
+        self.waves.append(order)
+        self.num_waves += 1
+
+    def _CondemnInstance(self, order: cmd.CondemnInstance) -> None:
+        server = self.servers[order.instance]
+        assert server.up
+        assert server.incarnation == order.incarnation
+        server.condemned = True
+
+    def _StopRequest(self, order: cmd.StopRequest) -> None:
+        request = self.requests[order.trajectory]
+        assert (request.order.attempt, request.order.instance) == (order.attempt, order.instance)
+        assert not request.stopping
+        request.stopping = True
+
+    def _AdmitGroup(self, order: cmd.AdmitGroup) -> None:
+        assert order.group == len(self.tags), "groups are admitted in the order of the stream"
+        newest = self.published[-1]
+        assert order.version == newest or self.settings.rules.batched or self.settings.refill
+        assert order.version not in self.released
+        assert order.deadline == min(order.version + self.settings.rules.max_staleness, self.settings.steps - 1)
+        assert order.deadline >= self.forming
+        self.tags[order.group] = order.version
+
+    def _CommitGroup(self, order: cmd.CommitGroup) -> None:
+        assert order.group not in self.places
+        assert order.group not in self.left
+        assert order.version == self.tags[order.group]
+        assert order.step == self.forming
+        assert 0 <= order.step - order.version <= self.settings.rules.max_staleness, "C3"
+        self.places[order.group] = order.step
+
+    def _DropGroup(self, order: cmd.DropGroup) -> None:
+        assert order.group not in self.places
+        assert order.group not in self.left
+        graded = [r for r in order.rewards if r is not None]
+        if order.outcome == "filtered":
+            assert self.settings.filter_zero_variance
+            assert len(graded) >= 2
+            assert len(set(graded)) == 1
+        else:
+            assert order.reason.startswith("generation") or len(graded) < 2
+        self.left.add(order.group)
+
+    def _CloseStep(self, order: cmd.CloseStep) -> None:
+        assert order.step == self.forming
+        assert order.num_groups == sum(step == order.step for step in self.places.values()) > 0
+        outside = self.tags.keys() - self.places.keys() - self.left
+        if order.num_groups < self.settings.groups_per_step:
+            assert self.state.source_dry, "a step closes short while the source has prompts"
+            assert not outside, "a step closes short with work outstanding"
+        last = order.step - self.settings.rules.max_staleness
+        late = [g for g in outside if self.tags[g] <= last or order.step == self.settings.steps - 1]
+        assert not late, f"C3: groups {late} are due at step {order.step} and left outside"
+        self.forming += 1
+
+    def _ForgetGroups(self, order: cmd.ForgetGroups) -> None:
+        sent = {t for (step, _), w in self.all_waves.items() if step == self.trained for r in w.ranks for t in r}
+        assert {g for g, step in self.places.items() if step == self.trained} == set(order.groups)
+        assert {self._group(t) for t in sent} == set(order.groups), "C2: a committed group was not sent"
+        assert self.left.isdisjoint(order.groups), "a group is trained twice"
+        self.left.update(order.groups)
+
+    def _ReleaseVersion(self, order: cmd.ReleaseVersion) -> None:
+        v = order.version
+        assert v in self.published[:-1]
+        assert v not in self.released
+        assert all(r.order.version != v for r in self.requests.values())
+        assert all(p.version != v for p in self.pushes.values())
+        assert all(g in self.left for g, tag in self.tags.items() if tag == v), "released with untrained groups"
+        self.released.add(v)
+
+    def _FinishRun(self, order: cmd.FinishRun) -> None:
+        self.outcome = order
+        assert not self.requests
+        assert not self.grades
+        assert self.left == set(self.tags), "C2: the job ends with groups that were not trained"
+        assert self.forming == self.trained == self.published[-1]
+        assert self.forming == self.settings.steps or self.state.source_dry
+
+    def _FailRun(self, order: cmd.FailRun) -> None:
+        self.outcome = order
+        assert "had to top up" in order.reason, order.reason
+
+    def _length(self) -> int:
+        """A long tail: one answer in five may take the whole budget."""
+        most = self.settings.max_new_tokens
+        return self.random.randint(1, most if self.random.random() < 0.2 else most // 8)
+
+    def _group(self, t: TrajectoryId) -> GroupId:
+        return GroupId(t // self.settings.group_size)
+
+    # -- what can happen: requests ------------------------------------------------------------------------------------
+
+    def bring_prompts(self) -> None:
+        assert self.fetch is not None
+        order, self.fetch = self.fetch, None
+        count = order.count if self.prompts is None else max(0, min(order.count, self.prompts - order.first))
+        lengths = tuple(1 + (order.first + i) % 7 for i in range(count))
+        self.deliver(ev.PromptsArrived(self.now, order.first, lengths, count < order.count))
+
+    def produce(self, t: TrajectoryId, num_tokens: int) -> int:
+        """More tokens, not yet reported; returns all there are."""
+        self.tokens[t] = min(self.tokens[t] + num_tokens, self.totals[t])
+        return self.tokens[t]
+
+    def report(self, instance: InstanceId) -> None:
+        counts = {t: self.tokens[t] for t, r in self.requests.items() if r.order.instance == instance}
+        self.deliver(ev.ProgressReported(self.now, instance, counts))
+
+    def _spans(self, order: cmd.Generate) -> tuple[ev.Span, ...]:
+        return ((self.servers[order.instance].version, order.num_tokens, self.tokens[order.trajectory]),)
+
+    def advance(self, t: TrajectoryId) -> None:
+        """Some more tokens are reported, or its end."""
+        if self.produce(t, self.random.randint(1, 6)) == self.totals[t]:
+            self.finish(t)
+        else:
+            self.report(self.requests[t].order.instance)
+
+    def finish(self, t: TrajectoryId) -> None:
+        order = self.requests.pop(t).order
+        total = self.produce(t, self.totals[t])
+        capped = total == self.settings.max_new_tokens
+        self.answer(ev.GenerationFinished(self.now, t, order.attempt, total, capped, self._spans(order)))
+
+    def stop(self, t: TrajectoryId) -> None:
+        order = self.requests.pop(t).order
+        self.answer(ev.GenerationStopped(self.now, t, order.attempt, self.tokens[t], self._spans(order)))
+
+    def fail(self, t: TrajectoryId, *, server_gone: bool) -> None:
+        order = self.requests.pop(t).order
+        self.answer(ev.GenerationFailed(self.now, t, order.attempt, self.tokens[t], server_gone, "injected"))
+
+    def grade(self, t: TrajectoryId, reward: float | None) -> None:
+        order = self.grades.pop(t)
+        self.answer(ev.TrajectoryGraded(self.now, t, order.attempt, reward))
+
+    # -- what can happen: servers -------------------------------------------------------------------------------------
+
+    def come_up(self, instance: InstanceId, *, slots: int, kv_tokens: int) -> None:
+        server = self.servers[instance]
+        self.servers[instance] = Server(server.incarnation + 1, up=True, slots=slots, kv_tokens=kv_tokens)
+        self.answer(ev.InstanceUp(self.now, instance, server.incarnation + 1, slots, kv_tokens))
+
+    def lose(self, instance: InstanceId) -> None:
+        self._void(instance)
+        counts = {t: self.tokens[t] for t, r in self.requests.items() if r.order.instance == instance}
+        for t in counts:
+            self._void_request(t)
+        incarnation = self.servers[instance].incarnation
+        self.answer(ev.InstanceLost(self.now, instance, incarnation, counts, "injected"))
+
+    def _void(self, instance: InstanceId) -> None:
+        self.servers[instance].up = False
+        push = self.pushes.pop(instance, None)
+        if push is not None:
+            self.late.append(ev.WeightPushFinished(self.now, instance, push.attempt, push.version))
+
+    def _void_request(self, t: TrajectoryId) -> None:
+        attempt = self.requests.pop(t).order.attempt
+        self.late.append(ev.GenerationFinished(self.now, t, attempt, self.totals[t], False, ()))
+
+    def press(self, instance: InstanceId, *, pressed: bool) -> None:
+        self.servers[instance].pressed = pressed
+        self.deliver(ev.KvPressureReported(self.now, instance, pressed))
+
+    def finish_push(self, instance: InstanceId) -> None:
+        order = self.pushes.pop(instance)
+        self.servers[instance].version = order.version
+        self.answer(ev.WeightPushFinished(self.now, instance, order.attempt, order.version))
+
+    def fail_push(self, instance: InstanceId) -> None:
+        """It failed, or its answer was lost: what the server holds is unknown."""
+        order = self.pushes.pop(instance)
+        self.answer(ev.WeightPushFailed(self.now, instance, order.attempt, "injected"))
+        self.late.append(ev.WeightPushFinished(self.now, instance, order.attempt, order.version))
+
+    # -- what can happen: trainer, time, restarts ---------------------------------------------------------------------
+
+    def ready(self) -> None:
+        self.trainer_step = self.ready_at
+        self.deliver(ev.TrainerReady(self.now, self.ready_at))
+
+    def train(self) -> None:
+        """One micro-batch, or the optimizer update after the last one."""
+        if not self.update_due:
+            wave = self.waves.popleft()
+            self.update_due = wave.last
+            self.deliver(ev.MicroBatchTrained(self.now, wave.step, wave.index))
+            return
+        step = self.trainer_step
+        assert step is not None
+        self.update_due = False
+        self.num_waves = 0
+        self.trainer_step = step + 1
+        self.unpublished.append(step + 1)
+        self.deliver(ev.StepTrained(self.now, step))
+        self.trained = max(self.trained, step + 1)
+
+    def may_train(self) -> bool:
+        """A publication holds up the one after it."""
+        return bool(self.update_due or self.waves) and len(self.unpublished) < 2
+
+    def publish(self) -> None:
+        version = self.unpublished.pop(0)
+        if not self.published or version > self.published[-1]:
+            self.published.append(version)
+        self.deliver(ev.VersionPublished(self.now, version, 1, {}))
+
+    def save_checkpoint(self) -> None:
+        assert self.trainer_step is not None
+        self.checkpoint = max(self.checkpoint, min(self.trainer_step, self.trained))
+        self.deliver(ev.CheckpointSaved(self.now, self.checkpoint, ""))
+
+    def restart_trainer(self, *, back: int) -> None:
+        """It dies, and will report a step between its last checkpoint and where it was."""
+        self.waves.clear()
+        self.num_waves = 0
+        self.update_due = False
+        self.trainer_step = None
+        self.ready_at = max(self.checkpoint, self.trained - back)
+        self.unpublished = [self.ready_at]
+
+    def restart_controller(self, *, back: int) -> None:
+        for t in list(self.requests):
+            self._void_request(t)
+        for t, order in self.grades.items():
+            self.late.append(ev.TrajectoryGraded(self.now, t, order.attempt, 1.0))
+        self.grades.clear()
+        for instance in self.servers:
+            self._void(instance)
+        self.fetch = None
+        self.restart_trainer(back=back)
+        self.epoch += 1
+        self.restarted_at = len(self.journal)
+        counts = {t: self.tokens[t] for t in self.state.trajectories if t in self.tokens}
+        self.deliver(ev.ControllerRestarted(self.now, self.epoch, counts))
+
+    def tick(self, seconds: float) -> None:
+        self.now += seconds
+        self.deliver(ev.Ticked(self.now))
+
+    def repeat(self, event: ev.Event) -> None:
+        """A completion comes once more, or too late."""
+        before = self.state.counters.late_completions
+        self.deliver(msgspec.structs.replace(event, at=self.now))
+        assert self.state.counters.late_completions == before + 1 or self.outcome is not None
+
+    # -- a fair scheduler ---------------------------------------------------------------------------------------------
+
+    def possible(self) -> list[Callable[[], None]]:
+        """Everything that is bound to happen, one call each."""
+        acts: list[Callable[[], None]] = []
+        if self.fetch is not None:
+            acts.append(self.bring_prompts)
+        acts += [lambda t=t: self.advance(t) for t in self.requests]
+        acts += [lambda t=t: self.stop(t) for t, r in self.requests.items() if r.stopping]
+        acts += [lambda t=t: self.grade(t, float(t % self.settings.group_size)) for t in self.grades]
+        acts += [lambda i=i: self.finish_push(i) for i in self.pushes]
+        for i, server in self.servers.items():
+            if server.condemned:
+                acts.append(lambda i=i: self.lose(i))
+            if not server.up and server.incarnation and i not in self.given_up:
+                acts.append(lambda i=i: self.come_up(i, slots=4, kv_tokens=300))
+            if server.up and server.pressed:
+                acts.append(lambda i=i: self.press(i, pressed=False))
+        if self.trainer_step is None:
+            acts.append(self.ready)
+        if self.may_train():
+            acts.append(self.train)
+        if self.unpublished:
+            acts.append(self.publish)
+        return acts
+
+    def work(self, num_events: int) -> None:
+        """So many things happen in any order; time passes, and faster when there is nothing else to wait for."""
+        for _ in range(num_events):
+            if self.outcome is not None:
+                return
+            acts = self.possible()
+            if acts and self.random.random() < 0.9:
+                self.now += 0.1 * self.random.random()
+                self.random.choice(acts)()
+            else:
+                self.tick(0.3 if acts else 5.0)
+
+    def conclude(self) -> None:
+        """From here on nothing fails, on fewer servers perhaps: the job must end, and all it did can be replayed."""
+        if not self.sound:
+            return
+        known = [i for i, s in self.servers.items() if s.incarnation]
+        for i in known[1 + self.random.randrange(len(self.servers)) :]:
+            self.given_up.add(i)
+            if self.servers[i].up and self.outcome is None:
+                self.lose(i)
+        if not known and self.outcome is None:
+            self.come_up(InstanceId(0), slots=4, kv_tokens=300)
+        self.work(MAX_FAIR_EVENTS)
+        assert self.outcome is not None, f"no end: {self.state._culprit()}"
+        replay(self.settings, self.journal)

@@ -1,0 +1,204 @@
+"""The decision core against an outside that answers in any order, late, twice, or not at all.
+
+Each example drives one job through faults that hypothesis chooses; `Outside` refuses whatever breaks a rule. At the end
+the faults stop, and the job has to end by itself. A bug found here becomes an event list in test_regressions.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from dora.core.strategies import Settings, rules_of
+from tests.core.outside import Outside
+
+_INDEX = st.integers(0, 11)
+
+_JOBS = st.builds(
+    Settings,
+    rules=st.one_of(
+        st.integers(0, 4).map(lambda k: rules_of("dora", max_staleness=k)),
+        st.sampled_from(["sync", "periodic", "one_step_off"]).map(lambda name: rules_of(name, max_staleness=0)),
+    ),
+    steps=st.integers(3, 8),
+    groups_per_step=st.integers(1, 6),
+    group_size=st.integers(2, 3),
+    max_new_tokens=st.just(40),
+    num_ranks=st.integers(1, 2),
+    micro_batch_tokens=st.sampled_from([16, 64]),
+    filter_zero_variance=st.booleans(),
+    max_top_up=st.sampled_from([0.5, 10.0]),
+    consolidate=st.sampled_from([True, True, True, False]),
+    refill=st.booleans(),
+    watchdog_s=st.just(30.0),
+    no_progress_s=st.just(1e9),
+    max_attempts=st.integers(1, 3),
+    max_parallel_pushes=st.integers(1, 4),
+    eval_prompt_tokens=st.lists(st.integers(1, 5), max_size=4).map(tuple),
+    eval_every=st.integers(0, 2),
+    max_eval_share=st.sampled_from([0.1, 0.5]),
+)
+
+
+def pick(items: Sequence[Any] | Mapping[Any, Any], index: int) -> Any:
+    """One of the items there are; the same index picks the same one."""
+    return list(items)[index % len(items)]
+
+
+def while_running(condition: Any) -> Any:
+    """The rule needs something to happen to, in a job that has not ended."""
+    return precondition(lambda self: self.outside.outcome is None and condition(self.outside))
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """A job and its outside, one happening per rule."""
+
+    @initialize(
+        job=_JOBS,
+        seed=st.integers(0, 2**16),
+        num_servers=st.integers(1, 6),
+        prompts=st.one_of(st.none(), st.integers(0, 24)),
+        up=st.integers(0, 6),
+    )
+    def begin(self, job: Settings, seed: int, num_servers: int, prompts: int | None, up: int) -> None:
+        self.outside = Outside(job, seed=seed, num_servers=num_servers, prompts=prompts)
+        for instance in list(self.outside.servers)[:up]:
+            self.outside.come_up(instance, slots=1 + 3 * instance % 5, kv_tokens=300)
+
+    def teardown(self) -> None:
+        if hasattr(self, "outside"):
+            self.outside.conclude()
+
+    @while_running(lambda o: True)
+    @rule(num_events=st.integers(1, 80))
+    def work(self, num_events: int) -> None:
+        self.outside.work(num_events)
+
+    # -- requests
+
+    @while_running(lambda o: o.requests)
+    @rule(index=_INDEX, num_tokens=st.integers(1, 20))
+    def progress(self, index: int, num_tokens: int) -> None:
+        t = pick(self.outside.requests, index)
+        self.outside.produce(t, num_tokens)
+        self.outside.report(self.outside.requests[t].order.instance)
+
+    @while_running(lambda o: o.requests)
+    @rule(index=_INDEX, num_tokens=st.integers(0, 20))
+    def tokens_that_nobody_has_reported(self, index: int, num_tokens: int) -> None:
+        self.outside.produce(pick(self.outside.requests, index), num_tokens)
+
+    @while_running(lambda o: o.requests)
+    @rule(index=_INDEX)
+    def finish(self, index: int) -> None:
+        self.outside.finish(pick(self.outside.requests, index))
+
+    @while_running(lambda o: any(r.stopping for r in o.requests.values()))
+    @rule(index=_INDEX, naturally=st.booleans())
+    def stop(self, index: int, naturally: bool) -> None:
+        t = pick([t for t, r in self.outside.requests.items() if r.stopping], index)
+        if naturally:
+            self.outside.finish(t)
+        else:
+            self.outside.stop(t)
+
+    @while_running(lambda o: o.requests)
+    @rule(index=_INDEX)
+    def stop_that_nobody_asked_for(self, index: int) -> None:
+        self.outside.stop(pick(self.outside.requests, index))
+
+    @while_running(lambda o: o.requests)
+    @rule(index=_INDEX, server_gone=st.booleans())
+    def fail(self, index: int, server_gone: bool) -> None:
+        self.outside.fail(pick(self.outside.requests, index), server_gone=server_gone)
+
+    @while_running(lambda o: o.grades)
+    @rule(index=_INDEX, reward=st.sampled_from([None, 0.0, 0.0, 1.0]))
+    def grade(self, index: int, reward: float | None) -> None:
+        self.outside.grade(pick(self.outside.grades, index), reward)
+
+    @while_running(lambda o: o.grades)
+    @rule(reward=st.sampled_from([None, 1.0]))
+    def grade_all_alike(self, reward: float | None) -> None:
+        for t in list(self.outside.grades):
+            if self.outside.outcome is None:
+                self.outside.grade(t, reward)
+
+    # -- servers
+
+    @while_running(lambda o: not all(s.up for s in o.servers.values()))
+    @rule(index=_INDEX, slots=st.integers(1, 6), kv_tokens=st.sampled_from([30, 100, 400]))
+    def come_up(self, index: int, slots: int, kv_tokens: int) -> None:
+        down = [i for i, s in self.outside.servers.items() if not s.up]
+        self.outside.come_up(pick(down, index), slots=slots, kv_tokens=kv_tokens)
+
+    @while_running(lambda o: any(s.up for s in o.servers.values()))
+    @rule(index=_INDEX)
+    def lose(self, index: int) -> None:
+        self.outside.lose(pick([i for i, s in self.outside.servers.items() if s.up], index))
+
+    @while_running(lambda o: any(s.up for s in o.servers.values()))
+    @rule(index=_INDEX)
+    def press_or_relieve(self, index: int) -> None:
+        instance = pick([i for i, s in self.outside.servers.items() if s.up], index)
+        self.outside.press(instance, pressed=not self.outside.servers[instance].pressed)
+
+    @while_running(lambda o: o.pushes)
+    @rule(index=_INDEX)
+    def finish_push(self, index: int) -> None:
+        self.outside.finish_push(pick(self.outside.pushes, index))
+
+    @while_running(lambda o: o.pushes)
+    @rule(index=_INDEX)
+    def fail_push(self, index: int) -> None:
+        self.outside.fail_push(pick(self.outside.pushes, index))
+
+    # -- trainer, time, restarts, echoes
+
+    @while_running(lambda o: o.unpublished)
+    @rule()
+    def publish(self) -> None:
+        self.outside.publish()
+
+    @while_running(lambda o: o.may_train())
+    @rule()
+    def train(self) -> None:
+        self.outside.train()
+
+    @while_running(lambda o: o.trainer_step is not None)
+    @rule()
+    def save_checkpoint(self) -> None:
+        self.outside.save_checkpoint()
+
+    @while_running(lambda o: o.trainer_step is not None)
+    @rule(back=st.integers(0, 3))
+    def restart_trainer(self, back: int) -> None:
+        self.outside.restart_trainer(back=back)
+
+    @while_running(lambda o: len(o.journal) > o.restarted_at + 40)
+    @rule(back=st.integers(0, 3))
+    def restart_controller(self, back: int) -> None:
+        self.outside.restart_controller(back=back)
+
+    @rule(seconds=st.sampled_from([0.0, 0.2, 1.0, 4.0, 31.0, 70.0]))
+    def tick(self, seconds: float) -> None:
+        self.outside.tick(seconds)
+
+    @while_running(lambda o: o.late)
+    @rule(index=st.integers(0, 39))
+    def repeat(self, index: int) -> None:
+        self.outside.repeat(pick(self.outside.late, index))
+
+
+TestAnyOrder = AnyOrder.TestCase
+TestAnyOrder.settings = settings(
+    max_examples=150,
+    stateful_step_count=50,
+    derandomize=True,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
