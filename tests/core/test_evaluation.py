@@ -20,7 +20,7 @@ def reports(core: Core) -> list[int]:
 
 def past_the_baseline(strategy: str = "dora", *, slots: int, **changes: object) -> Core:
     """Version 0 is evaluated by the only instance, groups run there, and every further version is to be evaluated."""
-    core = started(strategy, slots=slots, eval_prompt_tokens=SAMPLES, eval_every=1, **changes)
+    core = started(strategy, slots=slots, eval_prompt_tokens=SAMPLES, eval_every=1, **changes)  # type: ignore[arg-type]
     for index in range(1, 5):
         core.finished(-index)
         core.graded(-index, 1.0)
