@@ -176,7 +176,8 @@ class Controller:
         commands = self.state.handle(event)
         self._journal.handled(event, commands)
         if isinstance(event, ev.VersionPublished) and event.files:
-            self._copies[event.version] = asyncio.create_task(
+            assert self._tasks is not None
+            self._copies[event.version] = self._tasks.create_task(
                 self._copy(event.version), name=f"durable-{event.version}"
             )
         if log.is_enabled_for(10):
@@ -350,7 +351,6 @@ class Controller:
             task.cancel()
         while not self._queue.empty():
             self._apply(self._queue.get_nowait())
-        await asyncio.gather(*self._copies.values())
 
     async def _take_one(self, until: asyncio.Task[bool]) -> None:
         """Journal what still arrives: a step that ends now is trained, and must be known as trained."""

@@ -1,0 +1,233 @@
+"""The loop between fakes at its borders: a run to its end, and effects that freeze, crash or answer late."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dora.core import commands as cmd
+from dora.core import events as ev
+from dora.core.ids import TrajectoryId
+from dora.core.invariants import check
+from dora.errors import RunFailed
+from dora.journal.audit import audit_entries
+from dora.journal.reader import Journal
+from dora.journal.tokens import read_tokens
+from tests.controller.fakes import ANSWER_TOKENS, TOKEN, Job, make_job
+
+
+@pytest.fixture
+def jobs(tmp_path: Path) -> Iterator[Any]:
+    """Makes jobs, and closes their files."""
+    made: list[Job] = []
+
+    def make(**changes: Any) -> Job:
+        made.append(make_job(tmp_path, **changes))
+        return made[-1]
+
+    yield make
+    for job in made:
+        job.close()
+
+
+def assert_clean(job: Job, folder: Path) -> None:
+    """The audit of what was written, token store included."""
+    job.journal.flush()
+    counts = read_tokens(folder / "tokens.bin").counts
+    report = audit_entries(job.settings, Journal(folder / "journal.msgpack"), token_counts=counts)
+    assert report.violations == ()
+    check(job.controller.state)
+
+
+async def test_a_job_runs_to_its_end_and_its_journal_proves_it(jobs: Any, tmp_path: Path) -> None:
+    job = jobs(samples=3, eval_every=2)
+    outcome = await job.run()
+    assert (outcome.finished, outcome.reason) == (True, "all 3 steps are trained")
+    assert job.watcher.evaluations == [0, 2, 3]
+    assert job.store.copied == [0, 1, 2, 3]
+    assert sorted(set(job.store.released)) == job.store.released
+    assert [batch.step for wave in job.trainer.waves for batch in wave[:1] if batch.last] == [0, 1, 2]
+    assert_clean(job, tmp_path)
+
+
+async def test_nothing_is_left_in_memory_of_what_was_trained_or_evaluated(jobs: Any) -> None:
+    job = jobs(samples=2)
+    await job.run()
+    assert job.io.trajectories.records == {}
+
+
+async def test_every_trained_token_was_in_the_token_log_before_it_was_trained(jobs: Any, tmp_path: Path) -> None:
+    job = jobs()
+    await job.run()
+    job.journal.flush()
+    stored = read_tokens(tmp_path / "tokens.bin")
+    batches = [batch for wave in job.trainer.waves for batch in wave]
+    trained = {int(t): int(n) for batch in batches for t, n in zip(batch.trajectories, batch.lengths, strict=True)}
+    assert trained.keys() == stored.answers.keys()
+    for trajectory, length in trained.items():
+        prompt = stored.prompts[trajectory // 2]
+        assert length == len(prompt) + len(stored.answers[TrajectoryId(trajectory)].tokens)
+
+
+def freeze_until_lost(job: Job) -> None:
+    """Engine 0 falls silent in the middle of its first answers, until it is started again."""
+
+    def thaw(event: ev.Event, commands: list[cmd.Command]) -> None:
+        if isinstance(event, ev.InstanceLost):
+            job.engines.frozen.clear()
+
+    job.engines.frozen.add("http://engine-0")
+    job.watcher.hook = thaw
+
+
+async def test_a_frozen_answer_goes_on_elsewhere_from_its_tokens_after_the_watchdogs_time(
+    jobs: Any, tmp_path: Path
+) -> None:
+    job = jobs(watchdog_s=1.0)
+    freeze_until_lost(job)
+    outcome = await job.run()
+    assert outcome.finished
+    condemned = job.watcher.of(cmd.CondemnInstance)
+    assert {order.instance for order in condemned} == {0}
+    lost = job.watcher.of(ev.InstanceLost)[0]
+    assert set(lost.num_tokens.values()) == {ANSWER_TOKENS // 2}
+    for trajectory, num_tokens in lost.num_tokens.items():
+        first, again = (r for url, r in job.engines.requests if f"{trajectory:+013d}-" in r.rid)
+        assert again.input_ids == [*first.input_ids, *[TOKEN] * num_tokens]
+        assert again.max_new_tokens == first.max_new_tokens - num_tokens
+        assert again.seed != first.seed
+        assert again.extra_key == first.extra_key
+    assert_clean(job, tmp_path)
+
+
+async def test_what_a_lost_server_still_says_is_refused(jobs: Any, tmp_path: Path) -> None:
+    job = jobs()
+    late: list[int] = []
+
+    def talk_on(event: ev.Event, commands: list[cmd.Command]) -> None:
+        if isinstance(event, ev.InstanceLost):
+            for trajectory in event.num_tokens:
+                rid = next(rid for rid in job.engines.callbacks if f"{trajectory:+013d}-" in rid)
+                job.engines.callbacks[rid]([9, 9], [-1.0, -1.0])
+                late.append(trajectory)
+
+    def die_in_mid_answer(event: ev.Event, commands: list[cmd.Command]) -> None:
+        talk_on(event, commands)
+        if isinstance(event, ev.ProgressReported) and event.instance == 0 and not late:
+            job.engines.frozen.discard("http://engine-0")
+            job.servers[0].die()
+
+    job.engines.frozen.add("http://engine-0")
+    job.watcher.hook = die_in_mid_answer
+    outcome = await job.run()
+    assert outcome.finished
+    assert late
+    assert job.io.trajectories.refused_tokens == 2 * len(late)
+    assert all(9 not in answer.tokens for answer in read_tokens(tmp_path / "tokens.bin").answers.values())
+    assert_clean(job, tmp_path)
+
+
+async def test_a_frozen_push_fails_in_time_and_is_tried_again(jobs: Any, tmp_path: Path) -> None:
+    job = jobs()
+    job.engines.frozen_pushes.add("http://engine-1")
+    assert (await job.run()).finished
+    (failed,) = job.watcher.of(ev.WeightPushFailed)
+    assert failed.instance == 1
+    assert "did not end within 1 s" in failed.reason
+    assert_clean(job, tmp_path)
+
+
+async def test_a_failed_grading_is_no_reward(jobs: Any, tmp_path: Path) -> None:
+    job = jobs()
+    job.graders.failing = {0, 1, 2, 3}
+    assert (await job.run()).finished
+    dropped = job.watcher.of(cmd.DropGroup)
+    assert {(order.outcome, order.reason) for order in dropped} == {("failed", "grading")}
+    assert all(reward is None for order in dropped for reward in order.rewards)
+    assert_clean(job, tmp_path)
+
+
+async def test_a_late_grade_only_delays_its_group(jobs: Any, tmp_path: Path) -> None:
+    job = jobs()
+    job.graders.frozen = {0}
+
+    def release(event: ev.Event, commands: list[cmd.Command]) -> None:
+        if isinstance(event, ev.StepTrained):
+            job.graders.release.set()
+
+    job.watcher.hook = release
+    assert (await job.run()).finished
+    committed = [order.group for order in job.watcher.of(cmd.CommitGroup)]
+    assert committed.index(0) > 1
+    assert_clean(job, tmp_path)
+
+
+async def test_what_no_effect_foresees_ends_the_run_loudly(jobs: Any) -> None:
+    job = jobs()
+    job.engines.bug = KeyError("a bug of ours")
+    with pytest.raises(ExceptionGroup) as caught:
+        await job.run()
+    assert caught.group_contains(KeyError, match="a bug of ours")
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+async def test_a_loop_of_the_trainer_that_fails_ends_the_run_with_its_line(jobs: Any) -> None:
+    async def fail() -> None:
+        raise RunFailed("trainer rank 1: out of memory")
+
+    job = jobs()
+    job.trainer.failing_loop = fail()
+    with pytest.raises(RunFailed, match=r"^trainer rank 1: out of memory$"):
+        await job.run()
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+
+
+async def test_a_frozen_trainer_is_named_when_there_is_no_progress(jobs: Any) -> None:
+    job = jobs(no_progress_s=2.0, watchdog_s=1.0)
+    job.trainer.frozen = True
+    with pytest.raises(RunFailed, match=r"^no progress for \d s: the trainer works on micro-batch 0 of step 0$"):
+        await job.run()
+
+
+async def test_an_interrupted_run_keeps_what_is_in_flight_and_starts_nothing_more(jobs: Any, tmp_path: Path) -> None:
+    job = jobs(steps=50)
+
+    def interrupt(event: ev.Event, commands: list[cmd.Command]) -> None:
+        if isinstance(event, ev.StepTrained) and event.step == 1:
+            job.controller.interrupt()
+
+    job.watcher.hook = interrupt
+    outcome = await job.run()
+    assert not outcome.finished
+    assert "--resume" in outcome.reason
+    assert job.trainer.checkpoints == 1
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+    assert job.controller.state.feed.trained < 50
+    assert_clean(job, tmp_path)
+
+
+async def test_the_journal_is_readable_up_to_the_event_that_ended_the_run(jobs: Any, tmp_path: Path) -> None:
+    job = jobs(max_top_up=1.0, filter_zero_variance=True)
+    job.graders.grade = graded_alike  # type: ignore[method-assign]
+    with pytest.raises(RunFailed, match="had to top up 3 groups"):
+        await job.run()
+    orders = [order for _, commands in Journal(tmp_path / "journal.msgpack") for order in commands]
+    assert isinstance(orders[-1], cmd.FailRun) or any(isinstance(order, cmd.FailRun) for order in orders)
+
+
+async def graded_alike(request: object) -> Any:
+    from dora.tasks.pool import Graded
+
+    return Graded(0.5)
+
+
+async def test_the_lag_of_the_loop_is_measured(jobs: Any) -> None:
+    job = jobs(watchdog_s=1.0)
+    freeze_until_lost(job)
+    await job.run()
+    assert len(job.watcher.lags) > 5
+    assert min(job.watcher.lags) >= 0.0
