@@ -3,6 +3,7 @@
 Invariant: a fact about a wave or a step is emitted once, after all ranks have said it, and in the order wave, step,
 version; so a fast rank 0 never runs ahead of the others in the journal.
 
+Start loop. Produces: Configure. Waits for: HELLO, then Ready of all ranks. Ends when it has both.
 Sender loop. Consumes: waves from `train` (at most MAX_WAVES_AHEAD of them, the core's rule). Waits for: room in each
 rank's window. Receiver loop. Consumes: messages of all ranks. Produces: events. Unblocked by any message; ended by
 cancellation.
@@ -56,7 +57,7 @@ class TrainerLink:
     _waves_done: list[int] = field(default_factory=list)  # by rank, since it was ready
     _waves_emitted: int = 0
     _script: deque[wire.ToController] = field(default_factory=deque)  # what rank 0 said and is not emitted yet
-    _configured: asyncio.Event = field(default_factory=asyncio.Event)
+    _all_ready: asyncio.Event = field(default_factory=asyncio.Event)
     _checkpoint: asyncio.Event = field(default_factory=asyncio.Event)
 
     def train(self, wave: list[wire.MicroBatch]) -> None:
@@ -65,9 +66,25 @@ class TrainerLink:
 
     def loops(self) -> list[tuple[str, Coroutine[Any, Any, None]]]:
         """To be run beside the controller."""
-        loops: list[tuple[str, Coroutine[Any, Any, None]]] = [("trainer-sender", self.send_waves())]
-        loops.append(("trainer-receiver", self.receive_messages()))
+        loops: list[tuple[str, Coroutine[Any, Any, None]]] = [("trainer-start", self.start_ranks())]
+        loops += [("trainer-sender", self.send_waves()), ("trainer-receiver", self.receive_messages())]
         return [*loops, ("trainer-process", self._watch())] if self.process_ended is not None else loops
+
+    async def start_ranks(self) -> None:
+        """Wait for all ranks, tell them what to train, and see that they get ready."""
+        try:
+            await self.end.wait_ready(self.start_timeout_s)
+            for rank in range(self.num_ranks):
+                await self.end.send(rank, self.configure)
+            async with asyncio.timeout(self.start_timeout_s):
+                await self._all_ready.wait()
+        except RemoteError as err:
+            raise RunFailed(f"trainer.start_timeout_s: {err}") from err
+        except TimeoutError:
+            missing = ", ".join(str(rank) for rank in range(self.num_ranks) if rank not in self._ready)
+            raise RunFailed(
+                f"trainer.start_timeout_s: ranks {missing} did not load the model within {self.start_timeout_s:g} s"
+            ) from None
 
     async def send_waves(self) -> None:
         """The sender loop."""
@@ -75,14 +92,13 @@ class TrainerLink:
             await self.send(await self._outbox.get())
 
     async def send(self, wave: list[wire.MicroBatch]) -> None:
-        """One micro-batch to every rank, once all are configured; waits for room in each rank's window."""
-        await self._configured.wait()
+        """One micro-batch to every rank, once all are ready; waits for room in each rank's window."""
+        await self._all_ready.wait()
         for rank, batch in enumerate(wave):
             await self.end.send(rank, batch)
 
     async def receive_messages(self) -> None:
-        """The receiver loop; it begins with what every rank must know."""
-        await self._configure()
+        """The receiver loop."""
         while True:
             rank, message = await self.end.receive()
             match message:
@@ -101,7 +117,7 @@ class TrainerLink:
 
     async def checkpoint(self, *, timeout_s: float) -> bool:
         """Ask for a checkpoint of the last step boundary; False if it did not come in time."""
-        if len(self._ready) < self.num_ranks:
+        if not self._all_ready.is_set():
             return True  # nothing was trained since the one they start from
         self._checkpoint.clear()
         for rank in range(self.num_ranks):
@@ -117,16 +133,6 @@ class TrainerLink:
         """Tell all ranks to end."""
         for rank in range(self.num_ranks):
             await self.end.send(rank, wire.Stop(reason=reason))
-
-    async def _configure(self) -> None:
-        """Wait for all ranks and tell them what to train; their Ready messages follow."""
-        try:
-            await self.end.wait_ready(self.start_timeout_s)
-        except RemoteError as err:
-            raise RunFailed(f"trainer.start_timeout_s: {err}") from err
-        for rank in range(self.num_ranks):
-            await self.end.send(rank, self.configure)
-        self._configured.set()
 
     async def _watch(self) -> None:
         """The run cannot go on without its trainer."""
@@ -144,6 +150,7 @@ class TrainerLink:
             raise RunFailed(f"trainer ranks disagree on the step to resume at: {self._ready}")
         self._waves_done = [0] * self.num_ranks
         self._waves_emitted = 0
+        self._all_ready.set()
         await self.emit(ev.TrainerReady(self.now(), steps.pop()))
 
     async def _emit_script(self) -> None:

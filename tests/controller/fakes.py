@@ -288,9 +288,7 @@ def settings_of(**changes: Any) -> Settings:
     return Settings(**{**values, **changes})
 
 
-def make_io(
-    folder: Path, *, settings: Settings, client: Any, fleet: Fleet, now: Callable[[], float], **parts: Any
-) -> Io:
+def make_io(*, settings: Settings, client: Any, fleet: Fleet, now: Callable[[], float], **parts: Any) -> Io:
     """The effects' surroundings: the seed's tokenizer and task, everything else given or fake."""
     tokenizer: Tokenizer = load_tokenizer(seed_path(), thinking=None)
     values: dict[str, Any] = {
@@ -346,7 +344,7 @@ def make_job(folder: Path, *, instances: int = 2, samples: int = 0, **changes: A
     )
     parts = {"graders": graders, "eval_graders": [graders], "evaluations": evaluations, "store": store}
     trajectories = Trajectories(tokens, group_size=settings.group_size)
-    io = make_io(folder, settings=settings, client=engines, fleet=fleet, now=now, trajectories=trajectories, **parts)
+    io = make_io(settings=settings, client=engines, fleet=fleet, now=now, trajectories=trajectories, **parts)
     trainer = FakeTrainer(lambda event: controller.emit_soon(event), now)
     controller = Controller(state, io=io, journal=journal, trainer=trainer, observer=watcher)
     first = [ev.TrainerReady(0.0, 0), ev.VersionPublished(0.0, 0, 1, {"model.safetensors": "0"})]

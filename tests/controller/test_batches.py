@@ -1,0 +1,148 @@
+"""Micro-batches: what the trainer gets of a committed group, and rollouts on disk."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dora.controller.batches import build_wave
+from dora.controller.rollouts import RolloutWriter, rollout_files, train_rollouts
+from dora.controller.trainer_link import StepReport
+from dora.controller.trajectories import Record
+from dora.core import events as ev
+from dora.core.commands import TrainMicroBatch
+from dora.core.groups import Group
+from dora.core.ids import GroupId, TrajectoryId
+from dora.errors import ConfigError
+from dora.tasks.prompts import Prompt
+from dora.transport.messages import MicroBatch
+
+G = 3
+
+
+def group(number: int, *, version: int, rewards: tuple[float | None, ...]) -> Group:
+    made = Group(GroupId(number), version=version, deadline=9, num_prompt_tokens=number + 1, group_size=G, at=0.0)
+    for trajectory, reward in zip(made.trajectories, rewards, strict=True):
+        trajectory.reward = reward
+    return made
+
+
+def record(trajectory: int, num_tokens: int) -> Record:
+    """Prompt tokens are 100 + group, answer tokens the trajectory's number, log-probs fall by a tenth each."""
+    number = trajectory // G
+    made = Record(Prompt(number, "made up", "", (100 + number,) * (number + 1), "", {}))
+    made.tokens = [trajectory] * num_tokens
+    made.logprobs = [-(i + 1) / 10 for i in range(num_tokens)]
+    return made
+
+
+def wave(*ranks: tuple[int, ...], index: int = 0, last: bool = True, groups: int = 2) -> list[MicroBatch]:
+    made = {GroupId(g): group(g, version=g, rewards=(1.0, 0.0, None)) for g in range(groups)}
+    records = {TrajectoryId(t): record(t, 2 + t % 3) for t in range(groups * G)}
+    records[TrajectoryId(1)].length_capped = True
+    order = TrainMicroBatch(4, index, last, tuple(tuple(TrajectoryId(t) for t in rank) for rank in ranks))
+    return build_wave(order, records=records, groups=made, group_size=G)
+
+
+def test_trajectories_lie_one_behind_the_other_with_their_mask_and_logprobs() -> None:
+    (batch,) = wave((1, 3))
+    assert (batch.step, batch.index, batch.last) == (4, 0, True)
+    assert batch.lengths.tolist() == [4, 4]
+    assert batch.tokens.tolist() == [100, 1, 1, 1, 101, 101, 3, 3]
+    assert batch.loss_mask.tolist() == [0, 1, 1, 1, 0, 0, 1, 1]
+    np.testing.assert_allclose(batch.behavior_logprobs, [0, -0.1, -0.2, -0.3, 0, 0, -0.1, -0.2])
+    assert batch.trajectories.tolist() == [1, 3]
+    assert batch.groups.tolist() == [0, 1]
+    assert batch.versions.tolist() == [0, 1]
+    assert batch.truncated.tolist() == [1, 0]
+
+
+def test_a_trajectory_brings_its_reward_and_those_of_all_its_siblings() -> None:
+    (batch,) = wave((0, 1, 4))
+    assert batch.rewards.tolist() == [1.0, 0.0, 0.0]
+    assert batch.group_rewards.shape == (3, G)
+    assert batch.group_rewards[0].tolist()[:2] == [1.0, 0.0]
+    assert math.isnan(batch.group_rewards[0][2])
+
+
+def test_a_rank_without_work_gets_an_empty_micro_batch_of_the_same_wave() -> None:
+    full, empty = wave((0,), (), index=3, last=False)
+    assert (empty.step, empty.index, empty.last) == (full.step, full.index, full.last) == (4, 3, False)
+    assert empty.tokens.size == empty.trajectories.size == 0
+    assert empty.group_rewards.shape == (0, G)
+
+
+# -- rollouts on disk -----------------------------------------------------------------------------------------------
+
+
+class Ranks:
+    """Stands for the trainer link: keeps what every rank would be sent."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.num_ranks = num_ranks
+        self.waves: list[list[MicroBatch]] = []
+
+    async def send(self, wave: list[MicroBatch]) -> None:
+        self.waves.append(wave)
+
+
+def write(folder: Path) -> list[ev.Event]:
+    """Four groups in two waves; two groups make a file, and one of them comes in both waves."""
+    events: list[ev.Event] = []
+    reports: list[StepReport] = []
+    writer = RolloutWriter(
+        folder, groups_per_step=2, group_size=G, now=lambda: 1.0, emit=events.append, on_step=reports.append
+    )
+    writer.train(wave((0, 1, 2, 3, 4), index=0, last=False, groups=4))
+    writer.train(wave((5, 6, 7, 8, 9, 10, 11), index=1, groups=4))
+    assert [report.step for report in reports] == [4]
+    return events
+
+
+def test_a_writer_says_at_once_that_what_it_wrote_is_trained(tmp_path: Path) -> None:
+    events = write(tmp_path)
+    assert events == [
+        ev.MicroBatchTrained(1.0, 4, 0),
+        ev.MicroBatchTrained(1.0, 4, 1),
+        ev.StepTrained(1.0, 4),
+        ev.VersionPublished(1.0, 5, 0, {}),
+    ]
+    assert [path.name for path in rollout_files(tmp_path)] == ["step-000000.rollout", "step-000001.rollout"]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+async def test_what_is_read_is_what_would_have_been_trained(tmp_path: Path, num_ranks: int) -> None:
+    write(tmp_path)
+    ranks = Ranks(num_ranks)
+    await train_rollouts(rollout_files(tmp_path), link=ranks, budget=12, group_size=G)  # type: ignore[arg-type]
+    assert all(len(wave) == num_ranks for wave in ranks.waves)
+    lasts = [(wave[0].step, wave[0].index, wave[0].last) for wave in ranks.waves]
+    assert [last for _, _, last in lasts].count(True) == 2
+    assert lasts == sorted(lasts)
+    found = pieces([batch for wave in ranks.waves for batch in wave])
+    wanted = pieces(wave(tuple(range(12)), groups=4))
+    assert found.keys() == wanted.keys() == set(range(12))
+    for trajectory, arrays in wanted.items():
+        for mine, theirs in zip(found[trajectory], arrays, strict=True):
+            np.testing.assert_array_equal(mine, theirs)
+
+
+def pieces(batches: list[MicroBatch]) -> dict[int, tuple[np.ndarray, ...]]:
+    """All that belongs to a trajectory."""
+    found = {}
+    for batch in batches:
+        starts = np.cumsum(batch.lengths) - batch.lengths
+        for i, trajectory in enumerate(batch.trajectories):
+            span = slice(starts[i], starts[i] + batch.lengths[i])
+            row = (batch.versions[i], batch.rewards[i], batch.group_rewards[i], batch.groups[i], batch.truncated[i])
+            tokens = (batch.tokens[span], batch.loss_mask[span], batch.behavior_logprobs[span])
+            found[int(trajectory)] = (*tokens, *(np.asarray(value) for value in row))
+    return found
+
+
+def test_a_folder_without_rollouts_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"holds no step-\*.rollout; give the `rollouts` folder"):
+        rollout_files(tmp_path)

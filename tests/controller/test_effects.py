@@ -1,0 +1,308 @@
+"""Effects: one order in, one fact out, whatever the server, the store or the grader does."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dora.config.schema import RewardConfig, SourceConfig, TaskConfig
+from dora.controller import effects
+from dora.controller.effects import Io
+from dora.controller.evaluations import EvalSet, Evaluations
+from dora.controller.fleet import Fleet, Limits
+from dora.controller.trajectories import Trajectories
+from dora.core import commands as cmd
+from dora.core import events as ev
+from dora.core.ids import FOREIGN_VERSION, GroupId, InstanceId, TrajectoryId
+from dora.engine.client import EngineClient
+from dora.journal.tokens import TokenWriter
+from dora.tasks.pool import GraderPool
+from dora.tasks.prompts import open_stream
+from dora.weights.store import VersionStore
+from tests.controller.fakes import MAX_NEW_TOKENS, RUN_ID, make_io, prompt, settings_of
+from tests.engine.scripted_server import ScriptedServer, captured
+
+ANSWER = (10, 11, 12)
+OLD_RUN = "yesterdays-run"
+
+
+@pytest.fixture
+async def server() -> AsyncIterator[ScriptedServer]:
+    async for running in ScriptedServer().run():
+        yield running
+
+
+@pytest.fixture
+async def io(server: ScriptedServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Io]:
+    """Group 0 is admitted; instance 0 is the scripted server."""
+    monkeypatch.setattr(effects, "REFUSAL_PAUSE_S", 0.0)
+    ticks = itertools.count(1)
+    settings = settings_of()
+    with TokenWriter(tmp_path / "tokens.bin") as tokens:
+        async with EngineClient(max_connections=8) as client:
+            fleet = Fleet(
+                [],
+                client=client,
+                limits=Limits(slots=4, kv_tokens=1024, context_tokens=128),
+                emit=lambda event: asyncio.sleep(0),
+                fence=lambda instance: {},
+                now=lambda: 0.0,
+                incarnations={},
+            )
+            fleet.urls[InstanceId(0)] = server.url
+            trajectories = Trajectories(tokens, group_size=settings.group_size)
+            trajectories.prompts[GroupId(0)] = prompt(0)
+            trajectories.admit(GroupId(0))
+            yield make_io(
+                settings=settings,
+                client=client,
+                fleet=fleet,
+                now=lambda: float(next(ticks)),
+                trajectories=trajectories,
+                evaluations=Evaluations([EvalSet("heldout", [prompt(0)], 1, 0.25)]),
+            )
+
+
+def eos(io: Io) -> int:
+    return io.tokenizer.eos_ids[0]
+
+
+def chunk(*tokens: int, finish: str | None = None, label: str = f"{RUN_ID}/4") -> bytes:
+    """A whole cumulative stream so far; with `finish` its last chunk."""
+    meta = {
+        "output_token_logprobs": [[-0.5, token, None] for token in tokens],
+        "completion_tokens": len(tokens),
+        "finish_reason": {"type": finish} if finish else None,
+        "weight_versions": [{"version": label, "start": 0, "end": len(tokens)}] if finish else None,
+    }
+    return f"data: {json.dumps({'meta_info': meta})}\n\n".encode()
+
+
+def order(attempt: int = 1, *, trajectory: int = 0, num_tokens: int = 0, instance: int = 0) -> cmd.Generate:
+    return cmd.Generate(TrajectoryId(trajectory), attempt, InstanceId(instance), 4, num_tokens)
+
+
+def record(io: Io) -> Any:
+    return io.trajectories.records[TrajectoryId(0)]
+
+
+async def test_an_answer_is_streamed_into_its_record_and_finished(io: Io, server: ScriptedServer) -> None:
+    server.streams(chunk(*ANSWER), chunk(*ANSWER, eos(io), finish="stop"), b"data: [DONE]\n\n")
+    event = await effects.generate(order(), io=io)
+    assert event == ev.GenerationFinished(1.0, TrajectoryId(0), 1, 4, False, ((4, 0, 4),))
+    assert record(io).tokens == [*ANSWER, eos(io)]
+    assert record(io).logprobs == [-0.5] * 4
+    assert not record(io).length_capped
+
+
+async def test_a_request_carries_what_makes_it_exact(io: Io, server: ScriptedServer) -> None:
+    server.streams(chunk(eos(io), finish="stop"))
+    await effects.generate(order(), io=io)
+    ((_, body),) = server.calls
+    assert body["input_ids"] == [3, 4, 5]
+    assert body["extra_key"] == f"{RUN_ID}/4"
+    assert body["sampling_params"]["max_new_tokens"] == MAX_NEW_TOKENS
+    assert body["sampling_params"]["temperature"] == 1.0
+    assert set(body["sampling_params"]["stop_token_ids"]) == set(io.tokenizer.eos_ids)
+
+
+async def test_a_resumed_request_goes_on_from_exactly_the_tokens_kept(io: Io, server: ScriptedServer) -> None:
+    server.streams(chunk(*ANSWER), None)
+    failed = await effects.generate(order(), io=io)
+    assert failed == ev.GenerationFailed(1.0, TrajectoryId(0), 1, 3, True, failed.reason)
+    server.streams(chunk(13, eos(io), finish="stop"))
+    event = await effects.generate(order(2, num_tokens=3), io=io)
+    assert event == ev.GenerationFinished(2.0, TrajectoryId(0), 2, 5, False, ((4, 3, 5),))
+    (_, first), (_, second) = server.calls
+    assert second["input_ids"] == [3, 4, 5, *ANSWER]
+    assert second["sampling_params"]["max_new_tokens"] == MAX_NEW_TOKENS - 3
+    assert second["sampling_params"]["sampling_seed"] != first["sampling_params"]["sampling_seed"]
+    assert record(io).tokens == [*ANSWER, 13, eos(io)]
+
+
+async def test_seeds_differ_between_siblings_and_are_the_same_in_every_process(io: Io) -> None:
+    seeds = {io.attempt_seed(TrajectoryId(t), n) for t in range(20) for n in range(5)}
+    assert len(seeds) == 100
+    assert max(seeds) < 2**63
+    assert io.attempt_seed(TrajectoryId(7), 3) == replace(io, group_size=99).attempt_seed(TrajectoryId(7), 3)
+    assert io.attempt_seed(TrajectoryId(7), 3) != replace(io, seed=1).attempt_seed(TrajectoryId(7), 3)
+
+
+@pytest.mark.parametrize("budget_used_up", [False, True])
+async def test_an_answer_whose_end_was_not_heard_is_finished_without_another_request(
+    io: Io, server: ScriptedServer, budget_used_up: bool
+) -> None:
+    """Its last token came, its last chunk did not: to ask for more would sample beyond its end."""
+    tokens = [*range(10, 10 + MAX_NEW_TOKENS)] if budget_used_up else [*ANSWER, eos(io)]
+    server.streams(chunk(*tokens), None)
+    failed = await effects.generate(order(), io=io)
+    assert isinstance(failed, ev.GenerationFailed)
+    assert failed.server_gone
+    event = await effects.generate(order(2, num_tokens=len(tokens), instance=7), io=io)
+    assert event == ev.GenerationFinished(2.0, TrajectoryId(0), 2, len(tokens), budget_used_up, ())
+    assert server.paths() == ["/generate"]
+
+
+async def test_a_stopped_request_keeps_its_tokens(io: Io, server: ScriptedServer) -> None:
+    server.streams(chunk(*ANSWER, finish="abort"))
+    event = await effects.generate(order(), io=io)
+    assert event == ev.GenerationStopped(1.0, TrajectoryId(0), 1, 3, ((4, 0, 3),))
+    assert record(io).tokens == [*ANSWER]
+
+
+async def test_a_request_stopped_before_its_first_token_is_no_answer(io: Io, server: ScriptedServer) -> None:
+    server.streams(chunk(finish="abort"))
+    event = await effects.generate(order(), io=io)
+    assert isinstance(event, ev.GenerationStopped)
+    assert event.num_tokens == 0
+
+
+async def test_a_stop_that_comes_after_the_last_token_stops_nothing(io: Io, server: ScriptedServer) -> None:
+    server.streams(chunk(*ANSWER, eos(io), finish="abort"))
+    assert isinstance(await effects.generate(order(), io=io), ev.GenerationFinished)
+
+
+async def test_an_answer_that_used_up_its_budget_is_length_capped(io: Io, server: ScriptedServer) -> None:
+    server.streams(chunk(*range(10, 10 + MAX_NEW_TOKENS), finish="length"))
+    event = await effects.generate(order(), io=io)
+    assert isinstance(event, ev.GenerationFinished)
+    assert event.length_capped
+    assert record(io).length_capped
+
+
+@pytest.mark.parametrize("label", [f"{OLD_RUN}/4", "default", f"{RUN_ID}/x", f"{RUN_ID}x/4", "4"])
+async def test_a_label_that_is_not_of_this_run_is_foreign(io: Io, server: ScriptedServer, label: str) -> None:
+    server.streams(chunk(eos(io), finish="stop", label=label))
+    event = await effects.generate(order(), io=io)
+    assert isinstance(event, ev.GenerationFinished)
+    assert event.spans == ((FOREIGN_VERSION, 0, 1),)
+
+
+async def test_a_full_queue_is_a_refusal_and_no_loss_of_the_server(io: Io, server: ScriptedServer) -> None:
+    server.says("/generate", {"error": {"message": "The request queue is full."}}, status=503)
+    event = await effects.generate(order(), io=io)
+    assert isinstance(event, ev.GenerationFailed)
+    assert not event.server_gone
+    assert event.reason == f"{server.url}: The request queue is full. (503)"
+
+
+async def test_an_answer_that_is_not_the_protocol_is_a_refusal(io: Io, server: ScriptedServer) -> None:
+    server.streams(b"data: {not json}\n\n")
+    event = await effects.generate(order(), io=io)
+    assert isinstance(event, ev.GenerationFailed)
+    assert not event.server_gone
+
+
+async def test_an_instance_that_is_down_is_gone(io: Io) -> None:
+    event = await effects.generate(order(instance=7), io=io)
+    assert event == ev.GenerationFailed(1.0, TrajectoryId(0), 1, 0, True, "instance 7 is down")
+
+
+async def test_a_sample_of_an_evaluation_is_drawn_at_its_sets_temperature(io: Io, server: ScriptedServer) -> None:
+    io.trajectories.open(TrajectoryId(-1), prompt(0))
+    server.streams(chunk(eos(io), finish="stop"))
+    await effects.generate(order(trajectory=-1), io=io)
+    assert server.calls[0][1]["sampling_params"]["temperature"] == 0.25
+
+
+# -- grading --------------------------------------------------------------------------------------------------------
+
+
+async def test_an_answer_is_graded_by_its_text_and_a_failure_is_no_reward(io: Io) -> None:
+    rewards = [RewardConfig(kind="regex", pattern=r"(\d\d)$")]
+    record(io).tokens = [*io.tokenizer.encode("03"), eos(io)]
+    grade = cmd.GradeTrajectory(TrajectoryId(0), 2)
+    async with GraderPool(rewards, graders=1, timeout_s=20, memory_mb=2048, field="task.rewards") as pool:
+        io = replace(io, graders=pool)
+        assert await effects.grade(grade, io=io) == ev.TrajectoryGraded(1.0, TrajectoryId(0), 2, 1.0)
+        assert record(io).reward == 1.0
+        record(io).prompt = replace(prompt(0), metadata={"unpackable": object()})
+        event = await effects.grade(grade, io=io)
+    assert isinstance(event, ev.TrajectoryGraded)
+    assert event.reward is None
+    assert event.reason.startswith("error: ")
+
+
+# -- weights --------------------------------------------------------------------------------------------------------
+
+
+def accepts_pushes(server: ScriptedServer, *, holds: str) -> None:
+    server.says("/v1/loads", captured("GET_v1_loads.json"))
+    for path in ("/pause_generation", "/continue_generation"):
+        server.says(path, {"status": "ok"})
+    server.says("/flush_cache", "Cache flushed.")
+    server.says("/update_weights_from_disk", {"success": True, "message": ""})
+    server.says("/model_info", {"weight_version": holds})
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> VersionStore:
+    """Holds version 4."""
+    store = VersionStore(memory_root=tmp_path / "live", durable_root=tmp_path / "durable")
+    staged = store.stage(4)
+    (staged / "model.safetensors").write_bytes(b"weights")
+    store.seal(4, staged)
+    return store
+
+
+PUSH = cmd.PushWeights(InstanceId(0), 3, 4)
+
+
+async def test_a_push_is_finished_when_the_label_was_read_back(
+    io: Io, server: ScriptedServer, store: VersionStore
+) -> None:
+    accepts_pushes(server, holds=f"{RUN_ID}/4")
+    io = replace(io, store=store, path_map={str(store.memory_root): "/seen/by/server"})
+    assert await effects.push_weights(PUSH, io=io) == ev.WeightPushFinished(1.0, InstanceId(0), 3, 4)
+    update = next(body for path, body in server.calls if path == "/update_weights_from_disk")
+    assert update["model_path"] == f"/seen/by/server/{store.folder(4).name}"
+    assert update["weight_version"] == f"{RUN_ID}/4"
+
+
+async def test_a_push_fails_when_the_server_says_that_it_holds_something_else(
+    io: Io, server: ScriptedServer, store: VersionStore
+) -> None:
+    accepts_pushes(server, holds=f"{OLD_RUN}/4")
+    event = await effects.push_weights(PUSH, io=replace(io, store=store))
+    assert isinstance(event, ev.WeightPushFailed)
+    assert (event.instance, event.attempt) == (0, 3)
+    assert f"{OLD_RUN}/4" in event.reason
+
+
+async def test_a_push_of_a_version_that_is_gone_or_to_an_instance_that_is_down_fails(
+    io: Io, server: ScriptedServer, store: VersionStore
+) -> None:
+    accepts_pushes(server, holds=f"{RUN_ID}/5")
+    io = replace(io, store=store)
+    gone = await effects.push_weights(cmd.PushWeights(InstanceId(0), 3, 5), io=io)
+    assert isinstance(gone, ev.WeightPushFailed)
+    assert "version 5 is complete neither in" in gone.reason
+    down = await effects.push_weights(cmd.PushWeights(InstanceId(7), 3, 4), io=io)
+    assert isinstance(down, ev.WeightPushFailed)
+    assert down.reason == "instance 7 is down"
+    assert server.calls == []
+
+
+# -- prompts --------------------------------------------------------------------------------------------------------
+
+
+async def test_prompts_are_kept_by_group_until_the_source_is_dry(io: Io, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": f"a{i}=", "answer": f"0{i}"}) + "\n" for i in range(3)))
+    task = TaskConfig(sources=(SourceConfig(kind="jsonl", path=rows),), epochs=1, shuffle=False)
+    io = replace(io, stream=open_stream(task, tokenizer=io.tokenizer, seed=0))
+    length = len(io.tokenizer.encode("a0="))
+    first = await effects.fetch_prompts(cmd.FetchPrompts(GroupId(0), 2), io=io)
+    assert first == ev.PromptsArrived(1.0, GroupId(0), (length, length), False)
+    last = await effects.fetch_prompts(cmd.FetchPrompts(GroupId(2), 2), io=io)
+    assert last == ev.PromptsArrived(2.0, GroupId(2), (length,), True)
+    assert [io.trajectories.prompts[GroupId(g)].text for g in range(3)] == ["a0=", "a1=", "a2="]
+    none = await effects.fetch_prompts(cmd.FetchPrompts(GroupId(3), 2), io=io)
+    assert none == ev.PromptsArrived(3.0, GroupId(3), (), True)

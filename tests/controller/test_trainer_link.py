@@ -1,0 +1,296 @@
+"""The trainer as the controller sees it: facts of all ranks in rank 0's order, once each."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dora.controller import trainer_link
+from dora.controller.trainer_link import StepReport, TrainerLink
+from dora.core import events as ev
+from dora.errors import RemoteError, RunFailed
+from dora.transport import messages as wire
+from dora.transport.controller_end import ControllerEnd
+from dora.transport.messages import empty_micro_batch
+from dora.transport.trainer_end import TrainerEnd
+
+CONFIGURE = wire.Configure(
+    run_id="test-run",
+    model_path="/model",
+    settings=wire.TrainerSettings(
+        device="cpu", dtype="float32", publish_dtype="float32", threads=1, micro_batch_tokens=64, steps=2,
+        learning_rate=1e-3, warmup_steps=0, weight_decay=0.0, beta1=0.9, beta2=0.95, max_grad_norm=1.0,
+        advantage="grpo", clip_low=0.2, clip_high=0.28, tis_cap=2.0, temperature=1.0, max_staleness=1,
+        checkpoint_every=1,
+    ),
+    memory_root="/live",
+    durable_root="/durable",
+    checkpoints="/checkpoints",
+    resume_from=None,
+)  # fmt: skip
+
+
+class FakeEnd:
+    """Stands for the transport: what is sent is kept, what ranks say is taken from a queue, one by one."""
+
+    def __init__(self, *, ready: bool = True) -> None:
+        self.sent: list[tuple[int, wire.ToTrainer]] = []
+        self.said: asyncio.Queue[tuple[int, wire.ToController]] = asyncio.Queue()
+        self.waiting = asyncio.Event()  # nothing is left to be received
+        self.sending = asyncio.Event()
+        self.ready = ready
+
+    async def wait_ready(self, timeout_s: float) -> int:
+        if not self.ready:
+            raise RemoteError(f"trainer: rank 1 said no HELLO within {timeout_s:g} s")
+        return 2
+
+    async def send(self, rank: int, message: wire.ToTrainer) -> None:
+        self.sent.append((rank, message))
+        self.sending.set()
+
+    async def has_sent(self, count: int) -> None:
+        async with asyncio.timeout(10):
+            while len(self.sent) < count:
+                self.sending.clear()
+                await self.sending.wait()
+
+    async def receive(self) -> tuple[int, wire.ToController]:
+        if self.said.empty():
+            self.waiting.set()
+        return await self.said.get()
+
+    async def hears(self, rank: int, *messages: wire.ToController) -> None:
+        """Until the link has dealt with them."""
+        for message in messages:
+            self.waiting.clear()
+            self.said.put_nowait((rank, message))
+        async with asyncio.timeout(10):
+            await self.waiting.wait()
+
+
+class Linked:
+    """A link whose start and receiver loops run."""
+
+    def __init__(self, end: FakeEnd, *, process_ended: Any = None, start_timeout_s: float = 5.0) -> None:
+        self.end = end
+        self.events: list[ev.Event] = []
+        self.reports: list[StepReport] = []
+        self.stepped = asyncio.Event()
+        ticks = itertools.count(1)
+        self.link = TrainerLink(
+            end=end,  # type: ignore[arg-type]
+            num_ranks=2,
+            configure=CONFIGURE,
+            start_timeout_s=start_timeout_s,
+            process_ended=process_ended,
+            now=lambda: float(next(ticks)),
+            emit=self._emit,
+            on_step=self.reports.append,
+        )
+        self.starter = asyncio.create_task(self.link.start_ranks(), name="starter")
+        self.receiver = asyncio.create_task(self.link.receive_messages(), name="receiver")
+
+    async def close(self) -> None:
+        for task in (self.starter, self.receiver):
+            task.cancel()
+        await asyncio.gather(self.starter, self.receiver, return_exceptions=True)
+
+    async def _emit(self, event: ev.Event) -> None:
+        self.events.append(event)
+        if isinstance(event, ev.StepTrained):
+            self.stepped.set()
+
+    def kinds(self) -> list[tuple[str, ...]]:
+        """Events since the last call, without their times."""
+        found = [(type(e).__name__, *(getattr(e, n) for n in ("step", "index", "version") if hasattr(e, n)))
+                 for e in self.events]  # fmt: skip
+        self.events.clear()
+        return found
+
+
+@asynccontextmanager
+async def linked(end: FakeEnd | None = None, **options: Any) -> AsyncIterator[Linked]:
+    made = Linked(end or FakeEnd(), **options)
+    yield made
+    await made.close()
+
+
+def ready(rank: int, *, step: int = 0) -> wire.Ready:
+    return wire.Ready(rank=rank, next_step=step)
+
+
+def trained(rank: int, step: int, index: int) -> wire.MicroBatchTrained:
+    return wire.MicroBatchTrained(rank=rank, step=step, index=index, num_tokens=9, busy_s=0.1)
+
+
+def step_trained(step: int) -> wire.StepTrained:
+    return wire.StepTrained(rank=0, step=step, metrics={"grad_norm": 0.5})
+
+
+def published(version: int, *, matches: bool = True) -> wire.VersionPublished:
+    return wire.VersionPublished(version=version, num_bytes=7, files={"m": "0"}, replayed=not matches, matches=matches)
+
+
+async def make_ready(one: Linked, *, step: int = 0) -> None:
+    await one.end.hears(0, ready(0, step=step))
+    assert one.kinds() == []
+    await one.end.hears(1, ready(1, step=step))
+    assert one.kinds() == [("TrainerReady", step)]
+
+
+async def test_the_first_message_to_every_rank_is_configure() -> None:
+    async with linked() as one:
+        await make_ready(one)
+        assert one.end.sent == [(0, CONFIGURE), (1, CONFIGURE)]
+
+
+async def test_a_wave_is_trained_when_every_rank_has_trained_it_however_far_ahead_rank_0_is() -> None:
+    async with linked() as one:
+        await make_ready(one)
+        await one.end.hears(0, trained(0, 0, 0), trained(0, 0, 1), step_trained(0), published(1), trained(0, 1, 0))
+        assert one.kinds() == []
+        assert one.reports == []
+        await one.end.hears(1, trained(1, 0, 0))
+        assert one.kinds() == [("MicroBatchTrained", 0, 0)]
+        await one.end.hears(1, trained(1, 0, 1))
+        assert one.kinds() == [("MicroBatchTrained", 0, 1), ("StepTrained", 0), ("VersionPublished", 1)]
+        assert one.reports == [StepReport(0, {"grad_norm": 0.5})]
+        await one.end.hears(1, trained(1, 1, 0))
+        assert one.kinds() == [("MicroBatchTrained", 1, 0)]
+
+
+async def test_a_rank_ahead_of_rank_0_changes_nothing() -> None:
+    async with linked() as one:
+        await make_ready(one)
+        await one.end.hears(1, trained(1, 0, 0), trained(1, 0, 1))
+        assert one.kinds() == []
+        await one.end.hears(0, trained(0, 0, 0), trained(0, 0, 1), step_trained(0))
+        assert one.kinds() == [("MicroBatchTrained", 0, 0), ("MicroBatchTrained", 0, 1), ("StepTrained", 0)]
+
+
+async def test_ranks_that_would_resume_at_different_steps_end_the_run() -> None:
+    async with linked() as one:
+        await one.end.hears(0, ready(0, step=4))
+        one.end.said.put_nowait((1, ready(1, step=2)))
+        with pytest.raises(RunFailed, match=r"ranks disagree on the step to resume at: \{0: 4, 1: 2\}"):
+            await one.receiver
+
+
+async def test_a_rank_that_fails_ends_the_run_with_its_own_words() -> None:
+    async with linked() as one:
+        await make_ready(one)
+        one.end.said.put_nowait((1, wire.TrainerFailed(rank=1, reason="group 7 is too old")))
+        with pytest.raises(RunFailed, match=r"^trainer rank 1: group 7 is too old$"):
+            await one.receiver
+
+
+async def test_ranks_that_do_not_come_end_the_run_and_name_the_setting() -> None:
+    async with linked(FakeEnd(ready=False)) as one:
+        with pytest.raises(RunFailed, match=r"^trainer.start_timeout_s: trainer: rank 1 said no HELLO within 5 s$"):
+            await one.starter
+
+
+async def test_a_rank_that_never_loads_its_model_ends_the_run_and_is_named() -> None:
+    async with linked(start_timeout_s=0.1) as one:
+        one.end.said.put_nowait((0, ready(0)))
+        with pytest.raises(RunFailed, match=r"^trainer.start_timeout_s: ranks 1 did not load the model within 0.1 s$"):
+            await one.starter
+
+
+async def test_no_wave_is_sent_before_all_ranks_are_ready() -> None:
+    end = FakeEnd()
+    async with linked(end) as one:
+        sender = asyncio.create_task(one.link.send_waves(), name="sender")
+        wave = [empty_micro_batch(step=0, index=0, last=True, group_size=2) for _ in range(2)]
+        one.link.train(wave)
+        await one.end.hears(0, ready(0))
+        assert len(end.sent) == 2
+        await one.end.hears(1, ready(1))
+        await end.has_sent(4)
+        assert [type(message).__name__ for _, message in end.sent] == ["Configure"] * 2 + ["MicroBatch"] * 2
+        assert [rank for rank, _ in end.sent[2:]] == [0, 1]
+        sender.cancel()
+        await asyncio.gather(sender, return_exceptions=True)
+
+
+async def test_a_checkpoint_is_asked_of_every_rank_and_waited_for() -> None:
+    async with linked() as one:
+        await make_ready(one)
+        asked = asyncio.create_task(one.link.checkpoint(timeout_s=10), name="asked")
+        await one.end.has_sent(4)
+        await one.end.hears(0, wire.CheckpointSaved(step=3, folder="/checkpoints/step-3"))
+        assert await asked
+        assert one.kinds() == [("CheckpointSaved", 3)]
+        assert not await one.link.checkpoint(timeout_s=0.01)
+
+
+async def test_no_checkpoint_is_asked_of_ranks_that_are_not_ready() -> None:
+    """They have trained nothing since the one they start from; nothing may be sent before the barrier."""
+    async with linked() as one:
+        await one.end.hears(0, ready(0))
+        assert await one.link.checkpoint(timeout_s=10)
+        assert [type(message).__name__ for _, message in one.end.sent] == ["Configure"] * 2
+
+
+async def test_the_end_of_the_process_ends_the_run_after_its_last_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainer_link, "LAST_WORDS_S", 0.0)
+
+    async def ended() -> str:
+        return "trainer ended with exit code 1"
+
+    async with linked(process_ended=ended) as one:
+        loops = dict(one.link.loops())
+        assert list(loops) == ["trainer-start", "trainer-sender", "trainer-receiver", "trainer-process"]
+        with pytest.raises(RunFailed, match=r"^trainer ended with exit code 1$"):
+            await loops["trainer-process"]
+        for name in ("trainer-start", "trainer-sender", "trainer-receiver"):
+            loops[name].close()
+
+
+async def test_a_replayed_version_that_differs_is_said_and_not_hidden(capsys: pytest.CaptureFixture[str]) -> None:
+    async with linked() as one:
+        await make_ready(one)
+        await one.end.hears(0, published(1, matches=False))
+        assert one.kinds() == [("VersionPublished", 1)]
+    assert "replayed_version_differs" in capsys.readouterr().out
+
+
+async def test_a_wave_reaches_real_ranks_and_comes_back_as_one_fact() -> None:
+    """Over real sockets: two ranks in threads, as the trainer runs them."""
+    end = ControllerEnd(address="tcp://127.0.0.1:0", token="t", world_size=2, now=lambda: 0.0)
+    address = await end.start()
+    one = Linked(end)  # type: ignore[arg-type]
+    sender = asyncio.create_task(one.link.send_waves(), name="sender")
+    wave = [empty_micro_batch(step=0, index=0, last=True, group_size=2) for _ in range(2)]
+    one.link.train(wave)
+    tokens = await asyncio.gather(*(asyncio.to_thread(be_a_rank, address, rank) for rank in range(2)))
+    async with asyncio.timeout(20):
+        await one.stepped.wait()
+    assert one.kinds() == [("TrainerReady", 0), ("MicroBatchTrained", 0, 0), ("StepTrained", 0)]
+    assert tokens == [0, 0]
+    sender.cancel()
+    await asyncio.gather(sender, return_exceptions=True)
+    await one.close()
+    await end.close()
+
+
+def be_a_rank(address: str, rank: int) -> int:
+    """Configure, Ready, one micro-batch, its reports."""
+    end = TrainerEnd(address=address, token="t", rank=rank, world_size=2)
+    end.connect(20)
+    assert isinstance(end.receive(20), wire.Configure)
+    end.send(ready(rank))
+    batch = end.receive(20)
+    assert isinstance(batch, wire.MicroBatch)
+    end.send(trained(rank, batch.step, batch.index))
+    if rank == 0:
+        end.send(step_trained(0))
+    end.close()
+    return int(np.asarray(batch.tokens).size)
