@@ -35,6 +35,8 @@ MAX_RESTART_PAUSE_S = 30.0
 HEALTH_INTERVAL_S = 5.0
 HEALTH_TIMEOUT_S = 30.0
 HEALTH_STRIKES = 3
+#: How long a lost external server may take to come back; as often as MAX_START_FAILURES.
+RETURN_TIMEOUT_S = 3_600.0
 PROBE_TIMEOUT_S = 60.0
 
 
@@ -168,9 +170,13 @@ class ExternalServer:
         self._client = client
 
     async def start(self) -> str:
-        """Its URL, once it is well."""
-        if not await is_alive(self._client, self._url, timeout_s=HEALTH_TIMEOUT_S):
-            raise RemoteError(f"{self._url}: does not answer its health check")
+        """Its URL, once it is well: whoever started it may need a while to start it again."""
+        try:
+            async with asyncio.timeout(RETURN_TIMEOUT_S):
+                while not await is_alive(self._client, self._url, timeout_s=HEALTH_TIMEOUT_S):
+                    await asyncio.sleep(HEALTH_INTERVAL_S)
+        except TimeoutError:
+            raise RemoteError(f"{self._url}: did not answer its health check for {RETURN_TIMEOUT_S:g} s") from None
         return self._url
 
     async def ended(self) -> str:

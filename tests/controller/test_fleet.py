@@ -194,7 +194,16 @@ async def test_an_external_server_is_gone_after_three_missed_checks_in_a_row(
         assert await external.start() == server.url
         assert await external.ended() == f"{server.url}: missed 3 health checks in a row"
         assert server.paths().count("/health") == 8
-        with pytest.raises(RemoteError, match="does not answer its health check"):
+
+
+async def test_a_lost_external_server_is_waited_for(server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet_module, "HEALTH_INTERVAL_S", 0.0)
+    async with EngineClient(max_connections=1) as client, asyncio.timeout(20):
+        external = ExternalServer(server.url, client=client)
+        well(server, 503, 503, 200)
+        assert await external.start() == server.url
+        monkeypatch.setattr(fleet_module, "RETURN_TIMEOUT_S", 0.0)
+        with pytest.raises(RemoteError, match="did not answer its health check for 0 s"):
             await external.start()
 
 
