@@ -69,6 +69,14 @@ def test_version_0_is_evaluated_before_anything_is_admitted() -> None:
     assert core.finished(-2) == [grade(-2), admit(0, version=0, deadline=1), generate(0, on=0, version=0)]
 
 
+def test_a_sample_of_version_0_that_finds_no_room_is_not_overtaken_by_a_smaller_group() -> None:
+    core = Core(eval_prompt_tokens=(PROMPT, 30))
+    core.ready()
+    core.publish(0)
+    core.up(0, kv=60)  # 16 tokens are expected of each: 19 + 46 do not fit, 19 + 19 would
+    assert core.pushed(0, 0) == [generate(-1, on=0, version=0)]
+
+
 @pytest.mark.parametrize("strategy", ["sync", "periodic", "one_step_off", "dora"])
 def test_in_a_whole_run_every_sample_of_version_0_is_dispatched_before_the_first_group(strategy: str) -> None:
     world = run(strategy, steps=2, slots=1, eval_prompt_tokens=(PROMPT,) * 10)

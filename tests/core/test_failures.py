@@ -320,10 +320,10 @@ def test_a_restarted_controller_resends_the_same_waves() -> None:
 
 
 def test_a_restarted_controller_reads_on_where_it_admitted_last() -> None:
-    core = started()
-    state = core.state
-    orders = state.handle(ev.ControllerRestarted(0.0, 1, {}))
-    assert [o for o in orders if isinstance(o, cmd.FetchPrompts)] == [cmd.FetchPrompts(state.next_group, 8)]
+    state = started().state
+    assert state.next_group == 2
+    assert state.handle(ev.ControllerRestarted(0.0, 1, {})) == [cmd.FetchPrompts(state.next_group, 8)]
+    assert state.handle(ev.ControllerRestarted(0.0, 2, {})) == [cmd.FetchPrompts(state.next_group, 8)]  # not answered
 
 
 def test_prompts_that_were_read_by_the_old_controller_are_ignored() -> None:

@@ -136,6 +136,9 @@ def test_facts_of_an_older_incarnation_are_counted_and_ignored() -> None:
     core.incarnations[0] = 1
     assert core.lost(0) == []
     assert core.state.instances[InstanceId(0)].phase is InstancePhase.LOADING
-    core.incarnations[0] = 0
+    core.incarnations[0] = 2
+    core.lost(0)
+    core.incarnations[0] = 1
     assert core.up(0) == []
+    assert core.state.instances[InstanceId(0)].phase is InstancePhase.LOST
     assert core.state.counters.late_completions == before + 2

@@ -246,6 +246,14 @@ def test_rule_7_an_answer_that_ends_by_itself_gives_the_reserved_slot_back() -> 
     assert core.state.instances[InstanceId(0)].num_requests == 3
 
 
+def test_rule_7_a_move_whose_target_takes_no_more_work_waits() -> None:
+    core = packing()
+    core.tick(1.0)
+    core.pressed(0)
+    assert core.stopped(22, tokens=7) == []
+    assert core.relieved(0) == [generate(22, on=0, version=0, attempt=2, tokens=7)]
+
+
 def test_rule_7_a_move_whose_target_is_lost_goes_on_where_there_is_room() -> None:
     core = packing()
     core.tick(1.0)

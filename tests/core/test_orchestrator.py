@@ -34,6 +34,13 @@ def test_siblings_share_an_instance_while_it_has_room() -> None:
     ]
 
 
+def test_a_waiting_sibling_goes_where_its_groups_prefix_is() -> None:
+    core = started(instances=3, slots=3, source=3)  # group 1 is on instances 0 and 1; instance 2 is empty
+    for t in (0, 1, 4):
+        core.finished(t)
+    assert core.lost(0, {2: 5}) == [generate(2, on=1, version=0, attempt=3, tokens=5)]
+
+
 def test_siblings_that_find_no_room_go_to_another_instance_of_their_version() -> None:
     core = started(slots=3)
     core.up(1, slots=3)
