@@ -1,0 +1,106 @@
+#!/usr/bin/env python3
+"""Builds the environment in which SGLang 0.5.20 runs on a CPU, once per machine, and prints its folder.
+
+Invariant: a folder that holds `complete` was installed from exactly these pins and shims and could import SGLang's
+server; anything else is built anew. One builder at a time holds the lock beside the folder, the others wait and then
+reuse what it built. pip's own settings (PIP_*) apply, so that a machine which offers PyTorch's CPU build gets it.
+Called by hand and by serve.py.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+RECIPE = Path(__file__).parent
+#: The import of everything that a server needs; it also compiles the modules, so that a first start takes no longer.
+PROOF = "import sglang.srt.entrypoints.http_server, sglang.srt.managers.scheduler"
+LIMIT_S = 1800.0  # of each step, and of waiting for another builder
+
+
+def cache_folder() -> Path:
+    """Where environments lie: $DORA_SGLANG_CPU, else the user's cache."""
+    if chosen := os.environ.get("DORA_SGLANG_CPU"):
+        return Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dora" / "sglang-cpu"
+
+
+def environment_folder(recipe: Path = RECIPE) -> Path:
+    """The folder for this recipe and interpreter, built or not."""
+    digest = hashlib.sha256(f"{platform.python_version()} {platform.machine()}\n".encode())
+    for path in [*sorted(recipe.glob("requirements*.txt")), *sorted((recipe / "shims").glob("*.p*"))]:
+        digest.update(f"{path.name}\n".encode() + path.read_bytes())
+    return cache_folder() / digest.hexdigest()[:16]
+
+
+def is_built(folder: Path) -> bool:
+    return (folder / "complete").exists()
+
+
+def build(recipe: Path = RECIPE, *, proof: str = PROOF) -> Path:
+    """The environment's folder, after building it if need be."""
+    folder = environment_folder(recipe)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with _locked(folder.with_suffix(".lock")):
+        if not is_built(folder):
+            _install(folder, recipe, proof=proof)
+            (folder / "complete").touch()
+    return folder
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Holds the lock file; unblocked by the end of the builder that holds it, however that ends."""
+    deadline = time.monotonic() + LIMIT_S
+    with path.open("wb") as lock:
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    sys.exit(f"{path} is held by another builder for more than {LIMIT_S:g} s; end that builder first")
+                time.sleep(0.5)
+        yield
+
+
+def _install(folder: Path, recipe: Path, *, proof: str) -> None:
+    _say(f"building {folder}, once; this takes a few minutes and about 3 GB")
+    _run(sys.executable, "-m", "venv", "--clear", str(folder))
+    python = str(folder / "bin" / "python")
+    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-input"]
+    _run(*pip, "-r", str(recipe / "requirements.txt"))
+    _run(*pip, "--no-deps", "-r", str(recipe / "requirements-nodeps.txt"))
+    where = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    packages = subprocess.run([python, "-c", where], check=True, capture_output=True, text=True).stdout.strip()
+    for shim in (recipe / "shims").glob("*.p*"):
+        shutil.copy(shim, packages)
+    _run(python, "-W", "ignore", "-c", proof)
+
+
+def _run(*command: str) -> None:
+    """Runs a step; its output goes to stderr, because stdout is for the folder alone."""
+    try:
+        done = subprocess.run(command, stdout=sys.stderr, timeout=LIMIT_S)
+    except subprocess.TimeoutExpired:
+        sys.exit(f"{' '.join(command)}: not done after {LIMIT_S:g} s")
+    if done.returncode:
+        sys.exit(f"{' '.join(command)}: failed with exit code {done.returncode}; see its output above")
+
+
+def _say(line: str) -> None:
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()
+
+
+if __name__ == "__main__":
+    sys.stdout.write(f"{build()}\n")

@@ -1,0 +1,161 @@
+#!/usr/bin/env python3
+"""Starts N real SGLang servers of one model folder on this machine's CPU and ends them all when it ends.
+
+Prints `ready http://127.0.0.1:PORT` for each server once all are well, as `dora serve` does for its one. Ends on
+SIGTERM, on SIGINT, and with an error when a server dies. Builds the environment first if need be (build.py). Whatever
+way this process dies, no server outlives it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from contextlib import suppress
+from pathlib import Path
+
+from build import build
+
+START_LIMIT_S = 300.0
+STOP_LIMIT_S = 10.0
+#: What a CPU needs (sglang.md §8): plain torch in place of kernels, one thread per server, no busy loop when idle.
+CPU_FLAGS = [
+    *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
+    *("--disable-overlap-schedule", "--disable-cuda-graph", "--mem-fraction-static", "0.2", "--sleep-on-idle"),
+]
+#: What DORA wants of any SGLang server.
+DORA_FLAGS = ["--skip-tokenizer-init", "--incremental-streaming-output", "--enable-metrics"]
+ENVIRONMENT = {
+    "SGLANG_USE_CPU_ENGINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+
+def main() -> None:
+    options, more_flags = _options()
+    python = build() / "bin" / "python"
+    logs = options.logs or Path(tempfile.mkdtemp(prefix="dora-sglang-"))
+    logs.mkdir(parents=True, exist_ok=True)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: sys.exit(0))
+    servers: dict[int, subprocess.Popen[bytes]] = {}
+    try:
+        for port in options.ports or _free_ports(options.servers):
+            servers[port] = _start(python, port, logs=logs, options=options, more_flags=more_flags)
+        _wait_until_well(servers, logs=logs)
+        for port in servers:
+            sys.stdout.write(f"ready http://127.0.0.1:{port}\n")
+        sys.stdout.flush()
+        while True:
+            _require_alive(servers, logs=logs)
+            time.sleep(0.5)
+    finally:
+        _end(servers)
+
+
+def _options() -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path, help="Hugging Face model folder")
+    parser.add_argument("--servers", type=int, default=1, help="how many, on free ports")
+    parser.add_argument("--ports", type=int, nargs="+", help="one server on each, in place of --servers")
+    parser.add_argument("--dtype", default="float32", help="float32 or bfloat16")
+    parser.add_argument("--slots", type=int, default=24, help="requests that one server decodes at the same time")
+    parser.add_argument("--kv-tokens", type=int, default=16_384, help="tokens of KV room in one server")
+    parser.add_argument("--weight-version", default="default", help="label of the weights they start with")
+    parser.add_argument("--logs", type=Path, help="folder of the servers' logs; a temporary one without it")
+    parser.epilog = "Any other flag is handed on to SGLang."
+    return parser.parse_known_args()
+
+
+def _free_ports(count: int) -> list[int]:
+    """Ports that were free a moment ago; SGLang cannot be asked to choose its own."""
+    probes = [socket.socket() for _ in range(count)]
+    try:
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [probe.getsockname()[1] for probe in probes]
+    finally:
+        for probe in probes:
+            probe.close()
+
+
+def _start(
+    python: Path, port: int, *, logs: Path, options: argparse.Namespace, more_flags: list[str]
+) -> subprocess.Popen[bytes]:
+    command = [
+        *(str(python), "-m", "sglang.launch_server", "--model-path", str(options.model)),
+        *("--host", "127.0.0.1", "--port", str(port), "--dtype", options.dtype),
+        *("--max-running-requests", str(options.slots), "--max-total-tokens", str(options.kv_tokens)),
+        *("--weight-version", options.weight_version, *CPU_FLAGS, *DORA_FLAGS, *more_flags),
+    ]
+    with _log(logs, port).open("wb") as log:
+        return subprocess.Popen(
+            command,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **ENVIRONMENT},
+            start_new_session=True,
+            preexec_fn=_die_with_parent,
+        )
+
+
+def _die_with_parent() -> None:
+    """Linux: a SIGTERM when the parent is gone, however it went. SGLang ends its own children."""
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)
+
+
+def _wait_until_well(servers: dict[int, subprocess.Popen[bytes]], *, logs: Path) -> None:
+    deadline = time.monotonic() + START_LIMIT_S
+    for port in servers:
+        while not _is_well(port):
+            _require_alive(servers, logs=logs)
+            if time.monotonic() > deadline:
+                sys.exit(f"the server on port {port} is not well after {START_LIMIT_S:g} s; see {_log(logs, port)}")
+            time.sleep(0.5)
+
+
+def _is_well(port: int) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=30) as answer:
+            return bool(answer.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def _require_alive(servers: dict[int, subprocess.Popen[bytes]], *, logs: Path) -> None:
+    for port, server in servers.items():
+        if server.poll() is not None:
+            log = _log(logs, port)
+            sys.stderr.write(log.read_text(errors="replace")[-2000:])
+            sys.exit(f"the server on port {port} ended with exit code {server.returncode}; see {log}")
+
+
+def _end(servers: dict[int, subprocess.Popen[bytes]]) -> None:
+    """Asks each server to drain and end, then kills what is left, its workers included."""
+    for server in servers.values():
+        server.terminate()
+    deadline = time.monotonic() + STOP_LIMIT_S
+    for server in servers.values():
+        with suppress(subprocess.TimeoutExpired):
+            server.wait(max(0.0, deadline - time.monotonic()))
+        with suppress(ProcessLookupError):
+            os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
+
+
+def _log(logs: Path, port: int) -> Path:
+    return logs / f"sglang-{port}.log"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""How a server ends, on both: asked to, killed, and by weights that cannot be loaded. One server per test."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import aiohttp
+import psutil
+import pytest
+
+from dora.engine.client import EngineClient
+from dora.engine.errors import ServerGone
+from dora.weights.push import PushFailed, push
+from tests.sglang.conftest import LONG, Kind, Server, Tokens, Wire, request, serving
+
+pytestmark = pytest.mark.timeout(120, func_only=True)  # starting a server has a limit of its own
+
+END_LIMIT_S = 60.0
+
+
+@pytest.fixture
+def server(kind: Kind, model_a: Path, tmp_path: Path) -> Iterator[Server]:
+    with serving(kind, model_a, tmp_path / "logs") as server:
+        yield server
+
+
+@pytest.fixture
+async def wire(server: Server) -> AsyncIterator[Wire]:
+    """No way back to an empty server: it is gone when the test ends."""
+    async with aiohttp.ClientSession(server.url, connector=aiohttp.TCPConnector(force_close=True)) as http:
+        yield Wire(server, http)
+
+
+async def until_gone(process: psutil.Process) -> None:
+    await asyncio.to_thread(psutil.wait_procs, [process], timeout=END_LIMIT_S)
+    assert not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+
+
+async def test_sigterm_lets_running_requests_finish_and_ends_the_server(wire: Wire) -> None:
+    main = wire.server.main_process()
+    async with wire.stream(sampling=LONG) as (stream, task):
+        await stream.until(1)
+        main.send_signal(signal.SIGTERM)
+        while (await wire.get("/health"))[0] != 503:  # each question is answered, so this ends
+            pass
+        assert (await wire.get("/model_info"))[0] == 200
+        await task
+    assert stream.done
+    assert stream.meta["finish_reason"]["type"] == "length"
+    await until_gone(main)
+
+
+async def test_a_model_process_that_is_killed_costs_no_token_already_streamed(wire: Wire, client: EngineClient) -> None:
+    main, model = wire.server.main_process(), wire.server.model_process()
+    tokens = Tokens()
+    call = asyncio.create_task(client.generate(wire.server.url, request("killed-0", endless=True), tokens))
+    await tokens.until(10)
+    model.kill()
+    with pytest.raises(ServerGone):
+        await call
+    assert len(tokens.token_ids) >= 10
+    await until_gone(main)
+    with pytest.raises(ServerGone, match="cannot connect"):
+        await client.weight_version(wire.server.url)
+
+
+async def test_a_checkpoint_of_another_shape_ends_the_server_and_the_push_says_so(
+    wire: Wire, client: EngineClient, model_of_other_shape: Path
+) -> None:
+    main = wire.server.main_process()
+    endpoint = client.push_endpoint(wire.server.url)
+    with pytest.raises(PushFailed) as failed:
+        await push(endpoint, folder=str(model_of_other_shape), label="run/1", timeout_s=END_LIMIT_S)
+    assert (failed.value.stage, failed.value.doubtful) == ("update", True)
+    await until_gone(main)
