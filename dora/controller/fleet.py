@@ -173,7 +173,7 @@ class ExternalServer:
         """Its URL, once it is well: whoever started it may need a while to start it again."""
         try:
             async with asyncio.timeout(RETURN_TIMEOUT_S):
-                while not await is_alive(self._client, self._url, timeout_s=HEALTH_TIMEOUT_S):
+                while not await self._is_well():  # noqa: ASYNC110 - another process can only be asked again
                     await asyncio.sleep(HEALTH_INTERVAL_S)
         except TimeoutError:
             raise RemoteError(f"{self._url}: did not answer its health check for {RETURN_TIMEOUT_S:g} s") from None
@@ -184,8 +184,11 @@ class ExternalServer:
         strikes = 0
         while strikes < HEALTH_STRIKES:
             await asyncio.sleep(HEALTH_INTERVAL_S)
-            strikes = 0 if await is_alive(self._client, self._url, timeout_s=HEALTH_TIMEOUT_S) else strikes + 1
+            strikes = 0 if await self._is_well() else strikes + 1
         return f"{self._url}: missed {strikes} health checks in a row"
 
     async def kill(self) -> None:
         """It is not ours."""
+
+    async def _is_well(self) -> bool:
+        return await is_alive(self._client, self._url, timeout_s=HEALTH_TIMEOUT_S)
