@@ -6,6 +6,8 @@ unless told otherwise), and `invariants.check` runs after each. Every method ret
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 from dora.core import commands as cmd
 from dora.core import events as ev
 from dora.core.commands import Command
@@ -13,6 +15,8 @@ from dora.core.ids import GroupId, InstanceId, TrajectoryId
 from dora.core.invariants import check
 from dora.core.state import ControllerState
 from tests.core.world import settings
+
+C = TypeVar("C", bound=Command)
 
 #: Tokens of every prompt, unless a test says otherwise.
 PROMPT = 3
@@ -43,6 +47,10 @@ def push(instance: int, *, version: int, attempt: int) -> cmd.PushWeights:
 
 def commit(group: int, *, version: int, step: int) -> cmd.CommitGroup:
     return cmd.CommitGroup(GroupId(group), version, step)
+
+
+def wave(step: int, index: int, *ranks: list[int], last: bool = False) -> cmd.TrainMicroBatch:
+    return cmd.TrainMicroBatch(step, index, last, tuple(tuple(TrajectoryId(t) for t in rank) for rank in ranks))
 
 
 # -- the core and its facts -------------------------------------------------------------------------------------------
@@ -87,9 +95,9 @@ class Core:
         prompts = (PROMPT,) * max(0, end - fetch.first)
         return self.tell(ev.PromptsArrived(self.now, fetch.first, prompts, end == self.source))
 
-    def of(self, *kinds: type[Command]) -> list[Command]:
-        """All orders of these kinds so far."""
-        return [order for order in self.orders if isinstance(order, kinds)]
+    def of(self, kind: type[C]) -> list[C]:
+        """All orders of this kind so far."""
+        return [order for order in self.orders if isinstance(order, kind)]
 
     # -- instances ----------------------------------------------------------------------------------------------------
 

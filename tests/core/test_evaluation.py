@@ -15,7 +15,7 @@ SAMPLES = (PROMPT,) * 4
 
 
 def reports(core: Core) -> list[int]:
-    return [o.version for o in core.of(cmd.ReportEvaluation) if isinstance(o, cmd.ReportEvaluation)]
+    return [o.version for o in core.of(cmd.ReportEvaluation)]
 
 
 def past_the_baseline(strategy: str = "dora", *, slots: int, **changes: object) -> Core:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dora.core import commands as cmd
 from dora.core.ids import InstanceId, TrajectoryId
 from dora.core.instances import InstancePhase
-from tests.core.builders import Core, admit, generate, grade, packing, push, started, stop, two_versions
+from tests.core.builders import Core, admit, generate, grade, packing, push, started, stop, two_versions, wave
 
 
 def test_the_scenario_of_two_versions_is_as_described() -> None:
@@ -81,7 +81,7 @@ def test_rule_2_an_instance_keeps_what_it_holds_while_f_admits_nothing() -> None
     core.answer(0)
     assert core.answer(1)[-2:] == [
         cmd.CloseStep(0, 2),
-        cmd.TrainMicroBatch(0, 1, True, ((TrajectoryId(2),), (TrajectoryId(3),))),
+        wave(0, 1, [2], [3], last=True),
     ]
     assert core.tick(1.0) == []
 

@@ -115,15 +115,6 @@ def test_nothing_is_packed_when_the_freed_instance_has_no_taker() -> None:
     assert packing(source=12).tick(1.0) == []
 
 
-def test_nothing_is_packed_while_the_newest_version_still_has_room() -> None:
-    core = two_versions()
-    core.up(2, slots=64)
-    core.pushed(2, 1)
-    for t in (18, 19, 20, 21):
-        core.finished(t)
-    assert core.tick(1.0) == []
-
-
 def test_a_packing_that_slows_urgent_work_by_a_tenth_or_more_is_refused() -> None:
     by_requests = DecodeTime(base_s=1.0, per_request_s=0.1, per_token_s=0.0)  # two more: from 1.2 s to 1.4 s a token
     assert packing(decode_time=by_requests).tick(1.0) == []
@@ -134,9 +125,35 @@ def test_consolidation_can_be_switched_off() -> None:
     assert packing(consolidate=False).tick(1.0) == []
 
 
-def test_one_instance_is_packed_at_a_time() -> None:
-    core = packing()
-    core.tick(1.0)
+def test_the_version_with_more_instances_than_it_deserves_is_packed_not_the_oldest() -> None:
+    core = two_versions(max_staleness=3)  # version 0 on instances 0 and 1
+    for i in (2, 3):
+        core.up(i)
+        core.pushed(i, 1)
+    for group in (8, 10, 12, 13, 14, 15, 16, 17):
+        core.answer(group)
+    core.train(1)
+    core.publish(2)
+    core.progress(0, {18: 60, 19: 60})
+    core.progress(1, {22: 60, 23: 60})
+    for i in (2, 3):  # of version 1, one short answer is left on each
+        for t in sorted(core.state.instances[InstanceId(i)].residents)[1:]:
+            core.finished(t)
+    assert [o.instance for o in core.tick(20.0) if isinstance(o, cmd.StopRequest)] == [2]
+
+
+def test_no_more_instances_are_emptied_than_the_newest_version_deserves() -> None:
+    core = started(instances=3, slots=8, groups_per_step=12, max_staleness=2)
+    for group in range(12):
+        core.answer(group)
+    core.train(0)
+    core.publish(1)
+    for i, instance in core.state.instances.items():
+        first, second, *others = sorted(instance.residents)
+        for t in others:
+            core.finished(t)
+        core.progress(i, {first: 60, second: 60})
+    assert [type(o) for o in core.tick(20.0)] == [cmd.StopRequest] * 2  # one of three is what version 1 deserves
     assert core.tick(1.0) == []
 
 
@@ -207,7 +224,7 @@ def test_k_plus_1_versions_are_live_and_the_next_one_waits_for_the_oldest_ones_l
     core.pushed(2, 2)
     for group in (17, 18, 19, 20, 21, 22, 23, 24):
         core.answer(group)
-    committed = [o.group for o in core.of(cmd.CommitGroup) if isinstance(o, cmd.CommitGroup) and o.step == 2]
+    committed = [o.group for o in core.of(cmd.CommitGroup) if o.step == 2]
     assert committed == [17, 18, 19, 20, 21, 22, 23]  # seven of eight places: the last one is group 9's, due at step 2
     assert core.answer(9)[2:5] == [
         commit(9, version=0, step=2),

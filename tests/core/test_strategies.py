@@ -10,7 +10,7 @@ from dora.core import commands as cmd
 from dora.core import events as ev
 from dora.core.ids import GroupId, group_of
 from dora.core.strategies import Rules, rules_of
-from tests.core.builders import Core, admit, commit, generate, grade, push, started
+from tests.core.builders import C, Core, admit, commit, generate, grade, push, started, wave
 from tests.core.world import World, run, settings
 
 STRATEGIES = ["sync", "periodic", "one_step_off", "dora"]
@@ -25,8 +25,8 @@ def prompts_by_step(world: World) -> dict[int, set[GroupId]]:
     }
 
 
-def orders_of(world: World, *kinds: type[cmd.Command]) -> list[cmd.Command]:
-    return [o for _, orders in world.journal for o in orders if isinstance(o, kinds)]
+def orders_of(world: World, kind: type[C]) -> list[C]:
+    return [o for _, orders in world.journal for o in orders if isinstance(o, kind)]
 
 
 def heavy_tail(source: random.Random) -> int:
@@ -61,7 +61,7 @@ def test_sync_commits_when_all_groups_of_the_batch_are_complete() -> None:
         commit(1, version=0, step=0),
         commit(0, version=0, step=0),
         cmd.CloseStep(0, 2),
-        cmd.TrainMicroBatch(0, 0, True, ((0, 2), (1, 3))),  # type: ignore[arg-type]
+        wave(0, 0, [0, 2], [1, 3], last=True),
     ]
 
 
@@ -69,19 +69,19 @@ def test_periodic_commits_and_trains_in_completion_order() -> None:
     core = started("periodic", groups_per_step=2, slots=4)
     assert core.answer(1)[2:] == [
         commit(1, version=0, step=0),
-        cmd.TrainMicroBatch(0, 0, False, ((2,), (3,))),  # type: ignore[arg-type]
+        wave(0, 0, [2], [3]),
     ]
     assert core.answer(0)[2:] == [
         commit(0, version=0, step=0),
         cmd.CloseStep(0, 2),
-        cmd.TrainMicroBatch(0, 1, True, ((0,), (1,))),  # type: ignore[arg-type]
+        wave(0, 1, [0], [1], last=True),
     ]
 
 
 @pytest.mark.parametrize("strategy", ["sync", "periodic"])
 def test_with_k_0_nothing_is_admitted_between_a_full_batch_and_the_next_publication(strategy: str) -> None:
     core = started(strategy, groups_per_step=2, slots=8, instances=2)
-    assert [o.group for o in core.of(cmd.AdmitGroup)] == [0, 1]  # type: ignore[attr-defined]
+    assert [o.group for o in core.of(cmd.AdmitGroup)] == [0, 1]
     core.answer(0)
     core.answer(1)
     assert core.train(0) == [cmd.ForgetGroups((GroupId(0), GroupId(1)))]
@@ -126,7 +126,7 @@ def test_one_step_off_admits_the_next_batch_as_one_block_while_this_one_trains()
         commit(1, version=0, step=0),
         commit(0, version=0, step=0),
         cmd.CloseStep(0, 2),
-        cmd.TrainMicroBatch(0, 0, True, ((0, 2), (1, 3))),  # type: ignore[arg-type]
+        wave(0, 0, [0, 2], [1, 3], last=True),
         admit(2, version=0, deadline=1),
         generate(4, on=0, version=0),
         generate(5, on=0, version=0),
@@ -141,7 +141,7 @@ def test_one_step_off_admits_the_next_batch_as_one_block_while_this_one_trains()
         commit(2, version=0, step=1),
         commit(3, version=0, step=1),
         cmd.CloseStep(1, 2),
-        cmd.TrainMicroBatch(1, 0, True, ((4, 6), (5, 7))),  # type: ignore[arg-type]
+        wave(1, 0, [4, 6], [5, 7], last=True),
         push(0, version=1, attempt=2),
     ]
     assert [o for o in core.pushed(0, 1) if isinstance(o, cmd.AdmitGroup)] == [
@@ -180,7 +180,7 @@ def test_one_step_off_tops_up_a_block_under_the_blocks_version_though_a_newer_on
 
 def test_one_step_off_trains_every_batch_but_the_first_one_step_late() -> None:
     world = run("one_step_off", steps=6)
-    assert [o.step - o.version for o in orders_of(world, cmd.CommitGroup)] == [0] * 4 + [1] * 20  # type: ignore[attr-defined]
+    assert [o.step - o.version for o in orders_of(world, cmd.CommitGroup)] == [0] * 4 + [1] * 20
 
 
 # -- whole runs -------------------------------------------------------------------------------------------------------
@@ -197,13 +197,13 @@ def test_a_job_of_t_steps_admits_what_it_can_train_and_no_more_and_ends_with_not
     assert not world.running
     assert not state.trajectories
     assert state.pushes == 0
-    assert [o.num_groups for o in orders_of(world, cmd.CloseStep)] == [4] * 5  # type: ignore[attr-defined]
+    assert [o.num_groups for o in orders_of(world, cmd.CloseStep)] == [4] * 5
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_step_may_close_short_when_the_source_is_dry(strategy: str) -> None:
     world = run(strategy, steps=50, prompts=10)
-    assert [o.num_groups for o in orders_of(world, cmd.CloseStep)] == [4, 4, 2]  # type: ignore[attr-defined]
+    assert [o.num_groups for o in orders_of(world, cmd.CloseStep)] == [4, 4, 2]
     assert isinstance(world.outcome, cmd.FinishRun)
     assert world.outcome.reason == "the prompt source is dry after step 3 of 50"
     assert len(world.trained_lengths) == 20
@@ -212,7 +212,7 @@ def test_a_step_may_close_short_when_the_source_is_dry(strategy: str) -> None:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_an_empty_step_is_not_trained(strategy: str) -> None:
     world = run(strategy, steps=50, prompts=8)
-    assert [o.num_groups for o in orders_of(world, cmd.CloseStep)] == [4, 4]  # type: ignore[attr-defined]
+    assert [o.num_groups for o in orders_of(world, cmd.CloseStep)] == [4, 4]
 
 
 def test_a_source_without_prompts_ends_the_job_with_a_clear_word() -> None:
@@ -238,7 +238,7 @@ def test_a_dry_source_whose_last_groups_are_filtered_still_ends_the_job(strategy
 def test_staleness_stays_within_the_strategys_bound(strategy: str, k: int) -> None:
     world = run(strategy, steps=10, max_staleness=k, length=heavy_tail)
     bound = {"sync": 0, "periodic": 0, "one_step_off": 1, "dora": k}[strategy]
-    staleness = [o.step - o.version for o in orders_of(world, cmd.CommitGroup)]  # type: ignore[attr-defined]
+    staleness = [o.step - o.version for o in orders_of(world, cmd.CommitGroup)]
     assert min(staleness) == 0
     assert max(staleness) <= bound
     assert max(staleness) == bound or strategy == "dora"

@@ -9,6 +9,7 @@ from dora.core.commands import TrainMicroBatch
 from dora.core.groups import Group
 from dora.core.ids import GroupId, TrajectoryId
 from dora.core.training import Feed, split_wave
+from tests.core.builders import wave
 
 BUDGET = 100
 
@@ -35,11 +36,11 @@ def feed(*groups: Group, num_ranks: int = 2, closed: bool = False) -> Feed:
 def waves(f: Feed) -> list[TrainMicroBatch]:
     """Everything the trainer is sent while it works off one wave after the other."""
     sent: list[TrainMicroBatch] = []
-    while (wave := f.next_wave()) is not None or f.waves_done < len(sent):
-        if wave is None:
+    while (following := f.next_wave()) is not None or f.waves_done < len(sent):
+        if following is None:
             f.waves_done += 1
         else:
-            sent.append(wave)
+            sent.append(following)
     return sent
 
 
@@ -76,7 +77,7 @@ def test_a_trajectory_beyond_the_budget_has_a_rank_of_its_own() -> None:
 
 
 def test_an_idle_trainer_is_given_whatever_is_committed_even_to_one_rank() -> None:
-    assert feed(group(0, 10, None)).next_wave() == TrainMicroBatch(0, 0, False, ((TrajectoryId(0),), ()))
+    assert feed(group(0, 10, None)).next_wave() == wave(0, 0, [0], [])
 
 
 def test_nothing_is_sent_before_the_trainer_is_ready_or_beyond_its_open_step() -> None:
@@ -118,7 +119,7 @@ def test_a_step_that_closes_after_everything_was_sent_ends_with_an_empty_wave() 
     assert f.next_wave() is not None
     f.waves_done += 1
     f.step(0).closed = True
-    assert f.next_wave() == TrainMicroBatch(0, 1, True, ((), ()))
+    assert f.next_wave() == wave(0, 1, [], [], last=True)
     assert f.next_wave() is None
 
 
