@@ -125,6 +125,8 @@ class ControllerState(Decisions):
         instance.pushing = None
         self.pushes -= 1
         self._place_due = self._release_due = True
+        if self.settings.rules.batched and not self.pushes:
+            self._admissions_changed()  # a block waits until no push is in flight
 
     def _on_weight_push_finished(self, event: ev.WeightPushFinished) -> None:
         instance = self.instances.get(event.instance)
