@@ -113,7 +113,6 @@ class Fleet:
                 log.warning("instance_start_failed", instance=instance, failures=failures, reason=str(err))
                 await self._servers[index].kill()
                 continue
-            failures = 0
             reason = await self._wait_for_its_end(instance)
             del self.urls[instance]
             counts = self._fence(instance)

@@ -28,6 +28,8 @@ from dora.core.versions import Version
 
 #: Time between two looks at what could be packed: a plan costs more than an ordinary event.
 CONSOLIDATION_PAUSE_S: Final = 0.25
+#: Instances of a version that a packing looks at, least loaded first.
+PACKING_CANDIDATES: Final = 16
 
 
 class Decisions(Tables):
@@ -391,15 +393,15 @@ class Decisions(Tables):
 
     def _pack(self, entry: Version) -> bool:
         """Move what runs on the version's emptiest instance to its peers, if that is allowed."""
-        serving = [i for i in entry.serving.values() if i.takes_work]
-        if len(serving) < 2:
+        candidates = entry.roomiest_few(PACKING_CANDIDATES)
+        if len(candidates) < 2:
             return False
-        source = min(serving, key=lambda i: (i.kv_load, i.id))
+        source = min(candidates, key=lambda i: (i.kv_load, i.id))
         if source.reserved or not source.residents:
             return False
         plan = plan_moves(
             source,
-            [i for i in serving if i is not source],
+            [i for i in candidates if i is not source],
             urgent_deadline=self.formation.step + 1,
             decode_time=self.settings.decode_time,
         )

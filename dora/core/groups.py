@@ -131,7 +131,7 @@ class Group:
     @property
     def rewards(self) -> tuple[float | None, ...]:
         """Rewards of the siblings; None where grading failed (or has not happened)."""
-        return tuple(t.reward for t in self.trajectories)
+        return tuple([t.reward for t in self.trajectories])
 
 
 class Ledger:

@@ -97,10 +97,10 @@ def _fits(trajectory: Trajectory, rank: _Rank) -> bool:
 def _slows_down(
     target: Instance, gained: Sequence[Trajectory], *, urgent_deadline: int, decode_time: DecodeTime
 ) -> bool:
-    """Do residents due by `urgent_deadline` get slower by more than MAX_SLOWDOWN?"""
-    if not any(t.group is not None and t.group.deadline <= urgent_deadline for t in target.residents.values()):
-        return False
+    """Does a resident due by `urgent_deadline` get slower by more than MAX_SLOWDOWN?"""
     before = decode_time.step_s(num_requests=target.num_requests, num_tokens=target.kv_load)
     num_tokens = target.kv_load + sum(t.footprint for t in gained)
     after = decode_time.step_s(num_requests=target.num_requests + len(gained), num_tokens=num_tokens)
-    return after > MAX_SLOWDOWN * before
+    if after <= MAX_SLOWDOWN * before:
+        return False
+    return any(t.group is not None and t.group.deadline <= urgent_deadline for t in target.residents.values())

@@ -74,7 +74,8 @@ class ControllerState(Decisions):
             self._unreserve(trajectory)  # still on its source; it will wait when it comes
         residents = list(instance.residents.values())
         for trajectory in residents:
-            self._take_count(trajectory, num_tokens.get(trajectory.id, self._known_tokens(trajectory)))
+            known = max(trajectory.num_tokens, instance.reported.get(trajectory.id, 0))
+            self._take_count(trajectory, num_tokens.get(trajectory.id, known))
             self._unreserve(trajectory)
             self._end(trajectory)
         if instance.pushing is not None:
@@ -179,16 +180,13 @@ class ControllerState(Decisions):
 
     def _take_count(self, trajectory: Trajectory, num_tokens: int) -> None:
         """Note how many tokens an answer has; fewer than before means that some were thrown away (C2)."""
-        known = self._known_tokens(trajectory)
-        if num_tokens < known:
+        instance = trajectory.instance
+        reported = instance.reported.get(trajectory.id, 0) if instance is not None else 0
+        if num_tokens < reported or num_tokens < trajectory.num_tokens:
+            known = max(reported, trajectory.num_tokens)
             self.counters.scheduling_aborts += 1
             self._fail(f"C2: trajectory {trajectory.id} had {known} tokens and goes on from {num_tokens}")
         trajectory.num_tokens = num_tokens
-
-    def _known_tokens(self, trajectory: Trajectory) -> int:
-        """What it is known to have produced, reports not yet taken in included."""
-        reported = trajectory.instance.reported.get(trajectory.id, 0) if trajectory.instance is not None else 0
-        return max(reported, trajectory.num_tokens)
 
     def _check_spans(self, trajectory: Trajectory, spans: tuple[ev.Span, ...]) -> None:
         """C1: the server's own account of the versions must be the tag."""
@@ -218,7 +216,7 @@ class ControllerState(Decisions):
                 return
             self.length_sum += event.num_tokens
             self.length_count += 1
-            self.mean_length = max(1, self.length_sum // self.length_count)
+            self.mean_length = self.length_sum // self.length_count
             if not group.unfinished:
                 self.ledger.move(group, GroupPhase.GRADING)
             elif group.waiting:

@@ -108,6 +108,16 @@ class Version:
                 return instance
         return None
 
+    def roomiest_few(self, count: int) -> list[Instance]:
+        """The `count` least loaded instances that take work of this version, least loaded first."""
+        few: list[Instance] = []
+        while len(few) < count and (instance := self.roomiest()) is not None:
+            instance.room_key = inf  # out of the heap, so that the next one shows
+            few.append(instance)
+        for instance in few:
+            self.offer(instance)
+        return few
+
 
 class Window:
     """All versions that something needs, oldest first (keys are added in order)."""

@@ -2,8 +2,8 @@
 """Starts N real SGLang servers of one model folder on this machine's CPU and ends them all when it ends.
 
 Prints `ready http://127.0.0.1:PORT` for each server once all are well, as `dora serve` does for its one. Ends on
-SIGTERM, on SIGINT, and with an error when a server dies. Builds the environment first if need be (build.py). Whatever
-way this process dies, no server outlives it.
+SIGTERM, on SIGINT, and when no server is left: one that dies is reported, the others go on. Builds the environment
+first if need be (build.py). Whatever way this process dies, no server outlives it.
 """
 
 from __future__ import annotations
@@ -56,9 +56,7 @@ def main() -> None:
         for port in servers:
             sys.stdout.write(f"ready http://127.0.0.1:{port}\n")
         sys.stdout.flush()
-        while True:
-            _require_alive(servers, logs=logs)
-            time.sleep(0.5)
+        _watch(servers, logs=logs)
     finally:
         _end(servers)
 
@@ -130,6 +128,17 @@ def _is_well(port: int) -> bool:
             return bool(answer.status == 200)
     except (urllib.error.URLError, OSError):
         return False
+
+
+def _watch(servers: dict[int, subprocess.Popen[bytes]], *, logs: Path) -> None:
+    """Until the last server has died."""
+    living = dict(servers)
+    while living:
+        for port in [port for port, server in living.items() if server.poll() is not None]:
+            code = living.pop(port).returncode
+            sys.stderr.write(f"the server on port {port} ended with exit code {code}; see {_log(logs, port)}\n")
+        time.sleep(0.5)
+    sys.exit("no server is left")
 
 
 def _require_alive(servers: dict[int, subprocess.Popen[bytes]], *, logs: Path) -> None:

@@ -61,6 +61,7 @@ class FakeEngines:
         self.frozen: set[str] = set()  # urls that stop answering in the middle of an answer
         self.frozen_pushes: set[str] = set()
         self.aborts: list[str] = []
+        self.given_up: list[str] = []  # request ids whose connection we closed
         self.bug: Exception | None = None
 
     async def generate(self, url: str, request: GenerateRequest, on_tokens: OnTokens) -> GenerateResult:
@@ -73,11 +74,17 @@ class FakeEngines:
         self.callbacks[request.rid] = on_tokens
         for number in range(ANSWER_TOKENS):
             if url in self.frozen and number == ANSWER_TOKENS // 2:
-                await asyncio.Event().wait()
+                await self._freeze(request.rid)
             on_tokens([self.eos if number == ANSWER_TOKENS - 1 else TOKEN], [-0.5])
             await asyncio.sleep(0)
         spans = ((self.labels[url], 0, ANSWER_TOKENS),)
         return GenerateResult("stop", spans, ANSWER_TOKENS, 0, len(request.input_ids), 0)
+
+    async def _freeze(self, rid: str) -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.given_up.append(rid)
 
     async def abort(self, url: str, rid: str) -> None:
         self.aborts.append(rid)

@@ -73,22 +73,29 @@ async def test_every_trained_token_was_in_the_token_log_before_it_was_trained(jo
         assert length == len(prompt) + len(stored.answers[TrajectoryId(trajectory)].tokens)
 
 
-def freeze_until_lost(job: Job) -> None:
-    """Engine 0 falls silent in the middle of its first answers, until it is started again."""
+def freeze_until_lost(job: Job) -> list[str]:
+    """Engine 0 falls silent in the middle of its first answers, until it is started again.
+
+    Returns the requests that were given up by the time of the next update.
+    """
+    given_up: list[str] = []
 
     def thaw(event: ev.Event, commands: list[cmd.Command]) -> None:
         if isinstance(event, ev.InstanceLost):
             job.engines.frozen.clear()
+        if isinstance(event, ev.StepTrained):
+            given_up.extend(job.engines.given_up)
 
     job.engines.frozen.add("http://engine-0")
     job.watcher.hook = thaw
+    return given_up
 
 
 async def test_a_frozen_answer_goes_on_elsewhere_from_its_tokens_after_the_watchdogs_time(
     jobs: Any, tmp_path: Path
 ) -> None:
     job = jobs(watchdog_s=1.0)
-    freeze_until_lost(job)
+    given_up = freeze_until_lost(job)
     outcome = await job.run()
     assert outcome.finished
     condemned = job.watcher.of(cmd.CondemnInstance)
@@ -97,6 +104,7 @@ async def test_a_frozen_answer_goes_on_elsewhere_from_its_tokens_after_the_watch
     assert set(lost.num_tokens.values()) == {ANSWER_TOKENS // 2}
     for trajectory, num_tokens in lost.num_tokens.items():
         first, again = (r for url, r in job.engines.requests if f"{trajectory:+013d}-" in r.rid)
+        assert first.rid in given_up
         assert again.input_ids == [*first.input_ids, *[TOKEN] * num_tokens]
         assert again.max_new_tokens == first.max_new_tokens - num_tokens
         assert again.seed != first.seed

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -172,7 +172,10 @@ class Outside:
         running = [t for t, r in self.requests.items() if r.order.instance == order.instance]
         assert not running, f"C1: instance {order.instance} is pushed while it decodes {running}"
         self.pushes[order.instance] = order
-        self.servers[order.instance].version = FOREIGN_VERSION
+        held, self.servers[order.instance].version = self.servers[order.instance].version, FOREIGN_VERSION
+        entry = self.state.window.entries.get(held)
+        if entry is not None and entry.needs_instance:
+            assert any(s.up and s.version == held for s in self.servers.values()), f"the last of version {held} is gone"
 
     def _TrainMicroBatch(self, order: cmd.TrainMicroBatch) -> None:
         assert len(order.ranks) == self.settings.num_ranks
@@ -427,6 +430,15 @@ class Outside:
         self.now += seconds
         self.deliver(ev.Ticked(self.now))
 
+    def echoes(self) -> list[ev.Event]:
+        """Completions that could be mistaken for that of a command in flight; all there are if none could."""
+        open_ones = self.requests.keys() | self.grades.keys()
+        return [
+            e
+            for e in self.late
+            if getattr(e, "trajectory", None) in open_ones or getattr(e, "instance", None) in self.pushes
+        ] or list(self.late)
+
     def repeat(self, event: ev.Event) -> None:
         """A completion comes once more, or too late."""
         before = self.state.counters.late_completions
@@ -435,20 +447,20 @@ class Outside:
 
     # -- a fair scheduler ---------------------------------------------------------------------------------------------
 
-    def possible(self) -> list[Callable[[], None]]:
-        """Everything that is bound to happen, one call each."""
+    def possible(self, *, stalled: Container[int] = ()) -> list[Callable[[], None]]:
+        """Everything that is bound to happen, one call each; answers of `stalled` versions take their time."""
         acts: list[Callable[[], None]] = []
         if self.fetch is not None:
             acts.append(self.bring_prompts)
-        acts += [lambda t=t: self.advance(t) for t in self.requests]
+        acts += [lambda t=t: self.advance(t) for t, r in self.requests.items() if r.order.version not in stalled]
         acts += [lambda t=t: self.stop(t) for t, r in self.requests.items() if r.stopping]
         acts += [lambda t=t: self.grade(t, float(t % self.settings.group_size)) for t in self.grades]
         acts += [lambda i=i: self.finish_push(i) for i in self.pushes]
         for i, server in self.servers.items():
             if server.condemned:
                 acts.append(lambda i=i: self.lose(i))
-            if not server.up and server.incarnation and i not in self.given_up:
-                acts.append(lambda i=i: self.come_up(i, slots=4, kv_tokens=300))
+            if not server.up and i not in self.given_up:
+                acts.append(lambda i=i: self.come_up(i, slots=1 + i % 4, kv_tokens=300))
             if server.up and server.pressed:
                 acts.append(lambda i=i: self.press(i, pressed=False))
         if self.trainer_step is None:
@@ -459,13 +471,27 @@ class Outside:
             acts.append(self.publish)
         return acts
 
-    def work(self, num_events: int) -> None:
+    def mishaps(self) -> list[Callable[[], None]]:
+        """Everything that may go wrong at any time, one call each."""
+        acts: list[Callable[[], None]] = []
+        acts += [lambda i=i: self.fail_push(i) for i in self.pushes]
+        acts += [lambda t=t: self.fail(t, server_gone=t % 2 == 1) for t in self.requests]
+        acts += [lambda t=t: self.stop(t) for t in self.requests]
+        acts += [lambda i=i: self.press(i, pressed=True) for i, s in self.servers.items() if s.up and not s.pressed]
+        acts += [lambda i=i: self.lose(i) for i, s in self.servers.items() if s.up]
+        acts += [lambda e=e: self.repeat(e) for e in self.echoes()]
+        return acts
+
+    def work(self, num_events: int, *, mishap_share: float = 0.0, stalled: Container[int] = ()) -> None:
         """So many things happen in any order; time passes, and faster when there is nothing else to wait for."""
         for _ in range(num_events):
             if self.outcome is not None:
                 return
-            acts = self.possible()
-            if acts and self.random.random() < 0.9:
+            acts = self.possible(stalled=stalled)
+            mishaps = self.mishaps() if self.random.random() < mishap_share else []
+            if mishaps:
+                self.random.choice(mishaps)()
+            elif acts and self.random.random() < 0.9:
                 self.now += 0.1 * self.random.random()
                 self.random.choice(acts)()
             else:
@@ -475,13 +501,10 @@ class Outside:
         """From here on nothing fails, on fewer servers perhaps: the job must end, and all it did can be replayed."""
         if not self.sound:
             return
-        known = [i for i, s in self.servers.items() if s.incarnation]
-        for i in known[1 + self.random.randrange(len(self.servers)) :]:
+        for i in list(self.servers)[1 + self.random.randrange(len(self.servers)) :]:
             self.given_up.add(i)
             if self.servers[i].up and self.outcome is None:
                 self.lose(i)
-        if not known and self.outcome is None:
-            self.come_up(InstanceId(0), slots=4, kv_tokens=300)
         self.work(MAX_FAIR_EVENTS)
         assert self.outcome is not None, f"no end: {self.state._culprit()}"
         replay(self.settings, self.journal)

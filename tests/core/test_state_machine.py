@@ -20,13 +20,15 @@ _INDEX = st.integers(0, 11)
 
 _JOBS = st.builds(
     Settings,
-    rules=st.one_of(
-        st.integers(0, 4).map(lambda k: rules_of("dora", max_staleness=k)),
-        st.sampled_from(["sync", "periodic", "one_step_off"]).map(lambda name: rules_of(name, max_staleness=0)),
+    rules=st.sampled_from(
+        [
+            *(rules_of("dora", max_staleness=k) for k in (0, 1, 2, 2, 3, 3, 4)),
+            *(rules_of(name, max_staleness=0) for name in ("sync", "periodic", "one_step_off")),
+        ]
     ),
     steps=st.integers(3, 8),
-    groups_per_step=st.integers(1, 6),
-    group_size=st.integers(2, 3),
+    groups_per_step=st.sampled_from([1, 3, 6]),
+    group_size=st.sampled_from([2, 2, 3]),
     max_new_tokens=st.just(40),
     num_ranks=st.integers(1, 2),
     micro_batch_tokens=st.sampled_from([16, 64]),
@@ -60,23 +62,34 @@ class AnyOrder(RuleBasedStateMachine):
     @initialize(
         job=_JOBS,
         seed=st.integers(0, 2**16),
-        num_servers=st.integers(1, 6),
-        prompts=st.one_of(st.none(), st.integers(0, 24)),
-        up=st.integers(0, 6),
+        num_servers=st.sampled_from([1, 2, 4, 6, 6]),
+        prompts=st.one_of(st.none(), st.none(), st.integers(0, 24)),
+        up=st.sampled_from([0, 3, 6, 6]),
     )
     def begin(self, job: Settings, seed: int, num_servers: int, prompts: int | None, up: int) -> None:
         self.outside = Outside(job, seed=seed, num_servers=num_servers, prompts=prompts)
         for instance in list(self.outside.servers)[:up]:
-            self.outside.come_up(instance, slots=1 + 3 * instance % 5, kv_tokens=300)
+            self.outside.come_up(instance, slots=1 + instance % 3, kv_tokens=300)
 
     def teardown(self) -> None:
         if hasattr(self, "outside"):
             self.outside.conclude()
 
     @while_running(lambda o: True)
-    @rule(num_events=st.integers(1, 80))
+    @rule(num_events=st.integers(1, 120))
     def work(self, num_events: int) -> None:
         self.outside.work(num_events)
+
+    @while_running(lambda o: o.requests)
+    @rule(num_events=st.integers(20, 120))
+    def work_while_a_version_has_a_long_tail(self, num_events: int) -> None:
+        oldest = min(r.order.version for r in self.outside.requests.values())
+        self.outside.work(num_events, stalled=(oldest,))
+
+    @while_running(lambda o: True)
+    @rule(num_events=st.integers(1, 60), mishap_share=st.sampled_from([0.03, 0.1, 0.3]))
+    def muddle_through(self, num_events: int, mishap_share: float) -> None:
+        self.outside.work(num_events, mishap_share=mishap_share)
 
     # -- requests
 
@@ -131,7 +144,7 @@ class AnyOrder(RuleBasedStateMachine):
     # -- servers
 
     @while_running(lambda o: not all(s.up for s in o.servers.values()))
-    @rule(index=_INDEX, slots=st.integers(1, 6), kv_tokens=st.sampled_from([30, 100, 400]))
+    @rule(index=_INDEX, slots=st.integers(1, 4), kv_tokens=st.sampled_from([30, 100, 400]))
     def come_up(self, index: int, slots: int, kv_tokens: int) -> None:
         down = [i for i, s in self.outside.servers.items() if not s.up]
         self.outside.come_up(pick(down, index), slots=slots, kv_tokens=kv_tokens)
@@ -146,6 +159,14 @@ class AnyOrder(RuleBasedStateMachine):
     def press_or_relieve(self, index: int) -> None:
         instance = pick([i for i, s in self.outside.servers.items() if s.up], index)
         self.outside.press(instance, pressed=not self.outside.servers[instance].pressed)
+
+    @while_running(lambda o: o.requests)
+    @rule(index=_INDEX)
+    def press_all_of_a_version(self, index: int) -> None:
+        version = pick(sorted({r.order.version for r in self.outside.requests.values()}), index)
+        for instance, server in self.outside.servers.items():
+            if server.up and server.version == version and not server.pressed:
+                self.outside.press(instance, pressed=True)
 
     @while_running(lambda o: o.pushes)
     @rule(index=_INDEX)
@@ -179,7 +200,7 @@ class AnyOrder(RuleBasedStateMachine):
     def restart_trainer(self, back: int) -> None:
         self.outside.restart_trainer(back=back)
 
-    @while_running(lambda o: len(o.journal) > o.restarted_at + 40)
+    @while_running(lambda o: len(o.journal) > o.restarted_at + 25)
     @rule(back=st.integers(0, 3))
     def restart_controller(self, back: int) -> None:
         self.outside.restart_controller(back=back)
@@ -191,7 +212,7 @@ class AnyOrder(RuleBasedStateMachine):
     @while_running(lambda o: o.late)
     @rule(index=st.integers(0, 39))
     def repeat(self, index: int) -> None:
-        self.outside.repeat(pick(self.outside.late, index))
+        self.outside.repeat(pick(self.outside.echoes(), index))
 
 
 TestAnyOrder = AnyOrder.TestCase

@@ -20,6 +20,6 @@ def __getattr__(name):
         raise AttributeError(name)
 
     def kernel(*args, **kwargs):
-        raise NotImplementedError(f"sgl_kernel.{name} has no CPU stand-in; see launch/sglang-cpu/README.md")
+        raise NotImplementedError(f"sgl_kernel.{name} has no CPU stand-in; see docs/SGLANG.md")
 
     return kernel
