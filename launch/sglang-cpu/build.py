@@ -77,7 +77,7 @@ def _install(folder: Path, recipe: Path, *, proof: str) -> None:
     _say(f"building {folder}, once; this takes a few minutes and about 3 GB")
     _run(sys.executable, "-m", "venv", "--clear", str(folder))
     python = str(folder / "bin" / "python")
-    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-input"]
+    pip = [python, "-m", "pip", "install", "-qq", "--disable-pip-version-check", "--no-input"]
     _run(*pip, "-r", str(recipe / "requirements.txt"))
     _run(*pip, "--no-deps", "-r", str(recipe / "requirements-nodeps.txt"))
     where = "import sysconfig; print(sysconfig.get_path('purelib'))"
