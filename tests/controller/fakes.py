@@ -227,7 +227,10 @@ class FakeTrainer:
             self.emit(ev.VersionPublished(self.now(), step + 1, 1, {"model.safetensors": "0"}))
 
     async def checkpoint(self, *, timeout_s: float) -> bool:
+        """Takes as long as a few pushes, in which an order that is carried out shows."""
         self.checkpoints += 1
+        for _ in range(50):
+            await asyncio.to_thread(int)
         return True
 
 
