@@ -323,10 +323,12 @@ def make_io(*, settings: Settings, client: Any, fleet: Fleet, now: Callable[[], 
     return Io(**{**values, **parts})
 
 
-def make_job(folder: Path, *, instances: int = 2, samples: int = 0, **changes: Any) -> Job:
-    """A whole run on fakes; call it inside a running loop."""
+def make_job(
+    folder: Path, *, instances: int = 2, samples: int = 0, state: ControllerState | None = None, **changes: Any
+) -> Job:
+    """A whole run on fakes, or with `state` the continuation of one; call it inside a running loop."""
     clock = asyncio.get_running_loop().time
-    began = clock()
+    began = clock() - (state.now if state is not None else 0.0)
 
     def now() -> float:
         return clock() - began
@@ -339,9 +341,10 @@ def make_job(folder: Path, *, instances: int = 2, samples: int = 0, **changes: A
     engines, graders, store = FakeEngines(tokenizer.eos_ids[0], count=instances), FakeGraders(), FakeStore()
     tokens = TokenWriter(folder / "tokens.bin")
     journal = JournalWriter(folder / "journal.msgpack", tokens=tokens)
-    journal.append(Header(FORMAT, RUN_ID, "2026-01-01T00:00:00+00:00", "test", settings))
+    if state is None:
+        journal.append(Header(FORMAT, RUN_ID, "2026-01-01T00:00:00+00:00", "test", settings))
     servers = [FakeServer(f"http://engine-{i}") for i in range(instances)]
-    state = ControllerState(settings)
+    state = state or ControllerState(settings)
     watcher = Watcher()
     fleet = Fleet(
         list(servers),
@@ -350,7 +353,7 @@ def make_job(folder: Path, *, instances: int = 2, samples: int = 0, **changes: A
         emit=lambda event: controller.emit(event),
         fence=lambda instance: controller.fence(instance),
         now=now,
-        incarnations={},
+        incarnations={i.id: i.incarnation for i in state.instances.values()},
     )
     parts = {"graders": graders, "eval_graders": [graders], "evaluations": evaluations, "store": store}
     trajectories = Trajectories(tokens, group_size=settings.group_size)

@@ -1,0 +1,104 @@
+"""A run that stopped in the middle, gone on with from its folder alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dora.cli import resume
+from dora.cli.assemble import Inputs
+from dora.core import commands as cmd
+from dora.core import events as ev
+from dora.core.ids import TrajectoryId
+from dora.errors import ConfigError
+from dora.journal.audit import audit_entries
+from dora.journal.reader import Journal
+from dora.journal.run_folder import RunFolder
+from dora.journal.tokens import read_tokens
+from dora.seed.policy import path as seed_path
+from tests.controller.fakes import Job, make_job
+
+#: Numbers of the answers whose grades never come: a sample of the first evaluation, and one of two siblings.
+UNGRADED = {1, 4}
+
+
+async def stopped(folder: Path) -> Job:
+    """Interrupted after its first step, with grades outstanding."""
+    job = make_job(folder, samples=3)
+    job.graders.frozen = set(UNGRADED)
+
+    def interrupt(event: ev.Event, commands: list[cmd.Command]) -> None:
+        if isinstance(event, ev.StepTrained):
+            job.controller.interrupt()
+
+    job.watcher.hook = interrupt
+    assert not (await job.run()).finished
+    job.close()
+    return job
+
+
+async def resumed(folder: Path) -> Job:
+    """A new controller on the same folder."""
+    run = RunFolder(folder)
+    _, state, at, _ = resume.read_run(run)
+    job = make_job(folder, samples=3, state=state)
+    inputs = Inputs(seed_path(), job.io.tokenizer, job.io.stream, job.io.evaluations)
+    found = resume.restore(run, state, at=at, epoch=1, trajectories=job.io.trajectories, inputs=inputs)
+    assert found.checkpoint is None
+    job.first = [found.restarted, ev.TrainerReady(at, 0)]
+    return job
+
+
+async def test_a_resume_restores_graded_siblings_and_samples_beside_the_ungraded(tmp_path: Path) -> None:
+    before = await stopped(tmp_path)
+    after = await resumed(tmp_path)
+    wanted, found = before.io.trajectories.records, after.io.trajectories.records
+    waiting = [t for t, trajectory in after.controller.state.trajectories.items() if trajectory.reward is None]
+    assert {t < 0 for t in waiting} == {True, False}
+    for trajectory in [
+        *before.io.evaluations.ids(0),
+        *(s for t in waiting if t >= 0 for s in (t - t % 2, t - t % 2 + 1)),
+    ]:
+        id = TrajectoryId(trajectory)
+        assert found[id].prompt == wanted[id].prompt
+        assert (found[id].tokens, found[id].logprobs) == (wanted[id].tokens, wanted[id].logprobs)
+        assert (found[id].reward, found[id].length_capped) == (wanted[id].reward, wanted[id].length_capped)
+    after.close()
+
+
+async def test_a_resumed_run_ends_with_every_group_trained_once_and_every_evaluation_reported(tmp_path: Path) -> None:
+    await stopped(tmp_path)
+    job = await resumed(tmp_path)
+    assert (await job.run()).finished
+    job.close()
+    entries = list(Journal(tmp_path / "journal.msgpack"))
+    report = audit_entries(job.settings, entries, token_counts=read_tokens(tmp_path / "tokens.bin").counts)
+    assert report.violations == ()
+    assert report.evaluations == (0, 3)
+    orders = [order for _, made in entries for order in made]
+    trained = [g for o in orders if isinstance(o, cmd.ForgetGroups) for g in o.groups]
+    dropped = [o.group for o in orders if isinstance(o, cmd.DropGroup)]
+    assert sorted(trained + dropped) == [o.group for o in orders if isinstance(o, cmd.AdmitGroup)]
+    assert len(trained) == 6
+
+
+async def test_a_trainer_without_a_checkpoint_is_fed_every_step_again_in_the_same_waves(tmp_path: Path) -> None:
+    before = await stopped(tmp_path)
+    job = await resumed(tmp_path)
+    await job.run()
+    job.close()
+    for first, again in zip(before.trainer.waves, job.trainer.waves, strict=False):
+        for mine, theirs in zip(first, again, strict=True):
+            assert (mine.step, mine.index, mine.last) == (theirs.step, theirs.index, theirs.last)
+            assert mine.trajectories.tolist() == theirs.trajectories.tolist()
+            assert mine.tokens.tolist() == theirs.tokens.tolist()
+            assert mine.behavior_logprobs.tolist() == theirs.behavior_logprobs.tolist()
+
+
+async def test_a_finished_run_is_not_resumed(tmp_path: Path) -> None:
+    job = make_job(tmp_path)
+    await job.run()
+    job.close()
+    with pytest.raises(ConfigError, match=r"the run has ended: all 3 steps are trained; there is nothing to resume"):
+        resume.read_run(RunFolder(tmp_path))
