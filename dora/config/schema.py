@@ -40,8 +40,9 @@ class RunConfig(Section):
     """Decides prompt order, sampling noise and initialization; the same seed gives the same prompts."""
     steps: Positive = 24
     """T: the number of training steps; step s trains under version s and publishes version s + 1."""
-    no_progress_s: Seconds = 300.0
-    """The run fails, naming the group, its instance and its age, when nothing was committed for so long."""
+    no_progress_s: Seconds = 1_800.0
+    """The run fails, naming the group, its instance and its age, when nothing was committed or trained for so long. It
+    must be longer than the longest answer takes."""
 
 
 class ModelConfig(Section):

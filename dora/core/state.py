@@ -131,8 +131,12 @@ class ControllerState(Decisions):
 
     def _on_weight_push_finished(self, event: ev.WeightPushFinished) -> None:
         instance = self.instances.get(event.instance)
-        if instance is None or instance.attempt != event.attempt or instance.pushing != event.version:
+        if instance is None or instance.attempt != event.attempt or instance.pushing is None:
             self.counters.late_completions += 1
+            return
+        if instance.pushing != event.version:
+            reason = f"it was given version {instance.pushing} and reads back {event.version}"
+            self._on_weight_push_failed(ev.WeightPushFailed(event.at, event.instance, event.attempt, reason))
             return
         self._push_ended(instance)
         instance.move(InstancePhase.SERVING)
@@ -397,6 +401,7 @@ class ControllerState(Decisions):
             return
         feed.open_step = event.step + 1
         feed.waves_done = 0
+        self.progress_at = self.now
         feed.idle_since = self.now
         self._feed_due = True
         if event.step == feed.trained:  # else a replay: its groups are trained already
@@ -448,7 +453,8 @@ class ControllerState(Decisions):
         for instance in self.instances.values():
             if self.now >= instance.look_at:
                 self._look(instance)
-        if self.now - self.progress_at > self.settings.no_progress_s and self.formation.num_unconsumed:
+        outstanding = self.formation.num_unconsumed or self.feed.trained < self.formation.step
+        if self.now - self.progress_at > self.settings.no_progress_s and outstanding:
             self._fail(f"no progress for {self.now - self.progress_at:.0f} s: {self._culprit()}")
 
     def _look(self, instance: Instance) -> None:

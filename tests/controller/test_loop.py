@@ -194,11 +194,6 @@ async def test_a_loop_of_the_trainer_that_fails_ends_the_run_with_its_line(jobs:
     assert asyncio.all_tasks() == {asyncio.current_task()}
 
 
-@pytest.mark.xfail(
-    strict=True,
-    raises=TimeoutError,
-    reason="core: no_progress_s looks at unconsumed groups only, and all are committed while the trainer hangs",
-)
 async def test_a_frozen_trainer_is_named_when_there_is_no_progress(jobs: Any) -> None:
     job = jobs(no_progress_s=2.0, watchdog_s=1.0)
     job.trainer.frozen = True

@@ -1,11 +1,12 @@
-"""Bugs that the state machine or the sweep has found, each as the shortest list of events that shows it."""
+"""Bugs that the state machine, the sweep or reading has found, each as the shortest list of events that shows it."""
 
 from __future__ import annotations
 
 import pytest
 
 from dora.core import commands as cmd
-from tests.core.builders import Core
+from dora.core import events as ev
+from tests.core.builders import Core, admit, started, stop
 
 
 @pytest.mark.parametrize("end", ["lost", "push_failed"])
@@ -18,3 +19,47 @@ def test_a_block_is_admitted_when_the_last_push_in_flight_ends_without_success(e
     assert core.pushed(0, 0) == []  # the fleet gets the block's version all together
     getattr(core, end)(1)
     assert [order.group for order in core.of(cmd.AdmitGroup)] == [0]
+
+
+def test_relief_of_kv_pressure_during_a_push_does_not_make_the_instance_vacant() -> None:
+    core = Core()
+    core.ready()
+    core.publish(0)
+    core.up(0)
+    core.pressed(0)
+    assert core.relieved(0) == []
+    assert core.pushed(0, 0)[0] == admit(0, version=0, deadline=1)
+
+
+def test_the_clock_of_no_progress_starts_when_there_is_something_to_make_progress_with() -> None:
+    core = Core(no_progress_s=10.0, max_staleness=1)
+    core.now = 1000.0  # the engines were slow to start
+    core.ready()
+    core.publish(0)
+    core.up(0)
+    core.pushed(0, 0)
+    core.tick(9.0)
+    assert core.of(cmd.FailRun) == []
+    core.tick(2.0)
+    assert len(core.of(cmd.FailRun)) == 1
+
+
+def test_the_job_ends_only_when_the_siblings_of_a_failed_group_have_stopped() -> None:
+    core = started(steps=1, groups_per_step=1, max_attempts=1)
+    assert stop(1, on=0) in core.failed(0)  # and the next prompt replaces the group
+    core.answer(1)
+    core.train(0)
+    core.publish(1)
+    assert core.of(cmd.FinishRun) == []
+    assert core.stopped(1, tokens=0)[-1:] == [cmd.FinishRun("all 1 steps are trained")]
+
+
+def test_the_trainers_own_update_is_no_waiting() -> None:
+    core = started(groups_per_step=1, filter_zero_variance=False, max_staleness=2)
+    core.answer(0)
+    wave = core.waves.pop(0)
+    core.tell(ev.MicroBatchTrained(core.now, wave.step, wave.index))
+    core.now += 5.0  # the optimizer's
+    core.train(0)
+    core.answer(1)
+    assert core.state.feed.idle_s == 0.0
