@@ -6,6 +6,7 @@ import pytest
 
 from dora.core import commands as cmd
 from dora.core import events as ev
+from dora.errors import InvariantViolation
 from tests.core.builders import Core, admit, started, stop
 
 
@@ -59,7 +60,27 @@ def test_the_trainers_own_update_is_no_waiting() -> None:
     core.answer(0)
     wave = core.waves.pop(0)
     core.tell(ev.MicroBatchTrained(core.now, wave.step, wave.index))
+    assert core.state.feed.idle_since is None
     core.now += 5.0  # the optimizer's
     core.train(0)
     core.answer(1)
     assert core.state.feed.idle_s == 0.0
+
+
+def test_tokens_that_were_reported_and_not_yet_looked_at_are_not_lost_either() -> None:
+    core = started()
+    core.progress(0, {0: 20})
+    with pytest.raises(InvariantViolation, match="C2: scheduling aborts"):
+        core.lost(0, {0: 19, 1: 0})
+
+
+def test_rewards_are_shown_of_the_top_ups_of_the_step_that_had_too_many() -> None:
+    core = started(groups_per_step=1, max_top_up=1.0, max_staleness=2)
+    core.answer(0, rewards=(7.0, 7.0))
+    core.answer(1)
+    core.train(0)
+    core.answer(2, rewards=(5.0, 5.0))
+    core.answer(3, rewards=(5.0, 5.0))
+    (failed,) = core.of(cmd.FailRun)
+    assert isinstance(failed, cmd.FailRun)
+    assert failed.reason.endswith("their siblings' rewards: 5 x 4")
