@@ -43,25 +43,29 @@ def test_another_pin_or_another_shim_is_another_environment(recipe: Path) -> Non
     assert {folder.parent for folder in folders} == {recipe.parent / "cache"}
 
 
-def test_a_half_built_environment_is_built_anew_and_a_whole_one_is_reused(recipe: Path) -> None:
+def test_a_half_built_environment_is_built_anew_and_one_without_its_proof_is_not_built(recipe: Path) -> None:
     build = launch_module("build")
     folder = build.environment_folder(recipe)
+    folder.mkdir(parents=True)
+    (folder / "left-over").touch()
     with pytest.raises(SystemExit, match="failed with exit code 1"):
         build.build(recipe, proof="import no_such_module")
-    assert folder.exists()
-    assert not build.is_built(folder)
-    (folder / "left-over").touch()
-    assert build.build(recipe, proof="import shim; assert shim.VALUE == 1") == folder
-    assert build.is_built(folder)
+    assert (folder / "bin").exists()
     assert not (folder / "left-over").exists()
-    assert build.build(recipe, proof="import no_such_module") == folder
+    assert not build.is_built(folder)
 
 
-def test_of_two_builders_at_once_one_builds_and_both_get_the_folder(recipe: Path, tmp_path: Path) -> None:
-    proof = f"open({str(tmp_path / 'proofs')!r}, 'a').write('proved\\n')"
+def test_of_two_builders_at_once_one_builds_and_both_and_later_ones_get_the_folder(
+    recipe: Path, tmp_path: Path
+) -> None:
+    build = launch_module("build")
+    folder = build.environment_folder(recipe)
+    proof = f"import shim; open({str(tmp_path / 'proofs')!r}, 'a').write(str(shim.VALUE))"
     command = [sys.executable, "-c", BUILD, str(LAUNCH), str(recipe), proof]
     builders = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)]
     answers = [builder.communicate(timeout=250) for builder in builders]
     assert [builder.returncode for builder in builders] == [0, 0], answers
-    assert {out for out, _ in answers} == {f"{launch_module('build').environment_folder(recipe)}\n"}
-    assert (tmp_path / "proofs").read_text() == "proved\n"
+    assert {out for out, _ in answers} == {f"{folder}\n"}
+    assert (tmp_path / "proofs").read_text() == "1"
+    assert build.is_built(folder)
+    assert build.build(recipe, proof="import no_such_module") == folder
