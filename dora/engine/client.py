@@ -240,6 +240,11 @@ class EngineClient:
         info: dict[str, Any] = _without_secrets(_read(answer, dict[str, Any], what=url + protocol.SERVER_INFO))
         return info
 
+    async def has_route(self, url: str, path: str) -> bool:
+        """Whether the server knows `path`, found without calling it: no control route takes DELETE, a known one says 405."""
+        status, _ = await self._control("DELETE", url, path, accept=(404, 405))
+        return status == 405
+
     def push_endpoint(self, url: str) -> PushEndpoint:
         """What `weights.push.push` needs of one server."""
         return PushEndpoint(self, url)

@@ -1,7 +1,9 @@
 """What a server can do, found out once when it joins the run, and whether it lives.
 
 A server that cannot prove C1 (no version spans, no log-probs) is refused in one line. What was probed counts, not
-the version string. Called by `dora check` and by the controller when an instance comes up.
+the version string: a build from source, a patched server or the embedded engine may carry any. Nothing that is asked
+changes the server or disturbs its other users; so the begin/end gate is found by a method that its route does not take
+(`EngineClient.has_route`), never by opening it. Called by `dora check` and by the controller when an instance comes up.
 """
 
 from __future__ import annotations
@@ -11,8 +13,10 @@ import uuid
 from dataclasses import dataclass
 from typing import Any
 
+from dora.engine import protocol
 from dora.engine.client import EngineClient, GenerateRequest
 from dora.engine.errors import RequestRefused
+from dora.engine.stream import GenerateResult
 from dora.errors import ConfigError, ProtocolError, RemoteError
 
 
@@ -26,6 +30,9 @@ class Capabilities:
     max_running: int  # slots
     context_length: int | None  # longest prompt + answer that it takes, however cut; None: the server does not say
     label: str  # of the weights it holds now
+    has_spans: bool  # answers tell the version of each token (SGLang 0.5.20 and later)
+    has_update_gate: bool  # distributed updates need begin_ and end_weight_update around them (0.5.21 and later)
+    has_weights_checker: bool  # tells checksums of the weights it holds
 
 
 async def probe(client: EngineClient, url: str, *, timeout_s: float) -> Capabilities:
@@ -35,7 +42,9 @@ async def probe(client: EngineClient, url: str, *, timeout_s: float) -> Capabili
             info = await client.server_info(url)
             loads = await client.loads(url)
             label = await client.weight_version(url)
-            await _generate_one_token(client, url, server=_version(info))
+            result = await _generate_one_token(client, url, server=_version(info))
+            has_update_gate = await client.has_route(url, protocol.BEGIN_WEIGHT_UPDATE)
+            has_weights_checker = await client.has_route(url, protocol.WEIGHTS_CHECKER)
     except TimeoutError as err:
         raise RemoteError(f"{url}: the server did not answer all questions within {timeout_s:g} s") from err
     return Capabilities(
@@ -47,6 +56,9 @@ async def probe(client: EngineClient, url: str, *, timeout_s: float) -> Capabili
         # keeps a few tokens of the context for itself and cuts an answer that would need them.
         context_length=info.get("max_req_input_len"),
         label=label,
+        has_spans=bool(result.spans),
+        has_update_gate=has_update_gate,
+        has_weights_checker=has_weights_checker,
     )
 
 
@@ -59,7 +71,7 @@ async def is_alive(client: EngineClient, url: str, *, timeout_s: float) -> bool:
     return True
 
 
-async def _generate_one_token(client: EngineClient, url: str, *, server: str) -> None:
+async def _generate_one_token(client: EngineClient, url: str, *, server: str) -> GenerateResult:
     rid = f"probe-{uuid.uuid4().hex}"
     request = GenerateRequest(
         rid=rid, input_ids=[0], max_new_tokens=1, temperature=1.0, stop_token_ids=[], seed=0, extra_key=rid
@@ -75,6 +87,7 @@ async def _generate_one_token(client: EngineClient, url: str, *, server: str) ->
         raise ConfigError(f"{err}: {needed}") from err
     if not result.spans:
         raise ConfigError(f"{url}: the answer holds no version spans: {needed}")
+    return result
 
 
 def _version(info: dict[str, Any]) -> str:

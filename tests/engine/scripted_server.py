@@ -21,6 +21,7 @@ class ScriptedServer:
     def __init__(self) -> None:
         self.answers: dict[str, Handler] = {}
         self.calls: list[tuple[str, Any]] = []  # (path, JSON body or None)
+        self.methods: list[tuple[str, str]] = []  # (method, path)
         self.authorizations: list[str | None] = []
         self.url = ""
 
@@ -69,6 +70,7 @@ class ScriptedServer:
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         body = await request.read()
         self.calls.append((request.path, json.loads(body) if body else None))
+        self.methods.append((request.method, request.path))
         self.authorizations.append(request.headers.get("Authorization"))
         if (answer := self.answers.get(request.path)) is not None:
             return await answer(request)

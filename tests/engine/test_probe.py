@@ -16,6 +16,9 @@ from dora.engine.errors import ServerGone
 from dora.engine.probe import Capabilities, is_alive, probe
 from dora.errors import ConfigError, RemoteError
 
+#: What the probe may call.
+PROBED = {"/server_info", "/v1/loads", "/model_info", "/generate"}
+
 
 @pytest.fixture
 async def client() -> AsyncIterator[EngineClient]:
@@ -52,7 +55,21 @@ async def test_a_captured_sglang_is_understood(sglang: ScriptedServer, client: E
         max_running=64,
         context_length=4090,
         label="v9",
+        has_spans=True,
+        has_update_gate=False,
+        has_weights_checker=False,
     )
+
+
+async def test_the_gate_and_the_checker_are_found_without_calling_them(
+    sglang: ScriptedServer, client: EngineClient
+) -> None:
+    """SGLang answers 405 to a method that a route does not take, 404 where there is no such route."""
+    for path in ("/begin_weight_update", "/weights_checker"):
+        sglang.says(path, {"detail": "Method Not Allowed"}, status=405)
+    found = await probe(client, sglang.url, timeout_s=10)
+    assert (found.has_update_gate, found.has_weights_checker) == (True, True)
+    assert {method for method, path in sglang.methods if path not in PROBED} == {"DELETE"}
 
 
 @pytest.mark.parametrize("lacks", ["weight_versions", "output_token_logprobs"])

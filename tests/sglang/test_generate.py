@@ -26,13 +26,16 @@ async def test_the_probe_finds_what_the_server_was_started_with(wire: Wire, clie
     found = await probe(client, wire.server.url, timeout_s=30)
     assert found.context_length is not None
     assert CONTEXT - 8 < found.context_length <= CONTEXT
-    assert replace(found, context_length=None) == Capabilities(
+    assert replace(found, context_length=None, has_weights_checker=True) == Capabilities(
         server_version="0.5.20",
         is_incremental=True,
         max_total_tokens=KV_TOKENS,
         max_running=SLOTS,
         context_length=None,
         label=START_LABEL,
+        has_spans=True,
+        has_update_gate=False,
+        has_weights_checker=True,
     )
 
 
