@@ -241,7 +241,7 @@ class EngineClient:
         return info
 
     async def has_route(self, url: str, path: str) -> bool:
-        """Whether the server knows `path`, found without calling it: no control route takes DELETE, a known one says 405."""
+        """Whether the server knows `path`, without calling it: none takes DELETE, so a known one says 405."""
         status, _ = await self._control("DELETE", url, path, accept=(404, 405))
         return status == 405
 
