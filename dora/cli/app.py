@@ -117,6 +117,7 @@ def serve(
     skip_tokenizer_init: Annotated[bool, typer.Option(help="Token ids only, no text.")] = False,
     max_queued_requests: Annotated[int | None, typer.Option(min=0, help="Refuse more than so many waiting.")] = None,
     seed: Annotated[int, typer.Option(help="Of requests that bring none.")] = 0,
+    dialect: Annotated[str, typer.Option(help="SGLang release to behave as, 0.5.18 to 0.5.23; for tests.")] = "0.5.20",
 ) -> None:
     """Serve a small model over SGLang's HTTP protocol (the embedded engine)."""
     from dora.cli.serve import serve as command
@@ -135,6 +136,7 @@ def serve(
         skip_tokenizer_init=skip_tokenizer_init,
         max_queued_requests=max_queued_requests,
         seed=seed,
+        dialect=dialect,
     )
 
 

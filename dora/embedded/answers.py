@@ -30,6 +30,7 @@ class Answer:
     ask: Ask
     text: Text | None  # None in skip-tokenizer mode
     incremental: bool
+    has_spans: bool
     weight_version: str = ""
     dispatched_at: float = 0.0
     sent: int = 0
@@ -96,10 +97,11 @@ class Answer:
         now = time.time()
         meta: dict[str, Any] = {
             "weight_version": generation.labels[-1][0],
-            "weight_versions": generation.spans(),
             "e2e_latency": generation.finished_at - generation.received_at,
             "response_sent_to_client_ts": now,
         }
+        if self.has_spans:
+            meta["weight_versions"] = generation.spans()
         if generation.prefilled_at:
             meta["request_received_ts"] = generation.received_at
             meta["api_server_dispatch_finish_ts"] = self.dispatched_at

@@ -217,9 +217,10 @@ class Batcher:
         self.holding = False
         self._wake.set()
 
-    def flush(self) -> bool:
-        """Empties the prefix cache; refused while a request is resident."""
-        if self.live:
+    def flush(self, *, over_queue: bool = False) -> bool:
+        """Empties the prefix cache; refused while a request is resident. A held server may flush over its queue."""
+        resident = self.rows if over_queue and self.holding else self.live
+        if resident:
             return False
         self.decoder.flush()
         return True

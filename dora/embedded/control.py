@@ -1,60 +1,26 @@
-"""Control routes of the embedded engine: pause, update, abort, flush, health, load and information (sglang.md §2-5).
-
-Orders that touch rows run between steps, in the order they arrive. Weight loading that fails half-way leaves weights
-that are neither old nor new, so it ends the process, as SGLang's scheduler dies of it. Called by the server.
+"""Control routes of the embedded engine: abort, pause, health, load and information (sglang.md §2-5), and the table of
+all control routes. Orders that touch rows run between steps, in the order they arrive. Called by the server.
 """
 
 from __future__ import annotations
 
-import os
-import sys
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from datetime import UTC, datetime
-from pathlib import Path
-from typing import Any, TypeVar
 
 import msgspec
 from aiohttp import web
 
+from dora.embedded import updates
 from dora.embedded.batcher import Batcher
-from dora.embedded.gate import Gate
+from dora.embedded.dialect import Dialect
+from dora.embedded.engine import ENGINE, Handler, error_body, read_body
 from dora.embedded.generation import Generation, Sampling
-from dora.embedded.requests import Limits
-from dora.embedded.text import Tokenizer
 from dora.engine import protocol
-from dora.errors import ConfigError
 
-VERSION = "0.5.20"  # the SGLang release whose dialect is spoken
 HEALTH_LIMIT_S = 20.0
 PAUSE_MODES = ("abort", "retract", "in_place")
-
-Body = TypeVar("Body", bound=msgspec.Struct)
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-
-@dataclass(slots=True, kw_only=True)
-class Engine:
-    """What the routes share."""
-
-    batcher: Batcher
-    gate: Gate
-    limits: Limits
-    tokenizer: Tokenizer | None
-    arguments: dict[str, Any]  # for /server_info
-    api_key: str | None
-    draining: bool = False
-    unhealthy: bool = False  # the last health probe timed out
-    started_at: float = field(default_factory=time.time)
-
-    @property
-    def model_path(self) -> str:
-        return str(self.arguments["model_path"])
-
-
-ENGINE: web.AppKey[Engine] = web.AppKey("engine", Engine)
 
 
 class _Abort(msgspec.Struct):
@@ -66,45 +32,11 @@ class _Pause(msgspec.Struct):
     mode: str = "abort"
 
 
-class _Update(msgspec.Struct):
-    model_path: str
-    weight_version: str | None = None
-    flush_cache: bool = True
-    abort_all_requests: bool = False
-    load_format: str | None = None
-
-
-class _Relabel(msgspec.Struct):
-    new_version: str
-    abort_all_requests: bool = True
-
-
-def error_body(message: str, *, status: int = 400) -> dict[str, Any]:
-    kind = "Bad Request" if status == 400 else str(status)
-    return {"object": "error", "message": message, "type": kind, "param": None, "code": status}
-
-
-async def _read(request: web.Request, kind: type[Body]) -> Body:
-    """The request's body as `kind`; unknown keys are ignored, anything else wrong is SGLang's 400."""
-    try:
-        return msgspec.json.decode(await request.read() or b"{}", type=kind)
-    except (msgspec.DecodeError, msgspec.ValidationError) as err:
-        text = msgspec.json.encode(error_body(f"1 validation error:\n  {err}")).decode()
-        raise web.HTTPBadRequest(text=text, content_type="application/json") from err
-
-
-def die(reason: str) -> None:
-    """Ends the process: its weights or its state can no longer be trusted."""
-    sys.stderr.write(f"engine stopped: {reason}\n")
-    sys.stderr.flush()
-    os._exit(1)
-
-
 # --- abort, pause, continue
 
 
 async def abort_request(request: web.Request) -> web.Response:
-    body, batcher = await _read(request, _Abort), request.app[ENGINE].batcher
+    body, batcher = await read_body(request, _Abort), request.app[ENGINE].batcher
     if body.abort_all:
         batcher.abort_all()
     elif body.rid:
@@ -113,7 +45,7 @@ async def abort_request(request: web.Request) -> web.Response:
 
 
 async def pause_generation(request: web.Request) -> web.Response:
-    engine, body = request.app[ENGINE], await _read(request, _Pause)
+    engine, body = request.app[ENGINE], await read_body(request, _Pause)
     if body.mode not in PAUSE_MODES:
         message = f"1 validation error:\n  mode should be 'abort', 'retract' or 'in_place', got {body.mode!r}"
         return web.json_response(error_body(message), status=400)
@@ -137,73 +69,6 @@ async def _end_all(batcher: Batcher) -> None:
     while batcher.live:
         batcher.abort_all()
         await batcher.between_steps(lambda: None)
-
-
-# --- weights
-
-
-async def update_weights_from_disk(request: web.Request) -> web.Response:
-    engine, body = request.app[ENGINE], await _read(request, _Update)
-    if body.abort_all_requests:
-        engine.batcher.abort_all()
-    async with engine.gate.alone():
-        failure = await engine.batcher.between_steps(lambda: _load(engine, body), on_thread=True)
-    if failure is not None:
-        return _update_answer(failure, success=False)
-    message = "Succeeded to update model weights."
-    if body.weight_version is not None:
-        message += f" Weight version updated to {body.weight_version}."
-    return _update_answer(message, success=True)
-
-
-def _load(engine: Engine, body: _Update) -> str | None:
-    """Runs between steps on the decoder thread. A text if nothing was changed; death if the change went wrong."""
-    batcher, begun = engine.batcher, time.perf_counter()
-    try:
-        batcher.decoder.load(Path(body.model_path))
-    except FileNotFoundError as err:
-        return f"Failed to get weights iterator: {err}."
-    except (ConfigError, OSError, RuntimeError, ValueError) as err:
-        die(f"loading {body.model_path} failed with the weights half replaced: {err}")
-    if body.flush_cache and not batcher.flush():
-        die("cache flush failed after updating weights: requests were resident")  # SGLang 0.5.20 and before
-    if body.weight_version is not None:
-        batcher.relabel(body.weight_version)
-    engine.arguments["model_path"] = body.model_path
-    batcher.metrics.weight_load_s = time.perf_counter() - begun
-    return None
-
-
-def _update_answer(message: str, *, success: bool) -> web.Response:
-    answer = {"success": success, "message": message, "num_paused_requests": 0}
-    return web.json_response(answer, status=200 if success else 400)
-
-
-async def update_weight_version(request: web.Request) -> web.Response:
-    body, batcher = await _read(request, _Relabel), request.app[ENGINE].batcher
-    if body.abort_all_requests:
-        batcher.abort_all()
-    await batcher.between_steps(lambda: batcher.relabel(body.new_version))
-    message = f"Weight version updated to {body.new_version}"
-    return web.json_response({"success": True, "message": message, "new_version": body.new_version})
-
-
-async def flush_cache(request: web.Request) -> web.Response:
-    batcher = request.app[ENGINE].batcher
-    try:
-        deadline = time.monotonic() + float(request.query.get("timeout", "0"))
-    except ValueError:
-        return web.json_response(error_body("1 validation error:\n  timeout should be a number"), status=400)
-    while not (flushed := await batcher.between_steps(batcher.flush)):
-        left = deadline - time.monotonic()
-        if left <= 0 or not await batcher.emptied(timeout_s=left):
-            break
-    if not flushed:
-        return web.Response(text="Flush cache failed.\n", status=400)
-    return web.Response(
-        text="Cache flushed.\nPlease check backend logs for more details. (When there are running or waiting requests,"
-        " the operation will not be performed.)\n"
-    )
 
 
 # --- health
@@ -244,7 +109,7 @@ async def model_info(request: web.Request) -> web.Response:
             "tokenizer_path": engine.arguments["tokenizer_path"],
             "is_generation": True,
             "preferred_sampling_params": None,
-            "weight_version": engine.batcher.weight_version,
+            "weight_version": engine.label,
             "load_format": "auto",
             "reasoning_parser": None,
             "tool_call_parser": None,
@@ -269,7 +134,7 @@ async def server_info(request: web.Request) -> web.Response:
         {
             **engine.arguments,
             "context_length": limits.context_tokens,
-            "weight_version": batcher.weight_version,
+            "weight_version": engine.label,
             "tp_size": 1,
             "pp_size": 1,
             "dp_size": 1,
@@ -280,7 +145,7 @@ async def server_info(request: web.Request) -> web.Response:
             "max_total_num_tokens": batcher.kv_tokens,
             "max_req_input_len": min(limits.context_tokens, batcher.kv_tokens),
             "internal_states": [state],
-            "version": VERSION,
+            "version": engine.dialect.version,
             "engine": "dora-embedded",
         }
     )
@@ -308,7 +173,8 @@ def _gauges(batcher: Batcher) -> dict[str, float]:
 
 
 async def loads(request: web.Request) -> web.Response:
-    batcher = request.app[ENGINE].batcher
+    engine = request.app[ENGINE]
+    batcher = engine.batcher
     gauges = _gauges(batcher)
     waiting_tokens = sum(len(generation.prompt_ids) + len(generation.output_ids) for generation in batcher.waiting)
     load = {
@@ -331,8 +197,22 @@ async def loads(request: web.Request) -> web.Response:
             "prealloc_ready": 0,
         },
     }
-    head = {"timestamp": datetime.now(UTC).isoformat(), "version": VERSION, "accelerator": None, "num_accelerators": 1}
-    return web.json_response({**head, "loads": [load]})
+    head = {"timestamp": datetime.now(UTC).isoformat(), "version": engine.dialect.version}
+    return web.json_response({**head, "accelerator": None, "num_accelerators": 1, "loads": [load]})
+
+
+async def get_load(request: web.Request) -> web.Response:
+    """The older, shorter form of /v1/loads."""
+    batcher = request.app[ENGINE].batcher
+    load = {
+        "dp_rank": 0,
+        "num_reqs": len(batcher.rows) + len(batcher.waiting),
+        "num_waiting_reqs": len(batcher.waiting),
+        "num_tokens": batcher.used_tokens,
+        "num_pending_tokens": sum(len(one.prompt_ids) + len(one.output_ids) for one in batcher.waiting),
+        "ts_tic": time.perf_counter(),
+    }
+    return web.json_response([load])
 
 
 async def metrics(request: web.Request) -> web.Response:
@@ -345,24 +225,39 @@ _POST: Mapping[str, Handler] = {
     protocol.ABORT_REQUEST: abort_request,
     protocol.PAUSE_GENERATION: pause_generation,
     protocol.CONTINUE_GENERATION: continue_generation,
-    protocol.UPDATE_WEIGHTS_FROM_DISK: update_weights_from_disk,
-    protocol.UPDATE_WEIGHT_VERSION: update_weight_version,
-    protocol.FLUSH_CACHE: flush_cache,
+    protocol.UPDATE_WEIGHTS_FROM_DISK: updates.update_weights_from_disk,
+    protocol.UPDATE_WEIGHT_VERSION: updates.update_weight_version,
+    protocol.FLUSH_CACHE: updates.flush_cache,
+    protocol.BEGIN_WEIGHT_UPDATE: updates.begin_weight_update,
+    protocol.END_WEIGHT_UPDATE: updates.end_weight_update,
 }
 _GET: Mapping[str, Handler] = {
-    protocol.FLUSH_CACHE: flush_cache,
+    protocol.FLUSH_CACHE: updates.flush_cache,
     protocol.HEALTH: health,
     protocol.HEALTH_GENERATE: health,
     protocol.READY: ready,
     protocol.MODEL_INFO: model_info,
     protocol.SERVER_INFO: server_info,
     protocol.LOADS: loads,
+    protocol.GET_LOAD: get_load,
     protocol.METRICS: metrics,
 }
 
 
+def _absent(dialect: Dialect) -> set[str]:
+    """Routes that this dialect does not have."""
+    has = {
+        protocol.READY: dialect.has_ready,
+        protocol.GET_LOAD: dialect.has_get_load,
+        protocol.BEGIN_WEIGHT_UPDATE: dialect.has_update_gate,
+        protocol.END_WEIGHT_UPDATE: dialect.has_update_gate,
+    }
+    return {path for path, present in has.items() if not present}
+
+
 def add_routes(app: web.Application) -> None:
-    for path, handler in _POST.items():
-        app.router.add_post(path, handler)
-    for path, handler in _GET.items():
-        app.router.add_get(path, handler)
+    absent = _absent(app[ENGINE].dialect)
+    for path in _POST.keys() - absent:
+        app.router.add_post(path, _POST[path])
+    for path in _GET.keys() - absent:
+        app.router.add_get(path, _GET[path])

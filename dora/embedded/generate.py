@@ -14,8 +14,8 @@ import msgspec
 from aiohttp import web
 
 from dora.embedded.answers import Answer, event
-from dora.embedded.control import ENGINE, Engine, error_body
-from dora.embedded.requests import Ask, BadBody, BadValue, Refusal, parse
+from dora.embedded.engine import ENGINE, Engine, error_body
+from dora.embedded.requests import Ask, BadBody, BadValue, Refusal, UnknownSamplingKey, parse
 from dora.embedded.text import Text
 from dora.engine import protocol
 
@@ -42,7 +42,13 @@ async def _run(request: web.Request, engine: Engine, ask: Ask, opened: web.Strea
         return await _refuse(request, Refusal(duplicate, stream=ask.stream), opened)
     text = Text(generation, engine.tokenizer) if engine.tokenizer is not None else None
     incremental = ask.stream and bool(engine.arguments["incremental_streaming_output"])
-    answer = Answer(ask=ask, text=text, incremental=incremental, dispatched_at=time.time())
+    answer = Answer(
+        ask=ask,
+        text=text,
+        incremental=incremental,
+        has_spans=engine.dialect.has_spans,
+        dispatched_at=time.time(),
+    )
     batcher.submit(generation)
     try:
         return await (_stream(request, engine, answer, opened) if ask.stream else _unary(answer))
@@ -84,7 +90,7 @@ async def _stream(
     with suppress(ConnectionError):  # the client closed: the caller aborts
         while not generation.done:
             if answer.due():
-                answer.weight_version = engine.batcher.weight_version
+                answer.weight_version = engine.label
                 await opened.write(event(answer.next()))
             await generation.next_news()
         await opened.write_eof(event(answer.next()) + _DONE_EVENT)
@@ -97,7 +103,9 @@ async def _refuse(
     message = str(refusal.error)
     if isinstance(refusal.error, BadBody):
         return web.json_response(error_body(message), status=400)
-    if not isinstance(refusal.error, BadValue):
+    if isinstance(refusal.error, UnknownSamplingKey):
+        if request.app[ENGINE].dialect.names_unknown_sampling_key:
+            return web.json_response({"error": message}, status=400)
         return web.Response(text="Internal Server Error", status=500)
     if not refusal.stream:
         return web.json_response({"error": {"message": message}}, status=400)

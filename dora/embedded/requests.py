@@ -1,4 +1,4 @@
-"""POST /generate bodies: what is accepted, and how SGLang 0.5.20 words each refusal.
+"""POST /generate bodies: what is accepted, and how SGLang words each refusal.
 
 `parse` turns bytes into an Ask or a Refusal, whose three kinds of error stand for the three error shapes of sglang.md
 §1.4. Unknown top-level keys are ignored, unknown sampling keys are not. Called by the server.
@@ -25,7 +25,7 @@ class BadBody(Exception):
 
 
 class UnknownSamplingKey(Exception):
-    """500 plain text in the 0.5.20 dialect."""
+    """400 `{"error": "<text>"}`, or 500 plain text, as the dialect has it."""
 
 
 class _Unsupported(msgspec.Struct):
@@ -208,8 +208,10 @@ def _sampling(fields: Any, limits: Limits) -> Sampling:
     fields = _single(fields, "sampling_params") or {}
     if not isinstance(fields, dict):
         raise BadBody("1 validation error:\n  sampling_params: Input should be a valid dictionary")
-    if unknown := fields.keys() - set(_SamplingBody.__struct_fields__):
-        raise UnknownSamplingKey(min(unknown))
+    known = _SamplingBody.__struct_fields__
+    if unknown := fields.keys() - set(known):
+        expected = ", ".join(f"`{name}`" for name in known)
+        raise UnknownSamplingKey(f"unknown field `{min(unknown)}`, expected one of {expected}")
     try:
         body = msgspec.convert(fields, _SamplingBody)
     except msgspec.ValidationError as err:

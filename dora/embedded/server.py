@@ -1,4 +1,4 @@
-"""The embedded engine over HTTP: routes, error shapes and life cycle, as SGLang 0.5.20 behaves (sglang.md).
+"""The embedded engine over HTTP: routes, error shapes and life cycle, as SGLang behaves (sglang.md, `dialect.py`).
 
 `run_server` loads a model, prints `ready http://host:port` and serves until SIGTERM or SIGINT, which drain: /health
 turns 503, running calls finish, the process ends; a second signal ends it at once. torch is imported in `run_server`
@@ -24,7 +24,8 @@ from aiohttp import web
 
 from dora.embedded import control
 from dora.embedded.batcher import Batcher, Decoder
-from dora.embedded.control import Engine, error_body
+from dora.embedded.dialect import DEFAULT_DIALECT, dialect_of
+from dora.embedded.engine import ENGINE, Engine, error_body
 from dora.embedded.gate import Gate
 from dora.embedded.generate import generate
 from dora.embedded.metrics import EngineMetrics
@@ -56,10 +57,12 @@ class ServeOptions:
     max_queued_requests: int | None = None  # None: no limit
     api_key: str | None = None
     seed: int = 0  # of the requests that bring none
+    dialect: str = DEFAULT_DIALECT  # the release of SGLang whose ways are followed
 
 
 def run_server(options: ServeOptions) -> None:
-    """Serves until a signal; blocks. ConfigError if the model or the address cannot be used."""
+    """Serves until a signal; blocks. ConfigError if the dialect, the model or the address cannot be used."""
+    dialect_of(options.dialect)  # before the model is loaded
     gc.disable()  # the imports make a million objects that stay: searching them for garbage is a fifth of the start
     from dora.embedded.decoder import CausalDecoder
 
@@ -166,6 +169,8 @@ def _engine(options: ServeOptions, decoder: Decoder, tokenizer: Tokenizer | None
         batcher=batcher,
         gate=Gate(),
         limits=limits,
+        dialect=dialect_of(options.dialect),
+        label=options.weight_version,
         tokenizer=tokenizer,
         arguments=arguments,
         api_key=options.api_key,
@@ -174,7 +179,7 @@ def _engine(options: ServeOptions, decoder: Decoder, tokenizer: Tokenizer | None
 
 def build_app(engine: Engine) -> web.Application:
     app = web.Application(middlewares=[_errors, _authorized], client_max_size=MAX_BODY_BYTES)
-    app[control.ENGINE] = engine
+    app[ENGINE] = engine
     app.router.add_post(protocol.GENERATE, generate)
     app.router.add_put(protocol.GENERATE, generate)
     control.add_routes(app)
@@ -196,7 +201,7 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
 
 @web.middleware
 async def _authorized(request: web.Request, handler: Handler) -> web.StreamResponse:
-    key = request.app[control.ENGINE].api_key
+    key = request.app[ENGINE].api_key
     if key is not None and request.path not in OPEN_PATHS:
         given = request.headers.get("Authorization", "")
         if not hmac.compare_digest(given.encode(), f"Bearer {key}".encode()):

@@ -24,6 +24,7 @@ READY: Final = "/ready"
 MODEL_INFO: Final = "/model_info"
 SERVER_INFO: Final = "/server_info"
 LOADS: Final = "/v1/loads"
+GET_LOAD: Final = "/get_load"  # its forerunner, which the client does not use
 METRICS: Final = "/metrics"
 
 #: Last event of every stream.

@@ -15,8 +15,8 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedConfig, Qwen3Config
 from transformers.utils.logging import disable_progress_bar
 
-from dora.embedded.control import Engine
 from dora.embedded.decoder import CausalDecoder
+from dora.embedded.engine import Engine
 from dora.embedded.server import ServeOptions, running
 
 VOCAB = 64

@@ -173,7 +173,7 @@ async def test_flushing_with_an_update_while_requests_are_resident_is_fatal(
     served: Served, model_b: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reasons: list[str] = []
-    monkeypatch.setattr("dora.embedded.control.die", reasons.append)  # the process would end here
+    monkeypatch.setattr("dora.embedded.updates.die", reasons.append)  # the process would end here
     call, _ = await running(served, "a")
     await pause(served, "in_place")
     await update(served, model_b, "w1")

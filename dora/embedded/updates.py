@@ -1,0 +1,149 @@
+"""Weight updates, labels and the prefix cache of the embedded engine (sglang.md §3), as the chosen dialect has them.
+
+Orders that touch rows run between steps, in the order they arrive. Weight loading that fails half-way leaves weights
+that are neither old nor new, so it ends the process, as SGLang's scheduler dies of it. Called through the route table
+of `control`.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import msgspec
+from aiohttp import web
+
+from dora.embedded.engine import ENGINE, Engine, die, error_body, read_body
+from dora.errors import ConfigError
+
+UNFLUSHED = (
+    "Weights were updated, but the cache was not flushed because requests are still running or queued. Retract or "
+    "finish them, then call /flush_cache."
+)
+
+
+class _Update(msgspec.Struct):
+    model_path: str
+    weight_version: str | None = None
+    flush_cache: bool = True
+    abort_all_requests: bool = False
+    load_format: str | None = None
+
+
+class _Relabel(msgspec.Struct):
+    new_version: str
+    abort_all_requests: bool = True
+
+
+# --- from disk
+
+
+async def update_weights_from_disk(request: web.Request) -> web.Response:
+    engine, body = request.app[ENGINE], await read_body(request, _Update)
+    if body.abort_all_requests:
+        engine.batcher.abort_all()
+    async with engine.gate.alone():
+        failure = await engine.batcher.between_steps(lambda: _load(engine, body), on_thread=True)
+    if failure is not None:
+        return _update_answer(failure, success=False)
+    message = "Succeeded to update model weights."
+    if body.weight_version is not None:
+        message += f" Weight version updated to {body.weight_version}."
+    return _update_answer(message, success=True)
+
+
+def _load(engine: Engine, body: _Update) -> str | None:
+    """Runs between steps on the decoder thread. A text if the update did not succeed; death if it went half-way."""
+    batcher, begun = engine.batcher, time.perf_counter()
+    try:
+        batcher.decoder.load(Path(body.model_path))
+    except FileNotFoundError as err:
+        return f"Failed to get weights iterator: {err}."
+    except (ConfigError, OSError, RuntimeError, ValueError) as err:
+        die(f"loading {body.model_path} failed with the weights half replaced: {err}")
+    failure = finish_update(engine, label=body.weight_version, flush=body.flush_cache)
+    if failure is None:
+        engine.arguments["model_path"] = body.model_path
+    batcher.metrics.weight_load_s = time.perf_counter() - begun
+    return failure
+
+
+def finish_update(engine: Engine, *, label: str | None, flush: bool) -> str | None:
+    """Flush and relabel, once the weights are new: a text, or death, if the flush failed. Run between steps."""
+    flushed = not flush or engine.batcher.flush(over_queue=engine.dialect.flushes_over_queue)
+    if not flushed and not engine.dialect.outlives_failed_flush:
+        die("cache flush failed after updating weights: requests were resident")
+    if label is not None:
+        engine.batcher.relabel(label)
+    if not flushed:
+        return UNFLUSHED
+    if label is not None:
+        engine.label = label
+    return None
+
+
+def _update_answer(message: str, *, success: bool) -> web.Response:
+    answer = {"success": success, "message": message, "num_paused_requests": 0}
+    return web.json_response(answer, status=200 if success else 400)
+
+
+# --- the gate around updates that bring their tensors (0.5.21 and later)
+
+
+async def begin_weight_update(request: web.Request) -> web.Response:
+    engine = request.app[ENGINE]
+    if engine.updating:
+        return _plain_answer("a weight-update session is already open; call end_weight_update() first", success=False)
+    engine.updating = True
+    return _plain_answer("Success", success=True)
+
+
+async def end_weight_update(request: web.Request) -> web.Response:
+    engine = request.app[ENGINE]
+    if not engine.updating:
+        return _plain_answer("no weight-update session is open; call begin_weight_update() first", success=False)
+    engine.updating = False
+    return _plain_answer("Success", success=True)
+
+
+def outside_gate(engine: Engine, call: str) -> web.Response | None:
+    """The refusal of `call`, an update that brings its tensors, if this dialect wants it between begin and end."""
+    if engine.updating or not engine.dialect.has_update_gate:
+        return None
+    return _plain_answer(f"{call} must run between begin_weight_update() and end_weight_update()", success=False)
+
+
+def _plain_answer(message: str, *, success: bool) -> web.Response:
+    return web.json_response({"success": success, "message": message}, status=200 if success else 400)
+
+
+# --- label and cache
+
+
+async def update_weight_version(request: web.Request) -> web.Response:
+    engine, body = request.app[ENGINE], await read_body(request, _Relabel)
+    if body.abort_all_requests:
+        engine.batcher.abort_all()
+    await engine.batcher.between_steps(lambda: engine.batcher.relabel(body.new_version))
+    engine.label = body.new_version
+    message = f"Weight version updated to {body.new_version}"
+    return web.json_response({"success": True, "message": message, "new_version": body.new_version})
+
+
+async def flush_cache(request: web.Request) -> web.Response:
+    engine = request.app[ENGINE]
+    batcher, over_queue = engine.batcher, engine.dialect.flushes_over_queue
+    try:
+        deadline = time.monotonic() + float(request.query.get("timeout", "0"))
+    except ValueError:
+        return web.json_response(error_body("1 validation error:\n  timeout should be a number"), status=400)
+    while not (flushed := await batcher.between_steps(lambda: batcher.flush(over_queue=over_queue))):
+        left = deadline - time.monotonic()
+        if left <= 0 or not await batcher.emptied(timeout_s=left):
+            break
+    if not flushed:
+        return web.Response(text="Flush cache failed.\n", status=400)
+    return web.Response(
+        text="Cache flushed.\nPlease check backend logs for more details. (When there are running or waiting requests,"
+        " the operation will not be performed.)\n"
+    )
