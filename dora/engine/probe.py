@@ -1,9 +1,10 @@
 """What a server can do, found out once when it joins the run, and whether it lives.
 
-A server that cannot prove C1 (no version spans, no log-probs) is refused in one line. What was probed counts, not
-the version string: a build from source, a patched server or the embedded engine may carry any. Nothing that is asked
-changes the server or disturbs its other users; so the begin/end gate is found by a method that its route does not take
-(`EngineClient.has_route`), never by opening it. Called by `dora check` and by the controller when an instance comes up.
+A server that cannot prove C1 (no log-probs, or no word on the version of its weights) is refused in one line. What was
+probed counts, not the version string: a build from source, a patched server or the embedded engine may carry any.
+Nothing that is asked changes the server or disturbs its other users; so the begin/end gate is found by a method that
+its route does not take (`EngineClient.has_route`), never by opening it. Called by `dora check` and by the controller
+when an instance comes up.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Capabilities:
     max_running: int  # slots
     context_length: int | None  # longest prompt + answer that it takes, however cut; None: the server does not say
     label: str  # of the weights it holds now
-    has_spans: bool  # answers tell the version of each token (SGLang 0.5.20 and later)
+    has_spans: bool  # answers tell the version of each token, not of the last alone (SGLang 0.5.20 and later)
     has_update_gate: bool  # distributed updates need begin_ and end_weight_update around them (0.5.21 and later)
     has_weights_checker: bool  # tells checksums of the weights it holds
 
@@ -56,7 +57,7 @@ async def probe(client: EngineClient, url: str, *, timeout_s: float) -> Capabili
         # keeps a few tokens of the context for itself and cuts an answer that would need them.
         context_length=info.get("max_req_input_len"),
         label=label,
-        has_spans=bool(result.spans),
+        has_spans=result.has_spans,
         has_update_gate=has_update_gate,
         has_weights_checker=has_weights_checker,
     )
@@ -76,7 +77,7 @@ async def _generate_one_token(client: EngineClient, url: str, *, server: str) ->
     request = GenerateRequest(
         rid=rid, input_ids=[0], max_new_tokens=1, temperature=1.0, stop_token_ids=[], seed=0, extra_key=rid
     )
-    needed = f"DORA needs token ids, log-probs and version spans (SGLang 0.5.20 or newer); this is {server}"
+    needed = f"DORA needs log-probs and the version of the weights (SGLang 0.5.18 or newer); this is {server}"
     try:
         result = await client.generate(url, request, lambda token_ids, logprobs: None)
     except ProtocolError as err:
@@ -86,7 +87,7 @@ async def _generate_one_token(client: EngineClient, url: str, *, server: str) ->
             raise
         raise ConfigError(f"{err}: {needed}") from err
     if not result.spans:
-        raise ConfigError(f"{url}: the answer holds no version spans: {needed}")
+        raise ConfigError(f"{url}: the answer tells no version of the weights: {needed}")
     return result
 
 

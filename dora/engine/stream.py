@@ -30,12 +30,16 @@ class GenerateResult:
 
     finish_reason: FinishReason
     #: (version label, start, end): half-open, contiguous from 0 over this request's own output tokens; a resumed
-    #: request knows nothing of the tokens before it. Empty: the server reports no spans (before SGLang 0.5.20).
+    #: request knows nothing of the tokens before it. Empty: the server told no version at all.
     spans: tuple[tuple[str, int, int], ...]
     num_tokens: int  # output tokens of this request, a matched stop token included
     cached_tokens: int  # prompt tokens found in the prefix cache
     prompt_tokens: int  # 0 where the server leaves it out (aborted while it waited)
     num_retractions: int
+    #: The spans are the server's. False (before SGLang 0.5.20): one span made of the only label that it tells, that of
+    #: the weights at the end of the request. It is right for all tokens if no weights change under a request, as with
+    #: `weights.push`, which changes them on an empty server only.
+    has_spans: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +68,7 @@ class _Meta(msgspec.Struct):
     completion_tokens: int | None = None
     finish_reason: _Finish | None = None
     weight_versions: list[_Span] | None = None
+    weight_version: str | None = None  # at the end of the request, on its last chunk; on others it may be any
     prompt_tokens: int = 0
     cached_tokens: int = 0
     num_retractions: int = 0
@@ -162,6 +167,9 @@ class StreamParser:
 
     def _finished(self, meta: _Meta, finish: _Finish) -> GenerateResult:
         spans = tuple((span.version, span.start, span.end) for span in meta.weight_versions or ())
+        has_spans = bool(spans)
+        if not has_spans and meta.weight_version is not None:
+            spans = ((meta.weight_version, 0, self._num_tokens),)
         borders = [0, *(end for _, _, end in spans)]
         if spans and ([start for _, start, _ in spans] != borders[:-1] or borders[-1] != self._num_tokens):
             raise ProtocolError(f"{self._source}: version spans {spans} do not cover {self._num_tokens} tokens")
@@ -172,6 +180,7 @@ class StreamParser:
             cached_tokens=meta.cached_tokens,
             prompt_tokens=meta.prompt_tokens,
             num_retractions=meta.num_retractions,
+            has_spans=has_spans,
         )
 
 

@@ -72,14 +72,22 @@ async def test_the_gate_and_the_checker_are_found_without_calling_them(
     assert {method for method, path in sglang.methods if path not in PROBED} == {"DELETE"}
 
 
-@pytest.mark.parametrize("lacks", ["weight_versions", "output_token_logprobs"])
-async def test_a_server_without_spans_or_logprobs_is_refused_with_its_version(
-    sglang: ScriptedServer, client: EngineClient, lacks: str
+@pytest.mark.parametrize(
+    ("lacks", "says"),
+    [("weight_versions", "the answer tells no version of the weights"), ("output_token_logprobs", "log-probs")],
+)
+async def test_a_server_without_versions_or_logprobs_is_refused_with_what_it_lacks_and_its_release(
+    sglang: ScriptedServer, client: EngineClient, lacks: str, says: str
 ) -> None:
-    sglang.says("/server_info", {**captured("GET_server_info.json"), "version": "0.5.18"})
+    sglang.says("/server_info", {**captured("GET_server_info.json"), "version": "0.4.1"})
     sglang.streams(one_token(**{lacks: None}))
-    with pytest.raises(ConfigError, match=rf"^{sglang.url}: .*SGLang 0.5.20 or newer\); this is 0.5.18$"):
+    with pytest.raises(ConfigError, match=rf"^{sglang.url}: .*{says}.*\(SGLang 0.5.18 or newer\); this is 0.4.1$"):
         await probe(client, sglang.url, timeout_s=10)
+
+
+async def test_a_server_with_a_label_but_no_spans_is_taken(sglang: ScriptedServer, client: EngineClient) -> None:
+    sglang.streams(one_token(weight_versions=None, weight_version="v9"))
+    assert not (await probe(client, sglang.url, timeout_s=10)).has_spans
 
 
 async def test_a_server_that_refuses_our_request_is_refused(sglang: ScriptedServer, client: EngineClient) -> None:
