@@ -31,7 +31,7 @@ from dora.core.state import ControllerState
 from dora.engine.rids import request_id
 from dora.errors import DoraError, RemoteError, RunFailed
 from dora.transport.messages import MicroBatch
-from dora.weights.store import StoreError
+from dora.weights.store import StoreError, StoreFull
 
 log = structlog.get_logger(__name__)
 
@@ -43,6 +43,8 @@ QUEUE_SIZE: Final = 65_536
 KV_RELIEVED: Final = 0.8
 #: How long a clean stop waits for the trainer's checkpoint.
 CHECKPOINT_TIMEOUT_S: Final = 6.0
+#: Pauses after tries of a durable copy that found the disk full.
+COPY_PAUSES_S: Final = (1.0, 2.0, 4.0, 8.0, 16.0)
 _LAG_PROBE_S: Final = 0.1
 
 #: What runs beside the loop until the run ends.
@@ -265,10 +267,16 @@ class Controller:
 
     async def _copy(self, version: int) -> None:
         """A durable copy, needed by a resume and by the audit; without it the run goes on, and says so."""
-        try:
-            await asyncio.to_thread(self._io.store.copy_durable, version)
-        except StoreError as err:
-            log.error("version_not_durable", version=version, reason=str(err))
+        for pause_s in COPY_PAUSES_S:
+            try:
+                await asyncio.to_thread(self._io.store.copy_durable, version)
+                return
+            except StoreFull:
+                await asyncio.sleep(pause_s)
+            except StoreError as err:
+                log.error("version_not_durable", version=version, reason=str(err))
+                return
+        log.error("version_not_durable", version=version, reason="the disk of the run folder is full")
 
     async def _release_when_copied(self, version: int) -> None:
         copy = self._copies.pop(version, None)

@@ -1,7 +1,7 @@
 """Publication of a version: gathered weights -> a complete Hugging Face folder in the version store.
 
 Invariant: a version number is published once. If the store has it already (steps replayed after a resume), its bytes
-stay and the new ones are only compared.
+stay and the new ones are only compared. A full disk is waited for: it costs time, not the run.
 
 Publisher thread: consumes one gathered version at a time; produces VersionPublished; waits for its job; ended by
 `close`. The next step is trained meanwhile; `publish` waits for the version before, so at most one is under way.
@@ -10,22 +10,29 @@ Called by: step.py (rank 0).
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import shutil
+import sys
+import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from dora.trainer.model import Policy
 from dora.transport.messages import VersionPublished
-from dora.weights.store import MANIFEST, VersionStore
+from dora.weights.store import MANIFEST, StoreFull, VersionStore, clear_errors
 
-PUBLISH_TIMEOUT_S = 600.0  # for one version to be written; a full or hanging file system
+PUBLISH_TIMEOUT_S = 900.0  # for one version to be written: longer than FULL_TIMEOUT_S; a hanging file system
+FULL_TIMEOUT_S = 600.0  # how long a full disk is waited for; after that a resume goes on from the last checkpoint
+FULL_PAUSE_S = 2.0
+NO_SPACE = f"os error {errno.ENOSPC}"
 
 
 class Publisher:
@@ -70,20 +77,37 @@ class Publisher:
             self._on_failure(err)
 
     def _write(self, version: int, weights: dict[str, Tensor]) -> None:
+        """In the first root that has room; where none has, room may come."""
+        deadline = time.monotonic() + FULL_TIMEOUT_S
+        while True:
+            for root in self._store.roots:
+                try:
+                    self._report(self._write_in(root, version, weights))
+                    return
+                except StoreFull as err:
+                    full = err
+                    print(f"dora trainer: {err}", file=sys.stderr)  # noqa: T201
+            if time.monotonic() > deadline:
+                raise full
+            time.sleep(FULL_PAUSE_S)
+
+    def _write_in(self, root: Path, version: int, weights: dict[str, Tensor]) -> VersionPublished:
         replayed = version in {*self._store.live(), *self._store.durable()}
-        staged = self._store.stage(version)
-        save_file(weights, staged / "model.safetensors", metadata={"format": "pt"})
-        copy_model_files(self._model_path, staged, dtype=self._dtype)
+        staged = self._store.stage(version, root=root)
+        with clear_errors(f"cannot write version {version} to {root}", remove=staged):
+            try:
+                save_file(weights, staged / "model.safetensors", metadata={"format": "pt"})
+            except SafetensorError as err:  # the library hides the number of the system's error in its text
+                raise OSError(errno.ENOSPC if NO_SPACE in str(err) else errno.EIO, str(err)) from err
+            copy_model_files(self._model_path, staged, dtype=self._dtype)
         digests = _digests(staged) if replayed else {}
         manifest = self._store.seal(version, staged)
-        self._report(
-            VersionPublished(
-                version=version,
-                num_bytes=manifest.num_bytes,
-                files=dict(manifest.files),
-                replayed=replayed,
-                matches=not replayed or digests == dict(manifest.files),
-            )
+        return VersionPublished(
+            version=version,
+            num_bytes=manifest.num_bytes,
+            files=dict(manifest.files),
+            replayed=replayed,
+            matches=not replayed or digests == dict(manifest.files),
         )
 
 

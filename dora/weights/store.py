@@ -4,6 +4,8 @@ Invariant: a folder `v<version>` under a root is complete (every byte and its ma
 that made it visible) and its bytes never change; whatever is being written or deleted has a name that starts with a
 dot. A version that was published once keeps its bytes: sealing the number again returns the manifest of the first.
 
+A version is published in the live root, or in the durable one while the live one is full.
+
 Who calls it: the trainer's rank 0 stages and seals, the controller copies, releases and pushes, `dora export` reads.
 Which version is still needed is the core's decision (`ReleaseVersion`); the store only deletes. The calls block:
 an event loop runs them in a thread.
@@ -34,6 +36,10 @@ class StoreError(DoraError):
     """A version is missing or damaged, or its folder cannot be written; the message names the folder."""
 
 
+class StoreFull(StoreError):
+    """Its file system has no room; elsewhere or later there may be some."""
+
+
 @dataclass(frozen=True, slots=True)
 class Manifest:
     """What a version consists of; written last and read back to tell a complete folder from a torn one."""
@@ -60,7 +66,7 @@ class VersionStore:
         self._memory = memory_root
         self._durable = durable_root
         for root in (memory_root, durable_root):
-            with _clear_errors(f"cannot create the version store at {root}"):
+            with clear_errors(f"cannot create the version store at {root}"):
                 root.mkdir(parents=True, exist_ok=True)
         self._is_shared = memory_root.samefile(durable_root)
 
@@ -69,21 +75,27 @@ class VersionStore:
         """Where live versions lie."""
         return self._memory
 
-    def stage(self, version: int) -> Path:
-        """An empty folder on the live root's file system, to be filled and handed to `seal`."""
-        with _clear_errors(f"cannot stage version {version} in {self._memory}"):
-            return _temporary(self._memory, "stage", version)
+    @property
+    def roots(self) -> tuple[Path, ...]:
+        """Where a version may be published, in order of preference."""
+        return (self._memory,) if self._is_shared else (self._memory, self._durable)
+
+    def stage(self, version: int, *, root: Path | None = None) -> Path:
+        """An empty folder in `root` (the live one, unless said otherwise), to be filled and handed to `seal`."""
+        root = root or self._memory
+        with clear_errors(f"cannot stage version {version} in {root}"):
+            return _temporary(root, "stage", version)
 
     def seal(self, version: int, staged: Path) -> Manifest:
         """Make a staged folder visible as `version`; if it was published before, drop `staged` and keep the old bytes.
 
-        The manifest returned is always that of the bytes which stay: a caller that replays steps compares it with
-        its own. On an error nothing of `staged` is left.
+        It stays in the root in which it was staged. The manifest returned is always that of the bytes which stay: a
+        caller that replays steps compares it with its own. On an error nothing of `staged` is left.
         """
         if (existing := self._find(version)) is not None:
             shutil.rmtree(staged)
             return existing[1]
-        with _clear_errors(f"cannot seal version {version} in {self._memory}", remove=staged):
+        with clear_errors(f"cannot seal version {version} in {staged.parent}", remove=staged):
             names = sorted(path.relative_to(staged).as_posix() for path in staged.rglob("*") if path.is_file())
             manifest = Manifest(
                 version=version,
@@ -91,7 +103,7 @@ class VersionStore:
                 num_bytes=sum((staged / name).stat().st_size for name in names),
             )
             (staged / MANIFEST).write_text(json.dumps(asdict(manifest), indent=1) + "\n")
-            _expose(staged, _folder(self._memory, version))
+            _expose(staged, _folder(staged.parent, version))
         return manifest
 
     def folder(self, version: int) -> Path:
@@ -107,9 +119,9 @@ class VersionStore:
         if _read_manifest(target) is not None:
             return
         source, manifest = self._require(version)
-        with _clear_errors(f"cannot copy version {version} to {self._durable}"):
+        with clear_errors(f"cannot copy version {version} to {self._durable}"):
             copy = _temporary(self._durable, "copy", version)
-        with _clear_errors(f"cannot copy version {version} to {self._durable}", remove=copy):
+        with clear_errors(f"cannot copy version {version} to {self._durable}", remove=copy):
             for name in (*manifest.files, MANIFEST):
                 (copy / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(source / name, copy / name)
@@ -186,7 +198,7 @@ def claim(root: Path) -> IO[bytes]:
     `.owner` is linked into place only once it is locked, so that a folder whose `.owner` can be locked has no owner.
     """
     owner = root / OWNER
-    with _clear_errors(f"cannot claim {root}"):
+    with clear_errors(f"cannot claim {root}"):
         if not owner.exists():
             fresh = root / f"{OWNER}-{os.getpid()}"
             lock = fresh.open("wb")
@@ -294,7 +306,7 @@ def _delete(path: Path) -> None:
 
 
 @contextmanager
-def _clear_errors(what: str, *, remove: Path | None = None) -> Iterator[None]:
+def clear_errors(what: str, *, remove: Path | None = None) -> Iterator[None]:
     """Turn an OSError into one line that says what failed and where; `remove` is deleted on any error."""
     try:
         yield
@@ -303,5 +315,6 @@ def _clear_errors(what: str, *, remove: Path | None = None) -> Iterator[None]:
             shutil.rmtree(remove, ignore_errors=True)
         if isinstance(err, StoreError):
             raise
-        reason = "the file system is full" if err.errno == errno.ENOSPC else str(err)
-        raise StoreError(f"{what}: {reason}") from err
+        if err.errno == errno.ENOSPC:
+            raise StoreFull(f"{what}: the file system is full") from err
+        raise StoreError(f"{what}: {err}") from err

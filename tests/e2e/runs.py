@@ -110,9 +110,10 @@ def get(url: str) -> tuple[int, str, str]:
 class Run:
     """One `dora run` under way."""
 
-    def __init__(self, *arguments: str, cwd: Path | None = None) -> None:
+    def __init__(self, *arguments: str, cwd: Path | None = None, prefix: Sequence[str] = ()) -> None:
+        """`prefix` is put before the command; it must exec it."""
         self.process = subprocess.Popen(
-            command("run", *arguments),
+            [*prefix, *command("run", *arguments)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,

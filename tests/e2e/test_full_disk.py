@@ -1,0 +1,85 @@
+"""A version store whose disk is full: a small file system of the run's own, mounted where nobody else sees it."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.runs import Run, assert_audit_clean, settings, small, until
+
+#: A version is 2.3 MB; `dora` asks for room for K + 3 of them, twice over, before it uses a memory folder.
+MEGABYTES = 32
+#: What is left for the journal on a full disk: no room for a version.
+LEFT_BYTES = 600_000
+STEPS = 12
+
+
+def _can_mount() -> bool:
+    unshare = shutil.which("unshare")
+    mount = [unshare or "", "--mount", "--map-root-user", "mount", "-t", "tmpfs", "tmpfs", "/mnt"]
+    return unshare is not None and subprocess.run(mount, capture_output=True, check=False).returncode == 0
+
+
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.slow,
+    pytest.mark.skipif(not _can_mount(), reason="this machine lets nobody mount a file system of their own"),
+]
+
+
+def mounting(folder: Path) -> list[str]:
+    """What is put before a command so that it sees a small file system at `folder`."""
+    script = f'mount -t tmpfs -o size={MEGABYTES}m tmpfs "{folder}" && exec "$@"'
+    return ["unshare", "--mount", "--map-root-user", "sh", "-c", script, "sh"]
+
+
+def as_seen_by(run: Run, folder: Path) -> Path:
+    return Path(f"/proc/{run.process.pid}/root") / folder.relative_to("/")
+
+
+def fill(folder: Path) -> Path:
+    """Writes until no room is left but LEFT_BYTES."""
+    filler = folder / "filler"
+    with filler.open("wb", buffering=0) as file:
+        try:
+            while True:
+                file.write(bytes(65_536))
+        except OSError as err:
+            if err.errno != errno.ENOSPC:
+                raise
+        file.truncate(file.tell() - LEFT_BYTES)
+    return filler
+
+
+def test_versions_go_to_disk_while_the_memory_folder_is_full(tmp_path: Path) -> None:
+    memory = tmp_path / "memory"
+    memory.mkdir()
+    arguments = [*small(tmp_path / "runs", run__steps=STEPS), *settings(weights__memory_folder=memory)]
+    with Run(*arguments, prefix=mounting(memory)) as run:
+        folder = run.folder
+        run.until_trained(1)
+        fill(as_seen_by(run, memory))
+        code = run.end()
+    assert code == 0, run.told()
+    assert "memory/dora-" in folder.process_log("trainer").read_text()
+    assert ": the file system is full" in folder.process_log("trainer").read_text()
+    assert_audit_clean(folder)
+
+
+def test_a_run_waits_for_room_on_its_only_disk_and_loses_nothing(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    arguments = [*small(disk, run__steps=STEPS), *settings(weights__memory_folder=tmp_path / "none")]
+    with Run(*arguments, prefix=mounting(disk)) as run:
+        run.until_trained(1)
+        filler = fill(as_seen_by(run, disk))
+        log = as_seen_by(run, run.folder.process_log("trainer"))
+        until(lambda: "the file system is full" in log.read_text(), what="the trainer finds no room")
+        filler.unlink()
+        code = run.end()
+    assert code == 0, run.told()
+    assert "audit of C1, C2, C3: clean" in "".join(run.out)  # its folder is gone with its file system
