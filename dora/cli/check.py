@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -21,9 +22,9 @@ from dora.cli.job import enter_graders
 from dora.config.load import load
 from dora.config.schema import Config
 from dora.engine.client import EngineClient, GenerateRequest
-from dora.engine.probe import Capabilities, probe
+from dora.engine.probe import Capabilities, is_alive, probe
 from dora.errors import ConfigError, RemoteError
-from dora.node.plan import plan_engines
+from dora.node.plan import assign_gpus, plan_engines
 from dora.node.ports import require_free_ports
 from dora.node.supervise import Node
 
@@ -49,16 +50,16 @@ async def _check(config: Config) -> None:
         await enter_graders(stack, config)
         _say("inputs", f"model {inputs.model}, {inputs.tokenizer.vocab_size} tokens, prompts and rewards are readable")
         client = await stack.enter_async_context(EngineClient(max_connections=8, api_key=config.engine.api_key))
-        async with _servers(config, inputs) as urls:
+        async with _servers(config, inputs, client) as urls:
             for url in urls:
                 await _check_server(config, inputs, client, url)
     _print_plan(config, inputs, num_samples=len(settings.eval_prompt_tokens))
 
 
 @asynccontextmanager
-async def _servers(config: Config, inputs: Inputs) -> AsyncIterator[Sequence[str]]:
-    """The external servers, or one engine of ours for as long as it takes."""
-    if config.engine.urls:
+async def _servers(config: Config, inputs: Inputs, client: EngineClient) -> AsyncIterator[Sequence[str]]:
+    """The external servers, and one of those that a run would start, for as long as it takes."""
+    if not config.num_managed:
         yield config.engine.urls
         return
     with tempfile.TemporaryDirectory(prefix="dora-check-") as folder:
@@ -66,10 +67,10 @@ async def _servers(config: Config, inputs: Inputs) -> AsyncIterator[Sequence[str
         plan = plan_engines(config, model=inputs.model, lease=lease, environ=os.environ)[0]
         async with Node(logs=Path(folder), lease=lease) as node:
             try:
-                url = await node.add(plan).start()
+                url = await node.add(plan, is_well=partial(is_alive, client, timeout_s=PROBE_TIMEOUT_S)).start()
             except RemoteError as err:
                 raise ConfigError(f"engine: {err}") from err
-            yield [url]
+            yield [*config.engine.urls, url]
 
 
 async def _check_server(config: Config, inputs: Inputs, client: EngineClient, url: str) -> None:
@@ -78,17 +79,22 @@ async def _check_server(config: Config, inputs: Inputs, client: EngineClient, ur
         _check_room(config, found, url)
         worst = await _compare_logprobs(config, inputs, client, url)
     except RemoteError as err:
-        raise ConfigError(f"engine.urls: {err}") from err
+        raise ConfigError(f"{_field(config, url)}: {err}") from err
     context = found.context_length or "unstated"
     _say("server", f"{url}: {found.server_version}, context {context}, {found.max_total_tokens} KV tokens, "
                    f"{found.max_running} slots, label '{found.label}'")  # fmt: skip
     limit = TOLERANCE[config.trainer.publish_dtype]
     verdict = "agree" if worst <= limit else "DIFFER: does the server hold the weights of model.path?"
     _say("log-probs", f"server and trainer {verdict} (largest difference {worst:.1e}, limit {limit:.0e})")
-    if worst > limit and not config.engine.urls:
+    if worst > limit and url not in config.engine.urls:
         raise ConfigError(
             f"engine: its log-probs differ from the trainer's by up to {worst:.1e} under the same weights"
         )
+
+
+def _field(config: Config, url: str) -> str:
+    """What a user would change about this server."""
+    return "engine.urls" if url in config.engine.urls else "engine"
 
 
 def _check_room(config: Config, found: Capabilities, url: str) -> None:
@@ -96,7 +102,7 @@ def _check_room(config: Config, found: Capabilities, url: str) -> None:
     room = min(found.context_length or found.max_total_tokens, found.max_total_tokens)
     if room < longest:
         raise ConfigError(
-            f"engine.urls: {url} holds {room} tokens of one request, but task.max_prompt_tokens + "
+            f"{_field(config, url)}: {url} holds {room} tokens of one request, but task.max_prompt_tokens + "
             f"rollout.max_new_tokens is {longest}; lower one of them"
         )
 
@@ -145,13 +151,17 @@ def _print_plan(config: Config, inputs: Inputs, *, num_samples: int) -> None:
     rollout, engine, trainer = config.rollout, config.engine, config.trainer
     version_mb = model_bytes(inputs.model) * 2 / 2**20
     versions = config.max_staleness + 1 + SPARE_VERSIONS
-    ours = f"{engine.instances} embedded engines started here on {engine.device}"
+    gpus = assign_gpus(config, environ=os.environ)
     ranks = "started by others" if trainer.external else f"started here on {trainer.device}"
     _say("strategy", f"{rollout.strategy}, K = {config.max_staleness} in force, "
                      f"at most {config.max_staleness + 1} live versions (+ 1 under evaluation)")  # fmt: skip
     _say("job", f"{config.run.steps} steps of {rollout.groups_per_step} groups x {rollout.group_size} answers, "
                 f"at most {rollout.max_new_tokens} tokens each")  # fmt: skip
-    _say("rollout", f"{len(engine.urls)} external servers" if engine.urls else ours)
+    _say("rollout", f"{len(engine.urls)} external servers, {config.num_managed} of kind {engine.kind} started here on "
+                    f"{engine.device}")  # fmt: skip
+    for index, names in enumerate(gpus):
+        if names:
+            _say("GPUs", f"instance {len(engine.urls) + index}: CUDA_VISIBLE_DEVICES={names}")
     _say("KV", f"{engine.slots} slots and {engine.kv_tokens} tokens per instance: every slot can hold "
                f"{engine.kv_tokens // engine.slots} tokens at once, the longest request has "
                f"{config.task.max_prompt_tokens + rollout.max_new_tokens}")  # fmt: skip

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import version as package_version
 from pathlib import Path
 
@@ -250,7 +251,7 @@ class _Run:
         servers: list[Server] = [ExternalServer(url, client=self.client) for url in config.engine.urls]
         lease = self.job.folder.lease.resolve()
         for plan in plan_engines(config, model=self.job.inputs.model, lease=lease, environ=os.environ):
-            servers.append(node.add(plan))
+            servers.append(node.add(plan, is_well=partial(is_alive, self.client, timeout_s=REACH_TIMEOUT_S)))
         return Fleet(
             servers,
             client=self.client,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import types
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -87,6 +87,8 @@ def _row(key: str, field: FieldInfo) -> str:
 
 
 def _kind(annotation: Any) -> str:
+    if get_origin(annotation) is Annotated:
+        return _kind(get_args(annotation)[0])
     names = {int: "integer", float: "number", str: "text", bool: "true or false", Path: "path"}
     if annotation in names:
         return names[annotation]

@@ -231,8 +231,8 @@ def _toml_table(table: Mapping[str, Any], *, prefix: str) -> Iterator[str]:
 
 
 def _is_section(dotted: str) -> bool:
-    """`options` and `path_map` hold keys of the user's own, written inline; everything else is a section."""
-    return dotted.rpartition(".")[2] not in ("options", "path_map")
+    """Tables of the user's own keys are written inline; everything else is a section."""
+    return dotted.rpartition(".")[2] not in ("options", "path_map", "environment")
 
 
 def _toml_value(value: Any) -> str:

@@ -7,6 +7,7 @@ is found before anything starts. The defaults are the embedded default job; `loa
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -16,6 +17,12 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0.0)]
+
+
+#: Servers to start where nobody says how many, and names none.
+DEFAULT_INSTANCES = 4
+#: What `engine.command` may ask for.
+PLACEHOLDERS = ("model", "host", "port", "tp", "slots", "kv_tokens", "dtype", "device", "threads")
 
 
 class Section(BaseModel):
@@ -89,30 +96,47 @@ class RolloutConfig(Section):
 class EngineConfig(Section):
     """The inference servers."""
 
-    kind: Literal["embedded"] = "embedded"
-    """`embedded`: DORA's own server, started and watched by this run."""
     urls: tuple[str, ...] = ()
-    """Servers that others started (external instances); empty: this run starts `instances` of them."""
-    instances: Positive = 4
-    """How many servers to start. `dora` wants at least K + 1."""
+    """Servers that others start (external instances). They may stand beside those that this run starts."""
+    instances: int | None = Field(default=None, ge=0)
+    """How many servers this run starts and watches (managed instances). Unset: 4 where no `urls` are named, else none.
+    `dora` wants at least K + 1 instances in all."""
+    kind: Literal["embedded", "sglang"] = "embedded"
+    """What managed instances are. `embedded`: DORA's own server. `sglang`: SGLang from this Python environment, with
+    --dtype from `trainer.publish_dtype` and --max-running-requests from `slots`."""
+    command: tuple[str, ...] = ()
+    """The command that starts a managed instance, word by word, in place of the kind's own. {model}, {host}, {port},
+    {tp}, {slots}, {kv_tokens}, {dtype}, {device} and {threads} are filled in. With {port} it is ready when /health
+    answers there, else when it prints a line `ready http://HOST:PORT`. It must stay in the foreground."""
+    args: tuple[str, ...] = ()
+    """More words at the end of the command."""
+    environment: dict[str, str] = {}
+    """More environment variables of managed instances."""
+    tensor_parallel: Positive = 1
+    """GPUs of one managed instance (`device` cuda), and {tp} in its command."""
+    gpus: tuple[Annotated[int, Field(ge=0)], ...] = ()
+    """GPUs of this host for managed instances on cuda, `tensor_parallel` for each in turn; one named several times is
+    shared. Empty: embedded engines share the first one, others take those after the trainer's ranks. Counted within
+    CUDA_VISIBLE_DEVICES where that is set."""
     slots: Positive = 24
     """Requests that one instance decodes at the same time."""
     kv_tokens: Positive = 16_384
     """Tokens of KV room in one instance."""
     base_port: Annotated[int, Field(ge=0, le=65_535)] = 0
-    """First port; instance i listens on base_port + i. 0: free ports are chosen."""
+    """First port; managed instance i listens on base_port + i. 0: free ports are chosen."""
     device: Literal["cpu", "cuda"] = "cpu"
-    """Where embedded engines run."""
+    """Where managed instances run."""
     threads: Positive = 1
-    """Torch threads per embedded engine."""
+    """Torch threads of a managed instance."""
     start_timeout_s: Seconds = 120.0
-    """How long an instance may take until it answers /health."""
+    """How long a managed instance may take until it is ready."""
     push_timeout_s: Seconds = 60.0
     """How long one weight push may take, read-back included."""
     max_parallel_pushes: Positive = 4
     """Pushes under way at the same time; more wait their turn."""
     api_key: str | None = secret("DORA_ENGINE_API_KEY")
-    """Bearer token that the servers demand; those that this run starts demand it too."""
+    """Bearer token that the servers demand; those that this run starts demand it too. They get it as
+    DORA_SERVE_API_KEY; SGLang knows it as a flag only, which every user of its machine can read."""
     path_map: dict[str, str] = {}
     """Store prefix on this host -> prefix under which a server sees it (shared file systems mounted elsewhere)."""
 
@@ -274,6 +298,9 @@ class StatusConfig(Section):
     """Address to bind; loopback unless you say otherwise."""
     port: Annotated[int, Field(ge=0, le=65_535)] = 8_421
     """Port of /status, /metrics, /healthz and the page at /; 0 picks a free one."""
+    token: str | None = secret("DORA_STATUS_TOKEN")
+    """Bearer token of whoever may add, drain and remove instances (`dora instances`); reading needs none. Unset: drawn
+    for every run and written into its folder, readable for its owner alone."""
 
 
 class LogConfig(Section):
@@ -305,9 +332,16 @@ class Config(Section):
         return {"sync": 0, "periodic": 0, "one_step_off": 1}.get(self.rollout.strategy, self.rollout.max_staleness)
 
     @property
+    def num_managed(self) -> int:
+        """Servers the run starts: `engine.instances`, or their default."""
+        if self.engine.instances is not None:
+            return self.engine.instances
+        return 0 if self.engine.urls else DEFAULT_INSTANCES
+
+    @property
     def num_instances(self) -> int:
-        """Servers the run uses: external ones if any are named, else those it starts."""
-        return len(self.engine.urls) or self.engine.instances
+        """Servers the run begins with: external ones, then those it starts."""
+        return len(self.engine.urls) + self.num_managed
 
     @model_validator(mode="after")
     def _check_across_sections(self) -> Config:
@@ -315,6 +349,7 @@ class Config(Section):
             *self._algorithm_problems(),
             *self._capacity_problems(),
             *self._address_problems(),
+            *self._template_problems(),
             *self._evaluation_problems(),
         ]
         if problems:
@@ -335,7 +370,7 @@ class Config(Section):
 
     def _capacity_problems(self) -> Iterator[str]:
         if self.rollout.strategy == "dora" and self.max_staleness + 1 > self.num_instances:
-            more = "name more engine.urls" if self.engine.urls else "raise engine.instances"
+            more = "name more engine.urls" if not self.num_managed else "raise engine.instances"
             yield (
                 f"rollout.max_staleness: K = {self.max_staleness} keeps up to {self.max_staleness + 1} versions alive, "
                 f"but there are {self.num_instances} instances; lower K or {more}"
@@ -350,10 +385,27 @@ class Config(Section):
     def _address_problems(self) -> Iterator[str]:
         for url in sorted({url for url in self.engine.urls if self.engine.urls.count(url) > 1}):
             yield f"engine.urls: {url} is named twice; one server is one instance and holds one version at a time"
-        if self.engine.base_port and self.engine.base_port + self.engine.instances - 1 > 65_535:
-            yield f"engine.base_port: {self.engine.base_port} leaves no room for {self.engine.instances} ports"
+        if not self.num_instances:
+            yield "engine.instances: 0 leaves the run without a server; raise it or name engine.urls"
+        if self.engine.base_port and self.engine.base_port + self.num_managed - 1 > 65_535:
+            yield f"engine.base_port: {self.engine.base_port} leaves no room for {self.num_managed} ports"
         if self.trainer.external and self.trainer.token is None:
             yield "trainer.external: ranks started by others need the run's token; set DORA_TOKEN here and for them"
+
+    def _template_problems(self) -> Iterator[str]:
+        engine = self.engine
+        for name in sorted(set(re.findall(r"\{([a-z_]+)\}", " ".join((*engine.command, *engine.args))))):
+            if name not in PLACEHOLDERS:
+                known = ", ".join(f"{{{known}}}" for known in PLACEHOLDERS)
+                yield f"engine.command: {{{name}}} is not known; what can be filled in: {known}"
+        needed = self.num_managed * engine.tensor_parallel
+        if engine.gpus and len(engine.gpus) < needed:
+            yield (
+                f"engine.gpus: {len(engine.gpus)} named, but {self.num_managed} instances of engine.tensor_parallel = "
+                f"{engine.tensor_parallel} take {needed}; one may be named several times"
+            )
+        if engine.kind == "embedded" and not engine.command and engine.tensor_parallel > 1:
+            yield "engine.tensor_parallel: the embedded engine uses one GPU; set it to 1, or engine.kind to sglang"
 
     def _evaluation_problems(self) -> Iterator[str]:
         names = [s.name for s in self.eval.sets]

@@ -1,8 +1,8 @@
 """Which processes a run needs on this host: pure, from the config and a few addresses.
 
-Invariant: no secret is on a command line (every user of the machine can read it), and a child's environment is the
-parent's without the parent's own DORA_ variables, plus what this child needs. Called by `cli`; carried out by
-`supervise.py`.
+Invariant: no secret is on a command line (every user of the machine can read it), but for the API key of SGLang, which
+takes it in no other way. A child's environment is the parent's without the parent's own DORA_ variables, plus what this
+child needs. Called by `cli`; carried out by `supervise.py`.
 """
 
 from __future__ import annotations
@@ -11,9 +11,12 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from dora.config.schema import Config
+from dora.errors import ConfigError
 
+HOST = "127.0.0.1"
 _LOOPBACK_INTERFACE = "lo" if sys.platform == "linux" else "lo0"
 
 
@@ -24,34 +27,91 @@ class ProcessPlan:
     name: str  #: unique in the run; names its log file
     argv: tuple[str, ...]
     env: Mapping[str, str]  #: the whole environment
-    ready_timeout_s: float | None  #: until it prints `ready <url>`; None: it prints no such line
+    ready_timeout_s: float | None  #: until it is ready; None: nobody waits for that
+    #: It is ready when /health answers at this port of HOST; 0: a free one, chosen at each start, in place of each
+    #: `{port}` in argv. None: it is ready when it prints `ready <url>`.
+    port: int | None = None
+    watches_lease: bool = True  #: else it ends with this process by the kernel's doing
+
+
+#: By `engine.kind`: tokens only, each sent once.
+_OWN_COMMANDS: Final[dict[str, tuple[str, ...]]] = {
+    "embedded": (
+        *(sys.executable, "-m", "dora", "serve", "--incremental-streaming-output", "--skip-tokenizer-init"),
+        *("--model", "{model}", "--host", "{host}", "--port", "{port}", "--slots", "{slots}"),
+        *("--kv-tokens", "{kv_tokens}", "--device", "{device}", "--dtype", "{dtype}", "--threads", "{threads}"),
+    ),
+    "sglang": (
+        *(sys.executable, "-m", "sglang.launch_server", "--incremental-streaming-output", "--skip-tokenizer-init"),
+        *("--model-path", "{model}", "--host", "{host}", "--port", "{port}", "--max-running-requests", "{slots}"),
+        *("--device", "{device}", "--dtype", "{dtype}", "--tp-size", "{tp}", "--enable-metrics"),
+    ),
+}
 
 
 def plan_engines(config: Config, *, model: Path, lease: Path, environ: Mapping[str, str]) -> list[ProcessPlan]:
-    """The embedded engines, in instance order; none if the servers are external."""
-    if config.engine.urls:
-        return []
-    env = _child_env(environ, lease=lease, threads=config.engine.threads)
-    if config.engine.api_key is not None:
-        env["DORA_SERVE_API_KEY"] = config.engine.api_key
-    return [_engine(config, index=index, model=model, env=env) for index in range(config.engine.instances)]
+    """The servers that this run starts, in the order of their instances, which come after the external ones."""
+    engine = config.engine
+    env = _child_env(environ, lease=lease, threads=engine.threads) | engine.environment
+    if engine.api_key is not None:
+        env["DORA_SERVE_API_KEY"] = engine.api_key
+    return [
+        _engine(config, index=index, model=model, env=env | ({"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}))
+        for index, gpus in enumerate(assign_gpus(config, environ=environ))
+    ]
 
 
 def _engine(config: Config, *, index: int, model: Path, env: Mapping[str, str]) -> ProcessPlan:
     engine = config.engine
-    options = {
-        "--model": model,
-        "--host": "127.0.0.1",
-        "--port": engine.base_port + index if engine.base_port else 0,
-        "--slots": engine.slots,
-        "--kv-tokens": engine.kv_tokens,
-        "--device": engine.device,
-        "--dtype": config.trainer.publish_dtype,  # what is published is what is decoded
-        "--threads": engine.threads,
+    words = [*(engine.command or _OWN_COMMANDS[engine.kind]), *engine.args]
+    if engine.api_key is not None and engine.kind == "sglang" and not engine.command:
+        words += ["--api-key", engine.api_key]
+    values: dict[str, object] = {
+        "model": model,
+        "host": HOST,
+        "tp": engine.tensor_parallel,
+        "slots": engine.slots,
+        "kv_tokens": engine.kv_tokens,
+        "dtype": config.trainer.publish_dtype,  # what is published is what is decoded
+        "device": engine.device,
+        "threads": engine.threads,
     }
-    flags = ("--incremental-streaming-output", "--skip-tokenizer-init")  # tokens only, each sent once
-    argv = (sys.executable, "-m", "dora", "serve", *flags, *(str(x) for pair in options.items() for x in pair))
-    return ProcessPlan(name=f"engine-{index}", argv=argv, env=env, ready_timeout_s=engine.start_timeout_s)
+    port = engine.base_port + index if engine.base_port else 0
+    is_embedded = engine.kind == "embedded" and not engine.command
+    if port or is_embedded:  # `dora serve` finds a free port itself, others are given one at each start
+        values["port"] = port
+    return ProcessPlan(
+        name=f"engine-{len(engine.urls) + index}",
+        argv=tuple(_fill_in(word, values) for word in words),
+        env=env,
+        ready_timeout_s=engine.start_timeout_s,
+        port=port if not is_embedded and any("{port}" in word for word in words) else None,
+        watches_lease=is_embedded,
+    )
+
+
+def _fill_in(word: str, values: Mapping[str, object]) -> str:
+    for name, value in values.items():
+        word = word.replace(f"{{{name}}}", str(value))
+    return word
+
+
+def assign_gpus(config: Config, *, environ: Mapping[str, str]) -> list[str]:
+    """CUDA_VISIBLE_DEVICES of each managed instance; "" where it sees what this process sees."""
+    engine, each = config.engine, config.engine.tensor_parallel
+    shares_all = engine.kind == "embedded" and not engine.command and not engine.gpus
+    if engine.device == "cpu" or shares_all:
+        return [""] * config.num_managed
+    after = config.trainer.ranks if config.trainer.device == "cuda" and not config.trainer.external else 0
+    gpus = engine.gpus or tuple(range(after, after + config.num_managed * each))
+    inherited = [name for name in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    if inherited and max(gpus, default=0) >= len(inherited):
+        raise ConfigError(
+            f"engine.gpus: GPU {max(gpus)} is wanted (the trainer's {after} come first), but CUDA_VISIBLE_DEVICES "
+            f"names {len(inherited)}; start fewer instances, or name the GPUs that they are to share"
+        )
+    names = [inherited[gpu] if inherited else str(gpu) for gpu in gpus]
+    return [",".join(names[i * each : (i + 1) * each]) for i in range(config.num_managed)]
 
 
 def plan_trainer(

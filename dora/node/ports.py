@@ -1,4 +1,7 @@
-"""Is a configured port free? Asked before anything starts; port 0 always is. Called by `cli` (run and check)."""
+"""Ports to listen on: is a configured one free (asked before anything starts; 0 always is), and which one is free.
+
+Called by `cli` (run and check) and by the supervisor.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import socket
 
 from dora.config.schema import Config
 from dora.errors import ConfigError
+from dora.node.plan import HOST
 
 #: ZeroMQ also takes names of interfaces, which only it can resolve; it then refuses them itself.
 _NUMERIC_ADDRESS = re.compile(r"tcp://([\d.]+):(\d+)")
@@ -14,12 +18,18 @@ _NUMERIC_ADDRESS = re.compile(r"tcp://([\d.]+):(\d+)")
 
 def require_free_ports(config: Config) -> None:
     """ConfigError that names field and port if one that this run will listen on is taken."""
-    if config.engine.base_port and not config.engine.urls:
-        for index in range(config.engine.instances):
-            _require_free("127.0.0.1", config.engine.base_port + index, field="engine.base_port", who=f"engine {index}")
+    if config.engine.base_port:
+        for index in range(config.num_managed):
+            _require_free(HOST, config.engine.base_port + index, field="engine.base_port", who=f"engine {index}")
     _require_free(config.status.host, config.status.port, field="status.port", who="the status endpoint")
     if found := _NUMERIC_ADDRESS.fullmatch(config.trainer.address):
         _require_free(found[1], int(found[2]), field="trainer.address", who="the controller")
+
+
+def free_port() -> int:
+    """A port of HOST that is free now: for a server that cannot choose its own."""
+    with socket.create_server((HOST, 0)) as probe:
+        return int(probe.getsockname()[1])
 
 
 def _require_free(host: str, port: int, *, field: str, who: str) -> None:

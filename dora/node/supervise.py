@@ -5,6 +5,8 @@ in its log file; and while `Node` is open it holds the lease, so no child outliv
 When to start a child again is for its owner to decide: `Child` has the shape of `controller.fleet.Server`, whose keeper
 restarts engines with pauses and a limit; a trainer that ends early ends the run. Called by `cli`.
 
+A child that watches no lease of its own (SGLang) is ended by the kernel together with the controller (Linux).
+
 Output loop, per child with a ready line. Consumes: its standard output. Produces: its log, and the URL of the ready
 line. Waits for: the next bytes. Unblocked by: any output, and the child's end.
 """
@@ -12,10 +14,12 @@ line. Waits for: the next bytes. Unblocked by: any output, and the child's end.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
 import re
 import signal
-from collections.abc import Iterable
+import sys
+from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
@@ -24,24 +28,34 @@ import psutil
 
 from dora.errors import ConfigError, RemoteError
 from dora.node.lease import hold_lease
-from dora.node.plan import ProcessPlan
+from dora.node.plan import HOST, ProcessPlan
+from dora.node.ports import free_port
 
 READY_LINE = re.compile(rb"^ready (http://\S+)\r?$", re.MULTILINE)
 #: From SIGTERM to SIGKILL. An engine ends at once when nobody asks it anything; a trainer has its checkpoint by then.
 GRACE_S = 3.0
 #: SIGKILL needs no longer unless the kernel holds the process.
 KILL_TIMEOUT_S = 10.0
+#: Between two questions whether a child that prints no ready line is well.
+READY_POLL_S = 0.25
 TAIL_LINES = 4
 _TAIL_BYTES = 4096
 _CONFIG_ERROR_CODE = 2
+_LIBC = ctypes.CDLL(None)
+_PR_SET_PDEATHSIG = 1
+
+#: Whether the server at a URL answers its health check: a border to `engine`, given by `cli`.
+IsWell = Callable[[str], Awaitable[bool]]
 
 
 class Child:
     """One process; it can be started again after its end."""
 
-    def __init__(self, plan: ProcessPlan, *, log: Path) -> None:
+    def __init__(self, plan: ProcessPlan, *, log: Path, is_well: IsWell | None = None) -> None:
+        """`is_well` is needed by a plan with a port."""
         self.plan = plan
         self.log = log
+        self._is_well = is_well
         self._process: asyncio.subprocess.Process | None = None
         self._output: asyncio.Task[None] | None = None
 
@@ -51,21 +65,21 @@ class Child:
         return self._process.pid if self._process is not None and self._process.returncode is None else None
 
     async def start(self) -> str:
-        """Start it; returns the URL of its ready line, "" if its plan expects none.
+        """Start it and wait until it is ready; returns its URL, "" if nobody waits for that.
 
         RemoteError if it ends or stays silent instead; ConfigError if it ended because its input cannot work, which no
         second start would change.
         """
         await self.kill()
+        port = self.plan.port or free_port()
         with self.log.open("ab") as log:
-            self._process = process = await self._spawn(log)
+            self._process = process = await self._spawn(log, port=port)
         if self.plan.ready_timeout_s is None:
             return ""
-        ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._output = asyncio.create_task(self._copy_output(process, ready), name=f"{self.plan.name}-output")
         try:
             async with asyncio.timeout(self.plan.ready_timeout_s):
-                url = await asyncio.shield(ready) or await self._fail_to_start(process)
+                url = await (self._ready_line(process) if self.plan.port is None else self._well_at(process, port=port))
+                url = url or await self._fail_to_start(process)
         except TimeoutError:
             await self.kill()
             waited = f"not ready after {self.plan.ready_timeout_s:g} s"
@@ -93,19 +107,36 @@ class Child:
         if self.pid is not None:
             _kill_all([*_descendants(self.pid), psutil.Process(self.pid)])
 
-    async def _spawn(self, log: IO[bytes]) -> asyncio.subprocess.Process:
-        piped = self.plan.ready_timeout_s is not None
+    async def _spawn(self, log: IO[bytes], *, port: int) -> asyncio.subprocess.Process:
+        piped = self.plan.ready_timeout_s is not None and self.plan.port is None
         try:
             return await asyncio.create_subprocess_exec(
-                *self.plan.argv,
+                *(word.replace("{port}", str(port)) for word in self.plan.argv),
                 env=dict(self.plan.env),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE if piped else log,
                 stderr=asyncio.subprocess.STDOUT,
                 start_new_session=True,
+                preexec_fn=None if self.plan.watches_lease else _die_with_parent,
             )
         except OSError as err:
             raise ConfigError(f"{self.plan.name}: {self.plan.argv[0]} cannot be started ({err.strerror})") from err
+
+    async def _ready_line(self, process: asyncio.subprocess.Process) -> str:
+        """The URL that it prints; "" if it ends first."""
+        ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._output = asyncio.create_task(self._copy_output(process, ready), name=f"{self.plan.name}-output")
+        return await asyncio.shield(ready)
+
+    async def _well_at(self, process: asyncio.subprocess.Process, *, port: int) -> str:
+        """Its URL once it answers there; "" if it ends first."""
+        assert self._is_well is not None, "a plan with a port needs it"
+        url = f"http://{HOST}:{port}"
+        while process.returncode is None:
+            if await self._is_well(url):
+                return url
+            await asyncio.sleep(READY_POLL_S)
+        return ""
 
     async def _copy_output(self, process: asyncio.subprocess.Process, ready: asyncio.Future[str]) -> None:
         """The output loop; `ready` gets the URL, or "" if the output ends without one."""
@@ -179,9 +210,9 @@ class Node:
         finally:
             self._lease.close()
 
-    def add(self, plan: ProcessPlan) -> Child:
+    def add(self, plan: ProcessPlan, *, is_well: IsWell | None = None) -> Child:
         """A child of this run, not yet started."""
-        child = self.children[plan.name] = Child(plan, log=self._logs / f"{plan.name}.log")
+        child = self.children[plan.name] = Child(plan, log=self._logs / f"{plan.name}.log", is_well=is_well)
         return child
 
     async def stop(self, *, grace_s: float = GRACE_S) -> None:
@@ -200,6 +231,12 @@ def tail(log: Path) -> list[str]:
         file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
         lines = file.read().decode(errors="replace").splitlines()
     return [line.strip() for line in lines if line.strip()][-TAIL_LINES:]
+
+
+def _die_with_parent() -> None:
+    """In the child, before it becomes the server."""
+    if sys.platform == "linux":
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _cause(code: int) -> str:

@@ -173,9 +173,26 @@ def test_a_syntax_error_names_file_line_and_column(tmp_path: Path):
             "rollout.max_staleness: K = 4 keeps up to 5 versions alive, but there are 4 instances",
         ),
         (["task.max_prompt_tokens=99999"], "engine.kv_tokens: 16384 cannot hold"),
+        (
+            ['engine.urls=["http://a"]', "engine.instances=1"],
+            "rollout.max_staleness: K = 2 keeps up to 3 versions alive, but there are 2 instances",
+        ),
         (["run.no_progress_s=100"], "rollout.watchdog_s: 120 s must be below run.no_progress_s (100 s)"),
         (['engine.urls=["http://a", "http://b", "http://a"]'], "engine.urls: http://a is named twice"),
         (["engine.base_port=65533"], "engine.base_port: 65533 leaves no room for 4 ports"),
+        (
+            ["engine.instances=0", "rollout.strategy=sync"],
+            "engine.instances: 0 leaves the run without a server; raise it or name engine.urls",
+        ),
+        (
+            ['engine.command=["serve", "{modle}"]'],
+            "engine.command: {modle} is not known; what can be filled in: {model}, {host}, {port}, ",
+        ),
+        (
+            ["engine.kind=sglang", "engine.gpus=[0, 1]"],
+            "engine.gpus: 2 named, but 4 instances of engine.tensor_parallel = 1 take 4",
+        ),
+        (["engine.tensor_parallel=2"], "engine.tensor_parallel: the embedded engine uses one GPU"),
         (["trainer.external=true"], "trainer.external: ranks started by others need the run's token; set DORA_TOKEN"),
         (["task.sources.0.kind=jsonl"], "eval.sets.0: evaluates the built-in arithmetic, which is not the task"),
         (["eval.sets.1.samples=2"], "eval.sets: two sets are named 'heldout'"),

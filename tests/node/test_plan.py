@@ -11,7 +11,7 @@ import pytest
 from dora.config.load import load
 from dora.config.schema import Config
 from dora.errors import ConfigError
-from dora.node.plan import ProcessPlan, plan_engines, plan_trainer
+from dora.node.plan import ProcessPlan, assign_gpus, plan_engines, plan_trainer
 from dora.node.ports import require_free_ports
 
 ENVIRON = {"PATH": "/bin", "DORA_TOKEN": "of another run", "DORA_ENGINE_API_KEY": "key", "OMP_NUM_THREADS": "64"}
@@ -55,8 +55,71 @@ def test_an_engine_decodes_in_the_type_that_is_published():
     assert plan.argv[plan.argv.index("--dtype") + 1] == "bfloat16"
 
 
-def test_external_servers_and_external_ranks_are_not_started():
-    assert engines('engine.urls=["http://a:1", "http://b:1", "http://c:1"]') == []
+def test_managed_servers_stand_beside_external_ones_and_are_numbered_after_them():
+    urls = 'engine.urls=["http://a:1", "http://b:1", "http://c:1"]'
+    assert engines(urls) == []
+    assert [plan.name for plan in engines(urls, "engine.instances=2")] == ["engine-3", "engine-4"]
+    assert config(urls, "engine.instances=2").num_instances == 5
+
+
+def test_sglang_is_started_from_this_environment_and_asked_at_a_port_chosen_at_its_start():
+    (plan, *_) = engines(
+        "engine.kind=sglang", "engine.tensor_parallel=2", 'engine.args=["--mem-fraction-static", "0.7"]'
+    )
+    argv = " ".join(plan.argv)
+    assert argv.startswith(f"{sys.executable} -m sglang.launch_server ")
+    assert "--model-path /m --host 127.0.0.1 --port {port} --max-running-requests 24 " in argv
+    assert "--tp-size 2 " in argv
+    assert "--mem-fraction-static 0.7" in argv
+    assert (plan.port, plan.watches_lease) == (0, False)
+
+
+def test_a_template_is_filled_in_and_what_is_no_placeholder_is_kept():
+    command = """engine.command=["serve", "{model}", "--at={host}:{port}", "{slots}/{kv_tokens}", "{\\"a\\": 1}"]"""
+    (plan, *_) = engines(command, "engine.base_port=7000", "engine.slots=5", "engine.kv_tokens=1024")
+    assert plan.argv == ("serve", "/m", "--at=127.0.0.1:7000", "5/1024", '{"a": 1}')
+    assert plan.port == 7000
+
+
+def test_a_template_without_a_port_must_print_its_ready_line():
+    assert engines('engine.command=["serve", "{model}"]')[0].port is None
+
+
+def test_managed_servers_get_their_environment_and_the_key():
+    (plan, *_) = engines('engine.command=["serve"]', "engine.environment.HF_HUB_OFFLINE='1'")
+    assert plan.env["HF_HUB_OFFLINE"] == "1"
+    assert plan.env["DORA_SERVE_API_KEY"] == "sesame"
+
+
+@pytest.mark.parametrize(
+    ("settings", "environ", "gpus"),
+    [
+        ((), {}, ["", ""]),
+        (("engine.device=cuda",), {}, ["", ""]),  # the embedded engine is small: all share the first one
+        (("engine.device=cuda", "engine.gpus=[0, 0]"), {}, ["0", "0"]),
+        (("engine.kind=sglang", "engine.device=cuda"), {}, ["0", "1"]),
+        (("engine.kind=sglang", "engine.device=cuda", "trainer.device=cuda"), {}, ["2", "3"]),
+        (("engine.kind=sglang", "engine.device=cuda", "engine.tensor_parallel=2"), {}, ["0,1", "2,3"]),
+        (("engine.kind=sglang", "engine.device=cuda", "engine.gpus=[3, 1]"), {}, ["3", "1"]),
+        (
+            ("engine.kind=sglang", "engine.device=cuda", "trainer.device=cuda"),
+            {"CUDA_VISIBLE_DEVICES": "4,5,6,7"},
+            ["6", "7"],
+        ),
+    ],
+)
+def test_servers_take_the_gpus_after_the_trainers(settings: tuple[str, ...], environ: dict[str, str], gpus: list[str]):
+    wanted = config("engine.instances=2", "rollout.max_staleness=1", *settings)
+    assert assign_gpus(wanted, environ=environ) == gpus
+
+
+def test_gpus_that_are_not_there_are_refused():
+    wanted = config("engine.kind=sglang", "engine.device=cuda", "trainer.device=cuda")
+    with pytest.raises(ConfigError, match=r"engine.gpus: GPU 5 is wanted \(the trainer's 2 come first\), .* names 4; "):
+        assign_gpus(wanted, environ={"CUDA_VISIBLE_DEVICES": "0,1,2,3"})
+
+
+def test_external_ranks_are_not_started():
     with_token = load(None, ["trainer.external=true"], environ={"DORA_TOKEN": "t"})
     assert plan_trainer(with_token, controller="", token="t", lease=Path("/l"), environ={}) is None
 
