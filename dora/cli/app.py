@@ -148,6 +148,14 @@ def train() -> None:
     command()
 
 
+@app.command(hidden=True)
+def send() -> None:
+    """A sender of weights, started by the controller; takes its orders from standard input."""
+    from dora.cli.serve import send as command
+
+    command()
+
+
 def main() -> None:
     """Entry point: errors become one line and an exit code."""
     try:

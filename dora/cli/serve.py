@@ -1,8 +1,9 @@
-"""`dora serve` and the hidden `dora train`: long-lived processes that end with the run that started them."""
+"""`dora serve`, the hidden `dora train` and `dora send`: long-lived processes that end with their run."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,21 @@ def train() -> None:
     from dora.trainer.main import main
 
     main()
+
+
+def send() -> None:
+    """One sender of weights, under the controller that holds its pipes."""
+    _watch_lease()
+    from dora.weights.sender import run
+
+    run(_score_prompt)
+
+
+def _score_prompt(folder: Path, token_ids: Sequence[int]) -> list[float]:
+    from dora.trainer.score import score  # transformers takes seconds to import, and few senders are asked
+
+    [logprobs] = score(folder, [token_ids], prompt_lengths=[1], temperature=1.0)
+    return [float(logprob) for logprob in logprobs]
 
 
 def model_folder(path: str) -> Path:

@@ -17,11 +17,11 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from dora.embedded.generation import ABORTED, ABORTED_WAITING, NOT_FINITE, QUEUE_FULL, Generation
 from dora.embedded.metrics import EngineMetrics
@@ -73,6 +73,8 @@ class Decoder(Protocol):
     def step(self) -> tuple[list[int], list[float]]: ...  # one token and log-prob per row
     def leave(self, row: int) -> None: ...
     def load(self, folder: Path) -> None: ...  # FileNotFoundError: nothing changed; ConfigError: weights are undefined
+    def put(self, tensors: Iterable[tuple[str, Any]]) -> None: ...  # by name; ConfigError: weights are undefined
+    def checksums(self) -> dict[str, str]: ...  # of the weights, by name
     def flush(self) -> None: ...  # forgets cached prefixes
 
 

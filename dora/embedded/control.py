@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 import msgspec
 from aiohttp import web
 
-from dora.embedded import updates
+from dora.embedded import receiver, updates
 from dora.embedded.batcher import Batcher
 from dora.embedded.dialect import Dialect
 from dora.embedded.engine import ENGINE, Handler, error_body, read_body
@@ -230,6 +230,10 @@ _POST: Mapping[str, Handler] = {
     protocol.FLUSH_CACHE: updates.flush_cache,
     protocol.BEGIN_WEIGHT_UPDATE: updates.begin_weight_update,
     protocol.END_WEIGHT_UPDATE: updates.end_weight_update,
+    protocol.INIT_WEIGHTS_UPDATE_GROUP: receiver.init_weights_update_group,
+    protocol.UPDATE_WEIGHTS_FROM_DISTRIBUTED: receiver.update_weights_from_distributed,
+    protocol.DESTROY_WEIGHTS_UPDATE_GROUP: receiver.destroy_weights_update_group,
+    protocol.WEIGHTS_CHECKER: receiver.weights_checker,
 }
 _GET: Mapping[str, Handler] = {
     protocol.FLUSH_CACHE: updates.flush_cache,

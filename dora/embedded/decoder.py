@@ -12,8 +12,9 @@ Legend: L layers, B rows, T new tokens per row, S positions read, W key width (K
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -200,6 +201,20 @@ class CausalDecoder:
     @torch.inference_mode()
     def load(self, folder: Path) -> None:
         _copy_weights(self._model, folder)
+        self._forget_nan()
+
+    @torch.inference_mode()
+    def put(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        state = self._model.state_dict()
+        for name, source in tensors:
+            if name in state:  # SGLang skips the others too
+                _copy(source, state[name], name=name, file="the bucket")
+        self._forget_nan()
+
+    def checksums(self) -> dict[str, str]:
+        return {name: _checksum(tensor) for name, tensor in self._model.state_dict().items()}
+
+    def _forget_nan(self) -> None:
         if self._poisoned and not self._live:  # masked positions count 0 times what they hold, and 0 x NaN is NaN
             self._cache.kv.zero_()
             self._poisoned = False
@@ -379,6 +394,18 @@ def _eos_token_ids(model: Any) -> frozenset[int]:
     return frozenset(found)
 
 
+def _copy(source: Tensor, target: Tensor, *, name: str, file: object) -> None:
+    if source.shape != target.shape:
+        raise ConfigError(f"{file}: {name} has shape {list(source.shape)}, served {list(target.shape)}")
+    target.copy_(source)
+
+
+def _checksum(tensor: Tensor) -> str:
+    """As SGLang does on a CPU: the first eight bytes of the sha256 of the tensor's own."""
+    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return hashlib.sha256(data.data).hexdigest()[:16]
+
+
 def _copy_weights(model: Any, folder: Path) -> None:
     """Copies a checkpoint into the live parameters: same names, same shapes, any safetensors sharding."""
     files = sorted(folder.glob("*.safetensors"))
@@ -391,10 +418,7 @@ def _copy_weights(model: Any, folder: Path) -> None:
             for name in tensors.keys():  # noqa: SIM118  a safetensors file is no mapping
                 if name not in state:
                     raise ConfigError(f"{file} holds {name}, which the served model does not have")
-                source, target = tensors.get_tensor(name), state[name]
-                if source.shape != target.shape:
-                    raise ConfigError(f"{file}: {name} has shape {list(source.shape)}, served {list(target.shape)}")
-                target.copy_(source)
+                _copy(tensors.get_tensor(name), state[name], name=name, file=file)
                 missing.discard(name)
     held = {state[name].data_ptr() for name in set(state) - missing}
     missing = {name for name in missing if state[name].data_ptr() not in held}  # tied weights are stored once

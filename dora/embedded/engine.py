@@ -38,6 +38,7 @@ class Engine:
     api_key: str | None
     label: str  # that /model_info shows: of the last update that succeeded; the spans have the batcher's
     updating: bool = False  # between begin_ and end_weight_update
+    groups: dict[str, Any] = field(default_factory=dict)  # process groups that bring weights, by name
     draining: bool = False
     unhealthy: bool = False  # the last health probe timed out
     started_at: float = field(default_factory=time.time)

@@ -11,14 +11,25 @@ The only retry loop of the project is `_control`, for calls that may be repeated
 from __future__ import annotations
 
 import asyncio
+import math
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal, TypeVar
+from typing import Any, Final, Literal
 
 import aiohttp
 import msgspec
 
 from dora.engine import protocol
+from dora.engine.answers import (
+    ChecksumsAnswer,
+    LoadsAnswer,
+    ModelInfo,
+    PromptAnswer,
+    UpdateAnswer,
+    read,
+    without_secrets,
+)
 from dora.engine.errors import RequestRefused, ServerGone
 from dora.engine.stream import GenerateResult, StreamParser, refusal
 from dora.errors import ConfigError, ProtocolError, RemoteError
@@ -30,7 +41,6 @@ CONTROL_ATTEMPTS: Final = 3
 RETRY_DELAY_S: Final = 0.05  # doubled each time
 
 _NOT_A_URL: Final = (aiohttp.InvalidURL, aiohttp.NonHttpUrlClientError)
-_Answer = TypeVar("_Answer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,27 +79,6 @@ class GenerateRequest:
             "extra_key": self.extra_key,
         }
         return msgspec.json.encode(request)
-
-
-class _RankLoad(msgspec.Struct):
-    num_running_reqs: int
-    num_waiting_reqs: int
-    num_used_tokens: int
-    max_total_num_tokens: int
-    max_running_requests: int
-
-
-class _LoadsAnswer(msgspec.Struct):
-    loads: list[_RankLoad]
-
-
-class _ModelInfo(msgspec.Struct):
-    weight_version: str
-
-
-class _UpdateAnswer(msgspec.Struct):
-    success: bool
-    message: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,22 +195,49 @@ class EngineClient:
         return status == 200
 
     async def update_weights_from_disk(self, url: str, folder: str, label: str, *, timeout_s: float) -> None:
-        """Load `folder` (as the server sees it). Sent once: whatever is raised, the weights may have changed."""
+        """Load `folder` (as the server sees it)."""
         body = {"model_path": folder, "weight_version": label, "flush_cache": False, "abort_all_requests": False}
-        path = protocol.UPDATE_WEIGHTS_FROM_DISK
+        await self.update(url, protocol.UPDATE_WEIGHTS_FROM_DISK, body, timeout_s=timeout_s)
+
+    async def update(self, url: str, path: str, body: dict[str, Any], *, timeout_s: float | None = None) -> None:
+        """One call of a weight update. Sent once: whatever is raised, the weights may have changed."""
         _, answer = await self._control("POST", url, path, body, timeout_s=timeout_s, attempts=1)
-        update = _read(answer, _UpdateAnswer, what=url + path)
+        update = read(answer, UpdateAnswer, what=url + path)
         if not update.success:
             raise RequestRefused(f"{url}: {update.message}", status=200, retryable=False)
+
+    async def weights_checksum(self, url: str, *, timeout_s: float) -> str | None:
+        """Of all weights that the server holds; None if it does not tell (SGLang on a CPU has the route and fails)."""
+        path = protocol.WEIGHTS_CHECKER
+        status, answer = await self._control(
+            "POST", url, path, {"action": "checksum"}, timeout_s=timeout_s, accept=(200, 400, 404)
+        )
+        return read(answer, ChecksumsAnswer, what=url + path).per_engine_checksum if status == 200 else None
+
+    async def prompt_logprobs(self, url: str, token_ids: Sequence[int], *, timeout_s: float) -> list[float]:
+        """Log-prob of each token after the first under the weights held now, whatever the prefix cache holds."""
+        name = f"verify-{uuid.uuid4().hex}"
+        body = {
+            "rid": name,
+            "input_ids": list(token_ids),
+            "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
+            "return_logprob": True,
+            "logprob_start_len": 0,
+            "extra_key": name,
+        }
+        path = protocol.GENERATE
+        _, answer = await self._control("POST", url, path, body, timeout_s=timeout_s, attempts=1)
+        triples = read(answer, PromptAnswer, what=url + path).meta_info.input_token_logprobs
+        return [math.nan if logprob is None else logprob for logprob, *_ in triples[1:]]
 
     async def weight_version(self, url: str) -> str:
         """The label of the weights that the server says it holds."""
         _, answer = await self._control("GET", url, protocol.MODEL_INFO)
-        return _read(answer, _ModelInfo, what=url + protocol.MODEL_INFO).weight_version
+        return read(answer, ModelInfo, what=url + protocol.MODEL_INFO).weight_version
 
     async def loads(self, url: str) -> Loads:
         _, answer = await self._control("GET", url, protocol.LOADS)
-        ranks = _read(answer, _LoadsAnswer, what=url + protocol.LOADS).loads
+        ranks = read(answer, LoadsAnswer, what=url + protocol.LOADS).loads
         return Loads(
             num_running=sum(rank.num_running_reqs for rank in ranks),
             num_waiting=sum(rank.num_waiting_reqs for rank in ranks),
@@ -237,7 +253,7 @@ class EngineClient:
     async def server_info(self, url: str) -> dict[str, Any]:
         """The server's arguments and state, its secrets dropped at every depth."""
         _, answer = await self._control("GET", url, protocol.SERVER_INFO)
-        info: dict[str, Any] = _without_secrets(_read(answer, dict[str, Any], what=url + protocol.SERVER_INFO))
+        info: dict[str, Any] = without_secrets(read(answer, dict[str, Any], what=url + protocol.SERVER_INFO))
         return info
 
     async def has_route(self, url: str, path: str) -> bool:
@@ -297,6 +313,17 @@ class EngineClient:
 
 
 @dataclass(frozen=True, slots=True)
+class ServerShape:
+    """What a push must know of a server: the `ServerShape` of `weights/push.py`."""
+
+    release: str
+    device: str
+    num_ranks: int
+    can_join: bool
+    has_update_gate: bool
+
+
+@dataclass(frozen=True, slots=True)
 class PushEndpoint:
     """The calls of a weight push, bound to one server: the `PushTarget` of `weights/push.py`."""
 
@@ -315,11 +342,71 @@ class PushEndpoint:
     async def flush_cache(self) -> bool:
         return await self.client.flush_cache(self.url)
 
+    async def weight_version(self) -> str:
+        return await self.client.weight_version(self.url)
+
     async def update_weights(self, folder: str, label: str, *, timeout_s: float) -> None:
         await self.client.update_weights_from_disk(self.url, folder, label, timeout_s=timeout_s)
 
-    async def weight_version(self) -> str:
-        return await self.client.weight_version(self.url)
+    async def shape(self) -> ServerShape:
+        info = await self.client.server_info(self.url)
+        return ServerShape(
+            release=str(info.get("version", "unknown")),
+            device=str(info.get("device", "cuda")),
+            num_ranks=int(info.get("tp_size", 1)),
+            can_join=int(info.get("dp_size", 1)) == 1
+            and await self.client.has_route(self.url, protocol.INIT_WEIGHTS_UPDATE_GROUP),
+            has_update_gate=await self.client.has_route(self.url, protocol.BEGIN_WEIGHT_UPDATE),
+        )
+
+    async def join_group(
+        self, group: str, *, address: str, port: int, world_size: int, backend: str, timeout_s: float
+    ) -> None:
+        body = {
+            "master_address": address,
+            "master_port": port,
+            "rank_offset": 1,
+            "world_size": world_size,
+            "group_name": group,
+            "backend": backend,
+        }
+        await self.client.update(self.url, protocol.INIT_WEIGHTS_UPDATE_GROUP, body, timeout_s=timeout_s)
+
+    async def leave_group(self, group: str) -> None:
+        await self.client.update(self.url, protocol.DESTROY_WEIGHTS_UPDATE_GROUP, {"group_name": group})
+
+    async def begin_update(self) -> None:
+        await self.client.update(self.url, protocol.BEGIN_WEIGHT_UPDATE, {})
+
+    async def end_update(self) -> None:
+        await self.client.update(self.url, protocol.END_WEIGHT_UPDATE, {})
+
+    async def receive(
+        self,
+        group: str,
+        *,
+        names: Sequence[str],
+        dtypes: Sequence[str],
+        shapes: Sequence[Sequence[int]],
+        label: str | None,
+        timeout_s: float,
+    ) -> None:
+        body = {
+            "names": names,
+            "dtypes": dtypes,
+            "shapes": shapes,
+            "group_name": group,
+            "weight_version": label,
+            "flush_cache": False,
+            "abort_all_requests": False,
+        }
+        await self.client.update(self.url, protocol.UPDATE_WEIGHTS_FROM_DISTRIBUTED, body, timeout_s=timeout_s)
+
+    async def prompt_logprobs(self, token_ids: Sequence[int], *, timeout_s: float) -> list[float]:
+        return await self.client.prompt_logprobs(self.url, token_ids, timeout_s=timeout_s)
+
+    async def weights_checksum(self, *, timeout_s: float) -> str | None:
+        return await self.client.weights_checksum(self.url, timeout_s=timeout_s)
 
 
 def _join(url: str, path: str) -> str:
@@ -336,19 +423,3 @@ def _remote_error(url: str, err: aiohttp.ClientError | ConnectionError) -> Remot
     if isinstance(err, aiohttp.ClientResponseError):
         return ProtocolError(f"{url}: not an HTTP answer ({err.message})")
     return ServerGone(f"{url}: the connection broke off ({err or type(err).__name__})")
-
-
-def _read(body: bytes, shape: type[_Answer], *, what: str) -> _Answer:
-    try:
-        return msgspec.json.decode(body, type=shape)
-    except (msgspec.DecodeError, UnicodeDecodeError) as err:
-        raise ProtocolError(f"{what}: unexpected answer: {err}") from err
-
-
-def _without_secrets(value: Any) -> Any:
-    if isinstance(value, dict):
-        kept = {key: item for key, item in value.items() if key not in protocol.SECRET_SERVER_INFO_KEYS}
-        return {key: _without_secrets(item) for key, item in kept.items()}
-    if isinstance(value, list):
-        return [_without_secrets(item) for item in value]
-    return value
