@@ -68,6 +68,12 @@ class CondemnInstance(Command, frozen=True):
     reason: str
 
 
+class DismissInstance(Command, frozen=True):
+    """Let an empty instance go: end it if it is ours, leave it running if it is not → InstanceRemoved."""
+
+    instance: InstanceId
+
+
 # -- notices ------------------------------------------------------------------------------------------------------
 
 
@@ -77,6 +83,13 @@ class StopRequest(Command, frozen=True):
     trajectory: TrajectoryId
     attempt: int
     instance: InstanceId
+
+
+class RefuseRequest(Command, frozen=True):
+    """What was asked of an instance cannot be done; answers InstanceDrainRequested or InstanceRecalled."""
+
+    instance: InstanceId
+    reason: str
 
 
 class ForgetGroups(Command, frozen=True):
@@ -151,7 +164,9 @@ AnyCommand = (
     | PushWeights
     | TrainMicroBatch
     | CondemnInstance
+    | DismissInstance
     | StopRequest
+    | RefuseRequest
     | ForgetGroups
     | ReleaseVersion
     | ReportEvaluation

@@ -1,7 +1,7 @@
 """The orchestrator (system.md §3, §3.1, §5): after every fact, bring the tables to rest.
 
 `_settle` runs the decisions in a fixed order, each only where something changed: form the step, feed the trainer,
-evaluate, dispatch and admit, place empty instances, consolidate, release, fetch, conclude.
+evaluate, dispatch and admit, place empty instances, consolidate, release, dismiss, fetch, conclude.
 """
 
 from __future__ import annotations
@@ -17,13 +17,12 @@ from dora.core.commands import (
     FinishRun,
     PushWeights,
     ReleaseVersion,
-    StopRequest,
 )
-from dora.core.groups import Group, GroupPhase, Trajectory, TrajectoryPhase
+from dora.core.groups import Group, GroupPhase, TrajectoryPhase
 from dora.core.ids import GroupId
 from dora.core.instances import Instance, InstancePhase
+from dora.core.moves import Moves
 from dora.core.placement import allot, kv_floor, plan_moves
-from dora.core.tables import Tables
 from dora.core.versions import Version
 
 #: Time between two looks at what could be packed: a plan costs more than an ordinary event.
@@ -32,7 +31,7 @@ CONSOLIDATION_PAUSE_S: Final = 0.25
 PACKING_CANDIDATES: Final = 16
 
 
-class Decisions(Tables):
+class Decisions(Moves):
     """What to do next, as a function of the tables."""
 
     def _settle(self) -> None:
@@ -51,6 +50,8 @@ class Decisions(Tables):
             self._consolidate()
         if self._release_due:
             self._release()
+        if self.leaving:
+            self._dismiss()
         if not self.fetching and len(self.prompts) < self.settings.groups_per_step:
             self._fetch()
         if self.source_dry or self.formation.step >= self.settings.steps:
@@ -272,7 +273,7 @@ class Decisions(Tables):
         self._place_due = False
         if not self.vacant or self.finished:
             return
-        needs = [v for v, e in self.window.entries.items() if e.needs_instance and not e.serving and not e.loading]
+        needs = [v for v, e in self.window.entries.items() if e.num_waiting and not e.serving and not e.loading]
         newest = self.admission_version()
         newest_wants = newest is not None and (self._would_admit(newest) or self.entry(newest).num_waiting > 0)
         idle = not needs and not newest_wants and not self.evaluation.waiting and not self._versions_waiting()
@@ -334,11 +335,6 @@ class Decisions(Tables):
         for trajectory in instance.residents.values():
             if trajectory.phase is TrajectoryPhase.RESIDENT:
                 self._stop(trajectory)
-
-    def _stop(self, trajectory: Trajectory) -> None:
-        assert trajectory.instance is not None
-        trajectory.phase = TrajectoryPhase.STOPPING
-        self._out.append(StopRequest(trajectory.id, trajectory.attempt, trajectory.instance.id))
 
     def _push(self, instance: Instance, version: int) -> None:
         self.vacant.pop(instance.id, None)
@@ -413,24 +409,6 @@ class Decisions(Tables):
             if trajectory.phase is TrajectoryPhase.RESIDENT:
                 self._reserve(trajectory, target)
         return True
-
-    def _reserve(self, trajectory: Trajectory, target: Instance) -> None:
-        """Rule 7: slot and KV on the target first, then stop the source."""
-        trajectory.target = target
-        target.reserve(trajectory)
-        self.vacant.pop(target.id, None)
-        self._stop(trajectory)
-
-    def _relieve(self, instance: Instance) -> None:
-        """KV pressure asks for a move: the smallest resident goes to the least loaded peer, if one has room."""
-        entry = self.window.entries.get(instance.version) if instance.version is not None else None
-        movable = [t for t in instance.residents.values() if t.phase is TrajectoryPhase.RESIDENT]
-        if entry is None or len(movable) < 2:
-            return
-        smallest = min(movable, key=lambda t: (t.footprint, t.id))
-        target = entry.roomiest()
-        if target is not None and target is not instance and target.has_room(smallest.footprint):
-            self._reserve(smallest, target)
 
     # -- releases, prompts, the end -----------------------------------------------------------------------------------
 

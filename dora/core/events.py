@@ -51,6 +51,12 @@ class ProgressReported(Event, frozen=True):
     num_tokens: dict[TrajectoryId, int]
 
 
+class PrefillReported(Event, frozen=True):
+    """The instance's own KV use grew to a new height although no resident got a token: it reads a long prompt."""
+
+    instance: InstanceId
+
+
 class KvPressureReported(Event, frozen=True):
     """The instance's KV is nearly full or it retracted requests (`pressed`), or that has passed."""
 
@@ -72,6 +78,25 @@ class WeightPushFailed(Event, frozen=True):
     instance: InstanceId
     attempt: int
     reason: str
+
+
+class InstanceDrainRequested(Event, frozen=True):
+    """Somebody wants the instance empty: to rest until it is recalled, or to `leave` the run."""
+
+    instance: InstanceId
+    leave: bool
+
+
+class InstanceRecalled(Event, frozen=True):
+    """Somebody wants a drained instance back at work."""
+
+    instance: InstanceId
+
+
+class InstanceRemoved(Event, frozen=True):
+    """Nobody watches the instance any more; its id comes back in a later controller's epoch at the earliest."""
+
+    instance: InstanceId
 
 
 # -- trajectories -------------------------------------------------------------------------------------------------
@@ -181,7 +206,11 @@ AnyEvent = (
     InstanceUp
     | InstanceLost
     | ProgressReported
+    | PrefillReported
     | KvPressureReported
+    | InstanceDrainRequested
+    | InstanceRecalled
+    | InstanceRemoved
     | WeightPushFinished
     | WeightPushFailed
     | PromptsArrived

@@ -19,7 +19,7 @@ class InstancePhase(enum.Enum):
 
     LOADING = "loading"  #: up, no version confirmed since it came up
     SERVING = "serving"  #: holds a confirmed version and takes its requests
-    DRAINING = "draining"  #: holds a confirmed version, its residents are being moved away
+    DRAINING = "draining"  #: holds a confirmed version, takes nothing new; its residents are being moved away
     UPDATING = "updating"  #: a push is under way on an instance that held another version
     QUARANTINED = "quarantined"  #: a push failed: no work until one is confirmed
     LOST = "lost"
@@ -45,17 +45,20 @@ class Instance:
 
     __slots__ = (
         "attempt",
+        "barred",
         "condemned",
         "failures",
         "id",
         "incarnation",
         "kv_load",
         "kv_tokens",
+        "leaving",
         "look_at",
         "num_requests",
         "num_training",
         "phase",
         "pressed",
+        "progress_at",
         "pushing",
         "reported",
         "reserved",
@@ -85,8 +88,11 @@ class Instance:
         self.room_key = math.inf  #: its key in the version's heap of rooms, never above its load; inf: not in it
         self.reported: dict[TrajectoryId, int] = {}  #: its residents' token counts, from its latest report
         self.look_at = 0.0  #: when they are taken in
+        self.progress_at = 0.0  #: when any of them was last seen to have grown, or the first of them began
         self.pressed = False  #: KV nearly full: no new work
         self.condemned = False  #: waits for the shell to say that it is lost
+        self.barred = False  #: drained on request: no work and no weights until it is recalled
+        self.leaving = False  #: barred, and to leave the run once it is empty
 
     def move(self, phase: InstancePhase) -> None:
         """Change the phase; an illegal move is a missing entry of TRANSITIONS."""
@@ -98,6 +104,11 @@ class Instance:
     def is_empty(self) -> bool:
         """No resident and no reserved move: the only state in which its version may change."""
         return not self.num_requests
+
+    @property
+    def may_be_paused(self) -> bool:
+        """A push is under way, or has failed: its health check may fail though it is well."""
+        return self.pushing is not None or self.phase is InstancePhase.QUARANTINED
 
     @property
     def takes_work(self) -> bool:

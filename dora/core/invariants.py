@@ -113,16 +113,21 @@ def _instances(state: ControllerState) -> None:
         if i.phase is InstancePhase.LOST:
             _require(not held and i.version is None and i.pushing is None, f"instance {i.id} is lost but not empty")
         vacant = i.phase is not InstancePhase.LOST and not (
-            i.num_training or i.reserved or i.condemned or i.pushing is not None
+            i.num_training or i.reserved or i.condemned or i.pushing is not None or i.barred
         )
         _require(
             (i.id in state.vacant) == vacant, f"instance {i.id}: vacant is {i.id in state.vacant}, should be {vacant}"
         )
-    up = [i for i in state.instances.values() if i.phase is not InstancePhase.LOST]
+        _require(not (i.barred and i.takes_work), f"instance {i.id} takes work although it was drained")
+        _require(i.barred or not i.leaving, f"instance {i.id} is to leave and not drained")
+    barred = {i.id for i in state.instances.values() if i.barred}
+    _require(barred == set(state.barred), f"drained instances {sorted(state.barred)}, should be {sorted(barred)}")
+    _require(set(state.leaving) <= {id for id in barred if state.instances[id].leaving}, "leaving instances")
+    up = [i for i in state.instances.values() if i.phase is not InstancePhase.LOST and not i.barred]
     _require(len(up) == state.num_up, "instances that are up do not add up")
     _require(sum(i.slots for i in up) == state.num_slots, "slots do not add up")
     _require(sum(i.kv_tokens for i in up) == state.num_kv_tokens, "KV room does not add up")
-    draining = sum(i.phase is InstancePhase.DRAINING for i in state.instances.values())
+    draining = sum(i.phase is InstancePhase.DRAINING and not i.barred for i in state.instances.values())
     _require(draining == state.num_draining, "draining instances do not add up")
 
 
@@ -141,9 +146,10 @@ def _versions(state: ControllerState) -> None:
         )
         _require(e.num_waiting == waiting[v], f"version {v}: {e.num_waiting} waiting counted, {waiting[v]} found")
         _require(e.loading == loading[v], f"version {v}: pushes")
-        serving = {i.id for i in state.instances.values() if i.phase in _HOLDS_VERSION and i.version == v}
+        holders = {i.id: i for i in state.instances.values() if i.phase in _HOLDS_VERSION and i.version == v}
+        serving = {id for id, i in holders.items() if not i.barred}
         _require(set(e.serving) == serving, f"version {v}: serving {sorted(e.serving)}, should be {sorted(serving)}")
-        kv_load = sum(t.footprint for i in e.serving.values() for t in i.residents.values())
+        kv_load = sum(t.footprint for i in state.instances.values() if i.version == v for t in i.residents.values())
         _require(e.kv_load == kv_load, f"version {v}: kv_load")
 
 

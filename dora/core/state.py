@@ -18,7 +18,7 @@ from dora.core.decisions import Decisions
 from dora.core.groups import Group, GroupPhase, Trajectory, TrajectoryPhase, advantage_free
 from dora.core.ids import TrajectoryId
 from dora.core.instances import PUSH_BACKOFF_S, Instance, InstancePhase
-from dora.core.tables import LOOK_PAUSE_S, NOTICEABLE_WAIT, WINDOW_GROW, WINDOW_SHRINK
+from dora.core.tables import NOTICEABLE_WAIT, WINDOW_GROW, WINDOW_SHRINK
 
 _WAITING: Final = TrajectoryPhase.WAITING
 _GRADING: Final = TrajectoryPhase.GRADING
@@ -52,14 +52,13 @@ class ControllerState(Decisions):
         instance.move(InstancePhase.LOADING)
         instance.incarnation = event.incarnation
         instance.slots = event.slots
-        self.num_up += 1
-        self.num_slots += event.slots
-        self.num_kv_tokens += event.kv_tokens
         instance.kv_tokens = event.kv_tokens
         instance.failures = 0
         instance.retry_at = 0.0
-        self.vacant[instance.id] = instance
-        self._place_due = True
+        if not instance.barred:
+            self._count(instance)
+            self.vacant[instance.id] = instance
+            self._place_due = True
 
     def _on_instance_lost(self, event: ev.InstanceLost) -> None:
         instance = self.instances.get(event.instance)
@@ -67,6 +66,16 @@ class ControllerState(Decisions):
             self.counters.late_completions += 1
             return
         self._drop_instance(instance, event.num_tokens)
+
+    def _on_instance_removed(self, event: ev.InstanceRemoved) -> None:
+        instance = self.instances.pop(event.instance, None)
+        if instance is None:
+            self.counters.late_completions += 1
+            return
+        if instance.phase is not InstancePhase.LOST:
+            self._drop_instance(instance, {})
+        self.barred.pop(instance.id, None)
+        self.leaving.pop(instance.id, None)
 
     def _drop_instance(self, instance: Instance, num_tokens: dict[TrajectoryId, int]) -> None:
         """Everything on it goes on elsewhere, from the tokens already streamed."""
@@ -82,9 +91,8 @@ class ControllerState(Decisions):
             self._push_ended(instance)
         self._leave_serving(instance)
         instance.move(InstancePhase.LOST)
-        self.num_up -= 1
-        self.num_slots -= instance.slots
-        self.num_kv_tokens -= instance.kv_tokens
+        if not instance.barred:
+            self._count(instance, sign=-1)
         instance.reported = {}
         instance.condemned = instance.pressed = False
         self.vacant.pop(instance.id, None)
@@ -100,15 +108,6 @@ class ControllerState(Decisions):
             return
         self._at_rest = True
         instance.reported = event.num_tokens  # taken in by _look
-
-    def _outgrow(self, trajectory: Trajectory, instance: Instance) -> None:
-        """The answer is longer than expected: account for more KV, where it is and where it will go."""
-        grown = self._footprint(trajectory.num_prompt_tokens, trajectory.num_tokens) - trajectory.footprint
-        trajectory.footprint += grown
-        instance.kv_load += grown
-        self.entry(trajectory.version).kv_load += grown
-        if trajectory.target is not None:
-            trajectory.target.kv_load += grown
 
     def _on_kv_pressure_reported(self, event: ev.KvPressureReported) -> None:
         instance = self.instances.get(event.instance)
@@ -143,7 +142,10 @@ class ControllerState(Decisions):
         instance.version = event.version
         instance.failures = 0
         instance.room_key = math.inf
-        self.entry(event.version).serving[instance.id] = instance
+        if instance.barred:
+            instance.move(InstancePhase.DRAINING)  # it was drained meanwhile
+        else:
+            self._serve(instance)
         self._freed(instance)
         self._moves_due = True
 
@@ -160,7 +162,8 @@ class ControllerState(Decisions):
             return
         instance.retry_at = self.now + PUSH_BACKOFF_S[instance.failures]
         instance.failures += 1
-        self.vacant[instance.id] = instance
+        if not instance.barred:
+            self.vacant[instance.id] = instance
 
     # -- trajectories -------------------------------------------------------------------------------------------------
 
@@ -211,7 +214,7 @@ class ControllerState(Decisions):
         self._take_count(trajectory, event.num_tokens)
         if trajectory.target is not None:
             self._unreserve(trajectory)
-        self._end(trajectory)
+        self._end(trajectory).progress_at = self.now
         group = trajectory.group
         if group is not None:
             self._leave_unfinished(trajectory)
@@ -453,24 +456,11 @@ class ControllerState(Decisions):
         for instance in self.instances.values():
             if self.now >= instance.look_at:
                 self._look(instance)
+        for instance in self.barred.values():
+            self._evacuate(instance)
         outstanding = self.formation.num_unconsumed or self.feed.trained < self.formation.step
         if self.now - self.progress_at > self.settings.no_progress_s and outstanding:
             self._fail(f"no progress for {self.now - self.progress_at:.0f} s: {self._culprit()}")
-
-    def _look(self, instance: Instance) -> None:
-        """Take in what its residents have produced. Rule 8: no new token for too long is the loss of the instance."""
-        watchdog_s = self.settings.watchdog_s
-        instance.look_at = self.now + min(LOOK_PAUSE_S, watchdog_s / 8)
-        for id, trajectory in instance.residents.items():
-            num_tokens = instance.reported.get(id, 0)
-            if num_tokens > trajectory.num_tokens:
-                trajectory.num_tokens = num_tokens
-                trajectory.seen_at = self.now
-                if trajectory.num_prompt_tokens + num_tokens > trajectory.footprint:
-                    self._outgrow(trajectory, instance)
-            elif self.now > trajectory.seen_at + watchdog_s:
-                self._condemn(instance, f"trajectory {id} got no token for {watchdog_s:g} s")
-                return
 
     def _culprit(self) -> str:
         """Which group holds up the step, where, since when."""
@@ -498,6 +488,8 @@ class ControllerState(Decisions):
         for instance in self.instances.values():
             if instance.phase is not InstancePhase.LOST:
                 self._drop_instance(instance, event.num_tokens)
+        for instance in list(self.barred.values()):
+            self._unbar(instance)  # whoever asked for it has to ask the new controller
         for trajectory in list(self.trajectories.values()):
             if trajectory.phase is TrajectoryPhase.WAITING:
                 self._take_count(trajectory, event.num_tokens.get(trajectory.id, trajectory.num_tokens))
@@ -514,6 +506,10 @@ _HANDLERS: Final[dict[type[ev.Event], Callable[[ControllerState, Any], None]]] =
     ev.InstanceUp: ControllerState._on_instance_up,
     ev.InstanceLost: ControllerState._on_instance_lost,
     ev.ProgressReported: ControllerState._on_progress_reported,
+    ev.PrefillReported: ControllerState._on_prefill_reported,
+    ev.InstanceDrainRequested: ControllerState._on_instance_drain_requested,
+    ev.InstanceRecalled: ControllerState._on_instance_recalled,
+    ev.InstanceRemoved: ControllerState._on_instance_removed,
     ev.KvPressureReported: ControllerState._on_kv_pressure_reported,
     ev.WeightPushFinished: ControllerState._on_weight_push_finished,
     ev.WeightPushFailed: ControllerState._on_weight_push_failed,

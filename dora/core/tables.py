@@ -93,12 +93,14 @@ class Tables:
         )
         self.block_version: int | None = None  #: batched strategies: version of the block being generated
         self.block_left = 0  #: batched strategies: groups of the block still to be admitted
-        self.num_up = 0  #: instances that are not lost
+        self.num_up = 0  #: instances that are neither lost nor barred
         self.num_slots = 0  #: of all of them
         self.num_kv_tokens = 0  #: KV room of all of them
         self.pushes = 0  #: pushes in flight
-        self.vacant: dict[InstanceId, Instance] = {}  #: not lost, no training resident, nothing reserved
-        self.num_draining = 0
+        self.vacant: dict[InstanceId, Instance] = {}  #: not lost, not barred, no training resident, nothing reserved
+        self.num_draining = 0  #: instances that drain for the newest version: barred ones left out
+        self.barred: dict[InstanceId, Instance] = {}
+        self.leaving: dict[InstanceId, Instance] = {}  #: to be dismissed once they are empty
         self.length_sum = max(1, int(PRIOR_LENGTH_SHARE * settings.max_new_tokens))
         self.length_count = 1
         self.mean_length = self.length_sum  #: of finished answers, in whole tokens
@@ -133,6 +135,8 @@ class Tables:
         trajectory.instance = instance
         trajectory.seen_at = self.now
         trajectory.footprint = footprint
+        if not instance.residents:
+            instance.progress_at = self.now
         instance.add(trajectory)
         entry = self.window.entries[trajectory.version]
         entry.kv_load += footprint
@@ -169,7 +173,7 @@ class Tables:
             if version != self.window.newest:
                 self._moves_due = True
         busy = instance.num_training or instance.reserved or instance.condemned or instance.pushing is not None
-        if not busy and instance.phase is not _LOST:
+        if not busy and not instance.barred and instance.phase is not _LOST:
             self.vacant[instance.id] = instance
             self._place_due = True
 
@@ -199,9 +203,21 @@ class Tables:
             self.vacant.pop(instance.id, None)
             self._out.append(CondemnInstance(instance.id, instance.incarnation, reason))
 
+    def _count(self, instance: Instance, *, sign: int = 1) -> None:
+        """An instance takes part in the fleet from now on, or (-1) no longer."""
+        self.num_up += sign
+        self.num_slots += sign * instance.slots
+        self.num_kv_tokens += sign * instance.kv_tokens
+
+    def _serve(self, instance: Instance) -> None:
+        """It is a server of the version that it holds, if anything needs that still."""
+        assert instance.version is not None
+        if instance.version in self.window.entries:
+            self.entry(instance.version).serving[instance.id] = instance
+
     def _leave_serving(self, instance: Instance) -> None:
         """The instance no longer holds its version."""
-        if instance.phase is InstancePhase.DRAINING:
+        if instance.phase is InstancePhase.DRAINING and not instance.barred:
             self.num_draining -= 1
         if instance.version is not None:
             entry = self.window.entries.get(instance.version)

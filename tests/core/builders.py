@@ -117,6 +117,18 @@ class Core:
         attempt = self.attempts[cmd.PushWeights, instance] if attempt is None else attempt
         return self.tell(ev.WeightPushFailed(self.now, InstanceId(instance), attempt, "refused"))
 
+    def drain(self, instance: int, *, leave: bool = False) -> list[Command]:
+        return self.tell(ev.InstanceDrainRequested(self.now, InstanceId(instance), leave))
+
+    def recall(self, instance: int) -> list[Command]:
+        return self.tell(ev.InstanceRecalled(self.now, InstanceId(instance)))
+
+    def removed(self, instance: int) -> list[Command]:
+        return self.tell(ev.InstanceRemoved(self.now, InstanceId(instance)))
+
+    def prefill(self, instance: int) -> list[Command]:
+        return self.tell(ev.PrefillReported(self.now, InstanceId(instance)))
+
     def pressed(self, instance: int) -> list[Command]:
         return self.tell(ev.KvPressureReported(self.now, InstanceId(instance), True))
 

@@ -70,6 +70,9 @@ class Outside:
         self.epoch = 0
         self.restarted_at = 0  #: number of events before the latest start of the controller
         self.given_up: set[InstanceId] = set()  #: servers that do not come back
+        self.barred: set[InstanceId] = set()  #: drained on request
+        self.dismissed: set[InstanceId] = set()  #: on their way out of the run
+        self.refusals = 0
 
         self.totals: dict[TrajectoryId, int] = {}  #: length of each answer, drawn when it begins
         self.tokens: dict[TrajectoryId, int] = {}  #: produced so far
@@ -125,7 +128,7 @@ class Outside:
                 )
                 idle = roomiest is not None and roomiest.has_room(most)
                 assert not idle, f"version {version} has room while its group {first.id} waits: {roomiest}"
-            if isinstance(event, ev.Ticked) and entry.needs_instance and not entry.serving and not entry.loading:
+            if isinstance(event, ev.Ticked) and entry.num_waiting and not entry.serving and not entry.loading:
                 free = [i.id for i in state.vacant.values() if self._may_be_pushed(i.id)]
                 busy = state.pushes >= self.settings.max_parallel_pushes
                 assert busy or not free, f"version {version} has no instance while {free} are free"
@@ -149,6 +152,7 @@ class Outside:
         assert t not in self.requests, "a trajectory is generated twice at the same time"
         assert order.num_tokens == self.tokens.setdefault(t, 0), "C2: not from all its tokens"
         assert server.up
+        assert order.instance not in self.barred
         assert server.version == order.version, f"C1: instance {order.instance} holds {server.version}: {order}"
         assert order.instance not in self.pushes
         assert order.version not in self.released
@@ -166,6 +170,7 @@ class Outside:
     def _PushWeights(self, order: cmd.PushWeights) -> None:
         assert self.servers[order.instance].up
         assert order.instance not in self.pushes
+        assert order.instance not in self.barred
         assert order.version in self.published
         assert order.version not in self.released
         assert len(self.pushes) < self.settings.max_parallel_pushes
@@ -195,6 +200,16 @@ class Outside:
         assert server.up
         assert server.incarnation == order.incarnation
         server.condemned = True
+
+    def _DismissInstance(self, order: cmd.DismissInstance) -> None:
+        assert order.instance in self.barred
+        assert order.instance not in self.dismissed
+        assert order.instance not in self.pushes
+        assert all(r.order.instance != order.instance for r in self.requests.values()), "dismissed while it decodes"
+        self.dismissed.add(order.instance)
+
+    def _RefuseRequest(self, order: cmd.RefuseRequest) -> None:
+        self.refusals += 1
 
     def _StopRequest(self, order: cmd.StopRequest) -> None:
         request = self.requests[order.trajectory]
@@ -350,6 +365,43 @@ class Outside:
         attempt = self.requests.pop(t).order.attempt
         self.late.append(ev.GenerationFinished(self.now, t, attempt, self.totals[t], False, ()))
 
+    # -- what can happen: people --------------------------------------------------------------------------------------
+
+    def drain(self, instance: InstanceId, *, leave: bool) -> None:
+        others = self.state.instances.keys() - self.barred - {instance}
+        is_last = instance not in self.barred and not any(self.servers[i].up for i in others)
+        is_new, before = instance not in self.barred, self.refusals
+        self.barred.add(instance)
+        self.deliver(ev.InstanceDrainRequested(self.now, instance, leave))
+        refused = self.refusals > before
+        assert refused == (is_last or instance not in self.state.instances)
+        if refused and is_new:
+            self.barred.discard(instance)
+
+    def recall(self, instance: InstanceId) -> None:
+        before = self.refusals
+        self.deliver(ev.InstanceRecalled(self.now, instance))
+        if self.refusals == before:
+            self.barred.remove(instance)
+        else:
+            assert instance not in self.barred or instance in self.dismissed
+
+    def let_go(self, instance: InstanceId) -> None:
+        """Its keeper has ended: it reports nothing twice, and nobody asks for it again."""
+        self._void(instance)
+        del self.servers[instance]
+        self.dismissed.remove(instance)
+        self.barred.remove(instance)
+        kept = [e for e in self.late if not (isinstance(e, ev.InstanceUp) and e.instance == instance)]
+        self.late = deque(kept, maxlen=self.late.maxlen)
+        self.deliver(ev.InstanceRemoved(self.now, instance))
+
+    def join(self) -> InstanceId:
+        """A server that nobody knew; it is down yet."""
+        instance = InstanceId(max(self.servers) + 1 + self.epoch)
+        self.servers[instance] = Server()
+        return instance
+
     def press(self, instance: InstanceId, *, pressed: bool) -> None:
         self.servers[instance].pressed = pressed
         self.deliver(ev.KvPressureReported(self.now, instance, pressed))
@@ -420,6 +472,8 @@ class Outside:
         for instance in self.servers:
             self._void(instance)
         self.fetch = None
+        self.barred.clear()
+        self.dismissed.clear()
         self.restart_trainer(back=back)
         self.epoch += 1
         self.restarted_at = len(self.journal)
@@ -459,10 +513,11 @@ class Outside:
         for i, server in self.servers.items():
             if server.condemned:
                 acts.append(lambda i=i: self.lose(i))
-            if not server.up and i not in self.given_up:
+            if not server.up and i not in self.given_up and i not in self.dismissed:
                 acts.append(lambda i=i: self.come_up(i, slots=1 + i % 4, kv_tokens=300))
             if server.up and server.pressed:
                 acts.append(lambda i=i: self.press(i, pressed=False))
+        acts += [lambda i=i: self.let_go(i) for i in self.dismissed]
         if self.trainer_step is None:
             acts.append(self.ready)
         if self.may_train():
@@ -505,6 +560,12 @@ class Outside:
             self.given_up.add(i)
             if self.servers[i].up and self.outcome is None:
                 self.lose(i)
+        kept = self.servers.keys() - self.given_up
+        if self.outcome is None and kept <= self.barred:
+            if kept <= self.dismissed:
+                self.join()
+            else:
+                self.recall(min(kept - self.dismissed))
         self.work(MAX_FAIR_EVENTS)
         assert self.outcome is not None, f"no end: {self.state._culprit()}"
         replay(self.settings, self.journal)

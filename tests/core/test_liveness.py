@@ -265,17 +265,89 @@ def test_rule_7_a_move_whose_target_is_lost_goes_on_where_there_is_room() -> Non
     assert core.state.counters.scheduling_aborts == 0
 
 
-# -- rule 8: no progress on a server that answers is the loss of the instance -----------------------------------------
+# -- rule 8: a server that answers and makes no progress is lost; a request without progress goes on elsewhere -------
+
+#: Longer than the time between two looks.
+LOOK_S = 8.0
 
 
-def test_rule_8_an_instance_whose_trajectory_gets_no_token_for_the_watchdogs_time_is_condemned() -> None:
+def test_rule_8_an_instance_none_of_whose_requests_got_a_token_for_the_watchdogs_time_is_condemned() -> None:
     core = started(watchdog_s=60.0)
     core.now = 50.0
     core.progress(0, {0: 5, 1: 5, 2: 5})
     assert core.tick() == []
-    assert core.tick(11.0) == [cmd.CondemnInstance(InstanceId(0), 1, "trajectory 3 got no token for 60 s")]
+    assert core.tick(60.0) == []
+    assert core.tick(LOOK_S) == [
+        cmd.CondemnInstance(InstanceId(0), 1, "none of its 4 requests got a token for 60 s"),
+    ]
     assert core.tick(100.0) == []  # once
     assert not core.state.instances[InstanceId(0)].takes_work
+
+
+def test_rule_8_an_answer_that_ends_is_progress_of_its_server() -> None:
+    core = started(watchdog_s=60.0, source=2)
+    core.now = 50.0
+    core.finished(0)  # shorter than the time between two looks: never reported
+    assert core.tick(60.0) == []
+    assert [type(o) for o in core.tick(LOOK_S)] == [cmd.CondemnInstance]
+
+
+def test_rule_8_the_silence_of_an_instance_begins_with_its_first_request() -> None:
+    core = Core(watchdog_s=60.0, no_progress_s=1e6)
+    core.ready()
+    core.publish(0)
+    core.up(0)
+    core.now = 1000.0
+    core.pushed(0, 0)
+    assert core.tick(60.0) == []
+    assert [type(o) for o in core.tick(LOOK_S)] == [cmd.CondemnInstance]
+
+
+def test_rule_8_a_long_prefill_is_no_silence_as_long_as_its_kv_grows() -> None:
+    core = started(watchdog_s=60.0, no_progress_s=1e6)
+    for _ in range(5):
+        core.now += 50.0
+        assert core.prefill(0) == []
+        assert core.tick() == []
+    assert core.tick(60.0) == []
+    assert [type(o) for o in core.tick(LOOK_S)] == [cmd.CondemnInstance]
+
+
+def almost_stuck(**changes: object) -> Core:
+    """Requests 0 to 2 on instance 0 get tokens, request 3 has had none for three times the watchdog's time."""
+    core = started(watchdog_s=60.0, no_progress_s=1e6, source=2, **changes)  # type: ignore[arg-type]
+    grow(core, since=0)
+    return core
+
+
+def grow(core: Core, *, since: int) -> None:
+    for tokens in range(since + 1, since + 7):
+        core.progress(0, dict.fromkeys(range(3), tokens))
+        assert core.tick(30.0) == []
+    core.progress(0, dict.fromkeys(range(3), since + 7))
+
+
+def test_rule_8_a_silent_request_among_others_that_get_tokens_goes_on_on_a_peer() -> None:
+    core = almost_stuck(instances=2)
+    assert core.tick(LOOK_S) == [stop(3, on=0)]
+    assert core.state.instances[InstanceId(1)].reserved.keys() == {3}
+    assert core.stopped(3, tokens=0) == [generate(3, on=1, version=0, attempt=2)]
+    assert core.of(cmd.CondemnInstance) == []
+
+
+def test_rule_8_a_silent_request_without_a_peer_goes_on_in_a_new_request() -> None:
+    core = almost_stuck()
+    assert core.tick(LOOK_S) == [stop(3, on=0)]
+    assert core.stopped(3, tokens=0) == [generate(3, on=0, version=0, attempt=2)]
+
+
+def test_rule_8_an_instance_that_does_not_stop_a_silent_request_is_condemned() -> None:
+    core = almost_stuck()
+    assert core.tick(LOOK_S) == [stop(3, on=0)]
+    grow(core, since=10)
+    assert core.tick(LOOK_S) == [
+        cmd.CondemnInstance(InstanceId(0), 1, "the request of trajectory 3 did not stop within 180 s")
+    ]
 
 
 def test_rule_8_a_trajectory_that_grows_is_left_alone() -> None:

@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from dora.core import events as ev
 from dora.core.strategies import Settings, rules_of
 from tests.core.outside import Outside
 
@@ -143,16 +144,42 @@ class AnyOrder(RuleBasedStateMachine):
 
     # -- servers
 
-    @while_running(lambda o: not all(s.up for s in o.servers.values()))
+    @while_running(lambda o: not all(s.up or i in o.dismissed for i, s in o.servers.items()))
     @rule(index=_INDEX, slots=st.integers(1, 4), kv_tokens=st.sampled_from([30, 100, 400]))
     def come_up(self, index: int, slots: int, kv_tokens: int) -> None:
-        down = [i for i, s in self.outside.servers.items() if not s.up]
+        down = [i for i, s in self.outside.servers.items() if not s.up and i not in self.outside.dismissed]
         self.outside.come_up(pick(down, index), slots=slots, kv_tokens=kv_tokens)
 
     @while_running(lambda o: any(s.up for s in o.servers.values()))
     @rule(index=_INDEX)
     def lose(self, index: int) -> None:
         self.outside.lose(pick([i for i, s in self.outside.servers.items() if s.up], index))
+
+    @while_running(lambda o: True)
+    @rule(index=_INDEX, leave=st.booleans())
+    def drain(self, index: int, leave: bool) -> None:
+        self.outside.drain(pick(self.outside.servers, index), leave=leave)
+
+    @while_running(lambda o: o.barred)
+    @rule(index=_INDEX)
+    def recall(self, index: int) -> None:
+        self.outside.recall(pick(sorted(self.outside.barred), index))
+
+    @while_running(lambda o: o.dismissed)
+    @rule(index=_INDEX)
+    def let_go(self, index: int) -> None:
+        self.outside.let_go(pick(sorted(self.outside.dismissed), index))
+
+    @while_running(lambda o: len(o.servers) < 8)
+    @rule()
+    def join(self) -> None:
+        self.outside.join()
+
+    @while_running(lambda o: o.requests)
+    @rule(index=_INDEX)
+    def long_prefill(self, index: int) -> None:
+        instance = self.outside.requests[pick(self.outside.requests, index)].order.instance
+        self.outside.deliver(ev.PrefillReported(self.outside.now, instance))
 
     @while_running(lambda o: any(s.up for s in o.servers.values()))
     @rule(index=_INDEX)
