@@ -55,7 +55,7 @@ from dora.journal.run_folder import RunFolder
 from dora.journal.tokens import TokenWriter
 from dora.journal.writer import JournalWriter
 from dora.log import configure_logging
-from dora.node.plan import plan_engines, plan_trainer
+from dora.node.plan import plan_engines, plan_sender, plan_trainer
 from dora.node.ports import require_free_ports
 from dora.node.supervise import Node
 from dora.status.facts import ShellFacts
@@ -63,6 +63,9 @@ from dora.status.server import StatusServer
 from dora.status.terminal import show_progress
 from dora.tasks.pool import GraderPool
 from dora.transport.controller_end import ControllerEnd
+from dora.weights.distributed import Distributed
+from dora.weights.push import Disk, Transport
+from dora.weights.senders import Senders
 from dora.weights.store import VersionStore, choose_memory_root, claim, sweep_orphans
 
 log = structlog.get_logger(__name__)
@@ -290,7 +293,7 @@ class _Run:
             max_new_tokens=config.rollout.max_new_tokens,
             temperature=config.rollout.temperature,
             push_timeout_s=config.engine.push_timeout_s,
-            path_map=config.engine.path_map,
+            transport=self._transport(),
             keep_versions=config.weights.keep,
             client=self.client,
             fleet=fleet,
@@ -303,6 +306,17 @@ class _Run:
             evaluations=inputs.evaluations,
             now=self.now,
         )
+
+    def _transport(self) -> Transport:
+        config, folder = self.job.config, self.job.folder
+        disk = Disk(config.engine.path_map)
+        if config.weights.transport == "disk":
+            return disk
+        plan = plan_sender(config, lease=folder.lease.resolve(), environ=os.environ)
+        senders = Senders(plan.argv, env=plan.env, log=folder.logs / f"{plan.name}.log")
+        self.stack.push_async_callback(senders.close)
+        use_nccl = config.trainer.device == "cuda"
+        return Distributed(senders, otherwise=disk, dtype=config.trainer.publish_dtype, use_nccl=use_nccl)
 
     def _rollout_writer(self, store: VersionStore, observer: RunObserver) -> RolloutWriter:
         """Without a trainer, nobody else publishes version 0: it is the model folder as it lies."""

@@ -287,6 +287,10 @@ class WeightsConfig(Section):
 
     memory_folder: Path = Path("/dev/shm")
     """Memory-backed folder for live versions; used where it has room for K + 3 versions, else the run folder."""
+    transport: Literal["disk", "distributed"] = "disk"
+    """How versions come to the servers. `disk`: a server reads the store's folder, which it must see. `distributed`: a
+    process beside the trainer broadcasts them (gloo; NCCL where trainer and server are on GPUs), and log-probs or
+    checksums are compared after each push; data-parallel servers still read the folder."""
     keep: Annotated[int, Field(ge=0)] = 0
     """Durable versions kept besides those still needed, newest first; 0 keeps all."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from dora.controller.evaluations import Evaluations
@@ -26,7 +26,7 @@ from dora.tasks.pool import Graded, GraderPool
 from dora.tasks.prompts import Prompt, PromptStream
 from dora.tasks.rewards import GradeRequest
 from dora.tasks.tokenizer import Tokenizer
-from dora.weights.push import map_path, push
+from dora.weights.push import Transport, push
 from dora.weights.store import StoreError, VersionStore
 
 #: A refused request waits so long before the core may try again, so that `max_attempts` means something.
@@ -43,7 +43,7 @@ class Io:
     max_new_tokens: int
     temperature: float
     push_timeout_s: float
-    path_map: Mapping[str, str]
+    transport: Transport
     keep_versions: int  # durable versions kept besides those needed; 0: all
     client: EngineClient
     fleet: Fleet
@@ -158,9 +158,10 @@ async def push_weights(order: cmd.PushWeights, *, io: Io) -> ev.Event:
         folder = await asyncio.to_thread(io.store.folder, order.version)
         await push(
             io.client.push_endpoint(url),
-            folder=map_path(folder, io.path_map),
+            folder=folder,
             label=io.label(order.version),
             timeout_s=io.push_timeout_s,
+            transport=io.transport,
         )
     except (RemoteError, StoreError) as err:
         return ev.WeightPushFailed(io.now(), order.instance, order.attempt, str(err))

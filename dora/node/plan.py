@@ -130,6 +130,13 @@ def plan_trainer(
     return ProcessPlan(name="trainer", argv=argv, env=env, ready_timeout_s=None)
 
 
+def plan_sender(config: Config, *, lease: Path, environ: Mapping[str, str]) -> ProcessPlan:
+    """A process that brings weights to servers. Those of a run share one log; each is told by its pipes what to do."""
+    env = _child_env(environ, lease=lease, threads=config.trainer.threads)
+    argv = (sys.executable, "-m", "dora", "send")
+    return ProcessPlan(name="sender", argv=argv, env=env, ready_timeout_s=None)
+
+
 def _child_env(environ: Mapping[str, str], *, lease: Path, threads: int) -> dict[str, str]:
     inherited = {key: value for key, value in environ.items() if not key.startswith("DORA_")}
     return inherited | {

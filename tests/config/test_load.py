@@ -107,7 +107,7 @@ def test_a_set_below_a_plain_value_is_refused():
         ("max_staleness", "did you mean rollout.max_staleness?"),
         ("task.sources.0.kid", "did you mean task.sources.0.kind?"),
         ("eval.sets.0.source.promt", "did you mean eval.sets.0.source.prompt?"),
-        ("weights.zzz", "valid here: memory_folder, keep"),
+        ("weights.zzz", "valid here: memory_folder, transport, keep"),
         ("task.sources.0.zzzzzzzz", "valid here: kind, name, path, split, prompt, messages, answer, options, weight"),
     ],
 )

@@ -35,6 +35,7 @@ from dora.tasks.prompts import Prompt, open_stream
 from dora.tasks.rewards import GradeRequest
 from dora.tasks.tokenizer import Tokenizer, load_tokenizer
 from dora.transport.messages import MicroBatch
+from dora.weights.push import DISK
 
 RUN_ID = "test-run"
 MAX_NEW_TOKENS = 16
@@ -308,7 +309,7 @@ def make_io(*, settings: Settings, client: Any, fleet: Fleet, now: Callable[[], 
         "max_new_tokens": settings.max_new_tokens,
         "temperature": 1.0,
         "push_timeout_s": 1.0,
-        "path_map": {},
+        "transport": DISK,
         "keep_versions": 0,
         "client": client,
         "fleet": fleet,

@@ -25,6 +25,7 @@ from dora.engine.client import EngineClient
 from dora.journal.tokens import TokenWriter
 from dora.tasks.pool import GraderPool
 from dora.tasks.prompts import open_stream
+from dora.weights.push import Disk
 from dora.weights.store import VersionStore
 from tests.controller.fakes import MAX_NEW_TOKENS, RUN_ID, make_io, prompt, settings_of
 from tests.engine.scripted_server import ScriptedServer, captured
@@ -259,7 +260,7 @@ async def test_a_push_is_finished_when_the_label_was_read_back(
     io: Io, server: ScriptedServer, store: VersionStore
 ) -> None:
     accepts_pushes(server, holds=f"{RUN_ID}/4")
-    io = replace(io, store=store, path_map={str(store.memory_root): "/seen/by/server"})
+    io = replace(io, store=store, transport=Disk({str(store.memory_root): "/seen/by/server"}))
     assert await effects.push_weights(PUSH, io=io) == ev.WeightPushFinished(1.0, InstanceId(0), 3, 4)
     update = next(body for path, body in server.calls if path == "/update_weights_from_disk")
     assert update["model_path"] == f"/seen/by/server/{store.folder(4).name}"
