@@ -155,7 +155,7 @@ async def test_a_push_changes_the_weights_and_the_label_of_later_answers(
     answers = {}
     for version in (0, 1, 0):
         label = f"run/{version}"
-        await push(client.push_endpoint(url), folder=str(store.folder(version)), label=label, timeout_s=30)
+        await push(client.push_endpoint(url), folder=store.folder(version), label=label, timeout_s=30)
         assert await client.weight_version(url) == label
         tokens = Tokens()
         result = await client.generate(url, replace(REQUEST, extra_key=label), tokens)
@@ -173,7 +173,7 @@ async def test_a_push_to_a_server_at_work_is_refused_and_disturbs_nothing(
         generation = group.create_task(client.generate(url, LONG, tokens))
         await tokens.enough.wait()
         with pytest.raises(PushFailed, match="still holds requests") as failed:
-            await push(client.push_endpoint(url), folder=str(store.folder(1)), label="run/1", timeout_s=30)
+            await push(client.push_endpoint(url), folder=store.folder(1), label="run/1", timeout_s=30)
         await client.abort(url, LONG.rid)
         result = await generation
     assert not failed.value.doubtful
@@ -184,7 +184,7 @@ async def test_a_push_of_a_missing_folder_leaves_the_server_serving(
     url: str, client: EngineClient, tmp_path: Path
 ) -> None:
     with pytest.raises(PushFailed) as failed:
-        await push(client.push_endpoint(url), folder=str(tmp_path / "absent"), label="run/9", timeout_s=30)
+        await push(client.push_endpoint(url), folder=tmp_path / "absent", label="run/9", timeout_s=30)
     assert (failed.value.stage, failed.value.doubtful) == ("update", True)
     assert await client.weight_version(url) == "run/0"
     assert (await client.generate(url, REQUEST, Tokens())).num_tokens == 24

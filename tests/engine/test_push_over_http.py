@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -88,7 +89,7 @@ async def client() -> AsyncIterator[EngineClient]:
 
 async def push_to(client: EngineClient, sglang: PushServer, *, timeout_s: float = 30.0) -> None:
     endpoint = client.push_endpoint(sglang.scripted.url)
-    await push(endpoint, folder="/store/v000002", label="run/2", timeout_s=timeout_s)
+    await push(endpoint, folder=Path("/store/v000002"), label="run/2", timeout_s=timeout_s)
 
 
 async def test_a_push_is_the_recommended_sequence_with_every_flag_explicit(

@@ -183,7 +183,7 @@ async def test_a_push_makes_the_server_hold_other_weights_under_their_label_and_
 ) -> None:
     endpoint = client.push_endpoint(wire.server.url)
     for folder, label, reference in ((model_b, "run/1", reference_b), (model_a, "run/0", reference_a)):
-        await push(endpoint, folder=str(folder), label=label, timeout_s=30)
+        await push(endpoint, folder=folder, label=label, timeout_s=30)
         answer = await wire.generate(sampling=SHORT)  # no extra_key: nothing of the other weights may be cached
         meta = answer["meta_info"]
         assert (meta["cached_tokens"], meta["weight_version"]) == (0, label)
@@ -199,7 +199,7 @@ async def test_a_push_to_a_busy_server_changes_nothing_and_leaves_it_serving(
     async with wire.stream(sampling=LONG) as (stream, _):
         await stream.until(30)  # by now it is counted
         with pytest.raises(PushFailed) as failed:
-            await push(client.push_endpoint(wire.server.url), folder=str(model_b), label="run/1", timeout_s=30)
+            await push(client.push_endpoint(wire.server.url), folder=model_b, label="run/1", timeout_s=30)
         assert not failed.value.doubtful
         assert await wire.weight_version() == START_LABEL
         await stream.until(len(stream.token_ids) + 20)

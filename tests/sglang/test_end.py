@@ -73,6 +73,6 @@ async def test_a_checkpoint_of_another_shape_ends_the_server_and_the_push_says_s
     main = wire.server.main_process()
     endpoint = client.push_endpoint(wire.server.url)
     with pytest.raises(PushFailed) as failed:
-        await push(endpoint, folder=str(model_of_other_shape), label="run/1", timeout_s=END_LIMIT_S)
+        await push(endpoint, folder=model_of_other_shape, label="run/1", timeout_s=END_LIMIT_S)
     assert (failed.value.stage, failed.value.doubtful) == ("update", True)
     await until_gone(main)

@@ -1,0 +1,154 @@
+"""Every release of SGLang from 0.5.18 on, as recorded in `captures/releases/`: probe, parser, refusals and pushes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+from scripted_server import Handler, ScriptedServer, reset
+
+from dora.embedded.dialect import DIALECTS
+from dora.engine.client import EngineClient
+from dora.engine.errors import RequestRefused, ServerGone
+from dora.engine.probe import Capabilities, probe
+from dora.engine.stream import GenerateResult, StreamParser
+
+FOLDER = Path(__file__).parent / "captures" / "releases"
+RELEASES = sorted(file.stem for file in FOLDER.glob("*.json"))
+
+every_release = pytest.mark.parametrize("release", RELEASES)
+
+
+def recorded(release: str) -> dict[str, dict[str, Any]]:
+    exchanges: dict[str, dict[str, Any]] = json.loads((FOLDER / f"{release}.json").read_text())
+    return exchanges
+
+
+def replay(server: ScriptedServer, release: str, *names: str) -> None:
+    """Answer each path as in these exchanges; of two with one method and path, as in the later one."""
+    by_path: dict[str, dict[str, dict[str, Any]]] = {}
+    for name in names:
+        exchange = recorded(release)[name]
+        by_path.setdefault(exchange["path"], {})[exchange["method"]] = exchange
+    for path, by_method in by_path.items():
+        server.answers[path] = _answering(by_method)
+
+
+def _answering(by_method: dict[str, dict[str, Any]]) -> Handler:
+    async def answer(request: web.Request) -> web.StreamResponse:
+        exchange = by_method[request.method]
+        if exchange["status"] is None:
+            reset(request)
+            return web.Response()
+        text: str = exchange["text"]
+        kind = "text/event-stream" if text.startswith("data:") else "application/json" if text[:1] in "{[" else None
+        return web.Response(status=exchange["status"], text=text, content_type=kind)
+
+    return answer
+
+
+@pytest.fixture
+async def client() -> AsyncIterator[EngineClient]:
+    async with EngineClient(max_connections=1) as client:
+        yield client
+
+
+def read(text: str, *, split: int) -> tuple[list[int], list[float], GenerateResult]:
+    parser, token_ids, logprobs = StreamParser("http://server"), list[int](), list[float]()
+    data = text.encode()
+    for piece in (data[:split], data[split:]):
+        for chunk in parser.feed(piece):
+            token_ids += chunk.token_ids
+            logprobs += chunk.logprobs
+    return token_ids, logprobs, parser.close()
+
+
+def test_every_release_that_the_embedded_engine_speaks_is_recorded() -> None:
+    assert set(DIALECTS) == set(RELEASES)
+
+
+@every_release
+async def test_the_probe_finds_what_the_release_can_do(
+    server: ScriptedServer, client: EngineClient, release: str
+) -> None:
+    replay(
+        server,
+        release,
+        *("/server_info", "/v1/loads", "/model_info", "answer"),
+        *("/begin_weight_update exists", "/weights_checker exists"),
+    )
+    assert await probe(client, server.url, timeout_s=10) == Capabilities(
+        server_version=release,
+        is_incremental=True,
+        max_total_tokens=8192,
+        max_running=4,
+        context_length=2042,
+        label="start",
+        has_spans=DIALECTS[release].has_spans,
+        has_update_gate=DIALECTS[release].has_update_gate,
+        has_weights_checker=True,
+    )
+
+
+@every_release
+def test_an_answer_gives_each_token_once_at_every_split_and_one_span(release: str) -> None:
+    text = recorded(release)["answer"]["text"]
+    whole = read(text, split=0)
+    token_ids, logprobs, result = whole
+    assert (len(token_ids), len(logprobs), result.num_tokens, result.finish_reason) == (4, 4, 4, "length")
+    assert (result.spans, result.has_spans) == ((("start", 0, 4),), DIALECTS[release].has_spans)
+    for split in range(len(text)):
+        assert read(text, split=split) == whole
+
+
+@every_release
+def test_an_answer_aborted_while_retracted_gives_each_token_once(release: str) -> None:
+    """Its last chunk repeats what was sent (sglang.md §1.3)."""
+    exchange = recorded(release)["answer aborted while retracted"]
+    last = json.loads(exchange["text"].split("data: ")[-2])["meta_info"]
+    token_ids, logprobs, result = read(exchange["text"], split=0)
+    assert (result.finish_reason, result.num_tokens) == ("abort", last["completion_tokens"])
+    assert [[logprob, token, None] for logprob, token in zip(logprobs, token_ids, strict=True)] == last[
+        "output_token_logprobs"
+    ][-len(token_ids) :]
+    assert result.spans == (("run/1", 0, len(token_ids)),)
+
+
+@every_release
+async def test_an_update_of_a_missing_folder_is_refused_with_the_reason(
+    server: ScriptedServer, client: EngineClient, release: str
+) -> None:
+    replay(server, release, "update of a missing folder")
+    with pytest.raises(RequestRefused, match="Failed to get weights iterator"):
+        await client.update_weights_from_disk(server.url, "/absent", "run/2", timeout_s=10)
+
+
+@every_release
+async def test_an_update_that_flushes_under_a_running_request_is_never_taken_for_done(
+    server: ScriptedServer, client: EngineClient, release: str
+) -> None:
+    """Our client does not flush there; another user of the server may."""
+    replay(server, release, "update with flush in a pause in place")
+    error: type[Exception] = RequestRefused
+    says = "Weights were updated, but the cache was not flushed"
+    if not DIALECTS[release].outlives_failed_flush:
+        error, says = ServerGone, "the connection broke off"
+    with pytest.raises(error, match=says):
+        await client.update_weights_from_disk(server.url, "/store/v000003", "run/3", timeout_s=10)
+
+
+@every_release
+async def test_a_busy_server_does_not_flush_and_an_idle_one_does(
+    server: ScriptedServer, client: EngineClient, release: str
+) -> None:
+    for name, flushes in (
+        ("flush of a busy server", False),
+        ("flush over a retracted request", DIALECTS[release].flushes_over_queue),
+        ("flush", True),
+    ):
+        replay(server, release, name)
+        assert await client.flush_cache(server.url) is flushes

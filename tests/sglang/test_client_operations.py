@@ -1,0 +1,262 @@
+"""No sequence of calls that our client can make kills a server or leaves it unable to serve: a machine makes them.
+
+Every rule is one operation of `EngineClient` (or a push, a probe, a dropped connection) on one server, whatever its
+state: paused, full, empty, in the middle of an update that was given up. Refusals and time-outs are fine; after each
+step the server must live, and at the end of each example a fresh answer must come from the weights it says it holds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Coroutine
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal, TypeVar, get_args
+
+import pytest
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
+
+from dora.engine.client import EngineClient, PauseMode
+from dora.engine.probe import probe
+from dora.errors import ConfigError, RemoteError
+from dora.weights.push import push
+from tests.embedded.conftest import CONTEXT, VOCAB, Reference
+from tests.sglang.conftest import PROMPT, QUEUE, SETTLE_S, SLOTS, Server, Tokens, request
+
+pytestmark = pytest.mark.timeout(300, func_only=True)  # about 2 minutes on the real server
+
+Result = TypeVar("Result")
+Model = Literal["a", "b"]
+MODELS = st.sampled_from(get_args(Model))
+
+SHORT_S = 0.5  # for what may have to wait: an unpaused update of a busy server, a probe of a paused one
+STEPS, EXAMPLES = 25, 12
+
+
+class Operations(RuleBasedStateMachine):
+    """The client's own calls in any order. Labels name the model whose weights they stand for: `a/7`."""
+
+    server: Server
+    folders: dict[Model, Path]
+    references: dict[Model, Reference]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._url = self.server.url
+        self._runner = asyncio.Runner()
+        self._calls: dict[str, asyncio.Task[object]] = {}
+        self._story: list[str] = []
+        self._count = 0
+        self._client: EngineClient
+
+    @initialize()
+    def connect(self) -> None:
+        async def make() -> EngineClient:
+            return EngineClient(max_connections=64, vocab_size=VOCAB, control_timeout_s=5.0)
+
+        self._client = self._runner.run(make())
+
+    # --- requests. What is drawn never depends on what the server did: hypothesis must be able to draw it again
+
+    @rule(endless=st.booleans(), wait=st.booleans())
+    def start(self, endless: bool, wait: bool) -> None:
+        """A call in the background; with `wait`, until its first tokens came or it is clear that none come yet."""
+        if len(self._calls) < SLOTS + QUEUE + 2:
+            self._do("start endless" if endless else "start", self._begin(endless=endless, wait=wait))
+
+    @rule(which=st.integers(0, SLOTS + QUEUE), how=st.sampled_from(["abort", "drop", "start again"]))
+    def disturb(self, which: int, how: str) -> None:
+        """One of the calls that are live as far as is known here, else one that nobody knows."""
+        rid = [*self._calls, "nobody-0"][which % (len(self._calls) + 1)]
+        match how:
+            case "abort":
+                self._do(f"abort {rid}", self._client.abort(self._url, rid))
+            case "drop":
+                self._do(f"drop {rid}", self._drop(rid))
+            case _:
+                again = self._client.generate(self._url, request(rid), Tokens())
+                self._do(f"start {rid} again", asyncio.wait_for(again, SHORT_S))
+
+    @rule(
+        bad=st.sampled_from(
+            [
+                {"input_ids": [VOCAB]},
+                {"input_ids": [-1]},
+                {"input_ids": []},
+                {"input_ids": [5] * CONTEXT},
+                {"max_new_tokens": 0},
+                {"temperature": -1.0},
+                {"top_p": 0.0},
+                {"top_k": 0},
+            ]
+        )
+    )
+    def generate_nonsense(self, bad: dict[str, Any]) -> None:
+        nonsense = self._client.generate(self._url, replace(request("nonsense"), **bad), Tokens())
+        self._do(f"generate with {next(iter(bad))}", asyncio.wait_for(nonsense, SHORT_S))
+
+    # --- control
+
+    @rule(what=st.sampled_from([*get_args(PauseMode), "resume", "flush"]))
+    def hold(self, what: Any) -> None:
+        match what:
+            case "resume":
+                self._do(what, self._client.resume(self._url))
+            case "flush":
+                self._do(what, self._client.flush_cache(self._url))
+            case mode:
+                self._do(f"pause {mode}", self._client.pause(self._url, mode))
+
+    @rule(model=MODELS, absent=st.booleans())
+    def update(self, model: Model, absent: bool) -> None:
+        """Whatever the server is doing. Unpaused and busy, it is given up here and carried out there when it can be."""
+        folder = self.folders[model] / "absent" if absent else self.folders[model]
+        label = self._label(model)
+        update = self._client.update_weights_from_disk(self._url, str(folder), label, timeout_s=SHORT_S)
+        self._do(f"update to {label}{' (absent)' if absent else ''}", update)
+
+    @rule(model=MODELS)
+    def push(self, model: Model) -> None:
+        label = self._label(model)
+        endpoint = self._client.push_endpoint(self._url)
+        self._do(f"push {label}", push(endpoint, folder=self.folders[model], label=label, timeout_s=5.0))
+
+    @rule(what=st.sampled_from(["loads", "weight_version", "server_info", "health", "probe"]))
+    def ask(self, what: str) -> None:
+        client, url = self._client, self._url
+        match what:
+            case "health":
+                self._do(what, client.health(url, timeout_s=SHORT_S))
+            case "probe":
+                self._do(what, probe(client, url, timeout_s=SHORT_S))
+            case _:
+                self._do(what, getattr(client, what)(url))
+
+    # --- what must hold
+
+    @invariant()
+    def the_server_lives(self) -> None:
+        if not self._story:
+            return
+        try:
+            self._runner.run(self._client.loads(self._url))
+        except RemoteError as err:
+            pytest.fail(f"after {', '.join(self._story)}: {err}")
+        assert self.server.main_process().is_running(), self._story
+        assert self.server.model_process().is_running(), self._story
+
+    def teardown(self) -> None:
+        try:
+            if self._story:
+                self._runner.run(self._settle())
+                self._check_a_fresh_answer()
+        finally:
+            self._runner.run(self._client.close())
+            self._runner.close()
+
+    def _check_a_fresh_answer(self) -> None:
+        tokens, label = Tokens(), self._runner.run(self._client.weight_version(self._url))
+        fresh = replace(request(f"fresh-{id(self):x}"), extra_key=label)
+        result = self._runner.run(asyncio.wait_for(self._client.generate(self._url, fresh, tokens), SETTLE_S))
+        assert result.spans == ((label, 0, len(tokens.token_ids)),), self._story
+        reference = self.references["b" if label.startswith("b/") else "a"]
+        plain = reference.logprobs(PROMPT + tokens.token_ids)[len(PROMPT) - 1 :]
+        assert tokens.logprobs == pytest.approx(plain, abs=1e-3), self._story
+
+    # --- helpers
+
+    def _do(self, what: str, call: Coroutine[Any, Any, object]) -> None:
+        """One operation; that it is refused, late or given up is an answer."""
+        self._story.append(what)
+        try:
+            self._runner.run(call)
+        except (RemoteError, ConfigError, TimeoutError) as err:
+            self._story[-1] += f" [{type(err).__name__}]"
+        self._calls = {rid: task for rid, task in self._calls.items() if not task.done()}
+
+    async def _begin(self, *, endless: bool, wait: bool) -> None:
+        self._count += 1
+        rid, tokens = f"machine-{id(self):x}-{self._count:04}", Tokens()
+        call = self._client.generate(self._url, request(rid, endless=endless), tokens)
+        self._calls[rid] = asyncio.create_task(_outcome(call), name=rid)
+        if wait:
+            async with asyncio.timeout(SHORT_S):
+                await tokens.until(1)
+
+    async def _drop(self, rid: str) -> None:
+        if rid in self._calls:
+            self._calls[rid].cancel()
+            await asyncio.wait({self._calls[rid]})
+
+    async def _settle(self) -> None:
+        """Empty and unpaused, by the client's own means. An update that was given up may still come through."""
+        for rid, task in self._calls.items():
+            await self._client.abort(self._url, rid)
+            task.cancel()
+        if self._calls:
+            await asyncio.wait(self._calls.values())
+        async with asyncio.timeout(SETTLE_S):
+            await self._client.resume(self._url)
+            while not await self._client.flush_cache(self._url):  # noqa: ASYNC110 - another process's state
+                await asyncio.sleep(0.02)
+
+    def _label(self, model: Model) -> str:
+        self._count += 1
+        return f"{model}/{self._count}"
+
+
+async def _outcome(call: Coroutine[Any, Any, object]) -> object:
+    """A stream may break off, be refused or be aborted; that is no matter of the server's life."""
+    try:
+        return await call
+    except RemoteError as err:
+        return err
+
+
+def test_no_sequence_of_our_calls_kills_a_server(
+    server: Server,
+    model_a: Path,
+    model_b: Path,
+    reference_a: Reference,
+    reference_b: Reference,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("dora.weights.push.DRAIN_TIMEOUT_S", SHORT_S)
+
+    class OnThisServer(Operations):
+        pass
+
+    OnThisServer.server = server
+    OnThisServer.folders = {"a": model_a, "b": model_b}
+    OnThisServer.references = {"a": reference_a, "b": reference_b}
+    run_state_machine_as_test(
+        OnThisServer,
+        settings=settings(
+            max_examples=EXAMPLES,
+            stateful_step_count=STEPS,
+            deadline=None,
+            database=None,
+            phases=[Phase.generate],  # a dead server cannot be asked again: the story says what killed it
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+
+
+def test_the_client_cannot_say_what_would_end_requests_or_flush_under_them() -> None:
+    """SGLang's defaults: a pause in mode abort, an update that flushes (which kills it), a relabel that aborts."""
+    assert set(get_args(PauseMode)) == {"in_place", "retract"}
+    taken = {
+        name: set(inspect.signature(call).parameters) for name, call in vars(EngineClient).items() if callable(call)
+    }
+    assert taken["pause"] == {"self", "url", "mode"}
+    assert taken["abort"] == {"self", "url", "rid"}
+    assert taken["update_weights_from_disk"] == {"self", "url", "folder", "label", "timeout_s"}
