@@ -42,7 +42,7 @@ def qwen3(*, hidden: int = 32) -> Qwen3Config:
     )
 
 
-def save(folder: Path, config: PreTrainedConfig, *, seed: int) -> Path:
+def save(folder: Path, config: PreTrainedConfig, *, seed: int, scale: float = 5.0) -> Path:
     """A random model with weights large enough that its distributions are far from uniform."""
     disable_progress_bar()
     torch.manual_seed(seed)
@@ -50,7 +50,7 @@ def save(folder: Path, config: PreTrainedConfig, *, seed: int) -> Path:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
-                parameter.mul_(5.0)
+                parameter.mul_(scale)
     model.save_pretrained(folder)
     return folder
 
