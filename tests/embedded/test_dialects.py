@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,26 @@ import pytest
 
 from dora.embedded.dialect import DIALECTS, dialect_of
 from dora.embedded.updates import outside_gate
+from dora.engine.client import EngineClient, GenerateRequest
+from dora.engine.probe import probe
 from dora.errors import ConfigError
-from tests.embedded.conftest import Reference, Served, Serving
+from dora.weights.push import push
+from tests.embedded.conftest import EOS, Reference, Served, Serving
 from tests.embedded.test_control import pause, resume, until_tokens, update, updated
 from tests.embedded.test_generate import running, sample
 
 NEWEST = "0.5.23"
 every_dialect = pytest.mark.parametrize("dialect", DIALECTS)
+
+REQUEST = GenerateRequest(
+    rid="ours-0",
+    input_ids=[5, 6, 7, 8],
+    max_new_tokens=12,
+    temperature=1.0,
+    stop_token_ids=[EOS],
+    seed=1,
+    extra_key="run/1",
+)
 
 UNFLUSHED = (
     400,
@@ -222,3 +236,32 @@ def spans(meta: dict[str, Any], border: int) -> list[dict[str, Any]]:
         {"version": "default", "start": 0, "end": border},
         {"version": "w1", "start": border, "end": meta["completion_tokens"]},
     ]
+
+
+# --- our client
+
+
+@every_dialect
+async def test_our_client_probes_pushes_and_reads_an_answer_of_one_version(
+    serving: Serving, model_b: Path, reference_b: Reference, dialect: str
+) -> None:
+    facts = DIALECTS[dialect]
+    async with serving(dialect=dialect) as served, EngineClient(max_connections=1) as client:
+        url = str(served.http._base_url)
+        found = await probe(client, url, timeout_s=30)
+        assert (found.server_version, found.has_spans, found.has_update_gate) == (
+            dialect,
+            facts.has_spans,
+            facts.has_update_gate,
+        )
+        await push(client.push_endpoint(url), folder=model_b, label="run/1", timeout_s=30)
+        token_ids: list[int] = []
+        logprobs: list[float] = []
+
+        def keep(new_ids: Sequence[int], new_logprobs: Sequence[float]) -> None:
+            token_ids.extend(new_ids)
+            logprobs.extend(new_logprobs)
+
+        result = await client.generate(url, REQUEST, keep)
+    assert (result.spans, result.has_spans) == ((("run/1", 0, len(token_ids)),), facts.has_spans)
+    assert logprobs == pytest.approx(reference_b.logprobs([5, 6, 7, 8, *token_ids])[3:], abs=1e-4)

@@ -16,6 +16,7 @@ from dora.engine.client import EngineClient
 from dora.engine.errors import RequestRefused, ServerGone
 from dora.engine.probe import Capabilities, probe
 from dora.engine.stream import GenerateResult, StreamParser
+from dora.weights.push import PushFailed, push
 
 FOLDER = Path(__file__).parent / "captures" / "releases"
 RELEASES = sorted(file.stem for file in FOLDER.glob("*.json"))
@@ -152,3 +153,21 @@ async def test_a_busy_server_does_not_flush_and_an_idle_one_does(
     ):
         replay(server, release, name)
         assert await client.flush_cache(server.url) is flushes
+
+
+@every_release
+async def test_a_push_by_disk_goes_through(server: ScriptedServer, client: EngineClient, release: str) -> None:
+    replay(server, release, "/v1/loads", "pause", "flush", "update", "/model_info after update", "continue")
+    await push(client.push_endpoint(server.url), folder=Path("/store/v000001"), label="run/1", timeout_s=10)
+    assert server.paths()[-1] == "/continue_generation"
+
+
+@every_release
+async def test_a_push_that_finds_a_request_resident_touches_nothing(
+    server: ScriptedServer, client: EngineClient, release: str
+) -> None:
+    replay(server, release, "/v1/loads", "pause", "flush of a busy server", "continue")
+    with pytest.raises(PushFailed, match="a request is resident") as failed:
+        await push(client.push_endpoint(server.url), folder=Path("/store/v000001"), label="run/1", timeout_s=10)
+    assert not failed.value.doubtful
+    assert server.paths()[-1] == "/continue_generation"
