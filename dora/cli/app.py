@@ -77,6 +77,57 @@ def status(
     command(url)
 
 
+instances = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
+app.add_typer(instances, name="instances")
+
+Instance = Annotated[str, typer.Argument(metavar="ID|URL", help="An instance's number or address.")]
+
+
+@instances.callback()
+def at(
+    context: typer.Context,
+    url: Annotated[str, typer.Argument(metavar="STATUS_URL", help="Address of a run's status endpoint.")],
+    token_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Holds the run's token; without it, DORA_STATUS_TOKEN does.")
+    ] = None,
+) -> None:
+    """The servers of a running job: list them, or add, drain and remove one."""
+    context.obj = (url, token_file)
+
+
+@instances.command(name="list")
+def show_instances(context: typer.Context) -> None:
+    """Every instance: what it holds and does, and what was asked of it."""
+    from dora.cli.instances import show
+
+    show(context.obj[0])
+
+
+@instances.command()
+def add(context: typer.Context, instance: Instance) -> None:
+    """Have a server take part: a new one by its address, a drained one by its number or address."""
+    _request(context, "add", instance)
+
+
+@instances.command()
+def drain(context: typer.Context, instance: Instance) -> None:
+    """Give it no more work: what runs there moves to peers that have room, or ends there."""
+    _request(context, "drain", instance)
+
+
+@instances.command()
+def remove(context: typer.Context, instance: Instance) -> None:
+    """Drain it, then let it leave the run: ended if the run started it, left running if not."""
+    _request(context, "remove", instance)
+
+
+def _request(context: typer.Context, verb: str, instance: str) -> None:
+    from dora.cli.instances import request
+
+    url, token_file = context.obj
+    request(url, verb, instance, token_file=token_file)
+
+
 @app.command()
 def audit(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A run folder.")],

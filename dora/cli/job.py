@@ -39,6 +39,7 @@ from dora.config.schema import Config, RewardConfig
 from dora.controller.effects import Io
 from dora.controller.fleet import ExternalServer, Fleet, Limits, Server
 from dora.controller.loop import Controller, Outcome
+from dora.controller.membership import Membership
 from dora.controller.observer import RunObserver
 from dora.controller.rollouts import RolloutWriter
 from dora.controller.trainer_link import TrainerLink
@@ -74,6 +75,8 @@ log = structlog.get_logger(__name__)
 STOP_TIMEOUT_S = 30.0
 #: Open streams beyond one per slot: for requests that are just ending, and probes.
 STREAM_MARGIN = 64
+#: Instances that may join at run time: their streams are counted too.
+MAX_JOINED = 32
 REACH_TIMEOUT_S = 30.0
 
 
@@ -100,7 +103,7 @@ async def run_job(config: Config, *, earlier: RunFolder | None, rollout_only: bo
     require_free_ports(config)
     async with AsyncExitStack() as stack:
         graders, eval_graders = await enter_graders(stack, config)
-        connections = config.num_instances * config.engine.slots + STREAM_MARGIN
+        connections = (config.num_instances + MAX_JOINED) * config.engine.slots + STREAM_MARGIN
         client = await stack.enter_async_context(
             EngineClient(
                 max_connections=connections,
@@ -194,10 +197,17 @@ class _Run:
         io = self._io(fleet, store, trajectories)
         self.controller = Controller(state, io=io, journal=journal, trainer=trainer, observer=observer)
         status = await self.stack.enter_async_context(
-            StatusServer(observer.snapshot, host=job.config.status.host, port=job.config.status.port)
+            StatusServer(
+                observer.snapshot,
+                host=job.config.status.host,
+                port=job.config.status.port,
+                requests=Membership(fleet, state=state, client=self.client, ask=self.controller.ask, now=self.now),
+                token=job.config.status.token or self._draw_token(),
+            )
         )
         _stop_on_signals(self.controller, node)
-        async with show_progress(observer.snapshot, status_url=status.url, folder=folder.root):
+        token = folder.status_token if job.config.status.token is None else None
+        async with show_progress(observer.snapshot, status_url=status.url, folder=folder.root, token=token):
             outcome = await self.controller.run(self.first)
             observer.end(outcome)
         check_invariants(state)
@@ -210,6 +220,15 @@ class _Run:
     async def _emit(self, event: ev.Event) -> None:
         assert self.controller is not None, "nothing happens before the controller runs"
         await self.controller.emit(event)
+
+    def _draw_token(self) -> str:
+        """A token for this run, in a file that nobody else may read."""
+        token = secrets.token_hex(16)
+        path = self.job.folder.status_token
+        path.touch(mode=0o600)
+        path.chmod(0o600)
+        path.write_text(token + "\n", encoding="utf-8")
+        return token
 
     # -- parts ----------------------------------------------------------------------------------------------------
 
@@ -238,6 +257,9 @@ class _Run:
         )
         resuming.require_versions(job.state, store)
         self.first.append(resumed.restarted)
+        for instance in [i for i in job.state.instances if i >= job.config.num_instances]:
+            sys.stderr.write(f"dora: instance {instance} had joined at run time and is forgotten; add it again\n")
+            self.first.append(ev.InstanceRemoved(self.now(), instance))
         return resumed.checkpoint
 
     def _begin_journal(self, journal: JournalWriter) -> None:
@@ -259,14 +281,15 @@ class _Run:
             servers,
             client=self.client,
             limits=Limits(
+                instances=config.num_instances + MAX_JOINED,
                 slots=config.engine.slots,
                 kv_tokens=config.engine.kv_tokens,
                 context_tokens=config.task.max_prompt_tokens + config.rollout.max_new_tokens,
             ),
             emit=self._emit,
             fence=lambda instance: self.controller.fence(instance) if self.controller is not None else {},
+            rows=self.job.state.instances,
             now=self.now,
-            incarnations={i.id: i.incarnation for i in self.job.state.instances.values()},
         )
 
     def _observer(self, trajectories: Trajectories, fleet: Fleet) -> RunObserver:

@@ -15,7 +15,7 @@ from dora.controller.trajectories import Trajectories
 from dora.core.commands import FinishRun
 from dora.core.events import ControllerRestarted
 from dora.core.groups import Trajectory
-from dora.core.ids import GroupId, InstanceId, TrajectoryId
+from dora.core.ids import GroupId, TrajectoryId
 from dora.core.state import ControllerState
 from dora.core.strategies import Settings
 from dora.errors import ConfigError, RunFailed
@@ -34,11 +34,6 @@ class Resumed:
     state: ControllerState
     restarted: ControllerRestarted
     checkpoint: Path | None  #: None: the trainer starts from version 0 and is fed every step again
-
-    @property
-    def incarnations(self) -> dict[InstanceId, int]:
-        """Of all instances so far."""
-        return {i.id: i.incarnation for i in self.state.instances.values()}
 
 
 def read_run(folder: RunFolder) -> tuple[Settings, ControllerState, float, int]:

@@ -168,6 +168,12 @@ async def push_weights(order: cmd.PushWeights, *, io: Io) -> ev.Event:
     return ev.WeightPushFinished(io.now(), order.instance, order.attempt, order.version)
 
 
+async def dismiss(order: cmd.DismissInstance, *, io: Io) -> ev.Event:
+    """Let an instance go that the core has emptied."""
+    await io.fleet.dismiss(order.instance)
+    return ev.InstanceRemoved(io.now(), order.instance)
+
+
 async def fetch_prompts(order: cmd.FetchPrompts, *, io: Io) -> ev.Event:
     """Read the next prompts of the stream, off the loop: some sources compute for a second."""
 

@@ -1,26 +1,28 @@
-"""The servers of a run, one keeper each: up, watched, lost, back again.
+"""The servers of a run, one keeper each: up, watched, lost, back again; and those that join and leave meanwhile.
 
 Invariant: an incarnation of an instance is reported up once and lost once, in this order; InstanceLost carries the
-token counts after the trajectories were fenced, so nothing the dead server still says can count.
+token counts after the trajectories were fenced, so nothing the dead server still says can count. An id is never given
+to a second server within one controller's life.
 
-Keeper loop, per instance. Consumes: condemnations and the end of the server's process. Produces: InstanceUp,
-InstanceLost. Waits for: either of the two (and for the server to start, with a limit). Unblocked by: `condemn`, the
-process's exit, a failed health check of an external server.
+Keeper loop, per instance. Consumes: condemnations, the end of the server's process, health checks. Produces:
+InstanceUp, InstanceLost, PrefillReported. Waits for: any of the three (and for the server to start, with a limit).
+Unblocked by: `condemn`, the process's exit, missed health checks; cancelled by `dismiss`.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import structlog
 
-from dora.core.events import Event, InstanceLost, InstanceUp
+from dora.core.events import Event, InstanceLost, InstanceUp, PrefillReported
 from dora.core.ids import InstanceId, TrajectoryId
+from dora.core.instances import Instance
 from dora.engine.client import EngineClient
-from dora.engine.probe import is_alive, probe
+from dora.engine.probe import Capabilities, is_alive, probe
 from dora.errors import ConfigError, RemoteError, RunFailed
 
 log = structlog.get_logger(__name__)
@@ -30,8 +32,8 @@ MAX_START_FAILURES = 5
 #: Pause before the n-th restart, doubled each time, seconds.
 RESTART_PAUSE_S = 0.5
 MAX_RESTART_PAUSE_S = 30.0
-#: How often an external server is asked whether it lives, and how long it may take to answer (a paused SGLang
-#: answers 503 after 20 s).
+#: How often a server is asked whether it lives, and how long it may take to answer (SGLang looks for a sign of its
+#: scheduler for 20 s before it says no).
 HEALTH_INTERVAL_S = 5.0
 HEALTH_TIMEOUT_S = 30.0
 HEALTH_STRIKES = 3
@@ -47,19 +49,36 @@ class Server(Protocol):
         """Start it if it is ours to start; returns its URL once it answers. RemoteError if it does not."""
 
     async def ended(self) -> str:
-        """Waits until the server is gone; returns why. Never returns for a server that is not ours."""
+        """Waits until the process is gone; returns why. Never returns for a server that is not ours."""
 
     async def kill(self) -> None:
         """End it now if it is ours."""
 
+    async def stop(self) -> None:
+        """It leaves the run: ended in peace if it is ours, else left running and unpaused."""
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the run lets one instance do."""
+    """What the run lets its instances be and do."""
 
+    instances: int  # at the same time: the client has streams for so many
     slots: int
     kv_tokens: int
     context_tokens: int  # longest prompt + token budget: what every server must be able to hold
+
+
+@dataclass(slots=True)
+class _Member:
+    """One instance of the run, up or not."""
+
+    server: Server
+    incarnation: int = 0
+    condemned: asyncio.Event = field(default_factory=asyncio.Event)
+    reason: str = ""  # of its condemnation
+    has_joined: bool = False  # at run time: what is wrong with it does not end the run
+    given_up: bool = False
+    keeper: asyncio.Task[None] | None = None
 
 
 class Fleet:
@@ -73,60 +92,123 @@ class Fleet:
         limits: Limits,
         emit: Callable[[Event], Awaitable[None]],
         fence: Callable[[InstanceId], dict[TrajectoryId, int]],
+        rows: Mapping[InstanceId, Instance],
         now: Callable[[], float],
-        incarnations: dict[InstanceId, int],
     ) -> None:
-        self._servers = servers
+        """`rows` is the core's instance table: read for incarnations of an earlier controller, and by the watch."""
         self._client = client
         self._limits = limits
         self._emit = emit
         self._fence = fence
+        self._rows = rows
         self._now = now
-        self._incarnation = [incarnations.get(InstanceId(i), 0) for i in range(len(servers))]
-        self._condemned = [asyncio.Event() for _ in servers]
-        self._reason = [""] * len(servers)
+        self._members = {InstanceId(i): _Member(server) for i, server in enumerate(servers)}
+        for instance, member in self._members.items():
+            if instance in rows:
+                member.incarnation = rows[instance].incarnation
+        self._next = InstanceId(max([len(servers) - 1, *rows]) + 1)
+        self._keepers: asyncio.TaskGroup | None = None
         self.urls: dict[InstanceId, str] = {}  #: of the instances that are up
-        self._given_up = 0
 
-    @property
-    def size(self) -> int:
-        """Number of instances, up or not."""
-        return len(self._servers)
+    async def run(self) -> None:
+        """Keep all instances until cancelled. RunFailed when none is left."""
+        async with asyncio.TaskGroup() as self._keepers:
+            for instance in self._members:
+                self._start_keeper(instance)
+
+    def _start_keeper(self, instance: InstanceId) -> None:
+        assert self._keepers is not None, "the fleet runs"
+        self._members[instance].keeper = self._keepers.create_task(self.keep(instance), name=f"instance-{instance}")
+
+    # -- who takes part -----------------------------------------------------------------------------------------------
+
+    def join(self, url: str) -> InstanceId:
+        """An external server takes part from now on; the caller has examined it."""
+        if len(self._members) >= self._limits.instances:
+            raise ConfigError(f"{url}: the run has {len(self._members)} instances, and no more can join")
+        instance, self._next = self._next, InstanceId(self._next + 1)
+        self._members[instance] = _Member(ExternalServer(url, client=self._client), has_joined=True)
+        self._start_keeper(instance)
+        return instance
+
+    def find(self, url: str) -> InstanceId | None:
+        """The instance at this address."""
+        for instance, member in self._members.items():
+            held = member.server.url if isinstance(member.server, ExternalServer) else self.urls.get(instance)
+            if held == url:
+                return instance
+        return None
+
+    async def dismiss(self, instance: InstanceId) -> None:
+        """An instance leaves the run for good; the core has seen to it that it is empty."""
+        member = self._members.pop(instance)
+        if member.keeper is not None:
+            member.keeper.cancel()
+            await asyncio.wait({member.keeper})
+        self.urls.pop(instance, None)
+        try:
+            await member.server.stop()
+        except RemoteError as err:
+            log.warning("instance_stop_failed", instance=instance, reason=str(err))
+        log.info("instance_removed", instance=instance)
 
     def condemn(self, instance: InstanceId, *, incarnation: int, reason: str) -> None:
         """Have an instance declared lost and brought back."""
-        if self._incarnation[instance] == incarnation and instance in self.urls:
-            self._reason[instance] = reason
-            self._condemned[instance].set()
+        member = self._members.get(instance)
+        if member is not None and member.incarnation == incarnation and instance in self.urls:
+            member.reason = reason
+            member.condemned.set()
 
-    async def keep(self, index: int) -> None:
+    # -- keepers ------------------------------------------------------------------------------------------------------
+
+    async def keep(self, instance: InstanceId) -> None:
         """Keep one instance in the run until cancelled, or until it failed to start too often."""
-        instance = InstanceId(index)
+        member = self._members[instance]
         failures = 0
         while failures < MAX_START_FAILURES:
             if failures:
                 await asyncio.sleep(min(RESTART_PAUSE_S * 2**failures, MAX_RESTART_PAUSE_S))
             try:
-                await self._bring_up(instance)
-            except RemoteError as err:
+                url = await self._bring_up(instance, member)
+            except (RemoteError, ConfigError) as err:
+                if isinstance(err, ConfigError) and not member.has_joined:
+                    raise
                 failures += 1
                 log.warning("instance_start_failed", instance=instance, failures=failures, reason=str(err))
-                await self._servers[index].kill()
+                await member.server.kill()
                 continue
-            reason = await self._wait_for_its_end(instance)
+            reason = await self._wait_for_its_end(instance, member, url)
             del self.urls[instance]
             counts = self._fence(instance)
             log.warning("instance_lost", instance=instance, reason=reason, trajectories=len(counts))
-            await self._emit(InstanceLost(self._now(), instance, self._incarnation[instance], counts, reason))
-            await self._servers[index].kill()
+            await self._emit(InstanceLost(self._now(), instance, member.incarnation, counts, reason))
+            await member.server.kill()
             failures = 1  # a short pause before it is started again
-        self._given_up += 1
+        member.given_up = True
         log.error("instance_given_up", instance=instance, failures=failures)
-        if self._given_up == len(self._servers):
+        if all(member.given_up for member in self._members.values()):
             raise RunFailed("no inference server is left: each failed to start five times; see the servers' logs")
 
-    async def _bring_up(self, instance: InstanceId) -> None:
-        url = await self._servers[instance].start()
+    async def _bring_up(self, instance: InstanceId, member: _Member) -> str:
+        url = await member.server.start()
+        capabilities = await self.examine(url)
+        member.condemned.clear()
+        member.incarnation += 1
+        self.urls[instance] = url
+        log.info("instance_up", instance=instance, url=url, incarnation=member.incarnation)
+        await self._emit(
+            InstanceUp(
+                self._now(),
+                instance,
+                member.incarnation,
+                min(self._limits.slots, capabilities.max_running),
+                min(self._limits.kv_tokens, capabilities.max_total_tokens),
+            )
+        )
+        return url
+
+    async def examine(self, url: str) -> Capabilities:
+        """What the server can do; ConfigError if that is not enough for this run."""
         capabilities = await probe(self._client, url, timeout_s=PROBE_TIMEOUT_S)
         room = capabilities.context_length or capabilities.max_total_tokens
         if min(room, capabilities.max_total_tokens) < self._limits.context_tokens:
@@ -134,38 +216,78 @@ class Fleet:
                 f"{url}: holds {min(room, capabilities.max_total_tokens)} tokens of one request, but "
                 f"task.max_prompt_tokens + rollout.max_new_tokens is {self._limits.context_tokens}; lower one of them"
             )
-        self._condemned[instance].clear()
-        self._incarnation[instance] += 1
-        self.urls[instance] = url
-        log.info("instance_up", instance=instance, url=url, incarnation=self._incarnation[instance])
-        await self._emit(
-            InstanceUp(
-                self._now(),
-                instance,
-                self._incarnation[instance],
-                min(self._limits.slots, capabilities.max_running),
-                min(self._limits.kv_tokens, capabilities.max_total_tokens),
-            )
-        )
+        return capabilities
 
-    async def _wait_for_its_end(self, instance: InstanceId) -> str:
+    async def _wait_for_its_end(self, instance: InstanceId, member: _Member, url: str) -> str:
         """Why the instance is lost."""
-        condemned = asyncio.create_task(self._condemned[instance].wait(), name=f"condemned-{instance}")
-        ended = asyncio.create_task(self._servers[instance].ended(), name=f"ended-{instance}")
+
+        async def condemned() -> str:
+            await member.condemned.wait()
+            return member.reason
+
+        waits = [
+            asyncio.create_task(wait, name=f"{what}-{instance}")
+            for what, wait in (
+                ("condemned", condemned()),
+                ("ended", member.server.ended()),
+                ("unwell", self._unwell(instance, url)),
+            )
+        ]
         try:
-            await asyncio.wait({condemned, ended}, return_when=asyncio.FIRST_COMPLETED)
-            return ended.result() if ended.done() else self._reason[instance]
+            done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            return min(done, key=waits.index).result()
         finally:
-            condemned.cancel()
-            ended.cancel()
-            await asyncio.gather(condemned, ended, return_exceptions=True)
+            for wait in waits:
+                wait.cancel()
+            await asyncio.gather(*waits, return_exceptions=True)
+
+    # -- health -------------------------------------------------------------------------------------------------------
+
+    async def _unwell(self, instance: InstanceId, url: str) -> str:
+        """Waits until the server has missed several checks in a row, those apart that a pause of ours may explain."""
+        strikes = 0
+        prefill = _Prefill()
+        while strikes < HEALTH_STRIKES:
+            await asyncio.sleep(HEALTH_INTERVAL_S)
+            row = self._rows.get(instance)
+            if row is None or row.may_be_paused:
+                strikes = 0
+                continue
+            is_well = await is_alive(self._client, url, timeout_s=HEALTH_TIMEOUT_S)
+            if await self._prefills(row, url, prefill):
+                await self._emit(PrefillReported(self._now(), instance))
+                is_well = True
+            strikes = 0 if is_well or row.may_be_paused else strikes + 1
+        return f"{url}: missed {strikes} health checks in a row"
+
+    async def _prefills(self, row: Instance, url: str, seen: _Prefill) -> bool:
+        """Has its KV grown to a new height while no resident got a token? A prefill fills it; nothing else may."""
+        if row.reported is not seen.reported or list(row.residents) != seen.residents or not seen.residents:
+            seen.reported, seen.residents, seen.peak = row.reported, list(row.residents), None
+            return False
+        try:
+            used_tokens = (await self._client.loads(url)).used_tokens
+        except RemoteError:
+            return False  # its health says the rest
+        grew = seen.peak is not None and used_tokens > seen.peak
+        seen.peak = max(used_tokens, seen.peak or 0)
+        return grew
+
+
+@dataclass(slots=True)
+class _Prefill:
+    """What the last look at a server showed."""
+
+    reported: Mapping[TrajectoryId, int] | None = None
+    residents: list[TrajectoryId] = field(default_factory=list)
+    peak: int | None = None  # most KV tokens in use since a resident last got a token; None: not asked yet
 
 
 class ExternalServer:
-    """A server that others started: it is watched, never killed."""
+    """A server that others started: it is watched, never ended."""
 
     def __init__(self, url: str, *, client: EngineClient) -> None:
-        self._url = url
+        self.url = url
         self._client = client
 
     async def start(self) -> str:
@@ -175,19 +297,20 @@ class ExternalServer:
                 while not await self._is_well():  # noqa: ASYNC110 - another process can only be asked again
                     await asyncio.sleep(HEALTH_INTERVAL_S)
         except TimeoutError:
-            raise RemoteError(f"{self._url}: did not answer its health check for {RETURN_TIMEOUT_S:g} s") from None
-        return self._url
+            raise RemoteError(f"{self.url}: did not answer its health check for {RETURN_TIMEOUT_S:g} s") from None
+        return self.url
 
     async def ended(self) -> str:
-        """Waits until it has missed several health checks in a row."""
-        strikes = 0
-        while strikes < HEALTH_STRIKES:
-            await asyncio.sleep(HEALTH_INTERVAL_S)
-            strikes = 0 if await self._is_well() else strikes + 1
-        return f"{self._url}: missed {strikes} health checks in a row"
+        """Nobody tells us."""
+        await asyncio.Event().wait()
+        raise AssertionError("waits until it is cancelled")
 
     async def kill(self) -> None:
         """It is not ours."""
 
+    async def stop(self) -> None:
+        """A push that failed may have left it paused."""
+        await self._client.resume(self.url)
+
     async def _is_well(self) -> bool:
-        return await is_alive(self._client, self._url, timeout_s=HEALTH_TIMEOUT_S)
+        return await is_alive(self._client, self.url, timeout_s=HEALTH_TIMEOUT_S)

@@ -45,6 +45,8 @@ KV_RELIEVED: Final = 0.8
 CHECKPOINT_TIMEOUT_S: Final = 6.0
 #: Pauses after tries of a durable copy that found the disk full.
 COPY_PAUSES_S: Final = (1.0, 2.0, 4.0, 8.0, 16.0)
+#: How long whoever asks for something waits until the core has decided.
+ASK_TIMEOUT_S: Final = 10.0
 _LAG_PROBE_S: Final = 0.1
 
 #: What runs beside the loop until the run ends.
@@ -107,6 +109,7 @@ class Controller:
         self._outcome: Outcome | None = None
         self._error: RunFailed | None = None
         self._interrupted = False
+        self._asked: dict[int, asyncio.Future[list[cmd.Command]]] = {}  # by the id of the event's object
         self._copies: dict[int, asyncio.Task[None]] = {}  # durable copies under way, by version
 
     async def emit(self, event: ev.Event) -> None:
@@ -116,6 +119,19 @@ class Controller:
     def emit_soon(self, event: ev.Event) -> None:
         """Give the core a fact from where nothing can wait."""
         self._queue.put_nowait(event)
+
+    async def ask(self, event: ev.Event) -> list[cmd.Command]:
+        """Give the core a fact; what it orders on it."""
+        answer: asyncio.Future[list[cmd.Command]] = asyncio.get_running_loop().create_future()
+        self._asked[id(event)] = answer
+        try:
+            async with asyncio.timeout(ASK_TIMEOUT_S):
+                await self._queue.put(event)
+                return await answer
+        except TimeoutError:
+            raise RemoteError(f"the run did not take it up within {ASK_TIMEOUT_S:g} s; it may be ending") from None
+        finally:
+            del self._asked[id(event)]
 
     def fence(self, instance: InstanceId) -> dict[TrajectoryId, int]:
         """Void everything that runs on an instance; returns the token counts its trajectories go on from."""
@@ -155,8 +171,7 @@ class Controller:
     def _start_loops(self) -> None:
         assert self._tasks is not None
         loops: list[tuple[str, Loop]] = [("ticks", self._tick()), ("event-loop-lag", self._measure_lag())]
-        loops += [(f"instance-{i}", self._io.fleet.keep(i)) for i in range(self._io.fleet.size)]
-        loops += self._trainer.loops()
+        loops += [("fleet", self._io.fleet.run()), *self._trainer.loops()]
         for name, loop in loops:
             self._background(loop, name=name)
 
@@ -176,6 +191,8 @@ class Controller:
 
     def _apply(self, event: ev.Event) -> None:
         commands = self.state.handle(event)
+        if id(event) in self._asked:
+            self._asked[id(event)].set_result(commands)
         self._journal.handled(event, commands)
         if isinstance(event, ev.VersionPublished) and event.files:
             assert self._tasks is not None
@@ -218,6 +235,9 @@ class Controller:
 
     def _push(self, order: cmd.PushWeights) -> None:
         self._start(effects.push_weights, order)
+
+    def _dismiss(self, order: cmd.DismissInstance) -> None:
+        self._start(effects.dismiss, order)
 
     def _fetch(self, order: cmd.FetchPrompts) -> None:
         self._start(effects.fetch_prompts, order)
@@ -384,6 +404,8 @@ _CARRY_OUT: Final[dict[type[cmd.Command], Callable[[Controller, Any], None]]] = 
     cmd.PushWeights: Controller._push,
     cmd.TrainMicroBatch: Controller._train,
     cmd.CondemnInstance: Controller._condemn,
+    cmd.DismissInstance: Controller._dismiss,
+    cmd.RefuseRequest: Controller._note,
     cmd.StopRequest: Controller._stop,
     cmd.ForgetGroups: Controller._forget,
     cmd.ReleaseVersion: Controller._release,

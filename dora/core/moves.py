@@ -150,7 +150,7 @@ class Moves(Tables):
         if instance is None:
             self._refuse(event.instance, "there is no such instance, or it has not come up yet")
         elif not instance.barred:
-            self._refuse(event.instance, "it takes work already")
+            self._refuse(event.instance, "it takes part already")
         elif instance.leaving and instance.id not in self.leaving:
             self._refuse(event.instance, "it is leaving the run just now")
         else:

@@ -2,7 +2,8 @@
 
 C1: a request goes only to an instance that at that moment holds its tag by a confirmed push, an instance is pushed
 only while nothing is resident, and the server's own spans name the tag for every token. C2: an attempt begins with all
-the tokens known, none is lost on the way, and all attempts share one token budget. Called by audit.py, fact by fact.
+the tokens known, none is lost on the way, and all attempts share one token budget. Drain: a drained instance gets
+nothing, and none is let go while something runs on it. Called by audit.py, fact by fact.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ C1_SERVING: Final = "C1 serving"
 C1_TAG: Final = "C1 tag"
 C2_TOKENS: Final = "C2 tokens"
 C2_BUDGET: Final = "C2 budget"
+DRAIN: Final = "drain"
 
 
 # -- servers ------------------------------------------------------------------------------------------------------
@@ -43,12 +45,40 @@ def _on_instance_lost(t: AuditTables, event: ev.InstanceLost) -> None:
     _lose(t, instance, event.num_tokens)
 
 
+def _on_instance_drain_requested(t: AuditTables, event: ev.InstanceDrainRequested) -> None:
+    instance = t.instance(event.instance)
+    instance.was_barred, instance.barred = instance.barred, True
+
+
+def _on_instance_recalled(t: AuditTables, event: ev.InstanceRecalled) -> None:
+    instance = t.instance(event.instance)
+    instance.was_barred, instance.barred = instance.barred, False
+
+
+def _refuse_request(t: AuditTables, order: cmd.RefuseRequest) -> None:
+    t.instance(order.instance).barred = t.instance(order.instance).was_barred
+
+
+def _dismiss_instance(t: AuditTables, order: cmd.DismissInstance) -> None:
+    for trajectory in sorted(t.instance(order.instance).residents):
+        t.find(DRAIN, "trajectory", trajectory, f"runs on instance {order.instance}, which is let go")
+
+
+def _on_instance_removed(t: AuditTables, event: ev.InstanceRemoved) -> None:
+    instance = t.instances.pop(event.instance, None)
+    if instance is None:
+        t.late_completions += 1
+    elif instance.up:
+        _lose(t, instance, {})
+
+
 def _on_controller_restarted(t: AuditTables, event: ev.ControllerRestarted) -> None:
     t.restarts += 1
     t.open_step = None
     t.num_prompts, t.source_dry = t.admitted, False  # the stream is read again from its cursor
     for instance in t.instances.values():
         _lose(t, instance, event.num_tokens)
+        instance.barred = False
     for trajectory, num_tokens in event.num_tokens.items():
         answer = t.answers.get(trajectory)
         if answer is not None and not answer.finished:
@@ -78,6 +108,8 @@ def _push_weights(t: AuditTables, order: cmd.PushWeights) -> None:
         )
     if order.version not in t.stored:
         t.find("versions", "version", order.version, f"is pushed to instance {order.instance}, but not in the store")
+    if instance.barred:
+        t.find(DRAIN, "instance", order.instance, f"is given version {order.version} although it was drained")
     instance.holds = None
     instance.pushing = (order.attempt, order.version)
 
@@ -119,6 +151,8 @@ def _generate(t: AuditTables, order: cmd.Generate) -> None:
             f"of version {order.version} goes to instance {order.instance}, which holds "
             + (f"version {instance.holds}" if instance.holds is not None else "no confirmed version"),
         )
+    if instance.barred:
+        t.find(DRAIN, "trajectory", id, f"goes to instance {order.instance}, which was drained")
     if order.num_tokens != answer.num_tokens:
         t.find(
             C2_TOKENS,
@@ -257,6 +291,11 @@ HANDLERS: Final[dict[type, Callable[[AuditTables, Any], None]]] = {
     ev.InstanceUp: _on_instance_up,
     ev.InstanceLost: _on_instance_lost,
     ev.ControllerRestarted: _on_controller_restarted,
+    ev.InstanceDrainRequested: _on_instance_drain_requested,
+    ev.InstanceRecalled: _on_instance_recalled,
+    cmd.RefuseRequest: _refuse_request,
+    cmd.DismissInstance: _dismiss_instance,
+    ev.InstanceRemoved: _on_instance_removed,
     cmd.PushWeights: _push_weights,
     ev.WeightPushFinished: _on_weight_push_finished,
     ev.WeightPushFailed: _on_weight_push_failed,

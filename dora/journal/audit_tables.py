@@ -23,6 +23,8 @@ class AuditedInstance:
     up: bool = False
     holds: int | None = None  #: version of the last confirmed push, with none begun since
     pushing: tuple[int, int] | None = None  #: (attempt, version) of the push under way
+    barred: bool = False  #: drained on request
+    was_barred: bool = False  #: before the last request, which may be refused
     residents: set[TrajectoryId] = field(default_factory=set)
 
 

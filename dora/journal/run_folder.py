@@ -27,6 +27,7 @@ class RunFolder:
         self.metrics = root / "metrics.jsonl"  #: one line per step and per evaluation
         self.trajectories = root / "trajectories.jsonl"  #: a sample of trajectories with text (deep.py)
         self.log = root / "log.jsonl"
+        self.status_token = root / "status-token"  #: drawn for the run, readable for its owner alone
         self.lease = root / "lease"  #: locked by the run while it lives; its children watch it
         self.checkpoints = root / "checkpoints"  #: of the trainer
         self.versions = root / "versions"  #: the durable version store

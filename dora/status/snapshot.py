@@ -53,6 +53,7 @@ class InstanceRow:
     kv_load: int  #: tokens of KV accounted for residents and moves on their way
     kv_tokens: int
     incarnation: int  #: how often it has come up
+    asked: str  #: what was asked of it: "drain", "remove"; "" nothing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,6 +231,7 @@ def _instance_row(instance: Instance, *, shell: ShellFacts) -> InstanceRow:
         kv_load=instance.kv_load,
         kv_tokens=instance.kv_tokens,
         incarnation=instance.incarnation,
+        asked="remove" if instance.leaving else "drain" if instance.barred else "",
     )
 
 

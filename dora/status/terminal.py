@@ -34,11 +34,17 @@ class View(Protocol):
 
 @asynccontextmanager
 async def show_progress(
-    snapshot: Callable[[], Snapshot], *, status_url: str, folder: Path, console: Console | None = None
+    snapshot: Callable[[], Snapshot],
+    *,
+    status_url: str,
+    folder: Path,
+    token: Path | None = None,
+    console: Console | None = None,
 ) -> AsyncIterator[None]:
-    """Shows the run while it is open, and how it stands when it is left."""
+    """Shows the run while it is open, and how it stands when it is left; `token`: the file that holds it."""
     console = console or Console()
-    console.print(f"run folder {folder}\nstatus     {status_url}", highlight=False, soft_wrap=True)
+    lines = [f"run folder {folder}", f"status     {status_url}", *([f"token      {token}"] if token else [])]
+    console.print("\n".join(lines), highlight=False, soft_wrap=True)
     if not console.is_terminal:
         async with _refreshed(PlainView(console), snapshot):
             yield

@@ -99,6 +99,9 @@ class FakeEngines:
     async def weight_version(self, url: str) -> str:
         return self.labels.setdefault(url, "default")
 
+    async def has_route(self, url: str, path: str) -> bool:
+        return False
+
     async def health(self, url: str, *, timeout_s: float) -> None:
         return
 
@@ -145,6 +148,7 @@ class FakeServer:
         self.url = url
         self.starts = 0
         self.kills = 0
+        self.stops = 0
         self.failures: list[Exception] = []  # of the next starts
         self._gone = asyncio.Event()
 
@@ -161,6 +165,10 @@ class FakeServer:
 
     async def kill(self) -> None:
         self.kills += 1
+        self._gone.set()
+
+    async def stop(self) -> None:
+        self.stops += 1
         self._gone.set()
 
     def die(self) -> None:
@@ -350,11 +358,11 @@ def make_job(
     fleet = Fleet(
         list(servers),
         client=engines,  # type: ignore[arg-type]
-        limits=Limits(slots=2, kv_tokens=1024, context_tokens=128),
+        limits=Limits(instances=8, slots=2, kv_tokens=1024, context_tokens=128),
         emit=lambda event: controller.emit(event),
         fence=lambda instance: controller.fence(instance),
         now=now,
-        incarnations={i.id: i.incarnation for i in state.instances.values()},
+        rows=state.instances,
     )
     parts = {"graders": graders, "eval_graders": [graders], "evaluations": evaluations, "store": store}
     trajectories = Trajectories(tokens, group_size=settings.group_size)

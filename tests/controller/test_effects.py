@@ -51,11 +51,11 @@ async def io(server: ScriptedServer, tmp_path: Path, monkeypatch: pytest.MonkeyP
             fleet = Fleet(
                 [],
                 client=client,
-                limits=Limits(slots=4, kv_tokens=1024, context_tokens=128),
+                limits=Limits(instances=8, slots=4, kv_tokens=1024, context_tokens=128),
                 emit=lambda event: asyncio.sleep(0),
                 fence=lambda instance: {},
                 now=lambda: 0.0,
-                incarnations={},
+                rows={},
             )
             fleet.urls[InstanceId(0)] = server.url
             trajectories = Trajectories(tokens, group_size=settings.group_size)

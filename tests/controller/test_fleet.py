@@ -11,9 +11,11 @@ import pytest
 
 from dora.controller import fleet as fleet_module
 from dora.controller.fleet import MAX_START_FAILURES, ExternalServer, Fleet, Limits
-from dora.core.events import Event, InstanceLost, InstanceUp
-from dora.core.ids import InstanceId, TrajectoryId
-from dora.engine.client import EngineClient
+from dora.core.events import Event, InstanceLost, InstanceUp, PrefillReported
+from dora.core.groups import Group
+from dora.core.ids import GroupId, InstanceId, TrajectoryId
+from dora.core.instances import Instance, InstancePhase
+from dora.engine.client import EngineClient, Loads
 from dora.errors import ConfigError, RemoteError, RunFailed
 from tests.controller.fakes import FakeEngines, FakeServer
 from tests.engine.scripted_server import ScriptedServer
@@ -31,17 +33,19 @@ class Kept:
 
     def __init__(self, count: int, **changes: Any) -> None:
         self.servers = [FakeServer(f"http://engine-{i}") for i in range(count)]
+        self.engines = FakeEngines(1, count=count)
         self.said: asyncio.Queue[Event] = asyncio.Queue()
         self.residents: dict[InstanceId, dict[TrajectoryId, int]] = {}
-        limits = {"slots": 4, "kv_tokens": 1024, "context_tokens": 128}
+        self.rows: dict[InstanceId, Instance] = {}
+        limits = {"instances": 3, "slots": 4, "kv_tokens": 1024, "context_tokens": 128}
         self.fleet = Fleet(
             list(self.servers),
-            client=FakeEngines(1, count=count),  # type: ignore[arg-type]
+            client=self.engines,  # type: ignore[arg-type]
             limits=Limits(**{**limits, **changes}),
             emit=self.said.put,
             fence=lambda instance: self.residents.pop(instance, {}),
+            rows=self.rows,
             now=lambda: 0.0,
-            incarnations={},
         )
 
     async def next(self) -> Event:
@@ -51,11 +55,10 @@ class Kept:
 
 @asynccontextmanager
 async def keeping(kept: Kept) -> AsyncIterator[Kept]:
-    tasks = [asyncio.create_task(kept.fleet.keep(i), name=f"keep-{i}") for i in range(kept.fleet.size)]
+    fleet = asyncio.create_task(kept.fleet.run(), name="fleet")
     yield kept
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+    fleet.cancel()
+    await asyncio.gather(fleet, return_exceptions=True)
 
 
 async def test_an_instance_comes_up_with_the_lesser_of_its_room_and_the_configured_one() -> None:
@@ -125,7 +128,7 @@ async def test_a_server_that_never_starts_is_given_up_and_the_others_go_on() -> 
     kept = Kept(2)
     kept.servers[0].failures = [RemoteError("engine-0: no memory")] * 100
     async with asyncio.timeout(10):
-        await kept.fleet.keep(0)  # returns: given up
+        await kept.fleet.keep(ZERO)  # returns: given up
     assert kept.servers[0].starts == MAX_START_FAILURES
     assert kept.servers[0].kills == MAX_START_FAILURES
     async with keeping(Kept(1)) as other:
@@ -137,9 +140,9 @@ async def test_the_run_fails_when_no_server_is_left() -> None:
     for server in kept.servers:
         server.failures = [RemoteError("no memory")] * 100
     async with asyncio.timeout(10):
-        await kept.fleet.keep(0)
+        await kept.fleet.keep(ZERO)
         with pytest.raises(RunFailed, match="no inference server is left: each failed to start five times"):
-            await kept.fleet.keep(1)
+            await kept.fleet.keep(InstanceId(1))
     assert kept.said.empty()
 
 
@@ -153,15 +156,183 @@ async def test_a_start_that_fails_now_and_then_is_forgiven() -> None:
 async def test_a_server_that_cannot_hold_the_longest_request_is_a_config_error() -> None:
     kept = Kept(1, context_tokens=5000)
     with pytest.raises(ConfigError, match=r"holds 4096 tokens of one request, .* is 5000; lower one of them"):
-        await kept.fleet.keep(0)
+        await kept.fleet.keep(ZERO)
 
 
 async def test_input_that_no_second_start_would_change_ends_the_run() -> None:
     kept = Kept(1)
     kept.servers[0].failures = [ConfigError("engine-0: cannot read the model")]
     with pytest.raises(ConfigError, match="engine-0: cannot read the model"):
-        await kept.fleet.keep(0)
+        await kept.fleet.keep(ZERO)
     assert kept.servers[0].starts == 1
+
+
+# -- health -----------------------------------------------------------------------------------------------------------
+
+
+class Checked:
+    """Health checks of one server: how the next ones end, how often it was asked, and its KV in use."""
+
+    def __init__(self, kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(fleet_module, "HEALTH_INTERVAL_S", 0.0)
+        self.kept = kept
+        self.row = kept.rows[ZERO] = Instance(ZERO)
+        self.answers: list[bool] = []
+        self.asked = 0
+        self.kv = [0]  # in use, at one look after the other; the last one stays
+        kept.engines.health = self.health  # type: ignore[method-assign]
+        kept.engines.loads = self.loads  # type: ignore[method-assign]
+
+    async def health(self, url: str, *, timeout_s: float) -> None:
+        self.asked += 1
+        await asyncio.sleep(0)
+        if self.answers and not self.answers.pop(0):
+            raise RemoteError("no answer")
+
+    async def loads(self, url: str) -> Loads:
+        used = self.kv.pop(0) if len(self.kv) > 1 else self.kv[0]
+        return Loads(num_running=1, num_waiting=0, used_tokens=used, max_total_tokens=4096, max_running=8)
+
+    async def turns(self, count: int = 50) -> None:
+        for _ in range(count):
+            await asyncio.sleep(0)
+
+
+async def test_a_server_is_lost_after_three_missed_checks_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = Kept(1)
+    checked = Checked(kept, monkeypatch)
+    checked.answers = [True, False, False, True, False, False, False]
+    async with keeping(kept):
+        await kept.next()
+        lost = await kept.next()
+        assert lost == InstanceLost(0.0, ZERO, 1, {}, "http://engine-0: missed 3 health checks in a row")
+        assert kept.servers[0].kills == 1
+        assert (await kept.next()).incarnation == 2  # type: ignore[attr-defined]
+
+
+async def test_a_server_is_not_asked_for_its_health_while_a_push_may_have_paused_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kept = Kept(1)
+    checked = Checked(kept, monkeypatch)
+    checked.answers = [False] * 100
+    checked.row.pushing = 3
+    async with keeping(kept):
+        await kept.next()
+        await checked.turns()
+        assert (checked.asked, kept.said.empty()) == (0, True)
+        checked.row.pushing, checked.row.phase = None, InstancePhase.QUARANTINED
+        await checked.turns()
+        assert (checked.asked, kept.said.empty()) == (0, True)
+        checked.row.phase = InstancePhase.LOADING
+        assert isinstance(await kept.next(), InstanceLost)
+
+
+async def test_a_check_that_fails_because_a_push_began_meanwhile_does_not_count(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kept = Kept(1)
+    checked = Checked(kept, monkeypatch)
+
+    async def fails_in_a_pause(url: str, *, timeout_s: float) -> None:
+        checked.asked += 1
+        checked.row.pushing = 3
+        raise RemoteError("503")
+
+    kept.engines.health = fails_in_a_pause  # type: ignore[method-assign]
+    async with keeping(kept):
+        await kept.next()
+        for number in range(1, 6):
+            await checked.turns()
+            assert checked.asked == number
+            checked.row.pushing = None
+        assert kept.said.empty()
+
+
+def with_a_resident(checked: Checked) -> None:
+    group = Group(GroupId(0), version=0, deadline=1, num_prompt_tokens=3, group_size=2, at=0.0)
+    checked.row.phase, checked.row.version = InstancePhase.SERVING, 0
+    checked.row.add(group.trajectories[0])
+
+
+async def test_a_prefill_longer_than_the_health_check_is_told_and_is_no_missed_check(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kept = Kept(1)
+    checked = Checked(kept, monkeypatch)
+    checked.answers = [False] * 1000
+    checked.kv = [0, 100, 200, 300, 400, 500]  # the first one for the probe
+    with_a_resident(checked)
+    async with keeping(kept):
+        await kept.next()
+        said = [await kept.next() for _ in range(5)]
+        assert said[:4] == [PrefillReported(0.0, ZERO)] * 4
+        assert isinstance(said[4], InstanceLost)  # it has stopped growing: three checks later it is gone
+
+
+async def test_kv_that_rises_while_tokens_come_is_no_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = Kept(1)
+    checked = Checked(kept, monkeypatch)
+    checked.kv = list(range(1, 1000))
+    with_a_resident(checked)
+
+    async def grow(url: str, *, timeout_s: float) -> None:
+        checked.asked += 1
+        checked.row.reported = {TrajectoryId(0): checked.asked}
+        await asyncio.sleep(0)
+
+    kept.engines.health = grow  # type: ignore[method-assign]
+    async with keeping(kept):
+        await kept.next()
+        await checked.turns()
+        assert checked.asked > 5
+        assert kept.said.empty()
+
+
+# -- joining and leaving ----------------------------------------------------------------------------------------------
+
+
+async def test_a_server_that_joins_gets_an_id_that_was_never_given() -> None:
+    async with keeping(Kept(2)) as kept:
+        await kept.next()
+        await kept.next()
+        await kept.fleet.dismiss(InstanceId(1))
+        assert kept.fleet.join("http://engine-1") == 2
+
+
+async def test_a_server_that_leaves_is_stopped_and_reported_no_more() -> None:
+    async with keeping(Kept(2)) as kept:
+        await kept.next()
+        await kept.next()
+        await kept.fleet.dismiss(ZERO)
+        assert (kept.servers[0].stops, kept.servers[0].kills) == (1, 0)
+        assert kept.fleet.urls == {InstanceId(1): "http://engine-1"}
+        kept.servers[1].die()
+        assert isinstance(await kept.next(), InstanceLost)
+        assert isinstance(await kept.next(), InstanceUp)
+        assert kept.said.empty()
+
+
+async def test_no_more_servers_join_than_there_are_streams_for() -> None:
+    async with keeping(Kept(2)) as kept:
+        await kept.next()
+        kept.fleet.join("http://engine-2")
+        with pytest.raises(ConfigError, match="http://engine-3: the run has 3 instances, and no more can join"):
+            kept.fleet.join("http://engine-3")
+
+
+async def test_a_server_that_joined_and_turns_out_unfit_does_not_end_the_run() -> None:
+    kept = Kept(1)
+    async with keeping(kept):
+        await kept.next()
+        kept.fleet._limits = Limits(instances=3, slots=4, kv_tokens=1024, context_tokens=5000)
+        instance = kept.fleet.join("http://engine-9")
+        member = kept.fleet._members[instance]
+        async with asyncio.timeout(10):
+            assert member.keeper is not None
+            await asyncio.wait({member.keeper})
+        assert member.given_up
+        assert kept.fleet.urls == {ZERO: "http://engine-0"}
 
 
 # -- servers of others ----------------------------------------------------------------------------------------------
@@ -186,18 +357,6 @@ def well(server: ScriptedServer, *answers: int) -> Callable[[Any], Awaitable[Any
     return answer
 
 
-async def test_an_external_server_is_gone_after_three_missed_checks_in_a_row(
-    server: ScriptedServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(fleet_module, "HEALTH_INTERVAL_S", 0.0)
-    async with EngineClient(max_connections=1) as client, asyncio.timeout(20):
-        external = ExternalServer(server.url, client=client)
-        well(server, 200, 200, 503, 503, 200, 503, 503, 503)
-        assert await external.start() == server.url
-        assert await external.ended() == f"{server.url}: missed 3 health checks in a row"
-        assert server.paths().count("/health") == 8
-
-
 async def test_a_lost_external_server_is_waited_for(server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fleet_module, "HEALTH_INTERVAL_S", 0.0)
     async with EngineClient(max_connections=1) as client, asyncio.timeout(20):
@@ -209,7 +368,12 @@ async def test_a_lost_external_server_is_waited_for(server: ScriptedServer, monk
             await external.start()
 
 
-async def test_an_external_server_is_never_killed(server: ScriptedServer) -> None:
+async def test_an_external_server_is_never_killed_and_left_unpaused(server: ScriptedServer) -> None:
     async with EngineClient(max_connections=1) as client:
-        await ExternalServer(server.url, client=client).kill()
-    assert server.calls == []
+        external = ExternalServer(server.url, client=client)
+        well(server, 200)
+        await external.kill()
+        assert server.calls == []
+        server.answers["/continue_generation"] = server.answers["/health"]
+        await external.stop()
+    assert server.paths() == ["/continue_generation"]

@@ -69,6 +69,7 @@ class Core:
         self.source = source  #: prompts there are; None: endless
         self.now = 0.0
         self.orders: list[Command] = []  #: all that were ever given
+        self.journal: list[tuple[ev.Event, list[Command]]] = []
         self.attempts: dict[tuple[type[Command], int], int] = {}  #: latest, per order and trajectory or instance
         self.incarnations: dict[int, int] = {}
         self.waves: list[cmd.TrainMicroBatch] = []  #: sent and not yet trained
@@ -76,6 +77,7 @@ class Core:
     def tell(self, event: ev.Event) -> list[Command]:
         """One fact, and what is ordered because of it."""
         orders = self.state.handle(event)
+        self.journal.append((event, orders))
         check(self.state)
         fetches = [order for order in orders if isinstance(order, cmd.FetchPrompts)]
         orders = [order for order in orders if not isinstance(order, cmd.FetchPrompts)]

@@ -165,7 +165,7 @@ def test_an_instance_that_was_drained_empty_takes_the_newest_version_when_it_is_
 
 
 def test_an_instance_that_takes_work_is_not_recalled() -> None:
-    assert sharing().recall(0) == [cmd.RefuseRequest(ZERO, "instance 0: it takes work already")]
+    assert sharing().recall(0) == [cmd.RefuseRequest(ZERO, "instance 0: it takes part already")]
 
 
 # -- remove -----------------------------------------------------------------------------------------------------------

@@ -10,12 +10,13 @@ import pytest
 
 from dora.core import commands as cmd
 from dora.core import events as ev
-from dora.core.ids import GroupId
+from dora.core.ids import GroupId, InstanceId
 from dora.journal.audit import audit, audit_entries
 from dora.journal.audit_report import render
 from dora.journal.replay import replay
 from dora.journal.run_folder import RunFolder
 from dora.journal.tokens import TokenWriter
+from tests.core.builders import Core, started
 from tests.core.world import Faults, World, run
 from tests.journal.recorded import (
     Entries,
@@ -453,3 +454,41 @@ def test_a_torn_last_record_is_reported_and_is_no_violation(world: World, entrie
     assert report.ok
     assert report.torn_bytes > 0
     assert report.num_events == len(entries) - 1
+
+
+# -- requests of people -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def drained() -> Core:
+    """Instance 0 is drained and leaves, its requests go on on instance 1; then it alone is asked to leave: refused."""
+    core = started(instances=2, source=2)
+    core.drain(0, leave=True)
+    for t in range(4):
+        core.stopped(t, tokens=1)
+    core.removed(0)
+    core.drain(1)
+    return core
+
+
+def audited(core: Core, change: Callable[[Entries], Entries]) -> set[str]:
+    entries = change([(event, list(orders)) for event, orders in core.journal])
+    return {f"{v.rule}: {v.id}" for v in audit_entries(core.state.settings, entries).violations}
+
+
+def test_a_drain_a_refusal_and_a_departure_are_in_order(drained: Core) -> None:
+    report = audit_entries(drained.state.settings, drained.journal)
+    assert report.violations == ()
+    assert report.migrations == 4
+
+
+def test_work_for_a_drained_instance_is_found(drained: Core) -> None:
+    place, _ = first_command(drained.journal, cmd.Generate, lambda o: o.attempt == 2)
+    found = audited(drained, lambda entries: with_command(entries, place, instance=InstanceId(0)))
+    assert "drain: trajectory 0" in found
+
+
+def test_an_instance_let_go_with_work_on_it_is_found(drained: Core) -> None:
+    index, _ = first_event(drained.journal, ev.InstanceDrainRequested)
+    found = audited(drained, lambda e: with_commands(e, index, [*e[index][1], cmd.DismissInstance(InstanceId(0))]))
+    assert {"drain: trajectory 0", "drain: trajectory 3"} <= found

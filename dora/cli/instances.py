@@ -1,0 +1,48 @@
+"""`dora instances`: the servers of a running job, listed, added, drained and removed through its status endpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from dora.config.load import load
+from dora.errors import ConfigError
+from dora.status.client import ask, fetch
+from dora.status.snapshot import InstanceRow
+
+
+def show(url: str) -> None:
+    """One line an instance."""
+    Console().print(draw(asyncio.run(fetch(url)).instances))
+
+
+def request(url: str, verb: str, instance: str, *, token_file: Path | None) -> None:
+    """Add, drain or remove one; what the run says to that."""
+    sys.stdout.write(asyncio.run(ask(url, verb, instance, token=_token(token_file))) + "\n")
+
+
+def draw(rows: tuple[InstanceRow, ...]) -> Table:
+    """As a table."""
+    table = Table("instance", "address", "phase", "version", "requests", "KV", "asked", box=None)
+    for row in rows:
+        version = f"→ {row.pushing}" if row.pushing is not None else "" if row.version is None else str(row.version)
+        requests, kv = f"{row.residents}/{row.slots}", f"{row.kv_load / row.kv_tokens:.0%}"
+        table.add_row(str(row.instance), row.url, row.phase, version, requests, kv, row.asked)
+    return table
+
+
+def _token(file: Path | None) -> str:
+    if file is not None:
+        try:
+            return file.read_text(encoding="utf-8").strip()
+        except OSError as err:
+            raise ConfigError(f"--token-file: {file} cannot be read ({err.strerror})") from err
+    token = load(None, environ=os.environ).status.token
+    if token is None:
+        raise ConfigError("the run's token is needed: give --token-file RUN_FOLDER/status-token, or DORA_STATUS_TOKEN")
+    return token
