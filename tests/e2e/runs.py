@@ -107,6 +107,11 @@ def get(url: str) -> tuple[int, str, str]:
         return answer.code, answer.headers["Content-Type"], answer.read().decode()
 
 
+def _heed_ctrl_c() -> None:
+    """Who starts the tests in the background of a shell has them ignore SIGINT, and a child inherits that."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 class Run:
     """One `dora run` under way."""
 
@@ -120,6 +125,7 @@ class Run:
             env=environment(),
             cwd=cwd,
             start_new_session=True,  # a signal is sent to this process alone
+            preexec_fn=_heed_ctrl_c,
         )
         self.out: list[str] = []
         self.err: list[str] = []

@@ -166,6 +166,6 @@ def test_a_killed_engine_is_started_again_but_a_killed_rank_ends_the_run(tmp_pat
         code = run.end()
     assert code == 1, run.told()
     lost, line = "".join(run.err).splitlines()
-    assert lost.startswith("warning: instance_lost instance=0 reason=engine-0 ended with SIGKILL")
+    assert lost.startswith("warning: instance_lost instance=0 reason=")  # its end, or a stream that broke off
     assert line.startswith("dora: trainer ended with exit code 1; its log (")
     until_gone(children)
