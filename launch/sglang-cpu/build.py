@@ -1,5 +1,7 @@
 #!/usr/bin/env python3
-"""Builds the environment in which SGLang 0.5.20 runs on a CPU, once per machine, and prints its folder.
+"""Builds the environment in which SGLang runs on a CPU, once per machine, and prints its folder.
+
+The release is 0.5.20; $DORA_SGLANG_RELEASE names another, whose pins (`release-*.txt`) are laid over the recipe's.
 
 Invariant: a folder that holds `complete` was installed from exactly these pins and shims and could import SGLang's
 server; anything else is built anew. One builder at a time holds the lock beside the folder, the others wait and then
@@ -22,6 +24,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 RECIPE = Path(__file__).parent
+RELEASE = "0.5.20"
 #: The import of everything that a server needs; it also compiles the modules, so that a first start takes no longer.
 PROOF = "import sglang.srt.entrypoints.http_server, sglang.srt.managers.scheduler"
 LIMIT_S = 1800.0  # of each step, and of waiting for another builder
@@ -34,10 +37,23 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dora" / "sglang-cpu"
 
 
+def release_pins(recipe: Path = RECIPE) -> list[Path]:
+    """The file of pins for another release than the recipe's own, if one is asked for."""
+    release = os.environ.get("DORA_SGLANG_RELEASE", RELEASE)
+    if release == RELEASE:
+        return []
+    pins = recipe / f"release-{release}.txt"
+    if not pins.is_file():
+        known = [RELEASE, *(file.stem.removeprefix("release-") for file in sorted(recipe.glob("release-*.txt")))]
+        sys.exit(f"DORA_SGLANG_RELEASE: there are no pins for '{release}'; choose one of {', '.join(known)}")
+    return [pins]
+
+
 def environment_folder(recipe: Path = RECIPE) -> Path:
-    """The folder for this recipe and interpreter, built or not."""
+    """The folder for this recipe, release and interpreter, built or not."""
     digest = hashlib.sha256(f"{platform.python_version()} {platform.machine()}\n".encode())
-    for path in [*sorted(recipe.glob("requirements*.txt")), *sorted((recipe / "shims").glob("*.p*"))]:
+    pins = [*sorted(recipe.glob("requirements*.txt")), *release_pins(recipe)]
+    for path in [*pins, *sorted((recipe / "shims").glob("*.p*"))]:
         digest.update(f"{path.name}\n".encode() + path.read_bytes())
     return cache_folder() / digest.hexdigest()[:16]
 
@@ -79,7 +95,8 @@ def _install(folder: Path, recipe: Path, *, proof: str) -> None:
     python = str(folder / "bin" / "python")
     pip = [python, "-m", "pip", "install", "-qq", "--disable-pip-version-check", "--no-input"]
     _run(*pip, "-r", str(recipe / "requirements.txt"))
-    _run(*pip, "--no-deps", "-r", str(recipe / "requirements-nodeps.txt"))
+    for pins in (recipe / "requirements-nodeps.txt", *release_pins(recipe)):
+        _run(*pip, "--no-deps", "-r", str(pins))
     where = "import sysconfig; print(sysconfig.get_path('purelib'))"
     packages = subprocess.run([python, "-c", where], check=True, capture_output=True, text=True).stdout.strip()
     for shim in (recipe / "shims").glob("*.p*"):

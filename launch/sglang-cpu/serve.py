@@ -32,7 +32,8 @@ CPU_FLAGS = [
     *("--disable-overlap-schedule", "--disable-cuda-graph", "--mem-fraction-static", "0.2", "--sleep-on-idle"),
 ]
 #: What DORA wants of any SGLang server.
-DORA_FLAGS = ["--skip-tokenizer-init", "--incremental-streaming-output", "--enable-metrics"]
+DORA_FLAGS = ["--skip-tokenizer-init", "--enable-metrics"]
+INCREMENTAL_FLAG = "--incremental-streaming-output"  # likewise, unless --cumulative is given
 ENVIRONMENT = {
     "SGLANG_USE_CPU_ENGINE": "1",
     "OMP_NUM_THREADS": "1",
@@ -70,6 +71,7 @@ def _options() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--slots", type=int, default=24, help="requests that one server decodes at the same time")
     parser.add_argument("--kv-tokens", type=int, default=16_384, help="tokens of KV room in one server")
     parser.add_argument("--weight-version", default="default", help="label of the weights they start with")
+    parser.add_argument("--cumulative", action="store_true", help="chunks of a stream repeat the answer so far")
     parser.add_argument("--logs", type=Path, help="folder of the servers' logs; a temporary one without it")
     parser.epilog = "Any other flag is handed on to SGLang."
     return parser.parse_known_args()
@@ -94,7 +96,9 @@ def _start(
         *(str(python), "-m", "sglang.launch_server", "--model-path", str(options.model)),
         *("--host", "127.0.0.1", "--port", str(port), "--dtype", options.dtype),
         *("--max-running-requests", str(options.slots), "--max-total-tokens", str(options.kv_tokens)),
-        *("--weight-version", options.weight_version, *CPU_FLAGS, *DORA_FLAGS, *more_flags),
+        *("--weight-version", options.weight_version, *CPU_FLAGS, *DORA_FLAGS),
+        *([] if options.cumulative else [INCREMENTAL_FLAG]),
+        *more_flags,
     ]
     with _log(logs, port).open("wb") as log:
         return subprocess.Popen(

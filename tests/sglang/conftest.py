@@ -1,7 +1,8 @@
 """Two servers that must behave alike, real SGLang on this machine's CPU and `dora serve`, and a plain HTTP client.
 
 The tests of this folder run on both, one server of each kind per module. The real one needs its environment: it is
-used, and built first where it is missing (launch/sglang-cpu/build.py), if DORA_SGLANG=1 asks for it.
+used, and built first where it is missing (launch/sglang-cpu/build.py), if DORA_SGLANG=1 asks for it. It is 0.5.20, or
+the release that DORA_SGLANG_RELEASE names; the embedded engine then speaks the dialect of that release.
 The client here shares no code with `dora.engine`, so that the two cannot share a misunderstanding.
 """
 
@@ -24,6 +25,7 @@ import msgspec
 import psutil
 import pytest
 
+from dora.embedded.dialect import DEFAULT_DIALECT, dialect_of
 from dora.engine.client import EngineClient, GenerateRequest
 from tests.embedded.conftest import (  # noqa: F401 - fixtures
     CONTEXT,
@@ -39,6 +41,8 @@ from tests.embedded.conftest import (  # noqa: F401 - fixtures
 Kind = Literal["embedded", "sglang"]
 
 LAUNCH = Path(__file__).parents[2] / "launch" / "sglang-cpu"
+#: The release that is run, and the dialect that the embedded engine speaks beside it.
+DIALECT = dialect_of(os.environ.get("DORA_SGLANG_RELEASE", DEFAULT_DIALECT))
 SLOTS = 4
 QUEUE = 4
 KV_TOKENS = 8192
@@ -78,21 +82,22 @@ class Server:
         return scheduler
 
 
-def _command(kind: Kind, model: Path, logs: Path) -> list[str]:
+def _command(kind: Kind, model: Path, logs: Path, *, incremental: bool) -> list[str]:
     shared = [
         *("--slots", str(SLOTS), "--kv-tokens", str(KV_TOKENS)),
         *("--max-queued-requests", str(QUEUE), "--weight-version", START_LABEL),
     ]
     if kind == "sglang":
-        return [sys.executable, str(LAUNCH / "serve.py"), str(model), "--logs", str(logs), *shared]
-    serve = [sys.executable, "-m", "dora", "serve", "--model", str(model), "--port", "0"]
-    return [*serve, "--incremental-streaming-output", "--skip-tokenizer-init", *shared]
+        serve = [sys.executable, str(LAUNCH / "serve.py"), str(model), "--logs", str(logs)]
+        return [*serve, *([] if incremental else ["--cumulative"]), *shared]
+    serve = [sys.executable, "-m", "dora", "serve", "--model", str(model), "--port", "0", "--dialect", DIALECT.version]
+    return [*serve, *(["--incremental-streaming-output"] if incremental else []), "--skip-tokenizer-init", *shared]
 
 
 @contextmanager
-def serving(kind: Kind, model: Path, logs: Path) -> Iterator[Server]:
+def serving(kind: Kind, model: Path, logs: Path, *, incremental: bool = True) -> Iterator[Server]:
     """One server of `kind`, well; ended at the end, if it still lives."""
-    command = _command(kind, model, logs)
+    command = _command(kind, model, logs, incremental=incremental)
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as launcher:
         assert launcher.stdout is not None
         try:
@@ -277,6 +282,15 @@ class Wire:
         if await self.weight_version() != START_LABEL:
             await self.update(model, START_LABEL)
             await self.post("/flush_cache")
+
+
+def spans_of(meta: dict[str, Any]) -> list[dict[str, Any]]:
+    """As the server tells them; before 0.5.20, the one that its label at the end stands for."""
+    if DIALECT.has_spans:
+        spans: list[dict[str, Any]] = meta["weight_versions"]
+        return spans
+    assert "weight_versions" not in meta
+    return [{"version": meta["weight_version"], "start": 0, "end": meta["completion_tokens"]}]
 
 
 def ask(sampling: dict[str, Any], **fields: Any) -> dict[str, Any]:

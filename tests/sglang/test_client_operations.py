@@ -39,7 +39,8 @@ Model = Literal["a", "b"]
 MODELS = st.sampled_from(get_args(Model))
 
 SHORT_S = 0.5  # for what may have to wait: an unpaused update of a busy server, a probe of a paused one
-STEPS, EXAMPLES = 25, 12
+STEPS = 25
+EXAMPLES = {"embedded": 12, "sglang": 36}
 
 
 class Operations(RuleBasedStateMachine):
@@ -241,7 +242,7 @@ def test_no_sequence_of_our_calls_kills_a_server(
     run_state_machine_as_test(
         OnThisServer,
         settings=settings(
-            max_examples=EXAMPLES,
+            max_examples=EXAMPLES[server.kind],
             stateful_step_count=STEPS,
             deadline=None,
             database=None,

@@ -12,7 +12,19 @@ from dora.engine.client import EngineClient
 from dora.engine.errors import RequestRefused
 from dora.weights.push import PushFailed, push
 from tests.embedded.conftest import Reference
-from tests.sglang.conftest import KV_TOKENS, LONG, PROMPT, SLOTS, START_LABEL, Stream, Tokens, Wire, request
+from tests.sglang.conftest import (
+    DIALECT,
+    KV_TOKENS,
+    LONG,
+    PROMPT,
+    SLOTS,
+    START_LABEL,
+    Stream,
+    Tokens,
+    Wire,
+    request,
+    spans_of,
+)
 
 pytestmark = pytest.mark.timeout(120, func_only=True)  # starting a server has a limit of its own
 
@@ -40,7 +52,7 @@ async def is_silent(stream: Stream) -> bool:
 
 async def test_an_idle_server_says_that_it_is_well_ready_and_empty(wire: Wire, client: EngineClient) -> None:
     assert (await wire.get("/health"))[0] == 200
-    assert (await wire.get("/ready"))[0] == 200
+    assert (await wire.get("/ready"))[0] == (200 if DIALECT.has_ready else 404)
     load = await wire.load()
     assert (load["num_running_reqs"], load["num_waiting_reqs"], load["num_used_tokens"]) == (0, 0, 0)
     assert (load["max_running_requests"], load["max_total_num_tokens"]) == (SLOTS, KV_TOKENS)
@@ -76,7 +88,33 @@ async def test_metrics_have_the_names_that_are_read_and_count_tokens(wire: Wire)
 
 
 async def test_an_unknown_route_is_a_404(wire: Wire) -> None:
-    assert await wire.post("/begin_weight_update") == (404, {"detail": "Not Found"})
+    assert await wire.post("/no_such_route") == (404, {"detail": "Not Found"})
+
+
+async def test_a_known_route_says_405_to_a_method_that_it_does_not_take(wire: Wire, client: EngineClient) -> None:
+    """How the probe finds what a server can do without doing it."""
+    for path, present in (
+        ("/begin_weight_update", DIALECT.has_update_gate),
+        ("/end_weight_update", DIALECT.has_update_gate),
+        ("/ready", DIALECT.has_ready),
+        ("/get_load", DIALECT.has_get_load),
+        ("/weights_checker", True),
+        ("/no_such_route", False),
+    ):
+        assert await client.has_route(wire.server.url, path) is present
+
+
+@pytest.mark.skipif(not DIALECT.has_update_gate, reason=f"{DIALECT.version} has no gate around updates")
+async def test_the_gate_opens_once_and_an_update_that_brings_its_tensors_needs_it(wire: Wire, model_a: Path) -> None:
+    bucket = {"names": [], "dtypes": [], "shapes": [], "group_name": "nobody", "flush_cache": False}
+    status, answer = await wire.post("/update_weights_from_distributed", bucket)
+    words = "update_weights_from_distributed must run between begin_weight_update() and end_weight_update()"
+    assert (status, answer) == (400, {"success": False, "message": words})
+    assert (await wire.post("/begin_weight_update"))[0] == 200
+    assert (await wire.post("/begin_weight_update"))[0] == 400
+    assert (await wire.post("/end_weight_update"))[0] == 200
+    assert (await wire.post("/end_weight_update"))[0] == 400
+    assert (await wire.update(model_a, START_LABEL))[0] == 200  # from disk: no gate
 
 
 # --- pauses
@@ -89,7 +127,7 @@ async def test_a_pause_loses_no_token_and_holds_new_requests(wire: Wire, referen
         paused = {"message": "Generation paused successfully.", "status": "ok"}
         assert await wire.post("/pause_generation", {"mode": mode}) == (200, paused)
         held = asyncio.create_task(wire.generate(sampling=SHORT))
-        assert (await wire.get("/ready"))[0] == 503
+        assert (await wire.get("/ready"))[0] == (503 if DIALECT.has_ready else 404)
         assert await is_silent(stream)
         assert not held.done()
         continued = {"message": "Generation continued successfully.", "status": "ok"}
@@ -98,7 +136,7 @@ async def test_a_pause_loses_no_token_and_holds_new_requests(wire: Wire, referen
         await task
     assert stream.done
     assert (len(stream.token_ids), stream.meta["num_retractions"]) == (400, 1 if mode == "retract" else 0)
-    assert stream.meta["weight_versions"] == [{"version": START_LABEL, "start": 0, "end": 400}]
+    assert spans_of(stream.meta) == [{"version": START_LABEL, "start": 0, "end": 400}]
     assert stream.logprobs == plain(reference_a, stream.token_ids)
 
 
@@ -110,11 +148,35 @@ async def test_a_pause_in_mode_abort_ends_what_runs(wire: Wire) -> None:
         assert stream.meta["finish_reason"]["type"] == "abort"
 
 
+@pytest.mark.parametrize("mode", ["in_place", "retract"])
+async def test_what_waits_at_a_pause_waits_on_and_ends_well(wire: Wire, mode: str) -> None:
+    running = [asyncio.create_task(wire.generate(sampling=LONG, rid=f"runs-{i}")) for i in range(SLOTS)]
+    await wire.until_load(num_running_reqs=SLOTS)
+    waiting = asyncio.create_task(wire.generate(sampling=SHORT, rid="waits-0"))
+    await wire.until_load(num_waiting_reqs=1)
+    await wire.post("/pause_generation", {"mode": mode})
+    await asyncio.sleep(SILENCE_S)
+    assert not waiting.done()
+    await wire.post("/continue_generation")
+    for i in range(SLOTS):
+        await wire.post("/abort_request", {"rid": f"runs-{i}"})
+    assert (await waiting)["meta_info"]["finish_reason"] == {"type": "length", "length": 20}
+    await asyncio.gather(*running)
+
+
+async def test_a_pause_in_mode_abort_ends_what_waits(wire: Wire) -> None:
+    calls = [asyncio.create_task(wire.generate(sampling=LONG)) for _ in range(SLOTS + 1)]
+    await wire.until_load(num_running_reqs=SLOTS, num_waiting_reqs=1)
+    await wire.post("/pause_generation", {"mode": "abort"})
+    reasons = [answer["meta_info"]["finish_reason"]["message"] for answer in await asyncio.gather(*calls)]
+    assert sorted(reasons) == ["Abort in waiting queue", *["Aborted"] * SLOTS]
+
+
 async def test_a_server_is_ready_again_after_a_pause(wire: Wire) -> None:
     await wire.post("/pause_generation", {"mode": "in_place"})
     await wire.post("/continue_generation")
     assert (await wire.get("/health"))[0] == 200
-    assert (await wire.get("/ready"))[0] == 200
+    assert (await wire.get("/ready"))[0] == (200 if DIALECT.has_ready else 404)
 
 
 async def test_a_request_aborted_in_a_retract_pause_ends_at_once_and_each_token_is_handed_on_once(
@@ -163,16 +225,19 @@ async def test_a_flush_empties_the_prefix_cache(wire: Wire) -> None:
 
 
 @pytest.mark.parametrize("pause", [None, "in_place", "retract"])
-async def test_a_flush_is_refused_while_a_request_is_resident(
+async def test_a_flush_is_refused_while_a_request_is_resident_unless_retracted_since_0_5_21(
     wire: Wire, client: EngineClient, pause: str | None
 ) -> None:
     async with wire.stream(sampling=LONG) as (stream, _):
         await stream.until(1)
         if pause is not None:
             await wire.post("/pause_generation", {"mode": pause})
+        may_flush = pause == "retract" and DIALECT.flushes_over_queue
         status, text = await wire.post("/flush_cache")
-        assert (status, text.splitlines()[0]) == (400, "Flush cache failed.")
-        assert not await client.flush_cache(wire.server.url)
+        assert (status, text.splitlines()[0]) == (
+            (200, "Cache flushed.") if may_flush else (400, "Flush cache failed.")
+        )
+        assert await client.flush_cache(wire.server.url) is may_flush
 
 
 # --- weights
@@ -187,7 +252,7 @@ async def test_a_push_makes_the_server_hold_other_weights_under_their_label_and_
         answer = await wire.generate(sampling=SHORT)  # no extra_key: nothing of the other weights may be cached
         meta = answer["meta_info"]
         assert (meta["cached_tokens"], meta["weight_version"]) == (0, label)
-        assert meta["weight_versions"] == [{"version": label, "start": 0, "end": 20}]
+        assert spans_of(meta) == [{"version": label, "start": 0, "end": 20}]
         assert [triple[0] for triple in meta["output_token_logprobs"]] == plain(reference, answer["output_ids"])
         assert await wire.weight_version() == label
 
@@ -218,15 +283,44 @@ async def test_an_update_without_a_pause_waits_for_what_runs_and_holds_what_come
         await task
     assert (status, answer["success"]) == (200, True)
     assert answer["message"].endswith("Weight version updated to run/1.")
-    assert stream.meta["weight_versions"] == [{"version": START_LABEL, "start": 0, "end": 400}]
+    assert spans_of(stream.meta) == [{"version": START_LABEL, "start": 0, "end": 400}]
     assert stream.logprobs == plain(reference_a, stream.token_ids)
     after = await later
-    assert after["meta_info"]["weight_versions"] == [{"version": "run/1", "start": 0, "end": 20}]
+    assert spans_of(after["meta_info"]) == [{"version": "run/1", "start": 0, "end": 20}]
     assert [triple[0] for triple in after["meta_info"]["output_token_logprobs"]] == plain(
         reference_b, after["output_ids"]
     )
 
 
+@pytest.mark.parametrize("pause", [None, "abort", "retract", "in_place"])
+@pytest.mark.parametrize("flush", [True, False, None])
+async def test_an_update_of_an_empty_server_flushes_unless_told_not_to(
+    wire: Wire, model_b: Path, pause: str | None, flush: bool | None
+) -> None:
+    """However it is paused; None is the default of the call."""
+    await wire.generate(sampling=SHORT)
+    if pause is not None:
+        await wire.post("/pause_generation", {"mode": pause})
+    body = {"model_path": str(model_b), "weight_version": "run/1"} | ({} if flush is None else {"flush_cache": flush})
+    status, answer = await wire.post("/update_weights_from_disk", body)
+    assert (status, answer["success"], await wire.weight_version()) == (200, True, "run/1")
+    await wire.post("/continue_generation")
+    after = await wire.generate(sampling=SHORT)
+    assert after["meta_info"]["cached_tokens"] == (len(PROMPT) - 1 if flush is False else 0)
+
+
+@pytest.mark.parametrize("flush", [True, False])
+async def test_an_update_that_aborts_ends_what_runs_and_needs_no_pause(wire: Wire, model_b: Path, flush: bool) -> None:
+    async with wire.stream(sampling=LONG) as (stream, task):
+        await stream.until(5)
+        status, answer = await wire.update(model_b, "run/1", abort_all_requests=True, flush_cache=flush)
+        await task
+    assert (status, answer["success"], await wire.weight_version()) == (200, True, "run/1")
+    assert stream.meta["finish_reason"]["type"] == "abort"
+    assert spans_of(stream.meta)[0]["version"] == START_LABEL
+
+
+@pytest.mark.skipif(not DIALECT.has_spans, reason=f"{DIALECT.version} tells no spans")
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
 async def test_an_update_in_mid_flight_shows_as_two_spans_whose_border_is_where_the_weights_changed(
     wire: Wire, model_b: Path, reference_a: Reference, mode: str
@@ -288,3 +382,12 @@ async def test_a_relabel_changes_the_label_and_nothing_else(wire: Wire, referenc
     assert await wire.weight_version() == "run/7"
     assert stream.meta["finish_reason"] == {"type": "length", "length": 400}
     assert stream.logprobs == plain(reference_a, stream.token_ids)
+
+
+async def test_a_relabel_ends_what_runs_unless_told_not_to(wire: Wire) -> None:
+    """Why the client never relabels: the default aborts."""
+    async with wire.stream(sampling=LONG) as (stream, task):
+        await stream.until(5)
+        assert (await wire.post("/update_weight_version", {"new_version": "run/7"}))[0] == 200
+        await task
+    assert stream.meta["finish_reason"]["type"] == "abort"

@@ -14,7 +14,7 @@ import pytest
 from dora.engine.client import EngineClient
 from dora.engine.errors import ServerGone
 from dora.weights.push import PushFailed, push
-from tests.sglang.conftest import LONG, Kind, Server, Tokens, Wire, request, serving
+from tests.sglang.conftest import DIALECT, LONG, START_LABEL, Kind, Server, Tokens, Wire, request, serving
 
 pytestmark = pytest.mark.timeout(120, func_only=True)  # starting a server has a limit of its own
 
@@ -76,3 +76,28 @@ async def test_a_checkpoint_of_another_shape_ends_the_server_and_the_push_says_s
         await push(endpoint, folder=model_of_other_shape, label="run/1", timeout_s=END_LIMIT_S)
     assert (failed.value.stage, failed.value.doubtful) == ("update", True)
     await until_gone(main)
+
+
+@pytest.mark.parametrize("mode", ["in_place", "retract"])
+async def test_an_update_that_flushes_under_a_paused_request_is_what_our_client_must_never_send(
+    wire: Wire, model_b: Path, mode: str
+) -> None:
+    """The default of the call. It ends the server, or changes its weights and answers 400, or works: by release."""
+    main = wire.server.main_process()
+    works = mode == "retract" and DIALECT.flushes_over_queue
+    async with wire.stream(sampling=LONG) as (stream, task):
+        await stream.until(5)
+        await wire.post("/pause_generation", {"mode": mode})
+        if not works and not DIALECT.outlives_failed_flush:
+            with pytest.raises(aiohttp.ClientError):
+                await wire.update(model_b, "run/1", flush_cache=True)
+            await asyncio.wait({task})
+            assert not stream.done
+            await until_gone(main)
+            return
+        status, answer = await wire.update(model_b, "run/1", flush_cache=True)
+        assert (status, answer["success"]) == ((200, True) if works else (400, False))
+        assert await wire.weight_version() == ("run/1" if works else START_LABEL)
+        await wire.post("/continue_generation")
+        await task
+    assert [span["version"] for span in stream.meta["weight_versions"]] == [START_LABEL, "run/1"]

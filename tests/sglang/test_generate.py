@@ -12,29 +12,41 @@ from dora.engine.client import EngineClient
 from dora.engine.errors import RequestRefused
 from dora.engine.probe import Capabilities, probe
 from tests.embedded.conftest import CONTEXT, EOS, Reference
-from tests.sglang.conftest import KV_TOKENS, LONG, PROMPT, QUEUE, SLOTS, START_LABEL, Tokens, Wire, request
+from tests.sglang.conftest import (
+    DIALECT,
+    KV_TOKENS,
+    LONG,
+    PROMPT,
+    QUEUE,
+    SLOTS,
+    START_LABEL,
+    Tokens,
+    Wire,
+    request,
+    spans_of,
+)
 
 pytestmark = pytest.mark.timeout(120, func_only=True)  # starting a server has a limit of its own
 
 #: What the controller reads of an answer.
 META = {"finish_reason", "prompt_tokens", "completion_tokens", "cached_tokens", "num_retractions"}
 LOGPROBS = {"input_token_logprobs", "output_token_logprobs", "output_token_logprobs_length"}
-VERSIONS = {"weight_version", "weight_versions"}
+VERSIONS = {"weight_version", "weight_versions"} if DIALECT.has_spans else {"weight_version"}
 
 
 async def test_the_probe_finds_what_the_server_was_started_with(wire: Wire, client: EngineClient) -> None:
     found = await probe(client, wire.server.url, timeout_s=30)
     assert found.context_length is not None
     assert CONTEXT - 8 < found.context_length <= CONTEXT
-    assert replace(found, context_length=None, has_weights_checker=True) == Capabilities(
-        server_version="0.5.20",
+    assert replace(found, context_length=None) == Capabilities(
+        server_version=DIALECT.version,
         is_incremental=True,
         max_total_tokens=KV_TOKENS,
         max_running=SLOTS,
         context_length=None,
         label=START_LABEL,
-        has_spans=True,
-        has_update_gate=False,
+        has_spans=DIALECT.has_spans,
+        has_update_gate=DIALECT.has_update_gate,
         has_weights_checker=True,
     )
 
@@ -48,7 +60,7 @@ async def test_a_unary_answer_has_the_fields_that_are_relied_on(wire: Wire) -> N
     assert (meta["prompt_tokens"], meta["completion_tokens"], meta["num_retractions"]) == (len(PROMPT), 7, 0)
     assert [token for _, token, text in meta["output_token_logprobs"] if text is None] == answer["output_ids"]
     assert (meta["input_token_logprobs"], meta["output_token_logprobs_length"]) == ([], 7)
-    assert meta["weight_versions"] == [{"version": START_LABEL, "start": 0, "end": 7}]
+    assert spans_of(meta) == [{"version": START_LABEL, "start": 0, "end": 7}]
 
 
 async def test_a_stream_holds_new_tokens_and_totals_and_spans_at_its_end(wire: Wire) -> None:
@@ -62,9 +74,10 @@ async def test_a_stream_holds_new_tokens_and_totals_and_spans_at_its_end(wire: W
         total += len(event["output_ids"])
         assert (meta["completion_tokens"], meta["output_token_logprobs_length"]) == (total, total)
         assert [token for _, token, _ in meta["output_token_logprobs"]] == event["output_ids"]
-        assert ("weight_versions" in meta) == (meta["finish_reason"] is not None) == (event is stream.events[-1])
+        assert (meta["finish_reason"] is not None) == (event is stream.events[-1])
+        assert ("weight_versions" in meta) == (DIALECT.has_spans and event is stream.events[-1])
     assert total == 40
-    assert stream.meta["weight_versions"] == [{"version": START_LABEL, "start": 0, "end": 40}]
+    assert spans_of(stream.meta) == [{"version": START_LABEL, "start": 0, "end": 40}]
 
 
 @pytest.mark.parametrize(
@@ -97,7 +110,7 @@ async def test_greedy_is_the_argmax_and_goes_on_from_the_tokens_so_far(wire: Wir
         sampling={"temperature": 0, "max_new_tokens": 18, "ignore_eos": True}, input_ids=so_far, rid="resumed"
     )
     assert first["output_ids"] + rest["output_ids"] == greedy
-    assert rest["meta_info"]["weight_versions"] == [{"version": START_LABEL, "start": 0, "end": 18}]
+    assert spans_of(rest["meta_info"]) == [{"version": START_LABEL, "start": 0, "end": 18}]
 
 
 async def test_a_stop_token_ends_an_answer_and_stays_in_it(wire: Wire, reference_a: Reference) -> None:
@@ -184,6 +197,19 @@ async def test_a_bad_request_is_a_400_and_inside_a_stream_an_error_event(
     assert '"code":400,"retryable":false' in event.replace(" ", "")
 
 
+@pytest.mark.parametrize(
+    "raw",
+    ["{half", '{"input_ids": "five"}', '{"input_ids": [5], "sampling_params": 7}'],
+    ids=["not JSON", "wrong type", "wrong type inside"],
+)
+async def test_a_body_that_cannot_be_read_is_a_400_with_a_message_at_its_top(wire: Wire, raw: str) -> None:
+    headers = {"Content-Type": "application/json"}
+    async with wire.http.post("/generate", data=raw, headers=headers) as answer:
+        body = await answer.json()
+    assert (answer.status, body["object"], body["type"], body["code"]) == (400, "error", "Bad Request", 400)
+    assert body["message"]
+
+
 async def test_a_request_that_leaves_room_as_the_probe_says_runs_to_its_budget(
     wire: Wire, client: EngineClient
 ) -> None:
@@ -199,7 +225,11 @@ async def test_a_request_that_leaves_room_as_the_probe_says_runs_to_its_budget(
 
 async def test_an_unknown_sampling_key_is_an_error_and_an_unknown_field_is_ignored(wire: Wire) -> None:
     status, body = await wire.post("/generate", {"input_ids": PROMPT, "sampling_params": {"no_such_key": 1}})
-    assert (status, body) == (500, "Internal Server Error")
+    if DIALECT.names_unknown_sampling_key:
+        assert status == 400
+        assert body["error"].startswith("unknown field `no_such_key`, expected one of ")
+    else:
+        assert (status, body) == (500, "Internal Server Error")
     await wire.generate(sampling={"max_new_tokens": 1}, no_such_field=1)
 
 
@@ -231,7 +261,7 @@ async def test_a_running_request_that_is_aborted_keeps_its_tokens(wire: Wire, re
     assert stream.done
     aborted = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
     assert stream.meta["finish_reason"] == aborted
-    assert stream.meta["weight_versions"] == [{"version": START_LABEL, "start": 0, "end": len(stream.token_ids)}]
+    assert spans_of(stream.meta) == [{"version": START_LABEL, "start": 0, "end": len(stream.token_ids)}]
     assert stream.meta["completion_tokens"] == len(stream.token_ids)
     assert stream.logprobs == pytest.approx(
         reference_a.logprobs(PROMPT + stream.token_ids)[len(PROMPT) - 1 :], abs=1e-3
@@ -269,6 +299,14 @@ async def test_an_abort_ends_no_other_request(wire: Wire) -> None:
         await wire.post("/abort_request", {"rid": "pair-0"})
         await first
         await other.until(len(other.token_ids) + 10)
+
+
+async def test_a_client_that_leaves_a_unary_call_frees_the_slot(wire: Wire) -> None:
+    call = asyncio.create_task(wire.generate(sampling=LONG))
+    await wire.until_load(num_running_reqs=1)
+    call.cancel()
+    await asyncio.wait({call})
+    await wire.until_load(num_running_reqs=0)
 
 
 async def test_a_client_that_leaves_its_stream_frees_the_slot(wire: Wire) -> None:
