@@ -29,7 +29,7 @@ def request(url: str, verb: str, instance: str, *, token_file: Path | None) -> N
 def draw(rows: tuple[InstanceRow, ...]) -> Table:
     """As a table."""
     table = Table("instance", "address", "phase", "version", "requests", "KV", "asked", box=None)
-    for row in rows:
+    for row in sorted(rows, key=lambda row: row.instance):
         version = f"→ {row.pushing}" if row.pushing is not None else "" if row.version is None else str(row.version)
         requests, kv = f"{row.residents}/{row.slots}", f"{row.kv_load / row.kv_tokens:.0%}"
         table.add_row(str(row.instance), row.url, row.phase, version, requests, kv, row.asked)

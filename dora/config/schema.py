@@ -14,6 +14,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from dora.core.moves import SILENCE
+
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0.0)]
@@ -88,7 +90,9 @@ class RolloutConfig(Section):
     consolidate: bool = True
     """Pack what is left of an old version onto fewer instances by migration."""
     watchdog_s: Seconds = 120.0
-    """A trajectory without a new token for so long, on a server that answers, means that the instance is lost."""
+    """An instance none of whose requests got a token for so long is lost, whatever it answers; a prompt that is still
+    being read counts as progress. A single request without a token for three times as long, while others get theirs, is
+    stopped and goes on elsewhere."""
     max_attempts: Positive = 8
     """A trajectory whose request failed so often, instances lost apart, fails its group with the reason."""
 
@@ -366,10 +370,10 @@ class Config(Section):
                 f"rollout.group_size: {self.rollout.group_size} sibling has no group to be compared with, and "
                 f"advantage '{self.trainer.advantage}' is group-relative; use at least 2"
             )
-        if self.rollout.watchdog_s >= self.run.no_progress_s:
+        if SILENCE * self.rollout.watchdog_s >= self.run.no_progress_s:
             yield (
-                f"rollout.watchdog_s: {self.rollout.watchdog_s:g} s must be below run.no_progress_s "
-                f"({self.run.no_progress_s:g} s), else a stuck instance ends the run before it is replaced"
+                f"rollout.watchdog_s: {SILENCE:g} x {self.rollout.watchdog_s:g} s must be below run.no_progress_s "
+                f"({self.run.no_progress_s:g} s), else a stuck request ends the run before it goes on elsewhere"
             )
 
     def _capacity_problems(self) -> Iterator[str]:

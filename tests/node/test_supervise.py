@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -13,6 +15,7 @@ import pytest
 
 from dora.errors import ConfigError, RemoteError
 from dora.node.plan import ProcessPlan
+from dora.node.ports import free_port
 from dora.node.supervise import Child, Node
 
 #: Longer than any test waits: whoever is still there was left behind.
@@ -27,6 +30,39 @@ def plan(code: str, *, ready_timeout_s: float | None = 20.0, name: str = "engine
         argv=(sys.executable, "-c", code),
         env={**os.environ, "PYTHONUNBUFFERED": "1"},
         ready_timeout_s=ready_timeout_s,
+    )
+
+
+#: Answers 200 at the port given, after a moment in which it listens to nothing.
+SERVER = """
+import http.server, sys, threading
+class Well(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.end_headers()
+    def log_message(self, *_): print("asked", flush=True)
+threading.Event().wait(0.3)
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Well).serve_forever()
+"""
+
+
+async def is_well(url: str) -> bool:
+    """Whether somebody answers there."""
+    try:
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+    except OSError:
+        return False
+    writer.write(b"GET /health HTTP/1.0\r\n\r\n")
+    answer = await reader.readline()
+    writer.close()
+    return b"200" in answer
+
+
+def template(code: str, *words: str, port: int = 0, ready_timeout_s: float = 20.0) -> ProcessPlan:
+    """A server that prints no ready line and watches no lease."""
+    argv = (sys.executable, "-c", code, *words)
+    env = dict(os.environ)
+    return ProcessPlan(
+        name="engine-0", argv=argv, env=env, ready_timeout_s=ready_timeout_s, port=port, watches_lease=False
     )
 
 
@@ -196,3 +232,65 @@ async def test_a_node_holds_the_lease_while_it_is_open(tmp_path: Path):
 def await_gone(processes: list[psutil.Process]) -> None:
     gone, alive = psutil.wait_procs(processes, timeout=10)
     assert (len(gone), alive) == (len(processes), [])
+
+
+# -- servers that print no ready line ---------------------------------------------------------------------------------
+
+
+async def test_a_server_with_a_port_is_up_when_it_is_well_there_and_gets_a_free_one_at_each_start(node: Node):
+    child = node.add(template(SERVER, "{port}"), is_well=is_well)
+    first = await child.start()
+    assert first.startswith("http://127.0.0.1:")
+    second = await child.start()
+    assert await is_well(second)
+    assert second != first
+    assert not await is_well(first)
+
+
+async def test_a_server_with_a_configured_port_listens_there(node: Node):
+    port = free_port()
+    child = node.add(template(SERVER, str(port), port=port), is_well=is_well)
+    assert await child.start() == f"http://127.0.0.1:{port}"
+
+
+async def test_a_server_that_ends_before_it_is_well_says_why(node: Node):
+    child = node.add(template("import sys; sys.exit('no memory')"), is_well=is_well)
+    with pytest.raises(RemoteError, match=r"ended with exit code 1 before it was ready; .* no memory"):
+        await child.start()
+    child = node.add(template("import sys; print('unknown flag', flush=True); sys.exit(2)"), is_well=is_well)
+    with pytest.raises(ConfigError, match="unknown flag"):
+        await child.start()
+
+
+async def test_a_server_that_is_never_well_is_given_up_in_time(node: Node):
+    child = node.add(template(FOREVER, ready_timeout_s=0.5), is_well=is_well)
+    with pytest.raises(RemoteError, match=r"not ready after 0\.5 s"):
+        await child.start()
+    assert child.pid is None
+
+
+CONTROLLER = """
+import asyncio, sys
+from pathlib import Path
+from dora.node.plan import ProcessPlan
+from dora.node.ports import free_port
+from dora.node.supervise import Node
+async def main():
+    async with Node(logs=Path(sys.argv[1]), lease=Path(sys.argv[1]) / "lease") as node:
+        argv = (sys.executable, "-c", "import threading; threading.Event().wait(300)")
+        plan = ProcessPlan(name="engine-0", argv=argv, env={}, ready_timeout_s=None, watches_lease=False)
+        child = node.add(plan)
+        await child.start()
+        print(child.pid, flush=True)
+        await asyncio.Event().wait()
+asyncio.run(main())
+"""
+
+
+def test_a_server_without_a_lease_ends_with_a_controller_that_is_killed(tmp_path: Path):
+    controller = subprocess.Popen([sys.executable, "-c", CONTROLLER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert controller.stdout is not None
+    with controller, controller.stdout:
+        server = psutil.Process(int(controller.stdout.readline()))
+        controller.kill()
+        server.wait(20)  # raises if it still runs; psutil waits for processes of others too
