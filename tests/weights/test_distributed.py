@@ -59,8 +59,9 @@ def transport(senders: Senders) -> Distributed:
 @asynccontextmanager
 async def engine(folder: Path, **changes: Any) -> AsyncIterator[str]:
     options = ServeOptions(model_path=folder, slots=4, kv_tokens=2048, skip_tokenizer_init=True, **changes)
-    async with running(options, decoder_of(folder, slots=4, kv_tokens=2048), None) as (_, url, _):
+    async with running(options, decoder_of(folder, slots=4, kv_tokens=2048), None) as (running_engine, url, _):
         yield url
+        assert not running_engine.groups  # whatever became of the pushes
 
 
 @dataclass(frozen=True)

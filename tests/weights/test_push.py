@@ -10,7 +10,7 @@ import pytest
 
 from dora.errors import RemoteError
 from dora.weights import push as push_module
-from dora.weights.push import PushFailed, map_path, push
+from dora.weights.push import Disk, PushFailed, PushTarget, map_path, push
 
 CALLS = ["is_empty", "pause", "flush_cache 1", "update_weights", "flush_cache 2", "weight_version", "resume"]
 STAGES = ["drain", "pause", "flush", "update", "flush after update", "read back", "continue"]
@@ -65,7 +65,7 @@ class Server:
 
 
 async def push_to(server: Server, *, timeout_s: float = 30.0) -> None:
-    await push(server, folder="/store/v000002", label="run/2", timeout_s=timeout_s)
+    await push(server, folder=Path("/store/v000002"), label="run/2", timeout_s=timeout_s)
 
 
 async def test_a_push_goes_through_its_stages_in_order_and_leaves_the_server_serving() -> None:
@@ -119,6 +119,18 @@ async def test_an_update_that_is_accepted_and_ignored_is_found_by_reading_back()
     with pytest.raises(PushFailed, match="says that it holds 'run/1', not 'run/2'") as failed:
         await push_to(Ignores())
     assert (failed.value.stage, failed.value.doubtful) == ("read back", True)
+
+
+async def test_weights_that_are_found_wrong_once_the_server_serves_again_are_doubtful() -> None:
+    class Wrong(Disk):
+        async def verify(self, server: PushTarget, folder: Path, *, timeout_s: float) -> None:
+            assert not server.is_paused  # it could not answer
+            raise RemoteError("its log-probs differ")
+
+    server = Server()
+    with pytest.raises(PushFailed, match="its log-probs differ") as failed:
+        await push(server, folder=Path("/store/v000002"), label="run/2", timeout_s=30, transport=Wrong())
+    assert (failed.value.stage, failed.value.doubtful, server.is_paused) == ("verify", True, False)
 
 
 async def test_a_request_that_slips_in_during_the_push_makes_it_doubtful() -> None:
