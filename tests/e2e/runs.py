@@ -115,8 +115,11 @@ def _heed_ctrl_c() -> None:
 class Run:
     """One `dora run` under way."""
 
-    def __init__(self, *arguments: str, cwd: Path | None = None, prefix: Sequence[str] = ()) -> None:
-        """`prefix` is put before the command; it must exec it."""
+    def __init__(
+        self, *arguments: str, cwd: Path | None = None, prefix: Sequence[str] = (), patience_s: float = START_S
+    ) -> None:
+        """`prefix` is put before the command; it must exec it. `patience_s`: how long any wait for it may take."""
+        self._patience_s = patience_s
         self.process = subprocess.Popen(
             [*prefix, *command("run", *arguments)],
             stdout=subprocess.PIPE,
@@ -156,7 +159,7 @@ class Run:
             found = re.search(pattern, "".join(self.out), re.MULTILINE)
             return found[1] if found else None
 
-        return until(search, what=f"a line {pattern}")
+        return until(search, what=f"a line {pattern}", timeout_s=self._patience_s)
 
     @property
     def folder(self) -> RunFolder:
@@ -183,7 +186,7 @@ class Run:
                 return None
             return status if holds(status) else None
 
-        return until(ask, what=what)
+        return until(ask, what=what, timeout_s=self._patience_s)
 
     def until_trained(self, steps: int) -> dict[str, Any]:
         return self.until_status(lambda s: s["steps_trained"] >= steps, what=f"{steps} steps trained")
