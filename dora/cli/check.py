@@ -23,6 +23,7 @@ from dora.config.load import load
 from dora.config.schema import Config
 from dora.engine.client import EngineClient, GenerateRequest
 from dora.engine.probe import Capabilities, is_alive, probe
+from dora.engine.shapes import require_same_shapes
 from dora.errors import ConfigError, RemoteError
 from dora.node.plan import assign_gpus, plan_engines
 from dora.node.ports import require_free_ports
@@ -77,6 +78,7 @@ async def _check_server(config: Config, inputs: Inputs, client: EngineClient, ur
     try:
         found = await probe(client, url, timeout_s=PROBE_TIMEOUT_S)
         _check_room(config, found, url)
+        require_same_shapes(url, found.model_path, model=inputs.model, path_map=config.engine.path_map)
         worst = await _compare_logprobs(config, inputs, client, url)
     except RemoteError as err:
         raise ConfigError(f"{_field(config, url)}: {err}") from err

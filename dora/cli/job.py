@@ -285,6 +285,8 @@ class _Run:
                 slots=config.engine.slots,
                 kv_tokens=config.engine.kv_tokens,
                 context_tokens=config.task.max_prompt_tokens + config.rollout.max_new_tokens,
+                model=self.job.inputs.model,
+                path_map=config.engine.path_map,
             ),
             emit=self._emit,
             fence=lambda instance: self.controller.fence(instance) if self.controller is not None else {},

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol
 
 import structlog
@@ -23,6 +24,7 @@ from dora.core.ids import InstanceId, TrajectoryId
 from dora.core.instances import Instance
 from dora.engine.client import EngineClient
 from dora.engine.probe import Capabilities, is_alive, probe
+from dora.engine.shapes import require_same_shapes
 from dora.errors import ConfigError, RemoteError, RunFailed
 
 log = structlog.get_logger(__name__)
@@ -66,6 +68,8 @@ class Limits:
     slots: int
     kv_tokens: int
     context_tokens: int  # longest prompt + token budget: what every server must be able to hold
+    model: Path  # whose shapes every server's model must have
+    path_map: Mapping[str, str]  # folders here -> folders as servers see them
 
 
 @dataclass(slots=True)
@@ -216,6 +220,8 @@ class Fleet:
                 f"{url}: holds {min(room, capabilities.max_total_tokens)} tokens of one request, but "
                 f"task.max_prompt_tokens + rollout.max_new_tokens is {self._limits.context_tokens}; lower one of them"
             )
+        limits = self._limits
+        require_same_shapes(url, capabilities.model_path, model=limits.model, path_map=limits.path_map)
         return capabilities
 
     async def _wait_for_its_end(self, instance: InstanceId, member: _Member, url: str) -> str:

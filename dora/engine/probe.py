@@ -31,6 +31,7 @@ class Capabilities:
     max_running: int  # slots
     context_length: int | None  # longest prompt + answer that it takes, however cut; None: the server does not say
     label: str  # of the weights it holds now
+    model_path: str  # the folder it was started with, as it sees it; "" if it does not say
     has_spans: bool  # answers tell the version of each token, not of the last alone (SGLang 0.5.20 and later)
     has_update_gate: bool  # distributed updates need begin_ and end_weight_update around them (0.5.21 and later)
     has_weights_checker: bool  # tells checksums of the weights it holds
@@ -57,6 +58,7 @@ async def probe(client: EngineClient, url: str, *, timeout_s: float) -> Capabili
         # keeps a few tokens of the context for itself and cuts an answer that would need them.
         context_length=info.get("max_req_input_len"),
         label=label,
+        model_path=str(info.get("model_path") or ""),
         has_spans=result.has_spans,
         has_update_gate=has_update_gate,
         has_weights_checker=has_weights_checker,

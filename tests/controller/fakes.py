@@ -358,7 +358,7 @@ def make_job(
     fleet = Fleet(
         list(servers),
         client=engines,  # type: ignore[arg-type]
-        limits=Limits(instances=8, slots=2, kv_tokens=1024, context_tokens=128),
+        limits=Limits(instances=8, slots=2, kv_tokens=1024, context_tokens=128, model=Path(), path_map={}),
         emit=lambda event: controller.emit(event),
         fence=lambda instance: controller.fence(instance),
         now=now,

@@ -51,7 +51,7 @@ async def io(server: ScriptedServer, tmp_path: Path, monkeypatch: pytest.MonkeyP
             fleet = Fleet(
                 [],
                 client=client,
-                limits=Limits(instances=8, slots=4, kv_tokens=1024, context_tokens=128),
+                limits=Limits(instances=8, slots=4, kv_tokens=1024, context_tokens=128, model=Path(), path_map={}),
                 emit=lambda event: asyncio.sleep(0),
                 fence=lambda instance: {},
                 now=lambda: 0.0,

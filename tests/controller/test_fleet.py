@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,7 +39,7 @@ class Kept:
         self.said: asyncio.Queue[Event] = asyncio.Queue()
         self.residents: dict[InstanceId, dict[TrajectoryId, int]] = {}
         self.rows: dict[InstanceId, Instance] = {}
-        limits = {"instances": 3, "slots": 4, "kv_tokens": 1024, "context_tokens": 128}
+        limits = {"instances": 3, "slots": 4, "kv_tokens": 1024, "context_tokens": 128, "model": Path(), "path_map": {}}
         self.fleet = Fleet(
             list(self.servers),
             client=self.engines,  # type: ignore[arg-type]
@@ -325,7 +327,7 @@ async def test_a_server_that_joined_and_turns_out_unfit_does_not_end_the_run() -
     kept = Kept(1)
     async with keeping(kept):
         await kept.next()
-        kept.fleet._limits = Limits(instances=3, slots=4, kv_tokens=1024, context_tokens=5000)
+        kept.fleet._limits = replace(kept.fleet._limits, context_tokens=5000)
         instance = kept.fleet.join("http://engine-9")
         member = kept.fleet._members[instance]
         async with asyncio.timeout(10):

@@ -89,6 +89,7 @@ async def test_the_probe_finds_what_the_release_can_do(
         max_running=4,
         context_length=2042,
         label="start",
+        model_path="",  # left out of the captures
         has_spans=DIALECTS[release].has_spans,
         has_update_gate=DIALECTS[release].has_update_gate,
         has_weights_checker=True,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -34,7 +35,9 @@ LOGPROBS = {"input_token_logprobs", "output_token_logprobs", "output_token_logpr
 VERSIONS = {"weight_version", "weight_versions"} if DIALECT.has_spans else {"weight_version"}
 
 
-async def test_the_probe_finds_what_the_server_was_started_with(wire: Wire, client: EngineClient) -> None:
+async def test_the_probe_finds_what_the_server_was_started_with(
+    wire: Wire, client: EngineClient, model_a: Path
+) -> None:
     found = await probe(client, wire.server.url, timeout_s=30)
     assert found.context_length is not None
     assert CONTEXT - 8 < found.context_length <= CONTEXT
@@ -45,6 +48,7 @@ async def test_the_probe_finds_what_the_server_was_started_with(wire: Wire, clie
         max_running=SLOTS,
         context_length=None,
         label=START_LABEL,
+        model_path=str(model_a),
         has_spans=DIALECT.has_spans,
         has_update_gate=DIALECT.has_update_gate,
         has_weights_checker=True,
