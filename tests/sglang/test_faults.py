@@ -43,7 +43,7 @@ STEPS = 8
 STOPPED_S = 60.0
 WATCHDOG_S = 15.0
 #: Every so many answers the proxy breaks one off in the middle.
-CUT_EVERY = 10
+CUT_EVERY = 5
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ class Proxy:
     """Hands everything on to one server, and lies or breaks off where it is told to."""
 
     target: str
-    cut_every: int = 0  # of streams: broken off after the first piece of the answer; 0: none
+    cut_every: int = 0  # of streams: broken off after the first piece of the answer, if there are two; 0: none
     false_refusals: int = 0  # updates still to be answered with 400 although they were done
     streams: int = 0
     cut: int = 0
@@ -180,8 +180,10 @@ class Proxy:
         to_be_cut = self.cut_every and self.streams % self.cut_every == 0
         response = web.StreamResponse(status=answer.status, headers={"Content-Type": answer.headers["Content-Type"]})
         await response.prepare(request)
+        pieces = 0
         async for piece in answer.content.iter_any():
-            if to_be_cut and len(piece) > 40 and b"[DONE]" not in piece:
+            pieces += 1
+            if to_be_cut and pieces > 1 and b"[DONE]" not in piece:
                 await response.write(piece[:-20])  # in the middle of an event
                 self.cut += 1
                 assert request.transport is not None
@@ -199,8 +201,7 @@ async def test_replies_that_are_cut_in_their_middle_cost_nothing(fleet: list[Mem
             code = await asyncio.to_thread(run.end)
     assert code == 0, run.told()
     assert proxy.cut >= 1
-    failed = events_of(folder, ev.GenerationFailed)
-    assert len(failed) >= proxy.cut
+    assert any(event.num_tokens for event in events_of(folder, ev.GenerationFailed))
     assert_nothing_lost(folder)
 
 
