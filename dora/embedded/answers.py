@@ -76,7 +76,8 @@ class Answer:
             meta["queue_time"] = generation.admitted_at - generation.queued_at
         meta["weight_version"] = self.weight_version
         meta["completion_tokens"] = end
-        if self.ask.return_logprob and generation.finish_reason != QUEUE_FULL:
+        refused = generation.finish_reason == QUEUE_FULL and not generation.output_ids
+        if self.ask.return_logprob and not refused:
             pairs = zip(generation.output_logprobs[start:end], generation.output_ids[start:end], strict=True)
             meta["input_token_logprobs"] = self._prompt_logprobs() if start == 0 else []
             meta["output_token_logprobs"] = [(logprob, token, None) for logprob, token in pairs]

@@ -136,7 +136,7 @@ class Batcher:
     def submit(self, generation: Generation) -> None:
         generation.queued_at = time.time()
         generation.relabel(self.weight_version)
-        if self.max_queued_requests is not None and len(self.waiting) >= self.max_queued_requests:
+        if self._queue_is_full():
             generation.finish_reason, generation.done = QUEUE_FULL, True
             generation.finished_at = time.time()
             generation.news.set()
@@ -212,8 +212,8 @@ class Batcher:
         self.holding = True
         if not retract:
             return
-        for generation in sorted(self.rows, key=lambda g: g.order, reverse=True):
-            self._retract(generation)
+        for place, generation in enumerate(sorted(self.rows, key=lambda g: g.order)):
+            self._retract(generation, place=place)
 
     def release(self) -> None:
         self.holding = False
@@ -378,10 +378,17 @@ class Batcher:
         if row < len(self.rows):
             self.rows[row] = last
 
-    def _retract(self, generation: Generation) -> None:
+    def _retract(self, generation: Generation, *, place: int = 0) -> None:
+        """Back into the queue, whose limit counts the retracted too: beyond it they end, as in SGLang."""
         self._leave(self.rows.index(generation))
         generation.num_retractions += 1
-        self.waiting.appendleft(generation)
+        if self._queue_is_full():
+            self._finish(generation, QUEUE_FULL)
+        else:
+            self.waiting.insert(place, generation)
+
+    def _queue_is_full(self) -> bool:
+        return self.max_queued_requests is not None and len(self.waiting) >= self.max_queued_requests
 
 
 def _joiner(generation: Generation) -> Joiner:

@@ -17,11 +17,13 @@ from tests.sglang.conftest import (
     KV_TOKENS,
     LONG,
     PROMPT,
+    QUEUE,
     SLOTS,
     START_LABEL,
     Stream,
     Tokens,
     Wire,
+    ask,
     request,
     spans_of,
 )
@@ -150,7 +152,7 @@ async def test_a_pause_in_mode_abort_ends_what_runs(wire: Wire) -> None:
 
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
 async def test_what_waits_at_a_pause_waits_on_and_ends_well(wire: Wire, mode: str) -> None:
-    running = [asyncio.create_task(wire.generate(sampling=LONG, rid=f"runs-{i}")) for i in range(SLOTS)]
+    running = [asyncio.create_task(wire.post("/generate", ask(LONG, rid=f"runs-{i}"))) for i in range(SLOTS)]
     await wire.until_load(num_running_reqs=SLOTS)
     waiting = asyncio.create_task(wire.generate(sampling=SHORT, rid="waits-0"))
     await wire.until_load(num_waiting_reqs=1)
@@ -158,10 +160,32 @@ async def test_what_waits_at_a_pause_waits_on_and_ends_well(wire: Wire, mode: st
     await asyncio.sleep(SILENCE_S)
     assert not waiting.done()
     await wire.post("/continue_generation")
-    for i in range(SLOTS):
-        await wire.post("/abort_request", {"rid": f"runs-{i}"})
+    await wire.post("/abort_request", {"rid": "runs-0"})
     assert (await waiting)["meta_info"]["finish_reason"] == {"type": "length", "length": 20}
+    await wire.post("/abort_request", {"abort_all": True})
     await asyncio.gather(*running)
+
+
+async def test_a_retracted_request_that_finds_the_queue_full_ends_with_its_tokens_and_may_be_tried_again(
+    wire: Wire, client: EngineClient, reference_a: Reference
+) -> None:
+    """The limit of the queue counts the retracted too; hence no limit in what docs/SGLANG.md tells to start."""
+    url, answers = wire.server.url, [Tokens() for _ in range(SLOTS)]
+    running = [
+        asyncio.create_task(client.generate(url, request(f"full-{i}", endless=True), answers[i])) for i in range(SLOTS)
+    ]
+    for tokens in answers:
+        await tokens.until(5)
+    waiting = [asyncio.create_task(wire.generate(sampling=SHORT)) for _ in range(QUEUE)]
+    await wire.until_load(num_waiting_reqs=QUEUE)
+    await client.pause(url, "retract")
+    for call, tokens in zip(running, answers, strict=True):
+        with pytest.raises(RequestRefused, match="The request queue is full") as refused:
+            await call
+        assert refused.value.retryable
+        assert tokens.logprobs == plain(reference_a, tokens.token_ids)
+    await client.resume(url)
+    await asyncio.gather(*waiting)
 
 
 async def test_a_pause_in_mode_abort_ends_what_waits(wire: Wire) -> None:
