@@ -14,7 +14,7 @@ import asyncio
 import math
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
 import aiohttp
@@ -216,6 +216,7 @@ class EngineClient:
 
     async def prompt_logprobs(self, url: str, token_ids: Sequence[int], *, timeout_s: float) -> list[float]:
         """Log-prob of each token after the first under the weights held now, whatever the prefix cache holds."""
+        self._check_ids(token_ids, what="verification of a push")
         name = f"verify-{uuid.uuid4().hex}"
         body = {
             "rid": name,
@@ -272,10 +273,13 @@ class EngineClient:
                 f"request {request.rid}: {len(request.input_ids)} input tokens and a budget of "
                 f"{request.max_new_tokens}; both must be at least 1"
             )
-        if min(request.input_ids) < 0 or max(request.input_ids) >= self._vocab_size:
+        self._check_ids(request.input_ids, what=f"request {request.rid}")
+
+    def _check_ids(self, token_ids: Sequence[int], *, what: str) -> None:
+        if min(token_ids) < 0 or max(token_ids) >= self._vocab_size:
             raise ConfigError(
-                f"request {request.rid}: token ids from {min(request.input_ids)} to {max(request.input_ids)} do not "
-                f"fit the model's vocabulary of {self._vocab_size}; use the tokenizer of the served model"
+                f"{what}: token ids from {min(token_ids)} to {max(token_ids)} do not fit the model's vocabulary of "
+                f"{self._vocab_size}; use the tokenizer of the served model"
             )
 
     async def _control(
@@ -329,6 +333,7 @@ class PushEndpoint:
 
     client: EngineClient
     url: str
+    groups: set[str] = field(default_factory=set, compare=False)  # joined and not left
 
     async def is_empty(self) -> bool:
         return (await self.client.loads(self.url)).is_empty
@@ -371,8 +376,10 @@ class PushEndpoint:
             "backend": backend,
         }
         await self.client.update(self.url, protocol.INIT_WEIGHTS_UPDATE_GROUP, body, timeout_s=timeout_s)
+        self.groups.add(group)
 
     async def leave_group(self, group: str) -> None:
+        self.groups.discard(group)
         await self.client.update(self.url, protocol.DESTROY_WEIGHTS_UPDATE_GROUP, {"group_name": group})
 
     async def begin_update(self) -> None:
@@ -391,6 +398,8 @@ class PushEndpoint:
         label: str | None,
         timeout_s: float,
     ) -> None:
+        if group not in self.groups:
+            raise RemoteError(f"{self.url}: not in the group '{group}'; a bucket for it would end a real server")
         body = {
             "names": names,
             "dtypes": dtypes,

@@ -374,3 +374,27 @@ def _hang(until: asyncio.Event) -> Any:
         return web.Response()
 
     return answer
+
+
+async def test_a_bucket_is_not_sent_to_a_server_outside_its_group(server: ScriptedServer, client: EngineClient) -> None:
+    """SGLang's scheduler would die of it."""
+    server.says("/init_weights_update_group", {"success": True, "message": ""})
+    server.says("/destroy_weights_update_group", {"success": True, "message": ""})
+    server.says("/update_weights_from_distributed", {"success": True, "message": ""})
+    endpoint = client.push_endpoint(server.url)
+    bucket: dict[str, Any] = {"names": [], "dtypes": [], "shapes": [], "label": None, "timeout_s": 10.0}
+    with pytest.raises(RemoteError, match="not in the group 'g0'"):
+        await endpoint.receive("g0", **bucket)
+    await endpoint.join_group("g0", address="127.0.0.1", port=1, world_size=2, backend="gloo", timeout_s=10)
+    await endpoint.receive("g0", **bucket)
+    await endpoint.leave_group("g0")
+    with pytest.raises(RemoteError, match="not in the group 'g0'"):
+        await endpoint.receive("g0", **bucket)
+    assert server.paths().count("/update_weights_from_distributed") == 1
+
+
+async def test_a_verification_with_ids_beyond_the_vocabulary_is_not_sent(server: ScriptedServer) -> None:
+    async with EngineClient(max_connections=1, vocab_size=64) as client:
+        with pytest.raises(ConfigError, match="vocabulary of 64"):
+            await client.prompt_logprobs(server.url, [5, 64], timeout_s=10)
+    assert server.paths() == []
