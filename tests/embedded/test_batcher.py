@@ -300,6 +300,21 @@ async def test_a_flush_is_refused_while_a_request_is_resident() -> None:
         assert await it.batcher.between_steps(it.batcher.flush)
 
 
+async def test_only_a_held_server_flushes_over_its_queue() -> None:
+    def flush(it: Rig) -> bool:
+        return it.batcher.flush(over_queue=True)
+
+    async with rig() as it:
+        one = it.submit("a")
+        assert not await it.batcher.between_steps(lambda: flush(it))  # orders run before admission: "a" waits
+        await it.ended(one)
+        await it.batcher.between_steps(lambda: it.batcher.hold(retract=False))
+        two = it.submit("b")
+        assert await it.batcher.between_steps(lambda: flush(it))
+        await it.batcher.between_steps(it.batcher.release)
+        await it.ended(two)
+
+
 def generation(rid: str, prompt: list[int], *, namespace: str = "") -> Generation:
     return Generation(rid=rid, prompt_ids=prompt, sampling=Sampling(), namespace=namespace)
 

@@ -189,8 +189,10 @@ async def test_a_retracted_request_that_finds_the_queue_full_ends_with_its_token
 
 
 async def test_a_pause_in_mode_abort_ends_what_waits(wire: Wire) -> None:
-    calls = [asyncio.create_task(wire.generate(sampling=LONG)) for _ in range(SLOTS + 1)]
-    await wire.until_load(num_running_reqs=SLOTS, num_waiting_reqs=1)
+    calls = [asyncio.create_task(wire.generate(sampling=LONG)) for _ in range(SLOTS)]
+    await wire.until_load(num_running_reqs=SLOTS)
+    calls.append(asyncio.create_task(wire.generate(sampling=LONG)))
+    await wire.until_load(num_waiting_reqs=1)
     await wire.post("/pause_generation", {"mode": "abort"})
     reasons = [answer["meta_info"]["finish_reason"]["message"] for answer in await asyncio.gather(*calls)]
     assert sorted(reasons) == ["Abort in waiting queue", *["Aborted"] * SLOTS]
