@@ -18,6 +18,7 @@ import numpy as np
 import uvloop
 
 from dora.cli.assemble import SPARE_VERSIONS, Inputs, model_bytes, open_inputs, settings_of
+from dora.cli.estimate import Shapes, lines
 from dora.cli.job import enter_graders
 from dora.config.load import load
 from dora.config.schema import Config
@@ -171,6 +172,8 @@ def _print_plan(config: Config, inputs: Inputs, *, num_samples: int) -> None:
         "trainer",
         f"{trainer.ranks} ranks {ranks}, {trainer.dtype}, {trainer.micro_batch_tokens} tokens per micro-batch",
     )
+    for what, text in lines(config, Shapes.read(inputs.model)):
+        _say(what, text)
     _say("weights", f"at most {version_mb:.1f} MB per version, room for {versions} in {config.weights.memory_folder}")
     _say("evaluation", f"{len(config.eval.sets)} sets, {num_samples} answers per evaluation")
     where = f"http://{config.status.host}:{config.status.port or '<free port>'}"

@@ -1,0 +1,90 @@
+"""The numbers of `dora check`: arithmetic against what torch really holds, and a split that is told when it is bad."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache, Qwen3Config, Qwen3ForCausalLM
+
+from dora.cli.estimate import Shapes, best_split, kv_bytes_per_token, lines, memory, step_time
+from dora.config.load import load
+from dora.config.schema import Config
+from dora.seed.policy import path as seed_path
+
+GPU_8 = Path(__file__).parents[2] / "launch" / "configs" / "gpu-8.toml"
+#: Qwen2.5-1.5B.
+ONE_AND_A_HALF_B = Shapes(
+    parameters=1_543_714_304, layers=28, hidden=1536, intermediate=8960, kv_width=256, vocabulary=151_936
+)
+
+
+def gpu_8(*changes: str) -> Config:
+    return load(GPU_8, changes, environ={})
+
+
+def test_parameters_and_kv_are_what_transformers_holds() -> None:
+    shapes = Shapes.read(seed_path())
+    model = AutoModelForCausalLM.from_pretrained(seed_path())
+    assert shapes.parameters == sum(parameter.numel() for parameter in model.parameters())
+    cache = DynamicCache()
+    model(torch.zeros(1, 10, dtype=torch.int64), past_key_values=cache)
+    held = sum(tensor.nbytes for layer in cache.layers for tensor in (layer.keys, layer.values))
+    assert kv_bytes_per_token(shapes, dtype_bytes=4) * 10 == held
+
+
+def test_activations_are_estimated_within_a_factor_of_two(tmp_path: Path) -> None:
+    """Against the bytes that autograd saves for the backward pass of one row."""
+    tokens = 256
+    config = Qwen3Config(
+        vocab_size=1024,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+    )
+    model = Qwen3ForCausalLM(config)
+    model.save_pretrained(tmp_path)
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    saved: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        logits = model(torch.zeros(1, tokens, dtype=torch.int64), use_cache=False).logits
+        loss = logits.log_softmax(-1).sum()
+    held = sum(saved.values())
+    assert loss.isfinite()
+    run = load(None, [f"trainer.micro_batch_tokens={tokens}"], environ={})
+    estimated = memory(run, Shapes.read(tmp_path)).trainer_activations
+    assert held / 2 < estimated < held * 2, (held, estimated)
+
+
+def test_the_limit_of_a_step_is_its_slowest_part() -> None:
+    time = step_time(gpu_8(), ONE_AND_A_HALF_B, instances=4, ranks=4)
+    assert time.limit_s == max(time.decode_s, time.train_s, time.longest_s)
+    more_servers = step_time(gpu_8(), ONE_AND_A_HALF_B, instances=6, ranks=2)
+    assert more_servers.decode_s < time.decode_s
+    assert more_servers.train_s == pytest.approx(2 * time.train_s)
+    staler = step_time(gpu_8("rollout.max_staleness=3"), ONE_AND_A_HALF_B, instances=4, ranks=4)
+    assert staler.longest_s == pytest.approx(time.longest_s * 3 / 4)
+
+
+def test_a_bad_split_is_told_and_a_good_one_is_not() -> None:
+    told = dict(lines(gpu_8("engine.instances=7", "trainer.ranks=1"), ONE_AND_A_HALF_B))
+    assert told[""] == "better: engine.instances = 4, trainer.ranks = 4 (2 s on the same GPUs)"
+    assert "limited by training" in told["split"]
+    assert best_split(gpu_8(), ONE_AND_A_HALF_B) == (4, 4)
+    assert "" not in dict(lines(gpu_8(), ONE_AND_A_HALF_B))
+
+
+def test_the_split_keeps_as_many_instances_as_versions() -> None:
+    instances, _ = best_split(gpu_8("rollout.max_staleness=5", "engine.instances=6"), ONE_AND_A_HALF_B)
+    assert instances >= 6
