@@ -135,7 +135,6 @@ class Moves(Tables):
         if entry is not None:
             entry.serving.pop(instance.id, None)
         self._evacuate(instance)
-        self._place_due = True
 
     def _evacuate(self, instance: Instance) -> None:
         """Move its residents to peers of their version, longest first, as long as one has room."""

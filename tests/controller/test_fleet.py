@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from dora.controller import fleet as fleet_module
-from dora.controller.fleet import MAX_START_FAILURES, ExternalServer, Fleet, Limits
+from dora.controller.fleet import HEALTH_STRIKES, MAX_START_FAILURES, ExternalServer, Fleet, Limits
 from dora.core.events import Event, InstanceLost, InstanceUp, PrefillReported
 from dora.core.groups import Group
 from dora.core.ids import GroupId, InstanceId, TrajectoryId
@@ -236,19 +236,20 @@ async def test_a_check_that_fails_because_a_push_began_meanwhile_does_not_count(
     kept = Kept(1)
     checked = Checked(kept, monkeypatch)
 
-    async def fails_in_a_pause(url: str, *, timeout_s: float) -> None:
+    async def fails_at_last_in_a_pause(url: str, *, timeout_s: float) -> None:
         checked.asked += 1
-        checked.row.pushing = 3
+        if checked.asked % HEALTH_STRIKES == 0:
+            checked.row.pushing = 3
         raise RemoteError("503")
 
-    kept.engines.health = fails_in_a_pause  # type: ignore[method-assign]
+    kept.engines.health = fails_at_last_in_a_pause  # type: ignore[method-assign]
     async with keeping(kept):
         await kept.next()
-        for number in range(1, 6):
+        for number in (3, 6, 9):
             await checked.turns()
             assert checked.asked == number
+            assert kept.said.empty()
             checked.row.pushing = None
-        assert kept.said.empty()
 
 
 def with_a_resident(checked: Checked) -> None:
@@ -300,6 +301,7 @@ async def test_a_server_that_joins_gets_an_id_that_was_never_given() -> None:
         await kept.next()
         await kept.fleet.dismiss(InstanceId(1))
         assert kept.fleet.join("http://engine-1") == 2
+        assert kept.fleet.join("http://engine-2") == 3
 
 
 async def test_a_server_that_leaves_is_stopped_and_reported_no_more() -> None:

@@ -461,19 +461,20 @@ def test_a_torn_last_record_is_reported_and_is_no_violation(world: World, entrie
 
 @pytest.fixture(scope="module")
 def drained() -> Core:
-    """Instance 0 is drained and leaves, its requests go on on instance 1; then it alone is asked to leave: refused."""
+    """Instance 0 is drained and leaves, its requests go on on instance 1; for that one the same is refused."""
     core = started(instances=2, source=2)
     core.drain(0, leave=True)
     for t in range(4):
         core.stopped(t, tokens=1)
-    core.removed(0)
     core.drain(1)
+    core.failed(0, tokens=2)  # and is tried again there
+    core.removed(0)
     return core
 
 
 def audited(core: Core, change: Callable[[Entries], Entries]) -> set[str]:
     entries = change([(event, list(orders)) for event, orders in core.journal])
-    return {f"{v.rule}: {v.id}" for v in audit_entries(core.state.settings, entries).violations}
+    return {f"{v.rule}: {v.id} {v.message}" for v in audit_entries(core.state.settings, entries).violations}
 
 
 def test_a_drain_a_refusal_and_a_departure_are_in_order(drained: Core) -> None:
@@ -485,10 +486,10 @@ def test_a_drain_a_refusal_and_a_departure_are_in_order(drained: Core) -> None:
 def test_work_for_a_drained_instance_is_found(drained: Core) -> None:
     place, _ = first_command(drained.journal, cmd.Generate, lambda o: o.attempt == 2)
     found = audited(drained, lambda entries: with_command(entries, place, instance=InstanceId(0)))
-    assert "drain: trajectory 0" in found
+    assert "drain: trajectory 0 goes to instance 0, which was drained" in found
 
 
 def test_an_instance_let_go_with_work_on_it_is_found(drained: Core) -> None:
     index, _ = first_event(drained.journal, ev.InstanceDrainRequested)
     found = audited(drained, lambda e: with_commands(e, index, [*e[index][1], cmd.DismissInstance(InstanceId(0))]))
-    assert {"drain: trajectory 0", "drain: trajectory 3"} <= found
+    assert {f"drain: trajectory {t} runs on instance 0, which is let go" for t in range(4)} <= found
