@@ -50,12 +50,13 @@ class Distributed:
         self._tolerance = TOLERANCE[dtype]
         self._use_nccl = use_nccl
         self._bucket_bytes = bucket_bytes
+        self._shapes: dict[str, ServerShape] = {}
         self._scoring = asyncio.Lock()
         self._scores: dict[Path, Scored] = {}
         self._checksums: dict[tuple[Path, ServerShape], str] = {}
 
     async def update(self, server: PushTarget, folder: Path, label: str, *, timeout_s: float) -> None:
-        shape = await server.shape()
+        shape = await self._shape(server)
         if not shape.can_join:
             return await self._otherwise.update(server, folder, label, timeout_s=timeout_s)
         group = f"dora-{uuid.uuid4().hex}"
@@ -77,6 +78,7 @@ class Distributed:
                     raise RemoteError(f"{err}; {await sender.complaint()}") from err
                 await sender.hear(Sent, timeout_s=timeout_s)
         except BaseException:
+            self._shapes.pop(server.url, None)  # it may be another server by now
             if shape.has_update_gate:
                 with suppress(RemoteError):  # not open, or the server is gone: what went wrong before is what counts
                     await server.end_update()
@@ -87,7 +89,7 @@ class Distributed:
         return None
 
     async def verify(self, server: PushTarget, folder: Path, *, timeout_s: float) -> None:
-        shape = await server.shape()
+        shape = await self._shape(server)
         if not shape.can_join:
             return
         checksum = await server.weights_checksum(timeout_s=timeout_s)
@@ -99,6 +101,12 @@ class Distributed:
         await self._compare_logprobs(server, folder, timeout_s=timeout_s)
         if checksum is not None:
             _remember(self._checksums, (folder, shape), checksum)
+
+    async def _shape(self, server: PushTarget) -> ServerShape:
+        """Asked once, and again after a failure."""
+        if server.url not in self._shapes:
+            self._shapes[server.url] = await server.shape()
+        return self._shapes[server.url]
 
     async def _compare_logprobs(self, server: PushTarget, folder: Path, *, timeout_s: float) -> None:
         expected = await self._score(folder, timeout_s=timeout_s)
