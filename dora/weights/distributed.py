@@ -113,11 +113,10 @@ class Distributed:
         found = await server.prompt_logprobs(expected.token_ids, timeout_s=timeout_s)
         if len(found) != len(expected.logprobs):
             raise RemoteError(f"{len(found)} log-probs for a prompt of {len(expected.token_ids)} tokens")
-        worst = max(abs(a - b) for a, b in zip(found, expected.logprobs, strict=True))
-        if not worst <= self._tolerance:  # NaN too
-            raise RemoteError(
-                f"its log-probs differ by up to {worst:.1e} from those under {folder} (limit {self._tolerance:g})"
-            )
+        differences = [abs(a - b) for a, b in zip(found, expected.logprobs, strict=True)]
+        if not all(difference <= self._tolerance for difference in differences):  # NaN too
+            worst = f"{max(differences):.1e} from those under {folder}"
+            raise RemoteError(f"its log-probs differ by up to {worst} (limit {self._tolerance:g})")
 
     async def _score(self, folder: Path, *, timeout_s: float) -> Scored:
         """What a server with these weights must say; computed once."""

@@ -20,7 +20,7 @@ import pytest
 import pytest_asyncio
 
 from dora.engine.client import EngineClient, PushEndpoint
-from dora.engine.errors import RequestRefused
+from dora.engine.errors import RequestRefused, ServerGone
 from dora.weights.distributed import Distributed
 from dora.weights.push import Disk, PushFailed, push
 from dora.weights.senders import Senders
@@ -261,7 +261,7 @@ async def test_a_group_that_nobody_knows_is_not_destroyed(client: EngineClient, 
 async def test_a_server_killed_in_mid_bucket_fails_its_push_and_no_other(
     client: EngineClient, transport: Distributed, urls: list[str], version: Callable[[int], Version]
 ) -> None:
-    """Last: one of the two is gone afterwards."""
+    """One of the two is gone afterwards."""
     dying, other = urls
     server = Watched(client, dying, before=lambda number: model_process(dying).kill() if number == 1 else None)
     new = version(2)
@@ -274,3 +274,12 @@ async def test_a_server_killed_in_mid_bucket_fails_its_push_and_no_other(
     assert await client.prompt_logprobs(other, PROMPT, timeout_s=60) == holds(new)
     assert isinstance(dead, PushFailed)
     assert (dead.stage, dead.doubtful) == ("update", True)
+
+
+async def test_a_server_told_to_receive_from_a_group_it_never_joined_dies(
+    client: EngineClient, urls: list[str]
+) -> None:
+    """Which is why a push has a group of its own: the client cannot name one that its server has not just joined."""
+    last = client.push_endpoint(urls[1])
+    with pytest.raises(ServerGone):
+        await last.receive("unknown", names=["x"], dtypes=["float32"], shapes=[[1]], label=None, timeout_s=60)

@@ -5,10 +5,11 @@ Failures of either process in mid-bucket are in tests/sglang/test_transports.py,
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -195,6 +196,22 @@ async def test_weights_that_lack_a_bucket_are_found_by_their_log_probs(
             await give(Forgets(client, url), model_b, "run/1", transport)
         assert (failed.value.stage, failed.value.doubtful) == ("verify", True)
         assert await client.weight_version(url) == "run/1"  # which is why the label is no proof
+
+
+async def test_log_probs_that_are_no_numbers_are_not_taken_for_equal(
+    client: EngineClient, transport: Distributed, model_a: Path, model_b: Path
+) -> None:
+    class Nan(PushEndpoint):
+        async def weights_checksum(self, *, timeout_s: float) -> str | None:
+            return None
+
+        async def prompt_logprobs(self, token_ids: Sequence[int], *, timeout_s: float) -> list[float]:
+            right = await super().prompt_logprobs(token_ids, timeout_s=timeout_s)
+            return [*right[:-1], math.nan]
+
+    async with engine(model_a) as url:
+        with pytest.raises(PushFailed, match="its log-probs differ"):
+            await give(Nan(client, url), model_b, "run/1", transport)
 
 
 async def test_later_servers_of_a_version_are_held_to_the_checksum_of_the_first(
