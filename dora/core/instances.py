@@ -88,7 +88,7 @@ class Instance:
         self.room_key = math.inf  #: its key in the version's heap of rooms, never above its load; inf: not in it
         self.reported: dict[TrajectoryId, int] = {}  #: its residents' token counts, from its latest report
         self.look_at = 0.0  #: when they are taken in
-        self.progress_at = 0.0  #: when any of them was last seen to have grown, or the first of them began
+        self.progress_at = 0.0  #: when any of them was last seen to have grown, or the first one began
         self.pressed = False  #: KV nearly full: no new work
         self.condemned = False  #: waits for the shell to say that it is lost
         self.barred = False  #: drained on request: no work and no weights until it is recalled

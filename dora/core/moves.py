@@ -57,19 +57,19 @@ class Moves(Tables):
 
     def _look(self, instance: Instance) -> None:
         """Take in what its residents have produced; no new token of any of them for too long is its loss."""
-        watchdog_s = self.settings.watchdog_s
-        instance.look_at = self.now + min(LOOK_PAUSE_S, watchdog_s / 8)
-        silent = []
+        now, watchdog_s = self.now, self.settings.watchdog_s
+        instance.look_at = now + min(LOOK_PAUSE_S, watchdog_s / 8)
+        silent, silent_since = [], now - SILENCE * watchdog_s
         for id, trajectory in instance.residents.items():
             num_tokens = instance.reported.get(id, 0)
             if num_tokens > trajectory.num_tokens:
                 trajectory.num_tokens = num_tokens
-                trajectory.seen_at = instance.progress_at = self.now
+                trajectory.seen_at = instance.progress_at = now
                 if trajectory.num_prompt_tokens + num_tokens > trajectory.footprint:
                     self._outgrow(trajectory, instance)
-            elif self.now > trajectory.seen_at + SILENCE * watchdog_s:
+            elif trajectory.seen_at < silent_since:
                 silent.append(trajectory)
-        if instance.residents and self.now > instance.progress_at + watchdog_s:
+        if instance.residents and now > instance.progress_at + watchdog_s:
             self._condemn(instance, f"none of its {len(instance.residents)} requests got a token for {watchdog_s:g} s")
             return
         for trajectory in silent:

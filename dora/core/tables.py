@@ -135,17 +135,18 @@ class Tables:
         trajectory.instance = instance
         trajectory.seen_at = self.now
         trajectory.footprint = footprint
-        if not instance.residents:
-            instance.progress_at = self.now
         instance.add(trajectory)
         entry = self.window.entries[trajectory.version]
         entry.kv_load += footprint
         if trajectory.group is None:
             self.evaluation.num_resident += 1
+            if len(instance.residents) == 1:
+                instance.progress_at = self.now
         else:
             trajectory.group.home = instance
             if instance.num_training == 1:
                 self.vacant.pop(instance.id, None)
+                instance.progress_at = self.now
         self._out.append(
             Generate(trajectory.id, trajectory.attempt, instance.id, trajectory.version, trajectory.num_tokens)
         )

@@ -303,6 +303,18 @@ def test_rule_8_the_silence_of_an_instance_begins_with_its_first_request() -> No
     assert [type(o) for o in core.tick(LOOK_S)] == [cmd.CondemnInstance]
 
 
+def test_rule_8_the_silence_of_an_instance_that_evaluates_begins_with_its_first_sample() -> None:
+    core = Core(watchdog_s=60.0, no_progress_s=1e6, source=0, eval_prompt_tokens=(3,))
+    core.ready()
+    core.publish(0)
+    core.up(0)
+    core.now = 1000.0
+    core.pushed(0, 0)
+    assert core.state.instances[InstanceId(0)].num_requests == 1
+    assert core.tick(60.0) == []
+    assert [type(o) for o in core.tick(LOOK_S)] == [cmd.CondemnInstance]
+
+
 def test_rule_8_a_long_prefill_is_no_silence_as_long_as_its_kv_grows() -> None:
     core = started(watchdog_s=60.0, no_progress_s=1e6)
     for _ in range(5):
