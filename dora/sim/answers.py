@@ -1,0 +1,142 @@
+"""What the simulated policy answers: prompt sizes, answer lengths and rewards, by group.
+
+Invariant: an answer depends on (seed, group, sibling) alone, so every strategy, split and fleet gets the same ones.
+Four regimes after workloads.md §1, or lengths recorded in an earlier run. Called by world.py, limit.py and measures of
+the tests.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+
+#: Groups drawn at a time.
+BLOCK: Final = 512
+#: Pass probability of the hardest prompt is 1 - this (workloads.md §1).
+HARDNESS: Final = 0.8
+
+_phi: Final = np.frompyfunc(lambda z: 0.5 * math.erfc(-z / math.sqrt(2)), 1, 1)
+
+
+def _normal_cdf(z: Floats) -> Floats:
+    return np.asarray(_phi(z), dtype=np.float64)
+
+
+# -- length from a standard normal z (workloads.md §1, "Generators") -----------------------------------------------
+
+
+def _early_base_model(z: Floats) -> Floats:
+    """A: log-normal body, Pareto tail above the ninetieth percentile."""
+    above = np.maximum(_normal_cdf(-z), 1e-12)  # 1 - u, exact where u is close to 1
+    return np.where(above > 0.1, 465 * np.exp(0.629 * z), 1041 * (0.1 / above) ** (1 / 2.7))
+
+
+def _reasoner_at_a_cap(z: Floats) -> Floats:
+    """B: the variance sits between prompts, and the cap cuts 15 %."""
+    return 9964 * np.exp(np.where(z < 0, 1.10, 0.457) * z)
+
+
+def _headline(z: Floats) -> Floats:
+    """D: the paper's headline, p99 beyond ten times the median."""
+    return 1150 * np.exp(1.30 * z)
+
+
+@dataclass(frozen=True, slots=True)
+class Regime:
+    """Lengths whose logarithm is a function of a normal variable that siblings share in part."""
+
+    length: Callable[[Floats], Floats]
+    shared: float  #: rho: share of the variance of z that is the prompt's
+    cap: int
+
+
+REGIMES: Final = {
+    "A": Regime(_early_base_model, shared=0.22, cap=30_000),
+    "B": Regime(_reasoner_at_a_cap, shared=0.95, cap=16_000),
+    "D": Regime(_headline, shared=0.4, cap=30_000),
+}
+
+#: C: normal components (not log-normal), one drawn per prompt: weights, means, deviations, and the cap.
+MIXTURE: Final = (
+    (0.359, 0.074, 0.373, 0.194),
+    (4959.0, 12720.0, 9175.0, 17655.0),
+    (2192.0, 6067.0, 3416.0, 5267.0),
+    65_536,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The answers to one prompt."""
+
+    prompt_tokens: int
+    lengths: list[int]
+    rewards: list[float]
+
+
+class Answers:
+    """Groups by number, drawn a block at a time and kept while they may still be asked for."""
+
+    def __init__(
+        self,
+        regime: str,
+        *,
+        seed: int,
+        group_size: int,
+        cap: int | None = None,
+        prompt_tokens: int = 200,
+        scale: float = 1.0,
+        recorded: Sequence[Group] = (),
+    ) -> None:
+        self.regime, self.seed, self.group_size = regime, seed, group_size
+        self.prompt_tokens, self.scale, self.recorded = prompt_tokens, scale, recorded
+        self.cap = cap if cap is not None else cap_of(regime)
+        self._blocks: dict[int, list[Group]] = {}
+
+    def group(self, number: int) -> Group:
+        """The answers of group `number`."""
+        if self.recorded:
+            return self.recorded[number % len(self.recorded)]
+        block, place = divmod(number, BLOCK)
+        if block not in self._blocks:
+            self._blocks[block] = self._draw(block)
+        return self._blocks[block][place]
+
+    def forget_before(self, number: int) -> None:
+        """Groups below `number` are not asked for again."""
+        for block in [b for b in self._blocks if (b + 1) * BLOCK <= number]:
+            del self._blocks[block]
+
+    def _draw(self, block: int) -> list[Group]:
+        random = np.random.default_rng((self.seed, block))
+        z_prompt = random.standard_normal((BLOCK, 1))
+        z_answer = random.standard_normal((BLOCK, self.group_size))
+        component = random.random((BLOCK, 1))
+        lengths = _mixture(z_answer, component) if self.regime == "C" else _regime(self.regime, z_prompt, z_answer)
+        whole = np.clip(np.floor(lengths * self.scale), 1, self.cap).astype(np.int64)
+        passes = 1 - HARDNESS * _normal_cdf(z_prompt)
+        rewards = (random.random((BLOCK, self.group_size)) < passes).astype(np.float64)
+        return [Group(self.prompt_tokens, n, r) for n, r in zip(whole.tolist(), rewards.tolist(), strict=True)]
+
+
+def _regime(name: str, z_prompt: Floats, z_answer: Floats) -> Floats:
+    regime = REGIMES[name]
+    return regime.length(math.sqrt(regime.shared) * z_prompt + math.sqrt(1 - regime.shared) * z_answer)
+
+
+def _mixture(z_answer: Floats, component: Floats) -> Floats:
+    weights, means, deviations, _ = MIXTURE
+    which = np.searchsorted(np.cumsum(weights)[:-1], component)
+    return np.asarray(means)[which] + np.asarray(deviations)[which] * z_answer
+
+
+def cap_of(regime: str) -> int:
+    """Longest answer that a regime gives."""
+    return MIXTURE[3] if regime == "C" else REGIMES[regime].cap

@@ -1,0 +1,176 @@
+"""What a simulation counts, and the result over its steady state.
+
+Warm-up and run-out are left out: the first 2 (K + 1) steps, and the last K + 1, whose deadlines the end of the job
+shortens (workloads.md §7.2). Called by world.py while it runs, and by whoever wants the `Result`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+from dora.core.state import ControllerState
+from dora.sim.instance import Instance, Use
+from dora.sim.limit import Limit
+from dora.sim.workload import Workload
+
+
+@dataclass(slots=True)
+class Mark:
+    """Everything counted so far, when a step was trained."""
+
+    at: float
+    tokens: int
+    busy_s: float
+    unbalanced_s: float
+    migrations: int
+    evictions: int
+    recovered: int
+    dropped: int
+    use: Use
+
+
+class Measure:
+    """Running counts of one simulation."""
+
+    def __init__(self, workload: Workload, instances: list[Instance]) -> None:
+        self.workload = workload
+        self.marks: list[Mark] = []  #: by step
+        self.staleness: dict[int, list[int]] = {}  #: by step: groups committed at staleness i
+        self.num_dropped = 0  #: groups filtered or failed
+        self._instances = instances
+        self._tokens = 0
+        self._busy_s = 0.0
+        self._unbalanced_s = 0.0
+        self._down_since: dict[int, float] = dict.fromkeys(range(len(instances)), 0.0)
+        self._published: list[float] = []
+        self._last_answer: dict[int, float] = {}  # by version
+
+    def came_up(self, instance: Instance, *, at: float) -> None:
+        """An instance takes part again."""
+        instance.use.down_s += at - self._down_since.pop(instance.id)
+
+    def went_down(self, instance: Instance, *, at: float) -> None:
+        """An instance has failed."""
+        self._down_since[instance.id] = at
+
+    def published(self, version: int, *, at: float) -> None:
+        """A version can be pushed."""
+        assert version == len(self._published)
+        self._published.append(at)
+
+    def answered(self, version: int, *, at: float) -> None:
+        """An answer of this version is complete."""
+        self._last_answer[version] = at
+
+    def committed(self, step: int, *, staleness: int) -> None:
+        """A group has its place in a step."""
+        counts = self.staleness.setdefault(step, [0] * (self.workload.rules.max_staleness + 1))
+        counts[staleness] += 1
+
+    def trained_wave(self, *, num_tokens: int, busy_s: float, unbalanced_s: float) -> None:
+        """The trainer was given a micro-batch per rank."""
+        self._tokens += num_tokens
+        self._busy_s += busy_s
+        self._unbalanced_s += unbalanced_s
+
+    def step_trained(self, step: int, *, at: float, state: ControllerState) -> None:
+        """The optimizer update of a step is done."""
+        assert step == len(self.marks)
+        use = Use()
+        for instance in self._instances:
+            use = use.plus(instance.use)
+        use.down_s += sum(at - since for since in self._down_since.values())
+        counters = state.counters
+        self.marks.append(
+            Mark(
+                at=at,
+                tokens=self._tokens,
+                busy_s=self._busy_s,
+                unbalanced_s=self._unbalanced_s,
+                migrations=counters.migrations,
+                evictions=sum(i.evictions for i in self._instances),
+                recovered=counters.recovered,
+                dropped=self.num_dropped,
+                use=use,
+            )
+        )
+
+    def result(self, *, seed: int, limit: Limit, state: ControllerState, num_events: int) -> Result:
+        """What the steady state gave."""
+        first, last = self.window()
+        a, b = self.marks[first], self.marks[last]
+        steps, span = last - first, b.at - a.at
+        use = b.use.plus(a.use, sign=-1)
+        fleet_s = span * len(self._instances)
+        shares = {name.removesuffix("_s"): getattr(use, name) / fleet_s for name in Use.__slots__}
+        shares["empty"] = max(0.0, 1 - sum(shares.values()))
+        counts = [sum(n) for n in zip(*(self.staleness[s] for s in range(first + 1, last + 1)), strict=True)]
+        groups = sum(counts)
+        slowest = [self._last_answer[v] - self._published[v] for v in range(first, last) if v in self._last_answer]
+        counters = state.counters
+        job, fleet = self.workload.job, self.workload.fleet
+        return Result(
+            strategy=job.strategy,
+            max_staleness=self.workload.rules.max_staleness,
+            regime=self.workload.lengths.regime,
+            devices=fleet.devices,
+            rollout_devices=fleet.devices if self.workload.is_shared else fleet.rollout_devices,
+            instances=len(self._instances),
+            seed=seed,
+            steps=steps,
+            step_s=span / steps,
+            tokens_s=(b.tokens - a.tokens) / span,
+            limit=limit,
+            ratio=span / steps / limit.step_s,
+            instance_shares=shares,
+            trainer_idle=1 - (b.busy_s - a.busy_s) / span,
+            trainer_unbalanced=(b.unbalanced_s - a.unbalanced_s) / span,
+            staleness=tuple(counts),
+            staleness_mean=sum(i * n for i, n in enumerate(counts)) / groups,
+            staleness_max=max(i for i, n in enumerate(counts) if n),
+            slowest_run_s=sum(slowest) / len(slowest) if slowest else 0.0,
+            migrations=(b.migrations - a.migrations) / steps,
+            evictions=(b.evictions - a.evictions) / steps,
+            recovered=b.recovered - a.recovered,
+            dropped=(b.dropped - a.dropped) / steps,
+            violations=counters.version_conflicts + counters.scheduling_aborts + counters.staleness_violations,
+            events=num_events,
+        )
+
+    def window(self) -> tuple[int, int]:
+        """The steps (first, last] that are measured."""
+        steps, margin = len(self.marks), self.workload.rules.max_staleness + 1
+        first = min(2 * margin - 1, (steps - 1) // 3)
+        return first, max(first + 1, steps - 1 - margin)
+
+
+class Result(msgspec.Struct, frozen=True):
+    """One simulation's steady state. Migrations, evictions and dropped groups are per step."""
+
+    strategy: str
+    max_staleness: int
+    regime: str
+    devices: int
+    rollout_devices: int
+    instances: int
+    seed: int
+    steps: int  #: measured
+    step_s: float
+    tokens_s: float  #: consumed: prompts and answers trained
+    limit: Limit
+    ratio: float  #: step_s over the strategy's own limit
+    instance_shares: dict[str, float]  #: of the fleet's time, see instance.Use; what is left is `empty`
+    trainer_idle: float  #: share of time without work
+    trainer_unbalanced: float  #: share of time in which the mean rank waits for the fullest
+    staleness: tuple[int, ...]
+    staleness_mean: float
+    staleness_max: int
+    slowest_run_s: float  #: L_run: from publish to the last answer of the version
+    migrations: float
+    evictions: float
+    recovered: int
+    dropped: float
+    violations: int
+    events: int

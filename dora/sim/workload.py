@@ -1,0 +1,247 @@
+"""What is simulated: job, answers, fleet, trainer, faults. One frozen struct per part; files are TOML.
+
+Invariant: all seconds are virtual, and nothing here depends on the machine that simulates. Called by `dora simulate`,
+which fills it from a file, a run's config or a finished run, and by world.py, which reads it.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from dora.core.strategies import Rules, Settings, rules_of
+from dora.errors import ConfigError
+from dora.sim.answers import REGIMES, Answers, Group, cap_of
+from dora.sim.instance import Server
+
+STRATEGIES: Final = ("dora", "sync", "periodic", "one_step_off")
+_NEVER: Final = 1e12
+
+
+class _Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Base of all parts: a key that it does not know is an error."""
+
+
+class Job(_Part, frozen=True):
+    """What is trained, and under which rules."""
+
+    strategy: str = "dora"
+    max_staleness: int = 3
+    steps: int = 40
+    groups_per_step: int = 64
+    group_size: int = 8
+    filter_zero_variance: bool = False
+    consolidate: bool = True
+    refill: bool = False
+
+
+class Lengths(_Part, frozen=True):
+    """Prompts and answers (workloads.md §1)."""
+
+    regime: str = "A"  #: A, B, C, D or recorded
+    cap: int = 0  #: token budget of an answer; 0: the regime's own
+    scale: float = 1.0  #: factor on all lengths, before the cap
+    prompt_tokens: int = 200
+    prompts: tuple[int, ...] = ()  #: recorded: tokens of each prompt
+    answers: tuple[tuple[int, ...], ...] = ()  #: recorded: lengths of its answers
+
+
+class Fleet(_Part, frozen=True):
+    """The accelerators and how they are split. `sync` uses all of them in both phases, the others the split."""
+
+    devices: int = 16
+    rollout_devices: int = 8
+    devices_per_instance: int = 1
+    server: Server = Server()
+    slow_instances: int = 0  #: so many of them run at `slow_speed`
+    slow_speed: float = 0.7
+    weight_bytes: float = 1e9
+    push_fixed_s: float = 1.0
+    push_bytes_s: float = 8e9
+    parallel_pushes: int = 2  #: a fleet that takes its weights all together takes them at once
+    stop_s: float = 0.05  #: until a stopped request has ended
+    report_s: float = 10.0  #: between two reports of token counts
+
+
+class Train(_Part, frozen=True):
+    """The trainer (workloads.md §5). A step has `updates` optimizer updates, evenly spread over its answers."""
+
+    tokens_s_per_device: float = 1000.0
+    updates: int = 1
+    update_s: float = 0.5
+    devices_per_rank: int = 1
+    micro_batch_tokens: int = 32_768
+    publish_bytes_s: float = 20e9
+
+
+class Grade(_Part, frozen=True):
+    """Grading: log-normal latency per answer, on `workers` serial ones; 0: as many as are needed."""
+
+    median_s: float = 0.005
+    sigma: float = 0.6
+    hang_share: float = 0.0  #: of answers whose grader hangs until it is killed
+    hang_s: float = 10.0
+    failure_share: float = 0.0  #: of answers that are not graded at all
+    workers: int = 0
+
+
+class Faults(_Part, frozen=True):
+    """Rates of what goes wrong, and when instances join."""
+
+    instance_hours: float = 0.0  #: mean time between two failures of one instance; 0: never
+    down_s: float = 120.0  #: until a failed instance is up again
+    push_failure_share: float = 0.0
+    late_instances: int = 0  #: so many join only at `join_s`
+    join_s: float = 0.0
+
+
+class Workload(_Part, frozen=True):
+    """Everything one simulation depends on besides its seed."""
+
+    job: Job = Job()
+    lengths: Lengths = Lengths()
+    fleet: Fleet = Fleet()
+    train: Train = Train()
+    grade: Grade = Grade()
+    faults: Faults = Faults()
+
+    @property
+    def rules(self) -> Rules:
+        """The strategy as settings of the core."""
+        return rules_of(self.job.strategy, max_staleness=self.job.max_staleness)
+
+    @property
+    def is_shared(self) -> bool:
+        """All devices roll out, then all train (workloads.md §5)."""
+        return self.job.strategy == "sync"
+
+    @property
+    def num_instances(self) -> int:
+        """Servers of the fleet."""
+        devices = self.fleet.devices if self.is_shared else self.fleet.rollout_devices
+        return devices // self.fleet.devices_per_instance
+
+    @property
+    def train_devices(self) -> int:
+        """Devices that train."""
+        return self.fleet.devices if self.is_shared else self.fleet.devices - self.fleet.rollout_devices
+
+    @property
+    def num_ranks(self) -> int:
+        """Data-parallel ranks of the trainer."""
+        return max(1, self.train_devices // self.train.devices_per_rank)
+
+    @property
+    def rank_tokens_s(self) -> float:
+        """What one rank trains."""
+        return self.train.tokens_s_per_device * self.train_devices / self.num_ranks
+
+    @property
+    def push_s(self) -> float:
+        """One push to one instance."""
+        return self.fleet.push_fixed_s + self.fleet.weight_bytes / self.fleet.push_bytes_s
+
+    @property
+    def publish_s(self) -> float:
+        """From the end of a step until its version can be pushed."""
+        return self.fleet.weight_bytes / self.train.publish_bytes_s
+
+    @property
+    def cap(self) -> int:
+        """Token budget of one answer."""
+        if self.lengths.regime == "recorded":
+            return self.lengths.cap or max(max(n) for n in self.lengths.answers)
+        return self.lengths.cap or cap_of(self.lengths.regime)
+
+    def answers(self, *, seed: int) -> Answers:
+        """The answers of one seed."""
+        lengths = self.lengths
+        recorded = [
+            Group(tokens, list(row), [float(i % 2) for i in range(len(row))])
+            for tokens, row in zip(lengths.prompts, lengths.answers, strict=True)
+        ]
+        return Answers(
+            lengths.regime,
+            seed=seed,
+            group_size=self.job.group_size,
+            cap=self.cap,
+            prompt_tokens=lengths.prompt_tokens,
+            scale=lengths.scale,
+            recorded=recorded,
+        )
+
+    def settings(self) -> Settings:
+        """What the decision core is told."""
+        job, together = self.job, self.rules.batched or self.rules.max_staleness == 0
+        return Settings(
+            rules=self.rules,
+            steps=job.steps,
+            groups_per_step=job.groups_per_step,
+            group_size=job.group_size,
+            max_new_tokens=self.cap,
+            num_ranks=self.num_ranks,
+            micro_batch_tokens=self.train.micro_batch_tokens,
+            filter_zero_variance=job.filter_zero_variance,
+            consolidate=job.consolidate,
+            refill=job.refill,
+            watchdog_s=max(120.0, 8 * self.fleet.report_s),
+            no_progress_s=_NEVER,
+            max_parallel_pushes=self.num_instances if together else self.fleet.parallel_pushes,
+            decode_time=self.fleet.server.decode,
+        )
+
+    def with_changes(self, **changes: dict[str, Any]) -> Workload:
+        """A copy with fields of parts changed: with_changes(job={"strategy": "sync"})."""
+        parts = {name: msgspec.structs.replace(getattr(self, name), **values) for name, values in changes.items()}
+        return msgspec.structs.replace(self, **parts)
+
+
+def load(path: Path) -> Workload:
+    """A workload file; ConfigError names what cannot work."""
+    try:
+        return checked(msgspec.convert(tomllib.loads(path.read_text(encoding="utf-8")), Workload), origin=str(path))
+    except OSError as err:
+        raise ConfigError(f"{path}: cannot be read: {err.strerror}") from err
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as err:
+        raise ConfigError(f"{path}: is not TOML: {err}") from err
+    except msgspec.ValidationError as err:
+        raise ConfigError(f"{path}: {err}") from err
+
+
+def checked(workload: Workload, *, origin: str) -> Workload:
+    """The same workload, or one line per problem."""
+    problems = list(_problems(workload))
+    if problems:
+        raise ConfigError("\n".join(f"{origin}: {problem}" for problem in problems))
+    return workload
+
+
+def _problems(workload: Workload) -> list[str]:
+    job, fleet, lengths = workload.job, workload.fleet, workload.lengths
+    if job.strategy not in STRATEGIES:
+        return [f"job.strategy: {job.strategy!r} is not simulated; use one of {', '.join(STRATEGIES)}"]
+    if lengths.regime not in {*REGIMES, "C", "recorded"}:
+        return [f"lengths.regime: {lengths.regime!r} is not known; use A, B, C, D or recorded"]
+    if lengths.regime == "recorded" and not (lengths.answers and len(lengths.answers) == len(lengths.prompts)):
+        return ["lengths.answers: recorded lengths need as many prompts as answers, and at least one"]
+    found = []
+    if any(len(row) != job.group_size for row in lengths.answers):
+        found.append(f"lengths.answers: every prompt needs job.group_size = {job.group_size} lengths")
+    if min(job.steps, job.groups_per_step, job.max_staleness + 1, fleet.devices_per_instance) < 1 or job.group_size < 2:
+        found.append("job: steps, groups_per_step and devices per instance are at least 1, group_size at least 2")
+    elif workload.num_instances < workload.rules.max_staleness + 1:
+        found.append(
+            f"fleet.rollout_devices: {workload.num_instances} instances cannot hold the "
+            f"{workload.rules.max_staleness + 1} versions of K = {workload.rules.max_staleness}"
+        )
+    if workload.train_devices < 1:
+        found.append("fleet.rollout_devices: leaves no device for the trainer")
+    if lengths.prompt_tokens + workload.cap > fleet.server.kv_tokens:
+        found.append(
+            f"fleet.server.kv_tokens: {fleet.server.kv_tokens} cannot hold the longest prompt plus the token budget "
+            f"({lengths.prompt_tokens + workload.cap})"
+        )
+    return found

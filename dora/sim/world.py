@@ -1,0 +1,371 @@
+"""A virtual clock around the very `ControllerState` of the controller.
+
+A heap of (time, number, what happens) stands for servers, trainer, graders and store. Each entry gives at most one
+fact; `ControllerState.handle` answers with commands, and each command is carried out by the method of its name, which
+puts what follows from it on the heap. Nothing reads a clock, opens a socket or draws from a shared random state: the
+same workload and seed give the same journal.
+
+Invariant: the world keeps books of its own (what each server holds, tokens of each answer, tag of each group) and
+checks every command against them in O(1): C1 when a request is sent or weights are pushed, C2 when an answer goes on,
+C3 when a group is committed, conservation after every event. `invariants.check` recounts everything every
+RECOUNT_EVENTS and at the end. Called by `dora simulate`, bench/simulator.py and tests/sim.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from heapq import heappop, heappush, heapreplace
+from typing import Any, Final
+
+from dora.core import commands as cmd
+from dora.core import events as ev
+from dora.core.ids import GroupId, InstanceId, TrajectoryId
+from dora.core.invariants import check
+from dora.core.state import ControllerState
+from dora.errors import InvariantViolation, RunFailed
+from dora.sim.instance import Instance, Request
+from dora.sim.measure import Measure
+from dora.sim.workload import Workload
+
+#: Events between two full recounts of the state.
+RECOUNT_EVENTS: Final = 10_000
+TICK_S: Final = 1.0
+#: From asking for prompts to having them.
+FETCH_S: Final = 0.01
+#: An instance that evicted is pressed until it uses less than this share of its KV (as in the controller's loop).
+RELIEVED: Final = 0.8
+#: Steps between two checkpoints: until then the core keeps what a restarted trainer would be fed.
+CHECKPOINT_STEPS: Final = 5
+
+Sink = Callable[[ev.Event, Sequence[cmd.Command]], None]
+Action = Callable[[], ev.Event | None]
+
+
+class World:
+    """One simulated job."""
+
+    def __init__(self, workload: Workload, *, seed: int, sink: Sink | None = None) -> None:
+        self.workload = workload
+        self.settings = workload.settings()
+        self.state = ControllerState(self.settings)
+        self.answers = workload.answers(seed=seed)
+        self.random = random.Random(seed)
+        self.sink = sink  #: is told every event with its commands
+        self.now = 0.0
+        self.num_events = 0
+        fleet = workload.fleet
+        self.instances = [
+            Instance(InstanceId(i), fleet.server, slowness=1 / fleet.slow_speed if i < fleet.slow_instances else 1.0)
+            for i in range(workload.num_instances)
+        ]
+        self.measure = Measure(workload, self.instances)
+        self.outcome: cmd.FinishRun | cmd.FailRun | None = None
+        self.newest = -1
+        self._heap: list[tuple[float, int, Action]] = []
+        self._number = 0
+        self._ready: deque[ev.Event] = deque()  # facts of this very moment, before anything on the heap
+        self._touched: dict[InstanceId, Instance] = {}  # their batch has changed
+        self._tags: dict[GroupId, int] = {}  # version of each admitted group that has not left
+        self._produced: dict[TrajectoryId, int] = {}  # tokens of interrupted answers
+        self._graders = [0.0] * workload.grade.workers  # a heap: when each is free
+        self._trainer_free = 0.0
+        self._answers_seen = 0  # of the step at hand
+        self._updates_done = 0
+        self._pressed: set[InstanceId] = set()
+        self._evictions = [0] * len(self.instances)  # of each, when it last reported
+
+    # -- the clock ----------------------------------------------------------------------------------------------------
+
+    def run(self, *, max_events: int | None = None) -> None:
+        """To the end of the job, or for `max_events`."""
+        self._begin()
+        while self.outcome is None and self.num_events != max_events:
+            if self._ready:
+                self._deliver(self._ready.popleft())
+                continue
+            if not self._heap:
+                raise RunFailed("the simulation fell silent: nothing will ever happen again")
+            self.now, _, action = heappop(self._heap)
+            event = action()
+            if event is not None:
+                self._deliver(event)
+        check(self.state)
+        if isinstance(self.outcome, cmd.FailRun):
+            raise RunFailed(f"the simulated run failed after {self.now:.0f} s: {self.outcome.reason}")
+
+    def _begin(self) -> None:
+        faults = self.workload.faults
+        self._at(0.0, lambda: ev.TrainerReady(self.now, 0))
+        self._at(0.0, lambda: self._publish(0))
+        self._at(TICK_S, self._tick)
+        late = len(self.instances) - faults.late_instances
+        for i, instance in enumerate(self.instances):
+            self._at(faults.join_s if i >= late else 0.0, partial(self._come_up, instance))
+            self._at(self.workload.fleet.report_s * (1 + i / len(self.instances)), partial(self._report, instance))
+
+    def _at(self, delay: float, action: Action) -> None:
+        self._put(self.now + delay, action)
+
+    def _put(self, at: float, action: Action) -> None:
+        self._number += 1
+        heappush(self._heap, (at, self._number, action))
+
+    def _deliver(self, event: ev.Event) -> None:
+        orders = self.state.handle(event)
+        self.num_events += 1
+        if self.sink is not None:
+            self.sink(event, orders)
+        for order in orders:
+            handler = _HANDLERS.get(type(order))
+            if handler is not None:
+                handler(self, order)
+        while self._touched:
+            self._settle(self._touched.popitem()[1])
+        ledger = self.state.ledger
+        _require(sum(ledger.counts.values()) == ledger.admitted, "C2: admitted groups do not add up")
+        if self.num_events % RECOUNT_EVENTS == 0:
+            check(self.state)
+
+    def _tick(self) -> ev.Event:
+        self._at(TICK_S, self._tick)
+        return ev.Ticked(self.now)
+
+    # -- servers ------------------------------------------------------------------------------------------------------
+
+    def _settle(self, instance: Instance) -> None:
+        """Its batch has changed, or would: what has ended is a fact now, and the next end is planned anew."""
+        for request in instance.settle():
+            self._ready.append(self._finished(request))
+        instance.wake += 1
+        at = instance.next_at()
+        if at < math.inf:
+            self._put(at, partial(self._wake, instance, instance.wake))
+
+    def _wake(self, instance: Instance, number: int) -> None:
+        if number == instance.wake:
+            instance.reach(self.now)
+            self._settle(instance)
+
+    def _finished(self, request: Request) -> ev.Event:
+        order = request.order
+        self.measure.answered(order.version, at=self.now)
+        spans = ((order.version, order.num_tokens, request.total),)
+        capped = request.total == self.settings.max_new_tokens
+        return ev.GenerationFinished(self.now, order.trajectory, order.attempt, request.total, capped, spans)
+
+    def _come_up(self, instance: Instance) -> ev.Event:
+        instance.incarnation += 1
+        instance.up = True
+        instance.reach(self.now)
+        self.measure.came_up(instance, at=self.now)
+        mean_h = self.workload.faults.instance_hours
+        if mean_h:
+            self._at(self.random.expovariate(1 / (3600 * mean_h)), partial(self._lose, instance, instance.incarnation))
+        server = instance.server
+        return ev.InstanceUp(self.now, instance.id, instance.incarnation, server.slots, server.kv_tokens)
+
+    def _lose(self, instance: Instance, incarnation: int) -> ev.Event | None:
+        if not instance.up or instance.incarnation != incarnation:
+            return None
+        instance.reach(self.now)
+        counts = instance.clear()
+        self._produced.update(counts)
+        instance.up = False
+        instance.version = None
+        instance.wake += 1
+        self._pressed.discard(instance.id)
+        self.measure.went_down(instance, at=self.now)
+        self._at(self.workload.faults.down_s, partial(self._come_up, instance))
+        return ev.InstanceLost(self.now, instance.id, incarnation, counts, "a simulated failure")
+
+    def _report(self, instance: Instance) -> ev.Event | None:
+        self._at(self.workload.fleet.report_s, partial(self._report, instance))
+        if not instance.requests:
+            return None
+        instance.reach(self.now)
+        self._report_pressure(instance)
+        counts = {id: instance.tokens(request) for id, request in instance.requests.items()}
+        return ev.ProgressReported(self.now, instance.id, counts)
+
+    def _report_pressure(self, instance: Instance) -> None:
+        """Pressed by an eviction since the last report, relieved by room."""
+        evicted = instance.evictions > self._evictions[instance.id]
+        self._evictions[instance.id] = instance.evictions
+        if instance.id not in self._pressed:
+            if evicted:
+                self._pressed.add(instance.id)
+                self._ready.append(ev.KvPressureReported(self.now, instance.id, True))
+        elif not evicted and instance.used < RELIEVED * instance.server.kv_tokens:
+            self._pressed.discard(instance.id)
+            self._ready.append(ev.KvPressureReported(self.now, instance.id, False))
+
+    def _on_generate(self, order: cmd.Generate) -> None:
+        id, instance = order.trajectory, self.instances[order.instance]
+        group, sibling = divmod(id, self.settings.group_size)
+        _require(instance.version == order.version, f"C1: instance {instance.id} holds {instance.version}: {order}")
+        _require(self._tags[GroupId(group)] == order.version, f"C1: not the tag of group {group}: {order}")
+        _require(self._produced.pop(id, 0) == order.num_tokens, f"C2: not from all its tokens: {order}")
+        _require(id not in instance.requests, f"trajectory {id} runs twice on instance {instance.id}")
+        answers = self.answers.group(group)
+        instance.reach(self.now)
+        instance.take(Request(order, group, answers.prompt_tokens, answers.lengths[sibling], order.num_tokens))
+        self._touched[instance.id] = instance
+
+    def _on_stop_request(self, order: cmd.StopRequest) -> None:
+        self._at(self.workload.fleet.stop_s, partial(self._stop, order))
+
+    def _stop(self, order: cmd.StopRequest) -> ev.Event | None:
+        instance = self.instances[order.instance]
+        request = instance.requests.get(order.trajectory)
+        if request is None or request.order.attempt != order.attempt:
+            return None  # it has ended meanwhile
+        instance.reach(self.now)
+        self._settle(instance)
+        if order.trajectory not in instance.requests:
+            return None  # it ends at this very moment
+        num_tokens = instance.remove(order.trajectory).offset
+        self._settle(instance)
+        self._produced[order.trajectory] = num_tokens
+        start, version = request.order.num_tokens, request.order.version
+        spans = ((version, start, num_tokens),) if num_tokens > start else ()
+        return ev.GenerationStopped(self.now, order.trajectory, order.attempt, num_tokens, spans)
+
+    def _on_push_weights(self, order: cmd.PushWeights) -> None:
+        instance = self.instances[order.instance]
+        _require(not instance.requests, f"C1: instance {instance.id} is pushed with {len(instance.requests)} requests")
+        _require(0 <= order.version <= self.newest, f"version {order.version} is pushed before it is published")
+        instance.version = None
+        fails = self.random.random() < self.workload.faults.push_failure_share
+        action = partial(self._pushed, order, instance.incarnation, fails=fails)
+        self._at(self.workload.push_s, action)
+
+    def _pushed(self, order: cmd.PushWeights, incarnation: int, *, fails: bool) -> ev.Event | None:
+        instance = self.instances[order.instance]
+        if not instance.up or instance.incarnation != incarnation:
+            return None
+        instance.use.push_s += self.workload.push_s
+        if fails:
+            return ev.WeightPushFailed(self.now, order.instance, order.attempt, "a simulated failure")
+        instance.version = order.version
+        instance.is_newest = order.version == self.newest
+        return ev.WeightPushFinished(self.now, order.instance, order.attempt, order.version)
+
+    def _on_condemn_instance(self, order: cmd.CondemnInstance) -> None:
+        self._at(self.workload.fleet.stop_s, partial(self._lose, self.instances[order.instance], order.incarnation))
+
+    # -- prompts, graders -------------------------------------------------------------------------------------------
+
+    def _on_fetch_prompts(self, order: cmd.FetchPrompts) -> None:
+        tokens = tuple(self.answers.group(order.first + i).prompt_tokens for i in range(order.count))
+        self._at(FETCH_S, lambda: ev.PromptsArrived(self.now, order.first, tokens, False))
+
+    def _on_grade_trajectory(self, order: cmd.GradeTrajectory) -> None:
+        grade, draw = self.workload.grade, self.random
+        hangs = grade.hang_share and draw.random() < grade.hang_share
+        latency = grade.hang_s if hangs else grade.median_s * math.exp(grade.sigma * draw.gauss(0, 1))
+        if self._graders:
+            begin = max(self.now, self._graders[0])
+            heapreplace(self._graders, begin + latency)
+            latency += begin - self.now
+        group, sibling = divmod(order.trajectory, self.settings.group_size)
+        reward: float | None = self.answers.group(group).rewards[sibling]
+        if hangs or (grade.failure_share and draw.random() < grade.failure_share):
+            reward = None
+        self._at(latency, lambda: ev.TrajectoryGraded(self.now, order.trajectory, order.attempt, reward))
+
+    # -- the ledger ---------------------------------------------------------------------------------------------------
+
+    def _on_admit_group(self, order: cmd.AdmitGroup) -> None:
+        _require(order.group not in self._tags, f"C2: group {order.group} is admitted twice")
+        self._tags[order.group] = order.version
+
+    def _on_commit_group(self, order: cmd.CommitGroup) -> None:
+        _require(self._tags.get(order.group) == order.version, f"C1: not the tag of group {order.group}: {order}")
+        staleness = order.step - order.version
+        _require(0 <= staleness <= self.settings.rules.max_staleness, f"C3: {order}")
+        self.measure.committed(order.step, staleness=staleness)
+
+    def _on_drop_group(self, order: cmd.DropGroup) -> None:
+        del self._tags[order.group]
+        self.measure.num_dropped += 1
+
+    def _on_forget_groups(self, order: cmd.ForgetGroups) -> None:
+        for group in order.groups:
+            del self._tags[group]  # a KeyError is a group that is trained twice
+        self.answers.forget_before(min(self._tags, default=self.state.next_group))
+
+    # -- the trainer ------------------------------------------------------------------------------------------------
+
+    def _on_train_micro_batch(self, order: cmd.TrainMicroBatch) -> None:
+        """Ranks work in lockstep: the fullest one sets the pace, and updates come as their share of answers is done."""
+        workload, job = self.workload, self.workload.job
+        loads = [sum(map(self._size, rank)) for rank in order.ranks]
+        self._answers_seen += sum(map(len, order.ranks))
+        due = self._answers_seen * workload.train.updates // (job.groups_per_step * job.group_size)
+        updates = (workload.train.updates if order.last else min(due, workload.train.updates)) - self._updates_done
+        self._updates_done += updates
+        begin = max(self.now, self._trainer_free)
+        compute_s = max(loads) / workload.rank_tokens_s
+        self._trainer_free = begin + compute_s + updates * workload.train.update_s
+        balanced_s = sum(loads) / len(loads) / workload.rank_tokens_s
+        self.measure.trained_wave(
+            num_tokens=sum(loads),
+            busy_s=self._trainer_free - begin,
+            unbalanced_s=compute_s - balanced_s,
+        )
+        delay = self._trainer_free - self.now
+        self._at(delay, lambda: ev.MicroBatchTrained(self.now, order.step, order.index))
+        if order.last:
+            self._answers_seen = self._updates_done = 0
+            self._at(delay, partial(self._step_trained, order.step))
+            self._at(delay + workload.publish_s, partial(self._publish, order.step + 1))
+
+    def _size(self, id: TrajectoryId) -> int:
+        group, sibling = divmod(id, self.settings.group_size)
+        answers = self.answers.group(group)
+        return answers.prompt_tokens + answers.lengths[sibling]
+
+    def _step_trained(self, step: int) -> ev.Event:
+        for instance in self.instances:
+            instance.reach(self.now)
+        self.measure.step_trained(step, at=self.now, state=self.state)
+        if step % CHECKPOINT_STEPS == CHECKPOINT_STEPS - 1:
+            self._at(0.0, lambda: ev.CheckpointSaved(self.now, step + 1, ""))
+        return ev.StepTrained(self.now, step)
+
+    def _publish(self, version: int) -> ev.Event:
+        for instance in self.instances:
+            instance.reach(self.now)
+            instance.is_newest = False
+        self.newest = version
+        self.measure.published(version, at=self.now)
+        return ev.VersionPublished(self.now, version, int(self.workload.fleet.weight_bytes), {})
+
+    def _end(self, order: cmd.FinishRun | cmd.FailRun) -> None:
+        self.outcome = order
+
+
+def _require(condition: object, message: str) -> None:
+    if not condition:
+        raise InvariantViolation(message)
+
+
+_HANDLERS: Final[dict[type[cmd.Command], Callable[[World, Any], None]]] = {
+    cmd.FetchPrompts: World._on_fetch_prompts,
+    cmd.Generate: World._on_generate,
+    cmd.StopRequest: World._on_stop_request,
+    cmd.GradeTrajectory: World._on_grade_trajectory,
+    cmd.PushWeights: World._on_push_weights,
+    cmd.TrainMicroBatch: World._on_train_micro_batch,
+    cmd.CondemnInstance: World._on_condemn_instance,
+    cmd.AdmitGroup: World._on_admit_group,
+    cmd.CommitGroup: World._on_commit_group,
+    cmd.DropGroup: World._on_drop_group,
+    cmd.ForgetGroups: World._on_forget_groups,
+    cmd.FinishRun: World._end,
+    cmd.FailRun: World._end,
+}
