@@ -1,0 +1,65 @@
+"""A real server that is stopped with its connections open: nothing ends, nothing answers."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from dora.controller import fleet as fleet_module
+from dora.controller.fleet import ExternalServer, Fleet, Limits
+from dora.core.events import Event, InstanceLost, InstanceUp
+from dora.core.ids import InstanceId
+from dora.core.instances import Instance
+from dora.engine.client import EngineClient
+from dora.node.plan import ProcessPlan
+from dora.node.supervise import Child, Node
+from dora.seed.policy import path as seed_path
+
+ZERO = InstanceId(0)
+
+
+@pytest.fixture
+async def server(tmp_path: Path) -> AsyncIterator[Child]:
+    argv = (sys.executable, "-m", "dora", "serve", "--port", "0", "--incremental-streaming-output")
+    env = {"PATH": "/usr/bin:/bin", "OMP_NUM_THREADS": "1", "PYTHONPATH": ":".join(sys.path)}
+    async with Node(logs=tmp_path, lease=tmp_path / "lease") as node:
+        yield node.add(ProcessPlan(name="engine-0", argv=argv, env=env, ready_timeout_s=90.0))
+
+
+async def test_a_frozen_server_without_work_is_lost_by_its_health_and_comes_back_when_it_thaws(
+    server: Child, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = await server.start()
+    assert server.pid is not None
+    process = psutil.Process(server.pid)
+    said: asyncio.Queue[Event] = asyncio.Queue()
+    async with EngineClient(max_connections=4) as client, asyncio.timeout(90):
+        fleet = Fleet(
+            [ExternalServer(url, client=client)],
+            client=client,
+            limits=Limits(instances=1, slots=2, kv_tokens=1024, context_tokens=128, model=seed_path(), path_map={}),
+            emit=said.put,
+            fence=lambda instance: {},
+            rows={ZERO: Instance(ZERO)},
+            now=lambda: 0.0,
+        )
+        keeper = asyncio.create_task(fleet.run(), name="fleet")
+        first = await said.get()
+        monkeypatch.setattr(fleet_module, "HEALTH_INTERVAL_S", 0.05)
+        monkeypatch.setattr(fleet_module, "HEALTH_TIMEOUT_S", 0.5)
+        process.suspend()
+        lost = await said.get()
+        process.resume()
+        monkeypatch.setattr(fleet_module, "HEALTH_TIMEOUT_S", 30.0)
+        back = await said.get()
+        keeper.cancel()
+        await asyncio.gather(keeper, return_exceptions=True)
+    assert isinstance(first, InstanceUp)
+    assert lost == InstanceLost(0.0, ZERO, 1, {}, f"{url}: missed 3 health checks in a row")
+    assert isinstance(back, InstanceUp)
+    assert back.incarnation == 2
