@@ -19,8 +19,10 @@ import psutil
 import pytest
 import pytest_asyncio
 
+from dora.engine import protocol
 from dora.engine.client import EngineClient, PushEndpoint
 from dora.engine.errors import RequestRefused, ServerGone
+from dora.errors import RemoteError
 from dora.weights.distributed import Distributed
 from dora.weights.push import Disk, PushFailed, push
 from dora.weights.senders import Senders
@@ -279,7 +281,13 @@ async def test_a_server_killed_in_mid_bucket_fails_its_push_and_no_other(
 async def test_a_server_told_to_receive_from_a_group_it_never_joined_dies(
     client: EngineClient, urls: list[str]
 ) -> None:
-    """Which is why a push has a group of its own: the client cannot name one that its server has not just joined."""
-    last = client.push_endpoint(urls[1])
+    """Which is why our client refuses to send that."""
+    _, last = urls
+    bucket: dict[str, Any] = {"names": ["x"], "dtypes": ["float32"], "shapes": [[1]]}
+    with pytest.raises(RemoteError, match="not in the group 'unknown'"):
+        await client.push_endpoint(last).receive("unknown", **bucket, label=None, timeout_s=60)
+    assert (await client.loads(last)).is_empty
     with pytest.raises(ServerGone):
-        await last.receive("unknown", names=["x"], dtypes=["float32"], shapes=[[1]], label=None, timeout_s=60)
+        await client.update(
+            last, protocol.UPDATE_WEIGHTS_FROM_DISTRIBUTED, {**bucket, "group_name": "unknown"}, timeout_s=60
+        )
