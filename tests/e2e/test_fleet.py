@@ -224,6 +224,7 @@ def test_a_resumed_run_begins_with_the_configured_fleet(story: Story) -> None:
 def test_requests_that_cannot_be_granted_are_refused_in_one_line(story: Story) -> None:
     assert_one_clear_error(story.refused["token"], code=2, says="the run's token is needed: give --token-file")
     assert_one_clear_error(story.refused["gone"], code=2, says="instance 1: there is no such instance")
+    assert story.folder.status_token.stat().st_mode & 0o777 == 0o600
 
 
 def test_nothing_was_lost_and_the_run_ended_well(story: Story) -> None:

@@ -96,3 +96,12 @@ async def test_progress_shows_address_folder_and_the_last_state(middle: Snapshot
     text = file.getvalue()
     assert "run folder /runs/job-1\nstatus     http://127.0.0.1:8421\n" in text
     assert "0.875" in text
+
+
+async def test_progress_names_the_file_of_a_drawn_token_and_not_the_token(middle: Snapshot):
+    console = Console(file=io.StringIO(), width=120)
+    paths = {"folder": Path("/runs/job-1"), "token": Path("/runs/job-1/status-token")}
+    async with show_progress(lambda: middle, status_url="http://127.0.0.1:8421", **paths, console=console):
+        pass
+    assert isinstance(console.file, io.StringIO)
+    assert "\ntoken      /runs/job-1/status-token\n" in console.file.getvalue()
