@@ -77,7 +77,8 @@ def status(
     command(url)
 
 
-instances = typer.Typer(no_args_is_help=True, rich_markup_mode=None)
+#: Options may stand anywhere on the line, not only before the address.
+instances = typer.Typer(no_args_is_help=True, rich_markup_mode=None, context_settings={"allow_interspersed_args": True})
 app.add_typer(instances, name="instances")
 
 Instance = Annotated[str, typer.Argument(metavar="ID|URL", help="An instance's number or address.")]

@@ -153,7 +153,7 @@ def latest_counts(folder: RunFolder) -> dict[TrajectoryId, int]:
 
 def change_the_fleet(run: Run, found: Story, late: str) -> None:
     def ask(*words: str) -> subprocess.CompletedProcess[str]:
-        return run_to_end("instances", "--token-file", str(run.folder.status_token), run.url, *words)
+        return run_to_end("instances", run.url, "--token-file", str(run.folder.status_token), *words)
 
     found.refused["token"] = run_to_end("instances", run.url, "drain", "1")
     found.said["drain"] = ask("drain", str(REMOVED)).stdout
