@@ -2,32 +2,25 @@
 
 Invariant: the state is the fold of its events; the same events give the same commands, in any process. The
 controller, the simulator, replay and audit all drive this object. One handler per fact (`_on_<event>`): look up, update
-the tables; then `_settle` (decisions.py) brings them to rest.
+the tables; then `_settle` (decisions.py) brings them to rest. What concerns answers is in answers.py.
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable
 from typing import Any, Final
 
 from dora.core import events as ev
-from dora.core.commands import Command, DropGroup, ForgetGroups, GradeTrajectory, ReportEvaluation
-from dora.core.decisions import Decisions
-from dora.core.groups import Group, GroupPhase, Trajectory, TrajectoryPhase, advantage_free
+from dora.core.answers import Answers
+from dora.core.commands import Command, ForgetGroups
+from dora.core.groups import GroupPhase, TrajectoryPhase
 from dora.core.ids import TrajectoryId
 from dora.core.instances import PUSH_BACKOFF_S, Instance, InstancePhase
 from dora.core.tables import NOTICEABLE_WAIT, WINDOW_GROW, WINDOW_SHRINK
 
-_WAITING: Final = TrajectoryPhase.WAITING
-_GRADING: Final = TrajectoryPhase.GRADING
-_GRADED: Final = TrajectoryPhase.GRADED
-_FAILED: Final = GroupPhase.FAILED
-_DECODING: Final = (TrajectoryPhase.RESIDENT, TrajectoryPhase.STOPPING)
 
-
-class ControllerState(Decisions):
+class ControllerState(Answers):
     """The decision core of one run."""
 
     def handle(self, event: ev.Event) -> list[Command]:
@@ -164,214 +157,6 @@ class ControllerState(Decisions):
         instance.failures += 1
         if not instance.barred:
             self.vacant[instance.id] = instance
-
-    # -- trajectories -------------------------------------------------------------------------------------------------
-
-    def _on_prompts_arrived(self, event: ev.PromptsArrived) -> None:
-        self.fetching = False
-        if event.first != self.next_group + len(self.prompts):
-            self.counters.late_completions += 1
-            return
-        self.prompts.extend(event.num_prompt_tokens)
-        self.source_dry = event.dry
-        self._form_due = event.dry  # a batch may have become the last one
-        self._admissions_changed()
-
-    def _decoding(self, id: TrajectoryId, attempt: int) -> Trajectory | None:
-        """The trajectory this completion is about, or None if it is late."""
-        trajectory = self.trajectories.get(id)
-        if trajectory is None or trajectory.attempt != attempt or trajectory.phase not in _DECODING:
-            self.counters.late_completions += 1
-            return None
-        return trajectory
-
-    def _take_count(self, trajectory: Trajectory, num_tokens: int) -> None:
-        """Note how many tokens an answer has; fewer than before means that some were thrown away (C2)."""
-        instance = trajectory.instance
-        reported = instance.reported.get(trajectory.id, 0) if instance is not None else 0
-        if num_tokens < reported or num_tokens < trajectory.num_tokens:
-            known = max(reported, trajectory.num_tokens)
-            self.counters.scheduling_aborts += 1
-            self._fail(f"C2: trajectory {trajectory.id} had {known} tokens and goes on from {num_tokens}")
-        trajectory.num_tokens = num_tokens
-
-    def _check_spans(self, trajectory: Trajectory, spans: tuple[ev.Span, ...]) -> None:
-        """C1: the server's own account of the versions must be the tag."""
-        for version, _, _ in spans:
-            if version != trajectory.version:
-                self.counters.version_conflicts += 1
-                where = trajectory.instance.id if trajectory.instance is not None else "?"
-                self._fail(
-                    f"C1: instance {where} reports version {version} for trajectory {trajectory.id}, "
-                    f"whose tag is {trajectory.version}; spans {spans}"
-                )
-
-    def _on_generation_finished(self, event: ev.GenerationFinished) -> None:
-        trajectory = self._decoding(event.trajectory, event.attempt)
-        if trajectory is None:
-            return
-        self._check_spans(trajectory, event.spans)
-        self._take_count(trajectory, event.num_tokens)
-        if trajectory.target is not None:
-            self._unreserve(trajectory)
-        self._end(trajectory).progress_at = self.now
-        group = trajectory.group
-        if group is not None:
-            self._leave_unfinished(trajectory)
-            if group.phase is _FAILED:
-                self._abandon(trajectory)
-                return
-            self.length_sum += event.num_tokens
-            self.length_count += 1
-            self.mean_length = self.length_sum // self.length_count
-            if not group.unfinished:
-                self.ledger.move(group, GroupPhase.GRADING)
-            elif group.waiting:
-                self.entry(group.version).reprioritize(group)
-        self._grade(trajectory)
-
-    def _leave_unfinished(self, trajectory: Trajectory) -> None:
-        assert trajectory.group is not None
-        trajectory.group.unfinished -= 1
-        entry = self.window.entries[trajectory.version]
-        entry.unfinished -= 1
-        if not entry.unfinished:
-            self._place_due = self._release_due = True
-
-    def _grade(self, trajectory: Trajectory) -> None:
-        trajectory.phase = _GRADING
-        trajectory.attempt += 1
-        self._out.append(GradeTrajectory(trajectory.id, trajectory.attempt))
-
-    def _on_generation_stopped(self, event: ev.GenerationStopped) -> None:
-        trajectory = self._decoding(event.trajectory, event.attempt)
-        if trajectory is None:
-            return
-        self._check_spans(trajectory, event.spans)
-        self._take_count(trajectory, event.num_tokens)
-        target = self._unreserve(trajectory)
-        self._end(trajectory)
-        if target is not None and target.takes_work and not self._is_abandoned(trajectory):
-            self.counters.migrations += 1
-            footprint = self._footprint(trajectory.num_prompt_tokens, trajectory.num_tokens)
-            self._begin(trajectory, target, footprint=footprint)
-        else:
-            self._go_on(trajectory)
-
-    def _on_generation_failed(self, event: ev.GenerationFailed) -> None:
-        trajectory = self._decoding(event.trajectory, event.attempt)
-        if trajectory is None:
-            return
-        self._take_count(trajectory, event.num_tokens)
-        self._unreserve(trajectory)
-        instance = self._end(trajectory)
-        if event.server_gone:
-            self._condemn(instance, event.reason)
-            self.counters.recovered += 1
-        else:
-            trajectory.failures += 1
-        if trajectory.failures >= self.settings.max_attempts and not self._is_abandoned(trajectory):
-            self._give_up(trajectory, event.reason)
-        else:
-            self._go_on(trajectory)
-
-    def _is_abandoned(self, trajectory: Trajectory) -> bool:
-        return trajectory.group is not None and trajectory.group.phase is GroupPhase.FAILED
-
-    def _go_on(self, trajectory: Trajectory) -> None:
-        """An ended request's trajectory waits for its next instance, unless its group has failed."""
-        if self._is_abandoned(trajectory):
-            self._leave_unfinished(trajectory)
-            self._abandon(trajectory)
-        else:
-            self._wait(trajectory)
-
-    def _give_up(self, trajectory: Trajectory, reason: str) -> None:
-        """Too many failed requests: the group fails; a sample of an evaluation counts as not graded."""
-        group = trajectory.group
-        if group is None:
-            trajectory.phase = TrajectoryPhase.GRADING
-            self._graded(trajectory, None)
-            return
-        self._drop(group, outcome="failed", reason=f"generation: {reason}")
-        self.entry(group.version).forget_waiting(group)
-        for sibling in group.trajectories:
-            if sibling.phase is TrajectoryPhase.WAITING:
-                self._leave_unfinished(sibling)
-                self._abandon(sibling)
-            elif sibling.phase is TrajectoryPhase.RESIDENT and sibling is not trajectory:
-                self._stop(sibling)
-        self._leave_unfinished(trajectory)
-        self._abandon(trajectory)
-
-    def _abandon(self, trajectory: Trajectory) -> None:
-        trajectory.phase = TrajectoryPhase.ABANDONED
-        del self.trajectories[trajectory.id]
-
-    def _on_trajectory_graded(self, event: ev.TrajectoryGraded) -> None:
-        trajectory = self.trajectories.get(event.trajectory)
-        if trajectory is None or trajectory.attempt != event.attempt or trajectory.phase is not _GRADING:
-            self.counters.late_completions += 1
-            return
-        self._graded(trajectory, event.reward)
-
-    def _graded(self, trajectory: Trajectory, reward: float | None) -> None:
-        trajectory.phase = _GRADED
-        trajectory.reward = reward
-        del self.trajectories[trajectory.id]
-        group = trajectory.group
-        if group is None:
-            self._evaluation_graded()
-            return
-        if group.phase is _FAILED:
-            return
-        group.ungraded -= 1
-        if group.ungraded:
-            self._at_rest = True
-            return
-        verdict = advantage_free(group.rewards, filter_zero_variance=self.settings.filter_zero_variance)
-        if verdict is not None:
-            outcome, reason = verdict
-            self._drop(group, outcome=outcome, reason=reason)
-            return
-        self.ledger.move(group, GroupPhase.COMPLETE)
-        self.complete.setdefault(group.deadline, deque()).append(group)
-        self._form_due = True
-
-    def _evaluation_graded(self) -> None:
-        evaluation = self.evaluation
-        evaluation.ungraded -= 1
-        if evaluation.ungraded:
-            return
-        version = evaluation.finish()
-        self.evaluated = version
-        self.entry(version).evaluating = False
-        self._out.append(ReportEvaluation(version))
-        self._place_due = self._release_due = True
-
-    def _drop(self, group: Group, *, outcome: str, reason: str) -> None:
-        """A group leaves U without being trained; its place is refilled by admission."""
-        self._out.append(DropGroup(group.id, outcome, reason, group.rewards))
-        self.ledger.move(group, GroupPhase.FILTERED if outcome == "filtered" else GroupPhase.FAILED)
-        key = f"{outcome}: {reason}"
-        self.ledger.reasons[key] = self.ledger.reasons.get(key, 0) + 1
-        self.formation.drop(group.deadline)
-        self.entry(group.version).groups -= 1
-        if self.settings.rules.batched:
-            self.block_left += 1
-        self.top_ups += 1
-        for reward in group.rewards:
-            self.top_up_rewards[reward] = self.top_up_rewards.get(reward, 0) + 1
-        if self.top_ups > self.settings.max_top_up * self.settings.groups_per_step:
-            common = sorted(self.top_up_rewards.items(), key=lambda item: -item[1])[:5]
-            rewards = ", ".join(f"{'none' if reward is None else f'{reward:g}'} x {n}" for reward, n in common)
-            self._fail(
-                f"step {self.formation.step} had to top up {self.top_ups} groups (max_top_up is "
-                f"{self.settings.max_top_up:g} x {self.settings.groups_per_step}); the last one left as {key}; "
-                f"their siblings' rewards: {rewards}"
-            )
-        self._release_due = self._form_due = True
-        self._admissions_changed()
 
     # -- training -----------------------------------------------------------------------------------------------------
 
