@@ -143,6 +143,47 @@ def audit(
 
 
 @app.command()
+def simulate(
+    workload: Annotated[
+        Path | None, typer.Argument(metavar="[WORKLOAD.toml|CONFIG.toml]", help="None: a built-in example.")
+    ] = None,
+    recorded: Annotated[
+        Path | None, typer.Option("--from", metavar="DIR", help="A finished run: its own lengths, latencies and rates.")
+    ] = None,
+    strategy: Annotated[str, typer.Option(help="One or more, with commas.")] = "",
+    k: Annotated[str, typer.Option(help="max_staleness of dora, one or more.")] = "",
+    split: Annotated[str, typer.Option(help="Devices that roll out, one or more.")] = "",
+    instances: Annotated[str, typer.Option(help="Fleet sizes, one or more; the trainer keeps its devices.")] = "",
+    seeds: Annotated[int, typer.Option(min=1, help="Seeds 0, 1, ...")] = 1,
+    steps: Annotated[int | None, typer.Option(min=2, help="Length of the job.")] = None,
+    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write every result there.")] = None,
+    processes: Annotated[int | None, typer.Option(min=1, help="At most 2 without it.")] = None,
+) -> None:
+    """Simulate a job in virtual time under the controller's own decision core; lists sweep."""
+    from dora.cli.simulate import simulate as command
+
+    command(
+        workload,
+        recorded=recorded,
+        strategies=[name for name in strategy.split(",") if name],
+        staleness=_numbers(k, "--k"),
+        splits=_numbers(split, "--split"),
+        instances=_numbers(instances, "--instances"),
+        seeds=seeds,
+        steps=steps,
+        json=json,
+        processes=processes,
+    )
+
+
+def _numbers(text: str, option: str) -> list[int]:
+    try:
+        return [int(word) for word in text.split(",") if word]
+    except ValueError:
+        raise ConfigError(f"{option} {text}: is not a list of whole numbers with commas") from None
+
+
+@app.command()
 def export(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A run folder.")],
     version: Annotated[int | None, typer.Option(help="Policy version; without it, the newest.")] = None,

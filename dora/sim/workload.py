@@ -47,6 +47,7 @@ class Lengths(_Part, frozen=True):
     prompt_tokens: int = 200
     prompts: tuple[int, ...] = ()  #: recorded: tokens of each prompt
     answers: tuple[tuple[int, ...], ...] = ()  #: recorded: lengths of its answers
+    rewards: tuple[tuple[float, ...], ...] = ()  #: recorded: and their rewards
 
 
 class Fleet(_Part, frozen=True):
@@ -69,7 +70,7 @@ class Fleet(_Part, frozen=True):
 class Train(_Part, frozen=True):
     """The trainer (workloads.md §5). A step has `updates` optimizer updates, evenly spread over its answers."""
 
-    tokens_s_per_device: float = 1000.0
+    tokens_s_per_device: float = 6000.0
     updates: int = 1
     update_s: float = 0.5
     devices_per_rank: int = 1
@@ -160,8 +161,8 @@ class Workload(_Part, frozen=True):
         """The answers of one seed."""
         lengths = self.lengths
         recorded = [
-            Group(tokens, list(row), [float(i % 2) for i in range(len(row))])
-            for tokens, row in zip(lengths.prompts, lengths.answers, strict=True)
+            Group(tokens, list(row), list(rewards))
+            for tokens, row, rewards in zip(lengths.prompts, lengths.answers, lengths.rewards, strict=True)
         ]
         return Answers(
             lengths.regime,
@@ -225,13 +226,16 @@ def _problems(workload: Workload) -> list[str]:
         return [f"job.strategy: {job.strategy!r} is not simulated; use one of {', '.join(STRATEGIES)}"]
     if lengths.regime not in {*REGIMES, "C", "recorded"}:
         return [f"lengths.regime: {lengths.regime!r} is not known; use A, B, C, D or recorded"]
-    if lengths.regime == "recorded" and not (lengths.answers and len(lengths.answers) == len(lengths.prompts)):
-        return ["lengths.answers: recorded lengths need as many prompts as answers, and at least one"]
+    sizes = {len(lengths.prompts), len(lengths.answers), len(lengths.rewards)}
+    if lengths.regime == "recorded" and (len(sizes) > 1 or 0 in sizes):
+        return ["lengths.answers: recorded prompts, answers and rewards are equally many, and at least one"]
     found = []
     if any(len(row) != job.group_size for row in lengths.answers):
         found.append(f"lengths.answers: every prompt needs job.group_size = {job.group_size} lengths")
-    if min(job.steps, job.groups_per_step, job.max_staleness + 1, fleet.devices_per_instance) < 1 or job.group_size < 2:
-        found.append("job: steps, groups_per_step and devices per instance are at least 1, group_size at least 2")
+    if min(job.steps, job.group_size) < 2 or min(job.groups_per_step, fleet.devices_per_instance) < 1:
+        found.append("job: steps and group_size are at least 2, groups_per_step and devices_per_instance at least 1")
+    elif job.max_staleness < 0:
+        found.append("job.max_staleness: cannot be negative")
     elif workload.num_instances < workload.rules.max_staleness + 1:
         found.append(
             f"fleet.rollout_devices: {workload.num_instances} instances cannot hold the "

@@ -210,6 +210,7 @@ class World:
         _require(self._tags[GroupId(group)] == order.version, f"C1: not the tag of group {group}: {order}")
         _require(self._produced.pop(id, 0) == order.num_tokens, f"C2: not from all its tokens: {order}")
         _require(id not in instance.requests, f"trajectory {id} runs twice on instance {instance.id}")
+        _require(len(instance.requests) < instance.server.slots, f"instance {instance.id} has no slot: {order}")
         answers = self.answers.group(group)
         instance.reach(self.now)
         instance.take(Request(order, group, answers.prompt_tokens, answers.lengths[sibling], order.num_tokens))

@@ -1,0 +1,129 @@
+"""`dora simulate`: a workload file, a run's config or a finished run, swept and tabulated. Called by app.py."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from dora.config.load import load as load_config
+from dora.config.schema import Config
+from dora.errors import ConfigError
+from dora.sim.answers import cap_of
+from dora.sim.instance import Server
+from dora.sim.measure import Result
+from dora.sim.recorded import Record, read_run
+from dora.sim.report import rows, table
+from dora.sim.sweep import as_json, cases, run
+from dora.sim.workload import Fleet, Job, Lengths, Train, Workload, checked
+from dora.sim.workload import load as load_workload
+
+#: A config says nothing of lengths: this regime, scaled so that the token budget cuts one answer in a hundred.
+CONFIG_REGIME: Final = "A"
+REGIME_P99: Final = 2_447
+
+
+def simulate(
+    path: Path | None,
+    *,
+    recorded: Path | None,
+    strategies: Sequence[str],
+    staleness: Sequence[int],
+    splits: Sequence[int],
+    instances: Sequence[int],
+    seeds: int,
+    steps: int | None,
+    json: Path | None,
+    processes: int | None,
+) -> None:
+    """Simulate every combination and print the table."""
+    if path is not None and recorded is not None:
+        raise ConfigError(f"--from {recorded}: a finished run says everything; leave {path} away")
+    workload, note = _from_run(recorded) if recorded is not None else _from_file(path)
+    if steps is not None:
+        workload = checked(workload.with_changes(job={"steps": steps}), origin="--steps")
+    found = cases(
+        workload, strategies=strategies, staleness=staleness, splits=splits, instances=instances, seeds=range(seeds)
+    )
+    sys.stdout.write(note)
+    results: list[Result] = []
+    for result in run(found, processes=processes or min(2, os.cpu_count() or 1)):
+        results.append(result)
+        if sys.stderr.isatty():
+            sys.stderr.write(f"\r{len(results)} of {len(found)} simulations\x1b[K")
+    if sys.stderr.isatty():
+        sys.stderr.write("\r\x1b[K")
+    sys.stdout.write(f"{table(rows(results))}\n")
+    if json is not None:
+        try:
+            json.write_bytes(as_json(results))
+        except OSError as err:
+            raise ConfigError(f"--json {json}: cannot be written: {err.strerror}") from err
+
+
+def _from_run(folder: Path) -> tuple[Workload, str]:
+    workload, record = read_run(folder)
+    return workload, (
+        f"{folder}: {len(workload.lengths.answers)} groups recorded, {workload.num_instances} instances; "
+        f"the run itself took {_own_step_s(record, workload):.2f} s per step\n"
+    )
+
+
+def _own_step_s(record: Record, workload: Workload) -> float:
+    """Over the same window as a simulation's, so that the two can be compared."""
+    margin = workload.rules.max_staleness + 1
+    steps = len(record.trained)
+    first = min(2 * margin - 1, (steps - 1) // 3)
+    last = max(first + 1, steps - 1 - margin)
+    return (record.trained[last] - record.trained[first]) / (last - first)
+
+
+def _from_file(path: Path | None) -> tuple[Workload, str]:
+    if path is None:
+        return Workload(), "the built-in example: regime A, 16 devices\n"
+    try:
+        keys = set(tomllib.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        keys = set()  # load_workload says what is wrong with it
+    if not keys or keys & {"job", "lengths", "fleet", "train", "grade", "faults"}:
+        workload = load_workload(path)
+        return workload, f"{path}: regime {workload.lengths.regime}, {workload.fleet.devices} devices\n"
+    note = (
+        f"{path}: a config; lengths of regime {CONFIG_REGIME} scaled to its token budget, times of an example server\n"
+    )
+    return checked(_from_config(load_config(path, environ=os.environ)), origin=str(path)), note
+
+
+def _from_config(config: Config) -> Workload:
+    """What a config says; nobody has measured its lengths and rates (`--from` does)."""
+    rollout, engine, trainer = config.rollout, config.engine, config.trainer
+    scale = min(1.0, rollout.max_new_tokens / REGIME_P99)
+    return Workload(
+        job=Job(
+            strategy=rollout.strategy,
+            max_staleness=rollout.max_staleness,
+            steps=config.run.steps,
+            groups_per_step=rollout.groups_per_step,
+            group_size=rollout.group_size,
+            filter_zero_variance=rollout.filter_zero_variance,
+            consolidate=rollout.consolidate,
+            refill=rollout.refill,
+        ),
+        lengths=Lengths(
+            regime=CONFIG_REGIME,
+            cap=min(rollout.max_new_tokens, cap_of(CONFIG_REGIME)),
+            scale=scale,
+            prompt_tokens=config.task.max_prompt_tokens,
+        ),
+        fleet=Fleet(
+            devices=config.num_instances * engine.tensor_parallel + trainer.ranks,
+            rollout_devices=config.num_instances * engine.tensor_parallel,
+            devices_per_instance=engine.tensor_parallel,
+            server=Server(slots=engine.slots, kv_tokens=engine.kv_tokens),
+            parallel_pushes=engine.max_parallel_pushes,
+        ),
+        train=Train(micro_batch_tokens=trainer.micro_batch_tokens),
+    )

@@ -1,0 +1,251 @@
+"""A workload from a finished run's journal: its own lengths, latencies and rates.
+
+What is measured: lengths and rewards of complete groups; prefill and decode from the duration of every undisturbed
+request against its tokens and the mean number of residents beside it (least squares without negative terms); the
+medians of grading, pushing, publishing and updating; the trainer's tokens per second. Whatever slowed the run down,
+such as processes that share its cores, is inside these figures. Called by `dora simulate --from`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median, pstdev
+from typing import Final
+
+import numpy as np
+
+from dora.core import commands as cmd
+from dora.core import events as ev
+from dora.core.decode_time import DecodeTime
+from dora.core.ids import InstanceId, TrajectoryId
+from dora.core.strategies import Settings
+from dora.errors import ConfigError
+from dora.journal.reader import Journal
+from dora.journal.run_folder import RunFolder
+from dora.sim.instance import Server
+from dora.sim.workload import Fleet, Grade, Job, Lengths, Train, Workload, checked
+
+#: A rate so high that what it divides takes no time.
+_AT_ONCE: Final = 1e18
+
+
+@dataclass(slots=True)
+class _Batch:
+    """The requests that an instance holds, and the integral of their number over time."""
+
+    residents: int = 0
+    integral: float = 0.0
+    at: float = 0.0
+
+    def change(self, by: int, *, at: float) -> float:
+        """The integral up to now; then the number changes."""
+        self.integral += self.residents * (at - self.at)
+        self.at = at
+        self.residents += by
+        return self.integral
+
+
+@dataclass(slots=True)
+class Record:
+    """What a journal says of a run."""
+
+    settings: Settings
+    prompts: dict[int, int] = field(default_factory=dict)
+    lengths: dict[TrajectoryId, int] = field(default_factory=dict)
+    rewards: dict[TrajectoryId, float] = field(default_factory=dict)
+    servers: dict[InstanceId, ev.InstanceUp] = field(default_factory=dict)
+    requests: list[tuple[int, int, float, float]] = field(default_factory=list)  #: prompt, tokens, seconds, batch
+    grading_s: list[float] = field(default_factory=list)
+    push_s: list[float] = field(default_factory=list)
+    publish_s: list[float] = field(default_factory=list)
+    update_s: list[float] = field(default_factory=list)
+    trained: list[float] = field(default_factory=list)  #: when each step was
+    wave_tokens: int = 0  #: of the fullest rank, summed over micro-batches
+    wave_s: float = 0.0
+    num_bytes: int = 0
+
+
+class _Reader:
+    """One pass over the journal; every command's answer is matched with it."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.record = Record(settings)
+        self._batches: dict[InstanceId, _Batch] = {}
+        self._running: dict[TrajectoryId, tuple[cmd.Generate, float, float]] = {}  # order, since, integral then
+        self._grading: dict[TrajectoryId, float] = {}
+        self._pushing: dict[InstanceId, float] = {}
+        self._waves: dict[tuple[int, int], tuple[float, cmd.TrainMicroBatch]] = {}
+        self._free_at = 0.0  # when the trainer was last known to be done
+        self._trained_at = 0.0
+
+    def read(self, entries: Iterable[tuple[ev.Event, Sequence[cmd.Command]]]) -> Record:
+        for event, commands in entries:
+            self._take_fact(event)
+            for command in commands:
+                self._take_order(command, at=event.at)
+        return self.record
+
+    def _take_fact(self, event: ev.Event) -> None:
+        record = self.record
+        match event:
+            case ev.PromptsArrived():
+                record.prompts.update((event.first + i, n) for i, n in enumerate(event.num_prompt_tokens))
+            case ev.InstanceUp():
+                record.servers[event.instance] = event
+            case ev.GenerationFinished() | ev.GenerationStopped() | ev.GenerationFailed():
+                self._end_request(event)
+            case ev.InstanceLost():
+                for id in [t for t, (order, *_) in self._running.items() if order.instance == event.instance]:
+                    del self._running[id]
+                self._batches.pop(event.instance, None)
+            case ev.TrajectoryGraded() if event.trajectory in self._grading:
+                record.grading_s.append(event.at - self._grading.pop(event.trajectory))
+                if event.trajectory >= 0:
+                    record.rewards[event.trajectory] = event.reward if event.reward is not None else 0.0
+            case ev.WeightPushFinished() if event.instance in self._pushing:
+                record.push_s.append(event.at - self._pushing.pop(event.instance))
+            case ev.MicroBatchTrained() | ev.StepTrained() | ev.VersionPublished():
+                self._take_training(event)
+            case _:
+                pass
+
+    def _end_request(self, event: ev.GenerationFinished | ev.GenerationStopped | ev.GenerationFailed) -> None:
+        if event.trajectory not in self._running:
+            return
+        order, since, before = self._running.pop(event.trajectory)
+        integral = self._batches[order.instance].change(-1, at=event.at)
+        if not isinstance(event, ev.GenerationFinished) or event.trajectory < 0:
+            return
+        self.record.lengths[event.trajectory] = event.num_tokens
+        span = event.at - since
+        if not order.num_tokens and span > 0:
+            prompt = self.record.prompts[event.trajectory // self.record.settings.group_size]
+            self.record.requests.append((prompt, event.num_tokens, span, (integral - before) / span))
+
+    def _take_training(self, event: ev.MicroBatchTrained | ev.StepTrained | ev.VersionPublished) -> None:
+        record = self.record
+        if isinstance(event, ev.MicroBatchTrained):
+            sent, wave = self._waves.pop((event.step, event.index))
+            record.wave_tokens += max(sum(map(self._size, rank)) for rank in wave.ranks)
+            record.wave_s += event.at - max(sent, self._free_at)
+            self._free_at = event.at
+        elif isinstance(event, ev.StepTrained):
+            record.update_s.append(event.at - self._free_at)
+            self._free_at = self._trained_at = event.at
+            record.trained.append(event.at)
+        elif event.version:
+            record.publish_s.append(max(0.0, event.at - self._trained_at))
+            record.num_bytes = event.num_bytes
+
+    def _size(self, id: TrajectoryId) -> int:
+        return self.record.prompts[id // self.record.settings.group_size] + self.record.lengths[id]
+
+    def _take_order(self, command: cmd.Command, *, at: float) -> None:
+        match command:
+            case cmd.Generate():
+                batch = self._batches.setdefault(command.instance, _Batch(at=at))
+                self._running[command.trajectory] = (command, at, batch.change(1, at=at))
+            case cmd.GradeTrajectory():
+                self._grading[command.trajectory] = at
+            case cmd.PushWeights():
+                self._pushing[command.instance] = at
+            case cmd.TrainMicroBatch():
+                self._waves[command.step, command.index] = (at, command)
+            case _:
+                pass
+
+
+def read_run(folder: Path) -> tuple[Workload, Record]:
+    """The workload that a finished run was, and what was read of it."""
+    journal = Journal(RunFolder.open(folder).journal)
+    record = _Reader(journal.header.settings).read(journal)
+    if len(record.trained) < 2 or not record.requests:
+        raise ConfigError(f"{folder}: has trained {len(record.trained)} steps; a simulation needs at least 2 of them")
+    return checked(_workload(record), origin=str(folder)), record
+
+
+def strategy_of(settings: Settings) -> str:
+    """The name of a run's rules."""
+    if settings.rules.batched:
+        return "one_step_off"
+    if not settings.rules.streamed:
+        return "sync"
+    return "dora" if settings.rules.max_staleness else "periodic"
+
+
+def _workload(record: Record) -> Workload:
+    settings, size = record.settings, record.settings.group_size
+    groups = sorted({t // size for t in record.lengths})
+    whole = [g for g in groups if all(TrajectoryId(g * size + i) in record.rewards for i in range(size))]
+    ids = [[TrajectoryId(g * size + i) for i in range(size)] for g in whole]
+    logs = [math.log(max(s, 1e-4)) for s in record.grading_s]
+    return Workload(
+        job=Job(
+            strategy=strategy_of(settings),
+            max_staleness=settings.rules.max_staleness,
+            steps=settings.steps,
+            groups_per_step=settings.groups_per_step,
+            group_size=size,
+            filter_zero_variance=settings.filter_zero_variance,
+            consolidate=settings.consolidate,
+            refill=settings.refill,
+        ),
+        lengths=Lengths(
+            regime="recorded",
+            cap=settings.max_new_tokens,
+            prompt_tokens=max(record.prompts[g] for g in whole),
+            prompts=tuple(record.prompts[g] for g in whole),
+            answers=tuple(tuple(record.lengths[t] for t in row) for row in ids),
+            rewards=tuple(tuple(record.rewards[t] for t in row) for row in ids),
+        ),
+        fleet=_fleet(record),
+        train=Train(
+            tokens_s_per_device=record.wave_tokens / max(record.wave_s, 1e-9),
+            update_s=median(record.update_s),
+            micro_batch_tokens=settings.micro_batch_tokens,
+            publish_bytes_s=record.num_bytes / max(1e-9, median(record.publish_s or [0.0])),
+        ),
+        grade=Grade(median_s=math.exp(median(logs)), sigma=pstdev(logs)),
+    )
+
+
+def _fleet(record: Record) -> Fleet:
+    servers = list(record.servers.values())
+    decode, prefill_s = fit_decode(record.requests)
+    return Fleet(
+        devices=len(servers) + record.settings.num_ranks,
+        rollout_devices=len(servers),
+        server=Server(
+            slots=min(s.slots for s in servers),
+            kv_tokens=min(s.kv_tokens for s in servers),
+            decode=decode,
+            prefill_s_per_token=prefill_s,
+        ),
+        weight_bytes=float(record.num_bytes),
+        push_fixed_s=median(record.push_s),
+        push_bytes_s=_AT_ONCE,
+        parallel_pushes=record.settings.max_parallel_pushes,
+        report_s=1.0,
+    )
+
+
+def fit_decode(requests: Sequence[tuple[int, int, float, float]]) -> tuple[DecodeTime, float]:
+    """Seconds = tokens · (base + per_request · batch) + prompt · prefill, over all requests.
+
+    Each request is weighted alike; of all choices of terms without a negative coefficient the closest one is taken.
+    """
+    prompt, tokens, seconds, batch = np.array(requests, dtype=np.float64).T
+    terms = np.stack([tokens, tokens * batch, prompt], axis=1) / seconds[:, None]
+    best, best_error = np.zeros(3), math.inf
+    for chosen in itertools.chain.from_iterable(itertools.combinations(range(3), n) for n in (1, 2, 3)):
+        found = np.linalg.lstsq(terms[:, chosen], np.ones(len(seconds)), rcond=None)[0]
+        error = float(((terms[:, chosen] @ found - 1) ** 2).sum())
+        if (found >= 0).all() and error < best_error:
+            best, best_error = np.zeros(3), error
+            best[list(chosen)] = found
+    base_s, per_request_s, prefill_s = best.tolist()
+    return DecodeTime(base_s=base_s, per_request_s=per_request_s, per_token_s=0.0), prefill_s

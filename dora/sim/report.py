@@ -1,0 +1,117 @@
+"""Results of a sweep as a table, and as data. Pure; called by `dora simulate` and bench/simulator.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from statistics import fmean, median
+
+import msgspec
+
+from dora.sim.measure import Result
+
+_Setting = tuple[int, int, str, int, int]
+
+COLUMNS = (
+    *("strategy", "K", "split", "seeds", "step s", "range", "tokens/s", "limit s", "rule", "x limit", "sync/x"),
+    *("trainer idle", "full", "thin new", "thin old", "prefill", "push", "empty"),
+    *("stale", "max", "moves", "evict", "viol"),
+)
+
+
+class Row(msgspec.Struct, frozen=True):
+    """One setting over its seeds: the median of step times, means of the rest."""
+
+    devices: int
+    instances: int
+    strategy: str
+    max_staleness: int
+    rollout_devices: int
+    seeds: int
+    step_s: float
+    step_s_range: tuple[float, float]
+    tokens_s: float
+    limit_s: float
+    rule: str
+    ratio: float
+    sync_ratio: float | None  #: step time of `sync` on as many devices over this one; None: it was not simulated
+    trainer_idle: float
+    instance_shares: dict[str, float]
+    staleness_mean: float
+    staleness_max: int
+    migrations: float
+    evictions: float
+    violations: int
+
+
+def rows(results: Iterable[Result]) -> list[Row]:
+    """One row per setting, in the order in which settings first appear."""
+    by_setting: dict[_Setting, list[Result]] = {}
+    for r in results:
+        setting = (r.devices, r.instances, r.strategy, r.max_staleness, r.rollout_devices)
+        by_setting.setdefault(setting, []).append(r)
+    sync = {s[0]: median(r.step_s for r in found) for s, found in by_setting.items() if s[2] == "sync"}
+    return [_row(setting, found, sync_s=sync.get(setting[0])) for setting, found in by_setting.items()]
+
+
+def _row(setting: _Setting, found: Sequence[Result], *, sync_s: float | None) -> Row:
+    devices, instances, strategy, max_staleness, rollout_devices = setting
+    step_s = median(r.step_s for r in found)
+    return Row(
+        devices=devices,
+        instances=instances,
+        strategy=strategy,
+        max_staleness=max_staleness,
+        rollout_devices=rollout_devices,
+        seeds=len(found),
+        step_s=step_s,
+        step_s_range=(min(r.step_s for r in found), max(r.step_s for r in found)),
+        tokens_s=fmean(r.tokens_s for r in found),
+        limit_s=fmean(r.limit.step_s for r in found),
+        rule=found[0].limit.rule,
+        ratio=median(r.ratio for r in found),
+        sync_ratio=sync_s / step_s if sync_s is not None else None,
+        trainer_idle=fmean(r.trainer_idle for r in found),
+        instance_shares={name: fmean(r.instance_shares[name] for r in found) for name in found[0].instance_shares},
+        staleness_mean=fmean(r.staleness_mean for r in found),
+        staleness_max=max(r.staleness_max for r in found),
+        migrations=fmean(r.migrations for r in found),
+        evictions=fmean(r.evictions for r in found),
+        violations=sum(r.violations for r in found),
+    )
+
+
+def table(found: Sequence[Row]) -> str:
+    """Markdown, aligned; `*` marks the fastest split of a strategy."""
+    best: dict[tuple[int, str, int], float] = {}
+    for row in found:
+        key = (row.devices, row.strategy, row.max_staleness)
+        best[key] = min(best.get(key, row.step_s), row.step_s)
+    cells = [COLUMNS, *(_cells(r, r.step_s == best[r.devices, r.strategy, r.max_staleness]) for r in found)]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(COLUMNS))]
+    lines = ["| " + " | ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) + " |" for row in cells]
+    return "\n".join([lines[0], "|" + "|".join("-" * (w + 2) for w in widths) + "|", *lines[1:]])
+
+
+def _cells(row: Row, is_best: bool) -> tuple[str, ...]:
+    shares = row.instance_shares
+    low, high = row.step_s_range
+    return (
+        row.strategy,
+        str(row.max_staleness),
+        f"{row.rollout_devices}/{row.devices}{'*' if is_best else ''}",
+        str(row.seeds),
+        f"{row.step_s:.4g}",
+        f"{low:.4g}-{high:.4g}",
+        f"{row.tokens_s:,.0f}",
+        f"{row.limit_s:.4g}",
+        row.rule,
+        f"{row.ratio:.3f}",
+        f"{row.sync_ratio:.2f}" if row.sync_ratio is not None else "-",
+        *(f"{share:.1%}" for share in (row.trainer_idle, shares["full"], shares["thin_new"], shares["thin_old"])),
+        *(f"{share:.1%}" for share in (shares["prefill"] + shares["again"], shares["push"], shares["empty"])),
+        f"{row.staleness_mean:.2f}",
+        str(row.staleness_max),
+        f"{row.migrations:.1f}",
+        f"{row.evictions:.1f}",
+        str(row.violations),
+    )

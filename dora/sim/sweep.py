@@ -1,0 +1,67 @@
+"""Many simulations: the settings of a sweep, and one process per core to run them. Called by `dora simulate`."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+
+import msgspec
+
+from dora.sim.limit import limit
+from dora.sim.measure import Result
+from dora.sim.workload import Workload, checked
+from dora.sim.world import World
+
+Case = tuple[Workload, int]  #: a workload and its seed
+
+
+def cases(
+    workload: Workload,
+    *,
+    strategies: Sequence[str],
+    staleness: Sequence[int],
+    splits: Sequence[int],
+    instances: Sequence[int],
+    seeds: Sequence[int],
+) -> list[Case]:
+    """Every combination once; an empty list keeps what the workload says. K counts for `dora` alone, splits not for
+    `sync`, which uses all devices in both phases. Other numbers of instances keep the trainer's devices."""
+    job, fleet = workload.job, workload.fleet
+    found: dict[tuple[str, int, int, int], Workload] = {}
+    for strategy, k, fleet_size in itertools.product(
+        strategies or [job.strategy], staleness or [job.max_staleness], instances or [0]
+    ):
+        rollout = fleet_size * fleet.devices_per_instance
+        devices = fleet.devices - fleet.rollout_devices + rollout if rollout else fleet.devices
+        for split in splits if splits and not rollout else [rollout or fleet.rollout_devices]:
+            one = workload.with_changes(
+                job={"strategy": strategy, "max_staleness": k}, fleet={"devices": devices, "rollout_devices": split}
+            )
+            key = (strategy, one.rules.max_staleness, devices, 0 if one.is_shared else split)
+            found.setdefault(key, checked(one, origin=f"{strategy}, K = {k}, {split} of {devices} devices"))
+    return [(one, seed) for one in found.values() for seed in seeds]
+
+
+def simulate(case: Case) -> Result:
+    """One simulation to its end; an InvariantViolation or a failed run is raised."""
+    workload, seed = case
+    world = World(workload, seed=seed)
+    world.run()
+    bound = limit(workload, seed=seed)
+    return world.measure.result(seed=seed, limit=bound, state=world.state, num_events=world.num_events)
+
+
+def run(found: Sequence[Case], *, processes: int) -> Iterator[Result]:
+    """Results in the order of the cases, each as soon as it and those before it are there."""
+    if processes == 1 or len(found) == 1:
+        yield from map(simulate, found)
+        return
+    with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
+        yield from pool.map(simulate, found)
+
+
+def as_json(results: Sequence[Result]) -> bytes:
+    """All results, one object each."""
+    return msgspec.json.format(msgspec.json.encode(results), indent=1) + b"\n"

@@ -1,0 +1,163 @@
+"""The closed form of a server's batch is what a loop over single tokens would give."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from dora.core.commands import Generate
+from dora.core.decode_time import DecodeTime
+from dora.core.ids import InstanceId, TrajectoryId
+from dora.sim.instance import HEADROOM_TOKENS, Instance, Request, Server
+
+DECODE = DecodeTime(base_s=1e-2, per_request_s=1e-3, per_token_s=1e-5)
+SERVER = Server(slots=8, kv_tokens=10_000, decode=DECODE, prefill_s_per_token=1e-4)
+
+
+def request(id: int, *, total: int, group: int | None = None, prompt: int = 100, have: int = 0) -> Request:
+    order = Generate(TrajectoryId(id), 1, InstanceId(0), 0, have)
+    return Request(order, id if group is None else group, prompt, total, have)
+
+
+def instance(server: Server = SERVER, *requests: Request) -> Instance:
+    one = Instance(InstanceId(0), server)
+    for r in requests:
+        one.take(r)
+    one.settle()
+    return one
+
+
+def run_out(one: Instance) -> dict[TrajectoryId, float]:
+    """When each answer ends."""
+    ends: dict[TrajectoryId, float] = {}
+    while one.num_running:
+        now = one.next_at()
+        one.reach(now)
+        assert one.used <= one.server.kv_tokens or one.num_running == 1
+        ends.update((r.order.trajectory, now) for r in one.settle())
+    return ends
+
+
+def token_by_token(totals: list[int], *, prompt: int) -> list[float]:
+    """The same by stepping: all begin together, each prefilled in turn, none sharing a prompt."""
+    at = len(totals) * prompt * SERVER.prefill_s_per_token
+    ends, step = [0.0] * len(totals), 0
+    while running := [i for i, total in enumerate(totals) if total > step]:
+        at += DECODE.step_s(num_requests=len(running), num_tokens=len(running) * (prompt + step))
+        step += 1
+        for i in running:
+            if totals[i] == step:
+                ends[i] = at
+    return ends
+
+
+def test_the_batch_in_closed_form_is_the_sum_over_its_steps() -> None:
+    totals = [1, 50, 50, 333, 700]
+    ends = run_out(instance(SERVER, *(request(i, total=n) for i, n in enumerate(totals))))
+    assert [ends[TrajectoryId(i)] for i in range(5)] == pytest.approx(token_by_token(totals, prompt=100), rel=1e-9)
+
+
+def test_looking_at_it_in_between_changes_nothing() -> None:
+    totals = [40, 170, 333]
+    watched = instance(SERVER, *(request(i, total=n) for i, n in enumerate(totals)))
+    now, ends, last = 0.0, {}, [0, 0, 0]
+    while watched.num_running:
+        now = min(now + 0.1234, watched.next_at())
+        watched.reach(now)
+        for id, r in watched.requests.items():
+            assert last[id] <= watched.tokens(r) <= totals[id]
+            last[id] = watched.tokens(r)
+        ends.update((r.order.trajectory, now) for r in watched.settle())
+    assert [ends[TrajectoryId(i)] for i in range(3)] == pytest.approx(token_by_token(totals, prompt=100), rel=1e-9)
+
+
+def test_steps_in_a_span_are_the_inverse_of_the_time_they_take() -> None:
+    for per_token_s in (0.0, 1e-5):
+        server = Server(decode=DecodeTime(per_token_s=per_token_s), kv_tokens=1_000_000)
+        one = instance(server, request(0, total=50_000), request(1, total=50_000))
+        start = one.anchor
+        for steps in (1, 17, 4321):
+            after = start + one._duration(steps)
+            assert one._steps_in(after + 1e-9) == steps
+            assert one._steps_in(after - 1e-6) == steps - 1
+
+
+def test_siblings_share_the_prompt_in_kv_and_in_prefill() -> None:
+    shared = instance(SERVER, request(0, total=10, group=7), request(1, total=10, group=7))
+    apart = instance(SERVER, request(0, total=10, group=7), request(1, total=10, group=8))
+    assert (shared.used, apart.used) == (100, 200)
+    assert shared.anchor == pytest.approx(apart.anchor / 2)
+    assert shared.context == apart.context == 200, "attention reads the prompt for each of them"
+    run_out(shared)
+    assert (shared.used, shared.context) == (0, 0)
+
+
+def test_the_youngest_is_evicted_when_the_next_token_does_not_fit_and_goes_on_with_all_its_tokens() -> None:
+    server = Server(slots=4, kv_tokens=1000, decode=DECODE, prefill_s_per_token=1e-4)
+    one = instance(server, request(0, total=600), request(1, total=600))
+    one.reach(one.next_at())
+    one.settle()
+    assert one.evictions == 1
+    assert [r.order.trajectory for r in one.waiting] == [1]
+    assert one.waiting[0].offset == 400
+    ends = run_out(one)
+    assert ends[TrajectoryId(0)] < ends[TrajectoryId(1)]
+    assert one.use.again_s == pytest.approx((100 + 400) * 1e-4)
+
+
+def test_a_request_is_let_in_only_with_room_to_grow() -> None:
+    server = Server(slots=4, kv_tokens=400 + HEADROOM_TOKENS * 2 - 1, decode=DECODE)
+    one = instance(server, request(0, total=64, prompt=200), request(1, total=64, prompt=200))
+    assert one.num_running == 1
+    assert len(run_out(one)) == 2
+
+
+def test_a_stopped_request_keeps_its_tokens_and_leaves_the_kv() -> None:
+    one = instance(SERVER, request(0, total=500), request(1, total=500))
+    one.reach(1.0)
+    had = one.tokens(one.requests[TrajectoryId(1)])
+    stopped = one.remove(TrajectoryId(1))
+    assert 0 < stopped.offset == had < 500
+    assert one.used == 100 + had
+    other = instance(SERVER, request(1, total=500, have=had))
+    assert other.used == 100 + had
+    before = other.anchor
+    run_out(other)
+    assert other.anchor > before
+    assert other.use.again_s > 0
+
+
+def test_a_slow_instance_takes_proportionally_longer() -> None:
+    slow = Instance(InstanceId(0), SERVER, slowness=2.0)
+    slow.take(request(0, total=100))
+    slow.settle()
+    assert run_out(slow)[TrajectoryId(0)] == pytest.approx(2 * run_out(instance(SERVER, request(0, total=100)))[0])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_all_time_is_accounted_for_whatever_happens(seed: int) -> None:
+    draw = random.Random(seed)
+    server = Server(slots=6, kv_tokens=1500, decode=DECODE, prefill_s_per_token=1e-4)
+    one, now, idle, waiting, ended = Instance(InstanceId(0), server), 0.0, 0.0, 0, 0
+    while ended < 60:
+        arrival = now + draw.expovariate(1.0)
+        next_at = min(arrival, one.next_at())
+        if not one.num_running:
+            idle += max(0.0, next_at - one.anchor)
+        now = next_at
+        one.reach(now)
+        if now == arrival and waiting < 60:
+            one.take(request(waiting, total=draw.randint(1, 600), group=waiting // 3, prompt=draw.choice([10, 200])))
+            waiting += 1
+        elif now == arrival and one.requests and draw.random() < 0.3:
+            stopped = one.remove(draw.choice(sorted(one.requests)))
+            one.take(request(stopped.order.trajectory, total=stopped.total, prompt=9, have=stopped.offset))
+        ended += len(one.settle())
+        running = [r for r in one.requests.values() if r.running]
+        assert one.context == sum(r.prompt_tokens + one.tokens(r) for r in running)
+        assert all(0 <= one.tokens(r) <= r.total for r in one.requests.values())
+        assert one.used <= server.kv_tokens or len(running) == 1
+    use = one.use
+    busy = use.full_s + use.thin_new_s + use.thin_old_s + use.prefill_s + use.again_s
+    assert busy + idle == pytest.approx(one.anchor, rel=1e-6)

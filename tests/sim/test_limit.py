@@ -1,0 +1,70 @@
+"""The limit of system.md §3.2, against figures worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+from dora.core.decode_time import DecodeTime
+from dora.sim.instance import Server
+from dora.sim.limit import Limit, limit
+from dora.sim.workload import Workload
+from tests.sim.worlds import constant, workload
+
+#: 10 ms a step and nothing else: 100 tokens alone take a second.
+PLAIN = Server(slots=4, kv_tokens=100_000, decode=DecodeTime(0.01, 0.0, 0.0), prefill_s_per_token=0.0)
+
+
+def plain(strategy: str = "dora", *, k: int = 1, tokens_s: float = 60.0, **fleet: object) -> Workload:
+    """16 answers of 100 tokens and prompts of 20 a step, two instances, one trainer device, a push of 1 s."""
+    return workload(
+        strategy,
+        k=k,
+        job={"groups_per_step": 4, "group_size": 4, "strategy": strategy, "max_staleness": k},
+        lengths=constant(100, groups=4, group_size=4),
+        fleet={"devices": 3, "rollout_devices": 2, "server": PLAIN, "weight_bytes": 0.0, **fleet},
+        train={"tokens_s_per_device": tokens_s, "update_s": 0.5},
+        grade={"median_s": 0.25},
+    )
+
+
+def bound(one: Workload) -> Limit:
+    return limit(one, seed=0)
+
+
+def test_each_term_is_what_a_pencil_gives() -> None:
+    found = bound(plain())
+    assert found.train_s == pytest.approx(16 * 120 / 60 + 0.5)
+    assert found.decode_s == pytest.approx(16 * 100 / 4 * 0.01 / 2), "four at a time on two instances"
+    assert found.slowest_s == pytest.approx(1 + 1 + 0.25), "push, decode alone, grading"
+    assert found.last_s == pytest.approx(120 / 60 + 0.5)
+
+
+def test_the_largest_term_rules() -> None:
+    assert (bound(plain()).rule, bound(plain()).step_s) == ("train", pytest.approx(32.5))
+    fast = bound(plain(tokens_s=1e6))
+    assert (fast.rule, fast.step_s) == ("decode", pytest.approx(2.0))
+    slots = Server(slots=64, kv_tokens=100_000, decode=PLAIN.decode, prefill_s_per_token=0.0)
+    tail = bound(plain(tokens_s=1e6, server=slots))
+    assert (tail.rule, tail.step_s) == ("slowest", pytest.approx((2.25 + 0.5) / 2, rel=1e-3))
+    more = bound(plain(k=3, tokens_s=1e6, server=slots, devices=9, rollout_devices=8))
+    assert (more.rule, more.step_s) == ("slowest", pytest.approx((2.25 + 0.5) / 4, rel=1e-3))
+
+
+def test_barrier_strategies_have_limits_of_their_own() -> None:
+    assert bound(plain("sync")).step_s == pytest.approx(2.25 + 16 * 120 / 180 + 0.5), (
+        "all three devices, one after other"
+    )
+    assert bound(plain("periodic")).step_s == pytest.approx(2.25 + 32.5), "the first complete group, then training"
+    assert bound(plain("one_step_off")).step_s == pytest.approx(32.5)
+
+
+def test_kv_limits_the_batch_where_slots_do_not() -> None:
+    tight = Server(slots=1000, kv_tokens=3050, decode=PLAIN.decode, prefill_s_per_token=0.0)
+    steps = (16 * 100 * 99 / 2 + 4 * 20 * 100) / 3050
+    assert bound(plain(server=tight)).decode_s == pytest.approx(steps * 0.01 / 2)
+
+
+def test_a_slow_instance_counts_by_its_speed() -> None:
+    one, other = bound(plain()), bound(plain(slow_instances=1, slow_speed=0.5))
+    assert other.decode_s == pytest.approx(one.decode_s * 2 / 1.5)
+    assert other.slowest_s == one.slowest_s, "the slowest answer is decoded by the fastest instance"

@@ -1,0 +1,67 @@
+"""A finished run's journal is enough to simulate it again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dora.core import events as ev
+from dora.core.decode_time import DecodeTime
+from dora.errors import ConfigError
+from dora.journal.codec import FORMAT, Header
+from dora.journal.run_folder import RunFolder
+from dora.journal.writer import JournalWriter
+from dora.sim.measure import Result
+from dora.sim.recorded import fit_decode, read_run
+from dora.sim.workload import Workload
+from tests.sim.worlds import simulate, workload
+
+
+def record(one: Workload, parent: Path, *, steps: int | None = None) -> tuple[RunFolder, Result]:
+    """Simulate, and leave a run folder behind as a run would that was killed after `steps`."""
+    result, world, journal = simulate(one)
+    if steps is not None:
+        ends = [i for i, (event, _) in enumerate(journal) if isinstance(event, ev.StepTrained)]
+        journal = journal[: ends[steps]]
+    folder = RunFolder.create(parent, name="recorded")
+    folder.config.write_text("")
+    writer = JournalWriter(folder.journal)
+    writer.append(Header(FORMAT, folder.run_id, "2026-01-01T00:00:00Z", "0", world.settings))
+    for event, orders in journal:
+        writer.handled(event, orders)
+    writer.close()
+    return folder, result
+
+
+@pytest.mark.parametrize(("strategy", "k"), [("dora", 2), ("periodic", 0), ("one_step_off", 1)])
+def test_a_recorded_run_is_predicted_from_its_journal(tmp_path: Path, strategy: str, k: int) -> None:
+    one = workload(strategy, k=k)
+    folder, own = record(one, tmp_path)
+    found, _ = read_run(folder.root)
+    assert (found.job.strategy, found.rules) == (one.job.strategy, one.rules)
+    assert found.num_instances == one.num_instances
+    answers = one.answers(seed=0)
+    assert found.lengths.answers[:20] == tuple(tuple(answers.group(i).lengths) for i in range(20))
+    predicted, _, _ = simulate(found, seed=1)
+    assert predicted.step_s == pytest.approx(own.step_s, rel=0.05)
+
+
+def test_decode_times_are_found_again_from_durations() -> None:
+    requests = [(p, n, n * (0.01 + 0.002 * b) + p * 1e-4, b) for p in (5, 50) for n in (7, 90) for b in (1.0, 3.5, 8.0)]
+    decode, prefill_s = fit_decode(requests)
+    assert decode == DecodeTime(pytest.approx(0.01), pytest.approx(0.002), 0.0)
+    assert prefill_s == pytest.approx(1e-4)
+
+
+def test_a_fit_has_no_negative_time() -> None:
+    requests = [(p, n, n * 0.01 * (1 - 0.05 * b), b) for p in (5, 50) for n in (7, 90) for b in (1.0, 3.5, 8.0)]
+    decode, prefill_s = fit_decode(requests)
+    assert min(decode.base_s, decode.per_request_s, prefill_s) >= 0
+    assert decode.base_s > 0
+
+
+def test_a_run_that_trained_next_to_nothing_cannot_be_simulated(tmp_path: Path) -> None:
+    folder, _ = record(workload(), tmp_path, steps=1)
+    with pytest.raises(ConfigError, match="has trained 1 steps"):
+        read_run(folder.root)

@@ -1,0 +1,88 @@
+"""`dora simulate` as it is typed: sweeps, the table, the data, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from dora.sim.report import rows, table
+from dora.sim.sweep import cases, run
+from tests.sim.worlds import workload
+
+
+def dora(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "dora", "simulate", *words], capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def test_a_sweep_runs_every_setting_once_per_seed() -> None:
+    found = cases(
+        workload(),
+        strategies=["dora", "sync", "one_step_off"],
+        staleness=[1, 2],
+        splits=[6, 8],
+        instances=[],
+        seeds=range(2),
+    )
+    settings = [(w.job.strategy, w.rules.max_staleness, w.fleet.rollout_devices, seed) for w, seed in found]
+    assert len(settings) == len(set(settings)) == 2 * (4 + 1 + 2), "K counts for dora alone, splits not for sync"
+
+
+def test_another_fleet_size_keeps_the_devices_that_train() -> None:
+    found = cases(workload(), strategies=[], staleness=[], splits=[], instances=[4, 16], seeds=[0])
+    assert [(w.num_instances, w.train_devices) for w, _ in found] == [(4, 4), (16, 4)]
+
+
+def test_processes_give_what_one_process_gives() -> None:
+    found = cases(workload(), strategies=["dora", "sync"], staleness=[], splits=[], instances=[], seeds=[0])
+    assert list(run(found, processes=2)) == list(run(found, processes=1))
+
+
+def test_the_table_compares_with_sync_and_marks_the_best_split() -> None:
+    found = cases(workload(), strategies=["dora", "sync"], staleness=[2], splits=[6, 8], instances=[], seeds=[0, 1])
+    made = rows(run(found, processes=1))
+    lines = table(made).splitlines()
+    assert [row.strategy for row in made] == ["dora", "dora", "sync"]
+    assert made[2].sync_ratio == 1
+    best = min(made[:2], key=lambda row: row.step_s)
+    assert [f"{row.rollout_devices}/12*" in line for row, line in zip(made[:2], lines[2:4], strict=True)] == [
+        row is best for row in made[:2]
+    ]
+    assert len({len(line) for line in lines}) == 1
+
+
+def test_the_command_prints_a_table_and_writes_the_data(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    done = dora("launch/workloads/tail-bound.toml", "--steps", "12", "--k", "1,3", "--seeds", "2", "--json", str(out))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.count("| dora ") == 2
+    data = json.loads(out.read_bytes())
+    assert [(r["max_staleness"], r["seed"], r["violations"]) for r in data] == [
+        (1, 0, 0),
+        (1, 1, 0),
+        (3, 0, 0),
+        (3, 1, 0),
+    ]
+
+
+def test_a_config_of_a_run_can_be_simulated() -> None:
+    done = dora("launch/configs/arithmetic-cpu.toml", "--steps", "6")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "a config" in done.stdout
+
+
+def test_what_cannot_work_is_one_line() -> None:
+    for words, said in [
+        (["--k", "one"], "--k one"),
+        (["nowhere.toml"], "nowhere.toml: cannot be read"),
+        (["--from", "/nowhere"], "there is no such run folder"),
+        (["--strategy", "partially"], "job.strategy"),
+        (["--split", "16"], "fleet.rollout_devices"),
+    ]:
+        done = dora(*words)
+        assert done.returncode == 2
+        assert len(done.stderr.splitlines()) == 1
+        assert said in done.stderr

@@ -1,0 +1,178 @@
+"""The simulated fleet drives the controller's own core, breaks no constraint, and says so when something does."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import msgspec
+import pytest
+
+from dora.core import commands as cmd
+from dora.core import events as ev
+from dora.errors import InvariantViolation, RunFailed
+from dora.journal.audit import audit_entries
+from dora.sim.instance import Server
+from dora.sim.world import World
+from tests.sim.worlds import constant, simulate, workload
+
+STRATEGIES = [("dora", 0), ("dora", 1), ("dora", 3), ("sync", 0), ("periodic", 0), ("one_step_off", 1)]
+TROUBLE: dict[str, dict[str, Any]] = {
+    "faults": {
+        "instance_hours": 0.05,
+        "down_s": 20.0,
+        "push_failure_share": 0.05,
+        "late_instances": 2,
+        "join_s": 30.0,
+    },
+    "grade": {"workers": 2, "hang_share": 0.002, "hang_s": 3.0, "failure_share": 0.005},
+    "fleet": {"slow_instances": 1},
+}
+
+
+@pytest.mark.parametrize(("strategy", "k"), STRATEGIES)
+def test_every_strategy_finishes_its_job_without_a_violation_and_passes_the_audit(strategy: str, k: int) -> None:
+    result, world, journal = simulate(workload(strategy, k=k))
+    assert isinstance(world.outcome, cmd.FinishRun)
+    assert result.violations == 0
+    assert result.staleness_max <= world.settings.rules.max_staleness
+    report = audit_entries(world.settings, journal)
+    assert report.ok, report.violations
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("strategy", "k"), STRATEGIES)
+def test_failures_joins_and_slow_graders_lose_nothing(strategy: str, k: int, seed: int) -> None:
+    result, world, journal = simulate(workload(strategy, k=k, **TROUBLE), seed=seed)
+    kinds = Counter(type(event) for event, _ in journal)
+    assert min(kinds[ev.InstanceLost], kinds[ev.WeightPushFailed]) > 0, "the faults did not happen"
+    assert result.violations == 0
+    report = audit_entries(world.settings, journal)
+    assert report.ok, report.violations
+
+
+@pytest.mark.parametrize(("strategy", "k"), [("dora", 3), ("one_step_off", 1)])
+def test_the_same_seed_gives_the_same_journal(strategy: str, k: int) -> None:
+    first, second, other = (
+        msgspec.msgpack.encode(simulate(workload(strategy, k=k, **TROUBLE), seed=seed)[2]) for seed in (5, 5, 6)
+    )
+    assert first == second
+    assert first != other
+
+
+def test_dora_without_staleness_is_periodic_event_for_event() -> None:
+    assert simulate(workload("dora", k=0))[2] == simulate(workload("periodic"))[2]
+
+
+def test_every_answer_is_trained_with_the_length_the_table_gives_it() -> None:
+    _, world, journal = simulate(workload("dora", k=3))
+    trained = [
+        id for _, orders in journal for o in orders if isinstance(o, cmd.TrainMicroBatch) for r in o.ranks for id in r
+    ]
+    assert len(trained) == len(set(trained)) == 24 * 24 * 4
+    answers = world.workload.answers(seed=0)
+    finished = {e.trajectory: e.num_tokens for e, _ in journal if isinstance(e, ev.GenerationFinished)}
+    for id in trained:
+        assert finished[id] == answers.group(id // 4).lengths[id % 4]
+
+
+def test_kv_pressure_evicts_and_nothing_is_lost() -> None:
+    tight = Server(slots=32, kv_tokens=3100, decode=workload().fleet.server.decode)
+    result, _, journal = simulate(workload("dora", k=3, fleet={"server": tight}))
+    assert result.evictions > 1
+    assert any(isinstance(event, ev.KvPressureReported) for event, _ in journal)
+    assert result.violations == 0
+
+
+def test_dora_beats_every_barrier_on_a_long_tail_and_one_more_version_never_hurts_much() -> None:
+    step_s = {(s, k): simulate(workload(s, k=k))[0].step_s for s, k in STRATEGIES}
+    assert step_s["dora", 3] < 0.75 * step_s["periodic", 0]
+    assert step_s["dora", 1] < 0.9 * step_s["one_step_off", 1]
+    assert step_s["dora", 3] < 1.03 * step_s["dora", 1] < step_s["dora", 0]
+
+
+def test_constant_lengths_that_fit_leave_asynchrony_nothing_to_gain_over_its_barrier_twin() -> None:
+    same = {"lengths": constant(200, groups=24, group_size=4), "job": {"groups_per_step": 16}}
+    step_s = {(s, k): simulate(workload(s, k=k, **same))[0].step_s for s, k in STRATEGIES}
+    push_s = workload().push_s
+    assert step_s["dora", 1] == pytest.approx(step_s["one_step_off", 1], abs=4 * push_s)
+    assert step_s["dora", 0] == step_s["periodic", 0]
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("strategy", "k"), STRATEGIES)
+def test_no_strategy_beats_its_limit(strategy: str, k: int, seed: int) -> None:
+    """A window of some steps may train shorter answers than the whole job has: hence the tenth."""
+    result, _, _ = simulate(workload(strategy, k=k, job={"steps": 40}), seed=seed)
+    assert result.ratio > 0.9
+
+
+def test_the_time_of_a_fleet_adds_up() -> None:
+    result, _, _ = simulate(workload("dora", k=3, **TROUBLE))
+    assert sum(result.instance_shares.values()) == pytest.approx(1, abs=1e-6)
+    assert min(result.instance_shares.values()) >= 0
+    assert result.instance_shares["down"] > 0
+    assert 0 <= result.trainer_idle < 1
+
+
+# -- what the world's own books catch ---------------------------------------------------------------------------------
+
+
+def started() -> World:
+    world = World(workload("dora", k=2), seed=0)
+    world.run(max_events=400)
+    return world
+
+
+def test_a_request_for_a_server_that_holds_another_version_is_a_violation_of_c1() -> None:
+    world = started()
+    busy = next(i for i in world.instances if i.requests)
+    order = next(iter(busy.requests.values())).order
+    busy.version = 7
+    with pytest.raises(InvariantViolation, match="C1"):
+        world._on_generate(order)
+
+
+def test_weights_for_a_server_that_decodes_are_a_violation_of_c1() -> None:
+    world = started()
+    busy = next(i for i in world.instances if i.requests)
+    with pytest.raises(InvariantViolation, match="C1"):
+        world._on_push_weights(cmd.PushWeights(busy.id, 9, 0))
+
+
+def test_an_answer_that_does_not_go_on_from_all_its_tokens_is_a_violation_of_c2() -> None:
+    world = started()
+    id, request = next((id, r) for i in world.instances for id, r in i.requests.items())
+    world._produced[id] = 17
+    with pytest.raises(InvariantViolation, match="C2"):
+        world._on_generate(request.order)
+
+
+@pytest.mark.parametrize("step", [-1, 3])
+def test_a_group_committed_out_of_its_time_is_a_violation_of_c3(step: int) -> None:
+    world = started()
+    group, version = next(iter(world._tags.items()))
+    with pytest.raises(InvariantViolation, match="C3"):
+        world._on_commit_group(cmd.CommitGroup(group, version, step))
+
+
+def test_a_group_that_vanishes_from_the_ledger_is_a_violation_of_c2() -> None:
+    world = started()
+    world.state.ledger.admitted += 1
+    with pytest.raises(InvariantViolation, match="C2"):
+        world._deliver(ev.Ticked(world.now))
+
+
+def test_a_counter_that_is_wrong_is_found_by_the_recount_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = started()
+    next(iter(world.state.instances.values())).kv_load += 1
+    monkeypatch.setattr(world, "_begin", lambda: None)
+    with pytest.raises(InvariantViolation, match="kv_load"):
+        world.run(max_events=world.num_events)
+
+
+def test_a_run_that_the_core_ends_is_a_failed_run() -> None:
+    lengths = constant(50, groups=8, group_size=4)
+    lengths["rewards"] = ((1.0,) * 4,) * 8
+    with pytest.raises(RunFailed, match="had to top up"):
+        simulate(workload(lengths=lengths, job={"filter_zero_variance": True}))
