@@ -85,6 +85,7 @@ class Instance:
         "id",
         "incarnation",
         "is_newest",
+        "num_running",
         "requests",
         "server",
         "slowness",
@@ -107,6 +108,7 @@ class Instance:
         self.is_newest = True
         self.requests: dict[TrajectoryId, Request] = {}
         self.waiting: deque[Request] = deque()
+        self.num_running = 0  #: requests in the batch: all but those that wait
         self.steps = 0  #: decoding steps done
         self.anchor = 0.0  #: when the last of them was done; in the future during a prefill
         self.context = 0  #: tokens that a step reads: prompts and answers of all running requests
@@ -117,11 +119,6 @@ class Instance:
         self._ages = 0
         self._ending: list[tuple[int, TrajectoryId, int]] = []  # heap of (last step, id, age)
         self._sharing: dict[int, int] = {}  # group -> running siblings
-
-    @property
-    def num_running(self) -> int:
-        """Requests in the batch."""
-        return len(self.requests) - len(self.waiting)
 
     def tokens(self, request: Request) -> int:
         """Tokens of its answer so far."""
@@ -237,7 +234,7 @@ class Instance:
         self.waiting.clear()
         self._ending.clear()
         self._sharing.clear()
-        self.context = self.used = 0
+        self.context = self.used = self.num_running = 0
         return counts
 
     def _need(self, request: Request) -> int:
@@ -267,12 +264,14 @@ class Instance:
         self._ages += 1
         request.age = self._ages
         request.running = True
+        self.num_running += 1
         heappush(self._ending, (self.steps + request.total - request.offset, request.order.trajectory, request.age))
         request.offset -= self.steps
 
     def _leave_batch(self, request: Request) -> None:
         request.offset += self.steps
         request.running = False
+        self.num_running -= 1
         self.context -= request.prompt_tokens + request.offset
         self.used -= request.offset
         left = self._sharing[request.group] - 1

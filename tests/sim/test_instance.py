@@ -155,6 +155,7 @@ def test_all_time_is_accounted_for_whatever_happens(seed: int) -> None:
             one.take(request(stopped.order.trajectory, total=stopped.total, prompt=9, have=stopped.offset))
         ended += len(one.settle())
         running = [r for r in one.requests.values() if r.running]
+        assert one.num_running == len(running) == len(one.requests) - len(one.waiting)
         assert one.context == sum(r.prompt_tokens + one.tokens(r) for r in running)
         assert all(0 <= one.tokens(r) <= r.total for r in one.requests.values())
         assert one.used <= server.kv_tokens or len(running) == 1
