@@ -121,6 +121,8 @@ class EngineClient:
         self._vocab_size = vocab_size
         self._control_timeout_s = control_timeout_s
         self._streams = asyncio.Semaphore(max_connections)
+        self._unanswered: set[str] = set()  # urls of servers that may still be at an update that was given up
+        self._paused: set[str] = set()  # urls of servers that this client has paused and not told to continue
         self._session = aiohttp.ClientSession(
             # A kept-alive connection that its server closes just now looks like a dead server: open one per call.
             connector=aiohttp.TCPConnector(limit=0, force_close=True),
@@ -183,8 +185,10 @@ class EngineClient:
     async def pause(self, url: str, mode: PauseMode) -> None:
         """Stop decoding; new requests hang until `resume`."""
         await self._control("POST", url, protocol.PAUSE_GENERATION, {"mode": mode})
+        self._paused.add(url)
 
     async def resume(self, url: str) -> None:
+        self._paused.discard(url)
         await self._control("POST", url, protocol.CONTINUE_GENERATION, {})
 
     async def flush_cache(self, url: str) -> bool:
@@ -195,9 +199,23 @@ class EngineClient:
         return status == 200
 
     async def update_weights_from_disk(self, url: str, folder: str, label: str, *, timeout_s: float) -> None:
-        """Load `folder` (as the server sees it)."""
+        """Load `folder` (as the server sees it) into a server that this client has paused.
+
+        Unpaused, the update would wait for running requests; if it is given up here it stays there, and two updates
+        at once end SGLang 0.5.20 (the second answer finds its future done).
+        """
+        if url not in self._paused:
+            raise RemoteError(f"{url}: weights are updated in a pause only; pause the server first")
+        if url in self._unanswered:
+            await self.flush_cache(url)  # the scheduler answers in order: after the update that was given up
+        self._unanswered.add(url)
         body = {"model_path": folder, "weight_version": label, "flush_cache": False, "abort_all_requests": False}
-        await self.update(url, protocol.UPDATE_WEIGHTS_FROM_DISK, body, timeout_s=timeout_s)
+        try:
+            await self.update(url, protocol.UPDATE_WEIGHTS_FROM_DISK, body, timeout_s=timeout_s)
+        except RequestRefused:
+            self._unanswered.discard(url)
+            raise
+        self._unanswered.discard(url)
 
     async def update(self, url: str, path: str, body: dict[str, Any], *, timeout_s: float | None = None) -> None:
         """One call of a weight update. Sent once: whatever is raised, the weights may have changed."""

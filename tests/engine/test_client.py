@@ -272,14 +272,53 @@ async def test_an_update_is_sent_once(server: ScriptedServer, client: EngineClie
         return web.Response()
 
     server.answers["/update_weights_from_disk"] = answer
+    server.says("/pause_generation", "")
+    await client.pause(server.url, "in_place")
     with pytest.raises(ServerGone):
         await client.update_weights_from_disk(server.url, "/store/v000004", "run/4", timeout_s=5)
-    assert len(server.calls) == 1
+    assert server.paths() == ["/pause_generation", "/update_weights_from_disk"]
+
+
+async def test_weights_are_updated_in_a_pause_only(server: ScriptedServer, client: EngineClient) -> None:
+    """Else an update that is given up would wait there for running requests; two at once end SGLang."""
+    for path in ("/pause_generation", "/continue_generation"):
+        server.says(path, "")
+    for _ in range(2):
+        with pytest.raises(RemoteError, match="pause the server first"):
+            await client.update_weights_from_disk(server.url, "/store/v000004", "run/4", timeout_s=5)
+        await client.pause(server.url, "in_place")
+        await client.resume(server.url)
+    assert "/update_weights_from_disk" not in server.paths()
+
+
+async def test_after_an_update_that_was_given_up_the_next_one_waits_for_its_end(
+    server: ScriptedServer, client: EngineClient
+) -> None:
+    """By a flush, which the scheduler answers after it."""
+    release = asyncio.Event()
+
+    async def hang(_: web.Request) -> web.Response:
+        await release.wait()
+        return web.json_response({"success": True, "message": ""})
+
+    server.answers["/update_weights_from_disk"] = hang
+    server.says("/pause_generation", "")
+    server.says("/flush_cache", captured("flush_idle.json"))
+    await client.pause(server.url, "in_place")
+    with pytest.raises(RemoteError, match=r"within 0.1 s"):
+        await client.update_weights_from_disk(server.url, "/store/v000004", "run/4", timeout_s=0.1)
+    release.set()
+    await client.update_weights_from_disk(server.url, "/store/v000005", "run/5", timeout_s=5)
+    await client.update_weights_from_disk(server.url, "/store/v000006", "run/6", timeout_s=5)
+    update = "/update_weights_from_disk"
+    assert server.paths() == ["/pause_generation", update, "/flush_cache", update, update]
 
 
 @pytest.mark.parametrize("status", [400, 200])
 async def test_an_update_without_success_is_refused(server: ScriptedServer, client: EngineClient, status: int) -> None:
     server.says("/update_weights_from_disk", captured("update_bad_path.json"), status=status)
+    server.says("/pause_generation", "")
+    await client.pause(server.url, "in_place")
     with pytest.raises(RequestRefused, match="Failed to get weights iterator"):
         await client.update_weights_from_disk(server.url, "/nowhere", "run/4", timeout_s=5)
 

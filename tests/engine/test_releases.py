@@ -124,7 +124,8 @@ def test_an_answer_aborted_while_retracted_gives_each_token_once(release: str) -
 async def test_an_update_of_a_missing_folder_is_refused_with_the_reason(
     server: ScriptedServer, client: EngineClient, release: str
 ) -> None:
-    replay(server, release, "update of a missing folder")
+    replay(server, release, "pause", "update of a missing folder")
+    await client.pause(server.url, "in_place")
     with pytest.raises(RequestRefused, match="Failed to get weights iterator"):
         await client.update_weights_from_disk(server.url, "/absent", "run/2", timeout_s=10)
 
@@ -134,7 +135,8 @@ async def test_an_update_that_flushes_under_a_running_request_is_never_taken_for
     server: ScriptedServer, client: EngineClient, release: str
 ) -> None:
     """Our client does not flush there; another user of the server may."""
-    replay(server, release, "update with flush in a pause in place")
+    replay(server, release, "pause", "update with flush in a pause in place")
+    await client.pause(server.url, "in_place")
     error: type[Exception] = RequestRefused
     says = "Weights were updated, but the cache was not flushed"
     if not DIALECTS[release].outlives_failed_flush:

@@ -389,8 +389,10 @@ async def test_a_missing_checkpoint_is_refused_and_the_old_weights_go_on(
 ) -> None:
     status, answer = await wire.update(tmp_path / "absent", "run/1")
     assert (status, answer["success"]) == (400, False)
+    await client.pause(wire.server.url, "in_place")
     with pytest.raises(RequestRefused):
         await client.update_weights_from_disk(wire.server.url, str(tmp_path / "absent"), "run/1", timeout_s=30)
+    await client.resume(wire.server.url)
     assert await wire.weight_version() == START_LABEL
     after = await wire.generate(sampling=SHORT)
     assert [triple[0] for triple in after["meta_info"]["output_token_logprobs"]] == plain(
