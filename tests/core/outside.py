@@ -379,12 +379,13 @@ class Outside:
             self.barred.discard(instance)
 
     def recall(self, instance: InstanceId) -> None:
-        before = self.refusals
+        before, was_barred = self.refusals, instance in self.barred
+        self.barred.discard(instance)  # it may get work at once
         self.deliver(ev.InstanceRecalled(self.now, instance))
-        if self.refusals == before:
-            self.barred.remove(instance)
-        else:
-            assert instance not in self.barred or instance in self.dismissed
+        if self.refusals > before:
+            assert not was_barred or instance in self.dismissed
+            if was_barred:
+                self.barred.add(instance)
 
     def let_go(self, instance: InstanceId) -> None:
         """Its keeper has ended: it reports nothing twice, and nobody asks for it again."""
