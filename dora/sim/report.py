@@ -13,7 +13,7 @@ _Setting = tuple[int, int, str, int, int]
 
 COLUMNS = (
     *("strategy", "K", "split", "seeds", "step s", "range", "tokens/s", "limit s", "rule", "x limit", "sync/x"),
-    *("trainer idle", "full", "thin new", "thin old", "prefill", "push", "empty"),
+    *("trainer idle", "uneven", "full", "thin new", "thin old", "prefill", "push", "empty"),
     *("stale", "max", "moves", "evict", "viol"),
 )
 
@@ -35,6 +35,7 @@ class Row(msgspec.Struct, frozen=True):
     ratio: float
     sync_ratio: float | None  #: step time of `sync` on as many devices over this one; None: it was not simulated
     trainer_idle: float
+    trainer_unbalanced: float
     instance_shares: dict[str, float]
     staleness_mean: float
     staleness_max: int
@@ -71,13 +72,21 @@ def _row(setting: _Setting, found: Sequence[Result], *, sync_s: float | None) ->
         ratio=median(r.ratio for r in found),
         sync_ratio=sync_s / step_s if sync_s is not None else None,
         trainer_idle=fmean(r.trainer_idle for r in found),
-        instance_shares={name: fmean(r.instance_shares[name] for r in found) for name in found[0].instance_shares},
+        trainer_unbalanced=fmean(r.trainer_unbalanced for r in found),
+        instance_shares=_shares(found),
         staleness_mean=fmean(r.staleness_mean for r in found),
         staleness_max=max(r.staleness_max for r in found),
         migrations=fmean(r.migrations for r in found),
         evictions=fmean(r.evictions for r in found),
         violations=sum(r.violations for r in found),
     )
+
+
+def _shares(found: Sequence[Result]) -> dict[str, float]:
+    """Means over the seeds; all prefill together."""
+    shares = {name: fmean(r.instance_shares[name] for r in found) for name in found[0].instance_shares}
+    shares["prefill"] += shares.pop("again")
+    return shares
 
 
 def table(found: Sequence[Row]) -> str:
@@ -107,8 +116,8 @@ def _cells(row: Row, is_best: bool) -> tuple[str, ...]:
         row.rule,
         f"{row.ratio:.3f}",
         f"{row.sync_ratio:.2f}" if row.sync_ratio is not None else "-",
-        *(f"{share:.1%}" for share in (row.trainer_idle, shares["full"], shares["thin_new"], shares["thin_old"])),
-        *(f"{share:.1%}" for share in (shares["prefill"] + shares["again"], shares["push"], shares["empty"])),
+        *(f"{share:.1%}" for share in (row.trainer_idle, row.trainer_unbalanced, shares["full"], shares["thin_new"])),
+        *(f"{shares[name]:.1%}" for name in ("thin_old", "prefill", "push", "empty")),
         f"{row.staleness_mean:.2f}",
         str(row.staleness_max),
         f"{row.migrations:.1f}",
