@@ -319,7 +319,8 @@ class World:
             unbalanced_s=compute_s - balanced_s,
         )
         delay = self._trainer_free - self.now
-        self._at(delay, lambda: ev.MicroBatchTrained(self.now, order.step, order.index))
+        update_s = workload.train.update_s if order.last else 0.0  # the last update ends the step, not the micro-batch
+        self._at(delay - update_s, lambda: ev.MicroBatchTrained(self.now, order.step, order.index))
         if order.last:
             self._answers_seen = self._updates_done = 0
             self._at(delay, partial(self._step_trained, order.step))

@@ -43,6 +43,8 @@ def test_a_recorded_run_is_predicted_from_its_journal(tmp_path: Path, strategy: 
     assert found.num_instances == one.num_instances
     answers = one.answers(seed=0)
     assert found.lengths.answers[:20] == tuple(tuple(answers.group(i).lengths) for i in range(20))
+    assert found.train.update_s == pytest.approx(one.train.update_s)
+    assert found.push_s == pytest.approx(one.push_s)
     predicted, _, _ = simulate(found, seed=1)
     assert predicted.step_s == pytest.approx(own.step_s, rel=0.05)
 

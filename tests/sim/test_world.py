@@ -40,7 +40,7 @@ def test_every_strategy_finishes_its_job_without_a_violation_and_passes_the_audi
     assert report.ok, report.violations
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize(("strategy", "k"), STRATEGIES)
 def test_failures_joins_and_slow_graders_lose_nothing(strategy: str, k: int, seed: int) -> None:
     result, world, journal = simulate(workload(strategy, k=k, **TROUBLE), seed=seed)
