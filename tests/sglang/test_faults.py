@@ -40,6 +40,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600, func_only=True)]
 
 SERVERS = 3
 STEPS = 8
+#: A run that goes on while a fault is found: three steps a second.
+MANY_STEPS = 60
 STOPPED_S = 60.0
 WATCHDOG_S = 15.0
 #: Every so many answers the proxy breaks one off in the middle.
@@ -120,11 +122,11 @@ def job(folder: Path, urls: Sequence[str], **changes: object) -> list[str]:
     return settings(**{**values, **changes})
 
 
-def assert_nothing_lost(folder: RunFolder) -> None:
+def assert_nothing_lost(folder: RunFolder, *, steps: int = STEPS) -> None:
     """Every admitted group was trained, once; the audit agrees."""
     trained = [group for order in orders_of(folder, cmd.ForgetGroups) for group in order.groups]
     assert sorted(trained) == [order.group for order in orders_of(folder, cmd.AdmitGroup)]
-    assert len(trained) == STEPS * 8
+    assert len(trained) == steps * 8
     assert_audit_clean(folder)
 
 
@@ -256,14 +258,15 @@ def instance(status: dict[str, Any], number: int) -> dict[str, Any]:
 
 def test_a_killed_model_process_costs_no_answer(fleet: list[Member], tmp_path: Path) -> None:
     urls = [member.url for member in fleet]
-    with Run(*job(tmp_path, urls)) as run:
+    model_process = fleet[2].model_process()
+    with Run(*job(tmp_path, urls, run__steps=MANY_STEPS)) as run:
         folder = run.folder
         run.until_trained(1)
-        fleet[2].model_process().kill()
+        model_process.kill()
         code = run.end()
     assert code == 0, run.told()
     assert [int(event.instance) for event in events_of(folder, ev.InstanceLost)] == [2]
-    assert_nothing_lost(folder)
+    assert_nothing_lost(folder, steps=MANY_STEPS)
 
 
 def test_a_server_of_another_shape_is_refused_before_the_start(
