@@ -184,10 +184,10 @@ class World:
 
     def _report(self, instance: Instance) -> ev.Event | None:
         self._at(self.workload.fleet.report_s, partial(self._report, instance))
+        self._report_pressure(instance)
         if not instance.requests:
             return None
         instance.reach(self.now)
-        self._report_pressure(instance)
         counts = {id: instance.tokens(request) for id, request in instance.requests.items()}
         return ev.ProgressReported(self.now, instance.id, counts)
 
