@@ -112,7 +112,9 @@ def settled_counts(folder: RunFolder, instance: InstanceId) -> dict[TrajectoryId
     ticks = len(events_of(folder, ev.Ticked))
     until(lambda: len(events_of(folder, ev.Ticked)) >= ticks + 2, what="two ticks")
     reports = [r for r in events_of(folder, ev.ProgressReported) if r.instance == instance]
-    return {t: n for t, n in (reports[-1].num_tokens if reports else {}).items() if t >= 0}
+    ended = {e.trajectory for e in events_of(folder, ev.GenerationFinished)}  # before it froze, after its last report
+    counts = reports[-1].num_tokens if reports else {}
+    return {t: n for t, n in counts.items() if t >= 0 and t not in ended}
 
 
 def test_a_killed_engine_costs_no_token_that_it_had_streamed(lost: Lost) -> None:
