@@ -97,10 +97,18 @@ def _publisher(order: Configure, end: TrainerEnd) -> Publisher:
 
 
 def _report_failure(end: TrainerEnd, rank: int, err: BaseException) -> None:
-    reason = str(err) if isinstance(err, DoraError) else repr(err)
-    line = " ".join(reason.split())
-    print(f"dora trainer rank {rank}: {line}", file=sys.stderr)  # noqa: T201
-    end.try_send(TrainerFailed(rank=rank, reason=line))
+    """In full into this process's log, as one line to the controller."""
+    print(f"dora trainer rank {rank}: {' '.join(repr(err).split())}", file=sys.stderr)  # noqa: T201
+    end.try_send(TrainerFailed(rank=rank, reason=reason_of(err)))
+
+
+def reason_of(err: BaseException) -> str:
+    """One line for a user; the backends of collectives tell of their sockets."""
+    if isinstance(err, DoraError):
+        return " ".join(str(err).split())
+    if isinstance(err, RuntimeError) and any(name in str(err) for name in ("gloo", "NCCL")):
+        return "a collective with another rank failed; that rank ended or hangs, the trainer's log says more"
+    return " ".join(repr(err).split())
 
 
 def _environment(*names: str) -> dict[str, str]:
