@@ -27,6 +27,7 @@ from dora.controller.effects import Io
 from dora.core import commands as cmd
 from dora.core import events as ev
 from dora.core.ids import InstanceId, TrajectoryId
+from dora.core.instances import Instance
 from dora.core.state import ControllerState
 from dora.engine.rids import request_id
 from dora.errors import DoraError, RemoteError, RunFailed
@@ -39,7 +40,8 @@ TICK_S: Final = 1.0
 #: Events on their way to the core: each comes from a command in flight or a ticking reporter, so far fewer than this
 #: wait at any time; a full queue only makes reporters wait.
 QUEUE_SIZE: Final = 65_536
-#: KV use below which a pressed instance takes work again.
+#: KV use from which a server will soon have to retract a request, and below which it takes work again.
+KV_PRESSED: Final = 0.95
 KV_RELIEVED: Final = 0.8
 #: How long a clean stop waits for the trainer's checkpoint.
 CHECKPOINT_TIMEOUT_S: Final = 6.0
@@ -106,6 +108,7 @@ class Controller:
         self._work: set[asyncio.Task[None]] = set()
         self._generating: dict[TrajectoryId, asyncio.Task[None]] = {}
         self._reported: dict[InstanceId, dict[TrajectoryId, int]] = {}
+        self._looked_at: set[InstanceId] = set()  # being asked for their KV
         self._outcome: Outcome | None = None
         self._error: RunFailed | None = None
         self._interrupted = False
@@ -330,8 +333,8 @@ class Controller:
             for instance in list(self.state.instances.values()):
                 if instance.residents:
                     await self._report_progress(instance.id)
-                if instance.pressed:
-                    await self._report_relief(instance.id)
+                if instance.pressed or instance.kv_load >= KV_RELIEVED * instance.kv_tokens:
+                    self._look_at_kv(instance)
             self._journal.flush()
             await self.emit(ev.Ticked(self._io.now()))
 
@@ -342,17 +345,27 @@ class Controller:
             self._reported[instance] = counts
             await self.emit(ev.ProgressReported(self._io.now(), instance, counts))
 
-    async def _report_relief(self, instance: InstanceId) -> None:
-        url = self._io.fleet.urls.get(instance)
+    def _look_at_kv(self, instance: Instance) -> None:
+        """Beside the ticks: a server that does not answer must not hold them up."""
+        if instance.id not in self._looked_at:
+            self._looked_at.add(instance.id)
+            look = self._background(self._report_kv(instance), name=f"kv-{instance.id}")
+            look.add_done_callback(lambda _: self._looked_at.discard(instance.id))
+
+    async def _report_kv(self, instance: Instance) -> None:
+        """What the server says of its KV, where our own count cannot rule pressure out."""
+        url = self._io.fleet.urls.get(instance.id)
         if url is None:
             return
         try:
             loads = await self._io.client.loads(url)
         except RemoteError as err:
-            log.warning("loads_failed", instance=instance, reason=str(err))
+            log.warning("loads_failed", instance=instance.id, reason=str(err))
             return
-        if loads.used_tokens < KV_RELIEVED * loads.max_total_tokens:
-            await self.emit(ev.KvPressureReported(self._io.now(), instance, False))
+        limit = KV_RELIEVED if instance.pressed else KV_PRESSED
+        pressed = loads.used_tokens >= limit * loads.max_total_tokens
+        if pressed != instance.pressed:
+            await self.emit(ev.KvPressureReported(self._io.now(), instance.id, pressed))
 
     async def _measure_lag(self) -> None:
         loop = asyncio.get_running_loop()

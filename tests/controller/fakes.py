@@ -64,6 +64,8 @@ class FakeEngines:
         self.aborts: list[str] = []
         self.given_up: list[str] = []  # request ids whose connection we closed
         self.bug: Exception | None = None
+        self.used_tokens: dict[str, int] = {}  # KV by url; others hold none
+        self.thaw = asyncio.Event()  # frozen answers go on
 
     async def generate(self, url: str, request: GenerateRequest, on_tokens: OnTokens) -> GenerateResult:
         if self.bug is not None:
@@ -83,15 +85,17 @@ class FakeEngines:
 
     async def _freeze(self, rid: str) -> None:
         try:
-            await asyncio.Event().wait()
-        finally:
+            await self.thaw.wait()
+        except asyncio.CancelledError:
             self.given_up.append(rid)
+            raise
 
     async def abort(self, url: str, rid: str) -> None:
         self.aborts.append(rid)
 
     async def loads(self, url: str) -> Loads:
-        return Loads(num_running=0, num_waiting=0, used_tokens=0, max_total_tokens=4096, max_running=8)
+        used_tokens = self.used_tokens.get(url, 0)
+        return Loads(num_running=0, num_waiting=0, used_tokens=used_tokens, max_total_tokens=4096, max_running=8)
 
     async def server_info(self, url: str) -> dict[str, Any]:
         return {"version": "fake"}

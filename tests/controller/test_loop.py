@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,29 @@ def freeze_until_lost(job: Job) -> list[str]:
     job.engines.frozen.add("http://engine-0")
     job.watcher.hook = thaw
     return given_up
+
+
+async def test_a_server_whose_kv_is_nearly_full_gets_no_work_until_it_is_relieved(jobs: Any, tmp_path: Path) -> None:
+    """Asked only where our own count of its KV is high; a slow server is asked once at a time."""
+    job = jobs(watchdog_s=60.0)
+    job.io.fleet._limits = replace(job.io.fleet._limits, kv_tokens=8)  # less than one answer
+    job.engines.frozen.add("http://engine-0")
+    job.engines.used_tokens["http://engine-0"] = 4000
+    told: list[bool] = []
+
+    def relieve(event: ev.Event, commands: list[cmd.Command]) -> None:
+        if isinstance(event, ev.KvPressureReported):
+            told.append(event.pressed)
+            assert event.instance == 0
+            assert not any(isinstance(c, cmd.Generate) and c.instance == 0 for c in commands if event.pressed)
+            job.engines.used_tokens.clear()
+            job.engines.thaw.set()
+
+    job.watcher.hook = relieve
+    assert (await job.run()).finished
+    assert told[0]
+    assert told == [True, False][: len(told)]
+    assert_clean(job, tmp_path)
 
 
 async def test_a_frozen_answer_goes_on_elsewhere_from_its_tokens_after_the_watchdogs_time(
