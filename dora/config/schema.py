@@ -42,7 +42,7 @@ class RunConfig(Section):
     """The job as a whole."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$")] = "dora"
-    """Part of the run id `<name>-<time>`; letters, digits, `-`, `_` and `.`."""
+    """Part of the run id `<name>-<time>-<random digits>`; letters, digits, `-`, `_` and `.`."""
     folder: Path = Path("runs")
     """Where run folders are created."""
     seed: int = 0

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import secrets
 import time
 from pathlib import Path
 
@@ -45,10 +46,11 @@ class RunFolder:
 
     @classmethod
     def create(cls, parent: Path, *, name: str) -> RunFolder:
-        """A new run folder under `parent`; two runs within one second get different ids."""
+        """A new run folder under `parent`. Its id names weights on servers and in shared memory too, so that runs with
+        other parents must not share it: hence a few random digits after the time."""
         if not _NAME.fullmatch(name) or name.startswith("."):
             raise ConfigError(f"run.name: {name!r} cannot name a folder; use letters, digits, '-', '_' and '.'")
-        run_id = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        run_id = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
         try:
             parent.mkdir(parents=True, exist_ok=True)
             folder = cls(_make_unique(parent, run_id))

@@ -22,6 +22,7 @@ from aiohttp import web
 
 from dora.core import commands as cmd
 from dora.core import events as ev
+from dora.journal.reader import Journal
 from dora.journal.run_folder import RunFolder
 from dora.seed.policy import path as seed_path
 from tests.e2e.runs import (
@@ -210,16 +211,27 @@ async def test_replies_that_are_cut_in_their_middle_cost_nothing(fleet: list[Mem
 async def test_a_server_that_refuses_an_update_that_it_has_made_serves_only_after_another(
     fleet: list[Member], tmp_path: Path
 ) -> None:
-    async with Proxy(fleet[0].url, false_refusals=2).listening() as proxy:
+    async with Proxy(fleet[0].url, false_refusals=1).listening() as proxy:
         urls = [proxy.url, *(member.url for member in fleet[1:])]
-        with Run(*job(tmp_path, urls)) as run:
+        with Run(*job(tmp_path, urls, run__steps=MANY_STEPS)) as run:
             folder = await asyncio.to_thread(lambda: run.folder)
             code = await asyncio.to_thread(run.end)
     assert code == 0, run.told()
-    assert proxy.refused == 2
-    failed = events_of(folder, ev.WeightPushFailed)
-    assert len(failed) == 2
-    assert_nothing_lost(folder)
+    assert len(events_of(folder, ev.WeightPushFailed)) == proxy.refused == 1
+    assert work_of(folder, 0)[:3] == ["refused", "updated", "asked"]
+    assert_nothing_lost(folder, steps=MANY_STEPS)
+
+
+def work_of(folder: RunFolder, instance: int) -> list[str]:
+    """What became of an instance's pushes, and when it was asked for answers."""
+    told = []
+    for event, orders in Journal(folder.journal):
+        if isinstance(event, ev.WeightPushFailed) and event.instance == instance:
+            told.append("refused")
+        if isinstance(event, ev.WeightPushFinished) and event.instance == instance:
+            told.append("updated")
+        told += ["asked" for order in orders if isinstance(order, cmd.Generate) and order.instance == instance]
+    return told
 
 
 def test_a_server_that_stands_still_for_a_minute_is_lost_and_comes_back(fleet: list[Member], tmp_path: Path) -> None:
