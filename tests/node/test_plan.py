@@ -148,6 +148,18 @@ def test_a_child_gets_the_environment_without_our_own_variables_and_what_it_need
     assert "DORA_SERVE_API_KEY" not in trainer().env
 
 
+def taken_after_a_free_one() -> socket.socket:
+    """Listens on a port, the one before it free."""
+    while True:
+        taken = socket.create_server(("127.0.0.1", 0))
+        try:
+            socket.create_server(("127.0.0.1", taken.getsockname()[1] - 1)).close()
+        except OSError:
+            taken.close()
+        else:
+            return taken
+
+
 @pytest.mark.parametrize(
     ("settings", "culprit"),
     [
@@ -157,7 +169,7 @@ def test_a_child_gets_the_environment_without_our_own_variables_and_what_it_need
     ],
 )
 def test_a_port_in_use_is_refused_naming_field_and_port(settings: str, culprit: str):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
+    with taken_after_a_free_one() as taken:
         port = taken.getsockname()[1]
         wanted = config("status.port=0", settings.format(port=port, before=port - 1))
         with pytest.raises(ConfigError, match=culprit.format(port=port)):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dora.engine.client import EngineClient
-from dora.engine.errors import RequestRefused
+from dora.engine.errors import RequestRefused, ServerGone
 from dora.weights.push import PushFailed, push
 from tests.embedded.conftest import Reference
 from tests.sglang.conftest import (
@@ -169,7 +169,10 @@ async def test_what_waits_at_a_pause_waits_on_and_ends_well(wire: Wire, mode: st
 async def test_a_retracted_request_that_finds_the_queue_full_ends_with_its_tokens_and_may_be_tried_again(
     wire: Wire, client: EngineClient, reference_a: Reference
 ) -> None:
-    """The limit of the queue counts the retracted too; hence no limit in what docs/SGLANG.md tells to start."""
+    """The limit of the queue counts the retracted too; hence no limit in what docs/SGLANG.md tells to start.
+
+    The real server may break the stream off instead (its KeyError after a retraction): to be tried again as well.
+    """
     url, answers = wire.server.url, [Tokens() for _ in range(SLOTS)]
     running = [
         asyncio.create_task(client.generate(url, request(f"full-{i}", endless=True), answers[i])) for i in range(SLOTS)
@@ -180,9 +183,9 @@ async def test_a_retracted_request_that_finds_the_queue_full_ends_with_its_token
     await wire.until_load(num_waiting_reqs=QUEUE)
     await client.pause(url, "retract")
     for call, tokens in zip(running, answers, strict=True):
-        with pytest.raises(RequestRefused, match="The request queue is full") as refused:
+        with pytest.raises((RequestRefused, ServerGone), match="The request queue is full|broke off") as refused:
             await call
-        assert refused.value.retryable
+        assert isinstance(refused.value, ServerGone) or refused.value.retryable
         assert tokens.logprobs == plain(reference_a, tokens.token_ids)
     await client.resume(url)
     await asyncio.gather(*waiting)
