@@ -183,7 +183,7 @@ async def test_a_retracted_request_that_finds_the_queue_full_ends_with_its_token
     await wire.until_load(num_waiting_reqs=QUEUE)
     await client.pause(url, "retract")
     for call, tokens in zip(running, answers, strict=True):
-        with pytest.raises((RequestRefused, ServerGone), match="The request queue is full|broke off") as refused:
+        with pytest.raises((RequestRefused, ServerGone), match=r"The request queue is full|broke off") as refused:
             await call
         assert isinstance(refused.value, ServerGone) or refused.value.retryable
         assert tokens.logprobs == plain(reference_a, tokens.token_ids)
