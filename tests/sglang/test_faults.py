@@ -218,7 +218,9 @@ async def test_a_server_that_refuses_an_update_that_it_has_made_serves_only_afte
             code = await asyncio.to_thread(run.end)
     assert code == 0, run.told()
     assert len(events_of(folder, ev.WeightPushFailed)) == proxy.refused == 1
-    assert work_of(folder, 0)[:3] == ["refused", "updated", "asked"]
+    told = work_of(folder, 0)
+    assert told[:2] == ["refused", "updated"]
+    assert "asked" in told
     assert_nothing_lost(folder, steps=MANY_STEPS)
 
 
