@@ -4,7 +4,6 @@ removed, one joins, leaves and joins again; then the run is interrupted and resu
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +17,6 @@ from dora.core import commands as cmd
 from dora.core import events as ev
 from dora.core.ids import InstanceId, TrajectoryId
 from dora.journal.run_folder import RunFolder
-from dora.seed.policy import path as seed_path
 from tests.e2e.runs import (
     Run,
     alive,
@@ -73,19 +71,6 @@ class Story:
     left_running: bool = False  # the external server that was removed
     warned: str = ""  # by the resume
     code: int = -1
-
-
-@pytest.fixture(scope="module")
-def slow_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The seed's tokenizer over a larger, random policy: answers take a second each and seldom end by themselves."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    folder = tmp_path_factory.mktemp("models") / "slow"
-    shutil.copytree(seed_path(), folder)
-    config = AutoConfig.from_pretrained(folder, hidden_size=192, intermediate_size=768, num_hidden_layers=8)
-    config.layer_types = ["full_attention"] * 8
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,6 @@ from dora.core.ids import InstanceId, TrajectoryId
 from dora.journal.frames import FrameReader
 from dora.journal.run_folder import RunFolder
 from dora.journal.tokens import _CHUNK, _HEAD
-from dora.seed.policy import path as seed_path
 from tests.e2e.runs import (
     Run,
     assert_audit_clean,
@@ -44,19 +42,6 @@ class Lost:
     instance: InstanceId
     counts: dict[TrajectoryId, int]  # tokens that the killed engine had streamed
     code: int = -1
-
-
-@pytest.fixture(scope="module")
-def slow_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The seed's tokenizer over a larger, random policy: answers take a second each and seldom end by themselves."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    folder = tmp_path_factory.mktemp("models") / "slow"
-    shutil.copytree(seed_path(), folder)
-    config = AutoConfig.from_pretrained(folder, hidden_size=192, intermediate_size=768, num_hidden_layers=8)
-    config.layer_types = ["full_attention"] * 8
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ The model has 69 M parameters in float32, 274 MB: few layers, wide ones, so that
 from __future__ import annotations
 
 import asyncio
-import os
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -17,7 +16,6 @@ from typing import Any
 
 import psutil
 import pytest
-import pytest_asyncio
 
 from dora.engine import protocol
 from dora.engine.client import EngineClient, PushEndpoint
@@ -28,6 +26,7 @@ from dora.weights.push import Disk, PushFailed, push
 from dora.weights.senders import Senders
 from tests.embedded.conftest import Reference, qwen3, save
 from tests.sglang.conftest import LAUNCH, START_LABEL, Kind
+from tests.weights import pushing
 
 pytestmark = [
     pytest.mark.timeout(300, func_only=True),  # starting two servers has a limit of its own
@@ -109,18 +108,7 @@ def urls(
         yield [url for _ in range(2) for url in stack.enter_context(serving(serve, count=1))]
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def senders(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Senders]:
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    senders = Senders([sys.executable, "-m", "dora", "send"], env=env, log=tmp_path_factory.mktemp("logs") / "sender")
-    yield senders
-    await senders.close()
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def client() -> AsyncIterator[EngineClient]:
-    async with EngineClient(max_connections=8) as client:
-        yield client
+senders, client = pushing.senders, pushing.client
 
 
 @pytest.fixture

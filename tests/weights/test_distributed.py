@@ -6,9 +6,7 @@ Failures of either process in mid-bucket are in tests/sglang/test_transports.py,
 from __future__ import annotations
 
 import math
-import os
 import shutil
-import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -17,7 +15,6 @@ from typing import Any
 
 import psutil
 import pytest
-import pytest_asyncio
 import torch
 
 from dora.embedded.server import ServeOptions, running
@@ -29,6 +26,7 @@ from dora.weights.push import Disk, PushFailed, push
 from dora.weights.sender import plan_buckets
 from dora.weights.senders import Senders
 from tests.embedded.conftest import Reference, decoder_of
+from tests.weights import pushing
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -37,19 +35,7 @@ PUSH_S = 60.0
 SMALL_BUCKETS = 4096  # several for the tiny model
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def senders(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Senders]:
-    """One pool for all tests: a sender takes seconds to start."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    senders = Senders([sys.executable, "-m", "dora", "send"], env=env, log=tmp_path_factory.mktemp("logs") / "sender")
-    yield senders
-    await senders.close()
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def client() -> AsyncIterator[EngineClient]:
-    async with EngineClient(max_connections=8) as client:
-        yield client
+senders, client = pushing.senders, pushing.client
 
 
 @pytest.fixture
