@@ -1,0 +1,71 @@
+"""A benchmark's bar is judged as it is written."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+BENCH = Path(__file__).parents[2] / "bench"
+
+
+def load_module(path: Path) -> ModuleType:
+    """A file of bench/, which is no package."""
+    spec = importlib.util.spec_from_file_location(f"bench_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # msgspec resolves annotations there
+    spec.loader.exec_module(module)
+    return module
+
+
+bench = load_module(BENCH / "result.py")
+
+
+@pytest.mark.parametrize(
+    ("bar", "reached"),
+    [
+        ("ratio >= 0.7", True),
+        ("ratio >= 0.71", False),
+        ("ratio <= 0.7", True),
+        ("ratio <= 0.69", False),
+        ("figure >= 50", True),
+        ("figure <= 49", False),
+        ("", None),
+    ],
+)
+def test_a_bar_holds_the_figure_or_the_ratio(bar: str, reached: bool | None):
+    assert bench.Row("what", 50.0, "ms", "the ceiling", 0.7, bar).reached is reached
+
+
+@pytest.mark.parametrize("bar", ["0.7", "speed >= 0.7", "ratio > 0.7", "ratio >= much"])
+def test_a_bar_that_says_something_else_is_refused(bar: str):
+    with pytest.raises(ValueError):  # noqa: PT011 - of float() or ours
+        bench.Row("what", 50.0, bar=bar)
+
+
+def test_what_was_not_measured_reaches_no_bar_and_says_why():
+    row = bench.Row("real SGLang", None, against="no environment", bar="ratio >= 2")
+    result = bench.Result("engine", "Title.", "short", "sizes", "a machine", "abc", "2026-01-01", 1.0, (0, 0), [row])
+    assert row.reached is None
+    assert "| real SGLang | not measured | no environment |" in bench.render([result], [])
+    assert "0 of 0 bars are reached" in bench.render([result], [])
+
+
+def test_a_missed_bar_is_shown_among_the_bars_and_in_its_section():
+    row = bench.Row("push", 0.5, "s", "a file copy", 0.6, "ratio >= 0.7")
+    result = bench.Result("weights", "Title.", "short", "sizes", "a machine", "abc", "2026-01-01", 1.0, (0, 0), [row])
+    text = bench.render([result], [])
+    assert "| [weights](#weights) | push | 0.600 of a file copy | ≥ 0.7 | **missed** |" in text
+    assert "| push | 0.500 s | a file copy | 0.600 | ≥ 0.7 **missed** |" in text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(219_873, "220,000"), (123.4, "123"), (12.34, "12.3"), (0.01234, "0.0123"), (0, "0")]
+)
+def test_a_figure_has_three_digits(value: float, text: str):
+    assert bench.number(value) == text
