@@ -32,6 +32,7 @@ class Inputs:
 
     model: Path
     tokenizer: Tokenizer
+    vocab_size: int  # token ids that the model knows; padding may make them more than the tokenizer's
     stream: PromptStream
     evaluations: Evaluations
 
@@ -42,21 +43,24 @@ def open_inputs(config: Config) -> Inputs:
     tokenizer = load_tokenizer(model, thinking=config.model.thinking)
     if not tokenizer.eos_ids:
         raise ConfigError(f"model.path: {model} names no end-of-sequence token; set eos_token_id in its config.json")
-    _check_shapes(config, model, vocab_size=tokenizer.vocab_size)
+    vocab_size = _check_shapes(config, model, num_tokens=tokenizer.vocab_size)
     stream = open_stream(config.task, tokenizer=tokenizer, seed=config.run.seed)
-    return Inputs(model, tokenizer, stream, open_evaluations(config, tokenizer))
+    return Inputs(model, tokenizer, vocab_size, stream, open_evaluations(config, tokenizer))
 
 
-def _check_shapes(config: Config, model: Path, *, vocab_size: int) -> None:
-    """The model must have an embedding for every token, and a position for every token of the longest request."""
+def _check_shapes(config: Config, model: Path, *, num_tokens: int) -> int:
+    """The size of the model's vocabulary.
+
+    It must have an embedding for every token, and a position for every token of the longest request.
+    """
     try:
         shapes = json.loads((model / "config.json").read_bytes())
     except ValueError as err:
         raise ConfigError(f"model.path: {model / 'config.json'} is not JSON ({err})") from err
-    embedded = shapes.get("vocab_size")
-    if embedded is not None and vocab_size > embedded:
+    embedded: int = shapes.get("vocab_size", num_tokens)
+    if num_tokens > embedded:
         raise ConfigError(
-            f"model.path: the tokenizer of {model} has {vocab_size} tokens, the model only {embedded}; "
+            f"model.path: the tokenizer of {model} has {num_tokens} tokens, the model only {embedded}; "
             "they do not belong together"
         )
     positions = shapes.get("max_position_embeddings")
@@ -66,6 +70,7 @@ def _check_shapes(config: Config, model: Path, *, vocab_size: int) -> None:
             f"rollout.max_new_tokens: with task.max_prompt_tokens a request has up to {longest} tokens, but the model "
             f"knows {positions} positions; lower one of them"
         )
+    return embedded
 
 
 def open_evaluations(config: Config, tokenizer: Tokenizer) -> Evaluations:

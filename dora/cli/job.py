@@ -108,7 +108,7 @@ async def run_job(config: Config, *, earlier: RunFolder | None, rollout_only: bo
             EngineClient(
                 max_connections=connections,
                 api_key=config.engine.api_key,
-                vocab_size=inputs.tokenizer.vocab_size,
+                vocab_size=inputs.vocab_size,
             )
         )
         for url in config.engine.urls:

@@ -23,6 +23,7 @@ from dora.core.events import Event, InstanceLost, InstanceUp, PrefillReported
 from dora.core.ids import InstanceId, TrajectoryId
 from dora.core.instances import Instance
 from dora.engine.client import EngineClient
+from dora.engine.errors import ServerGone
 from dora.engine.probe import Capabilities, is_alive, probe
 from dora.engine.shapes import require_same_shapes
 from dora.errors import ConfigError, RemoteError, RunFailed
@@ -257,14 +258,25 @@ class Fleet:
             await asyncio.sleep(HEALTH_INTERVAL_S)
             row = self._rows.get(instance)
             if row is None or row.may_be_paused:
-                strikes = 0
-                continue
-            is_well = await is_alive(self._client, url, timeout_s=HEALTH_TIMEOUT_S)
-            if await self._prefills(row, url, prefill):
-                await self._emit(PrefillReported(self._now(), instance))
-                is_well = True
-            strikes = 0 if is_well or row.may_be_paused else strikes + 1
+                is_well = not await self._is_gone(url)
+            else:
+                is_well = await is_alive(self._client, url, timeout_s=HEALTH_TIMEOUT_S)
+                if await self._prefills(row, url, prefill):
+                    await self._emit(PrefillReported(self._now(), instance))
+                    is_well = True
+                is_well |= row.may_be_paused
+            strikes = 0 if is_well else strikes + 1
         return f"{url}: missed {strikes} health checks in a row"
+
+    async def _is_gone(self, url: str) -> bool:
+        """Does nobody listen? A pause may silence a server's health check, but explains no refused connection."""
+        try:
+            await self._client.weight_version(url)
+        except ServerGone:
+            return True
+        except RemoteError:
+            return False
+        return False
 
     async def _prefills(self, row: Instance, url: str, seen: _Prefill) -> bool:
         """Has its KV grown to a new height while no resident got a token? A prefill fills it; nothing else may."""

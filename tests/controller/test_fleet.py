@@ -18,6 +18,7 @@ from dora.core.groups import Group
 from dora.core.ids import GroupId, InstanceId, TrajectoryId
 from dora.core.instances import Instance, InstancePhase
 from dora.engine.client import EngineClient, Loads
+from dora.engine.errors import ServerGone
 from dora.errors import ConfigError, RemoteError, RunFailed
 from tests.controller.fakes import FakeEngines, FakeServer
 from tests.engine.scripted_server import ScriptedServer
@@ -228,6 +229,24 @@ async def test_a_server_is_not_asked_for_its_health_while_a_push_may_have_paused
         assert (checked.asked, kept.said.empty()) == (0, True)
         checked.row.phase = InstancePhase.LOADING
         assert isinstance(await kept.next(), InstanceLost)
+
+
+async def test_a_server_that_is_gone_in_a_push_is_lost_long_before_the_push_is_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kept = Kept(1)
+    checked = Checked(kept, monkeypatch)
+
+    async def refused(url: str) -> str:
+        checked.asked += 1
+        raise ServerGone(f"{url}: cannot connect")
+
+    async with keeping(kept):
+        await kept.next()
+        checked.row.pushing = 3
+        kept.engines.weight_version = refused  # type: ignore[method-assign]
+        assert isinstance(await kept.next(), InstanceLost)
+        assert checked.asked == 3
 
 
 async def test_a_check_that_fails_because_a_push_began_meanwhile_does_not_count(

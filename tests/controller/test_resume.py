@@ -43,7 +43,7 @@ async def resumed(folder: Path) -> Job:
     run = RunFolder(folder)
     _, state, at, _ = resume.read_run(run)
     job = make_job(folder, samples=3, state=state)
-    inputs = Inputs(seed_path(), job.io.tokenizer, job.io.stream, job.io.evaluations)
+    inputs = Inputs(seed_path(), job.io.tokenizer, job.io.tokenizer.vocab_size, job.io.stream, job.io.evaluations)
     found = resume.restore(run, state, at=at, epoch=1, trajectories=job.io.trajectories, inputs=inputs)
     assert found.checkpoint is None
     job.first = [found.restarted, ev.TrainerReady(at, 0)]

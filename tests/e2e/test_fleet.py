@@ -34,7 +34,7 @@ from tests.e2e.runs import (
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 
 STEPS = 1000  # it is interrupted
-MAX_NEW_TOKENS = 128
+MAX_NEW_TOKENS = 512
 #: Answers with so many tokens have something to lose.
 MANY_TOKENS = 16
 WATCHDOG_S = 6.0
