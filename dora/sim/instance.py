@@ -77,6 +77,7 @@ class Instance:
 
     __slots__ = (
         "_ages",
+        "_ahead",
         "_ending",
         "_sharing",
         "anchor",
@@ -117,12 +118,18 @@ class Instance:
         self.use = Use()
         self.wake = 0  #: number of the latest plan: a wake-up of an older one is void
         self._ages = 0
+        self._ahead: int | None = None  # steps until an answer ends or the KV is full; None: the batch has changed
         self._ending: list[tuple[int, TrajectoryId, int]] = []  # heap of (last step, id, age)
         self._sharing: dict[int, int] = {}  # group -> running siblings
 
     def tokens(self, request: Request) -> int:
         """Tokens of its answer so far."""
         return request.offset + self.steps if request.running else request.offset
+
+    def counts(self) -> dict[TrajectoryId, int]:
+        """Tokens of all its answers so far."""
+        steps = self.steps
+        return {id: r.offset + steps if r.running else r.offset for id, r in self.requests.items()}
 
     # -- time -----------------------------------------------------------------------------------------------------
 
@@ -138,16 +145,22 @@ class Instance:
             self.anchor = max(self.anchor, now)
         elif now > self.anchor:
             ahead = self._steps_ahead()
-            self._go(ahead if self.anchor + self._duration(ahead) <= now else min(ahead, self._steps_in(now)))
+            taken = self._duration(ahead)
+            if self.anchor + taken > now:
+                ahead = min(ahead, self._steps_in(now))
+                taken = self._duration(ahead)
+            if ahead:
+                self._go(ahead, taken)
 
     def _steps_ahead(self) -> int:
         """Steps until an answer ends or the KV is full."""
-        self._drop_stale()
-        to_end = self._ending[0][0] - self.steps
-        running = self.num_running
-        if running == 1:
-            return to_end
-        return min(to_end, (self.server.kv_tokens - self.used) // running)
+        if self._ahead is None:
+            self._drop_stale()
+            self._ahead = self._ending[0][0] - self.steps
+            running = self.num_running
+            if running > 1:
+                self._ahead = min(self._ahead, (self.server.kv_tokens - self.used) // running)
+        return self._ahead
 
     def _drop_stale(self) -> None:
         heap = self._ending
@@ -161,7 +174,7 @@ class Instance:
     def _duration(self, steps: int) -> float:
         """Seconds of the next `steps`, with the batch as it is."""
         decode, running = self.server.decode, self.num_running
-        first = decode.step_s(num_requests=running, num_tokens=self.context)
+        first = decode.base_s + decode.per_request_s * running + decode.per_token_s * self.context
         return self.slowness * steps * (first + decode.per_token_s * running * (steps - 1) / 2)
 
     def _steps_in(self, now: float) -> int:
@@ -174,16 +187,16 @@ class Instance:
             int(span / first) if slope == 0 else int(2 * span / (first + math.sqrt(first * first + 4 * slope * span)))
         )
 
-    def _go(self, steps: int) -> None:
-        if not steps:
-            return
-        taken = self._duration(steps)
-        running = self.num_running
+    def _go(self, steps: int, taken: float) -> None:
+        """Do the next `steps`, which take so many seconds."""
+        running, server = self.num_running, self.server
         self.anchor += taken
         self.steps += steps
+        if self._ahead is not None:
+            self._ahead -= steps
         middle = self.used + running * steps / 2
-        fill = min(1.0, max(running / self.server.slots, middle / self.server.kv_tokens))
-        thin = self.slowness * self.server.decode.base_s * steps * (1 - fill)
+        fill = min(1.0, max(running / server.slots, middle / server.kv_tokens))
+        thin = self.slowness * server.decode.base_s * steps * (1 - fill)
         self.use.full_s += taken - thin
         if self.is_newest:
             self.use.thin_new_s += thin
@@ -201,6 +214,15 @@ class Instance:
 
     def settle(self) -> list[Request]:
         """At a boundary between steps: answers that have ended leave, the KV is made to fit, who waits is let in."""
+        ended = self.end()
+        while self.num_running > 1 and self.used + self.num_running > self.server.kv_tokens:
+            self._evict()
+        while self.waiting and self._fits(self.waiting[0]):
+            self._start(self.waiting.popleft())
+        return ended
+
+    def end(self) -> list[Request]:
+        """At a boundary between steps: answers that have ended leave; call `settle` before time goes on."""
         ended = []
         while self._ending and self.num_running:
             self._drop_stale()
@@ -209,10 +231,6 @@ class Instance:
                 break
             ended.append(self.requests[id])
             self.remove(id)
-        while self.num_running > 1 and self.used + self.num_running > self.server.kv_tokens:
-            self._evict()
-        while self.waiting and self._fits(self.waiting[0]):
-            self._start(self.waiting.popleft())
         return ended
 
     def remove(self, id: TrajectoryId) -> Request:
@@ -229,12 +247,13 @@ class Instance:
 
     def clear(self) -> dict[TrajectoryId, int]:
         """The server dies: tokens of what ran there."""
-        counts = {id: self.tokens(r) for id, r in self.requests.items()}
+        counts = self.counts()
         self.requests.clear()
         self.waiting.clear()
         self._ending.clear()
         self._sharing.clear()
         self.context = self.used = self.num_running = 0
+        self._ahead = None
         return counts
 
     def _need(self, request: Request) -> int:
@@ -265,6 +284,7 @@ class Instance:
         request.age = self._ages
         request.running = True
         self.num_running += 1
+        self._ahead = None
         heappush(self._ending, (self.steps + request.total - request.offset, request.order.trajectory, request.age))
         request.offset -= self.steps
 
@@ -272,6 +292,7 @@ class Instance:
         request.offset += self.steps
         request.running = False
         self.num_running -= 1
+        self._ahead = None
         self.context -= request.prompt_tokens + request.offset
         self.used -= request.offset
         left = self._sharing[request.group] - 1

@@ -39,7 +39,7 @@ FETCH_S: Final = 0.01
 #: An instance that evicted is pressed until it uses less than this share of its KV (as in the controller's loop).
 RELIEVED: Final = 0.8
 #: Steps between two checkpoints: until then the core keeps what a restarted trainer would be fed.
-CHECKPOINT_STEPS: Final = 5
+CHECKPOINT_STEPS: Final = 1
 
 Sink = Callable[[ev.Event, Sequence[cmd.Command]], None]
 Action = Callable[[], ev.Event | None]
@@ -86,13 +86,15 @@ class World:
         while self.outcome is None and self.num_events != max_events:
             if self._ready:
                 self._deliver(self._ready.popleft())
-                continue
-            if not self._heap:
+            elif self._touched:
+                self._settle(self._touched.popitem()[1])
+            elif self._heap:
+                self.now, _, action = heappop(self._heap)
+                event = action()
+                if event is not None:
+                    self._deliver(event)
+            else:
                 raise RunFailed("the simulation fell silent: nothing will ever happen again")
-            self.now, _, action = heappop(self._heap)
-            event = action()
-            if event is not None:
-                self._deliver(event)
         check(self.state)
         if isinstance(self.outcome, cmd.FailRun):
             raise RunFailed(f"the simulated run failed after {self.now:.0f} s: {self.outcome.reason}")
@@ -123,8 +125,6 @@ class World:
             handler = _HANDLERS.get(type(order))
             if handler is not None:
                 handler(self, order)
-        while self._touched:
-            self._settle(self._touched.popitem()[1])
         ledger = self.state.ledger
         _require(sum(ledger.counts.values()) == ledger.admitted, "C2: admitted groups do not add up")
         if self.num_events % RECOUNT_EVENTS == 0:
@@ -137,7 +137,7 @@ class World:
     # -- servers ------------------------------------------------------------------------------------------------------
 
     def _settle(self, instance: Instance) -> None:
-        """Its batch has changed, or would: what has ended is a fact now, and the next end is planned anew."""
+        """Its batch has changed, and all of this moment is known: the next end is planned anew."""
         for request in instance.settle():
             self._ready.append(self._finished(request))
         instance.wake += 1
@@ -148,7 +148,9 @@ class World:
     def _wake(self, instance: Instance, number: int) -> None:
         if number == instance.wake:
             instance.reach(self.now)
-            self._settle(instance)
+            for request in instance.end():
+                self._ready.append(self._finished(request))
+            self._touched[instance.id] = instance  # settled once the answers to these facts are known
 
     def _finished(self, request: Request) -> ev.Event:
         order = request.order
@@ -188,8 +190,7 @@ class World:
         if not instance.requests:
             return None
         instance.reach(self.now)
-        counts = {id: instance.tokens(request) for id, request in instance.requests.items()}
-        return ev.ProgressReported(self.now, instance.id, counts)
+        return ev.ProgressReported(self.now, instance.id, instance.counts())
 
     def _report_pressure(self, instance: Instance) -> None:
         """Pressed by an eviction since the last report, relieved by room."""
@@ -206,11 +207,11 @@ class World:
     def _on_generate(self, order: cmd.Generate) -> None:
         id, instance = order.trajectory, self.instances[order.instance]
         group, sibling = divmod(id, self.settings.group_size)
-        _require(instance.version == order.version, f"C1: instance {instance.id} holds {instance.version}: {order}")
-        _require(self._tags[GroupId(group)] == order.version, f"C1: not the tag of group {group}: {order}")
-        _require(self._produced.pop(id, 0) == order.num_tokens, f"C2: not from all its tokens: {order}")
-        _require(id not in instance.requests, f"trajectory {id} runs twice on instance {instance.id}")
-        _require(len(instance.requests) < instance.server.slots, f"instance {instance.id} has no slot: {order}")
+        _require(instance.version == order.version, "C1: the instance holds {}: {}", instance.version, order)
+        _require(self._tags[GroupId(group)] == order.version, "C1: not the tag of its group: {}", order)
+        _require(self._produced.pop(id, 0) == order.num_tokens, "C2: not from all its tokens: {}", order)
+        _require(id not in instance.requests, "it runs there already: {}", order)
+        _require(len(instance.requests) < instance.server.slots, "the instance has no slot: {}", order)
         answers = self.answers.group(group)
         instance.reach(self.now)
         instance.take(Request(order, group, answers.prompt_tokens, answers.lengths[sibling], order.num_tokens))
@@ -237,8 +238,8 @@ class World:
 
     def _on_push_weights(self, order: cmd.PushWeights) -> None:
         instance = self.instances[order.instance]
-        _require(not instance.requests, f"C1: instance {instance.id} is pushed with {len(instance.requests)} requests")
-        _require(0 <= order.version <= self.newest, f"version {order.version} is pushed before it is published")
+        _require(not instance.requests, "C1: there are {} requests on it: {}", len(instance.requests), order)
+        _require(0 <= order.version <= self.newest, "not yet published: {}", order)
         instance.version = None
         fails = self.random.random() < self.workload.faults.push_failure_share
         action = partial(self._pushed, order, instance.incarnation, fails=fails)
@@ -281,13 +282,13 @@ class World:
     # -- the ledger ---------------------------------------------------------------------------------------------------
 
     def _on_admit_group(self, order: cmd.AdmitGroup) -> None:
-        _require(order.group not in self._tags, f"C2: group {order.group} is admitted twice")
+        _require(order.group not in self._tags, "C2: admitted twice: {}", order)
         self._tags[order.group] = order.version
 
     def _on_commit_group(self, order: cmd.CommitGroup) -> None:
-        _require(self._tags.get(order.group) == order.version, f"C1: not the tag of group {order.group}: {order}")
+        _require(self._tags.get(order.group) == order.version, "C1: not the tag of its group: {}", order)
         staleness = order.step - order.version
-        _require(0 <= staleness <= self.settings.rules.max_staleness, f"C3: {order}")
+        _require(0 <= staleness <= self.settings.rules.max_staleness, "C3: {}", order)
         self.measure.committed(order.step, staleness=staleness)
 
     def _on_drop_group(self, order: cmd.DropGroup) -> None:
@@ -351,9 +352,9 @@ class World:
         self.outcome = order
 
 
-def _require(condition: object, message: str) -> None:
+def _require(condition: object, message: str, *parts: object) -> None:
     if not condition:
-        raise InvariantViolation(message)
+        raise InvariantViolation(message.format(*parts))
 
 
 _HANDLERS: Final[dict[type[cmd.Command], Callable[[World, Any], None]]] = {
