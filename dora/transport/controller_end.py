@@ -4,8 +4,10 @@ Invariant: no message is sent before all ranks have said HELLO with the same tok
 barrier), and none is dropped: the window of `Link` bounds what is under way, so ZeroMQ's own high-water marks are off.
 A rank is known by its random routing id, so a stranger cannot take its place, and a reconnecting rank keeps it.
 
-Reader task: consumes frames of all ranks; produces (rank, message) for `receive`; waits for the socket; unblocked by
-any frame, ended by `close`.
+The socket is used without waiting: a send only hands over to ZeroMQ's own thread, which has room for every window.
+
+Reader task: consumes frames of all ranks; produces (rank, message) for `receive`; waits for the socket's descriptor;
+unblocked by any frame, ended by `close`.
 Called by: dora.controller.
 """
 
@@ -19,7 +21,6 @@ from dataclasses import dataclass, field
 
 import structlog
 import zmq
-import zmq.asyncio
 
 from dora.errors import ConfigError, ProtocolError, RemoteError
 from dora.transport.codec import Buffer, decode, encode
@@ -40,6 +41,7 @@ from dora.transport.messages import (
 SEND_TIMEOUT_S = 600.0  # a rank that consumed none of MAX_UNACKED messages for so long is stuck
 HEARTBEAT_MS = 2_000  # ZeroMQ's own ping, so that a peer whose host vanished is noticed
 HEARTBEAT_TIMEOUT_MS = 10_000
+READ_BURST = 256  # frames taken before the event loop gets its turn
 
 log = structlog.get_logger(__name__)
 
@@ -83,8 +85,9 @@ class ControllerEnd:
         self._complete = asyncio.Event()
         # Bounded by the window of each rank: a message is acknowledged when it is taken out.
         self._incoming: asyncio.Queue[tuple[_Peer, ControllerData] | BaseException] = asyncio.Queue()
-        self._context = zmq.asyncio.Context()
+        self._context = zmq.Context()
         self._router = self._context.socket(zmq.ROUTER)
+        self._readable = asyncio.Event()  # set when the router may hold frames; its descriptor tells changes only
         self._reader: asyncio.Task[None] | None = None
 
     async def start(self) -> str:
@@ -104,6 +107,7 @@ class ControllerEnd:
         except zmq.ZMQError as err:
             await self.close()
             raise ConfigError(f"trainer.address: cannot listen on {self._address}: {err}; choose another port") from err
+        asyncio.get_running_loop().add_reader(self._router.FD, self._readable.set)
         self._reader = asyncio.create_task(self._read(), name="transport-reader")
         self._reader.add_done_callback(self._on_reader_done)
         return self._router.getsockopt_string(zmq.LAST_ENDPOINT)
@@ -122,16 +126,11 @@ class ControllerEnd:
         """Hand `message` over for delivery. Waits while MAX_UNACKED are under way; unblocked when the rank consumes."""
         assert self._complete.is_set(), "nothing is sent before the READY barrier"
         peer = self._peers[rank]
-        try:
-            async with asyncio.timeout(SEND_TIMEOUT_S):
-                while peer.link.full:
-                    peer.room.clear()
-                    await peer.room.wait()
-        except TimeoutError:
-            raise TrainerLost(rank, f"consumed none of {MAX_UNACKED} messages in {SEND_TIMEOUT_S:g} s") from None
+        if peer.link.full:
+            await self._room(peer)
         frames = encode(TrainerData(epoch=self._epoch, id=peer.link.next_id, message=message))
         peer.link.keep(frames)
-        await self._transmit(peer.identity, frames)
+        self._transmit(peer.identity, frames)
 
     async def receive(self) -> tuple[int, ToController]:
         """The next message of any rank, in the order of each; raises TrainerLost when a rank breaks the protocol."""
@@ -140,7 +139,7 @@ class ControllerEnd:
             raise item
         peer, data = item
         peer.link.last_consumed = data.id
-        await self._transmit(peer.identity, encode(Ack(epoch=self._epoch, last_id=data.id)))
+        self._transmit(peer.identity, encode(Ack(epoch=self._epoch, last_id=data.id)))
         return peer.rank, data.message
 
     def silent_s(self, rank: int) -> float:
@@ -154,6 +153,7 @@ class ControllerEnd:
     async def close(self) -> None:
         """Close the socket; what is unacknowledged is given up."""
         if self._reader is not None:
+            asyncio.get_running_loop().remove_reader(self._router.FD)
             self._reader.cancel()
             await asyncio.gather(self._reader, return_exceptions=True)
         self._router.close()
@@ -163,22 +163,36 @@ class ControllerEnd:
 
     async def _read(self) -> None:
         while True:
-            identity_frame, *frames = await self._router.recv_multipart(copy=False)
-            identity = identity_frame.bytes
-            peer = self._by_identity.get(identity)
+            await self._readable.wait()
+            self._readable.clear()
+            if self._take_burst() == READ_BURST:
+                asyncio.get_running_loop().call_soon(self._readable.set)
+
+    def _take_burst(self) -> int:
+        """Take in what the socket holds; the number of messages."""
+        for number in range(READ_BURST):
             try:
-                frame: ControllerFrame = decode([part.buffer for part in frames], ControllerFrame)
-                if isinstance(frame, Hello):
-                    await self._on_hello(identity, frame)
-                elif peer is not None and frame.epoch == self._epoch:  # else: its HELLO to this controller follows
-                    peer.heard_at = self._now()
-                    self._on_frame(peer, frame)
-            except ProtocolError as err:
-                if peer is None:
-                    await self._refuse(identity, "an unknown peer", str(err))
-                else:
-                    del self._by_identity[identity]
-                    self._incoming.put_nowait(TrainerLost(peer.rank, str(err)))
+                identity, *frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return number
+            self._on_frames(identity.bytes, [frame.buffer for frame in frames])
+        return READ_BURST
+
+    def _on_frames(self, identity: bytes, frames: list[Buffer]) -> None:
+        peer = self._by_identity.get(identity)
+        try:
+            frame: ControllerFrame = decode(frames, ControllerFrame)
+            if isinstance(frame, Hello):
+                self._on_hello(identity, frame)
+            elif peer is not None and frame.epoch == self._epoch:  # else: its HELLO to this controller follows
+                peer.heard_at = self._now()
+                self._on_frame(peer, frame)
+        except ProtocolError as err:
+            if peer is None:
+                self._refuse(identity, "an unknown peer", str(err))
+            else:
+                del self._by_identity[identity]
+                self._incoming.put_nowait(TrainerLost(peer.rank, str(err)))
 
     def _on_frame(self, peer: _Peer, frame: Ack | ControllerData) -> None:
         if isinstance(frame, Ack):
@@ -187,22 +201,22 @@ class ControllerEnd:
         elif peer.link.take(frame.id):
             self._incoming.put_nowait((peer, frame))
 
-    async def _on_hello(self, identity: bytes, hello: Hello) -> None:
+    def _on_hello(self, identity: bytes, hello: Hello) -> None:
         who = f"rank {hello.rank} (host {hello.host}, pid {hello.pid})"
         peer = self._by_identity.get(identity)
         if peer is None:
             reason = self._why_refused(hello)
             if reason is not None:
-                await self._refuse(identity, who, reason)
+                self._refuse(identity, who, reason)
                 return
             self._world_size = hello.world_size
             peer = _Peer(hello.rank, identity, f"host {hello.host}, pid {hello.pid}", heard_at=self._now())
             self._peers[hello.rank] = self._by_identity[identity] = peer
         link = peer.link
-        await self._transmit(identity, encode(Welcome(epoch=self._epoch, last_id=link.last_received)))
-        await self._transmit(identity, encode(Ack(epoch=self._epoch, last_id=link.last_consumed)))
+        self._transmit(identity, encode(Welcome(epoch=self._epoch, last_id=link.last_received)))
+        self._transmit(identity, encode(Ack(epoch=self._epoch, last_id=link.last_consumed)))
         for frames in link.redelivery(hello.last_id):
-            await self._transmit(identity, frames)
+            self._transmit(identity, frames)
         if len(self._peers) == self._world_size:
             self._complete.set()
 
@@ -219,18 +233,30 @@ class ControllerEnd:
             return f"rank {hello.rank} is taken by {self._peers[hello.rank].address}"
         return None
 
-    async def _refuse(self, identity: bytes, who: str, reason: str) -> None:
+    def _refuse(self, identity: bytes, who: str, reason: str) -> None:
         self._refusals.append(f"{who} was refused: {reason}")
         log.warning("trainer_refused", who=who, reason=reason)
-        await self._transmit(identity, encode(Refused(reason=reason)))
+        self._transmit(identity, encode(Refused(reason=reason)))
 
-    async def _transmit(self, identity: bytes, frames: list[Buffer]) -> None:
+    async def _room(self, peer: _Peer) -> None:
+        """Wait until the window of `peer` has room; unblocked by its acknowledgements."""
         try:
-            await self._router.send_multipart([identity, *frames], copy=False)
+            async with asyncio.timeout(SEND_TIMEOUT_S):
+                while peer.link.full:
+                    peer.room.clear()
+                    await peer.room.wait()
+        except TimeoutError:
+            reason = f"consumed none of {MAX_UNACKED} messages in {SEND_TIMEOUT_S:g} s"
+            raise TrainerLost(peer.rank, reason) from None
+
+    def _transmit(self, identity: bytes, frames: list[Buffer]) -> None:
+        try:
+            self._router.send_multipart([identity, *frames], zmq.NOBLOCK, copy=False)
         except zmq.ZMQError as err:
             if err.errno != zmq.EHOSTUNREACH:
                 raise
             # The rank is not connected. Data is kept in its link and sent again after its next HELLO.
+        self._readable.set()  # sending may have taken notice of what arrived, which the descriptor tells only once
 
     def _why_not_ready(self, timeout_s: float) -> str:
         size = "unknown" if self._world_size is None else str(self._world_size)

@@ -1,8 +1,9 @@
 """A trainer rank's end of the transport: a DEALER socket owned by one thread, a blocking interface in front of it.
 
 Invariant: only the I/O thread touches the socket, so a rank that computes for a minute still sends its publisher's
-reports at once and answers reconnections. A message is acknowledged when `receive` returns it, so at most MAX_UNACKED
-of them wait here. `send` and `receive` may be called from different threads.
+reports at once and answers reconnections. A message is acknowledged after `receive` has returned it (with ACK_EVERY
+others, with the next message sent, or when the thread has been idle for POLL_MS), so at most MAX_UNACKED of them wait
+here. `send` and `receive` may be called from different threads.
 
 I/O thread: consumes frames of the controller, connection events and messages handed to `send`; produces messages for
 `receive`; waits for its three sockets; unblocked by any of them, ended by `close` or a fault, which the next `send` or
@@ -25,7 +26,7 @@ from zmq.utils.monitor import recv_monitor_message
 from dora.errors import ProtocolError, RemoteError
 from dora.transport.codec import Buffer, decode, encode
 from dora.transport.controller_end import HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS
-from dora.transport.link import Link
+from dora.transport.link import MAX_UNACKED, Link
 from dora.transport.messages import (
     PROTOCOL_VERSION,
     Ack,
@@ -42,7 +43,8 @@ from dora.transport.messages import (
 UNREACHABLE_LIMIT_S = 60.0  # a controller gone for so long does not come back; ranks must not outlive the job
 SEND_TIMEOUT_S = 120.0  # a controller that consumed none of MAX_UNACKED messages for so long is stuck
 CLOSE_TIMEOUT_S = 5.0  # for the last messages to be acknowledged
-POLL_MS = 1_000  # how often UNREACHABLE_LIMIT_S is looked at
+POLL_MS = 1_000  # how often UNREACHABLE_LIMIT_S is looked at, and the longest that an acknowledgement waits
+ACK_EVERY = MAX_UNACKED // 4  # consumed messages for which the thread is woken to acknowledge them
 
 
 class TrainerEnd:
@@ -58,8 +60,10 @@ class TrainerEnd:
         self._fault: RemoteError | None = None
         self._changed = threading.Condition()  # guards link, epoch, fault and outgoing; notified when one changes
         self._outgoing: list[list[Buffer]] = []  # to be transmitted by the thread; bounded by the link's window
+        self._acked = 0  # newest message of which consumption was acknowledged
+        self._called = False  # the thread has been woken and has not looked yet
         # Bounded by the controller's window for this rank; None: look at the fault.
-        self._incoming: queue.Queue[TrainerData | None] = queue.Queue()
+        self._incoming: queue.SimpleQueue[TrainerData | None] = queue.SimpleQueue()
         self._context = zmq.Context()
         self._wake_address = f"inproc://wake-{id(self)}"
         self._wake = self._context.socket(zmq.PAIR)
@@ -90,7 +94,8 @@ class TrainerEnd:
             raise AssertionError("woken without a fault")
         with self._changed:
             self._link.last_consumed = data.id
-            self._hand_over(encode(Ack(epoch=data.epoch, last_id=data.id)))
+            if data.id - self._acked >= ACK_EVERY:
+                self._call()
         return data.message
 
     def send(self, message: ToController) -> None:
@@ -102,7 +107,8 @@ class TrainerEnd:
             assert self._epoch is not None, "send before connect"
             frames = encode(ControllerData(epoch=self._epoch, id=self._link.next_id, message=message))
             self._link.keep(frames)
-            self._hand_over(frames)
+            self._outgoing.append(frames)
+            self._call()
 
     def try_send(self, message: ToController) -> None:
         """Send if the link still works: for the last word of a rank that fails, perhaps because of the link."""
@@ -117,7 +123,7 @@ class TrainerEnd:
             with self._changed:
                 self._changed.wait_for(lambda: not self._link.num_unacked or self._fault is not None, CLOSE_TIMEOUT_S)
                 self._closing = True
-                self._wake.send(b"")
+                self._call()
             self._thread.join()
         self._wake.close()
         self._context.term()
@@ -127,10 +133,11 @@ class TrainerEnd:
         """Counters of the traffic."""
         return self._link
 
-    def _hand_over(self, frames: list[Buffer]) -> None:
-        """Give frames to the thread; the caller holds the lock, which also serialises use of the wake socket."""
-        self._outgoing.append(frames)
-        self._wake.send(b"")
+    def _call(self) -> None:
+        """Have the thread look; the caller holds the lock, which also serialises use of the wake socket."""
+        if not self._called:
+            self._called = True
+            self._wake.send(b"")
 
     def _raise_fault(self) -> None:
         if self._fault is not None:
@@ -184,12 +191,21 @@ class TrainerEnd:
                 self._on_frames(dealer, [part.buffer for part in dealer.recv_multipart(copy=False)])
             if wake in ready:
                 wake.recv()
-                with self._changed:
-                    outgoing, self._outgoing = self._outgoing, []
-                for frames in outgoing:
-                    dealer.send_multipart(frames, copy=False)
+            for frames in self._take_outgoing(was_called=wake in ready, is_idle=not ready):
+                dealer.send_multipart(frames, copy=False)
             if unreachable_since is not None and time.monotonic() - unreachable_since > UNREACHABLE_LIMIT_S:
                 raise RemoteError(f"the controller at {self._address} was unreachable for {UNREACHABLE_LIMIT_S:g} s")
+
+    def _take_outgoing(self, *, was_called: bool, is_idle: bool) -> list[list[Buffer]]:
+        """What there is to transmit; an acknowledgement goes along, or else waits for others or a quiet moment."""
+        with self._changed:
+            outgoing, self._outgoing = self._outgoing, []
+            self._called = self._called and not was_called
+            consumed = self._link.last_consumed - self._acked
+            if self._epoch is not None and consumed and (outgoing or is_idle or consumed >= ACK_EVERY):
+                self._acked = self._link.last_consumed
+                outgoing.append(encode(Ack(epoch=self._epoch, last_id=self._acked)))
+        return outgoing
 
     def _hello(self) -> Hello:
         return Hello(
@@ -228,7 +244,8 @@ class TrainerEnd:
                 )
             self._epoch = welcome.epoch
             again = self._link.redelivery(welcome.last_id)
-            again.append(encode(Ack(epoch=welcome.epoch, last_id=self._link.last_consumed)))
+            self._acked = self._link.last_consumed
+            again.append(encode(Ack(epoch=welcome.epoch, last_id=self._acked)))
             self._changed.notify_all()
         for frames in again:
             dealer.send_multipart(frames, copy=False)

@@ -16,6 +16,7 @@ from dora.transport.codec import decode, encode
 from dora.transport.messages import (
     ControllerData,
     ControllerFrame,
+    MicroBatch,
     StepTrained,
     ToController,
     ToTrainer,
@@ -79,8 +80,29 @@ def test_arrays_are_views_of_their_frames_and_read_only():
     batch = msgspec.structs.replace(batch, tokens=np.arange(1000, dtype=np.int32))
     frames = encode(batch)
     received = decode(frames, ToTrainer)
-    assert np.shares_memory(received.tokens, batch.tokens)
-    assert not decode([bytes(frame) for frame in frames], ToTrainer).tokens.flags.writeable
+    assert np.shares_memory(received.tokens, np.frombuffer(frames[1], np.uint8))
+    assert not received.tokens.flags.writeable
+
+
+def test_a_large_array_is_never_copied():
+    batch = empty_micro_batch(step=0, index=0, last=True, group_size=2)
+    batch = msgspec.structs.replace(
+        batch, tokens=np.arange(20_000, dtype=np.int32), behavior_logprobs=np.ones((100, 200), np.float32)
+    )
+    frames = encode(batch)
+    received = decode(frames, ToTrainer)
+    for name in ("tokens", "behavior_logprobs"):
+        assert np.shares_memory(getattr(received, name), getattr(batch, name))
+        assert not getattr(received, name).flags.writeable
+    assert_same(decode([bytes(frame) for frame in frames], ToTrainer), batch)
+    for wrong in (
+        frames[:-1],
+        [*frames, frames[-1]],
+        [frames[0], *frames[2:]],
+        [*frames[:2], frames[3], frames[2][4:]],
+    ):
+        with pytest.raises(ProtocolError):
+            decode(wrong, ToTrainer)
 
 
 def test_a_big_endian_array_arrives_with_the_same_numbers():
@@ -95,12 +117,12 @@ def header(**changes: Any) -> bytes:
 
 
 def batch_frames(reference: Any) -> list[bytes]:
-    """A micro-batch with two tokens (eight bytes, frame 1) that are described by `reference`."""
+    """A micro-batch with two tokens (the first eight bytes of the arrays) that are described by `reference`."""
     batch = empty_micro_batch(step=0, index=0, last=True, group_size=2)
-    header, *arrays = encode(msgspec.structs.replace(batch, tokens=np.arange(2, dtype=np.int32)))
+    header, arrays = encode(msgspec.structs.replace(batch, tokens=np.arange(2, dtype=np.int32)))
     fields = msgspec.msgpack.decode(header)
-    assert fields["tokens"] == [1, "<i4", [2]]
-    return [msgspec.msgpack.encode({**fields, "tokens": reference}), *(bytes(array) for array in arrays)]
+    assert fields["tokens"] == ["<i4", [2]]
+    return [msgspec.msgpack.encode({**fields, "tokens": reference}), bytes(arrays)]
 
 
 @pytest.mark.parametrize(
@@ -116,19 +138,21 @@ def batch_frames(reference: Any) -> list[bytes]:
         [header(metrics={1: 2.0})],
         [header(), b"nobody asked"],
         [msgspec.msgpack.encode({"type": "Stop", "reason": "x"})],  # for the other receiver
-        batch_frames([1, "<i8", [1]]),
-        batch_frames([1, "<u4", [2]]),
-        batch_frames([1, "<i4", [3]]),
-        batch_frames([1, "<i4", [-1, -2]]),
-        batch_frames([99, "<i4", [2]]),
-        batch_frames([0, "<i4", [2]]),
-        batch_frames([1, "<i4", [2]])[:-1],
+        batch_frames(["<i8", [1]]),
+        batch_frames(["<u4", [2]]),
+        batch_frames(["<i4", [3]]),
+        batch_frames(["<i4", [0]]),
+        batch_frames(["<i4", [-1, -2]]),
+        batch_frames(["<i4", [2**62, 2**62]]),
+        batch_frames(["<i4", [2]])[:-1],
+        [*batch_frames(["<i4", [2]]), b""],
+        [*batch_frames(["<i4", [2]])[:-1], batch_frames(["<i4", [2]])[1] + bytes(8)],
         batch_frames("tokens"),
     ],
 )
 def test_what_is_not_the_protocol_is_refused(frames):
     with pytest.raises(ProtocolError):
-        decode(frames, ToController | ControllerFrame if len(frames) < 3 else ToTrainer)
+        decode(frames, ToController | ControllerFrame | MicroBatch)
 
 
 def test_the_frames_of_both_directions_cannot_be_mistaken_for_each_other():

@@ -235,6 +235,31 @@ async def test_sending_waits_at_the_bound_until_the_rank_consumes():
             await end.send(0, Stop(reason="fits again"))
 
 
+async def test_a_rank_acknowledges_many_at_once_and_does_not_wait_for_a_pause(monkeypatch):
+    monkeypatch.setattr(trainer_end, "POLL_MS", 1_000_000)
+    async with controller() as (end, address), rank(address) as trainer:
+        await end.wait_ready(WAIT_S)
+        for index in range(MAX_UNACKED):
+            await end.send(0, empty_micro_batch(step=0, index=index, last=False, group_size=2))
+        for _ in range(trainer_end.ACK_EVERY):
+            await asyncio.to_thread(trainer.receive, WAIT_S)
+        async with asyncio.timeout(WAIT_S):
+            await end.send(0, Stop(reason="fits again"))
+        assert end.link(0).num_unacked == MAX_UNACKED - trainer_end.ACK_EVERY + 1
+
+
+async def test_an_acknowledgement_goes_along_with_the_next_message(monkeypatch):
+    monkeypatch.setattr(trainer_end, "POLL_MS", 1_000_000)
+    async with controller() as (end, address), rank(address) as trainer:
+        await end.wait_ready(WAIT_S)
+        for index in range(MAX_UNACKED):
+            await end.send(0, empty_micro_batch(step=0, index=index, last=False, group_size=2))
+        await asyncio.to_thread(trainer.receive, WAIT_S)
+        trainer.send(report(0))
+        async with asyncio.timeout(WAIT_S):
+            await end.send(0, Stop(reason="fits again"))
+
+
 async def test_a_rank_that_consumes_nothing_is_lost_and_not_waited_for_forever(monkeypatch):
     monkeypatch.setattr(controller_end, "SEND_TIMEOUT_S", 0.05)
     async with controller() as (end, address), rank(address):
