@@ -16,6 +16,7 @@ import msgspec
 from dora.cli.serve import model_folder
 from dora.config.schema import Config
 from dora.controller.evaluations import EvalSet, Evaluations
+from dora.core.orchestration import orchestration_of
 from dora.core.strategies import Settings, rules_of
 from dora.errors import ConfigError
 from dora.tasks.prompts import PromptStream, open_eval_prompts, open_stream
@@ -101,8 +102,7 @@ def settings_of(config: Config, *, eval_prompt_tokens: Sequence[int]) -> Setting
         micro_batch_tokens=trainer.micro_batch_tokens,
         filter_zero_variance=rollout.filter_zero_variance,
         max_top_up=rollout.max_top_up,
-        consolidate=rollout.consolidate,
-        refill=rollout.refill,
+        orchestration=orchestration_of(rollout.rules, without=rollout.without, refill=rollout.refill),
         watchdog_s=rollout.watchdog_s,
         no_progress_s=config.run.no_progress_s,
         max_attempts=rollout.max_attempts,

@@ -109,7 +109,8 @@ def _from_config(config: Config) -> Workload:
             groups_per_step=rollout.groups_per_step,
             group_size=rollout.group_size,
             filter_zero_variance=rollout.filter_zero_variance,
-            consolidate=rollout.consolidate,
+            rules=rollout.rules,
+            without=rollout.without,
             refill=rollout.refill,
         ),
         lengths=Lengths(

@@ -85,10 +85,14 @@ class RolloutConfig(Section):
     """Drop groups whose rewards are all equal: they carry no group-relative advantage."""
     max_top_up: Annotated[float, Field(gt=0.0)] = 10.0
     """A step for which more than max_top_up x N groups were filtered or failed stops the job."""
+    rules: Literal["dora", "paper"] = "dora"
+    """How the orchestrator places work: by our rules, or by those of the paper (arXiv 2604.26256), for comparison."""
+    without: tuple[
+        Literal["streaming", "kv_floor", "consolidation", "adaptive_window", "tail_care", "hysteresis"], ...
+    ] = ()
+    """Rules of the orchestrator to do without; docs/SIMULATION.md says what each is worth."""
     refill: bool = False
     """Let instances of old versions receive new prompts when F allows it; 3-10 % slower in an event model."""
-    consolidate: bool = True
-    """Pack what is left of an old version onto fewer instances by migration."""
     watchdog_s: Seconds = 120.0
     """An instance none of whose requests got a token for so long is lost, whatever it answers; a prompt that is still
     being read counts as progress. A single request without a token for three times as long, while others get theirs, is

@@ -22,7 +22,7 @@ from dora.core.groups import Group, GroupPhase, TrajectoryPhase
 from dora.core.ids import GroupId
 from dora.core.instances import Instance, InstancePhase
 from dora.core.moves import Moves
-from dora.core.placement import allot, kv_floor, plan_moves
+from dora.core.placement import allot, allot_by_requests, kv_floor, plan_moves
 from dora.core.versions import Version
 
 #: Time between two looks at what could be packed: a plan costs more than an ordinary event.
@@ -67,7 +67,7 @@ class Decisions(Moves):
     def _fill_step(self) -> bool:
         """Commit complete groups as far as F and the strategy allow; True once the step is full."""
         size = self.settings.groups_per_step
-        if not self.settings.rules.streamed:
+        if not (self.settings.rules.streamed and self.settings.orchestration.streaming):
             ready = sum(len(q) for q in self.complete.values())
             if ready + self.formation.committed < size and not self._is_tail(ready):
                 return False
@@ -133,7 +133,7 @@ class Decisions(Moves):
         while (wave := self.feed.next_wave()) is not None:
             if self.feed.idle_since is not None:
                 self.feed.idle_s += self.now - self.feed.idle_since
-                self.feed.idle_since = None
+                self.feed.idle_since, self.feed.busy_since = None, self.now
             self._out.append(wave)
 
     def _start_evaluation(self) -> None:
@@ -189,7 +189,7 @@ class Decisions(Moves):
                 return
             entry.dequeue(group)
             self._begin(trajectory, instance, footprint=footprint)
-        if version == self.admission_version() or (self.settings.refill and self._may_refill(entry)):
+        if version == self.admission_version() or (self.settings.orchestration.refill and self._may_refill(entry)):
             self._admit(entry)
 
     def _room_for(self, group: Group, entry: Version, *, footprint: int) -> Instance | None:
@@ -222,7 +222,7 @@ class Decisions(Moves):
         version = entry.number
         batched = self.settings.rules.batched
         while (instance := entry.roomiest()) is not None and self._would_admit(version):
-            if not instance.has_room(self._footprint(self.prompts[0], 0)):
+            if not instance.has_room(self._footprint(self.prompts[0], 0)) or self._has_its_share(instance, entry):
                 return
             if batched and not self.formation.num_unconsumed:
                 if self.pushes:
@@ -231,6 +231,19 @@ class Decisions(Moves):
             self._admit_one(entry, instance)
             if entry.num_waiting:
                 return  # every slot is taken
+
+    def _has_its_share(self, instance: Instance, entry: Version) -> bool:
+        """Others get the version in a moment: what is admitted meanwhile is spread over all of them (§5.5)."""
+        if not entry.loading or self.settings.rules.batched or not self.settings.orchestration.tail_care:
+            return False
+        coming = sum(i.version != entry.number and i.pushing is None for i in self.vacant.values())
+        servers = len(entry.serving) + entry.loading + coming
+        wanted = entry.unfinished + self._num_admissible(entry.number) * self.settings.group_size
+        return instance.num_requests * servers >= wanted
+
+    def _num_admissible(self, version: int) -> int:
+        """How many groups F and W admit now."""
+        return min(self.formation.slack(version), int(self.window_size) - self.ledger.num_untrained)
 
     def _admit_one(self, entry: Version, instance: Instance) -> None:
         """Tag a prompt with the version and dispatch as many of its siblings as there is room for."""
@@ -353,7 +366,8 @@ class Decisions(Moves):
         """Free an instance of an old version for the newest, by moving what is left on it to its peers."""
         self._moves_due = False
         newest = self.admission_version()
-        if not self.settings.consolidate or self.settings.rules.batched or newest is None or self.finished:
+        rules = self.settings.orchestration
+        if not rules.consolidation or self.settings.rules.batched or newest is None or self.finished:
             return
         if not any(v < newest and len(e.serving) > 1 for v, e in self.window.entries.items()):
             return
@@ -361,7 +375,7 @@ class Decisions(Moves):
             return
         taker = self.entry(newest)
         roomiest = taker.roomiest()
-        if roomiest is not None and roomiest.has_room(self._footprint(self.prompts[0], 0)):
+        if rules.hysteresis and roomiest is not None and roomiest.has_room(self._footprint(self.prompts[0], 0)):
             return
         self._moves_not_before = self.now + CONSOLIDATION_PAUSE_S
         allotted = self._allotment(newest)
@@ -372,7 +386,11 @@ class Decisions(Moves):
                 return
 
     def _allotment(self, newest: int) -> dict[int, int]:
-        """Instances per version, by demand in tokens of KV (largest remainder over floors)."""
+        """Instances per version, by demand in tokens of KV (largest remainder over floors); or by requests."""
+        if not self.settings.orchestration.kv_floor:
+            requests = {v: e.unfinished for v, e in self.window.entries.items()}
+            requests[newest] += max(1, self._num_admissible(newest)) * self.settings.group_size
+            return allot_by_requests(self.num_up, requests=requests)
         slots, kv_tokens = self.num_slots / self.num_up, self.num_kv_tokens / self.num_up
         mean = self.mean_length
         demand: dict[int, float] = {}
@@ -382,8 +400,7 @@ class Decisions(Moves):
             floors[version] = kv_floor(
                 num_unfinished=entry.unfinished, num_tokens=entry.kv_load, slots=slots, kv_tokens=kv_tokens
             )
-        admissible = min(self.formation.slack(newest), int(self.window_size) - self.ledger.num_untrained)
-        demand[newest] += max(1, admissible) * self.settings.group_size * mean
+        demand[newest] += max(1, self._num_admissible(newest)) * self.settings.group_size * mean
         floors[newest] = max(1, floors[newest])
         return allot(self.num_up, demand=demand, floors=floors)
 
@@ -398,7 +415,7 @@ class Decisions(Moves):
         plan = plan_moves(
             source,
             [i for i in candidates if i is not source],
-            urgent_deadline=self.formation.step + 1,
+            urgent_deadline=self.formation.step + 1 if self.settings.orchestration.tail_care else -1,
             decode_time=self.settings.decode_time,
         )
         if plan is None:

@@ -52,6 +52,12 @@ def allot(num_instances: int, *, demand: Mapping[int, float], floors: Mapping[in
     return given
 
 
+def allot_by_requests(num_instances: int, *, requests: Mapping[int, int]) -> dict[int, int]:
+    """The paper's allotment (arXiv 2604.26256): DP_w = round(DP_total · R_w / ΣR), the rounding not repaired."""
+    total = sum(requests.values())
+    return {version: round(num_instances * count / total) for version, count in requests.items()}
+
+
 def plan_moves(
     source: Instance, targets: Sequence[Instance], *, urgent_deadline: int, decode_time: DecodeTime
 ) -> list[tuple[Trajectory, Instance]] | None:

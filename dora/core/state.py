@@ -175,10 +175,12 @@ class ControllerState(Answers):
         if event.step != feed.open_step or event.index != feed.waves_done:
             self.counters.late_completions += 1
             return
+        step = feed.step(event.step)
+        feed.uneven_s += step.slack[feed.waves_done] * (self.now - feed.busy_since)
+        feed.busy_since = self.now
         feed.waves_done += 1
         self._feed_due = True
         self.progress_at = self.now
-        step = feed.step(event.step)
         if feed.waves_done == step.sent and not step.waves[-1].last:
             feed.idle_since = self.now
 
@@ -208,18 +210,21 @@ class ControllerState(Answers):
         self._admissions_changed()
 
     def _adapt_window(self) -> None:
-        """W grows when the trainer waited noticeably, else shrinks slowly (system.md §5.7)."""
-        n = self.settings.groups_per_step
-        duration = self.now - self.step_trained_at
-        waited = self.feed.idle_s > NOTICEABLE_WAIT * duration
-        self.feed.idle_s = 0.0
+        """W grows when the trainer waited noticeably, else shrinks slowly (system.md §5.7).
+
+        Ranks that wait for the fullest one of a small micro-batch count: the trainer got it because there was no more.
+        """
+        duration, lost_s = self.now - self.step_trained_at, self.feed.idle_s + self.feed.uneven_s
+        self.feed.idle_s = self.feed.uneven_s = 0.0
         self.step_trained_at = self.now
-        if self.settings.rules.batched:
+        if not self.has_window:
             return
-        most = (self.settings.rules.max_staleness + 1) * n
-        self.window_size = max(
-            n, min(WINDOW_GROW * self.window_size, most) if waited else WINDOW_SHRINK * self.window_size
-        )
+        factor = WINDOW_SHRINK
+        if lost_s > NOTICEABLE_WAIT * duration:
+            least, most = WINDOW_GROW
+            factor = min(max(least, 1 + lost_s / duration), most)
+        size = min(factor * self.window_size, self.window_limit)
+        self.window_size = max(self.settings.groups_per_step, size)
 
     def _on_version_published(self, event: ev.VersionPublished) -> None:
         if self.window.newest is not None and event.version <= self.window.newest:

@@ -10,6 +10,7 @@ from typing import Final
 import msgspec
 
 from dora.core.decode_time import DecodeTime
+from dora.core.orchestration import Orchestration
 
 
 class Rules(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -45,8 +46,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     micro_batch_tokens: int  #: token budget of one rank's micro-batch
     filter_zero_variance: bool = True
     max_top_up: float = 10.0  #: groups a step may lose to filters and failures, in units of N
-    consolidate: bool = True
-    refill: bool = False
+    orchestration: Orchestration = Orchestration()
     watchdog_s: float = 120.0  #: without a new token for so long, a trajectory's instance counts as lost
     no_progress_s: float = 300.0  #: without a commit for so long, while work is outstanding, the run fails
     max_attempts: int = 8  #: failed requests of one trajectory, instances lost apart

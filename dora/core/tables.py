@@ -19,9 +19,10 @@ from dora.core.strategies import Settings
 from dora.core.training import Feed
 from dora.core.versions import Version, Window
 
-#: The admission window W starts at this many times N and moves by these factors (system.md §5.7).
+#: The admission window W starts at this many times N and moves by these factors (system.md §5.7); it grows by the share
+#: of the step that the trainer has lost, within these bounds.
 WINDOW_START: Final = 1.5
-WINDOW_GROW: Final = 1.06
+WINDOW_GROW: Final = (1.06, 1.5)
 WINDOW_SHRINK: Final = 0.985
 #: Share of a step for which the trainer may wait before W grows.
 NOTICEABLE_WAIT: Final = 0.02
@@ -87,10 +88,13 @@ class Tables:
         self.complete: dict[int, deque[Group]] = {}  #: by deadline, in completion order
         self.top_ups = 0  #: groups filtered or failed since the last close
         self.top_up_rewards: dict[float | None, int] = {}  #: their siblings' rewards -> how many
-        #: W, the adaptive admission window; batched strategies are bounded by F alone
-        self.window_size = settings.groups_per_step * (
-            settings.rules.max_staleness + 1 if settings.rules.batched else WINDOW_START
-        )
+        #: More untrained groups than F could ever admit: K + 1 steps of unconsumed ones, K + 1 of committed ones.
+        self.window_limit = 2 * (settings.rules.max_staleness + 1) * settings.groups_per_step
+        #: W is adapted; batched strategies are bounded by F alone
+        self.has_window = settings.orchestration.adaptive_window and not settings.rules.batched
+        self.window_size: float = (
+            WINDOW_START * settings.groups_per_step if self.has_window else self.window_limit
+        )  #: W
         self.block_version: int | None = None  #: batched strategies: version of the block being generated
         self.block_left = 0  #: batched strategies: groups of the block still to be admitted
         self.num_up = 0  #: instances that are neither lost nor barred

@@ -42,7 +42,7 @@ def split_wave(
 class StepFeed:
     """One step's way to the trainer."""
 
-    __slots__ = ("closed", "groups", "num_tokens", "pending", "sent", "waves")
+    __slots__ = ("closed", "groups", "num_tokens", "pending", "sent", "slack", "waves")
 
     def __init__(self) -> None:
         self.groups: list[Group] = []  #: committed, in commit order
@@ -50,6 +50,7 @@ class StepFeed:
         self.num_tokens = 0  #: of those pending
         self.closed = False  #: no more groups will come
         self.waves: list[TrainMicroBatch] = []
+        self.slack: list[float] = []  #: of each wave: share of the ranks' time that more groups would have filled
         self.sent = 0  #: waves the trainer has been given
 
 
@@ -58,6 +59,7 @@ class Feed:
 
     __slots__ = (
         "budget",
+        "busy_since",
         "group_size",
         "idle_s",
         "idle_since",
@@ -65,6 +67,7 @@ class Feed:
         "open_step",
         "steps",
         "trained",
+        "uneven_s",
         "waves_done",
     )
 
@@ -77,7 +80,9 @@ class Feed:
         self.trained = 0  #: steps trained so far; during a replay the open step is below it
         self.waves_done = 0  #: of the open step
         self.idle_since: float | None = None  #: since when the trainer has had nothing to do
+        self.busy_since = 0.0  #: since when it has worked on the wave at hand
         self.idle_s = 0.0  #: idle time since the last step was trained
+        self.uneven_s = 0.0  #: the same for time in which ranks waited for others, since there were too few groups
 
     def step(self, number: int) -> StepFeed:
         """The feed of a step."""
@@ -134,6 +139,8 @@ class Feed:
             taken.append(feed.pending.popleft())
             feed.num_tokens -= taken[-1][1]
         ranks, left = split_wave(taken, num_ranks=self.num_ranks, budget=self.budget)
+        is_full = before - feed.num_tokens >= self.num_ranks * self.budget
+        feed.slack.append(0.0 if is_full or feed.closed else self._slack(ranks, sizes=dict(taken)))
         feed.pending.extendleft(sorted(left, reverse=True))
         feed.num_tokens += sum(size for _, size in left)
         return TrainMicroBatch(
@@ -142,3 +149,8 @@ class Feed:
             last=feed.closed and not feed.pending,
             ranks=tuple(tuple(sorted(r)) for r in ranks),
         )
+
+    def _slack(self, ranks: list[list[TrajectoryId]], *, sizes: dict[TrajectoryId, int]) -> float:
+        """Share of their time for which the ranks wait for the fullest one."""
+        loads = [sum(sizes[t] for t in rank) for rank in ranks]
+        return 1 - sum(loads) / (len(loads) * max(loads))

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 import msgspec
 
+from dora.core.orchestration import orchestration_of
 from dora.core.strategies import Rules, Settings, rules_of
 from dora.errors import ConfigError
 from dora.sim.answers import REGIMES, Answers, Group, cap_of
@@ -34,7 +35,8 @@ class Job(_Part, frozen=True):
     groups_per_step: int = 64
     group_size: int = 8
     filter_zero_variance: bool = False
-    consolidate: bool = True
+    rules: str = "dora"  #: or "paper"
+    without: tuple[str, ...] = ()  #: of the orchestrator's rules
     refill: bool = False
 
 
@@ -186,8 +188,7 @@ class Workload(_Part, frozen=True):
             num_ranks=self.num_ranks,
             micro_batch_tokens=self.train.micro_batch_tokens,
             filter_zero_variance=job.filter_zero_variance,
-            consolidate=job.consolidate,
-            refill=job.refill,
+            orchestration=orchestration_of(job.rules, without=job.without, refill=job.refill),
             watchdog_s=max(120.0, 8 * self.fleet.report_s),
             no_progress_s=_NEVER,
             max_parallel_pushes=self.num_instances if together else self.fleet.parallel_pushes,

@@ -220,7 +220,7 @@ class Outside:
     def _AdmitGroup(self, order: cmd.AdmitGroup) -> None:
         assert order.group == len(self.tags), "groups are admitted in the order of the stream"
         newest = self.published[-1]
-        assert order.version == newest or self.settings.rules.batched or self.settings.refill
+        assert order.version == newest or self.settings.rules.batched or self.settings.orchestration.refill
         assert order.version not in self.released
         assert order.deadline == min(order.version + self.settings.rules.max_staleness, self.settings.steps - 1)
         assert order.deadline >= self.forming

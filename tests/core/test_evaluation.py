@@ -188,7 +188,8 @@ def test_samples_never_enter_the_ledger_or_a_step() -> None:
     assert world.state.ledger.admitted == 16
     assert all(t >= 0 for w in world.micro_batches.values() for wave in w for rank in wave.ranks for t in rank)
     samples = {o.trajectory for _, orders in world.journal for o in orders if isinstance(o, cmd.Generate)}
-    assert sum(t < 0 for t in samples) == 5 * len(SAMPLES)
+    reports = [o for _, orders in world.journal for o in orders if isinstance(o, cmd.ReportEvaluation)]
+    assert sum(t < 0 for t in samples) == len(reports) * len(SAMPLES) > 0
 
 
 def test_every_sample_is_decoded_under_the_version_it_evaluates() -> None:

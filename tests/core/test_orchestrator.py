@@ -8,20 +8,29 @@ from dora.core import commands as cmd
 from dora.core.decode_time import DecodeTime
 from dora.core.groups import GroupPhase
 from dora.core.ids import InstanceId
+from dora.core.orchestration import Orchestration
 from tests.core.builders import Core, admit, commit, generate, grade, packing, push, started, stop, two_versions
 
 # -- §5.1 dispatch ----------------------------------------------------------------------------------------------------
 
 
 def test_a_new_group_goes_to_the_instance_with_the_most_room() -> None:
-    core = started(instances=2, slots=8, groups_per_step=2, max_staleness=2)  # groups 0, 1, 2 on instance 0
+    core = started(instances=2, slots=8, groups_per_step=2, max_staleness=2)  # groups 0 and 1 on instance 0, 2 on 1
     core.answer(0)
     core.answer(1)
     assert core.train(0)[1:] == [
         admit(3, version=0, deadline=2),
-        generate(6, on=1, version=0),
-        generate(7, on=1, version=0),
+        generate(6, on=0, version=0),
+        generate(7, on=0, version=0),
     ]
+
+
+def test_what_is_admitted_while_the_version_still_loads_is_spread_over_all_that_will_hold_it() -> None:
+    core = started(instances=2, slots=8, groups_per_step=4, max_staleness=2)  # W admits six groups of two
+    assert [len(i.residents) for i in core.state.instances.values()] == [6, 6]
+    lazy = Orchestration(tail_care=False)
+    core = started(instances=2, slots=8, groups_per_step=4, max_staleness=2, orchestration=lazy)
+    assert [len(i.residents) for i in core.state.instances.values()] == [8, 4]
 
 
 def test_siblings_share_an_instance_while_it_has_room() -> None:
@@ -122,7 +131,7 @@ def test_a_packing_that_slows_urgent_work_by_a_tenth_or_more_is_refused() -> Non
 
 
 def test_consolidation_can_be_switched_off() -> None:
-    assert packing(consolidate=False).tick(1.0) == []
+    assert packing(orchestration=Orchestration(consolidation=False)).tick(1.0) == []
 
 
 def test_the_version_with_more_instances_than_it_deserves_is_packed_not_the_oldest() -> None:
@@ -162,7 +171,7 @@ def test_no_more_instances_are_emptied_than_the_newest_version_deserves() -> Non
 
 def three_versions(*, refill: bool) -> Core:
     """Group 9 of version 0 on instance 0, groups 17 and 18 of version 1 on instance 1, version 2 served nowhere."""
-    core = two_versions(refill=refill)
+    core = two_versions(orchestration=Orchestration(refill=refill))
     core.answer(10)
     core.answer(11)
     core.pushed(1, 1)
@@ -280,9 +289,28 @@ def test_w_grows_after_a_step_for_which_the_trainer_waited_noticeably_and_shrink
 
 
 def test_w_stays_between_one_step_and_all_that_f_could_admit() -> None:
-    core = started(slots=64, groups_per_step=4, max_staleness=1, steps=100)
-    assert [trained_step(core, waited=1.0, trained=1.0) for _ in range(8)][-2:] == [8.0, 8.0]
-    assert [trained_step(core, waited=0.0, trained=1.0) for _ in range(60)][-2:] == [4.0, 4.0]
+    core = started(slots=64, groups_per_step=4, max_staleness=1, steps=200)
+    assert [trained_step(core, waited=1.0, trained=1.0) for _ in range(8)][-2:] == [16.0, 16.0]
+    assert [trained_step(core, waited=0.0, trained=1.0) for _ in range(120)][-2:] == [4.0, 4.0]
+
+
+def test_w_grows_the_faster_the_more_the_trainer_waited() -> None:
+    core = started(slots=64, groups_per_step=4, max_staleness=3)
+    assert trained_step(core, waited=0.25, trained=0.75) == pytest.approx(6 * 1.25)
+    assert trained_step(core, waited=0.9, trained=0.1) == pytest.approx(6 * 1.25 * 1.5)
+
+
+def test_ranks_that_wait_for_the_fullest_of_too_few_groups_count_as_waiting() -> None:
+    core = started(slots=64, groups_per_step=4, max_staleness=3, num_ranks=4, micro_batch_tokens=1000)
+    assert trained_step(core, waited=0.0, trained=1.0) > 6  # a group of two gives two of four ranks nothing
+    full = started(slots=64, groups_per_step=4, max_staleness=3, num_ranks=4, micro_batch_tokens=1)
+    assert trained_step(full, waited=0.0, trained=1.0) < 6  # the same, but more groups would not have helped
+
+
+def test_without_the_adaptive_window_f_alone_bounds_admission() -> None:
+    without = Orchestration(adaptive_window=False)
+    core = started(slots=64, groups_per_step=4, max_staleness=3, orchestration=without)
+    assert len(core.of(cmd.AdmitGroup)) == 16
 
 
 def test_w_does_not_bind_a_batched_strategy() -> None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from dora.core import events as ev
+from dora.core.orchestration import SWITCHES, Orchestration
 from dora.core.strategies import Settings, rules_of
 from tests.core.outside import Outside
 
@@ -35,8 +36,9 @@ _JOBS = st.builds(
     micro_batch_tokens=st.sampled_from([16, 64]),
     filter_zero_variance=st.booleans(),
     max_top_up=st.sampled_from([0.5, 10.0]),
-    consolidate=st.sampled_from([True, True, True, False]),
-    refill=st.booleans(),
+    orchestration=st.builds(
+        Orchestration, refill=st.booleans(), **{name: st.sampled_from([True, True, True, False]) for name in SWITCHES}
+    ),
     watchdog_s=st.just(30.0),
     no_progress_s=st.just(1e9),
     max_attempts=st.integers(1, 3),

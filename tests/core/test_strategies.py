@@ -85,18 +85,20 @@ def test_with_k_0_nothing_is_admitted_between_a_full_batch_and_the_next_publicat
     core.answer(0)
     core.answer(1)
     assert core.train(0) == [cmd.ForgetGroups((GroupId(0), GroupId(1)))]
-    assert core.publish(1) == [  # both at once; instance 1 was idle first
-        push(1, version=1, attempt=2),
+    assert core.publish(1) == [  # both at once
         push(0, version=1, attempt=2),
+        push(1, version=1, attempt=2),
         cmd.ReleaseVersion(0),
     ]
     assert core.pushed(0, 1) == [
         admit(2, version=1, deadline=1),
         generate(4, on=0, version=1),
         generate(5, on=0, version=1),
+    ]
+    assert core.pushed(1, 1) == [
         admit(3, version=1, deadline=1),
-        generate(6, on=0, version=1),
-        generate(7, on=0, version=1),
+        generate(6, on=1, version=1),
+        generate(7, on=1, version=1),
     ]
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from dora.core import commands as cmd
 from dora.core.groups import GroupPhase
+from dora.core.orchestration import SWITCHES, Orchestration
 from tests.core.world import Faults, World, replay, settings
 
 _ROOT = Path(__file__).parents[2]
@@ -49,8 +50,7 @@ def world(seed: int) -> World:
         micro_batch_tokens=r.choice([32, 256]),
         filter_zero_variance=r.random() < 0.8,
         max_top_up=r.choice([1.0, 10.0]),
-        consolidate=r.random() < 0.8,
-        refill=r.random() < 0.3,
+        orchestration=Orchestration(refill=r.random() < 0.3, **{name: r.random() < 0.8 for name in SWITCHES}),
         max_parallel_pushes=r.randint(1, 4),
         eval_prompt_tokens=(3,) * r.choice([0, 0, 1, 6]),
         eval_every=r.randint(0, 2),

@@ -241,8 +241,10 @@ class World:
 
     # -- the fleet and its faults -------------------------------------------------------------------------------------
 
-    def _up(self, i: int) -> Callable[[], ev.Event]:
-        def up() -> ev.Event:
+    def _up(self, i: int) -> Callable[[], ev.Event | None]:
+        def up() -> ev.Event | None:
+            if i in self.alive:
+                return None  # a restarted controller was faster
             self.incarnation[i] += 1
             self.alive.add(i)
             return ev.InstanceUp(self.now, InstanceId(i), self.incarnation[i], self.slots, self.kv_tokens)

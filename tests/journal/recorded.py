@@ -24,7 +24,7 @@ E = TypeVar("E", bound=Event)
 C = TypeVar("C", bound=Command)
 
 
-def full_run(seed: int = 3) -> World:
+def full_run(seed: int = 20) -> World:
     """A run in which everything happens: migration, losses, filters, late completions, evaluation."""
     return run(
         seed=seed,

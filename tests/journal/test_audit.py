@@ -175,7 +175,7 @@ def test_a_request_on_an_instance_without_a_confirmed_push_is_named(entries: Ent
 def test_a_request_on_an_instance_of_another_version_is_named(entries: Entries, found: Found) -> None:
     at, order = first_command(entries, cmd.Generate, lambda c: c.version == 3)
     holds = {e.instance: e.version for e, _ in entries[: at[0]] if isinstance(e, ev.WeightPushFinished)}
-    other = next(instance for instance, version in holds.items() if version != 3)
+    other = next(instance for instance, version in holds.items() if version != 3 and instance != order.instance)
     messages = found(with_command(entries, at, instance=other))
     assert f"goes to instance {other}" in messages[f"C1 serving: trajectory {order.trajectory}"]
 
