@@ -7,6 +7,7 @@ token counts are what the token store really holds. Called by `run`.
 from __future__ import annotations
 
 import json
+from array import array
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -75,8 +76,8 @@ def restore(
         record.reward = trajectory.reward
         answer = stored.answers.get(id)
         if answer is not None:
-            record.tokens = answer.tokens.tolist()
-            record.logprobs = answer.logprobs.tolist()
+            record.tokens = array("i", answer.tokens.tobytes())
+            record.logprobs = array("f", answer.logprobs.tobytes())
             record.length_capped = record.tokens[-1] not in inputs.tokenizer.eos_ids
     counts = {id: len(trajectories.records[id].tokens) for id in state.trajectories}
     return Resumed(state, ControllerRestarted(at, epoch, counts), latest_checkpoint(folder.checkpoints))

@@ -10,6 +10,7 @@ import asyncio
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from dora.controller.evaluations import Evaluations
 from dora.controller.fleet import Fleet
@@ -95,9 +96,7 @@ async def generate(order: cmd.Generate, *, io: Io) -> ev.Event:
         extra_key=io.label(order.version),
     )
     try:
-        result = await io.client.generate(
-            url, request, lambda tokens, logprobs: io.trajectories.append(trajectory, attempt, tokens, logprobs)
-        )
+        result = await io.client.generate(url, request, partial(io.trajectories.append, trajectory, attempt))
     except ServerGone as err:
         return _failed(order, record, io=io, server_gone=True, reason=str(err))
     except (RequestRefused, ProtocolError) as err:
@@ -138,7 +137,7 @@ async def grade(order: cmd.GradeTrajectory, *, io: Io) -> ev.Event:
     prompt = record.prompt
     request = GradeRequest(
         prompt=prompt.text,
-        response=io.tokenizer.decode(record.tokens),
+        response=io.tokenizer.decode(record.tokens.tolist()),
         answer=prompt.answer,
         metadata=prompt.metadata,
     )

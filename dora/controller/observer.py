@@ -163,7 +163,7 @@ class RunObserver:
                 reward=trajectory.reward,
                 length_capped=record.length_capped,
                 prompt=record.prompt.text,
-                text=self._tokenizer.decode(record.tokens),
+                text=self._tokenizer.decode(record.tokens.tolist()),
                 prompt_tokens=record.prompt.tokens,
                 tokens=tuple(record.tokens),
                 logprobs=tuple(record.logprobs),

@@ -7,6 +7,7 @@ effects and the controller loop.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
@@ -29,8 +30,8 @@ class Record:
 
     def __init__(self, prompt: Prompt) -> None:
         self.prompt = prompt
-        self.tokens: list[int] = []  #: sampled so far
-        self.logprobs: list[float] = []  #: behavior log-probs, one per token
+        self.tokens = array("i")  #: sampled so far
+        self.logprobs = array("f")  #: behavior log-probs, one per token
         self.attempt = -1  #: the attempt that may append
         self.reward: float | None = None
         self.length_capped = False

@@ -1,4 +1,4 @@
-"""The client of every inference server of a run: one aiohttp session, SGLang's HTTP protocol.
+"""The client of every inference server of a run: SGLang's HTTP protocol, an aiohttp session but for the streams.
 
 Tokens are handed on as they arrive, so that a lost server costs no token already streamed. A stream has no read
 time-out (a paused server is silent but alive; the controller's watchdog ends a stuck one); every other call has a
@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import math
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
@@ -31,10 +31,10 @@ from dora.engine.answers import (
     without_secrets,
 )
 from dora.engine.errors import RequestRefused, ServerGone
-from dora.engine.stream import GenerateResult, StreamParser, refusal
+from dora.engine.post import Post, open_post
+from dora.engine.stream import GenerateResult, OnTokens, StreamParser, refusal
 from dora.errors import ConfigError, ProtocolError, RemoteError
 
-OnTokens = Callable[[Sequence[int], Sequence[float]], None]
 PauseMode = Literal["in_place", "retract"]  # `abort` would destroy requests: never sent
 
 CONTROL_ATTEMPTS: Final = 3
@@ -123,11 +123,14 @@ class EngineClient:
         self._streams = asyncio.Semaphore(max_connections)
         self._unanswered: set[str] = set()  # urls of servers that may still be at an update that was given up
         self._paused: set[str] = set()  # urls of servers that this client has paused and not told to continue
+        self._connect_timeout_s = connect_timeout_s
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._posts: set[Post] = set()  # open streams, at most `max_connections`
         self._session = aiohttp.ClientSession(
             # A kept-alive connection that its server closes just now looks like a dead server: open one per call.
             connector=aiohttp.TCPConnector(limit=0, force_close=True),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=connect_timeout_s),
-            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
+            headers=self._headers,
             cookie_jar=aiohttp.DummyCookieJar(),
         )
 
@@ -139,6 +142,8 @@ class EngineClient:
 
     async def close(self) -> None:
         """Ends all connections; servers then drop the requests of open streams."""
+        for post in self._posts:
+            post.abort()
         await self._session.close()
 
     async def generate(self, url: str, request: GenerateRequest, on_tokens: OnTokens) -> GenerateResult:
@@ -147,29 +152,26 @@ class EngineClient:
         Whatever is raised, the tokens handed on are good and the request can be resumed from them.
         """
         self._check(request)
-        parser = StreamParser(url)
-        try:
-            async with (
-                self._streams,
-                self._session.post(
-                    _join(url, protocol.GENERATE),
-                    data=request.body(),
-                    headers={"Content-Type": "application/json"},
-                    allow_redirects=False,
-                ) as response,
-            ):
-                if response.status != 200:
-                    raise refusal(response.status, await response.read(), source=url)
-                if response.content_type != "text/event-stream":
-                    raise ProtocolError(f"{url}: /generate answered {response.content_type} in place of a stream")
-                async for data in response.content.iter_any():
-                    for chunk in parser.feed(data):
-                        if chunk.token_ids:
-                            on_tokens(chunk.token_ids, chunk.logprobs)
-        except aiohttp.ClientPayloadError:
-            pass  # a body cut short: `close` says whether the last chunk was there
-        except (aiohttp.ClientError, ConnectionError) as err:
-            raise _remote_error(url, err) from err
+        parser = StreamParser(url, on_tokens)
+        async with self._streams:
+            post = await open_post(
+                url,
+                protocol.GENERATE,
+                body=request.body(),
+                headers=self._headers,
+                on_events=parser.feed,
+                timeout_s=self._connect_timeout_s,
+            )
+            self._posts.add(post)
+            try:
+                await post.ended
+            finally:
+                post.abort()
+                self._posts.discard(post)
+        if post.status != 200:
+            raise refusal(post.status, bytes(post.error), source=url)
+        if not post.is_stream:
+            raise ProtocolError(f"{url}: /generate answered {post.content_type} in place of a stream")
         result = parser.close()
         if result.finish_reason == "length" and result.num_tokens < request.max_new_tokens:
             raise ProtocolError(

@@ -9,10 +9,12 @@ back at a resume and by the audit.
 from __future__ import annotations
 
 import struct
+import sys
+from array import array
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -54,7 +56,14 @@ class TokenWriter(FrameWriter):
         kind = _CHUNK if loss_mask is None else _MASKED_CHUNK
         mask = b"" if loss_mask is None else np.asarray(loss_mask, _MASK).tobytes()
         head = _HEAD.pack(kind, trajectory, attempt, len(tokens))
-        self.write(head + np.asarray(tokens, _TOKENS).tobytes() + np.asarray(logprobs, _LOGPROBS).tobytes() + mask)
+        self.write(head + _bytes(tokens, _TOKENS) + _bytes(logprobs, _LOGPROBS) + mask)
+
+
+def _bytes(values: Sequence[float], dtype: np.dtype[Any]) -> bytes:
+    """Little-endian; an array of that type already, as it comes from a stream, is not converted again."""
+    if type(values) is array and sys.byteorder == "little" and values.typecode == dtype.char:
+        return values.tobytes()
+    return np.asarray(values, dtype).tobytes()
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,8 +34,8 @@ def record(trajectory: int, num_tokens: int) -> Record:
     """Prompt tokens are 100 + group, answer tokens the trajectory's number, log-probs fall by a tenth each."""
     number = trajectory // G
     made = Record(Prompt(number, "made up", "", (100 + number,) * (number + 1), "", {}))
-    made.tokens = [trajectory] * num_tokens
-    made.logprobs = [-(i + 1) / 10 for i in range(num_tokens)]
+    made.tokens.extend([trajectory] * num_tokens)
+    made.logprobs.extend(-(i + 1) / 10 for i in range(num_tokens))
     return made
 
 

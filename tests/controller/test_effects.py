@@ -98,8 +98,8 @@ async def test_an_answer_is_streamed_into_its_record_and_finished(io: Io, server
     server.streams(chunk(*ANSWER), chunk(*ANSWER, eos(io), finish="stop"), b"data: [DONE]\n\n")
     event = await effects.generate(order(), io=io)
     assert event == ev.GenerationFinished(1.0, TrajectoryId(0), 1, 4, False, ((4, 0, 4),))
-    assert record(io).tokens == [*ANSWER, eos(io)]
-    assert record(io).logprobs == [-0.5] * 4
+    assert record(io).tokens.tolist() == [*ANSWER, eos(io)]
+    assert record(io).logprobs.tolist() == [-0.5] * 4
     assert not record(io).length_capped
 
 
@@ -125,7 +125,7 @@ async def test_a_resumed_request_goes_on_from_exactly_the_tokens_kept(io: Io, se
     assert second["input_ids"] == [3, 4, 5, *ANSWER]
     assert second["sampling_params"]["max_new_tokens"] == MAX_NEW_TOKENS - 3
     assert second["sampling_params"]["sampling_seed"] != first["sampling_params"]["sampling_seed"]
-    assert record(io).tokens == [*ANSWER, 13, eos(io)]
+    assert record(io).tokens.tolist() == [*ANSWER, 13, eos(io)]
 
 
 async def test_seeds_differ_between_siblings_and_are_the_same_in_every_process(io: Io) -> None:
@@ -155,7 +155,7 @@ async def test_a_stopped_request_keeps_its_tokens(io: Io, server: ScriptedServer
     server.streams(chunk(*ANSWER, finish="abort"))
     event = await effects.generate(order(), io=io)
     assert event == ev.GenerationStopped(1.0, TrajectoryId(0), 1, 3, ((4, 0, 3),))
-    assert record(io).tokens == [*ANSWER]
+    assert record(io).tokens.tolist() == [*ANSWER]
 
 
 async def test_a_request_stopped_before_its_first_token_is_no_answer(io: Io, server: ScriptedServer) -> None:
@@ -218,7 +218,7 @@ async def test_a_sample_of_an_evaluation_is_drawn_at_its_sets_temperature(io: Io
 
 async def test_an_answer_is_graded_by_its_text_and_a_failure_is_no_reward(io: Io) -> None:
     rewards = [RewardConfig(kind="regex", pattern=r"(\d\d)$")]
-    record(io).tokens = [*io.tokenizer.encode("03"), eos(io)]
+    record(io).tokens.extend([*io.tokenizer.encode("03"), eos(io)])
     grade = cmd.GradeTrajectory(TrajectoryId(0), 2)
     async with GraderPool(rewards, graders=1, timeout_s=20, memory_mb=2048, field="task.rewards") as pool:
         io = replace(io, graders=pool)

@@ -415,6 +415,16 @@ def _hang(until: asyncio.Event) -> Any:
     return answer
 
 
+async def test_a_client_that_is_closed_ends_its_streams(server: ScriptedServer) -> None:
+    tokens = Tokens()
+    server.streams(FIRST, asyncio.Event())
+    async with EngineClient(max_connections=1) as client:
+        generation = asyncio.create_task(client.generate(server.url, REQUEST, tokens))
+        await tokens.arrived.wait()
+    with pytest.raises(ServerGone, match="the stream broke off after 1 tokens"):
+        await generation
+
+
 async def test_a_bucket_is_not_sent_to_a_server_outside_its_group(server: ScriptedServer, client: EngineClient) -> None:
     """SGLang's scheduler would die of it."""
     server.says("/init_weights_update_group", {"success": True, "message": ""})

@@ -59,12 +59,11 @@ async def client() -> AsyncIterator[EngineClient]:
 
 
 def read(text: str, *, split: int) -> tuple[list[int], list[float], GenerateResult]:
-    parser, token_ids, logprobs = StreamParser("http://server"), list[int](), list[float]()
+    token_ids, logprobs = list[int](), list[float]()
+    parser = StreamParser("http://server", lambda ids, values: (token_ids.extend(ids), logprobs.extend(values)))
     data = text.encode()
     for piece in (data[:split], data[split:]):
-        for chunk in parser.feed(piece):
-            token_ids += chunk.token_ids
-            logprobs += chunk.logprobs
+        parser.feed(piece)
     return token_ids, logprobs, parser.close()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -26,14 +27,16 @@ class Received:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
 
+    def take(self, token_ids: Sequence[int], logprobs: Sequence[float]) -> None:
+        self.token_ids += token_ids
+        self.logprobs += logprobs
+
 
 def read(*pieces: bytes, into: Received | None = None) -> tuple[Received, GenerateResult]:
     received = Received() if into is None else into
-    parser = StreamParser("http://server")
+    parser = StreamParser("http://server", received.take)
     for piece in pieces:
-        for chunk in parser.feed(piece):
-            received.token_ids += chunk.token_ids
-            received.logprobs += chunk.logprobs
+        parser.feed(piece)
     return received, parser.close()
 
 
@@ -192,6 +195,7 @@ def test_spans_count_more_than_the_label_of_the_end() -> None:
         pytest.param(chunk([1], total=1, finish={"type": "length"}, weight_versions=[span(2)]), id="spans too long"),
         pytest.param(chunk([1], total=1, finish={"type": "gave up"}), id="unknown finish reason"),
         pytest.param(event({"status": "ok"}), id="neither tokens nor error"),
+        pytest.param(chunk([2**31], total=1), id="an id beyond 32 bits"),
         pytest.param(b"data: {half\n\n", id="broken JSON"),
         pytest.param(b"data: \xff\n\n", id="not text"),
     ],
