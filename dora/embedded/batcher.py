@@ -16,17 +16,13 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from dora.embedded.generation import ABORTED, ABORTED_WAITING, NOT_FINITE, QUEUE_FULL, Generation
-from dora.embedded.metrics import EngineMetrics
-
-Result = TypeVar("Result")
+from dora.embedded.scheduler import Model, Scheduler
 
 PUBLISH_S_PER_ROW = 0.002
 MIN_PUBLISH_S = 0.04
@@ -56,26 +52,13 @@ class Joined:
     prompt_logprobs: list[float | None] | None
 
 
-class Decoder(Protocol):
+class Decoder(Model, Protocol):
     """Rows of running requests. New rows are appended, in the order in which `join` lists them; a row that leaves is
     replaced by the last one. Tokens come from `step` alone."""
-
-    context_tokens: int
-    vocab_size: int
-    eos_token_ids: frozenset[int]
-    model_type: str
-    architectures: list[str]
-
-    @property
-    def cached_tokens(self) -> int: ...  # held by the prefix cache
 
     def join(self, joiners: Sequence[Joiner]) -> list[Joined]: ...  # prefills what is not cached
     def step(self) -> tuple[list[int], list[float]]: ...  # one token and log-prob per row
     def leave(self, row: int) -> None: ...
-    def load(self, folder: Path) -> None: ...  # FileNotFoundError: nothing changed; ConfigError: weights are undefined
-    def put(self, tensors: Iterable[tuple[str, Any]]) -> None: ...  # by name; ConfigError: weights are undefined
-    def checksums(self) -> dict[str, str]: ...  # of the weights, by name
-    def flush(self) -> None: ...  # forgets cached prefixes
 
 
 def waves(generations: Sequence[Generation]) -> list[list[Generation]]:
@@ -99,133 +82,26 @@ def waves(generations: Sequence[Generation]) -> list[list[Generation]]:
     return [*result, followers] if followers else result
 
 
-class Batcher:
-    def __init__(
-        self,
-        decoder: Decoder,
-        *,
-        slots: int,
-        kv_tokens: int,
-        weight_version: str,
-        max_queued_requests: int | None,
-        metrics: EngineMetrics,
-    ) -> None:
+class Batcher(Scheduler):
+    def __init__(self, decoder: Decoder, **given: Any) -> None:
+        """`given`: as for `Scheduler`."""
+        super().__init__(decoder, **given)
         self.decoder = decoder
-        self.slots, self.kv_tokens, self.max_queued_requests = slots, kv_tokens, max_queued_requests
-        self.weight_version = weight_version
-        self.metrics = metrics
-        self.live: dict[str, Generation] = {}
-        self.waiting: deque[Generation] = deque()
-        self.rows: list[Generation] = []
-        self.used_tokens = 0
-        self.holding = False  # paused: controls run, the model does not
-        self._output_at = 0.0  # monotonic, of the last step
-        self._stepped = asyncio.Event()  # set after every burst
-        self._finished: list[Generation] = []  # not yet published
-        self._aborting: set[str] = set()  # live rids to end at the next chance
-        self._orders: deque[tuple[Callable[[], object], bool, asyncio.Future[object]]] = deque()
-        self._wake = asyncio.Event()
-        self._empty = asyncio.Event()  # set whenever the last live request ends
-        self._floor_wanted = False  # ends the burst in progress
         self._published_at = 0.0
         self._admissions = 0
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="decoder")
-
-    # --- called from the event loop, at any time
-
-    def submit(self, generation: Generation) -> None:
-        generation.queued_at = time.time()
-        generation.relabel(self.weight_version)
-        if self._queue_is_full():
-            generation.finish_reason, generation.done = QUEUE_FULL, True
-            generation.finished_at = time.time()
-            generation.news.set()
-            return
-        self.live[generation.rid] = generation
-        self.waiting.append(generation)
-        self._want_floor()
-
-    def abort(self, rid: str) -> None:
-        """Ends `rid` and, as SGLang does, every live rid that starts with it; nothing if exactly `rid` is not live."""
-        if rid in self.live:
-            self._aborting.update(other for other in self.live if other.startswith(rid))
-            self._want_floor()
-
-    def abort_only(self, rid: str) -> None:
-        """Ends `rid`, whose client is gone, and no other."""
-        if rid in self.live:
-            self._aborting.add(rid)
-            self._want_floor()
-
-    async def emptied(self, *, timeout_s: float) -> bool:
-        """Waits until nothing is live; unblocked by the end of the last request. False after `timeout_s`."""
-        self._empty.clear()
-        if not self.live:
-            return True
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._empty.wait()
-        except TimeoutError:
-            return False
-        return True
-
-    async def output_since(self, begun: float, *, timeout_s: float) -> bool:
-        """Waits for a step that ended after `begun` (monotonic); unblocked by any burst. False after `timeout_s`."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                while self._output_at <= begun:
-                    self._stepped.clear()
-                    await self._stepped.wait()
-        except TimeoutError:
-            return False
-        return True
-
-    def abort_all(self) -> None:
-        self._aborting.update(self.live)
-        self._want_floor()
-
-    async def between_steps(self, order: Callable[[], Result], *, on_thread: bool = False) -> Result:
-        """Runs `order` while no step runs, after all earlier orders; unblocked by the end of the burst in progress."""
-        future: asyncio.Future[object] = asyncio.get_running_loop().create_future()
-        self._orders.append((order, on_thread, future))
-        self._want_floor()
-        return await future  # type: ignore[return-value]  # the loop sets what `order` returned
-
-    def _want_floor(self) -> None:
-        self._floor_wanted = True
-        self._wake.set()
 
     def close(self) -> None:
         """Ends the decoder thread after the burst in progress, if any."""
         self._floor_wanted = True
         self._thread.shutdown()
 
-    # --- orders: run them through `between_steps`
-
-    def relabel(self, version: str) -> None:
-        self.weight_version = version
-        for generation in self.live.values():
-            generation.relabel(version)
-
     def hold(self, *, retract: bool) -> None:
-        """No step until `release`. With `retract` every running request goes back to the head of the queue."""
         self.holding = True
         if not retract:
             return
         for place, generation in enumerate(sorted(self.rows, key=lambda g: g.order)):
             self._retract(generation, place=place)
-
-    def release(self) -> None:
-        self.holding = False
-        self._wake.set()
-
-    def flush(self, *, over_queue: bool = False) -> bool:
-        """Empties the prefix cache; refused while a request is resident. A held server may flush over its queue."""
-        resident = self.rows if over_queue and self.holding else self.live
-        if resident:
-            return False
-        self.decoder.flush()
-        return True
 
     # --- the loop
 
@@ -247,18 +123,8 @@ class Batcher:
         self._publish()
         return not self.holding and bool(self.rows or self.waiting)
 
-    async def _run_orders(self) -> None:
-        while self._orders:
-            order, on_thread, future = self._orders.popleft()
-            try:
-                loop = asyncio.get_running_loop()
-                result = await loop.run_in_executor(self._thread, order) if on_thread else order()
-            except Exception as err:  # noqa: BLE001  belongs to the caller, who awaits the future
-                if not future.cancelled():
-                    future.set_exception(err)
-            else:
-                if not future.cancelled():
-                    future.set_result(result)
+    async def _run_on_thread(self, order: Callable[[], object]) -> object:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, order)
 
     def _apply_aborts(self) -> None:
         """Waiting requests end at once, running ones at the next step, which a pause in place holds back."""
@@ -275,15 +141,8 @@ class Batcher:
 
     def _publish(self) -> None:
         """Lets handlers see finished requests now and everybody's tokens when they are due."""
-        for generation in self._finished:
-            del self.live[generation.rid]
-            self._aborting.discard(generation.rid)
-            generation.published, generation.done = len(generation.output_ids), True
-            generation.news.set()
-            self.metrics.finished(generation)
-        self._finished.clear()
+        self._publish_finished()
         if not self.live:
-            self._empty.set()
             self._published_at = 0.0
         if time.monotonic() >= self._due_at():
             self._published_at = time.monotonic()
@@ -366,10 +225,6 @@ class Batcher:
 
     # --- one row
 
-    def _finish(self, generation: Generation, reason: dict[str, object]) -> None:
-        generation.finish_reason, generation.finished_at = reason, time.time()
-        self._finished.append(generation)
-
     def _leave(self, row: int) -> None:
         generation = self.rows[row]
         self.used_tokens -= len(generation.prompt_ids) + len(generation.output_ids)
@@ -386,9 +241,6 @@ class Batcher:
             self._finish(generation, QUEUE_FULL)
         else:
             self.waiting.insert(place, generation)
-
-    def _queue_is_full(self) -> bool:
-        return self.max_queued_requests is not None and len(self.waiting) >= self.max_queued_requests
 
 
 def _joiner(generation: Generation) -> Joiner:

@@ -13,10 +13,10 @@ import msgspec
 from aiohttp import web
 
 from dora.embedded import receiver, updates
-from dora.embedded.batcher import Batcher
 from dora.embedded.dialect import Dialect
 from dora.embedded.engine import ENGINE, Handler, error_body, read_body
 from dora.embedded.generation import Generation, Sampling
+from dora.embedded.scheduler import Scheduler
 from dora.engine import protocol
 
 HEALTH_LIMIT_S = 20.0
@@ -64,7 +64,7 @@ async def continue_generation(request: web.Request) -> web.Response:
     return web.json_response({"message": "Generation continued successfully.", "status": "ok"})
 
 
-async def _end_all(batcher: Batcher) -> None:
+async def _end_all(batcher: Scheduler) -> None:
     """Aborts until nothing is live. No limit: an abort needs one step at most, and the client has a deadline."""
     while batcher.live:
         batcher.abort_all()
@@ -101,7 +101,7 @@ async def ready(request: web.Request) -> web.Response:
 
 async def model_info(request: web.Request) -> web.Response:
     engine = request.app[ENGINE]
-    decoder = engine.batcher.decoder
+    model = engine.batcher.model
     return web.json_response(
         {
             "model_path": engine.model_path,
@@ -115,8 +115,8 @@ async def model_info(request: web.Request) -> web.Response:
             "tool_call_parser": None,
             "has_image_understanding": False,
             "has_audio_understanding": False,
-            "model_type": decoder.model_type,
-            "architectures": decoder.architectures,
+            "model_type": model.model_type,
+            "architectures": model.architectures,
         }
     )
 
@@ -151,7 +151,7 @@ async def server_info(request: web.Request) -> web.Response:
     )
 
 
-def _gauges(batcher: Batcher) -> dict[str, float]:
+def _gauges(batcher: Scheduler) -> dict[str, float]:
     metrics, used = batcher.metrics, batcher.used_tokens
     hit_rate = metrics.cached_tokens / metrics.prompt_tokens if metrics.prompt_tokens else 0.0
     return {
@@ -164,11 +164,11 @@ def _gauges(batcher: Batcher) -> dict[str, float]:
         "token_usage": round(used / batcher.kv_tokens, 4),
         "kv_used_tokens": used,
         "kv_available_tokens": batcher.kv_tokens - used,
-        "kv_evictable_tokens": batcher.decoder.cached_tokens,
+        "kv_evictable_tokens": batcher.model.cached_tokens,
         "gen_throughput": metrics.gen_throughput(),
         "cache_hit_rate": round(hit_rate, 4),
         "utilization": round(len(batcher.rows) / batcher.slots, 4),
-        "context_len": batcher.decoder.context_tokens,
+        "context_len": batcher.model.context_tokens,
     }
 
 

@@ -15,10 +15,10 @@ from typing import Any, TypeVar
 import msgspec
 from aiohttp import web
 
-from dora.embedded.batcher import Batcher
 from dora.embedded.dialect import Dialect
 from dora.embedded.gate import Gate
 from dora.embedded.requests import Limits
+from dora.embedded.scheduler import Scheduler
 from dora.embedded.text import Tokenizer
 
 Body = TypeVar("Body", bound=msgspec.Struct)
@@ -29,7 +29,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 class Engine:
     """What the routes share."""
 
-    batcher: Batcher
+    batcher: Scheduler
     gate: Gate
     limits: Limits
     dialect: Dialect

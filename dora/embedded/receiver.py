@@ -90,7 +90,7 @@ async def weights_checker(request: web.Request) -> web.Response:
     engine, body = request.app[ENGINE], await read_body(request, _Check)
     if body.action != "checksum":
         return _answer(f"Unsupported action={body.action!r}", success=False)
-    checksums = await engine.batcher.between_steps(engine.batcher.decoder.checksums, on_thread=True)
+    checksums = await engine.batcher.between_steps(engine.batcher.model.checksums, on_thread=True)
     overall = hashlib.sha256()
     for name in sorted(checksums):
         overall.update(name.encode() + checksums[name].encode())
@@ -141,7 +141,7 @@ def _receive(engine: Engine, body: _Receive) -> str | None:
     group = engine.groups[body.group_name]
     for work in [group.broadcast([tensor], options) for tensor in tensors]:
         work.wait()
-    engine.batcher.decoder.put(zip(body.names, tensors, strict=True))
+    engine.batcher.model.put(zip(body.names, tensors, strict=True))
     engine.batcher.metrics.weight_load_s = time.perf_counter() - begun
     return finish_update(engine, label=body.weight_version, flush=body.flush_cache)
 

@@ -15,7 +15,7 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +30,7 @@ from dora.embedded.gate import Gate
 from dora.embedded.generate import generate
 from dora.embedded.metrics import EngineMetrics
 from dora.embedded.requests import Limits
+from dora.embedded.scheduler import Scheduler
 from dora.embedded.text import Tokenizer
 from dora.engine import protocol
 from dora.errors import ConfigError
@@ -90,12 +91,27 @@ def _tokenizer(folder: Path) -> Tokenizer:
     return tokenizer
 
 
-@asynccontextmanager
-async def running(
+def running(
     options: ServeOptions, decoder: Decoder, tokenizer: Tokenizer | None
+) -> AbstractAsyncContextManager[tuple[Engine, str, asyncio.Task[None]]]:
+    """`listening` for a model."""
+    batcher = Batcher(
+        decoder,
+        slots=options.slots,
+        kv_tokens=options.kv_tokens,
+        weight_version=options.weight_version,
+        max_queued_requests=options.max_queued_requests,
+        metrics=EngineMetrics(),
+    )
+    return listening(options, batcher, tokenizer)
+
+
+@asynccontextmanager
+async def listening(
+    options: ServeOptions, batcher: Scheduler, tokenizer: Tokenizer | None
 ) -> AsyncIterator[tuple[Engine, str, asyncio.Task[None]]]:
     """A listening engine: what its routes share, its URL, and its batcher's task, which ends only by an error."""
-    engine = _engine(options, decoder, tokenizer)
+    engine = _engine(options, batcher, tokenizer)
     runner = web.AppRunner(build_app(engine), access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
     await runner.setup()
     batching = asyncio.create_task(engine.batcher.run(), name="batcher")
@@ -131,21 +147,13 @@ async def serve(options: ServeOptions, decoder: Decoder, tokenizer: Tokenizer | 
         await engine.batcher.emptied(timeout_s=DRAIN_LIMIT_S)
 
 
-def _engine(options: ServeOptions, decoder: Decoder, tokenizer: Tokenizer | None) -> Engine:
-    batcher = Batcher(
-        decoder,
-        slots=options.slots,
-        kv_tokens=options.kv_tokens,
-        weight_version=options.weight_version,
-        max_queued_requests=options.max_queued_requests,
-        metrics=EngineMetrics(),
-    )
+def _engine(options: ServeOptions, batcher: Scheduler, tokenizer: Tokenizer | None) -> Engine:
     drawn = itertools.count()
     limits = Limits(
-        context_tokens=decoder.context_tokens,
+        context_tokens=batcher.model.context_tokens,
         kv_tokens=options.kv_tokens,
-        vocab_size=decoder.vocab_size,
-        eos_token_ids=decoder.eos_token_ids,
+        vocab_size=batcher.model.vocab_size,
+        eos_token_ids=batcher.model.eos_token_ids,
         draw_seed=lambda: (options.seed << 32) + next(drawn),
         encode=tokenizer.encode if tokenizer is not None else None,
     )

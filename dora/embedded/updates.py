@@ -56,7 +56,7 @@ def _load(engine: Engine, body: _Update) -> str | None:
     """Runs between steps on the decoder thread. A text if the update did not succeed; death if it went half-way."""
     batcher, begun = engine.batcher, time.perf_counter()
     try:
-        batcher.decoder.load(Path(body.model_path))
+        batcher.model.load(Path(body.model_path))
     except FileNotFoundError as err:
         return f"Failed to get weights iterator: {err}."
     except (ConfigError, OSError, RuntimeError, ValueError) as err:

@@ -7,7 +7,8 @@ chunk mixing); siblings that are resident share the prompt's KV. When the next s
 is evicted; it waits, first in line, and is prefilled again with all its tokens.
 
 Invariant: `used` is the KV of running requests, prompts shared by siblings counted once, and never above `kv_tokens`
-while more than one request runs. Called by world.py, which asks `next_at()` when something will happen by itself.
+while more than one request runs. Called by world.py and the paced engine, which ask `next_at()` when something will
+happen by itself.
 """
 
 from __future__ import annotations
@@ -138,6 +139,10 @@ class Instance:
         if not self.num_running:
             return math.inf
         return self.anchor + self._duration(self._steps_ahead())
+
+    def after(self, steps: int) -> float:
+        """When so many more steps are done, if the batch stays as it is; infinity if nothing runs."""
+        return self.anchor + self._duration(steps) if self.num_running else math.inf
 
     def reach(self, now: float) -> None:
         """Do all steps that are over at `now`."""

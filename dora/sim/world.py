@@ -29,6 +29,7 @@ from dora.core.state import ControllerState
 from dora.errors import InvariantViolation, RunFailed
 from dora.sim.instance import Instance, Request
 from dora.sim.measure import Measure
+from dora.sim.trainer import TrainerTime
 from dora.sim.workload import Workload
 
 #: Events between two full recounts of the state.
@@ -72,9 +73,8 @@ class World:
         self._tags: dict[GroupId, int] = {}  # version of each admitted group that has not left
         self._produced: dict[TrajectoryId, int] = {}  # tokens of interrupted answers
         self._graders = [0.0] * workload.grade.workers  # a heap: when each is free
+        self._trainer = TrainerTime(workload)
         self._trainer_free = 0.0
-        self._answers_seen = 0  # of the step at hand
-        self._updates_done = 0
         self._pressed: set[InstanceId] = set()
         self._evictions = [0] * len(self.instances)  # of each, when it last reported
 
@@ -303,27 +303,20 @@ class World:
     # -- the trainer ------------------------------------------------------------------------------------------------
 
     def _on_train_micro_batch(self, order: cmd.TrainMicroBatch) -> None:
-        """Ranks work in lockstep: the fullest one sets the pace, and updates come as their share of answers is done."""
-        workload, job = self.workload, self.workload.job
+        workload = self.workload
         loads = [sum(map(self._size, rank)) for rank in order.ranks]
-        self._answers_seen += sum(map(len, order.ranks))
-        due = self._answers_seen * workload.train.updates // (job.groups_per_step * job.group_size)
-        updates = (workload.train.updates if order.last else min(due, workload.train.updates)) - self._updates_done
-        self._updates_done += updates
+        time = self._trainer.wave(loads, num_answers=sum(map(len, order.ranks)), last=order.last)
         begin = max(self.now, self._trainer_free)
-        compute_s = max(loads) / workload.rank_tokens_s
-        self._trainer_free = begin + compute_s + updates * workload.train.update_s
-        balanced_s = sum(loads) / len(loads) / workload.rank_tokens_s
+        self._trainer_free = begin + time.compute_s + time.update_s
         self.measure.trained_wave(
             num_tokens=sum(loads),
             busy_s=self._trainer_free - begin,
-            unbalanced_s=compute_s - balanced_s,
+            unbalanced_s=time.compute_s - time.balanced_s,
         )
         delay = self._trainer_free - self.now
         update_s = workload.train.update_s if order.last else 0.0  # the last update ends the step, not the micro-batch
         self._at(delay - update_s, lambda: ev.MicroBatchTrained(self.now, order.step, order.index))
         if order.last:
-            self._answers_seen = self._updates_done = 0
             self._at(delay, partial(self._step_trained, order.step))
             self._at(delay + workload.publish_s, partial(self._publish, order.step + 1))
 

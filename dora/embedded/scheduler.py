@@ -1,0 +1,201 @@
+"""Requests of one engine between HTTP and whatever answers them: queue, aborts, orders, publication.
+
+Handlers submit generations, abort them and run control orders between steps; the engine's loop (`Batcher` over a model,
+`dora.paced` over a clock) takes them up while no step runs. Invariant: a generation is live from `submit` until its end
+is published, and handlers see tokens and ends only by that. Called by the HTTP handlers, at any time; methods under
+"orders" only through `between_steps`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from dora.embedded.generation import QUEUE_FULL, Generation
+from dora.embedded.metrics import EngineMetrics
+
+Result = TypeVar("Result")
+
+
+class Model(Protocol):
+    """What is served, as far as the control routes need to know and to change it."""
+
+    context_tokens: int
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+    model_type: str
+    architectures: list[str]
+
+    @property
+    def cached_tokens(self) -> int: ...  # held by the prefix cache
+
+    def load(self, folder: Path) -> None: ...  # FileNotFoundError: nothing changed; ConfigError: weights are undefined
+    def put(self, tensors: Iterable[tuple[str, Any]]) -> None: ...  # by name; ConfigError: weights are undefined
+    def checksums(self) -> dict[str, str]: ...  # of the weights, by name
+    def flush(self) -> None: ...  # forgets cached prefixes
+
+
+class Scheduler(ABC):
+    def __init__(
+        self,
+        model: Model,
+        *,
+        slots: int,
+        kv_tokens: int,
+        weight_version: str,
+        max_queued_requests: int | None,
+        metrics: EngineMetrics,
+    ) -> None:
+        self.model = model
+        self.slots, self.kv_tokens, self.max_queued_requests = slots, kv_tokens, max_queued_requests
+        self.weight_version = weight_version
+        self.metrics = metrics
+        self.live: dict[str, Generation] = {}
+        self.waiting: deque[Generation] = deque()
+        self.rows: list[Generation] = []  # running
+        self.used_tokens = 0
+        self.holding = False  # paused: controls run, the model does not
+        self._output_at = 0.0  # monotonic, of the last step
+        self._stepped = asyncio.Event()  # set whenever tokens were made
+        self._finished: list[Generation] = []  # not yet published
+        self._aborting: set[str] = set()  # live rids to end at the next chance
+        self._orders: deque[tuple[Callable[[], object], bool, asyncio.Future[object]]] = deque()
+        self._wake = asyncio.Event()
+        self._empty = asyncio.Event()  # set whenever the last live request ends
+        self._floor_wanted = False  # ends the burst in progress
+
+    # --- called from the event loop, at any time
+
+    def submit(self, generation: Generation) -> None:
+        generation.queued_at = time.time()
+        generation.relabel(self.weight_version)
+        if self._queue_is_full():
+            generation.finish_reason, generation.done = QUEUE_FULL, True
+            generation.finished_at = time.time()
+            generation.news.set()
+            return
+        self.live[generation.rid] = generation
+        self.waiting.append(generation)
+        self._want_floor()
+
+    def abort(self, rid: str) -> None:
+        """Ends `rid` and, as SGLang does, every live rid that starts with it; nothing if exactly `rid` is not live."""
+        if rid in self.live:
+            self._aborting.update(other for other in self.live if other.startswith(rid))
+            self._want_floor()
+
+    def abort_only(self, rid: str) -> None:
+        """Ends `rid`, whose client is gone, and no other."""
+        if rid in self.live:
+            self._aborting.add(rid)
+            self._want_floor()
+
+    async def emptied(self, *, timeout_s: float) -> bool:
+        """Waits until nothing is live; unblocked by the end of the last request. False after `timeout_s`."""
+        self._empty.clear()
+        if not self.live:
+            return True
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._empty.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    async def output_since(self, begun: float, *, timeout_s: float) -> bool:
+        """Waits for a step that ended after `begun` (monotonic); unblocked by any burst. False after `timeout_s`."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while self._output_at <= begun:
+                    self._stepped.clear()
+                    await self._stepped.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def abort_all(self) -> None:
+        self._aborting.update(self.live)
+        self._want_floor()
+
+    async def between_steps(self, order: Callable[[], Result], *, on_thread: bool = False) -> Result:
+        """Runs `order` while no step runs, after all earlier orders; unblocked by the end of the burst in progress."""
+        future: asyncio.Future[object] = asyncio.get_running_loop().create_future()
+        self._orders.append((order, on_thread, future))
+        self._want_floor()
+        return await future  # type: ignore[return-value]  # the loop sets what `order` returned
+
+    def _want_floor(self) -> None:
+        self._floor_wanted = True
+        self._wake.set()
+
+    @abstractmethod
+    async def run(self) -> None:
+        """The engine's loop; ends by an error alone."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Lets go of what the loop holds, once it was cancelled."""
+
+    # --- orders: run them through `between_steps`
+
+    def relabel(self, version: str) -> None:
+        self.weight_version = version
+        for generation in self.live.values():
+            generation.relabel(version)
+
+    @abstractmethod
+    def hold(self, *, retract: bool) -> None:
+        """No step until `release`. With `retract` every running request goes back to the head of the queue."""
+
+    def release(self) -> None:
+        self.holding = False
+        self._wake.set()
+
+    def flush(self, *, over_queue: bool = False) -> bool:
+        """Empties the prefix cache; refused while a request is resident. A held server may flush over its queue."""
+        resident = self.rows if over_queue and self.holding else self.live
+        if resident:
+            return False
+        self.model.flush()
+        return True
+
+    # --- for the loop
+
+    async def _run_orders(self) -> None:
+        while self._orders:
+            order, on_thread, future = self._orders.popleft()
+            try:
+                result = await self._run_on_thread(order) if on_thread else order()
+            except Exception as err:  # noqa: BLE001  belongs to the caller, who awaits the future
+                if not future.cancelled():
+                    future.set_exception(err)
+            else:
+                if not future.cancelled():
+                    future.set_result(result)
+
+    @abstractmethod
+    async def _run_on_thread(self, order: Callable[[], object]) -> object:
+        """An order that may take long, such as a load of weights."""
+
+    def _publish_finished(self) -> None:
+        for generation in self._finished:
+            del self.live[generation.rid]
+            self._aborting.discard(generation.rid)
+            generation.published, generation.done = len(generation.output_ids), True
+            generation.news.set()
+            self.metrics.finished(generation)
+        self._finished.clear()
+        if not self.live:
+            self._empty.set()
+
+    def _finish(self, generation: Generation, reason: dict[str, object]) -> None:
+        generation.finish_reason, generation.finished_at = reason, time.time()
+        self._finished.append(generation)
+
+    def _queue_is_full(self) -> bool:
+        return self.max_queued_requests is not None and len(self.waiting) >= self.max_queued_requests
