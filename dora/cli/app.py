@@ -233,6 +233,48 @@ def serve(
     )
 
 
+WorkloadPath = Annotated[Path, typer.Argument(metavar="WORKLOAD.toml", help="What is to be answered and trained.")]
+TimeScale = Annotated[float, typer.Option(min=1e-3, help="Seconds of the workload in one second of the wall clock.")]
+Seed = Annotated[int, typer.Option(help="Of the answers, as in `dora simulate`.")]
+
+
+@app.command()
+def pace(
+    workload: WorkloadPath,
+    time_scale: TimeScale = 10.0,
+    processes: Annotated[int, typer.Option(min=1, help="The servers share so many.")] = 4,
+    seed: Seed = 0,
+    folder: Annotated[Path, typer.Option(metavar="DIR", help="Where run folders are created.")] = Path("runs"),
+) -> None:
+    """Run a workload live: the real controller, HTTP and ZeroMQ; servers and trainer that only take their time."""
+    from dora.cli.pace import pace as command
+
+    command(workload, seed=seed, time_scale=time_scale, processes=processes, folder=folder)
+
+
+@app.command(hidden=True)
+def pace_servers(
+    workload: WorkloadPath,
+    model: Annotated[Path, typer.Option()],
+    first: Annotated[int, typer.Option()],
+    count: Annotated[int, typer.Option()],
+    time_scale: TimeScale,
+    seed: Seed,
+) -> None:
+    """A process of paced servers, started by `pace`."""
+    from dora.cli.pace import serve_paced as command
+
+    command(workload, model=model, first=first, count=count, seed=seed, time_scale=time_scale)
+
+
+@app.command(hidden=True)
+def pace_ranks(workload: WorkloadPath, time_scale: TimeScale) -> None:
+    """All ranks of a paced trainer, started by `pace`."""
+    from dora.cli.pace import train_paced as command
+
+    command(workload, time_scale=time_scale)
+
+
 @app.command(hidden=True)
 def train() -> None:
     """One trainer rank, started by torchrun; finds its run by DORA_CONTROLLER and DORA_TOKEN."""

@@ -16,6 +16,7 @@ import msgspec
 from dora.cli.serve import model_folder
 from dora.config.schema import Config
 from dora.controller.evaluations import EvalSet, Evaluations
+from dora.core.decode_time import DecodeTime
 from dora.core.orchestration import orchestration_of
 from dora.core.strategies import Settings, rules_of
 from dora.errors import ConfigError
@@ -110,6 +111,7 @@ def settings_of(config: Config, *, eval_prompt_tokens: Sequence[int]) -> Setting
         eval_prompt_tokens=tuple(eval_prompt_tokens),
         eval_every=config.eval.every,
         max_eval_share=config.eval.max_slot_share,
+        decode_time=DecodeTime(**config.engine.decode.model_dump()),
     )
 
 

@@ -13,7 +13,7 @@ from dora.node.lease import watch_lease
 
 def serve(model: Path, **options: Any) -> None:
     """Serve until a signal, or until the holder of DORA_LEASE is gone."""
-    _watch_lease()
+    watch_own_lease()
     from dora.embedded.server import ServeOptions, run_server
 
     folder = model_folder(str(model))
@@ -22,7 +22,7 @@ def serve(model: Path, **options: Any) -> None:
 
 def train() -> None:
     """One trainer rank."""
-    _watch_lease()
+    watch_own_lease()
     from dora.trainer.main import main
 
     main()
@@ -30,7 +30,7 @@ def train() -> None:
 
 def send() -> None:
     """One sender of weights, under the controller that holds its pipes."""
-    _watch_lease()
+    watch_own_lease()
     from dora.weights.sender import run
 
     run(_score_prompt)
@@ -55,7 +55,8 @@ def model_folder(path: str) -> Path:
     return folder.resolve()
 
 
-def _watch_lease() -> None:
+def watch_own_lease() -> None:
+    """End with the holder of DORA_LEASE."""
     lease = os.environ.get("DORA_LEASE")
     if lease:
         watch_lease(Path(lease))

@@ -101,6 +101,18 @@ class RolloutConfig(Section):
     """A trajectory whose request failed so often, instances lost apart, fails its group with the reason."""
 
 
+class DecodeConfig(Section):
+    """How long a decoding step takes on one instance: base_s + per_request_s x requests + per_token_s x their tokens in
+    KV. Consolidation asks it what a move costs the residents; only proportions matter."""
+
+    base_s: Seconds = 2e-3
+    """Of a step, however small its batch."""
+    per_request_s: Annotated[float, Field(ge=0.0)] = 5e-5
+    """For every request in the batch."""
+    per_token_s: Annotated[float, Field(ge=0.0)] = 1e-7
+    """For every token that the batch holds in KV."""
+
+
 class EngineConfig(Section):
     """The inference servers."""
 
@@ -130,6 +142,8 @@ class EngineConfig(Section):
     """Requests that one instance decodes at the same time."""
     kv_tokens: Positive = 16_384
     """Tokens of KV room in one instance."""
+    decode: DecodeConfig = DecodeConfig()
+    """How long a decoding step takes."""
     base_port: Annotated[int, Field(ge=0, le=65_535)] = 0
     """First port; managed instance i listens on base_port + i. 0: free ports are chosen."""
     device: Literal["cpu", "cuda"] = "cpu"

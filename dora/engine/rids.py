@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import re
+from typing import Final
+
+_RID: Final = re.compile(r"[0-9a-f]{8}-([+-]\d{12})-\d{6}")
 
 
 def request_id(run_id: str, *, trajectory: int, attempt: int) -> str:
@@ -11,3 +15,9 @@ def request_id(run_id: str, *, trajectory: int, attempt: int) -> str:
     if len(rid) != 29 or attempt < 0:
         raise ValueError(f"trajectory {trajectory} or attempt {attempt} is too large for a request id")
     return rid
+
+
+def trajectory_of(rid: str) -> int | None:
+    """The trajectory that `request_id` named; None for an id of other making."""
+    found = _RID.fullmatch(rid)
+    return int(found[1]) if found else None

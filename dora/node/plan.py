@@ -52,7 +52,7 @@ _OWN_COMMANDS: Final[dict[str, tuple[str, ...]]] = {
 def plan_engines(config: Config, *, model: Path, lease: Path, environ: Mapping[str, str]) -> list[ProcessPlan]:
     """The servers that this run starts, in the order of their instances, which come after the external ones."""
     engine = config.engine
-    env = _child_env(environ, lease=lease, threads=engine.threads) | engine.environment
+    env = child_env(environ, lease=lease, threads=engine.threads) | engine.environment
     if engine.api_key is not None:
         env["DORA_SERVE_API_KEY"] = engine.api_key
     return [
@@ -120,7 +120,7 @@ def plan_trainer(
     """The ranks on this host under one torchrun; None if others start them. `controller` is the address bound."""
     if config.trainer.external:
         return None
-    env = _child_env(environ, lease=lease, threads=config.trainer.threads)
+    env = child_env(environ, lease=lease, threads=config.trainer.threads)
     env |= {"DORA_CONTROLLER": controller, "DORA_TOKEN": token}
     # All ranks are on this host: their collectives have no business on its other interfaces.
     env |= {"GLOO_SOCKET_IFNAME": _LOOPBACK_INTERFACE, "NCCL_SOCKET_IFNAME": _LOOPBACK_INTERFACE}
@@ -132,12 +132,13 @@ def plan_trainer(
 
 def plan_sender(config: Config, *, lease: Path, environ: Mapping[str, str]) -> ProcessPlan:
     """A process that brings weights to servers. Those of a run share one log; each is told by its pipes what to do."""
-    env = _child_env(environ, lease=lease, threads=config.trainer.threads)
+    env = child_env(environ, lease=lease, threads=config.trainer.threads)
     argv = (sys.executable, "-m", "dora", "send")
     return ProcessPlan(name="sender", argv=argv, env=env, ready_timeout_s=None)
 
 
-def _child_env(environ: Mapping[str, str], *, lease: Path, threads: int) -> dict[str, str]:
+def child_env(environ: Mapping[str, str], *, lease: Path, threads: int) -> dict[str, str]:
+    """The environment of a child, without secrets."""
     inherited = {key: value for key, value in environ.items() if not key.startswith("DORA_")}
     return inherited | {
         "DORA_LEASE": str(lease),

@@ -1,0 +1,170 @@
+"""`dora pace`: a workload file as a live run. The controller, HTTP and ZeroMQ are real; servers and trainer are paced.
+
+What the simulator computes in virtual time happens here in time that runs `time_scale` times faster than the wall's,
+under the same answers and the same models of decoding and training: the two differ by what the controller costs.
+Graders are the run's own and take the time they take; faults are not paced. Called by app.py.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import secrets
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import uvloop
+from msgspec import to_builtins
+
+from dora.cli.job import run_job
+from dora.cli.run import INTERRUPTED
+from dora.cli.serve import watch_own_lease
+from dora.config.schema import Config, RolloutConfig
+from dora.controller.loop import Outcome
+from dora.errors import ConfigError
+from dora.node.plan import HOST, ProcessPlan, child_env
+from dora.node.ports import free_port
+from dora.node.supervise import Node
+from dora.paced.model import write_model
+from dora.seed.policy import path as seed_path
+from dora.sim.workload import Faults, Workload, load
+
+START_TIMEOUT_S: Final = 120.0
+#: Between two checkpoints, as in the simulator.
+CHECKPOINT_STEPS: Final = 5
+#: Nothing may be silent for so long; a paced answer may take its time.
+NO_PROGRESS_S: Final = 3_600.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pace:
+    """What was asked for."""
+
+    path: Path  # of the workload
+    workload: Workload
+    seed: int
+    time_scale: float
+    processes: int  # that the servers share
+    home: Path  # of what the run needs besides its folder; beside it
+
+
+def pace(path: Path, *, seed: int, time_scale: float, processes: int, folder: Path) -> None:
+    """The command."""
+    workload = load(path)
+    if workload.faults != Faults():
+        raise ConfigError(f"{path}: faults: are simulated, not paced; leave the section out")
+    folder.mkdir(parents=True, exist_ok=True)
+    home = Path(tempfile.mkdtemp(prefix="paced-", dir=folder)).resolve()
+    asked = Pace(
+        path=path.resolve(), workload=workload, seed=seed, time_scale=time_scale, processes=processes, home=home
+    )
+    (home / "model").mkdir()
+    write_model(home / "model", like=seed_path(), version=0, positions=workload.fleet.server.kv_tokens + 1)
+    outcome = uvloop.run(_drive(asked, longest=_write_prompts(home / "prompts.jsonl", workload)))
+    if not outcome.finished:
+        raise SystemExit(INTERRUPTED)
+
+
+def serve_paced(path: Path, *, model: Path, first: int, count: int, seed: int, time_scale: float) -> None:
+    """A process of paced servers."""
+    watch_own_lease()
+    from dora.paced.servers import run_servers
+
+    run_servers(path, model=model, first=first, count=count, seed=seed, time_scale=time_scale)
+
+
+def train_paced(path: Path, *, time_scale: float) -> None:
+    """The process of all paced ranks."""
+    watch_own_lease()
+    from dora.paced.ranks import run_ranks
+
+    run_ranks(load(path), address=os.environ["DORA_CONTROLLER"], token=os.environ["DORA_TOKEN"], time_scale=time_scale)
+
+
+async def _drive(asked: Pace, *, longest: int) -> Outcome:
+    """Servers first, since the run asks them what they are; then the ranks, which wait for it."""
+    address, token = f"tcp://{HOST}:{free_port()}", secrets.token_hex(16)
+    async with Node(logs=asked.home, lease=asked.home / "lease") as node:
+        env = child_env(os.environ, lease=asked.home / "lease", threads=1)
+        urls: list[str] = []
+        for plan in _server_plans(asked, env=env):
+            urls += (await node.add(plan).start()).split(",")
+        await node.add(_trainer_plan(asked, env={**env, "DORA_CONTROLLER": address, "DORA_TOKEN": token})).start()
+        config = _config(asked, urls=urls, address=address, token=token, longest=longest)
+        return await run_job(config, earlier=None, rollout_only=False)
+
+
+def _write_prompts(path: Path, workload: Workload) -> int:
+    """One line per prompt, in the order of the groups; returns the tokens of the longest. A digit is a token of the
+    seed's tokenizer, and the reference answer is what a paced answer begins with if it is to be rewarded."""
+    sizes = workload.lengths.prompts or (workload.lengths.prompt_tokens,)
+    rows = [json.dumps({"prompt": "7" * size, "answer": "1"}) for size in sizes]
+    path.write_text("\n".join(rows) + "\n", encoding="utf-8")
+    return max(sizes)
+
+
+def _server_plans(asked: Pace, *, env: Mapping[str, str]) -> list[ProcessPlan]:
+    """The instances, spread over the processes as evenly as can be."""
+    total = asked.workload.num_instances
+    processes = min(asked.processes, total)
+    bounds = [total * i // processes for i in range(processes + 1)]
+    return [
+        ProcessPlan(
+            name=f"servers-{first}",
+            argv=_command(
+                asked, "pace-servers", "--model", asked.home / "model", "--first", first, "--count", end - first
+            ),
+            env=env,
+            ready_timeout_s=START_TIMEOUT_S,
+        )
+        for first, end in itertools.pairwise(bounds)
+    ]
+
+
+def _trainer_plan(asked: Pace, *, env: Mapping[str, str]) -> ProcessPlan:
+    return ProcessPlan(name="trainer", argv=_command(asked, "pace-ranks"), env=env, ready_timeout_s=None)
+
+
+def _command(asked: Pace, name: str, *words: object) -> tuple[str, ...]:
+    seed = ("--seed", asked.seed) if name == "pace-servers" else ()
+    given: Sequence[object] = (asked.path, "--time-scale", asked.time_scale, *seed, *words)
+    return (sys.executable, "-m", "dora", name, *map(str, given))
+
+
+def _config(asked: Pace, *, urls: list[str], address: str, token: str, longest: int) -> Config:
+    """The workload as the settings of a run."""
+    job, server, settings = asked.workload.job, asked.workload.fleet.server, asked.workload.settings()
+    shared = RolloutConfig.model_fields.keys() & set(job.__struct_fields__)
+    config: Config = Config.model_validate(
+        {
+            "run": {
+                **{"name": "paced", "folder": asked.home.parent, "seed": asked.seed},
+                **{"steps": job.steps, "no_progress_s": NO_PROGRESS_S},
+            },
+            "model": {"path": str(asked.home / "model")},
+            "rollout": {name: getattr(job, name) for name in shared} | {"max_new_tokens": asked.workload.cap},
+            "engine": {
+                **{"urls": tuple(urls), "slots": server.slots, "kv_tokens": server.kv_tokens},
+                "max_parallel_pushes": settings.max_parallel_pushes,
+                "decode": to_builtins(server.decode),
+            },
+            "trainer": {
+                **{"ranks": settings.num_ranks, "external": True, "address": address, "token": token},
+                **{"micro_batch_tokens": settings.micro_batch_tokens, "checkpoint_every": CHECKPOINT_STEPS},
+            },
+            "task": {
+                "sources": ({"kind": "jsonl", "path": asked.home / "prompts.jsonl"},),
+                "rewards": ({"kind": "regex", "pattern": "^(.)"},),
+                **{"shuffle": False, "max_prompt_tokens": longest},
+            },
+            "eval": {"sets": ()},
+            "status": {"port": 0},
+            "log": {"trajectories_per_step": 0},
+        }
+    )
+    return config

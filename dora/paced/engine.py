@@ -1,0 +1,258 @@
+"""An engine without a model: answers of a workload's length table, in the time that the simulator's server takes.
+
+It speaks the embedded engine's whole HTTP protocol and decides nothing but when tokens are there: `sim.instance` is
+driven by a clock that runs `time_scale` times faster than the wall's, so a late wake-up delays what is told and never
+what is decoded. The request id names the trajectory, and with it the answer; ids of probes get theirs at once.
+
+Loop. Consumes: requests, aborts and control orders. Produces: tokens, every `STREAM_TOKENS` decoding steps, and ends.
+Waits for: the next end or publication, or work. Unblocked by: the clock, `submit`, `abort`, `between_steps`.
+Invariant: `rows` are the generations whose requests the simulated server holds. Called by servers.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from dora.core.commands import Generate
+from dora.core.ids import InstanceId, TrajectoryId
+from dora.embedded.generation import ABORTED, Generation
+from dora.embedded.metrics import EngineMetrics
+from dora.embedded.scheduler import Scheduler
+from dora.engine.rids import trajectory_of
+from dora.errors import InvariantViolation
+from dora.sim.answers import Answers
+from dora.sim.instance import Instance, Request, Server
+
+#: Decoding steps between two publications (SGLang: stream_interval).
+STREAM_TOKENS: Final = 64
+#: A behavior log-prob as servers write it: a float32 in decimal.
+LOGPROB: Final = -0.6931471824645996
+
+
+@dataclass(kw_only=True)
+class PacedModel:
+    """What the control routes are told of the model that is not there."""
+
+    context_tokens: int
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+    pass_id: int  # the first token of an answer that will be rewarded
+    fail_id: int  # and of one that will not
+    model_type: str = "paced"
+    architectures: list[str] = field(default_factory=lambda: ["Paced"])
+    cached_tokens: int = 0  # siblings share their prompt in `sim.instance`
+
+    @property
+    def eos_id(self) -> int:
+        return min(self.eos_token_ids)
+
+    def load(self, folder: Path) -> None:
+        if not (folder / "config.json").is_file():
+            raise FileNotFoundError(f"{folder} is no model folder")
+
+    def put(self, tensors: Iterable[tuple[str, Any]]) -> None:
+        for _ in tensors:
+            pass
+
+    def checksums(self) -> dict[str, str]:
+        return {}
+
+    def flush(self) -> None:
+        """The simulated server forgets a prompt with the last sibling that reads it."""
+
+    def tokens(self, start: int, end: int, *, total: int, capped: bool, passes: bool) -> list[int]:
+        """Tokens [start, end) of an answer of `total`: the first says its reward, the last ends it unless capped."""
+        made = [self.fail_id] * (end - start)
+        if start == 0 and end and passes:
+            made[0] = self.pass_id
+        if end == total and end > start and not capped:
+            made[-1] = self.eos_id
+        return made
+
+
+@dataclass(slots=True)
+class _Running:
+    """A generation and its request on the simulated server."""
+
+    generation: Generation
+    request: Request
+    start: int  # tokens of its answer that earlier attempts made
+    passes: bool
+
+
+class PacedEngine(Scheduler):
+    def __init__(
+        self, model: PacedModel, *, answers: Answers, server: Server, slowness: float, push_s: float, time_scale: float
+    ) -> None:
+        super().__init__(
+            model,
+            slots=server.slots,
+            kv_tokens=server.kv_tokens,
+            weight_version="default",
+            max_queued_requests=None,
+            metrics=EngineMetrics(),
+        )
+        self._paced = model
+        self._answers, self._push_s, self._time_scale = answers, push_s, time_scale
+        self._instance = Instance(InstanceId(0), server, slowness=slowness)
+        self._running: dict[TrajectoryId, _Running] = {}  # by a number of our own: attempts of one may overlap
+        self._number = 0
+        self._publish_at = 0.0  # in the workload's time, as all that `_now` is compared with
+
+    def _now(self) -> float:
+        return time.monotonic() * self._time_scale
+
+    # --- the loop
+
+    async def run(self) -> None:
+        while True:
+            self._wake.clear()
+            await self._run_orders()
+            self._advance()
+            due = math.inf if self.holding else min(self._instance.next_at(), self._publish_at)
+            await self._wait_until(due)
+
+    async def _wait_until(self, due: float) -> None:
+        """Until the workload's time is `due`; unblocked by new work."""
+        try:
+            async with asyncio.timeout((due - self._now()) / self._time_scale if due < math.inf else None):
+                await self._wake.wait()
+        except TimeoutError:
+            return
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    async def _run_on_thread(self, order: Callable[[], object]) -> object:
+        """A load of weights takes as long as the workload's pushes."""
+        await asyncio.sleep(self._push_s / self._time_scale)
+        return order()
+
+    def hold(self, *, retract: bool) -> None:
+        self._step_to(self._now())
+        self.holding = True
+        if retract:
+            for number in list(self._running):
+                self._grow(self._running[number], self._instance.remove(number).offset)
+                self.waiting.append(self._let_go(number).generation)
+
+    def release(self) -> None:
+        self._instance.anchor = max(self._instance.anchor, self._now())  # no step was done meanwhile
+        super().release()
+
+    # --- one turn
+
+    def _advance(self) -> None:
+        now = self._now()
+        if not self.holding:
+            self._step_to(now)
+        self._apply_aborts()
+        while self.waiting and not self.holding:
+            self._take(self.waiting.popleft())
+        if not self.holding:
+            self._end(self._instance.settle())
+        self.used_tokens = self._instance.used
+        self._output_at = time.monotonic()  # who asks for a token has it
+        self._stepped.set()
+        self._publish_finished()
+        if now >= self._publish_at:
+            self._publish_rows()
+
+    def _step_to(self, now: float) -> None:
+        """All decoding steps that are over by now, in order, whenever they ended."""
+        while (at := self._instance.next_at()) <= now:
+            self._instance.reach(at)
+            self._end(self._instance.settle())
+        self._instance.reach(now)
+
+    def _publish_rows(self) -> None:
+        for running in self._running.values():
+            self._grow(running, self._instance.tokens(running.request))
+            running.generation.published = len(running.generation.output_ids)
+            running.generation.news.set()
+        self._publish_at = self._instance.after(STREAM_TOKENS)
+
+    def _apply_aborts(self) -> None:
+        running = {one.generation.rid: number for number, one in self._running.items()} if self._aborting else {}
+        for rid in self._aborting:
+            if rid in running:
+                number = running[rid]
+                self._grow(self._running[number], self._instance.remove(number).offset)
+                self._finish(self._let_go(number).generation, ABORTED)
+            elif (generation := self.live.get(rid)) is not None and generation in self.waiting:
+                self.waiting.remove(generation)
+                self._finish(generation, ABORTED)
+        self._aborting.clear()
+
+    # --- one request
+
+    def _take(self, generation: Generation) -> None:
+        """Hand it to the simulated server; a probe is answered at once."""
+        trajectory = trajectory_of(generation.rid)
+        generation.admitted_at = generation.prefilled_at = time.time()
+        generation.cached_tokens = 0
+        if trajectory is None:
+            self._answer_probe(generation)
+            return
+        group, sibling = divmod(trajectory, self._answers.group_size)
+        answer = self._answers.group(group)
+        produced = len(generation.prompt_ids) - answer.prompt_tokens
+        if produced < 0:
+            raise InvariantViolation(
+                f"request {generation.rid} has a prompt of {len(generation.prompt_ids)} tokens, the workload says "
+                f"{answer.prompt_tokens}: it is of another run"
+            )
+        self._number += 1
+        number = TrajectoryId(self._number)
+        so_far = produced + len(generation.output_ids)  # the latter were made before a retraction
+        order = Generate(number, 0, self._instance.id, 0, so_far)
+        request = Request(order, group, answer.prompt_tokens, answer.lengths[sibling], so_far)
+        passes = answer.rewards[sibling] > 0
+        self._running[number] = _Running(generation, request, produced, passes)
+        self.rows.append(generation)
+        self.metrics.prefilled(len(generation.prompt_ids), 0)
+        if not self._instance.num_running:
+            self._publish_at = self._now()
+        self._instance.take(request)
+
+    def _answer_probe(self, generation: Generation) -> None:
+        count = generation.sampling.max_new_tokens
+        generation.output_ids += [self._paced.fail_id] * count
+        generation.output_logprobs += [LOGPROB] * count
+        self._finish(generation, {"type": "length", "length": count})
+
+    def _end(self, ended: Sequence[Request]) -> None:
+        for request in ended:
+            running = self._let_go(request.order.trajectory)
+            self._grow(running, request.total)
+            self._finish(running.generation, self._reason(running))
+
+    def _reason(self, running: _Running) -> dict[str, Any]:
+        generation = running.generation
+        if self._is_capped(running):
+            return {"type": "length", "length": generation.sampling.max_new_tokens}
+        return {"type": "stop", "matched": self._paced.eos_id}
+
+    def _is_capped(self, running: _Running) -> bool:
+        return running.request.total == self._answers.cap
+
+    def _let_go(self, number: TrajectoryId) -> _Running:
+        running = self._running.pop(number)
+        self.rows.remove(running.generation)
+        return running
+
+    def _grow(self, running: _Running, num_tokens: int) -> None:
+        """Its answer has so many tokens now, those of earlier attempts included."""
+        generation, total = running.generation, running.request.total
+        have = running.start + len(generation.output_ids)
+        generation.output_ids += self._paced.tokens(
+            have, num_tokens, total=total, capped=self._is_capped(running), passes=running.passes
+        )
+        generation.output_logprobs += [LOGPROB] * (num_tokens - have)
+        self.metrics.generated_tokens += num_tokens - have

@@ -1,0 +1,143 @@
+"""All ranks of a paced trainer in one process: the real messages over real ZeroMQ, the simulator's times.
+
+The ranks work in lockstep, as the simulated ones do: a wave is taken up when every rank has its micro-batch, and a rank
+that is late by the machine's doing does not move the due times of what follows. A version is a folder of a few KB.
+Invariant: step s trains waves 0, 1, ... in order and publishes s + 1 once.
+
+Main loop: consumes one micro-batch per rank; produces MicroBatchTrained, StepTrained, VersionPublished and
+CheckpointSaved; waits for the next wave; unblocked by it, ended by Stop. Called by `dora pace`, in its own process.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Final
+
+from dora.errors import ProtocolError
+from dora.paced.model import write_model
+from dora.sim.trainer import TrainerTime
+from dora.sim.workload import Workload
+from dora.transport.messages import (
+    CheckpointSaved,
+    Configure,
+    MicroBatch,
+    MicroBatchTrained,
+    Ready,
+    SaveCheckpoint,
+    StepTrained,
+    Stop,
+    ToTrainer,
+    VersionPublished,
+)
+from dora.transport.trainer_end import TrainerEnd
+from dora.weights.store import VersionStore
+
+CONNECT_TIMEOUT_S: Final = 120.0
+MESSAGE_TIMEOUT_S: Final = 3600.0
+PUBLISH_TIMEOUT_S: Final = 600.0
+
+
+def run_ranks(workload: Workload, *, address: str, token: str, time_scale: float) -> None:
+    """Every rank of the workload's trainer, until Stop."""
+    world_size = workload.num_ranks
+    ends = [TrainerEnd(address=address, token=token, rank=i, world_size=world_size) for i in range(world_size)]
+    try:
+        for end in ends:
+            end.connect(CONNECT_TIMEOUT_S)
+        orders = _from_each(ends)
+        if not isinstance(orders[0], Configure):
+            raise ProtocolError(f"the first message is {type(orders[0]).__name__}, expected Configure")
+        _Trainer(workload, ends, orders[0], time_scale=time_scale).run()
+    finally:
+        for end in ends:
+            end.close()
+
+
+class _Trainer:
+    """The trainer between Configure and Stop; its clock is the workload's."""
+
+    def __init__(self, workload: Workload, ends: Sequence[TrainerEnd], order: Configure, *, time_scale: float) -> None:
+        self._ends, self._order, self._time_scale = ends, order, time_scale
+        self._time = TrainerTime(workload)
+        self._publish_s, self._update_s = workload.publish_s, workload.train.update_s
+        self._store = VersionStore(memory_root=Path(order.memory_root), durable_root=Path(order.durable_root))
+        self._publisher = ThreadPoolExecutor(1, thread_name_prefix="publisher")
+        self._published: Future[None] | None = None
+        self._free_at = 0.0
+        self._step = 0
+
+    def run(self) -> None:
+        self._publish(0, due=self._now())
+        for rank, end in enumerate(self._ends):
+            end.send(Ready(rank=rank, next_step=0))
+        while not isinstance((messages := _from_each(self._ends))[0], Stop):
+            if isinstance(messages[0], SaveCheckpoint):
+                self._save_checkpoint()
+            else:
+                self._train([m for m in messages if isinstance(m, MicroBatch)])
+        if self._published is not None:
+            self._published.result(PUBLISH_TIMEOUT_S)
+        self._publisher.shutdown()
+
+    def _now(self) -> float:
+        return time.monotonic() * self._time_scale
+
+    def _wait_until(self, due: float) -> None:
+        time.sleep(max(0.0, due - self._now()) / self._time_scale)
+
+    def _train(self, wave: list[MicroBatch]) -> None:
+        loads = [len(batch.tokens) for batch in wave]
+        first = wave[0]
+        if first.step != self._step:
+            raise ProtocolError(f"a micro-batch of step {first.step} arrived, expected step {self._step}")
+        taken = self._time.wave(loads, num_answers=sum(len(b.lengths) for b in wave), last=first.last)
+        begin = max(self._now(), self._free_at)
+        self._free_at = begin + taken.compute_s + taken.update_s
+        self._wait_until(self._free_at - (self._update_s if first.last else 0.0))  # the last update ends the step
+        for rank, (end, batch) in enumerate(zip(self._ends, wave, strict=True)):
+            busy_s = taken.compute_s / self._time_scale
+            end.send(
+                MicroBatchTrained(
+                    rank=rank, step=batch.step, index=batch.index, num_tokens=len(batch.tokens), busy_s=busy_s
+                )
+            )
+        if first.last:
+            self._close_step()
+
+    def _close_step(self) -> None:
+        self._wait_until(self._free_at)
+        trained, self._step = self._step, self._step + 1
+        self._ends[0].send(StepTrained(rank=0, step=trained, metrics={}))
+        due = self._free_at + self._publish_s
+        if self._published is not None:
+            self._published.result(PUBLISH_TIMEOUT_S)
+        self._published = self._publisher.submit(self._publish, self._step, due=due)
+        settings = self._order.settings
+        if self._step % settings.checkpoint_every == 0 or self._step == settings.steps:
+            self._save_checkpoint()
+
+    def _publish(self, version: int, *, due: float) -> None:
+        """Writing is within the time that the workload gives to it, not beside it."""
+        staged = self._store.stage(version)
+        write_model(staged, like=Path(self._order.model_path), version=version)
+        manifest = self._store.seal(version, staged)
+        self._wait_until(due)
+        self._ends[0].send(
+            VersionPublished(
+                version=version, num_bytes=manifest.num_bytes, files=dict(manifest.files), replayed=False, matches=True
+            )
+        )
+
+    def _save_checkpoint(self) -> None:
+        """A paced trainer has no state but its step."""
+        folder = Path(self._order.checkpoints) / f"step-{self._step}"
+        folder.mkdir(exist_ok=True)
+        self._ends[0].send(CheckpointSaved(step=self._step, folder=str(folder)))
+
+
+def _from_each(ends: Sequence[TrainerEnd]) -> list[ToTrainer]:
+    """The next message of every rank; the controller sends them all the same kind."""
+    return [end.receive(MESSAGE_TIMEOUT_S) for end in ends]
