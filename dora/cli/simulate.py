@@ -17,7 +17,8 @@ from dora.sim.instance import Server
 from dora.sim.measure import Result
 from dora.sim.recorded import Record, read_run
 from dora.sim.report import rows, table
-from dora.sim.sweep import as_json, cases, run
+from dora.sim.split import search
+from dora.sim.sweep import Case, as_json, cases, run
 from dora.sim.workload import Fleet, Job, Lengths, Train, Workload, checked
 from dora.sim.workload import load as load_workload
 
@@ -33,6 +34,7 @@ def simulate(
     strategies: Sequence[str],
     staleness: Sequence[int],
     splits: Sequence[int],
+    best_split: bool,
     instances: Sequence[int],
     seeds: int,
     steps: int | None,
@@ -49,8 +51,11 @@ def simulate(
         workload, strategies=strategies, staleness=staleness, splits=splits, instances=instances, seeds=range(seeds)
     )
     sys.stdout.write(note)
+    processes = processes or min(2, os.cpu_count() or 1)
+    if best_split:
+        found = _at_best_splits(found, processes=processes)
     results: list[Result] = []
-    for result in run(found, processes=processes or min(2, os.cpu_count() or 1)):
+    for result in run(found, processes=processes):
         results.append(result)
         if sys.stderr.isatty():
             sys.stderr.write(f"\r{len(results)} of {len(found)} simulations\x1b[K")
@@ -62,6 +67,19 @@ def simulate(
             json.write_bytes(as_json(results))
         except OSError as err:
             raise ConfigError(f"--json {json}: cannot be written: {err.strerror}") from err
+
+
+def _at_best_splits(found: Sequence[Case], *, processes: int) -> list[Case]:
+    """The same cases, each setting at the split that its first seed finds."""
+    best: dict[Workload, Workload] = {}
+    for workload, seed in found:
+        if workload not in best and workload.is_shared:
+            best[workload] = workload
+        elif workload not in best:
+            result = search(workload, seed=seed, processes=processes)
+            sys.stdout.write(f"{result}\n")
+            best[workload] = result.workload
+    return [(best[workload], seed) for workload, seed in found]
 
 
 def _from_run(folder: Path) -> tuple[Workload, str]:

@@ -1,0 +1,87 @@
+"""The best split of the devices between rollout and training, by few short simulations.
+
+The search starts where the limit is smallest, of equal ones where training and decoding take least. It simulates the
+splits at a distance on both sides, goes to the fastest, and halves the distance where the middle is the fastest. `sync`
+uses all devices in both phases: nothing to search.
+Called by `dora simulate --split best`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Final
+
+from dora.errors import ConfigError
+from dora.sim.limit import limit
+from dora.sim.sweep import Case, run
+from dora.sim.workload import Workload
+
+#: Steps that each simulation of the search measures, after its warm-up and before its run-out.
+MEASURED_STEPS: Final = 8
+#: The limit is worked out for so many splits, evenly spaced.
+STARTS: Final = 16
+#: The last distance is so many times smaller than the whole range: what is finer drowns in noise.
+FINEST: Final = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """What was found."""
+
+    workload: Workload  #: with the best split
+    steps: int  #: of each simulation
+    step_s: dict[int, float]  #: by devices that roll out: seconds per step
+
+    def __str__(self) -> str:
+        fleet, k = self.workload.fleet, self.workload.rules.max_staleness
+        tried = ", ".join(f"{split}: {step_s:.4g} s" for split, step_s in sorted(self.step_s.items()))
+        return (
+            f"{self.workload.job.strategy}, K = {k}: {fleet.rollout_devices} of {fleet.devices} devices roll out "
+            f"(of {len(self.step_s)} simulations of {self.steps} steps; {tried})"
+        )
+
+
+def search(workload: Workload, *, seed: int, processes: int) -> Search:
+    """The fastest split of a workload; its own `rollout_devices` is ignored."""
+    splits = _feasible(workload)
+    if not splits:
+        raise ConfigError(f"fleet.devices: {workload.fleet.devices} leave no split with K + 1 instances and a trainer")
+    steps = 3 * (workload.rules.max_staleness + 1) + MEASURED_STEPS
+    short = workload.with_changes(job={"steps": steps})
+    step_s: dict[int, float] = {}
+    coarse = range(0, len(splits), max(1, len(splits) // STARTS))
+    best = min(coarse, key=lambda i: _promise(_split(short, splits[i]), seed=seed))
+    distance = max(1, len(splits) // STARTS)
+    while distance >= max(1, len(splits) // FINEST):
+        near = [i for i in (best - distance, best, best + distance) if 0 <= i < len(splits)]
+        _simulate(short, (splits[i] for i in near), step_s, seed=seed, processes=processes)
+        middle, best = best, min(near, key=lambda i: step_s[splits[i]])
+        if best == middle:
+            distance //= 2
+    return Search(_split(workload, splits[best]), steps, step_s)
+
+
+def _promise(workload: Workload, *, seed: int) -> tuple[float, float]:
+    bound = limit(workload, seed=seed)
+    return bound.step_s, bound.train_s + bound.decode_s
+
+
+def _feasible(workload: Workload) -> list[int]:
+    """Devices that may roll out: K + 1 instances or more, and one rank or more left."""
+    fleet = workload.fleet
+    size = fleet.devices_per_instance
+    first = size * (workload.rules.max_staleness + 1)
+    return list(range(first, fleet.devices - workload.train.devices_per_rank + 1, size))
+
+
+def _simulate(
+    workload: Workload, splits: Iterable[int], step_s: dict[int, float], *, seed: int, processes: int
+) -> None:
+    new = [split for split in splits if split not in step_s]
+    cases: list[Case] = [(_split(workload, split), seed) for split in new]
+    step_s.update((result.rollout_devices, result.step_s) for result in run(cases, processes=processes))
+
+
+def _split(workload: Workload, rollout_devices: int) -> Workload:
+    return workload.with_changes(fleet={"rollout_devices": rollout_devices})

@@ -1,0 +1,38 @@
+"""The search finds the split that trying all of them finds, with fewer simulations, and leaves `sync` alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from dora.errors import ConfigError
+from dora.sim.split import MEASURED_STEPS, search
+from dora.sim.sweep import simulate
+from tests.sim.test_simulate import dora
+from tests.sim.worlds import workload
+
+
+@pytest.mark.parametrize(
+    ("strategy", "k", "trainer"), [("dora", 2, 300.0), ("dora", 1, 1500.0), ("periodic", 0, 500.0)]
+)
+def test_the_search_comes_close_to_the_best_of_all_splits(strategy: str, k: int, trainer: float) -> None:
+    one = workload(strategy, k=k, fleet={"devices": 24}, train={"tokens_s_per_device": trainer})
+    found = search(one, seed=0, processes=1)
+    steps = 3 * (one.rules.max_staleness + 1) + MEASURED_STEPS
+    splits = [one.with_changes(job={"steps": steps}, fleet={"rollout_devices": n}) for n in range(k + 1, 24)]
+    fastest = min(simulate((split, 0)).step_s for split in splits)
+    assert min(found.step_s.values()) == found.step_s[found.workload.fleet.rollout_devices] <= 1.03 * fastest
+    assert len(found.step_s) < len(splits) / 2
+    assert found.workload.with_changes(fleet={"rollout_devices": 8}) == one, "nothing else is changed"
+
+
+def test_a_fleet_without_any_split_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no split"):
+        search(workload(k=2).with_changes(fleet={"devices": 3}), seed=0, processes=1)
+
+
+def test_the_command_prints_what_it_found_and_simulates_it() -> None:
+    done = dora("launch/workloads/tail-bound.toml", "--steps", "12", "--strategy", "dora,sync", "--split", "best")
+    assert (done.returncode, done.stderr) == (0, "")
+    line = next(line for line in done.stdout.splitlines() if line.startswith("dora, K = 1:"))
+    assert f"| {line.split()[4]}/12* " in done.stdout
+    assert "sync, K" not in done.stdout
