@@ -157,6 +157,7 @@ def simulate(
     seeds: Annotated[int, typer.Option(min=1, help="Seeds 0, 1, ...")] = 1,
     steps: Annotated[int | None, typer.Option(min=2, help="Length of the job.")] = None,
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write every result there.")] = None,
+    pictures: Annotated[Path | None, typer.Option(metavar="DIR", help="Draw them there, as SVG.")] = None,
     processes: Annotated[int | None, typer.Option(min=1, help="At most 2 without it.")] = None,
 ) -> None:
     """Simulate a job in virtual time under the controller's own decision core; lists sweep."""
@@ -173,6 +174,7 @@ def simulate(
         seeds=seeds,
         steps=steps,
         json=json,
+        pictures=pictures,
         processes=processes,
     )
 

@@ -15,6 +15,7 @@ from dora.errors import ConfigError
 from dora.sim.answers import cap_of
 from dora.sim.instance import Server
 from dora.sim.measure import Result
+from dora.sim.pictures import draw
 from dora.sim.recorded import Record, read_run
 from dora.sim.report import rows, table
 from dora.sim.split import search
@@ -39,6 +40,7 @@ def simulate(
     seeds: int,
     steps: int | None,
     json: Path | None,
+    pictures: Path | None,
     processes: int | None,
 ) -> None:
     """Simulate every combination and print the table."""
@@ -61,7 +63,16 @@ def simulate(
             sys.stderr.write(f"\r{len(results)} of {len(found)} simulations\x1b[K")
     if sys.stderr.isatty():
         sys.stderr.write("\r\x1b[K")
-    sys.stdout.write(f"{table(rows(results))}\n")
+    made = rows(results)
+    sys.stdout.write(f"{table(made)}\n")
+    if pictures is not None:
+        drawn = draw(made, found)
+        try:
+            pictures.mkdir(parents=True, exist_ok=True)
+            for name, picture in drawn.items():
+                (pictures / f"{name}.svg").write_text(picture, encoding="utf-8")
+        except OSError as err:
+            raise ConfigError(f"--pictures {pictures}: cannot be written: {err.strerror}") from err
     if json is not None:
         try:
             json.write_bytes(as_json(results))

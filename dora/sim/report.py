@@ -37,6 +37,7 @@ class Row(msgspec.Struct, frozen=True):
     trainer_idle: float
     trainer_unbalanced: float
     instance_shares: dict[str, float]
+    staleness: tuple[int, ...]  #: groups trained at staleness i
     staleness_mean: float
     staleness_max: int
     migrations: float
@@ -74,6 +75,7 @@ def _row(setting: _Setting, found: Sequence[Result], *, sync_s: float | None) ->
         trainer_idle=fmean(r.trainer_idle for r in found),
         trainer_unbalanced=fmean(r.trainer_unbalanced for r in found),
         instance_shares=_shares(found),
+        staleness=tuple(map(sum, zip(*(r.staleness for r in found), strict=True))),
         staleness_mean=fmean(r.staleness_mean for r in found),
         staleness_max=max(r.staleness_max for r in found),
         migrations=fmean(r.migrations for r in found),

@@ -1,0 +1,182 @@
+"""Pictures of simulations as SVG: the timeline of instances, staleness, step time against K, scaling.
+
+Called by `dora simulate --pictures DIR`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from dora.sim import svg
+from dora.sim.report import Row
+from dora.sim.sweep import Case
+from dora.sim.trace import Span, Trace, trace
+from dora.sim.workload import Workload
+
+#: More instances than this are drawn in part, evenly spread.
+MAX_ROWS: Final = 64
+ROWS_HEIGHT: Final = 480.0  #: pixels of all instances together
+TRAINER_HEIGHT: Final = 16.0
+#: Versions published closer together than this go without a label, but for the first.
+LABEL_WIDTH: Final = 28.0
+#: An instance that holds a version and decodes nothing has the version's color at this opacity.
+HELD: Final = 0.25
+KEY: Final = (
+    "full color: decodes under that version (trainer: trains under it); pale: holds it, empty; "
+    "white: pushed, down or idle; dashed: publish"
+)
+
+
+def draw(rows: Sequence[Row], cases: Iterable[Case]) -> dict[str, str]:
+    """By name, what a sweep has points for, and a timeline of each setting: a short job with its first seed."""
+    drawn = {"staleness": staleness(rows), "step-time": step_time(rows)}
+    if len({row.devices for row in rows}) > 1:
+        drawn["scaling"] = scaling(rows)
+    seeds: dict[Workload, int] = {}
+    for workload, seed in cases:
+        seeds.setdefault(workload, seed)
+    for workload, seed in seeds.items():
+        job, fleet = workload.job, workload.fleet
+        k, split = workload.rules.max_staleness, f"{fleet.devices if workload.is_shared else fleet.rollout_devices}"
+        traced, begin, end = trace(workload, seed=seed)
+        title = f"{job.strategy}, K = {k}, {split} of {fleet.devices} devices roll out"
+        name = f"timeline-{job.strategy}-k{k}-{split}of{fleet.devices}"
+        drawn[name] = timeline(traced, title=title, begin=begin, end=end)
+    return drawn
+
+
+def timeline(trace: Trace, *, title: str, begin: float, end: float) -> str:
+    """Who held which version and decoded when, and when the trainer worked, between two moments in seconds."""
+    every = math.ceil(len(trace.rows) / MAX_ROWS)
+    shown = trace.rows[::every]
+    scale = (svg.WIDTH - 24 - svg.LEFT) / (end - begin)
+    window = _Window(begin, end, scale)
+    top = svg.TOP + 16
+    first = top + TRAINER_HEIGHT + 8
+    height = min(TRAINER_HEIGHT, ROWS_HEIGHT / len(shown))
+    bottom = first + len(shown) * height
+    shapes = window.bars(trace.trainer, y=top, height=TRAINER_HEIGHT)
+    for number, row in enumerate(shown):
+        y = first + number * height
+        shapes += window.bars(row.held, y=y, height=0.85 * height, opacity=HELD)
+        shapes += window.bars(row.decoding, y=y, height=0.85 * height)
+    labeled = 0.0
+    for version, at in enumerate(trace.published):
+        if begin <= at < end:
+            x = window.x(at)
+            shapes.append(svg.line((x, top - 4), (x, bottom), dashes="3 3"))
+            if x >= labeled:
+                shapes.append(svg.text(x + 2, top - 6, f"v{version}", fill=svg.color(version)))
+                labeled = x + LABEL_WIDTH
+    for value in svg.ticks(begin, end):
+        x = window.x(value)
+        shapes += [svg.line((x, bottom), (x, bottom + 5)), svg.text(x, bottom + 20, f"{value:,.0f} s", anchor="middle")]
+    shapes.append(svg.text(svg.LEFT - 8, top + 12, "trainer", anchor="end"))
+    shapes.append(svg.text(svg.LEFT - 8, first + 12, "instances", anchor="end"))
+    if every > 1:
+        shapes.append(svg.text(svg.LEFT - 8, first + 28, f"1 of {every}", anchor="end"))
+    shapes.append(svg.text(svg.LEFT, bottom + 44, KEY))
+    return svg.document(shapes, title=title, height=bottom + 60)
+
+
+@dataclass(frozen=True, slots=True)
+class _Window:
+    """The part of time that is drawn: seconds to pixels."""
+
+    begin: float
+    end: float
+    scale: float
+
+    def x(self, at: float) -> float:
+        return svg.LEFT + (at - self.begin) * self.scale
+
+    def bars(self, spans: Iterable[Span], *, y: float, height: float, opacity: float = 1.0) -> list[str]:
+        """Spans inside the window; gaps narrower than a third of a pixel are closed."""
+        inside = [s for s in spans if s.end > self.begin and s.begin < self.end]
+        shapes = []
+        for s in _merged(inside, gap=1 / (3 * self.scale)):
+            left, right = self.x(max(s.begin, self.begin)), self.x(min(s.end, self.end))
+            shapes.append(svg.rect(left, y, right - left, height, fill=svg.color(s.version), opacity=opacity))
+        return shapes
+
+
+def _merged(spans: Iterable[Span], *, gap: float) -> list[Span]:
+    found: list[Span] = []
+    for span in spans:
+        if found and span.version == found[-1].version and span.begin - found[-1].end < gap:
+            found[-1] = Span(found[-1].begin, span.end, span.version)
+        else:
+            found.append(span)
+    return found
+
+
+def staleness(rows: Sequence[Row]) -> str:
+    """Share of the trained groups by staleness; of every strategy and K the fastest split."""
+    rows = _fastest(rows)
+    longest = max(len(row.staleness) for row in rows)
+    frame = svg.Frame(-0.5, longest - 0.5, 1.0)
+    shapes = frame.axes(
+        x_ticks=[(i, str(i)) for i in range(longest)],
+        x_label="staleness: step - version, when the group was committed",
+        y_label="share of trained groups",
+    )
+    width = 0.8 * (frame.x(1) - frame.x(0)) / len(rows)
+    for number, row in enumerate(rows):
+        for value, count in enumerate(row.staleness):
+            share = count / sum(row.staleness)
+            x = frame.x(value - 0.4) + number * width
+            shapes.append(svg.rect(x, frame.y(share), width, frame.y(0) - frame.y(share), fill=svg.color(number)))
+    names = [f"{_name(row)}, {row.devices} devices: mean {row.staleness_mean:.2f}" for row in rows]
+    return svg.document([*shapes, *frame.legend(names)], title="Staleness of what is trained", height=frame.height)
+
+
+def step_time(rows: Sequence[Row]) -> str:
+    """Seconds per step against K; the limit dashed."""
+    fastest = _fastest(rows)
+    ks = sorted({row.max_staleness for row in fastest})
+    frame = svg.Frame(ks[0] - 0.3, ks[-1] + 0.3, 1.1 * max(row.step_s for row in fastest))
+    shapes = frame.axes(
+        x_ticks=[(k, str(k)) for k in ks], x_label="K (max_staleness)", y_label="seconds per step (dashed: the limit)"
+    )
+    series: dict[str, list[Row]] = {}
+    for row in sorted(fastest, key=lambda row: row.max_staleness):
+        series.setdefault(f"{row.strategy}, {row.devices} devices", []).append(row)
+    for number, found in enumerate(series.values()):
+        stroke = svg.color(number)
+        shapes += frame.curve([(row.max_staleness, row.limit_s) for row in found], stroke=stroke, dashes="5 4")
+        shapes += frame.curve([(row.max_staleness, row.step_s) for row in found], stroke=stroke)
+    return svg.document([*shapes, *frame.legend(list(series))], title="Step time against K", height=frame.height)
+
+
+def scaling(rows: Sequence[Row]) -> str:
+    """Step time over the limit against the size of the fleet, whose doublings are evenly spaced."""
+    fastest = _fastest(rows)
+    sizes = sorted({row.devices for row in fastest})
+    frame = svg.Frame(math.log2(sizes[0]), math.log2(sizes[-1]), 1.1 * max(row.ratio for row in fastest))
+    shapes = frame.axes(
+        x_ticks=[(math.log2(n), f"{n:,}") for n in sizes], x_label="devices", y_label="step time over its limit"
+    )
+    shapes.append(svg.line((svg.LEFT, frame.y(1)), (svg.WIDTH - svg.RIGHT, frame.y(1)), dashes="5 4"))
+    series: dict[str, list[Row]] = {}
+    for row in sorted(fastest, key=lambda row: row.devices):
+        series.setdefault(_name(row), []).append(row)
+    for number, found in enumerate(series.values()):
+        shapes += frame.curve([(math.log2(row.devices), row.ratio) for row in found], stroke=svg.color(number))
+    return svg.document([*shapes, *frame.legend(list(series))], title="Scaling", height=frame.height)
+
+
+def _fastest(rows: Sequence[Row]) -> list[Row]:
+    """Of every fleet, strategy and K the fastest split."""
+    best: dict[tuple[int, str, int], Row] = {}
+    for row in rows:
+        key = (row.devices, row.strategy, row.max_staleness)
+        if key not in best or row.step_s < best[key].step_s:
+            best[key] = row
+    return list(best.values())
+
+
+def _name(row: Row) -> str:
+    return f"{row.strategy}, K = {row.max_staleness}"

@@ -1,0 +1,122 @@
+"""What a simulation looked like over time: who held which version and decoded when, and when the trainer worked.
+
+A `Trace` is the sink of a World: it is told every event with its commands. Called by pictures.py.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from dora.core import commands as cmd
+from dora.core import events as ev
+from dora.core.ids import InstanceId, TrajectoryId
+from dora.sim.workload import Workload
+from dora.sim.world import World
+
+#: Steps of a traced job after its warm-up: more cannot be told apart in a picture.
+TRACED_STEPS: Final = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """From when to when, under which version."""
+
+    begin: float
+    end: float
+    version: int
+
+
+@dataclass(slots=True)
+class Row:
+    """One instance."""
+
+    held: list[Span] = field(default_factory=list)  #: a confirmed version
+    decoding: list[Span] = field(default_factory=list)  #: at least one request
+    version: int = -1
+    held_since: float | None = None
+    decoding_since: float | None = None
+    requests: int = 0
+
+    def empty(self, at: float) -> None:
+        """Nothing runs here any more."""
+        if self.decoding_since is not None:
+            self.decoding.append(Span(self.decoding_since, at, self.version))
+            self.decoding_since = None
+
+    def unload(self, at: float) -> None:
+        """It no longer holds its version."""
+        self.empty(at)
+        if self.held_since is not None:
+            self.held.append(Span(self.held_since, at, self.version))
+            self.held_since = None
+
+
+class Trace:
+    """Collects while a world runs; `finish` once it has ended."""
+
+    def __init__(self, num_instances: int) -> None:
+        self.rows = [Row() for _ in range(num_instances)]
+        self.trainer: list[Span] = []  #: busy, under the version of the step
+        self.published: list[float] = []  #: by version
+        self._where: dict[TrajectoryId, InstanceId] = {}
+        self._waves: deque[float] = deque()  # when each was sent
+        self._trainer_free = 0.0
+
+    def __call__(self, event: ev.Event, orders: Sequence[cmd.Command]) -> None:
+        """The sink."""
+        match event:
+            case ev.GenerationFinished() | ev.GenerationStopped():
+                row = self.rows[self._where.pop(event.trajectory)]
+                row.requests -= 1
+                if not row.requests:
+                    row.empty(event.at)
+            case ev.WeightPushFinished():
+                row = self.rows[event.instance]
+                row.version, row.held_since = event.version, event.at
+            case ev.InstanceLost():
+                self.rows[event.instance].unload(event.at)
+                self.rows[event.instance].requests = 0
+            case ev.VersionPublished():
+                self.published.append(event.at)
+            case ev.MicroBatchTrained():
+                self._worked(max(self._waves.popleft(), self._trainer_free), event.at, event.step)
+            case ev.StepTrained():
+                self._worked(self._trainer_free, event.at, event.step)
+        for order in orders:
+            self._order(order, event.at)
+
+    def _order(self, order: cmd.Command, at: float) -> None:
+        match order:
+            case cmd.Generate():
+                row = self.rows[order.instance]
+                self._where[order.trajectory] = order.instance
+                row.requests += 1
+                if row.decoding_since is None:
+                    row.decoding_since = at
+            case cmd.PushWeights():
+                self.rows[order.instance].unload(at)
+            case cmd.TrainMicroBatch():
+                self._waves.append(at)
+
+    def _worked(self, begin: float, end: float, step: int) -> None:
+        self.trainer.append(Span(begin, end, step))
+        self._trainer_free = end
+
+    def finish(self, at: float) -> None:
+        """The job has ended."""
+        for row in self.rows:
+            row.unload(at)
+
+
+def trace(workload: Workload, *, seed: int) -> tuple[Trace, float, float]:
+    """A short job of this kind, and when its steady state began and ended."""
+    steps = 3 * (workload.rules.max_staleness + 1) + TRACED_STEPS
+    traced = Trace(workload.num_instances)
+    world = World(workload.with_changes(job={"steps": steps}), seed=seed, sink=traced)
+    world.run()
+    traced.finish(world.now)
+    first, last = world.measure.window()
+    return traced, world.measure.marks[first].at, world.measure.marks[last].at
