@@ -94,7 +94,7 @@ def settings_of(config: Config, *, eval_prompt_tokens: Sequence[int]) -> Setting
     """The part of a config that decisions depend on."""
     rollout, trainer = config.rollout, config.trainer
     return Settings(
-        rules=rules_of(rollout.strategy, max_staleness=rollout.max_staleness),
+        rules=config.rules,
         steps=config.run.steps,
         groups_per_step=rollout.groups_per_step,
         group_size=rollout.group_size,

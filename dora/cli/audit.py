@@ -26,6 +26,8 @@ def audit(folder: Path, *, deep: bool) -> None:
     sys.stdout.write(render(report) + "\n")
     ok = report.ok
     if deep:
+        if "C1" in report.broken_by_design:
+            raise ConfigError(f"{folder}: --deep asks which version an answer came from; here it may be several")
         found = recompute(run, load(run.config, environ={}))
         sys.stdout.write(render_deep(found) + "\n")
         ok = ok and found.ok

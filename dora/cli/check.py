@@ -156,8 +156,10 @@ def _print_plan(config: Config, inputs: Inputs, *, num_samples: int) -> None:
     versions = config.max_staleness + 1 + SPARE_VERSIONS
     gpus = assign_gpus(config, environ=os.environ)
     ranks = "started by others" if trainer.external else f"started here on {trainer.device}"
+    live = 1 if config.rules.in_flight else config.max_staleness + 1
+    broken = "".join(f"; breaks {name} by design" for name in config.rules.broken_by_design)
     _say("strategy", f"{rollout.strategy}, K = {config.max_staleness} in force, "
-                     f"at most {config.max_staleness + 1} live versions (+ 1 under evaluation)")  # fmt: skip
+                     f"at most {live} live versions (+ 1 under evaluation){broken}")  # fmt: skip
     _say("job", f"{config.run.steps} steps of {rollout.groups_per_step} groups x {rollout.group_size} answers, "
                 f"at most {rollout.max_new_tokens} tokens each")  # fmt: skip
     _say("rollout", f"{len(engine.urls)} external servers, {config.num_managed} of kind {engine.kind} started here on "

@@ -134,6 +134,8 @@ def _from_config(config: Config) -> Workload:
         job=Job(
             strategy=rollout.strategy,
             max_staleness=rollout.max_staleness,
+            pause=rollout.pause,
+            oversample=rollout.oversample,
             steps=config.run.steps,
             groups_per_step=rollout.groups_per_step,
             group_size=rollout.group_size,

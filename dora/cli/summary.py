@@ -30,8 +30,10 @@ def print_summary(now: Snapshot, *, folder: RunFolder) -> None:
         total = sum(now.staleness)
         shares = ", ".join(f"{i}: {n / total:.0%}" for i, n in enumerate(now.staleness))
         lines.append(f"  staleness of trained groups: {shares} (mean {now.staleness_mean:.2f})")
+    lines += [f"  {constraint} is broken by design: {told}" for constraint, told in now.by_design.items()]
     lines.append(f"  {now.counts.migrations} migrations, {now.counts.recovered} recovered after losses")
-    lines.append(f"  audit of C1, C2, C3: {_verdict(now, folder=folder)}")
+    kept = ", ".join(name for name in ("C1", "C2", "C3") if name not in now.by_design)
+    lines.append(f"  audit of {kept}: {_verdict(now, folder=folder)}")
     lines.append(f"  everything is in {folder.root}")
     sys.stdout.write("\n".join(lines) + "\n")
 

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from dora.core.moves import SILENCE
+from dora.core.strategies import Rules, rules_of
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Positive = Annotated[int, Field(ge=1)]
@@ -66,13 +67,23 @@ class ModelConfig(Section):
 class RolloutConfig(Section):
     """How trajectories are generated and when they may be trained."""
 
-    strategy: Literal["dora", "sync", "periodic", "one_step_off"] = "dora"
+    strategy: Literal["dora", "sync", "periodic", "one_step_off", "partial", "partial_bounded", "oversample"] = "dora"
     """`dora`: several versions alive, bounded staleness, no bubble. `periodic`: on-policy, streamed into the trainer.
-    `sync`: on-policy, trained as a whole batch. `one_step_off`: the next batch is generated while this one trains."""
+    `sync`: on-policy, trained as a whole batch. `one_step_off`: the next batch is generated while this one trains.
+    Two that break a constraint by design, and say how often: `partial` (every server takes new weights at once, and its
+    answers go on under them: several versions in one answer, C1; K bounds what is admitted, not staleness, C3;
+    `partial_bounded` keeps C3) and `oversample` (more groups than a step takes are admitted, the slowest are thrown
+    away, C2)."""
     max_staleness: Annotated[int, Field(ge=0)] = 2
     """K: step s trains only on versions s - K to s. 0 is exactly synchronous (`periodic`). It bounds staleness when a
-    group is committed, waiting included; it does not bound how long an answer may take. Read by `dora` alone: the
-    other strategies fix K (0, 0, 1)."""
+    group is committed, waiting included; it does not bound how long an answer may take. Read by `dora`, by
+    `partial_bounded`, and by `partial`, where it only bounds how many groups are admitted; the others fix K at 0, or at
+    1 (`one_step_off`). A group's staleness counts from the version at its admission, whatever its later tokens have."""
+    pause: Literal["retract", "in_place"] = "retract"
+    """How `partial` pauses a server with live requests. `retract`: their KV is dropped and computed again under the new
+    weights. `in_place`: they go on over the KV of the old ones, at no cost but the pause."""
+    oversample: Annotated[float, Field(gt=1.0)] = 1.5
+    """`oversample`: groups admitted per step, in units of N."""
     groups_per_step: Positive = 16
     """N: prompt groups per training step."""
     group_size: Positive = 8
@@ -355,7 +366,18 @@ class Config(Section):
     @property
     def max_staleness(self) -> int:
         """K in force: the strategy's own number where it has one."""
-        return {"sync": 0, "periodic": 0, "one_step_off": 1}.get(self.rollout.strategy, self.rollout.max_staleness)
+        return self.rules.max_staleness
+
+    @property
+    def rules(self) -> Rules:
+        """The strategy as settings of the decision core."""
+        rollout = self.rollout
+        return rules_of(
+            rollout.strategy,
+            max_staleness=rollout.max_staleness,
+            pause=rollout.pause,
+            oversample=rollout.oversample,
+        )
 
     @property
     def num_managed(self) -> int:

@@ -18,6 +18,7 @@ from dora.controller.trajectories import Record, Trajectories
 from dora.core import commands as cmd
 from dora.core import events as ev
 from dora.core.ids import FOREIGN_VERSION, GroupId, TrajectoryId
+from dora.core.strategies import Pause
 from dora.engine.client import EngineClient, GenerateRequest
 from dora.engine.errors import RequestRefused, ServerGone
 from dora.engine.rids import request_id
@@ -45,6 +46,7 @@ class Io:
     temperature: float
     push_timeout_s: float
     transport: Transport
+    live: Pause | None  # weights reach live requests, and how a server is paused for them
     keep_versions: int  # durable versions kept besides those needed; 0: all
     client: EngineClient
     fleet: Fleet
@@ -149,7 +151,7 @@ async def grade(order: cmd.GradeTrajectory, *, io: Io) -> ev.Event:
 
 
 async def push_weights(order: cmd.PushWeights, *, io: Io) -> ev.Event:
-    """Give an empty instance a version; it serves only after the read-back."""
+    """Give an instance a version; it gets new work only after the read-back."""
     url = io.fleet.urls.get(order.instance)
     try:
         if url is None:
@@ -161,6 +163,7 @@ async def push_weights(order: cmd.PushWeights, *, io: Io) -> ev.Event:
             label=io.label(order.version),
             timeout_s=io.push_timeout_s,
             transport=io.transport,
+            live=io.live,
         )
     except (RemoteError, StoreError) as err:
         return ev.WeightPushFailed(io.now(), order.instance, order.attempt, str(err))

@@ -278,7 +278,7 @@ class Controller:
         self._io.trajectories.forget(order.groups)
 
     def _drop(self, order: cmd.DropGroup) -> None:
-        if order.outcome == "filtered":
+        if order.outcome == "filtered":  # others may still have siblings that run
             self._io.trajectories.forget([order.group])
 
     def _admit(self, order: cmd.AdmitGroup) -> None:

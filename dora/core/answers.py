@@ -10,15 +10,14 @@ from collections import deque
 from typing import Final
 
 from dora.core import events as ev
-from dora.core.commands import DropGroup, GradeTrajectory, ReportEvaluation
+from dora.core.commands import GradeTrajectory, ReportEvaluation
 from dora.core.decisions import Decisions
-from dora.core.groups import Group, GroupPhase, Trajectory, TrajectoryPhase, advantage_free
+from dora.core.groups import GIVEN_UP, Group, GroupPhase, Trajectory, TrajectoryPhase, advantage_free
 from dora.core.ids import TrajectoryId
 
 _WAITING: Final = TrajectoryPhase.WAITING
 _GRADING: Final = TrajectoryPhase.GRADING
 _GRADED: Final = TrajectoryPhase.GRADED
-_FAILED: Final = GroupPhase.FAILED
 _DECODING: Final = (TrajectoryPhase.RESIDENT, TrajectoryPhase.STOPPING)
 
 
@@ -54,14 +53,23 @@ class Answers(Decisions):
         trajectory.num_tokens = num_tokens
 
     def _check_spans(self, trajectory: Trajectory, spans: tuple[ev.Span, ...]) -> None:
-        """C1: the server's own account of the versions must be the tag."""
+        """C1: the server's own account of the versions must be the tag.
+
+        Where updates reach live requests, a span may name any version since; `_on_generation_finished` counts it.
+        """
+        group = trajectory.group
+        tag, last = trajectory.version, trajectory.version
+        if group is not None and self.settings.rules.in_flight is not None:
+            tag, last = group.version, group.current
         for version, _, _ in spans:
-            if version != trajectory.version:
+            if tag < version <= last:
+                trajectory.is_mixed = True
+            elif version != tag:
                 self.counters.version_conflicts += 1
                 where = trajectory.instance.id if trajectory.instance is not None else "?"
                 self._fail(
                     f"C1: instance {where} reports version {version} for trajectory {trajectory.id}, "
-                    f"whose tag is {trajectory.version}; spans {spans}"
+                    f"whose tag is {tag}; spans {spans}"
                 )
 
     def _on_generation_finished(self, event: ev.GenerationFinished) -> None:
@@ -76,25 +84,19 @@ class Answers(Decisions):
         group = trajectory.group
         if group is not None:
             self._leave_unfinished(trajectory)
-            if group.phase is _FAILED:
+            if group.phase in GIVEN_UP:
                 self._abandon(trajectory)
+                self._forget_discarded(group)
                 return
+            self.counters.version_conflicts += trajectory.is_mixed
             self.length_sum += event.num_tokens
             self.length_count += 1
             self.mean_length = self.length_sum // self.length_count
             if not group.unfinished:
                 self.ledger.move(group, GroupPhase.GRADING)
             elif group.waiting:
-                self.entry(group.version).reprioritize(group)
+                self.entry(group.current).reprioritize(group)
         self._grade(trajectory)
-
-    def _leave_unfinished(self, trajectory: Trajectory) -> None:
-        assert trajectory.group is not None
-        trajectory.group.unfinished -= 1
-        entry = self.window.entries[trajectory.version]
-        entry.unfinished -= 1
-        if not entry.unfinished:
-            self._place_due = self._release_due = True
 
     def _grade(self, trajectory: Trajectory) -> None:
         trajectory.phase = _GRADING
@@ -133,14 +135,13 @@ class Answers(Decisions):
         else:
             self._go_on(trajectory)
 
-    def _is_abandoned(self, trajectory: Trajectory) -> bool:
-        return trajectory.group is not None and trajectory.group.phase is GroupPhase.FAILED
-
     def _go_on(self, trajectory: Trajectory) -> None:
-        """An ended request's trajectory waits for its next instance, unless its group has failed."""
+        """An ended request's trajectory waits for its next instance, unless its group is given up."""
         if self._is_abandoned(trajectory):
+            assert trajectory.group is not None
             self._leave_unfinished(trajectory)
             self._abandon(trajectory)
+            self._forget_discarded(trajectory.group)
         else:
             self._wait(trajectory)
 
@@ -152,19 +153,9 @@ class Answers(Decisions):
             self._graded(trajectory, None)
             return
         self._drop(group, outcome="failed", reason=f"generation: {reason}")
-        self.entry(group.version).forget_waiting(group)
-        for sibling in group.trajectories:
-            if sibling.phase is TrajectoryPhase.WAITING:
-                self._leave_unfinished(sibling)
-                self._abandon(sibling)
-            elif sibling.phase is TrajectoryPhase.RESIDENT and sibling is not trajectory:
-                self._stop(sibling)
+        self._abandon_siblings(group)
         self._leave_unfinished(trajectory)
         self._abandon(trajectory)
-
-    def _abandon(self, trajectory: Trajectory) -> None:
-        trajectory.phase = TrajectoryPhase.ABANDONED
-        del self.trajectories[trajectory.id]
 
     def _on_trajectory_graded(self, event: ev.TrajectoryGraded) -> None:
         trajectory = self.trajectories.get(event.trajectory)
@@ -181,7 +172,8 @@ class Answers(Decisions):
         if group is None:
             self._evaluation_graded()
             return
-        if group.phase is _FAILED:
+        if group.phase in GIVEN_UP:
+            self._forget_discarded(group)
             return
         group.ungraded -= 1
         if group.ungraded:
@@ -209,12 +201,7 @@ class Answers(Decisions):
 
     def _drop(self, group: Group, *, outcome: str, reason: str) -> None:
         """A group leaves U without being trained; its place is refilled by admission."""
-        self._out.append(DropGroup(group.id, outcome, reason, group.rewards))
-        self.ledger.move(group, GroupPhase.FILTERED if outcome == "filtered" else GroupPhase.FAILED)
-        key = f"{outcome}: {reason}"
-        self.ledger.reasons[key] = self.ledger.reasons.get(key, 0) + 1
-        self.formation.drop(group.deadline)
-        self.entry(group.version).groups -= 1
+        key = self._remove(group, outcome=outcome, reason=reason)
         if self.settings.rules.batched:
             self.block_left += 1
         self.top_ups += 1
@@ -228,5 +215,5 @@ class Answers(Decisions):
                 f"{self.settings.max_top_up:g} x {self.settings.groups_per_step}); the last one left as {key}; "
                 f"their siblings' rewards: {rewards}"
             )
-        self._release_due = self._form_due = True
+        self._form_due = True
         self._admissions_changed()

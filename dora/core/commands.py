@@ -44,7 +44,10 @@ class GradeTrajectory(Command, frozen=True):
 
 
 class PushWeights(Command, frozen=True):
-    """Give an empty instance a version and read it back → WeightPushFinished | WeightPushFailed."""
+    """Give an instance a version and read it back; it is empty unless the strategy updates live requests.
+
+    → WeightPushFinished | WeightPushFailed.
+    """
 
     instance: InstanceId
     attempt: int
@@ -93,7 +96,7 @@ class RefuseRequest(Command, frozen=True):
 
 
 class ForgetGroups(Command, frozen=True):
-    """These groups are trained: their tokens are no longer needed in memory."""
+    """These groups are trained, or discarded and gone: their tokens are no longer needed in memory."""
 
     groups: tuple[GroupId, ...]
 
@@ -142,10 +145,10 @@ class CommitGroup(Command, frozen=True):
 
 
 class DropGroup(Command, frozen=True):
-    """The group leaves without being trained: `filtered` (no advantage in it) or `failed`."""
+    """The group leaves without being trained: `filtered` (no advantage), `failed`, or `discarded` (over-sampled)."""
 
     group: GroupId
-    outcome: str  #: "filtered" | "failed"
+    outcome: str  #: "filtered" | "failed" | "discarded"
     reason: str
     rewards: tuple[float | None, ...]
 

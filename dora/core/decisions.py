@@ -15,13 +15,12 @@ from dora.core.commands import (
     CommitGroup,
     FetchPrompts,
     FinishRun,
-    PushWeights,
     ReleaseVersion,
 )
 from dora.core.groups import Group, GroupPhase, TrajectoryPhase
 from dora.core.ids import GroupId
 from dora.core.instances import Instance, InstancePhase
-from dora.core.moves import Moves
+from dora.core.interrupts import Interrupts
 from dora.core.placement import allot, allot_by_requests, kv_floor, plan_moves
 from dora.core.versions import Version
 
@@ -31,7 +30,7 @@ CONSOLIDATION_PAUSE_S: Final = 0.25
 PACKING_CANDIDATES: Final = 16
 
 
-class Decisions(Moves):
+class Decisions(Interrupts):
     """What to do next, as a function of the tables."""
 
     def _settle(self) -> None:
@@ -99,7 +98,7 @@ class Decisions(Moves):
             self.counters.staleness_violations += 1
             self._fail(f"C3: group {group.id} of version {group.version} committed to step {step}")
         else:
-            self.counters.staleness[step - group.version] += 1
+            self.counters.count_staleness(step - group.version)
         self.formation.commit(group.deadline)
         self.ledger.move(group, GroupPhase.COMMITTED)
         group.step = step
@@ -110,6 +109,8 @@ class Decisions(Moves):
 
     def _close(self) -> None:
         formation = self.formation
+        if self.settings.rules.oversample > 1.0:
+            self._discard_surplus()
         self._out.append(CloseStep(formation.step, formation.committed))
         self.feed.step(formation.step).closed = True
         formation.close()
@@ -284,10 +285,13 @@ class Decisions(Moves):
     def _place(self) -> None:
         """Give each vacant instance the version that needs it most."""
         self._place_due = False
+        newest = self.admission_version()
+        if self.settings.rules.in_flight is not None and newest is not None and not self.finished:
+            self._update_fleet(newest, is_wanted=self._would_admit(newest))
+            return
         if not self.vacant or self.finished:
             return
         needs = [v for v, e in self.window.entries.items() if e.num_waiting and not e.serving and not e.loading]
-        newest = self.admission_version()
         newest_wants = newest is not None and (self._would_admit(newest) or self.entry(newest).num_waiting > 0)
         idle = not needs and not newest_wants and not self.evaluation.waiting and not self._versions_waiting()
         if idle and not self.num_draining:
@@ -349,25 +353,14 @@ class Decisions(Moves):
             if trajectory.phase is TrajectoryPhase.RESIDENT:
                 self._stop(trajectory)
 
-    def _push(self, instance: Instance, version: int) -> None:
-        self.vacant.pop(instance.id, None)
-        self._leave_serving(instance)
-        if instance.phase is not InstancePhase.LOADING:
-            instance.move(InstancePhase.UPDATING)
-        instance.pushing = version
-        instance.attempt += 1
-        self.pushes += 1
-        self.entry(version).loading += 1
-        self._out.append(PushWeights(instance.id, instance.attempt, version))
-
     # -- consolidation (system.md §5.2, §5.3) -------------------------------------------------------------------------
 
     def _consolidate(self) -> None:
         """Free an instance of an old version for the newest, by moving what is left on it to its peers."""
         self._moves_due = False
         newest = self.admission_version()
-        rules = self.settings.orchestration
-        if not rules.consolidation or self.settings.rules.batched or newest is None or self.finished:
+        rules, strategy = self.settings.orchestration, self.settings.rules
+        if not rules.consolidation or strategy.batched or strategy.in_flight or newest is None or self.finished:
             return
         if not any(v < newest and len(e.serving) > 1 for v, e in self.window.entries.items()):
             return

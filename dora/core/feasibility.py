@@ -1,4 +1,5 @@
-"""Rule F (system.md §3): C2 and C3 in one inequality. The one home of the staleness bound.
+"""Rule F (system.md §3): C2 and C3 in one inequality, and the gate of strategies that do without. The one home of the
+staleness bound.
 
 Let s be the step being formed, c the groups committed to it, N the step size, and U the unconsumed groups. F: no group
 in U has a deadline below s, and for every m >= 0 the number of groups in U with deadline <= s + m is at most
@@ -8,8 +9,10 @@ has the proof.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
+from dora.core.strategies import Settings
 from dora.errors import InvariantViolation
 
 
@@ -107,3 +110,68 @@ class Formation:
         self.committed = 0
         self.due.pop(0)
         self.due.append(0)
+
+
+class Gate(Formation):
+    """AReaL's capacity gate in place of F (2505.24298 §4): so many groups as fill the steps up to v* + K.
+
+    Groups are committed in completion order, so nothing bounds how long one may wait: K bounds what is admitted, not
+    staleness. `oversample` is the same gate at K = 0, with `surplus` groups beyond the step that the core discards when
+    the step closes. `due` has one entry for all.
+    """
+
+    __slots__ = ("max_lag", "surplus")
+
+    def __init__(self, *, step_size: int, max_staleness: int, steps: int, max_lag: int, surplus: int) -> None:
+        super().__init__(step_size=step_size, max_staleness=max_staleness, steps=steps)
+        self.max_lag = max_lag
+        self.surplus = surplus
+        self.due = [0]
+
+    def deadline(self, version: int) -> int:
+        """Last step that may train a group of `version`."""
+        return min(version + self.max_lag, self.steps - 1)
+
+    def staleness_allowed(self, version: int, *, step: int) -> bool:
+        """0 <= step - version, and what else the strategy keeps of C3."""
+        return 0 <= step - version <= self.max_lag
+
+    def slack(self, version: int) -> int:
+        """(K + v + 1)·N + surplus - (accepted + running): how many more groups are admitted now."""
+        ahead = min(version + self.max_staleness, self.steps - 1) - self.step
+        if ahead < 0:
+            return 0
+        return (ahead + 1) * self.step_size + self.surplus - self.committed - self.due[0]
+
+    def may_commit(self, deadline: int) -> bool:
+        """There is a place in the step."""
+        return self.committed < self.step_size
+
+    def admit(self, deadline: int) -> None:
+        """One more unconsumed group."""
+        self.due[0] += 1
+
+    def commit(self, deadline: int) -> None:
+        """One unconsumed group takes a place in the step."""
+        self.due[0] -= 1
+        self.committed += 1
+
+    def drop(self, deadline: int) -> None:
+        """One unconsumed group leaves without being trained."""
+        self.due[0] -= 1
+
+    def close(self) -> None:
+        """The step is full (or the source is dry): the next one is formed."""
+        self.step += 1
+        self.committed = 0
+
+
+def formation_of(settings: Settings) -> Formation:
+    """Rule F, or the gate of a strategy that does without."""
+    rules, size, steps = settings.rules, settings.groups_per_step, settings.steps
+    if rules.bounded and rules.oversample == 1.0:
+        return Formation(step_size=size, max_staleness=rules.max_staleness, steps=steps)
+    surplus = math.ceil(rules.oversample * size) - size
+    return Gate(
+        step_size=size, max_staleness=rules.max_staleness, steps=steps, max_lag=settings.max_lag, surplus=surplus
+    )

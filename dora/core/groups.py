@@ -25,17 +25,22 @@ class GroupPhase(enum.Enum):
     TRAINED = "trained"
     FILTERED = "filtered"  #: no advantage in it
     FAILED = "failed"
+    DISCARDED = "discarded"  #: over-sampled: its step was full before it was complete
 
 
 TRANSITIONS: Final = {
-    GroupPhase.GENERATING: {GroupPhase.GRADING, GroupPhase.FAILED},
-    GroupPhase.GRADING: {GroupPhase.COMPLETE, GroupPhase.FILTERED, GroupPhase.FAILED},
-    GroupPhase.COMPLETE: {GroupPhase.COMMITTED},
+    GroupPhase.GENERATING: {GroupPhase.GRADING, GroupPhase.FAILED, GroupPhase.DISCARDED},
+    GroupPhase.GRADING: {GroupPhase.COMPLETE, GroupPhase.FILTERED, GroupPhase.FAILED, GroupPhase.DISCARDED},
+    GroupPhase.COMPLETE: {GroupPhase.COMMITTED, GroupPhase.DISCARDED},
     GroupPhase.COMMITTED: {GroupPhase.TRAINED},
     GroupPhase.TRAINED: set(),
     GroupPhase.FILTERED: set(),
     GroupPhase.FAILED: set(),
+    GroupPhase.DISCARDED: set(),
 }
+
+#: Phases of a group that left although siblings of it may still run, or wait for their grades.
+GIVEN_UP: Final = frozenset({GroupPhase.FAILED, GroupPhase.DISCARDED})
 
 #: Phases of an unconsumed group: the U of rule F.
 UNCONSUMED: Final = frozenset({GroupPhase.GENERATING, GroupPhase.GRADING, GroupPhase.COMPLETE})
@@ -49,7 +54,7 @@ class TrajectoryPhase(enum.Enum):
     STOPPING = "stopping"  #: being decoded, asked to stop: it moves or makes room
     GRADING = "grading"
     GRADED = "graded"  #: rewarded, or grading failed (`reward` is None)
-    ABANDONED = "abandoned"  #: its group failed
+    ABANDONED = "abandoned"  #: its group failed or was discarded
 
 
 _WAITING: Final = TrajectoryPhase.WAITING  # member access on an Enum class costs ten times a global's on Python 3.11
@@ -65,6 +70,7 @@ class Trajectory:
         "group",
         "id",
         "instance",
+        "is_mixed",
         "num_prompt_tokens",
         "num_tokens",
         "phase",
@@ -77,7 +83,7 @@ class Trajectory:
     def __init__(self, id: TrajectoryId, *, group: Group | None, version: int, num_prompt_tokens: int) -> None:
         self.id = id
         self.group = group
-        self.version = version  #: the tag, never changed
+        self.version = version  #: the group's tag; where updates reach live requests, the newest as long as it runs
         self.num_prompt_tokens = num_prompt_tokens
         self.num_tokens = 0  #: produced, as last taken in from a report or a completion
         self.phase = _WAITING
@@ -88,6 +94,7 @@ class Trajectory:
         self.seen_at = 0.0  #: when its token count was last seen to have grown, or its latest request began
         self.footprint = 0  #: tokens of KV accounted for it while it is resident: prompt + max(produced, expected)
         self.reward: float | None = None
+        self.is_mixed = False  #: a span of it names another version than its group's tag (C1)
 
 
 class Group:
@@ -95,6 +102,7 @@ class Group:
 
     __slots__ = (
         "admitted_at",
+        "current",
         "deadline",
         "home",
         "id",
@@ -112,7 +120,8 @@ class Group:
         self, id: GroupId, *, version: int, deadline: int, num_prompt_tokens: int, group_size: int, at: float
     ) -> None:
         self.id = id
-        self.version = version  #: the tag, never changed
+        self.version = version  #: the tag, never changed: staleness counts from it
+        self.current = version  #: what it goes on under: the tag, or the newest where updates reach live requests
         self.deadline = deadline
         self.num_prompt_tokens = num_prompt_tokens
         self.phase = GroupPhase.GENERATING
@@ -135,7 +144,7 @@ class Group:
 
 
 class Ledger:
-    """All groups that are not trained, filtered or failed, and the counts of all that ever were."""
+    """All groups that are not trained, filtered, failed or discarded, and the counts of all that ever were."""
 
     __slots__ = ("admitted", "counts", "groups", "reasons")
 
@@ -143,7 +152,7 @@ class Ledger:
         self.groups: dict[GroupId, Group] = {}
         self.admitted = 0
         self.counts = dict.fromkeys(GroupPhase, 0)
-        self.reasons: dict[str, int] = {}  #: "filtered: ..." / "failed: ..." -> groups
+        self.reasons: dict[str, int] = {}  #: "filtered: ...", "failed: ..." or "discarded: ..." -> groups
 
     def admit(self, group: Group) -> None:
         """Enter a group."""
@@ -163,7 +172,7 @@ class Ledger:
 
     @property
     def num_untrained(self) -> int:
-        """Groups admitted and not yet trained; filtered and failed ones have left. What the window W counts."""
+        """Groups admitted and not yet trained; dropped ones have left. What the window W counts."""
         return len(self.groups)
 
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections import Counter
 from itertools import chain
 
-from dora.core.feasibility import fits
-from dora.core.groups import UNCONSUMED, GroupPhase, TrajectoryPhase
+from dora.core.feasibility import Gate, fits
+from dora.core.groups import TRANSITIONS, UNCONSUMED, GroupPhase, TrajectoryPhase
 from dora.core.instances import InstancePhase
 from dora.core.state import ControllerState
 from dora.errors import InvariantViolation
@@ -37,17 +37,23 @@ def _require(condition: object, message: str, *parts: object) -> None:
 
 
 def _one_version(state: ControllerState) -> None:
-    """C1: whatever is resident carries the version its instance has confirmed; siblings share the group's tag."""
+    """C1: whatever is resident carries the version its instance has confirmed; siblings share the group's tag.
+
+    Where updates reach live requests this holds for evaluations; all else goes on under the newest version.
+    """
+    in_flight = state.settings.rules.in_flight is not None
     for i in state.instances.values():
-        versions = {t.version for t in i.residents.values()}
+        versions = {t.version for t in i.residents.values() if t.group is None or not in_flight}
         if versions:
             _require(i.phase in _HOLDS_VERSION, "C1: instance {} is {} with trajectories resident", i.id, i.phase)
             _require(versions == {i.version}, "C1: instance {} holds {}, its residents {}", i.id, i.version, versions)
         if i.pushing is not None:
-            _require(i.is_empty, f"C1: instance {i.id} is pushed while not empty")
+            _require(i.is_empty or in_flight, f"C1: instance {i.id} is pushed while not empty")
     for g in state.ledger.groups.values():
-        _require({t.version for t in g.trajectories} == {g.version}, "C1: siblings of group {} differ in version", g.id)
-    _require(state.counters.version_conflicts == 0, "C1: version conflicts")
+        versions = {t.version for t in g.trajectories if not in_flight or t.phase in _UNFINISHED}
+        current = state.window.newest if in_flight else g.version
+        _require(versions <= {g.current} == {current}, "C1: siblings of group {} differ in version", g.id)
+    _require(state.counters.version_conflicts == 0 or in_flight, "C1: version conflicts")
 
 
 def _conservation(state: ControllerState) -> None:
@@ -56,7 +62,7 @@ def _conservation(state: ControllerState) -> None:
     _require(sum(counts.values()) == state.ledger.admitted, "C2: admitted groups do not add up")
     found = Counter(g.phase for g in state.ledger.groups.values())
     for phase in GroupPhase:
-        if phase not in (GroupPhase.TRAINED, GroupPhase.FILTERED, GroupPhase.FAILED):
+        if TRANSITIONS[phase]:
             _require(
                 counts[phase] == found[phase], f"C2: {counts[phase]} groups counted {phase.value}, {found[phase]} found"
             )
@@ -74,22 +80,24 @@ def _conservation(state: ControllerState) -> None:
         waits = {t.id for t in g.waiting if t.group is g and t.phase is _WAITING}
         _require(len(waits) == len(g.waiting) == waiting, "C2: waiting siblings of group {}", g.id)
         _require((unfinished == 0) == (g.phase is not generating), "C2: phase of group {}", g.id)
-    _require(state.counters.scheduling_aborts == 0, "C2: scheduling aborts")
+    discards = state.settings.rules.oversample > 1.0
+    _require(state.counters.scheduling_aborts == 0 or discards, "C2: scheduling aborts")
+    _require(counts[GroupPhase.DISCARDED] == 0 or discards, "C2: discarded groups")
 
 
 def _staleness(state: ControllerState) -> None:
     """C3 and rule F, with its counters recomputed."""
     formation, step = state.formation, state.formation.step
-    due = [0] * (state.settings.rules.max_staleness + 1)
+    due = [0] * len(formation.due)
     for g in state.ledger.groups.values():
         if g.phase in UNCONSUMED:
             _require(g.deadline >= step, "C3: group {} is due at {}, forming {}", g.id, g.deadline, step)
-            due[g.deadline - step] += 1
+            due[0 if isinstance(formation, Gate) else g.deadline - step] += 1
         elif g.step is not None:
             _require(formation.staleness_allowed(g.version, step=g.step), "C3: group {} in step {}", g.id, g.step)
     _require(due == formation.due, f"F: counters {formation.due}, recomputed {due}")
     _require(
-        fits(due, committed=formation.committed, step_size=formation.step_size),
+        isinstance(formation, Gate) or fits(due, committed=formation.committed, step_size=formation.step_size),
         f"F is broken: {due}, {formation.committed}",
     )
     complete = sum(len(q) for q in state.complete.values())
@@ -140,10 +148,13 @@ def _instances(state: ControllerState) -> None:
 
 def _versions(state: ControllerState) -> None:
     """Counters of every version."""
-    groups = Counter(g.version for g in state.ledger.groups.values())
+    groups = Counter(g.current for g in state.ledger.groups.values())
     training = [t for t in state.trajectories.values() if t.group is not None]
     unfinished = Counter([t.version for t in training if t.phase in _UNFINISHED])
     waiting = Counter([t.version for t in training if t.phase is _WAITING])
+    kv_load: Counter[int] = Counter()
+    for t in chain.from_iterable([i.residents.values() for i in state.instances.values()]):
+        kv_load[t.version] += t.footprint
     loading = Counter(i.pushing for i in state.instances.values() if i.pushing is not None)
     _require(sum(loading.values()) == state.pushes, "pushes in flight do not add up")
     for v, e in state.window.entries.items():
@@ -154,8 +165,7 @@ def _versions(state: ControllerState) -> None:
         holders = [i for i in state.instances.values() if i.version == v]
         serving = {i.id for i in holders if i.phase in _HOLDS_VERSION and not i.barred}
         _require(e.serving.keys() == serving, "version {}: serving {}, should be {}", v, e.serving.keys(), serving)
-        kv_load = sum([t.footprint for i in holders for t in i.residents.values()])
-        _require(e.kv_load == kv_load, "version {}: kv_load", v)
+        _require(e.kv_load == kv_load[v], "version {}: kv_load", v)
 
 
 def _evaluation(state: ControllerState) -> None:

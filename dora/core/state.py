@@ -139,6 +139,7 @@ class ControllerState(Answers):
             instance.move(InstancePhase.DRAINING)  # it was drained meanwhile
         else:
             self._serve(instance)
+        self._resumed(instance)
         self._freed(instance)
         self._moves_due = True
 
@@ -155,8 +156,8 @@ class ControllerState(Answers):
             return
         instance.retry_at = self.now + PUSH_BACKOFF_S[instance.failures]
         instance.failures += 1
-        if not instance.barred:
-            self.vacant[instance.id] = instance
+        self._resumed(instance)
+        self._freed(instance)
 
     # -- training -----------------------------------------------------------------------------------------------------
 
@@ -203,7 +204,7 @@ class ControllerState(Answers):
         groups = self.feed.step(step).groups
         for group in groups:
             self.ledger.move(group, GroupPhase.TRAINED)
-            self.entry(group.version).groups -= 1
+            self.entry(group.current).groups -= 1
         self._out.append(ForgetGroups(tuple(g.id for g in groups)))
         self._adapt_window()
         self._release_due = True
@@ -230,6 +231,8 @@ class ControllerState(Answers):
         if self.window.newest is not None and event.version <= self.window.newest:
             return  # a replayed step: the store kept the bytes that were published first
         self.window.publish(event.version)
+        if self.settings.rules.in_flight is not None:
+            self._carry_over(event.version)
         if self.evaluation.wants(event.version, is_last=event.version == self.settings.steps):
             self.evaluation.due = True
         self._release_due = True
@@ -244,7 +247,7 @@ class ControllerState(Answers):
         self._moves_due = True
         self._place_due = True
         for instance in self.instances.values():
-            if self.now >= instance.look_at:
+            if self.now >= instance.look_at and instance.pushing is None:
                 self._look(instance)
         for instance in self.barred.values():
             self._evacuate(instance)

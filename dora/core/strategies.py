@@ -5,12 +5,21 @@ One controller, one code path: a comparison between strategies compares these fe
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, Literal
 
 import msgspec
 
 from dora.core.decode_time import DecodeTime
 from dora.core.orchestration import Orchestration
+
+#: How a server is paused for weights that reach it among live requests. `retract`: its KV is dropped, and everything
+#: is prefilled again under the new weights; `in_place`: the KV of the old weights stays.
+Pause = Literal["retract", "in_place"]
+
+#: Names of all strategies, as users write them.
+STRATEGIES: Final = ("dora", "sync", "periodic", "one_step_off", "partial", "partial_bounded", "oversample")
+#: Those that read `max_staleness`; the others fix K.
+READS_K: Final = frozenset({"dora", "partial", "partial_bounded"})
 
 
 class Rules(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -19,11 +28,47 @@ class Rules(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_staleness: int  #: K
     streamed: bool  #: commit groups as they complete; else when the whole batch has
     batched: bool  #: admit N groups as one block and push only a drained fleet
+    in_flight: Pause | None = None  #: weights reach live requests, at once (not C1); None: they wait for empty servers
+    bounded: bool = True  #: rule F; False: AReaL's capacity gate, under which K bounds no staleness (not C3)
+    oversample: float = (
+        1.0  #: alpha: groups admitted per step, in units of N; all but the first N are discarded (not C2)
+    )
+
+    @property
+    def has_window(self) -> bool:
+        """The adaptive window W limits admission (system.md §5.7): `dora`'s own means against needless staleness."""
+        return not self.batched and self.oversample == 1.0 and self.in_flight is None
+
+    @property
+    def broken_by_design(self) -> tuple[str, ...]:
+        """Constraints that the strategy does without; what it costs them is counted and shown."""
+        broken = {"C1": self.in_flight is not None, "C2": self.oversample > 1.0, "C3": not self.bounded}
+        return tuple(name for name, is_broken in broken.items() if is_broken)
 
 
-def rules_of(strategy: str, *, max_staleness: int) -> Rules:
-    """Rules of a strategy by its name; `max_staleness` is read by `dora` alone."""
-    return _RULES[strategy] if strategy in _RULES else Rules(max_staleness=max_staleness, streamed=True, batched=False)
+def rules_of(strategy: str, *, max_staleness: int, pause: Pause = "retract", oversample: float = 1.5) -> Rules:
+    """Rules of a strategy by its name; `max_staleness` is read by READS_K, `pause` by both kinds of `partial`."""
+    if strategy in _RULES:
+        return _RULES[strategy]
+    if strategy == "oversample":
+        return Rules(max_staleness=0, streamed=True, batched=False, oversample=oversample)
+    if strategy in ("partial", "partial_bounded"):
+        bounded = strategy == "partial_bounded"
+        return Rules(max_staleness=max_staleness, streamed=True, batched=False, in_flight=pause, bounded=bounded)
+    return Rules(max_staleness=max_staleness, streamed=True, batched=False)
+
+
+def strategy_of(rules: Rules) -> str:
+    """The name of some rules."""
+    if rules.oversample > 1.0:
+        return "oversample"
+    if rules.in_flight is not None:
+        return "partial_bounded" if rules.bounded else "partial"
+    if rules.batched:
+        return "one_step_off"
+    if not rules.streamed:
+        return "sync"
+    return "dora" if rules.max_staleness else "periodic"
 
 
 #: `dora` with K = 0 is `periodic`, event for event: hence no entry of its own.
@@ -55,3 +100,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     eval_every: int = 0  #: steps between evaluations; 0: only the first and the last version
     max_eval_share: float = 0.1  #: of all slots, while training work could use them
     decode_time: DecodeTime = DecodeTime()
+
+    @property
+    def max_lag(self) -> int:
+        """Most steps that a group may be stale: K, or the whole job where nothing bounds it."""
+        return self.rules.max_staleness if self.rules.bounded else self.steps - 1

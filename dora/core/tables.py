@@ -6,12 +6,13 @@ and evaluation counters can never disagree.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from typing import Final
 
 from dora.core.commands import Command, CondemnInstance, FailRun, Generate
 from dora.core.evaluation import Evaluation
-from dora.core.feasibility import Formation
+from dora.core.feasibility import formation_of
 from dora.core.groups import Group, Ledger, Trajectory, TrajectoryPhase
 from dora.core.ids import GroupId, InstanceId, TrajectoryId
 from dora.core.instances import Instance, InstancePhase
@@ -39,7 +40,8 @@ _LOST: Final = InstancePhase.LOST
 
 
 class Counters:
-    """Facts about the run that no table holds. The first three must stay 0."""
+    """Facts about the run that no table holds. Three must stay 0, unless the strategy breaks their constraint by
+    design (`Rules.broken_by_design`): version_conflicts, scheduling_aborts, staleness_violations."""
 
     __slots__ = (
         "late_completions",
@@ -52,13 +54,18 @@ class Counters:
     )
 
     def __init__(self, *, max_staleness: int) -> None:
-        self.version_conflicts = 0  #: answers whose spans name another version than their tag (C1)
+        self.version_conflicts = 0  #: answers whose spans name another version than their group's tag (C1)
         self.scheduling_aborts = 0  #: trajectories stopped by us and not resumed from all their tokens (C2)
         self.staleness_violations = 0  #: groups committed outside 0 <= s - v <= K (C3)
         self.late_completions = 0  #: completions of an old attempt, ignored
         self.migrations = 0  #: trajectories that went on on a peer by our choice
         self.recovered = 0  #: trajectories that went on elsewhere after a loss
-        self.staleness = [0] * (max_staleness + 1)  #: groups committed at staleness i
+        self.staleness = [0] * (max_staleness + 1)  #: groups committed at staleness i; longer where K does not bound it
+
+    def count_staleness(self, staleness: int) -> None:
+        """One more group is committed."""
+        self.staleness += [0] * (staleness + 1 - len(self.staleness))
+        self.staleness[staleness] += 1
 
 
 class Tables:
@@ -71,11 +78,7 @@ class Tables:
         self.ledger = Ledger()
         self.trajectories: dict[TrajectoryId, Trajectory] = {}  #: not yet graded, samples of an evaluation included
         self.window = Window()
-        self.formation = Formation(
-            step_size=settings.groups_per_step,
-            max_staleness=settings.rules.max_staleness,
-            steps=settings.steps,
-        )
+        self.formation = formation_of(settings)
         self.feed = Feed(
             num_ranks=settings.num_ranks, budget=settings.micro_batch_tokens, group_size=settings.group_size
         )
@@ -88,10 +91,10 @@ class Tables:
         self.complete: dict[int, deque[Group]] = {}  #: by deadline, in completion order
         self.top_ups = 0  #: groups filtered or failed since the last close
         self.top_up_rewards: dict[float | None, int] = {}  #: their siblings' rewards -> how many
-        #: More untrained groups than F could ever admit: K + 1 steps of unconsumed ones, K + 1 of committed ones.
-        self.window_limit = 2 * (settings.rules.max_staleness + 1) * settings.groups_per_step
-        #: W is adapted; batched strategies are bounded by F alone
-        self.has_window = settings.orchestration.adaptive_window and not settings.rules.batched
+        #: More untrained groups than F or the gate ever admits: K + 1 steps of unconsumed ones, as many committed.
+        most = 2 * (settings.rules.max_staleness + 1) * math.ceil(settings.rules.oversample)
+        self.window_limit = most * settings.groups_per_step
+        self.has_window = settings.orchestration.adaptive_window and settings.rules.has_window  #: W is adapted
         self.window_size: float = (
             WINDOW_START * settings.groups_per_step if self.has_window else self.window_limit
         )  #: W

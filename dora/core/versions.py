@@ -7,7 +7,7 @@ without being live, while an evaluation or a push in flight needs it. Entry coun
 
 from __future__ import annotations
 
-from heapq import heappop, heappush, heapreplace
+from heapq import heapify, heappop, heappush, heapreplace
 from math import inf
 
 from dora.core.groups import Group, Trajectory
@@ -66,6 +66,16 @@ class Version:
         while not heap[0][2].waiting or heap[0][2].unfinished != heap[0][0]:
             heappop(heap)
         return heap[0][2]
+
+    def inherit(self, older: Version) -> None:
+        """Updates reach live requests: what belonged to an older version belongs to this one from now on."""
+        self.groups += older.groups
+        self.unfinished += older.unfinished
+        self.num_waiting += older.num_waiting
+        self._waiting += older._waiting
+        heapify(self._waiting)
+        older.groups = older.unfinished = older.num_waiting = 0
+        older._waiting.clear()
 
     def dequeue(self, group: Group) -> None:
         """The group's next sibling has its slot."""

@@ -15,11 +15,12 @@ import math
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import aiohttp
 import msgspec
 
+from dora.core.strategies import Pause
 from dora.engine import protocol
 from dora.engine.answers import (
     ChecksumsAnswer,
@@ -35,7 +36,7 @@ from dora.engine.post import Post, open_post
 from dora.engine.stream import GenerateResult, OnTokens, StreamParser, refusal
 from dora.errors import ConfigError, ProtocolError, RemoteError
 
-PauseMode = Literal["in_place", "retract"]  # `abort` would destroy requests: never sent
+PauseMode = Pause  # SGLang's `abort` would destroy requests: never sent
 
 CONTROL_ATTEMPTS: Final = 3
 RETRY_DELAY_S: Final = 0.05  # doubled each time
@@ -358,8 +359,8 @@ class PushEndpoint:
     async def is_empty(self) -> bool:
         return (await self.client.loads(self.url)).is_empty
 
-    async def pause(self) -> None:
-        await self.client.pause(self.url, "in_place")
+    async def pause(self, mode: PauseMode) -> None:
+        await self.client.pause(self.url, mode)
 
     async def resume(self) -> None:
         await self.client.resume(self.url)

@@ -21,7 +21,7 @@ from dora.core.strategies import Settings
 from dora.errors import InvariantViolation, ProtocolError
 from dora.journal import audit_fleet, audit_ledger
 from dora.journal.audit_report import AuditReport, Violation, lengths_of
-from dora.journal.audit_tables import AuditTables, Finding
+from dora.journal.audit_tables import OUTCOMES, AuditTables, Finding
 from dora.journal.frames import JournalError
 from dora.journal.reader import Journal
 from dora.journal.replay import STORY_LINES, replay
@@ -80,8 +80,13 @@ def audit_entries(
         staleness=dict(tables.staleness),
         lengths={
             "generated": lengths_of([n for t, n in tables.lengths.items() if t >= 0]),
-            **{name: lengths_of([tables.lengths[t] for t in ids]) for name, ids in tables.finished_ids.items()},
+            **{
+                name: lengths_of([tables.lengths[t] for t in ids])
+                for name, ids in tables.finished_ids.items()
+                if ids or name != "discarded"
+            },
         },
+        broken_by_design=_broken_by_design(tables),
         max_live_versions=tables.max_live_versions,
         migrations=tables.migrations,
         recovered=tables.recovered,
@@ -108,8 +113,24 @@ def _compare_replay(tables: AuditTables, entries: Iterable[Entry]) -> Iterator[F
 def _group_counts(tables: AuditTables) -> dict[str, int]:
     """Conservation: admitted is the sum of the others."""
     outcomes = Counter(tables.outcomes.values())
-    ended = {name: outcomes[name] for name in ("trained", "filtered", "failed")}
+    ended = {name: outcomes[name] for name in OUTCOMES if name != "discarded" or outcomes[name]}
     return {"admitted": tables.admitted, **ended, "in flight": len(tables.groups)}
+
+
+def _broken_by_design(tables: AuditTables) -> dict[str, str]:
+    """What the strategy's own rules cost the constraints that it does without."""
+    rules = tables.settings.rules
+    stale = sum(n for staleness, n in tables.staleness.items() if staleness > rules.max_staleness)
+    discarded = Counter(tables.outcomes.values())["discarded"]
+    lengths = [n for trajectory, n in tables.lengths.items() if trajectory >= 0]
+    trained = [tables.lengths[t] for t in tables.finished_ids["trained"]]
+    found = {
+        "C1": f"{tables.mixed_answers} of {len(lengths)} answers have tokens of another version than their tag",
+        "C2": f"{discarded} groups discarded, {tables.aborted_answers} of their answers unfinished; mean length "
+        f"{lengths_of(trained).mean:.1f} of trained answers, {lengths_of(lengths).mean:.1f} of all finished ones",
+        "C3": f"{stale} groups trained more than {rules.max_staleness} steps after their version",
+    }
+    return {name: found[name] for name in rules.broken_by_design}
 
 
 def _compare_tokens(tables: AuditTables, stored: Mapping[TrajectoryId, int]) -> int:

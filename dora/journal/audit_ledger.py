@@ -1,8 +1,8 @@
 """The audit of groups, steps and versions: C2 as a ledger, C3, and the version window.
 
 C2: every admitted group is trained exactly once with all its graded siblings, each in exactly one micro-batch, or is
-filtered or failed for a reason that the journal bears out. C3: 0 ≤ step - version ≤ K when a group is committed, and no
-group due at a step is left outside when it closes. Called by audit.py, fact by fact.
+filtered, failed or discarded for a reason that the journal bears out. C3: 0 ≤ step - version ≤ K when a group is
+committed, and no group due at a step is left outside when it closes. Called by audit.py, fact by fact.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _admit_group(t: AuditTables, order: cmd.AdmitGroup) -> None:
         t.find(C2_LEDGER, "group", id, f"is admitted; next is {t.admitted}, prompts have arrived below {t.num_prompts}")
     if version not in t.stored:
         t.find(VERSIONS, "group", id, f"is admitted at version {version}, which is not in the store")
-    last = deadline(version, max_staleness=t.settings.rules.max_staleness, steps=t.settings.steps)
+    last = deadline(version, max_staleness=t.settings.max_lag, steps=t.settings.steps)
     if order.deadline != last or last < t.forming:
         t.find(
             C3_COMMIT, "group", id, f"of version {version} is due at {last}, not {order.deadline}; forming {t.forming}"
@@ -85,7 +85,7 @@ def _commit_group(t: AuditTables, order: cmd.CommitGroup) -> None:
         return
     if group.version != order.version:
         t.find("C1 tag", "group", id, f"is committed as version {order.version}, its tag is {group.version}")
-    if not 0 <= staleness <= t.settings.rules.max_staleness:
+    if not 0 <= staleness <= t.settings.max_lag:
         t.find(
             C3_COMMIT, "group", id, f"of version {order.version} is committed to step {order.step}: {staleness} stale"
         )
@@ -118,7 +118,10 @@ def _drop_group(t: AuditTables, order: cmd.DropGroup) -> None:
 
 
 def _is_borne_out(t: AuditTables, order: cmd.DropGroup) -> bool:
-    """Was there really no advantage in the group, or did its grading or generation really fail?"""
+    """Was there really no advantage in the group, did its grading or generation fail, or was its step full?"""
+    if order.outcome == "discarded":
+        step = t.steps.get(t.forming)
+        return t.settings.rules.oversample > 1 and step is not None and len(step.groups) == t.settings.groups_per_step
     answers = [t.answers[s] for s in t.siblings(order.group)]
     if order.outcome == "failed" and order.reason.startswith("generation: "):
         return max(a.failures for a in answers) >= t.settings.max_attempts
@@ -139,6 +142,8 @@ def _retire(t: AuditTables, id: GroupId, outcome: str) -> None:
         answer = t.answers.get(trajectory)
         if answer is None:
             continue
+        if outcome == "discarded":
+            t.aborted_answers += not answer.finished
         if answer.finished and (outcome != "trained" or answer.reward is not None):
             t.finished_ids[outcome].append(trajectory)
         if answer.instance is None:
@@ -254,14 +259,20 @@ def _release_version(t: AuditTables, order: cmd.ReleaseVersion) -> None:
     version = order.version
     pushed = any(i.pushing is not None and i.pushing[1] == version for i in t.instances.values())
     sampled = any(a.version == version for id, a in t.answers.items() if id < 0)
-    if version not in t.stored or version == t.newest or t.untrained[version] or pushed or sampled:
+    in_use = (t.untrained[version] and t.settings.rules.in_flight is None) or pushed or sampled
+    if version not in t.stored or version == t.newest or in_use:
         t.find(VERSIONS, "version", version, f"is released while {t.untrained[version]} groups or others need it")
     t.stored.discard(version)
 
 
 def _check_window(t: AuditTables) -> None:
-    """Live: the newest, and versions with a group that is not yet trained; at most K + 1. Told at each new maximum."""
+    """Live: the newest, and versions with a group that is not yet trained; at most K + 1. Told at each new maximum.
+
+    Where weights reach live requests an old tag needs no version any more.
+    """
     live = {v for v in t.untrained if t.untrained[v]} | ({t.newest} if t.newest is not None else set())
+    if t.settings.rules.in_flight is not None:
+        live = {max(live)}
     if len(live) > max(t.max_live_versions, t.settings.rules.max_staleness + 1):
         t.find(VERSIONS, "version", min(live), f"is the oldest of {len(live)} live versions: more than K + 1")
     t.max_live_versions = max(t.max_live_versions, len(live))

@@ -48,11 +48,12 @@ class AuditReport:
     num_events: int
     restarts: int  #: of the controller
     torn_bytes: int  #: of an incomplete last record, ignored
-    groups: Mapping[str, int]  #: admitted, trained, filtered, failed, in flight
-    reasons: Mapping[str, int]  #: "filtered: ..." or "failed: ..." -> groups
+    groups: Mapping[str, int]  #: admitted, trained, filtered, failed, in flight; discarded if there are any
+    reasons: Mapping[str, int]  #: "filtered: ...", "failed: ..." or "discarded: ..." -> groups
     steps: int  #: trained
     staleness: Mapping[int, int]  #: step - version -> groups committed
-    lengths: Mapping[str, Lengths]  #: generated, trained, filtered, failed
+    lengths: Mapping[str, Lengths]  #: generated, trained, filtered, failed; finished answers of discarded groups
+    broken_by_design: Mapping[str, str]  #: constraint that the strategy does without -> how often it broke it
     max_live_versions: int
     migrations: int  #: trajectories stopped by us that went on on another instance
     recovered: int  #: trajectories that went on after their instance was lost
@@ -63,7 +64,7 @@ class AuditReport:
 
     @property
     def ok(self) -> bool:
-        """C1, C2 and C3 hold."""
+        """C1, C2 and C3 hold, as far as the strategy keeps them."""
         return not self.violations
 
 
@@ -84,14 +85,22 @@ def render(report: AuditReport, *, max_violations: int = 20) -> str:
         f"  moves        {report.migrations} migrations, {report.recovered} recovered after a loss, "
         f"{report.late_completions} late completions ignored",
         f"  token store  {tokens}",
+        *(f"  {name:<12} broken by design: {told}" for name, told in report.broken_by_design.items()),
     ]
     for violation in report.violations[:max_violations]:
         lines += [f"VIOLATION {violation.rule}: {violation.id} {violation.message}"]
         lines += [f"    {line}" for line in violation.story]
     if len(report.violations) > max_violations:
         lines.append(f"... and {len(report.violations) - max_violations} more")
-    verdict = "C1, C2 and C3 hold" if report.ok else f"{len(report.violations)} violations"
+    verdict = _verdict(report) if report.ok else f"{len(report.violations)} violations"
     return "\n".join([*lines, f"audit: {verdict}"])
+
+
+def _verdict(report: AuditReport) -> str:
+    kept = [name for name in ("C1", "C2", "C3") if name not in report.broken_by_design]
+    broken = "".join(f"; {name} is broken by design" for name in report.broken_by_design)
+    listed = " and ".join([", ".join(kept[:-1]), kept[-1]] if kept[:-1] else kept)
+    return f"{listed} {'hold' if len(kept) > 1 else 'holds'}{broken}"
 
 
 def _length_line(name: str, lengths: Lengths) -> str:

@@ -8,11 +8,15 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Final
 
 from dora.core.commands import TrainMicroBatch
 from dora.core.ids import GroupId, InstanceId, TrajectoryId
 from dora.core.story import Subject
 from dora.core.strategies import Settings
+
+#: How a group leaves the ledger.
+OUTCOMES: Final = ("trained", "filtered", "failed", "discarded")
 
 
 @dataclass(slots=True)
@@ -40,6 +44,7 @@ class AuditedAnswer:
     left: InstanceId | None = None  #: where it was stopped by us, until it goes on
     recovering: bool = False  #: its instance was lost, until it goes on
     failures: int = 0  #: failed requests, broken connections apart
+    mixed: bool = False  #: a span of it names another version than its tag
     finished: bool = False
     grading: int | None = None  #: attempt of the grading under way
     graded: bool = False
@@ -48,7 +53,7 @@ class AuditedAnswer:
 
 @dataclass(slots=True)
 class AuditedGroup:
-    """One prompt group that is not trained, filtered or failed."""
+    """One prompt group that is not trained, filtered, failed or discarded."""
 
     version: int
     deadline: int
@@ -103,10 +108,12 @@ class AuditTables:
         self.evaluated: Counter[int] = Counter()  #: samples by version that are graded or given up
         self.reported: set[int] = set()  #: versions whose evaluation was reported
 
-        self.outcomes: dict[GroupId, str] = {}  #: "trained" | "filtered" | "failed"
+        self.outcomes: dict[GroupId, str] = {}  #: "trained" | "filtered" | "failed" | "discarded"
         self.reasons: Counter[str] = Counter()  #: why groups were dropped
-        self.finished_ids: dict[str, list[TrajectoryId]] = {"trained": [], "filtered": [], "failed": []}
+        self.finished_ids: dict[str, list[TrajectoryId]] = {name: [] for name in OUTCOMES}
         self.staleness: Counter[int] = Counter()
+        self.mixed_answers = 0  #: finished with tokens of another version than their tag: C1, by design
+        self.aborted_answers = 0  #: stopped, or never begun, because their group was discarded: C2, by design
         self.max_live_versions = 0
         self.migrations = 0
         self.recovered = 0

@@ -23,6 +23,7 @@ import msgspec
 
 from dora.core.commands import Generate
 from dora.core.decode_time import DecodeTime
+from dora.core.events import Span
 from dora.core.ids import InstanceId, TrajectoryId
 
 #: A request is taken in only where every running one, itself included, can grow by so many tokens.
@@ -54,6 +55,7 @@ class Request:
     offset: int  #: tokens it has = offset + steps of the server, while it runs; tokens it has, while it waits
     age: int = 0  #: grows with every request taken in
     running: bool = False
+    spans: tuple[Span, ...] = ()  #: ended by weights that reached it
 
 
 @dataclass(slots=True)
@@ -237,6 +239,27 @@ class Instance:
             ended.append(self.requests[id])
             self.remove(id)
         return ended
+
+    def pause(self, until: float, *, retract: bool) -> None:
+        """No step before then; with `retract` all that runs is prefilled again. `reach` first, `settle` afterwards."""
+        if retract:
+            for request in sorted((r for r in self.requests.values() if r.running), key=lambda r: -r.age):
+                self._leave_batch(request)
+                self.waiting.appendleft(request)
+        self.anchor = max(self.anchor, until)
+
+    def update(self, version: int) -> None:
+        """The weights change, and what runs goes on."""
+        for request in self.requests.values():
+            request.spans = self.spans(request)
+        self.version = version
+
+    def spans(self, request: Request) -> tuple[Span, ...]:
+        """Which versions its tokens came from, in this request."""
+        assert self.version is not None
+        start = request.spans[-1][2] if request.spans else request.order.num_tokens
+        end = self.tokens(request)
+        return (*request.spans, (self.version, start, end)) if end > start else request.spans
 
     def remove(self, id: TrajectoryId) -> Request:
         """A request ends or is stopped; its `offset` is its tokens from now on."""

@@ -8,13 +8,14 @@ and the next version: its own micro-batch, one update, and writing the version t
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from dora.sim.answers import Answers
+from dora.sim.answers import Answers, Group
 from dora.sim.workload import Workload
 
 #: Steps whose answers are averaged at most; blocks of consecutive groups in stream order.
@@ -34,7 +35,7 @@ class Limit(msgspec.Struct, frozen=True):
 
 def limit(workload: Workload, *, seed: int) -> Limit:
     """The limit of a workload under its strategy."""
-    answers, n = workload.answers(seed=seed), workload.job.groups_per_step
+    answers, n = workload.answers(seed=seed), math.ceil(workload.rules.oversample * workload.job.groups_per_step)
     terms = [_terms(workload, answers, first=block * n) for block in range(min(MAX_BLOCKS, workload.job.steps))]
     train_s, decode_s, slowest_s, last_s, first_s = np.mean(terms, axis=0).tolist()
     bounds = _bounds(workload, train_s=train_s, decode_s=decode_s, slowest_s=slowest_s, last_s=last_s, first_s=first_s)
@@ -50,6 +51,8 @@ def _bounds(
         after = train_s + workload.publish_s
         return {"decode": decode_s + after, "slowest": slowest_s + after}
     bounds = {"train": train_s, "decode": decode_s, "slowest": (slowest_s + last_s) / (rules.max_staleness + 1)}
+    if not rules.bounded:
+        del bounds["slowest"]  # a long answer may be trained in any later step
     if rules.batched:
         bounds["slowest"] = slowest_s
     elif rules.max_staleness == 0:
@@ -59,7 +62,7 @@ def _bounds(
 
 def _terms(workload: Workload, answers: Answers, *, first: int) -> tuple[float, float, float, float, float]:
     """T_train, W / C, L, tau and the time of the first complete group, for one block of N groups."""
-    groups = [answers.group(first + i) for i in range(workload.job.groups_per_step)]
+    groups = _trained(workload, answers, first=first)
     prompts = np.array([g.prompt_tokens for g in groups], dtype=np.float64)
     lengths = np.array([g.lengths for g in groups], dtype=np.float64)
     train, server = workload.train, workload.fleet.server
@@ -75,6 +78,15 @@ def _terms(workload: Workload, answers: Answers, *, first: int) -> tuple[float, 
         decode_s /= 1 - sum(len(set(g.rewards)) == 1 for g in groups) / len(groups)
     first_s = around_s + float(alone.max(axis=1).min())
     return train_s, decode_s, around_s + float(alone.max()), float(last_s), first_s
+
+
+def _trained(workload: Workload, answers: Answers, *, first: int) -> list[Group]:
+    """N groups; of those that are over-sampled, the N that would be complete first if each had a fleet of its own."""
+    n, rules = workload.job.groups_per_step, workload.rules
+    groups = [answers.group(first + i) for i in range(math.ceil(rules.oversample * n))]
+    if len(groups) > n:
+        groups.sort(key=lambda g: max(g.lengths))
+    return groups[:n]
 
 
 def _alone_s(workload: Workload, *, prompts: NDArray[np.float64], lengths: NDArray[np.float64]) -> NDArray[np.float64]:

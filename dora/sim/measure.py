@@ -6,7 +6,9 @@ shortens (workloads.md §7.2). Called by world.py while it runs, and by whoever 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
 import msgspec
 
@@ -28,6 +30,9 @@ class Mark:
     evictions: int
     recovered: int
     dropped: int
+    discarded: int
+    answers: int
+    mixed: int
     use: Use
 
 
@@ -39,6 +44,10 @@ class Measure:
         self.marks: list[Mark] = []  #: by step
         self.staleness: dict[int, list[int]] = {}  #: by step: groups committed at staleness i
         self.num_dropped = 0  #: groups filtered or failed
+        self.num_discarded = 0  #: groups that were over-sampled
+        self.trained = [0, 0]  #: answers of committed groups, and their tokens
+        self.thrown_away = [0, 0]  #: answers of discarded groups, and the tokens that they would have had
+        self._answers = 0
         self._instances = instances
         self._tokens = 0
         self._busy_s = 0.0
@@ -63,11 +72,19 @@ class Measure:
     def answered(self, version: int, *, at: float) -> None:
         """An answer of this version is complete."""
         self._last_answer[version] = at
+        self._answers += 1
 
-    def committed(self, step: int, *, staleness: int) -> None:
+    def committed(self, step: int, *, staleness: int, lengths: Sequence[int]) -> None:
         """A group has its place in a step."""
         counts = self.staleness.setdefault(step, [0] * (self.workload.rules.max_staleness + 1))
+        counts += [0] * (staleness + 1 - len(counts))
         counts[staleness] += 1
+        _add(self.trained, lengths)
+
+    def discarded(self, lengths: Sequence[int]) -> None:
+        """A group was over-sampled."""
+        self.num_discarded += 1
+        _add(self.thrown_away, lengths)
 
     def trained_wave(self, *, num_tokens: int, busy_s: float, unbalanced_s: float) -> None:
         """The trainer was given a micro-batch per rank."""
@@ -93,6 +110,9 @@ class Measure:
                 evictions=sum(i.evictions for i in self._instances),
                 recovered=counters.recovered,
                 dropped=self.num_dropped,
+                discarded=self.num_discarded,
+                answers=self._answers,
+                mixed=counters.version_conflicts,
                 use=use,
             )
         )
@@ -106,10 +126,11 @@ class Measure:
         fleet_s = span * len(self._instances)
         shares = {name.removesuffix("_s"): getattr(use, name) / fleet_s for name in Use.__slots__}
         shares["empty"] = max(0.0, 1 - sum(shares.values()))
-        counts = [sum(n) for n in zip(*(self.staleness[s] for s in range(first + 1, last + 1)), strict=True)]
+        by_step = (self.staleness[s] for s in range(first + 1, last + 1))
+        counts = [sum(n) for n in zip_longest(*by_step, fillvalue=0)]
         groups = sum(counts)
         slowest = [self._last_answer[v] - self._published[v] for v in range(first, last) if v in self._last_answer]
-        counters = state.counters
+        discarded = b.discarded - a.discarded
         job, fleet = self.workload.job, self.workload.fleet
         return Result(
             strategy=job.strategy,
@@ -135,15 +156,40 @@ class Measure:
             evictions=(b.evictions - a.evictions) / steps,
             recovered=b.recovered - a.recovered,
             dropped=(b.dropped - a.dropped) / steps,
-            violations=counters.version_conflicts + counters.scheduling_aborts + counters.staleness_violations,
+            mixed_share=(b.mixed - a.mixed) / max(1, b.answers - a.answers),
+            discarded_share=discarded / (discarded + groups),
+            beyond_share=sum(counts[self.workload.rules.max_staleness + 1 :]) / groups,
+            length_bias=self._length_bias(),
+            violations=_violations(state),
             events=num_events,
         )
+
+    def _length_bias(self) -> float:
+        """Mean length trained over mean length of all that was admitted, discarded groups at their full length."""
+        answers, tokens = (x + y for x, y in zip(self.trained, self.thrown_away, strict=True))
+        return self.trained[1] * answers / (self.trained[0] * tokens)
 
     def window(self) -> tuple[int, int]:
         """The steps (first, last] that are measured."""
         steps, margin = len(self.marks), self.workload.rules.max_staleness + 1
         first = min(2 * margin - 1, (steps - 1) // 3)
         return first, max(first + 1, steps - 1 - margin)
+
+
+def _add(sums: list[int], lengths: Sequence[int]) -> None:
+    sums[0] += len(lengths)
+    sums[1] += sum(lengths)
+
+
+def _violations(state: ControllerState) -> int:
+    """Of the constraints that the strategy is to keep."""
+    counters = state.counters
+    counts = {
+        "C1": counters.version_conflicts,
+        "C2": counters.scheduling_aborts,
+        "C3": counters.staleness_violations,
+    }
+    return sum(n for name, n in counts.items() if name not in state.settings.rules.broken_by_design)
 
 
 class Result(msgspec.Struct, frozen=True):
@@ -172,5 +218,9 @@ class Result(msgspec.Struct, frozen=True):
     evictions: float
     recovered: int
     dropped: float
-    violations: int
+    mixed_share: float  #: of answers that have tokens of another version than their group's tag (C1)
+    discarded_share: float  #: of groups that are thrown away because their step is full (C2)
+    beyond_share: float  #: of groups trained more than K steps after their tag (C3)
+    length_bias: float  #: mean length trained over mean length generated, whole job; 1 unless something is discarded
+    violations: int  #: of the constraints that the strategy keeps; what it breaks by design is in the shares above
     events: int

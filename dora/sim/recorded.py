@@ -23,7 +23,7 @@ from dora.core import events as ev
 from dora.core.decode_time import DecodeTime
 from dora.core.ids import InstanceId, TrajectoryId
 from dora.core.orchestration import SWITCHES
-from dora.core.strategies import Settings
+from dora.core.strategies import Settings, strategy_of
 from dora.errors import ConfigError
 from dora.journal.reader import Journal
 from dora.journal.run_folder import RunFolder
@@ -169,15 +169,6 @@ def read_run(folder: Path) -> tuple[Workload, Record]:
     return checked(_workload(record), origin=str(folder)), record
 
 
-def strategy_of(settings: Settings) -> str:
-    """The name of a run's rules."""
-    if settings.rules.batched:
-        return "one_step_off"
-    if not settings.rules.streamed:
-        return "sync"
-    return "dora" if settings.rules.max_staleness else "periodic"
-
-
 def _workload(record: Record) -> Workload:
     settings, size = record.settings, record.settings.group_size
     groups = sorted({t // size for t in record.lengths})
@@ -186,8 +177,10 @@ def _workload(record: Record) -> Workload:
     logs = [math.log(max(s, 1e-4)) for s in record.grading_s]
     return Workload(
         job=Job(
-            strategy=strategy_of(settings),
+            strategy=strategy_of(settings.rules),
             max_staleness=settings.rules.max_staleness,
+            pause=settings.rules.in_flight or Job().pause,
+            oversample=settings.rules.oversample if settings.rules.oversample > 1 else Job().oversample,
             steps=settings.steps,
             groups_per_step=settings.groups_per_step,
             group_size=size,

@@ -14,7 +14,7 @@ _Setting = tuple[int, int, str, int, int]
 COLUMNS = (
     *("strategy", "K", "split", "seeds", "step s", "range", "tokens/s", "limit s", "rule", "x limit", "sync/x"),
     *("trainer idle", "uneven", "full", "thin new", "thin old", "prefill", "push", "empty"),
-    *("stale", "max", "moves", "evict", "viol"),
+    *("stale", "max", "moves", "evict", "bias", "viol", "by design"),
 )
 
 
@@ -42,6 +42,10 @@ class Row(msgspec.Struct, frozen=True):
     staleness_max: int
     migrations: float
     evictions: float
+    mixed_share: float
+    discarded_share: float
+    beyond_share: float
+    length_bias: float
     violations: int
 
 
@@ -80,6 +84,10 @@ def _row(setting: _Setting, found: Sequence[Result], *, sync_s: float | None) ->
         staleness_max=max(r.staleness_max for r in found),
         migrations=fmean(r.migrations for r in found),
         evictions=fmean(r.evictions for r in found),
+        mixed_share=fmean(r.mixed_share for r in found),
+        discarded_share=fmean(r.discarded_share for r in found),
+        beyond_share=fmean(r.beyond_share for r in found),
+        length_bias=fmean(r.length_bias for r in found),
         violations=sum(r.violations for r in found),
     )
 
@@ -124,5 +132,13 @@ def _cells(row: Row, is_best: bool) -> tuple[str, ...]:
         str(row.staleness_max),
         f"{row.migrations:.1f}",
         f"{row.evictions:.1f}",
+        f"{row.length_bias:.2f}",
         str(row.violations),
+        _by_design(row),
     )
+
+
+def _by_design(row: Row) -> str:
+    """What the strategy costs the constraints that it does without: shares of answers (C1) and groups (C2, C3)."""
+    shares = {"C1": row.mixed_share, "C2": row.discarded_share, "C3": row.beyond_share}
+    return ", ".join(f"{name} {share:.1%}" for name, share in shares.items() if share) or "-"

@@ -26,8 +26,8 @@ def cases(
     instances: Sequence[int],
     seeds: Sequence[int],
 ) -> list[Case]:
-    """Every combination once; an empty list keeps what the workload says. K counts for `dora` alone, splits not for
-    `sync`, which uses all devices in both phases. Other numbers of instances keep the trainer's devices."""
+    """Every combination once; an empty list keeps what the workload says. K counts for `dora` and `partial`, splits
+    not for `sync`, which uses all devices in both phases. Other numbers of instances keep the trainer's devices."""
     job, fleet = workload.job, workload.fleet
     found: dict[tuple[str, int, int, int], Workload] = {}
     for strategy, k, fleet_size in itertools.product(

@@ -13,12 +13,11 @@ from typing import Any, Final
 import msgspec
 
 from dora.core.orchestration import orchestration_of
-from dora.core.strategies import Rules, Settings, rules_of
+from dora.core.strategies import STRATEGIES, Pause, Rules, Settings, rules_of
 from dora.errors import ConfigError
 from dora.sim.answers import REGIMES, Answers, Group, cap_of
 from dora.sim.instance import Server
 
-STRATEGIES: Final = ("dora", "sync", "periodic", "one_step_off")
 _NEVER: Final = 1e12
 
 
@@ -31,6 +30,8 @@ class Job(_Part, frozen=True):
 
     strategy: str = "dora"
     max_staleness: int = 3
+    pause: Pause = "retract"  #: `partial`: how servers take weights among live requests
+    oversample: float = 1.5  #: `oversample`: groups admitted per step, in units of N
     steps: int = 40
     groups_per_step: int = 64
     group_size: int = 8
@@ -114,7 +115,8 @@ class Workload(_Part, frozen=True):
     @property
     def rules(self) -> Rules:
         """The strategy as settings of the core."""
-        return rules_of(self.job.strategy, max_staleness=self.job.max_staleness)
+        job = self.job
+        return rules_of(job.strategy, max_staleness=job.max_staleness, pause=job.pause, oversample=job.oversample)
 
     @property
     def is_shared(self) -> bool:
@@ -237,7 +239,9 @@ def _problems(workload: Workload) -> list[str]:
         found.append("job: steps and group_size are at least 2, groups_per_step and devices_per_instance at least 1")
     elif job.max_staleness < 0:
         found.append("job.max_staleness: cannot be negative")
-    elif workload.num_instances < workload.rules.max_staleness + 1:
+    elif job.strategy == "oversample" and job.oversample <= 1:
+        found.append("job.oversample: must be above 1, else nothing is over-sampled; that is `periodic`")
+    elif workload.rules.in_flight is None and workload.num_instances < workload.rules.max_staleness + 1:
         found.append(
             f"fleet.rollout_devices: {workload.num_instances} instances cannot hold the "
             f"{workload.rules.max_staleness + 1} versions of K = {workload.rules.max_staleness}"

@@ -155,7 +155,7 @@ class World:
     def _finished(self, request: Request) -> ev.Event:
         order = request.order
         self.measure.answered(order.version, at=self.now)
-        spans = ((order.version, order.num_tokens, request.total),)
+        spans = self.instances[order.instance].spans(request)
         capped = request.total == self.settings.max_new_tokens
         return ev.GenerationFinished(self.now, order.trajectory, order.attempt, request.total, capped, spans)
 
@@ -208,7 +208,9 @@ class World:
         id, instance = order.trajectory, self.instances[order.instance]
         group, sibling = divmod(id, self.settings.group_size)
         _require(instance.version == order.version, "C1: the instance holds {}: {}", instance.version, order)
-        _require(self._tags[GroupId(group)] == order.version, "C1: not the tag of its group: {}", order)
+        tag = self._tags[GroupId(group)]
+        carried_over = self.settings.rules.in_flight is not None and tag < order.version
+        _require(tag == order.version or carried_over, "C1: not the tag of its group: {}", order)
         _require(self._produced.pop(id, 0) == order.num_tokens, "C2: not from all its tokens: {}", order)
         _require(id not in instance.requests, "it runs there already: {}", order)
         _require(len(instance.requests) < instance.server.slots, "the instance has no slot: {}", order)
@@ -230,17 +232,23 @@ class World:
         if order.trajectory not in instance.requests:
             return None  # it ends at this very moment
         num_tokens = instance.remove(order.trajectory).offset
+        spans = instance.spans(request)
         self._settle(instance)
         self._produced[order.trajectory] = num_tokens
-        start, version = request.order.num_tokens, request.order.version
-        spans = ((version, start, num_tokens),) if num_tokens > start else ()
         return ev.GenerationStopped(self.now, order.trajectory, order.attempt, num_tokens, spans)
 
     def _on_push_weights(self, order: cmd.PushWeights) -> None:
         instance = self.instances[order.instance]
-        _require(not instance.requests, "C1: there are {} requests on it: {}", len(instance.requests), order)
+        pause, running = self.settings.rules.in_flight, len(instance.requests)
+        _require(not running or pause, "C1: there are {} requests on it: {}", running, order)
         _require(0 <= order.version <= self.newest, "not yet published: {}", order)
-        instance.version = None
+        if running:
+            instance.reach(self.now)
+            self._settle(instance)
+            instance.pause(self.now + self.workload.push_s, retract=pause == "retract")
+            self._touched[instance.id] = instance
+        else:
+            instance.version = None
         fails = self.random.random() < self.workload.faults.push_failure_share
         action = partial(self._pushed, order, instance.incarnation, fails=fails)
         self._at(self.workload.push_s, action)
@@ -252,7 +260,8 @@ class World:
         instance.use.push_s += self.workload.push_s
         if fails:
             return ev.WeightPushFailed(self.now, order.instance, order.attempt, "a simulated failure")
-        instance.version = order.version
+        instance.reach(self.now)
+        instance.update(order.version)
         instance.is_newest = order.version == self.newest
         return ev.WeightPushFinished(self.now, order.instance, order.attempt, order.version)
 
@@ -288,16 +297,19 @@ class World:
     def _on_commit_group(self, order: cmd.CommitGroup) -> None:
         _require(self._tags.get(order.group) == order.version, "C1: not the tag of its group: {}", order)
         staleness = order.step - order.version
-        _require(0 <= staleness <= self.settings.rules.max_staleness, "C3: {}", order)
-        self.measure.committed(order.step, staleness=staleness)
+        _require(0 <= staleness <= self.settings.max_lag, "C3: {}", order)
+        self.measure.committed(order.step, staleness=staleness, lengths=self.answers.group(order.group).lengths)
 
     def _on_drop_group(self, order: cmd.DropGroup) -> None:
+        if order.outcome == "discarded":
+            self.measure.discarded(self.answers.group(order.group).lengths)
+            return  # it may still run; ForgetGroups says when it does not
         del self._tags[order.group]
         self.measure.num_dropped += 1
 
     def _on_forget_groups(self, order: cmd.ForgetGroups) -> None:
         for group in order.groups:
-            del self._tags[group]  # a KeyError is a group that is trained twice
+            del self._tags[group]  # a KeyError is a group that leaves twice
         self.answers.forget_before(min(self._tags, default=self.state.next_group))
 
     # -- the trainer ------------------------------------------------------------------------------------------------

@@ -18,8 +18,8 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 Sample = tuple[Mapping[str, object], float]
 
 _COUNTER_HELP = {
-    "version_conflicts": "C1: answers whose spans name another version than their tag; must stay 0.",
-    "scheduling_aborts": "C2: trajectories stopped and not resumed from all their tokens; must stay 0.",
+    "version_conflicts": "C1: answers whose spans name another version than their tag; 0 unless partial.",
+    "scheduling_aborts": "C2: trajectories stopped and not resumed from all their tokens; 0 unless oversample.",
     "staleness_violations": "C3: groups committed outside the staleness bound; must stay 0.",
     "late_completions": "Completions of an old attempt, ignored.",
     "migrations": "Trajectories that went on on a peer of their version.",

@@ -68,7 +68,7 @@ class Trainer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counts:
-    """Counters since the start. The first three must stay 0."""
+    """Counters since the start. The first three must stay 0, unless the strategy breaks them (`Snapshot.by_design`)."""
 
     version_conflicts: int  #: C1: answers whose spans name another version than their tag
     scheduling_aborts: int  #: C2: trajectories stopped by the scheduler and not resumed from all their tokens
@@ -103,7 +103,7 @@ class Snapshot:
     groups_admitted: int
     groups_by_phase: dict[str, int]  #: adds up to groups_admitted
     dropped: dict[str, int]  #: groups filtered or failed, by reason
-    staleness: tuple[int, ...]  #: groups committed at staleness 0, 1, ... K
+    staleness: tuple[int, ...]  #: groups committed at staleness 0, 1, ... K, and beyond where K does not bound it
     staleness_mean: float | None
     steps: tuple[StepFacts, ...]  #: the latest, oldest first
     scores: tuple[Score, ...]  #: held-out, in the order of evaluation
@@ -112,6 +112,7 @@ class Snapshot:
     tokens_per_s: float  #: sampled, over the last ten seconds
     trained_tokens_per_s: float  #: over the last steps
     counts: Counts
+    by_design: dict[str, str]  #: constraint that the strategy does without, of C1, C2, C3 -> how often it broke it
     lag_p50_s: float  #: event-loop lag, latest samples
     lag_p99_s: float
     lag_max_s: float  #: since the start
@@ -154,6 +155,7 @@ def snapshot(state: ControllerState, shell: ShellFacts) -> Snapshot:
         tokens_per_s=shell.tokens.per_s,
         trained_tokens_per_s=_trained_tokens_per_s(shell),
         counts=_counts(state),
+        by_design=_by_design(state),
         lag_p50_s=_quantile(lags_s, 0.5),
         lag_p99_s=_quantile(lags_s, 0.99),
         lag_max_s=shell.max_lag_s,
@@ -260,6 +262,17 @@ def _counts(state: ControllerState) -> Counts:
         migrations=counters.migrations,
         recovered=counters.recovered,
     )
+
+
+def _by_design(state: ControllerState) -> dict[str, str]:
+    rules, counters, ledger = state.settings.rules, state.counters, state.ledger
+    found = {
+        "C1": f"{counters.version_conflicts} answers have tokens of several versions",
+        "C2": f"{ledger.counts[GroupPhase.DISCARDED]} groups discarded, {counters.scheduling_aborts} of their answers "
+        "unfinished",
+        "C3": f"{sum(counters.staleness[rules.max_staleness + 1 :])} groups staler than K",
+    }
+    return {name: found[name] for name in rules.broken_by_design}
 
 
 def _averaged(shell: ShellFacts) -> list[StepFacts]:

@@ -138,12 +138,14 @@ def _title(s: Snapshot) -> Text:
     if s.reason:
         title.append(f": {s.reason}")
     broken = {
-        "version conflicts": s.counts.version_conflicts,
-        "scheduling aborts": s.counts.scheduling_aborts,
-        "staleness violations": s.counts.staleness_violations,
+        "C1": (s.counts.version_conflicts, "version conflicts"),
+        "C2": (s.counts.scheduling_aborts, "scheduling aborts"),
+        "C3": (s.counts.staleness_violations, "staleness violations"),
     }
-    for name, count in broken.items():
-        if count:
+    for constraint, (count, name) in broken.items():
+        if constraint in s.by_design:
+            title.append(f"\n{constraint} is broken by design: {s.by_design[constraint]}")
+        elif count:
             title.append(f"\n{count} {name}", style="bold red")
     return title
 

@@ -47,7 +47,7 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     clip_high: float
     tis_cap: float
     temperature: float
-    max_staleness: int  # K in force (the strategy's)
+    max_staleness: int  # K in force (the strategy's), or T - 1 where the strategy does not bound staleness
     checkpoint_every: int
 
 

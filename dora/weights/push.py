@@ -1,4 +1,5 @@
-"""One weight push: drained, paused, flushed, updated, flushed again, read back, continued, verified.
+"""One weight push: drained, paused, flushed, updated, flushed again, read back, continued, verified. With `live` it
+reaches a server in the middle of its requests, which go on under the new weights: nothing is drained.
 
 Invariant: a push either returns (the server has said that it holds `label`, and serves again) or raises `PushFailed`,
 which tells the stage, and whether the weights may have changed or the server may have stayed paused (`doubtful`).
@@ -16,6 +17,7 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Final, Literal, Protocol
 
+from dora.core.strategies import Pause
 from dora.errors import RemoteError
 
 Stage = Literal["drain", "pause", "flush", "update", "flush after update", "read back", "continue", "verify"]
@@ -57,8 +59,8 @@ class PushTarget(Protocol):
 
     async def is_empty(self) -> bool: ...
 
-    async def pause(self) -> None:
-        """Stop decoding without touching requests."""
+    async def pause(self, mode: Pause) -> None:
+        """Stop decoding; `retract` also drops the KV of all requests, none loses a token."""
 
     async def resume(self) -> None: ...
 
@@ -149,16 +151,25 @@ class _Progress:
     also: str = ""  # what went wrong after the first failure
 
 
-async def push(server: PushTarget, *, folder: Path, label: str, timeout_s: float, transport: Transport = DISK) -> None:
-    """Give the weights in `folder` to an empty server."""
+async def push(
+    server: PushTarget,
+    *,
+    folder: Path,
+    label: str,
+    timeout_s: float,
+    transport: Transport = DISK,
+    live: Pause | None = None,
+) -> None:
+    """Give the weights in `folder` to an empty server, or with `live` to one whose requests go on under them."""
     progress = _Progress()
     update = partial(transport.update, server, folder, label, timeout_s=timeout_s)
     try:
         async with asyncio.timeout(timeout_s):
-            await _wait_until_empty(server)
+            if live is None:
+                await _wait_until_empty(server)
             progress.stage = "pause"
             try:
-                await _replace_weights(server, update, label=label, progress=progress)
+                await _replace_weights(server, update, label=label, live=live, progress=progress)
             except BaseException:  # cancelled too: a server left paused would hang all later requests
                 await _resume_after_failure(server, progress)
                 raise
@@ -192,16 +203,17 @@ async def _wait_until_empty(server: PushTarget) -> None:
 
 
 async def _replace_weights(
-    server: PushTarget, update: Callable[[], Awaitable[None]], *, label: str, progress: _Progress
+    server: PushTarget, update: Callable[[], Awaitable[None]], *, label: str, live: Pause | None, progress: _Progress
 ) -> None:
-    await server.pause()
+    await server.pause(live or "in_place")
     progress.stage = "flush"
-    if not await server.flush_cache():
+    if live is None and not await server.flush_cache():
         raise RemoteError("a request is resident; drain again")
     progress.stage, progress.doubtful = "update", True
     await update()
     progress.stage = "flush after update"
-    if not await server.flush_cache():
+    if live != "in_place" and not await server.flush_cache() and live is None:
+        # (SGLang before 0.5.21 refuses while retracted requests wait; what it keeps has the old version's key.)
         raise RemoteError("a request came in during the push; it may have seen both versions")
     progress.stage = "read back"
     if (held := await server.weight_version()) != label:

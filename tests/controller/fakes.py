@@ -22,7 +22,7 @@ from dora.core import commands as cmd
 from dora.core import events as ev
 from dora.core.ids import TrajectoryId
 from dora.core.state import ControllerState
-from dora.core.strategies import Settings, rules_of
+from dora.core.strategies import Pause, Settings, rules_of
 from dora.engine.client import GenerateRequest, Loads, OnTokens
 from dora.engine.errors import ServerGone
 from dora.engine.stream import GenerateResult
@@ -123,7 +123,7 @@ class FakePush:
     async def is_empty(self) -> bool:
         return True
 
-    async def pause(self) -> None:
+    async def pause(self, mode: Pause) -> None:
         return
 
     async def resume(self) -> None:
@@ -322,6 +322,7 @@ def make_io(*, settings: Settings, client: Any, fleet: Fleet, now: Callable[[], 
         "temperature": 1.0,
         "push_timeout_s": 1.0,
         "transport": DISK,
+        "live": None,
         "keep_versions": 0,
         "client": client,
         "fleet": fleet,

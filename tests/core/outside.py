@@ -37,6 +37,7 @@ class Server:
     slots: int = 1
     kv_tokens: int = 1
     version: int = FOREIGN_VERSION  #: what it holds; foreign whenever nobody can know
+    weights: int = FOREIGN_VERSION  #: what it really decodes with
     pressed: bool = False
     condemned: bool = False
 
@@ -47,6 +48,7 @@ class Request:
 
     order: cmd.Generate
     stopping: bool = False
+    spans: tuple[ev.Span, ...] = ()  #: ended by weights that reached it
 
 
 class Outside:
@@ -78,7 +80,8 @@ class Outside:
         self.tokens: dict[TrajectoryId, int] = {}  #: produced so far
         self.tags: dict[GroupId, int] = {}
         self.places: dict[GroupId, int] = {}  #: step of each committed group
-        self.left: set[GroupId] = set()  #: trained, filtered or failed
+        self.left: set[GroupId] = set()  #: trained, filtered, failed or discarded
+        self.discarded: set[GroupId] = set()  #: and not forgotten
         self.forming = 0
         self.published: list[int] = []
         self.released: set[int] = set()
@@ -119,7 +122,7 @@ class Outside:
         state = self.state
         takers = [i for i in state.instances.values() if i.takes_work]
         for version, entry in state.window.entries.items():
-            groups = [g for g in state.ledger.groups.values() if g.version == version and g.waiting]
+            groups = [g for g in state.ledger.groups.values() if g.current == version and g.waiting]
             if groups:
                 first = min(groups, key=lambda g: (g.unfinished, g.id))
                 most = first.num_prompt_tokens + self.settings.max_new_tokens
@@ -157,7 +160,8 @@ class Outside:
         assert order.instance not in self.pushes
         assert order.version not in self.released
         if t >= 0:
-            assert order.version == self.tags[self._group(t)], "C1: not the group's tag"
+            tag = self.tags[self._group(t)]
+            assert order.version == tag or (self.in_flight and tag < order.version), "C1: not the group's tag"
         self.requests[t] = Request(order)
         assert sum(r.order.instance == order.instance for r in self.requests.values()) <= server.slots
 
@@ -173,8 +177,10 @@ class Outside:
         assert order.instance not in self.barred
         assert order.version in self.published
         assert order.version not in self.released
-        assert len(self.pushes) < self.settings.max_parallel_pushes
-        running = [t for t, r in self.requests.items() if r.order.instance == order.instance]
+        assert len(self.pushes) < self.settings.max_parallel_pushes or self.in_flight
+        running = [
+            t for t, r in self.requests.items() if r.order.instance == order.instance and (t < 0 or not self.in_flight)
+        ]
         assert not running, f"C1: instance {order.instance} is pushed while it decodes {running}"
         self.pushes[order.instance] = order
         held, self.servers[order.instance].version = self.servers[order.instance].version, FOREIGN_VERSION
@@ -222,7 +228,7 @@ class Outside:
         newest = self.published[-1]
         assert order.version == newest or self.settings.rules.batched or self.settings.orchestration.refill
         assert order.version not in self.released
-        assert order.deadline == min(order.version + self.settings.rules.max_staleness, self.settings.steps - 1)
+        assert order.deadline == min(order.version + self.settings.max_lag, self.settings.steps - 1)
         assert order.deadline >= self.forming
         self.tags[order.group] = order.version
 
@@ -231,7 +237,7 @@ class Outside:
         assert order.group not in self.left
         assert order.version == self.tags[order.group]
         assert order.step == self.forming
-        assert 0 <= order.step - order.version <= self.settings.rules.max_staleness, "C3"
+        assert 0 <= order.step - order.version <= self.settings.max_lag, "C3"
         self.places[order.group] = order.step
 
     def _DropGroup(self, order: cmd.DropGroup) -> None:
@@ -242,6 +248,10 @@ class Outside:
             assert self.settings.filter_zero_variance
             assert len(graded) >= 2
             assert len(set(graded)) == 1
+        elif order.outcome == "discarded":
+            assert self.settings.rules.oversample > 1
+            assert sum(step == self.forming for step in self.places.values()) == self.settings.groups_per_step
+            self.discarded.add(order.group)
         else:
             assert order.reason.startswith("generation") or len(graded) < 2
         self.left.add(order.group)
@@ -253,12 +263,16 @@ class Outside:
         if order.num_groups < self.settings.groups_per_step:
             assert self.state.source_dry, "a step closes short while the source has prompts"
             assert not outside, "a step closes short with work outstanding"
-        last = order.step - self.settings.rules.max_staleness
+        last = order.step - self.settings.max_lag
         late = [g for g in outside if self.tags[g] <= last or order.step == self.settings.steps - 1]
         assert not late, f"C3: groups {late} are due at step {order.step} and left outside"
         self.forming += 1
 
     def _ForgetGroups(self, order: cmd.ForgetGroups) -> None:
+        if self.discarded.issuperset(order.groups):
+            assert not any(self._group(t) in order.groups for t in (*self.requests, *self.grades))
+            self.discarded.difference_update(order.groups)
+            return
         sent = {t for (step, _), w in self.all_waves.items() if step == self.trained for r in w.ranks for t in r}
         assert {g for g, step in self.places.items() if step == self.trained} == set(order.groups)
         assert {self._group(t) for t in sent} == set(order.groups), "C2: a committed group was not sent"
@@ -269,9 +283,10 @@ class Outside:
         v = order.version
         assert v in self.published[:-1]
         assert v not in self.released
-        assert all(r.order.version != v for r in self.requests.values())
+        assert all(r.order.version != v for t, r in self.requests.items() if t < 0 or not self.in_flight)
         assert all(p.version != v for p in self.pushes.values())
-        assert all(g in self.left for g, tag in self.tags.items() if tag == v), "released with untrained groups"
+        untrained = [g for g, tag in self.tags.items() if tag == v and g not in self.left]
+        assert not untrained or self.in_flight, f"released with untrained groups {untrained}"
         self.released.add(v)
 
     def _FinishRun(self, order: cmd.FinishRun) -> None:
@@ -279,12 +294,18 @@ class Outside:
         assert not self.requests
         assert not self.grades
         assert self.left == set(self.tags), "C2: the job ends with groups that were not trained"
+        assert not self.discarded
         assert self.forming == self.trained == self.published[-1]
         assert self.forming == self.settings.steps or self.state.source_dry
 
     def _FailRun(self, order: cmd.FailRun) -> None:
         self.outcome = order
         assert "had to top up" in order.reason, order.reason
+
+    @property
+    def in_flight(self) -> bool:
+        """Weights reach live requests."""
+        return self.settings.rules.in_flight is not None
 
     def _length(self) -> int:
         """A long tail: one answer in five may take the whole budget."""
@@ -312,8 +333,18 @@ class Outside:
         counts = {t: self.tokens[t] for t, r in self.requests.items() if r.order.instance == instance}
         self.deliver(ev.ProgressReported(self.now, instance, counts))
 
-    def _spans(self, order: cmd.Generate) -> tuple[ev.Span, ...]:
-        return ((self.servers[order.instance].version, order.num_tokens, self.tokens[order.trajectory]),)
+    def _spans(self, request: Request) -> tuple[ev.Span, ...]:
+        """Of all it has produced so far."""
+        order, ended = request.order, request.spans
+        start = ended[-1][2] if ended else order.num_tokens
+        return (*ended, (self.servers[order.instance].weights, start, self.tokens[order.trajectory]))
+
+    def _load(self, instance: InstanceId, version: int) -> None:
+        """The weights change, and what runs goes on."""
+        for request in self.requests.values():
+            if request.order.instance == instance:
+                request.spans = self._spans(request)
+        self.servers[instance].weights = version
 
     def advance(self, t: TrajectoryId) -> None:
         """Some more tokens are reported, or its end."""
@@ -323,14 +354,16 @@ class Outside:
             self.report(self.requests[t].order.instance)
 
     def finish(self, t: TrajectoryId) -> None:
-        order = self.requests.pop(t).order
+        request = self.requests.pop(t)
         total = self.produce(t, self.totals[t])
         capped = total == self.settings.max_new_tokens
-        self.answer(ev.GenerationFinished(self.now, t, order.attempt, total, capped, self._spans(order)))
+        attempt = request.order.attempt
+        self.answer(ev.GenerationFinished(self.now, t, attempt, total, capped, self._spans(request)))
 
     def stop(self, t: TrajectoryId) -> None:
-        order = self.requests.pop(t).order
-        self.answer(ev.GenerationStopped(self.now, t, order.attempt, self.tokens[t], self._spans(order)))
+        request = self.requests.pop(t)
+        attempt = request.order.attempt
+        self.answer(ev.GenerationStopped(self.now, t, attempt, self.tokens[t], self._spans(request)))
 
     def fail(self, t: TrajectoryId, *, server_gone: bool) -> None:
         order = self.requests.pop(t).order
@@ -409,12 +442,15 @@ class Outside:
 
     def finish_push(self, instance: InstanceId) -> None:
         order = self.pushes.pop(instance)
+        self._load(instance, order.version)
         self.servers[instance].version = order.version
         self.answer(ev.WeightPushFinished(self.now, instance, order.attempt, order.version))
 
     def fail_push(self, instance: InstanceId) -> None:
         """It failed, or its answer was lost: what the server holds is unknown."""
         order = self.pushes.pop(instance)
+        if order.attempt % 2:
+            self._load(instance, order.version)
         self.answer(ev.WeightPushFailed(self.now, instance, order.attempt, "injected"))
         self.late.append(ev.WeightPushFinished(self.now, instance, order.attempt, order.version))
 

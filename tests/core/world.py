@@ -71,7 +71,9 @@ class World:
         self.count = 0
         self.now = 0.0
         self.journal: list[tuple[ev.Event, list[cmd.Command]]] = []
-        self.running: dict[TrajectoryId, tuple[int, int, InstanceId, float, int]] = {}
+        self.running: dict[TrajectoryId, tuple[int, int, InstanceId, float]] = {}
+        self.held: dict[InstanceId, int] = {}  #: version of each server
+        self.marks: dict[TrajectoryId, list[ev.Span]] = {}  #: spans of running requests that weights have ended
         self.totals: dict[TrajectoryId, int] = {}
         self.trained_lengths: dict[TrajectoryId, int] = {}
         self.incarnation = dict.fromkeys(range(self.num_instances), 0)
@@ -139,14 +141,16 @@ class World:
             self.totals[t] = draw(self.random)
         assert order.num_tokens <= self.totals[t]
         assert self.running.get(t) is None, f"trajectory {t} runs twice"
-        self.running[t] = (order.attempt, order.num_tokens, order.instance, self.now, order.version)
+        assert self.held[order.instance] == order.version
+        self.running[t] = (order.attempt, order.num_tokens, order.instance, self.now)
+        self.marks[t] = []
         attempt = order.attempt
         if self.chance(self.faults.request_fails):
             self.at(self.random.random(), lambda: self._end_request(t, attempt, failed=True))
         self.at((self.totals[t] - order.num_tokens) * self.token_s, lambda: self._end_request(t, attempt))
 
     def produced(self, t: TrajectoryId) -> int:
-        _, start, _, since, _ = self.running[t]
+        _, start, _, since = self.running[t]
         return min(self.totals[t], start + int((self.now - since) / self.token_s))
 
     def _end_request(
@@ -154,10 +158,9 @@ class World:
     ) -> ev.Event | None:
         if t not in self.running or self.running[t][0] != attempt:
             return None
-        start, version = self.running[t][1], self.running[t][4]
         n = self.totals[t] if not (failed or stopped) else self.produced(t)
+        spans = (*self.marks[t], self._span(t, end=n))
         del self.running[t]
-        spans = ((version, start, n),)
         if failed:
             return ev.GenerationFailed(self.now, t, attempt, n, False, "refused")
         if stopped:
@@ -166,6 +169,11 @@ class World:
         if self.chance(self.faults.late_completion):
             self.at(self.random.random(), lambda: event)
         return event
+
+    def _span(self, t: TrajectoryId, *, end: int) -> ev.Span:
+        """What the server's present weights have produced of it."""
+        start = self.marks[t][-1][2] if self.marks[t] else self.running[t][1]
+        return self.held[self.running[t][2]], start, end
 
     def _StopRequest(self, order: cmd.StopRequest) -> None:
         self.at(0.02, lambda: self._end_request(order.trajectory, order.attempt, stopped=True))
@@ -195,6 +203,9 @@ class World:
                 return None
             if fails:
                 return ev.WeightPushFailed(self.now, order.instance, order.attempt, "injected")
+            for t in [t for t, r in self.running.items() if r[2] == order.instance]:
+                self.marks[t].append(self._span(t, end=self.produced(t)))
+            self.held[order.instance] = order.version
             return ev.WeightPushFinished(self.now, order.instance, order.attempt, order.version)
 
         self.at(self.push_s, end)

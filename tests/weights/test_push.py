@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from dora.core.strategies import Pause
 from dora.errors import RemoteError
 from dora.weights import push as push_module
 from dora.weights.push import Disk, PushFailed, PushTarget, map_path, push
 
-CALLS = ["is_empty", "pause", "flush_cache 1", "update_weights", "flush_cache 2", "weight_version", "resume"]
+CALLS = ["is_empty", "pause in_place", "flush_cache 1", "update_weights", "flush_cache 2", "weight_version", "resume"]
 STAGES = ["drain", "pause", "flush", "update", "flush after update", "read back", "continue"]
 AFTER_UPDATE = {"update", "flush after update", "read back", "continue"}
 
@@ -45,8 +46,8 @@ class Server:
         await self._call("is_empty")
         return self.num_resident == 0
 
-    async def pause(self) -> None:
-        await self._call("pause", is_paused=True)
+    async def pause(self, mode: Pause) -> None:
+        await self._call(f"pause {mode}", is_paused=True)
 
     async def resume(self) -> None:
         await self._call("resume", is_paused=False)
@@ -64,8 +65,8 @@ class Server:
         return self.label
 
 
-async def push_to(server: Server, *, timeout_s: float = 30.0) -> None:
-    await push(server, folder=Path("/store/v000002"), label="run/2", timeout_s=timeout_s)
+async def push_to(server: Server, *, timeout_s: float = 30.0, live: Pause | None = None) -> None:
+    await push(server, folder=Path("/store/v000002"), label="run/2", timeout_s=timeout_s, live=live)
 
 
 async def test_a_push_goes_through_its_stages_in_order_and_leaves_the_server_serving() -> None:
@@ -174,3 +175,25 @@ async def test_a_push_waits_for_the_last_request_to_leave() -> None:
 )
 def test_the_longest_prefix_in_whole_components_is_mapped(folder: str, seen: str) -> None:
     assert map_path(Path(folder), {"/runs": "/mnt/runs", "/runs/a/live": "/fast"}) == seen
+
+
+LIVE_CALLS = {
+    "in_place": ["pause in_place", "update_weights", "weight_version", "resume"],
+    "retract": ["pause retract", "update_weights", "flush_cache 1", "weight_version", "resume"],
+}
+
+
+@pytest.mark.parametrize("live", ["in_place", "retract"])
+async def test_a_live_push_reaches_a_server_among_its_requests_and_drains_nothing(live: Pause) -> None:
+    server = Server(num_resident=3)  # which also refuses to flush, as SGLang before 0.5.21 does
+    await push_to(server, live=live)
+    assert server.calls == LIVE_CALLS[live]
+    assert (server.weights, server.is_paused) == ("run/2", False)
+
+
+@pytest.mark.parametrize("live", ["in_place", "retract"])
+async def test_a_live_push_that_fails_lets_the_server_go_on_and_is_doubtful(live: Pause) -> None:
+    server = Server(num_resident=3, fails="update_weights", how="after")
+    with pytest.raises(PushFailed) as failed:
+        await push_to(server, live=live)
+    assert (failed.value.stage, failed.value.doubtful, server.is_paused) == ("update", True, False)
