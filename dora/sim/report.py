@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import zip_longest
 from statistics import fmean, median
 
 import msgspec
@@ -79,7 +80,7 @@ def _row(setting: _Setting, found: Sequence[Result], *, sync_s: float | None) ->
         trainer_idle=fmean(r.trainer_idle for r in found),
         trainer_unbalanced=fmean(r.trainer_unbalanced for r in found),
         instance_shares=_shares(found),
-        staleness=tuple(map(sum, zip(*(r.staleness for r in found), strict=True))),
+        staleness=tuple(map(sum, zip_longest(*(r.staleness for r in found), fillvalue=0))),
         staleness_mean=fmean(r.staleness_mean for r in found),
         staleness_max=max(r.staleness_max for r in found),
         migrations=fmean(r.migrations for r in found),

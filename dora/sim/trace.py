@@ -76,6 +76,8 @@ class Trace:
             case ev.WeightPushFinished():
                 row = self.rows[event.instance]
                 row.version, row.held_since = event.version, event.at
+                if row.requests:
+                    row.decoding_since = event.at  # they go on under the new weights
             case ev.InstanceLost():
                 self.rows[event.instance].unload(event.at)
                 self.rows[event.instance].requests = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from dora.errors import ConfigError
 from dora.sim.instance import Instance, Request, Server
 from dora.sim.measure import Result
 from dora.sim.report import rows, table
+from dora.sim.trace import trace
 from tests.sim.worlds import simulate, workload
 
 #: Training takes little, so answers outlive versions.
@@ -87,6 +89,25 @@ def test_only_the_bounded_variant_keeps_k() -> None:
     assert free.beyond_share > 0
     assert bounded.staleness_max == 1
     assert bounded.beyond_share == 0
+
+
+def test_seeds_of_unequal_staleness_make_one_row() -> None:
+    free = workload("partial", k=1, **FAST)
+    found = [simulate(free, seed=seed)[0] for seed in range(4)]
+    assert len({len(r.staleness) for r in found}) > 1
+    [row] = rows(found)
+    assert sum(row.staleness) == sum(sum(r.staleness) for r in found)
+
+
+def test_the_timeline_shows_what_decodes_on_after_an_update() -> None:
+    traced, *_ = trace(workload("partial", k=1, **FAST), seed=0)
+    resumed = [
+        (before.end, after.begin)
+        for row in traced.rows
+        for before, after in itertools.pairwise(row.decoding)
+        if before.version < after.version and after.begin - before.end < 1.2  # a push takes 1.1 s
+    ]
+    assert resumed
 
 
 def test_oversample_is_faster_than_periodic_and_trains_shorter_answers_than_it_generates() -> None:
