@@ -237,8 +237,9 @@ class Decisions(Interrupts):
         """Others get the version in a moment: what is admitted meanwhile is spread over all of them (§5.5)."""
         if not entry.loading or self.settings.rules.batched or not self.settings.orchestration.tail_care:
             return False
-        coming = sum(i.version != entry.number and i.pushing is None for i in self.vacant.values())
-        servers = len(entry.serving) + entry.loading + coming
+        if instance.is_empty:
+            return False
+        servers = len(entry.serving) + entry.loading + len(self.vacant)  # none of these is an empty one of this version
         wanted = entry.unfinished + self._num_admissible(entry.number) * self.settings.group_size
         return instance.num_requests * servers >= wanted
 
