@@ -99,6 +99,8 @@ _DONE: Final = DONE.encode()
 class StreamParser:
     """One request's stream: `feed` its bytes, `close` when they end."""
 
+    __slots__ = ("_num_tokens", "_on_tokens", "_result", "_source", "_unfinished")
+
     def __init__(self, source: str, on_tokens: OnTokens) -> None:
         self._source = source  # url of the server, for messages
         self._on_tokens = on_tokens
@@ -145,7 +147,10 @@ class StreamParser:
             raise _refusal_in_stream(event, self._source)
         if self._result is not None:
             raise ProtocolError(f"{self._source}: more tokens after the last chunk of a stream")
-        if triples := self._new_triples(meta):
+        triples = meta.output_token_logprobs or []
+        if meta.completion_tokens != self._num_tokens + len(triples):
+            triples = self._new_triples(meta, triples)
+        if triples:
             self._num_tokens += len(triples)
             logprobs, token_ids, _ = zip(*triples)  # noqa: B905  their type makes all of them triples
             pack_ids, pack_logprobs = _packers(len(triples))
@@ -157,12 +162,9 @@ class StreamParser:
         if meta.finish_reason is not None:
             self._result = self._finished(meta, meta.finish_reason)
 
-    def _new_triples(self, meta: _Meta) -> list[_Triple]:
+    def _new_triples(self, meta: _Meta, triples: list[_Triple]) -> list[_Triple]:
         """A chunk holds all tokens so far (cumulative) or only the new ones; its total tells which."""
-        triples = meta.output_token_logprobs or []
         total = meta.completion_tokens
-        if total == self._num_tokens + len(triples):
-            return triples
         if total is None:
             total = meta.weight_versions[-1].end if meta.weight_versions else len(triples)
         if self._num_tokens <= total == len(triples):
