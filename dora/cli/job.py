@@ -38,7 +38,7 @@ from dora.config.load import dump
 from dora.config.schema import Config, RewardConfig
 from dora.controller.effects import Io
 from dora.controller.fleet import ExternalServer, Fleet, Limits, Server
-from dora.controller.loop import Controller, Outcome
+from dora.controller.loop import TICK_S, Controller, Outcome
 from dora.controller.membership import Membership
 from dora.controller.observer import RunObserver
 from dora.controller.rollouts import RolloutWriter
@@ -92,9 +92,10 @@ class Job:
     started_at: float  # seconds since the run began; above 0 when resumed
     epoch: int  # of the controller; 0 for the first
     rollout_only: bool
+    time_scale: float  # seconds of the run in one of the wall clock; only paced runs have another than 1
 
 
-async def run_job(config: Config, *, earlier: RunFolder | None, rollout_only: bool) -> Outcome:
+async def run_job(config: Config, *, earlier: RunFolder | None, rollout_only: bool, time_scale: float = 1.0) -> Outcome:
     """Check, build, drive."""
     inputs = await asyncio.to_thread(open_inputs, config)
     settings = settings_of(config, eval_prompt_tokens=inputs.evaluations.prompt_tokens)
@@ -114,7 +115,7 @@ async def run_job(config: Config, *, earlier: RunFolder | None, rollout_only: bo
         for url in config.engine.urls:
             if not await is_alive(client, url, timeout_s=REACH_TIMEOUT_S):
                 raise ConfigError(f"engine.urls: {url} does not answer; start the server or correct the address")
-        job = _prepare(config, inputs, settings, earlier=earlier, rollout_only=rollout_only)
+        job = _prepare(config, inputs, settings, earlier=earlier, rollout_only=rollout_only, time_scale=time_scale)
         return await _Run(job, stack, client=client, graders=graders, eval_graders=eval_graders).drive()
 
 
@@ -140,18 +141,24 @@ async def enter_graders(stack: AsyncExitStack, config: Config) -> tuple[GraderPo
 
 
 def _prepare(
-    config: Config, inputs: Inputs, settings: Settings, *, earlier: RunFolder | None, rollout_only: bool
+    config: Config,
+    inputs: Inputs,
+    settings: Settings,
+    *,
+    earlier: RunFolder | None,
+    rollout_only: bool,
+    time_scale: float,
 ) -> Job:
     """The run folder, and the state to begin with."""
     if earlier is None:
         folder = RunFolder.create(config.run.folder, name=config.run.name)
         folder.config.write_text(dump(config), encoding="utf-8")
-        return Job(config, inputs, settings, folder, ControllerState(settings), 0.0, 0, rollout_only)
+        return Job(config, inputs, settings, folder, ControllerState(settings), 0.0, 0, rollout_only, time_scale)
     recorded, state, last_at, epoch = resuming.read_run(earlier)
     changed = [n for n in settings.__struct_fields__ if getattr(settings, n) != getattr(recorded, n)]
     if changed:
         raise ConfigError(f"--resume: {', '.join(changed)} cannot change within a run; start a new one for that")
-    return Job(config, inputs, settings, earlier, state, last_at, epoch, rollout_only)
+    return Job(config, inputs, settings, earlier, state, last_at, epoch, rollout_only, time_scale)
 
 
 class _Run:
@@ -171,8 +178,8 @@ class _Run:
         self.client = client
         self.graders = graders
         self.eval_graders = eval_graders
-        began = time.monotonic() - job.started_at
-        self.now: Callable[[], float] = lambda: time.monotonic() - began
+        began = time.monotonic() - job.started_at / job.time_scale
+        self.now: Callable[[], float] = lambda: (time.monotonic() - began) * job.time_scale
         self.first: list[ev.Event] = []  # facts known before the start
         self.controller: Controller | None = None
 
@@ -195,7 +202,9 @@ class _Run:
         else:
             trainer = await self._start_trainer(node, store, checkpoint=checkpoint, observer=observer)
         io = self._io(fleet, store, trajectories)
-        self.controller = Controller(state, io=io, journal=journal, trainer=trainer, observer=observer)
+        self.controller = Controller(
+            state, io=io, journal=journal, trainer=trainer, observer=observer, tick_s=TICK_S / job.time_scale
+        )
         status = await self.stack.enter_async_context(
             StatusServer(
                 observer.snapshot,

@@ -1,7 +1,8 @@
 """`dora pace`: a workload file as a live run. The controller, HTTP and ZeroMQ are real; servers and trainer are paced.
 
 What the simulator computes in virtual time happens here in time that runs `time_scale` times faster than the wall's,
-under the same answers and the same models of decoding and training: the two differ by what the controller costs.
+under the same answers and the same models of decoding and training: the two differ by what the controller costs. The
+controller's clock and ticks run as fast, so that its timers, journal and metrics are in seconds of the workload.
 Graders are the run's own and take the time they take; faults are not paced. Called by app.py.
 """
 
@@ -37,8 +38,9 @@ from dora.sim.workload import Faults, Workload, load
 START_TIMEOUT_S: Final = 120.0
 #: Between two checkpoints, as in the simulator.
 CHECKPOINT_STEPS: Final = 5
-#: Nothing may be silent for so long; a paced answer may take its time.
-NO_PROGRESS_S: Final = 3_600.0
+#: Wall-clock seconds for which a server, or the whole run, may be silent.
+WATCHDOG_S: Final = 120.0
+NO_PROGRESS_S: Final = 1_800.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +98,7 @@ async def _drive(asked: Pace, *, longest: int) -> Outcome:
             urls += (await node.add(plan).start()).split(",")
         await node.add(_trainer_plan(asked, env={**env, "DORA_CONTROLLER": address, "DORA_TOKEN": token})).start()
         config = _config(asked, urls=urls, address=address, token=token, longest=longest)
-        return await run_job(config, earlier=None, rollout_only=False)
+        return await run_job(config, earlier=None, rollout_only=False, time_scale=asked.time_scale)
 
 
 def _write_prompts(path: Path, workload: Workload) -> int:
@@ -144,10 +146,13 @@ def _config(asked: Pace, *, urls: list[str], address: str, token: str, longest: 
         {
             "run": {
                 **{"name": "paced", "folder": asked.home.parent, "seed": asked.seed},
-                **{"steps": job.steps, "no_progress_s": NO_PROGRESS_S},
+                **{"steps": job.steps, "no_progress_s": NO_PROGRESS_S * asked.time_scale},
             },
             "model": {"path": str(asked.home / "model")},
-            "rollout": {name: getattr(job, name) for name in shared} | {"max_new_tokens": asked.workload.cap},
+            "rollout": {
+                **{name: getattr(job, name) for name in shared},
+                **{"max_new_tokens": asked.workload.cap, "watchdog_s": WATCHDOG_S * asked.time_scale},
+            },
             "engine": {
                 **{"urls": tuple(urls), "slots": server.slots, "kv_tokens": server.kv_tokens},
                 "max_parallel_pushes": settings.max_parallel_pushes,

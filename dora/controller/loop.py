@@ -96,13 +96,21 @@ class Controller:
     """Drives one run to its end."""
 
     def __init__(
-        self, state: ControllerState, *, io: Io, journal: Journal, trainer: Trainer, observer: Observer
+        self,
+        state: ControllerState,
+        *,
+        io: Io,
+        journal: Journal,
+        trainer: Trainer,
+        observer: Observer,
+        tick_s: float = TICK_S,
     ) -> None:
         self.state = state
         self._io = io
         self._journal = journal
         self._trainer = trainer
         self._observer = observer
+        self._tick_s = tick_s  # by the wall clock
         self._queue: asyncio.Queue[ev.Event] = asyncio.Queue(QUEUE_SIZE)
         self._tasks: asyncio.TaskGroup | None = None
         self._work: set[asyncio.Task[None]] = set()
@@ -329,7 +337,7 @@ class Controller:
 
     async def _tick(self) -> None:
         while True:
-            await asyncio.sleep(TICK_S)
+            await asyncio.sleep(self._tick_s)
             for instance in list(self.state.instances.values()):
                 if instance.residents:
                     await self._report_progress(instance.id)

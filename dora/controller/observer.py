@@ -7,6 +7,7 @@ trained. Called by the controller loop and the trainer link.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any, TextIO
@@ -57,6 +58,7 @@ class RunObserver:
         self._fleet_busy_s = 0.0  # slot-seconds in use since the last step
         self._fleet_slots_s = 0.0
         self._seen_at = state.now
+        self._cpu_s = time.process_time()  # of this process, when the last step was trained
 
     def snapshot(self) -> Snapshot:
         """The run as it stands."""
@@ -132,6 +134,7 @@ class RunObserver:
         state, now = self._state, self.snapshot()
         slot_load = self._fleet_busy_s / self._fleet_slots_s if self._fleet_slots_s else 0.0
         self._fleet_busy_s = self._fleet_slots_s = 0.0
+        cpu_before_s, self._cpu_s = self._cpu_s, time.process_time()
         return {
             "kind": "step",
             "at": state.now,
@@ -144,6 +147,7 @@ class RunObserver:
             "dropped": now.dropped,
             **asdict(now.counts),
             "lag_p99_s": now.lag_p99_s,
+            "controller_cpu_s": self._cpu_s - cpu_before_s,
             "trainer": report.metrics,
         }
 

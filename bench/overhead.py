@@ -1,0 +1,173 @@
+"""What the controller costs: paced runs of 8 to 64 instances against the simulator on the same workload and seed.
+
+Run: python bench/overhead.py [--full] [--instances 8 16]. `dora pace` is the real controller over real HTTP and ZeroMQ;
+servers and trainer take the times of the simulator's models, `scale` times faster than the wall clock, so that whatever
+the two differ by is the shell's: sockets, effects, graders, files, the event loop. 16 slots an instance, 22 ms a token
+and more with the batch, lengths of regime D at a tenth, 4 groups of 4 an instance and step, K = 3, the servers in at
+most 4 processes, 64 tokens a chunk. Step times are means over all steps but the first, in seconds of the workload.
+
+What is divided by what:
+  step        paced step / simulated step. A scale of s makes every second of the shell s seconds of the workload, so
+              this ratio charges the controller s times what it costs in a run that is not scaled.
+  added       (paced - simulated) / s: real seconds that the shell adds to a step; divided by the simulated step, which
+              is what the step lasts where nothing is scaled. The shell does the same work for a step at any scale.
+  decisions   CPU seconds of `ControllerState.handle` on the run's own events, replayed alone: per step, by the same.
+  process     CPU seconds of the whole controller process, streams and journal included, likewise. A core beside the
+              fleet spends them; they delay no step unless the loop lags, which is why the bar is not on them.
+  staleness, migrations: paced, against the simulator's.
+Ceiling: the simulator, whose controller costs nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from itertools import pairwise
+from pathlib import Path
+from statistics import mean
+
+from result import Report, parser
+
+from dora.core import events as ev
+from dora.core.state import ControllerState
+from dora.journal.reader import Journal
+from dora.journal.run_folder import RunFolder
+from dora.sim.workload import Workload, load
+from dora.sim.world import World
+
+SEED = 1
+STEPS = {False: 6, True: 24}
+#: By instances: as fast as the streams of one machine's few cores can be.
+SCALE = {8: 8.0, 16: 8.0, 32: 4.0, 64: 4.0}
+TIMEOUT_S = 600.0
+
+WORKLOAD = """
+[job]
+max_staleness = 3
+steps = {steps}
+groups_per_step = {groups}
+group_size = 4
+[lengths]
+regime = "D"
+scale = 0.1
+cap = 1000
+prompt_tokens = 200
+[fleet]
+devices = {devices}
+rollout_devices = {instances}
+push_fixed_s = 0.5
+weight_bytes = 8e9
+report_s = 1.0
+parallel_pushes = {pushes}
+[fleet.server]
+slots = 16
+kv_tokens = 40_000
+prefill_s_per_token = 7.3e-5
+decode = {{ base_s = 0.0219, per_request_s = 4e-5, per_token_s = 5.58e-8 }}
+[train]
+tokens_s_per_device = 3000.0
+devices_per_rank = 4
+micro_batch_tokens = 32_768
+"""
+
+
+def write_workload(path: Path, *, instances: int, steps: int) -> Workload:
+    """Everything grows with the fleet; the trainer has half as many devices."""
+    text = WORKLOAD.format(
+        steps=steps,
+        groups=4 * instances,
+        devices=instances + instances // 2,
+        instances=instances,
+        pushes=max(2, instances // 4),
+    )
+    path.write_text(text)
+    return load(path)
+
+
+class Seen:
+    """What a run's events say, live or simulated; both are in seconds of the workload."""
+
+    def __init__(self) -> None:
+        self.trained: list[float] = []
+        self.staleness: list[int] = []
+
+    def take(self, event: ev.Event, orders: object) -> None:
+        if isinstance(event, ev.StepTrained):
+            self.trained.append(event.at)
+        for order in orders if isinstance(orders, list | tuple) else ():
+            if type(order).__name__ == "CommitGroup":
+                self.staleness.append(order.step - order.version)
+
+    @property
+    def step_s(self) -> float:
+        return mean(after - before for before, after in pairwise(self.trained))
+
+
+def pace(path: Path, *, instances: int, home: Path) -> RunFolder:
+    """A whole run; its folder."""
+    options = ("--seed", str(SEED), "--time-scale", str(SCALE[instances]), "--folder", str(home))
+    command = [sys.executable, "-m", "dora", "pace", str(path), *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    if done.returncode or "audit of C1, C2, C3: clean" not in done.stdout:
+        raise SystemExit(f"the paced run of {instances} instances failed:\n{done.stdout[-2000:]}\n{done.stderr}")
+    [journal] = home.glob("*/journal.msgpack")
+    return RunFolder.open(journal.parent)
+
+
+def measure(report: Report, *, instances: int, steps: int) -> None:
+    scale = SCALE[instances]
+    with tempfile.TemporaryDirectory() as temporary:
+        path = Path(temporary) / "workload.toml"
+        workload = write_workload(path, instances=instances, steps=steps)
+        folder = pace(path, instances=instances, home=Path(temporary) / "runs")
+        rows = [json.loads(line) for line in folder.metrics.read_text().splitlines()]
+        journal = Journal(folder.journal)
+        live, model = Seen(), Seen()
+        events = []
+        for event, orders in journal:
+            live.take(event, orders)
+            events.append(event)
+        settings = journal.header.settings
+    world = World(workload, seed=SEED, sink=model.take)
+    world.run()
+    alone = ControllerState(settings)
+    begun = time.process_time()
+    for event in events:
+        alone.handle(event)
+    decisions_s = (time.process_time() - begun) / steps
+    process_s = mean(row["controller_cpu_s"] for row in rows[1:])
+    name, step_s = f"{instances} instances", model.step_s
+
+    def share(what: str, seconds: float, *, bar: str = "") -> None:
+        report.row(f"{name}: {what}", round(100 * seconds / step_s, 3), "% of an unscaled step", bar=bar)
+
+    report.row(
+        f"{name}, 1 s as {scale:g} s: step", round(live.step_s, 2), "s", against="simulator",
+        ratio=live.step_s / step_s, bar="ratio <= 1.05",
+    )  # fmt: skip
+    share("added by the controller", (live.step_s - step_s) / scale, bar="figure <= 1")
+    share("decisions", decisions_s, bar="figure <= 1")
+    share("process, streams included", process_s)
+    report.row(f"{name}: event-loop lag p99", 1e3 * max(row["lag_p99_s"] for row in rows), "ms", bar="figure <= 50")
+    stale, expected = mean(live.staleness), mean(model.staleness)
+    report.row(f"{name}: mean staleness", round(stale, 3), "steps", against="simulator", ratio=stale / expected)
+    moves, theirs = alone.counters.migrations, world.state.counters.migrations
+    report.row(f"{name}: migrations", moves, "", against=f"simulator: {theirs}", ratio=moves / max(theirs, 1))
+
+
+def main() -> None:
+    arguments = parser(__doc__)
+    arguments.add_argument("--instances", type=int, nargs="+", choices=sorted(SCALE), default=sorted(SCALE))
+    options = arguments.parse_args()
+    steps = STEPS[options.full]
+    report = Report(__doc__, full=options.full, sizes=f"{steps} steps of 16 answers an instance, seed {SEED}")
+    for instances in options.instances:
+        measure(report, instances=instances, steps=steps)
+    report.print()
+
+
+if __name__ == "__main__":
+    main()
