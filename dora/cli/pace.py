@@ -38,6 +38,8 @@ from dora.sim.workload import Faults, Workload, load
 START_TIMEOUT_S: Final = 120.0
 #: Between two checkpoints, as in the simulator.
 CHECKPOINT_STEPS: Final = 5
+#: What one grader process keeps up with: a scaled run has as many answers a second as a far larger fleet.
+INSTANCES_PER_GRADER: Final = 16
 #: Wall-clock seconds for which a server, or the whole run, may be silent.
 WATCHDOG_S: Final = 120.0
 NO_PROGRESS_S: Final = 1_800.0
@@ -166,6 +168,7 @@ def _config(asked: Pace, *, urls: list[str], address: str, token: str, longest: 
                 "sources": ({"kind": "jsonl", "path": asked.home / "prompts.jsonl"},),
                 "rewards": ({"kind": "regex", "pattern": "^(.)"},),
                 **{"shuffle": False, "max_prompt_tokens": longest},
+                "graders": 1 + asked.workload.num_instances // INSTANCES_PER_GRADER,
             },
             "eval": {"sets": ()},
             "status": {"port": 0},
