@@ -15,7 +15,8 @@ What is divided by what:
   decisions   CPU seconds of `ControllerState.handle` on the run's own events, replayed alone: per step, by the same.
   process     CPU seconds of the whole controller process, streams and journal included, likewise. A core beside the
               fleet spends them; they delay no step unless the loop lags, which is why the bar is not on them.
-  staleness (of the second half of the steps: a run starts slower than a simulation), migrations: against the simulator's.
+  staleness   of the second half of the steps (a run starts slower than a simulation), against the simulator's; and all
+              migrations likewise.
 Ceiling: the simulator, whose controller costs nothing.
 """
 
