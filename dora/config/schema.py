@@ -99,7 +99,10 @@ class RolloutConfig(Section):
     rules: Literal["dora", "paper"] = "dora"
     """How the orchestrator places work: by our rules, or by those of the paper (arXiv 2604.26256), for comparison."""
     without: tuple[
-        Literal["streaming", "kv_floor", "consolidation", "adaptive_window", "tail_care", "hysteresis"], ...
+        Literal[
+            "streaming", "kv_floor", "kv_overcommit", "consolidation", "adaptive_window", "tail_care", "hysteresis"
+        ],
+        ...,
     ] = ()
     """Rules of the orchestrator to do without; docs/SIMULATION.md says what each is worth."""
     refill: bool = False

@@ -65,8 +65,7 @@ class Moves(Tables):
             if num_tokens > trajectory.num_tokens:
                 trajectory.num_tokens = num_tokens
                 trajectory.seen_at = instance.progress_at = now
-                if trajectory.num_prompt_tokens + num_tokens > trajectory.footprint:
-                    self._outgrow(trajectory, instance)
+                self._outgrow(trajectory, instance)
             elif trajectory.seen_at < silent_since:
                 silent.append(trajectory)
         if instance.residents and now > instance.progress_at + watchdog_s:
@@ -89,8 +88,10 @@ class Moves(Tables):
             self._stop(trajectory)
 
     def _outgrow(self, trajectory: Trajectory, instance: Instance) -> None:
-        """The answer is longer than expected: account for more KV, where it is and where it will go."""
+        """The answer has grown: account for more KV, where it is and where it will go."""
         grown = self._footprint(trajectory.num_prompt_tokens, trajectory.num_tokens) - trajectory.footprint
+        if grown <= 0:
+            return
         trajectory.footprint += grown
         instance.kv_load += grown
         self.entry(trajectory.version).kv_load += grown

@@ -218,7 +218,7 @@ class ControllerState(Answers):
         duration, lost_s = self.now - self.step_trained_at, self.feed.idle_s + self.feed.uneven_s
         self.feed.idle_s = self.feed.uneven_s = 0.0
         self.step_trained_at = self.now
-        if not self.has_window:
+        if not self.adapts_window:
             return
         factor = WINDOW_SHRINK
         if lost_s > NOTICEABLE_WAIT * duration:

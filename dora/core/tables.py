@@ -29,8 +29,11 @@ WINDOW_SHRINK: Final = 0.985
 NOTICEABLE_WAIT: Final = 0.02
 #: Prior of the mean answer length, as a share of the token budget: one observation.
 PRIOR_LENGTH_SHARE: Final = 0.25
-#: KV accounted for an answer that outgrew its expectation: its tokens times this.
+#: An answer that outgrew the mean is expected to end at its tokens times this.
 GROWTH: Final = 1.25
+#: Share of the expected rest of an answer for which KV is kept. Residents do not reach their ends together: to keep all
+#: of it leaves a third of the KV empty (docs/SIMULATION.md), to keep nothing has the server retract.
+KV_RESERVE: Final = 1 / 3
 #: Seconds between two looks at what an instance reports of its residents: it reports more often than that matters.
 LOOK_PAUSE_S: Final = 10.0
 
@@ -94,10 +97,11 @@ class Tables:
         #: More untrained groups than F or the gate ever admits: K + 1 steps of unconsumed ones, as many committed.
         most = 2 * (settings.rules.max_staleness + 1) * math.ceil(settings.rules.oversample)
         self.window_limit = most * settings.groups_per_step
-        self.has_window = settings.orchestration.adaptive_window and settings.rules.has_window  #: W is adapted
-        self.window_size: float = (
-            WINDOW_START * settings.groups_per_step if self.has_window else self.window_limit
-        )  #: W
+        window = settings.orchestration.window if settings.rules.has_window else "open"
+        self.adapts_window = window == "adaptive"
+        #: W
+        self.window_size: float = self.window_limit if window == "open" else WINDOW_START * settings.groups_per_step
+        self.kv_reserve = KV_RESERVE if settings.orchestration.kv_overcommit else 1.0
         self.block_version: int | None = None  #: batched strategies: version of the block being generated
         self.block_left = 0  #: batched strategies: groups of the block still to be admitted
         self.num_up = 0  #: instances that are neither lost nor barred
@@ -129,11 +133,11 @@ class Tables:
     # -- bookkeeping --------------------------------------------------------------------------------------------------
 
     def _footprint(self, num_prompt_tokens: int, num_tokens: int) -> int:
-        """Tokens of KV to account for: prompt + max(mean finished length, produced with room to grow)."""
+        """Tokens of KV to account for: prompt, what is produced, and a share of what is expected to come."""
         if not num_tokens:
-            return num_prompt_tokens + self.mean_length
-        expected = max(self.mean_length, int(num_tokens * GROWTH))
-        return num_prompt_tokens + min(self.settings.max_new_tokens, expected)
+            return num_prompt_tokens + int(self.kv_reserve * self.mean_length)
+        expected = min(max(self.mean_length, int(num_tokens * GROWTH)), self.settings.max_new_tokens)
+        return num_prompt_tokens + num_tokens + int(self.kv_reserve * (expected - num_tokens))
 
     def _begin(self, trajectory: Trajectory, instance: Instance, *, footprint: int) -> None:
         """A trajectory becomes resident on an instance of its version."""

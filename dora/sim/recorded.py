@@ -22,7 +22,6 @@ from dora.core import commands as cmd
 from dora.core import events as ev
 from dora.core.decode_time import DecodeTime
 from dora.core.ids import InstanceId, TrajectoryId
-from dora.core.orchestration import SWITCHES
 from dora.core.strategies import Settings, strategy_of
 from dora.errors import ConfigError
 from dora.journal.reader import Journal
@@ -185,8 +184,7 @@ def _workload(record: Record) -> Workload:
             groups_per_step=settings.groups_per_step,
             group_size=size,
             filter_zero_variance=settings.filter_zero_variance,
-            without=tuple(name for name in SWITCHES if not getattr(settings.orchestration, name)),
-            refill=settings.orchestration.refill,
+            orchestration=settings.orchestration,
         ),
         lengths=Lengths(
             regime="recorded",

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import msgspec
 
-from dora.core.orchestration import orchestration_of
+from dora.core.orchestration import SWITCHES, Orchestration, orchestration_of
 from dora.core.strategies import STRATEGIES, Pause, Rules, Settings, rules_of
 from dora.errors import ConfigError
 from dora.sim.answers import REGIMES, Answers, Group, cap_of
@@ -39,6 +39,7 @@ class Job(_Part, frozen=True):
     rules: str = "dora"  #: or "paper"
     without: tuple[str, ...] = ()  #: of the orchestrator's rules
     refill: bool = False
+    orchestration: Orchestration | None = None  #: of a recorded run: instead of the three above
 
 
 class Lengths(_Part, frozen=True):
@@ -190,7 +191,7 @@ class Workload(_Part, frozen=True):
             num_ranks=self.num_ranks,
             micro_batch_tokens=self.train.micro_batch_tokens,
             filter_zero_variance=job.filter_zero_variance,
-            orchestration=orchestration_of(job.rules, without=job.without, refill=job.refill),
+            orchestration=job.orchestration or orchestration_of(job.rules, without=job.without, refill=job.refill),
             watchdog_s=max(120.0, 8 * self.fleet.report_s),
             no_progress_s=_NEVER,
             max_parallel_pushes=self.num_instances if together else self.fleet.parallel_pushes,
@@ -227,6 +228,8 @@ def _problems(workload: Workload) -> list[str]:
     job, fleet, lengths = workload.job, workload.fleet, workload.lengths
     if job.strategy not in STRATEGIES:
         return [f"job.strategy: {job.strategy!r} is not simulated; use one of {', '.join(STRATEGIES)}"]
+    if job.rules not in ("dora", "paper") or not set(job.without) <= set(SWITCHES):
+        return [f"job.rules: `dora` or `paper`; job.without: some of {', '.join(SWITCHES)}"]
     if lengths.regime not in {*REGIMES, "C", "recorded"}:
         return [f"lengths.regime: {lengths.regime!r} is not known; use A, B, C, D or recorded"]
     sizes = {len(lengths.prompts), len(lengths.answers), len(lengths.rewards)}

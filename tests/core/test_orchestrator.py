@@ -308,7 +308,7 @@ def test_ranks_that_wait_for_the_fullest_of_too_few_groups_count_as_waiting() ->
 
 
 def test_without_the_adaptive_window_f_alone_bounds_admission() -> None:
-    without = Orchestration(adaptive_window=False)
+    without = Orchestration(window="open")
     core = started(slots=64, groups_per_step=4, max_staleness=3, orchestration=without)
     assert len(core.of(cmd.AdmitGroup)) == 16
 
@@ -339,6 +339,14 @@ def test_the_expected_length_is_the_running_mean_of_finished_answers() -> None:
     core.finished(0, tokens=40)
     footprint = core.state.instances[InstanceId(0)].kv_load - 19  # of trajectory 2, beside trajectory 1
     assert footprint == 3 + (16 + 40) // 2
+
+
+def test_kv_is_kept_for_a_third_of_what_is_expected_to_come() -> None:
+    core = started(slots=2, orchestration=Orchestration())
+    assert core.state.instances[InstanceId(0)].kv_load == 2 * (3 + 16 // 3)
+    core.progress(0, {0: 10})
+    core.tick(20.0)
+    assert core.state.instances[InstanceId(0)].kv_load == 3 + 16 // 3 + (3 + 10 + (16 - 10) // 3)
 
 
 def test_an_answer_that_outgrows_its_expectation_takes_more_room() -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from dora.core import events as ev
-from dora.core.orchestration import SWITCHES, Orchestration
+from dora.core.orchestration import SWITCHES, orchestration_of
 from dora.core.strategies import Settings, rules_of
 from tests.core.outside import Outside
 
@@ -40,7 +40,10 @@ _JOBS = st.builds(
     filter_zero_variance=st.booleans(),
     max_top_up=st.sampled_from([0.5, 10.0]),
     orchestration=st.builds(
-        Orchestration, refill=st.booleans(), **{name: st.sampled_from([True, True, True, False]) for name in SWITCHES}
+        orchestration_of,
+        st.sampled_from(["dora", "dora", "paper"]),
+        without=st.lists(st.sampled_from(list(SWITCHES)), max_size=3),
+        refill=st.booleans(),
     ),
     watchdog_s=st.just(30.0),
     no_progress_s=st.just(1e9),

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from dora.core import commands as cmd
 from dora.core.groups import GroupPhase
-from dora.core.orchestration import SWITCHES, Orchestration
+from dora.core.orchestration import SWITCHES, orchestration_of
 from tests.core.world import Faults, World, replay, settings
 
 IN_FLIGHT = ["partial", "partial_bounded"]
@@ -51,7 +51,11 @@ def world(seed: int) -> World:
         micro_batch_tokens=r.choice([32, 256]),
         filter_zero_variance=r.random() < 0.8,
         max_top_up=r.choice([1.0, 10.0]),
-        orchestration=Orchestration(refill=r.random() < 0.3, **{name: r.random() < 0.8 for name in SWITCHES}),
+        orchestration=orchestration_of(
+            r.choice(["dora", "dora", "paper"]),
+            without=r.sample(list(SWITCHES), r.choice([0, 0, 1, 3])),
+            refill=r.random() < 0.3,
+        ),
         max_parallel_pushes=r.randint(1, 4),
         eval_prompt_tokens=(3,) * r.choice([0, 0, 1, 6]),
         eval_every=r.randint(0, 2),

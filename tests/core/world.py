@@ -15,12 +15,13 @@ from dora.core import commands as cmd
 from dora.core import events as ev
 from dora.core.ids import InstanceId, TrajectoryId
 from dora.core.invariants import check
+from dora.core.orchestration import Orchestration
 from dora.core.state import ControllerState
 from dora.core.strategies import Settings, rules_of
 
 
 def settings(strategy: str = "dora", *, max_staleness: int = 2, **changes: object) -> Settings:
-    """Small settings; any field may be changed."""
+    """Small settings, KV kept for whole answers, so that room is easily counted; any field may be changed."""
     values: dict[str, object] = {
         "rules": rules_of(strategy, max_staleness=max_staleness),
         "steps": 8,
@@ -29,6 +30,7 @@ def settings(strategy: str = "dora", *, max_staleness: int = 2, **changes: objec
         "max_new_tokens": 64,
         "num_ranks": 2,
         "micro_batch_tokens": 256,
+        "orchestration": Orchestration(kv_overcommit=False),
     }
     values.update(changes)
     return Settings(**values)  # type: ignore[arg-type]
