@@ -1,20 +1,21 @@
 """A workload from a finished run's journal: its own lengths, latencies and rates.
 
-What is measured: lengths and rewards of complete groups; prefill and decode from the duration of every undisturbed
-request against its tokens and the mean number of residents beside it (least squares without negative terms); the
-medians of grading, pushing, publishing and updating; the trainer's tokens per second. Whatever slowed the run down,
-such as processes that share its cores, is inside these figures. Called by `dora simulate --from`.
+What is measured: lengths and rewards of complete groups; decoding, prefill and the way there and back from the duration
+of every undisturbed request against its tokens, the mean number of residents and what was prefilled meanwhile (least
+squares without negative terms); grading, pushing, publishing and updating; the trainer's tokens per second. Whatever
+slowed the run down, such as processes that share its cores, is inside these figures. Called by `dora simulate --from`.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median, pstdev
-from typing import Final
+from statistics import mean, median, pstdev
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -33,20 +34,40 @@ from dora.sim.workload import Fleet, Grade, Job, Lengths, Train, Workload, check
 _AT_ONCE: Final = 1e18
 
 
+class Timed(NamedTuple):
+    """One request that nothing disturbed."""
+
+    tokens: int
+    batch: float  #: mean number of residents on its instance, itself included
+    read: int  #: tokens that the instance prefilled meanwhile, its own prompt included: a prefill halts the batch
+    seconds: float
+
+
 @dataclass(slots=True)
 class _Batch:
-    """The requests that an instance holds, and the integral of their number over time."""
+    """The requests that an instance holds, and what it has done."""
 
-    residents: int = 0
-    integral: float = 0.0
+    groups: Counter[int] = field(default_factory=Counter)  #: siblings that share a prompt in KV
+    integral: float = 0.0  #: of the number of residents over time
+    read: int = 0  #: tokens prefilled
     at: float = 0.0
 
-    def change(self, by: int, *, at: float) -> float:
-        """The integral up to now; then the number changes."""
-        self.integral += self.residents * (at - self.at)
+    def _reach(self, at: float) -> None:
+        self.integral += self.groups.total() * (at - self.at)
         self.at = at
-        self.residents += by
-        return self.integral
+
+    def join(self, group: int, *, prompt: int, produced: int, at: float) -> tuple[float, int]:
+        """A request joins; the integral and the tokens read before that."""
+        self._reach(at)
+        before = self.integral, self.read
+        self.read += produced + (0 if self.groups[group] else prompt)
+        self.groups[group] += 1
+        return before
+
+    def leave(self, group: int, *, at: float) -> None:
+        """A request ends."""
+        self._reach(at)
+        self.groups[group] -= 1
 
 
 @dataclass(slots=True)
@@ -58,7 +79,7 @@ class Record:
     lengths: dict[TrajectoryId, int] = field(default_factory=dict)
     rewards: dict[TrajectoryId, float] = field(default_factory=dict)
     servers: dict[InstanceId, ev.InstanceUp] = field(default_factory=dict)
-    requests: list[tuple[int, int, float, float]] = field(default_factory=list)  #: prompt, tokens, seconds, batch
+    requests: list[Timed] = field(default_factory=list)
     grading_s: list[float] = field(default_factory=list)
     push_s: list[float] = field(default_factory=list)
     publish_s: list[float] = field(default_factory=list)
@@ -75,7 +96,7 @@ class _Reader:
     def __init__(self, settings: Settings) -> None:
         self.record = Record(settings)
         self._batches: dict[InstanceId, _Batch] = {}
-        self._running: dict[TrajectoryId, tuple[cmd.Generate, float, float]] = {}  # order, since, integral then
+        self._running: dict[TrajectoryId, tuple[cmd.Generate, float, float, int]] = {}  # order, since, `_Batch.join`
         self._grading: dict[TrajectoryId, float] = {}
         self._pushing: dict[InstanceId, float] = {}
         self._waves: dict[tuple[int, int], tuple[float, cmd.TrainMicroBatch]] = {}
@@ -116,15 +137,16 @@ class _Reader:
     def _end_request(self, event: ev.GenerationFinished | ev.GenerationStopped | ev.GenerationFailed) -> None:
         if event.trajectory not in self._running:
             return
-        order, since, before = self._running.pop(event.trajectory)
-        integral = self._batches[order.instance].change(-1, at=event.at)
+        order, since, integral, read = self._running.pop(event.trajectory)
+        batch = self._batches[order.instance]
+        batch.leave(event.trajectory // self.record.settings.group_size, at=event.at)
         if not isinstance(event, ev.GenerationFinished) or event.trajectory < 0:
             return
         self.record.lengths[event.trajectory] = event.num_tokens
         span = event.at - since
         if not order.num_tokens and span > 0:
-            prompt = self.record.prompts[event.trajectory // self.record.settings.group_size]
-            self.record.requests.append((prompt, event.num_tokens, span, (integral - before) / span))
+            beside = (batch.integral - integral) / span
+            self.record.requests.append(Timed(event.num_tokens, beside, batch.read - read, span))
 
     def _take_training(self, event: ev.MicroBatchTrained | ev.StepTrained | ev.VersionPublished) -> None:
         record = self.record
@@ -148,7 +170,10 @@ class _Reader:
         match command:
             case cmd.Generate():
                 batch = self._batches.setdefault(command.instance, _Batch(at=at))
-                self._running[command.trajectory] = (command, at, batch.change(1, at=at))
+                group = command.trajectory // self.record.settings.group_size
+                prompt = self.record.prompts.get(group, 0)  # an evaluation's is not counted
+                joined = batch.join(group, prompt=prompt, produced=command.num_tokens, at=at)
+                self._running[command.trajectory] = (command, at, *joined)
             case cmd.GradeTrajectory():
                 self._grading[command.trajectory] = at
             case cmd.PushWeights():
@@ -207,7 +232,7 @@ def _workload(record: Record) -> Workload:
 
 def _fleet(record: Record) -> Fleet:
     servers = list(record.servers.values())
-    decode, prefill_s = fit_decode(record.requests)
+    decode, prefill_s, answer_s = fit_times(record.requests)
     return Fleet(
         devices=len(servers) + record.settings.num_ranks,
         rollout_devices=len(servers),
@@ -218,26 +243,28 @@ def _fleet(record: Record) -> Fleet:
             prefill_s_per_token=prefill_s,
         ),
         weight_bytes=float(record.num_bytes),
-        push_fixed_s=median(record.push_s),
+        push_fixed_s=mean(record.push_s),
         push_bytes_s=_AT_ONCE,
         parallel_pushes=record.settings.max_parallel_pushes,
+        answer_s=answer_s,
         report_s=1.0,
     )
 
 
-def fit_decode(requests: Sequence[tuple[int, int, float, float]]) -> tuple[DecodeTime, float]:
-    """Seconds = tokens · (base + per_request · batch) + prompt · prefill, over all requests.
+def fit_times(requests: Sequence[Timed]) -> tuple[DecodeTime, float, float]:
+    """Decoding, prefill per token and what a request takes besides: seconds = tokens · (base + per_request · batch) +
+    read · prefill + besides, over all requests.
 
     Each request is weighted alike; of all choices of terms without a negative coefficient the closest one is taken.
     """
-    prompt, tokens, seconds, batch = np.array(requests, dtype=np.float64).T
-    terms = np.stack([tokens, tokens * batch, prompt], axis=1) / seconds[:, None]
-    best, best_error = np.zeros(3), math.inf
-    for chosen in itertools.chain.from_iterable(itertools.combinations(range(3), n) for n in (1, 2, 3)):
+    tokens, batch, read, seconds = np.array(requests, dtype=np.float64).T
+    terms = np.stack([tokens, tokens * batch, read, np.ones(len(tokens))], axis=1) / seconds[:, None]
+    best, best_error = np.zeros(4), math.inf
+    for chosen in itertools.chain.from_iterable(itertools.combinations(range(4), n) for n in (1, 2, 3, 4)):
         found = np.linalg.lstsq(terms[:, chosen], np.ones(len(seconds)), rcond=None)[0]
         error = float(((terms[:, chosen] @ found - 1) ** 2).sum())
         if (found >= 0).all() and error < best_error:
-            best, best_error = np.zeros(3), error
+            best, best_error = np.zeros(4), error
             best[list(chosen)] = found
-    base_s, per_request_s, prefill_s = best.tolist()
-    return DecodeTime(base_s=base_s, per_request_s=per_request_s, per_token_s=0.0), prefill_s
+    base_s, per_request_s, prefill_s, answer_s = best.tolist()
+    return DecodeTime(base_s=base_s, per_request_s=per_request_s, per_token_s=0.0), prefill_s, answer_s

@@ -68,6 +68,7 @@ class Fleet(_Part, frozen=True):
     push_bytes_s: float = 8e9
     parallel_pushes: int = 2  #: a fleet that takes its weights all together takes them at once
     stop_s: float = 0.05  #: until a stopped request has ended
+    answer_s: float = 0.0  #: what a request takes beside its decoding: on its way there and back
     report_s: float = 10.0  #: between two reports of token counts
 
 
@@ -249,6 +250,8 @@ def _problems(workload: Workload) -> list[str]:
             f"fleet.rollout_devices: {workload.num_instances} instances cannot hold the "
             f"{workload.rules.max_staleness + 1} versions of K = {workload.rules.max_staleness}"
         )
+    if fleet.answer_s and workload.faults.instance_hours:
+        found.append("fleet.answer_s: answers under way are not lost with their instance; leave out one of the two")
     if workload.train_devices < 1:
         found.append("fleet.rollout_devices: leaves no device for the trainer")
     if lengths.prompt_tokens + workload.cap > fleet.server.kv_tokens:

@@ -139,7 +139,7 @@ class World:
     def _settle(self, instance: Instance) -> None:
         """Its batch has changed, and all of this moment is known: the next end is planned anew."""
         for request in instance.settle():
-            self._ready.append(self._finished(request))
+            self._tell(request)
         instance.wake += 1
         at = instance.next_at()
         if at < math.inf:
@@ -149,15 +149,20 @@ class World:
         if number == instance.wake:
             instance.reach(self.now)
             for request in instance.end():
-                self._ready.append(self._finished(request))
+                self._tell(request)
             self._touched[instance.id] = instance  # settled once the answers to these facts are known
 
-    def _finished(self, request: Request) -> ev.Event:
-        order = request.order
-        self.measure.answered(order.version, at=self.now)
+    def _tell(self, request: Request) -> None:
+        """An answer is complete; the controller knows after `answer_s`."""
+        order, late_s = request.order, self.workload.fleet.answer_s
+        self.measure.answered(order.version, at=self.now + late_s)
         spans = self.instances[order.instance].spans(request)
         capped = request.total == self.settings.max_new_tokens
-        return ev.GenerationFinished(self.now, order.trajectory, order.attempt, request.total, capped, spans)
+        fact = ev.GenerationFinished(self.now + late_s, order.trajectory, order.attempt, request.total, capped, spans)
+        if late_s:
+            self._at(late_s, lambda: fact)
+        else:
+            self._ready.append(fact)
 
     def _come_up(self, instance: Instance) -> ev.Event:
         instance.incarnation += 1

@@ -13,7 +13,7 @@ from dora.journal.codec import FORMAT, Header
 from dora.journal.run_folder import RunFolder
 from dora.journal.writer import JournalWriter
 from dora.sim.measure import Result
-from dora.sim.recorded import fit_decode, read_run
+from dora.sim.recorded import Timed, fit_times, read_run
 from dora.sim.workload import Workload
 from tests.sim.worlds import simulate, workload
 
@@ -49,17 +49,25 @@ def test_a_recorded_run_is_predicted_from_its_journal(tmp_path: Path, strategy: 
     assert predicted.step_s == pytest.approx(own.step_s, rel=0.05)
 
 
-def test_decode_times_are_found_again_from_durations() -> None:
-    requests = [(p, n, n * (0.01 + 0.002 * b) + p * 1e-4, b) for p in (5, 50) for n in (7, 90) for b in (1.0, 3.5, 8.0)]
-    decode, prefill_s = fit_decode(requests)
+def timed(*, base_s: float, per_request_s: float, prefill_s: float, answer_s: float) -> list[Timed]:
+    return [
+        Timed(n, b, read, n * (base_s + per_request_s * b) + read * prefill_s + answer_s)
+        for n in (7, 90, 300)
+        for b in (1.0, 3.5, 8.0)
+        for read in (50, 400)
+    ]
+
+
+def test_times_are_found_again_from_durations() -> None:
+    times = {"base_s": 0.01, "per_request_s": 0.002, "prefill_s": 1e-4, "answer_s": 0.2}
+    decode, prefill_s, answer_s = fit_times(timed(**times))
     assert decode == DecodeTime(pytest.approx(0.01), pytest.approx(0.002), 0.0)
-    assert prefill_s == pytest.approx(1e-4)
+    assert (prefill_s, answer_s) == (pytest.approx(1e-4), pytest.approx(0.2))
 
 
 def test_a_fit_has_no_negative_time() -> None:
-    requests = [(p, n, n * 0.01 * (1 - 0.05 * b), b) for p in (5, 50) for n in (7, 90) for b in (1.0, 3.5, 8.0)]
-    decode, prefill_s = fit_decode(requests)
-    assert min(decode.base_s, decode.per_request_s, prefill_s) >= 0
+    decode, prefill_s, answer_s = fit_times(timed(base_s=0.02, per_request_s=-0.001, prefill_s=1e-4, answer_s=-0.01))
+    assert min(decode.base_s, decode.per_request_s, prefill_s, answer_s) >= 0
     assert decode.base_s > 0
 
 
