@@ -37,6 +37,8 @@ def simulate(
     splits: Sequence[int],
     best_split: bool,
     instances: Sequence[int],
+    rules: Sequence[str],
+    ablate: bool,
     seeds: int,
     steps: int | None,
     json: Path | None,
@@ -50,7 +52,14 @@ def simulate(
     if steps is not None:
         workload = checked(workload.with_changes(job={"steps": steps}), origin="--steps")
     found = cases(
-        workload, strategies=strategies, staleness=staleness, splits=splits, instances=instances, seeds=range(seeds)
+        workload,
+        strategies=strategies,
+        staleness=staleness,
+        splits=splits,
+        instances=instances,
+        seeds=range(seeds),
+        rules=rules,
+        ablate=ablate,
     )
     sys.stdout.write(note)
     processes = processes or min(2, os.cpu_count() or 1)

@@ -134,6 +134,7 @@ class Measure:
         job, fleet = self.workload.job, self.workload.fleet
         return Result(
             strategy=job.strategy,
+            rules=" - ".join((job.rules, *job.without)),
             max_staleness=self.workload.rules.max_staleness,
             regime=self.workload.lengths.regime,
             devices=fleet.devices,
@@ -196,6 +197,7 @@ class Result(msgspec.Struct, frozen=True):
     """One simulation's steady state. Migrations, evictions and dropped groups are per step."""
 
     strategy: str
+    rules: str  #: of the orchestrator: `dora` or `paper`, and what it did without
     max_staleness: int
     regime: str
     devices: int

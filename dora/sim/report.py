@@ -10,10 +10,23 @@ import msgspec
 
 from dora.sim.measure import Result
 
-_Setting = tuple[int, int, str, int, int]
+_Setting = tuple[int, int, str, str, int, int]
 
 COLUMNS = (
-    *("strategy", "K", "split", "seeds", "step s", "range", "tokens/s", "limit s", "rule", "x limit", "sync/x"),
+    *(
+        "strategy",
+        "rules",
+        "K",
+        "split",
+        "seeds",
+        "step s",
+        "range",
+        "tokens/s",
+        "limit s",
+        "rule",
+        "x limit",
+        "sync/x",
+    ),
     *("trainer idle", "uneven", "full", "thin new", "thin old", "prefill", "push", "empty"),
     *("stale", "max", "moves", "evict", "bias", "viol", "by design"),
 )
@@ -25,6 +38,7 @@ class Row(msgspec.Struct, frozen=True):
     devices: int
     instances: int
     strategy: str
+    rules: str
     max_staleness: int
     rollout_devices: int
     seeds: int
@@ -54,19 +68,20 @@ def rows(results: Iterable[Result]) -> list[Row]:
     """One row per setting, in the order in which settings first appear."""
     by_setting: dict[_Setting, list[Result]] = {}
     for r in results:
-        setting = (r.devices, r.instances, r.strategy, r.max_staleness, r.rollout_devices)
+        setting = (r.devices, r.instances, r.strategy, r.rules, r.max_staleness, r.rollout_devices)
         by_setting.setdefault(setting, []).append(r)
     sync = {s[0]: median(r.step_s for r in found) for s, found in by_setting.items() if s[2] == "sync"}
     return [_row(setting, found, sync_s=sync.get(setting[0])) for setting, found in by_setting.items()]
 
 
 def _row(setting: _Setting, found: Sequence[Result], *, sync_s: float | None) -> Row:
-    devices, instances, strategy, max_staleness, rollout_devices = setting
+    devices, instances, strategy, rules, max_staleness, rollout_devices = setting
     step_s = median(r.step_s for r in found)
     return Row(
         devices=devices,
         instances=instances,
         strategy=strategy,
+        rules=rules,
         max_staleness=max_staleness,
         rollout_devices=rollout_devices,
         seeds=len(found),
@@ -102,11 +117,11 @@ def _shares(found: Sequence[Result]) -> dict[str, float]:
 
 def table(found: Sequence[Row]) -> str:
     """Markdown, aligned; `*` marks the fastest split of a strategy."""
-    best: dict[tuple[int, str, int], float] = {}
+    best: dict[tuple[int, str, str, int], float] = {}
     for row in found:
-        key = (row.devices, row.strategy, row.max_staleness)
+        key = (row.devices, row.strategy, row.rules, row.max_staleness)
         best[key] = min(best.get(key, row.step_s), row.step_s)
-    cells = [COLUMNS, *(_cells(r, r.step_s == best[r.devices, r.strategy, r.max_staleness]) for r in found)]
+    cells = [COLUMNS, *(_cells(r, r.step_s == best[r.devices, r.strategy, r.rules, r.max_staleness]) for r in found)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(COLUMNS))]
     lines = ["| " + " | ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) + " |" for row in cells]
     return "\n".join([lines[0], "|" + "|".join("-" * (w + 2) for w in widths) + "|", *lines[1:]])
@@ -117,6 +132,7 @@ def _cells(row: Row, is_best: bool) -> tuple[str, ...]:
     low, high = row.step_s_range
     return (
         row.strategy,
+        row.rules,
         str(row.max_staleness),
         f"{row.rollout_devices}/{row.devices}{'*' if is_best else ''}",
         str(row.seeds),

@@ -9,6 +9,7 @@ from concurrent.futures import ProcessPoolExecutor
 
 import msgspec
 
+from dora.core.orchestration import SWITCHES
 from dora.sim.limit import limit
 from dora.sim.measure import Result
 from dora.sim.workload import Workload, checked
@@ -25,21 +26,30 @@ def cases(
     splits: Sequence[int],
     instances: Sequence[int],
     seeds: Sequence[int],
+    rules: Sequence[str] = (),
+    ablate: bool = False,
 ) -> list[Case]:
     """Every combination once; an empty list keeps what the workload says. K counts for `dora` and `partial`, splits
-    not for `sync`, which uses all devices in both phases. Other numbers of instances keep the trainer's devices."""
+    not for `sync`, which uses all devices in both phases. Other numbers of instances keep the trainer's devices.
+    `ablate` adds, to each case of `dora`, the same without one rule of the orchestrator at a time."""
     job, fleet = workload.job, workload.fleet
-    found: dict[tuple[str, int, int, int], Workload] = {}
-    for strategy, k, fleet_size in itertools.product(
-        strategies or [job.strategy], staleness or [job.max_staleness], instances or [0]
+    variants = [(name, job.without) for name in rules or [job.rules]]
+    if ablate:
+        variants += [(name, (*job.without, switch)) for name in rules or [job.rules] for switch in SWITCHES]
+    found: dict[tuple[object, ...], Workload] = {}
+    for strategy, k, fleet_size, (name, without) in itertools.product(
+        strategies or [job.strategy], staleness or [job.max_staleness], instances or [0], variants
     ):
+        if strategy != "dora" and (name, without) != variants[0]:
+            continue
         rollout = fleet_size * fleet.devices_per_instance
         devices = fleet.devices - fleet.rollout_devices + rollout if rollout else fleet.devices
         for split in splits if splits and not rollout else [rollout or fleet.rollout_devices]:
             one = workload.with_changes(
-                job={"strategy": strategy, "max_staleness": k}, fleet={"devices": devices, "rollout_devices": split}
+                job={"strategy": strategy, "max_staleness": k, "rules": name, "without": without},
+                fleet={"devices": devices, "rollout_devices": split},
             )
-            key = (strategy, one.rules.max_staleness, devices, 0 if one.is_shared else split)
+            key = (strategy, one.rules.max_staleness, devices, 0 if one.is_shared else split, name, without)
             found.setdefault(key, checked(one, origin=f"{strategy}, K = {k}, {split} of {devices} devices"))
     return [(one, seed) for one in found.values() for seed in seeds]
 

@@ -7,8 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+from dora.core.orchestration import SWITCHES
 from dora.sim.report import rows, table
-from dora.sim.sweep import cases, run
+from dora.sim.sweep import cases, run, simulate
 from tests.sim.worlds import workload
 
 
@@ -58,7 +59,7 @@ def test_the_command_prints_a_table_and_writes_the_data(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     done = dora("launch/workloads/tail-bound.toml", "--steps", "12", "--k", "1,3", "--seeds", "2", "--json", str(out))
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.count("| dora ") == 2
+    assert done.stdout.count("\n| dora ") == 2
     data = json.loads(out.read_bytes())
     assert [(r["max_staleness"], r["seed"], r["violations"]) for r in data] == [
         (1, 0, 0),
@@ -86,3 +87,22 @@ def test_what_cannot_work_is_one_line() -> None:
         assert done.returncode == 2
         assert len(done.stderr.splitlines()) == 1
         assert said in done.stderr
+
+
+def test_an_ablation_leaves_out_one_rule_of_dora_at_a_time() -> None:
+    found = cases(
+        workload(),
+        strategies=["dora", "sync"],
+        staleness=[1],
+        splits=[],
+        instances=[],
+        seeds=[0],
+        rules=["dora", "paper"],
+    )
+    assert [(w.job.strategy, w.job.rules) for w, _ in found] == [("dora", "dora"), ("dora", "paper"), ("sync", "dora")]
+    found = cases(workload(), strategies=["dora"], staleness=[1], splits=[], instances=[], seeds=[0], ablate=True)
+    assert [w.job.without for w, _ in found] == [(), *((name,) for name in SWITCHES)]
+    results = [simulate(case) for case in found]
+    assert [r.rules for r in results] == ["dora", *(f"dora - {name}" for name in SWITCHES)]
+    assert len(rows(results)) == len(results)
+    assert all(not r.violations for r in results)
