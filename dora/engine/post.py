@@ -1,9 +1,9 @@
 """One streamed POST on a connection of its own: how `EngineClient.generate` reads answers.
 
 aiohttp's session costs 15 us of CPU for every chunk (a queue, a future, a step of a task); here the socket's callback
-runs the HTTP parser, which hands the body on, 1 us (bench/streams.py). Invariant: the body is handed on as it arrives,
-nothing waits in a queue, and `ended` is done once the answer or the connection has ended, whichever comes first; it
-holds the error that the receiver of the body raised, if it did.
+runs the HTTP parser, which hands the body on, 0.3 us (bench/streams.py). Invariant: the body is handed on as it
+arrives, nothing waits in a queue, and `ended` is done once the answer or the connection has ended, whichever comes
+first; it holds the error that the receiver of the body raised, if it did.
 """
 
 from __future__ import annotations
