@@ -117,6 +117,7 @@ class Controller:
         self._generating: dict[TrajectoryId, asyncio.Task[None]] = {}
         self._reported: dict[InstanceId, dict[TrajectoryId, int]] = {}
         self._looked_at: set[InstanceId] = set()  # being asked for their KV
+        self._log: Any = log.bind()  # once: a lazy logger takes as long to say its level as the core for an event
         self._outcome: Outcome | None = None
         self._error: RunFailed | None = None
         self._interrupted = False
@@ -210,8 +211,8 @@ class Controller:
             self._copies[event.version] = self._tasks.create_task(
                 self._copy(event.version), name=f"durable-{event.version}"
             )
-        if log.is_enabled_for(10):
-            log.debug("event_handled", fact=event, commands=len(commands))
+        if self._log.is_enabled_for(10):
+            self._log.debug("event_handled", fact=event, commands=len(commands))
         self._observer.on_event(event, commands)
         for command in commands:
             _CARRY_OUT[type(command)](self, command)
