@@ -106,7 +106,18 @@ def _from_run(folder: Path) -> tuple[Workload, str]:
     workload, record = read_run(folder)
     return workload, (
         f"{folder}: {len(workload.lengths.answers)} groups recorded, {workload.num_instances} instances; "
-        f"the run itself took {_own_step_s(record, workload):.2f} s per step\n"
+        f"the run itself took {_own_step_s(record, workload):.2f} s per step\n{_measured(workload)}\n"
+    )
+
+
+def _measured(workload: Workload) -> str:
+    """What was read of it, and what it holds besides."""
+    fleet, server, decode = workload.fleet, workload.fleet.server, workload.fleet.server.decode
+    return (
+        f"measured: a decoding step {1e3 * decode.base_s:.3g} ms and {1e3 * decode.per_request_s:.3g} ms a request, "
+        f"prefill {1e6 * server.prefill_s_per_token:.3g} us a token, a request {1e3 * fleet.answer_s:.3g} ms besides, "
+        f"a push {fleet.push_s:.3g} s, training {workload.train.tokens_s_per_device:.0f} tokens/s a rank; processes that "
+        "shared cores contended for them, and the prediction holds where they would as much"
     )
 
 

@@ -2,17 +2,20 @@
 
 What is measured: lengths and rewards of complete groups; decoding, prefill and the way there and back from the duration
 of every undisturbed request against its tokens, the mean number of residents and what was prefilled meanwhile (least
-squares without negative terms); grading, pushing, publishing and updating; the trainer's tokens per second. Whatever
-slowed the run down, such as processes that share its cores, is inside these figures. Called by `dora simulate --from`.
+squares without negative terms); grading as a queue before the run's graders; pushing, publishing and updating; the
+trainer's tokens per second. Whatever slowed the run down, such as processes that share its cores, is inside these
+figures. Called by `dora simulate --from`.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+import tomllib
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from heapq import heapreplace
 from pathlib import Path
 from statistics import mean, median, pstdev
 from typing import Final, NamedTuple
@@ -80,7 +83,8 @@ class Record:
     rewards: dict[TrajectoryId, float] = field(default_factory=dict)
     servers: dict[InstanceId, ev.InstanceUp] = field(default_factory=dict)
     requests: list[Timed] = field(default_factory=list)
-    grading_s: list[float] = field(default_factory=list)
+    graders: int = 1
+    grading_s: list[float] = field(default_factory=list)  #: of one grader over one answer, waiting for it left out
     push_s: list[float] = field(default_factory=list)
     publish_s: list[float] = field(default_factory=list)
     update_s: list[float] = field(default_factory=list)
@@ -93,8 +97,9 @@ class Record:
 class _Reader:
     """One pass over the journal; every command's answer is matched with it."""
 
-    def __init__(self, settings: Settings) -> None:
-        self.record = Record(settings)
+    def __init__(self, settings: Settings, *, graders: int) -> None:
+        self.record = Record(settings, graders=graders)
+        self._graders = [0.0] * graders  # a heap: since when each is free
         self._batches: dict[InstanceId, _Batch] = {}
         self._running: dict[TrajectoryId, tuple[cmd.Generate, float, float, int]] = {}  # order, since, `_Batch.join`
         self._grading: dict[TrajectoryId, float] = {}
@@ -124,7 +129,8 @@ class _Reader:
                     del self._running[id]
                 self._batches.pop(event.instance, None)
             case ev.TrajectoryGraded() if event.trajectory in self._grading:
-                record.grading_s.append(event.at - self._grading.pop(event.trajectory))
+                begun = max(self._grading.pop(event.trajectory), heapreplace(self._graders, event.at))
+                record.grading_s.append(event.at - begun)
                 if event.trajectory >= 0:
                     record.rewards[event.trajectory] = event.reward if event.reward is not None else 0.0
             case ev.WeightPushFinished() if event.instance in self._pushing:
@@ -186,8 +192,10 @@ class _Reader:
 
 def read_run(folder: Path) -> tuple[Workload, Record]:
     """The workload that a finished run was, and what was read of it."""
-    journal = Journal(RunFolder.open(folder).journal)
-    record = _Reader(journal.header.settings).read(journal)
+    run = RunFolder.open(folder)
+    journal = Journal(run.journal)
+    task = tomllib.loads(run.config.read_text(encoding="utf-8")).get("task", {})
+    record = _Reader(journal.header.settings, graders=task.get("graders", 1)).read(journal)
     if len(record.trained) < 2 or not record.requests:
         raise ConfigError(f"{folder}: has trained {len(record.trained)} steps; a simulation needs at least 2 of them")
     return checked(_workload(record), origin=str(folder)), record
@@ -198,7 +206,6 @@ def _workload(record: Record) -> Workload:
     groups = sorted({t // size for t in record.lengths})
     whole = [g for g in groups if all(TrajectoryId(g * size + i) in record.rewards for i in range(size))]
     ids = [[TrajectoryId(g * size + i) for i in range(size)] for g in whole]
-    logs = [math.log(max(s, 1e-4)) for s in record.grading_s]
     return Workload(
         job=Job(
             strategy=strategy_of(settings.rules),
@@ -226,8 +233,15 @@ def _workload(record: Record) -> Workload:
             micro_batch_tokens=settings.micro_batch_tokens,
             publish_bytes_s=record.num_bytes / max(1e-9, median(record.publish_s or [0.0])),
         ),
-        grade=Grade(median_s=math.exp(median(logs)), sigma=pstdev(logs)),
+        grade=_grade(record),
     )
+
+
+def _grade(record: Record) -> Grade:
+    """The log-normal with the mean and the deviation that were measured: a queue is as long as both make it."""
+    mean_s = mean(record.grading_s)
+    sigma = math.sqrt(math.log1p((pstdev(record.grading_s) / mean_s) ** 2))
+    return Grade(median_s=mean_s * math.exp(-(sigma**2) / 2), sigma=sigma, workers=record.graders)
 
 
 def _fleet(record: Record) -> Fleet:
