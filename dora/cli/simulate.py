@@ -116,8 +116,8 @@ def _measured(workload: Workload) -> str:
     return (
         f"measured: a decoding step {1e3 * decode.base_s:.3g} ms and {1e3 * decode.per_request_s:.3g} ms a request, "
         f"prefill {1e6 * server.prefill_s_per_token:.3g} us a token, a request {1e3 * fleet.answer_s:.3g} ms besides, "
-        f"a push {fleet.push_s:.3g} s, training {workload.train.tokens_s_per_device:.0f} tokens/s a rank; processes that "
-        "shared cores contended for them, and the prediction holds where they would as much"
+        f"a push {workload.push_s:.3g} s, training {workload.train.tokens_s_per_device:.0f} tokens/s a rank; processes "
+        "that shared cores contended for them, and the prediction holds where they would as much"
     )
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
+import typer
 
+from dora.cli.app import app
 from dora.core import events as ev
 from dora.core.decode_time import DecodeTime
 from dora.errors import ConfigError
@@ -47,6 +50,16 @@ def test_a_recorded_run_is_predicted_from_its_journal(tmp_path: Path, strategy: 
     assert found.push_s == pytest.approx(one.push_s)
     predicted, _, _ = simulate(found, seed=1)
     assert predicted.step_s == pytest.approx(own.step_s, rel=0.05)
+
+
+def test_a_prediction_tells_the_run_s_own_step_and_what_was_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, _ = record(workload("periodic", k=0), tmp_path)
+    dora = typer.main.get_command(app)
+    dora.main(["simulate", "--from", str(folder.root), "--processes", "1"], standalone_mode=False)
+    told = capsys.readouterr().out
+    assert re.search(r"the run itself took [\d.]+ s per step\nmeasured: a decoding step [\d.]+ ms and", told)
 
 
 def timed(*, base_s: float, per_request_s: float, prefill_s: float, answer_s: float) -> list[Timed]:
