@@ -43,7 +43,8 @@ class Case(NamedTuple):
     every_s: float = 0.0  # between the chunks of a stream; 0: as fast as they are taken
 
     def __str__(self) -> str:
-        return f"{self.streams:,} streams, {self.form}, {self.per_chunk} tokens a chunk"
+        what = f"{self.streams:,} streams, {self.form}, {self.per_chunk} tokens a chunk"
+        return f"{what}, {self.tokens:,} an answer"
 
 
 def rendered(case: Case) -> list[bytes]:
