@@ -1,21 +1,25 @@
-"""Decision core: events per second on one core, on the event mix of a recorded run with consolidation on.
+"""Decision core: events per second on one core, cost per event and memory at 100, 1,000 and 10,000 instances.
 
-Run: python bench/core.py [--instances 100 1000] [--events 300000] [--rounds 5]. A virtual-time fleet (regime A of
-workloads.md: long-tailed lengths, siblings correlate; 24 slots an instance, 30 ms a token, N = 2 groups per instance,
-G = 16, K = 3, every instance reports its residents' token counts once a second, 1 % of pushes fail) drives a
-ControllerState and so records its events into a file, in a process of its own. Each round then reads the file into a
-fresh ControllerState and times nothing but its `handle`; the commands must be the recorded ones. Timing starts once
-version 4 is published: several versions alive, moves under way. CPU seconds, and of every slice of 500 events the
-fastest round: others use the machine too. Ceiling: the least any core written in Python must do with these events:
-dispatch on the type through one dict and look at every reported count, to no effect.
+Run: python bench/core.py [--full]. A virtual-time fleet (regime A of workloads.md: long-tailed lengths, siblings
+correlate; 24 slots an instance, 30 ms a token, N = 1 group per instance, G = 16, K = 3, consolidation on, every
+instance reports its residents' token counts once a second, 1 % of pushes fail) drives a ControllerState and so records
+its events into a file, in a process of its own. Each round then reads the file into a fresh ControllerState and times
+nothing but its `handle`; the commands must be the recorded ones. Timed are 100 events per instance (at least 100,000)
+after a version was published: version 4 for the rate (several versions alive, moves under way), version 1 where 1,000
+and 10,000 instances are compared, because reaching it takes a tenth of the time. CPU seconds, and of every slice of 500
+events the fastest round: others use the machine too. Ceiling: the least any core written in Python must do with these
+events: dispatch on the type through one dict and look at every reported count, to no effect.
+
+Memory is the size of every object that can be reached from the ControllerState at the end, over its live trajectories:
+those waiting, generating or being graded. Groups that are graded and not yet trained are in it too.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import heapq
 import math
-import platform
 import random
 import subprocess
 import sys
@@ -26,8 +30,11 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import count
 from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any, NamedTuple
 
 import msgspec
+from result import Report, number, parser
 
 from dora.core import commands as cmd
 from dora.core import events as ev
@@ -44,8 +51,8 @@ RANKS = 64
 #: Tokens per second of all trainer ranks: about what the fleet generates.
 TRAINER_TOKENS_S_PER_INSTANCE = 700
 SLICE = 500
-#: Timing starts when this version is published.
-WARM_VERSION = 4
+BUSY_VERSION = 4
+EARLY_VERSION = 1
 
 
 class Frame(msgspec.Struct):
@@ -60,7 +67,7 @@ def settings(num_instances: int) -> Settings:
     return Settings(
         rules=rules_of("dora", max_staleness=3),
         steps=10_000,
-        groups_per_step=2 * num_instances,
+        groups_per_step=num_instances,
         group_size=16,
         max_new_tokens=MAX_NEW_TOKENS,
         num_ranks=RANKS,
@@ -202,13 +209,13 @@ def time_ceiling(events: list[ev.Event]) -> float:
     return time.process_time() - begun
 
 
-def record(path: Path, *, num_instances: int, num_events: int) -> None:
-    """Frames of (length, then events and commands in msgpack), each of SLICE events; `warm` says that it is timed."""
+def record(path: Path, *, num_instances: int, version: int, num_events: int) -> None:
+    """Frames of (length, then events and commands in msgpack), each of SLICE events; those after `version` are timed."""
     fleet = Fleet(settings(num_instances), num_instances=num_instances)
     left = num_events
     with path.open("wb") as file:
         for recorded in fleet.slices():
-            warm = (fleet.state.window.newest or 0) >= WARM_VERSION
+            warm = (fleet.state.window.newest or 0) >= version
             frame = Frame([e for e, _ in recorded], [c for _, c in recorded], warm=warm)  # type: ignore[misc]
             raw = msgspec.msgpack.encode(frame)
             file.write(len(raw).to_bytes(8, "little") + raw)
@@ -248,56 +255,103 @@ def replay(path: Path, config: Settings) -> tuple[list[float], list[float], Cont
 def describe(path: Path, config: Settings, state: ControllerState) -> int:
     """Print the mix; returns the number of timed events."""
     facts: Counter[str] = Counter()
-    orders: Counter[str] = Counter()
     reported, at = 0, []
     for frame in frames(path):
         if frame.warm:
             facts.update(type(e).__name__ for e in frame.events)
-            orders.update(type(c).__name__ for commands in frame.orders for c in commands)
             reported += sum(len(e.num_tokens) for e in frame.events if isinstance(e, ev.ProgressReported))
             at += [frame.events[0].at, frame.events[-1].at]
     timed = facts.total()
-    resident = sum(len(i.residents) for i in state.instances.values())
-    print(f"  {timed:,} events over {at[-1] - at[0]:.0f} s of the run, {orders['CloseStep']} steps; at its end:")
     print(
-        f"  {state.ledger.counts[GroupPhase.TRAINED]:,} groups trained, {len(state.window.live())} live versions, "
-        f"{state.counters.migrations:,} migrations, staleness {state.counters.staleness}, {resident:,} residents"
+        f"  {timed:,} events over {at[-1] - at[0]:.0f} s of the run, {reported / facts['ProgressReported']:.1f} counts in "
+        f"a report; at its end {state.ledger.counts[GroupPhase.TRAINED]:,} groups trained, "
+        f"{len(state.window.live())} live versions, {state.counters.migrations:,} migrations\n  "
+        + ", ".join(f"{name} {n / timed:.1%}" for name, n in facts.most_common() if n > timed / 1000),
+        flush=True,
     )
-    print("  facts:  " + ", ".join(f"{name} {n / timed:.1%}" for name, n in facts.most_common() if n > timed / 10_000))
-    print(f"          ({reported / facts['ProgressReported']:.1f} counts in a progress report)")
-    print("  orders: " + ", ".join(f"{name} {n:,}" for name, n in orders.most_common()))
     return timed
 
 
-def measure(num_instances: int, *, num_events: int, rounds: int) -> None:
+def reachable_bytes(root: Any) -> int:
+    """Of all objects that only `root` leads to; classes, functions and modules are the program's."""
+    gc.collect()
+    seen: set[int] = set()
+    found, total = [root], 0
+    while found:
+        one = found.pop()
+        if id(one) not in seen and not isinstance(one, (type, FunctionType, ModuleType)):
+            seen.add(id(one))
+            total += sys.getsizeof(one)
+            found += gc.get_referents(one)
+    return total
+
+
+class Measured(NamedTuple):
+    """Of one fleet size; seconds of an event."""
+
+    core_s: float
+    ceiling_s: float
+    state: ControllerState
+
+
+def measure(num_instances: int, *, version: int, rounds: int) -> Measured:
     config = settings(num_instances)
+    num_events = max(100_000, 100 * num_instances)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "events"
-        args = ["--record", str(path), "--instances", str(num_instances), "--events", str(num_events)]
+        args = ["--record", str(path), str(num_instances), str(version), str(num_events)]
         subprocess.run([sys.executable, __file__, *args], check=True)
         results = [replay(path, config) for _ in range(rounds)]
-        print(f"\n{num_instances} instances, N = {config.groups_per_step}, G = {config.group_size}, K = 3")
-        timed = describe(path, config, results[0][2])
-    best = sum(map(min, *(r[0] for r in results)))
-    ceiling = sum(map(min, *(r[1] for r in results)))
-    rates = ", ".join(f"{timed / sum(r[0]):,.0f}" for r in results)
-    print(f"  core    {timed / best:>12,.0f} events/s, {best / timed * 1e6:.2f} us an event  (whole rounds: {rates})")
-    print(f"  ceiling {timed / ceiling:>12,.0f} events/s; the core is at {ceiling / best:.1%} of it")
+        print(f"{num_instances:,} instances, after version {version}")
+        timed = describe(path, config, results[-1][2])
+    core_s, ceiling_s = (sum(map(min, *(r[which] for r in results))) / timed for which in (0, 1))
+    return Measured(core_s, ceiling_s, results[-1][2])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--instances", type=int, nargs="+", default=[100, 1000])
-    parser.add_argument("--events", type=int, default=300_000)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--record", type=Path, help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.record:
-        record(args.record, num_instances=args.instances[0], num_events=args.events)
+    arguments = parser(__doc__)
+    arguments.add_argument("--record", nargs=4, help=argparse.SUPPRESS)
+    options = arguments.parse_args()
+    if options.record:
+        path, num_instances, version, num_events = options.record
+        record(Path(path), num_instances=int(num_instances), version=int(version), num_events=int(num_events))
         return
-    print(f"{platform.processor() or platform.machine()}, Python {platform.python_version()}, one core")
-    for num_instances in args.instances:
-        measure(num_instances, num_events=args.events, rounds=args.rounds)
+    rounds = 5 if options.full else 3
+    report = Report(__doc__, full=options.full, sizes=f"N = 1 group of 16 per instance, K = 3, best of {rounds} rounds")
+    for num_instances, bar in ((100, ""), (1000, "figure >= 200000")):
+        show_rate(report, num_instances, measure(num_instances, version=BUSY_VERSION, rounds=rounds), bar=bar)
+    small, large = (measure(size, version=EARLY_VERSION, rounds=rounds - 1) for size in (1000, 10_000))
+    report.row(
+        "10,000 instances: an event, early in a run",
+        large.core_s * 1e6,
+        "µs",
+        against=f"1,000 instances, {number(small.core_s * 1e6)} µs",
+        ratio=large.core_s / small.core_s,
+        bar="ratio <= 1.5",
+    )
+    show_memory(report, 10_000, large)
+    report.print()
+
+
+def show_rate(report: Report, num_instances: int, measured: Measured, *, bar: str) -> None:
+    report.row(
+        f"{num_instances:,} instances",
+        1 / measured.core_s,
+        "events/s",
+        against=f"dispatch alone, {number(1 / measured.ceiling_s)} events/s",
+        ratio=measured.ceiling_s / measured.core_s,
+        bar=bar,
+    )
+    show_memory(report, num_instances, measured)
+
+
+def show_memory(report: Report, num_instances: int, measured: Measured) -> None:
+    live = len(measured.state.trajectories)
+    report.row(
+        f"{num_instances:,} instances: memory of {live:,} live trajectories",
+        reachable_bytes(measured.state) / live,
+        "B each",
+    )
 
 
 if __name__ == "__main__":
