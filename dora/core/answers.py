@@ -215,5 +215,7 @@ class Answers(Decisions):
                 f"{self.settings.max_top_up:g} x {self.settings.groups_per_step}); the last one left as {key}; "
                 f"their siblings' rewards: {rewards}"
             )
+        if not group.ungraded:
+            group.let_go()
         self._form_due = True
         self._admissions_changed()

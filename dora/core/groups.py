@@ -137,6 +137,10 @@ class Group:
             for i in range(group_size)
         ]
 
+    def let_go(self) -> None:
+        """Nobody asks for its siblings any more. Group and siblings name each other: so no search must free them."""
+        self.trajectories.clear()
+
     @property
     def rewards(self) -> tuple[float | None, ...]:
         """Rewards of the siblings; None where grading failed (or has not happened)."""

@@ -109,7 +109,8 @@ class Feed:
     def checkpointed(self, step: int) -> None:
         """Steps below `step` will never be replayed."""
         for old in [s for s in self.steps if s < step]:
-            del self.steps[old]
+            for group in self.steps.pop(old).groups:
+                group.let_go()
 
     def next_wave(self) -> TrainMicroBatch | None:
         """The next micro-batches to send, if the trainer should have them now."""
