@@ -1,14 +1,16 @@
-"""Weights into two servers: the distributed and the disk transport beside a plain gloo broadcast and a file copy.
+"""A version into the store and into two servers, by disk and by process group, beside a file copy and bare broadcast.
 
-Run: python bench/weights.py [--engine sglang|embedded] [--rounds 5]. A random model of 119 M parameters in float32 (476
-MB) goes into two servers on this machine, both at the same time. Each round measures all ways, one after the other; the
-medians of the rounds are given, and ratios of the same run.
-Ceiling: torch's gloo broadcast of the same tensors, bucket by bucket, from one bare process to two; `gloo` into memory
-that is there already, `gloo, new` into new memory, as every receiver of a version must. `buckets` is from
-the first bucket's call to the last one's answer, copies into the model included; `update` adds the rendezvous and its
-end, `push` also pause, flushes, read-back and the comparison of log-probs. CPU seconds are those of all processes that
-take part. All processes keep the memory that they free (glibc's settings below), as allocators of GPUs do: a page that
-is new costs more than its bytes.
+Run: python bench/weights.py [--full] [--engine sglang|embedded]. A random model of 119 M parameters in float32 (476 MB)
+is written as the trainer publishes it, and goes into two servers on this machine at the same time: embedded engines, in
+full real SGLang. Each round measures all ways, one after the other; medians of the rounds, ratios of the same round.
+
+Ceiling of the store and of disk pushes: a copy of the version's files to new files on the same file system, then the
+same fsync of every file and of the folder. The store also makes a sha256 of every byte; a push also pauses, flushes,
+reads back and compares log-probs. Ceiling of the process group: torch's gloo broadcast of the same tensors, bucket by
+bucket, from one bare process to two, into new memory, as every receiver of a version must; `buckets` is from the first
+bucket's call to the last one's answer, copies into the model included; `update` adds the rendezvous and its end. All
+processes keep the memory that they free (glibc's settings below), as allocators of GPUs do: a page that is new costs
+more than its bytes.
 """
 
 from __future__ import annotations
@@ -16,7 +18,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import platform
 import shutil
 import statistics
 import subprocess
@@ -29,19 +30,33 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
+from result import Report, number, parser
 from safetensors import safe_open
+from safetensors.torch import load_file
 
 from dora.engine.client import EngineClient, PushEndpoint
+from dora.trainer.publish import Publisher
 from dora.weights.distributed import BUCKET_BYTES, Distributed
 from dora.weights.push import Disk, PushTarget, Transport, push
 from dora.weights.sender import plan_buckets
 from dora.weights.senders import Senders
+from dora.weights.store import VersionStore
 
 SERVERS = 2
 PUSH_S = 300.0
+NEEDED_BYTES = 4 << 30
+#: What, its name below, its ceiling's, the ceiling in words, the bar.
+ROWS = (
+    ("store: a version published", "store", "copy", "copy and fsync of its files", "ratio >= 0.7"),
+    ("disk: whole push into both servers", "disk push", "copy", "copy and fsync of its files", "ratio >= 0.7"),
+    ("disk: the update alone", "disk update", "copy", "copy and fsync of its files", ""),
+    ("process group: update of both servers", "update", "gloo, new", "gloo broadcast into new memory", "ratio >= 0.7"),
+    ("process group: buckets alone", "buckets", "gloo, new", "gloo broadcast into new memory", ""),
+    ("process group: whole push", "push", "gloo, new", "gloo broadcast into new memory", ""),
+    ("process group: update of both servers", "update", "gloo", "gloo broadcast into memory held before", ""),
+)
 KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**32)}
 ENV = {**os.environ, **KEEP_MEMORY, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 LAUNCHER = Path(__file__).parents[1] / "launch" / "sglang-cpu" / "serve.py"
@@ -104,14 +119,14 @@ def bare(rank: int, port: int, rounds: int, folder: Path) -> None:
         opened = [files.enter_context(safe_open(path, "pt")) for path in sorted(folder.glob("*.safetensors"))]
         mapped = [(name, file.get_tensor(name)) for file in opened for name in file.offset_keys()]
         buckets = plan_buckets([(name, tensor.clone()) for name, tensor in mapped], bucket_bytes=BUCKET_BYTES)
-    for number in range(2 * rounds):
+    for i in range(2 * rounds):
         dist.barrier()
         if rank == 0:
             sys.stdin.readline()
         begun = time.perf_counter()
         for bucket in buckets:
             tensors = [tensor for _, tensor in bucket]
-            if rank and number % 2:
+            if rank and i % 2:
                 tensors = [torch.empty_like(tensor) for tensor in tensors]
             for work in [dist.broadcast(tensor, src=0, async_op=True) for tensor in tensors]:
                 work.wait()
@@ -194,30 +209,26 @@ async def push_to_all(client: EngineClient, urls: Sequence[str], folder: Path, t
     return [max(timed.updates_s), *([max(times) - min(times)] if times else [])]
 
 
-def cpu_s() -> float:
-    """Of this process and all that it started."""
-    me = psutil.Process()
-    return sum(sum(one.cpu_times()[:2]) for one in (me, *me.children(recursive=True)))
-
-
 class Measured:
-    """Wall and CPU seconds by name; the first round, which warms up, is left out."""
+    """Wall seconds by name; the first round, which warms up, is left out."""
 
     def __init__(self) -> None:
         self.wall: dict[str, list[float]] = {}
-        self.cpu: dict[str, list[float]] = {}
 
     async def run(self, name: str, what: Awaitable[Any], *, parts: Sequence[str] = ()) -> None:
         """`parts` names the seconds that `what` returns."""
-        cpu, begun = cpu_s(), time.perf_counter()
+        begun = time.perf_counter()
         parts_s = await what
         self.wall.setdefault(name, []).append(time.perf_counter() - begun)
-        self.cpu.setdefault(name, []).append(cpu_s() - cpu)
         for part, value in zip(parts, parts_s if parts else (), strict=True):
             self.wall.setdefault(part, []).append(value)
 
     def median(self, name: str) -> float:
         return statistics.median(self.wall[name][1:])
+
+    def ratio(self, name: str, *, of: str) -> float:
+        """Of the ceiling's seconds to those of `name`."""
+        return statistics.median(c / s for s, c in zip(self.wall[name][1:], self.wall[of][1:], strict=True))
 
 
 async def measure(kind: str, *, rounds: int, root: Path) -> Measured:
@@ -231,49 +242,77 @@ async def measure(kind: str, *, rounds: int, root: Path) -> Measured:
         async with EngineClient(max_connections=4) as client:
             for version in versions:  # what is computed once per version is not measured
                 await push_to_all(client, urls, version, distributed)
-            for number in range(rounds + 1):
-                version = versions[number % 2]
+            for i in range(rounds + 1):
+                version = versions[i % 2]
                 await measured.run("gloo", asyncio.to_thread(plain.broadcast))
                 await measured.run("gloo, new", asyncio.to_thread(plain.broadcast))
                 await measured.run("push", push_to_all(client, urls, version, distributed), parts=["update", "buckets"])
                 await measured.run("disk push", push_to_all(client, urls, version, Disk()), parts=["disk update"])
-                await measured.run("copy", asyncio.to_thread(_copy, version, root / "copy"))
+                await measured.run("copy", asyncio.to_thread(_copy, version, root / f"copy-{i}"))
+                shutil.rmtree(root / f"copy-{i}")
         await senders.close()
     return measured
 
 
+def measure_store(measured: Measured, *, rounds: int, root: Path) -> None:
+    """Versions published one after the other, each released before the next."""
+    store = VersionStore(memory_root=root / "store", durable_root=root / "durable")
+    weights = load_file(root / "v1" / "model.safetensors")
+    publisher = Publisher(
+        store, model_path=root / "v1", dtype="float32", report=lambda _: None, on_failure=lambda _: None
+    )
+    for version in range(rounds + 1):
+        begun = time.perf_counter()
+        publisher.publish(version, weights)
+        publisher.wait()
+        measured.wall.setdefault("store", []).append(time.perf_counter() - begun)
+        store.release(version)
+    publisher.close()
+
+
 def _copy(folder: Path, to: Path) -> None:
-    shutil.copytree(folder, to, dirs_exist_ok=True)
+    """To new files, flushed as the store flushes its own."""
+    shutil.copytree(folder, to)
+    for path in (*to.iterdir(), to):
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+
+
+def _memory_folder() -> str | None:
+    """Where live versions lie by default, if it has room; None: a temporary folder on disk."""
+    return "/dev/shm" if Path("/dev/shm").is_dir() and shutil.disk_usage("/dev/shm").free > NEEDED_BYTES else None
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--engine", choices=["sglang", "embedded"], default="sglang")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--folder", type=Path, help="where versions lie; a temporary folder without it")
-    parser.add_argument("--bare", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    arguments = parser(__doc__)
+    arguments.add_argument("--engine", choices=["sglang", "embedded"], help="sglang in full, else embedded")
+    arguments.add_argument("--folder", type=Path, default=_memory_folder(), help="where versions lie")
+    arguments.add_argument("--bare", help=argparse.SUPPRESS)
+    options = arguments.parse_args()
     if options.bare:
         rank, port, rounds, folder = options.bare.split(",", 3)
         return bare(int(rank), int(port), int(rounds), Path(folder))
+    kind = options.engine or ("sglang" if options.full else "embedded")
+    rounds = 5 if options.full else 3
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         root = Path(name)
         num_bytes = max(make_model(root / f"v{seed}", seed=seed) for seed in (1, 2))
-        load = os.getloadavg()[0]
-        measured = asyncio.run(measure(options.engine, rounds=options.rounds, root=root))
-    print(f"{platform.machine()}, {psutil.cpu_count()} CPUs, load {load:.1f}, torch {torch.__version__}")
-    print(f"{num_bytes / 1e6:.0f} MB into {SERVERS} servers ({options.engine}) at once, {options.rounds} rounds")
-    report(measured, num_bytes=num_bytes)
+        sizes = f"{num_bytes / 1e6:.0f} MB in {options.folder or tempfile.gettempdir()}, {SERVERS} servers ({kind})"
+        report = Report(__doc__, full=options.full, sizes=f"{sizes}, {rounds} rounds")
+        measured = asyncio.run(measure(kind, rounds=rounds, root=root))
+        measure_store(measured, rounds=rounds, root=root)
+    for what, name, of, ceiling, bar in ROWS:
+        report.row(
+            what,
+            num_bytes / measured.median(name) / 1e6,
+            "MB/s",
+            against=f"{ceiling}, {number(num_bytes / measured.median(of) / 1e6)} MB/s",
+            ratio=measured.ratio(name, of=of),
+            bar=bar,
+        )
+    report.print()
     return None
-
-
-def report(measured: Measured, *, num_bytes: int) -> None:
-    for name in ("gloo", "gloo, new", "buckets", "update", "push", "disk update", "disk push", "copy"):
-        median = measured.median(name)
-        spread = f"{min(measured.wall[name][1:]):.2f}-{max(measured.wall[name][1:]):.2f}"
-        ratio = f"{measured.median('gloo') / median:5.2f} of gloo, {measured.median('gloo, new') / median:5.2f} of new"
-        cpu = f"; {statistics.median(measured.cpu[name][1:]):.2f} CPU s" if name in measured.cpu else ""
-        print(f"{name:<12}{median:6.2f} s ({spread}) {num_bytes / median / 1e6:6.0f} MB/s, {ratio}{cpu}")
 
 
 if __name__ == "__main__":
