@@ -1,9 +1,10 @@
-"""Embedded engine: throughput at 64 concurrent requests against transformers' own continuous batching, and latencies.
+"""Embedded engine: 64 requests at once beside transformers' continuous batching and real SGLang on the CPU; latencies.
 
-Run: python bench/engine.py [--requests 64] [--new-tokens 128] [--threads 1]. One measurement runs at a time. Each gives
-tokens per second and, independent of what else the machine does, per CPU second of the process that generates.
-Ceiling: the same model's bare decode step at this batch (the decoder without batching, HTTP or client). The peer is
-`generate_batch` of transformers with a persistent manager, warmed up by a whole run of the same work, log-probs on.
+Run: python bench/engine.py [--full]. One measurement runs at a time. Each gives tokens per CPU second of all processes
+that generate, independent of what else the machine does; what went over the wall clock is printed. Ceiling: the same
+model's bare decode step at this batch (the decoder without batching, HTTP or client). The peers: `generate_batch` of
+transformers with a persistent manager, warmed up by a whole run of the same work, log-probs on; and, with DORA_SGLANG=1
+or in full, one real SGLang server (launch/sglang-cpu) given the same requests, streamed, over HTTP.
 """
 
 from __future__ import annotations
@@ -13,9 +14,7 @@ import asyncio
 import itertools
 import json
 import os
-import platform
 import random
-import resource
 import subprocess
 import sys
 import tempfile
@@ -24,10 +23,15 @@ from pathlib import Path
 
 import aiohttp
 import psutil
+from result import Report, number, parser
 
 PROMPT_TOKENS = 20
 SIBLINGS = 8
+NEW_TOKENS = 128
+REQUESTS = 64
+THREADS = 1
 STARTS = 5
+SGLANG = Path(__file__).parents[1] / "launch" / "sglang-cpu"
 rids = itertools.count()
 VOCAB = 64
 SERVE = """
@@ -69,14 +73,15 @@ def prompts(count: int) -> list[list[int]]:
 
 
 class Stopwatch:
-    """Wall and CPU seconds of this process, or of another one."""
+    """Wall and CPU seconds of this process, or of another one and all that it has started."""
 
     def __init__(self, process: psutil.Process | None = None) -> None:
         self._process = process or psutil.Process()
         self._begun = self._now()
 
     def _now(self) -> tuple[float, float]:
-        return time.perf_counter(), sum(self._process.cpu_times()[:2])
+        family = (self._process, *self._process.children(recursive=True))
+        return time.perf_counter(), sum(sum(one.cpu_times()[:2]) for one in family)
 
     def rates(self, tokens: int) -> tuple[float, float]:
         """Tokens per second and per CPU second since the start."""
@@ -84,37 +89,35 @@ class Stopwatch:
         return tokens / (wall - self._begun[0]), tokens / (cpu - self._begun[1])
 
 
-def bare_steps(folder: Path, args: argparse.Namespace) -> tuple[float, float]:
+def bare_steps(folder: Path) -> tuple[float, float]:
     """The decode step alone."""
     from dora.embedded.batcher import Joiner
     from dora.embedded.decoder import CausalDecoder
 
-    decoder = CausalDecoder(
-        folder, slots=args.requests, kv_tokens=2**20, device="cpu", dtype="float32", threads=args.threads
-    )
-    decoder.join([Joiner(token_ids=ids, namespace="", seed=i) for i, ids in enumerate(prompts(args.requests))])
+    decoder = CausalDecoder(folder, slots=REQUESTS, kv_tokens=2**20, device="cpu", dtype="float32", threads=THREADS)
+    decoder.join([Joiner(token_ids=ids, namespace="", seed=i) for i, ids in enumerate(prompts(REQUESTS))])
     watch = Stopwatch()
-    for _ in range(args.new_tokens - 1):
+    for _ in range(NEW_TOKENS - 1):
         decoder.step()
-    return watch.rates(args.requests * (args.new_tokens - 1))
+    return watch.rates(REQUESTS * (NEW_TOKENS - 1))
 
 
-def peer(folder: Path, args: argparse.Namespace) -> tuple[float, float]:
+def peer(folder: Path) -> tuple[float, float]:
     """transformers' continuous batching, second run of a persistent manager."""
     import torch
     from transformers import AutoModelForCausalLM, GenerationConfig
     from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-    torch.set_num_threads(args.threads)
+    torch.set_num_threads(THREADS)
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa").eval()
     generation = GenerationConfig(
-        max_new_tokens=args.new_tokens, do_sample=True, eos_token_id=-1, pad_token_id=2, temperature=1.0
+        max_new_tokens=NEW_TOKENS, do_sample=True, eos_token_id=-1, pad_token_id=2, temperature=1.0
     )
     batching = ContinuousBatchingConfig(return_logprobs=True)
     for _ in range(2):
         watch = Stopwatch()
         outputs = model.generate_batch(
-            inputs=prompts(args.requests),
+            inputs=prompts(REQUESTS),
             generation_config=generation,
             continuous_batching_config=batching,
             progress_bar=False,
@@ -141,24 +144,32 @@ async def call(session: aiohttp.ClientSession, ids: list[int], new_tokens: int, 
     return first, tokens
 
 
-async def over_http(url: str, pid: int, args: argparse.Namespace) -> tuple[float, float]:
+async def over_http(url: str, pid: int) -> tuple[float, float]:
+    """Rates of the second streamed run; the first of each kind warms up."""
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(url, connector=connector) as session:
-        await call(session, [5] * PROMPT_TOKENS, 8, stream=True)
-        firsts = [(await call(session, ids, 4, stream=True))[0] for ids in prompts(20)]
-        firsts.sort()
-        print(f"first token, idle server, streamed: median {firsts[10] * 1e3:.1f} ms, worst {firsts[-1] * 1e3:.1f} ms")
         for stream in (False, True, True):
             watch = Stopwatch(psutil.Process(pid))
-            work = [call(session, ids, args.new_tokens, stream=stream) for ids in prompts(args.requests)]
+            work = [call(session, ids, NEW_TOKENS, stream=stream) for ids in prompts(REQUESTS)]
             tokens = sum(count for _, count in await asyncio.gather(*work))
             rates = watch.rates(tokens)
             show(f"over HTTP, {'streamed' if stream else 'unary'}", rates)
-        await short_answers(session, pid)
     return rates
 
 
-async def short_answers(session: aiohttp.ClientSession, pid: int) -> None:
+async def first_tokens(url: str) -> list[float]:
+    """Sorted seconds to the first token of an idle server."""
+    async with aiohttp.ClientSession(url) as session:
+        await call(session, [5] * PROMPT_TOKENS, 8, stream=True)
+        return sorted([(await call(session, ids, 4, stream=True))[0] for ids in prompts(20)])
+
+
+async def group_answers(url: str, pid: int) -> tuple[float, float]:
+    async with aiohttp.ClientSession(url, connector=aiohttp.TCPConnector(limit=0)) as session:
+        return await short_answers(session, pid)
+
+
+async def short_answers(session: aiohttp.ClientSession, pid: int) -> tuple[float, float]:
     """Reinforcement learning's usual diet: groups of siblings, mostly short answers, a long tail, slots refilled."""
     rng = random.Random(1)
     lengths = [min(300, max(1, round(rng.lognormvariate(1.8, 1.0)))) for _ in range(SIBLINGS * 75)]
@@ -171,49 +182,28 @@ async def short_answers(session: aiohttp.ClientSession, pid: int) -> None:
 
     watch = Stopwatch(psutil.Process(pid))
     tokens = sum(await asyncio.gather(*(one(index) for index in range(len(lengths)))))
-    mean = tokens / len(lengths)
-    show(f"over HTTP, streamed, 24 at once, groups of {SIBLINGS}, {mean:.0f} tokens a piece", watch.rates(tokens))
+    rates = watch.rates(tokens)
+    show(f"over HTTP, streamed, 24 at once, groups of {SIBLINGS}, {tokens / len(lengths):.0f} tokens a piece", rates)
+    return rates
 
 
 def show(what: str, rates: tuple[float, float]) -> None:
-    print(f"{what}: {rates[0]:.0f} tokens/s, {rates[1]:.0f} per CPU second")
+    print(f"  {what}: {rates[0]:.0f} tokens/s, {rates[1]:.0f} per CPU second", file=sys.stderr)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--requests", type=int, default=64)
-    parser.add_argument("--new-tokens", type=int, default=128)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--only", choices=["bare", "peer", "http"], help=argparse.SUPPRESS)
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--url", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.only == "bare":
-        print(*bare_steps(args.folder, args))
-    elif args.only == "peer":
-        print(*peer(args.folder, args))
-    elif args.only == "http":
-        url, pid = args.url.split()
-        print(*asyncio.run(over_http(url, int(pid), args)))
-    else:
-        with tempfile.TemporaryDirectory() as scratch:
-            report(Path(scratch), args)
+def measured(kind: str, folder: Path) -> tuple[float, float]:
+    """One measurement in a process of its own: its two rates."""
+    command = [sys.executable, __file__, "--only", kind, "--folder", str(folder)]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    per_s, per_cpu_s = done.stdout.splitlines()[-1].split()
+    rates = float(per_s), float(per_cpu_s)
+    show(kind, rates)
+    return rates
 
 
-def measured(kind: str, folder: Path, args: argparse.Namespace, *extra: str) -> tuple[float, float]:
-    """Runs one measurement in a process of its own; its last line holds the two rates."""
-    sizes = ["--requests", str(args.requests), "--new-tokens", str(args.new_tokens), "--threads", str(args.threads)]
-    command = [sys.executable, __file__, "--only", kind, "--folder", str(folder), *sizes, *extra]
-    lines = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()
-    for line in lines[:-1]:
-        print(line)
-    per_s, per_cpu_s = lines[-1].split()
-    return float(per_s), float(per_cpu_s)
-
-
-def started(folder: Path, args: argparse.Namespace) -> tuple[subprocess.Popen[str], str, float]:
+def started(folder: Path) -> tuple[subprocess.Popen[str], str, float]:
     """A server, its URL, and the seconds from torch's import to its first line."""
-    command = [sys.executable, "-c", SERVE, str(folder), str(args.requests), str(args.threads)]
+    command = [sys.executable, "-c", SERVE, str(folder), str(REQUESTS), str(THREADS)]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert server.stdout is not None
     assert server.stderr is not None
@@ -228,34 +218,82 @@ def stopped(server: subprocess.Popen[str]) -> None:
     server.communicate()
 
 
-def report(folder: Path, args: argparse.Namespace) -> None:
-    parameters = make_model(folder)
-    cores = len(os.sched_getaffinity(0))
-    print(
-        f"hardware: {platform.machine()}, {cores} cores, load before {os.getloadavg()[0]:.1f}; threads {args.threads}"
-    )
-    print(
-        f"sizes: Qwen3 with {parameters} parameters, fp32; {args.requests} requests at once, {PROMPT_TOKENS} prompt "
-        f"tokens, {args.new_tokens} new tokens each, temperature 1, log-probs"
-    )
-    starts = [started(folder, args) for _ in range(STARTS)]
+def why_no_sglang(*, full: bool) -> str:
+    """Empty if it is to be measured."""
+    sys.path.insert(0, str(SGLANG))
+    from build import environment_folder
+
+    if not full and os.environ.get("DORA_SGLANG") != "1":
+        return "with DORA_SGLANG=1 or --full"
+    return "" if (environment_folder() / "complete").exists() else "no environment: python launch/sglang-cpu/build.py"
+
+
+def sglang(folder: Path) -> tuple[float, float]:
+    """The streamed rates of one real server."""
+    sizes = ["--slots", str(REQUESTS), "--kv-tokens", str(2 * REQUESTS * (PROMPT_TOKENS + NEW_TOKENS))]
+    command = [sys.executable, str(SGLANG / "serve.py"), str(folder), *sizes]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            url = server.stdout.readline().split()[1]
+            return asyncio.run(over_http(url, server.pid))
+        finally:
+            server.terminate()
+
+
+def main() -> None:
+    arguments = parser(__doc__)
+    arguments.add_argument("--only", choices=["bare", "peer"], help=argparse.SUPPRESS)
+    arguments.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    options = arguments.parse_args()
+    if options.only:
+        print(*(bare_steps if options.only == "bare" else peer)(options.folder))
+        return
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        parameters = make_model(folder)
+        sizes = f"Qwen3 with {parameters / 1e6:.1f} M parameters, fp32, {REQUESTS} requests of {NEW_TOKENS} tokens"
+        report = Report(__doc__, full=options.full, sizes=f"{sizes}, {THREADS} thread")
+        server, url = measure_starts(report, folder)
+        firsts = asyncio.run(first_tokens(url))
+        report.row("first token, idle server, median", firsts[len(firsts) // 2] * 1e3, "ms", bar="figure <= 50")
+        report.row("first token, idle server, slowest of 20", firsts[-1] * 1e3, "ms")
+        ours = asyncio.run(over_http(url, server.pid))[1]
+        groups = asyncio.run(group_answers(url, server.pid))[1]
+        stopped(server)
+        compare(report, folder, ours, full=options.full)
+        report.row(f"24 at once, groups of {SIBLINGS}, mostly short answers", groups, "tokens per CPU second")
+    report.print()
+
+
+def measure_starts(report: Report, folder: Path) -> tuple[subprocess.Popen[str], str]:
+    """The last of the servers started, and its URL."""
+    starts = [started(folder) for _ in range(STARTS)]
     for server, _, _ in starts[:-1]:
         stopped(server)
-    server, url, _ = starts[-1]
-    after_torch = sorted(start_s for _, _, start_s in starts)
-    print(
-        f"start, from torch's import to serving, {STARTS} times: fastest {after_torch[0]:.2f} s, "
-        f"median {after_torch[STARTS // 2]:.2f} s, slowest {after_torch[-1]:.2f} s"
-    )
-    http = measured("http", folder, args, "--url", f"{url} {server.pid}")
-    stopped(server)
-    ceiling = measured("bare", folder, args)
-    other = measured("peer", folder, args)
-    show("ceiling, bare decode steps", ceiling)
-    show("transformers' continuous batching", other)
-    for unit, ours, most, theirs in zip(("second", "CPU second"), http, ceiling, other, strict=True):
-        print(f"per {unit}: engine over HTTP is {ours / most:.2f} of the ceiling, {ours / theirs:.1f} x transformers")
-    print(f"peak memory of the largest child: {resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024:.0f} MiB")
+    seconds = sorted(start_s for _, _, start_s in starts)
+    what = f"start, from torch's import to serving, median of {STARTS}"
+    report.row(what, seconds[STARTS // 2], "s", against=f"fastest {number(seconds[0])} s", bar="figure <= 3")
+    return starts[-1][:2]
+
+
+def compare(report: Report, folder: Path, ours: float, *, full: bool) -> None:
+    """`ours` and each other way: tokens per CPU second."""
+    reason = why_no_sglang(full=full)
+    rates = {"bare decode steps": measured("bare", folder)[1], "transformers": measured("peer", folder)[1]}
+    if not reason:
+        rates["real SGLang on the CPU"] = sglang(folder)[1]
+    for peer_name, rate in rates.items():
+        report.row(
+            f"over HTTP, streamed, beside {peer_name}",
+            ours,
+            "tokens per CPU second",
+            against=f"{peer_name}, {number(rate)}",
+            ratio=ours / rate,
+            bar="ratio >= 2" if peer_name == "transformers" else "",
+        )
+    if reason:
+        report.skip("over HTTP, streamed, beside real SGLang on the CPU", reason)
 
 
 if __name__ == "__main__":

@@ -1,17 +1,21 @@
 """Simulated trajectories per second on one core, and what share of the time is the decision core's own.
 
-Run: python bench/simulator.py [--instances 100 1000] [--steps 4] [--rounds 3]. Regime A of workloads.md, N = 2 groups
-per instance, G = 16, K = 3, 64 slots an instance, reports every 10 simulated seconds; all checks of the simulator are
-on, the full recount included. CPU seconds of the fastest round: others use the machine too. Ceiling: the decision core
+Run: python bench/simulator.py [--full]. Regime A of workloads.md, N = 2 groups per instance, G = 16, K = 3, 64 slots an
+instance, reports every 10 simulated seconds; all checks of the simulator are on, the full recount included. Every run
+is a process of its own; CPU seconds. The bar at 10,000 instances is a million trajectories in ten minutes; the short
+profile simulates a step of it (320,000 trajectories), the full one more than a million. Ceiling: the decision core
 alone, given the same events again: no simulator around the same core can be faster.
 """
 
 from __future__ import annotations
 
 import argparse
-import platform
 import resource
+import subprocess
+import sys
 import time
+
+from result import Report, number, parser
 
 from dora.core.decode_time import DecodeTime
 from dora.core.events import Event
@@ -46,45 +50,57 @@ def workload(num_instances: int, *, steps: int) -> Workload:
     )
 
 
-def simulate(one: Workload) -> tuple[float, list[Event]]:
-    """CPU seconds of a whole simulated job, and its events."""
-    events: list[Event] = []
+def simulate(one: Workload) -> None:
+    """Prints CPU seconds of a whole simulated job, and peak memory in bytes."""
     begun = time.process_time()
-    world = World(one, seed=0, sink=lambda event, _orders: events.append(event))
-    world.run()
-    return time.process_time() - begun, events
+    World(one, seed=0, sink=lambda _event, _orders: None).run()
+    print(time.process_time() - begun, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 
 
-def replay(one: Workload, events: list[Event]) -> float:
-    """CPU seconds of the core alone."""
+def replay(one: Workload) -> None:
+    """Prints CPU seconds of the core alone, and their number of events."""
+    events: list[Event] = []
+    World(one, seed=0, sink=lambda event, _orders: events.append(event)).run()
     handle = ControllerState(one.settings()).handle
     begun = time.process_time()
     for event in events:
         handle(event)
-    return time.process_time() - begun
+    print(time.process_time() - begun, len(events))
 
 
-def measure(num_instances: int, *, steps: int, rounds: int) -> None:
-    one = workload(num_instances, steps=steps)
-    runs = [simulate(one) for _ in range(rounds)]
-    best = min(seconds for seconds, _ in runs)
-    core = min(replay(one, runs[0][1]) for _ in range(rounds))
-    trajectories = steps * one.job.groups_per_step * one.job.group_size
-    print(f"\n{num_instances} instances, {trajectories:,} trajectories, {len(runs[0][1]):,} events")
-    print(f"  simulator {trajectories / best:>9,.0f} trajectories/s, {best / len(runs[0][1]) * 1e6:.1f} us an event")
-    print(f"  ceiling   {trajectories / core:>9,.0f} trajectories/s (the core alone); ratio {core / best:.2f}")
-    print(f"  memory    {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GB, recorded events included")
+def in_a_process(what: str, num_instances: int, *, steps: int) -> tuple[float, int]:
+    command = [sys.executable, __file__, "--one", what, str(num_instances), str(steps)]
+    seconds, number = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.split()
+    return float(seconds), int(number)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--instances", type=int, nargs="+", default=[100, 1000])
-    parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=3)
-    args = parser.parse_args()
-    print(f"{platform.processor() or platform.machine()}, Python {platform.python_version()}, one core")
-    for num_instances in args.instances:
-        measure(num_instances, steps=args.steps, rounds=args.rounds)
+    arguments = parser(__doc__)
+    arguments.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
+    options = arguments.parse_args()
+    if options.one:
+        what, num_instances, steps = options.one
+        one = workload(int(num_instances), steps=int(steps))
+        return simulate(one) if what == "simulate" else replay(one)
+    report = Report(__doc__, full=options.full, sizes="N = 2 groups of 16 per instance, K = 3, all checks on")
+    large_steps, core_steps = (4, 4) if options.full else (1, 2)
+    seconds, num_bytes = in_a_process("simulate", 1000, steps=core_steps)
+    core_s, num_events = in_a_process("replay", 1000, steps=core_steps)
+    trajectories = core_steps * 1000 * GROUPS_PER_INSTANCE * GROUP_SIZE
+    report.row(
+        f"1,000 instances, {trajectories:,} trajectories, {num_events:,} events",
+        trajectories / seconds,
+        "per CPU second",
+        against=f"the core alone, {number(trajectories / core_s)} per CPU second",
+        ratio=core_s / seconds,
+    )
+    seconds, num_bytes = in_a_process("simulate", 10_000, steps=large_steps)
+    trajectories = large_steps * 10_000 * GROUPS_PER_INSTANCE * GROUP_SIZE
+    rate = trajectories / seconds
+    report.row(f"10,000 instances, {trajectories:,} trajectories", rate, "per CPU second", bar="figure >= 1667")
+    report.row("10,000 instances: peak memory", num_bytes / 1e9, "GB", bar="figure <= 8")
+    report.print()
+    return None
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""A benchmark's bar is judged as it is written."""
+"""bench/README.md is what the results render to, and a bar is judged as it is written."""
 
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -10,6 +11,7 @@ from types import ModuleType
 import pytest
 
 BENCH = Path(__file__).parents[2] / "bench"
+SCRIPTS = sorted(path for path in BENCH.glob("*.py") if path.stem != "result")
 
 
 def load_module(path: Path) -> ModuleType:
@@ -24,6 +26,18 @@ def load_module(path: Path) -> ModuleType:
 
 
 bench = load_module(BENCH / "result.py")
+
+
+def test_the_readme_is_what_the_results_render_to():
+    assert (BENCH / "README.md").read_text() == bench.render(*bench.load()), "run: python bench/run --render"
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_a_script_says_how_it_is_run_and_what_ceiling_it_is_compared_with(script: Path):
+    doc = re.match(r'"""(.*?)"""', script.read_text(), re.DOTALL)
+    assert doc is not None
+    assert f"Run: python bench/{script.name}" in doc[1]
+    assert "Ceiling" in doc[1]
 
 
 @pytest.mark.parametrize(
