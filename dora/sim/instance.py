@@ -38,10 +38,16 @@ class Server(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     decode: DecodeTime = DecodeTime()
     prefill_s_per_token: float = 1e-5
     prefill_s_per_token2: float = 0.0  #: attention: times tokens times the context that they attend to
+    kv_bytes_per_token: int = 0
+    kv_bytes_s: float = 0.0  #: rate at which an answer that moves brings its KV; 0: it is read again
 
     def prefill_s(self, num_tokens: int, *, cached: int = 0) -> float:
         """Seconds to read `num_tokens` after `cached` ones that are in KV already."""
         return num_tokens * (self.prefill_s_per_token + self.prefill_s_per_token2 * (cached + num_tokens / 2))
+
+    def copy_s(self, num_tokens: int) -> float:
+        """Seconds until so many tokens of KV have come from another server."""
+        return num_tokens * self.kv_bytes_per_token / self.kv_bytes_s
 
 
 @dataclass(slots=True)
@@ -53,6 +59,7 @@ class Request:
     prompt_tokens: int
     total: int  #: tokens of the whole answer
     offset: int  #: tokens it has = offset + steps of the server, while it runs; tokens it has, while it waits
+    brings_kv: bool = False  #: it was stopped elsewhere and its KV comes with it
     age: int = 0  #: grows with every request taken in
     running: bool = False
     spans: tuple[Span, ...] = ()  #: ended by weights that reached it
@@ -66,7 +73,7 @@ class Use:
     thin_new_s: float = 0.0  #: decoding beyond that, because the batch was small, under the newest version
     thin_old_s: float = 0.0  #: the same under an older one
     prefill_s: float = 0.0
-    again_s: float = 0.0  #: prefill of tokens that had been in KV before: evictions and migrations
+    again_s: float = 0.0  #: prefill or transfer of tokens that had been in KV before: evictions and migrations
     push_s: float = 0.0
     down_s: float = 0.0
 
@@ -296,10 +303,14 @@ class Instance:
         return running < self.server.slots and self.used + needed <= self.server.kv_tokens
 
     def _start(self, request: Request) -> None:
-        """Prefill what is not in KV, then decode from the next step on."""
+        """Prefill what is not in KV, or wait until it has come, then decode from the next step on."""
         shared = request.group in self._sharing
         need = self._need(request)
-        taken = self.slowness * self.server.prefill_s(need, cached=request.prompt_tokens if shared else 0)
+        if request.brings_kv:
+            taken = self.server.copy_s(need)
+            request.brings_kv = False
+        else:
+            taken = self.slowness * self.server.prefill_s(need, cached=request.prompt_tokens if shared else 0)
         self.anchor += taken
         if request.offset:
             self.use.again_s += taken

@@ -36,6 +36,8 @@ class Job(_Part, frozen=True):
     groups_per_step: int = 64
     group_size: int = 8
     filter_zero_variance: bool = False
+    eval_samples: int = 0  #: held-out answers of each evaluation
+    eval_every: int = 0  #: steps between evaluations; 0: only the first and the last version
     rules: str = "dora"  #: or "paper"
     without: tuple[str, ...] = ()  #: of the orchestrator's rules
     refill: bool = False
@@ -192,6 +194,8 @@ class Workload(_Part, frozen=True):
             num_ranks=self.num_ranks,
             micro_batch_tokens=self.train.micro_batch_tokens,
             filter_zero_variance=job.filter_zero_variance,
+            eval_prompt_tokens=(self.lengths.prompt_tokens,) * job.eval_samples,
+            eval_every=job.eval_every,
             orchestration=job.orchestration or orchestration_of(job.rules, without=job.without, refill=job.refill),
             watchdog_s=max(120.0, 8 * self.fleet.report_s),
             no_progress_s=_NEVER,

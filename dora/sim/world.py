@@ -23,10 +23,11 @@ from typing import Any, Final
 
 from dora.core import commands as cmd
 from dora.core import events as ev
-from dora.core.ids import GroupId, InstanceId, TrajectoryId
+from dora.core.ids import GroupId, InstanceId, TrajectoryId, evaluation_index
 from dora.core.invariants import check
 from dora.core.state import ControllerState
 from dora.errors import InvariantViolation, RunFailed
+from dora.sim.answers import Group
 from dora.sim.instance import Instance, Request
 from dora.sim.measure import Measure
 from dora.sim.trainer import TrainerTime
@@ -39,6 +40,8 @@ TICK_S: Final = 1.0
 FETCH_S: Final = 0.01
 #: An instance that evicted is pressed until it uses less than this share of its KV (as in the controller's loop).
 RELIEVED: Final = 0.8
+#: Added to the seed of the answers: samples of an evaluation are others.
+HELD_OUT: Final = 1_000_003
 #: Steps between two checkpoints: until then the core keeps what a restarted trainer would be fed.
 CHECKPOINT_STEPS: Final = 1
 
@@ -54,6 +57,7 @@ class World:
         self.settings = workload.settings()
         self.state = ControllerState(self.settings)
         self.answers = workload.answers(seed=seed)
+        self.held_out = workload.answers(seed=seed + HELD_OUT)  #: one sample of each of its groups
         self.random = random.Random(seed)
         self.sink = sink  #: is told every event with its commands
         self.now = 0.0
@@ -72,6 +76,7 @@ class World:
         self._touched: dict[InstanceId, Instance] = {}  # their batch has changed
         self._tags: dict[GroupId, int] = {}  # version of each admitted group that has not left
         self._produced: dict[TrajectoryId, int] = {}  # tokens of interrupted answers
+        self._with_kv: set[TrajectoryId] = set()  # of these, those whose server still has their KV
         self._graders = [0.0] * workload.grade.workers  # a heap: when each is free
         self._trainer = TrainerTime(workload)
         self._trainer_free = 0.0
@@ -155,7 +160,8 @@ class World:
     def _tell(self, request: Request) -> None:
         """An answer is complete; the controller knows after `answer_s`."""
         order, late_s = request.order, self.workload.fleet.answer_s
-        self.measure.answered(order.version, at=self.now + late_s)
+        if order.trajectory >= 0:
+            self.measure.answered(order.version, at=self.now + late_s)
         spans = self.instances[order.instance].spans(request)
         capped = request.total == self.settings.max_new_tokens
         fact = ev.GenerationFinished(self.now + late_s, order.trajectory, order.attempt, request.total, capped, spans)
@@ -211,18 +217,30 @@ class World:
 
     def _on_generate(self, order: cmd.Generate) -> None:
         id, instance = order.trajectory, self.instances[order.instance]
-        group, sibling = divmod(id, self.settings.group_size)
+        number, group, place = self._answer(id)
         _require(instance.version == order.version, "C1: the instance holds {}: {}", instance.version, order)
-        tag = self._tags[GroupId(group)]
-        carried_over = self.settings.rules.in_flight is not None and tag < order.version
-        _require(tag == order.version or carried_over, "C1: not the tag of its group: {}", order)
+        if id >= 0:
+            tag = self._tags[GroupId(number)]
+            carried_over = self.settings.rules.in_flight is not None and tag < order.version
+            _require(tag == order.version or carried_over, "C1: not the tag of its group: {}", order)
         _require(self._produced.pop(id, 0) == order.num_tokens, "C2: not from all its tokens: {}", order)
         _require(id not in instance.requests, "it runs there already: {}", order)
         _require(len(instance.requests) < instance.server.slots, "the instance has no slot: {}", order)
-        answers = self.answers.group(group)
         instance.reach(self.now)
-        instance.take(Request(order, group, answers.prompt_tokens, answers.lengths[sibling], order.num_tokens))
+        request = Request(order, number, group.prompt_tokens, group.lengths[place], order.num_tokens)
+        if id in self._with_kv:
+            self._with_kv.discard(id)
+            request.brings_kv = True
+        instance.take(request)
         self._touched[instance.id] = instance
+
+    def _answer(self, id: TrajectoryId) -> tuple[int, Group, int]:
+        """Number of its group, the group, its place there; a sample of an evaluation has a group below 0 to itself."""
+        if id >= 0:
+            number, place = divmod(id, self.settings.group_size)
+            return number, self.answers.group(number), place
+        _, index = evaluation_index(id, num_samples=self.workload.job.eval_samples)
+        return -1 - index, self.held_out.group(index), 0
 
     def _on_stop_request(self, order: cmd.StopRequest) -> None:
         self._at(self.workload.fleet.stop_s, partial(self._stop, order))
@@ -240,6 +258,8 @@ class World:
         spans = instance.spans(request)
         self._settle(instance)
         self._produced[order.trajectory] = num_tokens
+        if num_tokens and instance.server.kv_bytes_s:
+            self._with_kv.add(order.trajectory)
         return ev.GenerationStopped(self.now, order.trajectory, order.attempt, num_tokens, spans)
 
     def _on_push_weights(self, order: cmd.PushWeights) -> None:
@@ -287,8 +307,8 @@ class World:
             begin = max(self.now, self._graders[0])
             heapreplace(self._graders, begin + latency)
             latency += begin - self.now
-        group, sibling = divmod(order.trajectory, self.settings.group_size)
-        reward: float | None = self.answers.group(group).rewards[sibling]
+        _, group, place = self._answer(order.trajectory)
+        reward: float | None = group.rewards[place]
         if hangs or (grade.failure_share and draw.random() < grade.failure_share):
             reward = None
         self._at(latency, lambda: ev.TrajectoryGraded(self.now, order.trajectory, order.attempt, reward))

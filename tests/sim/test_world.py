@@ -207,3 +207,33 @@ def test_a_run_that_the_core_ends_is_a_failed_run() -> None:
     lengths["rewards"] = ((1.0,) * 4,) * 8
     with pytest.raises(RunFailed, match="had to top up"):
         simulate(workload(lengths=lengths, job={"filter_zero_variance": True}))
+
+
+def test_held_out_answers_are_evaluated_beside_rollout_under_one_version_each() -> None:
+    evaluated = {"job": {"steps": 12, "eval_samples": 30, "eval_every": 4}}
+    result, world, journal = simulate(workload("dora", k=2, **evaluated))
+    orders = [order for _, orders in journal for order in orders]
+    assert [o.version for o in orders if isinstance(o, cmd.ReportEvaluation)] == [0, 4, 8, 12]
+    samples = [o for o in orders if isinstance(o, cmd.Generate) and o.trajectory < 0 and not o.num_tokens]
+    assert Counter(o.version for o in samples) == dict.fromkeys((0, 4, 8, 12), 30)
+    ends = {e.trajectory: e.num_tokens for e, _ in journal if isinstance(e, ev.GenerationFinished)}
+    lengths = [
+        [ends[o.trajectory] for o in sorted(samples, key=lambda o: -o.trajectory) if o.version == v] for v in (0, 12)
+    ]
+    assert lengths[0] == lengths[1], "every version is asked the same"
+    assert result.violations == 0
+    report = audit_entries(world.settings, journal)
+    assert report.ok, report.violations
+
+
+def test_kv_that_moves_with_its_answer_is_not_read_again() -> None:
+    def again(rate: float) -> float:
+        server = Server(slots=16, kv_tokens=8_000, prefill_s_per_token=1e-3, decode=workload().fleet.server.decode)
+        moving = msgspec.structs.replace(server, kv_bytes_per_token=1, kv_bytes_s=rate)
+        result, _, _ = simulate(workload("dora", k=3, fleet={"server": moving}))
+        assert result.migrations > 0
+        return result.instance_shares["again"]
+
+    read, slow, fast = again(0.0), again(1e3), again(1e9)
+    assert fast < 0.3 * read, "what is left are evictions"
+    assert fast < slow
