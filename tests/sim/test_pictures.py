@@ -99,6 +99,16 @@ def test_charts_have_a_point_for_every_setting_and_shares_that_add_up() -> None:
     assert set(draw(made[:1], found[:1])) == {"staleness", "step-time", "timeline-dora-k1-8of12"}
 
 
+def test_charts_show_the_fastest_split_alone() -> None:
+    found = cases(workload(), strategies=[], staleness=[], splits=[11, 3, 6], instances=[], seeds=[0])
+    made = rows(run(found, processes=1))
+    points = shapes(step_time(made), "circle")
+    frame = svg.Frame(1.7, 2.3, 1.1 * min(row.step_s for row in made))
+    assert [float(point["cy"]) for point in points] == [
+        pytest.approx(frame.y(min(row.step_s for row in made)), abs=0.1)
+    ]
+
+
 def test_round_numbers_are_marked() -> None:
     assert svg.ticks(0, 1) == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1])
     assert svg.ticks(430, 1210) == [600, 800, 1000, 1200]

@@ -221,6 +221,7 @@ def test_held_out_answers_are_evaluated_beside_rollout_under_one_version_each() 
         [ends[o.trajectory] for o in sorted(samples, key=lambda o: -o.trajectory) if o.version == v] for v in (0, 12)
     ]
     assert lengths[0] == lengths[1], "every version is asked the same"
+    assert lengths[0] != [world.answers.group(i).lengths[0] for i in range(30)], "and what is never trained"
     assert result.violations == 0
     report = audit_entries(world.settings, journal)
     assert report.ok, report.violations
