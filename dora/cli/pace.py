@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import secrets
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -28,8 +27,7 @@ from dora.cli.serve import watch_own_lease
 from dora.config.schema import Config, RolloutConfig
 from dora.controller.loop import Outcome
 from dora.errors import ConfigError
-from dora.node.plan import HOST, ProcessPlan, child_env
-from dora.node.ports import free_port
+from dora.node.plan import ProcessPlan, child_env
 from dora.node.supervise import Node
 from dora.paced.model import write_model
 from dora.seed.policy import path as seed_path
@@ -91,15 +89,13 @@ def train_paced(path: Path, *, time_scale: float) -> None:
 
 
 async def _drive(asked: Pace, *, longest: int) -> Outcome:
-    """Servers first, since the run asks them what they are; then the ranks, which wait for it."""
-    address, token = f"tcp://{HOST}:{free_port()}", secrets.token_hex(16)
+    """Servers first, since the run asks them what they are; it starts the ranks itself."""
     async with Node(logs=asked.home, lease=asked.home / "lease") as node:
         env = child_env(os.environ, lease=asked.home / "lease", threads=1)
         urls: list[str] = []
         for plan in _server_plans(asked, env=env):
             urls += (await node.add(plan).start()).split(",")
-        await node.add(_trainer_plan(asked, env={**env, "DORA_CONTROLLER": address, "DORA_TOKEN": token})).start()
-        config = _config(asked, urls=urls, address=address, token=token, longest=longest)
+        config = _config(asked, urls=urls, longest=longest)
         return await run_job(config, earlier=None, rollout_only=False, time_scale=asked.time_scale)
 
 
@@ -130,17 +126,13 @@ def _server_plans(asked: Pace, *, env: Mapping[str, str]) -> list[ProcessPlan]:
     ]
 
 
-def _trainer_plan(asked: Pace, *, env: Mapping[str, str]) -> ProcessPlan:
-    return ProcessPlan(name="trainer", argv=_command(asked, "pace-ranks"), env=env, ready_timeout_s=None)
-
-
 def _command(asked: Pace, name: str, *words: object) -> tuple[str, ...]:
     seed = ("--seed", asked.seed) if name == "pace-servers" else ()
     given: Sequence[object] = (asked.path, "--time-scale", asked.time_scale, *seed, *words)
     return (sys.executable, "-m", "dora", name, *map(str, given))
 
 
-def _config(asked: Pace, *, urls: list[str], address: str, token: str, longest: int) -> Config:
+def _config(asked: Pace, *, urls: list[str], longest: int) -> Config:
     """The workload as the settings of a run."""
     job, server, settings = asked.workload.job, asked.workload.fleet.server, asked.workload.settings()
     shared = RolloutConfig.model_fields.keys() & set(job.__struct_fields__)
@@ -161,7 +153,7 @@ def _config(asked: Pace, *, urls: list[str], address: str, token: str, longest: 
                 "decode": to_builtins(server.decode),
             },
             "trainer": {
-                **{"ranks": settings.num_ranks, "external": True, "address": address, "token": token},
+                **{"ranks": settings.num_ranks, "command": _command(asked, "pace-ranks")},
                 **{"micro_batch_tokens": settings.micro_batch_tokens, "checkpoint_every": CHECKPOINT_STEPS},
             },
             "task": {

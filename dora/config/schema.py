@@ -182,6 +182,9 @@ class TrainerConfig(Section):
 
     ranks: Positive = 2
     """Trainer processes started on this host."""
+    command: tuple[str, ...] = ()
+    """The command that starts all ranks on this host, word by word, in place of torchrun. It finds the run by
+    DORA_CONTROLLER (address) and DORA_TOKEN."""
     external: bool = False
     """Ranks are started by others; they find this run by DORA_CONTROLLER (address) and DORA_TOKEN."""
     token: str | None = secret("DORA_TOKEN")

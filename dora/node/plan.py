@@ -117,7 +117,8 @@ def assign_gpus(config: Config, *, environ: Mapping[str, str]) -> list[str]:
 def plan_trainer(
     config: Config, *, controller: str, token: str, lease: Path, environ: Mapping[str, str]
 ) -> ProcessPlan | None:
-    """The ranks on this host under one torchrun; None if others start them. `controller` is the address bound."""
+    """The ranks on this host, under one torchrun or by the config's command; None if others start them. `controller` is
+    the address bound."""
     if config.trainer.external:
         return None
     env = child_env(environ, lease=lease, threads=config.trainer.threads)
@@ -126,7 +127,7 @@ def plan_trainer(
     env |= {"GLOO_SOCKET_IFNAME": _LOOPBACK_INTERFACE, "NCCL_SOCKET_IFNAME": _LOOPBACK_INTERFACE}
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1")
     ranks = ("--nproc-per-node", str(config.trainer.ranks))
-    argv = (sys.executable, *torchrun, *ranks, "-m", "dora", "train")
+    argv = config.trainer.command or (sys.executable, *torchrun, *ranks, "-m", "dora", "train")
     return ProcessPlan(name="trainer", argv=argv, env=env, ready_timeout_s=None)
 
 

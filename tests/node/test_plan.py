@@ -129,6 +129,12 @@ def test_all_ranks_are_started_by_one_torchrun():
     assert "-m torch.distributed.run --standalone --local-addr 127.0.0.1 --nproc-per-node 3 -m dora train" in argv
 
 
+def test_ranks_of_another_command_find_their_run_as_ours_do():
+    plan = trainer('trainer.command=["my-trainer", "--quick"]')
+    assert plan.argv == ("my-trainer", "--quick")
+    assert (plan.env["DORA_CONTROLLER"], plan.env["DORA_TOKEN"]) == ("tcp://127.0.0.1:5", "sesame")
+
+
 def test_no_secret_is_on_a_command_line():
     for plan in [*engines(), trainer()]:
         assert "sesame" not in " ".join(plan.argv)
