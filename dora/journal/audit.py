@@ -124,10 +124,12 @@ def _broken_by_design(tables: AuditTables) -> dict[str, str]:
     discarded = Counter(tables.outcomes.values())["discarded"]
     lengths = [n for trajectory, n in tables.lengths.items() if trajectory >= 0]
     trained = [tables.lengths[t] for t in tables.finished_ids["trained"]]
+    begun = [n for t, n in tables.aborted.items() if t not in tables.lengths]
     found = {
         "C1": f"{tables.mixed_answers} of {len(lengths)} answers have tokens of another version than their tag",
-        "C2": f"{discarded} groups discarded, {tables.aborted_answers} of their answers unfinished; mean length "
-        f"{lengths_of(trained).mean:.1f} of trained answers, {lengths_of(lengths).mean:.1f} of all finished ones",
+        "C2": f"{discarded} groups discarded, {len(tables.aborted)} of their answers unfinished; mean length "
+        f"{lengths_of(trained).mean:.1f} of trained answers, {lengths_of([*lengths, *begun]).mean:.1f} of all, as far "
+        "as they came",
         "C3": f"{stale} groups trained more than {rules.max_staleness} steps after their version",
     }
     return {name: found[name] for name in rules.broken_by_design}

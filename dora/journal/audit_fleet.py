@@ -252,6 +252,8 @@ def _end(
 def _leave(t: AuditTables, trajectory: TrajectoryId, answer: AuditedAnswer) -> None:
     """No longer resident; an answer whose group is gone is not needed any more."""
     answer.instance = None
+    if trajectory in t.aborted:
+        t.aborted[trajectory] = answer.num_tokens
     if trajectory >= 0 and trajectory // t.settings.group_size not in t.groups:
         del t.answers[trajectory]
 

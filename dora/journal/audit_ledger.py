@@ -142,8 +142,8 @@ def _retire(t: AuditTables, id: GroupId, outcome: str) -> None:
         answer = t.answers.get(trajectory)
         if answer is None:
             continue
-        if outcome == "discarded":
-            t.aborted_answers += not answer.finished
+        if outcome == "discarded" and not answer.finished:
+            t.aborted[trajectory] = answer.num_tokens
         if answer.finished and (outcome != "trained" or answer.reward is not None):
             t.finished_ids[outcome].append(trajectory)
         if answer.instance is None:

@@ -113,7 +113,7 @@ class AuditTables:
         self.finished_ids: dict[str, list[TrajectoryId]] = {name: [] for name in OUTCOMES}
         self.staleness: Counter[int] = Counter()
         self.mixed_answers = 0  #: finished with tokens of another version than their tag: C1, by design
-        self.aborted_answers = 0  #: stopped, or never begun, because their group was discarded: C2, by design
+        self.aborted: dict[TrajectoryId, int] = {}  #: tokens of answers unfinished when their group was discarded
         self.max_live_versions = 0
         self.migrations = 0
         self.recovered = 0
