@@ -3,7 +3,7 @@
 Invariant: a group that is given up leaves the ledger at once and once; its siblings leave when their requests have
 ended. With `Rules.in_flight` everything that is not trained belongs to the newest version (`Group.current`), while the
 tag stays what it was: staleness counts from it, and an answer with a span of another version counts as a conflict. An
-evaluation keeps its version all the same: an instance that decodes it, or is the last that could, is updated later.
+evaluation keeps its version all the same: an instance that decodes samples of one is updated when they have ended.
 """
 
 from __future__ import annotations
@@ -109,15 +109,13 @@ class Interrupts(Moves):
                     self._push(instance, version)
 
     def _version_due(self, instance: Instance, *, newest: int) -> int:
-        """The newest, unless an evaluation under way needs the one it holds, or a server of its own."""
+        """The newest, unless an evaluation runs here, or needs a server and this one is empty."""
         evaluation = self.evaluation
         if instance.version is not None and len(instance.residents) > instance.num_training:
             return instance.version
         if evaluation.version is None or not evaluation.waiting:
             return newest
         servers = self.entry(evaluation.version)
-        if instance.version == evaluation.version and len(servers.serving) == 1 and not servers.loading:
-            return instance.version
         if not servers.serving and not servers.loading and instance.is_empty:
             return evaluation.version
         return newest

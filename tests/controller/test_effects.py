@@ -267,6 +267,16 @@ async def test_a_push_is_finished_when_the_label_was_read_back(
     assert update["weight_version"] == f"{RUN_ID}/4"
 
 
+async def test_a_push_among_live_requests_pauses_as_the_strategy_says_and_drains_nothing(
+    io: Io, server: ScriptedServer, store: VersionStore
+) -> None:
+    accepts_pushes(server, holds=f"{RUN_ID}/4")
+    event = await effects.push_weights(PUSH, io=replace(io, store=store, live="retract"))
+    assert isinstance(event, ev.WeightPushFinished)
+    assert server.calls[0] == ("/pause_generation", {"mode": "retract"})
+    assert "/v1/loads" not in [path for path, _ in server.calls]
+
+
 async def test_a_push_fails_when_the_server_says_that_it_holds_something_else(
     io: Io, server: ScriptedServer, store: VersionStore
 ) -> None:

@@ -167,16 +167,18 @@ def test_after_a_failed_update_what_runs_there_goes_on_elsewhere() -> None:
 
 def test_no_instance_is_lost_for_standing_still_during_an_update() -> None:
     core = interrupted(watchdog_s=100.0)
+    busy = next(i.id for i in core.state.instances.values() if i.residents)
     core.tick(after=150.0)
     assert core.of(cmd.CondemnInstance) == []
-    core.pushed(0, 1)
+    core.pushed(busy, 1)
     core.tick(after=50.0)
     assert core.of(cmd.CondemnInstance) == []
     core.tick(after=100.0)
-    assert [o.instance for o in core.of(cmd.CondemnInstance)] == [0]
+    assert [o.instance for o in core.of(cmd.CondemnInstance)] == [busy]
 
 
-def test_an_evaluation_keeps_its_version_on_the_instances_that_decode_it() -> None:
+def evaluated() -> tuple[Core, TrajectoryId, int]:
+    """Version 2 is published while the sample of version 1 runs; the sample, and where it runs."""
     core = Core("partial", groups_per_step=2, eval_prompt_tokens=(3,), eval_every=1)
     core.ready()
     core.publish(0)
@@ -200,8 +202,20 @@ def test_an_evaluation_keeps_its_version_on_the_instances_that_decode_it() -> No
     core.train(1)
     orders = core.publish(2)
     assert [o.instance for o in orders if isinstance(o, cmd.PushWeights)] == [1 - kept]
-    core.tell(ev.GenerationFinished(core.now, sample.id, 1, 4, False, ((1, 0, 4),)))
-    assert push(kept, version=2, attempt=3) in core.graded(sample.id, 1.0)
+    return core, sample.id, kept
+
+
+def test_an_evaluation_keeps_its_version_on_the_instances_that_decode_it() -> None:
+    core, sample, kept = evaluated()
+    core.tell(ev.GenerationFinished(core.now, sample, 1, 4, False, ((1, 0, 4),)))
+    assert push(kept, version=2, attempt=3) in core.graded(sample, 1.0)
+
+
+def test_a_sample_that_lost_its_server_gets_the_next_empty_one_under_its_version() -> None:
+    core, sample, kept = evaluated()
+    core.lost(kept, {sample: 2})
+    assert core.up(kept) == [push(kept, version=1, attempt=3)]
+    assert core.pushed(kept, 1) == [generate(sample, on=kept, version=1, attempt=3, tokens=2)]
 
 
 def test_partial_is_not_bounded_by_k_and_its_bounded_variant_is() -> None:
