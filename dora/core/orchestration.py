@@ -17,7 +17,9 @@ class Orchestration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     streaming: bool = True  #: commit groups as they complete; else a step when all of its groups have
     kv_floor: bool = True  #: instances by tokens of KV over floors; else by requests alone, rounded (the paper's rule)
-    kv_overcommit: bool = True  #: keep KV for a share of what answers are expected to grow by; else for all of it
+    kv_overcommit: bool = (
+        True  #: keep KV for a share of what answers are expected to grow by; else (and with K = 0) for all of it
+    )
     consolidation: bool = True  #: pack what is left of an old version onto fewer instances
     window: Literal["adaptive", "fixed", "open"] = "adaptive"  #: W; or always what it starts with; or F alone
     tail_care: bool = True  #: spread a new version over its instances; never slow urgent answers down to pack

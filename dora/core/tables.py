@@ -101,7 +101,8 @@ class Tables:
         self.adapts_window = window == "adaptive"
         #: W
         self.window_size: float = self.window_limit if window == "open" else WINDOW_START * settings.groups_per_step
-        self.kv_reserve = KV_RESERVE if settings.orchestration.kv_overcommit else 1.0
+        is_mixed = settings.rules.max_staleness > 0 and not settings.rules.batched  # a batch grows old together
+        self.kv_reserve = KV_RESERVE if settings.orchestration.kv_overcommit and is_mixed else 1.0
         self.block_version: int | None = None  #: batched strategies: version of the block being generated
         self.block_left = 0  #: batched strategies: groups of the block still to be admitted
         self.num_up = 0  #: instances that are neither lost nor barred
