@@ -152,6 +152,8 @@ class Bare:
             )
             for rank in range(1 + SERVERS)
         ]
+        for rank in self._ranks:  # one that waits for the others would be waited for
+            stack.callback(rank.kill)
 
     def broadcast(self) -> float:
         first = self._ranks[0]
