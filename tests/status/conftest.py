@@ -57,8 +57,8 @@ def job() -> Watched:
     """A job of 8 steps, K = 2, with evaluation, losses, failing pushes and groups that are filtered."""
     world = Watched(
         settings(eval_prompt_tokens=(3,) * 8, eval_every=4),
-        seed=3,
-        faults=Faults(push_fails=0.1, instance_dies=0.02, zero_variance=0.2),
+        seed=5,
+        faults=Faults(push_fails=0.1, instance_dies=0.05, zero_variance=0.2),
     )
     world.facts.num_tokens = 1000
     world.facts.num_trained_tokens = 800
