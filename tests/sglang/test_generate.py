@@ -68,7 +68,7 @@ async def test_a_unary_answer_has_the_fields_that_are_relied_on(wire: Wire) -> N
 
 
 async def test_a_stream_holds_new_tokens_and_totals_and_spans_at_its_end(wire: Wire) -> None:
-    async with wire.stream(sampling={"max_new_tokens": 40, "ignore_eos": True}) as (stream, task):
+    async with wire.stream(sampling={"max_new_tokens": 200, "ignore_eos": True}) as (stream, task):
         await task
     assert stream.done
     assert len(stream.events) > 1
@@ -80,8 +80,8 @@ async def test_a_stream_holds_new_tokens_and_totals_and_spans_at_its_end(wire: W
         assert [token for _, token, _ in meta["output_token_logprobs"]] == event["output_ids"]
         assert (meta["finish_reason"] is not None) == (event is stream.events[-1])
         assert ("weight_versions" in meta) == (DIALECT.has_spans and event is stream.events[-1])
-    assert total == 40
-    assert spans_of(stream.meta) == [{"version": START_LABEL, "start": 0, "end": 40}]
+    assert total == 200
+    assert spans_of(stream.meta) == [{"version": START_LABEL, "start": 0, "end": 200}]
 
 
 @pytest.mark.parametrize(
