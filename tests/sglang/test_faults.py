@@ -242,6 +242,7 @@ def test_a_server_that_stands_still_for_a_minute_is_lost_and_comes_back(fleet: l
     with Run(*job(tmp_path, urls, run__steps=FOR_EVER)) as run:
         folder = run.folder
         run.until_trained(1)
+        until(lambda: stopped_in_an_answer(run, fleet[1]), what="it stands still with an answer on it")
         with standing_still(fleet[1], until_s=time.monotonic() + STOPPED_S):
             before = run.until_status(lambda s: not instance(s, 1)["url"], what="the server is lost")
             run.until_trained(before["steps_trained"] + 2)  # with fewer instances than K + 1
@@ -254,11 +255,25 @@ def test_a_server_that_stands_still_for_a_minute_is_lost_and_comes_back(fleet: l
     assert_audit_clean(folder)
 
 
+def stopped_in_an_answer(run: Run, member: Member) -> bool:
+    """SIGSTOP it while it answers; in a push, which has limits of its own, it would not be missed so soon."""
+    if not instance(run.status(), 1)["residents"]:
+        return False
+    for process in member.processes():
+        process.suspend()
+    ticks = len(events_of(run.folder, ev.Ticked))
+    until(lambda: len(events_of(run.folder, ev.Ticked)) >= ticks + 3, what="three ticks")
+    if instance(run.status(), 1)["residents"]:
+        return True
+    for process in member.processes():
+        process.resume()
+    return False
+
+
 @contextmanager
 def standing_still(member: Member, *, until_s: float) -> Iterator[None]:
+    """It has been stopped; it goes on then, or at once if something goes wrong."""
     processes = member.processes()
-    for process in processes:
-        process.suspend()
     try:
         yield
         until(lambda: time.monotonic() > until_s, what="its time is over")
