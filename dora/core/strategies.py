@@ -30,9 +30,7 @@ class Rules(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     batched: bool  #: admit N groups as one block and push only a drained fleet
     in_flight: Pause | None = None  #: weights reach live requests, at once (not C1); None: they wait for empty servers
     bounded: bool = True  #: rule F; False: AReaL's capacity gate, under which K bounds no staleness (not C3)
-    oversample: float = (
-        1.0  #: alpha: groups admitted per step, in units of N; all but the first N are discarded (not C2)
-    )
+    oversample: float = 1.0  #: alpha: groups admitted per step, in units of N; the first N are kept (not C2)
 
     @property
     def has_window(self) -> bool:
