@@ -349,6 +349,12 @@ def test_kv_is_kept_for_a_third_of_what_is_expected_to_come() -> None:
     assert core.state.instances[InstanceId(0)].kv_load == 3 + 16 // 3 + (3 + 10 + (16 - 10) // 3)
 
 
+@pytest.mark.parametrize("strategy", ["sync", "periodic", "one_step_off"])
+def test_a_batch_that_grows_old_together_keeps_kv_for_whole_answers(strategy: str) -> None:
+    core = started(strategy, slots=2, orchestration=Orchestration())
+    assert core.state.instances[InstanceId(0)].kv_load == 2 * (3 + 16)
+
+
 def test_an_answer_that_outgrows_its_expectation_takes_more_room() -> None:
     core = started(slots=8, kv=60)
     core.progress(0, {0: 40})

@@ -10,7 +10,7 @@ from dora.core.decode_time import DecodeTime
 from dora.core.groups import Group, Trajectory
 from dora.core.ids import GroupId, InstanceId, TrajectoryId
 from dora.core.instances import Instance, InstancePhase
-from dora.core.placement import KV_FILL, MAX_SLOWDOWN, allot, kv_floor, plan_moves
+from dora.core.placement import KV_FILL, MAX_SLOWDOWN, allot, allot_by_requests, kv_floor, plan_moves
 
 #: Time per token grows with the batch alone, by a tenth of the base per request.
 BY_REQUESTS = DecodeTime(base_s=1.0, per_request_s=0.1, per_token_s=0.0)
@@ -163,3 +163,8 @@ def test_planning_changes_nothing() -> None:
     plan(source, target)
     assert (len(source.residents), target.num_requests, target.kv_load) == (2, 1, 5)
     assert all(t.target is None for t in source.residents.values())
+
+
+def test_the_papers_allotment_goes_by_requests_and_does_not_repair_its_rounding() -> None:
+    assert allot_by_requests(5, requests={0: 1, 1: 1, 2: 2}) == {0: 1, 1: 1, 2: 2}  # one of five is left over
+    assert allot_by_requests(4, requests={0: 1, 1: 99}) == {0: 0, 1: 4}  # no floor for what is old
