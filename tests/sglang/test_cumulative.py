@@ -39,7 +39,7 @@ async def test_the_probe_says_so(wire: Wire, client: EngineClient) -> None:
 
 
 async def test_each_chunk_holds_the_answer_so_far(wire: Wire) -> None:
-    async with wire.stream(sampling={"max_new_tokens": 40, "ignore_eos": True}) as (stream, task):
+    async with wire.stream(sampling={"max_new_tokens": 200, "ignore_eos": True}) as (stream, task):
         await task
     assert stream.done
     answers = [event["output_ids"] for event in stream.events]
@@ -50,7 +50,7 @@ async def test_each_chunk_holds_the_answer_so_far(wire: Wire) -> None:
         meta = event["meta_info"]
         assert [token for _, token, _ in meta["output_token_logprobs"]] == event["output_ids"]
         assert meta["completion_tokens"] == len(event["output_ids"])
-    assert spans_of(stream.meta) == [{"version": START_LABEL, "start": 0, "end": 40}]
+    assert spans_of(stream.meta) == [{"version": START_LABEL, "start": 0, "end": 200}]
 
 
 @pytest.mark.parametrize("mode", [None, "retract"])
