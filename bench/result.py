@@ -39,7 +39,7 @@ import psutil
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "results"
 README = FOLDER / "README.md"
-BY_HAND = "by-hand"
+BY_HAND, TOTAL = "by-hand", "total"  #: of these results, the files that are no script's
 
 PREAMBLE = """# Benchmarks
 
@@ -104,6 +104,16 @@ class HandRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     date: str
 
 
+class Total(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One run of all scripts."""
+
+    profile: str
+    commit: str
+    date: str
+    seconds: float
+    load: tuple[float, float]  # of one minute, before and after
+
+
 class Report:
     """Collects the rows of one run; notes the load when made and when printed."""
 
@@ -137,7 +147,7 @@ class Report:
             sizes=self._sizes,
             hardware=hardware(),
             commit=commit(),
-            date=datetime.now(UTC).date().isoformat(),
+            date=today(),
             seconds=round(time.monotonic() - self._begun, 1),
             load=(round(self._load, 1), round(os.getloadavg()[0], 1)),
             rows=self._rows,
@@ -170,6 +180,10 @@ def commit() -> str:
     return _git("rev-parse", "--short", "HEAD") + ("+" if changed else "")
 
 
+def today() -> str:
+    return datetime.now(UTC).date().isoformat()
+
+
 def _git(*argv: str) -> str:
     done = subprocess.run(["git", *argv], cwd=FOLDER.parent, capture_output=True, text=True, check=False)
     return done.stdout.strip() if done.returncode == 0 else "unknown"
@@ -178,22 +192,34 @@ def _git(*argv: str) -> str:
 # --- README.md
 
 
-def load() -> tuple[list[Result], list[HandRow]]:
-    """All results, in the order of their names, and what was measured by hand."""
-    files = sorted(RESULTS.glob("*.json"))
-    results = [msgspec.json.decode(path.read_bytes(), type=Result) for path in files if path.stem != BY_HAND]
-    by_hand = RESULTS / f"{BY_HAND}.json"
-    return results, msgspec.json.decode(by_hand.read_bytes(), type=list[HandRow]) if by_hand.exists() else []
+def load() -> tuple[list[Result], list[HandRow], Total | None]:
+    """All results, in the order of their names, what was measured by hand, and the last run of everything."""
+    files = sorted(path for path in RESULTS.glob("*.json") if path.stem not in (BY_HAND, TOTAL))
+    results = [msgspec.json.decode(path.read_bytes(), type=Result) for path in files]
+    by_hand, total = RESULTS / f"{BY_HAND}.json", RESULTS / f"{TOTAL}.json"
+    return (
+        results,
+        msgspec.json.decode(by_hand.read_bytes(), type=list[HandRow]) if by_hand.exists() else [],
+        msgspec.json.decode(total.read_bytes(), type=Total) if total.exists() else None,
+    )
 
 
-def render(results: Iterable[Result], by_hand: Iterable[HandRow]) -> str:
+def render(results: Iterable[Result], by_hand: Iterable[HandRow], total: Total | None = None) -> str:
     """The text of README.md."""
     results, by_hand = list(results), list(by_hand)
-    parts = [PREAMBLE, _bars(results), *map(_section, results)]
+    parts = [PREAMBLE, *([_whole(total)] if total is not None else []), _bars(results), *map(_section, results)]
     if by_hand:
         rows = [[row.what, row.figure, f"`{row.command}`", row.commit, row.date] for row in by_hand]
         parts.append("## Measured by hand\n\n" + _table(["what", "figure", "command", "commit", "date"], rows))
     return "\n".join(parts)
+
+
+def _whole(total: Total) -> str:
+    before, after = total.load
+    return (
+        f"The last run of all of them, {total.profile} profile, took **{total.seconds:.0f} s** "
+        f"({total.commit}, {total.date}, load {before:g} to {after:g}).\n"
+    )
 
 
 def _bars(results: list[Result]) -> str:

@@ -79,6 +79,13 @@ def test_a_missed_bar_is_shown_among_the_bars_and_in_its_section():
     assert "| push | 0.500 s | a file copy | 0.600 | ≥ 0.7 **missed** |" in text
 
 
+def test_the_readme_says_what_the_last_run_of_everything_took():
+    total = bench.Total("short", "abc", "2026-01-01", 412.6, (1.0, 2.2))
+    said = "took **413 s** (abc, 2026-01-01, load 1 to 2.2)"
+    assert said in bench.render([], [], total)
+    assert said not in bench.render([], [])
+
+
 @pytest.mark.parametrize(
     ("value", "text"), [(219_873, "220,000"), (123.4, "123"), (12.34, "12.3"), (0.01234, "0.0123"), (0, "0")]
 )
