@@ -1,11 +1,13 @@
 """What the controller costs: paced runs of 8 to 64 instances against the simulator on the same workload and seed.
 
-Run: python bench/overhead.py [--full] [--instances 8 16 32 64]. `dora pace` is the real controller over real HTTP and
+Run: python bench/overhead.py [--full] [--only 8 16 32 64 64x64]. `dora pace` is the real controller over real HTTP and
 ZeroMQ; servers and trainer take the times of the simulator's models, `scale` times faster than the wall clock, so that
-whatever the two differ by is the shell's: sockets, effects, graders, files, the event loop. 16 slots an instance, 22 ms
-a token and more with the batch, lengths of regime D at a tenth, 4 groups of 4 an instance and step, K = 3, the servers
-in at most 4 processes, 64 tokens a chunk. Step times are means over all steps but the first, in seconds of the
-workload. Servers and controller share this machine's cores, so that the shell is charged for the servers' work too.
+whatever the two differ by is the shell's: sockets, effects, graders, files, the event loop. 22 ms a token and more with
+the batch, lengths of regime D at a tenth, groups of 4, K = 3, the servers in at most 4 processes, 64 tokens a chunk.
+An instance has 16 slots and a step 16 answers an instance; the case 64x64 has 64 slots an instance, 4,096 streams at
+once, and a step 8,192 answers, as many as in the paper. Step times are means over all steps but the first, in seconds
+of the workload. Servers and controller share this machine's cores, so that the shell is charged for the servers' work
+too.
 
 What is divided by what:
   step        paced step / simulated step. A scale of s makes every second of the shell s seconds of the workload, so
@@ -31,6 +33,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from statistics import mean
+from typing import NamedTuple
 
 from result import Report, parser
 
@@ -43,12 +46,27 @@ from dora.sim.workload import Workload, load
 from dora.sim.world import World
 
 SEED = 1
-#: By profile.
-STEPS = {False: 6, True: 16}
-FLEETS = {False: (8, 64), True: (8, 16, 32, 64)}
-#: By instances: as fast as the streams of a machine of two cores, servers included, can be.
-SCALE = {8: 4.0, 16: 4.0, 32: 2.0, 64: 2.0}
 TIMEOUT_S = 600.0
+
+
+class Case(NamedTuple):
+    """A fleet, and how fast it is run: as fast as a machine of two cores, servers included, can be."""
+
+    instances: int
+    scale: float
+    slots: int = 16  #: of an instance
+    answers: int = 16  #: of an instance, in a step
+    tokens_s_per_device: float = 3000.0  #: of the trainer
+    steps: tuple[int, int] = (6, 16)  #: of the short and of the full profile
+
+
+CASES = {
+    "8": Case(8, scale=4.0),
+    "16": Case(16, scale=4.0),
+    "32": Case(32, scale=2.0),
+    "64": Case(64, scale=2.0),
+    "64x64": Case(64, scale=1.0, slots=64, answers=128, tokens_s_per_device=12_000.0, steps=(4, 12)),
+}
 
 WORKLOAD = """
 [job]
@@ -69,25 +87,28 @@ weight_bytes = 8e9
 report_s = 1.0
 parallel_pushes = {pushes}
 [fleet.server]
-slots = 16
+slots = {slots}
 kv_tokens = 40_000
 prefill_s_per_token = 7.3e-5
 decode = {{ base_s = 0.0219, per_request_s = 4e-5, per_token_s = 5.58e-8 }}
 [train]
-tokens_s_per_device = 3000.0
+tokens_s_per_device = {tokens_s_per_device}
 devices_per_rank = 4
 micro_batch_tokens = 32_768
 """
 
 
-def write_workload(path: Path, *, instances: int, steps: int) -> Workload:
+def write_workload(path: Path, case: Case, *, steps: int) -> Workload:
     """Everything grows with the fleet; the trainer has half as many devices."""
+    instances = case.instances
     text = WORKLOAD.format(
         steps=steps,
-        groups=4 * instances,
+        groups=case.answers * instances // 4,
         devices=instances + instances // 2,
         instances=instances,
         pushes=max(2, instances // 4),
+        slots=case.slots,
+        tokens_s_per_device=case.tokens_s_per_device,
     )
     path.write_text(text)
     return load(path)
@@ -99,13 +120,28 @@ class Seen:
     def __init__(self) -> None:
         self.trained: list[float] = []
         self.staleness: list[tuple[int, int]] = []  # step, s - v
+        self.most_open = 0
+        self._open = 0  # requests
+        self._open_s = 0.0  # seconds of all of them together, until `_at`
+        self._at = 0.0
 
     def take(self, event: ev.Event, orders: Sequence[cmd.Command]) -> None:
+        self._open_s += self._open * (event.at - self._at)
+        self._at = event.at
         if isinstance(event, ev.StepTrained):
             self.trained.append(event.at)
+        elif isinstance(event, ev.GenerationFinished | ev.GenerationStopped | ev.GenerationFailed):
+            self._open -= 1
         for order in orders:
             if isinstance(order, cmd.CommitGroup):
                 self.staleness.append((order.step, order.step - order.version))
+            elif isinstance(order, cmd.Generate):
+                self._open += 1
+        self.most_open = max(self.most_open, self._open)
+
+    @property
+    def mean_open(self) -> float:
+        return self._open_s / self._at
 
     @property
     def step_s(self) -> float:
@@ -116,23 +152,23 @@ class Seen:
         return mean(stale for step, stale in self.staleness if step >= len(self.trained) / 2)
 
 
-def pace(path: Path, *, instances: int, home: Path) -> RunFolder:
+def pace(path: Path, case: Case, *, home: Path) -> RunFolder:
     """A whole run; its folder."""
-    options = ("--seed", str(SEED), "--time-scale", str(SCALE[instances]), "--folder", str(home))
+    options = ("--seed", str(SEED), "--time-scale", str(case.scale), "--folder", str(home))
     command = [sys.executable, "-m", "dora", "pace", str(path), *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
     if done.returncode or "audit of C1, C2, C3: clean" not in done.stdout:
-        raise SystemExit(f"the paced run of {instances} instances failed:\n{done.stdout[-2000:]}\n{done.stderr}")
+        raise SystemExit(f"the paced run of {case} failed:\n{done.stdout[-2000:]}\n{done.stderr}")
     [journal] = home.glob("*/journal.msgpack")
     return RunFolder.open(journal.parent)
 
 
-def measure(report: Report, *, instances: int, steps: int) -> None:
-    scale = SCALE[instances]
+def measure(report: Report, case: Case, *, full: bool) -> None:
+    scale, steps = case.scale, case.steps[full]
     with tempfile.TemporaryDirectory() as temporary:
         path = Path(temporary) / "workload.toml"
-        workload = write_workload(path, instances=instances, steps=steps)
-        folder = pace(path, instances=instances, home=Path(temporary) / "runs")
+        workload = write_workload(path, case, steps=steps)
+        folder = pace(path, case, home=Path(temporary) / "runs")
         rows = [json.loads(line) for line in folder.metrics.read_text().splitlines()]
         journal = Journal(folder.journal)
         live, model = Seen(), Seen()
@@ -149,7 +185,8 @@ def measure(report: Report, *, instances: int, steps: int) -> None:
         alone.handle(event)
     decisions_s = (time.process_time() - begun) / steps
     process_s = mean(row["controller_cpu_s"] for row in rows[1:])
-    name, step_s = f"{instances} instances", model.step_s
+    slots = "" if case.slots == 16 else f" of {case.slots} slots"
+    name, step_s = f"{case.instances} instances{slots}", model.step_s
 
     def share(what: str, seconds: float, *, bar: str = "") -> None:
         report.row(f"{name}: {what}", round(100 * seconds / step_s, 3), "% of an unscaled step", bar=bar)
@@ -161,6 +198,14 @@ def measure(report: Report, *, instances: int, steps: int) -> None:
     share("added by the controller", (live.step_s - step_s) / scale, bar="figure <= 1")
     share("decisions", decisions_s, bar="figure <= 1")
     share("process, streams included", process_s)
+    opened, theirs = live.mean_open, model.mean_open
+    report.row(
+        f"{name}: open streams, mean (at most {live.most_open:,})",
+        opened,
+        "",
+        against="simulator",
+        ratio=opened / theirs,
+    )
     report.row(f"{name}: event-loop lag p99", 1e3 * rows[-1]["lag_p99_s"], "ms")
     stale, expected = live.mean_staleness, model.mean_staleness
     report.row(f"{name}: mean staleness", round(stale, 3), "steps", against="simulator", ratio=stale / expected)
@@ -170,14 +215,12 @@ def measure(report: Report, *, instances: int, steps: int) -> None:
 
 def main() -> None:
     arguments = parser(__doc__)
-    arguments.add_argument(
-        "--instances", type=int, nargs="+", choices=sorted(SCALE), help="by default those of the profile"
-    )
+    arguments.add_argument("--only", nargs="+", choices=CASES, default=list(CASES), help="which fleets; all without it")
     options = arguments.parse_args()
-    steps = STEPS[options.full]
-    report = Report(__doc__, full=options.full, sizes=f"{steps} steps of 16 answers an instance, seed {SEED}")
-    for instances in options.instances or FLEETS[options.full]:
-        measure(report, instances=instances, steps=steps)
+    sizes = f"{'16 (64x64: 12)' if options.full else '6 (64x64: 4)'} steps, seed {SEED}"
+    report = Report(__doc__, full=options.full, sizes=sizes)
+    for name in options.only:
+        measure(report, CASES[name], full=options.full)
     report.print()
 
 

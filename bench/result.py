@@ -9,7 +9,7 @@ A script prints what it likes and its result as the last line of stdout:
     from result import Report, parser
 
     def main() -> None:
-        options = parser(__doc__).parse_args()  # --full; without it the short profile, at most 75 s
+        options = parser(__doc__).parse_args()  # --full; else short: all scripts together, ten minutes
         report = Report(__doc__, full=options.full, sizes="1,000 streams of 4,096 tokens")
         ...
         report.row("client path", rate, "tokens/s", against="bare reader", ratio=rate / bare, bar="ratio >= 0.5")
