@@ -154,6 +154,10 @@ def simulate(
     k: Annotated[str, typer.Option(help="max_staleness of dora, one or more.")] = "",
     split: Annotated[str, typer.Option(help="Devices that roll out, one or more; 'best' searches them.")] = "",
     instances: Annotated[str, typer.Option(help="Fleet sizes, one or more; the trainer keeps its devices.")] = "",
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Change a key of the workload, e.g. fleet.push_fixed_s=10."),
+    ] = None,
     rules: Annotated[str, typer.Option(help="The orchestrator's, dora or paper, or both.")] = "",
     ablate: Annotated[bool, typer.Option("--ablate", help="Also without each of the orchestrator's rules.")] = False,
     seeds: Annotated[int, typer.Option(min=1, help="Seeds 0, 1, ...")] = 1,
@@ -168,6 +172,7 @@ def simulate(
     command(
         workload,
         recorded=recorded,
+        overrides=overrides or [],
         strategies=[name for name in strategy.split(",") if name],
         staleness=_numbers(k, "--k"),
         splits=_numbers(split.removeprefix("best"), "--split"),

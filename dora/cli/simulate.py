@@ -9,7 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+import msgspec
+
 from dora.config.load import load as load_config
+from dora.config.load import set_key
 from dora.config.schema import Config
 from dora.errors import ConfigError
 from dora.sim.answers import cap_of
@@ -32,6 +35,7 @@ def simulate(
     path: Path | None,
     *,
     recorded: Path | None,
+    overrides: Sequence[str],
     strategies: Sequence[str],
     staleness: Sequence[int],
     splits: Sequence[int],
@@ -49,6 +53,8 @@ def simulate(
     if path is not None and recorded is not None:
         raise ConfigError(f"--from {recorded}: a finished run says everything; leave {path} away")
     workload, note = _from_run(recorded) if recorded is not None else _from_file(path)
+    if overrides:
+        workload = _with(workload, overrides)
     if steps is not None:
         workload = checked(workload.with_changes(job={"steps": steps}), origin="--steps")
     found = cases(
@@ -87,6 +93,17 @@ def simulate(
             json.write_bytes(as_json(results))
         except OSError as err:
             raise ConfigError(f"--json {json}: cannot be written: {err.strerror}") from err
+
+
+def _with(workload: Workload, overrides: Sequence[str]) -> Workload:
+    """The workload with some of its keys changed."""
+    data, origin = msgspec.to_builtins(workload), " ".join(f"--set {override}" for override in overrides)
+    for override in overrides:
+        set_key(data, override)
+    try:
+        return checked(msgspec.convert(data, Workload), origin=origin)
+    except msgspec.ValidationError as err:
+        raise ConfigError(f"{origin}: {err}") from err
 
 
 def _at_best_splits(found: Sequence[Case], *, processes: int) -> list[Case]:

@@ -49,7 +49,7 @@ def load(path: Path | None, overrides: Sequence[str] = (), *, environ: Mapping[s
         _overlay(data, _read(path))
     origins: dict[str, str] = {}  # dotted key -> the --set that gave it
     for override in overrides:
-        key = _set(data, override)
+        key = set_key(data, override)
         origins[key] = f"--set {override}"
     _refuse_secrets(data)
     for section, name, field in _secrets():
@@ -96,12 +96,12 @@ def _overlay(data: dict[str, Any], given: Mapping[str, Any]) -> None:
             data[key] = value
 
 
-def _set(data: dict[str, Any], override: str) -> str:
-    """Carry out one `a.b.0.c=value`; returns the dotted key."""
+def set_key(data: dict[str, Any], override: str) -> str:
+    """Carry out one `a.b.0.c=value` of --set, here or in a workload; returns the dotted key."""
     key, equals, text = override.partition("=")
     key = key.strip()
     if not equals or not all(key.split(".")):
-        raise ConfigError(f"--set {override}: wants key=value, for example rollout.max_staleness=1")
+        raise ConfigError(f"--set {override}: wants key=value, the key being section.name")
     *parents, last = key.split(".")
     node: Any = data
     for parent in parents:

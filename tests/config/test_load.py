@@ -89,8 +89,8 @@ def test_an_index_beyond_the_end_is_refused():
 
 
 def test_a_set_without_value_or_key_is_refused():
-    assert refused("rollout") == ["--set rollout: wants key=value, for example rollout.max_staleness=1"]
-    assert refused("rollout.=1") == ["--set rollout.=1: wants key=value, for example rollout.max_staleness=1"]
+    assert refused("rollout") == ["--set rollout: wants key=value, the key being section.name"]
+    assert refused("rollout.=1") == ["--set rollout.=1: wants key=value, the key being section.name"]
 
 
 def test_a_set_below_a_plain_value_is_refused():

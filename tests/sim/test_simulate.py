@@ -69,6 +69,16 @@ def test_the_command_prints_a_table_and_writes_the_data(tmp_path: Path) -> None:
     ]
 
 
+def test_a_key_of_the_workload_can_be_set(tmp_path: Path) -> None:
+    base, out = ["launch/workloads/tail-bound.toml", "--steps", "6"], tmp_path / "out.json"
+    dora(*base, "--set", "lengths.scale=0.5", "--set", "fleet.push_fixed_s=30", "--json", str(out))
+    [changed] = json.loads(out.read_bytes())
+    dora(*base, "--json", str(out))
+    [plain] = json.loads(out.read_bytes())
+    assert changed["limit"]["slowest_s"] < plain["limit"]["slowest_s"], "answers half as long"
+    assert changed["instance_shares"]["push"] > plain["instance_shares"]["push"]
+
+
 def test_a_config_of_a_run_can_be_simulated() -> None:
     done = dora("launch/configs/arithmetic-cpu.toml", "--steps", "6")
     assert (done.returncode, done.stderr) == (0, "")
@@ -82,6 +92,9 @@ def test_what_cannot_work_is_one_line() -> None:
         (["--from", "/nowhere"], "there is no such run folder"),
         (["--strategy", "partially"], "job.strategy"),
         (["--split", "16"], "fleet.rollout_devices"),
+        (["--set", "fleet.push=1"], "--set fleet.push=1: Object contains unknown field `push`"),
+        (["--set", "fleet.push_fixed_s=soon"], "Expected `float`, got `str` - at `$.fleet.push_fixed_s`"),
+        (["--set", "job.group_size=1"], "job: steps and group_size are at least 2"),
     ]:
         done = dora(*words)
         assert done.returncode == 2
