@@ -22,7 +22,7 @@ from result import Report, number, parser
 from dora.core.decode_time import DecodeTime
 from dora.core.events import Event
 from dora.core.state import ControllerState
-from dora.sim.instance import Server
+from dora.sim.server import Server
 from dora.sim.workload import Fleet, Job, Lengths, Train, Workload
 from dora.sim.world import World
 

@@ -60,6 +60,8 @@ def pace(path: Path, *, seed: int, time_scale: float, processes: int, folder: Pa
     workload = load(path)
     if workload.faults != Faults():
         raise ConfigError(f"{path}: faults: are simulated, not paced; leave the section out")
+    if workload.tools.max_turns > 1:
+        raise ConfigError(f"{path}: tools: are simulated, not paced: a live answer is one turn; leave the section out")
     folder.mkdir(parents=True, exist_ok=True)
     home = Path(tempfile.mkdtemp(prefix="paced-", dir=folder)).resolve()
     asked = Pace(

@@ -16,11 +16,11 @@ from dora.config.load import set_key
 from dora.config.schema import Config
 from dora.errors import ConfigError
 from dora.sim.answers import cap_of
-from dora.sim.instance import Server
 from dora.sim.measure import Result
 from dora.sim.pictures import draw
 from dora.sim.recorded import Record, read_run
 from dora.sim.report import rows, table
+from dora.sim.server import Server
 from dora.sim.split import search
 from dora.sim.sweep import Case, as_json, cases, run
 from dora.sim.workload import Fleet, Job, Lengths, Train, Workload, checked
@@ -154,7 +154,7 @@ def _from_file(path: Path | None) -> tuple[Workload, str]:
         keys = set(tomllib.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError):
         keys = set()  # load_workload says what is wrong with it
-    if not keys or keys & {"job", "lengths", "fleet", "train", "grade", "faults"}:
+    if not keys or keys & {"job", "lengths", "tools", "fleet", "train", "grade", "faults"}:
         workload = load_workload(path)
         return workload, f"{path}: regime {workload.lengths.regime}, {workload.fleet.devices} devices\n"
     note = (

@@ -27,7 +27,8 @@ from dora.embedded.scheduler import Scheduler
 from dora.engine.rids import trajectory_of
 from dora.errors import InvariantViolation
 from dora.sim.answers import Answers
-from dora.sim.instance import Instance, Request, Server
+from dora.sim.instance import Instance
+from dora.sim.server import Request, Server
 
 #: Decoding steps between two publications (SGLang: stream_interval).
 STREAM_TOKENS: Final = 64

@@ -1,8 +1,8 @@
-"""What the simulated policy answers: prompt sizes, answer lengths and rewards, by group.
+"""What the simulated policy answers: prompt sizes, answer lengths, calls of tools and rewards, by group.
 
 Invariant: an answer depends on (seed, group, sibling) alone, so every strategy, split and fleet gets the same ones.
-Four regimes after workloads.md §1, or lengths recorded in an earlier run. Called by world.py, limit.py and measures of
-the tests.
+Regimes after workloads.md §1 and 2, or lengths recorded in an earlier run. A regime gives the length of a turn, and an
+answer that calls no tool is one turn. Called by world.py, limit.py, the paced engine and measures of the tests.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
+
+from dora.sim.tools import Call, Tools
 
 Floats = NDArray[np.float64]
 
@@ -48,6 +50,11 @@ def _headline(z: Floats) -> Floats:
     return 1150 * np.exp(1.30 * z)
 
 
+def _search_agent(z: Floats) -> Floats:
+    """S: a turn between two calls; mean 78, p99 358 (workloads.md §2)."""
+    return 57.1 * np.exp(0.789 * z)
+
+
 @dataclass(frozen=True, slots=True)
 class Regime:
     """Lengths whose logarithm is a function of a normal variable that siblings share in part."""
@@ -61,6 +68,7 @@ REGIMES: Final = {
     "A": Regime(_early_base_model, shared=0.22, cap=30_000),
     "B": Regime(_reasoner_at_a_cap, shared=0.95, cap=16_000),
     "D": Regime(_headline, shared=0.4, cap=30_000),
+    "S": Regime(_search_agent, shared=0.22, cap=4096),  # share and cap are ours
 }
 
 #: C: normal components (not log-normal), one drawn per prompt: weights, means, deviations, and the cap.
@@ -77,8 +85,13 @@ class Group:
     """The answers to one prompt."""
 
     prompt_tokens: int
-    lengths: list[int]
+    lengths: list[int]  #: what is decoded and what tools return
     rewards: list[float]
+    calls: Sequence[tuple[Call, ...]] = ()  #: by sibling; empty: nobody calls a tool
+
+    def calls_of(self, sibling: int) -> tuple[Call, ...]:
+        """What one answer calls."""
+        return self.calls[sibling] if self.calls else ()
 
 
 class Answers:
@@ -94,9 +107,11 @@ class Answers:
         prompt_tokens: int = 200,
         scale: float = 1.0,
         recorded: Sequence[Group] = (),
+        tools: Tools | None = None,
     ) -> None:
         self.regime, self.seed, self.group_size = regime, seed, group_size
         self.prompt_tokens, self.scale, self.recorded = prompt_tokens, scale, recorded
+        self.tools = tools or Tools()
         self.cap = cap if cap is not None else cap_of(regime)
         self._blocks: dict[int, list[Group]] = {}
 
@@ -116,25 +131,28 @@ class Answers:
 
     def _draw(self, block: int) -> list[Group]:
         random = np.random.default_rng((self.seed, block))
-        z_prompt = random.standard_normal((BLOCK, 1))
-        z_answer = random.standard_normal((BLOCK, self.group_size))
-        component = random.random((BLOCK, 1))
-        lengths = _mixture(z_answer, component) if self.regime == "C" else _regime(self.regime, z_prompt, z_answer)
-        whole = np.clip(np.floor(lengths * self.scale), 1, self.cap).astype(np.int64)
-        passes = 1 - HARDNESS * _normal_cdf(z_prompt)
-        rewards = (random.random((BLOCK, self.group_size)) < passes).astype(np.float64)
-        return [Group(self.prompt_tokens, n, r) for n, r in zip(whole.tolist(), rewards.tolist(), strict=True)]
+        z_prompt = random.standard_normal((BLOCK, 1, 1))
+        z_turn = random.standard_normal((BLOCK, self.group_size, self.tools.max_turns))
+        component = random.random((BLOCK, 1, 1))
+        turns = _mixture(z_turn, component) if self.regime == "C" else _regime(self.regime, z_prompt, z_turn)
+        whole = np.clip(np.floor(turns * self.scale), 1, self.cap).astype(np.int64)
+        passes = 1 - HARDNESS * _normal_cdf(z_prompt[:, :, 0])
+        rewards = (random.random((BLOCK, self.group_size)) < passes).astype(np.float64).tolist()
+        if self.tools.max_turns == 1:
+            return [Group(self.prompt_tokens, n, r) for n, r in zip(whole[:, :, 0].tolist(), rewards, strict=True)]
+        lengths, calls = self.tools.draw(whole, random=random, cap=self.cap)
+        return [Group(self.prompt_tokens, *parts) for parts in zip(lengths, rewards, calls, strict=True)]
 
 
-def _regime(name: str, z_prompt: Floats, z_answer: Floats) -> Floats:
+def _regime(name: str, z_prompt: Floats, z_turn: Floats) -> Floats:
     regime = REGIMES[name]
-    return regime.length(math.sqrt(regime.shared) * z_prompt + math.sqrt(1 - regime.shared) * z_answer)
+    return regime.length(math.sqrt(regime.shared) * z_prompt + math.sqrt(1 - regime.shared) * z_turn)
 
 
-def _mixture(z_answer: Floats, component: Floats) -> Floats:
+def _mixture(z_turn: Floats, component: Floats) -> Floats:
     weights, means, deviations, _ = MIXTURE
     which = np.searchsorted(np.cumsum(weights)[:-1], component)
-    return np.asarray(means)[which] + np.asarray(deviations)[which] * z_answer
+    return np.asarray(means)[which] + np.asarray(deviations)[which] * z_turn
 
 
 def cap_of(regime: str) -> int:

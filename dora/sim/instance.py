@@ -6,80 +6,29 @@ step j with a tokens has a + (steps - j) of them at any later step. A prefill ha
 chunk mixing); siblings that are resident share the prompt's KV. When the next step does not fit, the youngest request
 is evicted; it waits, first in line, and is prefilled again with all its tokens.
 
-Invariant: `used` is the KV of running requests, prompts shared by siblings counted once, and never above `kv_tokens`
-while more than one request runs. Called by world.py and the paced engine, which ask `next_at()` when something will
-happen by itself.
+A request that calls a tool leaves the batch and keeps its slot. Its KV stays, but makes way for whoever needs the room,
+the longest idle first. When the result is there, the request waits like a new one; the result is prefilled, and all its
+tokens are if the KV has gone.
+
+Invariant: `used` is the KV of running and of idle requests, prompts shared by siblings counted once, and never above
+`kv_tokens` while more than one request has any. Called by world.py and the paced engine, which ask `next_at()` when
+something will happen by itself.
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
-from dataclasses import dataclass
-from heapq import heappop, heappush
+from collections import Counter, deque
+from collections.abc import Sequence
+from heapq import heapify, heappop, heappush
 from typing import Final
 
-import msgspec
-
-from dora.core.commands import Generate
-from dora.core.decode_time import DecodeTime
 from dora.core.events import Span
 from dora.core.ids import InstanceId, TrajectoryId
+from dora.sim.server import Request, Server, Use
 
 #: A request is taken in only where every running one, itself included, can grow by so many tokens.
 HEADROOM_TOKENS: Final = 64
-
-
-class Server(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What every instance of a fleet can do."""
-
-    slots: int = 64
-    kv_tokens: int = 65_536
-    decode: DecodeTime = DecodeTime()
-    prefill_s_per_token: float = 1e-5
-    prefill_s_per_token2: float = 0.0  #: attention: times tokens times the context that they attend to
-    kv_bytes_per_token: int = 0
-    kv_bytes_s: float = 0.0  #: rate at which an answer that moves brings its KV; 0: it is read again
-
-    def prefill_s(self, num_tokens: int, *, cached: int = 0) -> float:
-        """Seconds to read `num_tokens` after `cached` ones that are in KV already."""
-        return num_tokens * (self.prefill_s_per_token + self.prefill_s_per_token2 * (cached + num_tokens / 2))
-
-    def copy_s(self, num_tokens: int) -> float:
-        """Seconds until so many tokens of KV have come from another server."""
-        return num_tokens * self.kv_bytes_per_token / self.kv_bytes_s
-
-
-@dataclass(slots=True)
-class Request:
-    """One request on the server."""
-
-    order: Generate
-    group: int
-    prompt_tokens: int
-    total: int  #: tokens of the whole answer
-    offset: int  #: tokens it has = offset + steps of the server, while it runs; tokens it has, while it waits
-    brings_kv: bool = False  #: it was stopped elsewhere and its KV comes with it
-    age: int = 0  #: grows with every request taken in
-    running: bool = False
-    spans: tuple[Span, ...] = ()  #: ended by weights that reached it
-
-
-@dataclass(slots=True)
-class Use:
-    """Where an instance's time went, in seconds; what is left of the clock it was empty, pushed or down."""
-
-    full_s: float = 0.0  #: decoding, as much as a full batch would have taken for the same tokens
-    thin_new_s: float = 0.0  #: decoding beyond that, because the batch was small, under the newest version
-    thin_old_s: float = 0.0  #: the same under an older one
-    prefill_s: float = 0.0
-    again_s: float = 0.0  #: prefill or transfer of tokens that had been in KV before: evictions and migrations
-    push_s: float = 0.0
-    down_s: float = 0.0
-
-    def plus(self, other: Use, *, sign: int = 1) -> Use:
-        """The sum, or (-1) the difference."""
-        return Use(*(getattr(self, n) + sign * getattr(other, n) for n in Use.__slots__))
 
 
 class Instance:
@@ -88,11 +37,15 @@ class Instance:
     __slots__ = (
         "_ages",
         "_ahead",
+        "_calls",
         "_ending",
+        "_idle",
         "_sharing",
         "anchor",
+        "called_s",
         "context",
         "evictions",
+        "held_s",
         "id",
         "incarnation",
         "is_newest",
@@ -119,18 +72,22 @@ class Instance:
         self.is_newest = True
         self.requests: dict[TrajectoryId, Request] = {}
         self.waiting: deque[Request] = deque()
-        self.num_running = 0  #: requests in the batch: all but those that wait
+        self.num_running = 0  #: requests in the batch: all but those that wait or call
         self.steps = 0  #: decoding steps done
         self.anchor = 0.0  #: when the last of them was done; in the future during a prefill
         self.context = 0  #: tokens that a step reads: prompts and answers of all running requests
         self.used = 0
         self.evictions = 0
         self.use = Use()
+        self.held_s = 0.0  #: time that requests have held slots, less the anchor for each that does: see `slots_s`
+        self.called_s = 0.0  #: the same of calls
         self.wake = 0  #: number of the latest plan: a wake-up of an older one is void
         self._ages = 0
         self._ahead: int | None = None  # steps until an answer ends or the KV is full; None: the batch has changed
         self._ending: list[tuple[int, TrajectoryId, int]] = []  # heap of (last step, id, age)
-        self._sharing: dict[int, int] = {}  # group -> running siblings
+        self._sharing: dict[int, int] = {}  # group -> siblings with KV
+        self._calls: list[tuple[float, TrajectoryId]] = []  # heap of (when the result is there, who waits for it)
+        self._idle: dict[TrajectoryId, Request] = {}  # have KV and do not run; the longest idle first
 
     def tokens(self, request: Request) -> int:
         """Tokens of its answer so far."""
@@ -141,20 +98,23 @@ class Instance:
         steps = self.steps
         return {id: r.offset + steps if r.running else r.offset for id, r in self.requests.items()}
 
+    def slots_s(self) -> tuple[float, float]:
+        """Slot-seconds until the anchor: held by requests, and of these by their calls."""
+        return self.held_s + len(self.requests) * self.anchor, self.called_s + len(self._calls) * self.anchor
+
     # -- time -----------------------------------------------------------------------------------------------------
 
     def next_at(self) -> float:
-        """When the next answer ends or the KV is full; infinity if nothing runs."""
-        if not self.num_running:
-            return math.inf
-        return self.anchor + self._duration(self._steps_ahead())
+        """When the next answer ends or calls, a result is there, or the KV is full; infinity if nothing runs."""
+        at = self.anchor + self._duration(self._steps_ahead()) if self.num_running else math.inf
+        return min(at, self._calls[0][0]) if self._calls else at
 
     def after(self, steps: int) -> float:
         """When so many more steps are done, if the batch stays as it is; infinity if nothing runs."""
         return self.anchor + self._duration(steps) if self.num_running else math.inf
 
     def reach(self, now: float) -> None:
-        """Do all steps that are over at `now`."""
+        """Do all steps that are over at `now`; results that are there then wait to be read."""
         if not self.num_running:
             self.anchor = max(self.anchor, now)
         elif now > self.anchor:
@@ -165,14 +125,19 @@ class Instance:
                 taken = self._duration(ahead)
             if ahead:
                 self._go(ahead, taken)
+        while self._calls and self._calls[0][0] <= now:
+            at, id = heappop(self._calls)
+            self.called_s += at
+            self.requests[id].hear()
+            self.waiting.append(self.requests[id])
 
     def _steps_ahead(self) -> int:
-        """Steps until an answer ends or the KV is full."""
+        """Steps until an answer ends or calls, or the KV is full."""
         if self._ahead is None:
             self._drop_stale()
             self._ahead = self._ending[0][0] - self.steps
             running = self.num_running
-            if running > 1:
+            if running > 1 or self._idle:
                 self._ahead = min(self._ahead, (self.server.kv_tokens - self.used) // running)
         return self._ahead
 
@@ -222,37 +187,57 @@ class Instance:
     # -- requests ---------------------------------------------------------------------------------------------------
 
     def take(self, request: Request) -> None:
-        """A request arrives; call `reach` first and `settle` afterwards."""
+        """A request arrives, maybe with a call under way; call `reach` first and `settle` afterwards."""
         self.requests[request.order.trajectory] = request
-        self.waiting.append(request)
+        self.held_s -= self.anchor
+        if request.back_at is None:
+            self.waiting.append(request)
+        else:
+            self._await(request, request.back_at)
+
+    def _await(self, request: Request, back_at: float) -> None:
+        request.back_at = back_at
+        heappush(self._calls, (back_at, request.order.trajectory))
+        self.called_s -= self.anchor
 
     def settle(self) -> list[Request]:
         """At a boundary between steps: answers that have ended leave, the KV is made to fit, who waits is let in."""
         ended = self.end()
-        while self.num_running > 1 and self.used + self.num_running > self.server.kv_tokens:
-            self._evict()
+        while self.used + self.num_running > self.server.kv_tokens and (self._idle or self.num_running > 1):
+            if self._idle:
+                self._free(next(iter(self._idle.values())))
+            else:
+                self._evict()
         while self.waiting and self._fits(self.waiting[0]):
             self._start(self.waiting.popleft())
         return ended
 
     def end(self) -> list[Request]:
-        """At a boundary between steps: answers that have ended leave; call `settle` before time goes on."""
+        """At a boundary between steps: answers that have ended leave, others begin their calls; call `settle` before
+        time goes on."""
         ended = []
         while self._ending and self.num_running:
             self._drop_stale()
             last, id, _ = self._ending[0]
             if last > self.steps:
                 break
-            ended.append(self.requests[id])
-            self.remove(id)
+            request = self.requests[id]
+            if request.calls:
+                self._leave_batch(request)
+                self._idle[id] = request
+                self._await(request, self.anchor + request.calls[0].latency_s)
+            else:
+                ended.append(self.remove(id))
         return ended
 
     def pause(self, until: float, *, retract: bool) -> None:
-        """No step before then; with `retract` all that runs is prefilled again. `reach` first, `settle` afterwards."""
+        """No step before then; with `retract` all KV goes, and what runs is prefilled again. `reach` first, `settle`
+        afterwards."""
         if retract:
+            for request in list(self._idle.values()):
+                self._free(request)
             for request in sorted((r for r in self.requests.values() if r.running), key=lambda r: -r.age):
-                self._leave_batch(request)
-                self.waiting.appendleft(request)
+                self._retract(request)
         self.anchor = max(self.anchor, until)
 
     def update(self, version: int) -> None:
@@ -270,70 +255,109 @@ class Instance:
 
     def remove(self, id: TrajectoryId) -> Request:
         """A request ends or is stopped; its `offset` is its tokens from now on."""
-        request = self.requests[id]
+        request = self.requests.pop(id)
+        self.held_s += self.anchor
         if request.running:
             self._leave_batch(request)
+            self._free(request)
+        elif request.back_at is not None:
+            self._calls.remove((request.back_at, id))
+            heapify(self._calls)
+            self.called_s += self.anchor
         else:
             self.waiting.remove(request)
-        del self.requests[id]
+        if id in self._idle:
+            self._free(request)
         if not self.num_running:
             self._ending.clear()
         return request
 
-    def clear(self) -> dict[TrajectoryId, int]:
-        """The server dies: tokens of what ran there."""
-        counts = self.counts()
-        self.requests.clear()
+    def clear(self) -> dict[TrajectoryId, Request]:
+        """The server dies: what ran there, with all its tokens and none of its KV."""
+        self.held_s, self.called_s = self.slots_s()
+        lost, self.requests = self.requests, {}
+        for request in lost.values():
+            request.offset = self.tokens(request)
+            request.running = request.brings_kv = False
         self.waiting.clear()
+        self._calls.clear()
+        self._idle.clear()
         self._ending.clear()
         self._sharing.clear()
         self.context = self.used = self.num_running = 0
         self._ahead = None
-        return counts
+        return lost
 
     def _need(self, request: Request) -> int:
         """KV tokens that it brings."""
+        if self._idle and request.order.trajectory in self._idle:
+            return request.unread
         return request.offset + (0 if request.group in self._sharing else request.prompt_tokens)
 
     def _fits(self, request: Request) -> bool:
-        running = self.num_running
-        if not running:
-            return True
-        needed = self._need(request) + HEADROOM_TOKENS * (running + 1)
-        return running < self.server.slots and self.used + needed <= self.server.kv_tokens
+        """Whether it can be let in; idle KV makes way if that is enough, or if nothing runs."""
+        running, limit = self.num_running, self.server.kv_tokens
+        growth = HEADROOM_TOKENS * (running + 1)
+        if running >= self.server.slots:
+            return False
+        if self.used + self._need(request) + growth > limit:
+            others = [r for r in self._idle.values() if r is not request]
+            if running and self.used + self._need(request) + growth > limit + self._spare(others, request.group):
+                return False
+            while others and self.used + self._need(request) + growth > limit:
+                self._free(others.pop(0))
+        return True
+
+    def _spare(self, idle: Sequence[Request], group: int) -> int:
+        """KV tokens that these hold and one of `group` does not need."""
+        siblings = Counter(r.group for r in idle)
+        prompts = {r.group: r.prompt_tokens for r in idle if siblings[r.group] == self._sharing[r.group]}
+        prompts.pop(group, None)
+        return sum(r.offset - r.unread for r in idle) + sum(prompts.values())
 
     def _start(self, request: Request) -> None:
         """Prefill what is not in KV, or wait until it has come, then decode from the next step on."""
-        shared = request.group in self._sharing
         need = self._need(request)
-        if request.brings_kv:
-            taken = self.server.copy_s(need)
-            request.brings_kv = False
-        else:
-            taken = self.slowness * self.server.prefill_s(need, cached=request.prompt_tokens if shared else 0)
-        self.anchor += taken
-        if request.offset:
-            self.use.again_s += taken
-        else:
-            self.use.prefill_s += taken
+        is_idle = self._idle.pop(request.order.trajectory, None) is not None
+        new = request.unread if request.offset else need
+        old = need - new  # it was in KV before
+        known = request.prompt_tokens + request.offset - need
+        if old:
+            again_s = self.server.copy_s(old) if request.brings_kv else self._prefill_s(old, cached=known)
+            self.anchor += again_s
+            self.use.again_s += again_s
+        if new:
+            prefill_s = self._prefill_s(new, cached=known + old)
+            self.anchor += prefill_s
+            self.use.prefill_s += prefill_s
         self.used += need
         self.context += request.prompt_tokens + request.offset
-        self._sharing[request.group] = self._sharing.get(request.group, 0) + 1
+        if not is_idle:
+            self._sharing[request.group] = self._sharing.get(request.group, 0) + 1
         self._ages += 1
         request.age = self._ages
-        request.running = True
+        request.running, request.brings_kv, request.unread = True, False, 0
         self.num_running += 1
         self._ahead = None
-        heappush(self._ending, (self.steps + request.total - request.offset, request.order.trajectory, request.age))
+        heappush(self._ending, (self.steps + request.stops_at - request.offset, request.order.trajectory, request.age))
         request.offset -= self.steps
 
+    def _prefill_s(self, num_tokens: int, *, cached: int) -> float:
+        return self.slowness * self.server.prefill_s(num_tokens, cached=cached)
+
     def _leave_batch(self, request: Request) -> None:
+        """It decodes no further; its KV stays."""
         request.offset += self.steps
         request.running = False
         self.num_running -= 1
         self._ahead = None
         self.context -= request.prompt_tokens + request.offset
-        self.used -= request.offset
+
+    def _free(self, request: Request) -> None:
+        """Its KV goes; it does not run."""
+        self._idle.pop(request.order.trajectory, None)
+        self._ahead = None
+        self.used -= request.offset - request.unread
         left = self._sharing[request.group] - 1
         if left:
             self._sharing[request.group] = left
@@ -341,9 +365,13 @@ class Instance:
             del self._sharing[request.group]
             self.used -= request.prompt_tokens
 
+    def _retract(self, request: Request) -> None:
+        """It leaves the batch and its KV goes; it waits, first in line."""
+        self._leave_batch(request)
+        self._free(request)
+        self.waiting.appendleft(request)
+
     def _evict(self) -> None:
-        """The youngest waits, first in line."""
-        youngest = max((r for r in self.requests.values() if r.running), key=lambda r: r.age)
-        self._leave_batch(youngest)
-        self.waiting.appendleft(youngest)
+        """The youngest waits."""
+        self._retract(max((r for r in self.requests.values() if r.running), key=lambda r: r.age))
         self.evictions += 1

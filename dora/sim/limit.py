@@ -2,20 +2,22 @@
 
 T >= max(T_train, W / C, (L + tau) / (K + 1)) for `dora`; the barrier strategies have limits of their own there. Every
 term is a bound: a perfectly balanced trainer; every instance always at the batch that fills its KV or its slots, each
-prompt read once per group; the slowest answer alone, without a queue. tau holds what stands between the slowest answer
-and the next version: its own micro-batch, one update, and writing the version to the store.
+prompt read once per group; the slowest answer alone, without a queue, its calls of tools and the reading of their
+results included. Results are read, not decoded; a call holds a slot and no KV. tau holds what stands between the
+slowest answer and the next version: its own micro-batch, one update, and writing the version to the store.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Final
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
-from dora.sim.answers import Answers, Group
+from dora.sim.answers import Answers, Floats, Group
+from dora.sim.server import Server
 from dora.sim.workload import Workload
 
 #: Steps whose answers are averaged at most; blocks of consecutive groups in stream order.
@@ -63,21 +65,45 @@ def _bounds(
 def _terms(workload: Workload, answers: Answers, *, first: int) -> tuple[float, float, float, float, float]:
     """T_train, W / C, L, tau and the time of the first complete group, for one block of N groups."""
     groups = _trained(workload, answers, first=first)
-    prompts = np.array([g.prompt_tokens for g in groups], dtype=np.float64)
-    lengths = np.array([g.lengths for g in groups], dtype=np.float64)
+    block = _Block(groups)
+    prompts, lengths = block.prompts, block.lengths
     train, server = workload.train, workload.fleet.server
     tokens = float(lengths.sum() + prompts.sum() * workload.job.group_size)
     train_s = tokens / (workload.rank_tokens_s * workload.num_ranks) + train.updates * train.update_s
-    alone = _alone_s(workload, prompts=prompts, lengths=lengths)
+    alone = _alone_s(block, server=server)
     row, column = np.unravel_index(int(alone.argmax()), alone.shape)
     around_s = workload.push_s + workload.grade.median_s
     last_s = (prompts[row] + lengths[row, column]) / workload.rank_tokens_s + train.update_s + workload.publish_s
-    read_s = float(sum(server.prefill_s(g.prompt_tokens) for g in groups))
-    decode_s = (_decode_s(workload, prompts=prompts, lengths=lengths) + read_s) / _speed(workload)
+    read_s = float(sum(server.prefill_s(g.prompt_tokens) for g in groups) + block.results_s(server).sum())
+    decode_s = (_decode_s(block, server=server) + read_s) / _speed(workload)
     if workload.job.filter_zero_variance:
         decode_s /= 1 - sum(len(set(g.rewards)) == 1 for g in groups) / len(groups)
     first_s = around_s + float(alone.max(axis=1).min())
     return train_s, decode_s, around_s + float(alone.max()), float(last_s), first_s
+
+
+class _Block:
+    """N groups as arrays: rows are groups, columns siblings."""
+
+    def __init__(self, groups: Sequence[Group]) -> None:
+        self.prompts: Floats = np.array([g.prompt_tokens for g in groups], dtype=np.float64)
+        self.lengths: Floats = np.array([g.lengths for g in groups], dtype=np.float64)
+        self.decoded = self.lengths.copy()  #: tokens, without those of results
+        self.before = self.lengths * (self.lengths - 1) / 2  #: answer tokens before each decoded one, summed over these
+        self.waited_s = np.zeros_like(self.lengths)  #: for tools
+        made = ((row, sibling, g.calls_of(sibling)) for row, g in enumerate(groups) for sibling in range(len(g.calls)))
+        self._calls = [(row, sibling, call) for row, sibling, calls in made for call in calls]
+        for row, sibling, call in self._calls:
+            self.decoded[row, sibling] -= call.num_tokens
+            self.before[row, sibling] -= call.num_tokens * (call.at + (call.num_tokens - 1) / 2)
+            self.waited_s[row, sibling] += call.latency_s
+
+    def results_s(self, server: Server) -> Floats:
+        """Seconds of each answer's server for reading what its tools have returned."""
+        seconds = np.zeros_like(self.lengths)
+        for row, sibling, call in self._calls:
+            seconds[row, sibling] += server.prefill_s(call.num_tokens, cached=int(self.prompts[row]) + call.at)
+        return seconds
 
 
 def _trained(workload: Workload, answers: Answers, *, first: int) -> list[Group]:
@@ -85,29 +111,31 @@ def _trained(workload: Workload, answers: Answers, *, first: int) -> list[Group]
     n, rules = workload.job.groups_per_step, workload.rules
     groups = [answers.group(first + i) for i in range(math.ceil(rules.oversample * n))]
     if len(groups) > n:
-        groups.sort(key=lambda g: max(g.lengths))
+        slowest = _alone_s(_Block(groups), server=workload.fleet.server).max(axis=1)
+        groups = [groups[i] for i in np.argsort(slowest, kind="stable")]
     return groups[:n]
 
 
-def _alone_s(workload: Workload, *, prompts: NDArray[np.float64], lengths: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Prefill and decode of each answer at batch 1."""
-    server = workload.fleet.server
-    context = prompts[:, None] + (lengths - 1) / 2
-    per_step = server.decode.base_s + server.decode.per_request_s + server.decode.per_token_s * context
+def _alone_s(block: _Block, *, server: Server) -> Floats:
+    """Prefill, decode and calls of each answer at batch 1."""
+    prompts, decode = block.prompts, server.decode
     read_s = prompts * (server.prefill_s_per_token + server.prefill_s_per_token2 * prompts / 2)
-    return np.asarray(read_s[:, None] + lengths * per_step)
+    context = block.decoded * prompts[:, None] + block.before
+    decode_s = block.decoded * (decode.base_s + decode.per_request_s) + decode.per_token_s * context
+    return np.asarray(read_s[:, None] + decode_s + block.results_s(server) + block.waited_s)
 
 
-def _decode_s(workload: Workload, *, prompts: NDArray[np.float64], lengths: NDArray[np.float64]) -> float:
-    """Instance-seconds of decoding, if every step's batch fills the KV or the slots."""
-    server = workload.fleet.server
-    grown = float((lengths * (lengths - 1)).sum() / 2)
-    shared = float((lengths.max(axis=1) * prompts).sum())  # a prompt stays in KV once, as long as its slowest sibling
-    read = grown + float((lengths.sum(axis=1) * prompts).sum())
-    tokens = float(lengths.sum())
+def _decode_s(block: _Block, *, server: Server) -> float:
+    """Instance-seconds of decoding, if every step's batch fills the KV or the slots that calls leave it."""
+    grown, decoded, prompts = float(block.before.sum()), block.decoded, block.prompts
+    shared = float((decoded.max(axis=1) * prompts).sum())  # a prompt stays in KV once, as long as its slowest sibling
+    read = grown + float((decoded.sum(axis=1) * prompts).sum())
+    tokens = float(decoded.sum())
     steps = max((grown + shared) / server.kv_tokens, tokens / server.slots)
     decode = server.decode
-    return steps * decode.base_s + tokens * decode.per_request_s + read * decode.per_token_s
+    rest_s = tokens * decode.per_request_s + read * decode.per_token_s
+    slots_s = tokens * decode.base_s + rest_s + float(block.waited_s.sum())  # that the answers hold at the very least
+    return max(steps * decode.base_s + rest_s, slots_s / server.slots)
 
 
 def _speed(workload: Workload) -> float:

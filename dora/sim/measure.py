@@ -13,8 +13,9 @@ from itertools import zip_longest
 import msgspec
 
 from dora.core.state import ControllerState
-from dora.sim.instance import Instance, Use
+from dora.sim.instance import Instance
 from dora.sim.limit import Limit
+from dora.sim.server import Use
 from dora.sim.workload import Workload
 
 
@@ -34,6 +35,8 @@ class Mark:
     answers: int
     mixed: int
     use: Use
+    slots_s: float
+    called_s: float
 
 
 class Measure:
@@ -99,6 +102,7 @@ class Measure:
         for instance in self._instances:
             use = use.plus(instance.use)
         use.down_s += sum(at - since for since in self._down_since.values())
+        slots = [instance.slots_s() for instance in self._instances]
         counters = state.counters
         self.marks.append(
             Mark(
@@ -114,6 +118,8 @@ class Measure:
                 answers=self._answers,
                 mixed=counters.version_conflicts,
                 use=use,
+                slots_s=sum(held for held, _ in slots),
+                called_s=sum(called for _, called in slots),
             )
         )
 
@@ -124,6 +130,7 @@ class Measure:
         steps, span = last - first, b.at - a.at
         use = b.use.plus(a.use, sign=-1)
         fleet_s = span * len(self._instances)
+        slots_s = fleet_s * self.workload.fleet.server.slots
         shares = {name.removesuffix("_s"): getattr(use, name) / fleet_s for name in Use.__slots__}
         shares["empty"] = max(0.0, 1 - sum(shares.values()))
         by_step = (self.staleness[s] for s in range(first + 1, last + 1))
@@ -147,6 +154,8 @@ class Measure:
             limit=limit,
             ratio=span / steps / limit.step_s,
             instance_shares=shares,
+            slot_load=(b.slots_s - a.slots_s) / slots_s,
+            tool_load=(b.called_s - a.called_s) / slots_s,
             trainer_idle=1 - (b.busy_s - a.busy_s) / span,
             trainer_unbalanced=(b.unbalanced_s - a.unbalanced_s) / span,
             staleness=tuple(counts),
@@ -210,6 +219,8 @@ class Result(msgspec.Struct, frozen=True):
     limit: Limit
     ratio: float  #: step_s over the strategy's own limit
     instance_shares: dict[str, float]  #: of the fleet's time, see instance.Use; what is left is `empty`
+    slot_load: float  #: share of all slots and time in which a request holds one
+    tool_load: float  #: the same while its call of a tool is under way; part of `slot_load`
     trainer_idle: float  #: share of time without work
     trainer_unbalanced: float  #: share of time in which the mean rank waits for the fullest
     staleness: tuple[int, ...]

@@ -30,7 +30,7 @@ from dora.core.strategies import Settings, strategy_of
 from dora.errors import ConfigError
 from dora.journal.reader import Journal
 from dora.journal.run_folder import RunFolder
-from dora.sim.instance import Server
+from dora.sim.server import Server
 from dora.sim.workload import Fleet, Grade, Job, Lengths, Train, Workload, checked
 
 #: A rate so high that what it divides takes no time.

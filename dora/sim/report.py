@@ -27,7 +27,7 @@ COLUMNS = (
         "x limit",
         "sync/x",
     ),
-    *("trainer idle", "uneven", "full", "thin new", "thin old", "prefill", "push", "empty"),
+    *("trainer idle", "uneven", "full", "thin new", "thin old", "prefill", "push", "empty", "slots", "tools"),
     *("stale", "max", "moves", "evict", "bias", "viol", "by design"),
 )
 
@@ -52,6 +52,8 @@ class Row(msgspec.Struct, frozen=True):
     trainer_idle: float
     trainer_unbalanced: float
     instance_shares: dict[str, float]
+    slot_load: float
+    tool_load: float
     staleness: tuple[int, ...]  #: groups trained at staleness i
     staleness_mean: float
     staleness_max: int
@@ -95,6 +97,8 @@ def _row(setting: _Setting, found: Sequence[Result], *, sync_s: float | None) ->
         trainer_idle=fmean(r.trainer_idle for r in found),
         trainer_unbalanced=fmean(r.trainer_unbalanced for r in found),
         instance_shares=_shares(found),
+        slot_load=fmean(r.slot_load for r in found),
+        tool_load=fmean(r.tool_load for r in found),
         staleness=tuple(map(sum, zip_longest(*(r.staleness for r in found), fillvalue=0))),
         staleness_mean=fmean(r.staleness_mean for r in found),
         staleness_max=max(r.staleness_max for r in found),
@@ -145,6 +149,7 @@ def _cells(row: Row, is_best: bool) -> tuple[str, ...]:
         f"{row.sync_ratio:.2f}" if row.sync_ratio is not None else "-",
         *(f"{share:.1%}" for share in (row.trainer_idle, row.trainer_unbalanced, shares["full"], shares["thin_new"])),
         *(f"{shares[name]:.1%}" for name in ("thin_old", "prefill", "push", "empty")),
+        *(f"{load:.1%}" for load in (row.slot_load, row.tool_load)),
         f"{row.staleness_mean:.2f}",
         str(row.staleness_max),
         f"{row.migrations:.1f}",

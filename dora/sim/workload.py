@@ -6,6 +6,7 @@ which fills it from a file, a run's config or a finished run, and by world.py, w
 
 from __future__ import annotations
 
+import math
 import tomllib
 from pathlib import Path
 from typing import Any, Final
@@ -16,9 +17,12 @@ from dora.core.orchestration import SWITCHES, Orchestration, orchestration_of
 from dora.core.strategies import STRATEGIES, Pause, Rules, Settings, rules_of
 from dora.errors import ConfigError
 from dora.sim.answers import REGIMES, Answers, Group, cap_of
-from dora.sim.instance import Server
+from dora.sim.server import Server
+from dora.sim.tools import Tools
 
 _NEVER: Final = 1e12
+#: Reports between which an answer may grow unseen: one before it falls silent, one after that, one to spare.
+SILENT_REPORTS: Final = 3
 
 
 class _Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -45,10 +49,10 @@ class Job(_Part, frozen=True):
 
 
 class Lengths(_Part, frozen=True):
-    """Prompts and answers (workloads.md §1)."""
+    """Prompts and answers (workloads.md §1). With tools, a regime and `scale` give the length of every turn."""
 
-    regime: str = "A"  #: A, B, C, D or recorded
-    cap: int = 0  #: token budget of an answer; 0: the regime's own
+    regime: str = "A"  #: A, B, C, D, S or recorded
+    cap: int = 0  #: token budget of an answer, what tools return included; 0: the regime's own
     scale: float = 1.0  #: factor on all lengths, before the cap
     prompt_tokens: int = 200
     prompts: tuple[int, ...] = ()  #: recorded: tokens of each prompt
@@ -111,6 +115,7 @@ class Workload(_Part, frozen=True):
 
     job: Job = Job()
     lengths: Lengths = Lengths()
+    tools: Tools = Tools()
     fleet: Fleet = Fleet()
     train: Train = Train()
     grade: Grade = Grade()
@@ -159,6 +164,11 @@ class Workload(_Part, frozen=True):
         return self.fleet.weight_bytes / self.train.publish_bytes_s
 
     @property
+    def watchdog_s(self) -> float:
+        """An instance none of whose answers has grown for so long counts as lost."""
+        return max(120.0, 8 * self.fleet.report_s)
+
+    @property
     def cap(self) -> int:
         """Token budget of one answer."""
         if self.lengths.regime == "recorded":
@@ -180,6 +190,7 @@ class Workload(_Part, frozen=True):
             prompt_tokens=lengths.prompt_tokens,
             scale=lengths.scale,
             recorded=recorded,
+            tools=self.tools,
         )
 
     def settings(self) -> Settings:
@@ -197,7 +208,7 @@ class Workload(_Part, frozen=True):
             eval_prompt_tokens=(self.lengths.prompt_tokens,) * job.eval_samples,
             eval_every=job.eval_every,
             orchestration=job.orchestration or orchestration_of(job.rules, without=job.without, refill=job.refill),
-            watchdog_s=max(120.0, 8 * self.fleet.report_s),
+            watchdog_s=self.watchdog_s,
             no_progress_s=_NEVER,
             max_parallel_pushes=self.num_instances if together else self.fleet.parallel_pushes,
             decode_time=self.fleet.server.decode,
@@ -236,7 +247,7 @@ def _problems(workload: Workload) -> list[str]:
     if job.rules not in ("dora", "paper") or not set(job.without) <= set(SWITCHES):
         return [f"job.rules: `dora` or `paper`; job.without: some of {', '.join(SWITCHES)}"]
     if lengths.regime not in {*REGIMES, "C", "recorded"}:
-        return [f"lengths.regime: {lengths.regime!r} is not known; use A, B, C, D or recorded"]
+        return [f"lengths.regime: {lengths.regime!r} is not known; use A, B, C, D, S or recorded"]
     sizes = {len(lengths.prompts), len(lengths.answers), len(lengths.rewards)}
     if lengths.regime == "recorded" and (len(sizes) > 1 or 0 in sizes):
         return ["lengths.answers: recorded prompts, answers and rewards are equally many, and at least one"]
@@ -254,6 +265,7 @@ def _problems(workload: Workload) -> list[str]:
             f"fleet.rollout_devices: {workload.num_instances} instances cannot hold the "
             f"{workload.rules.max_staleness + 1} versions of K = {workload.rules.max_staleness}"
         )
+    found += _tool_problems(workload)
     if fleet.answer_s and workload.faults.instance_hours:
         found.append("fleet.answer_s: answers under way are not lost with their instance; leave out one of the two")
     if workload.train_devices < 1:
@@ -262,5 +274,22 @@ def _problems(workload: Workload) -> list[str]:
         found.append(
             f"fleet.server.kv_tokens: {fleet.server.kv_tokens} cannot hold the longest prompt plus the token budget "
             f"({lengths.prompt_tokens + workload.cap})"
+        )
+    return found
+
+
+def _tool_problems(workload: Workload) -> list[str]:
+    tools, found = workload.tools, []
+    if tools.calls and (min(tools.calls) < 0 or not 0 < sum(tools.calls) < math.inf):
+        found.append("tools.calls: weights of 0, 1, 2, ... calls; none below 0, and not all of them 0")
+    if tools.max_turns > 1 and workload.lengths.regime == "recorded":
+        found.append("tools.calls: recorded answers are whole; leave the calls out or draw the lengths of a regime")
+    if min(tools.latency_median_s, tools.latency_sigma, tools.latency_max_s, tools.result_tokens, tools.stuck_s) < 0:
+        found.append("tools: no time and no size is below 0")
+    silent_s = tools.longest_s + SILENT_REPORTS * workload.fleet.report_s
+    if tools.max_turns > 1 and silent_s > workload.watchdog_s:
+        found.append(
+            f"tools.stuck_s, tools.latency_max_s: a server that only waits for tools is silent for {silent_s:g} s, and "
+            f"counts as lost after {workload.watchdog_s:g} s; kill calls earlier"
         )
     return found

@@ -28,8 +28,9 @@ from dora.core.invariants import check
 from dora.core.state import ControllerState
 from dora.errors import InvariantViolation, RunFailed
 from dora.sim.answers import Group
-from dora.sim.instance import Instance, Request
+from dora.sim.instance import Instance
 from dora.sim.measure import Measure
+from dora.sim.server import Request
 from dora.sim.trainer import TrainerTime
 from dora.sim.workload import Workload
 
@@ -75,8 +76,7 @@ class World:
         self._ready: deque[ev.Event] = deque()  # facts of this very moment, before anything on the heap
         self._touched: dict[InstanceId, Instance] = {}  # their batch has changed
         self._tags: dict[GroupId, int] = {}  # version of each admitted group that has not left
-        self._produced: dict[TrajectoryId, int] = {}  # tokens of interrupted answers
-        self._with_kv: set[TrajectoryId] = set()  # of these, those whose server still has their KV
+        self._interrupted: dict[TrajectoryId, Request] = {}  # as they were when their server stopped them or was lost
         self._graders = [0.0] * workload.grade.workers  # a heap: when each is free
         self._trainer = TrainerTime(workload)
         self._trainer_free = 0.0
@@ -185,14 +185,15 @@ class World:
         if not instance.up or instance.incarnation != incarnation:
             return None
         instance.reach(self.now)
-        counts = instance.clear()
-        self._produced.update(counts)
+        lost = instance.clear()
+        self._interrupted.update(lost)
         instance.up = False
         instance.version = None
         instance.wake += 1
         self._pressed.discard(instance.id)
         self.measure.went_down(instance, at=self.now)
         self._at(self.workload.faults.down_s, partial(self._come_up, instance))
+        counts = {id: request.offset for id, request in lost.items()}
         return ev.InstanceLost(self.now, instance.id, incarnation, counts, "a simulated failure")
 
     def _report(self, instance: Instance) -> ev.Event | None:
@@ -223,14 +224,17 @@ class World:
             tag = self._tags[GroupId(number)]
             carried_over = self.settings.rules.in_flight is not None and tag < order.version
             _require(tag == order.version or carried_over, "C1: not the tag of its group: {}", order)
-        _require(self._produced.pop(id, 0) == order.num_tokens, "C2: not from all its tokens: {}", order)
+        old = self._interrupted.pop(id, None)
+        _require((old.offset if old else 0) == order.num_tokens, "C2: not from all its tokens: {}", order)
         _require(id not in instance.requests, "it runs there already: {}", order)
         _require(len(instance.requests) < instance.server.slots, "the instance has no slot: {}", order)
         instance.reach(self.now)
-        request = Request(order, number, group.prompt_tokens, group.lengths[place], order.num_tokens)
-        if id in self._with_kv:
-            self._with_kv.discard(id)
-            request.brings_kv = True
+        if old is None:
+            request = Request(order, number, group.prompt_tokens, group.lengths[place], 0, calls=group.calls_of(place))
+        else:
+            request = old.resent(order)
+            if request.back_at is not None and request.back_at <= self.now:
+                request.hear()
         instance.take(request)
         self._touched[instance.id] = instance
 
@@ -254,13 +258,12 @@ class World:
         self._settle(instance)
         if order.trajectory not in instance.requests:
             return None  # it ends at this very moment
-        num_tokens = instance.remove(order.trajectory).offset
+        instance.remove(order.trajectory)
         spans = instance.spans(request)
         self._settle(instance)
-        self._produced[order.trajectory] = num_tokens
-        if num_tokens and instance.server.kv_bytes_s:
-            self._with_kv.add(order.trajectory)
-        return ev.GenerationStopped(self.now, order.trajectory, order.attempt, num_tokens, spans)
+        request.brings_kv = request.offset > 0 and instance.server.kv_bytes_s > 0
+        self._interrupted[order.trajectory] = request
+        return ev.GenerationStopped(self.now, order.trajectory, order.attempt, request.offset, spans)
 
     def _on_push_weights(self, order: cmd.PushWeights) -> None:
         instance = self.instances[order.instance]

@@ -17,7 +17,7 @@ from dora.paced.engine import PacedEngine
 from dora.paced.servers import paced_model
 from dora.seed.policy import path as seed_path
 from dora.sim.answers import Answers, Group
-from dora.sim.instance import Server
+from dora.sim.server import Server
 
 SCALE = 10.0
 STEP_S = 0.02

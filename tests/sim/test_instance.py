@@ -9,7 +9,8 @@ import pytest
 from dora.core.commands import Generate
 from dora.core.decode_time import DecodeTime
 from dora.core.ids import InstanceId, TrajectoryId
-from dora.sim.instance import HEADROOM_TOKENS, Instance, Request, Server
+from dora.sim.instance import HEADROOM_TOKENS, Instance
+from dora.sim.server import Request, Server
 
 DECODE = DecodeTime(base_s=1e-2, per_request_s=1e-3, per_token_s=1e-5)
 SERVER = Server(slots=8, kv_tokens=10_000, decode=DECODE, prefill_s_per_token=1e-4)

@@ -12,9 +12,10 @@ from dora.core import events as ev
 from dora.core.commands import Generate
 from dora.core.ids import InstanceId, TrajectoryId
 from dora.errors import ConfigError
-from dora.sim.instance import Instance, Request, Server
+from dora.sim.instance import Instance
 from dora.sim.measure import Result
 from dora.sim.report import rows, table
+from dora.sim.server import Request, Server
 from dora.sim.trace import trace
 from tests.sim.worlds import simulate, workload
 

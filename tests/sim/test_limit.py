@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from dora.core.decode_time import DecodeTime
-from dora.sim.instance import Server
 from dora.sim.limit import Limit, limit
+from dora.sim.server import Server
 from dora.sim.workload import Workload
 from tests.sim.worlds import constant, workload
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -14,7 +15,7 @@ from dora.core import events as ev
 from dora.core.groups import Group, GroupPhase, Trajectory
 from dora.errors import InvariantViolation, RunFailed
 from dora.journal.audit import audit_entries
-from dora.sim.instance import Server
+from dora.sim.server import Server
 from dora.sim.world import World
 from tests.sim.worlds import constant, simulate, workload
 
@@ -174,7 +175,7 @@ def test_weights_for_a_server_that_decodes_are_a_violation_of_c1() -> None:
 def test_an_answer_that_does_not_go_on_from_all_its_tokens_is_a_violation_of_c2() -> None:
     world = started()
     id, request = next((id, r) for i in world.instances for id, r in i.requests.items())
-    world._produced[id] = 17
+    world._interrupted[id] = replace(request, offset=17)
     with pytest.raises(InvariantViolation, match="C2"):
         world._on_generate(request.order)
 

@@ -8,9 +8,9 @@ from typing import Any
 from dora.core import commands as cmd
 from dora.core import events as ev
 from dora.core.decode_time import DecodeTime
-from dora.sim.instance import Server
 from dora.sim.limit import limit
 from dora.sim.measure import Result
+from dora.sim.server import Server
 from dora.sim.workload import Fleet, Job, Lengths, Train, Workload, checked
 from dora.sim.world import World
 

@@ -1,0 +1,82 @@
+"""Tools that answers call: how often, for how long, and how much they return (workloads.md §2).
+
+An answer of n calls has n + 1 turns: it decodes, calls a tool and waits for it, reads the result, and decodes on. The
+tokens of results are part of the answer: of its context, of its length and of what is trained; they are not decoded.
+
+Invariant: every turn, the last one included, has at least one decoded token, and the whole keeps to the token budget.
+Called by answers.py, which draws the turns; read by instance.py, limit.py and workload.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+
+class Call(NamedTuple):
+    """One call of an answer."""
+
+    at: int  #: tokens of the answer when it is made; results before it are among them
+    latency_s: float
+    num_tokens: int  #: of its result
+
+
+class Tools(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What is called. Latencies are log-normal and cut at `latency_max_s`."""
+
+    calls: tuple[float, ...] = ()  #: weights of answers that make 0, 1, 2, ... calls; empty: none makes any
+    latency_median_s: float = 0.17
+    latency_sigma: float = 1.35
+    latency_max_s: float = 4.0
+    result_tokens: int = 567
+    stuck_share: float = 0.0  #: of calls that hang until they are killed; their result is empty
+    stuck_s: float = 60.0  #: until a stuck call is killed
+
+    @property
+    def max_turns(self) -> int:
+        """Of one answer."""
+        return max(1, len(self.calls))
+
+    @property
+    def longest_s(self) -> float:
+        """The longest time that a call can take."""
+        if self.max_turns == 1:
+            return 0.0
+        return max(self.latency_max_s, self.stuck_s if self.stuck_share else 0.0)
+
+    def draw(
+        self, turns: NDArray[np.int64], *, random: np.random.Generator, cap: int
+    ) -> tuple[list[list[int]], list[list[tuple[Call, ...]]]]:
+        """Tokens and calls of answers, by group and sibling, from the tokens of as many turns as one can have."""
+        groups, siblings, most = turns.shape
+        weights = np.asarray(self.calls) / sum(self.calls)
+        num_calls = random.choice(most, size=(groups, siblings), p=weights)
+        shape = (groups, siblings, most - 1)
+        latency = self.latency_median_s * np.exp(self.latency_sigma * random.standard_normal(shape))
+        stuck = random.random(shape) < self.stuck_share
+        latency = np.where(stuck, self.stuck_s, np.minimum(latency, self.latency_max_s))
+        results = np.where(stuck, 0, self.result_tokens)
+        lengths, calls = [], []
+        for rows in zip(turns.tolist(), num_calls.tolist(), latency.tolist(), results.tolist(), strict=True):
+            made = [
+                lay_out(turn[: n + 1], called=zip(wait[:n], size[:n], strict=True), cap=cap)
+                for turn, n, wait, size in zip(*rows, strict=True)
+            ]
+            lengths.append([tokens for tokens, _ in made])
+            calls.append([found for _, found in made])
+        return lengths, calls
+
+
+def lay_out(turns: Sequence[int], *, called: Iterable[tuple[float, int]], cap: int) -> tuple[int, tuple[Call, ...]]:
+    """Tokens of one answer and its calls. A result is cut so that a token can follow it, and the answer at `cap`."""
+    tokens, calls = turns[0], []
+    for turn, (latency_s, result) in zip(turns[1:], called, strict=True):
+        if tokens >= cap:
+            break
+        calls.append(Call(tokens, latency_s, min(result, cap - tokens - 1)))
+        tokens += calls[-1].num_tokens + turn
+    return min(tokens, cap), tuple(calls)

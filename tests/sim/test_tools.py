@@ -1,0 +1,393 @@
+"""Answers that call tools: on one server against figures worked out by hand, and in a fleet that moves and loses."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from dora.cli.pace import pace
+from dora.core import commands as cmd
+from dora.core import events as ev
+from dora.core.commands import Generate
+from dora.core.decode_time import DecodeTime
+from dora.core.ids import InstanceId, TrajectoryId
+from dora.errors import ConfigError
+from dora.journal.audit import audit_entries
+from dora.sim.instance import Instance
+from dora.sim.limit import limit
+from dora.sim.server import Request, Server
+from dora.sim.tools import Call, Tools, lay_out
+from dora.sim.workload import Workload, load
+from dora.sim.world import World
+from tests.sim.test_instance import DECODE, SERVER, instance, run_out
+from tests.sim.test_world import STRATEGIES, TROUBLE
+from tests.sim.worlds import Journal, simulate, workload
+
+SEARCH_AGENT = Path("launch/workloads/search-agent.toml")
+#: Calls as long as turns are, and a server that is lost now and then.
+CALLS: dict[str, Any] = {
+    "calls": (0.2, 0.4, 0.3, 0.1),
+    "latency_median_s": 2.0,
+    "latency_max_s": 30.0,
+    "result_tokens": 60,
+    "stuck_share": 0.02,
+    "stuck_s": 40.0,
+}
+READ_S = SERVER.prefill_s_per_token
+
+
+def asking(
+    id: int, *calls: tuple[int, float, int], total: int, group: int | None = None, prompt: int = 100, have: int = 0
+) -> Request:
+    order = Generate(TrajectoryId(id), 1, InstanceId(0), 0, have)
+    made = tuple(Call(*call) for call in calls)
+    return Request(order, id if group is None else group, prompt, total, have, calls=made)
+
+
+def decode_s(first: int, last: int, *, prompt: int = 100) -> float:
+    """Tokens [first, last) of one answer alone."""
+    return sum(DECODE.step_s(num_requests=1, num_tokens=prompt + i) for i in range(first, last))
+
+
+def step(one: Instance) -> list[Request]:
+    one.reach(one.next_at())
+    return one.settle()
+
+
+def holders(one: Instance) -> list[Request]:
+    """The requests that have KV."""
+    return [r for id, r in one.requests.items() if r.running or id in one._idle]
+
+
+def recount(one: Instance) -> int:
+    prompts = {r.group: r.prompt_tokens for r in holders(one)}
+    return sum(prompts.values()) + sum(one.tokens(r) - r.unread for r in holders(one))
+
+
+# -- what is drawn ----------------------------------------------------------------------------------------------------
+
+
+def test_a_search_agent_has_the_published_turns_and_calls() -> None:
+    drawn = load(SEARCH_AGENT).answers(seed=1)
+    groups = [drawn.group(i) for i in range(8192)]
+    calls = [found for group in groups for found in group.calls]
+    latencies = np.array([call.latency_s for found in calls for call in found])
+    heard = latencies[latencies < 60]
+    assert np.mean([len(found) for found in calls]) == pytest.approx(1.65, abs=0.02)
+    assert max(map(len, calls)) == 4
+    assert heard.mean() == pytest.approx(0.40, abs=0.02)
+    assert np.percentile(heard, [50, 90]) == pytest.approx([0.17, 0.96], rel=0.03)
+    assert heard.max() == 4.0
+    assert (latencies == 60).mean() == pytest.approx(0.001, abs=0.0003)
+    turns = []
+    for group in groups:
+        for length, found in zip(group.lengths, group.calls, strict=True):
+            edges = [(0, 0), *((call.at, call.num_tokens) for call in found), (length, 0)]
+            turns += [at - before - size for (before, size), (at, _) in pairwise(edges)]
+    assert (np.mean(turns), np.percentile(turns, 99)) == pytest.approx((78, 358), rel=0.02)
+    assert min(turns) >= 1
+    assert {call.num_tokens for found in calls for call in found if call.latency_s == 60} == {0}
+
+
+def test_calls_do_not_depend_on_what_was_asked_before() -> None:
+    forward, backward = (load(SEARCH_AGENT).answers(seed=3) for _ in range(2))
+    numbers = range(0, 2000, 7)
+    assert [forward.group(i) for i in numbers] == [backward.group(i) for i in reversed(numbers)][::-1]
+
+
+@pytest.mark.parametrize(
+    ("cap", "total", "calls"),
+    [
+        (1000, 160, ((10, 1.0, 50), (80, 2.0, 50))),
+        (131, 131, ((10, 1.0, 50), (80, 2.0, 50))),
+        (100, 100, ((10, 1.0, 50), (80, 2.0, 19))),
+        (81, 81, ((10, 1.0, 50), (80, 2.0, 0))),
+        (80, 80, ((10, 1.0, 50),)),
+        (10, 10, ()),
+    ],
+)
+def test_an_answer_ends_with_a_decoded_token_within_its_budget(cap: int, total: int, calls: tuple[Any, ...]) -> None:
+    assert lay_out([10, 20, 30], called=[(1.0, 50), (2.0, 50)], cap=cap) == (total, calls)
+
+
+# -- one server -------------------------------------------------------------------------------------------------------
+
+
+def test_a_result_is_waited_for_and_read_but_not_decoded() -> None:
+    one = instance(SERVER, asking(0, (1, 5.0, 40), (61, 0.5, 0), total=100))
+    by_hand = READ_S * 100 + decode_s(0, 1) + 5.0 + READ_S * 40 + decode_s(41, 61) + 0.5 + decode_s(61, 100)
+    assert run_out_with_calls(one)[0] == pytest.approx(by_hand, rel=1e-9)
+    assert one.use.prefill_s == pytest.approx(READ_S * 140)
+    assert one.use.again_s == 0
+    assert one.steps == 60
+    assert one.slots_s() == pytest.approx((by_hand, 5.5))
+    assert (one.used, one.context) == (0, 0)
+
+
+def run_out_with_calls(one: Instance) -> dict[TrajectoryId, float]:
+    ends: dict[TrajectoryId, float] = {}
+    while one.requests:
+        now = one.next_at()
+        one.reach(now)
+        ends.update((r.order.trajectory, now) for r in one.settle())
+    return ends
+
+
+def test_an_answer_in_a_call_leaves_the_batch_and_keeps_slot_and_kv() -> None:
+    one = instance(SERVER, asking(0, (10, 9.0, 40), total=100, group=7), asking(1, total=300, group=7))
+    step(one)
+    assert (one.num_running, len(one.requests)) == (1, 2)
+    assert one.used == 100 + 10 + 10 == recount(one)
+    assert one.context == 100 + 10
+    others = run_out_with_calls(instance(SERVER, asking(1, total=300)))[1]
+    assert one.next_at() < others + 9, "the other decodes on"
+    assert one.counts() == {0: 10, 1: 10}
+
+
+def test_kv_of_a_call_makes_way_and_all_is_read_again() -> None:
+    server = Server(slots=4, kv_tokens=1000, decode=DECODE, prefill_s_per_token=READ_S)
+    one = instance(server, asking(0, (10, 60.0, 40), total=100), asking(1, (20, 60.0, 40), total=100))
+    step(one)
+    step(one)
+    assert (one.num_running, one.used) == (0, 230)
+    one.take(asking(2, total=850))
+    one.settle()
+    assert (one.used, recount(one)) == (330, 330), "there is room"
+    assert step(one) == []
+    assert list(one._idle) == [1], "the one that has been idle longest goes first"
+    assert step(one) == []
+    assert (list(one._idle), one.evictions) == ([], 0)
+    assert [r.order.trajectory for r in step(one)] == [2]
+    run_out_with_calls(one)
+    assert one.use.again_s == pytest.approx(READ_S * (100 + 10 + 100 + 20))
+    assert one.use.prefill_s == pytest.approx(READ_S * (3 * 100 + 2 * 40))
+
+
+def test_a_request_is_let_in_at_the_cost_of_idle_kv() -> None:
+    server = Server(slots=4, kv_tokens=1000, decode=DECODE)
+    one = instance(server, asking(0, (10, 60.0, 40), total=100, prompt=500), asking(1, total=200))
+    step(one)
+    one.take(asking(2, total=300, prompt=300))
+    one.settle()
+    assert (one.num_running, list(one._idle)) == (2, [])
+    assert one.used == recount(one) <= 1000
+
+
+def test_a_stop_in_a_call_keeps_the_tokens_and_the_result_comes_to_the_next_server() -> None:
+    first, second = instance(SERVER, asking(0, (10, 9.0, 40), total=100)), instance(SERVER, asking(1, total=4))
+    step(first)
+    back_at = first.next_at()
+    first.reach(3.0)
+    stopped = first.remove(TrajectoryId(0))
+    assert (stopped.offset, first.used, first.next_at()) == (10, 0, float("inf"))
+    run_out(second)
+    second.reach(4.0)
+    second.take(stopped.resent(Generate(TrajectoryId(0), 2, InstanceId(1), 0, 10)))
+    second.settle()
+    assert (second.next_at(), second.num_running, second.used) == (back_at, 0, 0)
+    again = second.use.prefill_s
+    end = run_out_with_calls(second)[0]
+    assert end == pytest.approx(back_at + READ_S * 150 + decode_s(50, 100))
+    assert second.use.again_s == pytest.approx(READ_S * 110)
+    assert second.use.prefill_s - again == pytest.approx(READ_S * 40)
+    assert first.slots_s()[1] + second.slots_s()[1] == pytest.approx(back_at - first_call_at() - (4.0 - 3.0))
+
+
+def first_call_at() -> float:
+    return READ_S * 100 + decode_s(0, 10)
+
+
+@pytest.mark.parametrize(("retract", "read"), [(True, 150), (False, 40)])
+def test_an_update_in_a_call_costs_its_kv_only_where_all_is_retracted(retract: bool, read: int) -> None:
+    one = instance(SERVER, asking(0, (10, 9.0, 40), total=100))
+    one.version = 0
+    step(one)
+    one.reach(2.0)
+    one.pause(3.0, retract=retract)
+    one.settle()
+    one.reach(3.0)
+    one.update(1)
+    before = one.use.prefill_s
+    [ended] = [r for _ in range(2) for r in step(one)]
+    assert one.spans(ended) == ((0, 0, 10), (1, 10, 100))
+    assert one.use.again_s + one.use.prefill_s - before == pytest.approx(READ_S * read)
+
+
+def test_a_result_that_comes_during_a_pause_is_read_after_it() -> None:
+    one = instance(SERVER, asking(0, (10, 1.0, 40), total=100))
+    step(one)
+    one.pause(5.0, retract=False)
+    one.settle()
+    assert run_out_with_calls(one)[0] == pytest.approx(5.0 + READ_S * 40 + decode_s(50, 100))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_kv_slots_and_time_add_up_whatever_happens(seed: int) -> None:
+    draw = random.Random(seed)
+    server = Server(slots=6, kv_tokens=1500, decode=DECODE, prefill_s_per_token=READ_S)
+    one, now, idle_s, born, ended = Instance(InstanceId(0), server), 0.0, 0.0, 0, 0
+    while ended < 60:
+        arrival = now + draw.expovariate(1.0)
+        next_at = min(arrival, one.next_at())
+        idle_s += 0.0 if one.num_running else max(0.0, next_at - one.anchor)
+        now = next_at
+        one.reach(now)
+        if now == arrival and born < 60:
+            turns = [draw.randint(1, 150) for _ in range(draw.randint(1, 4))]
+            called = [(draw.choice([0.0, draw.expovariate(0.3)]), draw.choice([0, 90])) for _ in turns[1:]]
+            total, calls = lay_out(turns, called=called, cap=700)
+            one.take(asking(born, *calls, total=total, group=born // 3, prompt=[10, 200][born // 3 % 2]))
+            born += 1
+        elif now == arrival and one.requests and draw.random() < 0.3:
+            stopped = one.remove(draw.choice(sorted(one.requests)))
+            one.take(stopped.resent(stopped.order))
+        elif now == arrival and draw.random() < 0.05:
+            for lost in one.clear().values():
+                one.take(lost.resent(lost.order))
+        ended += sum(request.total == request.offset and not request.calls for request in one.settle())
+        running = [r for r in one.requests.values() if r.running]
+        in_calls = [r for r in one.requests.values() if r.back_at is not None]
+        assert one.num_running == len(running) == len(one.requests) - len(one.waiting) - len(in_calls)
+        assert one.context == sum(r.prompt_tokens + one.tokens(r) for r in running)
+        assert one.used == recount(one)
+        assert one.used <= server.kv_tokens or len(holders(one)) == 1
+        assert sorted(t for _, t in one._calls) == sorted(r.order.trajectory for r in in_calls)
+    use = one.use
+    busy = use.full_s + use.thin_new_s + use.thin_old_s + use.prefill_s + use.again_s
+    assert busy + idle_s == pytest.approx(one.anchor, rel=1e-6)
+    assert born == ended == 60
+
+
+# -- the fleet --------------------------------------------------------------------------------------------------------
+
+
+def calling(strategy: str = "dora", *, k: int = 2, **changes: dict[str, Any]) -> Workload:
+    return workload(strategy, k=k, **{"tools": CALLS, **changes})
+
+
+def interrupted_in_a_call(world: World, journal: Journal) -> Counter[type[ev.Event]]:
+    """Stops and losses of answers whose last token is that of a call."""
+    answers = world.workload.answers(seed=0)
+    found: Counter[type[ev.Event]] = Counter()
+    for event, _ in journal:
+        counts = event.num_tokens if isinstance(event, ev.InstanceLost) else {}
+        if isinstance(event, ev.GenerationStopped):
+            counts = {event.trajectory: event.num_tokens}
+        for id, num_tokens in counts.items():
+            group, sibling = divmod(id, 4)
+            found[type(event)] += any(call.at == num_tokens for call in answers.group(group).calls_of(sibling))
+    return found
+
+
+@pytest.mark.parametrize(("strategy", "k"), STRATEGIES)
+def test_no_call_breaks_a_constraint_even_where_servers_fail(strategy: str, k: int) -> None:
+    result, world, journal = simulate(calling(strategy, k=k, **TROUBLE))
+    assert isinstance(world.outcome, cmd.FinishRun)
+    assert result.violations == 0
+    assert 0 < result.tool_load < result.slot_load <= 1
+    report = audit_entries(world.settings, journal)
+    assert report.ok, report.violations
+
+
+def test_answers_moved_or_lost_in_a_call_go_on_once_and_to_their_whole_length() -> None:
+    _, world, journal = simulate(calling("dora", k=3, **TROUBLE))
+    hit = interrupted_in_a_call(world, journal)
+    assert min(hit[ev.GenerationStopped], hit[ev.InstanceLost]) > 0, "nothing was interrupted in a call"
+    answers = world.workload.answers(seed=0)
+    ends = Counter(e.trajectory for e, _ in journal if isinstance(e, ev.GenerationFinished))
+    assert set(ends.values()) == {1}
+    for event, _ in journal:
+        if isinstance(event, ev.GenerationFinished):
+            assert event.num_tokens == answers.group(event.trajectory // 4).lengths[event.trajectory % 4]
+
+
+@pytest.mark.parametrize(("strategy", "k"), [("dora", 3), ("partial", 1)])
+def test_the_same_seed_gives_the_same_journal_with_tools(strategy: str, k: int) -> None:
+    first, second, other = (
+        msgspec.msgpack.encode(simulate(calling(strategy, k=k, **TROUBLE), seed=seed)[2]) for seed in (5, 5, 6)
+    )
+    assert first == second
+    assert first != other
+
+
+def test_slots_are_held_by_calls_for_just_their_latency() -> None:
+    _, world, journal = simulate(calling("periodic"))
+    answers = world.workload.answers(seed=0)
+    latency_s = sum(
+        call.latency_s
+        for event, _ in journal
+        if isinstance(event, ev.GenerationFinished)
+        for call in answers.group(event.trajectory // 4).calls_of(event.trajectory % 4)
+    )
+    assert sum(one.slots_s()[1] for one in world.instances) == pytest.approx(latency_s)
+
+
+def test_a_server_that_only_waits_for_tools_is_not_taken_for_lost() -> None:
+    stuck = {**CALLS, "stuck_share": 0.2, "stuck_s": 110.0}
+    _, _, journal = simulate(calling("dora", k=3, tools=stuck))
+    assert not any(isinstance(o, cmd.CondemnInstance) for _, orders in journal for o in orders)
+    with pytest.raises(ConfigError, match=r"tools\.stuck_s.* silent for 131 s"):
+        calling("dora", k=3, tools={**stuck, "stuck_s": 125.0})
+
+
+@pytest.mark.parametrize(("strategy", "k"), STRATEGIES)
+def test_no_strategy_beats_its_limit_by_calling(strategy: str, k: int) -> None:
+    result, _, _ = simulate(calling(strategy, k=k, job={"strategy": strategy, "max_staleness": k, "steps": 40}))
+    assert result.ratio > 0.9
+
+
+def test_the_limit_of_an_answer_that_calls_is_what_a_pencil_gives() -> None:
+    plain = Server(slots=4, kv_tokens=100_000, decode=DecodeTime(0.01, 0.0, 0.0), prefill_s_per_token=1e-3)
+    one = workload(
+        "dora",
+        k=1,
+        job={"groups_per_step": 4, "group_size": 4, "max_staleness": 1},
+        lengths={"scale": 1e-9, "prompt_tokens": 20},  # every turn is one token
+        tools={"calls": (0.0, 0.0, 1.0), "latency_median_s": 9.0, "latency_max_s": 3.0, "latency_sigma": 0.1}
+        | {"result_tokens": 50},
+        fleet={"devices": 3, "rollout_devices": 2, "server": plain, "weight_bytes": 0.0},
+        train={"tokens_s_per_device": 61.5, "update_s": 0.5},
+        grade={"median_s": 0.25},
+    )
+    found = limit(one, seed=0)
+    assert found.train_s == pytest.approx(16 * (20 + 103) / 61.5 + 0.5)
+    assert found.slowest_s == pytest.approx(1 + (20 + 100) * 1e-3 + 3 * 0.01 + 2 * 3 + 0.25)
+    read_s = 4 * 20 * 1e-3 + 16 * 100 * 1e-3
+    assert found.decode_s == pytest.approx((16 * (3 * 0.01 + 6) / 4 + read_s) / 2), "calls hold the four slots"
+    short = limit(one.with_changes(tools={"latency_max_s": 0.0}), seed=0)
+    assert short.decode_s == pytest.approx((16 * 3 / 4 * 0.01 + read_s) / 2), "results are no decoding"
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"tools": {"calls": (0.0, 0.0)}}, "tools.calls: weights"),
+        ({"tools": {"calls": (2.0, -1.0)}}, "tools.calls: weights"),
+        ({"tools": {"calls": (0.0, 1.0), "latency_median_s": -1.0}}, "tools: no time"),
+        ({"tools": {"calls": (0.0, 1.0), "latency_max_s": 500.0}}, "tools.stuck_s, tools.latency_max_s"),
+        ({"tools": {"calls": (0.0, 1.0)}, "lengths": {"regime": "recorded"}}, "tools.calls: recorded"),
+    ],
+)
+def test_tools_that_cannot_be_simulated_are_named(changes: dict[str, dict[str, Any]], said: str) -> None:
+    if "lengths" in changes:
+        changes["lengths"] |= {"prompts": (20,) * 4, "answers": ((5,) * 4,) * 4, "rewards": ((0.0,) * 4,) * 4}
+    with pytest.raises(ConfigError, match=said):
+        workload(**changes)
+
+
+def test_a_workload_with_tools_is_not_paced(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="tools: are simulated, not paced"):
+        pace(SEARCH_AGENT, seed=0, time_scale=1.0, processes=1, folder=tmp_path)
+
+
+def test_without_a_call_tools_change_nothing() -> None:
+    never = simulate(workload("dora", k=2, tools={**CALLS, "calls": (1.0,)}))[2]
+    assert never == simulate(workload("dora", k=2))[2]
+    assert Tools(calls=(1.0,)).longest_s == 0
