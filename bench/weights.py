@@ -5,7 +5,7 @@ is written as the trainer publishes it, and goes into two servers on this machin
 full real SGLang. Each round measures all ways, one after the other; medians of the rounds, ratios of the same round.
 
 Ceiling of the store and of disk pushes: a copy of the version's files to new files on the same file system, then the
-same fsync of every file and of the folder. The store also makes a sha256 of every byte; a push also pauses, flushes,
+same fsync of every file and of the folder. The store also makes a checksum of every byte; a push also pauses, flushes,
 reads back and compares log-probs. Ceiling of the process group: torch's gloo broadcast of the same tensors, bucket by
 bucket, from one bare process to two, into new memory, as every receiver of a version must; `buckets` is from the first
 bucket's call to the last one's answer, copies into the model included; `update` adds the rendezvous and its end. All

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import shutil
 import sys
 from pathlib import Path
 
 from dora.errors import ConfigError
 from dora.journal.run_folder import RunFolder
-from dora.weights.store import StoreError, VersionStore
+from dora.weights.store import StoreError, VersionStore, checksum_of
 
 
 def export(folder: Path, *, version: int | None, to: Path | None) -> None:
@@ -28,11 +27,10 @@ def export(folder: Path, *, version: int | None, to: Path | None) -> None:
         raise ConfigError(f"{target}: exists already; name another folder with --to")
     source, manifest = store.folder(chosen), store.manifest(chosen)
     target.mkdir(parents=True)
-    for name, digest in manifest.files.items():
+    for name, checksum in manifest.files.items():
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(source / name, target / name)
-        with (target / name).open("rb") as file:
-            if hashlib.file_digest(file, "sha256").hexdigest() != digest:
-                shutil.rmtree(target)
-                raise StoreError(f"{source / name}: does not match its checksum; version {chosen} is damaged")
+        if checksum_of(target / name) != checksum:
+            shutil.rmtree(target)
+            raise StoreError(f"{source / name}: does not match its checksum; version {chosen} is damaged")
     sys.stdout.write(f"version {chosen} of {run.run_id} is in {target}\n")

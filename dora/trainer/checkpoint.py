@@ -9,7 +9,6 @@ Called by: step.py; `latest` by the CLI.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -18,6 +17,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import xxhash
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -35,7 +35,7 @@ def save(folder: Path, *, step: int, tensors: Mapping[str, Tensor], device: torc
     manifest = {
         "step": step,
         "world_size": world_size,
-        "state_sha256": _gather_hashes(state_hash(tensors), device=device),
+        "state_checksums": _gather_hashes(state_hash(tensors), device=device),
     }
     if _complete(target) and json.loads((target / MANIFEST).read_text()) == manifest:
         return target  # asked for twice, or a replayed step
@@ -82,7 +82,7 @@ def load(path: Path, *, tensors: Mapping[str, Tensor]) -> int:
         if stored[name].shape != tensor.shape:
             raise ConfigError(f"{path} belongs to another model: {name} has shape {tuple(stored[name].shape)}")
         tensor.copy_(stored[name])
-    if state_hash(tensors) != manifest["state_sha256"][rank]:
+    if state_hash(tensors) != manifest["state_checksums"][rank]:
         raise ConfigError(f"{path}: what rank {rank} loaded is not what was saved; resume from an older checkpoint")
     return int(manifest["step"])
 
@@ -93,8 +93,8 @@ def latest(folder: Path) -> Path | None:
 
 
 def state_hash(tensors: Mapping[str, Tensor]) -> str:
-    """sha256 over names and bytes."""
-    digest = hashlib.sha256()
+    """XXH3 (128 bits) over names and bytes."""
+    digest = xxhash.xxh3_128()
     for name in sorted(tensors):
         digest.update(name.encode())
         digest.update(tensors[name].detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy().data)

@@ -11,7 +11,6 @@ Called by: step.py (rank 0).
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import shutil
 import sys
@@ -27,7 +26,7 @@ from torch import Tensor
 
 from dora.trainer.model import Policy
 from dora.transport.messages import VersionPublished
-from dora.weights.store import MANIFEST, StoreFull, VersionStore, clear_errors
+from dora.weights.store import MANIFEST, StoreFull, VersionStore, checksum_of, clear_errors
 
 PUBLISH_TIMEOUT_S = 900.0  # for one version to be written: longer than FULL_TIMEOUT_S; a hanging file system
 FULL_TIMEOUT_S = 600.0  # how long a full disk is waited for; after that a resume goes on from the last checkpoint
@@ -100,14 +99,14 @@ class Publisher:
             except SafetensorError as err:  # the library hides the number of the system's error in its text
                 raise OSError(errno.ENOSPC if NO_SPACE in str(err) else errno.EIO, str(err)) from err
             copy_model_files(self._model_path, staged, dtype=self._dtype)
-        digests = _digests(staged) if replayed else {}
+        checksums = _checksums(staged) if replayed else {}
         manifest = self._store.seal(version, staged)
         return VersionPublished(
             version=version,
             num_bytes=manifest.num_bytes,
             files=dict(manifest.files),
             replayed=replayed,
-            matches=not replayed or digests == dict(manifest.files),
+            matches=not replayed or checksums == dict(manifest.files),
         )
 
 
@@ -133,9 +132,5 @@ def copy_model_files(source: Path, target: Path, *, dtype: str) -> None:
     (target / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True))
 
 
-def _digests(folder: Path) -> dict[str, str]:
-    digests = {}
-    for path in sorted(folder.iterdir()):
-        with path.open("rb") as opened:
-            digests[path.name] = hashlib.file_digest(opened, "sha256").hexdigest()
-    return digests
+def _checksums(folder: Path) -> dict[str, str]:
+    return {path.name: checksum_of(path) for path in sorted(folder.iterdir())}

@@ -134,7 +134,7 @@ class VersionPublished(Message, frozen=True):
 
     version: int
     num_bytes: int
-    files: dict[str, str]  # name -> sha256
+    files: dict[str, str]  # name -> checksum
     replayed: bool  # True: the version was in the store already and its bytes were kept
     matches: bool  # the bytes of this publication equal those in the store (always True when not replayed)
 

@@ -26,6 +26,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO
 
+import xxhash
+
 from dora.errors import DoraError
 
 MANIFEST = "manifest.json"
@@ -45,14 +47,14 @@ class Manifest:
     """What a version consists of; written last and read back to tell a complete folder from a torn one."""
 
     version: int
-    files: Mapping[str, str]  # name relative to the folder -> sha256 in hex
+    files: Mapping[str, str]  # name relative to the folder -> `checksum_of` it
     num_bytes: int  # all files together, the manifest left out
 
     @property
     def checksum(self) -> str:
-        """One sha256 for the whole version: over the sorted lines `<sha256>  <name>`."""
-        lines = "".join(f"{digest}  {name}\n" for name, digest in sorted(self.files.items()))
-        return hashlib.sha256(lines.encode()).hexdigest()
+        """One for the whole version: XXH3 over the sorted lines `<checksum>  <name>`."""
+        lines = "".join(f"{checksum}  {name}\n" for name, checksum in sorted(self.files.items()))
+        return xxhash.xxh3_128_hexdigest(lines.encode())
 
 
 class VersionStore:
@@ -99,7 +101,7 @@ class VersionStore:
             names = sorted(path.relative_to(staged).as_posix() for path in staged.rglob("*") if path.is_file())
             manifest = Manifest(
                 version=version,
-                files={name: _sha256(staged / name) for name in names},
+                files={name: checksum_of(staged / name) for name in names},
                 num_bytes=sum((staged / name).stat().st_size for name in names),
             )
             (staged / MANIFEST).write_text(json.dumps(asdict(manifest), indent=1) + "\n")
@@ -125,8 +127,8 @@ class VersionStore:
             for name in (*manifest.files, MANIFEST):
                 (copy / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(source / name, copy / name)
-            for name, digest in manifest.files.items():
-                if _sha256(copy / name) != digest:
+            for name, checksum in manifest.files.items():
+                if checksum_of(copy / name) != checksum:
                     raise StoreError(f"{source / name} does not match its checksum: version {version} is damaged")
             _expose(copy, target)
 
@@ -171,6 +173,12 @@ class VersionStore:
         if (found := self._find(version)) is None:
             raise StoreError(f"version {version} is complete neither in {self._memory} nor in {self._durable}")
         return found
+
+
+def checksum_of(path: Path) -> str:
+    """XXH3 (128 bits, hex) of a file's bytes: it finds damage, at five times the speed of sha256."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
 def choose_memory_root(folder: Path, *, run_id: str, needed_bytes: int, fallback: Path) -> Path:
@@ -261,11 +269,6 @@ def _read_manifest(path: Path) -> Manifest | None:
     except (OSError, ValueError, TypeError):
         return None
     return manifest if num_bytes == manifest.num_bytes else None
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _expose(written: Path, target: Path) -> None:
