@@ -62,6 +62,10 @@ def pace(path: Path, *, seed: int, time_scale: float, processes: int, folder: Pa
         raise ConfigError(f"{path}: faults: are simulated, not paced; leave the section out")
     if workload.tools.max_turns > 1:
         raise ConfigError(f"{path}: tools: are simulated, not paced: a live answer is one turn; leave the section out")
+    if workload.is_shared and workload.rules.in_flight:
+        raise ConfigError(
+            f"{path}: fleet.time_shared: paced servers do not take turns with the trainer; set it to false"
+        )
     folder.mkdir(parents=True, exist_ok=True)
     home = Path(tempfile.mkdtemp(prefix="paced-", dir=folder)).resolve()
     asked = Pace(

@@ -67,13 +67,15 @@ class ModelConfig(Section):
 class RolloutConfig(Section):
     """How trajectories are generated and when they may be trained."""
 
-    strategy: Literal["dora", "sync", "periodic", "one_step_off", "partial", "partial_bounded", "oversample"] = "dora"
+    strategy: Literal[
+        "dora", "sync", "periodic", "one_step_off", "partial", "partial_bounded", "partial_sync", "oversample"
+    ] = "dora"
     """`dora`: several versions alive, bounded staleness, no bubble. `periodic`: on-policy, streamed into the trainer.
     `sync`: on-policy, trained as a whole batch. `one_step_off`: the next batch is generated while this one trains.
-    Two that break a constraint by design, and say how often: `partial` (every server takes new weights at once, and its
-    answers go on under them: several versions in one answer, C1; K bounds what is admitted, not staleness, C3;
-    `partial_bounded` keeps C3) and `oversample` (more groups than a step takes are admitted, the slowest are thrown
-    away, C2)."""
+    Two kinds break a constraint by design, and say how often. `partial`: every server takes new weights at once, and
+    its answers go on under them (several versions in one answer, C1; K bounds what is admitted, not staleness, C3);
+    `partial_bounded` keeps C3; `partial_sync` has more groups under way than a step takes, trains when a whole step is
+    complete and goes on with the rest afterwards. `oversample`: the same surplus, but the rest is thrown away (C2)."""
     max_staleness: Annotated[int, Field(ge=0)] = 2
     """K: step s trains only on versions s - K to s. 0 is exactly synchronous (`periodic`). It bounds staleness when a
     group is committed, waiting included; it does not bound how long an answer may take. Read by `dora`, by
@@ -83,7 +85,7 @@ class RolloutConfig(Section):
     """How `partial` pauses a server with live requests. `retract`: their KV is dropped and computed again under the new
     weights. `in_place`: they go on over the KV of the old ones, at no cost but the pause."""
     oversample: Annotated[float, Field(gt=1.0)] = 1.5
-    """`oversample`: groups admitted per step, in units of N."""
+    """`oversample`, `partial_sync`: groups under way in a step, in units of N."""
     groups_per_step: Positive = 16
     """N: prompt groups per training step."""
     group_size: Positive = 8

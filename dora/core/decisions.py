@@ -109,7 +109,7 @@ class Decisions(Interrupts):
 
     def _close(self) -> None:
         formation = self.formation
-        if self.settings.rules.oversample > 1.0:
+        if self.settings.rules.discards:
             self._discard_surplus()
         self._out.append(CloseStep(formation.step, formation.committed))
         self.feed.step(formation.step).closed = True

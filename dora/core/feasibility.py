@@ -116,16 +116,20 @@ class Gate(Formation):
     """AReaL's capacity gate in place of F (2505.24298 §4): so many groups as fill the steps up to v* + K.
 
     Groups are committed in completion order, so nothing bounds how long one may wait: K bounds what is admitted, not
-    staleness. `oversample` is the same gate at K = 0, with `surplus` groups beyond the step that the core discards when
-    the step closes. `due` has one entry for all.
+    staleness. `oversample` and `partial_sync` have the same gate at K = 0, with `surplus` groups beyond the step: when
+    it closes the core discards them, or (`keeps_surplus`) they go on, and the job's last step has none. `due` has one
+    entry for all.
     """
 
-    __slots__ = ("max_lag", "surplus")
+    __slots__ = ("keeps_surplus", "max_lag", "surplus")
 
-    def __init__(self, *, step_size: int, max_staleness: int, steps: int, max_lag: int, surplus: int) -> None:
+    def __init__(
+        self, *, step_size: int, max_staleness: int, steps: int, max_lag: int, surplus: int, keeps_surplus: bool
+    ) -> None:
         super().__init__(step_size=step_size, max_staleness=max_staleness, steps=steps)
         self.max_lag = max_lag
         self.surplus = surplus
+        self.keeps_surplus = keeps_surplus
         self.due = [0]
 
     def deadline(self, version: int) -> int:
@@ -141,7 +145,10 @@ class Gate(Formation):
         ahead = min(version + self.max_staleness, self.steps - 1) - self.step
         if ahead < 0:
             return 0
-        return (ahead + 1) * self.step_size + self.surplus - self.committed - self.due[0]
+        room = (ahead + 1) * self.step_size + self.surplus
+        if self.keeps_surplus:
+            room = min(room, (self.steps - self.step) * self.step_size)
+        return room - self.committed - self.due[0]
 
     def may_commit(self, deadline: int) -> bool:
         """There is a place in the step."""
@@ -173,5 +180,10 @@ def formation_of(settings: Settings) -> Formation:
         return Formation(step_size=size, max_staleness=rules.max_staleness, steps=steps)
     surplus = math.ceil(rules.oversample * size) - size
     return Gate(
-        step_size=size, max_staleness=rules.max_staleness, steps=steps, max_lag=settings.max_lag, surplus=surplus
+        step_size=size,
+        max_staleness=rules.max_staleness,
+        steps=steps,
+        max_lag=settings.max_lag,
+        surplus=surplus,
+        keeps_surplus=not rules.discards,
     )

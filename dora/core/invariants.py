@@ -80,7 +80,7 @@ def _conservation(state: ControllerState) -> None:
         waits = {t.id for t in g.waiting if t.group is g and t.phase is _WAITING}
         _require(len(waits) == len(g.waiting) == waiting, "C2: waiting siblings of group {}", g.id)
         _require((unfinished == 0) == (g.phase is not generating), "C2: phase of group {}", g.id)
-    discards = state.settings.rules.oversample > 1.0
+    discards = state.settings.rules.discards
     _require(state.counters.scheduling_aborts == 0 or discards, "C2: scheduling aborts")
     _require(counts[GroupPhase.DISCARDED] == 0 or discards, "C2: discarded groups")
 

@@ -17,7 +17,16 @@ from dora.core.orchestration import Orchestration
 Pause = Literal["retract", "in_place"]
 
 #: Names of all strategies, as users write them.
-STRATEGIES: Final = ("dora", "sync", "periodic", "one_step_off", "partial", "partial_bounded", "oversample")
+STRATEGIES: Final = (
+    "dora",
+    "sync",
+    "periodic",
+    "one_step_off",
+    "partial",
+    "partial_bounded",
+    "partial_sync",
+    "oversample",
+)
 #: Those that read `max_staleness`; the others fix K.
 READS_K: Final = frozenset({"dora", "partial", "partial_bounded"})
 
@@ -30,7 +39,12 @@ class Rules(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     batched: bool  #: admit N groups as one block and push only a drained fleet
     in_flight: Pause | None = None  #: weights reach live requests, at once (not C1); None: they wait for empty servers
     bounded: bool = True  #: rule F; False: AReaL's capacity gate, under which K bounds no staleness (not C3)
-    oversample: float = 1.0  #: alpha: groups admitted per step, in units of N; the first N are kept (not C2)
+    oversample: float = 1.0  #: alpha: groups under way in a step, in units of N; the first N complete are trained
+
+    @property
+    def discards(self) -> bool:
+        """What a step does not take is thrown away (not C2); else, with weights in flight, it goes on."""
+        return self.oversample > 1.0 and self.in_flight is None
 
     @property
     def has_window(self) -> bool:
@@ -40,16 +54,20 @@ class Rules(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def broken_by_design(self) -> tuple[str, ...]:
         """Constraints that the strategy does without; what it costs them is counted and shown."""
-        broken = {"C1": self.in_flight is not None, "C2": self.oversample > 1.0, "C3": not self.bounded}
+        broken = {"C1": self.in_flight is not None, "C2": self.discards, "C3": not self.bounded}
         return tuple(name for name, is_broken in broken.items() if is_broken)
 
 
 def rules_of(strategy: str, *, max_staleness: int, pause: Pause = "retract", oversample: float = 1.5) -> Rules:
-    """Rules of a strategy by its name; `max_staleness` is read by READS_K, `pause` by both kinds of `partial`."""
+    """Rules of a strategy by its name; `max_staleness` is read by READS_K, `pause` by all kinds of `partial`."""
     if strategy in _RULES:
         return _RULES[strategy]
     if strategy == "oversample":
         return Rules(max_staleness=0, streamed=True, batched=False, oversample=oversample)
+    if strategy == "partial_sync":
+        return Rules(
+            max_staleness=0, streamed=False, batched=False, in_flight=pause, bounded=False, oversample=oversample
+        )
     if strategy in ("partial", "partial_bounded"):
         bounded = strategy == "partial_bounded"
         return Rules(max_staleness=max_staleness, streamed=True, batched=False, in_flight=pause, bounded=bounded)
@@ -59,7 +77,7 @@ def rules_of(strategy: str, *, max_staleness: int, pause: Pause = "retract", ove
 def strategy_of(rules: Rules) -> str:
     """The name of some rules."""
     if rules.oversample > 1.0:
-        return "oversample"
+        return "oversample" if rules.discards else "partial_sync"
     if rules.in_flight is not None:
         return "partial_bounded" if rules.bounded else "partial"
     if rules.batched:

@@ -121,7 +121,7 @@ def _is_borne_out(t: AuditTables, order: cmd.DropGroup) -> bool:
     """Was there really no advantage in the group, did its grading or generation fail, or was its step full?"""
     if order.outcome == "discarded":
         step = t.steps.get(t.forming)
-        return t.settings.rules.oversample > 1 and step is not None and len(step.groups) == t.settings.groups_per_step
+        return t.settings.rules.discards and step is not None and len(step.groups) == t.settings.groups_per_step
     answers = [t.answers[s] for s in t.siblings(order.group)]
     if order.outcome == "failed" and order.reason.startswith("generation: "):
         return max(a.failures for a in answers) >= t.settings.max_attempts

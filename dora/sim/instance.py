@@ -240,6 +240,15 @@ class Instance:
                 self._retract(request)
         self.anchor = max(self.anchor, until)
 
+    def halt(self) -> None:
+        """No step until `go_on`: another has the device. `reach` first, `settle` afterwards."""
+        self.anchor = math.inf
+
+    def go_on(self, now: float) -> None:
+        """The device is its own again."""
+        if self.anchor == math.inf:
+            self.anchor = now
+
     def update(self, version: int) -> None:
         """The weights change, and what runs goes on."""
         for request in self.requests.values():

@@ -37,7 +37,7 @@ class Limit(msgspec.Struct, frozen=True):
 
 def limit(workload: Workload, *, seed: int) -> Limit:
     """The limit of a workload under its strategy."""
-    answers, n = workload.answers(seed=seed), math.ceil(workload.rules.oversample * workload.job.groups_per_step)
+    answers, n = workload.answers(seed=seed), _num_asked(workload)
     terms = [_terms(workload, answers, first=block * n) for block in range(min(MAX_BLOCKS, workload.job.steps))]
     train_s, decode_s, slowest_s, last_s, first_s = np.mean(terms, axis=0).tolist()
     bounds = _bounds(workload, train_s=train_s, decode_s=decode_s, slowest_s=slowest_s, last_s=last_s, first_s=first_s)
@@ -51,7 +51,8 @@ def _bounds(
     rules = workload.rules
     if workload.is_shared:
         after = train_s + workload.publish_s
-        return {"decode": decode_s + after, "slowest": slowest_s + after}
+        carried = {} if rules.in_flight else {"slowest": slowest_s + after}
+        return {"decode": decode_s + after, **carried}
     bounds = {"train": train_s, "decode": decode_s, "slowest": (slowest_s + last_s) / (rules.max_staleness + 1)}
     if not rules.bounded:
         del bounds["slowest"]  # a long answer may be trained in any later step
@@ -106,10 +107,16 @@ class _Block:
         return seconds
 
 
+def _num_asked(workload: Workload) -> int:
+    """Groups that are generated for one step, those that are thrown away included."""
+    n, rules = workload.job.groups_per_step, workload.rules
+    return math.ceil(rules.oversample * n) if rules.discards else n
+
+
 def _trained(workload: Workload, answers: Answers, *, first: int) -> list[Group]:
     """N groups; of those that are over-sampled, the N that would be complete first if each had a fleet of its own."""
-    n, rules = workload.job.groups_per_step, workload.rules
-    groups = [answers.group(first + i) for i in range(math.ceil(rules.oversample * n))]
+    n = workload.job.groups_per_step
+    groups = [answers.group(first + i) for i in range(_num_asked(workload))]
     if len(groups) > n:
         slowest = _alone_s(_Block(groups), server=workload.fleet.server).max(axis=1)
         groups = [groups[i] for i in np.argsort(slowest, kind="stable")]

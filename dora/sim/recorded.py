@@ -250,6 +250,7 @@ def _fleet(record: Record) -> Fleet:
     return Fleet(
         devices=len(servers) + record.settings.num_ranks,
         rollout_devices=len(servers),
+        time_shared=False,
         server=Server(
             slots=min(s.slots for s in servers),
             kv_tokens=min(s.kv_tokens for s in servers),

@@ -35,7 +35,7 @@ class Job(_Part, frozen=True):
     strategy: str = "dora"
     max_staleness: int = 3
     pause: Pause = "retract"  #: `partial`: how servers take weights among live requests
-    oversample: float = 1.5  #: `oversample`: groups admitted per step, in units of N
+    oversample: float = 1.5  #: `oversample`, `partial_sync`: groups under way in a step, in units of N
     steps: int = 40
     groups_per_step: int = 64
     group_size: int = 8
@@ -61,11 +61,12 @@ class Lengths(_Part, frozen=True):
 
 
 class Fleet(_Part, frozen=True):
-    """The accelerators and how they are split. `sync` uses all of them in both phases, the others the split."""
+    """The accelerators and how they are split."""
 
     devices: int = 16
     rollout_devices: int = 8
     devices_per_instance: int = 1
+    time_shared: bool = True  #: `sync` and `partial_sync` use all devices in both phases; False: split like the others
     server: Server = Server()
     slow_instances: int = 0  #: so many of them run at `slow_speed`
     slow_speed: float = 0.7
@@ -130,7 +131,7 @@ class Workload(_Part, frozen=True):
     @property
     def is_shared(self) -> bool:
         """All devices roll out, then all train (workloads.md §5)."""
-        return self.job.strategy == "sync"
+        return self.fleet.time_shared and self.job.strategy in ("sync", "partial_sync")
 
     @property
     def num_instances(self) -> int:
@@ -165,8 +166,8 @@ class Workload(_Part, frozen=True):
 
     @property
     def watchdog_s(self) -> float:
-        """An instance none of whose answers has grown for so long counts as lost."""
-        return max(120.0, 8 * self.fleet.report_s)
+        """An instance none of whose answers has grown for so long counts as lost; none while it takes turns to train."""
+        return _NEVER if self.is_shared else max(120.0, 8 * self.fleet.report_s)
 
     @property
     def cap(self) -> int:
@@ -258,8 +259,8 @@ def _problems(workload: Workload) -> list[str]:
         found.append("job: steps and group_size are at least 2, groups_per_step and devices_per_instance at least 1")
     elif job.max_staleness < 0:
         found.append("job.max_staleness: cannot be negative")
-    elif job.strategy == "oversample" and job.oversample <= 1:
-        found.append("job.oversample: must be above 1, else nothing is over-sampled; that is `periodic`")
+    elif job.strategy in ("oversample", "partial_sync") and job.oversample <= 1:
+        found.append("job.oversample: must be above 1, else nothing is over-sampled: that is `periodic`, or `sync`")
     elif workload.rules.in_flight is None and workload.num_instances < workload.rules.max_staleness + 1:
         found.append(
             f"fleet.rollout_devices: {workload.num_instances} instances cannot hold the "

@@ -271,6 +271,7 @@ class World:
         _require(not running or pause, "C1: there are {} requests on it: {}", running, order)
         _require(0 <= order.version <= self.newest, "not yet published: {}", order)
         if running:
+            instance.go_on(self.now)
             instance.reach(self.now)
             self._settle(instance)
             instance.pause(self.now + self.workload.push_s, retract=pause == "retract")
@@ -327,6 +328,16 @@ class World:
         staleness = order.step - order.version
         _require(0 <= staleness <= self.settings.max_lag, "C3: {}", order)
         self.measure.committed(order.step, staleness=staleness, lengths=self.answers.group(order.group).lengths)
+
+    def _on_close_step(self, _: cmd.CloseStep) -> None:
+        """Where rollout and training take turns on the same devices, what runs stands still until the next push."""
+        if self.workload.is_shared:
+            for instance in self.instances:
+                if instance.requests:
+                    instance.reach(self.now)
+                    self._settle(instance)
+                    instance.halt()
+                    self._touched[instance.id] = instance
 
     def _on_drop_group(self, order: cmd.DropGroup) -> None:
         if order.outcome == "discarded":
@@ -400,6 +411,7 @@ _HANDLERS: Final[dict[type[cmd.Command], Callable[[World, Any], None]]] = {
     cmd.CondemnInstance: World._on_condemn_instance,
     cmd.AdmitGroup: World._on_admit_group,
     cmd.CommitGroup: World._on_commit_group,
+    cmd.CloseStep: World._on_close_step,
     cmd.DropGroup: World._on_drop_group,
     cmd.ForgetGroups: World._on_forget_groups,
     cmd.FinishRun: World._end,

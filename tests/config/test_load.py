@@ -124,7 +124,8 @@ def test_every_problem_has_a_line_of_its_own_and_its_own_origin(tmp_path: Path):
     path = written(tmp_path, "[trainer]\nranks = 'two'\n[rollout]\nrefill = 'no'\n")
     assert refused("trainer.learning_rate=-1", "rollout.strategy=dorra", path=path) == [
         "--set rollout.strategy=dorra: rollout.strategy: "
-        "got \"dorra\", wants 'dora', 'sync', 'periodic', 'one_step_off', 'partial', 'partial_bounded' or 'oversample'",
+        "got \"dorra\", wants 'dora', 'sync', 'periodic', 'one_step_off', 'partial', 'partial_bounded', "
+        "'partial_sync' or 'oversample'",
         f'{path}: rollout.refill: got "no", wants true or false',
         f'{path}: trainer.ranks: got "two", wants an integer',
         "--set trainer.learning_rate=-1: trainer.learning_rate: got -1, wants more than 0",

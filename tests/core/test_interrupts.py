@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from dora.core import commands as cmd
@@ -39,6 +40,8 @@ def test_partial_and_oversample_are_settings_of_the_same_rules() -> None:
     assert rules_of("partial_bounded", max_staleness=3) == bounded
     surplus = Rules(max_staleness=0, streamed=True, batched=False, oversample=2.0)
     assert rules_of("oversample", max_staleness=3, oversample=2.0) == surplus
+    carried = msgspec.structs.replace(surplus, streamed=False, in_flight="retract", bounded=False)
+    assert rules_of("partial_sync", max_staleness=3, oversample=2.0) == carried
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
@@ -51,6 +54,7 @@ def test_only_what_a_strategy_breaks_by_design_is_excused() -> None:
     assert {name: found for name, found in broken.items() if found} == {
         "partial": ("C1", "C3"),
         "partial_bounded": ("C1",),
+        "partial_sync": ("C1", "C3"),
         "oversample": ("C2",),
     }
 
@@ -93,6 +97,18 @@ def test_oversample_admits_alpha_n_groups_per_version() -> None:
     assert form.slack(0) == 8
     form.close()
     assert form.slack(0) == 0
+
+
+def test_partial_sync_has_the_same_surplus_and_none_that_the_job_could_not_train() -> None:
+    form = gate("partial_sync", groups_per_step=4, steps=3)
+    assert form.slack(0) == 6
+    for _ in range(4):
+        form.admit(form.deadline(0))
+        form.commit(form.deadline(0))
+    form.close()
+    assert (form.slack(0), form.slack(1)) == (0, 6)
+    form.close()
+    assert form.slack(2) == 4
 
 
 # -- updates in flight ------------------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ _JOBS = st.builds(
             *(rules_of(name, max_staleness=0) for name in ("sync", "periodic", "one_step_off")),
             *(rules_of("partial", max_staleness=k) for k in (0, 2)),
             *(rules_of("partial_bounded", max_staleness=k) for k in (1, 3)),
+            rules_of("partial_sync", max_staleness=0),
             *(rules_of("oversample", max_staleness=0, oversample=alpha) for alpha in (1.5, 3.0)),
         ]
     ),

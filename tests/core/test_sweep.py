@@ -18,7 +18,7 @@ from dora.core.groups import GroupPhase
 from dora.core.orchestration import SWITCHES, orchestration_of
 from tests.core.world import Faults, World, replay, settings
 
-IN_FLIGHT = ["partial", "partial_bounded"]
+IN_FLIGHT = ["partial", "partial_bounded", "partial_sync"]
 _ROOT = Path(__file__).parents[2]
 _RUNS = 320
 _SAMPLE = range(0, _RUNS, 40)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from dora.sim.measure import Result
 from dora.sim.report import rows, table
 from dora.sim.server import Request, Server
 from dora.sim.trace import trace
+from dora.sim.world import World
 from tests.sim.worlds import simulate, workload
 
 #: Training takes little, so answers outlive versions.
@@ -71,7 +73,7 @@ def test_no_answer_grows_while_its_server_is_paused() -> None:
     assert counts == again
 
 
-@pytest.mark.parametrize("strategy", ["partial", "partial_bounded"])
+@pytest.mark.parametrize("strategy", ["partial", "partial_bounded", "partial_sync"])
 def test_partial_shows_its_broken_constraint(strategy: str) -> None:
     _, world, journal = simulate(workload(strategy, k=1, **FAST))
     found = result(strategy, k=1)
@@ -90,6 +92,27 @@ def test_only_the_bounded_variant_keeps_k() -> None:
     assert free.beyond_share > 0
     assert bounded.staleness_max == 1
     assert bounded.beyond_share == 0
+
+
+def test_partial_sync_stands_still_while_its_devices_train() -> None:
+    seen: list[dict[TrajectoryId, int]] = []  # tokens of all answers under way, from the first micro-batch on
+    grown = []
+
+    def look(event: ev.Event, _: Sequence[cmd.Command]) -> None:
+        if isinstance(event, ev.MicroBatchTrained | ev.StepTrained | ev.VersionPublished):
+            seen.append({t: n for i in world.instances for t, n in i.counts().items()})
+        if isinstance(event, ev.VersionPublished):
+            grown.extend(later for later in seen[1:] if later != seen[0])
+            assert any(seen) or event.version in (0, world.settings.steps)
+            seen.clear()
+
+    world = World(workload("partial_sync", **FAST), seed=0, sink=look)
+    world.run()
+    assert grown == []
+
+
+def test_partial_sync_is_faster_than_sync_and_slower_than_partial_which_never_waits() -> None:
+    assert result("partial", k=1).step_s < result("partial_sync").step_s < result("sync").step_s
 
 
 def test_seeds_of_unequal_staleness_make_one_row() -> None:
@@ -121,7 +144,7 @@ def test_oversample_is_faster_than_periodic_and_trains_shorter_answers_than_it_g
 
 
 def test_no_strategy_beats_its_own_limit() -> None:
-    for strategy in ("partial", "partial_bounded", "oversample"):
+    for strategy in ("partial", "partial_bounded", "partial_sync", "oversample"):
         assert result(strategy, k=2).ratio > 0.97
 
 

@@ -21,7 +21,7 @@ from tests.sim.worlds import constant, simulate, workload
 
 STRATEGIES = [
     *[("dora", 0), ("dora", 1), ("dora", 3), ("sync", 0), ("periodic", 0), ("one_step_off", 1)],
-    *[("partial", 0), ("partial", 3), ("partial_bounded", 2), ("oversample", 0)],
+    *[("partial", 0), ("partial", 3), ("partial_bounded", 2), ("partial_sync", 0), ("oversample", 0)],
 ]
 TROUBLE: dict[str, dict[str, Any]] = {
     "faults": {
