@@ -13,16 +13,20 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import xxhash
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from dora.errors import ConfigError
+from dora.trainer.room import save_tensors, until_there_is_room
+from dora.weights.store import clear_errors
 
 KEEP = 2  # complete checkpoints kept, newest first
 MANIFEST = "manifest.json"
@@ -39,18 +43,15 @@ def save(folder: Path, *, step: int, tensors: Mapping[str, Tensor], device: torc
     }
     if _complete(target) and json.loads((target / MANIFEST).read_text()) == manifest:
         return target  # asked for twice, or a replayed step
+    what = f"cannot write the checkpoint {target}"
     if rank == 0:
-        shutil.rmtree(written, ignore_errors=True)
-        written.mkdir(parents=True)
+        until_there_is_room(partial(_begin, written, what))
     dist.barrier()
-    path = written / f"rank-{rank}.safetensors"
-    save_file({name: tensor.contiguous().cpu() for name, tensor in tensors.items()}, path)
-    _fsync(path)
+    mine = {name: tensor.contiguous().cpu() for name, tensor in tensors.items()}
+    until_there_is_room(partial(_write, written / f"rank-{rank}.safetensors", mine, what))
     dist.barrier()
     if rank == 0:
-        (written / MANIFEST).write_text(json.dumps(manifest, indent=1))
-        _fsync(written / MANIFEST)
-        _fsync(written)
+        until_there_is_room(partial(_complete_with, manifest, written, what))
         shutil.rmtree(target, ignore_errors=True)  # incomplete, or of a history that was given up
         written.rename(target)
         _fsync(folder)
@@ -58,6 +59,25 @@ def save(folder: Path, *, step: int, tensors: Mapping[str, Tensor], device: torc
             shutil.rmtree(old)
     dist.barrier()
     return target
+
+
+def _begin(written: Path, what: str) -> None:
+    with clear_errors(what):
+        shutil.rmtree(written, ignore_errors=True)
+        written.mkdir(parents=True)
+
+
+def _write(path: Path, tensors: Mapping[str, Tensor], what: str) -> None:
+    with clear_errors(what):
+        save_tensors(tensors, path)
+        _fsync(path)
+
+
+def _complete_with(manifest: Mapping[str, Any], written: Path, what: str) -> None:
+    with clear_errors(what):
+        (written / MANIFEST).write_text(json.dumps(manifest, indent=1))
+        _fsync(written / MANIFEST)
+        _fsync(written)
 
 
 def load(path: Path, *, tensors: Mapping[str, Tensor]) -> int:

@@ -10,28 +10,22 @@ Called by: step.py (rank 0).
 
 from __future__ import annotations
 
-import errno
 import json
 import shutil
-import sys
-import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from dora.trainer.model import Policy
+from dora.trainer.room import save_tensors, until_there_is_room
 from dora.transport.messages import VersionPublished
-from dora.weights.store import MANIFEST, StoreFull, VersionStore, checksum_of, clear_errors
+from dora.weights.store import MANIFEST, VersionStore, checksum_of, clear_errors
 
 PUBLISH_TIMEOUT_S = 900.0  # for one version to be written: longer than FULL_TIMEOUT_S; a hanging file system
-FULL_TIMEOUT_S = 600.0  # how long a full disk is waited for; after that a resume goes on from the last checkpoint
-FULL_PAUSE_S = 2.0
-NO_SPACE = f"os error {errno.ENOSPC}"
 
 
 class Publisher:
@@ -77,27 +71,14 @@ class Publisher:
 
     def _write(self, version: int, weights: dict[str, Tensor]) -> None:
         """In the first root that has room; where none has, room may come."""
-        deadline = time.monotonic() + FULL_TIMEOUT_S
-        while True:
-            for root in self._store.roots:
-                try:
-                    self._report(self._write_in(root, version, weights))
-                    return
-                except StoreFull as err:
-                    full = err
-                    print(f"dora trainer: {err}", file=sys.stderr)  # noqa: T201
-            if time.monotonic() > deadline:
-                raise full
-            time.sleep(FULL_PAUSE_S)
+        attempts = [partial(self._write_in, root, version, weights) for root in self._store.roots]
+        self._report(until_there_is_room(*attempts))
 
     def _write_in(self, root: Path, version: int, weights: dict[str, Tensor]) -> VersionPublished:
         replayed = version in {*self._store.live(), *self._store.durable()}
         staged = self._store.stage(version, root=root)
         with clear_errors(f"cannot write version {version} to {root}", remove=staged):
-            try:
-                save_file(weights, staged / "model.safetensors", metadata={"format": "pt"})
-            except SafetensorError as err:  # the library hides the number of the system's error in its text
-                raise OSError(errno.ENOSPC if NO_SPACE in str(err) else errno.EIO, str(err)) from err
+            save_tensors(weights, staged / "model.safetensors")
             copy_model_files(self._model_path, staged, dtype=self._dtype)
         checksums = _checksums(staged) if replayed else {}
         manifest = self._store.seal(version, staged)

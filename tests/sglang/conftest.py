@@ -247,6 +247,13 @@ class Wire:
             task.cancel()
             await asyncio.wait({task})
 
+    async def round_trip(self) -> None:
+        """Through the scheduler and back: a request that has just ended leaves the batch before the next call.
+
+        A pause that comes sooner keeps it there, and an update that flushes then ends 0.5.20 (an assertion).
+        """
+        await self.get("/server_info")
+
     async def load(self) -> dict[str, Any]:
         _, answer = await self.get("/v1/loads")
         load: dict[str, Any] = answer["loads"][0]

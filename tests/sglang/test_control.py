@@ -328,6 +328,7 @@ async def test_an_update_of_an_empty_server_flushes_unless_told_not_to(
 ) -> None:
     """However it is paused; None is the default of the call."""
     await wire.generate(sampling=SHORT)
+    await wire.round_trip()
     if pause is not None:
         await wire.post("/pause_generation", {"mode": pause})
     body = {"model_path": str(model_b), "weight_version": "run/1"} | ({} if flush is None else {"flush_cache": flush})
