@@ -45,6 +45,7 @@ class Instance:
         "called_s",
         "context",
         "evictions",
+        "halted",
         "held_s",
         "id",
         "incarnation",
@@ -73,6 +74,7 @@ class Instance:
         self.requests: dict[TrajectoryId, Request] = {}
         self.waiting: deque[Request] = deque()
         self.num_running = 0  #: requests in the batch: all but those that wait or call
+        self.halted = False  #: another has its device
         self.steps = 0  #: decoding steps done
         self.anchor = 0.0  #: when the last of them was done; in the future during a prefill
         self.context = 0  #: tokens that a step reads: prompts and answers of all running requests
@@ -106,7 +108,8 @@ class Instance:
 
     def next_at(self) -> float:
         """When the next answer ends or calls, a result is there, or the KV is full; infinity if nothing runs."""
-        at = self.anchor + self._duration(self._steps_ahead()) if self.num_running else math.inf
+        decodes = self.num_running and not self.halted
+        at = self.anchor + self._duration(self._steps_ahead()) if decodes else math.inf
         return min(at, self._calls[0][0]) if self._calls else at
 
     def after(self, steps: int) -> float:
@@ -115,7 +118,7 @@ class Instance:
 
     def reach(self, now: float) -> None:
         """Do all steps that are over at `now`; results that are there then wait to be read."""
-        if not self.num_running:
+        if not self.num_running or self.halted:
             self.anchor = max(self.anchor, now)
         elif now > self.anchor:
             ahead = self._steps_ahead()
@@ -208,7 +211,7 @@ class Instance:
                 self._free(next(iter(self._idle.values())))
             else:
                 self._evict()
-        while self.waiting and self._fits(self.waiting[0]):
+        while self.waiting and not self.halted and self._fits(self.waiting[0]):
             self._start(self.waiting.popleft())
         return ended
 
@@ -242,12 +245,13 @@ class Instance:
 
     def halt(self) -> None:
         """No step until `go_on`: another has the device. `reach` first, `settle` afterwards."""
-        self.anchor = math.inf
+        self.halted = True
 
     def go_on(self, now: float) -> None:
         """The device is its own again."""
-        if self.anchor == math.inf:
-            self.anchor = now
+        if self.halted:
+            self.reach(now)
+            self.halted = False
 
     def update(self, version: int) -> None:
         """The weights change, and what runs goes on."""
@@ -295,6 +299,7 @@ class Instance:
         self._sharing.clear()
         self.context = self.used = self.num_running = 0
         self._ahead = None
+        self.halted = False
         return lost
 
     def _need(self, request: Request) -> int:

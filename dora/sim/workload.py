@@ -166,7 +166,7 @@ class Workload(_Part, frozen=True):
 
     @property
     def watchdog_s(self) -> float:
-        """An instance none of whose answers has grown for so long counts as lost; none while it takes turns to train."""
+        """An instance whose answers do not grow for so long is lost; one that takes turns with the trainer never is."""
         return _NEVER if self.is_shared else max(120.0, 8 * self.fleet.report_s)
 
     @property
