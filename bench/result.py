@@ -39,7 +39,7 @@ import psutil
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "results"
 README = FOLDER / "README.md"
-BY_HAND, TOTAL = "by-hand", "total"  #: of these results, the files that are no script's
+TOTAL = "total"  #: of these results, the file that is no script's
 
 PREAMBLE = """# Benchmarks
 
@@ -47,6 +47,7 @@ Performance lives here, never in a timed test. `python bench/run` measures every
 takes longer, names choose scripts) and writes this file from `results/*.json` alone; `--render` only writes it. Each
 script's docstring says what it does, in which sizes, and what ceiling it is compared with. A ratio is of one run:
 machines are shared, so figures move with the load while ratios hold; load is that of one minute, before and after.
+Whole runs, and what was measured on a GPU, are in [BY-HAND.md](BY-HAND.md).
 """
 
 
@@ -92,16 +93,6 @@ class Result(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def is_measured(self) -> bool:
         return any(row.figure is not None for row in self.rows)
-
-
-class HandRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Something measured by hand, for which there is no script."""
-
-    what: str
-    figure: str
-    command: str
-    commit: str
-    date: str
 
 
 class Total(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -192,26 +183,20 @@ def _git(*argv: str) -> str:
 # --- README.md
 
 
-def load() -> tuple[list[Result], list[HandRow], Total | None]:
-    """All results, in the order of their names, what was measured by hand, and the last run of everything."""
-    files = sorted(path for path in RESULTS.glob("*.json") if path.stem not in (BY_HAND, TOTAL))
+def load() -> tuple[list[Result], Total | None]:
+    """All results, in the order of their names, and the last run of everything."""
+    files = sorted(path for path in RESULTS.glob("*.json") if path.stem != TOTAL)
     results = [msgspec.json.decode(path.read_bytes(), type=Result) for path in files]
-    by_hand, total = RESULTS / f"{BY_HAND}.json", RESULTS / f"{TOTAL}.json"
-    return (
-        results,
-        msgspec.json.decode(by_hand.read_bytes(), type=list[HandRow]) if by_hand.exists() else [],
-        msgspec.json.decode(total.read_bytes(), type=Total) if total.exists() else None,
-    )
+    total = RESULTS / f"{TOTAL}.json"
+    return results, msgspec.json.decode(total.read_bytes(), type=Total) if total.exists() else None
 
 
-def render(results: Iterable[Result], by_hand: Iterable[HandRow], total: Total | None = None) -> str:
+def render(results: Iterable[Result], total: Total | None = None) -> str:
     """The text of README.md."""
-    results, by_hand = list(results), list(by_hand)
-    parts = [PREAMBLE, *([_whole(total)] if total is not None else []), _bars(results), *map(_section, results)]
-    if by_hand:
-        rows = [[row.what, row.figure, f"`{row.command}`", row.commit, row.date] for row in by_hand]
-        parts.append("## Measured by hand\n\n" + _table(["what", "figure", "command", "commit", "date"], rows))
-    return "\n".join(parts)
+    results = list(results)
+    return "\n".join(
+        [PREAMBLE, *([_whole(total)] if total is not None else []), _bars(results), *map(_section, results)]
+    )
 
 
 def _whole(total: Total) -> str:

@@ -67,14 +67,14 @@ def test_what_was_not_measured_reaches_no_bar_and_says_why():
     row = bench.Row("real SGLang", None, against="no environment", bar="ratio >= 2")
     result = bench.Result("engine", "Title.", "short", "sizes", "a machine", "abc", "2026-01-01", 1.0, (0, 0), [row])
     assert row.reached is None
-    assert "| real SGLang | not measured | no environment |" in bench.render([result], [])
-    assert "0 of 0 bars are reached" in bench.render([result], [])
+    assert "| real SGLang | not measured | no environment |" in bench.render([result])
+    assert "0 of 0 bars are reached" in bench.render([result])
 
 
 def test_a_missed_bar_is_shown_among_the_bars_and_in_its_section():
     row = bench.Row("push", 0.5, "s", "a file copy", 0.6, "ratio >= 0.7")
     result = bench.Result("weights", "Title.", "short", "sizes", "a machine", "abc", "2026-01-01", 1.0, (0, 0), [row])
-    text = bench.render([result], [])
+    text = bench.render([result])
     assert "| [weights](#weights) | push | 0.600 of a file copy | ≥ 0.7 | **missed** |" in text
     assert "| push | 0.500 s | a file copy | 0.600 | ≥ 0.7 **missed** |" in text
 
@@ -82,8 +82,8 @@ def test_a_missed_bar_is_shown_among_the_bars_and_in_its_section():
 def test_the_readme_says_what_the_last_run_of_everything_took():
     total = bench.Total("short", "abc", "2026-01-01", 412.6, (1.0, 2.2))
     said = "took **413 s** (abc, 2026-01-01, load 1 to 2.2)"
-    assert said in bench.render([], [], total)
-    assert said not in bench.render([], [])
+    assert said in bench.render([], total)
+    assert said not in bench.render([])
 
 
 @pytest.mark.parametrize(
