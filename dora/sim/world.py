@@ -160,6 +160,7 @@ class World:
     def _tell(self, request: Request) -> None:
         """An answer is complete; the controller knows after `answer_s`."""
         order, late_s = request.order, self.workload.fleet.answer_s
+        _require(request.offset == request.total, "C2: it ended after {} tokens: {}", request.offset, order)
         if order.trajectory >= 0:
             self.measure.answered(order.version, at=self.now + late_s)
         spans = self.instances[order.instance].spans(request)

@@ -180,6 +180,15 @@ def test_a_request_is_let_in_at_the_cost_of_idle_kv() -> None:
     assert one.used == recount(one) <= 1000
 
 
+def test_a_prompt_that_a_sibling_needs_is_no_room_to_be_won() -> None:
+    server = Server(slots=4, kv_tokens=1000, decode=DECODE)
+    one = instance(server, asking(0, (10, 60.0, 40), total=100, prompt=500, group=7), asking(1, total=200))
+    step(one)
+    one.take(asking(2, total=300, prompt=500, group=7, have=280))
+    one.settle()
+    assert (one.num_running, list(one._idle)) == (1, [0])
+
+
 def test_a_stop_in_a_call_keeps_the_tokens_and_the_result_comes_to_the_next_server() -> None:
     first, second = instance(SERVER, asking(0, (10, 9.0, 40), total=100)), instance(SERVER, asking(1, total=4))
     step(first)
@@ -301,6 +310,8 @@ def test_answers_moved_or_lost_in_a_call_go_on_once_and_to_their_whole_length() 
     hit = interrupted_in_a_call(world, journal)
     assert min(hit[ev.GenerationStopped], hit[ev.InstanceLost]) > 0, "nothing was interrupted in a call"
     answers = world.workload.answers(seed=0)
+    times = [event.at for event, _ in journal]
+    assert times == sorted(times), "a result is never there before now"
     ends = Counter(e.trajectory for e, _ in journal if isinstance(e, ev.GenerationFinished))
     assert set(ends.values()) == {1}
     for event, _ in journal:
