@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -319,20 +320,18 @@ def test_answers_moved_or_lost_in_a_call_go_on_once_and_to_their_whole_length() 
 
 def test_a_result_that_came_while_its_answer_was_nowhere_is_no_step_back_in_time() -> None:
     class Forward(World):
-        late = 0
-
         def _put(self, at: float, action: Any) -> None:
             assert at >= self.now
             super()._put(at, action)
 
-        def _on_generate(self, order: cmd.Generate) -> None:
-            old = self._interrupted.get(order.trajectory)
-            self.late += old is not None and old.back_at is not None and old.back_at <= self.now
-            super()._on_generate(order)
+    def look(event: ev.Event, orders: Sequence[cmd.Command]) -> None:
+        sent = (world._interrupted.get(o.trajectory) for o in orders if isinstance(o, cmd.Generate))
+        late.extend(old for old in sent if old and old.back_at is not None and old.back_at <= event.at)
 
-    world = Forward(calling("dora", k=3, **TROUBLE), seed=0)
+    late: list[Request] = []
+    world = Forward(calling("dora", k=3, **TROUBLE), seed=0, sink=look)
     world.run()
-    assert world.late > 0, "no result came while its answer was nowhere"
+    assert late, "no result came while its answer was nowhere"
 
 
 @pytest.mark.parametrize(("strategy", "k"), [("dora", 3), ("partial", 1)])
