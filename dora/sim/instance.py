@@ -332,21 +332,21 @@ class Instance:
     def _start(self, request: Request) -> None:
         """Prefill what is not in KV, or wait until it has come, then decode from the next step on."""
         need = self._need(request)
-        is_idle = self._idle.pop(request.order.trajectory, None) is not None
+        was_idle = bool(self._idle) and self._idle.pop(request.order.trajectory, None) is not None
         new = request.unread if request.offset else need
         old = need - new  # it was in KV before
         known = request.prompt_tokens + request.offset - need
         if old:
-            again_s = self.server.copy_s(old) if request.brings_kv else self._prefill_s(old, cached=known)
-            self.anchor += again_s
-            self.use.again_s += again_s
+            old_s = self.server.copy_s(old) if request.brings_kv else self._prefill_s(old, cached=known)
+            self.anchor += old_s
+            self.use.again_s += old_s
         if new:
-            prefill_s = self._prefill_s(new, cached=known + old)
-            self.anchor += prefill_s
-            self.use.prefill_s += prefill_s
+            new_s = self._prefill_s(new, cached=known + old)
+            self.anchor += new_s
+            self.use.prefill_s += new_s
         self.used += need
         self.context += request.prompt_tokens + request.offset
-        if not is_idle:
+        if not was_idle:
             self._sharing[request.group] = self._sharing.get(request.group, 0) + 1
         self._ages += 1
         request.age = self._ages
@@ -369,7 +369,8 @@ class Instance:
 
     def _free(self, request: Request) -> None:
         """Its KV goes; it does not run."""
-        self._idle.pop(request.order.trajectory, None)
+        if self._idle:
+            self._idle.pop(request.order.trajectory, None)
         self._ahead = None
         self.used -= request.offset - request.unread
         left = self._sharing[request.group] - 1
