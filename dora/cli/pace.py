@@ -67,7 +67,7 @@ def pace(path: Path, *, seed: int, time_scale: float, processes: int, folder: Pa
             f"{path}: fleet.time_shared: paced servers do not take turns with the trainer; set it to false"
         )
     folder.mkdir(parents=True, exist_ok=True)
-    home = Path(tempfile.mkdtemp(prefix="paced-", dir=folder)).resolve()
+    home = Path(tempfile.mkdtemp(prefix="servers-", dir=folder)).resolve()
     asked = Pace(
         path=path.resolve(), workload=workload, seed=seed, time_scale=time_scale, processes=processes, home=home
     )
