@@ -10,10 +10,12 @@ import pytest
 
 from dora.core import commands as cmd
 from dora.core import events as ev
+from dora.journal.audit import audit
 from dora.journal.reader import Journal
 from dora.journal.run_folder import RunFolder
 from dora.sim.workload import Workload, load
-from tests.e2e.runs import assert_audit_clean, assert_one_clear_error, run_to_end
+from dora.sim.world import World
+from tests.e2e.runs import assert_audit_clean, assert_one_clear_error, orders_of, run_to_end
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -54,8 +56,12 @@ class Finished:
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     home = tmp_path_factory.mktemp("paced")
+    return paced(home, WORKLOAD)
+
+
+def paced(home: Path, workload: str) -> Finished:
     path = home / "workload.toml"
-    path.write_text(WORKLOAD)
+    path.write_text(workload)
     result = run_to_end(
         *("pace", str(path), "--seed", str(SEED), "--time-scale", str(SCALE)),
         *("--processes", "2", "--folder", str(home / "runs")),
@@ -101,6 +107,39 @@ def test_nothing_is_faster_than_the_models_of_decoding_and_training(finished: Fi
             assert event.at - sent_at[event.step] >= workload.train.update_s
             steps_trained += 1
     assert steps_trained == workload.job.steps
+
+
+@pytest.mark.parametrize("strategy", ["sync", "periodic", "one_step_off"])
+def test_a_strategy_of_whole_batches_trains_what_it_trains_in_the_simulator(tmp_path: Path, strategy: str) -> None:
+    """Which groups make a step is decided by the batches, whatever the times of the two."""
+    run = paced(tmp_path, strategy_of(strategy).replace("[fleet]", "[fleet]\ntime_shared = false"))
+    assert run.result.returncode == 0, run.result
+    trained: list[cmd.CommitGroup] = []
+    World(
+        run.workload,
+        seed=SEED,
+        sink=lambda _, orders: trained.extend(o for o in orders if isinstance(o, cmd.CommitGroup)),
+    ).run()
+    committed = orders_of(run.folder, cmd.CommitGroup)
+    assert {(order.group, order.step) for order in committed} == {(order.group, order.step) for order in trained}
+    assert max(order.step - order.version for order in committed) <= (strategy == "one_step_off")
+    assert_audit_clean(run.folder)
+
+
+@pytest.mark.parametrize(("strategy", "broken"), [("partial_bounded", "C1"), ("oversample", "C2")])
+def test_a_strategy_that_breaks_a_constraint_runs_paced_as_well(tmp_path: Path, strategy: str, broken: str) -> None:
+    run = paced(tmp_path, strategy_of(strategy))
+    assert run.result.returncode == 0, run.result
+    assert len(orders_of(run.folder, cmd.CommitGroup)) == run.workload.job.steps * run.workload.job.groups_per_step
+    report = audit(run.folder)
+    assert report.ok
+    assert set(report.broken_by_design) == {broken}
+
+
+def strategy_of(strategy: str) -> str:
+    """The workload under another strategy; without K where it is a setting of `dora` alone."""
+    k = "max_staleness = 1\n" if strategy == "partial_bounded" else ""
+    return WORKLOAD.replace("max_staleness = 1\n", f'strategy = "{strategy}"\n{k}')
 
 
 def test_a_workload_with_faults_is_refused(tmp_path: Path) -> None:
