@@ -125,7 +125,10 @@ def plan_trainer(
     env |= {"DORA_CONTROLLER": controller, "DORA_TOKEN": token}
     # All ranks are on this host: their collectives have no business on its other interfaces.
     env |= {"GLOO_SOCKET_IFNAME": _LOOPBACK_INTERFACE, "NCCL_SOCKET_IFNAME": _LOOPBACK_INTERFACE}
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1")
+    # They meet over a file, and rank 0 opens their store itself: torchrun's stores would listen on every interface.
+    env |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    meet = ("--rdzv-backend", "c10d", "--rdzv-conf", "store_type=file", "--local-addr", HOST)
+    torchrun = ("-m", "torch.distributed.run", *meet)
     ranks = ("--nproc-per-node", str(config.trainer.ranks))
     argv = config.trainer.command or (sys.executable, *torchrun, *ranks, "-m", "dora", "train")
     return ProcessPlan(name="trainer", argv=argv, env=env, ready_timeout_s=None)

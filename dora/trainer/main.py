@@ -11,12 +11,14 @@ unblocked by it, ended by Stop.
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
 from dora.errors import ConfigError, DoraError, ProtocolError
 from dora.trainer.model import Policy, make_mesh
@@ -62,7 +64,7 @@ def run(end: TrainerEnd, *, local_rank: int) -> None:
     torch.set_num_threads(settings.threads)
     if settings.device == "cuda":
         torch.cuda.set_device(local_rank)
-    dist.init_process_group("nccl" if settings.device == "cuda" else "gloo", timeout=COLLECTIVE_TIMEOUT)
+    _join("nccl" if settings.device == "cuda" else "gloo")
     policy = Policy(Path(order.model_path), mesh=make_mesh(settings.device), dtype=getattr(torch, settings.dtype))
     publisher = _publisher(order, end) if dist.get_rank() == 0 else None
     trainer = Trainer(order, end=end, policy=policy, publisher=publisher)
@@ -78,6 +80,21 @@ def run(end: TrainerEnd, *, local_rank: int) -> None:
     if publisher is not None:
         publisher.close()
     dist.destroy_process_group()
+
+
+def _join(backend: str) -> None:
+    """The process group of all ranks, by torchrun's environment. Where they meet on loopback, their store listens there
+    alone: `env://` opens it on every interface, to anybody (torch's TCPStore asks for no password)."""
+    address, is_served = os.environ["MASTER_ADDR"], os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if is_served or address != "127.0.0.1":
+        dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
+        return
+    port, rank, world_size = (int(os.environ[name]) for name in ("MASTER_PORT", "RANK", "WORLD_SIZE"))
+    listener = socket.create_server((address, port)).detach() if rank == 0 else None  # the store's from here on
+    store = TCPStore(
+        address, port, world_size, is_master=rank == 0, timeout=COLLECTIVE_TIMEOUT, master_listen_fd=listener
+    )
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT)
 
 
 def _publisher(order: Configure, end: TrainerEnd) -> Publisher:

@@ -31,6 +31,7 @@ class Finished:
     answers: dict[str, tuple[int, str, str]] = field(default_factory=dict)  # path -> status, content type, body
     shown: str = ""  # by `dora status`
     children: list[psutil.Process] = field(default_factory=list)
+    listens: set[str] = field(default_factory=set)  # addresses at which any of its processes can be reached
     code: int = -1
 
 
@@ -55,6 +56,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Finished]:
             command("status", run.url), capture_output=True, text=True, check=True, timeout=60, env=environment()
         ).stdout
         seen.children = run.children()
+        for process in [psutil.Process(run.process.pid), *seen.children]:
+            seen.listens |= {c.laddr.ip for c in process.net_connections("inet") if c.status == psutil.CONN_LISTEN}
         seen.code = run.end()
         yield seen
 
@@ -69,6 +72,10 @@ def test_a_run_ends_with_exit_code_0_and_leaves_no_process(finished: Finished) -
     assert len(finished.children) >= 3 + 1 + 2 + 1  # engines, torchrun, ranks, grader
     assert alive(finished.children) == []
     assert "".join(finished.run.err) == ""
+
+
+def test_nothing_of_a_run_can_be_reached_from_another_machine(finished: Finished) -> None:
+    assert finished.listens == {"127.0.0.1"}
 
 
 def test_a_line_is_printed_for_every_step_and_evaluation(finished: Finished) -> None:

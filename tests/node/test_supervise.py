@@ -113,7 +113,8 @@ async def test_more_output_than_a_pipe_holds_does_not_block_a_child(node: Node, 
 
 
 async def test_an_end_is_told_with_its_cause_and_the_last_words(node: Node):
-    child, _ = await running(node, READY + "import sys; sys.exit('out of luck')")
+    child = node.add(plan(READY + "import sys; sys.exit('out of luck')"))
+    await child.start()
     assert await child.ended() == f"engine-0 ended with exit code 1; its log ({child.log}) ends: " + (
         "loading | ready http://127.0.0.1:7777 | out of luck"
     )
