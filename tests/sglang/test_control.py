@@ -339,11 +339,11 @@ async def test_an_update_of_an_empty_server_flushes_unless_told_not_to(
     assert after["meta_info"]["cached_tokens"] == (len(PROMPT) - 1 if flush is False else 0)
 
 
-@pytest.mark.parametrize("flush", [True, False])
-async def test_an_update_that_aborts_ends_what_runs_and_needs_no_pause(wire: Wire, model_b: Path, flush: bool) -> None:
+async def test_an_update_that_aborts_ends_what_runs_and_needs_no_pause(wire: Wire, model_b: Path) -> None:
+    """Unflushed: what is aborted may not have left the batch yet, and a flush under it ends 0.5.20."""
     async with wire.stream(sampling=LONG) as (stream, task):
         await stream.until(5)
-        status, answer = await wire.update(model_b, "run/1", abort_all_requests=True, flush_cache=flush)
+        status, answer = await wire.update(model_b, "run/1", abort_all_requests=True)
         await task
     assert (status, answer["success"], await wire.weight_version()) == (200, True, "run/1")
     assert stream.meta["finish_reason"]["type"] == "abort"
