@@ -16,7 +16,7 @@ from dora.config.load import set_key
 from dora.config.schema import Config
 from dora.errors import ConfigError
 from dora.sim.answers import cap_of
-from dora.sim.measure import Result
+from dora.sim.measure import Result, window
 from dora.sim.pictures import draw
 from dora.sim.recorded import Record, read_run
 from dora.sim.report import rows, table
@@ -140,10 +140,7 @@ def _measured(workload: Workload) -> str:
 
 def _own_step_s(record: Record, workload: Workload) -> float:
     """Over the same window as a simulation's, so that the two can be compared."""
-    margin = workload.rules.max_staleness + 1
-    steps = len(record.trained)
-    first = min(2 * margin - 1, (steps - 1) // 3)
-    last = max(first + 1, steps - 1 - margin)
+    first, last = window(len(record.trained), max_staleness=workload.rules.max_staleness)
     return (record.trained[last] - record.trained[first]) / (last - first)
 
 

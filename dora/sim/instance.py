@@ -11,8 +11,8 @@ the longest idle first. When the result is there, the request waits like a new o
 tokens are if the KV has gone.
 
 Invariant: `used` is the KV of running and of idle requests, prompts shared by siblings counted once, and never above
-`kv_tokens` while more than one request has any. Called by world.py and the paced engine, which ask `next_at()` when
-something will happen by itself.
+`kv_tokens` while more than one request has any. `use` accounts for all the time until the anchor. Called by world.py
+and the paced engine, which ask `next_at()` when something will happen by itself.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Instance:
         self.num_running = 0  #: requests in the batch: all but those that wait or call
         self.halted = False  #: another has its device
         self.steps = 0  #: decoding steps done
-        self.anchor = 0.0  #: when the last of them was done; in the future during a prefill
+        self.anchor = 0.0  #: when the last of them was done; in the future during a prefill or a push
         self.context = 0  #: tokens that a step reads: prompts and answers of all running requests
         self.used = 0
         self.evictions = 0
@@ -119,7 +119,7 @@ class Instance:
     def reach(self, now: float) -> None:
         """Do all steps that are over at `now`; results that are there then wait to be read."""
         if not self.num_running or self.halted:
-            self.anchor = max(self.anchor, now)
+            self._rest(now)
         elif now > self.anchor:
             ahead = self._steps_ahead()
             taken = self._duration(ahead)
@@ -133,6 +133,14 @@ class Instance:
             self.called_s += at
             self.requests[id].hear()
             self.waiting.append(self.requests[id])
+
+    def _rest(self, now: float) -> None:
+        if now > self.anchor:
+            if self.up:
+                self.use.empty_s += now - self.anchor
+            else:
+                self.use.down_s += now - self.anchor
+            self.anchor = now
 
     def _steps_ahead(self) -> int:
         """Steps until an answer ends or calls, or the KV is full."""
@@ -234,24 +242,16 @@ class Instance:
         return ended
 
     def pause(self, until: float, *, retract: bool) -> None:
-        """No step before then; with `retract` all KV goes, and what runs is prefilled again. `reach` first, `settle`
-        afterwards."""
+        """A push: no step before its end; with `retract` all KV goes, and what runs is prefilled again. `reach` first,
+        `settle` afterwards."""
         if retract:
             for request in list(self._idle.values()):
                 self._free(request)
             for request in sorted((r for r in self.requests.values() if r.running), key=lambda r: -r.age):
                 self._retract(request)
-        self.anchor = max(self.anchor, until)
-
-    def halt(self) -> None:
-        """No step until `go_on`: another has the device. `reach` first, `settle` afterwards."""
-        self.halted = True
-
-    def go_on(self, now: float) -> None:
-        """The device is its own again."""
-        if self.halted:
-            self.reach(now)
-            self.halted = False
+        if until > self.anchor:
+            self.use.push_s += until - self.anchor
+            self.anchor = until
 
     def update(self, version: int) -> None:
         """The weights change, and what runs goes on."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from statistics import mean
 from typing import Final
 
 import msgspec
@@ -22,6 +23,8 @@ from dora.sim.workload import Workload
 
 #: Steps whose answers are averaged at most; blocks of consecutive groups in stream order.
 MAX_BLOCKS: Final = 40
+#: Share of groups that is not filtered, where none of those looked at is kept: such a job ends with too many top-ups.
+_KEPT_AT_LEAST: Final = 0.01
 
 
 class Limit(msgspec.Struct, frozen=True):
@@ -38,8 +41,11 @@ class Limit(msgspec.Struct, frozen=True):
 def limit(workload: Workload, *, seed: int) -> Limit:
     """The limit of a workload under its strategy."""
     answers, n = workload.answers(seed=seed), _num_asked(workload)
-    terms = [_terms(workload, answers, first=block * n) for block in range(min(MAX_BLOCKS, workload.job.steps))]
+    blocks = [_trained(workload, answers, first=block * n) for block in range(min(MAX_BLOCKS, workload.job.steps))]
+    terms = [_terms(workload, groups) for groups in blocks]
     train_s, decode_s, slowest_s, last_s, first_s = np.mean(terms, axis=0).tolist()
+    if workload.job.filter_zero_variance:
+        decode_s /= max(_KEPT_AT_LEAST, mean(len(set(g.rewards)) > 1 for groups in blocks for g in groups))
     bounds = _bounds(workload, train_s=train_s, decode_s=decode_s, slowest_s=slowest_s, last_s=last_s, first_s=first_s)
     rule = max(bounds, key=lambda name: bounds[name])
     return Limit(train_s, decode_s, slowest_s, last_s, bounds[rule], rule)
@@ -63,9 +69,8 @@ def _bounds(
     return bounds
 
 
-def _terms(workload: Workload, answers: Answers, *, first: int) -> tuple[float, float, float, float, float]:
+def _terms(workload: Workload, groups: Sequence[Group]) -> tuple[float, float, float, float, float]:
     """T_train, W / C, L, tau and the time of the first complete group, for one block of N groups."""
-    groups = _trained(workload, answers, first=first)
     block = _Block(groups)
     prompts, lengths = block.prompts, block.lengths
     train, server = workload.train, workload.fleet.server
@@ -77,8 +82,6 @@ def _terms(workload: Workload, answers: Answers, *, first: int) -> tuple[float, 
     last_s = (prompts[row] + lengths[row, column]) / workload.rank_tokens_s + train.update_s + workload.publish_s
     read_s = float(sum(server.prefill_s(g.prompt_tokens) for g in groups) + block.results_s(server).sum())
     decode_s = (_decode_s(block, server=server) + read_s) / _speed(workload)
-    if workload.job.filter_zero_variance:
-        decode_s /= 1 - sum(len(set(g.rewards)) == 1 for g in groups) / len(groups)
     first_s = around_s + float(alone.max(axis=1).min())
     return train_s, decode_s, around_s + float(alone.max()), float(last_s), first_s
 

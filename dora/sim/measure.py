@@ -6,6 +6,7 @@ shortens (workloads.md §7.2). Called by world.py while it runs, and by whoever 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -55,17 +56,8 @@ class Measure:
         self._tokens = 0
         self._busy_s = 0.0
         self._unbalanced_s = 0.0
-        self._down_since: dict[int, float] = dict.fromkeys(range(len(instances)), 0.0)
         self._published: list[float] = []
         self._last_answer: dict[int, float] = {}  # by version
-
-    def came_up(self, instance: Instance, *, at: float) -> None:
-        """An instance takes part again."""
-        instance.use.down_s += at - self._down_since.pop(instance.id)
-
-    def went_down(self, instance: Instance, *, at: float) -> None:
-        """An instance has failed."""
-        self._down_since[instance.id] = at
 
     def published(self, version: int, *, at: float) -> None:
         """A version can be pushed."""
@@ -101,7 +93,6 @@ class Measure:
         use = Use()
         for instance in self._instances:
             use = use.plus(instance.use)
-        use.down_s += sum(at - since for since in self._down_since.values())
         slots = [instance.slots_s() for instance in self._instances]
         counters = state.counters
         self.marks.append(
@@ -129,10 +120,9 @@ class Measure:
         a, b = self.marks[first], self.marks[last]
         steps, span = last - first, b.at - a.at
         use = b.use.plus(a.use, sign=-1)
-        fleet_s = span * len(self._instances)
+        fleet_s = sum(getattr(use, name) for name in Use.__slots__) or math.inf  # 0: all of it within one push
         slots_s = fleet_s * self.workload.fleet.server.slots
         shares = {name.removesuffix("_s"): getattr(use, name) / fleet_s for name in Use.__slots__}
-        shares["empty"] = max(0.0, 1 - sum(shares.values()))
         by_step = (self.staleness[s] for s in range(first + 1, last + 1))
         counts = [sum(n) for n in zip_longest(*by_step, fillvalue=0)]
         groups = sum(counts)
@@ -181,9 +171,14 @@ class Measure:
 
     def window(self) -> tuple[int, int]:
         """The steps (first, last] that are measured."""
-        steps, margin = len(self.marks), self.workload.rules.max_staleness + 1
-        first = min(2 * margin - 1, (steps - 1) // 3)
-        return first, max(first + 1, steps - 1 - margin)
+        return window(len(self.marks), max_staleness=self.workload.rules.max_staleness)
+
+
+def window(steps: int, *, max_staleness: int) -> tuple[int, int]:
+    """The steps (first, last] of a job that are its steady state; there must be two at least."""
+    margin = max_staleness + 1
+    first = min(2 * margin - 1, (steps - 1) // 3)
+    return first, max(first + 1, steps - 1 - margin)
 
 
 def _add(sums: list[int], lengths: Sequence[int]) -> None:
@@ -218,7 +213,7 @@ class Result(msgspec.Struct, frozen=True):
     tokens_s: float  #: consumed: prompts and answers trained
     limit: Limit
     ratio: float  #: step_s over the strategy's own limit
-    instance_shares: dict[str, float]  #: of the fleet's time, see instance.Use; what is left is `empty`
+    instance_shares: dict[str, float]  #: of the fleet's time, see server.Use
     slot_load: float  #: share of all slots and time in which a request holds one
     tool_load: float  #: the same while its call of a tool is under way; part of `slot_load`
     trainer_idle: float  #: share of time without work

@@ -128,6 +128,9 @@ class _Reader:
                 for id in [t for t, (order, *_) in self._running.items() if order.instance == event.instance]:
                     del self._running[id]
                 self._batches.pop(event.instance, None)
+            case ev.ControllerRestarted():
+                for under_way in (self._running, self._batches, self._grading, self._pushing, self._waves):
+                    under_way.clear()  # nobody will hear how it ended
             case ev.TrajectoryGraded() if event.trajectory in self._grading:
                 begun = max(self._grading.pop(event.trajectory), heapreplace(self._graders, event.at))
                 record.grading_s.append(event.at - begun)
@@ -141,7 +144,7 @@ class _Reader:
                 pass
 
     def _end_request(self, event: ev.GenerationFinished | ev.GenerationStopped | ev.GenerationFailed) -> None:
-        if event.trajectory not in self._running:
+        if event.trajectory not in self._running or self._running[event.trajectory][0].attempt != event.attempt:
             return
         order, since, integral, read = self._running.pop(event.trajectory)
         batch = self._batches[order.instance]
@@ -164,7 +167,8 @@ class _Reader:
         elif isinstance(event, ev.StepTrained):
             record.update_s.append(event.at - self._free_at)
             self._free_at = self._trained_at = event.at
-            record.trained.append(event.at)
+            if event.step == len(record.trained):  # else a replay
+                record.trained.append(event.at)
         elif event.version:
             record.publish_s.append(max(0.0, event.at - self._trained_at))
             record.num_bytes = event.num_bytes

@@ -70,7 +70,7 @@ class Request:
 
 @dataclass(slots=True)
 class Use:
-    """Where an instance's time went, in seconds; what is left of the clock it was empty, pushed or down."""
+    """Where an instance's time went, in seconds: together all the time until its anchor."""
 
     full_s: float = 0.0  #: decoding, as much as a full batch would have taken for the same tokens
     thin_new_s: float = 0.0  #: decoding beyond that, because the batch was small, under the newest version
@@ -79,6 +79,7 @@ class Use:
     again_s: float = 0.0  #: prefill or transfer of tokens that had been in KV before: evictions and migrations
     push_s: float = 0.0
     down_s: float = 0.0
+    empty_s: float = 0.0  #: nothing ran, or another had its device
 
     def plus(self, other: Use, *, sign: int = 1) -> Use:
         """The sum, or (-1) the difference."""

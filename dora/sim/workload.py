@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,6 +24,11 @@ from dora.sim.tools import Tools
 _NEVER: Final = 1e12
 #: Reports between which an answer may grow unseen: one before it falls silent, one after that, one to spare.
 SILENT_REPORTS: Final = 3
+_AT_LEAST: Final = {"job.steps": 2, "job.group_size": 2, "job.groups_per_step": 1, "fleet.devices_per_instance": 1}
+_DIVISORS: Final = (
+    *("fleet.server.slots", "fleet.slow_speed", "fleet.push_bytes_s", "fleet.report_s", "train.tokens_s_per_device"),
+    *("train.devices_per_rank", "train.micro_batch_tokens", "train.publish_bytes_s"),
+)
 
 
 class _Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -252,14 +258,14 @@ def _problems(workload: Workload) -> list[str]:
     sizes = {len(lengths.prompts), len(lengths.answers), len(lengths.rewards)}
     if lengths.regime == "recorded" and (len(sizes) > 1 or 0 in sizes):
         return ["lengths.answers: recorded prompts, answers and rewards are equally many, and at least one"]
-    found = []
-    if any(len(row) != job.group_size for row in lengths.answers):
-        found.append(f"lengths.answers: every prompt needs job.group_size = {job.group_size} lengths")
-    if min(job.steps, job.group_size) < 2 or min(job.groups_per_step, fleet.devices_per_instance) < 1:
-        found.append("job: steps and group_size are at least 2, groups_per_step and devices_per_instance at least 1")
-    elif job.max_staleness < 0:
-        found.append("job.max_staleness: cannot be negative")
-    elif job.strategy in ("oversample", "partial_sync") and job.oversample <= 1:
+    found = _number_problems(workload)
+    if found:
+        return found
+    if any(len(row) != job.group_size for row in (*lengths.answers, *lengths.rewards)):
+        found.append(f"lengths.answers, lengths.rewards: every prompt needs job.group_size = {job.group_size} of them")
+    if any(not 0 <= n <= workload.cap for row in lengths.answers for n in row):
+        found.append(f"lengths.answers: an answer has at most {workload.cap} tokens, the token budget")
+    if job.strategy in ("oversample", "partial_sync") and job.oversample <= 1:
         found.append("job.oversample: must be above 1, else nothing is over-sampled: that is `periodic`, or `sync`")
     elif workload.rules.in_flight is None and workload.num_instances < workload.rules.max_staleness + 1:
         found.append(
@@ -271,12 +277,33 @@ def _problems(workload: Workload) -> list[str]:
         found.append("fleet.answer_s: answers under way are not lost with their instance; leave out one of the two")
     if workload.train_devices < 1:
         found.append("fleet.rollout_devices: leaves no device for the trainer")
-    if lengths.prompt_tokens + workload.cap > fleet.server.kv_tokens:
+    longest = max(lengths.prompt_tokens, *lengths.prompts, 0) + workload.cap
+    if longest > fleet.server.kv_tokens:
         found.append(
             f"fleet.server.kv_tokens: {fleet.server.kv_tokens} cannot hold the longest prompt plus the token budget "
-            f"({lengths.prompt_tokens + workload.cap})"
+            f"({longest})"
         )
     return found
+
+
+def _number_problems(workload: Workload) -> list[str]:
+    """Nothing is below 0, and nothing that the rest divides by is 0."""
+    numbers = dict(_numbers(workload))
+    found = [f"{name}: {value:g} is below 0" for name, value in numbers.items() if value < 0]
+    found += [f"{name}: must be {least} at least" for name, least in _AT_LEAST.items() if numbers[name] < least]
+    found += [f"{name}: must be above 0" for name in _DIVISORS if numbers[name] == 0]
+    if workload.faults.push_failure_share >= 1:
+        found.append("faults.push_failure_share: must be below 1, else no server ever holds a version")
+    return found
+
+
+def _numbers(part: msgspec.Struct, *, path: str = "") -> Iterator[tuple[str, float]]:
+    for name in part.__struct_fields__:
+        value = getattr(part, name)
+        if isinstance(value, msgspec.Struct):
+            yield from _numbers(value, path=f"{path}{name}.")
+        elif isinstance(value, int | float):
+            yield f"{path}{name}", value
 
 
 def _tool_problems(workload: Workload) -> list[str]:
@@ -285,8 +312,6 @@ def _tool_problems(workload: Workload) -> list[str]:
         found.append("tools.calls: weights of 0, 1, 2, ... calls; none below 0, and not all of them 0")
     if tools.max_turns > 1 and workload.lengths.regime == "recorded":
         found.append("tools.calls: recorded answers are whole; leave the calls out or draw the lengths of a regime")
-    if min(tools.latency_median_s, tools.latency_sigma, tools.latency_max_s, tools.result_tokens, tools.stuck_s) < 0:
-        found.append("tools: no time and no size is below 0")
     silent_s = tools.longest_s + SILENT_REPORTS * workload.fleet.report_s
     if tools.max_turns > 1 and silent_s > workload.watchdog_s:
         found.append(

@@ -43,6 +43,8 @@ FETCH_S: Final = 0.01
 RELIEVED: Final = 0.8
 #: Added to the seed of the answers: samples of an evaluation are others.
 HELD_OUT: Final = 1_000_003
+#: Without an order of the core for so long nothing will ever happen again: a sample, a step or a call takes far less.
+SILENT_S: Final = 100_000.0
 #: Steps between two checkpoints: until then the core keeps what a restarted trainer would be fed.
 CHECKPOINT_STEPS: Final = 1
 
@@ -80,6 +82,7 @@ class World:
         self._graders = [0.0] * workload.grade.workers  # a heap: when each is free
         self._trainer = TrainerTime(workload)
         self._trainer_free = 0.0
+        self._ordered_at = 0.0  # when the core last had something done
         self._pressed: set[InstanceId] = set()
         self._evictions = [0] * len(self.instances)  # of each, when it last reported
 
@@ -93,13 +96,11 @@ class World:
                 self._deliver(self._ready.popleft())
             elif self._touched:
                 self._settle(self._touched.popitem()[1])
-            elif self._heap:
-                self.now, _, action = heappop(self._heap)
+            else:
+                self.now, _, action = heappop(self._heap)  # never empty: the clock ticks
                 event = action()
                 if event is not None:
                     self._deliver(event)
-            else:
-                raise RunFailed("the simulation fell silent: nothing will ever happen again")
         check(self.state)
         if isinstance(self.outcome, cmd.FailRun):
             raise RunFailed(f"the simulated run failed after {self.now:.0f} s: {self.outcome.reason}")
@@ -126,6 +127,8 @@ class World:
         self.num_events += 1
         if self.sink is not None:
             self.sink(event, orders)
+        if orders:
+            self._ordered_at = self.now
         for order in orders:
             handler = _HANDLERS.get(type(order))
             if handler is not None:
@@ -136,6 +139,8 @@ class World:
             check(self.state)
 
     def _tick(self) -> ev.Event:
+        if self.now > self._ordered_at + SILENT_S:
+            raise RunFailed(f"the simulation fell silent after {self._ordered_at:.0f} s: nothing will happen any more")
         self._at(TICK_S, self._tick)
         return ev.Ticked(self.now)
 
@@ -172,10 +177,9 @@ class World:
             self._ready.append(fact)
 
     def _come_up(self, instance: Instance) -> ev.Event:
+        instance.reach(self.now)
         instance.incarnation += 1
         instance.up = True
-        instance.reach(self.now)
-        self.measure.came_up(instance, at=self.now)
         mean_h = self.workload.faults.instance_hours
         if mean_h:
             self._at(self.random.expovariate(1 / (3600 * mean_h)), partial(self._lose, instance, instance.incarnation))
@@ -192,7 +196,7 @@ class World:
         instance.version = None
         instance.wake += 1
         self._pressed.discard(instance.id)
-        self.measure.went_down(instance, at=self.now)
+        self._evictions[instance.id] = instance.evictions
         self._at(self.workload.faults.down_s, partial(self._come_up, instance))
         counts = {id: request.offset for id, request in lost.items()}
         return ev.InstanceLost(self.now, instance.id, incarnation, counts, "a simulated failure")
@@ -271,14 +275,13 @@ class World:
         pause, running = self.settings.rules.in_flight, len(instance.requests)
         _require(not running or pause, "C1: there are {} requests on it: {}", running, order)
         _require(0 <= order.version <= self.newest, "not yet published: {}", order)
+        instance.reach(self.now)
         if running:
-            instance.go_on(self.now)
-            instance.reach(self.now)
             self._settle(instance)
-            instance.pause(self.now + self.workload.push_s, retract=pause == "retract")
             self._touched[instance.id] = instance
         else:
             instance.version = None
+        instance.pause(self.now + self.workload.push_s, retract=pause == "retract")
         fails = self.random.random() < self.workload.faults.push_failure_share
         action = partial(self._pushed, order, instance.incarnation, fails=fails)
         self._at(self.workload.push_s, action)
@@ -287,7 +290,6 @@ class World:
         instance = self.instances[order.instance]
         if not instance.up or instance.incarnation != incarnation:
             return None
-        instance.use.push_s += self.workload.push_s
         if fails:
             return ev.WeightPushFailed(self.now, order.instance, order.attempt, "a simulated failure")
         instance.reach(self.now)
@@ -331,14 +333,13 @@ class World:
         self.measure.committed(order.step, staleness=staleness, lengths=self.answers.group(order.group).lengths)
 
     def _on_close_step(self, _: cmd.CloseStep) -> None:
-        """Where rollout and training take turns on the same devices, what runs stands still until the next push."""
+        """Where rollout and training take turns on the same devices, what runs stands still until the publication."""
         if self.workload.is_shared:
             for instance in self.instances:
-                if instance.requests:
-                    instance.reach(self.now)
-                    self._settle(instance)
-                    instance.halt()
-                    self._touched[instance.id] = instance
+                instance.reach(self.now)
+                self._settle(instance)
+                instance.halted = True
+                self._touched[instance.id] = instance
 
     def _on_drop_group(self, order: cmd.DropGroup) -> None:
         if order.outcome == "discarded":
@@ -389,6 +390,9 @@ class World:
         for instance in self.instances:
             instance.reach(self.now)
             instance.is_newest = False
+            if instance.halted:
+                instance.halted = False
+                self._touched[instance.id] = instance
         self.newest = version
         self.measure.published(version, at=self.now)
         return ev.VersionPublished(self.now, version, int(self.workload.fleet.weight_bytes), {})

@@ -10,7 +10,7 @@ from dora.core.commands import Generate
 from dora.core.decode_time import DecodeTime
 from dora.core.ids import InstanceId, TrajectoryId
 from dora.sim.instance import HEADROOM_TOKENS, Instance
-from dora.sim.server import Request, Server
+from dora.sim.server import Request, Server, Use
 
 DECODE = DecodeTime(base_s=1e-2, per_request_s=1e-3, per_token_s=1e-5)
 SERVER = Server(slots=8, kv_tokens=10_000, decode=DECODE, prefill_s_per_token=1e-4)
@@ -141,6 +141,7 @@ def test_all_time_is_accounted_for_whatever_happens(seed: int) -> None:
     draw = random.Random(seed)
     server = Server(slots=6, kv_tokens=1500, decode=DECODE, prefill_s_per_token=1e-4)
     one, now, idle, waiting, ended = Instance(InstanceId(0), server), 0.0, 0.0, 0, 0
+    one.up = True
     while ended < 60:
         arrival = now + draw.expovariate(1.0)
         next_at = min(arrival, one.next_at())
@@ -160,6 +161,5 @@ def test_all_time_is_accounted_for_whatever_happens(seed: int) -> None:
         assert one.context == sum(r.prompt_tokens + one.tokens(r) for r in running)
         assert all(0 <= one.tokens(r) <= r.total for r in one.requests.values())
         assert one.used <= server.kv_tokens or len(running) == 1
-    use = one.use
-    busy = use.full_s + use.thin_new_s + use.thin_old_s + use.prefill_s + use.again_s
-    assert busy + idle == pytest.approx(one.anchor, rel=1e-6)
+    assert sum(getattr(one.use, name) for name in Use.__slots__) == pytest.approx(one.anchor, rel=1e-6)
+    assert one.use.empty_s == pytest.approx(idle, rel=1e-6)

@@ -67,6 +67,16 @@ def test_kv_limits_the_batch_where_slots_do_not() -> None:
     assert bound(plain(server=tight)).decode_s == pytest.approx(steps * 0.01 / 2)
 
 
+def test_groups_that_are_filtered_are_decoded_too() -> None:
+    """Of four groups one is kept; a job of one group a step has steps whose group is filtered."""
+    alike = constant(100, groups=4, group_size=4) | {"rewards": ((1.0,) * 4,) * 3 + ((0.0, 1.0) * 2,)}
+    for n in (4, 1):
+        every = plain().with_changes(lengths=alike, job={"groups_per_step": n})
+        kept = every.with_changes(job={"filter_zero_variance": True})
+        assert bound(kept).decode_s == pytest.approx(4 * bound(every).decode_s)
+        assert bound(kept).train_s == bound(every).train_s
+
+
 def test_a_slow_instance_counts_by_its_speed() -> None:
     one, other = bound(plain()), bound(plain(slow_instances=1, slow_speed=0.5))
     assert other.decode_s == pytest.approx(one.decode_s * 2 / 1.5)

@@ -16,8 +16,9 @@ from dora.journal.codec import FORMAT, Header
 from dora.journal.run_folder import RunFolder
 from dora.journal.writer import JournalWriter
 from dora.sim.measure import Result
-from dora.sim.recorded import Timed, fit_times, read_run
+from dora.sim.recorded import Timed, _Reader, fit_times, read_run
 from dora.sim.workload import Workload
+from tests.core.world import Faults, run
 from tests.sim.worlds import simulate, workload
 
 
@@ -50,6 +51,19 @@ def test_a_recorded_run_is_predicted_from_its_journal(tmp_path: Path, strategy: 
     assert found.push_s == pytest.approx(one.push_s)
     predicted, _, _ = simulate(found, seed=1)
     assert predicted.step_s == pytest.approx(own.step_s, rel=0.05)
+
+
+def test_what_a_restart_or_a_loss_cut_short_is_not_measured() -> None:
+    faults = Faults(controller_restarts=0.1, instance_dies=0.02, late_completion=0.3)
+    world = run(seed=1, slots=4, token_s=0.05, steps=16, faults=faults)
+    assert sum(isinstance(event, ev.ControllerRestarted) for event, _ in world.journal) > 1
+    trained = [event.step for event, _ in world.journal if isinstance(event, ev.StepTrained)]
+    found = _Reader(world.settings, graders=1).read(world.journal)
+    assert len(found.trained) == len(set(trained)) == 16
+    assert found.trained == sorted(found.trained)
+    for request in found.requests:
+        assert request.seconds == pytest.approx(0.05 * request.tokens)
+        assert 1 <= request.batch + 1e-9 <= 4 + 2e-9
 
 
 def test_a_prediction_tells_the_run_s_own_step_and_what_was_measured(

@@ -94,7 +94,7 @@ def test_what_cannot_work_is_one_line() -> None:
         (["--split", "16"], "fleet.rollout_devices"),
         (["--set", "fleet.push=1"], "--set fleet.push=1: Object contains unknown field `push`"),
         (["--set", "fleet.push_fixed_s=soon"], "Expected `float`, got `str` - at `$.fleet.push_fixed_s`"),
-        (["--set", "job.group_size=1"], "job: steps and group_size are at least 2"),
+        (["--set", "job.group_size=1"], "job.group_size: must be 2 at least"),
     ]:
         done = dora(*words)
         assert done.returncode == 2

@@ -7,10 +7,15 @@ from typing import Any
 
 import pytest
 
+from dora.core.decode_time import DecodeTime
 from dora.errors import ConfigError
 from dora.sim.limit import limit
+from dora.sim.server import Server
 from dora.sim.workload import Workload, checked, load
 
+RECORDED: dict[str, Any] = {
+    **{"regime": "recorded", "prompts": (5,), "answers": ((9,) * 8,), "rewards": ((1.0,) * 8,), "cap": 1000}
+}
 SHIPPED = sorted(Path("launch/workloads").glob("*.toml"))
 
 
@@ -31,6 +36,16 @@ def test_shipped_workloads_can_be_simulated(path: Path) -> None:
         ({"fleet": {"rollout_devices": 16}}, "fleet.rollout_devices"),
         ({"job": {"group_size": 1}}, "group_size"),
         ({"job": {"steps": 1}}, "steps"),
+        ({"job": {"max_staleness": -1}}, "job.max_staleness"),
+        ({"fleet": {"server": Server(slots=0)}}, "fleet.server.slots"),
+        ({"fleet": {"server": Server(decode=DecodeTime(base_s=-1.0))}}, "fleet.server.decode.base_s"),
+        ({"fleet": {"devices_per_instance": 0}}, "fleet.devices_per_instance"),
+        ({"train": {"micro_batch_tokens": 0}}, "train.micro_batch_tokens"),
+        ({"faults": {"push_failure_share": 1.0}}, "faults.push_failure_share"),
+        ({"fleet": {"answer_s": 0.1}, "faults": {"instance_hours": 1.0}}, "fleet.answer_s"),
+        ({"lengths": RECORDED | {"prompts": (65_000,)}}, "fleet.server.kv_tokens"),
+        ({"lengths": RECORDED | {"rewards": ((0.0,),)}}, "lengths.rewards"),
+        ({"lengths": RECORDED | {"cap": 8}}, "lengths.answers"),
     ],
 )
 def test_what_cannot_be_simulated_is_named(changes: dict[str, dict[str, Any]], field: str) -> None:

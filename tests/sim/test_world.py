@@ -15,7 +15,7 @@ from dora.core import events as ev
 from dora.core.groups import Group, GroupPhase, Trajectory
 from dora.errors import InvariantViolation, RunFailed
 from dora.journal.audit import audit_entries
-from dora.sim.server import Server
+from dora.sim.server import Server, Use
 from dora.sim.world import World
 from tests.sim.worlds import constant, simulate, workload
 
@@ -139,21 +139,39 @@ def test_no_strategy_beats_its_limit(strategy: str, k: int, seed: int) -> None:
     assert result.ratio > 0.9
 
 
-def test_the_time_of_a_fleet_adds_up() -> None:
-    result, _, _ = simulate(workload("dora", k=3, **TROUBLE))
-    assert sum(result.instance_shares.values()) == pytest.approx(1, abs=1e-6)
+@pytest.mark.parametrize(("strategy", "k"), [("dora", 3), ("sync", 0), ("partial", 1), ("partial_sync", 0)])
+def test_the_time_of_a_fleet_adds_up(strategy: str, k: int) -> None:
+    result, world, _ = simulate(workload(strategy, k=k, **TROUBLE))
+    for instance in world.instances:
+        assert sum(getattr(instance.use, name) for name in Use.__slots__) == pytest.approx(instance.anchor, rel=1e-9)
+    assert sum(result.instance_shares.values()) == pytest.approx(1, abs=1e-9)
     assert min(result.instance_shares.values()) >= 0
     assert result.instance_shares["down"] > 0
+    assert 0 <= result.tool_load <= result.slot_load <= 1
     assert 0 <= result.trainer_idle < 1
+
+
+def test_a_server_that_is_pushed_loaded_or_not_yet_there_is_not_empty() -> None:
+    late = {"late_instances": 2, "join_s": 30.0}
+    result, world, _ = simulate(workload("dora", k=3, faults=late, fleet={"push_fixed_s": 0.0, "weight_bytes": 8e9}))
+    pushes = sum(row.attempt for row in world.state.instances.values())
+    assert sum(i.use.push_s for i in world.instances) == pytest.approx(pushes * world.workload.push_s)
+    assert [i.use.down_s for i in world.instances] == [0.0] * 6 + [30.0] * 2
+    assert result.instance_shares["down"] == 0, "they join before the steady state"
 
 
 # -- what the world's own books catch ---------------------------------------------------------------------------------
 
 
-def started() -> World:
-    world = World(workload("dora", k=2), seed=0)
+def started(strategy: str = "dora") -> World:
+    world = World(workload(strategy, k=2), seed=0)
     world.run(max_events=400)
     return world
+
+
+def resume(world: World, *, max_events: int | None = None) -> None:
+    world._begin = lambda: None  # type: ignore[method-assign]
+    world.run(max_events=max_events)
 
 
 def test_a_request_for_a_server_that_holds_another_version_is_a_violation_of_c1() -> None:
@@ -195,12 +213,11 @@ def test_a_group_that_vanishes_from_the_ledger_is_a_violation_of_c2() -> None:
         world._deliver(ev.Ticked(world.now))
 
 
-def test_a_counter_that_is_wrong_is_found_by_the_recount_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_counter_that_is_wrong_is_found_by_the_recount_at_the_end() -> None:
     world = started()
     next(iter(world.state.instances.values())).kv_load += 1
-    monkeypatch.setattr(world, "_begin", lambda: None)
     with pytest.raises(InvariantViolation, match="kv_load"):
-        world.run(max_events=world.num_events)
+        resume(world, max_events=world.num_events)
 
 
 def test_a_run_that_the_core_ends_is_a_failed_run() -> None:
@@ -208,6 +225,26 @@ def test_a_run_that_the_core_ends_is_a_failed_run() -> None:
     lengths["rewards"] = ((1.0,) * 4,) * 8
     with pytest.raises(RunFailed, match="had to top up"):
         simulate(workload(lengths=lengths, job={"filter_zero_variance": True}))
+
+
+@pytest.mark.parametrize(("strategy", "k"), STRATEGIES)
+def test_an_evaluation_ends_under_every_strategy(strategy: str, k: int) -> None:
+    """Where rollout and training take turns, its samples stand still while the trainer has the devices."""
+    evaluated = {"job": {"steps": 6, "eval_samples": 30, "eval_every": 2}, "lengths": {"regime": "D", "scale": 0.3}}
+    result, world, journal = simulate(workload(strategy, k=k, **evaluated))
+    reported = [o.version for _, orders in journal for o in orders if isinstance(o, cmd.ReportEvaluation)]
+    assert {0, 6} <= set(reported)
+    assert not any(instance.requests for instance in world.instances)
+    assert result.violations == 0
+
+
+def test_a_simulation_in_which_nothing_happens_any_more_is_a_failed_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dora.sim.world.SILENT_S", 1_000.0)
+    world = started("sync")
+    for instance in world.instances:
+        instance.halted = True
+    with pytest.raises(RunFailed, match="fell silent after"):
+        resume(world)
 
 
 def test_held_out_answers_are_evaluated_beside_rollout_under_one_version_each() -> None:
