@@ -27,9 +27,7 @@ Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Change one setting, e.g. --set rollout.max_staleness=1."),
 ]
-ConfigPath = Annotated[
-    Path | None, typer.Argument(metavar="[CONFIG.toml]", help="Settings; none: the embedded default.")
-]
+ConfigPath = Annotated[Path | None, typer.Argument(metavar="CONFIG.toml", help="Settings; none: the embedded default.")]
 
 
 @app.command()
@@ -40,7 +38,10 @@ def run(
         Path | None, typer.Option(metavar="DIR", help="Go on with the run in this folder, under its own settings.")
     ] = None,
     rollout_only: Annotated[
-        bool, typer.Option(help="Generate and grade the answers of all steps with version 0, train nothing.")
+        bool,
+        typer.Option(
+            "--rollout-only", help="Generate and grade the answers of all steps with version 0, train nothing."
+        ),
     ] = False,
     train_only: Annotated[
         Path | None,
@@ -92,7 +93,7 @@ def at(
         Path | None, typer.Option(metavar="FILE", help="Holds the run's token; without it, DORA_STATUS_TOKEN does.")
     ] = None,
 ) -> None:
-    """The servers of a running job: list them, or add, drain and remove one."""
+    """The servers of a running job: list, add, drain, remove."""
     context.obj = (url, token_file)
 
 
@@ -106,19 +107,28 @@ def show_instances(context: typer.Context) -> None:
 
 @instances.command()
 def add(context: typer.Context, instance: Instance) -> None:
-    """Have a server take part: a new one by its address, a drained one by its number or address."""
+    """Have a server take part.
+
+    A new one by its address, a drained one by its number or address.
+    """
     _request(context, "add", instance)
 
 
 @instances.command()
 def drain(context: typer.Context, instance: Instance) -> None:
-    """Give it no more work: what runs there moves to peers that have room, or ends there."""
+    """Give it no more work.
+
+    What runs there moves to peers that have room, or ends there.
+    """
     _request(context, "drain", instance)
 
 
 @instances.command()
 def remove(context: typer.Context, instance: Instance) -> None:
-    """Drain it, then let it leave the run: ended if the run started it, left running if not."""
+    """Drain it, then let it leave the run.
+
+    It is ended if the run started it, and left running if not.
+    """
     _request(context, "remove", instance)
 
 
@@ -133,7 +143,10 @@ def _request(context: typer.Context, verb: str, instance: str) -> None:
 def audit(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A run folder.")],
     deep: Annotated[
-        bool, typer.Option(help="Also recompute log-probs of kept trajectories under their version and the next one.")
+        bool,
+        typer.Option(
+            "--deep", help="Also recompute log-probs of kept trajectories under their version and the next one."
+        ),
     ] = False,
 ) -> None:
     """Prove from the journal that C1, C2 and C3 held."""
@@ -145,12 +158,12 @@ def audit(
 @app.command()
 def simulate(
     workload: Annotated[
-        Path | None, typer.Argument(metavar="[WORKLOAD.toml|CONFIG.toml]", help="None: a built-in example.")
+        Path | None, typer.Argument(metavar="WORKLOAD.toml|CONFIG.toml", help="None: a built-in example.")
     ] = None,
     recorded: Annotated[
         Path | None, typer.Option("--from", metavar="DIR", help="A finished run: its own lengths, latencies and rates.")
     ] = None,
-    strategy: Annotated[str, typer.Option(help="One or more, with commas.")] = "",
+    strategy: Annotated[str, typer.Option(help="One or more of rollout.strategy, with commas.")] = "",
     k: Annotated[str, typer.Option(help="max_staleness of dora, one or more.")] = "",
     split: Annotated[str, typer.Option(help="Devices that roll out, one or more; 'best' searches them.")] = "",
     instances: Annotated[str, typer.Option(help="Fleet sizes, one or more; the trainer keeps its devices.")] = "",
@@ -166,7 +179,10 @@ def simulate(
     pictures: Annotated[Path | None, typer.Option(metavar="DIR", help="Draw them there, as SVG.")] = None,
     processes: Annotated[int | None, typer.Option(min=1, help="At most 2 without it.")] = None,
 ) -> None:
-    """Simulate a job in virtual time under the controller's own decision core; lists sweep."""
+    """Simulate a job in virtual time; lists sweep.
+
+    Under the controller's own decision core.
+    """
     from dora.cli.simulate import simulate as command
 
     command(
@@ -201,7 +217,7 @@ def export(
     version: Annotated[int | None, typer.Option(help="Policy version; without it, the newest.")] = None,
     to: Annotated[Path | None, typer.Option(metavar="OUT", help="Where to; without it, DIR/export-v<version>.")] = None,
 ) -> None:
-    """Copy a policy version out of a run, as a Hugging Face model folder."""
+    """Copy a policy version out, as a Hugging Face model folder."""
     from dora.cli.export import export as command
 
     command(folder, version=version, to=to)
@@ -218,13 +234,17 @@ def serve(
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
     threads: Annotated[int, typer.Option(min=1, help="Torch threads.")] = 1,
     weight_version: Annotated[str, typer.Option(help="Label of the weights it starts with.")] = "default",
-    incremental_streaming_output: Annotated[bool, typer.Option(help="Stream new tokens only.")] = False,
-    skip_tokenizer_init: Annotated[bool, typer.Option(help="Token ids only, no text.")] = False,
+    incremental_streaming_output: Annotated[
+        bool, typer.Option("--incremental-streaming-output", help="Stream new tokens only.")
+    ] = False,
+    skip_tokenizer_init: Annotated[
+        bool, typer.Option("--skip-tokenizer-init", help="Token ids only, no text.")
+    ] = False,
     max_queued_requests: Annotated[int | None, typer.Option(min=0, help="Refuse more than so many waiting.")] = None,
     seed: Annotated[int, typer.Option(help="Of requests that bring none.")] = 0,
     dialect: Annotated[str, typer.Option(help="SGLang release to behave as, 0.5.18 to 0.5.23; for tests.")] = "0.5.20",
 ) -> None:
-    """Serve a small model over SGLang's HTTP protocol (the embedded engine)."""
+    """Serve a small model as SGLang does: the embedded engine."""
     from dora.cli.serve import serve as command
 
     command(
@@ -258,7 +278,10 @@ def pace(
     seed: Seed = 0,
     folder: Annotated[Path, typer.Option(metavar="DIR", help="Where run folders are created.")] = Path("runs"),
 ) -> None:
-    """Run a workload live: the real controller, HTTP and ZeroMQ; servers and trainer that only take their time."""
+    """Run a workload live, on servers that only take their time.
+
+    Controller, HTTP and ZeroMQ are the real ones; servers and trainer take the time that the workload's model says.
+    """
     from dora.cli.pace import pace as command
 
     command(workload, seed=seed, time_scale=time_scale, processes=processes, folder=folder)

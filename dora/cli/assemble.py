@@ -24,7 +24,8 @@ from dora.tasks.prompts import PromptStream, open_eval_prompts, open_stream
 from dora.tasks.tokenizer import Tokenizer, load_tokenizer
 from dora.transport.messages import Configure, TrainerSettings
 
-#: Versions that the store must have room for at once: K + 1 live, one under evaluation, one being published.
+#: Versions that the store must have room for beside K + 1 live ones: one under evaluation, one being published, one
+#: that a push under way still reads.
 SPARE_VERSIONS = 3
 
 

@@ -26,6 +26,7 @@ from dora.engine.client import EngineClient, GenerateRequest
 from dora.engine.probe import Capabilities, is_alive, probe
 from dora.engine.shapes import require_same_shapes
 from dora.errors import ConfigError, RemoteError
+from dora.journal.run_folder import RunFolder
 from dora.node.plan import assign_gpus, plan_engines
 from dora.node.ports import require_free_ports
 from dora.node.supervise import Node
@@ -48,6 +49,7 @@ async def _check(config: Config) -> None:
     inputs = await asyncio.to_thread(open_inputs, config)
     settings = settings_of(config, eval_prompt_tokens=inputs.evaluations.prompt_tokens)
     require_free_ports(config)
+    RunFolder.require_possible(config.run.folder)
     async with AsyncExitStack() as stack:
         await enter_graders(stack, config)
         _say("inputs", f"model {inputs.model}, {inputs.tokenizer.vocab_size} tokens, prompts and rewards are readable")

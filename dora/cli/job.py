@@ -51,7 +51,7 @@ from dora.core.state import ControllerState
 from dora.core.strategies import Settings
 from dora.engine.client import EngineClient
 from dora.engine.probe import is_alive
-from dora.errors import ConfigError
+from dora.errors import ConfigError, RunFailed
 from dora.journal.codec import FORMAT, Epoch, Header
 from dora.journal.run_folder import RunFolder
 from dora.journal.tokens import TokenWriter
@@ -223,7 +223,10 @@ class _Run:
         gc.set_threshold(*GC_THRESHOLDS)
         token = folder.status_token if job.config.status.token is None else None
         async with show_progress(observer.snapshot, status_url=status.url, folder=folder.root, token=token):
-            outcome = await self.controller.run(self.first)
+            try:
+                outcome = await self.controller.run(self.first)
+            except RunFailed as err:
+                raise RunFailed(f"{err}; its logs are in {folder.logs}") from err
             observer.end(outcome)
         check_invariants(state)
         if isinstance(trainer, TrainerLink) and outcome.finished:

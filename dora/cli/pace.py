@@ -66,8 +66,11 @@ def pace(path: Path, *, seed: int, time_scale: float, processes: int, folder: Pa
         raise ConfigError(
             f"{path}: fleet.time_shared: paced servers do not take turns with the trainer; set it to false"
         )
-    folder.mkdir(parents=True, exist_ok=True)
-    home = Path(tempfile.mkdtemp(prefix="servers-", dir=folder)).resolve()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        home = Path(tempfile.mkdtemp(prefix="servers-", dir=folder)).resolve()
+    except OSError as err:
+        raise ConfigError(f"--folder {folder}: cannot be written: {err.strerror}") from err
     asked = Pace(
         path=path.resolve(), workload=workload, seed=seed, time_scale=time_scale, processes=processes, home=home
     )

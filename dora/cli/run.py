@@ -11,6 +11,7 @@ import uvloop
 from dora.config.load import load
 from dora.errors import ConfigError
 from dora.journal.run_folder import RunFolder
+from dora.node.lease import hold_lease
 
 #: Exit code of a run that was interrupted: 128 + SIGINT, as shells have it.
 INTERRUPTED = 130
@@ -30,6 +31,8 @@ def run(
     earlier = RunFolder.open(resume) if resume is not None else None
     if earlier is not None and config_path is not None:
         raise ConfigError(f"--resume: a run goes on under its own settings ({earlier.config}); leave the config out")
+    if earlier is not None:
+        hold_lease(earlier.lease).close()  # a run that is alive is named before its ports are found taken
     config = load(earlier.config if earlier is not None else config_path, overrides, environ=os.environ)
     if train_only is not None:
         from dora.cli.train_only import train

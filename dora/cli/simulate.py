@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
@@ -50,6 +51,8 @@ def simulate(
     processes: int | None,
 ) -> None:
     """Simulate every combination and print the table."""
+    if instances and min(instances) < 1:
+        raise ConfigError(f"--instances {min(instances)}: a fleet has at least one instance")
     if path is not None and recorded is not None:
         raise ConfigError(f"--from {recorded}: a finished run says everything; leave {path} away")
     workload, note = _from_run(recorded) if recorded is not None else _from_file(path)
@@ -67,6 +70,7 @@ def simulate(
         rules=rules,
         ablate=ablate,
     )
+    _require_writable(json, pictures)
     sys.stdout.write(note)
     processes = processes or min(2, os.cpu_count() or 1)
     if best_split:
@@ -82,17 +86,30 @@ def simulate(
     sys.stdout.write(f"{table(made)}\n")
     if pictures is not None:
         drawn = draw(made, found)
-        try:
-            pictures.mkdir(parents=True, exist_ok=True)
+        with _writing("--pictures", pictures):
             for name, picture in drawn.items():
                 (pictures / f"{name}.svg").write_text(picture, encoding="utf-8")
-        except OSError as err:
-            raise ConfigError(f"--pictures {pictures}: cannot be written: {err.strerror}") from err
     if json is not None:
-        try:
+        with _writing("--json", json):
             json.write_bytes(as_json(results))
-        except OSError as err:
-            raise ConfigError(f"--json {json}: cannot be written: {err.strerror}") from err
+
+
+def _require_writable(json: Path | None, pictures: Path | None) -> None:
+    """Found out before the first simulation, not after the last."""
+    if pictures is not None:
+        with _writing("--pictures", pictures):
+            pictures.mkdir(parents=True, exist_ok=True)
+    if json is not None:
+        with _writing("--json", json):
+            json.touch()
+
+
+@contextmanager
+def _writing(option: str, path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as err:
+        raise ConfigError(f"{option} {path}: cannot be written: {err.strerror}") from err
 
 
 def _with(workload: Workload, overrides: Sequence[str]) -> Workload:

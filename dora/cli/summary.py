@@ -35,6 +35,8 @@ def print_summary(now: Snapshot, *, folder: RunFolder) -> None:
     kept = ", ".join(name for name in ("C1", "C2", "C3") if name not in now.by_design)
     lines.append(f"  audit of {kept}: {_verdict(now, folder=folder)}")
     lines.append(f"  everything is in {folder.root}")
+    if now.phase == "interrupted":
+        lines.append(f"  go on with it: dora run --resume {folder.root}")
     sys.stdout.write("\n".join(lines) + "\n")
 
 

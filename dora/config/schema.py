@@ -24,6 +24,9 @@ Seconds = Annotated[float, Field(gt=0.0)]
 
 #: Servers to start where nobody says how many, and names none.
 DEFAULT_INSTANCES = 4
+#: A server, and where the controller listens (a wildcard or a name of an interface is ZeroMQ's to resolve).
+_SERVER_URL = re.compile(r"https?://[^\s/]+(/\S*)?")
+_LISTEN_ADDRESS = re.compile(r"tcp://\S+:(\d+|\*)")
 #: What `engine.command` may ask for.
 PLACEHOLDERS = ("model", "host", "port", "tp", "slots", "kv_tokens", "dtype", "device", "threads")
 
@@ -216,7 +219,8 @@ class TrainerConfig(Section):
     max_grad_norm: Annotated[float, Field(gt=0.0)] = 1.0
     """Gradient norm above which the gradient is scaled down."""
     advantage: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
-    """Group-relative advantage (losses.md §2): reward minus the group's mean, over its deviation for `grpo`."""
+    """Group-relative advantage. `dr_grpo`: reward minus the group's mean. `grpo`: that over the deviation in the group.
+    `rloo`: reward minus the mean of the other siblings."""
     clip_low: Annotated[float, Field(gt=0.0)] = 0.2
     """PPO clip below 1."""
     clip_high: Annotated[float, Field(gt=0.0)] = 0.28
@@ -327,7 +331,7 @@ class WeightsConfig(Section):
     """The version store."""
 
     memory_folder: Path = Path("/dev/shm")
-    """Memory-backed folder for live versions; used where it has room for K + 3 versions, else the run folder."""
+    """Memory-backed folder for live versions; used where it has room for K + 4 versions, else the run folder."""
     transport: Literal["disk", "distributed"] = "disk"
     """How versions come to the servers. `disk`: a server reads the store's folder, which it must see. `distributed`: a
     process beside the trainer broadcasts them (gloo; NCCL where trainer and server are on GPUs), and log-probs or
@@ -439,12 +443,17 @@ class Config(Section):
             )
 
     def _address_problems(self) -> Iterator[str]:
+        for url in self.engine.urls:
+            if not _SERVER_URL.fullmatch(url):
+                yield f"engine.urls: {url} is no server's address; write it as http://HOST:PORT"
         for url in sorted({url for url in self.engine.urls if self.engine.urls.count(url) > 1}):
             yield f"engine.urls: {url} is named twice; one server is one instance and holds one version at a time"
         if not self.num_instances:
             yield "engine.instances: 0 leaves the run without a server; raise it or name engine.urls"
         if self.engine.base_port and self.engine.base_port + self.num_managed - 1 > 65_535:
             yield f"engine.base_port: {self.engine.base_port} leaves no room for {self.num_managed} ports"
+        if not _LISTEN_ADDRESS.fullmatch(self.trainer.address):
+            yield f"trainer.address: {self.trainer.address} is nothing to listen on; write it as tcp://HOST:PORT"
         if self.trainer.external and self.trainer.token is None:
             yield "trainer.external: ranks started by others need the run's token; set DORA_TOKEN here and for them"
 
@@ -468,6 +477,9 @@ class Config(Section):
         for name in sorted({name for name in names if names.count(name) > 1}):
             yield f"eval.sets: two sets are named '{name}'"
         asked = {source.kind for source in self.task.sources}
+        if not asked:
+            yield "task.sources: at least one source is needed"
+            return
         for index, held_out in enumerate(self.eval.sets):
             if held_out.source.kind == "arithmetic" and "arithmetic" not in asked:
                 yield (

@@ -199,7 +199,7 @@ class Controller:
         while self._outcome is None and self._error is None and not self._interrupted:
             self._apply(await self._queue.get())
         if self._outcome is None and self._interrupted:
-            self._outcome = Outcome(finished=False, reason="go on with dora run --resume DIR")
+            self._outcome = Outcome(finished=False, reason="everything in flight is kept")
 
     def _apply(self, event: ev.Event) -> None:
         commands = self.state.handle(event)

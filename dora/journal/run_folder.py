@@ -7,6 +7,7 @@ this file joins a path below it. Called by `dora run` (create), and by resume, a
 from __future__ import annotations
 
 import itertools
+import os
 import re
 import secrets
 import time
@@ -59,6 +60,13 @@ class RunFolder:
         except OSError as err:
             raise ConfigError(f"run.folder: cannot create {parent / run_id}: {err.strerror}") from err
         return folder
+
+    @classmethod
+    def require_possible(cls, parent: Path) -> None:
+        """ConfigError if `create` could make nothing in `parent`, as far as can be said without trying."""
+        there = next(folder for folder in (parent, *parent.absolute().parents) if folder.exists())
+        if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+            raise ConfigError(f"run.folder: cannot create {parent}: {there} is no folder that can be written")
 
     @classmethod
     def open(cls, path: Path) -> RunFolder:

@@ -22,7 +22,10 @@ def hold_lease(path: Path) -> IO[bytes]:
 
     The descriptor is not inherited by exec'd children, so that none of them keeps the lease alive.
     """
-    lease = path.open("ab")
+    try:
+        lease = path.open("ab")
+    except OSError as err:
+        raise ConfigError(f"{path}: cannot be written ({err.strerror})") from err
     try:
         fcntl.flock(lease, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as err:

@@ -31,6 +31,7 @@ class ProcessPlan:
     #: It is ready when /health answers at this port of HOST; 0: a free one, chosen at each start, in place of each
     #: `{port}` in argv. None: it is ready when it prints `ready <url>`.
     port: int | None = None
+    field: str = ""  #: the setting that gave the command, where one did
     watches_lease: bool = True  #: else it ends with this process by the kernel's doing
 
 
@@ -86,6 +87,7 @@ def _engine(config: Config, *, index: int, model: Path, env: Mapping[str, str]) 
         env=env,
         ready_timeout_s=engine.start_timeout_s,
         port=port if not is_embedded and any("{port}" in word for word in words) else None,
+        field="engine.command" if engine.command else "",
         watches_lease=is_embedded,
     )
 
@@ -131,7 +133,8 @@ def plan_trainer(
     torchrun = ("-m", "torch.distributed.run", *meet)
     ranks = ("--nproc-per-node", str(config.trainer.ranks))
     argv = config.trainer.command or (sys.executable, *torchrun, *ranks, "-m", "dora", "train")
-    return ProcessPlan(name="trainer", argv=argv, env=env, ready_timeout_s=None)
+    field = "trainer.command" if config.trainer.command else ""
+    return ProcessPlan(name="trainer", argv=argv, env=env, ready_timeout_s=None, field=field)
 
 
 def plan_sender(config: Config, *, lease: Path, environ: Mapping[str, str]) -> ProcessPlan:

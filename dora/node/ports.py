@@ -21,7 +21,8 @@ def require_free_ports(config: Config) -> None:
     if config.engine.base_port:
         for index in range(config.num_managed):
             _require_free(HOST, config.engine.base_port + index, field="engine.base_port", who=f"engine {index}")
-    _require_free(config.status.host, config.status.port, field="status.port", who="the status endpoint")
+    status = config.status
+    _require_free(status.host, status.port, field="status.port", host_field="status.host", who="the status endpoint")
     if found := _NUMERIC_ADDRESS.fullmatch(config.trainer.address):
         _require_free(found[1], int(found[2]), field="trainer.address", who="the controller")
 
@@ -32,12 +33,14 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _require_free(host: str, port: int, *, field: str, who: str) -> None:
+def _require_free(host: str, port: int, *, field: str, who: str, host_field: str = "") -> None:
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: a closing one is no obstacle
             probe.bind(address)
+    except socket.gaierror as err:
+        raise ConfigError(f"{host_field or field}: {host} is no address ({err.strerror})") from err
     except OSError as err:
         raise ConfigError(
             f"{field}: {who} cannot listen on {host}:{port} ({err.strerror}); choose another, or 0 for any free port"

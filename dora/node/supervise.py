@@ -120,7 +120,10 @@ class Child:
                 preexec_fn=None if self.plan.watches_lease else _die_with_parent,
             )
         except OSError as err:
-            raise ConfigError(f"{self.plan.name}: {self.plan.argv[0]} cannot be started ({err.strerror})") from err
+            where = f"{self.plan.field}: " if self.plan.field else ""
+            raise ConfigError(
+                f"{where}{self.plan.name}: {self.plan.argv[0]} cannot be started ({err.strerror})"
+            ) from err
 
     async def _ready_line(self, process: asyncio.subprocess.Process) -> str:
         """The URL that it prints; "" if it ends first."""

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
 from dora.errors import ConfigError, DoraError, ProtocolError
-from dora.trainer.model import Policy, make_mesh
+from dora.trainer.model import Policy, make_mesh, require_device
 from dora.trainer.publish import Publisher
 from dora.trainer.step import Trainer
 from dora.transport.messages import Configure, MicroBatch, SaveCheckpoint, Stop, TrainerFailed
@@ -62,6 +62,7 @@ def run(end: TrainerEnd, *, local_rank: int) -> None:
         raise ProtocolError(f"the first message is {type(order).__name__}, expected Configure")
     settings = order.settings
     torch.set_num_threads(settings.threads)
+    require_device(settings.device, index=local_rank)
     if settings.device == "cuda":
         torch.cuda.set_device(local_rank)
     _join("nccl" if settings.device == "cuda" else "gloo")

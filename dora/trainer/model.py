@@ -117,6 +117,15 @@ def _select(logits_PV: Tensor, targets_P: Tensor, temperature: float) -> tuple[T
     return log_softmax_PV.gather(-1, targets_P[:, None])[:, 0], entropy_P
 
 
+def require_device(device: str, *, index: int = 0) -> None:
+    """ConfigError unless torch can use device `index` of this kind."""
+    if device == "cuda" and torch.cuda.device_count() <= index:
+        raise ConfigError(
+            f"trainer.device: torch can use {torch.cuda.device_count()} CUDA devices here, rank {index} of this host "
+            "needs one of its own; lower trainer.ranks, or take cpu"
+        )
+
+
 def make_mesh(device: str) -> DeviceMesh:
     """All ranks in one dimension, along which the weights are sharded."""
     return init_device_mesh(device, (dist.get_world_size(),))

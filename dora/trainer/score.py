@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from dora.trainer import attention
-from dora.trainer.model import logprobs
+from dora.trainer.model import logprobs, require_device
 from dora.trainer.packing import make_row
 
 TOKENS_PER_ROW = 4_096  # sequences are packed up to this many tokens; a longer one has a row of its own
@@ -34,6 +34,7 @@ def score(
     """For each sequence the log-probs of its tokens after the prompt, under softmax(logits / temperature)."""
     if min(prompt_lengths, default=1) < 1:
         raise ValueError("the first token of a sequence has no log-prob; prompts have at least one token")
+    require_device(device)
     disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(
         model_path,

@@ -184,7 +184,7 @@ def checksum_of(path: Path) -> str:
 def choose_memory_root(folder: Path, *, run_id: str, needed_bytes: int, fallback: Path) -> Path:
     """`folder`/dora-<run_id>, readable by this user alone, if `folder` has room for `needed_bytes`; else `fallback`.
 
-    `needed_bytes` covers all versions that may be live at once (K + 3 of them). What an earlier start of the same
+    `needed_bytes` covers all versions that may be live at once (K + 4 of them). What an earlier start of the same
     run left there counts as room. A container's shared memory is often 64 MB: then `fallback` is the answer.
     """
     root = folder / f"dora-{run_id}"

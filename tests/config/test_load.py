@@ -180,6 +180,11 @@ def test_a_syntax_error_names_file_line_and_column(tmp_path: Path):
         ),
         (["run.no_progress_s=100"], "rollout.watchdog_s: 3 x 120 s must be below run.no_progress_s (100 s)"),
         (['engine.urls=["http://a", "http://b", "http://a"]'], "engine.urls: http://a is named twice"),
+        (
+            ['engine.urls=["10.0.0.5:30000"]', "rollout.strategy=sync"],
+            "engine.urls: 10.0.0.5:30000 is no server's address",
+        ),
+        (["trainer.address=0.0.0.0:5000"], "trainer.address: 0.0.0.0:5000 is nothing to listen on; write it as tcp://"),
         (["engine.base_port=65533"], "engine.base_port: 65533 leaves no room for 4 ports"),
         (
             ["engine.instances=0", "rollout.strategy=sync"],

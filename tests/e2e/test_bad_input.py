@@ -52,6 +52,8 @@ NO_EVALUATION = settings(eval__sets="[]")
         ),
         ('task.rewards=[{kind="function", name="json:no_such_reward"}]', r"task.rewards.0.name: .*no_such_reward"),
         ("run", r"--set run: wants key=value"),
+        ("task.sources=[]", r"task.sources: at least one source is needed"),
+        ("status.host=no.such.host.invalid", r"status.host: no.such.host.invalid is no address \("),
     ],
 )
 def test_a_setting_that_cannot_work_is_one_line_before_anything_starts(tmp_path: Path, setting: str, says: str) -> None:
@@ -94,6 +96,8 @@ def test_a_missing_column_is_named_with_those_present(tmp_path: Path) -> None:
 def test_a_run_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.touch()
+    result = run_to_end("check", *settings(run__folder=blocked / "runs", status__port=0))
+    assert_one_clear_error(result, code=2, says=rf"run.folder: cannot create {blocked}/runs: {blocked} is no folder")
     result = run_to_end("run", *settings(run__folder=blocked / "runs", status__port=0))
     assert_one_clear_error(result, code=2, says=rf"run.folder: cannot create {blocked}/runs/\S+: Not a directory")
     result = run_to_end("run", *settings(run__folder=blocked, status__port=0))

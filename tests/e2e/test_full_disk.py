@@ -11,7 +11,7 @@ import pytest
 
 from tests.e2e.runs import Run, assert_audit_clean, settings, small, until
 
-#: A version is 2.3 MB, a checkpoint 5.4; `dora` asks for room for K + 3 versions, twice over, before it uses a memory
+#: A version is 2.3 MB, a checkpoint 5.4; `dora` asks for room for K + 4 versions, twice over, before it uses a memory
 #: folder. All versions of STEPS and three checkpoints take 47.
 MEGABYTES = 64
 #: What is left for the journal on a full disk: no room for a version.

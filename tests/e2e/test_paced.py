@@ -147,3 +147,10 @@ def test_a_workload_with_faults_is_refused(tmp_path: Path) -> None:
     path.write_text("[faults]\ninstance_hours = 1.0\n")
     result = run_to_end("pace", str(path), "--folder", str(tmp_path))
     assert_one_clear_error(result, code=2, says="faults: are simulated, not paced")
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "workload.toml"
+    path.write_text(WORKLOAD)
+    result = run_to_end("pace", str(path), "--folder", str(path / "runs"))
+    assert_one_clear_error(result, code=2, says=rf"--folder {path}/runs: cannot be written: Not a directory")

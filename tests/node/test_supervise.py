@@ -137,8 +137,11 @@ async def test_a_child_whose_input_cannot_work_is_a_config_error(node: Node):
 
 
 async def test_a_program_that_does_not_exist_is_a_config_error(node: Node):
-    missing = ProcessPlan(name="engine-0", argv=("/nonexistent/python",), env={}, ready_timeout_s=None)
-    with pytest.raises(ConfigError, match=r"engine-0: /nonexistent/python cannot be started \(No such file"):
+    argv, field = ("/nonexistent/python",), "engine.command"
+    missing = ProcessPlan(name="engine-0", argv=argv, env={}, ready_timeout_s=None, field=field)
+    with pytest.raises(
+        ConfigError, match=r"^engine.command: engine-0: /nonexistent/python cannot be started \(No such file"
+    ):
         await node.add(missing).start()
 
 

@@ -95,11 +95,15 @@ def test_what_cannot_work_is_one_line() -> None:
         (["--set", "fleet.push=1"], "--set fleet.push=1: Object contains unknown field `push`"),
         (["--set", "fleet.push_fixed_s=soon"], "Expected `float`, got `str` - at `$.fleet.push_fixed_s`"),
         (["--set", "job.group_size=1"], "job.group_size: must be 2 at least"),
+        (["--instances", "0"], "--instances 0: a fleet has at least one instance"),
+        (["--json", "/dev/null/results.json"], "--json /dev/null/results.json: cannot be written"),
+        (["--pictures", "/dev/null/pictures"], "--pictures /dev/null/pictures: cannot be written"),
     ]:
         done = dora(*words)
         assert done.returncode == 2
         assert len(done.stderr.splitlines()) == 1
         assert said in done.stderr
+        assert done.stdout == "", "it is refused before the first simulation"
 
 
 def test_an_ablation_leaves_out_one_rule_of_dora_at_a_time() -> None:

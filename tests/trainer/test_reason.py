@@ -5,8 +5,11 @@ from __future__ import annotations
 import subprocess
 import sys
 
-from dora.errors import ProtocolError
+import pytest
+
+from dora.errors import ConfigError, ProtocolError
 from dora.trainer.main import reason_of
+from dora.trainer.model import require_device
 
 #: Rank 1 leaves; rank 0 waits for it in a collective.
 LEFT_ALONE = """
@@ -38,6 +41,14 @@ def test_errors_of_ours_are_told_as_they_are() -> None:
 
 def test_a_bug_is_told_by_its_name() -> None:
     assert reason_of(KeyError("x")) == "KeyError('x')"
+
+
+def test_a_rank_without_a_gpu_of_its_own_says_what_to_lower() -> None:
+    with pytest.raises(
+        ConfigError, match=r"^trainer.device: torch can use \d+ CUDA devices here, rank 99 of this host"
+    ):
+        require_device("cuda", index=99)
+    require_device("cpu", index=99)
 
 
 def test_a_rank_left_alone_in_a_collective_says_so(tmp_path) -> None:
