@@ -226,7 +226,8 @@ class _Run:
             try:
                 outcome = await self.controller.run(self.first)
             except RunFailed as err:
-                raise RunFailed(f"{err}; its logs are in {folder.logs}") from err
+                go_on = "" if state.finished else f"; go on with dora run --resume {folder.root}"
+                raise RunFailed(f"{err}; its logs are in {folder.logs}{go_on}") from err
             observer.end(outcome)
         check_invariants(state)
         if isinstance(trainer, TrainerLink) and outcome.finished:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from dora.cli.assemble import Inputs
 from dora.controller.trajectories import Trajectories
-from dora.core.commands import FinishRun
+from dora.core.commands import FailRun, FinishRun
 from dora.core.events import ControllerRestarted
 from dora.core.groups import Trajectory
 from dora.core.ids import GroupId, TrajectoryId
@@ -50,6 +50,11 @@ def read_run(folder: RunFolder) -> tuple[Settings, ControllerState, float, int]:
         for command in commands:
             if isinstance(command, FinishRun):
                 raise ConfigError(f"{folder.root}: the run has ended: {command.reason}; there is nothing to resume")
+            if isinstance(command, FailRun):
+                raise ConfigError(
+                    f"{folder.root}: the run has failed and cannot go on: {command.reason}; start a new one, from its "
+                    "newest version if you like (dora export, then model.path)"
+                )
     return journal.header.settings, found.state, last_at, max(epochs, default=-1) + 1
 
 

@@ -211,9 +211,9 @@ class Answers(Decisions):
             common = sorted(self.top_up_rewards.items(), key=lambda item: -item[1])[:5]
             rewards = ", ".join(f"{'none' if reward is None else f'{reward:g}'} x {n}" for reward, n in common)
             self._fail(
-                f"step {self.formation.step} had to top up {self.top_ups} groups (max_top_up is "
+                f"step {self.formation.step} had to top up {self.top_ups} groups (rollout.max_top_up is "
                 f"{self.settings.max_top_up:g} x {self.settings.groups_per_step}); the last one left as {key}; "
-                f"their siblings' rewards: {rewards}"
+                f"their siblings' rewards: {rewards}; bring prompts that are neither always nor never solved"
             )
         if not group.ungraded:
             group.let_go()

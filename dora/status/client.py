@@ -47,7 +47,8 @@ async def _send(
         ):
             return answer.status, await answer.read()
     except (aiohttp.ClientConnectionError, aiohttp.InvalidURL) as err:
-        raise ConfigError(f"{address}: nobody answers there ({err}); is a run alive, and is this its address?") from err
+        why = (err.os_error.strerror or err.os_error) if isinstance(err, aiohttp.ClientConnectorError) else err
+        raise ConfigError(f"{address}: nobody answers there ({why}); is a run alive, and is this its address?") from err
     except TimeoutError as err:
         raise RemoteError(f"{address}: no answer within {timeout_s:g} s") from err
     except aiohttp.ClientError as err:

@@ -203,8 +203,8 @@ def test_more_top_ups_than_allowed_stop_the_job_and_show_the_rewards() -> None:
     core.answer(0, rewards=(0.0, 0.0))
     core.answer(1, rewards=(1.0, 1.0))
     assert core.answer(2, rewards=(0.0, 0.0))[-1] == cmd.FailRun(
-        "step 0 had to top up 3 groups (max_top_up is 1 x 2); the last one left as filtered: zero variance; "
-        "their siblings' rewards: 0 x 4, 1 x 2"
+        "step 0 had to top up 3 groups (rollout.max_top_up is 1 x 2); the last one left as filtered: zero variance; "
+        "their siblings' rewards: 0 x 4, 1 x 2; bring prompts that are neither always nor never solved"
     )
     assert core.tick(1.0) == []
 

@@ -148,11 +148,12 @@ def test_a_killed_engine_is_started_again_but_a_killed_rank_ends_the_run(tmp_pat
         run.engine(0).kill()
         run.until_status(lambda s: s["instances"][0]["incarnation"] == 2, what="the engine is back")
         run.until_trained(before["steps_trained"] + 2)
-        children = run.children()
+        children, folder = run.children(), run.folder
         run.ranks()[1].kill()
         code = run.end()
     assert code == 1, run.told()
     lost, line = "".join(run.err).splitlines()
     assert lost.startswith("warning: instance_lost instance=0 reason=")  # its end, or a stream that broke off
+    assert line.endswith(f"its logs are in {folder.logs}; go on with dora run --resume {folder.root}")
     assert line.startswith("dora: trainer ")  # that it ended, or what the other rank says of it: the first to arrive
     until_gone(children)

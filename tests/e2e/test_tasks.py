@@ -19,6 +19,7 @@ from tests.e2e.runs import (
     events_of,
     orders_of,
     run_to_end,
+    settings,
     small,
 )
 
@@ -93,8 +94,11 @@ def test_a_reward_without_variance_stops_the_job_and_shows_the_rewards(tmp_path:
         task__sources=rows(tmp_path, hangs=(False, False)),
     )
     result = run_to_end("run", *arguments)
-    says = r"step 0 had to top up 5 groups \(max_top_up is 2 x 2\); .*filtered: zero variance.* rewards.*0\.5"
+    says = r"step 0 had to top up 5 groups \(rollout.max_top_up is 2 x 2\); .*filtered: zero variance.* rewards.*0\.5"
     assert_one_clear_error(result, code=1, says=says)
+    [folder] = (tmp_path / "runs").iterdir()
+    result = run_to_end("run", "--resume", str(folder), *settings(status__port=0))
+    assert_one_clear_error(result, code=2, says="the run has failed and cannot go on: step 0 had to top up 5 groups")
 
 
 def test_rollouts_are_trained_from_disk(tmp_path: Path) -> None:

@@ -1,0 +1,40 @@
+"""What README and docs name is there: files, commands, settings, and an example that loads."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from typer.main import get_command
+
+from dora.cli.app import app
+from dora.config.load import load
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", ROOT / "bench" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+#: A path with a folder, or a page by its name; from the root, from dora/, or from where it is named.
+NAMED_FILE = re.compile(r"(?<![\w./<>{}-])(?:[a-z_-]+/)+[\w.-]+\.(?:py|md|toml|html)\b|\b[A-Z-]{4,}\.md\b")
+#: In an example they are the reader's own.
+READERS_OWN = {"data", "models"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_file_that_a_page_names_is_there(page: Path) -> None:
+    named = {name for name in NAMED_FILE.findall(page.read_text()) if name.split("/")[0] not in READERS_OWN}
+    homes = (ROOT, ROOT / "dora", page.parent)
+    assert {name for name in named if not any((home / name).is_file() for home in homes)} == set()
+
+
+def test_the_example_of_the_readme_is_a_config(tmp_path: Path) -> None:
+    [example] = re.findall(r"```toml\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    path = tmp_path / "job.toml"
+    path.write_text(example)
+    config = load(path, environ={})
+    assert config.model.path == "models/Qwen3-0.6B"
+
+
+def test_the_table_of_the_readme_has_every_command() -> None:
+    told = set(re.findall(r"^\| `dora (\w+)", (ROOT / "README.md").read_text(), re.MULTILINE))
+    commands = get_command(app).commands.items()  # type: ignore[attr-defined]
+    assert told == {name for name, command in commands if not command.hidden}
