@@ -8,7 +8,7 @@ from pathlib import Path
 
 from dora.errors import ConfigError
 from dora.journal.run_folder import RunFolder
-from dora.weights.store import StoreError, VersionStore, checksum_of
+from dora.weights.store import StoreError, VersionStore, checksum_of, clear_errors
 
 
 def export(folder: Path, *, version: int | None, to: Path | None) -> None:
@@ -26,11 +26,11 @@ def export(folder: Path, *, version: int | None, to: Path | None) -> None:
     if target.exists():
         raise ConfigError(f"{target}: exists already; name another folder with --to")
     source, manifest = store.folder(chosen), store.manifest(chosen)
-    target.mkdir(parents=True)
-    for name, checksum in manifest.files.items():
-        (target / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(source / name, target / name)
-        if checksum_of(target / name) != checksum:
-            shutil.rmtree(target)
-            raise StoreError(f"{source / name}: does not match its checksum; version {chosen} is damaged")
+    with clear_errors(f"--to {target}: cannot be written", remove=target):
+        target.mkdir(parents=True)
+        for name, checksum in manifest.files.items():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source / name, target / name)
+            if checksum_of(target / name) != checksum:
+                raise StoreError(f"{source / name}: does not match its checksum; version {chosen} is damaged")
     sys.stdout.write(f"version {chosen} of {run.run_id} is in {target}\n")

@@ -234,6 +234,11 @@ class _Run:
             await self._end_trainer(trainer, node, outcome.reason)
         journal.sync()
         print_summary(observer.snapshot(), folder=folder)
+        if outcome.finished and (lost := store.stranded(state.window.entries)):
+            raise RunFailed(
+                f"{folder.versions} has no room for the last version, {lost[-1]}; it is in {store.memory_root} alone, "
+                "which is memory: copy it from there"
+            )
         return outcome
 
     async def _emit(self, event: ev.Event) -> None:
@@ -262,9 +267,16 @@ class _Run:
         if root != folder.versions:
             self.stack.enter_context(claim(root))
         store = VersionStore(memory_root=root, durable_root=folder.versions)
-        self.stack.callback(store.close)
+        self.stack.callback(self._close_store, store)
         store.sweep()
         return store
+
+    def _close_store(self, store: VersionStore) -> None:
+        """What a full disk had no room for is neither deleted nor passed over in silence."""
+        needed = list(self.job.state.window.entries)
+        if stranded := store.stranded(needed):
+            log.error("versions_in_memory_only", versions=stranded, kept_in=str(store.memory_root))
+        store.close(needed=needed)
 
     def _restore(self, trajectories: Trajectories, store: VersionStore) -> Path | None:
         """What an earlier controller left; returns the trainer's checkpoint."""
@@ -275,6 +287,8 @@ class _Run:
             job.folder, job.state, at=self.now(), epoch=job.epoch, trajectories=trajectories, inputs=job.inputs
         )
         resuming.require_versions(job.state, store)
+        for version in store.stranded(job.state.window.entries):
+            store.copy_durable(version)
         self.first.append(resumed.restarted)
         for instance in [i for i in job.state.instances if i >= job.config.num_instances]:
             sys.stderr.write(f"dora: instance {instance} had joined at run time and is forgotten; add it again\n")

@@ -20,7 +20,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -157,9 +157,18 @@ class VersionStore:
                 if path.is_dir() and (is_temporary or (_version_of(path) is not None and not _read_manifest(path))):
                     shutil.rmtree(path)
 
-    def close(self) -> None:
-        """At the end of a run: delete the live root with all that it holds, unless it is the durable one."""
-        if not self._is_shared:
+    def stranded(self, versions: Iterable[int]) -> list[int]:
+        """Those of `versions` that the live root alone holds: the disk had no room for them."""
+        return sorted(set(versions) & set(self.live()) - set(self.durable()))
+
+    def close(self, *, needed: Iterable[int] = ()) -> None:
+        """At the end of a run: delete the live root with all that it holds, unless it is the durable one.
+
+        If it alone holds a `needed` version, it stays: without an owner file, so that no other run sweeps it.
+        """
+        if self.stranded(needed):
+            (self._memory / OWNER).unlink(missing_ok=True)
+        elif not self._is_shared:
             shutil.rmtree(self._memory, ignore_errors=True)
 
     def _find(self, version: int) -> tuple[Path, Manifest] | None:

@@ -14,7 +14,17 @@ import pytest
 
 from dora.journal.run_folder import RunFolder
 from dora.trainer.metrics import METRICS
-from tests.e2e.runs import Run, alive, assert_audit_clean, command, environment, get, run_to_end, settings
+from tests.e2e.runs import (
+    Run,
+    alive,
+    assert_audit_clean,
+    assert_one_clear_error,
+    command,
+    environment,
+    get,
+    run_to_end,
+    settings,
+)
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -180,6 +190,11 @@ def test_a_version_that_was_never_published_is_not_exported(finished: Finished) 
     result = run_to_end("export", str(finished.folder.root), "--version", "99")
     assert result.returncode == 2
     assert "--version 99:" in result.stderr
+
+
+def test_a_place_that_cannot_hold_an_export_is_named(finished: Finished) -> None:
+    result = run_to_end("export", str(finished.folder.root), "--to", "/dev/null/model")
+    assert_one_clear_error(result, code=1, says="--to /dev/null/model: cannot be written: .*Not a directory")
 
 
 def test_a_finished_run_is_not_resumed(finished: Finished) -> None:

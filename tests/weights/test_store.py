@@ -264,3 +264,26 @@ def test_the_manifest_on_disk_is_plain_json(store: VersionStore) -> None:
     publish(store, 9)
     on_disk = json.loads((store.folder(9) / MANIFEST).read_text())
     assert on_disk == {"version": 9, "files": store.manifest(9).files, "num_bytes": NUM_BYTES}
+
+
+def test_what_the_disk_had_no_room_for_outlives_the_run_and_no_sweep_takes_it(tmp_path: Path) -> None:
+    memory, disk = tmp_path / "dora-run", tmp_path / "disk"
+    memory.mkdir()
+    with claim(memory):
+        store = VersionStore(memory_root=memory, durable_root=disk)
+        for version in (3, 4):
+            publish(store, version)
+        store.copy_durable(3)
+        assert store.stranded([3, 4, 5]) == [4]
+        store.close(needed=[3, 4])
+    assert sweep_orphans(tmp_path) == []
+    assert VersionStore(memory_root=memory, durable_root=disk).live() == [3, 4]
+
+
+def test_the_live_root_goes_when_the_disk_has_every_needed_version(tmp_path: Path) -> None:
+    store = VersionStore(memory_root=tmp_path / "memory", durable_root=tmp_path / "disk")
+    for version in (3, 4):
+        publish(store, version)
+    store.copy_durable(4)
+    store.close(needed=[4])
+    assert not (tmp_path / "memory").exists()
