@@ -6,7 +6,6 @@ token counts are what the token store really holds. Called by `run`.
 
 from __future__ import annotations
 
-import json
 from array import array
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,11 +98,6 @@ def latest_checkpoint(folder: Path) -> Path | None:
     """The newest complete checkpoint: its manifest is written last."""
     complete = [path for path in sorted(folder.glob("step-*")) if (path / "manifest.json").is_file()]
     return complete[-1] if complete else None
-
-
-def checkpoint_step(checkpoint: Path | None) -> int:
-    """The step a trainer goes on with."""
-    return int(json.loads((checkpoint / "manifest.json").read_text())["step"]) if checkpoint is not None else 0
 
 
 def require_versions(state: ControllerState, store: VersionStore) -> None:

@@ -1,7 +1,7 @@
 """What becomes of answers: prompts arrive, requests end or fail, answers are graded, groups are complete or dropped.
 
 Invariant (C2): an answer that has ended was ended by itself; whatever else stops a request, it waits to go on from all
-its tokens. A fact about an attempt that is over changes nothing.
+its tokens. A fact about an attempt that is over changes nothing. Inherited by state.py, which dispatches facts to it.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 Three kinds. *Work* starts something and is answered by exactly one event that carries its `attempt`. *Notices* are
 carried out at once and answered by nothing. *Decisions* only state what the core has decided; the shell writes them
-down, and the audit reads them.
+down, and the audit reads them. Invariant: an order says what to do and never why; it holds ids, counts and versions.
+Made by the core alone; carried out by `controller/effects.py` and `sim/world.py`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The orchestrator (system.md §3, §3.1, §5): after every fact, bring the tables to rest.
 
 `_settle` runs the decisions in a fixed order, each only where something changed: form the step, feed the trainer,
-evaluate, dispatch and admit, place empty instances, consolidate, release, dismiss, fetch, conclude.
+evaluate, dispatch and admit, place empty instances, consolidate, release, dismiss, fetch, conclude. Invariant: settled
+tables are left alone by a second call at the same time. Inherited by answers.py, called by `ControllerState.handle`.
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
 """Evaluation beside rollout: held-out samples of one version at a time.
 
 Invariant: at most one version is under evaluation; its samples carry that version, never enter the ledger, and are
-decoded only by instances that hold it. Version 0 comes first, the last version last.
+decoded only by instances that hold it. Version 0 comes first, the last version last. Called by decisions.py, which
+places samples, and answers.py, which counts them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dora.core.groups import Trajectory, TrajectoryPhase
+from dora.core.groups import Trajectory
 from dora.core.ids import TrajectoryId, evaluation_id
 
 
@@ -52,9 +53,3 @@ class Evaluation:
         version, self.version = self.version, None
         self.trajectories = {}
         return version
-
-    def rewind(self) -> None:
-        """Recompute what waits after all instances are gone."""
-        self.waiting = [t for t in self.trajectories.values() if t.phase is TrajectoryPhase.WAITING]
-        self.waiting.reverse()
-        self.num_resident = 0

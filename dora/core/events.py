@@ -4,6 +4,7 @@ Invariant: an event says what happened, never what to do; time is `at` (seconds 
 shell's clock); counts are tokens. Events are journaled as they arrive, so the state at any moment is the fold of
 the journal. Completions carry the `attempt` of their command: one with an old attempt is counted and ignored.
 
+Made by the shell, the simulator and tests; taken in by `ControllerState.handle` alone.
 Structs rather than frozen dataclasses because the core's event rate asks for it (bench/core.py).
 """
 

@@ -3,8 +3,8 @@ staleness bound.
 
 Let s be the step being formed, c the groups committed to it, N the step size, and U the unconsumed groups. F: no group
 in U has a deadline below s, and for every m >= 0 the number of groups in U with deadline <= s + m is at most
-(N - c) + m·N. Admission and commit keep F; closing carries it over; filtering only loosens it. docs/STALENESS.md
-has the proof.
+(N - c) + m·N. Admission and commit keep F; closing carries it over; filtering only loosens it (invariant; the proof is
+in docs/STALENESS.md). Called by decisions.py, which asks first, and interrupts.py, which drops.
 """
 
 from __future__ import annotations

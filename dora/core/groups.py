@@ -1,7 +1,8 @@
 """The ledger: prompt groups, their trajectories, and where each stands.
 
 Invariant: every admitted group is in exactly one phase, `Ledger.counts` holds how many are in each, and a phase
-changes only along TRANSITIONS. That is conservation (C2): admitted = the sum of the counts.
+changes only along TRANSITIONS. That is conservation (C2): admitted = the sum of the counts. Called by the handlers and
+decisions of state.py and its bases; others read.
 """
 
 from __future__ import annotations

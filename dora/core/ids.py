@@ -1,4 +1,4 @@
-"""Identifiers and numbering, fixed here once. All numbers are 0-based.
+"""Identifiers and numbering, fixed here once and used everywhere. All numbers are 0-based.
 
 Policy version v is the weights after step v - 1; version 0 is the start. Step s trains under version s and
 publishes version s + 1. A group's id is its prompt's position in the prompt stream, so the stream's cursor is
@@ -32,11 +32,6 @@ def trajectory_id(group: GroupId, sibling: int, *, group_size: int) -> Trajector
 def group_of(trajectory: TrajectoryId, *, group_size: int) -> GroupId:
     """Group of a training trajectory."""
     return GroupId(trajectory // group_size)
-
-
-def sibling_of(trajectory: TrajectoryId, *, group_size: int) -> int:
-    """Place of a training trajectory within its group."""
-    return trajectory % group_size
 
 
 def evaluation_id(version: int, index: int, *, num_samples: int) -> TrajectoryId:

@@ -1,7 +1,7 @@
 """The instance table: what each inference server holds, what runs on it, and how much room is left.
 
 Invariant (C1): an instance changes its version only while nothing is resident or reserved on it; it gets work only
-while SERVING a version that a push has confirmed.
+while SERVING a version that a push has confirmed. Called by tables.py, moves.py and state.py; placement.py reads.
 """
 
 from __future__ import annotations

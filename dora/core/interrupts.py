@@ -4,6 +4,7 @@ Invariant: a group that is given up leaves the ledger at once and once; its sibl
 ended. With `Rules.in_flight` everything that is not trained belongs to the newest version (`Group.current`), while the
 tag stays what it was: staleness counts from it, and an answer with a span of another version counts as a conflict. An
 evaluation keeps its version all the same: an instance that decodes samples of one is updated when they have ended.
+Inherited by decisions.py; called by the handlers of answers.py and state.py too.
 """
 
 from __future__ import annotations

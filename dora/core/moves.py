@@ -2,7 +2,7 @@
 
 Invariant: nothing is stopped that cannot go on from all its tokens. A drained instance is barred: it gets neither work
 nor weights, and does not count as a server of the version that it holds, until it is recalled. A request that would
-leave no other instance to take work is refused.
+leave no other instance to take work is refused. Inherited by interrupts.py.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
 """Placement choices as functions of data (system.md §5.2, §5.3): how many instances each version deserves, and
 whether what is left of an old version can be packed onto fewer of them.
+
+Invariant: no more than the fleet is allotted, and a plan fits slots and KV of its targets. Called by decisions.py.
 """
 
 from __future__ import annotations

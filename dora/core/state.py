@@ -2,7 +2,8 @@
 
 Invariant: the state is the fold of its events; the same events give the same commands, in any process. The
 controller, the simulator, replay and audit all drive this object. One handler per fact (`_on_<event>`): look up, update
-the tables; then `_settle` (decisions.py) brings them to rest. What concerns answers is in answers.py.
+the tables; then `_settle` (decisions.py) brings them to rest. One class in six files, each a base of the next: the data
+(tables.py), moves.py, interrupts.py, decisions.py, the handlers that concern answers (answers.py), the others here.
 """
 
 from __future__ import annotations

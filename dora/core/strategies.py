@@ -1,6 +1,7 @@
 """The strategies as settings of the same rules (system.md §4), and the settings a run's decisions depend on.
 
-One controller, one code path: a comparison between strategies compares these few values and nothing else.
+One controller, one code path: a comparison between strategies compares these few values and nothing else (invariant: no
+other module of the core knows a strategy by its name). Read by the core and by whoever makes a job: cli, sim.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The state's data and the few bookkeeping moves that handlers and decisions share. No choice is made here.
 
 Invariant: a trajectory becomes resident, or ceases to be, only through `_begin` and `_end`, so that instance, version
-and evaluation counters can never disagree.
+and evaluation counters can never disagree. Inherited by moves.py and so by all of `ControllerState`; read by the shell.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 Invariant: the waves of a step are numbered from 0, each holds one micro-batch for every rank (FSDP2 hangs on unequal
 counts), every committed trajectory is in exactly one of them, and the last one is marked once the step is closed.
-Waves are kept until a checkpoint covers their step, so that a restarted trainer is fed the very same ones.
+Waves are kept until a checkpoint covers their step, so that a restarted trainer is fed the very same ones. Called by
+decisions.py and the training handlers of state.py.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A version is live while it is the newest or a group tagged with it is not yet trained (system.md §5.6), and it is held,
 without being live, while an evaluation or a push in flight needs it. Entry counters follow every change;
-`invariants.check` recomputes them.
+`invariants.check` recomputes them. Called by tables.py and whoever inherits it.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@ T >= max(T_train, W / C, (L + tau) / (K + 1)) for `dora`; the barrier strategies
 term is a bound: a perfectly balanced trainer; every instance always at the batch that fills its KV or its slots, each
 prompt read once per group; the slowest answer alone, without a queue, its calls of tools and the reading of their
 results included. Results are read, not decoded; a call holds a slot and no KV. tau holds what stands between the
-slowest answer and the next version: its own micro-batch, one update, and writing the version to the store.
+slowest answer and the next version: its own micro-batch, one update, and writing the version to the store. Called by
+sweep.py and split.py.
 """
 
 from __future__ import annotations

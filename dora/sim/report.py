@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 from statistics import fmean, median
@@ -72,7 +73,10 @@ def rows(results: Iterable[Result]) -> list[Row]:
     for r in results:
         setting = (r.devices, r.instances, r.strategy, r.rules, r.max_staleness, r.rollout_devices)
         by_setting.setdefault(setting, []).append(r)
-    sync = {s[0]: median(r.step_s for r in found) for s, found in by_setting.items() if s[2] == "sync"}
+    sync: dict[int, float] = {}  # by devices, at the fastest of its splits
+    for (devices, _, strategy, *_), found in by_setting.items():
+        if strategy == "sync":
+            sync[devices] = min(median(r.step_s for r in found), sync.get(devices, math.inf))
     return [_row(setting, found, sync_s=sync.get(setting[0])) for setting, found in by_setting.items()]
 
 

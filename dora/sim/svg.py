@@ -1,6 +1,7 @@
 """A few shapes of SVG: enough for the charts of pictures.py, without a plotting library. Pure.
 
-Units are pixels of a canvas whose background is white, so that a picture reads the same on a dark page.
+Units are pixels of a canvas whose background is white, so that a picture reads the same on a dark page. Called by
+pictures.py.
 """
 
 from __future__ import annotations

@@ -111,12 +111,6 @@ class GraderPool:
             self._idle.put_nowait(grader)
 
 
-async def check_rewards(rewards: Sequence[RewardConfig], *, timeout_s: float, memory_mb: int, field: str) -> None:
-    """Raise `ConfigError` if a grader for `rewards` cannot be made; it is really started, under its limits."""
-    async with GraderPool(rewards, graders=1, timeout_s=timeout_s, memory_mb=memory_mb, field=field):
-        pass
-
-
 class _Grader:
     """One place in the pool: a process that is started when needed and killed when in doubt."""
 

@@ -34,6 +34,7 @@ def test_a_failed_push_is_retried_after_its_back_off_and_then_the_instance_count
     assert core.tick(100.0) == []
     core.lost(0)
     assert core.up(0) == [push(0, version=0, attempt=9)]
+    assert core.push_failed(0) == [], "a server that has come up again has all its attempts before it"
 
 
 def test_a_confirmed_push_forgets_the_failures_before_it() -> None:

@@ -12,7 +12,6 @@ from dora.core.ids import (
     evaluation_id,
     evaluation_index,
     group_of,
-    sibling_of,
     trajectory_id,
 )
 
@@ -39,12 +38,7 @@ def test_no_deadline_lies_beyond_the_last_step() -> None:
 def test_trajectory_ids_count_siblings_within_groups() -> None:
     ids = [trajectory_id(GroupId(g), i, group_size=3) for g in range(3) for i in range(3)]
     assert ids == list(range(9))
-    assert [(group_of(t, group_size=3), sibling_of(t, group_size=3)) for t in ids[3:7]] == [
-        (1, 0),
-        (1, 1),
-        (1, 2),
-        (2, 0),
-    ]
+    assert [group_of(t, group_size=3) for t in ids[3:7]] == [1, 1, 1, 2]
 
 
 def test_evaluation_ids_are_negative_distinct_and_reversible() -> None:

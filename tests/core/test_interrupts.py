@@ -9,7 +9,7 @@ from dora.core import commands as cmd
 from dora.core import events as ev
 from dora.core.feasibility import Formation, Gate, formation_of
 from dora.core.groups import GroupPhase
-from dora.core.ids import FOREIGN_VERSION, GroupId, TrajectoryId
+from dora.core.ids import FOREIGN_VERSION, GroupId, InstanceId, TrajectoryId
 from dora.core.strategies import STRATEGIES, Rules, rules_of, strategy_of
 from tests.core.builders import Core, admit, commit, generate, grade, push, started, stop
 from tests.core.world import Faults, World, run, settings
@@ -232,6 +232,23 @@ def test_a_sample_that_lost_its_server_gets_the_next_empty_one_under_its_version
     core.lost(kept, {sample: 2})
     assert core.up(kept) == [push(kept, version=1, attempt=3)]
     assert core.pushed(kept, 1) == [generate(sample, on=kept, version=1, attempt=3, tokens=2)]
+
+
+def test_a_sample_without_a_server_takes_none_that_decodes_for_the_trainer() -> None:
+    core, sample, kept = evaluated()
+    core.pushed(1 - kept, 2)
+    assert core.state.instances[InstanceId(1 - kept)].num_training > 0
+    orders = core.lost(kept, {sample: 2}) + core.tick(1.0)
+    assert not [order for order in orders if isinstance(order, cmd.PushWeights)]
+
+
+def test_requests_that_a_push_held_up_have_their_time_again_when_it_is_over() -> None:
+    core = interrupted(no_progress_s=1e9)
+    pushes = [order.instance for order in core.of(cmd.PushWeights) if order.version == 1]
+    core.now += 1_000.0
+    for instance in pushes:
+        core.pushed(instance, 1)
+    assert core.tick(20.0) == []
 
 
 def test_partial_is_not_bounded_by_k_and_its_bounded_variant_is() -> None:

@@ -303,6 +303,7 @@ def test_w_grows_the_faster_the_more_the_trainer_waited() -> None:
 def test_ranks_that_wait_for_the_fullest_of_too_few_groups_count_as_waiting() -> None:
     core = started(slots=64, groups_per_step=4, max_staleness=3, num_ranks=4, micro_batch_tokens=1000)
     assert trained_step(core, waited=0.0, trained=1.0) > 6  # a group of two gives two of four ranks nothing
+    assert core.state.feed.uneven_s == core.state.feed.idle_s == 0, "every step is judged by itself"
     full = started(slots=64, groups_per_step=4, max_staleness=3, num_ranks=4, micro_batch_tokens=1)
     assert trained_step(full, waited=0.0, trained=1.0) < 6  # the same, but more groups would not have helped
 
@@ -378,6 +379,14 @@ def test_kv_pressure_stops_dispatch_to_that_instance_until_it_has_passed() -> No
         admit(2, version=0, deadline=1),
         generate(4, on=0, version=0),
     ]
+
+
+def test_a_server_that_comes_up_again_is_not_pressed() -> None:
+    core = started(slots=3)
+    core.pressed(0)
+    core.lost(0)
+    core.up(0)
+    assert {o.instance for o in core.pushed(0, 0) if isinstance(o, cmd.Generate)} == {0}
 
 
 def test_kv_pressure_moves_the_smallest_resident_to_a_peer_with_room() -> None:

@@ -23,6 +23,23 @@ def instance(id: int, *, load: int = 0) -> Instance:
     return i
 
 
+def test_an_heir_serves_the_group_with_the_fewest_unfinished_siblings_first_whosever_it_was() -> None:
+    older, newer = Version(0), Version(1)
+    for version, g in (
+        (newer, group(0, unfinished=3)),
+        (newer, group(1, unfinished=4)),
+        (older, group(2, unfinished=1)),
+    ):
+        version.enqueue(g, g.trajectories[:1])
+    newer.inherit(older)
+    served = []
+    while newer.num_waiting:
+        served.append(newer.first_waiting().id)
+        newer.dequeue(newer.first_waiting())
+    assert served == [2, 0, 1]
+    assert older.num_waiting == 0
+
+
 # -- life -------------------------------------------------------------------------------------------------------------
 
 

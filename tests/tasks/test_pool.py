@@ -16,7 +16,7 @@ import dora
 from dora.config.schema import RewardConfig
 from dora.errors import ConfigError, RunFailed
 from dora.tasks.grader import HEADER
-from dora.tasks.pool import Graded, GraderPool, GradingFailed, check_rewards
+from dora.tasks.pool import Graded, GraderPool, GradingFailed
 from dora.tasks.rewards import GradeRequest
 
 REWARDS = """
@@ -185,7 +185,8 @@ async def test_a_silent_endpoint_is_an_error_with_a_name_and_costs_no_process():
 async def test_a_reward_that_does_not_import_is_a_config_error_before_anything_is_graded():
     rewards = [RewardConfig(kind="function", name="no_such_module:f")]
     with pytest.raises(ConfigError, match=r"task.rewards.0.name: cannot import 'no_such_module'"):
-        await check_rewards(rewards, timeout_s=5, memory_mb=2048, field="task.rewards")
+        async with GraderPool(rewards, graders=1, timeout_s=5, memory_mb=2048, field="task.rewards"):
+            pass
 
 
 async def test_a_grader_that_never_starts_ends_the_run_with_its_last_words(module):
