@@ -178,7 +178,8 @@ def _print_plan(config: Config, inputs: Inputs, *, num_samples: int) -> None:
     )
     for what, text in lines(config, Shapes.read(inputs.model)):
         _say(what, text)
-    _say("weights", f"at most {version_mb:.1f} MB per version, room for {versions} in {config.weights.memory_folder}")
+    _say("weights", f"at most {version_mb:.1f} MB per version; in {config.weights.memory_folder} if it has room for "
+                    f"{versions}, else in the run folder")  # fmt: skip
     _say("evaluation", f"{len(config.eval.sets)} sets, {num_samples} answers per evaluation")
     where = f"http://{config.status.host}:{config.status.port or '<free port>'}"
     _say("status", where)
