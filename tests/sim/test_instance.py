@@ -129,6 +129,15 @@ def test_a_stopped_request_keeps_its_tokens_and_leaves_the_kv() -> None:
     assert other.use.again_s > 0
 
 
+def test_a_batch_is_as_full_as_the_slots_or_the_kv_that_it_fills_on_average() -> None:
+    """One answer of 200 tokens after a prompt of 100: 200 tokens of KV on average, of 1,000."""
+    for slots, fill in ((8, 0.2), (2, 0.5)):
+        one = instance(Server(slots=slots, kv_tokens=1_000, decode=DECODE), request(0, total=200))
+        run_out(one)
+        assert one.use.thin_new_s == pytest.approx(200 * DECODE.base_s * (1 - fill))
+        assert one.use.thin_old_s == 0
+
+
 def test_a_slow_instance_takes_proportionally_longer() -> None:
     slow = Instance(InstanceId(0), SERVER, slowness=2.0)
     slow.take(request(0, total=100))

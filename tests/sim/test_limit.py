@@ -57,6 +57,8 @@ def test_barrier_strategies_have_limits_of_their_own() -> None:
     one_by_one = Server(slots=1, kv_tokens=100_000, decode=PLAIN.decode, prefill_s_per_token=0.0)
     crowded = bound(plain("sync", server=one_by_one))
     assert (crowded.rule, crowded.step_s) == ("decode", pytest.approx(1600 * 0.01 / 3 + 1920 / 180 + 0.5))
+    heavy = bound(plain("sync", weight_bytes=20e9))
+    assert heavy.step_s == pytest.approx(2.25 + 2.5 + 16 * 120 / 180 + 0.5 + 1), "pushed in 2.5 s more, written in 1 s"
     assert bound(plain("periodic")).step_s == pytest.approx(2.25 + 32.5), "the first complete group, then training"
     assert bound(plain("one_step_off")).step_s == pytest.approx(32.5)
 

@@ -9,14 +9,16 @@ import pytest
 import typer
 
 from dora.cli.app import app
+from dora.core import commands as cmd
 from dora.core import events as ev
 from dora.core.decode_time import DecodeTime
+from dora.core.ids import InstanceId, TrajectoryId
 from dora.errors import ConfigError
 from dora.journal.codec import FORMAT, Header
 from dora.journal.run_folder import RunFolder
 from dora.journal.writer import JournalWriter
 from dora.sim.measure import Result
-from dora.sim.recorded import Timed, _Reader, fit_times, read_run
+from dora.sim.recorded import Timed, _Batch, _Reader, fit_times, read_run
 from dora.sim.workload import Workload
 from tests.core.world import Faults, run
 from tests.sim.worlds import simulate, workload
@@ -64,6 +66,25 @@ def test_what_a_restart_or_a_loss_cut_short_is_not_measured() -> None:
     for request in found.requests:
         assert request.seconds == pytest.approx(0.05 * request.tokens)
         assert 1 <= request.batch + 1e-9 <= 4 + 2e-9
+
+
+def test_the_end_of_an_older_attempt_is_not_that_of_the_request() -> None:
+    first, second = (cmd.Generate(TrajectoryId(0), attempt, InstanceId(0), 0, 0) for attempt in (1, 3))
+    end = [ev.GenerationFinished(at, TrajectoryId(0), attempt, 9, False, ()) for at, attempt in ((3.0, 1), (7.0, 3))]
+    lost = ev.InstanceLost(1.0, InstanceId(0), 1, {}, "gone")
+    entries = [(ev.Ticked(0.0), [first]), (lost, []), (ev.Ticked(2.0), [second]), (end[0], []), (end[1], [])]
+    found = _Reader(workload().settings(), graders=1).read(entries)
+    assert found.requests == [Timed(tokens=9, batch=1.0, read=0, seconds=5.0)]
+
+
+def test_a_prompt_is_read_once_for_siblings_that_overlap_and_again_when_the_last_has_left() -> None:
+    batch = _Batch()
+    read = [batch.join(7, prompt=100, produced=produced, at=0.0)[1] for produced in (0, 5, 0)]
+    assert (read, batch.read) == ([0, 100, 105], 105)
+    for _ in range(3):
+        batch.leave(7, at=1.0)
+    batch.join(7, prompt=100, produced=0, at=1.0)
+    assert batch.read == 205
 
 
 def test_a_prediction_tells_the_run_s_own_step_and_what_was_measured(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 from collections import Counter
 from dataclasses import replace
 from typing import Any
@@ -149,6 +150,19 @@ def test_the_time_of_a_fleet_adds_up(strategy: str, k: int) -> None:
     assert result.instance_shares["down"] > 0
     assert 0 <= result.tool_load <= result.slot_load <= 1
     assert 0 <= result.trainer_idle < 1
+
+
+def test_the_rest_of_an_old_version_is_told_from_the_new_one() -> None:
+    shares = {s: simulate(workload(s, k=3))[0].instance_shares for s in ("dora", "periodic")}
+    assert shares["dora"]["thin_old"] > 0.01
+    assert shares["periodic"]["thin_old"] == 0
+
+
+def test_a_serial_grader_takes_one_answer_after_another() -> None:
+    _, _, journal = simulate(workload("dora", grade={"median_s": 0.2, "sigma": 0.0, "workers": 1}, job={"steps": 6}))
+    graded = [event.at for event, _ in journal if isinstance(event, ev.TrajectoryGraded)]
+    gaps = [b - a for a, b in itertools.pairwise(graded)]
+    assert min(gaps) == pytest.approx(0.2)
 
 
 def test_a_server_that_is_pushed_loaded_or_not_yet_there_is_not_empty() -> None:
