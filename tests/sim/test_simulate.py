@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from dora.core.orchestration import SWITCHES
 from dora.sim.report import rows, table
 from dora.sim.sweep import cases, run, simulate
@@ -48,6 +50,7 @@ def test_the_table_compares_with_sync_and_marks_the_best_split() -> None:
     lines = table(made).splitlines()
     assert [row.strategy for row in made] == ["dora", "dora", "sync"]
     assert made[2].sync_ratio == 1
+    assert all(sum(row.instance_shares.values()) == pytest.approx(1) for row in made)
     best = min(made[:2], key=lambda row: row.step_s)
     assert [f"{row.rollout_devices}/12*" in line for row, line in zip(made[:2], lines[2:4], strict=True)] == [
         row is best for row in made[:2]
