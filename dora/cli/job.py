@@ -226,7 +226,7 @@ class _Run:
             try:
                 outcome = await self.controller.run(self.first)
             except RunFailed as err:
-                go_on = "" if state.finished else f"; go on with dora run --resume {folder.root}"
+                go_on = "" if state.finished and not state.stalled else f"; go on with dora run --resume {folder.root}"
                 raise RunFailed(f"{err}; its logs are in {folder.logs}{go_on}") from err
             observer.end(outcome)
         check_invariants(state)

@@ -43,17 +43,17 @@ def read_run(folder: RunFolder) -> tuple[Settings, ControllerState, float, int]:
     if found.difference is not None:
         raise RunFailed(f"{folder.root}: the journal cannot be continued: {found.difference}")
     epochs = [r.epoch for r in journal.records() if isinstance(r, Epoch)]
-    last_at = 0.0
+    last_at, end = 0.0, None
     for event, commands in journal:
         last_at = event.at
-        for command in commands:
-            if isinstance(command, FinishRun):
-                raise ConfigError(f"{folder.root}: the run has ended: {command.reason}; there is nothing to resume")
-            if isinstance(command, FailRun):
-                raise ConfigError(
-                    f"{folder.root}: the run has failed and cannot go on: {command.reason}; start a new one, from its "
-                    "newest version if you like (dora export, then model.path)"
-                )
+        end = next((order for order in commands if isinstance(order, FinishRun | FailRun)), end)
+    if found.state.finished and isinstance(end, FinishRun):
+        raise ConfigError(f"{folder.root}: the run has ended: {end.reason}; there is nothing to resume")
+    if found.state.finished and not found.state.stalled and end is not None:
+        raise ConfigError(
+            f"{folder.root}: the run has failed and cannot go on: {end.reason}; start a new one, from its newest "
+            "version if you like (dora export, then model.path)"
+        )
     return journal.header.settings, found.state, last_at, max(epochs, default=-1) + 1
 
 

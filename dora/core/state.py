@@ -26,6 +26,8 @@ class ControllerState(Answers):
 
     def handle(self, event: ev.Event) -> list[Command]:
         """Take in one fact; return what is to be done now, in order."""
+        if self.stalled and isinstance(event, ev.ControllerRestarted):
+            self.finished = self.stalled = False
         if self.finished:
             return []
         out = self._out = []
@@ -254,6 +256,7 @@ class ControllerState(Answers):
             self._evacuate(instance)
         outstanding = self.formation.num_unconsumed or self.feed.trained < self.formation.step
         if self.now - self.progress_at > self.settings.no_progress_s and outstanding:
+            self.stalled = True
             self._fail(f"no progress for {self.now - self.progress_at:.0f} s: {self._culprit()}")
 
     def _culprit(self) -> str:

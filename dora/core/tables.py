@@ -120,6 +120,7 @@ class Tables:
         self.step_trained_at = 0.0
         self.evaluated: int | None = None  #: the last version whose evaluation was reported
         self.finished = False  #: FinishRun or FailRun was ordered: nothing more will be
+        self.stalled = False  #: FailRun was ordered for want of progress, which a new controller may have again
 
         self._out: list[Command] = []
         self._touched: dict[int, None] = {}  #: versions with a freed slot or a new waiting trajectory

@@ -15,7 +15,7 @@ from typing import Any, Final
 from dora.core import commands as cmd
 from dora.core import events as ev
 from dora.core.ids import InstanceId, TrajectoryId, evaluation_index
-from dora.journal.audit_tables import AuditedAnswer, AuditedInstance, AuditTables
+from dora.journal.audit_tables import NO_END, AuditedAnswer, AuditedInstance, AuditTables
 
 C1_SPANS: Final = "C1 spans"
 C1_SERVING: Final = "C1 serving"
@@ -75,6 +75,7 @@ def _on_instance_removed(t: AuditTables, event: ev.InstanceRemoved) -> None:
 
 def _on_controller_restarted(t: AuditTables, event: ev.ControllerRestarted) -> None:
     t.restarts += 1
+    t.end = NO_END
     t.open_step = None
     t.num_prompts, t.source_dry = t.admitted, False  # the stream is read again from its cursor
     for instance in t.instances.values():

@@ -15,6 +15,7 @@ from dora.core.ids import GroupId, InstanceId, TrajectoryId
 from dora.core.story import Subject
 from dora.core.strategies import Settings
 
+NO_END: Final = "no end recorded"
 #: How a group leaves the ledger.
 OUTCOMES: Final = ("trained", "filtered", "failed", "discarded")
 
@@ -119,7 +120,7 @@ class AuditTables:
         self.recovered = 0
         self.late_completions = 0
         self.restarts = 0
-        self.end = "no end recorded"
+        self.end = NO_END
 
     def find(self, rule: str, kind: str, id: int, message: str) -> None:
         """Something is wrong."""

@@ -237,7 +237,7 @@ async def test_an_interrupted_run_keeps_what_is_in_flight_and_starts_nothing_mor
     job.watcher.hook = interrupt
     outcome = await job.run()
     assert not outcome.finished
-    assert "--resume" in outcome.reason
+    assert outcome.reason == "everything in flight is kept"
     assert job.trainer.checkpoints == 1
     assert asyncio.all_tasks() == {asyncio.current_task()}
     assert done == [(len(job.engines.requests), len(job.trainer.waves))]

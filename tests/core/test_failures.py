@@ -240,6 +240,26 @@ def test_no_progress_says_which_group_holds_up_the_step_on_which_instance_since_
     ]
 
 
+def test_a_new_controller_takes_up_a_run_that_failed_for_want_of_progress() -> None:
+    core = started(groups_per_step=2, no_progress_s=100.0, watchdog_s=1e6)
+    core.finished(0)
+    core.graded(0, 1.0)
+    assert [type(order) for order in core.tick(101.0)] == [cmd.FailRun]
+    assert core.finished(1) == [], "until then it is over"
+    core.restarted({1: 3})
+    assert core.tick(100.0) == []
+    core.up(0)
+    resumed = [(o.trajectory, o.num_tokens) for o in core.pushed(0, 0) if isinstance(o, cmd.Generate)]
+    assert (1, 3) in resumed
+
+
+def test_a_failure_of_another_kind_is_for_good() -> None:
+    core = Core()
+    core.publish(0)
+    assert [type(order) for order in core.tell(ev.TrainerReady(core.now, 5))] == [cmd.FailRun]
+    assert core.restarted() == []
+
+
 def test_no_progress_names_a_trainer_that_hangs() -> None:
     core = started(groups_per_step=2, no_progress_s=100.0, watchdog_s=1e6)
     core.answer(0)

@@ -83,4 +83,4 @@ def test_rewards_are_shown_of_the_top_ups_of_the_step_that_had_too_many() -> Non
     core.answer(3, rewards=(5.0, 5.0))
     (failed,) = core.of(cmd.FailRun)
     assert isinstance(failed, cmd.FailRun)
-    assert failed.reason.endswith("their siblings' rewards: 5 x 4")
+    assert "their siblings' rewards: 5 x 4;" in failed.reason
