@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -90,3 +91,22 @@ def test_a_run_waits_for_room_on_its_only_disk_and_loses_nothing(tmp_path: Path)
         code = run.end()
     assert code == 0, run.told()
     assert "audit of C1, C2, C3: clean" in "".join(run.out)  # its folder is gone with its file system
+
+
+SAVE = """
+import sys
+from pathlib import Path
+import torch
+from dora.trainer.room import save_tensors
+try:
+    save_tensors({"w": torch.zeros(2**25)}, Path(sys.argv[1]))
+except OSError as err:
+    print(err.errno)
+"""
+
+
+def test_a_file_of_tensors_that_finds_no_room_is_told_by_the_systems_own_number(tmp_path: Path) -> None:
+    """What a checkpoint waits by; the library itself hides it in a text."""
+    command = [*mounting(tmp_path), sys.executable, "-c", SAVE, str(tmp_path / "w.safetensors")]
+    saved = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert saved.stdout == f"{errno.ENOSPC}\n"
