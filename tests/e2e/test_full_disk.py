@@ -46,7 +46,7 @@ def as_seen_by(run: Run, folder: Path) -> Path:
 def fill(folder: Path) -> Path:
     """Writes until no room is left but LEFT_BYTES."""
     filler = folder / "filler"
-    with filler.open("wb", buffering=0) as file:
+    with filler.open("ab", buffering=0) as file:
         try:
             while True:
                 file.write(bytes(65_536))
@@ -70,11 +70,11 @@ def test_versions_go_to_disk_while_the_memory_folder_is_full(tmp_path: Path) -> 
     with Run(*arguments, prefix=mounting(memory)) as run:
         folder = run.folder
         run.until_trained(1)
-        fill(as_seen_by(run, memory))
+        log, there = folder.process_log("trainer"), as_seen_by(run, memory)
+        until(lambda: fill(there) and has_no_room(log), what="a version that finds no room")  # old ones make room
         code = run.end()
     assert code == 0, run.told()
-    assert "memory/dora-" in folder.process_log("trainer").read_text()
-    assert ": the file system is full" in folder.process_log("trainer").read_text()
+    assert "memory/dora-" in log.read_text()
     assert_audit_clean(folder)
 
 
