@@ -1,19 +1,19 @@
 """Decision core: events per second on one core, cost per event and memory at 100, 1,000 and 10,000 instances.
 
-Run: python bench/core.py [--full]. A virtual-time fleet (regime A of workloads.md: long-tailed lengths, siblings
-correlate; 24 slots an instance, 30 ms a token, G = 16, K = 3, consolidation on, every instance reports its residents'
-token counts once a second, 1 % of pushes fail) drives a ControllerState and so records its events into a file, in a
-process of its own. Each round then reads the file into a fresh ControllerState and times nothing but its `handle`; the
-commands must be the recorded ones. CPU seconds, and of every slice of 500 events the fastest round: others use the
-machine too. Ceiling: the least any core written in Python must do with these events: dispatch on the type through one
-dict and look at every reported count, to no effect.
+Run: python bench/core.py [--full]. A simulated fleet (regime A of docs/SIMULATION.md: long-tailed lengths, correlated
+siblings; 24 slots per instance, 30 ms per token, G = 16, K = 3, consolidation on, every instance reports its residents'
+token counts once a second, 1 % of pushes fail) drives a State in a separate process, which records the events
+in a file. Each round then replays the file into a fresh State and times only `handle`; the commands must be
+the recorded ones. Figures are CPU seconds, from the fastest round of every slice of 500 events, because the machine is
+shared. Ceiling: the least that any core in Python must do with these events: dispatch on the type through one dict, and
+read every reported count.
 
-The rates are for N = 2 groups per instance, 50,000 events from version 2 on (version 4 in full: more versions alive,
-more moves under way). The cost per event is compared for N = 1, 20 events per instance from version 1 on: reaching a
-later version takes 10,000 instances minutes. Python's search for garbage is off: what the core drops is freed without
-one (tests/sim/test_world.py). One more round has it on. Memory is the size of every object that can be reached from the
-ControllerState at the end, over its live trajectories: those waiting, generating or being graded. Groups that are
-graded and not yet trained are in it too.
+The rates are for N = 2 groups per instance and 50,000 events from version 2 on (with --full from version 4 on: more
+live versions, more moves under way). The cost per event is compared for N = 1 and 20 events per instance from version 1
+on, because 10,000 instances take minutes to reach a later version. Garbage collection is off, since reference counting
+frees what the core drops (tests/sim/test_world.py); one more round has it on. Memory is the total size of all objects
+reachable from the State at the end, per live trajectory: queued, generating or being graded. It includes
+groups that are graded and not yet trained.
 """
 
 from __future__ import annotations
@@ -40,9 +40,10 @@ from result import Report, number, parser
 
 from dora.core import commands as cmd
 from dora.core import events as ev
-from dora.core.groups import GroupPhase
+from dora.core.core import handle
 from dora.core.ids import InstanceId, TrajectoryId
-from dora.core.state import ControllerState
+from dora.core.phases import GroupPhase
+from dora.core.state import State
 from dora.core.strategies import Settings, rules_of
 
 SLOTS = 24
@@ -89,7 +90,7 @@ class Fleet:
     """Carries out commands in virtual time; `slices` yields what happened and what was ordered."""
 
     def __init__(self, config: Settings, *, num_instances: int, seed: int = 0) -> None:
-        self.state = ControllerState(config)
+        self.state = State(config)
         self.config = config
         self.random = random.Random(seed)
         self.now = 0.0
@@ -117,7 +118,7 @@ class Fleet:
                 event = make()
                 if event is None:
                     continue
-                orders = self.state.handle(event)
+                orders = handle(self.state, event)
                 recorded.append((event, orders))
                 for order in orders:
                     handler = getattr(self, "on_" + type(order).__name__, None)
@@ -143,7 +144,7 @@ class Fleet:
         return ev.ProgressReported(self.now, InstanceId(i), {t: self.produced(t) for t in self.residents[i]})
 
     def length(self, t: TrajectoryId) -> int:
-        """Regime A of workloads.md: log-normal with a Pareto tail; .22 of the log-variance is the prompt's."""
+        """Regime A of docs/SIMULATION.md: log-normal with a Pareto tail; siblings share .22 of the log-variance."""
         z_prompt = self.difficulty.setdefault(t // self.config.group_size, self.random.gauss(0, 1))
         z = math.sqrt(0.22) * z_prompt + math.sqrt(0.78) * self.random.gauss(0, 1)
         u = 0.5 * (1 + math.erf(z / math.sqrt(2)))
@@ -241,7 +242,7 @@ def frames(path: Path) -> Iterator[Frame]:
             yield decoder.decode(file.read(int.from_bytes(size, "little")))
 
 
-def time_core(state: ControllerState, frame: Frame) -> float:
+def time_core(state: State, frame: Frame) -> float:
     handle = state.handle
     begun = time.process_time()
     orders = [handle(event) for event in frame.events]
@@ -250,9 +251,9 @@ def time_core(state: ControllerState, frame: Frame) -> float:
     return elapsed
 
 
-def replay(path: Path, config: Settings) -> tuple[list[float], list[float], ControllerState]:
+def replay(path: Path, config: Settings) -> tuple[list[float], list[float], State]:
     """Seconds of the core and of the ceiling for each timed slice, and the state at the end."""
-    state = ControllerState(config)
+    state = State(config)
     core_s, ceiling_s = [], []
     for frame in frames(path):
         elapsed = time_core(state, frame)
@@ -262,7 +263,7 @@ def replay(path: Path, config: Settings) -> tuple[list[float], list[float], Cont
     return core_s, ceiling_s, state
 
 
-def describe(path: Path, state: ControllerState) -> int:
+def describe(path: Path, state: State) -> int:
     """Print the mix; returns the number of timed events."""
     facts: Counter[str] = Counter()
     at = []

@@ -1,10 +1,11 @@
 """Embedded engine: 64 requests at once beside transformers' continuous batching and real SGLang on the CPU; latencies.
 
-Run: python bench/engine.py [--full]. One measurement runs at a time. Each gives tokens per CPU second of all processes
-that generate, independent of what else the machine does; what went over the wall clock is printed. Ceiling: the same
-model's bare decode step at this batch (the decoder without batching, HTTP or client). The peers: `generate_batch` of
-transformers with a persistent manager, warmed up by a whole run of the same work, log-probs on; and, with DORA_SGLANG=1
-or in full, one real SGLang server (launch/sglang-cpu) given the same requests, streamed, over HTTP.
+Run: python bench/engine.py [--full]. The measurements run one at a time. Figures are tokens per CPU second of all
+generating processes, which do not depend on other work of the machine; wall-clock figures are printed too. Ceiling: the
+bare decoding step of the same model at this batch (the decoder without batching, HTTP or client). The peers are
+`generate_batch` of transformers with a persistent manager, warmed up by a whole run of the same work, with log-probs;
+and, with DORA_SGLANG=1 or --full, one real SGLang server (launch/sglang-cpu) with the same requests, streamed, over
+HTTP.
 """
 
 from __future__ import annotations

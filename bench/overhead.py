@@ -2,24 +2,25 @@
 
 Run: python bench/overhead.py [--full] [--only 8 16 32 64 64x64]. `dora pace` is the real controller over real HTTP and
 ZeroMQ; servers and trainer take the times of the simulator's models, `scale` times faster than the wall clock, so that
-whatever the two differ by is the shell's: sockets, effects, graders, files, the event loop. 22 ms a token and more with
-the batch, lengths of regime D at a tenth, groups of 4, K = 3, the servers in at most 4 processes, 64 tokens a chunk.
-An instance has 16 slots and a step 16 answers an instance; the case 64x64 has 64 slots an instance, 4,096 streams at
-once, and a step 8,192 answers, as many as in the paper. Step times are means over all steps but the first, in seconds
-of the workload. A millisecond decides which of two answers is first, and with it a short run's step time by up to 3 %,
-so the simulator is run five times, answers 0 to 4 ms late, and the run of the median step is compared with; the range
-is given. Servers and controller share this machine's cores, so that the shell is charged for the servers' work too.
+any difference is caused by the shell: sockets, effects, graders, files, the event loop. The workload has 22 ms per
+token, and more with the batch, regime D at a tenth of its lengths, groups of 4, K = 3, the servers in at most 4
+processes, and 64 tokens per chunk. An instance has 16 slots, and a step 16 answers per instance; the case 64x64 has 64
+slots per instance, 4,096 streams at once, and 8,192 answers per step, as many as the paper. Step times are means over
+all steps but the first, in seconds of the workload. A millisecond decides which of two answers is first, and so changes
+the step time of a short run by up to 3 %. Therefore the simulator is run five times, with answers 0 to 4 ms late, and
+the paced run is compared with the run of the median step; the range is given. Servers and controller share this
+machine's cores, so that the shell is charged for the servers' work too.
 
-What is divided by what:
+The figures are:
   step        paced step / simulated step. A scale of s makes every second of the shell s seconds of the workload, so
               this ratio charges the controller s times what it costs in a run that is not scaled.
-  added       (paced - simulated) / s: real seconds that the shell adds to a step; divided by the simulated step, which
-              is what the step lasts where nothing is scaled. The shell does the same work for a step at any scale.
-  decisions   CPU seconds of `ControllerState.handle` on the run's own events, replayed alone: per step, by the same.
-  process     CPU seconds of the whole controller process, streams and journal included, likewise. A core beside the
-              fleet spends them; they delay no step unless the loop lags, which is why the bar is not on them.
-  staleness   of the second half of the steps (a run starts slower than a simulation), against the simulator's; and all
-              migrations likewise.
+  added       (paced - simulated) / s: real seconds that the shell adds to a step, divided by the simulated step, which
+              is the duration of an unscaled step. The shell does the same work for a step at any scale.
+  decisions   CPU seconds per step of `handle`, replaying the run's own events, divided likewise.
+  process     CPU seconds per step of the whole controller process, streams and journal included, divided likewise. They
+              are spent on a core beside the fleet and delay no step unless the loop lags, so they have no bar.
+  staleness   mean over the second half of the steps (a run starts slower than a simulation), beside the simulator's;
+              and all migrations likewise.
 Ceiling: the simulator, whose controller costs nothing.
 """
 
@@ -40,7 +41,8 @@ from result import Report, parser
 
 from dora.core import commands as cmd
 from dora.core import events as ev
-from dora.core.state import ControllerState
+from dora.core.core import handle
+from dora.core.state import State
 from dora.journal.reader import Journal
 from dora.journal.run_folder import RunFolder
 from dora.sim.workload import Workload, load
@@ -192,10 +194,10 @@ def measure(report: Report, case: Case, *, full: bool) -> None:
         settings = journal.header.settings
     runs = simulate(workload)
     model, world = runs[len(runs) // 2]
-    alone = ControllerState(settings)
+    alone = State(settings)
     begun = time.process_time()
     for event in events:
-        alone.handle(event)
+        handle(alone, event)
     decisions_s = (time.process_time() - begun) / steps
     process_s = mean(row["controller_cpu_s"] for row in rows[1:])
     slots = "" if case.slots == 16 else f" of {case.slots} slots"

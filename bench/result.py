@@ -1,10 +1,9 @@
-"""The one shape of a benchmark's result, and bench/README.md as a function of the results.
+"""The result of a benchmark, and bench/README.md as a function of all results.
 
-Invariant: a row's figure, ratio and bar are what a script measured and was held to; whether the bar is reached is
-worked out here and nowhere else, and no figure in README.md comes from anywhere but `results/*.json`.
-Called by: the scripts of this folder, bench/run, tests/static.
+Invariant: a script measures figures and ratios and sets the bars; only this module decides whether a bar is reached,
+and every figure in README.md comes from `results/*.json`.
 
-A script prints what it likes and its result as the last line of stdout:
+A script may print anything; the last line of its stdout is its result:
 
     from result import Report, parser
 
@@ -17,7 +16,7 @@ A script prints what it likes and its result as the last line of stdout:
         report.skip("httpx client", "httpx is not installed")
         report.print()
 
-The docstring's first line is the result's title; a bar is `ratio|figure >=|<= number`.
+The first line of the script's docstring is the title of its result; a bar is `ratio|figure >=|<= number`.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Simulated trajectories per second on one core, and what share of the time is the decision core's own.
 
-Run: python bench/simulator.py [--full]. Regime A of workloads.md, N = 2 groups per instance, G = 16, K = 3, 64 slots an
-instance, reports every 10 simulated seconds; all checks of the simulator are on, the full recount included. Every run
-is a process of its own; CPU seconds. The bar at 10,000 instances is a million trajectories in ten minutes; the short
-profile simulates a step of it (320,000 trajectories), the full one more than a million. Ceiling: the decision core
-alone, given the same events again: no simulator around the same core can be faster.
+Run: python bench/simulator.py [--full]. Regime A of docs/SIMULATION.md, N = 2 groups per instance, G = 16, K = 3, 64
+slots per instance, reports every 10 simulated seconds, with all checks of the simulator, the full recount included.
+Every run is a separate process; figures are CPU seconds. The bar at 10,000 instances is a million trajectories in ten
+minutes; the short profile simulates one step (320,000 trajectories), the full one more than a million. Ceiling: the
+decision core alone, replaying the same events, because no simulator around the same core can be faster.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from result import Report, number, parser
 
 from dora.core.decode_time import DecodeTime
 from dora.core.events import Event
-from dora.core.state import ControllerState
+from dora.core.state import State
 from dora.sim.server import Server
 from dora.sim.workload import Fleet, Job, Lengths, Train, Workload
 from dora.sim.world import World
@@ -82,7 +82,7 @@ def replay(case: Case) -> tuple[float, float, int]:
     events: list[Event] = []
     one = workload(case)
     World(one, seed=0, sink=lambda event, _orders: events.append(event)).run()
-    handle = ControllerState(one.settings()).handle
+    handle = State(one.settings()).handle
 
     def again() -> None:
         for event in events:

@@ -1,17 +1,17 @@
 """Client streams: the controller's path of answers (HTTP, parse, tokens kept, journal, core) against bare readers.
 
-The controller under test is the real one: Controller, core, effects, EngineClient, journal and token log on disk; only
-the trainer, graders and fleet around it do nothing. The server (servers/streams.py) is a process of its own whose
-chunks, in SGLang's exact form, are rendered before the start; the streams begin together, and it stays at most half a
-round ahead: each chunk is a read of its own, as it is where a server decodes step after step. Peers, each in a process
-of its own: two bare readers on uvloop, one that counts bytes in its protocol's callback (the least that any client can
-do; to turn the JSON of 16 tokens into Python's numbers alone takes as long again), one that awaits asyncio's streams;
-and the same controller whose client reads with httpx (`aiter_lines`, `json.loads`). A ratio is between tokens per
-second of the client process's CPU, which other work on the machine moves least; the clock's is in the next row, with
-the CPU share of both sides: the one nearer to a whole core is waited for. Answers of 512 tokens are those of regime A
-(workloads.md: median 465, mean 587), so that opening a stream counts as it does there; --full adds 4,096. The last part
-holds 10,000 streams open at a fleet's own pace, 40 instances out of step, 16 tokens each 0.5 s. RLIMIT_NOFILE is raised
-to its hard limit.
+The controller is the real one: Controller, core, effects, EngineClient, journal and token log on disk; only trainer,
+graders and fleet do nothing. The server (servers/streams.py) is a separate process whose chunks, in SGLang's exact
+form, are rendered before the start. The streams begin together, and the server stays at most half a round ahead, so
+that each chunk is a separate read, as with a server that decodes step by step. The peers, each in its own process, are
+two bare readers on uvloop and the same controller with httpx (`aiter_lines`, `json.loads`). One reader counts bytes in
+its protocol's callback, the least that any client can do (converting the JSON of 16 tokens to Python's numbers takes as
+long again); the other awaits asyncio's streams. Ratios compare tokens per CPU second of the client process, which other
+work on the machine affects least. The next row has the ratio by the wall clock, with the CPU share of both sides; the
+side that is closer to a whole core is the bottleneck. Answers have 512 tokens, as in regime A of docs/SIMULATION.md
+(median 465, mean 587), so that opening a stream counts as much as there; --full adds 4,096. The last part holds 10,000
+streams open at the pace of a fleet of 40 unsynchronized instances, 16 tokens every 0.5 s. RLIMIT_NOFILE is raised to
+its hard limit.
 """
 
 from __future__ import annotations
@@ -84,22 +84,24 @@ class Stopwatch:
 
 
 def request_of(number: int, case: Case) -> Any:
-    from dora.engine.client import GenerateRequest
+    from dora.engine.api import GenerateRequest
 
     return GenerateRequest(
-        rid=f"{number:08}",
-        input_ids=[*range(PROMPT_TOKENS)],
+        id=f"{number:08}",
+        tokens=[*range(PROMPT_TOKENS)],
         max_new_tokens=case.tokens,
         temperature=1.0,
-        stop_token_ids=[2],
+        stop_tokens=[2],
         seed=number,
-        extra_key=LABEL,
+        label=LABEL,
     )
 
 
 def raw_requests(case: Case) -> Iterator[bytes]:
+    from dora.engine.sglang.client import EngineClient
+
     for number in range(case.streams):
-        body = request_of(number, case).body()
+        body = EngineClient.encode(request_of(number, case))
         yield b"POST /generate HTTP/1.1\r\nHost: bench\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
 
 
@@ -223,7 +225,7 @@ async def run_controller(port: int, case: Case, *, client_type: Callable[..., An
     """A job of one step whose groups are the streams."""
     from dora.controller.loop import Controller
     from dora.core import events as ev
-    from dora.core.state import ControllerState
+    from dora.core.state import State
     from dora.core.strategies import Settings, rules_of
     from dora.journal.tokens import TokenWriter
     from dora.journal.writer import JournalWriter
@@ -250,7 +252,7 @@ async def run_controller(port: int, case: Case, *, client_type: Callable[..., An
         with log, JournalWriter(folder / "journal", tokens=log) as journal:
             async with client_type(max_connections=case.streams) as client:
                 io = io_of(case, idle, client=client, trajectories=credited_records(log, credit.add))
-                state = ControllerState(settings)
+                state = State(settings)
                 controller = Controller(state, io=io, journal=journal, trainer=idle, observer=watcher)
                 idle.emit = controller.emit_soon
                 probe = asyncio.create_task(watch_loop(case, io.trajectories), name="lag")
@@ -277,7 +279,7 @@ def credited_records(log: Any, taken: Callable[[int], None]) -> Any:
 def io_of(case: Case, idle: Any, *, client: Any, trajectories: Any) -> Any:
     from dora.controller.effects import Io
     from dora.controller.evaluations import Evaluations
-    from dora.weights.push import DISK
+    from dora.engine.sglang.engine import SglangEngine
 
     return Io(
         run_id=RUN_ID,
@@ -286,10 +288,9 @@ def io_of(case: Case, idle: Any, *, client: Any, trajectories: Any) -> Any:
         max_new_tokens=case.tokens,
         temperature=1.0,
         push_timeout_s=60.0,
-        transport=DISK,
         keep_versions=0,
         live=None,
-        client=client,
+        engine=SglangEngine(client),
         fleet=idle,
         store=idle,
         trajectories=trajectories,
@@ -319,8 +320,8 @@ def httpx_client(**options: Any) -> Any:
     """EngineClient, but its streams are read with httpx, as httpx's own documentation does it."""
     import httpx
 
-    from dora.engine.client import EngineClient
-    from dora.engine.stream import GenerateResult
+    from dora.engine.api import GenerateResult
+    from dora.engine.sglang.client import EngineClient
 
     class HttpxClient(EngineClient):
         unlimited = httpx.Limits(max_connections=None, max_keepalive_connections=0)
@@ -328,7 +329,7 @@ def httpx_client(**options: Any) -> Any:
 
         async def generate(self, url: str, request: Any, on_tokens: Any) -> Any:
             seen = 0
-            async with self.session.stream("POST", f"{url}/generate", content=request.body()) as response:
+            async with self.session.stream("POST", f"{url}/generate", content=self.encode(request)) as response:
                 async for line in response.aiter_lines():
                     if line.startswith("data: {"):
                         meta = json.loads(line[6:])["meta_info"]
@@ -343,7 +344,7 @@ def httpx_client(**options: Any) -> Any:
 
 def client(port: int, kind: str, case: Case) -> Found:
     """One measurement, in this process."""
-    from dora.engine.client import EngineClient
+    from dora.engine.sglang.client import EngineClient
 
     measure = {
         "callbacks": lambda: read_callbacks(port, case),

@@ -1,15 +1,16 @@
 """Trajectories from the controller to 1, 2 and 8 trainer ranks, beside bare pyzmq moving the same bytes.
 
-Run: python bench/transport.py [--full]. Every rank is a process of its own. Micro-batches of 65,536 tokens (those of
+Run: python bench/transport.py [--full]. Every rank is a separate process. Micro-batches of 65,536 tokens (those of
 launch/workloads/paper-*.toml, 16 answers) and of 4,096 (those of the default job, 8 answers) go to all ranks in turn
-through `ControllerEnd` and `TrainerEnd`: encoded, numbered, kept until acknowledged, decoded, checked. Seconds run from
-the first send until every rank has reported the last one. Ceiling: a blocking ROUTER to blocking DEALERs, the same
-frames, nothing encoded, decoded or acknowledged. The two take turns; medians of the rounds. The bar is for the large
-ones; the small ones show what a message costs apart from its bytes.
+through `ControllerEnd` and `TrainerEnd`: encoded, numbered, kept until acknowledged, decoded, checked. The time is that
+from the first send until every rank has reported the last micro-batch. Ceiling: a blocking ROUTER to blocking DEALERs,
+with the same frames and keys, and nothing encoded, decoded or acknowledged. The two alternate; figures are medians of
+the rounds. The bar applies to the large micro-batches; the small ones show the cost of a message apart from its bytes.
+A third measurement, bare pyzmq without keys, shows the cost of encryption.
 
-Sixteen different micro-batches go round and round: building them is the controller's work, not the transport's, but one
-alone would stay in the processor's cache. Every process frees one large block first, as a process with torch in it has
-long done: glibc then keeps what is freed, so that pages are not new each time.
+Sixteen different micro-batches are sent in turn: building them is the controller's work, not the transport's, but a
+single one would stay in the processor's cache. Every process first frees one large block, as a process with torch in it
+has long done: glibc then keeps freed memory, so that pages are not new each time.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
 import numpy as np
@@ -30,6 +31,7 @@ from result import Report, number, parser
 
 from dora.transport.codec import Buffer, encode
 from dora.transport.controller_end import ControllerEnd
+from dora.transport.curve import guard_controller, guard_trainer
 from dora.transport.link import MAX_UNACKED
 from dora.transport.messages import MicroBatch, MicroBatchTrained, Stop, TrainerData
 from dora.transport.trainer_end import TrainerEnd
@@ -40,6 +42,14 @@ DIFFERENT = 16
 TOKEN = "bench"
 LARGE_BLOCK_BYTES = 30 << 20  # glibc takes the size of a freed block, up to 32 MB, for what is worth keeping
 LIMIT_S = 60.0  # of each wait
+
+
+class Seconds(NamedTuple):
+    """Of one message."""
+
+    ours: float
+    bare: float
+    clear: float
 
 
 class Shape(NamedTuple):
@@ -87,12 +97,14 @@ def rank_of_ours(address: str, rank: int, world_size: int) -> None:
     end.close()
 
 
-def bare_rank(address: str, rank: int) -> None:
+def bare_rank(address: str, rank: int, *, encrypted: bool) -> None:
     """The same on a DEALER: the first frame says whether it is the last of a round; an empty one ends it."""
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.setsockopt(zmq.ROUTING_ID, str(rank).encode())
         dealer.setsockopt(zmq.RCVHWM, MAX_UNACKED)
         dealer.setsockopt(zmq.RCVTIMEO, int(LIMIT_S * 1000))
+        if encrypted:
+            guard_trainer(dealer, TOKEN)
         dealer.connect(address)
         dealer.send(b"hello")
         while mark := dealer.recv_multipart(copy=False)[0].bytes:
@@ -121,7 +133,7 @@ def ranks(kind: str, address: str, world_size: int) -> Iterator[None]:
 class Bare:
     """One blocking ROUTER."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], *, encrypted: bool) -> None:
         self._router = context.socket(zmq.ROUTER)
         for option, value in (
             (zmq.ROUTER_MANDATORY, 1),  # with it, a send waits where the queue of a rank is full
@@ -131,6 +143,8 @@ class Bare:
             (zmq.LINGER, 1000),
         ):
             self._router.setsockopt(option, value)
+        if encrypted:
+            guard_controller(self._router, TOKEN)
         self._router.bind("tcp://127.0.0.1:*")
         self.address = self._router.getsockopt_string(zmq.LAST_ENDPOINT)
 
@@ -168,42 +182,51 @@ async def our_round(end: ControllerEnd, batches: Sequence[MicroBatch], *, world_
 async def measure(report: Report, world_size: int, *, rounds: int, scale: int) -> None:
     end = ControllerEnd(address="tcp://127.0.0.1:*", token=TOKEN, world_size=world_size, now=time.monotonic)
     address = await end.start()
-    with zmq.Context() as context:
-        bare = Bare(context)
-        with ranks("ours", address, world_size), ranks("bare", bare.address, world_size):
-            await end.wait_ready(LIMIT_S)
-            bare.wait_ready(world_size)
-            for shape in SHAPES:
-                batches = [
-                    micro_batch(shape.tokens, shape.answers, seed=seed, last=seed == DIFFERENT)
-                    for seed in range(DIFFERENT + 1)
-                ]
-                frames = [encode(TrainerData(epoch=0, id=1, message=batch)) for batch in batches]
-                count = shape.count * scale // world_size
-                seconds = []
-                for _ in range(rounds + 1):
-                    bare_s = bare.round(frames, count)
-                    ours_s = await our_round(end, batches, world_size=world_size, count=count)
-                    seconds.append((ours_s / count / world_size, bare_s / count / world_size))
-                show(report, shape, world_size, num_bytes=sum(map(len, frames[0])), seconds=seconds[1:])
-            for rank in range(world_size):
-                await end.send(rank, Stop(reason="measured"))
-            bare.close()
+    with zmq.Context() as context, ExitStack() as stack:
+        bare, clear = Bare(context, encrypted=True), Bare(context, encrypted=False)
+        for kind, where in (("ours", address), ("bare", bare.address), ("clear", clear.address)):
+            stack.enter_context(ranks(kind, where, world_size))
+        await end.wait_ready(LIMIT_S)
+        for ceiling in (bare, clear):
+            ceiling.wait_ready(world_size)
+        for shape in SHAPES:
+            batches = [
+                micro_batch(shape.tokens, shape.answers, seed=seed, last=seed == DIFFERENT)
+                for seed in range(DIFFERENT + 1)
+            ]
+            frames = [encode(TrainerData(epoch=0, id=1, message=batch)) for batch in batches]
+            count = shape.count * scale // world_size
+            seconds = []
+            for _ in range(rounds + 1):
+                taken = bare.round(frames, count), clear.round(frames, count)
+                ours_s = await our_round(end, batches, world_size=world_size, count=count)
+                seconds.append(Seconds(*(s / count / world_size for s in (ours_s, *taken))))
+            show(report, shape, world_size, num_bytes=sum(map(len, frames[0])), seconds=seconds[1:])
+        for rank in range(world_size):
+            await end.send(rank, Stop(reason="measured"))
+        for ceiling in (bare, clear):
+            ceiling.close()
     await end.close()
 
 
-def show(
-    report: Report, shape: Shape, world_size: int, *, num_bytes: int, seconds: Sequence[tuple[float, float]]
-) -> None:
-    """`seconds` of a message, ours and bare, round by round; the first round, which warms up, is not among them."""
-    ours, bare = map(statistics.median, zip(*seconds, strict=True))
+def show(report: Report, shape: Shape, world_size: int, *, num_bytes: int, seconds: Sequence[Seconds]) -> None:
+    """`seconds` round by round; the first round, which warms up, is not among them."""
+    ours, bare, clear = map(statistics.median, zip(*seconds, strict=True))
+    what = f"{world_size} rank{'s' if world_size > 1 else ''}, {shape.tokens:,} tokens"
     report.row(
-        f"{world_size} rank{'s' if world_size > 1 else ''}, {shape.tokens:,} tokens, {ours * 1e6:.0f} µs each",
+        f"{what}, {ours * 1e6:.0f} µs each",
         num_bytes / ours / 1e6,
         "MB/s",
         against=f"bare pyzmq, {number(num_bytes / bare / 1e6)} MB/s",
-        ratio=statistics.median(bare / ours for ours, bare in seconds),
+        ratio=statistics.median(one.bare / one.ours for one in seconds),
         bar=shape.bar,
+    )
+    report.row(
+        f"{what}: bare pyzmq",
+        num_bytes / bare / 1e6,
+        "MB/s",
+        against=f"the same without encryption, {number(num_bytes / clear / 1e6)} MB/s",
+        ratio=statistics.median(one.clear / one.bare for one in seconds),
     )
 
 
@@ -217,7 +240,7 @@ def main() -> None:
         if kind == "ours":
             rank_of_ours(address, int(rank), int(world_size))
         else:
-            bare_rank(address, int(rank))
+            bare_rank(address, int(rank), encrypted=kind == "bare")
         return
     rounds, scale = (9, 4) if options.full else (5, 1)
     report = Report(__doc__, full=options.full, sizes=f"9 bytes a token, {rounds} rounds")

@@ -1,15 +1,16 @@
 """A version into the store and into two servers, by disk and by process group, beside a file copy and bare broadcast.
 
 Run: python bench/weights.py [--full] [--engine sglang|embedded]. A random model of 119 M parameters in float32 (476 MB)
-is written as the trainer publishes it, and goes into two servers on this machine at the same time: embedded engines, in
-full real SGLang. Each round measures all ways, one after the other; medians of the rounds, ratios of the same round.
+is written as the trainer publishes it, and is loaded into two servers on this machine at the same time: embedded
+engines, or real SGLang with --full. Each round measures all ways in turn; figures are medians of the rounds, and ratios
+are within a round.
 
-Ceiling of the store and of disk pushes: a copy of the version's files to new files on the same file system, then the
-same fsync of every file and of the folder. The store also makes a checksum of every byte; a push also pauses, flushes,
+Ceiling of the store and of disk pushes: copying the version's files to new files on the same file system, with the same
+fsync of every file and of the folder. The store also computes a checksum of every byte; a push also pauses, flushes,
 reads back and compares log-probs. Ceiling of the process group: torch's gloo broadcast of the same tensors, bucket by
-bucket, from one bare process to two, into new memory, as every receiver of a version must; `buckets` is from the first
-bucket's call to the last one's answer, copies into the model included; `update` adds the rendezvous and its end. All
-processes keep the memory that they free (glibc's settings below), as allocators of GPUs do: a page that is new costs
+bucket, from one bare process to two, into new memory, which every receiver of a version needs. `buckets` is the time
+from the first bucket's call to the last one's answer, copies into the model included; `update` adds the rendezvous and
+its end. All processes keep the memory that they free (glibc's settings below), as GPU allocators do: a new page costs
 more than its bytes.
 """
 
@@ -36,12 +37,13 @@ from result import Report, number, parser
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from dora.engine.client import EngineClient, PushEndpoint
+from dora.engine.sglang.client import EngineClient
+from dora.engine.sglang.distributed import BUCKET_BYTES, Distributed
+from dora.engine.sglang.push import Disk, Transport, push
+from dora.engine.sglang.sender import plan_buckets
+from dora.engine.sglang.senders import Senders
+from dora.engine.sglang.target import PushTarget
 from dora.trainer.publish import Publisher
-from dora.weights.distributed import BUCKET_BYTES, Distributed
-from dora.weights.push import Disk, PushTarget, Transport, push
-from dora.weights.sender import plan_buckets
-from dora.weights.senders import Senders
 from dora.weights.store import VersionStore
 
 SERVERS = 2
@@ -173,7 +175,7 @@ def _free_port() -> int:
 
 
 @dataclass(frozen=True)
-class Watched(PushEndpoint):
+class Watched(PushTarget):
     """A server of which is noted when it was given buckets."""
 
     times: list[float] = field(default_factory=list)

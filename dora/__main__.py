@@ -1,6 +1,36 @@
-"""`python -m dora`: the command line."""
+"""The command `dora`, and `python -m dora`.
 
-from dora.cli.app import main
+Invariant: Ctrl-C ends it with exit code 130 and no traceback, however early it comes.
+"""
+
+import os
+import sys
+
+_INTERRUPTED = 130
+
+
+def main() -> None:
+    """Entry point."""
+    try:
+        from dora.cli.app import main as command_line
+
+        command_line()
+    except KeyboardInterrupt:
+        _end()
+    except SystemExit as ending:
+        if ending.code == _INTERRUPTED:
+            _end()
+        raise
+
+
+def _end() -> None:
+    """Exit at once, without waiting for a thread that may still be loading a model."""
+    try:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(_INTERRUPTED)
+
 
 if __name__ == "__main__":
     main()

@@ -1,24 +1,39 @@
-"""The exception tree of DORA; every error a user can meet is one of these.
+"""The exceptions of DORA; every error that a user may see is one of these.
 
     DoraError
-    ├── ConfigError          bad input: names the field, the file or the server and what to do (exit code 2)
-    ├── RunFailed            the run cannot go on: one line that says why (exit code 1)
-    ├── RemoteError          another process answered wrongly or not at all
-    │   └── ProtocolError    ... with something that is not the protocol
-    └── InvariantViolation   C1, C2, C3 or conservation broke: carries the story of the id, never repaired by guess
+    ├── ConfigError          invalid input; names the field, file or server and what to do (exit code 2)
+    ├── RunFailed            the run cannot continue; one line that says why (exit code 1)
+    ├── RemoteError          another process answered with an error, or did not answer
+    │   └── ProtocolError    ... or violated the protocol
+    └── InvariantViolation   C1, C2, C3 or conservation is broken; has the story of the id
 
-Anything else that escapes is a bug and may show its traceback.
+Any other exception that escapes is a bug, and its traceback may be shown.
 """
 
 from __future__ import annotations
 
+from typing import Final
+
+#: Maximum number of characters of a text from a file or another process.
+_LONGEST: Final = 1_000
+
+
+def one_line(said: object) -> str:
+    """A text from a file or another process as one line of printable characters, of limited length."""
+    line = " ".join(piece.strip() for piece in str(said)[: 2 * _LONGEST].splitlines())
+    line = "".join(c if c.isprintable() else " " if c.isspace() else "\N{REPLACEMENT CHARACTER}" for c in line)
+    return line if len(line) <= _LONGEST else f"{line[: _LONGEST - 3]}..."
+
 
 class DoraError(Exception):
-    """Base of all errors raised on purpose; `str(error)` is one line fit for a terminal."""
+    """Base class of all errors raised on purpose; `str(error)` has one printable line for each of its problems."""
+
+    def __init__(self, *problems: str) -> None:
+        super().__init__("\n".join(map(one_line, problems)))
 
 
 class ConfigError(DoraError):
-    """Input that cannot work. The message names the field, file or server, and what to change."""
+    """Invalid input. The message names the field, file or server, and what to change."""
 
 
 class RunFailed(DoraError):
@@ -30,11 +45,11 @@ class RemoteError(DoraError):
 
 
 class ProtocolError(RemoteError):
-    """Another process answered with bytes that do not follow the protocol."""
+    """Another process sent bytes that violate the protocol."""
 
 
 class InvariantViolation(DoraError):
-    """One of C1, C2, C3 or conservation is broken; `story` holds the journal lines of the id."""
+    """C1, C2, C3 or conservation is broken; `story` has the journal's lines about the id."""
 
     def __init__(self, message: str, story: tuple[str, ...] = ()) -> None:
         super().__init__(message)

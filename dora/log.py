@@ -1,8 +1,7 @@
-"""Logging: JSON lines in a file, and on the console only what needs a person.
+"""Logging: JSON lines in a file, and warnings on the console.
 
-Invariant: every line carries run, role and, for a trainer, rank; what libraries say through `logging` goes the same
-way. Without a file (child processes, whose output their supervisor keeps) the lines go to standard error. Called once
-per process by `cli`; everybody else says `structlog.get_logger(__name__)`.
+Invariant: every line has run, role and, for a trainer, rank, including lines that libraries log through `logging`.
+Without a file (in child processes, whose output is captured) the lines go to standard error.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ CONSOLE_LEVEL = logging.WARNING
 
 
 def configure_logging(path: Path | None, *, level: str, run: str, role: str, rank: int | None = None) -> None:
-    """From now on this process logs to `path` (appended), at `level` and above."""
+    """Log to `path`, appending, at `level` and above; call once per process."""
     threshold = logging.getLevelNamesMapping()[level.upper()]
     stream = sys.stderr if path is None else path.open("a", encoding="utf-8", buffering=1)
     bound: dict[str, object] = {"run": run, "role": role}
@@ -43,7 +42,7 @@ def configure_logging(path: Path | None, *, level: str, run: str, role: str, ran
 
 
 class _Bind:
-    """Adds the same fields to every line."""
+    """Adds fixed fields to every line."""
 
     def __init__(self, fields: dict[str, object]) -> None:
         self._fields = fields
@@ -53,7 +52,7 @@ class _Bind:
 
 
 def _show_warnings(logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
-    """One plain line per warning; the console is looked up each time because a live view may have replaced it."""
+    """Print a plain line per warning. sys.stderr is looked up each time, because a live view may have replaced it."""
     if logging.getLevelNamesMapping()[event["level"].upper()] >= CONSOLE_LEVEL:
         known = {"event", "level", "timestamp", "exception", "run", "role", "rank"}
         details = " ".join(f"{key}={value}" for key, value in event.items() if key not in known)
@@ -62,7 +61,7 @@ def _show_warnings(logger: WrappedLogger, method: str, event: EventDict) -> Even
 
 
 class _ToStructlog(logging.Handler):
-    """What libraries log, at the nearest level that structlog knows."""
+    """Passes the log records of libraries on, at the nearest level of structlog."""
 
     def emit(self, record: logging.LogRecord) -> None:
         logger: structlog.typing.FilteringBoundLogger = structlog.get_logger(record.name)

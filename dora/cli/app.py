@@ -1,7 +1,8 @@
 """The command line: one function per command, help texts, exit codes. No logic: each command lives in its own file.
 
-Exit codes: 0 done, 1 the run (or the audit) failed, 2 the input cannot work, 130 interrupted. Every error a user can
-meet is one line per problem; a traceback is a bug of ours.
+Exit codes: 0 done, 1 it failed, 2 the input cannot work, 3 the audit (of `dora audit`, or at the end of `dora run`)
+found C1, C2 or C3 broken otherwise than by the strategy's design, 130 interrupted. Every error a user can meet is one
+line per problem; a traceback is a bug of ours.
 """
 
 from __future__ import annotations
@@ -16,12 +17,29 @@ from dora.errors import ConfigError, DoraError
 
 app = typer.Typer(
     name="dora",
-    help="Train a language model by reinforcement learning while it generates: several policy versions alive at once.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+
+
+def _print_version(is_asked: bool) -> None:
+    if is_asked:
+        from importlib.metadata import version
+
+        sys.stdout.write(f"dora {version('dora-rl')}\n")
+        raise typer.Exit
+
+
+@app.callback()
+def dora(
+    _: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Train a language model by reinforcement learning while it generates: several policy versions alive at once."""
+
 
 Overrides = Annotated[
     list[str] | None,
@@ -37,6 +55,12 @@ def run(
     resume: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Go on with the run in this folder, under its own settings.")
     ] = None,
+    accept_changes: Annotated[
+        bool,
+        typer.Option(
+            "--accept-changes", help="With --resume: go on although settings that alter the experiment differ."
+        ),
+    ] = False,
     rollout_only: Annotated[
         bool,
         typer.Option(
@@ -55,17 +79,28 @@ def run(
         config,
         overrides or [],
         resume=resume,
+        accept_changes=accept_changes,
         rollout_only=rollout_only,
         train_only=train_only,
     )
 
 
 @app.command()
-def check(config: ConfigPath = None, overrides: Overrides = None) -> None:
+def check(
+    config: ConfigPath = None,
+    overrides: Overrides = None,
+    push: Annotated[
+        bool,
+        typer.Option(
+            "--push",
+            help="Also have each server load the model from the version store, once. Not while others use the servers.",
+        ),
+    ] = False,
+) -> None:
     """Validate everything, reach every server, print the plan. Changes nothing."""
     from dora.cli.check import check as command
 
-    command(config, overrides or [])
+    command(config, overrides or [], push=push)
 
 
 @app.command()

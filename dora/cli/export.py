@@ -1,36 +1,16 @@
-"""`dora export`: a policy version of a run as a Hugging Face model folder, verified against its checksums."""
+"""`dora export`: a policy version of a run as a Hugging Face model folder."""
 
 from __future__ import annotations
 
-import shutil
 import sys
 from pathlib import Path
 
-from dora.errors import ConfigError
+from dora.app.export import export as copy_out
 from dora.journal.run_folder import RunFolder
-from dora.weights.store import StoreError, VersionStore, checksum_of, clear_errors
 
 
 def export(folder: Path, *, version: int | None, to: Path | None) -> None:
     """The command."""
     run = RunFolder.open(folder)
-    store = VersionStore(memory_root=run.versions, durable_root=run.versions)
-    durable = store.durable()
-    if not durable:
-        raise ConfigError(f"{run.versions}: holds no complete version; did the run end before its first publication?")
-    chosen = durable[-1] if version is None else version
-    if chosen not in durable:
-        known = f"{durable[0]} to {durable[-1]}" if len(durable) > 1 else str(durable[0])
-        raise ConfigError(f"--version {chosen}: {run.versions} holds {known}; weights.keep decides which are kept")
-    target = to or run.root / f"export-v{chosen}"
-    if target.exists():
-        raise ConfigError(f"{target}: exists already; name another folder with --to")
-    source, manifest = store.folder(chosen), store.manifest(chosen)
-    with clear_errors(f"--to {target}: cannot be written", remove=target):
-        target.mkdir(parents=True)
-        for name, checksum in manifest.files.items():
-            (target / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(source / name, target / name)
-            if checksum_of(target / name) != checksum:
-                raise StoreError(f"{source / name}: does not match its checksum; version {chosen} is damaged")
+    chosen, target = copy_out(run, version=version, to=to)
     sys.stdout.write(f"version {chosen} of {run.run_id} is in {target}\n")

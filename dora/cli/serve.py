@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from dora.engine.engines import run_sender
 from dora.errors import ConfigError
 from dora.node.lease import watch_lease
+from dora.node.plan import SERVE_KEY
+from dora.seed.policy import model_folder
 
 
 def serve(model: Path, **options: Any) -> None:
@@ -16,8 +20,19 @@ def serve(model: Path, **options: Any) -> None:
     watch_own_lease()
     from dora.embedded.server import ServeOptions, run_server
 
-    folder = model_folder(str(model))
-    run_server(ServeOptions(model_path=folder, api_key=os.environ.get("DORA_SERVE_API_KEY"), **options))
+    api_key = os.environ.get(SERVE_KEY) or None
+    if api_key is None:
+        _require_local(options["host"])
+        sys.stderr.write(f"dora: no {SERVE_KEY} is set: every user of this machine can steer this server\n")
+    run_server(ServeOptions(model_path=model_folder(str(model)), api_key=api_key, **options))
+
+
+def _require_local(host: str) -> None:
+    """Without a key, a server is not offered to other machines."""
+    from dora.guard import is_loopback  # with aiohttp, which ranks and senders have no use for
+
+    if host != "localhost" and not is_loopback(host):
+        raise ConfigError(f"--host {host}: other machines could steer a server without a key; set {SERVE_KEY}")
 
 
 def train() -> None:
@@ -31,9 +46,7 @@ def train() -> None:
 def send() -> None:
     """One sender of weights, under the controller that holds its pipes."""
     watch_own_lease()
-    from dora.weights.sender import run
-
-    run(_score_prompt)
+    run_sender(_score_prompt)
 
 
 def _score_prompt(folder: Path, token_ids: Sequence[int]) -> list[float]:
@@ -41,18 +54,6 @@ def _score_prompt(folder: Path, token_ids: Sequence[int]) -> list[float]:
 
     [logprobs] = score(folder, [token_ids], prompt_lengths=[1], temperature=1.0)
     return [float(logprob) for logprob in logprobs]
-
-
-def model_folder(path: str) -> Path:
-    """The folder of a model: `seed` is the policy shipped with DORA."""
-    if path == "seed":
-        from dora.seed.policy import path as seed_path
-
-        return seed_path()
-    folder = Path(path)
-    if not (folder / "config.json").is_file():
-        raise ConfigError(f"model.path: {path} is no model folder: it has no config.json; give a Hugging Face folder")
-    return folder.resolve()
 
 
 def watch_own_lease() -> None:

@@ -1,16 +1,13 @@
-"""What is printed when a run has ended. Called by `job`."""
+"""What is said when a run has ended."""
 
 from __future__ import annotations
 
-import sys
-
-from dora.journal.audit import audit
 from dora.journal.run_folder import RunFolder
 from dora.status.snapshot import Snapshot
 
 
-def print_summary(now: Snapshot, *, folder: RunFolder) -> None:
-    """Accuracy before and after, throughput, idle shares, staleness, audit, and where everything lies."""
+def summary(now: Snapshot, *, folder: RunFolder, violations: int) -> list[str]:
+    """Accuracy before and after, throughput, idle shares, staleness, audit, and where everything lies, line by line."""
     lines = [f"{now.phase}: {now.reason}", f"  {now.steps_trained} of {now.num_steps} steps in {now.uptime_s:.0f} s"]
     for name in dict.fromkeys(score.name for score in now.scores):
         scores = [score for score in now.scores if score.name == name]
@@ -33,15 +30,14 @@ def print_summary(now: Snapshot, *, folder: RunFolder) -> None:
     lines += [f"  {constraint} is broken by design: {told}" for constraint, told in now.by_design.items()]
     lines.append(f"  {now.counts.migrations} migrations, {now.counts.recovered} recovered after losses")
     kept = ", ".join(name for name in ("C1", "C2", "C3") if name not in now.by_design)
-    lines.append(f"  audit of {kept}: {_verdict(now, folder=folder)}")
+    lines.append(f"  audit of {kept}: {_verdict(now, violations, folder=folder)}")
     lines.append(f"  everything is in {folder.root}")
     if now.phase == "interrupted":
         lines.append(f"  go on with it: dora run --resume {folder.root}")
-    sys.stdout.write("\n".join(lines) + "\n")
+    return lines
 
 
-def _verdict(now: Snapshot, *, folder: RunFolder) -> str:
+def _verdict(now: Snapshot, violations: int, *, folder: RunFolder) -> str:
     if now.phase != "finished":
-        return f"dora audit {folder.root}"  # a stop is quick however long the journal is
-    report = audit(folder)
-    return "clean" if report.ok else f"{len(report.violations)} VIOLATIONS: see dora audit {folder.root}"
+        return f"dora audit {folder.root}"
+    return f"{violations} VIOLATIONS: see dora audit {folder.root}" if violations else "clean"

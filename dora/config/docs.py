@@ -1,9 +1,8 @@
-"""Writes what is generated from the schema: docs/CONFIG.md, and launch/configs/arithmetic-cpu.toml with every default.
+"""Generates docs/CONFIG.md and launch/configs/arithmetic-cpu.toml (every default) from the schema.
 
     python -m dora.config.docs        (in the repository root)
 
-tests/static/test_generated_docs.py compares the committed files with what this gives. Called by hand when the schema
-changes.
+Run it when the schema changes; tests/static/test_generated_docs.py fails until you do.
 """
 
 from __future__ import annotations
@@ -24,15 +23,16 @@ _HEAD = """\
 
 Generated from `dora/config/schema.py` by `python -m dora.config.docs`; edit that file, not this one.
 
-A run takes the defaults below, then its TOML file (`dora run job.toml`), then each `--set section.key=value`. A value
-of `--set` is read as TOML, and as text where it is no TOML; lists are reached by index (`eval.sets.0.prompts=64`, the
-first index past the end appends). An unknown key, a wrong type or a contradiction ends the command with one line each,
-before anything starts. Relative paths start at the directory in which `dora` is called. `config.toml` in the run folder
-is the resolved result. Secrets come from environment variables only and are written nowhere.
+A run starts from the defaults below, overlaid by its TOML file (`dora run job.toml`), then by each
+`--set section.key=value`. The value of `--set` is parsed as TOML, or taken as text if it is not valid TOML. List items
+are addressed by index (`eval.sets.0.prompts=64`); the first index past the end appends an item. Unknown keys, wrong
+types and contradictions are reported, one line each, before anything starts. Relative paths are relative to the working
+directory of `dora`. The run folder keeps the result as `config.toml`. Secrets are read from environment variables only
+and are never written to a file.
 """
 
 _DEFAULT_JOB = """\
-# The default job, every setting spelled out: `dora run` without a file does exactly this.
+# The default job with every setting spelled out: `dora run` without a file does exactly this.
 #
 # Hardware: 2 CPU cores, 4 GB of memory, no GPU.   Time: at most 5 minutes.
 # What it does: the shipped 0.5 M-parameter policy learns to add up long sums. Four embedded engines generate under up
@@ -44,7 +44,7 @@ _DEFAULT_JOB = """\
 
 
 def render() -> dict[str, str]:
-    """Every generated file by its path in the repository."""
+    """The text of every generated file, by its path in the repository."""
     return {
         "docs/CONFIG.md": "\n".join([_HEAD, *_sections(Config, prefix="")]),
         "launch/configs/arithmetic-cpu.toml": f"{_DEFAULT_JOB}\n{dump(Config())}",
@@ -52,7 +52,7 @@ def render() -> dict[str, str]:
 
 
 def _sections(model: type[BaseModel], *, prefix: str) -> Iterator[str]:
-    """A heading, a sentence and a table per section, in the order of the schema; inner sections follow their outer."""
+    """A heading, a sentence and a table for each section, in schema order; nested sections come after their parent."""
     for name, field in model.model_fields.items():
         inner, is_list = _section_of(field)
         if inner is None:
@@ -69,7 +69,7 @@ def _sections(model: type[BaseModel], *, prefix: str) -> Iterator[str]:
 
 
 def _section_of(field: FieldInfo) -> tuple[type[BaseModel] | None, bool]:
-    """The section that a field holds, and whether it holds a list of them."""
+    """The section type of a field, and whether the field is a list of them."""
     candidates = (field.annotation, *get_args(field.annotation))
     for candidate in candidates:
         if isinstance(candidate, type) and issubclass(candidate, BaseModel):
@@ -126,7 +126,7 @@ def _cell(text: str) -> str:
 
 
 def main() -> None:
-    """Write all generated files below the working directory."""
+    """Write all generated files, relative to the working directory."""
     for path, text in render().items():
         Path(path).write_text(text, encoding="utf-8")
 

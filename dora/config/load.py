@@ -1,8 +1,8 @@
-"""From TOML, `--set` and the environment to one frozen `Config`, and back to TOML.
+"""Reads TOML, `--set` and the environment into one frozen `Config`, and writes it back as TOML.
 
-Invariant: whatever is wrong is one `ConfigError` with one line per problem, each naming where it was said (file or
---set), the full dotted key, and what to change. Secrets come from environment variables only, and leave by none of the
-functions here. Called by `cli`, before anything starts.
+Invariant: all problems are reported in one `ConfigError`, one line each, that names the origin (file or --set), the
+full dotted key, and what to change. Secrets are read from environment variables only, and no function here returns
+them as text.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, get_args
 
+import tomli_w
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from dora.config.schema import Config
+from dora.config.schema import WITHOUT_EFFECT, Config
 from dora.errors import ConfigError
 
-#: What a user calls a value of each pydantic error type; types not named here keep pydantic's own words.
+#: Pydantic error type -> the expected value, in words. Other types keep pydantic's own message.
 _WANTED = {
     "int_type": "an integer",
     "int_from_float": "an integer",
@@ -41,12 +42,25 @@ _WANTED = {
     "string_pattern_mismatch": "text that matches {pattern}",
 }
 
+#: Likeness (0 to 1) from which a key of another section is suggested: of few letters, unrelated words are alike.
+_NEARLY_THE_SAME = 0.85
 
-def load(path: Path | None, overrides: Sequence[str] = (), *, environ: Mapping[str, str]) -> Config:
-    """The defaults, overlaid by the file at `path`, then by each `a.b=value`, then by the secrets of `environ`."""
+#: tomllib takes time quadratic in the number of parts of a key.
+_PART = r"""(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')"""
+_LONG_KEY = re.compile(rf"(?<![\w.-]){_PART}(?:[ \t]*+\.[ \t]*+{_PART}){{100}}")
+
+
+def load(
+    path: Path | None, overrides: Sequence[str] = (), *, environ: Mapping[str, str], is_dump: bool = False
+) -> Config:
+    """The defaults, overlaid by the file at `path`, then by each `a.b=value`, then by the secrets of `environ`.
+
+    `is_dump`: the file is what `dump` has written, perhaps that of an earlier release.
+    """
     data = Config().model_dump(mode="json")
     if path is not None:
-        _overlay(data, _read(path))
+        given = read_toml(path)
+        _overlay(data, _without_retired(given) if is_dump else given)
     origins: dict[str, str] = {}  # dotted key -> the --set that gave it
     for override in overrides:
         key = set_key(data, override)
@@ -61,22 +75,30 @@ def load(path: Path | None, overrides: Sequence[str] = (), *, environ: Mapping[s
         return Config.model_validate_json(json.dumps(data, default=str), strict=True)
     except ValidationError as err:
         lines = [line for problem in err.errors() for line in _describe(problem, origins=origins, path=path)]
-        raise ConfigError("\n".join(lines)) from None
+        raise ConfigError(*lines) from None
+    except (ValueError, RecursionError):
+        raise ConfigError(f"{path or '--set'}: a number of thousands of digits, or tables nested as deeply") from None
+
+
+def parse(text: str) -> Config:
+    """What `dump` has written, perhaps that of an earlier release."""
+    return Config.model_validate_json(json.dumps(_without_retired(tomllib.loads(text))), strict=True)
 
 
 def dump(config: Config) -> str:
     """The whole config as TOML, secrets left out; `load` of it gives the same config."""
-    return "\n".join(_toml_table(config.model_dump(mode="json"), prefix="")).strip() + "\n"
+    return tomli_w.dumps(_without_unset(config.model_dump(mode="json")))
 
 
 # -- reading ------------------------------------------------------------------------------------------------------
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read_toml(path: Path) -> dict[str, Any]:
+    """The tables of a TOML file."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return _parse(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise ConfigError(f"{path}: there is no such config file") from None
+        raise ConfigError(f"{path}: no such file") from None
     except OSError as err:
         raise ConfigError(f"{path}: cannot be read ({err.strerror})") from err
     except UnicodeDecodeError as err:
@@ -85,10 +107,28 @@ def _read(path: Path) -> dict[str, Any]:
         found = re.search(r"^(.*) \(at line (\d+), column (\d+)\)$", str(err))
         text = f"{path}:{found[2]}:{found[3]}: {found[1]}" if found else f"{path}: {err}"
         raise ConfigError(text) from err
+    except (ValueError, RecursionError) as err:  # a number of thousands of digits; lists within lists
+        raise ConfigError(f"{path}: {err}") from err
+
+
+def _parse(text: str) -> dict[str, Any]:
+    if _LONG_KEY.search(text):
+        raise tomllib.TOMLDecodeError("a key of more than 100 parts")
+    return tomllib.loads(text)
+
+
+def _without_retired(data: dict[str, Any]) -> dict[str, Any]:
+    """A resolved config names every key, those without effect too; leaving them out changes nothing."""
+    return {
+        section: {key: value for key, value in table.items() if f"{section}.{key}" not in WITHOUT_EFFECT}
+        if isinstance(table, dict)
+        else table
+        for section, table in data.items()
+    }
 
 
 def _overlay(data: dict[str, Any], given: Mapping[str, Any]) -> None:
-    """Tables are merged, everything else, lists included, is replaced."""
+    """Merge tables; replace everything else, lists included."""
     for key, value in given.items():
         if isinstance(value, dict) and isinstance(data.get(key), dict):
             _overlay(data[key], value)
@@ -97,11 +137,13 @@ def _overlay(data: dict[str, Any], given: Mapping[str, Any]) -> None:
 
 
 def set_key(data: dict[str, Any], override: str) -> str:
-    """Carry out one `a.b.0.c=value` of --set, here or in a workload; returns the dotted key."""
+    """Apply one `a.b.0.c=value` of --set to the tables of a config or a workload; return the dotted key."""
     key, equals, text = override.partition("=")
     key = key.strip()
+    if any("\ud800" <= character <= "\udfff" for character in override):
+        raise ConfigError(f"--set {override}: is not UTF-8 text")
     if not equals or not all(key.split(".")):
-        raise ConfigError(f"--set {override}: wants key=value, the key being section.name")
+        raise ConfigError(f"--set {override}: expected SECTION.NAME=VALUE")
     *parents, last = key.split(".")
     node: Any = data
     for parent in parents:
@@ -112,7 +154,7 @@ def set_key(data: dict[str, Any], override: str) -> str:
     elif isinstance(node, dict):
         node[last] = _value(text.strip())
     else:
-        raise ConfigError(f"--set {override}: {'.'.join(parents)} is a value and holds no '{last}'")
+        raise ConfigError(f"--set {override}: {'.'.join(parents)} is a value, not a table, and has no key '{last}'")
     return key
 
 
@@ -121,7 +163,7 @@ def _step_into(node: Any, key: str, *, override: str) -> Any:
     if isinstance(node, dict):
         return node.setdefault(key, {})
     if not isinstance(node, list):
-        raise ConfigError(f"--set {override}: '{key}' is looked for in a value that holds no keys")
+        raise ConfigError(f"--set {override}: the value that should contain '{key}' is not a table or a list")
     if not key.isdecimal() or int(key) > len(node):
         raise ConfigError(f"--set {override}: '{key}' is not an index from 0 to {len(node)}")
     if int(key) == len(node):
@@ -130,10 +172,10 @@ def _step_into(node: Any, key: str, *, override: str) -> Any:
 
 
 def _value(text: str) -> Any:
-    """A TOML value, else the text itself."""
+    """`text` as a TOML value, or as it is if it is not one."""
     try:
-        parsed = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
+        parsed = _parse(f"value = {text}")
+    except (ValueError, RecursionError):
         return text
     return parsed["value"] if len(parsed) == 1 else text
 
@@ -157,18 +199,18 @@ def _environment(field: FieldInfo) -> str:
 
 
 def _refuse_secrets(data: Mapping[str, Any]) -> None:
-    """Files are shared and command lines are visible to every user of a machine."""
+    """Files are shared, and every user of a machine sees its command lines."""
     for section, name, field in _secrets():
         if isinstance(data[section], dict) and name in data[section]:
             variable = _environment(field)
-            raise ConfigError(f"{section}.{name}: is a secret; give it by the environment variable {variable} only")
+            raise ConfigError(f"{section}.{name}: is a secret; set it only in the environment variable {variable}")
 
 
 # -- problems -----------------------------------------------------------------------------------------------------
 
 
 def _describe(problem: ErrorDetails, *, origins: Mapping[str, str], path: Path | None) -> list[str]:
-    """One pydantic problem as lines fit for a terminal; only rules across sections give more than one."""
+    """One pydantic problem as lines of text; only the rules that span sections give more than one."""
     where = f"{path}: " if path is not None else ""
     key = ".".join(map(str, problem["loc"]))
     if not key:
@@ -176,10 +218,12 @@ def _describe(problem: ErrorDetails, *, origins: Mapping[str, str], path: Path |
     for said, override in origins.items():
         if f"{key}.".startswith(f"{said}.") or f"{said}.".startswith(f"{key}."):
             where = f"{override}: "
+    if key in WITHOUT_EFFECT:
+        return [f"{where}{key}: {WITHOUT_EFFECT[key]}"]
     if problem["type"] == "extra_forbidden":
         return [f"{where}unknown key {key}; {_nearest(key, loc=problem['loc'])}"]
     wanted = _WANTED.get(problem["type"], problem["msg"]).format(**problem.get("ctx", {}))
-    return [f"{where}{key}: got {_shown(problem['input'])}, wants {wanted}"]
+    return [f"{where}{key}: got {_shown(problem['input'])}, expected {wanted}"]
 
 
 def _shown(value: Any) -> str:
@@ -188,19 +232,24 @@ def _shown(value: Any) -> str:
 
 
 def _nearest(key: str, *, loc: tuple[int | str, ...]) -> str:
-    """The valid key that was probably meant: alike within its table, else alike in any section."""
+    """The valid key that was probably meant: alike within its table, else nearly the same in another section."""
     parent, _, name = key.rpartition(".")
-    siblings = list(_model_at(loc[:-1]).model_fields)
+    siblings = _keys(_model_at(loc[:-1]))
     if near := get_close_matches(name, siblings, n=1):
         return f"did you mean {parent + '.' if parent else ''}{near[0]}?"
-    home = {n: f"{section}.{n}" for section in Config.model_fields for n in _model_at((section,)).model_fields}
-    if near := get_close_matches(name, home, n=1):
+    home = {n: f"{section}.{n}" for section in Config.model_fields for n in _keys(_model_at((section,)))}
+    if near := get_close_matches(name, home, n=1, cutoff=_NEARLY_THE_SAME):
         return f"did you mean {home[near[0]]}?"
     return f"valid here: {', '.join(siblings)}"
 
 
+def _keys(model: type[BaseModel]) -> list[str]:
+    """What a file may say of a section: all but its secrets."""
+    return [name for name, field in model.model_fields.items() if not field.exclude]
+
+
 def _model_at(loc: Sequence[int | str]) -> type[BaseModel]:
-    """The section that a problem's place lies in."""
+    """The section that contains the location of a problem."""
     model: type[BaseModel] = Config
     for part in loc:
         if isinstance(part, str):
@@ -215,33 +264,8 @@ def _model_at(loc: Sequence[int | str]) -> type[BaseModel]:
 # -- writing ------------------------------------------------------------------------------------------------------
 
 
-def _toml_table(table: Mapping[str, Any], *, prefix: str) -> Iterator[str]:
-    """Values first, then one header per table inside; a list of sections is a list of tables."""
-    inner: list[tuple[str, Mapping[str, Any], str]] = []
-    for key, value in table.items():
-        dotted = f"{prefix}{key}"
-        if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
-            inner += [(dotted, item, f"[[{dotted}]]") for item in value]
-        elif isinstance(value, dict) and value and _is_section(dotted):
-            inner.append((dotted, value, f"[{dotted}]"))
-        elif value is not None:
-            yield f"{key} = {_toml_value(value)}"
-    for dotted, value, header in inner:
-        yield from ("", header, *_toml_table(value, prefix=f"{dotted}."))
-
-
-def _is_section(dotted: str) -> bool:
-    """Tables of the user's own keys are written inline; everything else is a section."""
-    return dotted.rpartition(".")[2] not in ("options", "path_map", "environment")
-
-
-def _toml_value(value: Any) -> str:
-    if isinstance(value, str):
-        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, list):
-        return f"[{', '.join(map(_toml_value, value))}]"
+def _without_unset(value: Any) -> Any:
+    """TOML has no null: a key that is unset is left out."""
     if isinstance(value, dict):
-        return f"{{{', '.join(f'{_toml_value(str(k))} = {_toml_value(v)}' for k, v in value.items())}}}"
-    return repr(value)
+        return {key: _without_unset(item) for key, item in value.items() if item is not None}
+    return [_without_unset(item) for item in value] if isinstance(value, list) else value

@@ -1,8 +1,8 @@
-"""What a run can be told: frozen pydantic models, one per component, unknown keys refused.
+"""The settings of a run: frozen pydantic models, one per section, that refuse unknown keys.
 
-Every field carries its meaning; docs/CONFIG.md is generated from this file. Components get the plain values or the
-section they need, never the whole. Rules that span fields are checked in `Config` and nowhere else, so a contradiction
-is found before anything starts. The defaults are the embedded default job; `load.py` fills the models.
+The docstring below a field is its documentation; docs/CONFIG.md is generated from this file. Rules that span fields are
+checked in `Config` and nowhere else, so that a contradiction is found before anything starts. The defaults describe the
+embedded default job.
 """
 
 from __future__ import annotations
@@ -14,31 +14,36 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from dora.core.moves import SILENCE
-from dora.core.strategies import Rules, rules_of
+from dora.core.strategies import SILENCE, Rules, rules_of
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0.0)]
 
 
-#: Servers to start where nobody says how many, and names none.
+#: Number of servers to start if the configuration gives neither `engine.instances` nor `engine.urls`.
 DEFAULT_INSTANCES = 4
-#: A server, and where the controller listens (a wildcard or a name of an interface is ZeroMQ's to resolve).
+#: The address of a server, and the one the controller listens on (ZeroMQ resolves wildcards and interface names).
 _SERVER_URL = re.compile(r"https?://[^\s/]+(/\S*)?")
 _LISTEN_ADDRESS = re.compile(r"tcp://\S+:(\d+|\*)")
-#: What `engine.command` may ask for.
+#: Keys that nothing reads: refused with the reason in place of being taken for an effect.
+WITHOUT_EFFECT = dict.fromkeys(
+    ("trainer.clip_low", "trainer.clip_high"),
+    "has no effect: a step makes one update, so the policy is still the one that the ratio is taken to, and nothing is "
+    "clipped; trainer.tis_cap bounds the weights of off-policy tokens. Leave it out",
+)
+#: Placeholders that `engine.command` may use.
 PLACEHOLDERS = ("model", "host", "port", "tp", "slots", "kv_tokens", "dtype", "device", "threads")
 
 
 class Section(BaseModel):
-    """Base of all sections: frozen, and a key it does not know is an error."""
+    """Base class of all sections."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
 
 def secret(variable: str) -> Any:
-    """A text that comes from the environment alone (see `load.py`) and appears in no dump and no repr."""
+    """A text that is read from the environment only, and appears in no dump and no repr."""
     return Field(default=None, exclude=True, repr=False, json_schema_extra={"environment": variable})
 
 
@@ -46,25 +51,28 @@ class RunConfig(Section):
     """The job as a whole."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]+$")] = "dora"
-    """Part of the run id `<name>-<time>-<random digits>`; letters, digits, `-`, `_` and `.`."""
+    """First part of the run id `<name>-<time>-<random digits>`. Letters, digits, `-`, `_` and `.` are allowed."""
     folder: Path = Path("runs")
-    """Where run folders are created."""
+    """Folder in which run folders are created."""
+    group: str | None = None
+    """Unix group whose members may read run folders and live versions. Set it if servers run as another user. Unset:
+    only the owner may read them."""
     seed: int = 0
-    """Decides prompt order, sampling noise and initialization; the same seed gives the same prompts."""
+    """Seed for the order of prompts, the sampling noise and the initialization."""
     steps: Positive = 24
-    """T: the number of training steps; step s trains under version s and publishes version s + 1."""
+    """T: the number of training steps. Step s trains under version s and publishes version s + 1."""
     no_progress_s: Seconds = 1_800.0
-    """The run fails, naming the group, its instance and its age, when nothing was committed or trained for so long. It
-    must be longer than the longest answer takes."""
+    """The run fails if no group is committed and no step is trained for this long; the error names the oldest group,
+    its instance and its age. Set it higher than the longest answer takes."""
 
 
 class ModelConfig(Section):
-    """The policy to be trained."""
+    """The policy to train."""
 
     path: str = "seed"
     """A Hugging Face model folder (config, tokenizer, safetensors), or `seed`: the small policy shipped with DORA."""
     thinking: bool | None = None
-    """The chat template's `enable_thinking` switch; unset leaves it to the template."""
+    """Value of the chat template's `enable_thinking` switch. Unset: the template's own default."""
 
 
 class RolloutConfig(Section):
@@ -73,143 +81,152 @@ class RolloutConfig(Section):
     strategy: Literal[
         "dora", "sync", "periodic", "one_step_off", "partial", "partial_bounded", "partial_sync", "oversample"
     ] = "dora"
-    """`dora`: several versions alive, bounded staleness, no bubble. `periodic`: on-policy, streamed into the trainer.
-    `sync`: on-policy, trained as a whole batch. `one_step_off`: the next batch is generated while this one trains.
-    Two kinds break a constraint by design, and say how often. `partial`: every server takes new weights at once, and
-    its answers go on under them (several versions in one answer, C1; K bounds what is admitted, not staleness, C3);
-    `partial_bounded` keeps C3; `partial_sync` has more groups under way than a step takes, trains when a whole step is
-    complete and goes on with the rest afterwards. `oversample`: the same surplus, but the rest is thrown away (C2)."""
+    """`dora`: several versions are alive, staleness is bounded, and the trainer need not wait for the longest answers.
+    `periodic`: on-policy; answers are streamed into the trainer. `sync`: on-policy; a step is trained as a whole batch.
+    `one_step_off`: the next batch is generated while this one is trained. The other strategies break a constraint by
+    design, and the run reports how often. `partial`: every server takes new weights at once and continues its answers
+    under them, so that an answer may have tokens of several versions (C1), and K bounds admission but not staleness
+    (C3). `partial_bounded` is the same, but keeps C3. `partial_sync` has more groups under way than a step takes,
+    trains when a whole step is complete, and then continues the rest. `oversample` has the same surplus, but discards
+    the rest (C2)."""
     max_staleness: Annotated[int, Field(ge=0)] = 2
-    """K: step s trains only on versions s - K to s. 0 is exactly synchronous (`periodic`). It bounds staleness when a
-    group is committed, waiting included; it does not bound how long an answer may take. Read by `dora`, by
-    `partial_bounded`, and by `partial`, where it only bounds how many groups are admitted; the others fix K at 0, or at
-    1 (`one_step_off`). A group's staleness counts from the version at its admission, whatever its later tokens have."""
+    """K: step s trains only on versions s - K to s. 0 is exactly synchronous (`periodic`). Staleness is measured when a
+    group is committed, from the version at its admission, so that time in a queue counts; how long an answer may take
+    is not limited. `dora` and `partial_bounded` use K, and so does `partial`, but only to bound how many groups are
+    admitted. The other strategies fix it at 0, or at 1 (`one_step_off`)."""
     pause: Literal["retract", "in_place"] = "retract"
-    """How `partial` pauses a server with live requests. `retract`: their KV is dropped and computed again under the new
-    weights. `in_place`: they go on over the KV of the old ones, at no cost but the pause."""
+    """How `partial` pauses a server with live requests. `retract`: the server drops their KV and computes it again
+    under the new weights. `in_place`: it keeps the KV of the old weights, and the pause is the only cost."""
     oversample: Annotated[float, Field(gt=1.0)] = 1.5
-    """`oversample`, `partial_sync`: groups under way in a step, in units of N."""
+    """Number of groups under way in a step of `oversample` and `partial_sync`, as a multiple of N."""
     groups_per_step: Positive = 16
-    """N: prompt groups per training step."""
+    """N: the number of prompt groups in a training step."""
     group_size: Positive = 8
-    """G: answers sampled per prompt."""
+    """G: the number of answers sampled per prompt."""
     max_new_tokens: Positive = 128
-    """Token budget of one answer, kept over every migration and resume; an answer that reaches it is length-capped."""
+    """Maximum number of tokens in one answer. Migrations and resumes do not reset the count."""
     temperature: Annotated[float, Field(gt=0.0)] = 1.0
-    """Sampling temperature; the trainer divides its logits by the same number."""
+    """Sampling temperature. The trainer divides its logits by the same number."""
     filter_zero_variance: bool = True
-    """Drop groups whose rewards are all equal: they carry no group-relative advantage."""
+    """Leave out groups whose rewards are all equal: they have no group-relative advantage."""
     max_top_up: Annotated[float, Field(gt=0.0)] = 10.0
-    """A step for which more than max_top_up x N groups were filtered or failed stops the job."""
+    """The run fails if more than max_top_up x N groups are filtered or fail during one step."""
     rules: Literal["dora", "paper"] = "dora"
-    """How the orchestrator places work: by our rules, or by those of the paper (arXiv 2604.26256), for comparison."""
+    """How work is placed on instances: by DORA's rules or, for comparison, by those of the paper (arXiv 2604.26256)."""
     without: tuple[
         Literal[
             "streaming", "kv_floor", "kv_overcommit", "consolidation", "adaptive_window", "tail_care", "hysteresis"
         ],
         ...,
     ] = ()
-    """Rules of the orchestrator to do without; docs/SIMULATION.md says what each is worth."""
+    """Placement rules to turn off. docs/SIMULATION.md says what each of them is worth."""
     refill: bool = False
-    """Let instances of old versions receive new prompts when F allows it; 3-10 % slower in an event model."""
+    """Admit new prompts under old versions too, where rule F allows it. 3-10 % slower in simulation."""
     watchdog_s: Seconds = 120.0
-    """An instance none of whose requests got a token for so long is lost, whatever it answers; a prompt that is still
-    being read counts as progress. A single request without a token for three times as long, while others get theirs, is
-    stopped and goes on elsewhere."""
+    """An instance is lost if none of its requests gets a token for this long, even if it still answers health checks;
+    reading a long prompt counts as progress. A single request that gets no token for three times as long, while others
+    on its instance do, is stopped and continued on another instance."""
     max_attempts: Positive = 8
-    """A trajectory whose request failed so often, instances lost apart, fails its group with the reason."""
+    """Maximum number of attempts at one trajectory. After that its group fails with the reason of the last one.
+    Attempts that ended because an instance was lost do not count."""
 
 
 class DecodeConfig(Section):
-    """How long a decoding step takes on one instance: base_s + per_request_s x requests + per_token_s x their tokens in
-    KV. Consolidation asks it what a move costs the residents; only proportions matter."""
+    """How long one decoding step takes on an instance: base_s + per_request_s x requests + per_token_s x their tokens
+    in KV. Consolidation uses it to estimate how much a move slows down the requests on the target; only proportions
+    matter."""
 
     base_s: Seconds = 2e-3
-    """Of a step, however small its batch."""
+    """Duration of a step whose batch is empty."""
     per_request_s: Annotated[float, Field(ge=0.0)] = 5e-5
-    """For every request in the batch."""
+    """Added for every request in the batch."""
     per_token_s: Annotated[float, Field(ge=0.0)] = 1e-7
-    """For every token that the batch holds in KV."""
+    """Added for every token that the batch holds in KV."""
 
 
 class EngineConfig(Section):
     """The inference servers."""
 
     urls: tuple[str, ...] = ()
-    """Servers that others start (external instances). They may stand beside those that this run starts."""
+    """Addresses of servers that the run does not start itself (external instances). They may be combined with
+    `instances`."""
     instances: int | None = Field(default=None, ge=0)
-    """How many servers this run starts and watches (managed instances). Unset: 4 where no `urls` are named, else none.
-    `dora` wants at least K + 1 instances in all."""
+    """Number of servers that the run starts and supervises (managed instances). Unset: 4 if `urls` is empty, else 0.
+    `dora` needs at least K + 1 instances in all."""
     kind: Literal["embedded", "sglang"] = "embedded"
-    """What managed instances are. `embedded`: DORA's own server. `sglang`: SGLang from this Python environment, with
+    """Kind of the managed instances. `embedded`: DORA's own server. `sglang`: SGLang from this Python environment, with
     --dtype from `trainer.publish_dtype` and --max-running-requests from `slots`."""
     command: tuple[str, ...] = ()
-    """The command that starts a managed instance, word by word, in place of the kind's own. {model}, {host}, {port},
-    {tp}, {slots}, {kv_tokens}, {dtype}, {device} and {threads} are filled in. With {port} it is ready when /health
-    answers there, else when it prints a line `ready http://HOST:PORT`. It must stay in the foreground."""
+    """Command that starts a managed instance, as a list of arguments; it replaces the one of `kind`. {model}, {host},
+    {port}, {tp}, {slots}, {kv_tokens}, {dtype}, {device} and {threads} are filled in. With {port}, the server is ready
+    when /health answers there; without it, when it prints a line `ready http://HOST:PORT`. The command must stay in the
+    foreground."""
     args: tuple[str, ...] = ()
-    """More words at the end of the command."""
+    """Further arguments, appended to the command."""
     environment: dict[str, str] = {}
-    """More environment variables of managed instances."""
+    """Further environment variables of managed instances."""
     tensor_parallel: Positive = 1
-    """GPUs of one managed instance (`device` cuda), and {tp} in its command."""
+    """Number of GPUs of one managed instance (`device` cuda); fills in {tp}."""
     gpus: tuple[Annotated[int, Field(ge=0)], ...] = ()
-    """GPUs of this host for managed instances on cuda, `tensor_parallel` for each in turn; one named several times is
-    shared. Empty: embedded engines share the first one, others take those after the trainer's ranks. Counted within
-    CUDA_VISIBLE_DEVICES where that is set."""
+    """GPUs of this host for managed instances on cuda: each instance takes the next `tensor_parallel` of them. A GPU
+    that is listed several times is shared. Empty: embedded engines share the first GPU, other servers take those after
+    the trainer's ranks. If CUDA_VISIBLE_DEVICES is set, the numbers are positions in it."""
     slots: Positive = 24
-    """Requests that one instance decodes at the same time."""
+    """Number of requests that one instance decodes at the same time."""
     kv_tokens: Positive = 16_384
-    """Tokens of KV room in one instance."""
+    """KV capacity of one instance, in tokens."""
     decode: DecodeConfig = DecodeConfig()
-    """How long a decoding step takes."""
+    """Duration of a decoding step."""
     base_port: Annotated[int, Field(ge=0, le=65_535)] = 0
-    """First port; managed instance i listens on base_port + i. 0: free ports are chosen."""
+    """Managed instance i listens on port base_port + i. 0: free ports are chosen."""
     device: Literal["cpu", "cuda"] = "cpu"
-    """Where managed instances run."""
+    """Device of the managed instances."""
     threads: Positive = 1
-    """Torch threads of a managed instance."""
+    """Number of torch threads of a managed instance."""
     start_timeout_s: Seconds = 120.0
-    """How long a managed instance may take until it is ready."""
+    """Time in which a managed instance must become ready."""
     push_timeout_s: Seconds = 60.0
-    """How long one weight push may take, read-back included."""
+    """Time in which one weight push must finish, read-back included."""
     max_parallel_pushes: Positive = 4
-    """Pushes under way at the same time; more wait their turn."""
+    """Maximum number of pushes at the same time; further ones wait their turn."""
     api_key: str | None = secret("DORA_ENGINE_API_KEY")
-    """Bearer token that the servers demand; those that this run starts demand it too. They get it as
-    DORA_SERVE_API_KEY; SGLang knows it as a flag only, which every user of its machine can read."""
+    """Bearer token that the servers require. A managed instance finds its own in DORA_SERVE_API_KEY. Unset: one is
+    drawn at each start and sent to managed instances only."""
     path_map: dict[str, str] = {}
-    """Store prefix on this host -> prefix under which a server sees it (shared file systems mounted elsewhere)."""
+    """Path prefix of the version store on this host -> prefix under which servers see it, for shared file systems that
+    are mounted elsewhere."""
 
 
 class TrainerConfig(Section):
     """The torchrun trainer and its optimizer."""
 
     ranks: Positive = 2
-    """Trainer processes started on this host."""
+    """Number of trainer processes started on this host."""
     command: tuple[str, ...] = ()
-    """The command that starts all ranks on this host, word by word, in place of torchrun. It finds the run by
-    DORA_CONTROLLER (address) and DORA_TOKEN."""
+    """Command that starts all ranks on this host in place of torchrun, as a list of arguments. The environment
+    variables DORA_CONTROLLER (address) and DORA_TOKEN tell it how to reach the run."""
     external: bool = False
-    """Ranks are started by others; they find this run by DORA_CONTROLLER (address) and DORA_TOKEN."""
+    """The run starts no ranks. Start them yourself, with DORA_CONTROLLER (address) and DORA_TOKEN in their
+    environment."""
     token: str | None = secret("DORA_TOKEN")
-    """Shared secret of the controller and its ranks; unset: drawn for every run. External ranks need it."""
+    """Secret shared by the controller and its ranks. Unset: one is drawn for every run. External ranks need it."""
     address: str = "tcp://127.0.0.1:0"
-    """Where the controller listens for ranks; port 0 picks a free one."""
+    """Address on which the controller listens for ranks; port 0 picks a free port."""
     device: Literal["cpu", "cuda"] = "cpu"
-    """cpu: gloo. cuda: NCCL, one GPU a rank."""
+    """`cpu`: the ranks communicate through gloo. `cuda`: through NCCL, with one GPU per rank."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Compute type; master weights and gradient sums stay in float32."""
+    """Data type of the computation. Master weights and gradient sums stay in float32."""
     publish_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of the published safetensors."""
+    """Data type of the published safetensors."""
     threads: Positive = 1
-    """Torch threads per rank."""
+    """Number of torch threads per rank."""
     micro_batch_tokens: Positive = 4_096
-    """Token budget of one micro-batch on one rank, prompt tokens included. One answer may exceed it alone."""
+    """Maximum number of tokens in one micro-batch of one rank, prompts included. A longer answer is a micro-batch by
+    itself."""
     learning_rate: Annotated[float, Field(gt=0.0)] = 5e-4
     """Peak learning rate of AdamW."""
     warmup_steps: Annotated[int, Field(ge=0)] = 2
-    """Steps over which the learning rate rises linearly to its peak."""
+    """Number of steps over which the learning rate rises linearly to its peak."""
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
     """Decoupled weight decay of AdamW."""
     beta1: Fraction = 0.9
@@ -217,42 +234,41 @@ class TrainerConfig(Section):
     beta2: Fraction = 0.95
     """AdamW beta2."""
     max_grad_norm: Annotated[float, Field(gt=0.0)] = 1.0
-    """Gradient norm above which the gradient is scaled down."""
+    """Maximum gradient norm; a larger gradient is scaled down to it."""
     advantage: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
-    """Group-relative advantage. `dr_grpo`: reward minus the group's mean. `grpo`: that over the deviation in the group.
-    `rloo`: reward minus the mean of the other siblings."""
-    clip_low: Annotated[float, Field(gt=0.0)] = 0.2
-    """PPO clip below 1."""
-    clip_high: Annotated[float, Field(gt=0.0)] = 0.28
-    """PPO clip above 1."""
+    """How advantages are computed. `dr_grpo`: reward minus the mean of the group. `grpo`: the same, divided by the
+    standard deviation of the group. `rloo`: reward minus the mean of the other siblings."""
     tis_cap: Annotated[float, Field(ge=1.0)] = 2.0
-    """Truncated importance sampling: the weight of a token is min(rho, tis_cap)."""
+    """Cap of truncated importance sampling: the weight of a token is min(rho, tis_cap)."""
     checkpoint_every: Positive = 10
-    """Steps between resumable checkpoints; a clean stop writes one too."""
+    """Number of steps between resumable checkpoints. A clean stop writes one too."""
+    stop_timeout_s: Seconds = 600.0
+    """How long a clean stop (Ctrl-C) waits for the trainer's checkpoint. A second Ctrl-C ends the run at once."""
     start_timeout_s: Seconds = 180.0
-    """How long the ranks may take until all have reported READY."""
+    """Time in which all ranks must report READY."""
 
 
 class SourceConfig(Section):
     """One source of prompts."""
 
     kind: Literal["arithmetic", "reasoning_gym", "jsonl", "parquet", "datasets", "function"] = "arithmetic"
-    """`arithmetic`: the built-in long-tailed task. `reasoning_gym`: a dataset of that package by name. `jsonl`,
-    `parquet`: a file. `datasets`: a Hugging Face dataset. `function`: module:function returning an iterable of rows."""
+    """`arithmetic`: the built-in long-tailed task. `reasoning_gym`: a dataset of that package, by name. `jsonl`,
+    `parquet`: a file. `datasets`: a Hugging Face dataset. `function`: a function of yours that returns an iterable of
+    rows."""
     name: str = ""
-    """Dataset name (reasoning_gym, datasets) or module:function (function)."""
+    """Name of the dataset (`reasoning_gym`, `datasets`), or module:function (`function`)."""
     path: Path | None = None
-    """File (jsonl, parquet)."""
+    """File to read (`jsonl`, `parquet`)."""
     split: str = "train"
     """Split of a Hugging Face dataset."""
     prompt: str = "prompt"
-    """Column with the prompt text."""
+    """Column that holds the prompt text."""
     messages: str = ""
-    """Column with chat messages ({role, content} list); when set, it is used in place of `prompt`."""
+    """Column that holds chat messages, a list of {role, content}. If set, it is used in place of `prompt`."""
     answer: str = "answer"
-    """Column with the reference answer, handed to the reward; empty: rows have none."""
+    """Column that holds the reference answer, which is passed to the reward. Empty: the rows have none."""
     options: dict[str, Any] = {}
-    """Further arguments of the source (for arithmetic and reasoning_gym: the generator's parameters)."""
+    """Further arguments of the source; for `arithmetic` and `reasoning_gym`, parameters of the generator."""
     weight: Annotated[float, Field(gt=0.0)] = 1.0
     """Share of prompts drawn from this source, relative to the other sources."""
 
@@ -261,108 +277,115 @@ class RewardConfig(Section):
     """One term of the reward; terms are summed with their weights."""
 
     kind: Literal["math", "exact", "regex", "reasoning_gym", "http", "function"] = "exact"
-    """`math`: math-verify. `exact`: equal text after stripping. `regex`: first group of `pattern` equals the answer.
-    `reasoning_gym`: the dataset's own scorer. `http`: POST to `url`. `function`: module:function, called with
-    prompt=, response=, answer= and metadata= (the row's other columns), returning a number."""
+    """`math`: math-verify compares response and answer. `exact`: 1 if they are equal after stripping. `regex`: 1 if the
+    first group of `pattern` equals the answer. `reasoning_gym`: the dataset's own scorer. `http`: a POST to `url`.
+    `function`: a function of yours, called with prompt=, response=, answer= and metadata= (the row's other columns),
+    that returns a number."""
     pattern: str = ""
-    """Regular expression (regex)."""
+    """Regular expression (`regex`)."""
     url: str = ""
-    """Endpoint (http): receives {prompt, response, answer, metadata}, returns {"reward": number}."""
+    """Endpoint (`http`) that receives {prompt, response, answer, metadata} and returns {"reward": number}."""
     name: str = ""
-    """module:function (function)."""
+    """module:function (`function`)."""
     weight: float = 1.0
-    """Factor of this term."""
+    """Factor by which this term is multiplied."""
 
 
 class TaskConfig(Section):
-    """What the policy is asked, and how answers are scored."""
+    """The prompts, and how answers are scored."""
 
     sources: tuple[SourceConfig, ...] = (SourceConfig(),)
-    """Prompt sources, mixed by weight."""
+    """Prompt sources, mixed by their weights."""
     rewards: tuple[RewardConfig, ...] = (RewardConfig(kind="regex", pattern=r"(?:^|\D)(\d\d)$"),)
     """Terms of the reward."""
     system_prompt: str = ""
-    """Put before every prompt as the system message (needs a chat template); a row's own system message stands."""
+    """System message put before every prompt (needs a chat template). A row's own system message takes precedence."""
     chat_template: bool = False
-    """Render prompts through the chat template of the model folder; off: prompts are plain text."""
+    """Render prompts with the chat template of the model folder. If false, prompts are plain text."""
     shuffle: bool = True
     """Shuffle finite sources in every epoch, by the run's seed."""
     epochs: Annotated[int, Field(ge=0)] = 0
-    """Passes over finite sources; 0: as many as the job needs. The prompts end when the first source does."""
+    """Number of passes over finite sources; 0: as many as the job needs. The prompts end when the first source does."""
     max_prompt_tokens: Positive = 256
-    """Longer prompts are refused, file and line named: the first 10,000 rows at the start, later ones when drawn."""
+    """Tokens of the longest prompt that is asked; `overlong` says what becomes of longer ones."""
+    overlong: Literal["skip", "fail"] = "skip"
+    """What a row over `max_prompt_tokens` does. `skip`: it keeps its position in the stream and is not asked; more than
+    half of the first 1,000 rows over the limit are an error all the same. `fail`: it ends the command, file and line
+    named: one of the first 10,000 rows at the start, a later one when it is drawn."""
     graders: Positive = 1
-    """Grader processes."""
+    """Number of grader processes."""
     grade_timeout_s: Seconds = 10.0
-    """A grader busy for longer is killed; its trajectory is `grading_failed`, which is not reward 0."""
+    """Time limit for grading one answer. A grader that exceeds it is killed, and the trajectory is `grading_failed`,
+    which is not the same as reward 0."""
     grader_memory_mb: Positive = 2_048
-    """Address-space limit of one grader process."""
+    """Limit on the address space of one grader process."""
 
 
 class EvalSetConfig(Section):
     """One held-out set."""
 
     name: str = "heldout"
-    """Name in metrics."""
+    """Name of the set in metrics."""
     source: SourceConfig = SourceConfig()
-    """Where its prompts come from; never the training stream."""
+    """Source of its prompts. They are never trained."""
     rewards: tuple[RewardConfig, ...] = ()
-    """Scoring; empty: the task's rewards."""
+    """Terms of its reward; empty: those of the task."""
     prompts: Positive = 512
-    """How many prompts of the source are used, from its beginning; all if it has fewer."""
+    """Number of prompts to take from the beginning of the source; all of them if it has fewer."""
     samples: Positive = 1
-    """n: answers per prompt; mean@n and pass@k are reported."""
+    """n: the number of answers per prompt. mean@n and pass@k are reported."""
     temperature: Annotated[float, Field(ge=0.0)] = 0.0
     """Sampling temperature of evaluation; 0 is greedy."""
 
 
 class EvalConfig(Section):
-    """Evaluation beside rollout; version 0 and the last version are always evaluated."""
+    """Evaluation during the run. Version 0 and the last version are always evaluated."""
 
     sets: tuple[EvalSetConfig, ...] = (EvalSetConfig(),)
     """Held-out sets; empty: no evaluation."""
     every: Annotated[int, Field(ge=0)] = 0
-    """Steps between evaluations; 0: only at the beginning and at the end."""
+    """Number of steps between evaluations; 0: only at the beginning and at the end. One version is evaluated at a time:
+    if newer ones are published before its turn, it is skipped, and the log and the metrics say so."""
     max_slot_share: Fraction = 0.1
-    """Share of all slots that evaluation may take while training work could use them."""
+    """Share of all slots that evaluation may take while training could use them."""
 
 
 class WeightsConfig(Section):
     """The version store."""
 
     memory_folder: Path = Path("/dev/shm")
-    """Memory-backed folder for live versions; used where it has room for K + 4 versions, else the run folder."""
+    """Memory-backed folder for live versions. The run folder is used instead if it lacks room for K + 4 versions."""
     transport: Literal["disk", "distributed"] = "disk"
-    """How versions come to the servers. `disk`: a server reads the store's folder, which it must see. `distributed`: a
-    process beside the trainer broadcasts them (gloo; NCCL where trainer and server are on GPUs), and log-probs or
-    checksums are compared after each push; data-parallel servers still read the folder."""
+    """How servers receive versions. `disk`: a server reads them from the store's folder, which it must be able to see.
+    `distributed`: a process beside the trainer broadcasts them (by gloo, or by NCCL if trainer and server are on GPUs),
+    and log-probs or checksums are compared after each push. Data-parallel servers read the folder in both cases."""
     keep: Annotated[int, Field(ge=0)] = 0
-    """Durable versions kept besides those still needed, newest first; 0 keeps all."""
+    """Number of durable versions to keep besides those still needed, newest first; 0 keeps all."""
 
 
 class StatusConfig(Section):
     """The HTTP status endpoint."""
 
     host: str = "127.0.0.1"
-    """Address to bind; loopback unless you say otherwise."""
+    """Address to listen on."""
     port: Annotated[int, Field(ge=0, le=65_535)] = 8_421
-    """Port of /status, /metrics, /healthz and the page at /; 0 picks a free one."""
+    """Port of /status, /metrics, /healthz and the page at /; 0 picks a free port."""
     token: str | None = secret("DORA_STATUS_TOKEN")
-    """Bearer token of whoever may add, drain and remove instances (`dora instances`); reading needs none. Unset: drawn
-    for every run and written into its folder, readable for its owner alone."""
+    """Bearer token required to add, drain and remove instances (`dora instances`); reading needs none. Unset: one is
+    drawn for every run and written into its folder, readable by its owner only."""
 
 
 class LogConfig(Section):
     """Logging."""
 
     level: Literal["debug", "info", "warning", "error"] = "info"
-    """Lowest level written to `log.jsonl` in the run folder."""
+    """Lowest level that is written to `log.jsonl` in the run folder."""
     trajectories_per_step: Annotated[int, Field(ge=0)] = 4
-    """Trajectories per step kept with text, tokens and log-probs in `trajectories.jsonl`."""
+    """Number of trajectories per step that are written to `trajectories.jsonl`, with text, tokens and log-probs."""
 
 
 class Config(Section):
-    """A whole run, resolved. `load.py` makes it from TOML and --set."""
+    """All settings of a run."""
 
     run: RunConfig = RunConfig()
     model: ModelConfig = ModelConfig()
@@ -377,7 +400,7 @@ class Config(Section):
 
     @property
     def max_staleness(self) -> int:
-        """K in force: the strategy's own number where it has one."""
+        """K in force: the strategy may fix its own."""
         return self.rules.max_staleness
 
     @property
@@ -392,15 +415,20 @@ class Config(Section):
         )
 
     @property
+    def longest_request(self) -> int:
+        """Tokens of the longest prompt with the whole token budget: what a server must be able to hold."""
+        return self.task.max_prompt_tokens + self.rollout.max_new_tokens
+
+    @property
     def num_managed(self) -> int:
-        """Servers the run starts: `engine.instances`, or their default."""
+        """Number of servers that the run starts."""
         if self.engine.instances is not None:
             return self.engine.instances
         return 0 if self.engine.urls else DEFAULT_INSTANCES
 
     @property
     def num_instances(self) -> int:
-        """Servers the run begins with: external ones, then those it starts."""
+        """Number of servers that the run begins with, external ones included."""
         return len(self.engine.urls) + self.num_managed
 
     @model_validator(mode="after")
@@ -419,23 +447,23 @@ class Config(Section):
     def _algorithm_problems(self) -> Iterator[str]:
         if self.rollout.group_size < 2:
             yield (
-                f"rollout.group_size: {self.rollout.group_size} sibling has no group to be compared with, and "
-                f"advantage '{self.trainer.advantage}' is group-relative; use at least 2"
+                f"rollout.group_size: {self.rollout.group_size} answer per prompt has no siblings to be compared with, "
+                f"and advantage '{self.trainer.advantage}' is group-relative; use at least 2"
             )
         if SILENCE * self.rollout.watchdog_s >= self.run.no_progress_s:
             yield (
                 f"rollout.watchdog_s: {SILENCE:g} x {self.rollout.watchdog_s:g} s must be below run.no_progress_s "
-                f"({self.run.no_progress_s:g} s), else a stuck request ends the run before it goes on elsewhere"
+                f"({self.run.no_progress_s:g} s), else a stuck request ends the run before it is moved elsewhere"
             )
 
     def _capacity_problems(self) -> Iterator[str]:
         if self.rollout.strategy == "dora" and self.max_staleness + 1 > self.num_instances:
-            more = "name more engine.urls" if not self.num_managed else "raise engine.instances"
+            more = "list more engine.urls" if not self.num_managed else "raise engine.instances"
             yield (
                 f"rollout.max_staleness: K = {self.max_staleness} keeps up to {self.max_staleness + 1} versions alive, "
                 f"but there are {self.num_instances} instances; lower K or {more}"
             )
-        longest = self.task.max_prompt_tokens + self.rollout.max_new_tokens
+        longest = self.longest_request
         if longest > self.engine.kv_tokens:
             yield (
                 f"engine.kv_tokens: {self.engine.kv_tokens} cannot hold the longest prompt plus the token budget "
@@ -445,29 +473,29 @@ class Config(Section):
     def _address_problems(self) -> Iterator[str]:
         for url in self.engine.urls:
             if not _SERVER_URL.fullmatch(url):
-                yield f"engine.urls: {url} is no server's address; write it as http://HOST:PORT"
+                yield f"engine.urls: {url} is not a server's address; write it as http://HOST:PORT"
         for url in sorted({url for url in self.engine.urls if self.engine.urls.count(url) > 1}):
-            yield f"engine.urls: {url} is named twice; one server is one instance and holds one version at a time"
+            yield f"engine.urls: {url} is listed twice; a server is one instance and holds one version at a time"
         if not self.num_instances:
-            yield "engine.instances: 0 leaves the run without a server; raise it or name engine.urls"
+            yield "engine.instances: 0 leaves the run without a server; raise it or give engine.urls"
         if self.engine.base_port and self.engine.base_port + self.num_managed - 1 > 65_535:
             yield f"engine.base_port: {self.engine.base_port} leaves no room for {self.num_managed} ports"
         if not _LISTEN_ADDRESS.fullmatch(self.trainer.address):
-            yield f"trainer.address: {self.trainer.address} is nothing to listen on; write it as tcp://HOST:PORT"
+            yield f"trainer.address: cannot listen on {self.trainer.address}; write it as tcp://HOST:PORT"
         if self.trainer.external and self.trainer.token is None:
-            yield "trainer.external: ranks started by others need the run's token; set DORA_TOKEN here and for them"
+            yield "trainer.external: external ranks need the run's token; set DORA_TOKEN here and for them"
 
     def _template_problems(self) -> Iterator[str]:
         engine = self.engine
         for name in sorted(set(re.findall(r"\{([a-z_]+)\}", " ".join((*engine.command, *engine.args))))):
             if name not in PLACEHOLDERS:
                 known = ", ".join(f"{{{known}}}" for known in PLACEHOLDERS)
-                yield f"engine.command: {{{name}}} is not known; what can be filled in: {known}"
+                yield f"engine.command: unknown placeholder {{{name}}}; known are {known}"
         needed = self.num_managed * engine.tensor_parallel
         if engine.gpus and len(engine.gpus) < needed:
             yield (
-                f"engine.gpus: {len(engine.gpus)} named, but {self.num_managed} instances of engine.tensor_parallel = "
-                f"{engine.tensor_parallel} take {needed}; one may be named several times"
+                f"engine.gpus: {len(engine.gpus)} listed, but {self.num_managed} instances of engine.tensor_parallel = "
+                f"{engine.tensor_parallel} need {needed}; list a GPU several times to share it"
             )
         if engine.kind == "embedded" and not engine.command and engine.tensor_parallel > 1:
             yield "engine.tensor_parallel: the embedded engine uses one GPU; set it to 1, or engine.kind to sglang"
@@ -484,5 +512,5 @@ class Config(Section):
             if held_out.source.kind == "arithmetic" and "arithmetic" not in asked:
                 yield (
                     f"eval.sets.{index}: evaluates the built-in arithmetic, which is not the task; "
-                    "name a held-out set of the task, or none with eval.sets = []"
+                    "give a held-out set of the task, or turn evaluation off with eval.sets = []"
                 )

@@ -13,8 +13,8 @@ import numpy as np
 
 from dora.controller.trajectories import Record
 from dora.core.commands import TrainMicroBatch
-from dora.core.groups import Group
 from dora.core.ids import GroupId, TrajectoryId, group_of
+from dora.core.tables import Group
 from dora.transport.messages import MicroBatch, empty_micro_batch
 
 

@@ -1,195 +1,307 @@
-"""Work commands carried out: one order in, one fact out.
+"""Work commands carried out, each by an object that holds what it uses: one order in, one fact out.
 
 Invariant: an effect returns exactly one event, on failure too; only what is foreseen is caught. A cancelled effect
-returns nothing: its order was voided by the core before. Called by the controller loop, one task per command.
+returns nothing: its order was voided by the core before.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, Protocol
 
+import structlog
+
+from dora.controller.batches import build_wave
 from dora.controller.evaluations import Evaluations
 from dora.controller.fleet import Fleet
+from dora.controller.lineage import Lineage
+from dora.controller.published import Published
 from dora.controller.trajectories import Record, Trajectories
 from dora.core import commands as cmd
 from dora.core import events as ev
-from dora.core.ids import FOREIGN_VERSION, GroupId, TrajectoryId
+from dora.core.ids import FOREIGN_VERSION, GroupId, InstanceId, TrajectoryId
 from dora.core.strategies import Pause
-from dora.engine.client import EngineClient, GenerateRequest
+from dora.core.training import Feed
+from dora.engine.api import GenerateRequest, GenerateResult, InferenceEngine
 from dora.engine.errors import RequestRefused, ServerGone
-from dora.engine.rids import request_id
-from dora.engine.stream import GenerateResult
+from dora.engine.names import request_id
 from dora.errors import ProtocolError, RemoteError
+from dora.status.facts import SKIPPED
 from dora.tasks.pool import Graded, GraderPool
 from dora.tasks.prompts import Prompt, PromptStream
 from dora.tasks.rewards import GradeRequest
 from dora.tasks.tokenizer import Tokenizer
-from dora.weights.push import Transport, push
+from dora.transport.messages import MicroBatch
 from dora.weights.store import StoreError, VersionStore
 
-#: A refused request waits so long before the core may try again, so that `max_attempts` means something.
-REFUSAL_PAUSE_S = 0.5
+log = structlog.get_logger(__name__)
+
+#: A failed request waits so long before the core may try again, so that `max_attempts` means something.
+FAILURE_PAUSE_S = 0.5
+
+Clock = Callable[[], float]
+#: The effect of each work command.
+Effects = Mapping[type[cmd.Command], Callable[[Any], Awaitable[ev.Event]]]
 
 
-@dataclass
-class Io:
-    """Everything the effects reach outside with, and the values they need."""
+@dataclass(frozen=True)
+class RequestIds:
+    """What the requests of one controller are called on the servers."""
 
     run_id: str
-    seed: int
-    group_size: int
+    epoch: int  # of the controller
+
+    def of(self, order: cmd.Generate | cmd.StopRequest) -> str:
+        """The id of an attempt."""
+        return request_id(self.run_id, epoch=self.epoch, trajectory=order.trajectory, attempt=order.attempt)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How answers are drawn, and when one is over."""
+
+    seed: int  # of the run
     max_new_tokens: int
     temperature: float
-    push_timeout_s: float
-    transport: Transport
-    live: Pause | None  # weights reach live requests, and how a server is paused for them
-    keep_versions: int  # durable versions kept besides those needed; 0: all
-    client: EngineClient
-    fleet: Fleet
-    store: VersionStore
-    trajectories: Trajectories
-    stream: PromptStream
-    tokenizer: Tokenizer
-    graders: GraderPool
-    eval_graders: Sequence[GraderPool]  # by set
-    evaluations: Evaluations
-    now: Callable[[], float]
+    eos_ids: Sequence[int]
+    evaluations: Evaluations  # whose sets have temperatures of their own
 
-    def label(self, version: int) -> str:
-        """Weight label and prefix-cache namespace of a version."""
-        return f"{self.run_id}/{version}"
+    def request(self, trajectory: TrajectoryId, record: Record, *, id: str, label: str) -> GenerateRequest:
+        """What a server is asked for, to go on from the tokens that there are."""
+        start = len(record.tokens)
+        is_training = trajectory >= 0
+        return GenerateRequest(
+            id=id,
+            tokens=[*record.prompt.tokens, *record.tokens],
+            max_new_tokens=self.max_new_tokens - start,
+            temperature=self.temperature if is_training else self.evaluations.locate(trajectory)[0].temperature,
+            stop_tokens=self.eos_ids,
+            seed=self.seed_of(trajectory, start),
+            label=label,
+        )
 
-    def version_of(self, label: str) -> int:
-        """The version a label names, FOREIGN_VERSION if it is not one of this run."""
-        run_id, _, number = label.rpartition("/")
-        return int(number) if run_id == self.run_id and number.isdecimal() else FOREIGN_VERSION
-
-    def attempt_seed(self, trajectory: TrajectoryId, num_tokens: int) -> int:
-        """Sampling seed of an attempt: of the run, the trajectory, and the tokens it goes on from.
+    def seed_of(self, trajectory: TrajectoryId, num_tokens: int) -> int:
+        """Of the run, the trajectory, and the tokens it goes on from.
 
         A seed that ignored the last would make a resumed request repeat its random numbers on some servers.
         """
         digest = hashlib.blake2b(f"{self.seed} {trajectory} {num_tokens}".encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little") >> 1
 
+    def is_over(self, record: Record) -> bool:
+        """The answer ended with a stop token, or its budget is used up."""
+        tokens = record.tokens
+        return bool(tokens) and (tokens[-1] in self.eos_ids or len(tokens) >= self.max_new_tokens)
 
-async def generate(order: cmd.Generate, *, io: Io) -> ev.Event:
+
+@dataclass(frozen=True)
+class Generate:
     """Stream one attempt into the records; GenerationFinished, -Stopped or -Failed."""
-    trajectory, attempt = order.trajectory, order.attempt
-    record = io.trajectories.begin(trajectory, attempt)
-    start = len(record.tokens)
-    if _is_over(record, io=io):
-        # The server before was lost between the last token and the last chunk: there is nothing left to generate.
-        return _finished(order, record, spans=(), io=io)
-    url = io.fleet.urls.get(order.instance)
-    if url is None:
-        return _failed(order, record, io=io, server_gone=True, reason=f"instance {order.instance} is down")
-    request = GenerateRequest(
-        rid=request_id(io.run_id, trajectory=trajectory, attempt=attempt),
-        input_ids=[*record.prompt.tokens, *record.tokens],
-        max_new_tokens=io.max_new_tokens - start,
-        temperature=io.temperature if trajectory >= 0 else io.evaluations.locate(trajectory)[0].temperature,
-        stop_token_ids=io.tokenizer.eos_ids,
-        seed=io.attempt_seed(trajectory, start),
-        extra_key=io.label(order.version),
-    )
-    try:
-        result = await io.client.generate(url, request, partial(io.trajectories.append, trajectory, attempt))
-    except ServerGone as err:
-        return _failed(order, record, io=io, server_gone=True, reason=str(err))
-    except (RequestRefused, ProtocolError) as err:
-        await asyncio.sleep(REFUSAL_PAUSE_S)
-        return _failed(order, record, io=io, server_gone=False, reason=str(err))
-    return _ended(order, record, result, start=start, io=io)
 
+    engine: InferenceEngine
+    fleet: Fleet
+    trajectories: Trajectories
+    published: Published
+    sampling: Sampling
+    ids: RequestIds
+    now: Clock
 
-def _failed(order: cmd.Generate, record: Record, *, io: Io, server_gone: bool, reason: str) -> ev.Event:
-    return ev.GenerationFailed(io.now(), order.trajectory, order.attempt, len(record.tokens), server_gone, reason)
-
-
-def _ended(order: cmd.Generate, record: Record, result: GenerateResult, *, start: int, io: Io) -> ev.Event:
-    spans = tuple((io.version_of(label), start + a, start + b) for label, a, b in result.spans)
-    if result.finish_reason == "abort" and not _is_over(record, io=io):
-        return ev.GenerationStopped(io.now(), order.trajectory, order.attempt, len(record.tokens), spans)
-    return _finished(order, record, spans=spans, io=io)
-
-
-def _finished(order: cmd.Generate, record: Record, *, spans: tuple[ev.Span, ...], io: Io) -> ev.Event:
-    record.length_capped = record.tokens[-1] not in io.tokenizer.eos_ids
-    return ev.GenerationFinished(
-        io.now(), order.trajectory, order.attempt, len(record.tokens), record.length_capped, spans
-    )
-
-
-def _is_over(record: Record, *, io: Io) -> bool:
-    """The answer ended with a stop token, or its budget is used up."""
-    tokens = record.tokens
-    return bool(tokens) and (tokens[-1] in io.tokenizer.eos_ids or len(tokens) >= io.max_new_tokens)
-
-
-async def grade(order: cmd.GradeTrajectory, *, io: Io) -> ev.Event:
-    """Score an answer in a limited process; a failure is a reason, never a reward."""
-    trajectory = order.trajectory
-    record = io.trajectories.records[trajectory]
-    pool = io.graders if trajectory >= 0 else io.eval_graders[io.evaluations.set_index(trajectory)]
-    prompt = record.prompt
-    request = GradeRequest(
-        prompt=prompt.text,
-        response=io.tokenizer.decode(record.tokens.tolist()),
-        answer=prompt.answer,
-        metadata=prompt.metadata,
-    )
-    outcome = await pool.grade(request)
-    if isinstance(outcome, Graded):
-        record.reward = outcome.reward
-        return ev.TrajectoryGraded(io.now(), trajectory, order.attempt, outcome.reward)
-    return ev.TrajectoryGraded(io.now(), trajectory, order.attempt, None, outcome.reason)
-
-
-async def push_weights(order: cmd.PushWeights, *, io: Io) -> ev.Event:
-    """Give an instance a version; it gets new work only after the read-back."""
-    url = io.fleet.urls.get(order.instance)
-    try:
+    async def __call__(self, order: cmd.Generate) -> ev.Event:
+        trajectory, attempt = order.trajectory, order.attempt
+        record = self.trajectories.begin(trajectory, attempt)
+        if record.prompt.skipped:
+            return self._failed(order, record, server_gone=False, final=True, reason=SKIPPED)
+        start = len(record.tokens)
+        if self.sampling.is_over(record):
+            # The server before was lost between the last token and the last chunk: there is nothing left to generate.
+            return self._finished(order, record, spans=())
+        url = self.fleet.urls.get(order.instance)
         if url is None:
-            raise RemoteError(f"instance {order.instance} is down")
-        folder = await asyncio.to_thread(io.store.folder, order.version)
-        await push(
-            io.client.push_endpoint(url),
-            folder=folder,
-            label=io.label(order.version),
-            timeout_s=io.push_timeout_s,
-            transport=io.transport,
-            live=io.live,
+            return self._failed(order, record, server_gone=True, reason=f"instance {order.instance} is down")
+        label = self.published.label(order.version)
+        request = self.sampling.request(trajectory, record, id=self.ids.of(order), label=label)
+        try:
+            result = await self.engine.generate(url, request, partial(self.trajectories.append, trajectory, attempt))
+        except ServerGone as err:
+            server_gone = not await self._is_as_it_was(order.instance)
+            await asyncio.sleep(0.0 if server_gone else FAILURE_PAUSE_S)
+            return self._failed(order, record, server_gone=server_gone, reason=str(err))
+        except (RequestRefused, ProtocolError) as err:
+            is_final = isinstance(err, RequestRefused) and not err.retryable
+            await asyncio.sleep(0.0 if is_final else FAILURE_PAUSE_S)
+            return self._failed(order, record, server_gone=False, final=is_final, reason=str(err))
+        return self._ended(order, record, result, start=start)
+
+    async def _is_as_it_was(self, instance: InstanceId) -> bool:
+        """Whether only a stream broke off: the server is well, and was not started again with other weights."""
+        label = await self.fleet.inquire(instance)
+        return label is not None and self.published.version_of(label) != FOREIGN_VERSION
+
+    def _failed(
+        self, order: cmd.Generate, record: Record, *, server_gone: bool, reason: str, final: bool = False
+    ) -> ev.Event:
+        return ev.GenerationFailed(
+            self.now(), order.trajectory, order.attempt, len(record.tokens), server_gone, reason, final
         )
-    except (RemoteError, StoreError) as err:
-        return ev.WeightPushFailed(io.now(), order.instance, order.attempt, str(err))
-    return ev.WeightPushFinished(io.now(), order.instance, order.attempt, order.version)
+
+    def _ended(self, order: cmd.Generate, record: Record, result: GenerateResult, *, start: int) -> ev.Event:
+        spans = tuple((self.published.version_of(label), start + a, start + b) for label, a, b in result.spans)
+        if result.was_stopped and not self.sampling.is_over(record):
+            return ev.GenerationStopped(self.now(), order.trajectory, order.attempt, len(record.tokens), spans)
+        return self._finished(order, record, spans=spans)
+
+    def _finished(self, order: cmd.Generate, record: Record, *, spans: tuple[ev.Span, ...]) -> ev.Event:
+        record.length_capped = record.tokens[-1] not in self.sampling.eos_ids
+        return ev.GenerationFinished(
+            self.now(), order.trajectory, order.attempt, len(record.tokens), record.length_capped, spans
+        )
 
 
-async def dismiss(order: cmd.DismissInstance, *, io: Io) -> ev.Event:
+@dataclass(frozen=True)
+class Stop:
+    """Ask a server to end a request. The answer comes from the request itself: this one says nothing to the core."""
+
+    engine: InferenceEngine
+    fleet: Fleet
+    ids: RequestIds
+
+    async def __call__(self, order: cmd.StopRequest) -> None:
+        url = self.fleet.urls.get(order.instance)
+        if url is None:
+            return
+        try:
+            await self.engine.stop(url, self.ids.of(order))
+        except RemoteError as err:  # the request runs to its end
+            log.warning("abort_failed", trajectory=order.trajectory, instance=order.instance, reason=str(err))
+
+
+@dataclass(frozen=True)
+class Graders:
+    """The processes that score answers: one pool for training, one for each held-out set."""
+
+    training: GraderPool
+    held_out: Sequence[GraderPool]  # by set; the training pool where a set has no rewards of its own
+    evaluations: Evaluations
+
+    def of(self, trajectory: TrajectoryId) -> GraderPool:
+        """The pool for an answer."""
+        return self.training if trajectory >= 0 else self.held_out[self.evaluations.set_index(trajectory)]
+
+
+@dataclass(frozen=True)
+class Grade:
+    """Score an answer in a limited process; a failure is a reason, never a reward."""
+
+    trajectories: Trajectories
+    tokenizer: Tokenizer
+    graders: Graders
+    now: Clock
+
+    async def __call__(self, order: cmd.GradeTrajectory) -> ev.Event:
+        trajectory = order.trajectory
+        record = self.trajectories.records[trajectory]
+        prompt = record.prompt
+        request = GradeRequest(
+            prompt=prompt.text,
+            response=self.tokenizer.decode(record.tokens.tolist()),
+            answer=prompt.answer,
+            metadata=prompt.metadata,
+        )
+        outcome = await self.graders.of(trajectory).grade(request)
+        if isinstance(outcome, Graded):
+            record.reward = outcome.reward
+            return ev.TrajectoryGraded(self.now(), trajectory, order.attempt, outcome.reward)
+        return ev.TrajectoryGraded(self.now(), trajectory, order.attempt, None, outcome.reason)
+
+
+@dataclass(frozen=True)
+class Push:
+    """Give an instance a version; it gets new work only after the read-back."""
+
+    engine: InferenceEngine
+    fleet: Fleet
+    store: VersionStore
+    published: Published
+    live: Pause | None  # weights reach live requests, and how a server is paused for them
+    timeout_s: float
+    now: Clock
+
+    async def __call__(self, order: cmd.PushWeights) -> ev.Event:
+        url = self.fleet.urls.get(order.instance)
+        try:
+            if url is None:
+                raise RemoteError(f"instance {order.instance} is down")
+            await self.published.available(order.version)
+            folder = await asyncio.to_thread(self.store.folder, order.version)
+            label = self.published.label(order.version)
+            await self.engine.push(url, folder=folder, label=label, timeout_s=self.timeout_s, live=self.live)
+        except (RemoteError, StoreError) as err:
+            return ev.WeightPushFailed(self.now(), order.instance, order.attempt, str(err))
+        return ev.WeightPushFinished(self.now(), order.instance, order.attempt, order.version)
+
+
+@dataclass(frozen=True)
+class Dismiss:
     """Let an instance go that the core has emptied."""
-    await io.fleet.dismiss(order.instance)
-    return ev.InstanceRemoved(io.now(), order.instance)
+
+    fleet: Fleet
+    now: Clock
+
+    async def __call__(self, order: cmd.DismissInstance) -> ev.Event:
+        await self.fleet.dismiss(order.instance)
+        return ev.InstanceRemoved(self.now(), order.instance)
 
 
-async def fetch_prompts(order: cmd.FetchPrompts, *, io: Io) -> ev.Event:
-    """Read the next prompts of the stream, off the loop: some sources compute for a second."""
+@dataclass(frozen=True)
+class Fetch:
+    """Read the next prompts of the stream, off the loop: some sources compute for a second.
 
-    def read() -> list[Prompt]:
+    One that is skipped has no tokens, and its group fails at its first request.
+    """
+
+    stream: PromptStream
+    trajectories: Trajectories
+    now: Clock
+
+    async def __call__(self, order: cmd.FetchPrompts) -> ev.Event:
+        prompts = await asyncio.to_thread(self._read, order.first, order.count)
+        for prompt in prompts:
+            self.trajectories.prompts[GroupId(prompt.position)] = prompt
+        lengths = tuple(len(p.tokens) for p in prompts)
+        return ev.PromptsArrived(self.now(), order.first, lengths, len(prompts) < order.count)
+
+    def _read(self, first: int, count: int) -> list[Prompt]:
         found = []
-        for position in range(order.first, order.first + order.count):
-            prompt = io.stream.at(position)
+        for position in range(first, first + count):
+            prompt = self.stream.at(position)
             if prompt is None:
                 break
             found.append(prompt)
         return found
 
-    prompts = await asyncio.to_thread(read)
-    for prompt in prompts:
-        io.trajectories.prompts[GroupId(prompt.position)] = prompt
-    lengths = tuple(len(p.tokens) for p in prompts)
-    return ev.PromptsArrived(io.now(), order.first, lengths, len(prompts) < order.count)
+
+class WaveSink(Protocol):
+    """Where waves go (TrainerLink, or a writer of rollouts)."""
+
+    def train(self, wave: list[MicroBatch], *, position: int) -> None:
+        """A wave that may leave once the journal is on the disk up to `position`."""
+
+
+@dataclass(frozen=True)
+class Train:
+    """Lay out a wave and hand it to the trainer, whose messages are the facts about it."""
+
+    feed: Feed
+    trajectories: Trajectories
+    lineage: Lineage
+    trainer: WaveSink
+    group_size: int
+
+    def __call__(self, order: cmd.TrainMicroBatch, *, position: int) -> None:
+        groups = {g.id: g for g in self.feed.groups(order.step)}
+        wave = build_wave(order, records=self.trajectories.records, groups=groups, group_size=self.group_size)
+        self.trainer.train(self.lineage.add(wave), position=position)

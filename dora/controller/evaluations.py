@@ -23,6 +23,7 @@ class EvalSet:
     prompts: Sequence[Prompt]
     samples: int  # n per prompt
     temperature: float
+    num_skipped: int = 0  # rows left out, since their prompts are over the limit
 
 
 @dataclass(frozen=True, slots=True)

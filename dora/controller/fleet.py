@@ -12,19 +12,21 @@ Unblocked by: `condemn`, the process's exit, missed health checks; cancelled by 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
 import structlog
 
-from dora.core.events import Event, InstanceLost, InstanceUp, PrefillReported
+from dora.controller.in_flight import InFlight
+from dora.controller.inbox import Inbox
+from dora.controller.work import Loop
+from dora.core.events import InstanceLost, InstanceUp, PrefillReported
 from dora.core.ids import InstanceId, TrajectoryId
-from dora.core.instances import Instance
-from dora.engine.client import EngineClient
+from dora.core.tables import Instance
+from dora.engine.api import Capabilities, InferenceEngine
 from dora.engine.errors import ServerGone
-from dora.engine.probe import Capabilities, is_alive, probe
 from dora.engine.shapes import require_same_shapes
 from dora.errors import ConfigError, RemoteError, RunFailed
 
@@ -35,8 +37,8 @@ MAX_START_FAILURES = 5
 #: Pause before the n-th restart, doubled each time, seconds.
 RESTART_PAUSE_S = 0.5
 MAX_RESTART_PAUSE_S = 30.0
-#: How often a server is asked whether it lives, and how long it may take to answer (SGLang looks for a sign of its
-#: scheduler for 20 s before it says no).
+#: How often a server is asked whether it lives, and how long it may take to answer (a busy one may look
+#: for a sign of life in itself for 20 s before it says no).
 HEALTH_INTERVAL_S = 5.0
 HEALTH_TIMEOUT_S = 30.0
 HEALTH_STRIKES = 3
@@ -83,6 +85,9 @@ class _Member:
     reason: str = ""  # of its condemnation
     has_joined: bool = False  # at run time: what is wrong with it does not end the run
     given_up: bool = False
+    inquiry: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while the server is asked whether it is well
+    inquiries: int = 0  # that have ended
+    label: str | None = None  # what the last one found
     keeper: asyncio.Task[None] | None = None
 
 
@@ -93,18 +98,18 @@ class Fleet:
         self,
         servers: list[Server],
         *,
-        client: EngineClient,
+        engine: InferenceEngine,
         limits: Limits,
-        emit: Callable[[Event], Awaitable[None]],
-        fence: Callable[[InstanceId], dict[TrajectoryId, int]],
+        inbox: Inbox,
+        in_flight: InFlight,
         rows: Mapping[InstanceId, Instance],
         now: Callable[[], float],
     ) -> None:
         """`rows` is the core's instance table: read for incarnations of an earlier controller, and by the watch."""
-        self._client = client
+        self._engine = engine
         self._limits = limits
-        self._emit = emit
-        self._fence = fence
+        self._inbox = inbox
+        self._in_flight = in_flight
         self._rows = rows
         self._now = now
         self._members = {InstanceId(i): _Member(server) for i, server in enumerate(servers)}
@@ -114,6 +119,10 @@ class Fleet:
         self._next = InstanceId(max([len(servers) - 1, *rows]) + 1)
         self._keepers: asyncio.TaskGroup | None = None
         self.urls: dict[InstanceId, str] = {}  #: of the instances that are up
+
+    def loops(self) -> list[tuple[str, Loop]]:
+        """To be run beside the controller."""
+        return [("fleet", self.run())]
 
     async def run(self) -> None:
         """Keep all instances until cancelled. RunFailed when none is left."""
@@ -132,7 +141,7 @@ class Fleet:
         if len(self._members) >= self._limits.instances:
             raise ConfigError(f"{url}: the run has {len(self._members)} instances, and no more can join")
         instance, self._next = self._next, InstanceId(self._next + 1)
-        self._members[instance] = _Member(ExternalServer(url, client=self._client), has_joined=True)
+        self._members[instance] = _Member(ExternalServer(url, engine=self._engine), has_joined=True)
         self._start_keeper(instance)
         return instance
 
@@ -184,9 +193,9 @@ class Fleet:
                 continue
             reason = await self._wait_for_its_end(instance, member, url)
             del self.urls[instance]
-            counts = self._fence(instance)
+            counts = self._in_flight.fence(instance)
             log.warning("instance_lost", instance=instance, reason=reason, trajectories=len(counts))
-            await self._emit(InstanceLost(self._now(), instance, member.incarnation, counts, reason))
+            await self._inbox.emit(InstanceLost(self._now(), instance, member.incarnation, counts, reason))
             await member.server.kill()
             failures = 1  # a short pause before it is started again
         member.given_up = True
@@ -201,24 +210,23 @@ class Fleet:
         member.incarnation += 1
         self.urls[instance] = url
         log.info("instance_up", instance=instance, url=url, incarnation=member.incarnation)
-        await self._emit(
+        await self._inbox.emit(
             InstanceUp(
                 self._now(),
                 instance,
                 member.incarnation,
-                min(self._limits.slots, capabilities.max_running),
-                min(self._limits.kv_tokens, capabilities.max_total_tokens),
+                min(self._limits.slots, capabilities.slots),
+                min(self._limits.kv_tokens, capabilities.kv_tokens),
             )
         )
         return url
 
     async def examine(self, url: str) -> Capabilities:
         """What the server can do; ConfigError if that is not enough for this run."""
-        capabilities = await probe(self._client, url, timeout_s=PROBE_TIMEOUT_S)
-        room = capabilities.context_length or capabilities.max_total_tokens
-        if min(room, capabilities.max_total_tokens) < self._limits.context_tokens:
+        capabilities = await self._engine.examine(url, timeout_s=PROBE_TIMEOUT_S)
+        if capabilities.longest_request < self._limits.context_tokens:
             raise ConfigError(
-                f"{url}: holds {min(room, capabilities.max_total_tokens)} tokens of one request, but "
+                f"{url}: holds {capabilities.longest_request} tokens of one request, but "
                 f"task.max_prompt_tokens + rollout.max_new_tokens is {self._limits.context_tokens}; lower one of them"
             )
         limits = self._limits
@@ -260,18 +268,43 @@ class Fleet:
             if row is None or row.may_be_paused:
                 is_well = not await self._is_gone(url)
             else:
-                is_well = await is_alive(self._client, url, timeout_s=HEALTH_TIMEOUT_S)
+                is_well = await self._engine.is_alive(url, timeout_s=HEALTH_TIMEOUT_S)
                 if await self._prefills(row, url, prefill):
-                    await self._emit(PrefillReported(self._now(), instance))
+                    await self._inbox.emit(PrefillReported(self._now(), instance))
                     is_well = True
                 is_well |= row.may_be_paused
             strikes = 0 if is_well else strikes + 1
         return f"{url}: missed {strikes} health checks in a row"
 
+    async def inquire(self, instance: InstanceId) -> str | None:
+        """The label of the weights that the server holds, None if it is not well: asked when a stream broke off.
+
+        Who asks while an inquiry is under way shares its answer: all streams of a server may break off at once.
+        """
+        member, url = self._members.get(instance), self.urls.get(instance)
+        if member is None or url is None:
+            return None
+        before = member.inquiries
+        async with member.inquiry:
+            if member.inquiries == before:
+                member.label = await self._ask_label(instance, url)
+                member.inquiries += 1
+            return member.label
+
+    async def _ask_label(self, instance: InstanceId, url: str) -> str | None:
+        row = self._rows.get(instance)
+        is_paused = row is not None and row.may_be_paused
+        if not is_paused and not await self._engine.is_alive(url, timeout_s=HEALTH_TIMEOUT_S):
+            return None
+        try:
+            return await self._engine.label(url)
+        except RemoteError:
+            return None
+
     async def _is_gone(self, url: str) -> bool:
         """Does nobody listen? A pause may silence a server's health check, but explains no refused connection."""
         try:
-            await self._client.weight_version(url)
+            await self._engine.label(url)
         except ServerGone:
             return True
         except RemoteError:
@@ -284,7 +317,7 @@ class Fleet:
             seen.reported, seen.residents, seen.peak = row.reported, list(row.residents), None
             return False
         try:
-            used_tokens = (await self._client.loads(url)).used_tokens
+            used_tokens = (await self._engine.kv_use(url)).used_tokens
         except RemoteError:
             return False  # its health says the rest
         grew = seen.peak is not None and used_tokens > seen.peak
@@ -304,9 +337,9 @@ class _Prefill:
 class ExternalServer:
     """A server that others started: it is watched, never ended."""
 
-    def __init__(self, url: str, *, client: EngineClient) -> None:
+    def __init__(self, url: str, *, engine: InferenceEngine) -> None:
         self.url = url
-        self._client = client
+        self._engine = engine
 
     async def start(self) -> str:
         """Its URL, once it is well: whoever started it may need a while to start it again."""
@@ -328,7 +361,7 @@ class ExternalServer:
 
     async def stop(self) -> None:
         """A push that failed may have left it paused."""
-        await self._client.resume(self.url)
+        await self._engine.resume(self.url)
 
     async def _is_well(self) -> bool:
-        return await is_alive(self._client, self.url, timeout_s=HEALTH_TIMEOUT_S)
+        return await self._engine.is_alive(self.url, timeout_s=HEALTH_TIMEOUT_S)

@@ -1,21 +1,20 @@
 """What people ask of a running fleet: add, drain, remove. Each request is answered in a sentence or refused in one.
 
-Invariant: the core decides; this only puts the question, carries a join out, and words the answer. Called by the status
-endpoint.
+Invariant: the core decides; this only puts the question, carries a join out, and words the answer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from urllib.parse import urlsplit
 
 from dora.controller.fleet import HEALTH_TIMEOUT_S, Fleet
+from dora.controller.inbox import Inbox
 from dora.core.commands import Command, RefuseRequest, StopRequest
 from dora.core.events import Event, InstanceDrainRequested, InstanceRecalled
 from dora.core.ids import InstanceId
-from dora.core.state import ControllerState
-from dora.engine.client import EngineClient
-from dora.engine.probe import is_alive
+from dora.core.state import State
+from dora.engine.api import InferenceEngine
 from dora.errors import ConfigError
 
 
@@ -26,15 +25,15 @@ class Membership:
         self,
         fleet: Fleet,
         *,
-        state: ControllerState,
-        client: EngineClient,
-        ask: Callable[[Event], Awaitable[list[Command]]],
+        state: State,
+        engine: InferenceEngine,
+        inbox: Inbox,
         now: Callable[[], float],
     ) -> None:
         self._fleet = fleet
         self._state = state
-        self._client = client
-        self._ask = ask
+        self._engine = engine
+        self._inbox = inbox
         self._now = now
 
     async def add(self, which: str) -> str:
@@ -46,12 +45,12 @@ class Membership:
             return f"instance {known} takes part again"
         if urlsplit(url).scheme not in ("http", "https"):
             raise ConfigError(f"{which}: is neither an instance's number nor an http:// or https:// address")
-        if not await is_alive(self._client, url, timeout_s=HEALTH_TIMEOUT_S):
+        if not await self._engine.is_alive(url, timeout_s=HEALTH_TIMEOUT_S):
             raise ConfigError(f"{url}: does not answer its health check; start the server or correct the address")
         found = await self._fleet.examine(url)
         if (known := self._fleet.find(url)) is not None:
             raise ConfigError(f"{url}: has become instance {known} meanwhile")
-        return f"instance {self._fleet.join(url)} joins: {url}, {found.server_version}"
+        return f"instance {self._fleet.join(url)} joins: {url}, {found.release}"
 
     async def drain(self, which: str) -> str:
         """No new work; what runs there moves where there is room, and else ends there."""
@@ -72,7 +71,7 @@ class Membership:
         return known
 
     async def _decide(self, event: Event) -> list[Command]:
-        commands = await self._ask(event)
+        commands = await self._inbox.ask(event)
         for command in commands:
             if isinstance(command, RefuseRequest):
                 raise ConfigError(command.reason)

@@ -1,31 +1,40 @@
 """What a run tells the outside: metrics, kept trajectories and the facts behind its status.
 
 Invariant: it watches and decides nothing; a row in metrics.jsonl holds the core's counters at the moment the step was
-trained. Called by the controller loop and the trainer link.
+trained. Rows and samples are written when the disk has the event that they are about, so a resume writes none twice.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
-from typing import Any, TextIO
+from functools import partial
+from pathlib import Path
+from typing import IO, Any
 
+import msgspec
+import structlog
+
+from dora import files
 from dora.controller.evaluations import Evaluations
 from dora.controller.loop import Outcome
 from dora.controller.trainer_link import StepReport
 from dora.controller.trajectories import Trajectories
 from dora.core import commands as cmd
 from dora.core import events as ev
-from dora.core.groups import Group
-from dora.core.ids import InstanceId
-from dora.core.state import ControllerState
+from dora.core.ids import GroupId, InstanceId
+from dora.core.state import State
+from dora.core.tables import Group
 from dora.journal.deep import KeptTrajectory, encode_kept
 from dora.journal.run_folder import RunFolder
 from dora.status.facts import Score, ShellFacts, StepFacts
 from dora.status.snapshot import Snapshot, snapshot, trainer_waits_for
 from dora.tasks.tokenizer import Tokenizer
+
+log = structlog.get_logger(__name__)
 
 
 class RunObserver:
@@ -36,24 +45,34 @@ class RunObserver:
         *,
         folder: RunFolder,
         facts: ShellFacts,
-        state: ControllerState,
+        state: State,
         trajectories: Trajectories,
         evaluations: Evaluations,
         tokenizer: Tokenizer,
         keep_per_step: int,
-        urls: Callable[[], dict[InstanceId, str]],
+        urls: Mapping[InstanceId, str],
+        then: Callable[[int, Callable[[], None]], None],
     ) -> None:
+        """`urls` of the instances that are up. `then` calls once the disk has the journal up to a position."""
         self.facts = facts
+        self._folder = folder
         self._state = state
         self._trajectories = trajectories
         self._evaluations = evaluations
         self._tokenizer = tokenizer
         self._keep_per_step = keep_per_step
         self._urls = urls
-        facts.scores += _earlier_scores(folder)
-        self._metrics: TextIO = folder.metrics.open("a", encoding="utf-8", buffering=1)
-        self._kept = folder.trajectories.open("ab")
+        self._then = then
+        self._rows: list[tuple[IO[bytes], Path, bytes]] = []  # of the step whose StepTrained comes next
+        for one in evaluations.sets:
+            if one.num_skipped:
+                left_out = f"rows over task.max_prompt_tokens, left out: {one.num_skipped}"
+                self._tell_problem("evaluation_shortened", f"{one.name}: {left_out}")
+        facts.scores += earlier_scores(folder.metrics)
+        self._metrics = files.open_lines(folder.metrics)
+        self._kept = files.open_lines(folder.trajectories)
         self._waited_for = ""
+        self._num_overtaken = len(state.evaluation.overtaken)  # those of an earlier controller are told
         self._step_began_at = state.now
         self._fleet_busy_s = 0.0  # slot-seconds in use since the last step
         self._fleet_slots_s = 0.0
@@ -62,7 +81,7 @@ class RunObserver:
 
     def snapshot(self) -> Snapshot:
         """The run as it stands."""
-        self.facts.urls = dict(self._urls())
+        self.facts.urls = dict(self._urls)
         self.facts.num_tokens = self._trajectories.num_tokens
         return snapshot(self._state, self.facts)
 
@@ -73,15 +92,26 @@ class RunObserver:
 
     def close(self) -> None:
         """Close the files."""
-        self._metrics.close()
-        self._kept.close()
+        for file, path in ((self._metrics, self._folder.metrics), (self._kept, self._folder.trajectories)):
+            with suppress(OSError):  # nothing rests on these rows
+                files.sync(path, file.fileno())
+            file.close()
 
     # -- what happens ---------------------------------------------------------------------------------------------
 
-    def on_event(self, event: ev.Event, commands: list[cmd.Command]) -> None:
-        """Keep what the status needs."""
+    def on_event(self, event: ev.Event, commands: list[cmd.Command], *, position: int) -> None:
+        """Keep what the status needs, and write the rows of a step that is trained."""
+        if self._rows and isinstance(event, ev.StepTrained):
+            rows, self._rows = self._rows, []
+            self._then(position, partial(_write, rows))
         if isinstance(event, ev.Ticked):
             self._on_tick(event.at)
+        if len(self._state.evaluation.overtaken) > self._num_overtaken:
+            self._tell_overtaken(position)
+        if isinstance(event, ev.TrajectoryGraded) and event.reason:
+            self._tell_problem("not_graded", event.reason.removeprefix("error: "))
+        if isinstance(event, ev.PromptsArrived) and not all(event.num_prompt_tokens):
+            self._tell_skipped(event)
         waits_for = trainer_waits_for(self._state)
         if waits_for:
             self._waited_for = waits_for
@@ -90,6 +120,17 @@ class RunObserver:
         for command in commands:
             if isinstance(command, cmd.FailRun):
                 self.facts.phase, self.facts.reason = "failed", command.reason
+
+    def _tell_skipped(self, event: ev.PromptsArrived) -> None:
+        for group in range(event.first, event.first + len(event.num_prompt_tokens)):
+            prompt = self._trajectories.prompts.get(GroupId(group))
+            if prompt is not None and prompt.skipped:
+                self._tell_problem("prompt_skipped", prompt.skipped)
+
+    def _tell_problem(self, what: str, reason: str) -> None:
+        """Now, and once: in the log, which shows warnings on the console, and in the status."""
+        if self.facts.note_problem(f"{what.replace('_', ' ')}: {reason}"):
+            log.warning(what, reason=reason)
 
     def _on_tick(self, at: float) -> None:
         self.facts.tokens.note(self._trajectories.num_tokens, at=at)
@@ -108,7 +149,7 @@ class RunObserver:
         state = self._state
         if report.step < state.feed.trained:
             return  # a replay: it was told when it was trained first
-        groups = state.feed.step(report.step).groups
+        groups = state.feed.groups(report.step)
         trajectories = [t for g in groups for t in g.trajectories]
         rewards = [t.reward for t in trajectories if t.reward is not None]
         num_tokens = sum(t.num_tokens for t in trajectories)
@@ -127,7 +168,7 @@ class RunObserver:
         self._waited_for = ""
         self.facts.steps.append(facts)
         self.facts.num_trained_tokens += num_tokens
-        self._write(self._step_row(facts, report))
+        self._rows.append((self._metrics, self._folder.metrics, _line(self._step_row(facts, report))))
         self._keep(groups, step=report.step)
 
     def _step_row(self, facts: StepFacts, report: StepReport) -> dict[str, Any]:
@@ -151,7 +192,7 @@ class RunObserver:
             "trainer": report.metrics,
         }
 
-    def _keep(self, groups: list[Group], *, step: int) -> None:
+    def _keep(self, groups: Sequence[Group], *, step: int) -> None:
         """A few of the step's trajectories in full: the first sibling of evenly spread groups."""
         if not groups or not self._keep_per_step:
             return
@@ -172,10 +213,18 @@ class RunObserver:
                 tokens=tuple(record.tokens),
                 logprobs=tuple(record.logprobs),
             )
-            self._kept.write(encode_kept(kept))
-        self._kept.flush()
+            self._rows.append((self._kept, self._folder.trajectories, encode_kept(kept)))
 
-    def on_evaluation(self, version: int) -> None:
+    def _tell_overtaken(self, position: int) -> None:
+        """Held-out scores that nobody will see are not left out in silence."""
+        versions = self._state.evaluation.overtaken[self._num_overtaken :]
+        self._num_overtaken += len(versions)
+        for version in versions:
+            log.warning("evaluation_skipped", version=version, reason="a newer version was published before its turn")
+            row = {"kind": "evaluation_skipped", "at": self._state.now, "version": version}
+            self._then(position, partial(_write, [(self._metrics, self._folder.metrics, _line(row))]))
+
+    def on_evaluation(self, version: int, *, position: int) -> None:
         """All samples of a version are graded."""
         records = self._trajectories.records
         outcomes = [(records[t].reward, len(records[t].tokens)) for t in self._evaluations.ids(version)]
@@ -190,17 +239,27 @@ class RunObserver:
                 )
             )
             row = {"kind": "evaluation", "at": self._state.now, "version": version, **asdict(score)}
-            self._write({**row, "pass_at_n": score.pass_at_n})
-
-    def _write(self, row: dict[str, Any]) -> None:
-        self._metrics.write(json.dumps(row) + "\n")
+            line = _line({**row, "pass_at_n": score.pass_at_n})
+            self._then(position, partial(_write, [(self._metrics, self._folder.metrics, line)]))
 
 
-def _earlier_scores(folder: RunFolder) -> list[Score]:
-    """What the run scored before it was resumed."""
-    if not folder.metrics.is_file():
+def _line(row: dict[str, Any]) -> bytes:
+    return json.dumps(row).encode() + b"\n"
+
+
+def _write(rows: list[tuple[IO[bytes], Path, bytes]]) -> None:
+    for file, path, line in rows:
+        files.append(file, path, line)
+
+
+def earlier_scores(metrics: Path) -> list[Score]:
+    """What the run scored before it was resumed; a torn last line is left out."""
+    if not metrics.is_file():
         return []
-    with folder.metrics.open(encoding="utf-8") as lines:
-        rows = [json.loads(line) for line in lines if line.endswith("\n")]
-    names = Score.__dataclass_fields__
-    return [Score(**{n: row[n] for n in names}) for row in rows if row["kind"] == "evaluation"]
+    scores = []
+    for line in files.read_lines(metrics):
+        with suppress(ValueError, TypeError, LookupError, RecursionError):  # rows are not synced: a crash may tear one
+            row = json.loads(line)
+            if row["kind"] == "evaluation":
+                scores.append(msgspec.convert(row, Score))
+    return scores

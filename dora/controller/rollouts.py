@@ -6,13 +6,15 @@ what is read is what would have been trained, trajectory by trajectory; only the
 
 from __future__ import annotations
 
+import asyncio
 import struct
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from dora import files
 from dora.controller.trainer_link import StepReport, TrainerLink
 from dora.core import events as ev
 from dora.core.ids import TrajectoryId
@@ -31,8 +33,8 @@ Piece = tuple[MicroBatch, int, int]
 class RolloutWriter:
     """Stands where the trainer would be: writes what it is given, and says at once that it is trained.
 
-    The whole job is one step of version 0 (`assemble.rollout_only_settings`); the files hold `groups_per_step` groups
-    each, in the order in which they come.
+    The whole job is one step of version 0; the files hold `groups_per_step` groups each, in the order in which they
+    come.
     """
 
     def __init__(
@@ -42,9 +44,15 @@ class RolloutWriter:
         groups_per_step: int,
         group_size: int,
         now: Callable[[], float],
-        emit: Callable[[ev.Event], None],
+        emit: Callable[[ev.Event], Awaitable[None]],
         on_step: Callable[[StepReport], None],
+        durable: Callable[[int], Awaitable[None]],
     ) -> None:
+        """What an earlier controller has written is deleted: a resumed run is fed the same waves from the first one."""
+        for path in folder.glob(_PATTERN):
+            files.remove(path)
+        self._durable = durable
+        self._outbox: asyncio.Queue[tuple[int, list[MicroBatch]]] = asyncio.Queue()  # MAX_WAVES_AHEAD at most
         self._folder = folder
         self._groups_per_step = groups_per_step
         self._group_size = group_size
@@ -54,16 +62,26 @@ class RolloutWriter:
         self._file_of: dict[int, int] = {}  # by group, in order of arrival
 
     def loops(self) -> list[tuple[str, Coroutine[Any, Any, None]]]:
-        """Nothing to run."""
-        return []
+        """To be run beside the controller."""
+        return [("rollout-writer", self._write_waves())]
 
     async def checkpoint(self, *, timeout_s: float) -> bool:
         """There is nothing to save."""
         return True
 
-    def train(self, wave: list[MicroBatch]) -> None:
-        """Write one wave."""
-        step, index, last = wave[0].step, wave[0].index, wave[0].last
+    def train(self, wave: list[MicroBatch], *, position: int) -> None:
+        """Write one wave once the journal is on the disk up to `position`."""
+        self._outbox.put_nowait((position, wave))
+
+    async def _write_waves(self) -> None:
+        while True:
+            position, wave = await self._outbox.get()
+            await self._durable(position)
+            await asyncio.to_thread(self._write, wave)
+            await self._report(wave[0])
+
+    def _write(self, wave: list[MicroBatch]) -> None:
+        index, last = wave[0].index, wave[0].last
         by_file: dict[int, list[Piece]] = {}
         for piece in _pieces(wave):
             group = int(piece[0].groups[piece[1]])
@@ -72,26 +90,30 @@ class RolloutWriter:
         for number, pieces in by_file.items():
             with FrameWriter(self._folder / f"step-{number:06d}.rollout") as file:
                 file.write(_pack(_join(pieces, step=number, index=index, last=last, group_size=self._group_size)))
-        self._emit(ev.MicroBatchTrained(self._now(), step, index))
-        if last:
+
+    async def _report(self, first: MicroBatch) -> None:
+        step = first.step
+        await self._emit(ev.MicroBatchTrained(self._now(), step, first.index))
+        if first.last:
             self._on_step(StepReport(step, {}))
-            self._emit(ev.StepTrained(self._now(), step))
-            self._emit(ev.VersionPublished(self._now(), step + 1, 0, {}))  # nothing was trained: nothing to store
+            await self._emit(ev.StepTrained(self._now(), step, first.chain))
+            # Nothing was trained: there is nothing to store.
+            await self._emit(ev.VersionPublished(self._now(), step + 1, 0, {}, first.chain))
 
 
 def rollout_files(folder: Path) -> list[Path]:
     """The steps of a rollout folder, in order."""
-    files = sorted(folder.glob(_PATTERN))
-    if not files:
+    found = sorted(folder.glob(_PATTERN))
+    if not found:
         raise ConfigError(f"{folder}: holds no {_PATTERN}; give the `rollouts` folder of a --rollout-only run")
-    return files
+    return found
 
 
-async def train_rollouts(files: list[Path], *, link: TrainerLink, budget: int, group_size: int) -> None:
+async def train_rollouts(steps: list[Path], *, link: TrainerLink, budget: int, group_size: int) -> None:
     """Send every step to the ranks."""
-    for step, path in enumerate(files):
+    for step, path in enumerate(steps):
         for wave in _waves(path, step=step, num_ranks=link.num_ranks, budget=budget, group_size=group_size):
-            await link.send(wave)
+            await link.send(link.lineage.add(wave))
 
 
 def _waves(path: Path, *, step: int, num_ranks: int, budget: int, group_size: int) -> Iterator[list[MicroBatch]]:

@@ -17,14 +17,11 @@ from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
-import structlog
-
+from dora.controller.lineage import Lineage
 from dora.core import events as ev
 from dora.errors import RemoteError, RunFailed
 from dora.transport import messages as wire
 from dora.transport.controller_end import ControllerEnd
-
-log = structlog.get_logger(__name__)
 
 #: Waves waiting to be sent. The core sends MAX_WAVES_AHEAD = 2 ahead; a restart may add as many.
 OUTBOX_SIZE = 8
@@ -52,17 +49,23 @@ class TrainerLink:
     now: Callable[[], float]
     emit: Callable[[ev.Event], Awaitable[None]]
     on_step: Callable[[StepReport], None]
-    _outbox: asyncio.Queue[list[wire.MicroBatch]] = field(default_factory=lambda: asyncio.Queue(OUTBOX_SIZE))
+    durable: Callable[[int], Awaitable[None]]  # waits until the disk has the journal up to a position
+    lineage: Lineage
+    tell: Callable[[str], None]  # a line for the user
+    _outbox: asyncio.Queue[tuple[int, list[wire.MicroBatch]]] = field(
+        default_factory=lambda: asyncio.Queue(OUTBOX_SIZE)
+    )
     _ready: dict[int, int] = field(default_factory=dict)
+    _skipped: dict[str, None] = field(default_factory=dict)  # checkpoints that could not be loaded, with the reasons
     _waves_done: list[int] = field(default_factory=list)  # by rank, since it was ready
     _waves_emitted: int = 0
     _script: deque[wire.ToController] = field(default_factory=deque)  # what rank 0 said and is not emitted yet
     _all_ready: asyncio.Event = field(default_factory=asyncio.Event)
     _checkpoint: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def train(self, wave: list[wire.MicroBatch]) -> None:
-        """One micro-batch per rank, in rank order."""
-        self._outbox.put_nowait(wave)
+    def train(self, wave: list[wire.MicroBatch], *, position: int) -> None:
+        """One micro-batch per rank, in rank order; it leaves once the journal is on the disk up to `position`."""
+        self._outbox.put_nowait((position, wave))
 
     def loops(self) -> list[tuple[str, Coroutine[Any, Any, None]]]:
         """To be run beside the controller."""
@@ -89,7 +92,9 @@ class TrainerLink:
     async def send_waves(self) -> None:
         """The sender loop."""
         while True:
-            await self.send(await self._outbox.get())
+            position, wave = await self._outbox.get()
+            await self.durable(position)
+            await self.send(wave)
 
     async def send(self, wave: list[wire.MicroBatch]) -> None:
         """One micro-batch to every rank, once all are ready; waits for room in each rank's window."""
@@ -129,10 +134,13 @@ class TrainerLink:
             return False
         return True
 
-    async def stop(self, reason: str) -> None:
-        """Tell all ranks to end."""
+    async def stop(self, reason: str) -> bool:
+        """Tell all ranks to end; False if they are not ready to be told anything, as they were not needed."""
+        if not self._all_ready.is_set():
+            return False
         for rank in range(self.num_ranks):
             await self.end.send(rank, wire.Stop(reason=reason))
+        return True
 
     async def _watch(self) -> None:
         """The run cannot go on without its trainer."""
@@ -143,6 +151,7 @@ class TrainerLink:
 
     async def _on_ready(self, rank: int, message: wire.Ready) -> None:
         self._ready[rank] = message.next_step
+        self._skipped |= dict.fromkeys(message.skipped)
         if len(self._ready) < self.num_ranks:
             return
         steps = set(self._ready.values())
@@ -151,6 +160,8 @@ class TrainerLink:
         self._waves_done = [0] * self.num_ranks
         self._waves_emitted = 0
         self._all_ready.set()
+        for reason in self._skipped:
+            self.tell(f"{reason}; the trainer goes on from step {message.next_step}")
         await self.emit(ev.TrainerReady(self.now(), steps.pop()))
 
     async def _emit_script(self) -> None:
@@ -169,13 +180,28 @@ class TrainerLink:
             case wire.MicroBatchTrained():
                 await self.emit(ev.MicroBatchTrained(self.now(), message.step, message.index))
             case wire.StepTrained():
+                self._require_chain(message.chain, step=message.step, what=f"step {message.step}")
                 self.on_step(StepReport(message.step, dict(message.metrics)))
-                await self.emit(ev.StepTrained(self.now(), message.step))
+                await self.emit(ev.StepTrained(self.now(), message.step, message.chain))
             case wire.CheckpointSaved():
+                self._require_chain(message.chain, step=message.step - 1, what=f"checkpoint {message.folder}")
+                await self.emit(ev.CheckpointSaved(self.now(), message.step, message.folder, message.chain))
                 self._checkpoint.set()
-                await self.emit(ev.CheckpointSaved(self.now(), message.step, message.folder))
             case wire.VersionPublished():
-                if message.replayed and not message.matches:
-                    log.warning("replayed_version_differs", version=message.version)
-                files = dict(message.files)
-                await self.emit(ev.VersionPublished(self.now(), message.version, message.num_bytes, files))
+                self._require_chain(message.chain, step=message.version - 1, what=f"version {message.version}")
+                await self.emit(
+                    ev.VersionPublished(
+                        self.now(),
+                        message.version,
+                        message.num_bytes,
+                        dict(message.files),
+                        message.chain,
+                        message.differs,
+                    )
+                )
+
+    def _require_chain(self, chain: str, *, step: int, what: str) -> None:
+        """What the ranks have made comes from the history that they were sent."""
+        expected = self.lineage.after(step)
+        if chain != expected:
+            raise RunFailed(f"the trainer's {what} has chain {chain}, but what it was sent has {expected}")

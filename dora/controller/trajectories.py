@@ -1,8 +1,7 @@
 """Tokens and log-probs of everything in flight: the data that the decision core never sees.
 
 Invariant: a trajectory's tokens only ever grow, each with its log-prob, under one attempt at a time; what an older
-attempt still delivers after a newer one began is refused (a server that was given up may go on talking). Called by the
-effects and the controller loop.
+attempt still delivers after a newer one began is refused (a server that was given up may go on talking).
 """
 
 from __future__ import annotations
@@ -18,9 +17,11 @@ from dora.tasks.prompts import Prompt
 class TokenLog(Protocol):
     """Where tokens are kept for a resume and the audit."""
 
-    def prompt(self, group: int, tokens: Sequence[int]) -> None: ...
+    def prompt(self, group: int, tokens: Sequence[int], *, digest: bytes, group_size: int) -> None: ...
 
-    def append(self, trajectory: int, attempt: int, tokens: Sequence[int], logprobs: Sequence[float]) -> None: ...
+    def append(
+        self, trajectory: int, attempt: int, tokens: Sequence[int], logprobs: Sequence[float], *, start: int
+    ) -> None: ...
 
 
 class Record:
@@ -51,7 +52,7 @@ class Trajectories:
     def admit(self, group: GroupId) -> None:
         """Make the records of a group's siblings."""
         prompt = self.prompts[group]
-        self._log.prompt(group, prompt.tokens)
+        self._log.prompt(group, prompt.tokens, digest=prompt.digest, group_size=self._group_size)
         for sibling in range(self._group_size):
             self.records[TrajectoryId(group * self._group_size + sibling)] = Record(prompt)
 
@@ -71,10 +72,11 @@ class Trajectories:
         if record is None or record.attempt != attempt:
             self.refused_tokens += len(tokens)
             return
+        start = len(record.tokens)
         record.tokens.extend(tokens)
         record.logprobs.extend(logprobs)
         self.num_tokens += len(tokens)
-        self._log.append(trajectory, attempt, tokens, logprobs)
+        self._log.append(trajectory, attempt, tokens, logprobs, start=start)
 
     def fence(self, trajectories: Iterable[TrajectoryId]) -> dict[TrajectoryId, int]:
         """Refuse everything further of the current attempts; returns how many tokens each trajectory has."""

@@ -3,7 +3,6 @@
 Three kinds. *Work* starts something and is answered by exactly one event that carries its `attempt`. *Notices* are
 carried out at once and answered by nothing. *Decisions* only state what the core has decided; the shell writes them
 down, and the audit reads them. Invariant: an order says what to do and never why; it holds ids, counts and versions.
-Made by the core alone; carried out by `controller/effects.py` and `sim/world.py`.
 """
 
 from __future__ import annotations
@@ -108,6 +107,13 @@ class ReleaseVersion(Command, frozen=True):
     version: int
 
 
+class DropCheckpoint(Command, frozen=True):
+    """No resume will want this checkpoint any more: enough newer ones are kept."""
+
+    step: int
+    folder: str
+
+
 class ReportEvaluation(Command, frozen=True):
     """All samples of this version's evaluation are graded."""
 
@@ -173,6 +179,7 @@ AnyCommand = (
     | RefuseRequest
     | ForgetGroups
     | ReleaseVersion
+    | DropCheckpoint
     | ReportEvaluation
     | FinishRun
     | FailRun

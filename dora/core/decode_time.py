@@ -1,7 +1,6 @@
-"""How long one decoding step takes, from batch size and resident tokens (workloads.md §3).
+"""How long one decoding step takes, from batch size and resident tokens (docs/SIMULATION.md).
 
-Read by placement (what does a move cost the others?), the simulator and the paced engine, so that their
-disagreement can only come from elsewhere.
+Placement, the simulator and the paced servers share it, so that a disagreement between them has another cause.
 """
 
 from __future__ import annotations

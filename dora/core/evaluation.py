@@ -1,32 +1,32 @@
 """Evaluation beside rollout: held-out samples of one version at a time.
 
 Invariant: at most one version is under evaluation; its samples carry that version, never enter the ledger, and are
-decoded only by instances that hold it. Version 0 comes first, the last version last. Called by decisions.py, which
-places samples, and answers.py, which counts them.
+decoded only by instances that hold it. Version 0 comes first, the last version last.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
-from dora.core.groups import Trajectory
 from dora.core.ids import TrajectoryId, evaluation_id
+from dora.core.tables import Trajectory
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Evaluation:
     """The evaluation under way, and whether another is due."""
 
-    __slots__ = ("due", "every", "num_resident", "prompt_tokens", "trajectories", "ungraded", "version", "waiting")
-
-    def __init__(self, *, prompt_tokens: Sequence[int], every: int) -> None:
-        self.prompt_tokens = prompt_tokens
-        self.every = every
-        self.due = False  #: the newest version is to be evaluated as soon as no other is
-        self.version: int | None = None  #: version under evaluation
-        self.trajectories: dict[TrajectoryId, Trajectory] = {}
-        self.waiting: list[Trajectory] = []  #: samples that wait for a slot, last one first
-        self.num_resident = 0
-        self.ungraded = 0
+    prompt_tokens: Sequence[int]  #: of each sample
+    every: int  #: versions between evaluations; 0: only the first and the last
+    due: bool = False  #: the newest version is to be evaluated as soon as no other is
+    wanted: int | None = None  #: the version for whose sake it is due
+    overtaken: list[int] = field(default_factory=list)  #: wanted, but newer ones were there before their turn
+    version: int | None = None  #: version under evaluation
+    trajectories: dict[TrajectoryId, Trajectory] = field(default_factory=dict)
+    waiting: list[Trajectory] = field(default_factory=list)  #: samples that wait for a slot, last one first
+    num_resident: int = 0
+    ungraded: int = 0
 
     def wants(self, version: int, *, is_last: bool) -> bool:
         """Is this version to be evaluated?"""
@@ -34,8 +34,19 @@ class Evaluation:
             return False
         return version == 0 or is_last or (self.every > 0 and version % self.every == 0)
 
+    def want(self, version: int) -> None:
+        """The version just published is to be evaluated; one that still waits for its turn never is."""
+        self._overtake(version)
+        self.wanted, self.due = version, True
+
+    def _overtake(self, version: int) -> None:
+        if self.wanted is not None and self.wanted != version:
+            self.overtaken.append(self.wanted)
+
     def start(self, version: int) -> None:
         """Begin with all samples waiting."""
+        self._overtake(version)
+        self.wanted = None
         total = len(self.prompt_tokens)
         self.version = version
         self.due = False

@@ -4,8 +4,7 @@ Invariant: an event says what happened, never what to do; time is `at` (seconds 
 shell's clock); counts are tokens. Events are journaled as they arrive, so the state at any moment is the fold of
 the journal. Completions carry the `attempt` of their command: one with an old attempt is counted and ignored.
 
-Made by the shell, the simulator and tests; taken in by `ControllerState.handle` alone.
-Structs rather than frozen dataclasses because the core's event rate asks for it (bench/core.py).
+They are structs rather than frozen dataclasses for the sake of speed (bench/core.py).
 """
 
 from __future__ import annotations
@@ -95,7 +94,8 @@ class InstanceRecalled(Event, frozen=True):
 
 
 class InstanceRemoved(Event, frozen=True):
-    """Nobody watches the instance any more; its id comes back in a later controller's epoch at the earliest."""
+    """Nobody watches the instance any more. What is told of it later is late: its id comes back, as another instance,
+    after ControllerRestarted at the earliest."""
 
     instance: InstanceId
 
@@ -136,8 +136,9 @@ class GenerationFailed(Event, frozen=True):
     trajectory: TrajectoryId
     attempt: int
     num_tokens: int
-    server_gone: bool  #: the connection broke: the instance is suspect
+    server_gone: bool  #: the instance does not answer any more, or holds other weights
     reason: str
+    final: bool = False  #: every server would refuse it again
 
 
 class TrajectoryGraded(Event, frozen=True):
@@ -169,6 +170,7 @@ class StepTrained(Event, frozen=True):
     """The optimizer update of `step` is done."""
 
     step: int
+    chain: str = ""  #: digest of all that was trained up to this step (controller/lineage.py)
 
 
 class VersionPublished(Event, frozen=True):
@@ -176,7 +178,9 @@ class VersionPublished(Event, frozen=True):
 
     version: int
     num_bytes: int
-    files: dict[str, str]  #: name -> SHA-256
+    files: dict[str, str]  #: name -> checksum, of the bytes that are served
+    chain: str = ""  #: that of the step that made it
+    differs: str = ""  #: checksum of what a replay made of it where that is not what was published first
 
 
 class CheckpointSaved(Event, frozen=True):
@@ -184,6 +188,7 @@ class CheckpointSaved(Event, frozen=True):
 
     step: int
     folder: str
+    chain: str = ""  #: that of the last step it has trained
 
 
 # -- the run ------------------------------------------------------------------------------------------------------
@@ -201,6 +206,8 @@ class ControllerRestarted(Event, frozen=True):
 
     epoch: int
     num_tokens: dict[TrajectoryId, int]
+    steps: int = 0  #: the job has this many steps from now on; 0: as many as before
+    missing: tuple[int, ...] = ()  #: published versions that no folder holds: the trainer has to make them again
 
 
 AnyEvent = (

@@ -1,10 +1,10 @@
-"""Rule F (system.md §3): C2 and C3 in one inequality, and the gate of strategies that do without. The one home of the
-staleness bound.
+"""Rule F (docs/STALENESS.md): C2 and C3 in one inequality, and the gate of strategies that do without. No other module
+compares staleness with its bound.
 
 Let s be the step being formed, c the groups committed to it, N the step size, and U the unconsumed groups. F: no group
 in U has a deadline below s, and for every m >= 0 the number of groups in U with deadline <= s + m is at most
 (N - c) + m·N. Admission and commit keep F; closing carries it over; filtering only loosens it (invariant; the proof is
-in docs/STALENESS.md). Called by decisions.py, which asks first, and interrupts.py, which drops.
+in docs/STALENESS.md).
 """
 
 from __future__ import annotations
@@ -42,6 +42,10 @@ class Formation:
         self.step_size = step_size  #: N
         self.max_staleness = max_staleness  #: K
         self.steps = steps  #: T
+
+    def extend(self, settings: Settings) -> None:
+        """The job has more steps from now on."""
+        self.steps = settings.steps
 
     @property
     def num_unconsumed(self) -> int:
@@ -91,16 +95,22 @@ class Formation:
 
     def admit(self, deadline: int) -> None:
         """One more unconsumed group."""
-        self.due[deadline - self.step] += 1
+        if not 0 <= self._place(deadline) < len(self.due):
+            raise InvariantViolation(f"C3: a group is due at step {deadline} while step {self.step} is formed")
+        self.due[self._place(deadline)] += 1
 
     def commit(self, deadline: int) -> None:
         """One unconsumed group takes a place in the step."""
-        self.due[deadline - self.step] -= 1
+        self.due[self._place(deadline)] -= 1
         self.committed += 1
 
     def drop(self, deadline: int) -> None:
         """One unconsumed group leaves without being trained."""
-        self.due[deadline - self.step] -= 1
+        self.due[self._place(deadline)] -= 1
+
+    def _place(self, deadline: int) -> int:
+        """Where groups with this deadline are counted in `due`."""
+        return deadline - self.step
 
     def close(self) -> None:
         """The step is full (or the source is dry): the next one is formed. What is due now must not be left outside."""
@@ -113,7 +123,7 @@ class Formation:
 
 
 class Gate(Formation):
-    """AReaL's capacity gate in place of F (2505.24298 §4): so many groups as fill the steps up to v* + K.
+    """AReaL's capacity gate in place of F (arXiv 2505.24298, section 4): as many groups as fill the steps up to v* + K.
 
     Groups are committed in completion order, so nothing bounds how long one may wait: K bounds what is admitted, not
     staleness. `oversample` and `partial_sync` have the same gate at K = 0, with `surplus` groups beyond the step: when
@@ -131,6 +141,10 @@ class Gate(Formation):
         self.surplus = surplus
         self.keeps_surplus = keeps_surplus
         self.due = [0]
+
+    def extend(self, settings: Settings) -> None:
+        """The job has more steps from now on."""
+        self.steps, self.max_lag = settings.steps, settings.max_lag
 
     def deadline(self, version: int) -> int:
         """Last step that may train a group of `version`."""
@@ -154,18 +168,8 @@ class Gate(Formation):
         """There is a place in the step."""
         return self.committed < self.step_size
 
-    def admit(self, deadline: int) -> None:
-        """One more unconsumed group."""
-        self.due[0] += 1
-
-    def commit(self, deadline: int) -> None:
-        """One unconsumed group takes a place in the step."""
-        self.due[0] -= 1
-        self.committed += 1
-
-    def drop(self, deadline: int) -> None:
-        """One unconsumed group leaves without being trained."""
-        self.due[0] -= 1
+    def _place(self, deadline: int) -> int:
+        return 0
 
     def close(self) -> None:
         """The step is full (or the source is dry): the next one is formed."""

@@ -45,5 +45,5 @@ def evaluation_index(trajectory: TrajectoryId, *, num_samples: int) -> tuple[int
 
 
 def deadline(version: int, *, max_staleness: int, steps: int) -> int:
-    """Last step that may train a group of `version`: min(v + K, T - 1) (system.md §2)."""
+    """Last step that may train a group of `version`: min(v + K, T - 1)."""
     return min(version + max_staleness, steps - 1)

@@ -11,21 +11,28 @@ from collections import Counter
 from itertools import chain
 
 from dora.core.feasibility import Gate, fits
-from dora.core.groups import TRANSITIONS, UNCONSUMED, GroupPhase, TrajectoryPhase
-from dora.core.instances import InstancePhase
-from dora.core.state import ControllerState
+from dora.core.phases import (
+    DECODING,
+    GROUP,
+    HOLDS_VERSION,
+    PUSHING,
+    UNCONSUMED,
+    UNFINISHED,
+    GroupPhase,
+    Membership,
+    TrajectoryPhase,
+    WeightsPhase,
+)
+from dora.core.state import State
 from dora.errors import InvariantViolation
 
 _WAITING = TrajectoryPhase.WAITING
 _RESIDENT = TrajectoryPhase.RESIDENT
 _STOPPING = TrajectoryPhase.STOPPING
 _GRADED = TrajectoryPhase.GRADED
-_DECODING = (_RESIDENT, _STOPPING)
-_UNFINISHED = (_WAITING, *_DECODING)
-_HOLDS_VERSION = (InstancePhase.SERVING, InstancePhase.DRAINING)
 
 
-def check(state: ControllerState) -> None:
+def check(state: State) -> None:
     """Raise InvariantViolation if anything does not add up."""
     for rule in (_one_version, _conservation, _staleness, _liveness, _instances, _versions, _evaluation, _feed):
         rule(state)
@@ -36,7 +43,7 @@ def _require(condition: object, message: str, *parts: object) -> None:
         raise InvariantViolation(message.format(*parts) if parts else message)
 
 
-def _one_version(state: ControllerState) -> None:
+def _one_version(state: State) -> None:
     """C1: whatever is resident carries the version its instance has confirmed; siblings share the group's tag.
 
     Where updates reach live requests this holds for evaluations; all else goes on under the newest version.
@@ -45,24 +52,24 @@ def _one_version(state: ControllerState) -> None:
     for i in state.instances.values():
         versions = {t.version for t in i.residents.values() if t.group is None or not in_flight}
         if versions:
-            _require(i.phase in _HOLDS_VERSION, "C1: instance {} is {} with trajectories resident", i.id, i.phase)
+            _require(i.weights in HOLDS_VERSION, "C1: instance {} is {} with trajectories resident", i.id, i.weights)
             _require(versions == {i.version}, "C1: instance {} holds {}, its residents {}", i.id, i.version, versions)
         if i.pushing is not None:
             _require(i.is_empty or in_flight, f"C1: instance {i.id} is pushed while not empty")
     for g in state.ledger.groups.values():
-        versions = {t.version for t in g.trajectories if not in_flight or t.phase in _UNFINISHED}
+        versions = {t.version for t in g.trajectories if not in_flight or t.phase in UNFINISHED}
         current = state.window.newest if in_flight else g.version
         _require(versions <= {g.current} == {current}, "C1: siblings of group {} differ in version", g.id)
     _require(state.counters.version_conflicts == 0 or in_flight, "C1: version conflicts")
 
 
-def _conservation(state: ControllerState) -> None:
+def _conservation(state: State) -> None:
     """C2: every admitted group is somewhere, once, with all its siblings; nothing was thrown away."""
     counts = state.ledger.counts
     _require(sum(counts.values()) == state.ledger.admitted, "C2: admitted groups do not add up")
     found = Counter(g.phase for g in state.ledger.groups.values())
     for phase in GroupPhase:
-        if TRANSITIONS[phase]:
+        if GROUP[phase]:
             _require(
                 counts[phase] == found[phase], f"C2: {counts[phase]} groups counted {phase.value}, {found[phase]} found"
             )
@@ -85,7 +92,7 @@ def _conservation(state: ControllerState) -> None:
     _require(counts[GroupPhase.DISCARDED] == 0 or discards, "C2: discarded groups")
 
 
-def _staleness(state: ControllerState) -> None:
+def _staleness(state: State) -> None:
     """C3 and rule F, with its counters recomputed."""
     formation, step = state.formation, state.formation.step
     due = [0] * len(formation.due)
@@ -105,16 +112,16 @@ def _staleness(state: ControllerState) -> None:
     _require(state.counters.staleness_violations == 0, "C3: staleness violations")
 
 
-def _liveness(state: ControllerState) -> None:
+def _liveness(state: State) -> None:
     """At most K + 1 live versions; everything that is needed is still in the window."""
     live = state.window.live()
     _require(len(live) <= state.settings.rules.max_staleness + 1, f"too many live versions: {live}")
     entries = state.window.entries
-    gone = {t.version for t in state.trajectories.values() if t.version not in entries and t.phase in _UNFINISHED}
+    gone = {t.version for t in state.trajectories.values() if t.version not in entries and t.phase in UNFINISHED}
     _require(not gone, f"versions {sorted(gone)} are gone, unfinished trajectories need them")
 
 
-def _instances(state: ControllerState) -> None:
+def _instances(state: State) -> None:
     """Counters of every instance."""
     for i in state.instances.values():
         held = [*i.residents.values(), *i.reserved.values()]
@@ -123,34 +130,35 @@ def _instances(state: ControllerState) -> None:
         evaluated = [t.group for t in i.residents.values()].count(None)
         _require(len(i.residents) - evaluated == i.num_training, "instance {}: num_training", i.id)
         _require(len(held) <= i.slots or not held, "instance {} is over its slots", i.id)
-        astray = [t.id for t in i.residents.values() if t.instance is not i or t.phase not in _DECODING]
+        astray = [t.id for t in i.residents.values() if t.instance is not i or t.phase not in DECODING]
         _require(not astray, "instance {}: trajectories {} are not decoded there", i.id, astray)
         astray = [t.id for t in i.reserved.values() if t.target is not i or t.phase is not _STOPPING]
         _require(not astray, "instance {}: trajectories {} do not move there", i.id, astray)
-        is_lost = i.phase is InstancePhase.LOST
+        is_lost = i.weights is WeightsPhase.LOST
         idle = not held and i.version is None and i.pushing is None
         _require(idle or not is_lost, "instance {} is lost but not empty", i.id)
         busy = i.num_training or i.reserved or i.condemned or i.pushing is not None
-        vacant = not (busy or is_lost or i.barred)
+        vacant = not (busy or is_lost or not i.is_member)
         _require((i.id in state.vacant) == vacant, "instance {}: vacant should be {}", i.id, vacant)
-        _require(not (i.barred and i.takes_work), "instance {} takes work although it was drained", i.id)
-        _require(i.barred or not i.leaving, "instance {} is to leave and not drained", i.id)
-    barred = {i.id for i in state.instances.values() if i.barred}
-    _require(barred == set(state.barred), "drained instances {}, should be {}", set(state.barred), barred)
-    _require(set(state.leaving) <= {id for id in barred if state.instances[id].leaving}, "leaving instances")
-    up = [i for i in state.instances.values() if i.phase is not InstancePhase.LOST and not i.barred]
+        _require((i.pushing is not None) == (i.weights in PUSHING), "instance {} is {} without a push", i.id, i.weights)
+        _require(i.is_member or i.weights is not WeightsPhase.DRAINING, "instance {} drains for nothing", i.id)
+    drained = {i.id for i in state.instances.values() if not i.is_member}
+    _require(drained == set(state.drained), "drained instances {}, should be {}", set(state.drained), drained)
+    leaving = {i.id for i in state.instances.values() if i.membership is Membership.LEAVING}
+    _require(leaving == set(state.leaving), "leaving instances {}, should be {}", set(state.leaving), leaving)
+    up = [i for i in state.instances.values() if i.weights is not WeightsPhase.LOST and i.is_member]
     _require(len(up) == state.num_up, "instances that are up do not add up")
     _require(sum(i.slots for i in up) == state.num_slots, "slots do not add up")
     _require(sum(i.kv_tokens for i in up) == state.num_kv_tokens, "KV room does not add up")
-    draining = sum(i.phase is InstancePhase.DRAINING and not i.barred for i in state.instances.values())
+    draining = sum(i.weights is WeightsPhase.DRAINING for i in state.instances.values())
     _require(draining == state.num_draining, "draining instances do not add up")
 
 
-def _versions(state: ControllerState) -> None:
+def _versions(state: State) -> None:
     """Counters of every version."""
     groups = Counter(g.current for g in state.ledger.groups.values())
     training = [t for t in state.trajectories.values() if t.group is not None]
-    unfinished = Counter([t.version for t in training if t.phase in _UNFINISHED])
+    unfinished = Counter([t.version for t in training if t.phase in UNFINISHED])
     waiting = Counter([t.version for t in training if t.phase is _WAITING])
     kv_load: Counter[int] = Counter()
     for t in chain.from_iterable([i.residents.values() for i in state.instances.values()]):
@@ -163,21 +171,21 @@ def _versions(state: ControllerState) -> None:
         _require(e.num_waiting == waiting[v], "version {}: {} waiting counted, {} found", v, e.num_waiting, waiting[v])
         _require(e.loading == loading[v], "version {}: pushes", v)
         holders = [i for i in state.instances.values() if i.version == v]
-        serving = {i.id for i in holders if i.phase in _HOLDS_VERSION and not i.barred}
+        serving = {i.id for i in holders if i.weights in HOLDS_VERSION and i.is_member}
         _require(e.serving.keys() == serving, "version {}: serving {}, should be {}", v, e.serving.keys(), serving)
         _require(e.kv_load == kv_load[v], "version {}: kv_load", v)
 
 
-def _evaluation(state: ControllerState) -> None:
+def _evaluation(state: State) -> None:
     """Samples under evaluation are somewhere, once."""
     evaluation = state.evaluation
-    resident = sum(t.phase in _DECODING for t in evaluation.trajectories.values())
+    resident = sum(t.phase in DECODING for t in evaluation.trajectories.values())
     waiting = sum(t.phase is TrajectoryPhase.WAITING for t in evaluation.trajectories.values())
     _require(resident == evaluation.num_resident, "evaluation: residents do not add up")
     _require(waiting == len(evaluation.waiting), "evaluation: waiting samples do not add up")
 
 
-def _feed(state: ControllerState) -> None:
+def _feed(state: State) -> None:
     """Every graded trajectory of a committed group is in exactly one wave, or pending."""
     for number, feed in state.feed.steps.items():
         _require(sum(size for _, size in feed.pending) == feed.num_tokens, f"step {number}: pending tokens")

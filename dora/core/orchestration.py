@@ -1,8 +1,8 @@
-"""Which of the orchestrator's rules are on (system.md §5): all of ours, ours without some, or the paper's own.
+"""Which of the orchestrator's rules are on (docs/SIMULATION.md): all of ours, ours without some, or the paper's own.
 
 Invariant: none of them touches C1, C2 or C3. Rule F and the liveness rules hold whatever is chosen; these cost or save
-time and staleness alone, and `dora simulate --ablate` shows how much. Read by decisions.py and tables.py; named by
-`rollout.rules`, `rollout.without` and workload files.
+time and staleness alone, and `dora simulate --ablate` shows how much. `rollout.rules`,
+`rollout.without` and workload files name them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Placement choices as functions of data (system.md §5.2, §5.3): how many instances each version deserves, and
+"""Placement choices as functions of data: how many instances each version deserves, and
 whether what is left of an old version can be packed onto fewer of them.
 
-Invariant: no more than the fleet is allotted, and a plan fits slots and KV of its targets. Called by decisions.py.
+Invariant: no more than the fleet is allotted, and a plan fits slots and KV of its targets.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ from collections.abc import Mapping, Sequence
 from heapq import heapify, heappop, heapreplace
 
 from dora.core.decode_time import DecodeTime
-from dora.core.groups import Trajectory
 from dora.core.ids import InstanceId
-from dora.core.instances import Instance
+from dora.core.tables import Instance, Trajectory
 
 #: KV is filled to this share by plans, so that estimates may be wrong by the rest.
 KV_FILL = 0.9

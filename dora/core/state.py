@@ -1,325 +1,157 @@
-"""`ControllerState.handle(event) -> commands`: the only mutator of the decision core.
+"""All that the core knows, as data. Functions of the other modules read and change it; only `core.handle` is called
+from outside.
 
-Invariant: the state is the fold of its events; the same events give the same commands, in any process. The
-controller, the simulator, replay and audit all drive this object. One handler per fact (`_on_<event>`): look up, update
-the tables; then `_settle` (decisions.py) brings them to rest. One class in six files, each a base of the next: the data
-(tables.py), moves.py, interrupts.py, decisions.py, the handlers that concern answers (answers.py), the others here.
+Invariant: the state is the fold of the events so far: the same events give the same state, in any process.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any, Final
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Final
 
-from dora.core import events as ev
-from dora.core.answers import Answers
-from dora.core.commands import Command, ForgetGroups
-from dora.core.groups import GroupPhase, TrajectoryPhase
-from dora.core.ids import TrajectoryId
-from dora.core.instances import PUSH_BACKOFF_S, Instance, InstancePhase
-from dora.core.tables import NOTICEABLE_WAIT, WINDOW_GROW, WINDOW_SHRINK
+from dora.core.agenda import Agenda
+from dora.core.commands import Command, FailRun
+from dora.core.evaluation import Evaluation
+from dora.core.feasibility import Formation, formation_of
+from dora.core.ids import GroupId, InstanceId, TrajectoryId
+from dora.core.strategies import Settings
+from dora.core.tables import Group, Instance, Ledger, Trajectory
+from dora.core.training import Feed
+from dora.core.versions import Version, Window
 
-
-class ControllerState(Answers):
-    """The decision core of one run."""
-
-    def handle(self, event: ev.Event) -> list[Command]:
-        """Take in one fact; return what is to be done now, in order."""
-        if self.stalled and isinstance(event, ev.ControllerRestarted):
-            self.finished = self.stalled = False
-        if self.finished:
-            return []
-        out = self._out = []
-        self.now = event.at
-        self._at_rest = False
-        _HANDLERS[type(event)](self, event)
-        if not self._at_rest:
-            self._settle()
-        return out
-
-    # -- instances ----------------------------------------------------------------------------------------------------
-
-    def _on_instance_up(self, event: ev.InstanceUp) -> None:
-        instance = self.instances.setdefault(event.instance, Instance(event.instance))
-        if instance.phase is not InstancePhase.LOST or event.incarnation <= instance.incarnation:
-            self.counters.late_completions += 1
-            return
-        instance.move(InstancePhase.LOADING)
-        instance.incarnation = event.incarnation
-        instance.slots = event.slots
-        instance.kv_tokens = event.kv_tokens
-        instance.failures = 0
-        instance.retry_at = 0.0
-        if not instance.barred:
-            self._count(instance)
-            self.vacant[instance.id] = instance
-            self._place_due = True
-
-    def _on_instance_lost(self, event: ev.InstanceLost) -> None:
-        instance = self.instances.get(event.instance)
-        if instance is None or instance.incarnation != event.incarnation or instance.phase is InstancePhase.LOST:
-            self.counters.late_completions += 1
-            return
-        self._drop_instance(instance, event.num_tokens)
-
-    def _on_instance_removed(self, event: ev.InstanceRemoved) -> None:
-        instance = self.instances.pop(event.instance, None)
-        if instance is None:
-            self.counters.late_completions += 1
-            return
-        if instance.phase is not InstancePhase.LOST:
-            self._drop_instance(instance, {})
-        self.barred.pop(instance.id, None)
-        self.leaving.pop(instance.id, None)
-
-    def _drop_instance(self, instance: Instance, num_tokens: dict[TrajectoryId, int]) -> None:
-        """Everything on it goes on elsewhere, from the tokens already streamed."""
-        for trajectory in list(instance.reserved.values()):
-            self._unreserve(trajectory)  # still on its source; it will wait when it comes
-        residents = list(instance.residents.values())
-        for trajectory in residents:
-            known = max(trajectory.num_tokens, instance.reported.get(trajectory.id, 0))
-            self._take_count(trajectory, num_tokens.get(trajectory.id, known))
-            self._unreserve(trajectory)
-            self._end(trajectory)
-        if instance.pushing is not None:
-            self._push_ended(instance)
-        self._leave_serving(instance)
-        instance.move(InstancePhase.LOST)
-        if not instance.barred:
-            self._count(instance, sign=-1)
-        instance.reported = {}
-        instance.condemned = instance.pressed = False
-        self.vacant.pop(instance.id, None)
-        for trajectory in residents:
-            trajectory.attempt += 1  # what the lost request may still say is void
-            self.counters.recovered += 1
-            self._go_on(trajectory)
-        self._place_due = True
-
-    def _on_progress_reported(self, event: ev.ProgressReported) -> None:
-        instance = self.instances.get(event.instance)
-        if instance is None:
-            return
-        self._at_rest = True
-        instance.reported = event.num_tokens  # taken in by _look
-
-    def _on_kv_pressure_reported(self, event: ev.KvPressureReported) -> None:
-        instance = self.instances.get(event.instance)
-        if instance is None or instance.phase is InstancePhase.LOST or instance.pressed == event.pressed:
-            return
-        instance.pressed = event.pressed
-        if event.pressed:
-            self._relieve(instance)
-        else:
-            self._freed(instance)
-
-    def _push_ended(self, instance: Instance) -> None:
-        assert instance.pushing is not None
-        self.entry(instance.pushing).loading -= 1
-        instance.pushing = None
-        self.pushes -= 1
-        self._place_due = self._release_due = True
-        if self.settings.rules.batched and not self.pushes:
-            self._admissions_changed()  # a block waits until no push is in flight
-
-    def _on_weight_push_finished(self, event: ev.WeightPushFinished) -> None:
-        instance = self.instances.get(event.instance)
-        if instance is None or instance.attempt != event.attempt or instance.pushing is None:
-            self.counters.late_completions += 1
-            return
-        if instance.pushing != event.version:
-            reason = f"it was given version {instance.pushing} and reads back {event.version}"
-            self._on_weight_push_failed(ev.WeightPushFailed(event.at, event.instance, event.attempt, reason))
-            return
-        self._push_ended(instance)
-        instance.move(InstancePhase.SERVING)
-        instance.version = event.version
-        instance.failures = 0
-        instance.room_key = math.inf
-        if instance.barred:
-            instance.move(InstancePhase.DRAINING)  # it was drained meanwhile
-        else:
-            self._serve(instance)
-        self._resumed(instance)
-        self._freed(instance)
-        self._moves_due = True
-
-    def _on_weight_push_failed(self, event: ev.WeightPushFailed) -> None:
-        instance = self.instances.get(event.instance)
-        if instance is None or instance.attempt != event.attempt or instance.pushing is None:
-            self.counters.late_completions += 1
-            return
-        self._push_ended(instance)
-        if instance.phase is not InstancePhase.QUARANTINED:
-            instance.move(InstancePhase.QUARANTINED)
-        if instance.failures >= len(PUSH_BACKOFF_S):
-            self._condemn(instance, f"{instance.failures + 1} pushes failed: {event.reason}")
-            return
-        instance.retry_at = self.now + PUSH_BACKOFF_S[instance.failures]
-        instance.failures += 1
-        self._resumed(instance)
-        self._freed(instance)
-
-    # -- training -----------------------------------------------------------------------------------------------------
-
-    def _on_trainer_ready(self, event: ev.TrainerReady) -> None:
-        if event.step > self.formation.step:
-            self._fail(f"the trainer starts at step {event.step}, but only {self.formation.step} steps are closed")
-            return
-        while self.feed.trained < event.step:
-            self._step_trained(self.feed.trained)  # its news was lost with the controller that it was meant for
-        self.feed.restart(event.step)
-        self._feed_due = True
-        self.feed.idle_since = self.now
-
-    def _on_micro_batch_trained(self, event: ev.MicroBatchTrained) -> None:
-        feed = self.feed
-        if event.step != feed.open_step or event.index != feed.waves_done:
-            self.counters.late_completions += 1
-            return
-        step = feed.step(event.step)
-        feed.uneven_s += step.slack[feed.waves_done] * (self.now - feed.busy_since)
-        feed.busy_since = self.now
-        feed.waves_done += 1
-        self._feed_due = True
-        self.progress_at = self.now
-        if feed.waves_done == step.sent and not step.waves[-1].last:
-            feed.idle_since = self.now
-
-    def _on_step_trained(self, event: ev.StepTrained) -> None:
-        feed = self.feed
-        if event.step != feed.open_step:
-            self.counters.late_completions += 1
-            return
-        feed.open_step = event.step + 1
-        feed.waves_done = 0
-        self.progress_at = self.now
-        feed.idle_since = self.now
-        self._feed_due = True
-        if event.step == feed.trained:  # else a replay: its groups are trained already
-            self._step_trained(event.step)
-
-    def _step_trained(self, step: int) -> None:
-        """Its groups leave the ledger, once."""
-        self.feed.trained = step + 1
-        groups = self.feed.step(step).groups
-        for group in groups:
-            self.ledger.move(group, GroupPhase.TRAINED)
-            self.entry(group.current).groups -= 1
-        self._out.append(ForgetGroups(tuple(g.id for g in groups)))
-        self._adapt_window()
-        self._release_due = True
-        self._admissions_changed()
-
-    def _adapt_window(self) -> None:
-        """W grows when the trainer waited noticeably, else shrinks slowly (system.md §5.7).
-
-        Ranks that wait for the fullest one of a small micro-batch count: the trainer got it because there was no more.
-        """
-        duration, lost_s = self.now - self.step_trained_at, self.feed.idle_s + self.feed.uneven_s
-        self.feed.idle_s = self.feed.uneven_s = 0.0
-        self.step_trained_at = self.now
-        if not self.adapts_window:
-            return
-        factor = WINDOW_SHRINK
-        if lost_s > NOTICEABLE_WAIT * duration:
-            least, most = WINDOW_GROW
-            factor = min(max(least, 1 + lost_s / duration), most)
-        size = min(factor * self.window_size, self.window_limit)
-        self.window_size = max(self.settings.groups_per_step, size)
-
-    def _on_version_published(self, event: ev.VersionPublished) -> None:
-        if self.window.newest is not None and event.version <= self.window.newest:
-            return  # a replayed step: the store kept the bytes that were published first
-        self.window.publish(event.version)
-        if self.settings.rules.in_flight is not None:
-            self._carry_over(event.version)
-        if self.evaluation.wants(event.version, is_last=event.version == self.settings.steps):
-            self.evaluation.due = True
-        self._release_due = True
-        self._admissions_changed()
-
-    def _on_checkpoint_saved(self, event: ev.CheckpointSaved) -> None:
-        self.feed.checkpointed(event.step)
-
-    # -- the run ------------------------------------------------------------------------------------------------------
-
-    def _on_ticked(self, event: ev.Ticked) -> None:
-        self._moves_due = True
-        self._place_due = True
-        for instance in self.instances.values():
-            if self.now >= instance.look_at and instance.pushing is None:
-                self._look(instance)
-        for instance in self.barred.values():
-            self._evacuate(instance)
-        outstanding = self.formation.num_unconsumed or self.feed.trained < self.formation.step
-        if self.now - self.progress_at > self.settings.no_progress_s and outstanding:
-            self.stalled = True
-            self._fail(f"no progress for {self.now - self.progress_at:.0f} s: {self._culprit()}")
-
-    def _culprit(self) -> str:
-        """Which group holds up the step, where, since when."""
-        waves = self.feed.steps.get(self.feed.open_step) if self.feed.open_step is not None else None
-        if self.feed.open_step is None:
-            return "the trainer has not reported ready"
-        if waves is not None and waves.sent > self.feed.waves_done:
-            return f"the trainer works on micro-batch {self.feed.waves_done} of step {self.feed.open_step}"
-        groups = [g for g in self.ledger.groups.values() if g.phase in (GroupPhase.GENERATING, GroupPhase.GRADING)]
-        if not groups:
-            return f"step {self.formation.step} waits, and every admitted group is complete"
-        group = min(groups, key=lambda g: (g.deadline, g.id))
-        open_ones = [t for t in group.trajectories if t.phase is not TrajectoryPhase.GRADED]
-        where = ", ".join(
-            f"trajectory {t.id} {t.phase.value}" + (f" on instance {t.instance.id}" if t.instance is not None else "")
-            for t in open_ones[:4]
-        )
-        age = self.now - group.admitted_at
-        return (
-            f"group {group.id} of version {group.version}, admitted {age:.0f} s ago, "
-            f"holds up step {self.formation.step}: {where}"
-        )
-
-    def _on_controller_restarted(self, event: ev.ControllerRestarted) -> None:
-        for instance in self.instances.values():
-            if instance.phase is not InstancePhase.LOST:
-                self._drop_instance(instance, event.num_tokens)
-        for instance in list(self.barred.values()):
-            self._unbar(instance)  # whoever asked for it has to ask the new controller
-        for trajectory in list(self.trajectories.values()):
-            if trajectory.phase is TrajectoryPhase.WAITING:
-                self._take_count(trajectory, event.num_tokens.get(trajectory.id, trajectory.num_tokens))
-            elif trajectory.phase is TrajectoryPhase.GRADING:
-                self._grade(trajectory)
-        self.feed.open_step = None
-        self.prompts.clear()
-        self.source_dry = False
-        self.fetching = False
-        self.progress_at = self.step_trained_at = self.now
+#: The admission window W starts at this many times N.
+WINDOW_START: Final = 1.5
+#: Prior of the mean answer length, as a share of the token budget: one observation.
+PRIOR_LENGTH_SHARE: Final = 0.25
+#: Share of the expected rest of an answer for which KV is kept. Residents do not reach their ends together: to keep all
+#: of it leaves a third of the KV empty (docs/SIMULATION.md), to keep nothing has the server retract.
+KV_RESERVE: Final = 1 / 3
 
 
-_HANDLERS: Final[dict[type[ev.Event], Callable[[ControllerState, Any], None]]] = {
-    ev.InstanceUp: ControllerState._on_instance_up,
-    ev.InstanceLost: ControllerState._on_instance_lost,
-    ev.ProgressReported: ControllerState._on_progress_reported,
-    ev.PrefillReported: ControllerState._on_prefill_reported,
-    ev.InstanceDrainRequested: ControllerState._on_instance_drain_requested,
-    ev.InstanceRecalled: ControllerState._on_instance_recalled,
-    ev.InstanceRemoved: ControllerState._on_instance_removed,
-    ev.KvPressureReported: ControllerState._on_kv_pressure_reported,
-    ev.WeightPushFinished: ControllerState._on_weight_push_finished,
-    ev.WeightPushFailed: ControllerState._on_weight_push_failed,
-    ev.PromptsArrived: ControllerState._on_prompts_arrived,
-    ev.GenerationFinished: ControllerState._on_generation_finished,
-    ev.GenerationStopped: ControllerState._on_generation_stopped,
-    ev.GenerationFailed: ControllerState._on_generation_failed,
-    ev.TrajectoryGraded: ControllerState._on_trajectory_graded,
-    ev.TrainerReady: ControllerState._on_trainer_ready,
-    ev.MicroBatchTrained: ControllerState._on_micro_batch_trained,
-    ev.StepTrained: ControllerState._on_step_trained,
-    ev.VersionPublished: ControllerState._on_version_published,
-    ev.CheckpointSaved: ControllerState._on_checkpoint_saved,
-    ev.Ticked: ControllerState._on_ticked,
-    ev.ControllerRestarted: ControllerState._on_controller_restarted,
-}
+@dataclass(slots=True)
+class Counters:
+    """Facts about the run that no table holds. Three must stay 0, unless the strategy breaks their constraint by
+    design (`Rules.broken_by_design`): version_conflicts, scheduling_aborts, staleness_violations."""
+
+    staleness: list[int]  #: groups committed at staleness i; longer where K does not bound it
+    version_conflicts: int = 0  #: answers whose spans name another version than their group's tag (C1)
+    scheduling_aborts: int = 0  #: trajectories stopped by us and not resumed from all their tokens (C2)
+    staleness_violations: int = 0  #: groups committed outside 0 <= s - v <= K (C3)
+    late_completions: int = 0  #: completions of an old attempt, ignored
+    migrations: int = 0  #: trajectories that moved to a peer by our choice
+    recovered: int = 0  #: trajectories that went on elsewhere after a loss
+
+    def count_staleness(self, staleness: int) -> None:
+        """One more group is committed."""
+        self.staleness += [0] * (staleness + 1 - len(self.staleness))
+        self.staleness[staleness] += 1
+
+
+@dataclass(slots=True)
+class State:
+    """The state of one run. Times are seconds since it began; lengths and room are tokens."""
+
+    settings: Settings
+
+    # -- tables
+    instances: dict[InstanceId, Instance] = field(default_factory=dict)
+    ledger: Ledger = field(default_factory=Ledger)
+    trajectories: dict[TrajectoryId, Trajectory] = field(default_factory=dict)  #: not graded; evaluation's included
+    window: Window = field(default_factory=Window)
+    formation: Formation = field(init=False)
+    feed: Feed = field(init=False)
+    evaluation: Evaluation = field(init=False)
+    evaluated: int | None = None  #: the last version whose evaluation was reported
+    complete: dict[int, deque[Group]] = field(default_factory=dict)  #: by deadline, in completion order; no empty queue
+    missing: set[int] = field(default_factory=set)  #: published versions that were lost and are to be made again
+    counters: Counters = field(init=False)
+
+    # -- admission
+    prompts: deque[int] = field(default_factory=deque)  #: lengths of the next prompts, not yet admitted
+    fetching: bool = False  #: a FetchPrompts is under way
+    source_dry: bool = False  #: `prompts` are the last ones
+    window_size: float = field(init=False)  #: W, in untrained groups
+    window_limit: int = field(init=False)  #: W never grows beyond it
+    adapts_window: bool = field(init=False)
+    block_version: int | None = None  #: batched strategies: version of the block being generated; None before the first
+    block_left: int = 0  #: batched strategies: groups of the block still to be admitted
+    top_ups: int = 0  #: groups filtered or failed since the last close
+    top_up_rewards: dict[float | None, int] = field(default_factory=dict)  #: their siblings' rewards -> how many
+
+    # -- fleet totals, over members that are not lost
+    num_up: int = 0
+    num_slots: int = 0
+    num_kv_tokens: int = 0
+    num_draining: int = 0  #: those that drain for the newest version
+    pushes: int = 0  #: in flight, those to drained instances included
+    vacant: dict[InstanceId, Instance] = field(default_factory=dict)  #: no training resident, nothing reserved, no push
+    drained: dict[InstanceId, Instance] = field(default_factory=dict)  #: not members, whatever their weights
+    leaving: dict[InstanceId, Instance] = field(default_factory=dict)  #: those to be dismissed once they are empty
+    removed: set[InstanceId] = field(default_factory=set)  #: left since this controller began: ids that stay unused
+
+    # -- answer lengths
+    length_sum: int = field(init=False)  #: of finished answers, and a prior
+    length_count: int = 1
+    mean_length: int = field(init=False)  #: in whole tokens
+    kv_reserve: float = field(init=False)  #: share of the expected rest of an answer for which KV is kept
+
+    # -- liveness
+    now: float = 0.0  #: time of the event at hand
+    progress_at: float = 0.0  #: when a group was committed or a micro-batch trained
+    step_trained_at: float = 0.0
+    finished: bool = False  #: FinishRun or FailRun was ordered: nothing more will be
+    stalled: bool = False  #: FailRun was ordered for want of progress, which a new controller may have again
+
+    # -- output
+    agenda: Agenda = field(default_factory=Agenda)
+    out: list[Command] = field(default_factory=list)  #: orders given on the event at hand
+
+    def __post_init__(self) -> None:
+        settings, rules = self.settings, self.settings.rules
+        self.formation = formation_of(settings)
+        self.feed = Feed(num_ranks=settings.num_ranks, budget=settings.micro_batch_tokens)
+        self.evaluation = Evaluation(prompt_tokens=settings.eval_prompt_tokens, every=settings.eval_every)
+        self.counters = Counters(staleness=[0] * (rules.max_staleness + 1))
+        #: More untrained groups than F or the gate ever admits: K + 1 steps of unconsumed ones, as many committed.
+        most = 2 * (rules.max_staleness + 1) * math.ceil(rules.oversample)
+        self.window_limit = most * settings.groups_per_step
+        window = settings.orchestration.window if rules.has_window else "open"
+        self.adapts_window = window == "adaptive"
+        self.window_size = self.window_limit if window == "open" else WINDOW_START * settings.groups_per_step
+        is_mixed = rules.max_staleness > 0 and not rules.batched  # a batch grows old together
+        self.kv_reserve = KV_RESERVE if settings.orchestration.kv_overcommit and is_mixed else 1.0
+        self.length_sum = max(1, int(PRIOR_LENGTH_SHARE * settings.max_new_tokens))
+        self.mean_length = self.length_sum
+
+    def admission_version(self) -> int | None:
+        """The version that new groups carry: the newest, or that of the block under way; None before the first."""
+        if self.settings.rules.batched and self.formation.num_unconsumed:
+            return self.block_version
+        return self.window.newest
+
+    def entry(self, version: int) -> Version:
+        """The window's entry of a version that something needs."""
+        return self.window.entries[version]
+
+    @property
+    def next_group(self) -> GroupId:
+        """Id of the next group to be admitted: the cursor of the prompt stream."""
+        return GroupId(self.ledger.admitted)
+
+
+def fail(state: State, reason: str) -> None:
+    """End the run without success."""
+    if not state.finished:
+        state.finished = True
+        state.out.append(FailRun(reason))
+
+
+def admissions_changed(state: State) -> None:
+    """F, W or the source may admit more than before."""
+    version = state.admission_version()
+    if version is not None:
+        state.agenda.fill(version)
+    state.agenda.place()
+    state.agenda.repack()

@@ -1,7 +1,6 @@
 """What happened to one group, trajectory, instance, version or step: readable lines made from events and commands.
 
-Pure, and generic over the fields of facts and orders: a new event needs no code here. Called by replay, audit and
-whoever turns a bug report into a list of events.
+Pure, and generic over the fields of facts and orders: a new event needs no code here.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""The strategies as settings of the same rules (system.md §4), and the settings a run's decisions depend on.
+"""The strategies as settings of the same rules, and the settings a run's decisions depend on.
 
 One controller, one code path: a comparison between strategies compares these few values and nothing else (invariant: no
-other module of the core knows a strategy by its name). Read by the core and by whoever makes a job: cli, sim.
+other module of the core knows a strategy by its name).
 """
 
 from __future__ import annotations
@@ -16,6 +16,10 @@ from dora.core.orchestration import Orchestration
 #: How a server is paused for weights that reach it among live requests. `retract`: its KV is dropped, and everything
 #: is prefilled again under the new weights; `in_place`: the KV of the old weights stays.
 Pause = Literal["retract", "in_place"]
+
+#: A trajectory without a token for this many watchdog times, on an instance that serves others, is stopped and goes on
+#: elsewhere: after a retraction it may wait behind others, but not for ever.
+SILENCE: Final = 3.0
 
 #: Names of all strategies, as users write them.
 STRATEGIES: Final = (
@@ -49,7 +53,7 @@ class Rules(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def has_window(self) -> bool:
-        """The adaptive window W limits admission (system.md §5.7): `dora`'s own means against needless staleness."""
+        """The adaptive window W limits admission: `dora`'s own means against needless staleness."""
         return not self.batched and self.oversample == 1.0 and self.in_flight is None
 
     @property
@@ -117,6 +121,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     eval_every: int = 0  #: steps between evaluations; 0: only the first and the last version
     max_eval_share: float = 0.1  #: of all slots, while training work could use them
     decode_time: DecodeTime = DecodeTime()
+    deterministic: bool = False  #: the trainer makes the same bytes of the same waves: a replay that differs is wrong
 
     @property
     def max_lag(self) -> int:

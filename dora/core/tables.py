@@ -1,261 +1,224 @@
-"""The state's data and the few bookkeeping moves that handlers and decisions share. No choice is made here.
+"""The tables: prompt groups and their trajectories, inference servers, and the ledger of all groups.
 
-Invariant: a trajectory becomes resident, or ceases to be, only through `_begin` and `_end`, so that instance, version
-and evaluation counters can never disagree. Inherited by moves.py and so by all of `ControllerState`; read by the shell.
+Invariants: every admitted group is in exactly one phase, and `Ledger.counts` holds how many are in each: admitted = the
+sum of the counts (conservation, C2). An instance changes its version only while nothing is resident or reserved on it,
+unless weights may reach live requests (C1). Counters follow every change; `invariants.check` recomputes them.
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 from typing import Final
 
-from dora.core.commands import Command, CondemnInstance, FailRun, Generate
-from dora.core.evaluation import Evaluation
-from dora.core.feasibility import formation_of
-from dora.core.groups import Group, Ledger, Trajectory, TrajectoryPhase
 from dora.core.ids import GroupId, InstanceId, TrajectoryId
-from dora.core.instances import Instance, InstancePhase
-from dora.core.strategies import Settings
-from dora.core.training import Feed
-from dora.core.versions import Version, Window
+from dora.core.phases import (
+    GROUP,
+    MEMBERSHIP,
+    TRAJECTORY,
+    WEIGHTS,
+    GroupPhase,
+    Membership,
+    TrajectoryPhase,
+    WeightsPhase,
+)
 
-#: The admission window W starts at this many times N and moves by these factors (system.md §5.7); it grows by the share
-#: of the step that the trainer has lost, within these bounds.
-WINDOW_START: Final = 1.5
-WINDOW_GROW: Final = (1.06, 1.5)
-WINDOW_SHRINK: Final = 0.985
-#: Share of a step for which the trainer may wait before W grows.
-NOTICEABLE_WAIT: Final = 0.02
-#: Prior of the mean answer length, as a share of the token budget: one observation.
-PRIOR_LENGTH_SHARE: Final = 0.25
-#: An answer that outgrew the mean is expected to end at its tokens times this.
-GROWTH: Final = 1.25
-#: Share of the expected rest of an answer for which KV is kept. Residents do not reach their ends together: to keep all
-#: of it leaves a third of the KV empty (docs/SIMULATION.md), to keep nothing has the server retract.
-KV_RESERVE: Final = 1 / 3
-#: Seconds between two looks at what an instance reports of its residents: it reports more often than that matters.
-LOOK_PAUSE_S: Final = 10.0
-
-_RESIDENT: Final = TrajectoryPhase.RESIDENT
-_WAITING: Final = TrajectoryPhase.WAITING
-_LOST: Final = InstancePhase.LOST
+_WAITING: Final = TrajectoryPhase.WAITING  # member access on an Enum class costs ten times a global's on Python 3.11
+_SERVING: Final = WeightsPhase.SERVING
+_MEMBER: Final = Membership.MEMBER
 
 
-class Counters:
-    """Facts about the run that no table holds. Three must stay 0, unless the strategy breaks their constraint by
-    design (`Rules.broken_by_design`): version_conflicts, scheduling_aborts, staleness_violations."""
+@dataclass(slots=True, eq=False, repr=False)
+class Trajectory:
+    """One generated sequence. `group` is None for a sample of an evaluation."""
 
-    __slots__ = (
-        "late_completions",
-        "migrations",
-        "recovered",
-        "scheduling_aborts",
-        "staleness",
-        "staleness_violations",
-        "version_conflicts",
-    )
+    id: TrajectoryId
+    _: KW_ONLY
+    group: Group | None
+    version: int  #: the group's tag; where updates reach live requests, the newest as long as it runs
+    num_prompt_tokens: int
+    num_tokens: int = 0  #: produced, as last taken in from a report or a completion
+    phase: TrajectoryPhase = _WAITING
+    instance: Instance | None = None  #: where it is decoded; None unless RESIDENT or STOPPING
+    target: Instance | None = None  #: where a slot and KV are reserved for its move; only while STOPPING
+    attempt: int = 0  #: number of its latest command
+    failures: int = 0  #: failed requests, instances lost apart
+    seen_at: float = 0.0  #: when its token count was last seen to have grown, or its latest request began
+    footprint: int = 0  #: tokens of KV accounted for it while it is resident: prompt + max(produced, expected)
+    reward: float | None = None
+    is_mixed: bool = False  #: a span of it names another version than its group's tag (C1)
 
-    def __init__(self, *, max_staleness: int) -> None:
-        self.version_conflicts = 0  #: answers whose spans name another version than their group's tag (C1)
-        self.scheduling_aborts = 0  #: trajectories stopped by us and not resumed from all their tokens (C2)
-        self.staleness_violations = 0  #: groups committed outside 0 <= s - v <= K (C3)
-        self.late_completions = 0  #: completions of an old attempt, ignored
-        self.migrations = 0  #: trajectories that went on on a peer by our choice
-        self.recovered = 0  #: trajectories that went on elsewhere after a loss
-        self.staleness = [0] * (max_staleness + 1)  #: groups committed at staleness i; longer where K does not bound it
-
-    def count_staleness(self, staleness: int) -> None:
-        """One more group is committed."""
-        self.staleness += [0] * (staleness + 1 - len(self.staleness))
-        self.staleness[staleness] += 1
+    def move(self, phase: TrajectoryPhase) -> None:
+        """Change the phase; ValueError if `phases.TRAJECTORY` does not allow it."""
+        if phase not in TRAJECTORY[self.phase]:
+            raise ValueError(f"trajectory {self.id}: {self.phase.value} -> {phase.value}")
+        self.phase = phase
 
 
-class Tables:
-    """Everything the core knows."""
+@dataclass(slots=True, eq=False, repr=False)
+class Group:
+    """A prompt with its siblings; all carry the group's version."""
 
-    def __init__(self, settings: Settings) -> None:
-        self.settings = settings
-        self.now = 0.0
-        self.instances: dict[InstanceId, Instance] = {}
-        self.ledger = Ledger()
-        self.trajectories: dict[TrajectoryId, Trajectory] = {}  #: not yet graded, samples of an evaluation included
-        self.window = Window()
-        self.formation = formation_of(settings)
-        self.feed = Feed(
-            num_ranks=settings.num_ranks, budget=settings.micro_batch_tokens, group_size=settings.group_size
-        )
-        self.evaluation = Evaluation(prompt_tokens=settings.eval_prompt_tokens, every=settings.eval_every)
-        self.counters = Counters(max_staleness=settings.rules.max_staleness)
+    id: GroupId
+    _: KW_ONLY
+    version: int  #: the tag, never changed: staleness counts from it
+    deadline: int
+    num_prompt_tokens: int
+    group_size: InitVar[int]
+    admitted_at: float
+    phase: GroupPhase = GroupPhase.GENERATING
+    step: int | None = None  #: the step it is committed to
+    home: Instance | None = None  #: where a sibling was dispatched last: it holds the prompt's prefix
+    current: int = field(init=False)  #: what it goes on under: the tag, or the newest where updates reach live requests
+    waiting: list[Trajectory] = field(default_factory=list)  #: siblings that wait for a slot; the last is served first
+    unfinished: int = field(init=False)
+    ungraded: int = field(init=False)
+    trajectories: list[Trajectory] = field(init=False)
 
-        self.prompts: deque[int] = deque()  #: prompt lengths of the next groups, not yet admitted
-        self.fetching = False  #: a FetchPrompts is under way
-        self.source_dry = False
-        self.complete: dict[int, deque[Group]] = {}  #: by deadline, in completion order
-        self.top_ups = 0  #: groups filtered or failed since the last close
-        self.top_up_rewards: dict[float | None, int] = {}  #: their siblings' rewards -> how many
-        #: More untrained groups than F or the gate ever admits: K + 1 steps of unconsumed ones, as many committed.
-        most = 2 * (settings.rules.max_staleness + 1) * math.ceil(settings.rules.oversample)
-        self.window_limit = most * settings.groups_per_step
-        window = settings.orchestration.window if settings.rules.has_window else "open"
-        self.adapts_window = window == "adaptive"
-        #: W
-        self.window_size: float = self.window_limit if window == "open" else WINDOW_START * settings.groups_per_step
-        is_mixed = settings.rules.max_staleness > 0 and not settings.rules.batched  # a batch grows old together
-        self.kv_reserve = KV_RESERVE if settings.orchestration.kv_overcommit and is_mixed else 1.0
-        self.block_version: int | None = None  #: batched strategies: version of the block being generated
-        self.block_left = 0  #: batched strategies: groups of the block still to be admitted
-        self.num_up = 0  #: instances that are neither lost nor barred
-        self.num_slots = 0  #: of all of them
-        self.num_kv_tokens = 0  #: KV room of all of them
-        self.pushes = 0  #: pushes in flight
-        self.vacant: dict[InstanceId, Instance] = {}  #: not lost, not barred, no training resident, nothing reserved
-        self.num_draining = 0  #: instances that drain for the newest version: barred ones left out
-        self.barred: dict[InstanceId, Instance] = {}
-        self.leaving: dict[InstanceId, Instance] = {}  #: to be dismissed once they are empty
-        self.length_sum = max(1, int(PRIOR_LENGTH_SHARE * settings.max_new_tokens))
-        self.length_count = 1
-        self.mean_length = self.length_sum  #: of finished answers, in whole tokens
-        self.progress_at = 0.0  #: when a group was committed or a micro-batch trained
-        self.step_trained_at = 0.0
-        self.evaluated: int | None = None  #: the last version whose evaluation was reported
-        self.finished = False  #: FinishRun or FailRun was ordered: nothing more will be
-        self.stalled = False  #: FailRun was ordered for want of progress, which a new controller may have again
+    def __post_init__(self, group_size: int) -> None:
+        self.current = self.version
+        self.unfinished = self.ungraded = group_size
+        self.trajectories = [
+            Trajectory(TrajectoryId(t), group=self, version=self.version, num_prompt_tokens=self.num_prompt_tokens)
+            for t in range(self.id * group_size, (self.id + 1) * group_size)
+        ]
 
-        self._out: list[Command] = []
-        self._touched: dict[int, None] = {}  #: versions with a freed slot or a new waiting trajectory
-        self._at_rest = False  #: the event at hand changed nothing that decisions depend on
-        self._form_due = False
-        self._feed_due = False
-        self._place_due = False
-        self._release_due = False
-        self._moves_due = False
-        self._moves_not_before = 0.0
-
-    # -- bookkeeping --------------------------------------------------------------------------------------------------
-
-    def _footprint(self, num_prompt_tokens: int, num_tokens: int) -> int:
-        """Tokens of KV to account for: prompt, what is produced, and a share of what is expected to come."""
-        if not num_tokens:
-            return num_prompt_tokens + int(self.kv_reserve * self.mean_length)
-        expected = min(max(self.mean_length, int(num_tokens * GROWTH)), self.settings.max_new_tokens)
-        return num_prompt_tokens + num_tokens + int(self.kv_reserve * (expected - num_tokens))
-
-    def _begin(self, trajectory: Trajectory, instance: Instance, *, footprint: int) -> None:
-        """A trajectory becomes resident on an instance of its version."""
-        trajectory.attempt += 1
-        trajectory.phase = _RESIDENT
-        trajectory.instance = instance
-        trajectory.seen_at = self.now
-        trajectory.footprint = footprint
-        instance.add(trajectory)
-        entry = self.window.entries[trajectory.version]
-        entry.kv_load += footprint
-        if trajectory.group is None:
-            self.evaluation.num_resident += 1
-            if len(instance.residents) == 1:
-                instance.progress_at = self.now
-        else:
-            trajectory.group.home = instance
-            if instance.num_training == 1:
-                self.vacant.pop(instance.id, None)
-                instance.progress_at = self.now
-        self._out.append(
-            Generate(trajectory.id, trajectory.attempt, instance.id, trajectory.version, trajectory.num_tokens)
-        )
-
-    def _end(self, trajectory: Trajectory) -> Instance:
-        """A trajectory is no longer resident; returns where it was."""
-        instance = trajectory.instance
-        assert instance is not None
-        instance.remove(trajectory)
-        trajectory.instance = None
-        self.window.entries[trajectory.version].kv_load -= trajectory.footprint
-        if trajectory.group is None:
-            self.evaluation.num_resident -= 1
-        self._freed(instance)
-        return instance
-
-    def _freed(self, instance: Instance) -> None:
-        """An instance has more room than before."""
-        version = instance.version
-        if version is not None:
-            entry = self.window.entries.get(version)
-            if entry is not None:
-                entry.offer(instance)
-                self._touched[version] = None
-            if version != self.window.newest:
-                self._moves_due = True
-        busy = instance.num_training or instance.reserved or instance.condemned or instance.pushing is not None
-        if not busy and not instance.barred and instance.phase is not _LOST:
-            self.vacant[instance.id] = instance
-            self._place_due = True
-
-    def _unreserve(self, trajectory: Trajectory) -> Instance | None:
-        """The move of a trajectory is over or off; returns its target."""
-        target = trajectory.target
-        if target is not None:
-            target.unreserve(trajectory)
-            trajectory.target = None
-            self._freed(target)
-        return target
-
-    def _wait(self, trajectory: Trajectory) -> None:
-        """A trajectory waits for a slot on an instance of its version."""
-        trajectory.phase = _WAITING
-        if trajectory.group is None:
-            self.evaluation.waiting.append(trajectory)
-        else:
-            self.window.entries[trajectory.version].enqueue(trajectory.group, [trajectory])
-        self._touched[trajectory.version] = None
-        self._place_due = True
-
-    def _condemn(self, instance: Instance, reason: str) -> None:
-        """Have the shell declare an instance lost; until then it gets no work."""
-        if not instance.condemned:
-            instance.condemned = True
-            self.vacant.pop(instance.id, None)
-            self._out.append(CondemnInstance(instance.id, instance.incarnation, reason))
-
-    def _count(self, instance: Instance, *, sign: int = 1) -> None:
-        """An instance takes part in the fleet from now on, or (-1) no longer."""
-        self.num_up += sign
-        self.num_slots += sign * instance.slots
-        self.num_kv_tokens += sign * instance.kv_tokens
-
-    def _serve(self, instance: Instance) -> None:
-        """It is a server of the version that it holds, if anything needs that still."""
-        assert instance.version is not None
-        if instance.version in self.window.entries:
-            self.entry(instance.version).serving[instance.id] = instance
-
-    def _leave_serving(self, instance: Instance) -> None:
-        """The instance no longer holds its version."""
-        if instance.phase is InstancePhase.DRAINING and not instance.barred:
-            self.num_draining -= 1
-        if instance.version is not None:
-            entry = self.window.entries.get(instance.version)
-            if entry is not None:
-                entry.serving.pop(instance.id, None)
-        instance.version = None
-
-    def _fail(self, reason: str) -> None:
-        """End the run without success."""
-        if not self.finished:
-            self.finished = True
-            self._out.append(FailRun(reason))
-
-    def admission_version(self) -> int | None:
-        """The version that new groups carry: the newest, or that of the block under way."""
-        if self.settings.rules.batched and self.formation.num_unconsumed:
-            return self.block_version
-        return self.window.newest
-
-    def entry(self, version: int) -> Version:
-        """The window's entry of a version that something needs."""
-        return self.window.entries[version]
+    def let_go(self) -> None:
+        """Its siblings are needed no longer. They and the group name each other: so no search must free them."""
+        self.trajectories.clear()
 
     @property
-    def next_group(self) -> GroupId:
-        """Id of the next group to be admitted: the cursor of the prompt stream."""
-        return GroupId(self.ledger.admitted)
+    def rewards(self) -> tuple[float | None, ...]:
+        """Rewards of the siblings; None where grading failed (or has not happened)."""
+        return tuple([t.reward for t in self.trajectories])
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Instance:
+    """One inference server."""
+
+    id: InstanceId
+    incarnation: int = 0  #: number of its start
+    weights: WeightsPhase = WeightsPhase.LOST
+    membership: Membership = _MEMBER
+    version: int | None = None  #: confirmed version; None unless SERVING or DRAINING
+    pushing: int | None = None  #: version of the push under way; None unless LOADING or UPDATING
+    attempt: int = 0  #: number of the latest push
+    failures: int = 0  #: failed pushes in a row
+    retry_at: float = 0.0  #: no push before this time
+    slots: int = 0
+    kv_tokens: int = 0
+    residents: dict[TrajectoryId, Trajectory] = field(default_factory=dict)
+    num_training: int = 0  #: residents that are not evaluation
+    reserved: dict[TrajectoryId, Trajectory] = field(default_factory=dict)  #: moves on their way here
+    num_requests: int = 0  #: slots taken, by residents and by moves on their way here
+    kv_load: int = 0  #: sum of footprints of residents and reserved
+    room_key: float = math.inf  #: its key in the version's heap of rooms, never above its load; inf: not in it
+    reported: dict[TrajectoryId, int] = field(default_factory=dict)  #: residents' token counts, as reported last
+    look_at: float = 0.0  #: when they are taken in
+    progress_at: float = 0.0  #: when any of them was last seen to have grown, or the first one began
+    pressed: bool = False  #: KV nearly full: no new work
+    condemned: bool = False  #: waits for the shell to say that it is lost
+
+    def move(self, phase: WeightsPhase) -> None:
+        """Change what the weights allow; ValueError if `phases.WEIGHTS` does not."""
+        if phase not in WEIGHTS[self.weights]:
+            raise ValueError(f"instance {self.id}: {self.weights.value} -> {phase.value}")
+        self.weights = phase
+
+    def change(self, membership: Membership) -> None:
+        """Change the part that it takes in the run; ValueError if `phases.MEMBERSHIP` does not allow it."""
+        if membership not in MEMBERSHIP[self.membership]:
+            raise ValueError(f"instance {self.id}: {self.membership.value} -> {membership.value}")
+        self.membership = membership
+
+    @property
+    def is_empty(self) -> bool:
+        """No resident and no reserved move: the only state in which its version may change."""
+        return not self.num_requests
+
+    @property
+    def may_be_paused(self) -> bool:
+        """A push is under way, or has failed: its health check may fail though it is well."""
+        return self.pushing is not None or self.weights is WeightsPhase.QUARANTINED
+
+    @property
+    def is_member(self) -> bool:
+        """It takes part in the run: nobody has asked to drain it."""
+        return self.membership is _MEMBER
+
+    @property
+    def takes_work(self) -> bool:
+        """It may be given requests of its version."""
+        can = self.weights is _SERVING and self.membership is _MEMBER
+        return can and not self.pressed and not self.condemned
+
+    def load(self) -> float:
+        """Share of slots or KV in use, whichever is larger."""
+        slots = self.num_requests / self.slots
+        kv = self.kv_load / self.kv_tokens
+        return slots if slots > kv else kv
+
+    def has_room(self, footprint: int) -> bool:
+        """A slot is free and `footprint` tokens of KV fit; an empty instance always has room."""
+        held = self.num_requests
+        return held == 0 or (held < self.slots and self.kv_load + footprint <= self.kv_tokens)
+
+    def add(self, trajectory: Trajectory) -> None:
+        """A request becomes resident."""
+        self.residents[trajectory.id] = trajectory
+        self.num_requests += 1
+        self.kv_load += trajectory.footprint
+        if trajectory.group is not None:
+            self.num_training += 1
+
+    def remove(self, trajectory: Trajectory) -> None:
+        """A request has ended here."""
+        del self.residents[trajectory.id]
+        self.num_requests -= 1
+        self.kv_load -= trajectory.footprint
+        if trajectory.group is not None:
+            self.num_training -= 1
+
+    def reserve(self, trajectory: Trajectory) -> None:
+        """Keep a slot and KV for a move before its source is stopped."""
+        self.reserved[trajectory.id] = trajectory
+        self.num_requests += 1
+        self.kv_load += trajectory.footprint
+
+    def unreserve(self, trajectory: Trajectory) -> None:
+        """The move has arrived, or is off."""
+        del self.reserved[trajectory.id]
+        self.num_requests -= 1
+        self.kv_load -= trajectory.footprint
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Ledger:
+    """All groups that are not trained, filtered, failed or discarded, and the counts of all that ever were."""
+
+    groups: dict[GroupId, Group] = field(default_factory=dict)
+    admitted: int = 0
+    counts: dict[GroupPhase, int] = field(default_factory=lambda: dict.fromkeys(GroupPhase, 0))
+    reasons: dict[str, int] = field(default_factory=dict)  #: "filtered: ...", "failed: ..." -> groups
+
+    def admit(self, group: Group) -> None:
+        """Enter a group."""
+        self.groups[group.id] = group
+        self.admitted += 1
+        self.counts[GroupPhase.GENERATING] += 1
+
+    def move(self, group: Group, phase: GroupPhase) -> None:
+        """Change a group's phase; ValueError if `phases.GROUP` does not allow it."""
+        if phase not in GROUP[group.phase]:
+            raise ValueError(f"group {group.id}: {group.phase.value} -> {phase.value}")
+        self.counts[group.phase] -= 1
+        self.counts[phase] += 1
+        group.phase = phase
+        if not GROUP[phase]:
+            del self.groups[group.id]
+
+    @property
+    def num_untrained(self) -> int:
+        """Groups admitted and not yet trained; dropped ones have left. What the window W counts."""
+        return len(self.groups)

@@ -2,22 +2,25 @@
 
 Invariant: the waves of a step are numbered from 0, each holds one micro-batch for every rank (FSDP2 hangs on unequal
 counts), every committed trajectory is in exactly one of them, and the last one is marked once the step is closed.
-Waves are kept until a checkpoint covers their step, so that a restarted trainer is fed the very same ones. Called by
-decisions.py and the training handlers of state.py.
+Waves are kept back to the oldest checkpoint that is kept, so that a trainer restarted from any of them is fed the very
+same ones.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from heapq import heapreplace
 
 from dora.core.commands import TrainMicroBatch
-from dora.core.groups import Group
 from dora.core.ids import TrajectoryId
+from dora.core.tables import Group
 
 #: Waves sent ahead of the trainer: the one it works on and the next, so that it never waits for a round trip.
 MAX_WAVES_AHEAD = 2
+#: Checkpoints kept, newest first. The second one serves where the first turns out to be damaged.
+KEPT_CHECKPOINTS = 2
 
 
 def split_wave(
@@ -40,60 +43,44 @@ def split_wave(
     return ranks, left
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class StepFeed:
     """One step's way to the trainer."""
 
-    __slots__ = ("closed", "groups", "num_tokens", "pending", "sent", "slack", "waves")
-
-    def __init__(self) -> None:
-        self.groups: list[Group] = []  #: committed, in commit order
-        self.pending: deque[tuple[TrajectoryId, int]] = deque()  #: in no wave yet, with their token counts
-        self.num_tokens = 0  #: of those pending
-        self.closed = False  #: no more groups will come
-        self.waves: list[TrainMicroBatch] = []
-        self.slack: list[float] = []  #: of each wave: share of the ranks' time that more groups would have filled
-        self.sent = 0  #: waves the trainer has been given
+    groups: list[Group] = field(default_factory=list)  #: committed, in commit order
+    pending: deque[tuple[TrajectoryId, int]] = field(default_factory=deque)  #: in no wave yet, with token counts
+    num_tokens: int = 0  #: of those pending
+    closed: bool = False  #: no more groups will come
+    waves: list[TrainMicroBatch] = field(default_factory=list)
+    slack: list[float] = field(default_factory=list)  #: of each wave: share of the ranks' time that groups were missing
+    sent: int = 0  #: waves the trainer has been given
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Feed:
     """The trainer's side of the run, as the core sees it."""
 
-    __slots__ = (
-        "budget",
-        "busy_since",
-        "group_size",
-        "idle_s",
-        "idle_since",
-        "num_ranks",
-        "open_step",
-        "steps",
-        "trained",
-        "uneven_s",
-        "waves_done",
-    )
+    num_ranks: int
+    budget: int  #: tokens of one rank's micro-batch
+    steps: dict[int, StepFeed] = field(default_factory=dict)  #: by step, back to the oldest checkpoint kept
+    #: Folder by step; the start counts as one, which needs no folder.
+    checkpoints: dict[int, str] = field(default_factory=lambda: {0: ""})
+    open_step: int | None = None  #: the step the trainer works on or waits for; None until it is ready
+    trained: int = 0  #: steps trained so far; during a replay the open step is below it
+    waves_done: int = 0  #: of the open step
+    idle_since: float | None = None  #: since when the trainer has had nothing to do; None while it works
+    busy_since: float = 0.0  #: since when it has worked on the wave at hand
+    idle_s: float = 0.0  #: idle time since the last step was trained
+    uneven_s: float = 0.0  #: the same for time in which ranks waited for others, since there were too few groups
 
-    def __init__(self, *, num_ranks: int, budget: int, group_size: int) -> None:
-        self.num_ranks = num_ranks
-        self.budget = budget
-        self.group_size = group_size
-        self.steps: dict[int, StepFeed] = {}  #: by step, back to the last checkpoint
-        self.open_step: int | None = None  #: the step the trainer works on or waits for; None until it is ready
-        self.trained = 0  #: steps trained so far; during a replay the open step is below it
-        self.waves_done = 0  #: of the open step
-        self.idle_since: float | None = None  #: since when the trainer has had nothing to do
-        self.busy_since = 0.0  #: since when it has worked on the wave at hand
-        self.idle_s = 0.0  #: idle time since the last step was trained
-        self.uneven_s = 0.0  #: the same for time in which ranks waited for others, since there were too few groups
-
-    def step(self, number: int) -> StepFeed:
-        """The feed of a step."""
-        if number not in self.steps:
-            self.steps[number] = StepFeed()
-        return self.steps[number]
+    def groups(self, step: int) -> Sequence[Group]:
+        """Groups committed to a step, in that order; none if it has none, or will never be replayed."""
+        feed = self.steps.get(step)
+        return feed.groups if feed is not None else ()
 
     def commit(self, group: Group, *, step: int) -> None:
         """A group has its place in a step."""
-        feed = self.step(step)
+        feed = self.steps.setdefault(step, StepFeed())
         feed.groups.append(group)
         for t in group.trajectories:
             if t.reward is not None:
@@ -107,11 +94,17 @@ class Feed:
         for feed in self.steps.values():
             feed.sent = 0
 
-    def checkpointed(self, step: int) -> None:
-        """Steps below `step` will never be replayed."""
-        for old in [s for s in self.steps if s < step]:
+    def checkpointed(self, step: int, folder: str) -> list[tuple[int, str]]:
+        """The trainer can be resumed at `step`; returns the checkpoints that nothing needs now, as (step, folder).
+
+        Steps below the oldest one kept will never be replayed.
+        """
+        self.checkpoints[step] = folder
+        dropped = [(s, self.checkpoints.pop(s)) for s in sorted(self.checkpoints)[:-KEPT_CHECKPOINTS]]
+        for old in [s for s in self.steps if s < min(self.checkpoints)]:
             for group in self.steps.pop(old).groups:
                 group.let_go()
+        return dropped
 
     def next_wave(self) -> TrainMicroBatch | None:
         """The next micro-batches to send, if the trainer should have them now."""

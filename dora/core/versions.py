@@ -1,51 +1,38 @@
 """The version window: which policy versions are alive, who needs each, and when one is released.
 
-A version is live while it is the newest or a group tagged with it is not yet trained (system.md §5.6), and it is held,
+A version is live while it is the newest or a group tagged with it is not yet trained, and it is held,
 without being live, while an evaluation or a push in flight needs it. Entry counters follow every change;
-`invariants.check` recomputes them. Called by tables.py and whoever inherits it.
+`invariants.check` recomputes them.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush, heapreplace
 from math import inf
 
-from dora.core.groups import Group, Trajectory
 from dora.core.ids import GroupId, InstanceId
-from dora.core.instances import Instance
+from dora.core.tables import Group, Instance, Trajectory
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Version:
     """One published version that something needs."""
 
-    __slots__ = (
-        "_rooms",
-        "_waiting",
-        "evaluating",
-        "groups",
-        "kv_load",
-        "loading",
-        "num_waiting",
-        "number",
-        "serving",
-        "unfinished",
-    )
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.groups = 0  #: groups with this tag that are not trained, filtered or failed
-        self.unfinished = 0  #: training trajectories that are waiting, resident or being moved
-        self.num_waiting = 0  #: training trajectories that wait for a slot
-        self.evaluating = False  #: its evaluation is under way
-        self.kv_load = 0  #: footprints of its residents
-        self.loading = 0  #: pushes of this version in flight
-        self.serving: dict[InstanceId, Instance] = {}  #: SERVING and DRAINING instances that hold it
-        self._waiting: list[tuple[int, GroupId, Group]] = []  # lazy heap, see reprioritize
-        self._rooms: list[tuple[float, InstanceId, Instance]] = []  # lazy heap, see offer
+    number: int
+    groups: int = 0  #: groups with this tag that are not trained, filtered or failed
+    unfinished: int = 0  #: training trajectories that are waiting, resident or being moved
+    num_waiting: int = 0  #: training trajectories that wait for a slot
+    evaluating: bool = False  #: its evaluation is under way
+    kv_load: int = 0  #: footprints of its residents
+    loading: int = 0  #: pushes of this version in flight
+    serving: dict[InstanceId, Instance] = field(default_factory=dict)  #: members that hold it
+    _waiting: list[tuple[int, GroupId, Group]] = field(default_factory=list)  # lazy heap, see reprioritize
+    _rooms: list[tuple[float, InstanceId, Instance]] = field(default_factory=list)  # lazy heap, see offer
 
     @property
     def needs_instance(self) -> bool:
-        """Rule 1 of system.md §3.1: a training trajectory of it is unfinished."""
+        """A training trajectory of it is unfinished: an instance must hold it, sooner or later."""
         return self.unfinished > 0
 
     # -- waiting trajectories: of the group with the fewest unfinished siblings, then in admission order ------------
@@ -129,14 +116,12 @@ class Version:
         return few
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Window:
     """All versions that something needs, oldest first (keys are added in order)."""
 
-    __slots__ = ("entries", "newest")
-
-    def __init__(self) -> None:
-        self.entries: dict[int, Version] = {}
-        self.newest: int | None = None  #: v*
+    entries: dict[int, Version] = field(default_factory=dict)
+    newest: int | None = None  #: v*; None before version 0 is published
 
     def publish(self, number: int) -> Version:
         """A version is complete in the store; it becomes the newest."""

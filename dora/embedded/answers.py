@@ -1,7 +1,6 @@
-"""Answers to /generate in SGLang's shape: unary results and stream chunks, keys as in sglang.md §1.2 and §1.3.
+"""Answers to /generate in SGLang's shape: unary results and stream chunks.
 
-A chunk covers the output tokens the handler has not sent yet (incremental) or all so far (cumulative). Called by the
-server with what the batcher has published.
+A chunk covers the output tokens that were not sent yet (incremental) or all tokens so far (cumulative).
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ def event(answer: dict[str, Any]) -> bytes:
 
 @dataclass(slots=True)
 class Answer:
-    """One call's answers; `sent` counts the output tokens already given to the client."""
+    """The answers to one call; `sent` counts the output tokens that the client already has."""
 
     ask: Ask
     text: Text | None  # None in skip-tokenizer mode
@@ -54,7 +53,7 @@ class Answer:
         return answer
 
     def _ended_in_queue(self) -> bool:
-        """Such answers are made outside the batch in SGLang: always with a text, never with the prompt's counts."""
+        """SGLang makes these answers outside the batch: always with a text, never with the prompt's counts."""
         generation = self.ask.generation
         return generation.done and generation.finish_reason in (ABORTED_WAITING, QUEUE_FULL)
 

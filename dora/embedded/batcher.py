@@ -1,14 +1,13 @@
-"""Continuous batching: requests join and leave a Decoder's rows between steps.
+"""Continuous batching: requests join and leave the decoder's rows between steps.
 
-The loop consumes submitted generations and control orders, produces published tokens and finish reasons, waits for
-either, and is unblocked by `submit`, `abort` and `between_steps`. The model runs in bursts on one decoder thread; a
-burst owns all state here until it returns, and everything else touches that state only between bursts, so there is no
-lock. Invariants: `rows` is dense and in the decoder's row order; every generation is in exactly one of `waiting` and
-`rows` until its finish reason is set; `used_tokens` is the sum of the rows' tokens and never above `kv_tokens`.
+The model runs in bursts of steps on one decoder thread. A burst owns all state here until it returns; everything else
+touches that state only between bursts, so there is no lock. Invariants: `rows` is dense and in the decoder's row order;
+every generation is in exactly one of `waiting` and `rows` until its finish reason is set; `used_tokens` is the sum of
+the rows' tokens and never above `kv_tokens`.
 
-A burst ends when a request has finished, when somebody wants the floor, or when tokens are due for publication. An idle
-server publishes its first token at once, a busy one coalesces: at most about 500 chunks per second in all, because a
-chunk costs as much as several tokens of a small model.
+A burst ends when a request has finished, when a handler asks for it, or when tokens are due for publication. An idle
+server publishes its first token at once. A busy one sends at most about 500 chunks per second in all, because a chunk
+costs as much as several tokens of a small model.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ from dora.embedded.scheduler import Model, Scheduler
 
 PUBLISH_S_PER_ROW = 0.002
 MIN_PUBLISH_S = 0.04
-HEADROOM_TOKENS = 8  # free KV kept for each running row at admission, so that the newcomer is not retracted at once
+HEADROOM_TOKENS = 8  # free KV required per running row at admission, so that the new row is not retracted at once
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Joiner:
-    """What a decoder needs to know of a request that joins."""
+    """A request that joins, as the decoder sees it."""
 
     token_ids: Sequence[int]
     namespace: str
@@ -47,7 +46,7 @@ class Joiner:
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    joiner: int  # index in what was given to `join`
+    joiner: int  # index in the argument of `join`
     cached_tokens: int
     prompt_logprobs: list[float | None] | None
 
@@ -62,8 +61,8 @@ class Decoder(Model, Protocol):
 
 
 def waves(generations: Sequence[Generation]) -> list[list[Generation]]:
-    """Who is prefilled with whom: lengths within a factor of two, which bounds padding; siblings after their first,
-    whose prompt they then find in the prefix cache."""
+    """Group requests for prefill. The lengths in a wave are within a factor of two, which bounds padding. Siblings come
+    after the first of them, whose prompt they then find in the prefix cache."""
     leaders: list[Generation] = []
     followers: list[Generation] = []
     seen: set[tuple[str, tuple[int, ...]]] = set()
@@ -84,7 +83,7 @@ def waves(generations: Sequence[Generation]) -> list[list[Generation]]:
 
 class Batcher(Scheduler):
     def __init__(self, decoder: Decoder, **given: Any) -> None:
-        """`given`: as for `Scheduler`."""
+        """`given` goes to `Scheduler`."""
         super().__init__(decoder, **given)
         self.decoder = decoder
         self._published_at = 0.0
@@ -92,7 +91,7 @@ class Batcher(Scheduler):
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="decoder")
 
     def close(self) -> None:
-        """Ends the decoder thread after the burst in progress, if any."""
+        """End the decoder thread after the current burst, if any."""
         self._floor_wanted = True
         self._thread.shutdown()
 
@@ -107,13 +106,13 @@ class Batcher(Scheduler):
 
     async def run(self) -> None:
         while True:
-            await self._wake.wait()  # unblocked by submit, abort and between_steps; an idle server sleeps here
+            await self._wake.wait()  # set by submit, abort and between_steps
             self._wake.clear()
             while await self._turn():
                 pass
 
     async def _turn(self) -> bool:
-        """Orders, aborts, one burst, publication; whether the model has more to do."""
+        """Run orders, aborts and one burst, and publish; return whether the model has more to do."""
         self._floor_wanted = False
         await self._run_orders()
         self._apply_aborts()
@@ -127,7 +126,7 @@ class Batcher(Scheduler):
         return await asyncio.get_running_loop().run_in_executor(self._thread, order)
 
     def _apply_aborts(self) -> None:
-        """Waiting requests end at once, running ones at the next step, which a pause in place holds back."""
+        """End waiting requests at once and running ones at the next step, which a pause in place delays."""
         for rid in list(self._aborting):
             generation = self.live.get(rid)
             if generation is None or generation.finish_reason is not None:
@@ -140,7 +139,7 @@ class Batcher(Scheduler):
                 self._finish(generation, ABORTED)
 
     def _publish(self) -> None:
-        """Lets handlers see finished requests now and everybody's tokens when they are due."""
+        """Publish finished requests now, and the tokens of all others when they are due."""
         self._publish_finished()
         if not self.live:
             self._published_at = 0.0
@@ -203,7 +202,7 @@ class Batcher(Scheduler):
         self._take(tokens, logprobs)
 
     def _take(self, tokens: list[int], logprobs: list[float]) -> None:
-        """Appends one token to each row; rows that end with it leave."""
+        """Append one token to each row, and remove the rows that end with it."""
         ended: list[int] = []
         self.used_tokens += len(tokens)
         self.metrics.generated_tokens += len(tokens)
@@ -234,7 +233,7 @@ class Batcher(Scheduler):
             self.rows[row] = last
 
     def _retract(self, generation: Generation, *, place: int = 0) -> None:
-        """Back into the queue, whose limit counts the retracted too: beyond it they end, as in SGLang."""
+        """Put a running request back into the queue; if the queue is full, the request ends, as in SGLang."""
         self._leave(self.rows.index(generation))
         generation.num_retractions += 1
         if self._queue_is_full():

@@ -1,5 +1,6 @@
-"""Control routes of the embedded engine: abort, pause, health, load and information (sglang.md §2-5), and the table of
-all control routes. Orders that touch rows run between steps, in the order they arrive. Called by the server.
+"""Control routes of the embedded engine: abort, pause, health, load and information; and the table of all of them.
+
+Orders that touch rows run between steps, in the order of arrival.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from dora.embedded.dialect import Dialect
 from dora.embedded.engine import ENGINE, Handler, error_body, read_body
 from dora.embedded.generation import Generation, Sampling
 from dora.embedded.scheduler import Scheduler
-from dora.engine import protocol
+from dora.engine.sglang import protocol
 
 HEALTH_LIMIT_S = 20.0
 PAUSE_MODES = ("abort", "retract", "in_place")
@@ -65,7 +66,7 @@ async def continue_generation(request: web.Request) -> web.Response:
 
 
 async def _end_all(batcher: Scheduler) -> None:
-    """Aborts until nothing is live. No limit: an abort needs one step at most, and the client has a deadline."""
+    """Abort until nothing is live. No time limit: an abort takes one step at most, and the client has a deadline."""
     while batcher.live:
         batcher.abort_all()
         await batcher.between_steps(lambda: None)
@@ -75,7 +76,7 @@ async def _end_all(batcher: Scheduler) -> None:
 
 
 async def health(request: web.Request) -> web.Response:
-    """200 once a token was generated after the question came: by a probe of its own, or by anybody on a busy server."""
+    """200 once a token was generated after the request arrived: by a probe or, on a busy server, by any request."""
     engine = request.app[ENGINE]
     if engine.draining:
         return web.Response(status=503)
@@ -122,7 +123,7 @@ async def model_info(request: web.Request) -> web.Response:
 
 
 async def server_info(request: web.Request) -> web.Response:
-    """SGLang's flat arguments as far as they exist here; keys are never shown."""
+    """SGLang's flat arguments, as far as they exist here; API keys are never shown."""
     engine = request.app[ENGINE]
     batcher, limits = engine.batcher, engine.limits
     state = {
@@ -249,7 +250,7 @@ _GET: Mapping[str, Handler] = {
 
 
 def _absent(dialect: Dialect) -> set[str]:
-    """Routes that this dialect does not have."""
+    """Paths of the routes that the dialect does not have."""
     has = {
         protocol.READY: dialect.has_ready,
         protocol.GET_LOAD: dialect.has_get_load,

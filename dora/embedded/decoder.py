@@ -1,11 +1,11 @@
 """A small `transformers` causal LM as a Decoder: rows of different lengths in one KV tensor, stepped together.
 
-The architecture's own forward runs; only its cache and its attention call are ours. Rows 0..n-1 are the live requests,
-always dense, so a step reads views of the KV tensor and copies nothing; when a row leaves, the last one takes its
-place. A prefill stops before the last prompt token: that one is pending, as a sampled token is, and goes through the
-next step with everybody else's, so a request whose prompt is held needs no forward of its own. Invariant: KV positions
-below a row's length hold its tokens in order, everything behind is masked and finite. One more row than there are slots
-receives the writes of padding. Called by the batcher, from one thread at a time.
+The model's own forward runs; DORA supplies only the cache and the attention call. Rows 0..n-1 are the live requests and
+always dense, so that a step reads views of the KV tensor and copies nothing; when a row leaves, the last one takes its
+place. A prefill stops before the last prompt token: like a sampled token, that one is pending and is computed in the
+next step with those of all other rows, so that a request whose prompt is cached needs no forward of its own. Invariant:
+KV positions below a row's length hold its tokens in order, and the positions behind are masked and finite. An extra row
+receives the writes of padding. Not thread-safe.
 
 Legend: L layers, B rows, T new tokens per row, S positions read, W key width (KV heads x head size), V vocabulary.
 """
@@ -36,8 +36,8 @@ from dora.errors import ConfigError
 
 ATTENTION = "dora_slots"
 DTYPES = ("float32", "bfloat16", "float16", "auto")
-CHUNK_TOKENS = 2048  # new tokens of one prefill forward, over all its rows: bounds its mask and its activations
-LOGITS = 2**26  # of one prefill forward, where prompt log-probs are wanted
+CHUNK_TOKENS = 2048  # maximum number of new tokens in one prefill forward: bounds its mask and its activations
+LOGITS = 2**26  # maximum number of logits in one prefill forward that returns prompt log-probs
 LENGTH_STEP = 32  # positions read are rounded up to this, so that kernels see few sizes
 
 
@@ -50,7 +50,7 @@ def _attend(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """SDPA over slot views. A decode step makes the query heads of a KV head one block, so keys are not repeated."""
+    """SDPA over slot views. In a decode step, the query heads of a KV head form one block, so keys are not repeated."""
     if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
         raise ConfigError("this model's attention (soft cap or sinks) is not supported by the embedded engine")
     rows, heads, new, size = query.shape
@@ -106,7 +106,7 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is untyped
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """What the prefix cache has of a prompt, whose last token is never taken from it."""
+    """The part of a prompt that the prefix cache holds; the last token is never taken from it."""
 
     kv: Tensor | None
     held: int  # tokens it holds
@@ -115,7 +115,7 @@ class _Found:
 
 
 class CausalDecoder:
-    """See `dora.embedded.batcher.Decoder` for what each public method promises."""
+    """Implements `dora.embedded.batcher.Decoder`."""
 
     def __init__(self, folder: Path, *, slots: int, kv_tokens: int, device: str, dtype: str, threads: int) -> None:
         torch.set_num_threads(threads)
@@ -136,7 +136,7 @@ class CausalDecoder:
         self._length, self._token, self._seed, self._top_k, self._greedy = self._ints.unbind(1)
         self._floats = torch.ones(slots, 3, device=device)
         self._settings: Settings | None = None  # of all live rows; None when they have changed
-        self._poisoned = False  # the model gave NaN, so the KV may hold some
+        self._poisoned = False  # the model returned NaN, so the KV may contain NaN
         self._lengths: list[int] = []  # of the live rows, on the host
         self._bans: list[tuple[int, Sequence[int]] | None] = []  # (first index allowed, token ids) of the live rows
         self._row_ids = torch.arange(slots, device=device)
@@ -144,11 +144,11 @@ class CausalDecoder:
         self._grow(min(128, self.context_tokens))
         self._warm_up()
 
-    # --- what the batcher calls
+    # --- Decoder
 
     @torch.inference_mode()
     def join(self, joiners: Sequence[Joiner]) -> list[Joined]:
-        """Rows to prefill come first, so that they are one view; siblings of a held prompt need no forward at all."""
+        """Rows to prefill come first, so that they are one view; a request whose prompt is cached needs no forward."""
         found = [self._find(joiner) for joiner in joiners]
         order = sorted(range(len(joiners)), key=lambda i: found[i].missing == 0)
         joiners, found = [joiners[i] for i in order], [found[i] for i in order]
@@ -244,7 +244,7 @@ class CausalDecoder:
         return _Found(kv, held=held, length=length, missing=len(joiner.token_ids) - 1 - length)
 
     def _set_rows(self, first: int, joiners: Sequence[Joiner], found: Sequence[_Found]) -> None:
-        """Everything of the new rows but the KV that is missing; the last prompt token is the pending one."""
+        """Set up the new rows, except for KV that is missing; the last prompt token is the pending one."""
         rows = slice(first, first + len(joiners))
         ints, floats = [], []
         for row, (joiner, one) in enumerate(zip(joiners, found, strict=True), first):
@@ -275,7 +275,7 @@ class CausalDecoder:
         ).logits
 
     def _prefill(self, first: int, joiners: Sequence[Joiner], found: Sequence[_Found]) -> Sequence[list[float] | None]:
-        """Computes the missing KV of rows `first`.., in chunks; if asked, log-probs of all tokens after the cached."""
+        """Compute the missing KV of rows `first`.., in chunks, and log-probs of the uncached tokens if requested."""
         longest = max(one.missing for one in found)
         padded = [
             [*joiner.token_ids[one.length :], *[0] * (longest - one.missing)]
@@ -304,7 +304,7 @@ class CausalDecoder:
         rows = slice(first, first + token_BT.shape[0])
         capacity, trash = self._cache.capacity, self._slots * self._cache.capacity
         write_at = torch.where(position_BT < length_B1, self._row_ids[rows, None] * capacity + position_BT, trash)
-        position_BT = torch.minimum(position_BT, length_B1)  # of padding, whose outcome nobody reads
+        position_BT = torch.minimum(position_BT, length_B1)  # for padding, whose results are not used
         positions = int(position_BT.max()) + 1
         self._cache.aim(write_at.flatten(), rows=rows, positions=positions)
         readable = torch.arange(positions, device=self._device) <= position_BT[:, :, None]
@@ -312,7 +312,7 @@ class CausalDecoder:
         return self._forward(token_BT, mask, position_BT, keep=0 if all_logits else 1)
 
     def _sample(self, logits_BV: Tensor) -> tuple[list[int], list[float]]:
-        """Samples the next token of every row and makes it the row's pending one."""
+        """Sample the next token of every row, which becomes its pending token."""
         for row, ban in enumerate(self._bans):
             if ban is not None and self._lengths[row] < ban[0]:
                 logits_BV[row, list(ban[1])] = -torch.inf
@@ -331,7 +331,7 @@ class CausalDecoder:
         return Settings(temperature, greedy, top_p, top_k, min_p, self._seed[rows], bool(greedy.any()), any_filter)
 
     def _warm_up(self) -> None:
-        """One request through prefill and step: kernels are loaded, and an unsupported architecture shows here."""
+        """Run one request, so that kernels are loaded and an unsupported architecture is found at the start."""
         joiner = Joiner(token_ids=[0, 0], namespace="", seed=0)
         try:
             self.join([joiner])
@@ -346,7 +346,7 @@ class CausalDecoder:
 
 
 def _from_start(logprobs: list[float] | None, joiner: Joiner) -> list[float | None] | None:
-    """`logprobs` ends with the last prompt token's; the first token asked for has none."""
+    """`logprobs` ends with that of the last prompt token; the first requested token has none."""
     if joiner.logprob_start is None:
         return None
     count = len(joiner.token_ids) - joiner.logprob_start - 1
@@ -378,7 +378,7 @@ def _build(folder: Path, *, device: str, dtype: str) -> Any:
 
 
 def _context_tokens(config: PretrainedConfig) -> int:
-    """Sliding-window layers see all of a context that is no longer than the window, so that is where it is cut."""
+    """The context length; at most the sliding window, within which such layers see everything."""
     context = config.max_position_embeddings
     window = getattr(config, "sliding_window", None)
     if window and getattr(config, "use_sliding_window", True):
@@ -396,18 +396,18 @@ def _eos_token_ids(model: Any) -> frozenset[int]:
 
 def _copy(source: Tensor, target: Tensor, *, name: str, file: object) -> None:
     if source.shape != target.shape:
-        raise ConfigError(f"{file}: {name} has shape {list(source.shape)}, served {list(target.shape)}")
+        raise ConfigError(f"{file}: {name} has shape {list(source.shape)}, the served model has {list(target.shape)}")
     target.copy_(source)
 
 
 def _checksum(tensor: Tensor) -> str:
-    """As SGLang does on a CPU: the first eight bytes of the sha256 of the tensor's own."""
+    """SGLang's checksum on a CPU: the first eight bytes of the SHA-256 of the tensor's bytes."""
     data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     return hashlib.sha256(data.data).hexdigest()[:16]
 
 
 def _copy_weights(model: Any, folder: Path) -> None:
-    """Copies a checkpoint into the live parameters: same names, same shapes, any safetensors sharding."""
+    """Copy a checkpoint into the live parameters: same names, same shapes, any safetensors sharding."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise FileNotFoundError(f"{folder} holds no safetensors files")

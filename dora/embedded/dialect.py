@@ -1,7 +1,7 @@
-"""What differs between the releases of SGLang that the embedded engine can speak (sglang.md §3.2), and nothing else.
+"""The differences between the releases of SGLang that the embedded engine can imitate (docs/SGLANG.md).
 
-Handlers read these facts and never compare versions. `dora serve --dialect` chooses one; all but the default exist so
-that the client is held to what each release does.
+Handlers read these facts and never compare versions. `dora serve --dialect` chooses one; the others exist so that tests
+show the client to work with each release.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ class Dialect:
     has_ready: bool = True  # GET /ready
     has_get_load: bool = False  # GET /get_load, which /v1/loads replaced
     has_update_gate: bool = True  # tensor and distributed updates are refused outside begin_ and end_weight_update
-    #: A paused server flushes although requests wait, as retracted ones do. False: an empty queue is demanded.
+    #: A paused server flushes even if requests are queued, as retracted ones are. False: the queue must be empty.
     flushes_over_queue: bool = True
-    #: An update that cannot flush changes the weights and answers 400, the label stays. False: the server dies.
+    #: An update that cannot flush changes the weights, keeps the label and answers 400. False: the server dies.
     outlives_failed_flush: bool = True
     #: 400 `{"error": "<text>"}`. False: 500, plain text.
     names_unknown_sampling_key: bool = True
@@ -39,5 +39,5 @@ DEFAULT_DIALECT: Final = _V20.version
 
 def dialect_of(version: str) -> Dialect:
     if (dialect := DIALECTS.get(version)) is None:
-        raise ConfigError(f"dialect: '{version}' is not known; choose one of {', '.join(DIALECTS)}")
+        raise ConfigError(f"dialect: unknown release '{version}'; choose one of {', '.join(DIALECTS)}")
     return dialect

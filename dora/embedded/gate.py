@@ -1,7 +1,8 @@
-"""Who may generate: a pause holds new requests outside, an unpaused weight update waits until nobody is inside.
+"""The gate in front of generation: a pause holds new requests back; a weight update without a pause waits until the
+server is empty.
 
-A request that waits at the gate is not live: it cannot be aborted, is in no queue, and goes on under whatever weights
-the server holds when it gets in. Called by the HTTP handlers only.
+A request that waits at the gate is not live: it cannot be aborted and is in no queue, and it is generated under the
+weights that the server holds when it passes.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ class Gate:
 
     @property
     def closing(self) -> bool:
-        """A weight update waits for, or has, an empty server."""
+        """Whether a weight update is waiting for an empty server, or running."""
         return self._updates > 0
 
     @property
@@ -29,7 +30,7 @@ class Gate:
 
     @asynccontextmanager
     async def passage(self) -> AsyncIterator[None]:
-        """Around one generate call. Waits without limit: a paused stream is silent but open."""
+        """Enclose one generate call. There is no time limit: a paused stream is silent but open."""
         async with self._changed:
             await self._changed.wait_for(lambda: not self.closed)
             self._inside += 1
@@ -49,7 +50,7 @@ class Gate:
 
     @asynccontextmanager
     async def alone(self) -> AsyncIterator[None]:
-        """Around a weight update: new calls wait, running ones finish first, unless the server is paused."""
+        """Enclose a weight update: new calls wait and, unless the server is paused, running ones finish first."""
         self._updates += 1
         try:
             async with self._changed:

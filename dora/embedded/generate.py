@@ -1,7 +1,6 @@
-"""POST /generate: one call from parsed body to last byte, unary or streamed (sglang.md §1).
+"""POST /generate: one call from the parsed body to the last byte, unary or streamed.
 
-A call is live, and can be aborted, from the moment it passes the gate. A client that goes away aborts its request.
-Called by the server.
+A call is live, and can be aborted, once it has passed the gate. It is aborted if its client disconnects.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ from dora.embedded.answers import Answer, event
 from dora.embedded.engine import ENGINE, Engine, error_body
 from dora.embedded.requests import Ask, BadBody, BadValue, Refusal, UnknownSamplingKey, parse
 from dora.embedded.text import Text
-from dora.engine import protocol
+from dora.engine.sglang import protocol
 
-#: Headers wait so long for a first chunk to share a packet with: a write costs as much as a step of a small model.
+#: Headers wait this long for a first chunk to share a packet with: a write costs as much as a step of a small model.
 HEADERS_AFTER_S = 0.05
 _DONE_EVENT = f"data: {protocol.DONE}\n\n".encode()
 _STREAM_HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
@@ -68,7 +67,7 @@ async def _unary(answer: Answer) -> web.StreamResponse:
 
 
 async def _open(request: web.Request) -> web.StreamResponse:
-    """Sends the headers of a stream, which say no more than that the call was taken."""
+    """Send the headers of a stream."""
     response = web.StreamResponse(headers=_STREAM_HEADERS)
     with suppress(ConnectionError):  # found out again by the first write
         await response.prepare(request)
@@ -78,7 +77,7 @@ async def _open(request: web.Request) -> web.StreamResponse:
 async def _stream(
     request: web.Request, engine: Engine, answer: Answer, opened: web.StreamResponse | None
 ) -> web.StreamResponse:
-    """Chunks as they are published. A short answer that is ready before its headers are due goes out in one write."""
+    """Send chunks as they are published. An answer that is complete before its headers are due is one write."""
     generation = answer.ask.generation
     if opened is None:
         with suppress(TimeoutError):

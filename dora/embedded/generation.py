@@ -1,8 +1,8 @@
-"""One request inside the engine: what was asked, what has come of it, and who waits for news of it.
+"""One request inside the engine: its parameters, its tokens so far, and the event that announces new ones.
 
-`Generation` is written by the batcher (by its decoder thread during a burst, by the event loop between bursts) and read
-by the HTTP handler that awaits `news`. Invariant: the handler reads tokens only below `published`, which only the event
-loop moves, so it never sees a token that the decoder thread is still writing.
+The batcher writes a `Generation` (its decoder thread during a burst, the event loop between bursts); the HTTP handler
+that awaits `news` reads it. Invariant: the handler reads only the first `published` tokens. Only the event loop changes
+that number, so the handler never sees a token that the decoder thread is still writing.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
-#: Finish reasons in SGLang's shape (sglang.md §1.2).
+#: Finish reasons in SGLang's shape.
 ABORTED: dict[str, Any] = {"type": "abort", "message": "Aborted", "status_code": None, "err_type": None}
 ABORTED_WAITING: dict[str, Any] = {"type": "abort", "message": "Abort in waiting queue"}
 QUEUE_FULL: dict[str, Any] = {"type": "abort", "status_code": 503, "message": "The request queue is full."}
@@ -29,7 +29,7 @@ class Span(TypedDict):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """Validated sampling parameters; names are SGLang's."""
+    """Validated sampling parameters, under SGLang's names."""
 
     max_new_tokens: int = 128
     min_new_tokens: int = 0
@@ -69,7 +69,7 @@ class Generation:
     finished_at: float = 0.0
 
     def token_ids(self) -> list[int]:
-        """What has to be in the KV before the next token is sampled, that token's predecessor included."""
+        """The tokens that must be in the KV before the next one is sampled."""
         return self.prompt_ids + self.output_ids
 
     def relabel(self, version: str) -> None:
@@ -86,10 +86,10 @@ class Generation:
         return [span for span in spans if span["end"] > span["start"]] or spans[-1:]
 
     async def first_news(self) -> None:
-        """Waits for the first publication and leaves it to be seen."""
+        """Wait for the first publication, without consuming it."""
         await self.news.wait()
 
     async def next_news(self) -> None:
-        """Waits for tokens or the end; unblocked by the batcher's next publication. No limit: a pause is silent."""
+        """Wait for the next publication. There is no time limit: nothing is published during a pause."""
         await self.news.wait()
         self.news.clear()

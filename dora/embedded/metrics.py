@@ -1,7 +1,4 @@
-"""Counters of the engine and their Prometheus text, under SGLang's names (sglang.md §2).
-
-Written by the batcher, read by /metrics and /v1/loads. Counters only grow; gauges are read from the batcher on demand.
-"""
+"""Counters of the engine and their Prometheus text, under SGLang's names; gauges are read from the batcher."""
 
 from __future__ import annotations
 

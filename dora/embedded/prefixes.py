@@ -1,9 +1,9 @@
-"""Prefix cache: which computed prompt prefixes are still held, found by their tokens and namespace.
+"""Prefix cache: finds computed prompt prefixes by their tokens and namespace.
 
-Holds opaque payloads (the decoder's KV of a whole prompt) in two generations: entries are put into the young one; when
-it is over its budget it becomes the old one and the previous old one is dropped, so that what was not asked for lately
-goes first. A hit in the old generation moves to the young one. Invariant: a payload found at depth d was computed for a
-prompt whose first d tokens, and namespace, are the ones asked for. Called by the decoder when requests join.
+It holds opaque payloads (the decoder's KV of a whole prompt) in two generations. Entries are put into the young one;
+when that exceeds its budget it becomes the old one, and the previous old one is dropped, so that entries that were not
+used lately go first. A hit in the old generation moves to the young one. Invariant: a payload found at depth d was
+computed for a prompt with the same namespace and the same first d tokens.
 """
 
 from __future__ import annotations

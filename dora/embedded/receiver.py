@@ -1,10 +1,10 @@
-"""Weights from a process group, as SGLang takes them: join a group, receive buckets of tensors, leave; and checksums.
+"""Weights from a process group, as in SGLang: join a group, receive buckets of tensors, leave; and checksums.
 
-Invariant: a bucket is received whole or not at all, but an update of several buckets that ends in the middle leaves
-weights that are neither old nor new: the caller pushes again. Everything runs between steps on the decoder thread, as
-in SGLang's scheduler: while a group meets or a bucket is under way, the server decodes nothing. Waits for: the other
-ranks. Unblocked by: them, the end of their processes, or torch's default time limit. Called through the route table of
-`control`. torch is imported in the functions, since `server` is imported before it may be.
+Invariant: a bucket is received whole or not at all. An update of several buckets that fails midway leaves weights that
+are neither old nor new, and the client must push again. Everything runs between steps on the decoder thread, as in
+SGLang's scheduler, so that the server decodes nothing while a group is formed or a bucket is received. A wait for the
+other ranks ends with their processes, or after torch's default time limit. torch is imported inside the functions,
+because `server` must be importable without it.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ async def update_weights_from_distributed(request: web.Request) -> web.Response:
 
 
 async def weights_checker(request: web.Request) -> web.Response:
-    """Of SGLang's four actions the one that changes nothing."""
+    """Compute checksums, the only one of SGLang's four actions that changes nothing."""
     engine, body = request.app[ENGINE], await read_body(request, _Check)
     if body.action != "checksum":
         return _answer(f"Unsupported action={body.action!r}", success=False)
@@ -106,7 +106,7 @@ _PARALLELISM = {
 
 
 async def _on_thread(engine: Engine, act: Callable[[], object]) -> str | None:
-    """What went wrong, in the words of whoever found it."""
+    """Run `act` between steps on the decoder thread; return its error message, or None."""
     try:
         failure = await engine.batcher.between_steps(act, on_thread=True)
     except (ConfigError, AttributeError, RuntimeError, ValueError) as err:  # torch's own are RuntimeErrors
@@ -115,12 +115,12 @@ async def _on_thread(engine: Engine, act: Callable[[], object]) -> str | None:
 
 
 def _join(body: _Join) -> Any:
-    """The group's name goes into the keys as in SGLang's `init_custom_process_group`."""
+    """Join a group; its name prefixes the keys, as in SGLang's `init_custom_process_group`."""
     from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store, TCPStore
     from torch.distributed.constants import default_pg_timeout
 
     if body.backend != "gloo":
-        raise ValueError(f"backend {body.backend!r}: the embedded engine speaks gloo")
+        raise ValueError(f"backend {body.backend!r}: the embedded engine supports only gloo")
     store: Store = TCPStore(body.master_address, body.master_port, world_size=body.world_size, is_master=False)
     for prefix in (body.group_name, f"{body.group_name}/", "cpu/"):
         store = PrefixStore(prefix, store)
@@ -128,7 +128,7 @@ def _join(body: _Join) -> Any:
 
 
 def _receive(engine: Engine, body: _Receive) -> str | None:
-    """Between steps: the bucket, and what goes with the last one."""
+    """Receive one bucket between steps; the last one also flushes and relabels."""
     import torch
     from torch._C._distributed_c10d import BroadcastOptions
 

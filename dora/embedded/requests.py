@@ -1,7 +1,7 @@
-"""POST /generate bodies: what is accepted, and how SGLang words each refusal.
+"""Bodies of POST /generate: what is accepted, and SGLang's wording of each refusal.
 
-`parse` turns bytes into an Ask or a Refusal, whose three kinds of error stand for the three error shapes of sglang.md
-§1.4. Unknown top-level keys are ignored, unknown sampling keys are not. Called by the server.
+`parse` turns bytes into an Ask or a Refusal, whose three kinds of error have SGLang's three shapes. Unknown top-level
+keys are ignored, unknown sampling keys are refused.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ import msgspec
 
 from dora.embedded.generation import Generation, Sampling
 
+#: What msgspec raises for bytes that are not the expected JSON, including invalid UTF-8 and endless nesting.
+NOT_A_BODY = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+
 
 class BadValue(Exception):
     """400 `{"error": {"message"}}`; inside a stream, an error event."""
@@ -25,11 +28,11 @@ class BadBody(Exception):
 
 
 class UnknownSamplingKey(Exception):
-    """400 `{"error": "<text>"}`, or 500 plain text, as the dialect has it."""
+    """400 `{"error": "<text>"}`, or 500 plain text, depending on the dialect."""
 
 
 class _Unsupported(msgspec.Struct):
-    """Accepted by SGLang, refused here when set, because the answer would silently lack what was asked for."""
+    """Fields that SGLang supports and the embedded engine refuses, rather than answer without what was asked for."""
 
     input_embeds: Any = None
     image_data: Any = None
@@ -48,7 +51,7 @@ class _Body(_Unsupported):
     text: str | list[str] | None = None
     input_ids: list[int | list[int]] | None = None
     rid: str | list[str] | None = None
-    sampling_params: Any = None  # checked by hand: its unknown keys have an error shape of their own
+    sampling_params: Any = None  # decoded separately, because unknown keys in it have their own error shape
     stream: bool = False
     return_logprob: bool | list[bool] | None = None
     logprob_start_len: int | list[int] | None = None
@@ -68,7 +71,7 @@ class _SamplingBody(msgspec.Struct, forbid_unknown_fields=True):
     ignore_eos: bool = False
     sampling_seed: int | None = None
     n: int = 1
-    # Only their neutral values are accepted: a refusal is better than a silent difference in the distribution.
+    # Only neutral values are accepted: a refusal is better than a silent difference in the distribution.
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     repetition_penalty: float = 1.0
@@ -80,7 +83,7 @@ class _SamplingBody(msgspec.Struct, forbid_unknown_fields=True):
     structural_tag: str | None = None
     logit_bias: dict[str, float] | None = None
     custom_params: dict[str, Any] | None = None
-    # About text alone, or about pacing: accepted and without effect on tokens.
+    # Accepted, but without effect on tokens.
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
     no_stop_trim: bool = False
@@ -99,7 +102,7 @@ _NEUTRAL = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What the server can take; `encode` is None in skip-tokenizer mode."""
+    """Limits of the server; `encode` is None in skip-tokenizer mode."""
 
     context_tokens: int
     kv_tokens: int
@@ -121,7 +124,7 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """Why a call is not run, and whether the refusal has to travel inside a 200 stream."""
+    """Why a call is refused, and whether the refusal must be sent as an event of a stream."""
 
     error: BadValue | BadBody | UnknownSamplingKey
     stream: bool = False
@@ -130,7 +133,7 @@ class Refusal:
 def parse(raw: bytes, limits: Limits) -> Ask | Refusal:
     try:
         body = msgspec.json.decode(raw, type=_Body)
-    except (msgspec.DecodeError, msgspec.ValidationError) as err:
+    except NOT_A_BODY as err:
         return Refusal(BadBody(f"1 validation error:\n  {err}"))
     try:
         return Ask(
@@ -181,7 +184,7 @@ def _prompt_ids(body: _Body, limits: Limits) -> list[int]:
         raise BadValue("input_ids cannot be empty.")
     if any(isinstance(one, list) for one in ids):
         raise BadValue("input_ids holds several prompts: the embedded engine takes one, send one call per prompt.")
-    if min(ids) < 0 or max(ids) >= limits.vocab_size:  # SGLang itself dies here (sglang.md §5)
+    if min(ids) < 0 or max(ids) >= limits.vocab_size:  # SGLang itself dies here
         raise BadValue(f"input_ids must be in [0, {limits.vocab_size}), got {min(ids)}..{max(ids)}.")
     return ids
 
@@ -231,7 +234,7 @@ def _sampling(fields: Any, limits: Limits) -> Sampling:
 
 
 def _check_ranges(body: _SamplingBody) -> None:
-    """SGLang's checks with its words, then what only SGLang can do."""
+    """SGLang's checks in its words, then parameters that only SGLang supports."""
     new = 128 if body.max_new_tokens is None else body.max_new_tokens
     if body.temperature < 0:
         raise BadValue(f"temperature must be non-negative, got {body.temperature}.")

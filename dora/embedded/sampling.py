@@ -1,8 +1,8 @@
 """Sampling: logits to one token per row, with noise that is a pure function of (seed, position).
 
 The noise of a token depends on its request's seed and on its index in prompt + output, never on the batch, the step or
-the server. A request that is sent elsewhere with prompt + tokens so far and the same seed goes on with the tokens it
-would have had. Called by the decoder, once per step for all rows.
+the server. A request that is continued elsewhere, from prompt + tokens so far and with the same seed, gets the same
+tokens as it would have here.
 
 Legend: B rows, V vocabulary.
 """
@@ -20,7 +20,7 @@ _GOLDEN = -0x61C8864680B583EB  # the increment of SplitMix64
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Per-row sampling settings of the live rows, as tensors; flags say which work can be left out."""
+    """Sampling settings of the live rows, as tensors; the flags tell which work can be skipped."""
 
     temperature_B1: Tensor  # 1 where the row is greedy, so that its log-probs are of the plain logits
     greedy_B: Tensor
@@ -33,14 +33,14 @@ class Settings:
 
 
 def _mix(x: Tensor) -> Tensor:
-    """The finalizer of SplitMix64 (Steele et al., 2014) on wrapping int64; `>>` is made logical by masking."""
+    """The finalizer of SplitMix64 (Steele et al., 2014) on wrapping int64; masks make `>>` a logical shift."""
     x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -0x40A7B892E31B1A47
     x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -0x6B2FB644ECCEEE15
     return x ^ ((x >> 31) & 0x1FFFFFFFF)
 
 
 def uniform(seed_B: Tensor, position_B: Tensor) -> Tensor:
-    """float64 in [0, 1) with 48 random bits, from (seed, position) alone."""
+    """float64 in [0, 1) with 48 random bits that depend only on (seed, position)."""
     bits = _mix(_mix(seed_B + _GOLDEN) + position_B * _GOLDEN)
     return ((bits >> 16) & 0xFFFFFFFFFFFF).double() * 2.0**-48
 

@@ -1,9 +1,9 @@
-"""Requests of one engine between HTTP and whatever answers them: queue, aborts, orders, publication.
+"""The requests of one engine, between HTTP and the loop that generates: queue, aborts, orders, publication.
 
-Handlers submit generations, abort them and run control orders between steps; the engine's loop (`Batcher` over a model,
-`dora.paced` over a clock) takes them up while no step runs. Invariant: a generation is live from `submit` until its end
-is published, and handlers see tokens and ends only by that. Called by the HTTP handlers, at any time; methods under
-"orders" only through `between_steps`.
+Handlers submit generations, abort them and run control orders; the engine's loop (`Batcher` with a model, `dora.paced`
+with a clock) takes these up between steps. Invariant: a generation is live from `submit` until its end is published,
+and handlers see tokens and ends only once they are published. Methods under "orders" may be called only through
+`between_steps`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Result = TypeVar("Result")
 
 
 class Model(Protocol):
-    """What is served, as far as the control routes need to know and to change it."""
+    """The model, as the control routes see it."""
 
     context_tokens: int
     vocab_size: int
@@ -37,7 +37,7 @@ class Model(Protocol):
     def load(self, folder: Path) -> None: ...  # FileNotFoundError: nothing changed; ConfigError: weights are undefined
     def put(self, tensors: Iterable[tuple[str, Any]]) -> None: ...  # by name; ConfigError: weights are undefined
     def checksums(self) -> dict[str, str]: ...  # of the weights, by name
-    def flush(self) -> None: ...  # forgets cached prefixes
+    def flush(self) -> None: ...  # drops cached prefixes
 
 
 class Scheduler(ABC):
@@ -84,19 +84,19 @@ class Scheduler(ABC):
         self._want_floor()
 
     def abort(self, rid: str) -> None:
-        """Ends `rid` and, as SGLang does, every live rid that starts with it; nothing if exactly `rid` is not live."""
+        """End `rid` and, as SGLang does, every live rid that starts with it. No effect if `rid` itself is not live."""
         if rid in self.live:
             self._aborting.update(other for other in self.live if other.startswith(rid))
             self._want_floor()
 
     def abort_only(self, rid: str) -> None:
-        """Ends `rid`, whose client is gone, and no other."""
+        """End `rid` and no other; its client has disconnected."""
         if rid in self.live:
             self._aborting.add(rid)
             self._want_floor()
 
     async def emptied(self, *, timeout_s: float) -> bool:
-        """Waits until nothing is live; unblocked by the end of the last request. False after `timeout_s`."""
+        """Wait until nothing is live. False after `timeout_s`."""
         self._empty.clear()
         if not self.live:
             return True
@@ -108,7 +108,7 @@ class Scheduler(ABC):
         return True
 
     async def output_since(self, begun: float, *, timeout_s: float) -> bool:
-        """Waits for a step that ended after `begun` (monotonic); unblocked by any burst. False after `timeout_s`."""
+        """Wait for a step that ends after `begun` (monotonic time). False after `timeout_s`."""
         try:
             async with asyncio.timeout(timeout_s):
                 while self._output_at <= begun:
@@ -123,7 +123,7 @@ class Scheduler(ABC):
         self._want_floor()
 
     async def between_steps(self, order: Callable[[], Result], *, on_thread: bool = False) -> Result:
-        """Runs `order` while no step runs, after all earlier orders; unblocked by the end of the burst in progress."""
+        """Run `order` after the current burst and all earlier orders; return its result."""
         future: asyncio.Future[object] = asyncio.get_running_loop().create_future()
         self._orders.append((order, on_thread, future))
         self._want_floor()
@@ -135,11 +135,11 @@ class Scheduler(ABC):
 
     @abstractmethod
     async def run(self) -> None:
-        """The engine's loop; ends by an error alone."""
+        """The engine's loop; it ends only with an error."""
 
     @abstractmethod
     def close(self) -> None:
-        """Lets go of what the loop holds, once it was cancelled."""
+        """Release the loop's resources, after it was cancelled."""
 
     # --- orders: run them through `between_steps`
 
@@ -150,14 +150,15 @@ class Scheduler(ABC):
 
     @abstractmethod
     def hold(self, *, retract: bool) -> None:
-        """No step until `release`. With `retract` every running request goes back to the head of the queue."""
+        """Run no step until `release`. With `retract`, all running requests return to the head of the queue."""
 
     def release(self) -> None:
         self.holding = False
         self._wake.set()
 
     def flush(self, *, over_queue: bool = False) -> bool:
-        """Empties the prefix cache; refused while a request is resident. A held server may flush over its queue."""
+        """Empty the prefix cache. False, without effect, while a request is live; with `over_queue`, a held server
+        ignores its queued requests."""
         resident = self.rows if over_queue and self.holding else self.live
         if resident:
             return False
@@ -171,7 +172,7 @@ class Scheduler(ABC):
             order, on_thread, future = self._orders.popleft()
             try:
                 result = await self._run_on_thread(order) if on_thread else order()
-            except Exception as err:  # noqa: BLE001  belongs to the caller, who awaits the future
+            except Exception as err:  # noqa: BLE001  raised to the caller, who awaits the future
                 if not future.cancelled():
                     future.set_exception(err)
             else:
@@ -180,7 +181,7 @@ class Scheduler(ABC):
 
     @abstractmethod
     async def _run_on_thread(self, order: Callable[[], object]) -> object:
-        """An order that may take long, such as a load of weights."""
+        """Run an order that may take long, such as loading weights."""
 
     def _publish_finished(self) -> None:
         for generation in self._finished:

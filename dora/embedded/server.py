@@ -1,15 +1,13 @@
-"""The embedded engine over HTTP: routes, error shapes and life cycle, as SGLang behaves (sglang.md, `dialect.py`).
+"""The embedded engine over HTTP: routes, error shapes and life cycle, as in SGLang (`dialect.py`).
 
-`run_server` loads a model, prints `ready http://host:port` and serves until SIGTERM or SIGINT, which drain: /health
-turns 503, running calls finish, the process ends; a second signal ends it at once. torch is imported in `run_server`
-only. Called by the CLI; nothing else in this package knows HTTP.
+`run_server` loads a model, prints `ready http://host:port` and serves until SIGTERM or SIGINT. Then /health answers
+503, running calls finish, and the process ends; a second signal ends it at once. Only `run_server` imports torch.
 """
 
 from __future__ import annotations
 
 import asyncio
 import gc
-import hmac
 import itertools
 import os
 import signal
@@ -32,8 +30,9 @@ from dora.embedded.metrics import EngineMetrics
 from dora.embedded.requests import Limits
 from dora.embedded.scheduler import Scheduler
 from dora.embedded.text import Tokenizer
-from dora.engine import protocol
+from dora.engine.sglang import protocol
 from dora.errors import ConfigError
+from dora.guard import CONNECTION_LOG, guard, knows
 
 DRAIN_LIMIT_S = 600.0  # a request paused in place never ends by itself
 MAX_BODY_BYTES = 256 * 2**20
@@ -57,14 +56,14 @@ class ServeOptions:
     skip_tokenizer_init: bool = False
     max_queued_requests: int | None = None  # None: no limit
     api_key: str | None = None
-    seed: int = 0  # of the requests that bring none
-    dialect: str = DEFAULT_DIALECT  # the release of SGLang whose ways are followed
+    seed: int = 0  # for requests without one
+    dialect: str = DEFAULT_DIALECT  # the release of SGLang to imitate
 
 
 def run_server(options: ServeOptions) -> None:
-    """Serves until a signal; blocks. ConfigError if the dialect, the model or the address cannot be used."""
+    """Serve until a signal arrives. ConfigError if the dialect, the model or the address cannot be used."""
     dialect_of(options.dialect)  # before the model is loaded
-    gc.disable()  # the imports make a million objects that stay: searching them for garbage is a fifth of the start
+    gc.disable()  # the imports create a million objects that stay: collecting them takes a fifth of the start
     from dora.embedded.decoder import CausalDecoder
 
     decoder = CausalDecoder(
@@ -76,7 +75,7 @@ def run_server(options: ServeOptions) -> None:
         threads=options.threads,
     )
     tokenizer = None if options.skip_tokenizer_init else _tokenizer(options.model_path)
-    gc.freeze()  # nor are they searched while serving
+    gc.freeze()  # exempt them from later collections too
     gc.enable()
     uvloop.run(serve(options, decoder, tokenizer))
 
@@ -87,7 +86,9 @@ def _tokenizer(folder: Path) -> Tokenizer:
     try:
         tokenizer: Tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except (OSError, ValueError) as err:
-        raise ConfigError(f"model folder {folder} has no usable tokenizer ({err}): or skip the tokenizer") from err
+        raise ConfigError(
+            f"model folder {folder} has no usable tokenizer ({err}): add one, or pass --skip-tokenizer-init"
+        ) from err
     return tokenizer
 
 
@@ -110,9 +111,11 @@ def running(
 async def listening(
     options: ServeOptions, batcher: Scheduler, tokenizer: Tokenizer | None
 ) -> AsyncIterator[tuple[Engine, str, asyncio.Task[None]]]:
-    """A listening engine: what its routes share, its URL, and its batcher's task, which ends only by an error."""
+    """A listening engine: its shared state, its URL, and its batcher's task, which ends only with an error."""
     engine = _engine(options, batcher, tokenizer)
-    runner = web.AppRunner(build_app(engine), access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
+    runner = web.AppRunner(
+        build_app(engine), access_log=None, logger=CONNECTION_LOG, handler_cancellation=True, shutdown_timeout=1.0
+    )
     await runner.setup()
     batching = asyncio.create_task(engine.batcher.run(), name="batcher")
     try:
@@ -134,7 +137,7 @@ async def _listen(runner: web.AppRunner, options: ServeOptions) -> None:
 
 
 async def serve(options: ServeOptions, decoder: Decoder, tokenizer: Tokenizer | None) -> None:
-    """Serves `decoder` until a signal, then until no call is running."""
+    """Serve `decoder` until a signal arrives, then until no call is running."""
     stopping = asyncio.Event()
     async with running(options, decoder, tokenizer) as (engine, url, batching):
         _on_signals(engine, stopping)
@@ -186,7 +189,10 @@ def _engine(options: ServeOptions, batcher: Scheduler, tokenizer: Tokenizer | No
 
 
 def build_app(engine: Engine) -> web.Application:
-    app = web.Application(middlewares=[_errors, _authorized], client_max_size=MAX_BODY_BYTES)
+    guarded = guard(
+        name=engine.arguments["host"], open_reads=False, refuse=_refuse
+    )  # GET /flush_cache changes something
+    app = web.Application(middlewares=[_errors, guarded, _authorized], client_max_size=MAX_BODY_BYTES)
     app[ENGINE] = engine
     app.router.add_post(protocol.GENERATE, generate)
     app.router.add_put(protocol.GENERATE, generate)
@@ -196,7 +202,7 @@ def build_app(engine: Engine) -> web.Application:
 
 @web.middleware
 async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """aiohttp's own refusals in the shapes SGLang gives them."""
+    """Give aiohttp's own refusals SGLang's shapes."""
     try:
         return await handler(request)
     except web.HTTPNotFound:
@@ -210,17 +216,19 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
 @web.middleware
 async def _authorized(request: web.Request, handler: Handler) -> web.StreamResponse:
     key = request.app[ENGINE].api_key
-    if key is not None and request.path not in OPEN_PATHS:
-        given = request.headers.get("Authorization", "")
-        if not hmac.compare_digest(given.encode(), f"Bearer {key}".encode()):
-            return web.json_response({"error": "Unauthorized"}, status=401)
+    if key is not None and request.path not in OPEN_PATHS and not knows(key, request.headers):
+        return web.json_response({"error": "Unauthorized"}, status=401)
     return await handler(request)
+
+
+def _refuse(status: int, message: str) -> web.Response:
+    return web.json_response(error_body(message, status=status), status=status)
 
 
 def _on_signals(engine: Engine, stopping: asyncio.Event) -> None:
     def stop() -> None:
         if engine.draining:
-            os._exit(1)  # asked twice: at once
+            os._exit(1)  # second signal
         engine.draining = True
         stopping.set()
 

@@ -1,5 +1,5 @@
-"""Text of an answer, when the engine runs with a tokenizer: decoded from all its tokens, so that characters of several
-tokens come out whole. Called by `answers`; token ids stay the truth.
+"""The text of an answer, if the engine runs with a tokenizer. It is always decoded from the first token on, so that a
+character that spans several tokens is never split.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Text:
         self._sent = 0  # characters already given out in incremental mode
 
     def upto(self, end: int, *, incremental: bool) -> str:
-        """Text of the first `end` output tokens, without a matched stop token; only what is new if incremental."""
+        """The text of the first `end` output tokens without a matched stop token; if incremental, only the new part."""
         generation = self._generation
         reason = generation.finish_reason if generation.done else None
         trimmed = end - 1 if reason is not None and reason["type"] == "stop" else end

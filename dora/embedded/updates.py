@@ -1,8 +1,7 @@
-"""Weight updates, labels and the prefix cache of the embedded engine (sglang.md §3), as the chosen dialect has them.
+"""Weight updates, labels and the prefix cache of the embedded engine, as in the chosen dialect.
 
-Orders that touch rows run between steps, in the order they arrive. Weight loading that fails half-way leaves weights
-that are neither old nor new, so it ends the process, as SGLang's scheduler dies of it. Called through the route table
-of `control`.
+Orders that touch rows run between steps, in the order of arrival. A load that fails midway leaves weights that are
+neither old nor new, so it ends the process, as it ends SGLang's scheduler.
 """
 
 from __future__ import annotations
@@ -53,7 +52,8 @@ async def update_weights_from_disk(request: web.Request) -> web.Response:
 
 
 def _load(engine: Engine, body: _Update) -> str | None:
-    """Runs between steps on the decoder thread. A text if the update did not succeed; death if it went half-way."""
+    """Load weights, between steps on the decoder thread. Returns an error message if nothing was changed; ends the
+    process if the load failed midway."""
     batcher, begun = engine.batcher, time.perf_counter()
     try:
         batcher.model.load(Path(body.model_path))
@@ -69,7 +69,8 @@ def _load(engine: Engine, body: _Update) -> str | None:
 
 
 def finish_update(engine: Engine, *, label: str | None, flush: bool) -> str | None:
-    """Flush and relabel, once the weights are new: a text, or death, if the flush failed. Run between steps."""
+    """Flush and relabel after the weights were replaced, between steps. If the flush fails, returns an error message or
+    ends the process, depending on the dialect."""
     flushed = not flush or engine.batcher.flush(over_queue=engine.dialect.flushes_over_queue)
     if not flushed and not engine.dialect.outlives_failed_flush:
         die("cache flush failed after updating weights: requests were resident")
@@ -87,7 +88,7 @@ def _update_answer(message: str, *, success: bool) -> web.Response:
     return web.json_response(answer, status=200 if success else 400)
 
 
-# --- the gate around updates that bring their tensors (0.5.21 and later)
+# --- the gate around updates that send their tensors (0.5.21 and later)
 
 
 async def begin_weight_update(request: web.Request) -> web.Response:
@@ -107,7 +108,7 @@ async def end_weight_update(request: web.Request) -> web.Response:
 
 
 def outside_gate(engine: Engine, call: str) -> web.Response | None:
-    """The refusal of `call`, an update that brings its tensors, if this dialect wants it between begin and end."""
+    """The refusal of `call` if the dialect requires it between begin_ and end_weight_update and it is not."""
     if engine.updating or not engine.dialect.has_update_gate:
         return None
     return _plain_answer(f"{call} must run between begin_weight_update() and end_weight_update()", success=False)

@@ -25,3 +25,13 @@ class RequestRefused(RemoteError):
 def is_retryable(status: int) -> bool:
     """Load (429, 503: queue full, time-outs) and server trouble (500: out of KV) pass; any other refusal stays."""
     return status == 429 or status >= 500
+
+
+class PushFailed(RemoteError):
+    """The server is not confirmed to hold the label; `doubtful`: it may hold other weights, or be paused."""
+
+    def __init__(self, stage: str, reason: str, *, doubtful: bool) -> None:
+        super().__init__(f"weight push failed at '{stage}': {reason}")
+        self.stage = stage
+        self.reason = reason
+        self.doubtful = doubtful

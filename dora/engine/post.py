@@ -18,6 +18,7 @@ from urllib.parse import SplitResult, urlsplit
 import httptools
 
 from dora.engine.errors import ServerGone
+from dora.engine.local import NoConnectionLeft, is_local
 from dora.errors import ConfigError, ProtocolError
 
 #: Kept of an answer that is no stream: an error, which is never so long.
@@ -64,6 +65,7 @@ class Post(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         reason = exc or "no answer"
         self._end(None if self.status else ServerGone(f"{self._source}: the connection broke off ({reason})"))
+        self._parser = self._transport = None  # both refer to this: in a cycle, the answer would stay for long
 
     # -- what the HTTP parser says ------------------------------------------------------------------------------------
 
@@ -113,7 +115,10 @@ async def open_post(
     on_events: Callable[[bytes], None],
     timeout_s: float,
 ) -> Post:
-    """Connect to the server at `url` within `timeout_s` and send; the answer takes the time that it takes."""
+    """Connect to the server at `url` within `timeout_s` and send; the answer takes the time that it takes.
+
+    ServerGone if the server cannot be reached, NoConnectionLeft if this host cannot open a connection.
+    """
     parts, host, port = _split(url)
     request = _head(parts, path, headers={**headers, "Content-Length": str(len(body))}) + body
     try:
@@ -127,6 +132,8 @@ async def open_post(
     except TimeoutError as err:
         raise ServerGone(f"{url}: no connection in time; is the server running?") from err
     except OSError as err:
+        if is_local(err):
+            raise NoConnectionLeft(err.strerror or str(err)) from err
         raise ServerGone(f"{url}: cannot connect ({err.strerror or err}); is the server running?") from err
     return post
 

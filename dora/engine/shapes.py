@@ -1,7 +1,6 @@
 """Whether a server's model has the tensors of ours: a version of another shape would kill it, or decode nonsense.
 
 Read from the `config.json` of the folder that the server was started with, where that folder can be seen from here.
-Called by the fleet for every server that comes up, and by `dora check`.
 """
 
 from __future__ import annotations
@@ -57,6 +56,6 @@ def _seen_from_here(served: str, path_map: Mapping[str, str]) -> Path:
 def _config(folder: Path) -> dict[str, Any] | None:
     try:
         found = json.loads((folder / "config.json").read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None

@@ -1,8 +1,7 @@
 """Proves C1, C2 and C3 from the journal alone.
 
-Two independent readings: tables of the audit's own (audit_fleet.py, audit_ledger.py) follow the recorded facts and
-orders and compare them with the token store, and a replay recomputes every decision and checks the core's invariants.
-Called by `dora audit`, at the end of a run, and by the simulator on journals in memory.
+It does so twice, independently: separate tables (audit_fleet.py, audit_ledger.py) follow the recorded facts and orders
+and compare them with the token store; and a replay recomputes every decision and checks the core's invariants.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from dora.core.invariants import check
 from dora.core.story import RUN, Entry, story
 from dora.core.strategies import Settings
 from dora.errors import InvariantViolation, ProtocolError
-from dora.journal import audit_fleet, audit_ledger
+from dora.journal import audit_fleet, audit_ledger, audit_lineage
 from dora.journal.audit_report import AuditReport, Violation, lengths_of
 from dora.journal.audit_tables import OUTCOMES, AuditTables, Finding
 from dora.journal.frames import JournalError
@@ -28,19 +27,19 @@ from dora.journal.replay import STORY_LINES, replay
 from dora.journal.run_folder import RunFolder
 from dora.journal.tokens import read_tokens
 
-#: Violations that get a story: each is another pass over the journal.
+#: Maximum number of violations with a story; each story takes another pass over the journal.
 MAX_STORIES: Final = 10
 
-_HANDLERS: Final = {**audit_fleet.HANDLERS, **audit_ledger.HANDLERS}
+_HANDLERS: Final = (audit_fleet.HANDLERS, audit_ledger.HANDLERS, audit_lineage.HANDLERS)
 
 
 def audit(folder: RunFolder) -> AuditReport:
-    """The audit of a run folder. Damage is a violation; what can be read in front of it is audited all the same."""
+    """Audit a run folder. Damage is a violation; the records before it are audited."""
     journal = Journal(folder.journal)
     entries = _UpToDamage(journal)
     counts: Mapping[TrajectoryId, int] | None = None
     damage: list[Violation] = []
-    if folder.tokens.exists():  # read after the journal was opened: it may only be ahead of it
+    if folder.tokens.exists():  # read after the journal was opened, so that it can only be ahead of it
         try:
             counts = read_tokens(folder.tokens, wanted=()).counts
         except JournalError as err:
@@ -59,15 +58,15 @@ def audit(folder: RunFolder) -> AuditReport:
 def audit_entries(
     settings: Settings, entries: Iterable[Entry], *, token_counts: Mapping[TrajectoryId, int] | None = None
 ) -> AuditReport:
-    """The audit of events with their commands; `entries` is iterated several times."""
+    """Audit events with their commands; `entries` is iterated several times."""
     tables = AuditTables(settings)
     for tables.index, (event, commands) in enumerate(entries):
         for fact in (event, *commands):
-            handler = _HANDLERS.get(type(fact))
-            if handler is not None:
-                handler(tables, fact)
+            for handlers in _HANDLERS:
+                if (handler := handlers.get(type(fact))) is not None:
+                    handler(tables, fact)
     compared = _compare_tokens(tables, token_counts) if token_counts is not None else None
-    findings = [*tables.findings, *_compare_replay(tables, entries)]
+    findings = [*tables.findings, *_compare_replay(settings, tables, entries)]
     return AuditReport(
         run_id="",
         end=tables.end,
@@ -92,14 +91,15 @@ def audit_entries(
         recovered=tables.recovered,
         late_completions=tables.late_completions,
         evaluations=tuple(sorted(tables.reported)),
+        replays_differ=tables.replays_differ,
         token_counts_checked=compared,
         violations=tuple(_tell(findings, entries, group_size=settings.group_size)),
     )
 
 
-def _compare_replay(tables: AuditTables, entries: Iterable[Entry]) -> Iterator[Finding]:
-    """The core's decisions against those in the journal, and its invariants at the end."""
-    replayed = replay(tables.settings, entries)
+def _compare_replay(settings: Settings, tables: AuditTables, entries: Iterable[Entry]) -> Iterator[Finding]:
+    """Compare the core's decisions with those in the journal, and check its invariants at the end."""
+    replayed = replay(settings, entries)
     if replayed.difference is not None:
         difference = replayed.difference
         yield Finding("replay", difference.subject, str(difference), difference.index)
@@ -111,14 +111,14 @@ def _compare_replay(tables: AuditTables, entries: Iterable[Entry]) -> Iterator[F
 
 
 def _group_counts(tables: AuditTables) -> dict[str, int]:
-    """Conservation: admitted is the sum of the others."""
+    """Groups by outcome; "admitted" is the sum of the others."""
     outcomes = Counter(tables.outcomes.values())
     ended = {name: outcomes[name] for name in OUTCOMES if name != "discarded" or outcomes[name]}
     return {"admitted": tables.admitted, **ended, "in flight": len(tables.groups)}
 
 
 def _broken_by_design(tables: AuditTables) -> dict[str, str]:
-    """What the strategy's own rules cost the constraints that it does without."""
+    """How often the strategy broke each constraint that it breaks by design."""
     rules = tables.settings.rules
     stale = sum(n for staleness, n in tables.staleness.items() if staleness > rules.max_staleness)
     discarded = Counter(tables.outcomes.values())["discarded"]
@@ -128,17 +128,17 @@ def _broken_by_design(tables: AuditTables) -> dict[str, str]:
     found = {
         "C1": f"{tables.mixed_answers} of {len(lengths)} answers have tokens of another version than their tag",
         "C2": f"{discarded} groups discarded, {len(tables.aborted)} of their answers unfinished; mean length "
-        f"{lengths_of(trained).mean:.1f} of trained answers, {lengths_of([*lengths, *begun]).mean:.1f} of all, as far "
-        "as they came",
+        f"{lengths_of(trained).mean:.1f} of trained answers, {lengths_of([*lengths, *begun]).mean:.1f} of all, "
+        "unfinished ones included",
         "C3": f"{stale} groups trained more than {rules.max_staleness} steps after their version",
     }
     return {name: found[name] for name in rules.broken_by_design}
 
 
 def _compare_tokens(tables: AuditTables, stored: Mapping[TrajectoryId, int]) -> int:
-    """The token store holds every token of every finished training answer, and at least those known of the others.
+    """Check that the token store has all tokens of every finished answer and at least the known ones of all others.
 
-    Evaluation answers are compared where they are stored. Returns how many trajectories were compared.
+    Evaluation answers are compared only if they are stored. Returns the number of trajectories compared.
     """
     compared = 0
     for trajectory, length in tables.lengths.items():
@@ -157,7 +157,7 @@ def _compare_tokens(tables: AuditTables, stored: Mapping[TrajectoryId, int]) -> 
 
 
 def _tell(findings: Iterable[Finding], entries: Iterable[Entry], *, group_size: int) -> Iterator[Violation]:
-    """Findings in the order in which they showed, the first ones with the story of their subject up to then."""
+    """The findings as violations, in the order of their events; the first ones have the story of their subject."""
     for number, finding in enumerate(sorted(findings, key=lambda f: f.index)):
         lines: list[str] = []
         if number < MAX_STORIES and finding.subject != RUN:
@@ -166,7 +166,7 @@ def _tell(findings: Iterable[Finding], entries: Iterable[Entry], *, group_size: 
 
 
 class _UpToDamage:
-    """A journal's entries up to where it can be read."""
+    """A journal's entries up to the first damage."""
 
     def __init__(self, journal: Journal) -> None:
         self._journal = journal

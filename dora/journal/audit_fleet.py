@@ -1,10 +1,10 @@
 """The audit of servers and answers: C1, and the part of C2 that counts tokens.
 
-C1: a request goes only to an instance that at that moment holds its tag by a confirmed push, an instance is pushed
-only while nothing is resident, and the server's own spans name the tag for every token. Where weights reach live
-requests by design, versions only rise within an attempt, and answers that mix them are counted. C2: an attempt begins
-with all the tokens known, none is lost on the way, and all attempts share one token budget. Drain: a drained instance
-gets nothing, and none is let go while something runs on it. Called by audit.py, fact by fact.
+C1: a request goes only to an instance that holds the version of its tag by a confirmed push; weights are pushed only to
+an empty instance; and the server's spans give the tag's version for every token. If the strategy updates weights among
+live requests, versions may only rise within an attempt, and answers that mix them are counted. C2: an attempt begins
+with all known tokens, no token is lost, and all attempts share one token budget. Drain: a drained instance gets no
+work, and no instance is dismissed while something runs on it.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ DRAIN: Final = "drain"
 
 
 def _on_instance_up(t: AuditTables, event: ev.InstanceUp) -> None:
-    instance = t.instance(event.instance)
-    if event.incarnation <= instance.incarnation:
+    if event.instance in t.removed or event.incarnation <= t.instance(event.instance).incarnation:
         t.late_completions += 1
         return
+    instance = t.instance(event.instance)
     instance.incarnation = event.incarnation
     instance.up = True
     instance.holds = instance.pushing = None
@@ -62,27 +62,30 @@ def _refuse_request(t: AuditTables, order: cmd.RefuseRequest) -> None:
 
 def _dismiss_instance(t: AuditTables, order: cmd.DismissInstance) -> None:
     for trajectory in sorted(t.instance(order.instance).residents):
-        t.find(DRAIN, "trajectory", trajectory, f"runs on instance {order.instance}, which is let go")
+        t.find(DRAIN, "trajectory", trajectory, f"runs on instance {order.instance}, which is dismissed")
 
 
 def _on_instance_removed(t: AuditTables, event: ev.InstanceRemoved) -> None:
     instance = t.instances.pop(event.instance, None)
     if instance is None:
         t.late_completions += 1
-    elif instance.up:
+        return
+    if instance.up:
         _lose(t, instance, {})
+    t.removed.add(event.instance)
 
 
 def _on_controller_restarted(t: AuditTables, event: ev.ControllerRestarted) -> None:
     t.restarts += 1
     t.end = NO_END
     t.open_step = None
-    t.num_prompts, t.source_dry = t.admitted, False  # the stream is read again from its cursor
+    t.num_prompts, t.source_dry = t.admitted, False  # prompts are read again from the cursor
     for instance in t.instances.values():
         _lose(t, instance, event.num_tokens)
         instance.barred = False
+    t.removed.clear()
     for trajectory, num_tokens in event.num_tokens.items():
-        answer = t.answers.get(trajectory)
+        answer = _answer_of(t, trajectory)
         if answer is not None and not answer.finished:
             _take_count(t, trajectory, answer, num_tokens)
 
@@ -91,10 +94,11 @@ def _lose(t: AuditTables, instance: AuditedInstance, num_tokens: dict[Trajectory
     instance.up = False
     instance.holds = instance.pushing = None
     for trajectory in sorted(instance.residents):
-        answer = t.answers[trajectory]
-        _take_count(t, trajectory, answer, num_tokens.get(trajectory, answer.num_tokens))
-        _leave(t, trajectory, answer)
-        answer.recovering = True
+        answer = t.answers.get(trajectory)
+        if answer is not None:
+            _take_count(t, trajectory, answer, num_tokens.get(trajectory, answer.num_tokens))
+            _leave(t, trajectory, answer)
+            answer.recovering = True
     instance.residents.clear()
 
 
@@ -103,12 +107,9 @@ def _push_weights(t: AuditTables, order: cmd.PushWeights) -> None:
     pinned = [id for id in instance.residents if id < 0 or t.settings.rules.in_flight is None]
     if pinned:
         some = min(pinned)
-        t.find(
-            C1_SERVING,
-            "instance",
-            order.instance,
-            f"is given version {order.version} while trajectory {some} of version {t.answers[some].version} runs on it",
-        )
+        tag = f" of version {t.answers[some].version}" if some in t.answers else ""
+        found = f"is given version {order.version} while trajectory {some}{tag} runs on it"
+        t.find(C1_SERVING, "instance", order.instance, found)
     if order.version not in t.stored:
         t.find("versions", "version", order.version, f"is pushed to instance {order.instance}, but not in the store")
     if instance.barred:
@@ -162,11 +163,11 @@ def _generate(t: AuditTables, order: cmd.Generate) -> None:
             C2_TOKENS,
             "trajectory",
             id,
-            f"goes on from {order.num_tokens} tokens (attempt {order.attempt}), but {answer.num_tokens} are known: "
+            f"continues from {order.num_tokens} tokens (attempt {order.attempt}), but {answer.num_tokens} are known: "
             "a scheduling abort",
         )
-    if order.num_tokens >= t.settings.max_new_tokens:
-        t.find(C2_BUDGET, "trajectory", id, f"goes on with {order.num_tokens} tokens, its whole budget")
+    if order.num_tokens > t.settings.max_new_tokens:  # at the budget the answer is complete
+        t.find(C2_BUDGET, "trajectory", id, f"continues with {order.num_tokens} tokens, more than its budget")
     if answer.instance is not None or answer.finished:
         where = "is finished" if answer.finished else f"still runs on instance {answer.instance}"
         t.find(C2_TOKENS, "trajectory", id, f"is started on instance {order.instance}, but {where}")
@@ -180,7 +181,7 @@ def _generate(t: AuditTables, order: cmd.Generate) -> None:
 
 
 def _answer_of(t: AuditTables, id: TrajectoryId) -> AuditedAnswer | None:
-    """The entry of a trajectory; an evaluation's sample gets one when it is first heard of."""
+    """The entry of a trajectory; a sample of an evaluation gets one when it first appears."""
     samples = len(t.settings.eval_prompt_tokens)
     if id < 0 and samples and id not in t.answers and id not in t.lengths:
         t.answers[id] = AuditedAnswer(evaluation_index(id, num_samples=samples)[0])
@@ -188,7 +189,7 @@ def _answer_of(t: AuditTables, id: TrajectoryId) -> AuditedAnswer | None:
 
 
 def _count_resumption(t: AuditTables, id: TrajectoryId, answer: AuditedAnswer, instance: InstanceId) -> None:
-    """A migration: stopped by us, and going on elsewhere. A recovery: its server was lost."""
+    """Count a migration (the controller stopped it, and it continues elsewhere) or a recovery (its server was lost)."""
     if answer.recovering:
         t.recovered += 1
     elif answer.left is not None and answer.left != instance and id >= 0:
@@ -231,15 +232,16 @@ def _on_generation_failed(t: AuditTables, event: ev.GenerationFailed) -> None:
         answer.recovering = True
     else:
         answer.failures += 1
-    if event.trajectory < 0 and answer.failures >= t.settings.max_attempts:
-        t.evaluated[answer.version] += 1  # a sample is given up, and counts as not graded
+    answer.is_given_up = event.final or answer.failures >= t.settings.max_attempts
+    if event.trajectory < 0 and answer.is_given_up:
+        t.evaluated[answer.version] += 1  # the sample counts as not graded
         del t.answers[event.trajectory]
 
 
 def _end(
     t: AuditTables, event: ev.GenerationFinished | ev.GenerationStopped | ev.GenerationFailed
 ) -> AuditedAnswer | None:
-    """The request has ended; None if this completion is late."""
+    """End the request; None if this completion is late."""
     answer = t.answers.get(event.trajectory)
     if answer is None or answer.instance is None or answer.attempt != event.attempt:
         t.late_completions += 1
@@ -251,7 +253,7 @@ def _end(
 
 
 def _leave(t: AuditTables, trajectory: TrajectoryId, answer: AuditedAnswer) -> None:
-    """No longer resident; an answer whose group is gone is not needed any more."""
+    """Mark an answer as not resident, and delete it if its group is gone."""
     answer.instance = None
     if trajectory in t.aborted:
         t.aborted[trajectory] = answer.num_tokens
@@ -268,13 +270,14 @@ def _take_count(t: AuditTables, trajectory: TrajectoryId, answer: AuditedAnswer,
             C2_BUDGET,
             "trajectory",
             trajectory,
-            f"has {num_tokens} tokens over all attempts, the budget is {t.settings.max_new_tokens}",
+            f"has {num_tokens} tokens over all attempts, but the budget is {t.settings.max_new_tokens}",
         )
     answer.num_tokens = num_tokens
 
 
 def _check_spans(t: AuditTables, trajectory: TrajectoryId, answer: AuditedAnswer, spans: Sequence[ev.Span]) -> None:
-    """C1: they tile the attempt's tokens, and name the tag; or, where weights reach live requests, ever newer ones."""
+    """C1: the spans cover the attempt's tokens without a gap and give the tag's version or, if the strategy updates
+    weights among live requests, versions that never fall."""
     position, least, most = answer.started_from, answer.version, answer.version
     if t.settings.rules.in_flight is not None and trajectory >= 0 and t.newest is not None:
         most = t.newest
@@ -292,7 +295,7 @@ def _check_spans(t: AuditTables, trajectory: TrajectoryId, answer: AuditedAnswer
                 "trajectory",
                 trajectory,
                 f"tokens {start} to {end} of attempt {answer.attempt} came from version {version}, "
-                f"its tag is {answer.version}",
+                f"but its tag is {answer.version}",
             )
     if position != answer.num_tokens:
         covered, produced = position - answer.started_from, answer.num_tokens - answer.started_from
@@ -300,7 +303,7 @@ def _check_spans(t: AuditTables, trajectory: TrajectoryId, answer: AuditedAnswer
             C1_SPANS,
             "trajectory",
             trajectory,
-            f"attempt {answer.attempt} produced {produced} tokens, its spans cover {covered}",
+            f"attempt {answer.attempt} produced {produced} tokens, but its spans cover {covered}",
         )
 
 

@@ -1,8 +1,8 @@
 """The audit of groups, steps and versions: C2 as a ledger, C3, and the version window.
 
 C2: every admitted group is trained exactly once with all its graded siblings, each in exactly one micro-batch, or is
-filtered, failed or discarded for a reason that the journal bears out. C3: 0 ≤ step - version ≤ K when a group is
-committed, and no group due at a step is left outside when it closes. Called by audit.py, fact by fact.
+filtered, failed or discarded for a reason that the journal confirms. C3: 0 ≤ step - version ≤ K when a group is
+committed, and a step does not close before all groups that are due at it are committed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ EVALUATION: Final = "evaluation"
 
 def _on_prompts_arrived(t: AuditTables, event: ev.PromptsArrived) -> None:
     if event.first != t.num_prompts:
-        t.late_completions += 1  # it answers the fetch of a controller that is gone
+        t.late_completions += 1  # it answers a fetch of an earlier controller
         return
     t.num_prompts += len(event.num_prompt_tokens)
     t.source_dry = event.dry
@@ -84,7 +84,7 @@ def _commit_group(t: AuditTables, order: cmd.CommitGroup) -> None:
         t.find(C2_LEDGER, "group", id, f"is committed to step {order.step}, but was {where}")
         return
     if group.version != order.version:
-        t.find("C1 tag", "group", id, f"is committed as version {order.version}, its tag is {group.version}")
+        t.find("C1 tag", "group", id, f"is committed as version {order.version}, but its tag is {group.version}")
     if not 0 <= staleness <= t.settings.max_lag:
         t.find(
             C3_COMMIT, "group", id, f"of version {order.version} is committed to step {order.step}: {staleness} stale"
@@ -111,20 +111,20 @@ def _drop_group(t: AuditTables, order: cmd.DropGroup) -> None:
         return
     if not _is_borne_out(t, order):
         t.find(
-            C2_DROP, "group", order.group, f"is {order.outcome} for «{order.reason}», which the journal does not show"
+            C2_DROP, "group", order.group, f"is {order.outcome} for '{order.reason}', which the journal does not show"
         )
     t.reasons[f"{order.outcome}: {order.reason}"] += 1
     _retire(t, order.group, order.outcome)
 
 
 def _is_borne_out(t: AuditTables, order: cmd.DropGroup) -> bool:
-    """Was there really no advantage in the group, did its grading or generation fail, or was its step full?"""
+    """Whether the journal confirms the reason: equal rewards, failed grading or generation, or a full step."""
     if order.outcome == "discarded":
         step = t.steps.get(t.forming)
         return t.settings.rules.discards and step is not None and len(step.groups) == t.settings.groups_per_step
     answers = [t.answers[s] for s in t.siblings(order.group)]
     if order.outcome == "failed" and order.reason.startswith("generation: "):
-        return max(a.failures for a in answers) >= t.settings.max_attempts
+        return any(a.is_given_up for a in answers)
     if not all(a.graded for a in answers) or order.rewards != tuple(a.reward for a in answers):
         return False
     rewards = [a.reward for a in answers if a.reward is not None]
@@ -134,7 +134,7 @@ def _is_borne_out(t: AuditTables, order: cmd.DropGroup) -> bool:
 
 
 def _retire(t: AuditTables, id: GroupId, outcome: str) -> None:
-    """A group leaves the ledger; what still runs of it is forgotten when it ends."""
+    """Remove a group from the ledger; its running answers are removed when they end."""
     group = t.groups.pop(id)
     t.untrained[group.version] -= 1
     t.outcomes[id] = outcome
@@ -145,7 +145,7 @@ def _retire(t: AuditTables, id: GroupId, outcome: str) -> None:
         if outcome == "discarded" and not answer.finished:
             t.aborted[trajectory] = answer.num_tokens
         if answer.finished and (outcome != "trained" or answer.reward is not None):
-            t.finished_ids[outcome].append(trajectory)
+            t.finished_ids.setdefault(outcome, []).append(trajectory)
         if answer.instance is None:
             del t.answers[trajectory]
 
@@ -159,14 +159,15 @@ def _close_step(t: AuditTables, order: cmd.CloseStep) -> None:
     unconsumed = {id: g for id, g in t.groups.items() if g.step is None}
     for id, group in unconsumed.items():
         if group.deadline <= order.step:
-            t.find(C3_CLOSE, "group", id, f"is due at step {group.deadline} and outside step {order.step} as it closes")
+            t.find(C3_CLOSE, "group", id, f"is due at step {group.deadline}, but not in step {order.step} as it closes")
     is_last = t.source_dry and not unconsumed and t.admitted == t.num_prompts
     if order.num_groups != size or (size != t.settings.groups_per_step and not is_last):
         t.find(
             C3_CLOSE,
             "step",
             order.step,
-            f"closes with {order.num_groups} groups, {size} were committed, a step has {t.settings.groups_per_step}",
+            f"closes with {order.num_groups} groups; {size} were committed, and a step has "
+            f"{t.settings.groups_per_step}",
         )
     if order.step != t.forming:
         t.find(C3_CLOSE, "step", order.step, f"closes while step {t.forming} is formed")
@@ -176,20 +177,24 @@ def _close_step(t: AuditTables, order: cmd.CloseStep) -> None:
 
 def _on_trainer_ready(t: AuditTables, event: ev.TrainerReady) -> None:
     if event.step > t.trained_steps:
-        t.find(C2_LEDGER, "step", event.step, f"is where the trainer starts, but only {t.trained_steps} are trained")
+        t.find(
+            C2_LEDGER, "step", event.step, f"is where the trainer starts, but only {t.trained_steps} steps were trained"
+        )
     t.open_step = event.step
 
 
 def _train_micro_batch(t: AuditTables, order: cmd.TrainMicroBatch) -> None:
     step = t.steps.get(order.step)
     if step is None:
-        t.find(C2_MICRO_BATCH, "step", order.step, "is fed, but nothing was committed to it since the last checkpoint")
+        t.find(
+            C2_MICRO_BATCH, "step", order.step, "is fed, but no group was committed to it since the kept checkpoints"
+        )
         return
-    if order.index < len(step.waves):
+    if 0 <= order.index < len(step.waves):
         if order != step.waves[order.index]:
             t.find(C2_MICRO_BATCH, "step", order.step, f"micro-batch {order.index} is fed again, and differs")
         return
-    if order.index > len(step.waves) or len(order.ranks) != t.settings.num_ranks:
+    if order.index != len(step.waves) or len(order.ranks) != t.settings.num_ranks:
         t.find(
             C2_MICRO_BATCH,
             "step",
@@ -225,7 +230,7 @@ def _on_step_trained(t: AuditTables, event: ev.StepTrained) -> None:
         return
     t.open_step = event.step + 1
     if event.step < t.trained_steps:
-        return  # a replay: its groups are trained already
+        return  # a replay: its groups are already trained
     t.trained_steps = event.step + 1
     step = t.steps.get(event.step)
     if step is None or not step.waves or not step.waves[-1].last:
@@ -235,8 +240,8 @@ def _on_step_trained(t: AuditTables, event: ev.StepTrained) -> None:
             _retire(t, id, "trained")
 
 
-def _on_checkpoint_saved(t: AuditTables, event: ev.CheckpointSaved) -> None:
-    for old in [s for s in t.steps if s < event.step]:
+def _drop_checkpoint(t: AuditTables, order: cmd.DropCheckpoint) -> None:
+    for old in [s for s in t.steps if s <= order.step]:
         del t.steps[old]
 
 
@@ -266,10 +271,8 @@ def _release_version(t: AuditTables, order: cmd.ReleaseVersion) -> None:
 
 
 def _check_window(t: AuditTables) -> None:
-    """Live: the newest, and versions with a group that is not yet trained; at most K + 1. Told at each new maximum.
-
-    Where weights reach live requests an old tag needs no version any more.
-    """
+    """Check that at most K + 1 versions are live: the newest, and those with an untrained group. If the strategy
+    updates weights among live requests, an old tag needs no version."""
     live = {v for v in t.untrained if t.untrained[v]} | ({t.newest} if t.newest is not None else set())
     if t.settings.rules.in_flight is not None:
         live = {max(live)}
@@ -290,7 +293,7 @@ def _report_evaluation(t: AuditTables, order: cmd.ReportEvaluation) -> None:
 def _finish_run(t: AuditTables, order: cmd.FinishRun) -> None:
     t.end = f"finished: {order.reason}"
     for id, group in t.groups.items():
-        t.find(C2_LEDGER, "group", id, f"of version {group.version} was admitted, and is not trained as the run ends")
+        t.find(C2_LEDGER, "group", id, f"of version {group.version} was admitted, but is not trained when the run ends")
 
 
 def _fail_run(t: AuditTables, order: cmd.FailRun) -> None:
@@ -308,7 +311,7 @@ HANDLERS: Final[dict[type, Callable[[AuditTables, Any], None]]] = {
     ev.TrainerReady: _on_trainer_ready,
     cmd.TrainMicroBatch: _train_micro_batch,
     ev.StepTrained: _on_step_trained,
-    ev.CheckpointSaved: _on_checkpoint_saved,
+    cmd.DropCheckpoint: _drop_checkpoint,
     ev.VersionPublished: _on_version_published,
     cmd.ReleaseVersion: _release_version,
     cmd.ReportEvaluation: _report_evaluation,

@@ -1,4 +1,4 @@
-"""What an audit found, and how it reads on a terminal. Made by audit.py, printed by `dora audit`."""
+"""The result of an audit, and its text for a terminal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Violation:
     rule: str  #: for example "C1 spans"
     id: str  #: what it is about: "group 7", "trajectory 31", "instance 2", "journal.msgpack"
     message: str
-    story: tuple[str, ...]  #: what happened to it until then, the last lines
+    story: tuple[str, ...]  #: the last lines of what happened to it until then
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class AuditReport:
     """Counts of a whole journal and every violation of C1, C2, C3 or of the journal itself."""
 
     run_id: str
-    end: str  #: why the run ended, as far as the journal knows
+    end: str  #: why the run ended, according to the journal
     num_events: int
     restarts: int  #: of the controller
     torn_bytes: int  #: of an incomplete last record, ignored
@@ -55,16 +55,17 @@ class AuditReport:
     lengths: Mapping[str, Lengths]  #: generated, trained, filtered, failed; finished answers of discarded groups
     broken_by_design: Mapping[str, str]  #: constraint that the strategy does without -> how often it broke it
     max_live_versions: int
-    migrations: int  #: trajectories stopped by us that went on on another instance
-    recovered: int  #: trajectories that went on after their instance was lost
+    migrations: int  #: trajectories that the controller stopped and continued on another instance
+    recovered: int  #: trajectories that continued after their instance was lost
     late_completions: int  #: of an old attempt, ignored; those of micro-batches are not counted
     evaluations: tuple[int, ...]  #: versions evaluated
+    replays_differ: int  #: versions that a replay computed with other bytes (0 if the trainer is deterministic)
     token_counts_checked: int | None  #: trajectories compared with the token store; None: there is no store
     violations: tuple[Violation, ...]
 
     @property
     def ok(self) -> bool:
-        """C1, C2 and C3 hold, as far as the strategy keeps them."""
+        """Whether those of C1, C2 and C3 hold that the strategy keeps."""
         return not self.violations
 
 
@@ -85,6 +86,10 @@ def render(report: AuditReport, *, max_violations: int = 20) -> str:
         f"  moves        {report.migrations} migrations, {report.recovered} recovered after a loss, "
         f"{report.late_completions} late completions ignored",
         f"  token store  {tokens}",
+        *(
+            [f"  replays      {report.replays_differ} versions recomputed with other bytes"]
+            * (report.replays_differ > 0)
+        ),
         *(f"  {name:<12} broken by design: {told}" for name, told in report.broken_by_design.items()),
     ]
     for violation in report.violations[:max_violations]:

@@ -1,12 +1,12 @@
-"""What the audit knows while it reads a journal: its own tables, kept apart from the core's.
+"""The tables that the audit builds from a journal, independent of the core's.
 
-Invariant: these follow from recorded facts and orders alone; nothing here is read from a ControllerState. Filled by
-audit_fleet.py (instances, answers) and audit_ledger.py (groups, steps, versions).
+Invariant: they follow from recorded facts and orders alone, never from a State.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -42,10 +42,11 @@ class AuditedAnswer:
     attempt: int = 0  #: of its last Generate
     instance: InstanceId | None = None  #: where it is resident
     started_from: int = 0  #: tokens that the attempt under way began with
-    left: InstanceId | None = None  #: where it was stopped by us, until it goes on
-    recovering: bool = False  #: its instance was lost, until it goes on
-    failures: int = 0  #: failed requests, broken connections apart
-    mixed: bool = False  #: a span of it names another version than its tag
+    left: InstanceId | None = None  #: instance on which the controller stopped it, until it continues
+    recovering: bool = False  #: its instance was lost and it has not continued yet
+    failures: int = 0  #: failed requests, not counting lost servers
+    is_given_up: bool = False  #: it failed permanently, or too often
+    mixed: bool = False  #: a span has another version than its tag
     finished: bool = False
     grading: int | None = None  #: attempt of the grading under way
     graded: bool = False
@@ -63,35 +64,36 @@ class AuditedGroup:
 
 @dataclass(slots=True)
 class AuditedStep:
-    """One training step, back to the last checkpoint."""
+    """One training step, back to the oldest checkpoint that is kept."""
 
     groups: list[GroupId] = field(default_factory=list)  #: committed to it
     closed: bool = False
-    due: set[TrajectoryId] = field(default_factory=set)  #: graded siblings that are in no micro-batch yet
+    due: set[TrajectoryId] = field(default_factory=set)  #: graded siblings that are not in a micro-batch yet
     trajectories: list[TrajectoryId] = field(default_factory=list)  #: in micro-batches
     waves: list[TrainMicroBatch] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A violation before its story is told."""
+    """A violation without its story."""
 
     rule: str
     subject: Subject
     message: str
-    index: int  #: number of the event at which it showed
+    index: int  #: number of the event at which it was found
 
 
 class AuditTables:
-    """Everything read so far, and what was found wrong."""
+    """Everything read so far, and the findings."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.index = -1  #: number of the event being looked at
+        self.index = -1  #: number of the current event
         self.now = 0.0
         self.findings: list[Finding] = []
 
         self.instances: dict[InstanceId, AuditedInstance] = {}
+        self.removed: set[InstanceId] = set()  #: in this controller's epoch
         self.answers: dict[TrajectoryId, AuditedAnswer] = {}
         self.lengths: dict[TrajectoryId, int] = {}  #: of every finished answer, evaluation included
         self.groups: dict[GroupId, AuditedGroup] = {}  #: admitted, neither trained nor dropped
@@ -109,6 +111,11 @@ class AuditTables:
         self.evaluated: Counter[int] = Counter()  #: samples by version that are graded or given up
         self.reported: set[int] = set()  #: versions whose evaluation was reported
 
+        self.chains: dict[int, str] = {}  #: by step, as first trained
+        self.published: dict[int, Mapping[str, str]] = {}  #: files by version, as first published
+        self.checkpoints: set[int] = set()  #: steps of those kept
+        self.replays_differ = 0  #: versions that a replay computed with other bytes
+
         self.outcomes: dict[GroupId, str] = {}  #: "trained" | "filtered" | "failed" | "discarded"
         self.reasons: Counter[str] = Counter()  #: why groups were dropped
         self.finished_ids: dict[str, list[TrajectoryId]] = {name: [] for name in OUTCOMES}
@@ -123,7 +130,7 @@ class AuditTables:
         self.end = NO_END
 
     def find(self, rule: str, kind: str, id: int, message: str) -> None:
-        """Something is wrong."""
+        """Record a violation."""
         self.findings.append(Finding(rule, Subject(kind, id), message, self.index))
 
     def instance(self, id: InstanceId) -> AuditedInstance:

@@ -1,6 +1,6 @@
-"""Journal records <-> msgpack. One generic codec over the struct types; no type has code of its own.
+"""Journal records <-> msgpack: one generic codec for all struct types.
 
-Strict in both directions: an unknown record, event, command or field is a ProtocolError. Called by writer and reader.
+It is strict: an unknown record, event, command or field is a ProtocolError.
 """
 
 from __future__ import annotations
@@ -14,41 +14,43 @@ from dora.core.events import AnyEvent
 from dora.core.strategies import Settings
 from dora.errors import ProtocolError
 
-#: Grows with every change that older readers would misread.
-FORMAT: Final = 1
+#: Raised with every change that older readers would misread.
+FORMAT: Final = 2
 
 
 class Record(msgspec.Struct, frozen=True, gc=False, tag=True, forbid_unknown_fields=True):
-    """Base of all journal records."""
+    """Base class of all journal records."""
 
 
 class Header(Record, frozen=True):
-    """The first record, once: whose journal this is, and everything that decisions depend on besides events."""
+    """The first record: the run, and everything besides events that decisions depend on."""
 
     format: int
     run_id: str
     created: str  #: ISO 8601, UTC
     dora_version: str
     settings: Settings
+    rollout_only: bool = False
 
 
 class Epoch(Record, frozen=True):
     """A controller process begins to write."""
 
-    epoch: int  #: 0: the first one; each restart adds one
+    epoch: int  #: 0 for the first one; each restart adds one
     at: float  #: seconds since the run began
-    config_sha256: str  #: of the resolved configuration in the run folder
+    config: str  #: the resolved configuration, as TOML without secrets
+    changes: tuple[str, ...] = ()  #: differences from the previous epoch, one line each
 
 
 class Handled(Record, frozen=True):
-    """A fact, and the orders the core gave on it; replay recomputes them and compares."""
+    """A fact and the orders that the core gave in answer; replay recomputes and compares them."""
 
     event: AnyEvent
     commands: tuple[AnyCommand, ...]
 
 
 class Note(Record, frozen=True):
-    """Something for people and for recovery that no decision depends on."""
+    """Information for people and for recovery; no decision depends on it."""
 
     at: float
     name: str
@@ -67,14 +69,14 @@ def decode(data: bytes) -> AnyRecord:
     """The record in `data`."""
     try:
         return _DECODER.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as err:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as err:
         raise ProtocolError(f"not a journal record of format {FORMAT}: {err}") from err
 
 
 def format_of(data: bytes) -> int | None:
-    """Format number of a header of any format; None if it is no header."""
+    """The format number of a header of any format; None if `data` is not a header."""
     try:
         fields = msgspec.msgpack.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError):
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
     return fields.get("format") if isinstance(fields, dict) and fields.get("type") == Header.__name__ else None

@@ -1,27 +1,33 @@
-"""Append-only files of framed records: the form that journal and token store share.
+"""Append-only files of records, in frames: the file format of the journal and of the token store.
 
-A frame is (payload length, CRC-32 of the length, CRC-32 of the payload), little-endian, then the payload. The length
-has its own checksum so that a damaged length is not taken for a torn end. Invariant: a file grows only by whole frames
-in order, so a crash leaves at most one incomplete frame, at the end; it is reported when read and cut off when the
-file is opened for writing again. Any other damage is a JournalError with file and offset.
+A frame is (payload length, CRC-32 of the length, CRC-32 of the payload), little-endian, then the payload; a payload is
+one or more records, each preceded by its length. Everything stored at once is one frame, and the next one is written
+only when it is on the disk. Invariant: a crash or a power failure damages only the last frame, which is reported when
+the file is read and cut off when it is opened for writing. A damaged frame with a whole one behind it has another
+cause, and is a JournalError with file and offset.
 """
 
 from __future__ import annotations
 
+import errno
+import mmap
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 from zlib import crc32
 
+import numpy as np
+
+from dora import files
 from dora.errors import DoraError
 
 _LENGTH: Final = struct.Struct("<I")
 _HEAD: Final = struct.Struct("<III")
-#: Bytes held back at most; more is handed to the operating system without being asked for.
-_MAX_PENDING: Final = 1 << 20
+#: Number of pending bytes at which a commit is requested.
+LARGE: Final = 1 << 20
 
 
 class JournalError(DoraError):
@@ -29,91 +35,131 @@ class JournalError(DoraError):
 
 
 class FrameReader:
-    """The frames a file has now; every iteration reads these again, whatever is appended meanwhile."""
+    """The records that a file has now. Every iteration reads the same ones, even if more are appended meanwhile."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._size = path.stat().st_size
         self.num_bytes = 0  #: of whole frames, as seen by the last iteration
-        self.torn_bytes = 0  #: of the incomplete frame behind them
+        self.torn_bytes = 0  #: of the damaged end behind them
 
     def __iter__(self) -> Iterator[tuple[int, bytes]]:
-        """(offset, payload) of every whole frame, in order."""
-        offset = self.num_bytes = self.torn_bytes = 0
-        with self.path.open("rb") as file:
-            while head := file.read(min(_HEAD.size, self._size - offset)):
-                if len(head) < _HEAD.size:
-                    self.torn_bytes = len(head)
+        """(offset of the frame, record) for every record, in order."""
+        self.num_bytes = self.torn_bytes = 0
+        if not self._size:
+            return
+        with self.path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            if len(data) < self._size:
+                raise JournalError(f"{self.path}: was truncated while it was read")
+            while (offset := self.num_bytes) < self._size:
+                payload = self._payload(data, offset)
+                if payload is None:
+                    self._require_end(data, offset)
+                    self.torn_bytes = self._size - offset
                     return
-                length, length_crc, payload_crc = _HEAD.unpack(head)
-                if crc32(head[: _LENGTH.size]) != length_crc:
-                    raise JournalError(f"{self.path}: the record at byte {offset} has a damaged length")
-                payload = file.read(min(length, self._size - offset - _HEAD.size))
-                if len(payload) < length:
-                    self.torn_bytes = len(head) + len(payload)
-                    return
-                if crc32(payload) != payload_crc:
-                    raise JournalError(f"{self.path}: the record at byte {offset} is damaged (checksum)")
-                yield offset, payload
-                offset += len(head) + length
-                self.num_bytes = offset
+                yield from self._records(payload, offset=offset)
+                self.num_bytes += _HEAD.size + len(payload)
+
+    def _payload(self, data: mmap.mmap, offset: int) -> bytes | None:
+        """The payload of the frame at `offset`; None unless the frame is whole."""
+        start = offset + _HEAD.size
+        if start > self._size:
+            return None
+        length, length_crc, payload_crc = _HEAD.unpack_from(data, offset)
+        if crc32(data[offset : offset + _LENGTH.size]) != length_crc or start + length > self._size:
+            return None
+        payload = data[start : start + length]
+        return payload if crc32(payload) == payload_crc else None
+
+    def _require_end(self, data: mmap.mmap, damaged: int) -> None:
+        """JournalError if a whole frame follows the damaged one. Checks only offsets whose length fits the file."""
+        for start in range(damaged + 1, damaged + 1 + _LENGTH.size):
+            count = (self._size - _HEAD.size - start) // _LENGTH.size + 1
+            if count < 1:
+                continue
+            places = start + _LENGTH.size * np.arange(count)
+            lengths = np.frombuffer(data[start : start + _LENGTH.size * count], "<u4")
+            fits = (lengths >= _LENGTH.size) & (places + _HEAD.size + lengths <= self._size)
+            for offset in places[fits].tolist():
+                if self._payload(data, offset):
+                    raise JournalError(f"{self.path}: the record at byte {damaged} is damaged (checksum)")
+
+    def _records(self, payload: bytes, *, offset: int) -> Iterator[tuple[int, bytes]]:
+        start = 0
+        while start < len(payload):
+            end = start + _LENGTH.size
+            end += int.from_bytes(payload[start:end], "little")
+            if start + _LENGTH.size > len(payload) or end > len(payload):
+                raise JournalError(f"{self.path}: the frame at byte {offset} does not consist of whole records")
+            yield offset, payload[start + _LENGTH.size : end]
+            start = end
 
 
 class FrameWriter:
-    """Appends frames. What `follows` holds reaches the disk before what this file holds, whoever asks."""
+    """Collects records and stores them as one frame. Opening a file cuts off a torn end and syncs what a killed process
+    has left."""
 
-    def __init__(self, path: Path, *, follows: FrameWriter | None = None) -> None:
+    def __init__(self, path: Path) -> None:
         self.path = path
         self.torn_bytes = 0  #: cut off the end on opening
-        self._follows = follows
+        self.num_records = 0  #: written since the file was opened
+        self.on_large: Callable[[], None] = lambda: None  #: called when LARGE bytes are pending
         self._pending = bytearray()
-        if path.exists():
+        is_new = not path.exists()
+        if not is_new:
             reader = FrameReader(path)
             for _ in reader:
                 pass
             self.torn_bytes = reader.torn_bytes
-            os.truncate(path, reader.num_bytes)
+            if reader.torn_bytes:
+                files.truncate(path, reader.num_bytes)
+            files.sync(path)  # what follows relies on what was read
         self._file = path.open("ab", buffering=0)
+        if is_new:
+            files.append(self._file, path, b"")
+            files.sync_folder(path.parent)
 
-    def write(self, payload: bytes) -> None:
-        """Append one frame, in memory until the next flush."""
+    def write(self, record: bytes) -> None:
+        """Append a record in memory."""
+        self._pending += _LENGTH.pack(len(record))
+        self._pending += record
+        self.num_records += 1
+        if len(self._pending) > LARGE:
+            self.on_large()
+
+    def take(self) -> bytes:
+        """The records written since the last call, as a frame for `store`; empty if there are none."""
+        if not self._pending:
+            return b""
+        payload, self._pending = bytes(self._pending), bytearray()
         length = _LENGTH.pack(len(payload))
-        self._pending += _HEAD.pack(len(payload), crc32(length), crc32(payload))
-        self._pending += payload
-        if len(self._pending) > _MAX_PENDING:
-            self.flush()
+        return _HEAD.pack(len(payload), crc32(length), crc32(payload)) + payload
 
-    def flush(self) -> None:
-        """Hand everything to the operating system: it survives the end of this process."""
-        if self._follows is not None:
-            self._follows.flush()
-        left = memoryview(self._pending)
-        self._pending = bytearray()
+    def store(self, frame: bytes) -> None:
+        """Append a frame and wait until it is on the disk. After a failure nothing more can be stored: how much of the
+        frame is on the disk is unknown, and the next writer cuts it off."""
+        if not frame:
+            return
         try:
-            while left:
-                left = left[self._file.write(left) :]
-        except OSError as err:
-            raise self._broken(err) from err
+            files.append(self._file, self.path, frame)
+            files.sync(self.path, self._file.fileno())
+            if not os.fstat(self._file.fileno()).st_nlink:
+                raise OSError(errno.ENOENT, "it was deleted")
+        except (OSError, ValueError) as err:
+            self._file.close()
+            reason = err.strerror if isinstance(err, OSError) else "an earlier write failed"
+            raise JournalError(f"{self.path}: cannot be written: {reason}") from err
 
-    def sync(self) -> None:
-        """Flush, and wait until the disk has it: it survives a power failure."""
-        if self._follows is not None:
-            self._follows.sync()
-        self.flush()
-        try:
-            os.fsync(self._file.fileno())
-        except OSError as err:
-            raise self._broken(err) from err
+    def abandon(self) -> None:
+        """Close without storing what is left, because something before it is not on the disk."""
+        self._pending.clear()
+        self._file.close()
 
     def close(self) -> None:
-        """Flush and close; a file that could not be written is closed already."""
+        """Store what is left and close. No effect after a failure."""
         if not self._file.closed:
-            self.flush()
+            self.store(self.take())
             self._file.close()
-
-    def _broken(self, err: OSError) -> JournalError:
-        self._file.close()  # at worst it ends in a torn frame; nothing may be appended behind that
-        return JournalError(f"{self.path}: cannot be written: {err.strerror}")
 
     def __enter__(self) -> Self:
         return self

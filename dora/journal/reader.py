@@ -1,8 +1,8 @@
-"""The journal, read. Iterating reads the file record by record, so a journal of any length may be read, and a run that
-is still going on: what is appended after the journal was opened is left out.
+"""Reads a journal. Iteration reads the file record by record, so the journal may be of any length and its run may still
+be going on; records appended after it was opened are left out.
 
 A torn last record is tolerated and counted; any other damage is a JournalError or ProtocolError that names file and
-offset. Called by replay, audit, resume and the simulator.
+offset.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ class Journal:
             raise ConfigError(f"{self.path}: is empty: the run ended before its first record")
         number = format_of(first[1])
         if number is None:
-            raise ConfigError(f"{self.path}: is not a journal: it does not begin with a header")
+            raise ConfigError(f"{self.path}: is not a journal: its first record is not a header")
         if number != FORMAT:
             raise ConfigError(
-                f"{self.path}: has format {number}, this DORA reads format {FORMAT}; use the other version"
+                f"{self.path}: has format {number}, but this DORA reads format {FORMAT}; use the other version"
             )
         header = decode(first[1])
-        assert isinstance(header, Header), "format_of has seen its type"
+        assert isinstance(header, Header), "format_of has checked its type"
         return header

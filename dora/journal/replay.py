@@ -1,7 +1,7 @@
-"""Events → state, the commands recomputed and compared with those that were recorded.
+"""Replay: events → state; the commands are recomputed and compared with the recorded ones.
 
 Invariant: the core is the fold of its events, so a journal that differs from its replay was altered, or was written by
-a core that decides otherwise. Called by the audit, by a resume, and by whoever wants the state at some moment.
+a core with other rules.
 """
 
 from __future__ import annotations
@@ -12,20 +12,22 @@ from itertools import islice, zip_longest
 from typing import Final
 
 from dora.core.commands import Command
+from dora.core.core import handle
 from dora.core.events import Event
-from dora.core.state import ControllerState
+from dora.core.state import State
 from dora.core.story import RUN, Entry, Subject, describe, story, subject_of
 from dora.core.strategies import Settings
 from dora.errors import DoraError, InvariantViolation
 
-#: Lines of a story that a difference carries: the last ones.
+#: A difference has this many lines of the story, the last ones.
 STORY_LINES: Final = 40
-#: What the core raises on events that cannot have followed one another; only a damaged journal holds such.
-_IMPOSSIBLE: Final = (DoraError, LookupError, ValueError, AssertionError, AttributeError, TypeError)
+#: What the core raises for an impossible sequence of events, which refer to something unknown or break a rule. Only an
+#: altered journal has one. Any other exception is a bug, and escapes.
+_IMPOSSIBLE: Final = (DoraError, LookupError, ValueError)
 
 
 class ReplayDifference(InvariantViolation):
-    """The recorded commands of event number `index` are not what the core gives."""
+    """The recorded commands of event number `index` differ from the core's."""
 
     def __init__(self, message: str, *, index: int, subject: Subject, story: Sequence[str]) -> None:
         super().__init__(message, tuple(story))
@@ -37,18 +39,18 @@ class ReplayDifference(InvariantViolation):
 class Replay:
     """The state after the last event that could be replayed, and the first difference if there is one."""
 
-    state: ControllerState
+    state: State
     num_events: int
     difference: ReplayDifference | None
 
 
 def replay(settings: Settings, entries: Iterable[Entry]) -> Replay:
-    """Replay `entries` (iterated again for the story of a difference) up to the first difference."""
-    state = ControllerState(settings)
+    """Replay `entries` up to the first difference, for whose story they are iterated again."""
+    state = State(settings)
     index = -1
     for index, (event, recorded) in enumerate(entries):
         try:
-            recomputed = state.handle(event)
+            recomputed = handle(state, event)
         except _IMPOSSIBLE as err:
             found = (subject_of(event), f"the core refuses it: {type(err).__name__}: {err}")
         else:
@@ -63,7 +65,7 @@ def replay(settings: Settings, entries: Iterable[Entry]) -> Replay:
 
 
 def _compare(event: Event, recorded: Sequence[Command], recomputed: Sequence[Command]) -> tuple[Subject, str]:
-    """What the first difference is about, and in words."""
+    """The subject of the first difference, and its description."""
     for mine, theirs in zip_longest(recomputed, recorded):
         if mine != theirs:
             about = theirs if theirs is not None else mine

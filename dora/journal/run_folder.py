@@ -1,7 +1,7 @@
-"""The one place that knows the paths inside a run folder.
+"""The paths inside a run folder.
 
-Invariant: a run folder is made once, empty, under a name no other run has; that name is the run id. Nothing outside
-this file joins a path below it. Called by `dora run` (create), and by resume, audit and export (open).
+Invariant: a run folder is created once, empty, under a unique name, which is the run id. No other module joins a path
+below it.
 """
 
 from __future__ import annotations
@@ -13,69 +13,96 @@ import secrets
 import time
 from pathlib import Path
 
+from dora import files
 from dora.errors import ConfigError
+from dora.journal.access import restrict
 
 _NAME = re.compile(r"[A-Za-z0-9._-]+")
 
 
 class RunFolder:
-    """Paths of one run; folders exist from the start, files are made by whoever writes them."""
+    """The paths of one run. The folders exist from the start."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.config = root / "config.toml"  #: the resolved configuration, secrets left out
-        self.journal = root / "journal.msgpack"  #: events and decisions (writer.py)
-        self.tokens = root / "tokens.bin"  #: tokens and log-probs by trajectory (tokens.py)
+        self.config = root / "config.toml"  #: the resolved configuration without secrets
+        self.journal = root / "journal.msgpack"  #: events and decisions
+        self.tokens = root / "tokens.bin"  #: tokens and log-probs by trajectory
         self.metrics = root / "metrics.jsonl"  #: one line per step and per evaluation
-        self.trajectories = root / "trajectories.jsonl"  #: a sample of trajectories with text (deep.py)
+        self.trajectories = root / "trajectories.jsonl"  #: a sample of trajectories with their text
         self.log = root / "log.jsonl"
-        self.status_token = root / "status-token"  #: drawn for the run, readable for its owner alone
-        self.lease = root / "lease"  #: locked by the run while it lives; its children watch it
+        self.status_token = root / "status-token"  #: drawn for the run, readable by its owner only
+        self.lock = root / "lock"  #: held by the process that may write here
+        self.fence = root / "epoch"  #: of the controller whose ranks may publish and save
         self.checkpoints = root / "checkpoints"  #: of the trainer
         self.versions = root / "versions"  #: the durable version store
         self.rollouts = root / "rollouts"  #: whole steps written by --rollout-only, read by --train-only
-        self.logs = root / "logs"  #: what child processes print
+        self.logs = root / "logs"  #: output of child processes
 
     @property
     def run_id(self) -> str:
-        """`<name>-<YYYYmmdd-HHMMSS>`: the folder's name, and the prefix of its weight labels."""
+        """The folder's name, which is also the prefix of the run's weight labels."""
         return self.root.name
 
+    def lease(self, epoch: int) -> Path:
+        """The lock file that the children of this controller process watch; every process has its own."""
+        return self.root.resolve() / f"lease-{epoch}-{os.getpid()}"
+
+    def remove_leases(self) -> None:
+        """Remove the leases of earlier controllers and the files beside them. Only for the holder of the run lock."""
+        for path in self.root.glob("lease-*"):
+            path.unlink(missing_ok=True)
+
+    @property
+    def _folders(self) -> tuple[Path, ...]:
+        return (self.checkpoints, self.versions, self.rollouts, self.logs)
+
+    def restrict(self, *, group: str | None) -> None:
+        """Close it to everyone but its owner and `group`."""
+        for path in (self.root, *self._folders):
+            if path.is_dir():
+                restrict(path, group=group)
+
     def process_log(self, name: str) -> Path:
-        """Where the output of child process `name` goes."""
+        """The file for the output of child process `name`."""
         return self.logs / f"{name}.log"
 
     @classmethod
-    def create(cls, parent: Path, *, name: str) -> RunFolder:
-        """A new run folder under `parent`. Its id names weights on servers and in shared memory too, so that runs with
-        other parents must not share it: hence a few random digits after the time."""
+    def create(cls, parent: Path, *, name: str, group: str | None = None) -> RunFolder:
+        """Create a run folder under `parent`, closed to everyone but its owner and `group`.
+
+        Its id also names weights on servers and in shared memory, so it must differ from the ids of runs with other
+        parents: hence the random digits after the time.
+        """
         if not _NAME.fullmatch(name) or name.startswith("."):
             raise ConfigError(f"run.name: {name!r} cannot name a folder; use letters, digits, '-', '_' and '.'")
         run_id = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
         try:
             parent.mkdir(parents=True, exist_ok=True)
             folder = cls(_make_unique(parent, run_id))
-            for path in (folder.checkpoints, folder.versions, folder.rollouts, folder.logs):
-                path.mkdir()
+            for path in folder._folders:
+                path.mkdir(mode=0o700)
+            folder.restrict(group=group)
+            files.sync_folder(parent)
         except OSError as err:
             raise ConfigError(f"run.folder: cannot create {parent / run_id}: {err.strerror}") from err
         return folder
 
     @classmethod
     def require_possible(cls, parent: Path) -> None:
-        """ConfigError if `create` could make nothing in `parent`, as far as can be said without trying."""
+        """ConfigError if `create` would fail for `parent`, as far as can be told without trying."""
         there = next(folder for folder in (parent, *parent.absolute().parents) if folder.exists())
         if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-            raise ConfigError(f"run.folder: cannot create {parent}: {there} is no folder that can be written")
+            raise ConfigError(f"run.folder: cannot create {parent}: {there} is not a writable folder")
 
     @classmethod
     def open(cls, path: Path) -> RunFolder:
         """The folder of an earlier run."""
         folder = cls(path.resolve())
         if not path.exists():
-            raise ConfigError(f"{path}: there is no such run folder")
+            raise ConfigError(f"{path}: no such run folder")
         if not path.is_dir():
-            raise ConfigError(f"{path}: is a file; give the run folder that holds it")
+            raise ConfigError(f"{path}: is a file; give the run folder that contains it")
         missing = [file.name for file in (folder.config, folder.journal) if not file.is_file()]
         if missing:
             raise ConfigError(f"{path}: is not a run folder, it has no {' and no '.join(missing)}")
@@ -86,7 +113,7 @@ def _make_unique(parent: Path, run_id: str) -> Path:
     for number in itertools.count(1):
         root = parent / (run_id if number == 1 else f"{run_id}-{number}")
         try:
-            root.mkdir()
+            root.mkdir(mode=0o700)
         except FileExistsError:
             continue
         return root

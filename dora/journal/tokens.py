@@ -1,9 +1,12 @@
-"""The token store: prompts by group, and what each trajectory's attempts produced, as it arrived.
+"""The token store: the prompt of each group, and the tokens of each trajectory as they arrived.
 
-One file of frames (frames.py); a frame is a prompt or a chunk: a little-endian head, then raw arrays. Invariant: a
-trajectory's chunks, in file order, are its answer; a chunk of an older attempt behind one of a newer attempt is ignored
-and counted, because a server that was given up may go on talking. Written by the controller as tokens arrive, read
-back at a resume and by the audit.
+It is a file of records in frames (frames.py). A record is a prompt or a chunk of an answer: a little-endian head, then
+raw arrays. Every record has the epoch of the controller that wrote it, and a chunk the position at which it starts.
+
+Invariant: an answer is the sequence of its chunks, where a later chunk replaces everything from its position on. A
+chunk of an older attempt that follows one of a newer attempt is ignored and counted, because a server that was given up
+may still send tokens. A chunk that starts beyond the end of its answer means that tokens are missing: JournalError. A
+prompt resets its group, so that records of a group whose admission the journal has lost do not mix with later ones.
 """
 
 from __future__ import annotations
@@ -22,22 +25,37 @@ import numpy.typing as npt
 from dora.core.ids import GroupId, TrajectoryId
 from dora.journal.frames import FrameReader, FrameWriter, JournalError
 
-_HEAD: Final = struct.Struct("<BqII")  #: kind, trajectory or group, attempt, number of tokens
+#: kind, trajectory or group, epoch, attempt, position of the first token (in a prompt: group size), number of tokens
+_HEAD: Final = struct.Struct("<BqIIII")
 _PROMPT: Final = 0
 _CHUNK: Final = 1  #: every token was sampled by the policy
 _MASKED_CHUNK: Final = 2  #: with a loss mask
+DIGEST_BYTES: Final = 16  #: after the tokens of a prompt
 
 _TOKENS: Final = np.dtype("<i4")
 _LOGPROBS: Final = np.dtype("<f4")
 _MASK: Final = np.dtype("u1")
 
+#: Kind -> bytes per token, and bytes after the tokens.
+_SIZES: Final = {
+    _PROMPT: (_TOKENS.itemsize, DIGEST_BYTES),
+    _CHUNK: (_TOKENS.itemsize + _LOGPROBS.itemsize, 0),
+    _MASKED_CHUNK: (_TOKENS.itemsize + _LOGPROBS.itemsize + _MASK.itemsize, 0),
+}
+
 
 class TokenWriter(FrameWriter):
     """Appends prompts and chunks."""
 
-    def prompt(self, group: int, tokens: Sequence[int]) -> None:
-        """The prompt of a group, once."""
-        self.write(_HEAD.pack(_PROMPT, group, 0, len(tokens)) + np.asarray(tokens, _TOKENS).tobytes())
+    def __init__(self, path: Path, *, epoch: int = 0) -> None:
+        """`epoch`: of the controller that writes."""
+        super().__init__(path)
+        self._epoch = epoch
+
+    def prompt(self, group: int, tokens: Sequence[int], *, digest: bytes, group_size: int) -> None:
+        """Append the prompt of an admitted group; `digest` covers its whole row (tasks/prompts.py)."""
+        head = _HEAD.pack(_PROMPT, group, self._epoch, 0, group_size, len(tokens))
+        self.write(head + np.asarray(tokens, _TOKENS).tobytes() + digest)
 
     def append(
         self,
@@ -45,22 +63,24 @@ class TokenWriter(FrameWriter):
         attempt: int,
         tokens: Sequence[int],
         logprobs: Sequence[float],
+        *,
+        start: int,
         loss_mask: Sequence[int] | None = None,
     ) -> None:
-        """Tokens that an attempt has just produced, each with its behavior log-prob.
+        """Append tokens that an attempt has produced, from position `start` of the answer, with behavior log-probs.
 
-        `loss_mask` is 1 where the policy sampled the token, 0 for text of a tool; None: all were sampled.
+        `loss_mask` is 1 for tokens that the policy sampled and 0 for those of a tool; None: all were sampled.
         """
         if len(logprobs) != len(tokens) or (loss_mask is not None and len(loss_mask) != len(tokens)):
             raise ValueError(f"trajectory {trajectory}: {len(tokens)} tokens need as many log-probs and mask entries")
         kind = _CHUNK if loss_mask is None else _MASKED_CHUNK
         mask = b"" if loss_mask is None else np.asarray(loss_mask, _MASK).tobytes()
-        head = _HEAD.pack(kind, trajectory, attempt, len(tokens))
+        head = _HEAD.pack(kind, trajectory, self._epoch, attempt, start, len(tokens))
         self.write(head + _bytes(tokens, _TOKENS) + _bytes(logprobs, _LOGPROBS) + mask)
 
 
 def _bytes(values: Sequence[float], dtype: np.dtype[Any]) -> bytes:
-    """Little-endian; an array of that type already, as it comes from a stream, is not converted again."""
+    """`values` in little-endian order, without conversion if they are an array of that type already."""
     if type(values) is array and sys.byteorder == "little" and values.typecode == dtype.char:
         return values.tobytes()
     return np.asarray(values, dtype).tobytes()
@@ -68,75 +88,107 @@ def _bytes(values: Sequence[float], dtype: np.dtype[Any]) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What one trajectory has produced so far."""
+    """The tokens of one trajectory so far."""
 
     tokens: npt.NDArray[np.int32]
     logprobs: npt.NDArray[np.float32]
     loss_mask: npt.NDArray[np.uint8]
 
 
+@dataclass(frozen=True, slots=True)
+class StoredPrompt:
+    """A group's prompt as it was admitted."""
+
+    tokens: npt.NDArray[np.int32]
+    digest: bytes
+
+
 @dataclass
 class TokenStore:
-    """A token file, read back."""
+    """The contents of a token file."""
 
-    prompts: dict[GroupId, npt.NDArray[np.int32]] = field(default_factory=dict)
+    prompts: dict[GroupId, StoredPrompt] = field(default_factory=dict)
     answers: dict[TrajectoryId, Answer] = field(default_factory=dict)
     counts: dict[TrajectoryId, int] = field(default_factory=dict)  #: tokens of every trajectory, wanted or not
     late_chunks: int = 0  #: of older attempts, ignored
-    torn_bytes: int = 0  #: of an incomplete last frame
+    torn_bytes: int = 0  #: of a torn end
 
 
 def read_tokens(path: Path, *, wanted: Container[int] | None = None) -> TokenStore:
-    """The store in `path`. Of trajectories that are not `wanted` (None: all are) only the counts are kept."""
+    """Read the store in `path`. Trajectories that are not `wanted` (None: all are) are only counted."""
     store = TokenStore()
-    attempts: dict[TrajectoryId, int] = {}
-    chunks: dict[TrajectoryId, list[Answer]] = {}
+    attempts: dict[TrajectoryId, tuple[int, int]] = {}  # (epoch, attempt) of the latest chunk
+    chunks: dict[TrajectoryId, list[tuple[int, Answer]]] = {}
     frames = FrameReader(path)
-    for offset, payload in frames:
-        kind, number, attempt, count = _parse_head(payload, path=path, offset=offset)
+    for offset, record in frames:
+        kind, number, epoch, attempt, start, count = _parse_head(record, path=path, offset=offset)
         if kind == _PROMPT:
-            store.prompts[GroupId(number)] = np.frombuffer(payload, _TOKENS, count, _HEAD.size)
+            tokens = np.frombuffer(record, _TOKENS, count, _HEAD.size)
+            store.prompts[GroupId(number)] = StoredPrompt(tokens, record[-DIGEST_BYTES:])
+            for sibling in range(number * start, (number + 1) * start):
+                store.counts.pop(TrajectoryId(sibling), None)
+                chunks.pop(TrajectoryId(sibling), None)
             continue
         trajectory = TrajectoryId(number)
-        if attempt < attempts.get(trajectory, 0):
+        if (epoch, attempt) < attempts.get(trajectory, (0, 0)):
             store.late_chunks += 1
             continue
-        attempts[trajectory] = attempt
-        store.counts[trajectory] = store.counts.get(trajectory, 0) + count
+        attempts[trajectory] = (epoch, attempt)
+        known = store.counts.get(trajectory, 0)
+        if start > known:
+            raise JournalError(
+                f"{path}: the record at byte {offset} continues trajectory {number} at token {start}, "
+                f"but there are only {known}: records are missing"
+            )
+        store.counts[trajectory] = start + count
         if wanted is None or trajectory in wanted:
-            chunks.setdefault(trajectory, []).append(_parse_chunk(payload, masked=kind == _MASKED_CHUNK, count=count))
+            chunk = _parse_chunk(record, masked=kind == _MASKED_CHUNK, count=count)
+            chunks.setdefault(trajectory, []).append((start, chunk))
     store.torn_bytes = frames.torn_bytes
     store.answers = {trajectory: _join(parts) for trajectory, parts in chunks.items()}
     return store
 
 
-def _parse_head(payload: bytes, *, path: Path, offset: int) -> tuple[int, int, int, int]:
-    """The head of a frame whose length agrees with it."""
-    if len(payload) >= _HEAD.size:
-        kind, number, attempt, count = _HEAD.unpack_from(payload)
-        width = {
-            _PROMPT: _TOKENS.itemsize,
-            _CHUNK: _TOKENS.itemsize + _LOGPROBS.itemsize,
-            _MASKED_CHUNK: _TOKENS.itemsize + _LOGPROBS.itemsize + _MASK.itemsize,
-        }.get(kind)
-        if width is not None and len(payload) == _HEAD.size + width * count:
-            return kind, number, attempt, count
+def _parse_head(record: bytes, *, path: Path, offset: int) -> tuple[int, int, int, int, int, int]:
+    """The head of a record; JournalError unless it agrees with the record's length."""
+    if len(record) >= _HEAD.size:
+        kind, number, epoch, attempt, start, count = _HEAD.unpack_from(record)
+        width, rest = _SIZES.get(kind, (0, -1))
+        if len(record) == _HEAD.size + width * count + rest and (kind != _PROMPT or start <= _MAX_SIBLINGS):
+            return kind, number, epoch, attempt, start, count
     raise JournalError(f"{path}: the record at byte {offset} is neither a prompt nor a chunk of tokens")
 
 
-def _parse_chunk(payload: bytes, *, masked: bool, count: int) -> Answer:
+#: Larger than any group, so that a damaged head does not cause a loop of billions.
+_MAX_SIBLINGS: Final = 1 << 16
+
+
+def _parse_chunk(record: bytes, *, masked: bool, count: int) -> Answer:
     logprobs_at = _HEAD.size + count * _TOKENS.itemsize
     mask_at = logprobs_at + count * _LOGPROBS.itemsize
     return Answer(
-        tokens=np.frombuffer(payload, _TOKENS, count, _HEAD.size),
-        logprobs=np.frombuffer(payload, _LOGPROBS, count, logprobs_at),
-        loss_mask=np.frombuffer(payload, _MASK, count, mask_at) if masked else np.ones(count, _MASK),
+        tokens=np.frombuffer(record, _TOKENS, count, _HEAD.size),
+        logprobs=np.frombuffer(record, _LOGPROBS, count, logprobs_at),
+        loss_mask=np.frombuffer(record, _MASK, count, mask_at) if masked else np.ones(count, _MASK),
     )
 
 
-def _join(parts: list[Answer]) -> Answer:
+def _join(parts: list[tuple[int, Answer]]) -> Answer:
+    """The answer that consists of `parts`, each of which replaces everything from its position on."""
+    kept: list[Answer] = []
+    num_tokens = 0
+    for start, part in parts:
+        while kept and num_tokens > start:
+            last = kept.pop()
+            num_tokens -= len(last.tokens)
+            if num_tokens < start:
+                left = slice(start - num_tokens)
+                kept.append(Answer(last.tokens[left], last.logprobs[left], last.loss_mask[left]))
+                num_tokens = start
+        kept.append(part)
+        num_tokens += len(part.tokens)
     return Answer(
-        tokens=np.concatenate([p.tokens for p in parts]),
-        logprobs=np.concatenate([p.logprobs for p in parts]),
-        loss_mask=np.concatenate([p.loss_mask for p in parts]),
+        tokens=np.concatenate([p.tokens for p in kept]),
+        logprobs=np.concatenate([p.logprobs for p in kept]),
+        loss_mask=np.concatenate([p.loss_mask for p in kept]),
     )

@@ -1,8 +1,7 @@
 """Which processes a run needs on this host: pure, from the config and a few addresses.
 
-Invariant: no secret is on a command line (every user of the machine can read it), but for the API key of SGLang, which
-takes it in no other way. A child's environment is the parent's without the parent's own DORA_ variables, plus what this
-child needs. Called by `cli`; carried out by `supervise.py`.
+Invariant: no secret is on a command line (every user of the machine can read it). A child's environment is the parent's
+without the parent's own DORA_ variables, plus what this child needs.
 """
 
 from __future__ import annotations
@@ -14,10 +13,15 @@ from pathlib import Path
 from typing import Final
 
 from dora.config.schema import Config
+from dora.engine.engines import COMMANDS
 from dora.errors import ConfigError
 
 HOST = "127.0.0.1"
+#: Where a server that DORA starts finds the key that it demands.
+SERVE_KEY = "DORA_SERVE_API_KEY"
 _LOOPBACK_INTERFACE = "lo" if sys.platform == "linux" else "lo0"
+#: Collectives among processes of this host have no business on its other interfaces.
+_COLLECTIVES: Final = {"GLOO_SOCKET_IFNAME": _LOOPBACK_INTERFACE, "NCCL_SOCKET_IFNAME": _LOOPBACK_INTERFACE}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,34 +32,17 @@ class ProcessPlan:
     argv: tuple[str, ...]
     env: Mapping[str, str]  #: the whole environment
     ready_timeout_s: float | None  #: until it is ready; None: nobody waits for that
-    #: It is ready when /health answers at this port of HOST; 0: a free one, chosen at each start, in place of each
-    #: `{port}` in argv. None: it is ready when it prints `ready <url>`.
+    #: It is ready when it answers its health check at this port of HOST; 0: a free one, chosen at each start, in place
+    #: of each `{port}` in argv. None: it is ready when it prints `ready <url>`.
     port: int | None = None
     field: str = ""  #: the setting that gave the command, where one did
-    watches_lease: bool = True  #: else it ends with this process by the kernel's doing
-
-
-#: By `engine.kind`: tokens only, each sent once.
-_OWN_COMMANDS: Final[dict[str, tuple[str, ...]]] = {
-    "embedded": (
-        *(sys.executable, "-m", "dora", "serve", "--incremental-streaming-output", "--skip-tokenizer-init"),
-        *("--model", "{model}", "--host", "{host}", "--port", "{port}", "--slots", "{slots}"),
-        *("--kv-tokens", "{kv_tokens}", "--device", "{device}", "--dtype", "{dtype}", "--threads", "{threads}"),
-    ),
-    "sglang": (
-        *(sys.executable, "-m", "sglang.launch_server", "--incremental-streaming-output", "--skip-tokenizer-init"),
-        *("--model-path", "{model}", "--host", "{host}", "--port", "{port}", "--max-running-requests", "{slots}"),
-        *("--device", "{device}", "--dtype", "{dtype}", "--tp-size", "{tp}", "--enable-metrics"),
-    ),
-}
 
 
 def plan_engines(config: Config, *, model: Path, lease: Path, environ: Mapping[str, str]) -> list[ProcessPlan]:
-    """The servers that this run starts, in the order of their instances, which come after the external ones."""
+    """The servers that this run starts, in the order of their instances, which come after the external ones. Each is
+    given its key when it is started."""
     engine = config.engine
-    env = child_env(environ, lease=lease, threads=engine.threads) | engine.environment
-    if engine.api_key is not None:
-        env["DORA_SERVE_API_KEY"] = engine.api_key
+    env = _COLLECTIVES | child_env(environ, lease=lease, threads=engine.threads) | engine.environment
     return [
         _engine(config, index=index, model=model, env=env | ({"CUDA_VISIBLE_DEVICES": gpus} if gpus else {}))
         for index, gpus in enumerate(assign_gpus(config, environ=environ))
@@ -64,9 +51,7 @@ def plan_engines(config: Config, *, model: Path, lease: Path, environ: Mapping[s
 
 def _engine(config: Config, *, index: int, model: Path, env: Mapping[str, str]) -> ProcessPlan:
     engine = config.engine
-    words = [*(engine.command or _OWN_COMMANDS[engine.kind]), *engine.args]
-    if engine.api_key is not None and engine.kind == "sglang" and not engine.command:
-        words += ["--api-key", engine.api_key]
+    words = [*(engine.command or COMMANDS[engine.kind]), *engine.args]
     values: dict[str, object] = {
         "model": model,
         "host": HOST,
@@ -88,7 +73,6 @@ def _engine(config: Config, *, index: int, model: Path, env: Mapping[str, str]) 
         ready_timeout_s=engine.start_timeout_s,
         port=port if not is_embedded and any("{port}" in word for word in words) else None,
         field="engine.command" if engine.command else "",
-        watches_lease=is_embedded,
     )
 
 
@@ -125,9 +109,8 @@ def plan_trainer(
         return None
     env = child_env(environ, lease=lease, threads=config.trainer.threads)
     env |= {"DORA_CONTROLLER": controller, "DORA_TOKEN": token}
-    # All ranks are on this host: their collectives have no business on its other interfaces.
-    env |= {"GLOO_SOCKET_IFNAME": _LOOPBACK_INTERFACE, "NCCL_SOCKET_IFNAME": _LOOPBACK_INTERFACE}
-    # They meet over a file, and rank 0 opens their store itself: torchrun's stores would listen on every interface.
+    env |= _COLLECTIVES
+    # They meet over files: torchrun's stores would listen on every interface.
     env |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     meet = ("--rdzv-backend", "c10d", "--rdzv-conf", "store_type=file", "--local-addr", HOST)
     torchrun = ("-m", "torch.distributed.run", *meet)

@@ -1,7 +1,4 @@
-"""Ports to listen on: is a configured one free (asked before anything starts; 0 always is), and which one is free.
-
-Called by `cli` (run and check) and by the supervisor.
-"""
+"""Ports to listen on: whether a configured one is free (0 always is), and finding a free one."""
 
 from __future__ import annotations
 

@@ -1,11 +1,10 @@
 """The processes of a run on this host: started, watched, and ended with everything they started themselves.
 
 Invariant: a child is in a session of its own, so Ctrl-C in the terminal reaches the controller alone; what it prints is
-in its log file; and while `Node` is open it holds the lease, so no child outlives the controller, kill -9 included.
-When to start a child again is for its owner to decide: `Child` has the shape of `controller.fleet.Server`, whose keeper
-restarts engines with pauses and a limit; a trainer that ends early ends the run. Called by `cli`.
-
-A child that watches no lease of its own (SGLang) is ended by the kernel together with the controller (Linux).
+in its log file; and no child outlives the controller, kill -9 included: the kernel kills it (Linux), and while `Node`
+is open it holds the lease that the child watches. When to start a child again is for its owner to decide: `Child` has
+the shape of `controller.fleet.Server`, whose keeper restarts engines with pauses and a limit; a trainer that ends early
+ends the run.
 
 Output loop, per child with a ready line. Consumes: its standard output. Produces: its log, and the URL of the ready
 line. Waits for: the next bytes. Unblocked by: any output, and the child's end.
@@ -14,12 +13,11 @@ line. Waits for: the next bytes. Unblocked by: any output, and the child's end.
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import os
 import re
 import signal
-import sys
 from collections.abc import Awaitable, Callable, Iterable
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Self
@@ -27,7 +25,7 @@ from typing import IO, Self
 import psutil
 
 from dora.errors import ConfigError, RemoteError
-from dora.node.lease import hold_lease
+from dora.node.lease import die_with_parent, hold
 from dora.node.plan import HOST, ProcessPlan
 from dora.node.ports import free_port
 
@@ -41,8 +39,6 @@ READY_POLL_S = 0.25
 TAIL_LINES = 4
 _TAIL_BYTES = 4096
 _CONFIG_ERROR_CODE = 2
-_LIBC = ctypes.CDLL(None)
-_PR_SET_PDEATHSIG = 1
 
 #: Whether the server at a URL answers its health check: a border to `engine`, given by `cli`.
 IsWell = Callable[[str], Awaitable[bool]]
@@ -72,7 +68,7 @@ class Child:
         """
         await self.kill()
         port = self.plan.port or free_port()
-        with self.log.open("ab") as log:
+        with open_log(self.log) as log:
             self._process = process = await self._spawn(log, port=port)
         if self.plan.ready_timeout_s is None:
             return ""
@@ -117,7 +113,7 @@ class Child:
                 stdout=asyncio.subprocess.PIPE if piped else log,
                 stderr=asyncio.subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=None if self.plan.watches_lease else _die_with_parent,
+                preexec_fn=partial(_tie_to, os.getpid()),
             )
         except OSError as err:
             where = f"{self.plan.field}: " if self.plan.field else ""
@@ -145,9 +141,10 @@ class Child:
         """The output loop; `ready` gets the URL, or "" if the output ends without one."""
         assert process.stdout is not None
         seen = b""
-        with self.log.open("ab", buffering=0) as log:
+        with open_log(self.log) as log:
             while chunk := await process.stdout.read(65_536):
                 log.write(chunk)
+                log.flush()
                 if not ready.done():
                     seen += chunk
                     if found := READY_LINE.search(seen):
@@ -201,7 +198,7 @@ class Node:
         self.children: dict[str, Child] = {}
 
     async def __aenter__(self) -> Self:
-        self._lease = hold_lease(self._lease_path)
+        self._lease = hold(self._lease_path)
         return self
 
     async def __aexit__(
@@ -228,18 +225,29 @@ class Node:
             child.signal_kill()
 
 
+def open_log(path: Path) -> IO[bytes]:
+    """A child's log, to be appended to."""
+    try:
+        return path.open("ab")
+    except OSError as err:
+        raise RemoteError(f"{path}: cannot be written ({err.strerror})") from err
+
+
 def tail(log: Path) -> list[str]:
-    """The last lines that say something."""
+    """The last lines that say something; none of a log that was deleted."""
+    if not log.exists():
+        return []
     with log.open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
         lines = file.read().decode(errors="replace").splitlines()
     return [line.strip() for line in lines if line.strip()][-TAIL_LINES:]
 
 
-def _die_with_parent() -> None:
-    """In the child, before it becomes the server."""
-    if sys.platform == "linux":
-        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+def _tie_to(parent: int) -> None:
+    """In the child, before it becomes what it is to be."""
+    die_with_parent()
+    if os.getppid() != parent:  # it died before the kernel was told
+        os._exit(1)
 
 
 def _cause(code: int) -> str:

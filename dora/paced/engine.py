@@ -1,18 +1,16 @@
-"""An engine without a model: answers of a workload's length table, in the time that the simulator's server takes.
+"""An engine without a model: answers have the lengths of a workload's table and take the simulated server's time.
 
-It speaks the embedded engine's whole HTTP protocol and decides nothing but when tokens are there: `sim.instance` is
-driven by a clock that runs `time_scale` times faster than the wall's, so a late wake-up delays what is told and never
-what is decoded. The request id names the trajectory, and with it the answer; ids of probes get theirs at once.
-
-Loop. Consumes: requests, aborts and control orders. Produces: tokens, every `STREAM_TOKENS` decoding steps, and ends.
-Waits for: the next end or publication, or work. Unblocked by: the clock, `submit`, `abort`, `between_steps`.
-Invariant: `rows` are the generations whose requests the simulated server holds. Called by servers.py.
+It has the embedded engine's whole HTTP protocol and decides only when tokens appear. `sim.instance` is driven by a
+clock that runs `time_scale` times faster than the wall clock, so that a late wake-up delays publication but never
+decoding. The request id identifies the trajectory and so its answer; probes are answered at once. Invariant: `rows` are
+the generations whose requests the simulated server holds.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
+import re
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -21,30 +19,37 @@ from typing import Any, Final
 
 from dora.core.commands import Generate
 from dora.core.ids import InstanceId, TrajectoryId
-from dora.embedded.generation import ABORTED, Generation
+from dora.embedded.generation import ABORTED, ABORTED_WAITING, Generation
 from dora.embedded.metrics import EngineMetrics
 from dora.embedded.scheduler import Scheduler
-from dora.engine.rids import trajectory_of
 from dora.errors import InvariantViolation
 from dora.sim.answers import Answers
 from dora.sim.instance import Instance
 from dora.sim.server import Request, Server
 
+#: The id of a request that asks for a trajectory, and where it says which.
+_ASKS_FOR: Final = re.compile(r"[0-9a-f]{8}-\d{4}-([+-]\d{12})-\d{6}")
 #: Decoding steps between two publications (SGLang: stream_interval).
 STREAM_TOKENS: Final = 64
-#: A behavior log-prob as servers write it: a float32 in decimal.
+#: A behavior log-prob as a server writes it: a float32 in decimal.
 LOGPROB: Final = -0.6931471824645996
+
+
+def trajectory_of(rid: str) -> int | None:
+    """The trajectory that a request asks for; None for a probe or a comparison."""
+    found = _ASKS_FOR.fullmatch(rid)
+    return int(found[1]) if found else None
 
 
 @dataclass(kw_only=True)
 class PacedModel:
-    """What the control routes are told of the model that is not there."""
+    """The model that the control routes see."""
 
     context_tokens: int
     vocab_size: int
     eos_token_ids: frozenset[int]
-    pass_id: int  # the first token of an answer that will be rewarded
-    fail_id: int  # and of one that will not
+    pass_id: int  # first token of an answer that earns the reward
+    fail_id: int  # first token of one that does not
     model_type: str = "paced"
     architectures: list[str] = field(default_factory=lambda: ["Paced"])
     cached_tokens: int = 0  # siblings share their prompt in `sim.instance`
@@ -55,7 +60,7 @@ class PacedModel:
 
     def load(self, folder: Path) -> None:
         if not (folder / "config.json").is_file():
-            raise FileNotFoundError(f"{folder} is no model folder")
+            raise FileNotFoundError(f"{folder} is not a model folder")
 
     def put(self, tensors: Iterable[tuple[str, Any]]) -> None:
         for _ in tensors:
@@ -65,10 +70,10 @@ class PacedModel:
         return {}
 
     def flush(self) -> None:
-        """The simulated server forgets a prompt with the last sibling that reads it."""
+        """No effect: the simulated server drops a prompt with the last sibling that uses it."""
 
     def tokens(self, start: int, end: int, *, total: int, capped: bool, passes: bool) -> list[int]:
-        """Tokens [start, end) of an answer of `total`: the first says its reward, the last ends it unless capped."""
+        """Tokens [start, end) of an answer of `total`: the first encodes the reward, the last ends it unless capped."""
         made = [self.fail_id] * (end - start)
         if start == 0 and end and passes:
             made[0] = self.pass_id
@@ -83,7 +88,7 @@ class _Running:
 
     generation: Generation
     request: Request
-    start: int  # tokens of its answer that earlier attempts made
+    start: int  # tokens of its answer from earlier attempts
     passes: bool
 
 
@@ -102,7 +107,7 @@ class PacedEngine(Scheduler):
         self._paced = model
         self._answers, self._push_s, self._time_scale = answers, push_s, time_scale
         self._instance = Instance(InstanceId(0), server, slowness=slowness)
-        self._running: dict[TrajectoryId, _Running] = {}  # by a number of our own: attempts of one may overlap
+        self._running: dict[TrajectoryId, _Running] = {}  # by attempt; those of one may overlap
         self._number = 0
         self._publish_at = 0.0  # in the workload's time, as all that `_now` is compared with
 
@@ -120,7 +125,7 @@ class PacedEngine(Scheduler):
             await self._wait_until(due)
 
     async def _wait_until(self, due: float) -> None:
-        """Until the workload's time is `due`; unblocked by new work."""
+        """Wait until the workload's time is `due`, or for new work."""
         try:
             async with asyncio.timeout((due - self._now()) / self._time_scale if due < math.inf else None):
                 await self._wake.wait()
@@ -128,10 +133,10 @@ class PacedEngine(Scheduler):
             return
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Nothing to release."""
 
     async def _run_on_thread(self, order: Callable[[], object]) -> object:
-        """A load of weights takes as long as the workload's pushes."""
+        """Loading weights takes as long as a push of the workload."""
         await asyncio.sleep(self._push_s / self._time_scale)
         return order()
 
@@ -144,7 +149,7 @@ class PacedEngine(Scheduler):
                 self.waiting.append(self._let_go(number).generation)
 
     def release(self) -> None:
-        self._instance.anchor = max(self._instance.anchor, self._now())  # no step was done meanwhile
+        self._instance.anchor = max(self._instance.anchor, self._now())  # no step ran during the pause
         super().release()
 
     # --- one turn
@@ -159,14 +164,14 @@ class PacedEngine(Scheduler):
         if not self.holding:
             self._end(self._instance.settle())
         self.used_tokens = self._instance.used
-        self._output_at = time.monotonic()  # who asks for a token has it
+        self._output_at = time.monotonic()  # a health probe succeeds at once
         self._stepped.set()
         self._publish_finished()
         if now >= self._publish_at:
             self._publish_rows()
 
     def _step_to(self, now: float) -> None:
-        """All decoding steps that are over by now, in order, whenever they ended."""
+        """Complete all decoding steps that ended before `now`, in order."""
         while (at := self._instance.next_at()) <= now:
             self._instance.reach(at)
             self._end(self._instance.settle())
@@ -188,13 +193,13 @@ class PacedEngine(Scheduler):
                 self._finish(self._let_go(number).generation, ABORTED)
             elif (generation := self.live.get(rid)) is not None and generation in self.waiting:
                 self.waiting.remove(generation)
-                self._finish(generation, ABORTED)
+                self._finish(generation, ABORTED_WAITING)
         self._aborting.clear()
 
     # --- one request
 
     def _take(self, generation: Generation) -> None:
-        """Hand it to the simulated server; a probe is answered at once."""
+        """Give the request to the simulated server; answer a probe at once."""
         trajectory = trajectory_of(generation.rid)
         generation.admitted_at = generation.prefilled_at = time.time()
         generation.cached_tokens = 0
@@ -206,12 +211,12 @@ class PacedEngine(Scheduler):
         produced = len(generation.prompt_ids) - answer.prompt_tokens
         if produced < 0:
             raise InvariantViolation(
-                f"request {generation.rid} has a prompt of {len(generation.prompt_ids)} tokens, the workload says "
-                f"{answer.prompt_tokens}: it is of another run"
+                f"request {generation.rid} has a prompt of {len(generation.prompt_ids)} tokens, but the workload says "
+                f"{answer.prompt_tokens}: it belongs to another run"
             )
         self._number += 1
         number = TrajectoryId(self._number)
-        so_far = produced + len(generation.output_ids)  # the latter were made before a retraction
+        so_far = produced + len(generation.output_ids)  # the latter precede a retraction
         order = Generate(number, 0, self._instance.id, 0, so_far)
         request = Request(order, group, answer.prompt_tokens, answer.lengths[sibling], so_far)
         passes = answer.rewards[sibling] > 0
@@ -249,7 +254,7 @@ class PacedEngine(Scheduler):
         return running
 
     def _grow(self, running: _Running, num_tokens: int) -> None:
-        """Its answer has so many tokens now, those of earlier attempts included."""
+        """Extend the answer to `num_tokens`, those of earlier attempts included."""
         generation, total = running.generation, running.request.total
         have = running.start + len(generation.output_ids)
         generation.output_ids += self._paced.tokens(

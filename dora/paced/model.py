@@ -1,7 +1,4 @@
-"""A model folder without a model: the seed's tokenizer, a config, and weights that are the version's number.
-
-Called by `dora pace` for the run's model and by the paced ranks for every version.
-"""
+"""A model folder without a model: the seed's tokenizer, a config, and the version number in place of weights."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ _COPIED: Final = ("tokenizer.json", "tokenizer_config.json", "generation_config.
 
 
 def write_model(folder: Path, *, like: Path, version: int, positions: int | None = None) -> None:
-    """Fill `folder` after the one in `like`, with room for `positions` tokens, or as many as that has."""
+    """Fill `folder` with the files of `like`; `positions` replaces the context length."""
     for name in _COPIED:
         shutil.copyfile(like / name, folder / name)
     config = json.loads((like / "config.json").read_text(encoding="utf-8"))

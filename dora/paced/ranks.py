@@ -1,11 +1,8 @@
-"""All ranks of a paced trainer in one process: the real messages over real ZeroMQ, the simulator's times.
+"""All ranks of a paced trainer in one process: real messages over real ZeroMQ, in the simulator's time.
 
-The ranks work in lockstep, as the simulated ones do: a wave is taken up when every rank has its micro-batch, and a rank
-that is late by the machine's doing does not move the due times of what follows. A version is a folder of a few KB.
-Invariant: step s trains waves 0, 1, ... in order and publishes s + 1 once.
-
-Main loop: consumes one micro-batch per rank; produces MicroBatchTrained, StepTrained, VersionPublished and
-CheckpointSaved; waits for the next wave; unblocked by it, ended by Stop. Called by `dora pace`, in its own process.
+The ranks work in lockstep, like the simulated ones: a wave starts when every rank has its micro-batch, and a delay
+caused by this machine does not move the due times of later waves. A version is a folder of a few KB. Invariant: step s
+trains waves 0, 1, ... in order and publishes version s + 1 once.
 """
 
 from __future__ import annotations
@@ -41,7 +38,7 @@ PUBLISH_TIMEOUT_S: Final = 600.0
 
 
 def run_ranks(workload: Workload, *, address: str, token: str, time_scale: float) -> None:
-    """Every rank of the workload's trainer, until Stop."""
+    """Run every rank of the workload's trainer until Stop."""
     world_size = workload.num_ranks
     ends = [TrainerEnd(address=address, token=token, rank=i, world_size=world_size) for i in range(world_size)]
     try:
@@ -68,9 +65,10 @@ class _Trainer:
         self._published: Future[None] | None = None
         self._free_at = 0.0
         self._step = 0
+        self._chain = order.chain
 
     def run(self) -> None:
-        self._publish(0, due=self._now())
+        self._publish(0, self._chain, due=self._now())
         for rank, end in enumerate(self._ends):
             end.send(Ready(rank=rank, next_step=0))
         while not isinstance((messages := _from_each(self._ends))[0], Stop):
@@ -105,37 +103,34 @@ class _Trainer:
                 )
             )
         if first.last:
-            self._close_step()
+            self._close_step(first.chain)
 
-    def _close_step(self) -> None:
+    def _close_step(self, chain: str) -> None:
         self._wait_until(self._free_at)
-        trained, self._step = self._step, self._step + 1
-        self._ends[0].send(StepTrained(rank=0, step=trained, metrics={}))
+        trained, self._step, self._chain = self._step, self._step + 1, chain
+        self._ends[0].send(StepTrained(rank=0, step=trained, metrics={}, chain=chain))
         due = self._free_at + self._publish_s
         if self._published is not None:
             self._published.result(PUBLISH_TIMEOUT_S)
-        self._published = self._publisher.submit(self._publish, self._step, due=due)
+        self._published = self._publisher.submit(self._publish, self._step, chain, due=due)
         settings = self._order.settings
         if self._step % settings.checkpoint_every == 0 or self._step == settings.steps:
             self._save_checkpoint()
 
-    def _publish(self, version: int, *, due: float) -> None:
-        """Writing is within the time that the workload gives to it, not beside it."""
+    def _publish(self, version: int, chain: str, *, due: float) -> None:
+        """Publish at `due`; writing the files is part of the workload's publication time."""
         staged = self._store.stage(version)
         write_model(staged, like=Path(self._order.model_path), version=version)
-        manifest = self._store.seal(version, staged)
+        manifest = self._store.seal(version, staged, chain=chain)
         self._wait_until(due)
-        self._ends[0].send(
-            VersionPublished(
-                version=version, num_bytes=manifest.num_bytes, files=dict(manifest.files), replayed=False, matches=True
-            )
-        )
+        files = dict(manifest.files)
+        self._ends[0].send(VersionPublished(version=version, num_bytes=manifest.num_bytes, files=files, chain=chain))
 
     def _save_checkpoint(self) -> None:
         """A paced trainer has no state but its step."""
         folder = Path(self._order.checkpoints) / f"step-{self._step}"
         folder.mkdir(exist_ok=True)
-        self._ends[0].send(CheckpointSaved(step=self._step, folder=str(folder)))
+        self._ends[0].send(CheckpointSaved(step=self._step, folder=str(folder), chain=self._chain))
 
 
 def _from_each(ends: Sequence[TrainerEnd]) -> list[ToTrainer]:

@@ -1,7 +1,4 @@
-"""Many paced engines in one process, each on a port of its own. Called by `dora pace`, which starts such processes.
-
-Invariant: the engines share nothing but the process; the controller cannot tell them from servers of their own.
-"""
+"""Many paced engines in one process, each on its own port. To the controller they are separate servers."""
 
 from __future__ import annotations
 
@@ -16,32 +13,36 @@ import uvloop
 
 from dora.embedded.server import ServeOptions, listening
 from dora.paced.engine import PacedEngine, PacedModel
-from dora.sim.workload import load
+from dora.sim.workload import Workload, load
 from dora.tasks.tokenizer import load_tokenizer
 
 
-def run_servers(workload_path: Path, *, model: Path, first: int, count: int, seed: int, time_scale: float) -> None:
-    """Serve instances [first, first + count) of a workload until SIGTERM; blocks."""
+def run_servers(
+    workload_path: Path, *, model: Path, first: int, count: int, seed: int, time_scale: float, api_key: str | None
+) -> None:
+    """Serve instances [first, first + count) of a workload until SIGTERM."""
     gc.freeze()
-    uvloop.run(_serve(workload_path, model=model, first=first, count=count, seed=seed, time_scale=time_scale))
-
-
-async def _serve(workload_path: Path, *, model: Path, first: int, count: int, seed: int, time_scale: float) -> None:
     workload = load(workload_path)
-    server, fleet = workload.fleet.server, workload.fleet
-    answers = workload.answers(seed=seed)
     options = ServeOptions(
         model_path=model,
-        slots=server.slots,
-        kv_tokens=server.kv_tokens,
+        slots=workload.fleet.server.slots,
+        kv_tokens=workload.fleet.server.kv_tokens,
         incremental_streaming_output=True,
         skip_tokenizer_init=True,
+        api_key=api_key,
     )
+    instances = range(first, first + count)
+    uvloop.run(_serve(workload, options, instances=instances, seed=seed, time_scale=time_scale))
+
+
+async def _serve(workload: Workload, options: ServeOptions, *, instances: range, seed: int, time_scale: float) -> None:
+    server, fleet = workload.fleet.server, workload.fleet
+    answers = workload.answers(seed=seed)
     urls, loops = [], []
     async with AsyncExitStack() as stack:
-        for index in range(first, first + count):
+        for index in instances:
             engine = PacedEngine(
-                paced_model(model, context_tokens=server.kv_tokens + 1),
+                paced_model(options.model_path, context_tokens=server.kv_tokens + 1),
                 answers=answers,
                 server=server,
                 slowness=1 / fleet.slow_speed if index < fleet.slow_instances else 1.0,
@@ -56,12 +57,12 @@ async def _serve(workload_path: Path, *, model: Path, first: int, count: int, se
         stopped = asyncio.create_task(_signaled(), name="wait for a signal")
         done, _ = await asyncio.wait({stopped, *loops}, return_when=asyncio.FIRST_COMPLETED)
         for task in done - {stopped}:
-            task.result()  # an engine ends by an error alone
+            task.result()  # an engine ends only with an error
         stopped.cancel()
 
 
 def paced_model(folder: Path, *, context_tokens: int) -> PacedModel:
-    """The tokens that a paced answer is made of, from the run's own tokenizer."""
+    """A paced model whose tokens come from the run's own tokenizer."""
     tokenizer = load_tokenizer(folder)
     [passing], [failing] = (tokenizer.encode(text, special_tokens=False) for text in ("1", "0"))
     return PacedModel(
@@ -74,7 +75,7 @@ def paced_model(folder: Path, *, context_tokens: int) -> PacedModel:
 
 
 async def _signaled() -> None:
-    """Waits without limit; unblocked by SIGTERM or SIGINT."""
+    """Wait for SIGTERM or SIGINT."""
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)

@@ -2,13 +2,13 @@
 
     python -m dora.seed.make OUT
 
-Two habits are taught. A worked answer ("a3b08c10" for "a3b5c2=") carries a running total and is nearly always right; a
-blurted answer ("12") is mostly wrong. First the working is learned alone, then both are shown, blurting more often: the
-policy starts out weak, yet samples what reinforcement learning needs to find. Answers are as long as the problem when
-worked, so lengths have a heavy tail from the first step on.
+The model learns two kinds of answers. A worked answer ("a3b08c10" for "a3b5c2=") has a running total and is nearly
+always right; a guess ("12") is mostly wrong. It first learns worked answers alone and then both, with more guesses. So
+the policy starts out weak, but samples the worked answers that reinforcement learning has to find. Worked answers are
+as long as their problem, so lengths have a heavy tail from the first step on.
 
-Invariant: the result is a function of `Recipe` alone (on one torch build, one thread). Called by hand when the recipe
-changes; the outcome is committed under `dora/seed/checkpoint/`, which `dora.seed.policy` finds.
+Invariant: the result is a function of `Recipe` alone (on one torch build, with one thread). Run this when the recipe
+changes, and commit the result under `dora/seed/checkpoint/`.
 """
 
 from __future__ import annotations
@@ -29,37 +29,37 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from dora.tasks.arithmetic import LABELS, problem
 
 PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
-IGNORED = -100  # target of a position that carries no loss
-BLOCK = 1000  # demonstrations that are sorted by length together
+IGNORED = -100  # target of a position without loss
+BLOCK = 1000  # number of demonstrations that are sorted by length together
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that decides the outcome."""
+    """Everything that determines the result."""
 
     seed: int = 7
-    #: Steps on worked answers alone, then steps on both styles.
+    #: Steps on worked answers alone, then steps on both kinds.
     worked_steps: int = 1400
     mixed_steps: int = 600
-    #: Padded tokens of one batch.
+    #: Maximum number of tokens in one batch, padding included.
     batch_tokens: int = 1024
     peak_learning_rate: float = 2e-3
-    #: In the mixed part: share of worked answers, and of right ones among the blurted.
+    #: In the mixed part: share of worked answers, and of right answers among the guesses.
     worked_share: float = 0.2
     right_share: float = 0.1
-    #: Share of problems drawn from the tail alone, whose labels are rare otherwise, and its fewest terms.
+    #: Share of long problems, whose last labels are rare otherwise, and their minimum number of terms.
     long_share: float = 0.25
     long_terms: int = 12
-    #: A blurted wrong answer is at most so far off.
+    #: Maximum error of a wrong guess.
     spread: int = 4
-    #: Chance that one running total of a worked answer in the mixed part is off by one.
+    #: Probability that a running total of a worked answer in the mixed part is off by one.
     slip: float = 0.02
     hidden_size: int = 128
     num_layers: int = 3
 
 
 def make(out: Path, *, recipe: Recipe) -> None:
-    """Train by the recipe and write a complete Hugging Face folder."""
+    """Train by the recipe and write a Hugging Face folder."""
     torch.set_num_threads(1)  # sums in a fixed order
     tokenizer = build_tokenizer()
     model = build_model(tokenizer, recipe=recipe)
@@ -85,7 +85,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast, *, recipe: Recipe) -> Qwen3ForCausalLM:
-    """A Qwen3 of random weights, a function of the recipe's seed."""
+    """A Qwen3 with random weights, drawn with the recipe's seed."""
     torch.manual_seed(recipe.seed)
     config = Qwen3Config(
         vocab_size=len(tokenizer),
@@ -106,7 +106,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast, *, recipe: Recipe) -> Qwen3F
 
 
 def train(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, *, recipe: Recipe) -> None:
-    """Supervised warm-up; only the answer and its end carry loss."""
+    """Supervised training; only the answer and its end have loss."""
     num_steps = recipe.worked_steps + recipe.mixed_steps
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=recipe.peak_learning_rate, betas=(0.9, 0.98), weight_decay=0.01
@@ -129,7 +129,7 @@ def train(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, *, recipe
 
 
 def demonstration(prompt: str, answer: str, *, worked_share: float, recipe: Recipe, rng: random.Random) -> str:
-    """One answer in one of the two styles."""
+    """One answer of one of the two kinds."""
     if rng.random() < worked_share:
         slip = recipe.slip if worked_share < 1 else 0.0
         return _worked(prompt, slip=slip, rng=rng)
@@ -152,7 +152,7 @@ def _worked(prompt: str, *, slip: float, rng: random.Random) -> str:
 
 
 def _batches(tokenizer: PreTrainedTokenizerFast, *, recipe: Recipe) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Endless (input ids, targets), (B, T) each: rows of like length, so that little is padding."""
+    """Endless batches (input ids, targets), each (B, T), of rows of similar length, to keep padding small."""
     rng = random.Random(recipe.seed)
     num_batches = 0
     for first in count(step=BLOCK):
@@ -170,7 +170,7 @@ def _batches(tokenizer: PreTrainedTokenizerFast, *, recipe: Recipe) -> Iterator[
 
 
 def _cut(rows: list[tuple[int, list[int]]], *, batch_tokens: int) -> Iterator[list[tuple[int, list[int]]]]:
-    """Batches of at most `batch_tokens` padded tokens, from rows (prompt length, tokens) in order of length."""
+    """Batches of at most `batch_tokens` tokens, padding included, of rows (prompt length, tokens) sorted by length."""
     batch: list[tuple[int, list[int]]] = []
     for row in sorted(rows, key=lambda row: len(row[1])):
         if batch and (len(batch) + 1) * len(row[1]) > batch_tokens:

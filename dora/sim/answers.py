@@ -1,8 +1,8 @@
-"""What the simulated policy answers: prompt sizes, answer lengths, calls of tools and rewards, by group.
+"""The answers of the simulated policy: prompt sizes, answer lengths, tool calls and rewards, by group.
 
-Invariant: an answer depends on (seed, group, sibling) alone, so every strategy, split and fleet gets the same ones.
-Regimes after workloads.md §1 and 2, or lengths recorded in an earlier run. A regime gives the length of a turn, and an
-answer that calls no tool is one turn. Called by world.py, limit.py, the paced engine and measures of the tests.
+Invariant: an answer depends on (seed, group, sibling) alone, so that every strategy, split and fleet gets the same
+ones. Lengths come from a regime (docs/SIMULATION.md) or from an earlier run. A regime gives the length of a turn; an
+answer without tool calls is one turn.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from dora.sim.tools import Call, Tools
 
 Floats = NDArray[np.float64]
 
-#: Groups drawn at a time.
+#: Number of groups to draw at a time.
 BLOCK: Final = 512
-#: Pass probability of the hardest prompt is 1 - this (workloads.md §1).
+#: The hardest prompt is passed with probability 1 - HARDNESS.
 HARDNESS: Final = 0.8
 
 _phi: Final = np.frompyfunc(lambda z: 0.5 * math.erfc(-z / math.sqrt(2)), 1, 1)
@@ -31,7 +31,7 @@ def _normal_cdf(z: Floats) -> Floats:
     return np.asarray(_phi(z), dtype=np.float64)
 
 
-# -- length from a standard normal z (workloads.md §1, "Generators") -----------------------------------------------
+# -- length from a standard normal z -------------------------------------------------------------------------------
 
 
 def _early_base_model(z: Floats) -> Floats:
@@ -41,26 +41,26 @@ def _early_base_model(z: Floats) -> Floats:
 
 
 def _reasoner_at_a_cap(z: Floats) -> Floats:
-    """B: the variance sits between prompts, and the cap cuts 15 %."""
+    """B: nearly all variance is between prompts, and 15 % reach the cap."""
     return 9964 * np.exp(np.where(z < 0, 1.10, 0.457) * z)
 
 
 def _headline(z: Floats) -> Floats:
-    """D: the paper's headline, p99 beyond ten times the median."""
+    """D: the workload of arXiv 2604.26256, with a p99 above ten times the median."""
     return 1150 * np.exp(1.30 * z)
 
 
 def _search_agent(z: Floats) -> Floats:
-    """S: a turn between two calls; mean 78, p99 358 (workloads.md §2)."""
+    """S: a turn of a search agent between two calls; mean 78, p99 358."""
     return 57.1 * np.exp(0.789 * z)
 
 
 @dataclass(frozen=True, slots=True)
 class Regime:
-    """Lengths whose logarithm is a function of a normal variable that siblings share in part."""
+    """Lengths as a function of a normal variable z, part of which siblings share."""
 
     length: Callable[[Floats], Floats]
-    shared: float  #: rho: share of the variance of z that is the prompt's
+    shared: float  #: rho: share of the variance of z that siblings have in common
     cap: int
 
 
@@ -68,7 +68,7 @@ REGIMES: Final = {
     "A": Regime(_early_base_model, shared=0.22, cap=30_000),
     "B": Regime(_reasoner_at_a_cap, shared=0.95, cap=16_000),
     "D": Regime(_headline, shared=0.4, cap=30_000),
-    "S": Regime(_search_agent, shared=0.22, cap=4096),  # share and cap are ours
+    "S": Regime(_search_agent, shared=0.22, cap=4096),  # share and cap are not published, but chosen
 }
 
 #: C: normal components (not log-normal), one drawn per prompt: weights, means, deviations, and the cap.
@@ -85,17 +85,17 @@ class Group:
     """The answers to one prompt."""
 
     prompt_tokens: int
-    lengths: list[int]  #: what is decoded and what tools return
+    lengths: list[int]  #: tokens decoded and tokens returned by tools
     rewards: list[float]
-    calls: Sequence[tuple[Call, ...]] = ()  #: by sibling; empty: nobody calls a tool
+    calls: Sequence[tuple[Call, ...]] = ()  #: by sibling; empty if there are no tool calls
 
     def calls_of(self, sibling: int) -> tuple[Call, ...]:
-        """What one answer calls."""
+        """The tool calls of one answer."""
         return self.calls[sibling] if self.calls else ()
 
 
 class Answers:
-    """Groups by number, drawn a block at a time and kept while they may still be asked for."""
+    """Groups by number, drawn in blocks and kept until `forget_before`."""
 
     def __init__(
         self,
@@ -125,7 +125,7 @@ class Answers:
         return self._blocks[block][place]
 
     def forget_before(self, number: int) -> None:
-        """Groups below `number` are not asked for again."""
+        """Drop groups below `number`, which must not be requested again."""
         for block in [b for b in self._blocks if (b + 1) * BLOCK <= number]:
             del self._blocks[block]
 
@@ -156,5 +156,5 @@ def _mixture(z_turn: Floats, component: Floats) -> Floats:
 
 
 def cap_of(regime: str) -> int:
-    """Longest answer that a regime gives."""
+    """The longest answer of a regime."""
     return MIXTURE[3] if regime == "C" else REGIMES[regime].cap

@@ -2,17 +2,17 @@
 
 All running requests gain one token per decoding step, and a step takes `DecodeTime.step_s` of the batch. Between two
 changes of the batch the time of n steps is a quadratic in n, so nothing is computed per token: a request that joins at
-step j with a tokens has a + (steps - j) of them at any later step. A prefill halts the batch (as SGLang's does without
-chunk mixing); siblings that are resident share the prompt's KV. When the next step does not fit, the youngest request
-is evicted; it waits, first in line, and is prefilled again with all its tokens.
+step j with a tokens has a + (steps - j) of them at any later step. A prefill halts the batch (as on a server without
+chunk mixing); resident siblings share the KV of their prompt. If the next step does not fit, the youngest request is
+evicted: it goes to the head of the queue and is prefilled again with all its tokens.
 
-A request that calls a tool leaves the batch and keeps its slot. Its KV stays, but makes way for whoever needs the room,
-the longest idle first. When the result is there, the request waits like a new one; the result is prefilled, and all its
-tokens are if the KV has gone.
+A request that calls a tool leaves the batch and keeps its slot. Its KV stays until another request needs the space; the
+longest idle is dropped first. When the result has arrived, the request queues like a new one, and the result is
+prefilled, or all its tokens if its KV was dropped.
 
-Invariant: `used` is the KV of running and of idle requests, prompts shared by siblings counted once, and never above
-`kv_tokens` while more than one request has any. `use` accounts for all the time until the anchor. Called by world.py
-and the paced engine, which ask `next_at()` when something will happen by itself.
+Invariant: `used` is the KV of running and idle requests, with prompts shared by siblings counted once, and never above
+`kv_tokens` while more than one request has KV. `use` accounts for all time until the anchor. `next_at()` tells when
+something will happen without further input.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from dora.core.events import Span
 from dora.core.ids import InstanceId, TrajectoryId
 from dora.sim.server import Request, Server, Use
 
-#: A request is taken in only where every running one, itself included, can grow by so many tokens.
+#: A request is admitted only if every running one, itself included, can grow by this many tokens.
 HEADROOM_TOKENS: Final = 64
 
 
@@ -66,58 +66,58 @@ class Instance:
     def __init__(self, id: InstanceId, server: Server, *, slowness: float = 1.0) -> None:
         self.id = id
         self.server = server
-        self.slowness = slowness  #: factor on all its times
+        self.slowness = slowness  #: factor of all its times
         self.incarnation = 0
         self.up = False
-        self.version: int | None = None  #: None: it holds no version of the run, or is being pushed
+        self.version: int | None = None  #: None if it holds no version of the run, or a push is under way
         self.is_newest = True
         self.requests: dict[TrajectoryId, Request] = {}
         self.waiting: deque[Request] = deque()
-        self.num_running = 0  #: requests in the batch: all but those that wait or call
-        self.halted = False  #: another has its device
-        self.steps = 0  #: decoding steps done
-        self.anchor = 0.0  #: when the last of them was done; in the future during a prefill or a push
+        self.num_running = 0  #: requests in the batch: all but those that are queued or call a tool
+        self.halted = False  #: training has its device
+        self.steps = 0  #: number of decoding steps done
+        self.anchor = 0.0  #: end of the last one; in the future during a prefill or a push
         self.context = 0  #: tokens that a step reads: prompts and answers of all running requests
         self.used = 0
         self.evictions = 0
         self.use = Use()
-        self.held_s = 0.0  #: time that requests have held slots, less the anchor for each that does: see `slots_s`
-        self.called_s = 0.0  #: the same of calls
-        self.wake = 0  #: number of the latest plan: a wake-up of an older one is void
+        self.held_s = 0.0  #: time that requests have held slots, minus the anchor for each that does: see `slots_s`
+        self.called_s = 0.0  #: the same for tool calls
+        self.wake = 0  #: number of the latest plan; a wake-up of an older one is ignored
         self._ages = 0
-        self._ahead: int | None = None  # steps until an answer ends or the KV is full; None: the batch has changed
+        self._ahead: int | None = None  # steps until an answer ends or the KV is full; None after a change of the batch
         self._ending: list[tuple[int, TrajectoryId, int]] = []  # heap of (last step, id, age)
         self._sharing: dict[int, int] = {}  # group -> siblings with KV
-        self._calls: list[tuple[float, TrajectoryId]] = []  # heap of (when the result is there, who waits for it)
-        self._idle: dict[TrajectoryId, Request] = {}  # have KV and do not run; the longest idle first
+        self._calls: list[tuple[float, TrajectoryId]] = []  # heap of (time of the result, its request)
+        self._idle: dict[TrajectoryId, Request] = {}  # requests that have KV and do not run, the longest idle first
 
     def tokens(self, request: Request) -> int:
-        """Tokens of its answer so far."""
+        """The number of tokens of a request's answer so far."""
         return request.offset + self.steps if request.running else request.offset
 
     def counts(self) -> dict[TrajectoryId, int]:
-        """Tokens of all its answers so far."""
+        """The number of tokens of every answer so far."""
         steps = self.steps
         return {id: r.offset + steps if r.running else r.offset for id, r in self.requests.items()}
 
     def slots_s(self) -> tuple[float, float]:
-        """Slot-seconds until the anchor: held by requests, and of these by their calls."""
+        """Slot-seconds until the anchor: held by requests, and the part held during tool calls."""
         return self.held_s + len(self.requests) * self.anchor, self.called_s + len(self._calls) * self.anchor
 
     # -- time -----------------------------------------------------------------------------------------------------
 
     def next_at(self) -> float:
-        """When the next answer ends or calls, a result is there, or the KV is full; infinity if nothing runs."""
+        """When the next answer ends or calls a tool, a result arrives, or the KV is full; infinity if nothing runs."""
         decodes = self.num_running and not self.halted
         at = self.anchor + self._duration(self._steps_ahead()) if decodes else math.inf
         return min(at, self._calls[0][0]) if self._calls else at
 
     def after(self, steps: int) -> float:
-        """When so many more steps are done, if the batch stays as it is; infinity if nothing runs."""
+        """The time after `steps` more steps of the same batch; infinity if nothing runs."""
         return self.anchor + self._duration(steps) if self.num_running else math.inf
 
     def reach(self, now: float) -> None:
-        """Do all steps that are over at `now`; results that are there then wait to be read."""
+        """Do all steps that end by `now`, and queue the requests whose results have arrived."""
         if not self.num_running or self.halted:
             self._rest(now)
         elif now > self.anchor:
@@ -143,7 +143,7 @@ class Instance:
             self.anchor = now
 
     def _steps_ahead(self) -> int:
-        """Steps until an answer ends or calls, or the KV is full."""
+        """Number of steps until an answer ends or calls a tool, or the KV is full."""
         if self._ahead is None:
             self._drop_stale()
             self._ahead = self._ending[0][0] - self.steps
@@ -178,7 +178,7 @@ class Instance:
         )
 
     def _go(self, steps: int, taken: float) -> None:
-        """Do the next `steps`, which take so many seconds."""
+        """Do the next `steps`, which take `taken` seconds."""
         running, server = self.num_running, self.server
         self.anchor += taken
         self.steps += steps
@@ -198,7 +198,7 @@ class Instance:
     # -- requests ---------------------------------------------------------------------------------------------------
 
     def take(self, request: Request) -> None:
-        """A request arrives, maybe with a call under way; call `reach` first and `settle` afterwards."""
+        """Take a request, possibly with a tool call under way. Call `reach` first and `settle` afterwards."""
         self.requests[request.order.trajectory] = request
         self.held_s -= self.anchor
         if request.back_at is None:
@@ -212,7 +212,7 @@ class Instance:
         self.called_s -= self.anchor
 
     def settle(self) -> list[Request]:
-        """At a boundary between steps: answers that have ended leave, the KV is made to fit, who waits is let in."""
+        """At a step boundary: remove answers that have ended, make the KV fit, and admit queued requests."""
         ended = self.end()
         while self.used + self.num_running > self.server.kv_tokens and (self._idle or self.num_running > 1):
             if self._idle:
@@ -224,8 +224,8 @@ class Instance:
         return ended
 
     def end(self) -> list[Request]:
-        """At a boundary between steps: answers that have ended leave, others begin their calls; call `settle` before
-        time goes on."""
+        """At a step boundary: remove answers that have ended, and let others begin their tool calls. Call `settle`
+        before time advances."""
         ended = []
         while self._ending and self.num_running:
             self._drop_stale()
@@ -242,8 +242,8 @@ class Instance:
         return ended
 
     def pause(self, until: float, *, retract: bool) -> None:
-        """A push: no step before its end; with `retract` all KV goes, and what runs is prefilled again. `reach` first,
-        `settle` afterwards."""
+        """Pause for a push, which ends at `until`. With `retract` all KV is dropped, and running requests are prefilled
+        again. Call `reach` first and `settle` afterwards."""
         if retract:
             for request in list(self._idle.values()):
                 self._free(request)
@@ -254,20 +254,20 @@ class Instance:
             self.anchor = until
 
     def update(self, version: int) -> None:
-        """The weights change, and what runs goes on."""
+        """Change the weights under the running requests."""
         for request in self.requests.values():
             request.spans = self.spans(request)
         self.version = version
 
     def spans(self, request: Request) -> tuple[Span, ...]:
-        """Which versions its tokens came from, in this request."""
+        """The versions of the request's tokens."""
         assert self.version is not None
         start = request.spans[-1][2] if request.spans else request.order.num_tokens
         end = self.tokens(request)
         return (*request.spans, (self.version, start, end)) if end > start else request.spans
 
     def remove(self, id: TrajectoryId) -> Request:
-        """A request ends or is stopped; its `offset` is its tokens from now on."""
+        """Remove a request, which has ended or is stopped; its `offset` is then its number of tokens."""
         request = self.requests.pop(id)
         self.held_s += self.anchor
         if request.running:
@@ -286,7 +286,7 @@ class Instance:
         return request
 
     def clear(self) -> dict[TrajectoryId, Request]:
-        """The server dies: what ran there, with all its tokens and none of its KV."""
+        """Remove and return all requests, because the server fails; they keep their tokens and lose their KV."""
         self.held_s, self.called_s = self.slots_s()
         lost, self.requests = self.requests, {}
         for request in lost.values():
@@ -303,13 +303,13 @@ class Instance:
         return lost
 
     def _need(self, request: Request) -> int:
-        """KV tokens that it brings."""
+        """The KV tokens that a request needs in addition."""
         if self._idle and request.order.trajectory in self._idle:
             return request.unread
         return request.offset + (0 if request.group in self._sharing else request.prompt_tokens)
 
     def _fits(self, request: Request) -> bool:
-        """Whether it can be let in; idle KV makes way if that is enough, or if nothing runs."""
+        """Whether a request can be admitted; drops idle KV if that suffices, or if nothing runs."""
         running, limit = self.num_running, self.server.kv_tokens
         growth = HEADROOM_TOKENS * (running + 1)
         if running >= self.server.slots:
@@ -323,14 +323,14 @@ class Instance:
         return True
 
     def _spare(self, idle: Sequence[Request], group: int) -> int:
-        """KV tokens that these hold and one of `group` does not need."""
+        """The KV tokens that `idle` requests hold and a request of `group` does not share."""
         siblings = Counter(r.group for r in idle)
         prompts = {r.group: r.prompt_tokens for r in idle if siblings[r.group] == self._sharing[r.group]}
         prompts.pop(group, None)
         return sum(r.offset - r.unread for r in idle) + sum(prompts.values())
 
     def _start(self, request: Request) -> None:
-        """Prefill what is not in KV, or wait until it has come, then decode from the next step on."""
+        """Prefill what is not in KV, or wait until it is transferred, and then decode from the next step on."""
         need = self._need(request)
         was_idle = bool(self._idle) and self._idle.pop(request.order.trajectory, None) is not None
         new = request.unread if request.offset else need
@@ -360,7 +360,7 @@ class Instance:
         return self.slowness * self.server.prefill_s(num_tokens, cached=cached)
 
     def _leave_batch(self, request: Request) -> None:
-        """It decodes no further; its KV stays."""
+        """Stop decoding a request; its KV stays."""
         request.offset += self.steps
         request.running = False
         self.num_running -= 1
@@ -368,7 +368,7 @@ class Instance:
         self.context -= request.prompt_tokens + request.offset
 
     def _free(self, request: Request) -> None:
-        """Its KV goes; it does not run."""
+        """Drop the KV of a request that is not running."""
         if self._idle:
             self._idle.pop(request.order.trajectory, None)
         self._ahead = None
@@ -381,12 +381,12 @@ class Instance:
             self.used -= request.prompt_tokens
 
     def _retract(self, request: Request) -> None:
-        """It leaves the batch and its KV goes; it waits, first in line."""
+        """Put a running request back to the head of the queue, and drop its KV."""
         self._leave_batch(request)
         self._free(request)
         self.waiting.appendleft(request)
 
     def _evict(self) -> None:
-        """The youngest waits."""
+        """Retract the youngest request."""
         self._retract(max((r for r in self.requests.values() if r.running), key=lambda r: r.age))
         self.evictions += 1

@@ -1,11 +1,10 @@
-"""The limit of system.md §3.2: what no scheduler can beat, from the workload and its own length table.
+"""The limit: the step time that no scheduler can beat, from the workload and its length table (docs/SIMULATION.md).
 
-T >= max(T_train, W / C, (L + tau) / (K + 1)) for `dora`; the barrier strategies have limits of their own there. Every
-term is a bound: a perfectly balanced trainer; every instance always at the batch that fills its KV or its slots, each
-prompt read once per group; the slowest answer alone, without a queue, its calls of tools and the reading of their
-results included. Results are read, not decoded; a call holds a slot and no KV. tau holds what stands between the
-slowest answer and the next version: its own micro-batch, one update, and writing the version to the store. Called by
-sweep.py and split.py.
+For `dora` it is T >= max(T_train, W / C, (L + tau) / (K + 1)); the strategies with barriers have other limits. Every
+term is a bound: T_train is that of a perfectly balanced trainer; W / C has every instance always at the batch that
+fills its KV or its slots, and reads each prompt once per group; L is the slowest answer alone, without a queue, with
+its tool calls and the reading of their results. Results are read, not decoded; a call holds a slot and no KV. tau is
+the time between the slowest answer and the next version: its own micro-batch, one update, and writing the version.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ from dora.sim.answers import Answers, Floats, Group
 from dora.sim.server import Server
 from dora.sim.workload import Workload
 
-#: Steps whose answers are averaged at most; blocks of consecutive groups in stream order.
+#: Maximum number of steps to average over; a step is a block of consecutive groups.
 MAX_BLOCKS: Final = 40
-#: Share of groups that is not filtered, where none of those looked at is kept: such a job ends with too many top-ups.
+#: Assumed share of groups that are not filtered, if none in the sample is kept; such a job fails with too many top-ups.
 _KEPT_AT_LEAST: Final = 0.01
 
 
@@ -36,7 +35,7 @@ class Limit(msgspec.Struct, frozen=True):
     slowest_s: float  #: L
     last_s: float  #: tau
     step_s: float  #: what the strategy cannot beat
-    rule: str  #: the term that rules: train, decode or slowest
+    rule: str  #: the largest term: train, decode or slowest
 
 
 def limit(workload: Workload, *, seed: int) -> Limit:
@@ -104,7 +103,7 @@ class _Block:
             self.waited_s[row, sibling] += call.latency_s
 
     def results_s(self, server: Server) -> Floats:
-        """Seconds of each answer's server for reading what its tools have returned."""
+        """Seconds that each answer's server takes to read its tool results."""
         seconds = np.zeros_like(self.lengths)
         for row, sibling, call in self._calls:
             seconds[row, sibling] += server.prefill_s(call.num_tokens, cached=int(self.prompts[row]) + call.at)
@@ -112,13 +111,13 @@ class _Block:
 
 
 def _num_asked(workload: Workload) -> int:
-    """Groups that are generated for one step, those that are thrown away included."""
+    """Number of groups generated for one step, discarded ones included."""
     n, rules = workload.job.groups_per_step, workload.rules
     return math.ceil(rules.oversample * n) if rules.discards else n
 
 
 def _trained(workload: Workload, answers: Answers, *, first: int) -> list[Group]:
-    """N groups; of those that are over-sampled, the N that would be complete first if each had a fleet of its own."""
+    """N groups; with over-sampling, the N that would be complete first if each had the fleet to itself."""
     n = workload.job.groups_per_step
     groups = [answers.group(first + i) for i in range(_num_asked(workload))]
     if len(groups) > n:
@@ -128,7 +127,7 @@ def _trained(workload: Workload, answers: Answers, *, first: int) -> list[Group]
 
 
 def _alone_s(block: _Block, *, server: Server) -> Floats:
-    """Prefill, decode and calls of each answer at batch 1."""
+    """Seconds of prefill, decoding and tool calls of each answer at batch 1."""
     prompts, decode = block.prompts, server.decode
     read_s = prompts * (server.prefill_s_per_token + server.prefill_s_per_token2 * prompts / 2)
     context = block.decoded * prompts[:, None] + block.before
@@ -137,19 +136,19 @@ def _alone_s(block: _Block, *, server: Server) -> Floats:
 
 
 def _decode_s(block: _Block, *, server: Server) -> float:
-    """Instance-seconds of decoding, if every step's batch fills the KV or the slots that calls leave it."""
+    """Instance-seconds of decoding, if the batch always fills the KV, or the slots that tool calls leave."""
     grown, decoded, prompts = float(block.before.sum()), block.decoded, block.prompts
-    shared = float((decoded.max(axis=1) * prompts).sum())  # a prompt stays in KV once, as long as its slowest sibling
+    shared = float((decoded.max(axis=1) * prompts).sum())  # a prompt is in KV once, until its slowest sibling ends
     read = grown + float((decoded.sum(axis=1) * prompts).sum())
     tokens = float(decoded.sum())
     steps = max((grown + shared) / server.kv_tokens, tokens / server.slots)
     decode = server.decode
     rest_s = tokens * decode.per_request_s + read * decode.per_token_s
-    slots_s = tokens * decode.base_s + rest_s + float(block.waited_s.sum())  # that the answers hold at the very least
+    slots_s = tokens * decode.base_s + rest_s + float(block.waited_s.sum())  # the least that the answers hold
     return max(steps * decode.base_s + rest_s, slots_s / server.slots)
 
 
 def _speed(workload: Workload) -> float:
-    """Instances, slow ones counted by their speed."""
+    """Number of instances, with slow ones weighted by their speed."""
     slow = min(workload.fleet.slow_instances, workload.num_instances)
     return workload.num_instances - slow * (1 - workload.fleet.slow_speed)

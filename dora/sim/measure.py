@@ -1,7 +1,7 @@
-"""What a simulation counts, and the result over its steady state.
+"""The counts of a simulation, and its result over the steady state.
 
-Warm-up and run-out are left out: the first 2 (K + 1) steps, and the last K + 1, whose deadlines the end of the job
-shortens (workloads.md §7.2). Called by world.py while it runs, and by whoever wants the `Result`.
+Warm-up and run-out are left out: the first 2 (K + 1) steps, and the last K + 1, whose deadlines are shortened by the
+end of the job.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from itertools import zip_longest
 
 import msgspec
 
-from dora.core.state import ControllerState
+from dora.core.state import State
 from dora.sim.instance import Instance
 from dora.sim.limit import Limit
 from dora.sim.server import Use
@@ -22,7 +22,7 @@ from dora.sim.workload import Workload
 
 @dataclass(slots=True)
 class Mark:
-    """Everything counted so far, when a step was trained."""
+    """All counts at the moment when a step was trained."""
 
     at: float
     tokens: int
@@ -50,7 +50,7 @@ class Measure:
         self.num_dropped = 0  #: groups filtered or failed
         self.num_discarded = 0  #: groups that were over-sampled
         self.trained = [0, 0]  #: answers of committed groups, and their tokens
-        self.thrown_away = [0, 0]  #: answers of discarded groups, and the tokens that they would have had
+        self.thrown_away = [0, 0]  #: answers of discarded groups, and their tokens at full length
         self._answers = 0
         self._instances = instances
         self._tokens = 0
@@ -60,35 +60,35 @@ class Measure:
         self._last_answer: dict[int, float] = {}  # by version
 
     def published(self, version: int, *, at: float) -> None:
-        """A version can be pushed."""
+        """Record that a version can be pushed."""
         assert version == len(self._published)
         self._published.append(at)
 
     def answered(self, version: int, *, at: float) -> None:
-        """An answer of this version is complete."""
+        """Record that an answer of this version is complete."""
         self._last_answer[version] = at
         self._answers += 1
 
     def committed(self, step: int, *, staleness: int, lengths: Sequence[int]) -> None:
-        """A group has its place in a step."""
+        """Record that a group was committed to a step."""
         counts = self.staleness.setdefault(step, [0] * (self.workload.rules.max_staleness + 1))
         counts += [0] * (staleness + 1 - len(counts))
         counts[staleness] += 1
         _add(self.trained, lengths)
 
     def discarded(self, lengths: Sequence[int]) -> None:
-        """A group was over-sampled."""
+        """Record that a group was discarded."""
         self.num_discarded += 1
         _add(self.thrown_away, lengths)
 
     def trained_wave(self, *, num_tokens: int, busy_s: float, unbalanced_s: float) -> None:
-        """The trainer was given a micro-batch per rank."""
+        """Record that a wave was sent to the trainer."""
         self._tokens += num_tokens
         self._busy_s += busy_s
         self._unbalanced_s += unbalanced_s
 
-    def step_trained(self, step: int, *, at: float, state: ControllerState) -> None:
-        """The optimizer update of a step is done."""
+    def step_trained(self, step: int, *, at: float, state: State) -> None:
+        """Record that a step was trained."""
         assert step == len(self.marks)
         use = Use()
         for instance in self._instances:
@@ -114,13 +114,13 @@ class Measure:
             )
         )
 
-    def result(self, *, seed: int, limit: Limit, state: ControllerState, num_events: int) -> Result:
-        """What the steady state gave."""
+    def result(self, *, seed: int, limit: Limit, state: State, num_events: int) -> Result:
+        """The result over the steady state."""
         first, last = self.window()
         a, b = self.marks[first], self.marks[last]
         steps, span = last - first, b.at - a.at
         use = b.use.plus(a.use, sign=-1)
-        fleet_s = sum(getattr(use, name) for name in Use.__slots__) or math.inf  # 0: all of it within one push
+        fleet_s = sum(getattr(use, name) for name in Use.__slots__) or math.inf  # 0 if all of it lies within one push
         slots_s = fleet_s * self.workload.fleet.server.slots
         shares = {name.removesuffix("_s"): getattr(use, name) / fleet_s for name in Use.__slots__}
         by_step = (self.staleness[s] for s in range(first + 1, last + 1))
@@ -175,7 +175,7 @@ class Measure:
 
 
 def window(steps: int, *, max_staleness: int) -> tuple[int, int]:
-    """The steps (first, last] of a job that are its steady state; there must be two at least."""
+    """The steps (first, last] that are the steady state of a job of at least two steps."""
     margin = max_staleness + 1
     first = min(2 * margin - 1, (steps - 1) // 3)
     return first, max(first + 1, steps - 1 - margin)
@@ -186,8 +186,8 @@ def _add(sums: list[int], lengths: Sequence[int]) -> None:
     sums[1] += sum(lengths)
 
 
-def _violations(state: ControllerState) -> int:
-    """Of the constraints that the strategy is to keep."""
+def _violations(state: State) -> int:
+    """Number of violations of the constraints that the strategy keeps."""
     counters = state.counters
     counts = {
         "C1": counters.version_conflicts,
@@ -198,10 +198,10 @@ def _violations(state: ControllerState) -> int:
 
 
 class Result(msgspec.Struct, frozen=True):
-    """One simulation's steady state. Migrations, evictions and dropped groups are per step."""
+    """The steady state of one simulation. Migrations, evictions and dropped groups are per step."""
 
     strategy: str
-    rules: str  #: of the orchestrator: `dora` or `paper`, and what it did without
+    rules: str  #: placement rules: `dora` or `paper`, and those turned off
     max_staleness: int
     regime: str
     devices: int
@@ -215,20 +215,20 @@ class Result(msgspec.Struct, frozen=True):
     ratio: float  #: step_s over the strategy's own limit
     instance_shares: dict[str, float]  #: of the fleet's time, see server.Use
     slot_load: float  #: share of all slots and time in which a request holds one
-    tool_load: float  #: the same while its call of a tool is under way; part of `slot_load`
+    tool_load: float  #: the part of `slot_load` in which a tool call is under way
     trainer_idle: float  #: share of time without work
-    trainer_unbalanced: float  #: share of time in which the mean rank waits for the fullest
+    trainer_unbalanced: float  #: share of time in which the average rank waits for the fullest
     staleness: tuple[int, ...]
     staleness_mean: float
     staleness_max: int
-    slowest_run_s: float  #: L_run: from publish to the last answer of the version
+    slowest_run_s: float  #: L_run: from the publication of a version to its last answer
     migrations: float
     evictions: float
     recovered: int
     dropped: float
-    mixed_share: float  #: of answers that have tokens of another version than their group's tag (C1)
-    discarded_share: float  #: of groups that are thrown away because their step is full (C2)
-    beyond_share: float  #: of groups trained more than K steps after their tag (C3)
+    mixed_share: float  #: share of answers with tokens of another version than their group's tag (C1)
+    discarded_share: float  #: share of groups that are discarded because their step is full (C2)
+    beyond_share: float  #: share of groups trained more than K steps after their tag (C3)
     length_bias: float  #: mean length trained over mean length generated, whole job; 1 unless something is discarded
-    violations: int  #: of the constraints that the strategy keeps; what it breaks by design is in the shares above
+    violations: int  #: of the constraints that the strategy keeps; the shares above count those it breaks by design
     events: int

@@ -1,7 +1,4 @@
-"""Pictures of simulations as SVG: the timeline of instances, staleness, step time against K, scaling.
-
-Called by `dora simulate --pictures DIR`.
-"""
+"""Pictures of simulations as SVG: the timeline of instances, staleness, step time against K, scaling."""
 
 from __future__ import annotations
 
@@ -16,22 +13,23 @@ from dora.sim.sweep import Case
 from dora.sim.trace import Span, Trace, trace
 from dora.sim.workload import Workload
 
-#: More instances than this are drawn in part, evenly spread.
+#: Maximum number of instances to draw; of a larger fleet, an evenly spaced part is drawn.
 MAX_ROWS: Final = 64
 ROWS_HEIGHT: Final = 480.0  #: pixels of all instances together
 TRAINER_HEIGHT: Final = 16.0
-#: Versions published closer together than this go without a label, but for the first.
+#: Minimum distance, in pixels, between two labels of versions.
 LABEL_WIDTH: Final = 28.0
-#: An instance that holds a version and decodes nothing has the version's color at this opacity.
+#: Opacity of the version's color where an instance holds the version and decodes nothing.
 HELD: Final = 0.25
 KEY: Final = (
-    "full color: decodes under that version (trainer: trains under it); pale: holds it, empty; "
-    "white: pushed, down or idle; dashed: publish"
+    "full color: decodes (trainer: trains) under that version; pale: holds it, but is empty; "
+    "white: push, down or idle; dashed: publication"
 )
 
 
 def draw(rows: Sequence[Row], cases: Iterable[Case]) -> dict[str, str]:
-    """By name, what a sweep has points for, and a timeline of each setting: a short job with its first seed."""
+    """The charts that a sweep has points for, and a timeline of each setting (a short job with its first seed), by
+    name."""
     drawn = {"staleness": staleness(rows), "step-time": step_time(rows)}
     if len({row.devices for row in rows}) > 1:
         drawn["scaling"] = scaling(rows)
@@ -49,7 +47,7 @@ def draw(rows: Sequence[Row], cases: Iterable[Case]) -> dict[str, str]:
 
 
 def timeline(trace: Trace, *, title: str, begin: float, end: float) -> str:
-    """Who held which version and decoded when, and when the trainer worked, between two moments in seconds."""
+    """Draw which version each instance held, when it decoded, and when the trainer worked, from `begin` to `end`."""
     every = math.ceil(len(trace.rows) / MAX_ROWS)
     shown = trace.rows[::every]
     scale = (svg.WIDTH - 24 - svg.LEFT) / (end - begin)
@@ -84,7 +82,7 @@ def timeline(trace: Trace, *, title: str, begin: float, end: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Window:
-    """The part of time that is drawn: seconds to pixels."""
+    """The time span that is drawn, and its scale."""
 
     begin: float
     end: float
@@ -94,7 +92,7 @@ class _Window:
         return svg.LEFT + (at - self.begin) * self.scale
 
     def bars(self, spans: Iterable[Span], *, y: float, height: float, opacity: float = 1.0) -> list[str]:
-        """Spans inside the window; gaps narrower than a third of a pixel are closed."""
+        """Bars for the spans inside the window; gaps narrower than a third of a pixel are closed."""
         inside = [s for s in spans if s.end > self.begin and s.begin < self.end]
         shapes = []
         for s in _merged(inside, gap=1 / (3 * self.scale)):
@@ -114,7 +112,7 @@ def _merged(spans: Iterable[Span], *, gap: float) -> list[Span]:
 
 
 def staleness(rows: Sequence[Row]) -> str:
-    """Share of the trained groups by staleness; of every strategy and K the fastest split."""
+    """Share of the trained groups by staleness, for the fastest split of every strategy and K."""
     rows = _fastest(rows)
     longest = max(len(row.staleness) for row in rows)
     frame = svg.Frame(-0.5, longest - 0.5, 1.0)
@@ -134,7 +132,7 @@ def staleness(rows: Sequence[Row]) -> str:
 
 
 def step_time(rows: Sequence[Row]) -> str:
-    """Seconds per step against K; the limit dashed."""
+    """Seconds per step against K, with the limit dashed."""
     fastest = _fastest(rows)
     ks = sorted({row.max_staleness for row in fastest})
     frame = svg.Frame(ks[0] - 0.3, ks[-1] + 0.3, 1.1 * max(row.step_s for row in fastest))
@@ -152,7 +150,7 @@ def step_time(rows: Sequence[Row]) -> str:
 
 
 def scaling(rows: Sequence[Row]) -> str:
-    """Step time over the limit against the size of the fleet, whose doublings are evenly spaced."""
+    """Step time over the limit against the size of the fleet, on a logarithmic axis."""
     fastest = _fastest(rows)
     sizes = sorted({row.devices for row in fastest})
     frame = svg.Frame(math.log2(sizes[0]), math.log2(sizes[-1]), 1.1 * max(row.ratio for row in fastest))
@@ -169,7 +167,7 @@ def scaling(rows: Sequence[Row]) -> str:
 
 
 def _fastest(rows: Sequence[Row]) -> list[Row]:
-    """Of every fleet, strategy and K the fastest split."""
+    """The fastest split of every fleet, strategy and K."""
     best: dict[tuple[int, str, int], Row] = {}
     for row in rows:
         key = (row.devices, row.strategy, row.max_staleness)

@@ -1,17 +1,15 @@
-"""A workload from a finished run's journal: its own lengths, latencies and rates.
+"""A workload from the journal of a finished run: its own lengths, latencies and rates.
 
-What is measured: lengths and rewards of complete groups; decoding, prefill and the way there and back from the duration
-of every undisturbed request against its tokens, the mean number of residents and what was prefilled meanwhile (least
-squares without negative terms); grading as a queue before the run's graders; pushing, publishing and updating; the
-trainer's tokens per second. Whatever slowed the run down, such as processes that share its cores, is inside these
-figures. Called by `dora simulate --from`.
+Measured are: lengths and rewards of complete groups; the times of decoding, prefill and the round trip, fitted to the
+duration of every undisturbed request (non-negative least squares over its tokens, the mean number of residents and the
+tokens prefilled meanwhile); grading, as a queue before the run's graders; pushes, publications and updates; and the
+trainer's tokens per second. These figures include whatever slowed the run down, such as other processes on its cores.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-import tomllib
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +20,7 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
+from dora.config.load import read_toml
 from dora.core import commands as cmd
 from dora.core import events as ev
 from dora.core.decode_time import DecodeTime
@@ -33,25 +32,25 @@ from dora.journal.run_folder import RunFolder
 from dora.sim.server import Server
 from dora.sim.workload import Fleet, Grade, Job, Lengths, Train, Workload, checked
 
-#: A rate so high that what it divides takes no time.
+#: A rate high enough to make a time negligible.
 _AT_ONCE: Final = 1e18
 
 
 class Timed(NamedTuple):
-    """One request that nothing disturbed."""
+    """One undisturbed request."""
 
     tokens: int
     batch: float  #: mean number of residents on its instance, itself included
-    read: int  #: tokens that the instance prefilled meanwhile, its own prompt included: a prefill halts the batch
+    read: int  #: tokens that the instance prefilled meanwhile, halting the batch; its own prompt included
     seconds: float
 
 
 @dataclass(slots=True)
 class _Batch:
-    """The requests that an instance holds, and what it has done."""
+    """The requests on an instance, and its work so far."""
 
     groups: Counter[int] = field(default_factory=Counter)  #: siblings that share a prompt in KV
-    integral: float = 0.0  #: of the number of residents over time
+    integral: float = 0.0  #: number of residents, integrated over time
     read: int = 0  #: tokens prefilled
     at: float = 0.0
 
@@ -60,7 +59,7 @@ class _Batch:
         self.at = at
 
     def join(self, group: int, *, prompt: int, produced: int, at: float) -> tuple[float, int]:
-        """A request joins; the integral and the tokens read before that."""
+        """Add a request; return the integral and the number of tokens read before."""
         self._reach(at)
         before = self.integral, self.read
         self.read += produced + (0 if self.groups[group] else prompt)
@@ -68,14 +67,14 @@ class _Batch:
         return before
 
     def leave(self, group: int, *, at: float) -> None:
-        """A request ends."""
+        """Remove a request."""
         self._reach(at)
         self.groups[group] -= 1
 
 
 @dataclass(slots=True)
 class Record:
-    """What a journal says of a run."""
+    """The measurements of a run."""
 
     settings: Settings
     prompts: dict[int, int] = field(default_factory=dict)
@@ -84,28 +83,28 @@ class Record:
     servers: dict[InstanceId, ev.InstanceUp] = field(default_factory=dict)
     requests: list[Timed] = field(default_factory=list)
     graders: int = 1
-    grading_s: list[float] = field(default_factory=list)  #: of one grader over one answer, waiting for it left out
+    grading_s: list[float] = field(default_factory=list)  #: time of one grader over one answer, without queueing
     push_s: list[float] = field(default_factory=list)
     publish_s: list[float] = field(default_factory=list)
     update_s: list[float] = field(default_factory=list)
-    trained: list[float] = field(default_factory=list)  #: when each step was
-    wave_tokens: int = 0  #: of the fullest rank, summed over micro-batches
+    trained: list[float] = field(default_factory=list)  #: time at which each step was trained
+    wave_tokens: int = 0  #: tokens of the fullest rank, summed over micro-batches
     wave_s: float = 0.0
     num_bytes: int = 0
 
 
 class _Reader:
-    """One pass over the journal; every command's answer is matched with it."""
+    """One pass over the journal, which matches each command with the event that answers it."""
 
     def __init__(self, settings: Settings, *, graders: int) -> None:
         self.record = Record(settings, graders=graders)
-        self._graders = [0.0] * graders  # a heap: since when each is free
+        self._graders = [0.0] * graders  # a heap of the times since which each is free
         self._batches: dict[InstanceId, _Batch] = {}
         self._running: dict[TrajectoryId, tuple[cmd.Generate, float, float, int]] = {}  # order, since, `_Batch.join`
         self._grading: dict[TrajectoryId, float] = {}
         self._pushing: dict[InstanceId, float] = {}
         self._waves: dict[tuple[int, int], tuple[float, cmd.TrainMicroBatch]] = {}
-        self._free_at = 0.0  # when the trainer was last known to be done
+        self._free_at = 0.0  # when the trainer last finished its work
         self._trained_at = 0.0
 
     def read(self, entries: Iterable[tuple[ev.Event, Sequence[cmd.Command]]]) -> Record:
@@ -130,7 +129,7 @@ class _Reader:
                 self._batches.pop(event.instance, None)
             case ev.ControllerRestarted():
                 for under_way in (self._running, self._batches, self._grading, self._pushing, self._waves):
-                    under_way.clear()  # nobody will hear how it ended
+                    under_way.clear()  # their ends are not recorded
             case ev.TrajectoryGraded() if event.trajectory in self._grading:
                 begun = max(self._grading.pop(event.trajectory), heapreplace(self._graders, event.at))
                 record.grading_s.append(event.at - begun)
@@ -195,10 +194,10 @@ class _Reader:
 
 
 def read_run(folder: Path) -> tuple[Workload, Record]:
-    """The workload that a finished run was, and what was read of it."""
+    """The workload of a finished run, and its measurements."""
     run = RunFolder.open(folder)
     journal = Journal(run.journal)
-    task = tomllib.loads(run.config.read_text(encoding="utf-8")).get("task", {})
+    task = read_toml(run.config).get("task", {})
     record = _Reader(journal.header.settings, graders=task.get("graders", 1)).read(journal)
     if len(record.trained) < 2 or not record.requests:
         raise ConfigError(f"{folder}: has trained {len(record.trained)} steps; a simulation needs at least 2 of them")
@@ -242,7 +241,7 @@ def _workload(record: Record) -> Workload:
 
 
 def _grade(record: Record) -> Grade:
-    """The log-normal with the mean and the deviation that were measured: a queue is as long as both make it."""
+    """The log-normal with the measured mean and deviation, which together determine the length of a queue."""
     mean_s = mean(record.grading_s)
     sigma = math.sqrt(math.log1p((pstdev(record.grading_s) / mean_s) ** 2))
     return Grade(median_s=mean_s * math.exp(-(sigma**2) / 2), sigma=sigma, workers=record.graders)
@@ -271,10 +270,10 @@ def _fleet(record: Record) -> Fleet:
 
 
 def fit_times(requests: Sequence[Timed]) -> tuple[DecodeTime, float, float]:
-    """Decoding, prefill per token and what a request takes besides: seconds = tokens · (base + per_request · batch) +
-    read · prefill + besides, over all requests.
+    """Fit seconds = tokens · (base + per_request · batch) + read · prefill + rest; return decoding, prefill per token
+    and rest.
 
-    Each request is weighted alike; of all choices of terms without a negative coefficient the closest one is taken.
+    All requests have the same weight. Of all subsets of the terms, the best fit without a negative coefficient is used.
     """
     tokens, batch, read, seconds = np.array(requests, dtype=np.float64).T
     terms = np.stack([tokens, tokens * batch, read, np.ones(len(tokens))], axis=1) / seconds[:, None]

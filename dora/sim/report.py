@@ -1,4 +1,4 @@
-"""Results of a sweep as a table, and as data. Pure; called by `dora simulate` and bench/simulator.py."""
+"""The results of a sweep, as a table and as data."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ COLUMNS = (
 
 
 class Row(msgspec.Struct, frozen=True):
-    """One setting over its seeds: the median of step times, means of the rest."""
+    """One setting over its seeds: the median of the step times, and the means of all else."""
 
     devices: int
     instances: int
@@ -49,7 +49,7 @@ class Row(msgspec.Struct, frozen=True):
     limit_s: float
     rule: str
     ratio: float
-    sync_ratio: float | None  #: step time of `sync` on as many devices over this one; None: it was not simulated
+    sync_ratio: float | None  #: step time of `sync` on as many devices over this one; None if it was not simulated
     trainer_idle: float
     trainer_unbalanced: float
     instance_shares: dict[str, float]
@@ -68,7 +68,7 @@ class Row(msgspec.Struct, frozen=True):
 
 
 def rows(results: Iterable[Result]) -> list[Row]:
-    """One row per setting, in the order in which settings first appear."""
+    """One row per setting, in order of appearance."""
     by_setting: dict[_Setting, list[Result]] = {}
     for r in results:
         setting = (r.devices, r.instances, r.strategy, r.rules, r.max_staleness, r.rollout_devices)
@@ -117,14 +117,14 @@ def _row(setting: _Setting, found: Sequence[Result], *, sync_s: float | None) ->
 
 
 def _shares(found: Sequence[Result]) -> dict[str, float]:
-    """Means over the seeds; all prefill together."""
+    """Means over the seeds, with all prefill in one share."""
     shares = {name: fmean(r.instance_shares[name] for r in found) for name in found[0].instance_shares}
     shares["prefill"] += shares.pop("again")
     return shares
 
 
 def table(found: Sequence[Row]) -> str:
-    """Markdown, aligned; `*` marks the fastest split of a strategy."""
+    """An aligned Markdown table; `*` marks the fastest split of a strategy."""
     best: dict[tuple[int, str, str, int], float] = {}
     for row in found:
         key = (row.devices, row.strategy, row.rules, row.max_staleness)
@@ -165,6 +165,6 @@ def _cells(row: Row, is_best: bool) -> tuple[str, ...]:
 
 
 def _by_design(row: Row) -> str:
-    """What the strategy costs the constraints that it does without: shares of answers (C1) and groups (C2, C3)."""
+    """How often the strategy breaks constraints by design: shares of answers (C1) and of groups (C2, C3)."""
     shares = {"C1": row.mixed_share, "C2": row.discarded_share, "C3": row.beyond_share}
     return ", ".join(f"{name} {share:.1%}" for name, share in shares.items() if share) or "-"

@@ -1,7 +1,4 @@
-"""What a simulated server can do, a request on it, and where its time went. Data only; instance.py is the machine.
-
-Called by instance.py, world.py, measure.py, workload.py and the paced engine.
-"""
+"""A simulated server's capabilities, a request on it, and an account of its time. Data only; see instance.py."""
 
 from __future__ import annotations
 
@@ -16,22 +13,22 @@ from dora.sim.tools import Call
 
 
 class Server(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What every instance of a fleet can do."""
+    """The capabilities of every instance of a fleet."""
 
     slots: int = 64
     kv_tokens: int = 65_536
     decode: DecodeTime = DecodeTime()
     prefill_s_per_token: float = 1e-5
-    prefill_s_per_token2: float = 0.0  #: attention: times tokens times the context that they attend to
+    prefill_s_per_token2: float = 0.0  #: attention: multiplied by the tokens and by the context that they attend to
     kv_bytes_per_token: int = 0
-    kv_bytes_s: float = 0.0  #: rate at which an answer that moves brings its KV; 0: it is read again
+    kv_bytes_s: float = 0.0  #: bytes/s at which the KV of a moved answer is transferred; 0: its tokens are read again
 
     def prefill_s(self, num_tokens: int, *, cached: int = 0) -> float:
-        """Seconds to read `num_tokens` after `cached` ones that are in KV already."""
+        """Seconds to read `num_tokens` after `cached` tokens that are already in KV."""
         return num_tokens * (self.prefill_s_per_token + self.prefill_s_per_token2 * (cached + num_tokens / 2))
 
     def copy_s(self, num_tokens: int) -> float:
-        """Seconds until so many tokens of KV have come from another server."""
+        """Seconds to transfer the KV of `num_tokens` from another server."""
         return num_tokens * self.kv_bytes_per_token / self.kv_bytes_s
 
 
@@ -43,44 +40,44 @@ class Request:
     group: int
     prompt_tokens: int
     total: int  #: tokens of the whole answer
-    offset: int  #: tokens it has = offset + steps of the server, while it runs; tokens it has, while it does not
-    brings_kv: bool = False  #: it was stopped elsewhere and its KV comes with it
-    calls: tuple[Call, ...] = ()  #: of tools: the one under way and those still to be made
-    back_at: float | None = None  #: when the result of the call under way is there; None: no call is
-    unread: int = 0  #: of the tokens it has, those of a result that is still to be read
-    age: int = 0  #: grows with every request taken in
+    offset: int  #: its number of tokens is offset + steps of the server while it runs, and offset while it does not
+    brings_kv: bool = False  #: it was stopped elsewhere and its KV is transferred
+    calls: tuple[Call, ...] = ()  #: the tool call under way and those still to be made
+    back_at: float | None = None  #: when the result of the call under way arrives; None if there is no call
+    unread: int = 0  #: tokens of a result that is still to be read
+    age: int = 0  #: larger for a request that was taken later
     running: bool = False
-    spans: tuple[Span, ...] = ()  #: ended by weights that reached it
+    spans: tuple[Span, ...] = ()  #: closed by weight updates during the request
 
     @property
     def stops_at(self) -> int:
-        """Tokens it has when it ends or makes its next call."""
+        """Its number of tokens when it ends or makes its next call."""
         return self.calls[0].at if self.calls else self.total
 
     def hear(self) -> None:
-        """The result of its call is there, to be read."""
+        """Take the result of the call under way, which is still to be read."""
         self.unread = self.calls[0].num_tokens
         self.offset += self.unread
         self.calls, self.back_at = self.calls[1:], None
 
     def resent(self, order: Generate) -> Request:
-        """The same answer from all its tokens in another request; a call goes on meanwhile."""
+        """The same answer in another request, from all its tokens; a call under way continues."""
         return replace(self, order=order, age=0, running=False, spans=())
 
 
 @dataclass(slots=True)
 class Use:
-    """Where an instance's time went, in seconds: together all the time until its anchor."""
+    """An account of an instance's time until its anchor, in seconds."""
 
-    full_s: float = 0.0  #: decoding, as much as a full batch would have taken for the same tokens
-    thin_new_s: float = 0.0  #: decoding beyond that, because the batch was small, under the newest version
-    thin_old_s: float = 0.0  #: the same under an older one
+    full_s: float = 0.0  #: decoding: what a full batch would have taken for the same tokens
+    thin_new_s: float = 0.0  #: additional decoding time, because the batch was small, under the newest version
+    thin_old_s: float = 0.0  #: the same under older versions
     prefill_s: float = 0.0
-    again_s: float = 0.0  #: prefill or transfer of tokens that had been in KV before: evictions and migrations
+    again_s: float = 0.0  #: prefill or transfer of tokens that were in KV before: evictions and migrations
     push_s: float = 0.0
     down_s: float = 0.0
-    empty_s: float = 0.0  #: nothing ran, or another had its device
+    empty_s: float = 0.0  #: nothing ran, or training had its device
 
     def plus(self, other: Use, *, sign: int = 1) -> Use:
-        """The sum, or (-1) the difference."""
+        """The sum; with sign = -1 the difference."""
         return Use(*(getattr(self, n) + sign * getattr(other, n) for n in Use.__slots__))

@@ -1,10 +1,9 @@
-"""The best split of the devices between rollout and training, by few short simulations.
+"""Searches the best split of the devices between rollout and training with few short simulations.
 
-The search starts where the limit is smallest, of equal ones where training and decoding take least. It simulates the
-splits at one and two distances on both sides, goes to the fastest, and halves the distance where the middle is the
-fastest. One distance would not do: whole answers on whole instances make the step time jagged. `sync` uses all devices
-in both phases: nothing to search.
-Called by `dora simulate --split best`.
+The search starts at the split with the smallest limit and, among equal ones, with the least training and decoding time.
+It simulates the splits at one and two distances on both sides, moves to the fastest, and halves the distance when the
+middle is the fastest. One distance does not suffice, because whole answers on whole instances make the step time
+jagged. `sync` uses all devices in both phases and has no split.
 """
 
 from __future__ import annotations
@@ -18,21 +17,21 @@ from dora.sim.limit import limit
 from dora.sim.sweep import Case, run
 from dora.sim.workload import Workload
 
-#: Steps that each simulation of the search measures, after its warm-up and before its run-out.
+#: Number of steps that each simulation measures between its warm-up and its run-out.
 MEASURED_STEPS: Final = 8
-#: The limit is worked out for so many splits, evenly spaced.
+#: Number of splits, evenly spaced, for which the limit is computed.
 STARTS: Final = 16
-#: The last distance is so many times smaller than the whole range: what is finer drowns in noise.
+#: The smallest distance is this fraction of the whole range; finer differences are lost in noise.
 FINEST: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """What was found."""
+    """The result of a search."""
 
     workload: Workload  #: with the best split
     steps: int  #: of each simulation
-    step_s: dict[int, float]  #: by devices that roll out: seconds per step
+    step_s: dict[int, float]  #: rollout devices -> seconds per step
 
     def __str__(self) -> str:
         fleet, k = self.workload.fleet, self.workload.rules.max_staleness
@@ -69,7 +68,7 @@ def _promise(workload: Workload, *, seed: int) -> tuple[float, float]:
 
 
 def _feasible(workload: Workload) -> list[int]:
-    """Devices that may roll out: K + 1 instances or more, and one rank or more left."""
+    """Possible numbers of rollout devices: at least K + 1 instances, and at least one rank left."""
     fleet = workload.fleet
     size = fleet.devices_per_instance
     first = size * (workload.rules.max_staleness + 1)

@@ -1,7 +1,6 @@
-"""A few shapes of SVG: enough for the charts of pictures.py, without a plotting library. Pure.
+"""A few SVG shapes, enough for the charts of pictures.py without a plotting library.
 
-Units are pixels of a canvas whose background is white, so that a picture reads the same on a dark page. Called by
-pictures.py.
+Units are pixels. The background is white, so that a picture looks the same on a dark page.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from html import escape
 from itertools import pairwise
 from typing import Final
 
-#: Neighbors are easily told apart; versions and series take them in turn.
+#: Colors of versions and series, in turn; adjacent ones are easy to distinguish.
 COLORS: Final = ("#4e79a7", "#f28e2b", "#59a14f", "#e15759", "#b07aa1", "#edc948", "#76b7b2", "#9c755f")
 INK: Final = "#333333"
 WIDTH: Final = 1040
@@ -26,7 +25,7 @@ Point = tuple[float, float]
 
 
 def color(number: int) -> str:
-    """Of a version or a series."""
+    """The color of a version or a series."""
     return COLORS[number % len(COLORS)]
 
 
@@ -72,7 +71,7 @@ def ticks(low: float, high: float) -> list[float]:
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """The plot area of a chart whose y axis begins at 0: data to pixels."""
+    """The plot area of a chart whose y axis starts at 0; converts data to pixels."""
 
     x_low: float
     x_high: float
@@ -113,7 +112,7 @@ class Frame:
         return shapes
 
     def curve(self, points: Sequence[Point], *, stroke: str, dashes: str = "") -> list[str]:
-        """A line through the points; each is marked unless it is dashed."""
+        """A line through the points, which are marked unless the line is dashed."""
         at = [(self.x(x), self.y(y)) for x, y in points]
         shapes = [line(a, b, stroke=stroke, width=2, dashes=dashes) for a, b in pairwise(at)]
         if not dashes:

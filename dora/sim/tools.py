@@ -1,10 +1,9 @@
-"""Tools that answers call: how often, for how long, and how much they return (workloads.md §2).
+"""Tool calls of answers: how many, how long they take, and how much they return (docs/SIMULATION.md).
 
 An answer of n calls has n + 1 turns: it decodes, calls a tool and waits for it, reads the result, and decodes on. The
-tokens of results are part of the answer: of its context, of its length and of what is trained; they are not decoded.
+tokens of results belong to the answer's context, its length and what is trained; they are not decoded.
 
-Invariant: every turn, the last one included, has at least one decoded token, and the whole keeps to the token budget.
-Called by answers.py, which draws the turns; read by instance.py, limit.py and workload.py.
+Invariant: every turn, the last one included, has at least one decoded token, and the answer keeps to its token budget.
 """
 
 from __future__ import annotations
@@ -20,25 +19,25 @@ from numpy.typing import NDArray
 class Call(NamedTuple):
     """One call of an answer."""
 
-    at: int  #: tokens of the answer when it is made; results before it are among them
+    at: int  #: tokens of the answer before the call, earlier results included
     latency_s: float
     num_tokens: int  #: of its result
 
 
 class Tools(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What is called. Latencies are log-normal and cut at `latency_max_s`."""
+    """The distribution of tool calls. Latencies are log-normal and truncated at `latency_max_s`."""
 
-    calls: tuple[float, ...] = ()  #: weights of answers that make 0, 1, 2, ... calls; empty: none makes any
+    calls: tuple[float, ...] = ()  #: weights of answers with 0, 1, 2, ... calls; empty: no calls
     latency_median_s: float = 0.17
     latency_sigma: float = 1.35
     latency_max_s: float = 4.0
     result_tokens: int = 567
-    stuck_share: float = 0.0  #: of calls that hang until they are killed; their result is empty
-    stuck_s: float = 60.0  #: until a stuck call is killed
+    stuck_share: float = 0.0  #: share of calls that hang until they are killed; their result is empty
+    stuck_s: float = 60.0  #: time after which a stuck call is killed
 
     @property
     def max_turns(self) -> int:
-        """Of one answer."""
+        """The largest number of turns in one answer."""
         return max(1, len(self.calls))
 
     @property
@@ -51,7 +50,7 @@ class Tools(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def draw(
         self, turns: NDArray[np.int64], *, random: np.random.Generator, cap: int
     ) -> tuple[list[list[int]], list[list[tuple[Call, ...]]]]:
-        """Tokens and calls of answers, by group and sibling, from the tokens of as many turns as one can have."""
+        """Lengths and calls of answers, by group and sibling. `turns`: lengths of `max_turns` turns for each answer."""
         groups, siblings, most = turns.shape
         weights = np.asarray(self.calls) / sum(self.calls)
         num_calls = random.choice(most, size=(groups, siblings), p=weights)
@@ -72,7 +71,7 @@ class Tools(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def lay_out(turns: Sequence[int], *, called: Iterable[tuple[float, int]], cap: int) -> tuple[int, tuple[Call, ...]]:
-    """Tokens of one answer and its calls. A result is cut so that a token can follow it, and the answer at `cap`."""
+    """The length of one answer, and its calls. The answer is cut at `cap`, a result so that a token can follow it."""
     tokens, calls = turns[0], []
     for turn, (latency_s, result) in zip(turns[1:], called, strict=True):
         if tokens >= cap:

@@ -1,7 +1,4 @@
-"""What a simulation looked like over time: who held which version and decoded when, and when the trainer worked.
-
-A `Trace` is the sink of a World: it is told every event with its commands. Called by pictures.py.
-"""
+"""A simulation over time: which version each instance held, when it decoded, and when the trainer worked."""
 
 from __future__ import annotations
 
@@ -16,13 +13,13 @@ from dora.core.ids import InstanceId, TrajectoryId
 from dora.sim.workload import Workload
 from dora.sim.world import World
 
-#: Steps of a traced job after its warm-up: more cannot be told apart in a picture.
+#: Number of steps after the warm-up of a traced job; a picture has no space for more.
 TRACED_STEPS: Final = 6
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """From when to when, under which version."""
+    """A period of time under one version."""
 
     begin: float
     end: float
@@ -33,21 +30,21 @@ class Span:
 class Row:
     """One instance."""
 
-    held: list[Span] = field(default_factory=list)  #: a confirmed version
-    decoding: list[Span] = field(default_factory=list)  #: at least one request
+    held: list[Span] = field(default_factory=list)  #: while it held a confirmed version
+    decoding: list[Span] = field(default_factory=list)  #: while it had at least one request
     version: int = -1
     held_since: float | None = None
     decoding_since: float | None = None
     requests: int = 0
 
     def empty(self, at: float) -> None:
-        """Nothing runs here any more."""
+        """Record that nothing runs here any more."""
         if self.decoding_since is not None:
             self.decoding.append(Span(self.decoding_since, at, self.version))
             self.decoding_since = None
 
     def unload(self, at: float) -> None:
-        """It no longer holds its version."""
+        """Record that it no longer holds its version."""
         self.empty(at)
         if self.held_since is not None:
             self.held.append(Span(self.held_since, at, self.version))
@@ -55,7 +52,7 @@ class Row:
 
 
 class Trace:
-    """Collects while a world runs; `finish` once it has ended."""
+    """The sink of a `World`, which receives every event with its commands. Call `finish` at the end."""
 
     def __init__(self, num_instances: int) -> None:
         self.rows = [Row() for _ in range(num_instances)]
@@ -66,7 +63,7 @@ class Trace:
         self._trainer_free = 0.0
 
     def __call__(self, event: ev.Event, orders: Sequence[cmd.Command]) -> None:
-        """The sink."""
+        """Take an event with its commands."""
         match event:
             case ev.GenerationFinished() | ev.GenerationStopped():
                 row = self.rows[self._where.pop(event.trajectory)]
@@ -77,7 +74,7 @@ class Trace:
                 row = self.rows[event.instance]
                 row.version, row.held_since = event.version, event.at
                 if row.requests:
-                    row.decoding_since = event.at  # they go on under the new weights
+                    row.decoding_since = event.at  # they continue under the new weights
             case ev.InstanceLost():
                 self.rows[event.instance].unload(event.at)
                 self.rows[event.instance].requests = 0
@@ -108,13 +105,13 @@ class Trace:
         self._trainer_free = end
 
     def finish(self, at: float) -> None:
-        """The job has ended."""
+        """Close all spans at the end of the job."""
         for row in self.rows:
             row.unload(at)
 
 
 def trace(workload: Workload, *, seed: int) -> tuple[Trace, float, float]:
-    """A short job of this kind, and when its steady state began and ended."""
+    """The trace of a short job of this kind, and the begin and end of its steady state."""
     steps = 3 * (workload.rules.max_staleness + 1) + TRACED_STEPS
     traced = Trace(workload.num_instances)
     world = World(workload.with_changes(job={"steps": steps}), seed=seed, sink=traced)

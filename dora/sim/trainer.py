@@ -1,7 +1,7 @@
-"""How long the trainer takes for its micro-batches (workloads.md §5).
+"""The time that the trainer takes for its waves.
 
-Ranks work in lockstep: the fullest one sets the pace, and the step's optimizer updates come as their share of its
-answers is done. Called by world.py in virtual time and by the paced ranks in scaled time, one wave at a time, in order.
+Ranks work in lockstep, so that the fullest one sets the pace. The optimizer updates of a step are spread evenly over
+its answers.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from dora.sim.workload import Workload
 
 
 class WaveTime(msgspec.Struct, frozen=True):
-    """What one wave takes."""
+    """The time of one wave."""
 
     compute_s: float  #: forward and backward, on the fullest rank
-    balanced_s: float  #: what it would have been, had every rank had as much
-    update_s: float  #: the optimizer updates that are due with it
+    balanced_s: float  #: the same if all ranks had the same load
+    update_s: float  #: the optimizer updates that follow it
 
 
 class TrainerTime:
-    """The times of one trainer; it counts the answers and updates of the step at hand."""
+    """The times of one trainer; it counts the answers and updates of the current step."""
 
     def __init__(self, workload: Workload) -> None:
         self._workload = workload
@@ -30,7 +30,7 @@ class TrainerTime:
         self._updates = 0
 
     def wave(self, loads: Sequence[int], *, num_answers: int, last: bool) -> WaveTime:
-        """`loads`: tokens by rank; `last`: the wave closes the step."""
+        """The time of the next wave. `loads`: tokens by rank; `last`: the wave closes the step."""
         job, train = self._workload.job, self._workload.train
         self._answers += num_answers
         due = self._answers * train.updates // (job.groups_per_step * job.group_size)

@@ -1,19 +1,18 @@
-"""What is simulated: job, answers, fleet, trainer, faults. One frozen struct per part; files are TOML.
+"""A simulated workload: job, answers, fleet, trainer, faults. One frozen struct per part; files are TOML.
 
-Invariant: all seconds are virtual, and nothing here depends on the machine that simulates. Called by `dora simulate`,
-which fills it from a file, a run's config or a finished run, and by world.py, which reads it.
+Invariant: all seconds are virtual, and nothing depends on the machine that simulates.
 """
 
 from __future__ import annotations
 
 import math
-import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
+from dora.config.load import read_toml, set_key
 from dora.core.orchestration import SWITCHES, Orchestration, orchestration_of
 from dora.core.strategies import STRATEGIES, Pause, Rules, Settings, rules_of
 from dora.errors import ConfigError
@@ -22,7 +21,7 @@ from dora.sim.server import Server
 from dora.sim.tools import Tools
 
 _NEVER: Final = 1e12
-#: Reports between which an answer may grow unseen: one before it falls silent, one after that, one to spare.
+#: Margin of the watchdog, in reports: one before an answer stops growing, one after that, one to spare.
 SILENT_REPORTS: Final = 3
 _AT_LEAST: Final = {"job.steps": 2, "job.group_size": 2, "job.groups_per_step": 1, "fleet.devices_per_instance": 1}
 _DIVISORS: Final = (
@@ -32,38 +31,38 @@ _DIVISORS: Final = (
 
 
 class _Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Base of all parts: a key that it does not know is an error."""
+    """Base class of all parts; unknown keys are errors."""
 
 
 class Job(_Part, frozen=True):
-    """What is trained, and under which rules."""
+    """The job and its rules."""
 
     strategy: str = "dora"
     max_staleness: int = 3
-    pause: Pause = "retract"  #: `partial`: how servers take weights among live requests
-    oversample: float = 1.5  #: `oversample`, `partial_sync`: groups under way in a step, in units of N
+    pause: Pause = "retract"  #: how servers pause for a push under `partial`
+    oversample: float = 1.5  #: groups under way in a step of `oversample` and `partial_sync`, as a multiple of N
     steps: int = 40
     groups_per_step: int = 64
     group_size: int = 8
     filter_zero_variance: bool = False
-    eval_samples: int = 0  #: held-out answers of each evaluation
+    eval_samples: int = 0  #: number of held-out answers in each evaluation
     eval_every: int = 0  #: steps between evaluations; 0: only the first and the last version
     rules: str = "dora"  #: or "paper"
-    without: tuple[str, ...] = ()  #: of the orchestrator's rules
+    without: tuple[str, ...] = ()  #: placement rules to turn off
     refill: bool = False
-    orchestration: Orchestration | None = None  #: of a recorded run: instead of the three above
+    orchestration: Orchestration | None = None  #: of a recorded run, in place of the three above
 
 
 class Lengths(_Part, frozen=True):
-    """Prompts and answers (workloads.md §1). With tools, a regime and `scale` give the length of every turn."""
+    """Prompts and answers (docs/SIMULATION.md). With tools, `regime` and `scale` give the length of every turn."""
 
     regime: str = "A"  #: A, B, C, D, S or recorded
-    cap: int = 0  #: token budget of an answer, what tools return included; 0: the regime's own
+    cap: int = 0  #: token budget of an answer, tool results included; 0: the regime's own
     scale: float = 1.0  #: factor on all lengths, before the cap
     prompt_tokens: int = 200
     prompts: tuple[int, ...] = ()  #: recorded: tokens of each prompt
-    answers: tuple[tuple[int, ...], ...] = ()  #: recorded: lengths of its answers
-    rewards: tuple[tuple[float, ...], ...] = ()  #: recorded: and their rewards
+    answers: tuple[tuple[int, ...], ...] = ()  #: recorded: lengths of each prompt's answers
+    rewards: tuple[tuple[float, ...], ...] = ()  #: recorded: rewards of each prompt's answers
 
 
 class Fleet(_Part, frozen=True):
@@ -72,21 +71,21 @@ class Fleet(_Part, frozen=True):
     devices: int = 16
     rollout_devices: int = 8
     devices_per_instance: int = 1
-    time_shared: bool = True  #: `sync` and `partial_sync` use all devices in both phases; False: split like the others
+    time_shared: bool = True  #: `sync` and `partial_sync` use all devices in both phases; False: they split them
     server: Server = Server()
-    slow_instances: int = 0  #: so many of them run at `slow_speed`
+    slow_instances: int = 0  #: number of instances that run at `slow_speed`
     slow_speed: float = 0.7
     weight_bytes: float = 1e9
     push_fixed_s: float = 1.0
     push_bytes_s: float = 8e9
-    parallel_pushes: int = 2  #: a fleet that takes its weights all together takes them at once
-    stop_s: float = 0.05  #: until a stopped request has ended
-    answer_s: float = 0.0  #: what a request takes beside its decoding: on its way there and back
-    report_s: float = 10.0  #: between two reports of token counts
+    parallel_pushes: int = 2  #: ignored by strategies that push to the whole fleet at once
+    stop_s: float = 0.05  #: time until a stopped request has ended
+    answer_s: float = 0.0  #: round-trip time of a request, in addition to decoding
+    report_s: float = 10.0  #: time between two reports of token counts
 
 
 class Train(_Part, frozen=True):
-    """The trainer (workloads.md §5). A step has `updates` optimizer updates, evenly spread over its answers."""
+    """The trainer. A step has `updates` optimizer updates, spread evenly over its answers."""
 
     tokens_s_per_device: float = 6000.0
     updates: int = 1
@@ -97,28 +96,28 @@ class Train(_Part, frozen=True):
 
 
 class Grade(_Part, frozen=True):
-    """Grading: log-normal latency per answer, on `workers` serial ones; 0: as many as are needed."""
+    """Grading: log-normal latency per answer, on `workers` serial graders; 0: as many as are needed."""
 
     median_s: float = 0.005
     sigma: float = 0.6
-    hang_share: float = 0.0  #: of answers whose grader hangs until it is killed
+    hang_share: float = 0.0  #: share of answers whose grader hangs until it is killed
     hang_s: float = 10.0
-    failure_share: float = 0.0  #: of answers that are not graded at all
+    failure_share: float = 0.0  #: share of answers whose grading fails
     workers: int = 0
 
 
 class Faults(_Part, frozen=True):
-    """Rates of what goes wrong, and when instances join."""
+    """Failure rates, and instances that join late."""
 
     instance_hours: float = 0.0  #: mean time between two failures of one instance; 0: never
-    down_s: float = 120.0  #: until a failed instance is up again
+    down_s: float = 120.0  #: time until a failed instance is up again
     push_failure_share: float = 0.0
-    late_instances: int = 0  #: so many join only at `join_s`
+    late_instances: int = 0  #: number of instances that join only at `join_s`
     join_s: float = 0.0
 
 
 class Workload(_Part, frozen=True):
-    """Everything one simulation depends on besides its seed."""
+    """Everything that a simulation depends on besides its seed."""
 
     job: Job = Job()
     lengths: Lengths = Lengths()
@@ -136,43 +135,43 @@ class Workload(_Part, frozen=True):
 
     @property
     def is_shared(self) -> bool:
-        """All devices roll out, then all train (workloads.md §5)."""
+        """Whether all devices roll out, then all train."""
         return self.fleet.time_shared and self.job.strategy in ("sync", "partial_sync")
 
     @property
     def num_instances(self) -> int:
-        """Servers of the fleet."""
+        """Number of servers in the fleet."""
         devices = self.fleet.devices if self.is_shared else self.fleet.rollout_devices
         return devices // self.fleet.devices_per_instance
 
     @property
     def train_devices(self) -> int:
-        """Devices that train."""
+        """Number of devices that train."""
         return self.fleet.devices if self.is_shared else self.fleet.devices - self.fleet.rollout_devices
 
     @property
     def num_ranks(self) -> int:
-        """Data-parallel ranks of the trainer."""
+        """Number of data-parallel ranks."""
         return max(1, self.train_devices // self.train.devices_per_rank)
 
     @property
     def rank_tokens_s(self) -> float:
-        """What one rank trains."""
+        """Tokens per second that one rank trains."""
         return self.train.tokens_s_per_device * self.train_devices / self.num_ranks
 
     @property
     def push_s(self) -> float:
-        """One push to one instance."""
+        """Duration of one push to one instance."""
         return self.fleet.push_fixed_s + self.fleet.weight_bytes / self.fleet.push_bytes_s
 
     @property
     def publish_s(self) -> float:
-        """From the end of a step until its version can be pushed."""
+        """Time from the end of a step until its version can be pushed."""
         return self.fleet.weight_bytes / self.train.publish_bytes_s
 
     @property
     def watchdog_s(self) -> float:
-        """An instance whose answers do not grow for so long is lost; one that takes turns with the trainer never is."""
+        """Time without new tokens after which an instance is lost; unlimited if it shares devices with the trainer."""
         return _NEVER if self.is_shared else max(120.0, 8 * self.fleet.report_s)
 
     @property
@@ -201,7 +200,7 @@ class Workload(_Part, frozen=True):
         )
 
     def settings(self) -> Settings:
-        """What the decision core is told."""
+        """The settings of the decision core."""
         job, together = self.job, self.rules.batched or self.rules.max_staleness == 0
         return Settings(
             rules=self.rules,
@@ -222,28 +221,35 @@ class Workload(_Part, frozen=True):
         )
 
     def with_changes(self, **changes: dict[str, Any]) -> Workload:
-        """A copy with fields of parts changed: with_changes(job={"strategy": "sync"})."""
+        """A copy with changed fields of its parts: with_changes(job={"strategy": "sync"})."""
         parts = {name: msgspec.structs.replace(getattr(self, name), **values) for name, values in changes.items()}
         return msgspec.structs.replace(self, **parts)
 
 
 def load(path: Path) -> Workload:
-    """A workload file; ConfigError names what cannot work."""
+    """Read a workload file; ConfigError if it cannot work."""
     try:
-        return checked(msgspec.convert(tomllib.loads(path.read_text(encoding="utf-8")), Workload), origin=str(path))
-    except OSError as err:
-        raise ConfigError(f"{path}: cannot be read: {err.strerror}") from err
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as err:
-        raise ConfigError(f"{path}: is not TOML: {err}") from err
-    except msgspec.ValidationError as err:
+        return checked(msgspec.convert(read_toml(path), Workload), origin=str(path))
+    except (msgspec.ValidationError, RecursionError) as err:
         raise ConfigError(f"{path}: {err}") from err
 
 
+def with_overrides(workload: Workload, overrides: Sequence[str]) -> Workload:
+    """The workload with some keys changed, each as in `--set`."""
+    data, origin = msgspec.to_builtins(workload), " ".join(f"--set {override}" for override in overrides)
+    for override in overrides:
+        set_key(data, override)
+    try:
+        return checked(msgspec.convert(data, Workload), origin=origin)
+    except (msgspec.ValidationError, RecursionError) as err:
+        raise ConfigError(f"{origin}: {err}") from err
+
+
 def checked(workload: Workload, *, origin: str) -> Workload:
-    """The same workload, or one line per problem."""
+    """The same workload; ConfigError with one line per problem."""
     problems = list(_problems(workload))
     if problems:
-        raise ConfigError("\n".join(f"{origin}: {problem}" for problem in problems))
+        raise ConfigError(*(f"{origin}: {problem}" for problem in problems))
     return workload
 
 
@@ -252,21 +258,21 @@ def _problems(workload: Workload) -> list[str]:
     if job.strategy not in STRATEGIES:
         return [f"job.strategy: {job.strategy!r} is not simulated; use one of {', '.join(STRATEGIES)}"]
     if job.rules not in ("dora", "paper") or not set(job.without) <= set(SWITCHES):
-        return [f"job.rules: `dora` or `paper`; job.without: some of {', '.join(SWITCHES)}"]
+        return [f"job.rules: must be `dora` or `paper`; job.without: must be among {', '.join(SWITCHES)}"]
     if lengths.regime not in {*REGIMES, "C", "recorded"}:
-        return [f"lengths.regime: {lengths.regime!r} is not known; use A, B, C, D, S or recorded"]
+        return [f"lengths.regime: unknown regime {lengths.regime!r}; use A, B, C, D, S or recorded"]
     sizes = {len(lengths.prompts), len(lengths.answers), len(lengths.rewards)}
     if lengths.regime == "recorded" and (len(sizes) > 1 or 0 in sizes):
-        return ["lengths.answers: recorded prompts, answers and rewards are equally many, and at least one"]
+        return ["lengths.answers: needs at least one recorded prompt, and as many rows of answers and of rewards"]
     found = _number_problems(workload)
     if found:
         return found
     if any(len(row) != job.group_size for row in (*lengths.answers, *lengths.rewards)):
-        found.append(f"lengths.answers, lengths.rewards: every prompt needs job.group_size = {job.group_size} of them")
+        return [f"lengths.answers, lengths.rewards: every prompt needs job.group_size = {job.group_size} of them"]
     if any(not 0 <= n <= workload.cap for row in lengths.answers for n in row):
-        found.append(f"lengths.answers: an answer has at most {workload.cap} tokens, the token budget")
+        found.append(f"lengths.answers: no answer may exceed the token budget of {workload.cap}; raise lengths.cap")
     if job.strategy in ("oversample", "partial_sync") and job.oversample <= 1:
-        found.append("job.oversample: must be above 1, else nothing is over-sampled: that is `periodic`, or `sync`")
+        found.append("job.oversample: must be above 1; to generate no surplus, use job.strategy `periodic` or `sync`")
     elif workload.rules.in_flight is None and workload.num_instances < workload.rules.max_staleness + 1:
         found.append(
             f"fleet.rollout_devices: {workload.num_instances} instances cannot hold the "
@@ -287,10 +293,13 @@ def _problems(workload: Workload) -> list[str]:
 
 
 def _number_problems(workload: Workload) -> list[str]:
-    """Nothing is below 0, and nothing that the rest divides by is 0."""
+    """Problems of single numbers: below 0, or 0 where the simulation divides."""
     numbers = dict(_numbers(workload))
-    found = [f"{name}: {value:g} is below 0" for name, value in numbers.items() if value < 0]
-    found += [f"{name}: must be {least} at least" for name, least in _AT_LEAST.items() if numbers[name] < least]
+    odd = [name for name, value in numbers.items() if (value >= 2**53 if isinstance(value, int) else math.isnan(value))]
+    if odd:
+        return [f"{name}: must be a number below 2^53" for name in odd]
+    found = [f"{name}: {value} is below 0" for name, value in numbers.items() if value < 0]
+    found += [f"{name}: must be at least {least}" for name, least in _AT_LEAST.items() if numbers[name] < least]
     found += [f"{name}: must be above 0" for name in _DIVISORS if numbers[name] == 0]
     if workload.faults.push_failure_share >= 1:
         found.append("faults.push_failure_share: must be below 1, else no server ever holds a version")
@@ -309,13 +318,13 @@ def _numbers(part: msgspec.Struct, *, path: str = "") -> Iterator[tuple[str, flo
 def _tool_problems(workload: Workload) -> list[str]:
     tools, found = workload.tools, []
     if tools.calls and (min(tools.calls) < 0 or not 0 < sum(tools.calls) < math.inf):
-        found.append("tools.calls: weights of 0, 1, 2, ... calls; none below 0, and not all of them 0")
+        found.append("tools.calls: weights of 0, 1, 2, ... calls must be finite, at least 0, and not all 0")
     if tools.max_turns > 1 and workload.lengths.regime == "recorded":
-        found.append("tools.calls: recorded answers are whole; leave the calls out or draw the lengths of a regime")
+        found.append("tools.calls: recorded answers have no turns; leave out the calls, or use another lengths.regime")
     silent_s = tools.longest_s + SILENT_REPORTS * workload.fleet.report_s
     if tools.max_turns > 1 and silent_s > workload.watchdog_s:
         found.append(
-            f"tools.stuck_s, tools.latency_max_s: a server that only waits for tools is silent for {silent_s:g} s, and "
-            f"counts as lost after {workload.watchdog_s:g} s; kill calls earlier"
+            f"tools.stuck_s, tools.latency_max_s: a server that only waits for tools is silent for {silent_s:g} s, but "
+            f"counts as lost after {workload.watchdog_s:g} s; use shorter calls"
         )
     return found

@@ -1,14 +1,14 @@
-"""A virtual clock around the very `ControllerState` of the controller.
+"""A virtual clock around the controller's own decision core.
 
-A heap of (time, number, what happens) stands for servers, trainer, graders and store. Each entry gives at most one
-fact; `ControllerState.handle` answers with commands, and each command is carried out by the method of its name, which
-puts what follows from it on the heap. Nothing reads a clock, opens a socket or draws from a shared random state: the
-same workload and seed give the same journal.
+A heap of (time, number, action) stands for servers, trainer, graders and store. An action gives at most one fact;
+`core.handle` answers with commands, and the handler of each command puts its consequences on the heap.
+Nothing reads a clock, opens a socket or draws from a shared random state, so that the same workload and seed give the
+same journal.
 
-Invariant: the world keeps books of its own (what each server holds, tokens of each answer, tag of each group) and
-checks every command against them in O(1): C1 when a request is sent or weights are pushed, C2 when an answer goes on,
-C3 when a group is committed, conservation after every event. `invariants.check` recounts everything every
-RECOUNT_EVENTS and at the end. Called by `dora simulate`, bench/simulator.py and tests/sim.
+Invariant: the world keeps its own accounts (the version of each server, the tokens of each answer, the tag of each
+group) and checks every command against them in O(1): C1 when a request is sent or weights are pushed, C2 when an answer
+continues, C3 when a group is committed, and conservation after every event. `invariants.check` recounts everything
+every RECOUNT_EVENTS events and at the end.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from typing import Any, Final
 
 from dora.core import commands as cmd
 from dora.core import events as ev
+from dora.core.core import handle
 from dora.core.ids import GroupId, InstanceId, TrajectoryId, evaluation_index
 from dora.core.invariants import check
-from dora.core.state import ControllerState
+from dora.core.state import State
 from dora.errors import InvariantViolation, RunFailed
 from dora.sim.answers import Group
 from dora.sim.instance import Instance
@@ -34,18 +35,18 @@ from dora.sim.server import Request
 from dora.sim.trainer import TrainerTime
 from dora.sim.workload import Workload
 
-#: Events between two full recounts of the state.
+#: Number of events between two full recounts of the state.
 RECOUNT_EVENTS: Final = 10_000
 TICK_S: Final = 1.0
-#: From asking for prompts to having them.
+#: Time from requesting prompts to receiving them.
 FETCH_S: Final = 0.01
-#: An instance that evicted is pressed until it uses less than this share of its KV (as in the controller's loop).
+#: An instance that has evicted a request is pressed until it uses less than this share of its KV.
 RELIEVED: Final = 0.8
-#: Added to the seed of the answers: samples of an evaluation are others.
+#: Added to the seed for the held-out answers.
 HELD_OUT: Final = 1_000_003
-#: Without an order of the core for so long nothing will ever happen again: a sample, a step or a call takes far less.
+#: Time without a command after which the simulation is stuck; a sample, a step or a call takes far less.
 SILENT_S: Final = 100_000.0
-#: Steps between two checkpoints: until then the core keeps what a restarted trainer would be fed.
+#: Steps between two checkpoints. The core keeps the waves since the last one, for a restarted trainer.
 CHECKPOINT_STEPS: Final = 1
 
 Sink = Callable[[ev.Event, Sequence[cmd.Command]], None]
@@ -58,11 +59,11 @@ class World:
     def __init__(self, workload: Workload, *, seed: int, sink: Sink | None = None) -> None:
         self.workload = workload
         self.settings = workload.settings()
-        self.state = ControllerState(self.settings)
+        self.state = State(self.settings)
         self.answers = workload.answers(seed=seed)
-        self.held_out = workload.answers(seed=seed + HELD_OUT)  #: one sample of each of its groups
+        self.held_out = workload.answers(seed=seed + HELD_OUT)  #: one sample per group is used
         self.random = random.Random(seed)
-        self.sink = sink  #: is told every event with its commands
+        self.sink = sink  #: receives every event with its commands
         self.now = 0.0
         self.num_events = 0
         fleet = workload.fleet
@@ -75,21 +76,21 @@ class World:
         self.newest = -1
         self._heap: list[tuple[float, int, Action]] = []
         self._number = 0
-        self._ready: deque[ev.Event] = deque()  # facts of this very moment, before anything on the heap
-        self._touched: dict[InstanceId, Instance] = {}  # their batch has changed
+        self._ready: deque[ev.Event] = deque()  # facts at the current time, before anything on the heap
+        self._touched: dict[InstanceId, Instance] = {}  # instances whose batch has changed
         self._tags: dict[GroupId, int] = {}  # version of each admitted group that has not left
-        self._interrupted: dict[TrajectoryId, Request] = {}  # as they were when their server stopped them or was lost
-        self._graders = [0.0] * workload.grade.workers  # a heap: when each is free
+        self._interrupted: dict[TrajectoryId, Request] = {}  # state at their stop or at the loss of their server
+        self._graders = [0.0] * workload.grade.workers  # a heap of the times when each becomes free
         self._trainer = TrainerTime(workload)
         self._trainer_free = 0.0
-        self._ordered_at = 0.0  # when the core last had something done
+        self._ordered_at = 0.0  # time of the core's last command
         self._pressed: set[InstanceId] = set()
-        self._evictions = [0] * len(self.instances)  # of each, when it last reported
+        self._evictions = [0] * len(self.instances)  # of each instance, at its last report
 
     # -- the clock ----------------------------------------------------------------------------------------------------
 
     def run(self, *, max_events: int | None = None) -> None:
-        """To the end of the job, or for `max_events`."""
+        """Run to the end of the job, or for `max_events`."""
         self._begin()
         while self.outcome is None and self.num_events != max_events:
             if self._ready:
@@ -123,7 +124,7 @@ class World:
         heappush(self._heap, (at, self._number, action))
 
     def _deliver(self, event: ev.Event) -> None:
-        orders = self.state.handle(event)
+        orders = handle(self.state, event)
         self.num_events += 1
         if self.sink is not None:
             self.sink(event, orders)
@@ -140,14 +141,14 @@ class World:
 
     def _tick(self) -> ev.Event:
         if self.now > self._ordered_at + SILENT_S:
-            raise RunFailed(f"the simulation fell silent after {self._ordered_at:.0f} s: nothing will happen any more")
+            raise RunFailed(f"the simulation is stuck: no command since {self._ordered_at:.0f} s of virtual time")
         self._at(TICK_S, self._tick)
         return ev.Ticked(self.now)
 
     # -- servers ------------------------------------------------------------------------------------------------------
 
     def _settle(self, instance: Instance) -> None:
-        """Its batch has changed, and all of this moment is known: the next end is planned anew."""
+        """Plan the next end on an instance whose batch has changed, when all facts of this moment are handled."""
         for request in instance.settle():
             self._tell(request)
         instance.wake += 1
@@ -160,10 +161,10 @@ class World:
             instance.reach(self.now)
             for request in instance.end():
                 self._tell(request)
-            self._touched[instance.id] = instance  # settled once the answers to these facts are known
+            self._touched[instance.id] = instance  # settled after the commands that answer these facts
 
     def _tell(self, request: Request) -> None:
-        """An answer is complete; the controller knows after `answer_s`."""
+        """Report a complete answer, which the controller receives after `answer_s`."""
         order, late_s = request.order, self.workload.fleet.answer_s
         _require(request.offset == request.total, "C2: it ended after {} tokens: {}", request.offset, order)
         if order.trajectory >= 0:
@@ -210,7 +211,7 @@ class World:
         return ev.ProgressReported(self.now, instance.id, instance.counts())
 
     def _report_pressure(self, instance: Instance) -> None:
-        """Pressed by an eviction since the last report, relieved by room."""
+        """An instance is pressed if it has evicted since the last report, and until it has space again."""
         evicted = instance.evictions > self._evictions[instance.id]
         self._evictions[instance.id] = instance.evictions
         if instance.id not in self._pressed:
@@ -244,7 +245,8 @@ class World:
         self._touched[instance.id] = instance
 
     def _answer(self, id: TrajectoryId) -> tuple[int, Group, int]:
-        """Number of its group, the group, its place there; a sample of an evaluation has a group below 0 to itself."""
+        """Number of a trajectory's group, the group, and its index there. A sample of an evaluation is a group by
+        itself, with a number below 0."""
         if id >= 0:
             number, place = divmod(id, self.settings.group_size)
             return number, self.answers.group(number), place
@@ -258,11 +260,11 @@ class World:
         instance = self.instances[order.instance]
         request = instance.requests.get(order.trajectory)
         if request is None or request.order.attempt != order.attempt:
-            return None  # it has ended meanwhile
+            return None  # it has ended in the meantime
         instance.reach(self.now)
         self._settle(instance)
         if order.trajectory not in instance.requests:
-            return None  # it ends at this very moment
+            return None  # it ends at the same time
         instance.remove(order.trajectory)
         spans = instance.spans(request)
         self._settle(instance)
@@ -333,7 +335,7 @@ class World:
         self.measure.committed(order.step, staleness=staleness, lengths=self.answers.group(order.group).lengths)
 
     def _on_close_step(self, _: cmd.CloseStep) -> None:
-        """Where rollout and training take turns on the same devices, what runs stands still until the publication."""
+        """If rollout and training share devices, halt running requests until the publication."""
         if self.workload.is_shared:
             for instance in self.instances:
                 instance.reach(self.now)
@@ -344,7 +346,7 @@ class World:
     def _on_drop_group(self, order: cmd.DropGroup) -> None:
         if order.outcome == "discarded":
             self.measure.discarded(self.answers.group(order.group).lengths)
-            return  # it may still run; ForgetGroups says when it does not
+            return  # it may still run; ForgetGroups tells when it does not
         del self._tags[order.group]
         self.measure.num_dropped += 1
 

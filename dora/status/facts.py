@@ -1,7 +1,6 @@
-"""What the shell knows of a run and the decision core does not: rewards, tokens, evaluations, lags, addresses.
+"""Facts about a run that the decision core does not have: rewards, tokens, evaluations, lags, addresses.
 
-Invariant: plain data. The controller's observer fills it as things happen and `snapshot.py` reads it; times are seconds
-on the clock of events (since the run began).
+Invariant: plain data; times are seconds since the run began, as in events.
 """
 
 from __future__ import annotations
@@ -12,9 +11,13 @@ from typing import Literal
 
 from dora.core.ids import InstanceId
 
-#: Steps shown, and averaged for rates and the time left.
+#: Why the group of a row over the limit fails: such groups are counted by it.
+SKIPPED = "the prompt is longer than task.max_prompt_tokens"
+#: Number of steps to keep.
 RECENT_STEPS = 20
-#: Event-loop lags kept for the quantiles: two minutes at ten a second.
+#: Number of problems to show: a run whose every answer fails in its own way has as many as answers.
+MAX_PROBLEMS = 20
+#: Number of event-loop lags to keep for the quantiles: two minutes, at ten per second.
 RECENT_LAGS = 1200
 #: Span over which generated tokens per second are measured, seconds.
 RATE_SPAN_S = 10.0
@@ -29,14 +32,14 @@ class StepFacts:
     num_groups: int
     num_tokens: int  #: response tokens trained
     staleness_mean: float  #: over its groups
-    duration_s: float  #: since the step before was trained
-    idle_s: float  #: of it, while the trainer had nothing to do
-    waited_for: str  #: what it last waited for (`snapshot.trainer_waits_for`); "" if it never did
+    duration_s: float  #: since the previous step was trained
+    idle_s: float  #: the part of it in which the trainer had nothing to do
+    waited_for: str  #: what the trainer last waited for (`snapshot.trainer_waits_for`); "" if it never did
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """What one version scored on one held-out set."""
+    """The score of one version on one held-out set."""
 
     name: str  #: of the set
     version: int
@@ -46,13 +49,13 @@ class Score:
 
 
 class Rate:
-    """Speed of a growing total over the last RATE_SPAN_S."""
+    """The rate at which a total grows, over the last RATE_SPAN_S."""
 
     def __init__(self) -> None:
         self._samples: deque[tuple[float, int]] = deque()
 
     def note(self, total: int, *, at: float) -> None:
-        """The total now; call about once a second."""
+        """Record the total; call about once per second."""
         self._samples.append((at, total))
         while len(self._samples) > 2 and at - self._samples[1][0] >= RATE_SPAN_S:
             self._samples.popleft()
@@ -68,7 +71,7 @@ class Rate:
 
 @dataclass(slots=True, kw_only=True)
 class ShellFacts:
-    """Filled by the controller's observer."""
+    """The facts about one run."""
 
     run_id: str
     strategy: str
@@ -79,11 +82,20 @@ class ShellFacts:
     tokens: Rate = field(default_factory=Rate)  #: of num_tokens
     steps: deque[StepFacts] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
     scores: list[Score] = field(default_factory=list)  #: in the order of evaluation
+    problems: list[str] = field(default_factory=list)  #: distinct ones, as they came up
     urls: dict[InstanceId, str] = field(default_factory=dict)  #: of the instances that are up
     lags_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_LAGS))  #: event-loop lag, latest samples
     max_lag_s: float = 0.0  #: since the start
 
+    def note_problem(self, text: str) -> bool:
+        """Something that the run goes on with, but that a person should know now; False if it is already told."""
+        if text in self.problems or len(self.problems) > MAX_PROBLEMS:
+            return False
+        is_last = len(self.problems) == MAX_PROBLEMS
+        self.problems.append("more problems: they are in the journal" if is_last else text)
+        return True
+
     def note_lag(self, lag_s: float) -> None:
-        """One measurement of the event loop's lag."""
+        """Record one measurement of the event loop's lag."""
         self.lags_s.append(lag_s)
         self.max_lag_s = max(self.max_lag_s, lag_s)

@@ -1,7 +1,7 @@
 """A snapshot in Prometheus's text format (version 0.0.4).
 
 Invariant: one HELP and one TYPE line per metric, before its samples; names begin with `dora_`, totals end in `_total`,
-times are in seconds. Called by the status server.
+times are in seconds. The label `quantile` belongs to summaries alone (promtool refuses it elsewhere).
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 Sample = tuple[Mapping[str, object], float]
 
 _COUNTER_HELP = {
-    "version_conflicts": "C1: answers whose spans name another version than their tag; 0 unless partial.",
-    "scheduling_aborts": "C2: trajectories stopped and not resumed from all their tokens; 0 unless oversample.",
+    "version_conflicts": "C1: answers with tokens of a version other than their tag; 0 unless the strategy is partial.",
+    "scheduling_aborts": "C2: trajectories stopped and not resumed with all their tokens; 0 unless oversample.",
     "staleness_violations": "C3: groups committed outside the staleness bound; must stay 0.",
-    "late_completions": "Completions of an old attempt, ignored.",
-    "migrations": "Trajectories that went on on a peer of their version.",
-    "recovered": "Trajectories that went on elsewhere after a loss.",
+    "late_completions": "Completions of an old attempt; they are ignored.",
+    "migrations": "Trajectories moved to another instance of their version.",
+    "recovered": "Trajectories continued elsewhere after the loss of their instance.",
 }
 
 
@@ -35,10 +35,10 @@ def render(snapshot: Snapshot) -> str:
 def _progress(s: Snapshot) -> Iterator[str]:
     yield from _metric("run_info", "gauge", "The run, as labels.", [({"run": s.run_id, "strategy": s.strategy}, 1)])
     yield from _one("uptime_seconds", "gauge", "Time since the run began.", s.uptime_s)
-    yield from _one("eta_seconds", "gauge", "Time left.", s.eta_s)
-    yield from _one("steps", "gauge", "T: steps of the job.", s.num_steps)
+    yield from _one("eta_seconds", "gauge", "Estimated time left.", s.eta_s)
+    yield from _one("steps", "gauge", "T: number of steps of the job.", s.num_steps)
     yield from _one("steps_trained_total", "counter", "Steps trained.", s.steps_trained)
-    yield from _one("step_forming", "gauge", "Step that groups are committed to.", s.step_forming)
+    yield from _one("step_forming", "gauge", "Step being formed.", s.step_forming)
     yield from _one("step_committed_groups", "gauge", "Groups committed to the step being formed.", s.step_committed)
     yield from _one("newest_version", "gauge", "Newest published policy version.", s.newest_version)
     yield from _one("trainer_idle_share", "gauge", "Share of the last step in which the trainer had nothing to do.",
@@ -55,7 +55,7 @@ def _fleet(s: Snapshot) -> Iterator[str]:
     unfinished = [({"version": v.version}, v.unfinished) for v in s.versions]
     yield from _metric("version_unfinished", "gauge", "Unfinished trajectories of a policy version.", unfinished)
     residents = [({"instance": i.instance}, i.residents) for i in s.instances]
-    yield from _metric("instance_residents", "gauge", "Requests that an instance decodes.", residents)
+    yield from _metric("instance_residents", "gauge", "Requests being decoded by an instance.", residents)
 
 
 def _groups(s: Snapshot) -> Iterator[str]:
@@ -63,7 +63,8 @@ def _groups(s: Snapshot) -> Iterator[str]:
     phases = [({"phase": phase}, count) for phase, count in s.groups_by_phase.items()]
     yield from _metric("groups", "gauge", "Prompt groups by phase; they add up to those admitted.", phases)
     dropped = [({"reason": reason}, count) for reason, count in s.dropped.items()]
-    yield from _metric("groups_dropped_total", "counter", "Groups filtered or failed.", dropped)
+    yield from _metric("groups_dropped_total", "counter", "Groups filtered or failed, by reason.", dropped)
+    yield from _one("prompts_skipped_total", "counter", "Groups whose prompt is over the limit.", s.prompts_skipped)
     staleness = [({"staleness": i}, count) for i, count in enumerate(s.staleness)]
     yield from _metric("groups_committed_total", "counter", "Groups committed, by staleness.", staleness)
 
@@ -85,8 +86,8 @@ def _health(s: Snapshot) -> Iterator[str]:
     for name, count in asdict(s.counts).items():
         yield from _one(f"{name}_total", "counter", _COUNTER_HELP[name], count)
     lags = [({"quantile": "0.5"}, s.lag_p50_s), ({"quantile": "0.99"}, s.lag_p99_s)]
-    yield from _metric("event_loop_lag_seconds", "gauge", "Lag of the controller's event loop.", lags)
-    yield from _one("event_loop_lag_max_seconds", "gauge", "Its largest lag since the start.", s.lag_max_s)
+    yield from _metric("event_loop_lag_seconds", "summary", "Lag of the controller's event loop.", lags)
+    yield from _one("event_loop_lag_max_seconds", "gauge", "Largest event-loop lag since the start.", s.lag_max_s)
 
 
 def _one(name: str, kind: Literal["gauge", "counter"], text: str, value: float | None) -> Iterator[str]:
@@ -94,7 +95,9 @@ def _one(name: str, kind: Literal["gauge", "counter"], text: str, value: float |
     return _metric(name, kind, text, [] if value is None else [({}, value)])
 
 
-def _metric(name: str, kind: Literal["gauge", "counter"], text: str, samples: Sequence[Sample]) -> Iterator[str]:
+def _metric(
+    name: str, kind: Literal["gauge", "counter", "summary"], text: str, samples: Sequence[Sample]
+) -> Iterator[str]:
     yield f"# HELP dora_{name} {text}\n# TYPE dora_{name} {kind}\n"
     for labels, value in samples:
         pairs = ",".join(f'{key}="{_escape(str(label))}"' for key, label in labels.items())

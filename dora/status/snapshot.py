@@ -1,7 +1,7 @@
-"""The state of a run at one moment, as plain data: what /status answers, and what every view is drawn from.
+"""The state of a run at one moment, as plain data: the answer of /status, and the basis of every view.
 
-Invariant: pure; a snapshot is made of the core's tables and the shell's facts alone, and survives JSON unchanged
-(`encode`, `decode`). Called by the status server, the metrics and the terminal.
+Invariant: pure; a snapshot is a function of the core's tables and the shell's facts, and survives JSON unchanged
+(`encode`, `decode`).
 """
 
 from __future__ import annotations
@@ -13,14 +13,22 @@ from itertools import islice
 
 import msgspec
 
-from dora.core.groups import GroupPhase
-from dora.core.instances import Instance, InstancePhase
-from dora.core.state import ControllerState
+from dora.core.admission import why_not_admitted
+from dora.core.phases import HOLDS_VERSION, GroupPhase, Membership, WeightsPhase
+from dora.core.state import State
+from dora.core.tables import Instance
 from dora.core.versions import Version
 from dora.errors import ProtocolError
-from dora.status.facts import Score, ShellFacts, StepFacts
+from dora.status.facts import SKIPPED, Score, ShellFacts, StepFacts
 
-#: Steps that the time left and the trained tokens per second are averaged over.
+#: What people have asked an instance to do.
+_ASKED = {
+    Membership.MEMBER: "",
+    Membership.DRAINED: "drain",
+    Membership.LEAVING: "remove",
+    Membership.DISMISSED: "remove",
+}
+#: Number of steps over which the time left and the trained tokens per second are averaged.
 AVERAGED_STEPS = 5
 
 
@@ -30,12 +38,12 @@ class VersionRow:
 
     version: int
     is_newest: bool
-    is_live: bool  #: the newest, or groups with its tag are not trained yet; else evaluated or being pushed
-    serving: int  #: instances that hold it
-    loading: int  #: instances that are being given it
-    groups: int  #: groups with its tag that are not trained yet
-    unfinished: int  #: trajectories still generated or waiting for a slot
-    waiting: int  #: of these, without a slot
+    is_live: bool  #: it is the newest, or has untrained groups; else it is being evaluated or pushed
+    serving: int  #: instances that serve it
+    loading: int  #: instances that are loading it
+    groups: int  #: untrained groups with its tag
+    unfinished: int  #: trajectories that are running or queued
+    waiting: int  #: those of them that are queued
     evaluating: bool
 
 
@@ -50,17 +58,17 @@ class InstanceRow:
     pushing: int | None  #: version of the push under way
     residents: int  #: requests being decoded
     slots: int
-    kv_load: int  #: tokens of KV accounted for residents and moves on their way
+    kv_load: int  #: KV tokens reserved for residents and for moves under way
     kv_tokens: int
-    incarnation: int  #: how often it has come up
-    asked: str  #: what was asked of it: "drain", "remove"; "" nothing
+    incarnation: int  #: number of times it has started
+    asked: str  #: the request about it: "drain", "remove" or ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trainer:
-    """What the trainer does."""
+    """The state of the trainer."""
 
-    step: int | None  #: the step it works on or waits for; None until its ranks are ready
+    step: int | None  #: the step that it trains or waits for; None until its ranks are ready
     waits_for: str  #: "" while it works
     idle_share: float | None  #: of the last step; None before the first
     idle_reason: str  #: what it waited for in the last step
@@ -70,22 +78,22 @@ class Trainer:
 class Counts:
     """Counters since the start. The first three must stay 0, unless the strategy breaks them (`Snapshot.by_design`)."""
 
-    version_conflicts: int  #: C1: answers whose spans name another version than their tag
-    scheduling_aborts: int  #: C2: trajectories stopped by the scheduler and not resumed from all their tokens
+    version_conflicts: int  #: C1: answers with tokens of a version other than their tag
+    scheduling_aborts: int  #: C2: trajectories stopped by the scheduler and not resumed with all their tokens
     staleness_violations: int  #: C3: groups committed outside 0 <= s - v <= K
-    late_completions: int  #: of an old attempt; ignored
-    migrations: int  #: trajectories that went on on a peer of their version
-    recovered: int  #: trajectories that went on elsewhere after a loss
+    late_completions: int  #: completions of an old attempt; they are ignored
+    migrations: int  #: trajectories moved to another instance of their version
+    recovered: int  #: trajectories continued elsewhere after the loss of their instance
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """Everything a person or a monitor may want to know; shares are 0 to 1."""
+    """Everything that people and monitors are shown; shares are between 0 and 1."""
 
     run_id: str
     strategy: str
     phase: str  #: starting, running, finished, interrupted, failed
-    reason: str  #: why it ended; "" before
+    reason: str  #: why it ended; "" until then
     uptime_s: float
     eta_s: float | None  #: time left; None before the first step is trained
     max_staleness: int  #: K in force
@@ -100,26 +108,30 @@ class Snapshot:
     instances: tuple[InstanceRow, ...]
     instances_by_phase: dict[str, int]
     trainer: Trainer
+    not_admitting: str  #: why no prompt group is admitted just now; "" if one may be
     groups_admitted: int
     groups_by_phase: dict[str, int]  #: adds up to groups_admitted
     dropped: dict[str, int]  #: groups filtered or failed, by reason
+    prompts_skipped: int  #: of these, groups whose prompt is over the limit
     staleness: tuple[int, ...]  #: groups committed at staleness 0, 1, ... K, and beyond where K does not bound it
     staleness_mean: float | None
     steps: tuple[StepFacts, ...]  #: the latest, oldest first
     scores: tuple[Score, ...]  #: held-out, in the order of evaluation
+    evaluations_skipped: tuple[int, ...]  #: versions that were to be evaluated, had newer ones not been there first
     num_tokens: int  #: sampled since the start, evaluation included
     num_trained_tokens: int  #: response tokens trained
     tokens_per_s: float  #: sampled, over the last ten seconds
     trained_tokens_per_s: float  #: over the last steps
     counts: Counts
-    by_design: dict[str, str]  #: constraint that the strategy does without, of C1, C2, C3 -> how often it broke it
+    problems: tuple[str, ...]  #: that the run goes on with, such as a reward that raises; each once, oldest first
+    by_design: dict[str, str]  #: constraint (C1, C2, C3) that the strategy breaks by design -> how often it broke it
     lag_p50_s: float  #: event-loop lag, latest samples
     lag_p99_s: float
     lag_max_s: float  #: since the start
 
 
-def snapshot(state: ControllerState, shell: ShellFacts) -> Snapshot:
-    """The run as it stands at the state's latest event."""
+def snapshot(state: State, shell: ShellFacts) -> Snapshot:
+    """The run after the state's latest event."""
     ledger, settings = state.ledger, state.settings
     staleness = state.counters.staleness
     live = set(state.window.live())
@@ -143,18 +155,22 @@ def snapshot(state: ControllerState, shell: ShellFacts) -> Snapshot:
         instances=tuple(_instance_row(i, shell=shell) for i in state.instances.values()),
         instances_by_phase=_count_phases(state),
         trainer=_trainer(state, shell),
+        not_admitting=refusal.value if (refusal := why_not_admitted(state)) is not None else "",
         groups_admitted=ledger.admitted,
         groups_by_phase={phase.value: count for phase, count in ledger.counts.items()},
         dropped=dict(ledger.reasons),
+        prompts_skipped=ledger.reasons.get(f"failed: generation: {SKIPPED}", 0),
         staleness=tuple(staleness),
         staleness_mean=sum(i * n for i, n in enumerate(staleness)) / sum(staleness) if any(staleness) else None,
         steps=tuple(shell.steps),
         scores=tuple(shell.scores),
+        evaluations_skipped=tuple(state.evaluation.overtaken),
         num_tokens=shell.num_tokens,
         num_trained_tokens=shell.num_trained_tokens,
         tokens_per_s=shell.tokens.per_s,
         trained_tokens_per_s=_trained_tokens_per_s(shell),
         counts=_counts(state),
+        problems=tuple(shell.problems),
         by_design=_by_design(state),
         lag_p50_s=_quantile(lags_s, 0.5),
         lag_p99_s=_quantile(lags_s, 0.99),
@@ -162,8 +178,8 @@ def snapshot(state: ControllerState, shell: ShellFacts) -> Snapshot:
     )
 
 
-def trainer_waits_for(state: ControllerState) -> str:
-    """What the trainer waits for, in words; "" while it works, or when it has nothing left to do."""
+def trainer_waits_for(state: State) -> str:
+    """What the trainer waits for, in words; "" while it works and when it has nothing left to do."""
     feed = state.feed
     if state.finished or feed.trained >= state.settings.steps:
         return ""
@@ -183,7 +199,8 @@ def trainer_waits_for(state: ControllerState) -> str:
         return "a new version"
     if not state.entry(newest).serving:
         return f"version {newest} on an instance"
-    return "prompts" if not state.prompts else "admission"
+    refusal = why_not_admitted(state)
+    return f"admission: {refusal.value}" if refusal is not None else "admission"
 
 
 def encode(snapshot: Snapshot) -> bytes:
@@ -195,19 +212,19 @@ def decode(body: bytes) -> Snapshot:
     """From JSON, as another process sent it."""
     try:
         return msgspec.json.decode(body, type=Snapshot)
-    except (msgspec.DecodeError, msgspec.ValidationError) as err:
-        raise ProtocolError(f"this is not the status of a run: {err}") from err
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as err:
+        raise ProtocolError(f"not the status of a run: {err}") from err
 
 
-def _answers(state: ControllerState) -> str:
+def _answers(state: State) -> str:
     entries = state.window.entries.values()
     unfinished = sum(e.unfinished for e in entries)
     waiting = sum(e.num_waiting for e in entries)
-    slots = f", {waiting} of them without a slot" if waiting else ""
-    return f"{unfinished} answers of {state.ledger.counts[GroupPhase.GENERATING]} groups{slots}"
+    queued = f", {waiting} of them queued" if waiting else ""
+    return f"{unfinished} answers of {state.ledger.counts[GroupPhase.GENERATING]} groups{queued}"
 
 
-def _version_row(entry: Version, *, state: ControllerState, live: set[int]) -> VersionRow:
+def _version_row(entry: Version, *, state: State, live: set[int]) -> VersionRow:
     return VersionRow(
         version=entry.number,
         is_newest=entry.number == state.window.newest,
@@ -225,7 +242,7 @@ def _instance_row(instance: Instance, *, shell: ShellFacts) -> InstanceRow:
     return InstanceRow(
         instance=instance.id,
         url=shell.urls.get(instance.id, ""),
-        phase=instance.phase.value,
+        phase=_phase_of(instance).value,
         version=instance.version,
         pushing=instance.pushing,
         residents=len(instance.residents),
@@ -233,16 +250,22 @@ def _instance_row(instance: Instance, *, shell: ShellFacts) -> InstanceRow:
         kv_load=instance.kv_load,
         kv_tokens=instance.kv_tokens,
         incarnation=instance.incarnation,
-        asked="remove" if instance.leaving else "drain" if instance.barred else "",
+        asked=_ASKED[instance.membership],
     )
 
 
-def _count_phases(state: ControllerState) -> dict[str, int]:
-    found = Counter(i.phase for i in state.instances.values())
-    return {phase.value: found[phase] for phase in InstancePhase}
+def _phase_of(instance: Instance) -> WeightsPhase:
+    """What it may be used for: one that was drained takes nothing new, whatever its weights."""
+    drains = instance.weights in HOLDS_VERSION and not instance.is_member
+    return WeightsPhase.DRAINING if drains else instance.weights
 
 
-def _trainer(state: ControllerState, shell: ShellFacts) -> Trainer:
+def _count_phases(state: State) -> dict[str, int]:
+    found = Counter(_phase_of(i) for i in state.instances.values())
+    return {phase.value: found[phase] for phase in WeightsPhase}
+
+
+def _trainer(state: State, shell: ShellFacts) -> Trainer:
     last = shell.steps[-1] if shell.steps else None
     return Trainer(
         step=state.feed.open_step,
@@ -252,7 +275,7 @@ def _trainer(state: ControllerState, shell: ShellFacts) -> Trainer:
     )
 
 
-def _counts(state: ControllerState) -> Counts:
+def _counts(state: State) -> Counts:
     counters = state.counters
     return Counts(
         version_conflicts=counters.version_conflicts,
@@ -264,7 +287,7 @@ def _counts(state: ControllerState) -> Counts:
     )
 
 
-def _by_design(state: ControllerState) -> dict[str, str]:
+def _by_design(state: State) -> dict[str, str]:
     rules, counters, ledger = state.settings.rules, state.counters, state.ledger
     found = {
         "C1": f"{counters.version_conflicts} answers have tokens of several versions",
@@ -279,8 +302,8 @@ def _averaged(shell: ShellFacts) -> list[StepFacts]:
     return list(islice(reversed(shell.steps), AVERAGED_STEPS))
 
 
-def _eta_s(state: ControllerState, shell: ShellFacts) -> float | None:
-    """Mean duration of the last steps x steps left, less what the current one has taken."""
+def _eta_s(state: State, shell: ShellFacts) -> float | None:
+    """Mean duration of the last steps x steps left, minus the time spent in the current one."""
     recent = _averaged(shell)
     if not recent:
         return None

@@ -1,8 +1,6 @@
-"""The run in a terminal: a live view where there is one, else one plain line per step and per evaluation.
+"""The run in a terminal: a live view, or one line per step and per evaluation if the output is not a terminal.
 
-Invariant: drawn from snapshots alone. Called by `dora run` (`show_progress`) and `dora status` (`draw`).
-
-Refresh loop. Consumes: nothing. Produces: the view. Waits for: a second to pass. Ended by leaving `show_progress`.
+Invariant: drawn from snapshots alone.
 """
 
 from __future__ import annotations
@@ -23,11 +21,13 @@ from dora.status.facts import Score, StepFacts
 from dora.status.snapshot import Snapshot, VersionRow
 
 REFRESH_S = 1.0
+#: Of the problems so far, in the picture.
+SHOWN_PROBLEMS = 3
 _BAR_WIDTH = 32
 
 
 class View(Protocol):
-    """Something that shows a run as it goes on."""
+    """Shows a run while it goes on."""
 
     def show(self, snapshot: Snapshot) -> None: ...
 
@@ -41,7 +41,7 @@ async def show_progress(
     token: Path | None = None,
     console: Console | None = None,
 ) -> AsyncIterator[None]:
-    """Shows the run while it is open, and how it stands when it is left; `token`: the file that holds it."""
+    """Show the run while the context is open, and its state at the end; `token`: the file with the status token."""
     console = console or Console()
     lines = [f"run folder {folder}", f"status     {status_url}", *([f"token      {token}"] if token else [])]
     console.print("\n".join(lines), highlight=False, soft_wrap=True)
@@ -49,7 +49,7 @@ async def show_progress(
         async with _refreshed(PlainView(console), snapshot):
             yield
         return
-    # The refresh loop draws, so that the view needs no thread of its own beside the event loop.
+    # The refresh loop draws, so that the view needs no thread beside the event loop.
     with Live(console=console, auto_refresh=False) as live:
         async with _refreshed(LiveView(live), snapshot):
             yield
@@ -71,22 +71,22 @@ async def _refreshed(view: View, snapshot: Callable[[], Snapshot]) -> AsyncItera
         await asyncio.wait({task})
         view.show(snapshot())
         if not task.cancelled():
-            task.result()  # raises: the loop ends by itself only when it cannot draw
+            task.result()  # raises the error: the loop ends by itself only if it cannot draw
 
 
 class LiveView:
-    """Redraws one picture in place."""
+    """Redraws the view in place."""
 
     def __init__(self, live: Live) -> None:
         self._live = live
 
     def show(self, snapshot: Snapshot) -> None:
-        """The picture now."""
+        """Draw the snapshot."""
         self._live.update(draw(snapshot), refresh=True)
 
 
 class PlainView:
-    """Prints a line for each step and each evaluation that is new."""
+    """Prints a line for each new step and each new evaluation; problems appear as warnings of the log."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -94,7 +94,7 @@ class PlainView:
         self._num_scores = 0
 
     def show(self, snapshot: Snapshot) -> None:
-        """What is new since the last call."""
+        """Print what is new since the last call."""
         for score in snapshot.scores[self._num_scores :]:
             self._print(score_line(score))
         self._num_scores = len(snapshot.scores)
@@ -129,7 +129,7 @@ def score_line(score: Score) -> str:
 
 
 def draw(snapshot: Snapshot) -> RenderableType:
-    """The whole picture."""
+    """The whole view."""
     return Group(_title(snapshot), _progress(snapshot), _figures(snapshot), _versions(snapshot))
 
 
@@ -147,6 +147,8 @@ def _title(s: Snapshot) -> Text:
             title.append(f"\n{constraint} is broken by design: {s.by_design[constraint]}")
         elif count:
             title.append(f"\n{count} {name}", style="bold red")
+    for problem in s.problems[-SHOWN_PROBLEMS:]:
+        title.append(f"\n{problem}", style="yellow")
     return title
 
 
@@ -155,7 +157,7 @@ def _progress(s: Snapshot) -> Table:
     row.add_row(
         ProgressBar(total=s.num_steps, completed=s.steps_trained, width=_BAR_WIDTH),
         f"step {s.steps_trained}/{s.num_steps}",
-        f"{_duration(s.uptime_s)} gone, {_duration(s.eta_s)} left",
+        f"{_duration(s.uptime_s)} elapsed, {_duration(s.eta_s)} left",
     )
     return row
 
@@ -169,6 +171,7 @@ def _figures(s: Snapshot) -> Table:
         ("staleness", _staleness(s)),
         ("groups", f"{s.step_committed}/{s.groups_per_step} of step {s.step_forming + 1} committed; {_groups(s)}"),
         ("trainer", _trainer(s)),
+        ("admission", f"closed: {s.not_admitting}" if s.not_admitting else "open"),
         ("instances", ", ".join(f"{n} {phase}" for phase, n in s.instances_by_phase.items() if n) or "none yet"),
         ("moves", f"{s.counts.migrations} migrations, {s.counts.recovered} recovered after a loss"),
     ):
@@ -195,20 +198,21 @@ def _staleness(s: Snapshot) -> str:
 
 def _groups(s: Snapshot) -> str:
     shown = ("generating", "grading", "complete", "filtered", "failed")
-    return ", ".join(f"{s.groups_by_phase[phase]} {phase}" for phase in shown)
+    skipped = f" ({s.prompts_skipped} over the prompt limit)" if s.prompts_skipped else ""
+    return ", ".join(f"{s.groups_by_phase[phase]} {phase}" for phase in shown) + skipped
 
 
 def _trainer(s: Snapshot) -> str:
-    now = f"waits for {s.trainer.waits_for}" if s.trainer.waits_for else "works"
+    now = f"waiting for {s.trainer.waits_for}" if s.trainer.waits_for else "working"
     if s.trainer.step is not None and s.trainer.step < s.num_steps:
         now += f" (step {s.trainer.step + 1})"
-    because = f", on {s.trainer.idle_reason}" if s.trainer.idle_reason else ""
-    return f"{now}; idle in the last step {_share(s.trainer.idle_share)}{because}"
+    because = f", waiting for {s.trainer.idle_reason}" if s.trainer.idle_reason else ""
+    return f"{now}; idle for {_share(s.trainer.idle_share)} of the last step{because}"
 
 
 def _versions(s: Snapshot) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for heading in ("version", "instances", "groups", "unfinished", "without a slot", ""):
+    for heading in ("version", "instances", "groups", "unfinished", "queued", ""):
         table.add_column(heading, justify="left" if heading in ("instances", "") else "right")
     for row in s.versions:
         table.add_row(

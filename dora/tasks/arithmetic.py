@@ -6,7 +6,6 @@ so rollout meets here the long tail that it meets in real training.
 
 A problem is a pure function of (seed, split, index): the stream is endless, needs no file, and is resumed by its index
 alone. Invariant: no text is in both splits, because one bit of its own hash decides which split it may be in.
-Called by the prompt stream (`prompts.py`) and by `dora.seed.make`, which warms the seed policy up on it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Finding the `module:function` that a config names. Called by `sources` (rows) and `rewards` (scores)."""
+"""Find the `module:function` that a configuration names."""
 
 from __future__ import annotations
 

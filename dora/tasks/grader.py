@@ -1,22 +1,19 @@
-"""One grader process: `python -m dora.tasks.grader`, started by `pool`, one request at a time.
+"""One grader process, forked by its guard (guard.py): one request at a time.
 
 Frames on stdin and stdout: 4 bytes of length (big endian), then msgpack. The first frame in is the set-up
-(`GraderPool` writes it), answered by
-`{}` (ready) or `{"config_error": text}`; each later one is a `GradeRequest`, answered by `{"reward": x}` or
-`{"error": text}`.
+(`GraderPool` writes it), answered by `{}` (ready) or `{"config_error": text}`; each later one is a `GradeRequest`,
+answered by `{"reward": x}` or `{"error": text}`.
 
 Invariant: nothing but frames reaches the pipes: stdin and stdout are moved away before any code of the user is
 imported, so a reward may print and read what it likes. Grading runs in the main thread, where libraries may use
-signals. The process ends when its stdin closes, and a request that outlives its limit ends it even if the parent
-is gone (the timer's default action needs no Python). Memory is limited; this is protection from accidents, no
-sandbox for hostile code.
+signals. The process ends when its stdin closes; its guard ends it when it hangs. Memory is limited; this is protection
+from accidents, no sandbox for hostile code.
 """
 
 from __future__ import annotations
 
 import os
 import resource
-import signal
 import struct
 from typing import Any, BinaryIO
 
@@ -24,12 +21,9 @@ import msgpack
 
 from dora.config.schema import RewardConfig
 from dora.errors import ConfigError
-from dora.tasks.rewards import GradeRequest, Scorer, build_scorer
+from dora.tasks.rewards import GradeRequest, RewardFailed, Scorer, build_scorer
 
 HEADER = struct.Struct(">I")
-
-#: A grader ends itself this long after the pool should have killed it: the pool died in between.
-_ORPHAN_GRACE_S = 2.0
 
 #: Share of the time limit that an HTTP endpoint gets: its silence is then an error with a name, not a killed process.
 _HTTP_SHARE = 0.8
@@ -52,16 +46,15 @@ def main() -> None:
         return
     _write(replies, {})
     while (request := _read(requests)) is not None:
-        signal.setitimer(signal.ITIMER_REAL, setup["timeout_s"] + _ORPHAN_GRACE_S)
-        reply = _grade(scorer, GradeRequest(**request))
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        _write(replies, reply)
+        _write(replies, _grade(scorer, GradeRequest(**request)))
 
 
 def _grade(scorer: Scorer, request: GradeRequest) -> dict[str, Any]:
     try:
         return {"reward": scorer(request)}
-    except Exception as err:  # noqa: BLE001  code of the user may fail in any way; the reply says how
+    except RewardFailed as err:
+        return {"error": str(err)}
+    except Exception as err:  # noqa: BLE001  the terms may have no sum; the reply says why
         return {"error": f"{type(err).__name__}: {err}"}
 
 
@@ -77,7 +70,6 @@ def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
 
 def _limit(*, memory_mb: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (memory_mb << 20, memory_mb << 20))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 def _read(pipe: BinaryIO) -> Any | None:
@@ -91,7 +83,3 @@ def _write(pipe: BinaryIO, content: dict[str, Any]) -> None:
     frame = msgpack.packb(content)
     pipe.write(HEADER.pack(len(frame)) + frame)
     pipe.flush()
-
-
-if __name__ == "__main__":
-    main()

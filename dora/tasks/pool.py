@@ -1,12 +1,11 @@
 """Grading off the event loop, in limited processes, with a time limit per answer.
 
 Invariant: every request ends as exactly one outcome, and trouble is never a reward. A grader that is late, dies or
-breaks the protocol is killed with all its children and replaced before the next request; the request it had is
-`GradingFailed` and is not tried again: a retry would only hang the next grader.
+breaks the protocol is killed with all that it started (guard.py) and replaced before the next request; the request it
+had is `GradingFailed` and is not tried again: a retry would only hang the next grader.
 
-One `grade` call per trajectory waits for an idle grader. There is no queue of our own: the callers are the queue,
-and they are bounded by the trajectories in flight. A call is unblocked when a grader is idle, which each is after at
-most its start limit plus `timeout_s`. Called by the controller's grading effect and by `dora check`.
+Each `grade` call waits for an idle grader, at most the start limit plus `timeout_s` for each call before it. There is
+no other queue: the trajectories in flight bound the number of calls.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgpack
 
-from dora.errors import ConfigError, ProtocolError, RunFailed
+from dora.errors import ConfigError, ProtocolError, RunFailed, one_line
 from dora.tasks.grader import HEADER
 from dora.tasks.rewards import GradeRequest
 
@@ -37,7 +36,7 @@ START_TIMEOUT_S = 60.0
 #: Starts that may fail in a row before the run gives up.
 START_ATTEMPTS = 3
 
-#: How long a killed process may take to be gone.
+#: How long a guard may take to end everything; only one that was stopped itself takes longer.
 _KILL_TIMEOUT_S = 5.0
 
 #: How long a process that closed its pipe may take to end by itself, so that its own exit status is seen.
@@ -127,7 +126,7 @@ class _Grader:
         in_step = False  # the pipes hold no half of an exchange
         try:
             async with asyncio.timeout(self._timeout_s):
-                outcome = _outcome(await self._exchange(frame))
+                outcome = outcome_of(await self._exchange(frame))
             in_step = True
             return outcome
         except TimeoutError:
@@ -155,23 +154,27 @@ class _Grader:
                 continue
             if "config_error" in reply:
                 await self.kill()
-                raise ConfigError(reply["config_error"])
+                raise ConfigError(str(reply["config_error"]))
             return
         await self.kill()
         raise RunFailed(f"{self._setup['field']}: no grader started in {START_ATTEMPTS} attempts ({ending})")
 
     async def kill(self) -> None:
-        """End the process and whatever it started."""
+        """End the process and whatever it started, in other sessions too."""
         process, self._process = self._process, None
         if process is None or self._stderr is None:
             return
         with contextlib.suppress(ProcessLookupError):  # gone already
-            os.killpg(process.pid, signal.SIGKILL)  # it leads a session of its own
-        with contextlib.suppress(TimeoutError):  # a child that left the session may hold stderr open
+            process.terminate()
+        try:
             async with asyncio.timeout(_KILL_TIMEOUT_S):
                 await process.wait()
                 await self._stderr
-        self._stderr.cancel()
+        except TimeoutError:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # it leads a session of its own
+        finally:
+            self._stderr.cancel()
 
     async def _spawn(self) -> None:
         """A new session, so that Ctrl-C in the terminal leaves grading to the controller's own shutdown."""
@@ -179,7 +182,8 @@ class _Grader:
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
-            "dora.tasks.grader",
+            "dora.tasks.guard",
+            str(os.getpid()),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
@@ -198,13 +202,7 @@ class _Grader:
         (size,) = HEADER.unpack(await self._process.stdout.readexactly(HEADER.size))
         if size > _MAX_REPLY_BYTES:
             raise ProtocolError(f"grader announced a reply of {size} bytes")
-        try:
-            reply = msgpack.unpackb(await self._process.stdout.readexactly(size))
-        except ValueError as err:
-            raise ProtocolError(f"grader's reply is not msgpack ({err})") from err
-        if not isinstance(reply, dict):
-            raise ProtocolError(f"grader's reply is {type(reply).__name__}, not a map")
-        return reply
+        return read_reply(await self._process.stdout.readexactly(size))
 
     async def _drain_stderr(self, process: asyncio.subprocess.Process) -> None:
         """Read stderr to its end, so that a talkative reward never blocks on a full pipe."""
@@ -228,9 +226,21 @@ class _Grader:
         return f"{how}: {lines[-1][:200]}" if lines else how
 
 
-def _outcome(reply: dict[str, Any]) -> Graded | GradingFailed:
+def read_reply(body: bytes) -> dict[str, Any]:
+    """The map that a grader's reply is."""
+    try:
+        reply = msgpack.unpackb(body)
+    except (ValueError, OverflowError) as err:
+        raise ProtocolError(f"grader's reply is not msgpack ({err})") from err
+    if not isinstance(reply, dict):
+        raise ProtocolError(f"grader's reply is {type(reply).__name__}, not a map")
+    return reply
+
+
+def outcome_of(reply: dict[str, Any]) -> Graded | GradingFailed:
+    """What a reply to a request says."""
     if "error" in reply:
-        return GradingFailed(f"error: {reply['error']}")
+        return GradingFailed(one_line(f"error: {reply['error']}"))
     reward = reply.get("reward")
     if not isinstance(reward, float):
         raise ProtocolError("grader's reply holds neither a reward nor an error")

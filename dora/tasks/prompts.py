@@ -4,12 +4,11 @@ Invariant: `stream.at(position)` is a pure function of (task config, tokenizer, 
 is therefore one integer, the prompt cursor cannot run ahead of consumption, and nothing is replayed to find a place:
 
     position --mixture--> (source, n-th draw from it) --epoch, shuffle--> row --render, encode--> Prompt
-
-Called by the controller (one position per prompt group) and by evaluation.
 """
 
 from __future__ import annotations
 
+import hashlib
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -32,6 +31,9 @@ if TYPE_CHECKING:
 #: when drawn, with the same error; the syntax of every JSONL line is checked at the start whatever its number.
 CHECKED_ROWS = 10_000
 
+#: Rows of a source, and prompts of the stream, of which at most half may be over the limit.
+JUDGED_ROWS = 1_000
+
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
@@ -43,6 +45,13 @@ class Prompt:
     tokens: tuple[int, ...]
     answer: str  # reference answer, "" if there is none
     metadata: Mapping[str, Any]  # the other columns of the row, as plain JSON values
+    skipped: str = ""  # why it is not asked: it is over the limit, and `tokens` is empty
+
+    @property
+    def digest(self) -> bytes:
+        """16 bytes of all that an answer depends on: another digest is another question."""
+        told = msgspec.json.encode([self.text, self.tokens, self.answer, self.metadata], order="deterministic")
+        return hashlib.blake2b(told, digest_size=16).digest()
 
 
 class PromptStream:
@@ -54,6 +63,7 @@ class PromptStream:
         self._task = task
         self._tokenizer = tokenizer
         self._seed = seed
+        self._overlong: set[int] = set()  # positions drawn so far, below JUDGED_ROWS
         #: Prompts in the stream, None if it never ends. It ends when its first source does: going on with the others
         #: would change the mixture.
         self.num_prompts = _mixture_length([self._num_draws(source) for source in sources], shares=self._shares)
@@ -68,7 +78,11 @@ class PromptStream:
         index, draw = mix(position, shares=self._shares)
         source = self._sources[index]
         row = draw if source.num_rows is None else self._shuffled(draw, num_rows=source.num_rows, source=index)
-        return render(source, row, position=position, task=self._task, tokenizer=self._tokenizer)
+        prompt = render(source, row, position=position, task=self._task, tokenizer=self._tokenizer)
+        if prompt.skipped and position < JUDGED_ROWS:
+            self._overlong.add(position)
+            _require_half(len(self._overlong), of=JUDGED_ROWS, what="prompts", task=self._task)
+        return prompt
 
     def _num_draws(self, source: Source) -> int | None:
         return source.num_rows * self._task.epochs if source.num_rows and self._task.epochs else None
@@ -94,7 +108,8 @@ def open_stream(task: TaskConfig, *, tokenizer: Tokenizer, seed: int) -> PromptS
 
 
 def open_eval_prompts(eval_set: EvalSetConfig, *, task: TaskConfig, tokenizer: Tokenizer, seed: int) -> list[Prompt]:
-    """The first `eval_set.prompts` prompts of a held-out source, in its own order; fewer if it has fewer rows."""
+    """The first `eval_set.prompts` rows of a held-out source, in its own order; fewer if it has fewer. Those that are
+    `skipped` are among them."""
     field = f"eval.sets.{eval_set.name}.source"
     for index, config in enumerate(task.sources):
         if _same_rows(config, eval_set.source):
@@ -102,7 +117,10 @@ def open_eval_prompts(eval_set: EvalSetConfig, *, task: TaskConfig, tokenizer: T
     seed = derive_seed(seed, "eval", eval_set.name)
     source = open_source(eval_set.source, field=field, seed=seed, split="heldout")
     count = eval_set.prompts if source.num_rows is None else min(eval_set.prompts, source.num_rows)
-    return [render(source, row, position=row, task=task, tokenizer=tokenizer) for row in range(count)]
+    found = [render(source, row, position=row, task=task, tokenizer=tokenizer) for row in range(count)]
+    num_overlong = sum(bool(prompt.skipped) for prompt in found)
+    _require_half(num_overlong, of=count, what=f"rows of {field} ({source.name})", task=task)
+    return found
 
 
 def nested_shares(weights: Sequence[float]) -> tuple[Fraction, ...]:
@@ -148,23 +166,29 @@ def permutation(size: int, *, key: int) -> npt.NDArray[np.int64]:
 
 
 def render(source: Source, row_index: int, *, position: int, task: TaskConfig, tokenizer: Tokenizer) -> Prompt:
-    """Row `row_index` as a prompt; `ConfigError` names the row if it is not usable."""
+    """Row `row_index` as a prompt; `ConfigError` names the row if it is not usable.
+
+    A row over the limit is one that is `skipped`, unless `task.overlong` has it fail.
+    """
     row, where = source.row(row_index), source.where(row_index)
     text = _text(row, source=source, where=where, task=task, tokenizer=tokenizer)
     tokens = tokenizer.encode(text, special_tokens=not task.chat_template)
+    skipped = ""
     if not 0 < len(tokens) <= task.max_prompt_tokens:
-        raise ConfigError(
-            f"{where}: the prompt has {len(tokens)} tokens, task.max_prompt_tokens allows 1 to {task.max_prompt_tokens}"
-        )
+        wrong = f"{where}: the prompt has {len(tokens)} tokens, task.max_prompt_tokens allows 1 to "
+        skipped = f"{wrong}{task.max_prompt_tokens}"
+        if not tokens or task.overlong == "fail":
+            raise ConfigError(skipped)
     answer = _column(row, source.answer, where=where, field="answer") if source.answer else None
     used = {source.messages or source.prompt, source.answer}
     return Prompt(
         position=position,
         source=source.name,
         text=text,
-        tokens=tuple(tokens),
+        tokens=() if skipped else tuple(tokens),
         answer=_as_text(answer),
         metadata=_as_json({name: value for name, value in row.items() if name not in used}, where=where),
+        skipped=skipped,
     )
 
 
@@ -217,8 +241,23 @@ def _as_json(columns: dict[str, Any], *, where: str) -> dict[str, Any]:
 
 
 def _check_rows(source: Source, *, limit: int, task: TaskConfig, tokenizer: Tokenizer) -> None:
+    """Rows of a generator are judged as they are drawn: to make a thousand of them may take minutes."""
+    num_overlong = 0
     for row in range(min(source.num_rows or 1, limit)):
-        render(source, row, position=row, task=task, tokenizer=tokenizer)
+        prompt = render(source, row, position=row, task=task, tokenizer=tokenizer)
+        num_overlong += bool(prompt.skipped) and row < JUDGED_ROWS
+    if source.num_rows is not None:
+        judged = min(source.num_rows, JUDGED_ROWS)
+        _require_half(num_overlong, of=judged, what=f"rows of {source.name}", task=task)
+
+
+def _require_half(num_overlong: int, *, of: int, what: str, task: TaskConfig) -> None:
+    """A few long rows are skipped; if most are, the limit is not what was meant."""
+    if 2 * num_overlong > of:
+        raise ConfigError(
+            f"task.max_prompt_tokens: {num_overlong} of the first {of:,} {what} have more than "
+            f"{task.max_prompt_tokens} tokens; raise it, or take other rows"
+        )
 
 
 def _same_rows(left: SourceConfig, right: SourceConfig) -> bool:

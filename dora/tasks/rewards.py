@@ -18,10 +18,12 @@ import json
 import logging
 import math
 import re
+import traceback
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dora.errors import ConfigError
@@ -47,15 +49,38 @@ class GradeRequest:
 Scorer = Callable[[GradeRequest], float]
 
 
+class RewardFailed(Exception):
+    """A term raised; the text names it and says what a traceback would end with, and where."""
+
+    def __init__(self, term: str, err: Exception) -> None:
+        said = traceback.format_exception_only(err)[-1].strip()
+        frame = traceback.extract_tb(err.__traceback__)[-1]
+        super().__init__(f"{term}: {said} ({Path(frame.filename).name}:{frame.lineno})")
+
+
 def build_scorer(rewards: Sequence[RewardConfig], *, field: str, http_timeout_s: float) -> Scorer:
     """The weighted sum of `rewards`; `ConfigError` names the term (`field`.i) that cannot work."""
     if not rewards:
         raise ConfigError(f"{field}: at least one reward is needed")
     terms = [
-        (reward.weight, _build_term(reward, field=f"{field}.{index}", http_timeout_s=http_timeout_s))
+        (reward.weight, _named(reward, field=f"{field}.{index}", http_timeout_s=http_timeout_s))
         for index, reward in enumerate(rewards)
     ]
     return lambda request: math.fsum(weight * term(request) for weight, term in terms)
+
+
+def _named(reward: RewardConfig, *, field: str, http_timeout_s: float) -> Scorer:
+    """A term whose exceptions say which term it is: `task.rewards.0 (function rewards:score)`."""
+    term = _build_term(reward, field=field, http_timeout_s=http_timeout_s)
+    name = f"{field} ({' '.join(word for word in (reward.kind, reward.name or reward.url) if word)})"
+
+    def score(request: GradeRequest) -> float:
+        try:
+            return term(request)
+        except Exception as err:  # code of the user may fail in any way
+            raise RewardFailed(name, err) from err
+
+    return score
 
 
 def _build_term(reward: RewardConfig, *, field: str, http_timeout_s: float) -> Scorer:

@@ -2,7 +2,7 @@
 
 Invariant: `row(index)` is a pure function of (config, seed, index), in any process and any order; a source keeps no
 place. Generators are endless; the others are finite and were read once, completely, so that a malformed line is
-found before anything starts. Called by `prompts`, which renders rows.
+found before anything starts.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ def _jsonl(config: SourceConfig, *, field: str) -> Source:
 def _decode_line(line: bytes, *, where: str) -> Row:
     try:
         return msgspec.json.decode(line, type=dict[str, Any])
-    except (msgspec.DecodeError, UnicodeDecodeError) as err:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as err:
         raise ConfigError(f"{where}: not a JSON object ({err}); every line must be one") from err
 
 
@@ -188,7 +188,10 @@ def _parquet(config: SourceConfig, *, field: str) -> Source:
         raise ConfigError(f"{field}.path: {path} is not a Parquet file ({err})") from err
 
     def row(index: int) -> Row:
-        rows: list[Row] = table.slice(index, 1).to_pylist()
+        try:
+            rows: list[Row] = table.slice(index, 1).to_pylist()
+        except (pyarrow.ArrowException, ValueError, OverflowError) as err:
+            raise ConfigError(f"{path} row {index}: cannot be read ({err})") from err
         return rows[0]
 
     return _table(

@@ -3,8 +3,7 @@
 Importing transformers' tokenizers brings in torch (1.6-4 s, some hundred MB); the controller needs neither. A
 model folder's `tokenizer.json` is read by the `tokenizers` package, the library transformers calls itself, and
 its chat template is rendered by jinja2 in the sandbox and with the settings transformers uses.
-tests/tasks/test_tokenizer.py compares both with transformers. Called by `prompts` (encoding) and by the
-controller (decoding what was sampled).
+tests/tasks/test_tokenizer.py compares both with transformers.
 """
 
 from __future__ import annotations
@@ -119,7 +118,7 @@ def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _eos_ids(folder: Path, codec: tokenizers.Tokenizer, special: Mapping[str, str]) -> tuple[int, ...]:
-    """Union over the three files that may name an end token, as SGLang takes it; first mention first."""
+    """Union over the three files that may name an end token, as inference servers take it; first mention first."""
     found: list[int] = []
     for name in ("generation_config.json", "config.json"):
         ids = _read_json(folder / name).get("eos_token_id")

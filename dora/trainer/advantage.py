@@ -1,7 +1,8 @@
-"""Group-relative advantages (losses.md §2) from the rewards of all siblings of a group.
+"""Group-relative advantages from the rewards of all siblings of a group.
 
-A sibling marked grading_failed has reward NaN and is left out of the statistics; it is not reward 0.
-Called by: packing.py.
+`grpo`: GRPO (arXiv 2402.03300); `dr_grpo`: Dr. GRPO (arXiv 2503.20783), without the division by the deviation; `rloo`:
+leave-one-out baseline (arXiv 2402.14740). A sibling that is grading_failed has reward NaN and is left out of the
+statistics; it does not count as reward 0.
 """
 
 from __future__ import annotations

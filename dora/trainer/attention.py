@@ -1,11 +1,9 @@
-"""Attention over a packed row: every segment attends to itself only, without ever building a T x T mask.
+"""Attention over a packed row: every segment attends to itself only, without a T x T mask.
 
 Segments of similar length share one SDPA call, padded at the end: under a causal mask no real query sees the padding,
-so it needs no mask of its own. A segment without a neighbour of similar length gets a call of its own. Measured
-on one CPU core, 64 segments of 15-130 tokens, forward and backward of one layer: 24 ms, against 72 ms with a call per
-segment and 176 ms with a dense block mask.
-Registered with transformers as "dora_segments"; the model is called with `segments=Segments(...)`.
-Called by: model.py.
+so it needs no mask of its own. A segment without one of similar length gets its own call. On one CPU core, 64 segments
+of 15-130 tokens take 24 ms for forward and backward of one layer, against 72 ms with a call per segment and 176 ms with
+a dense block mask. Registered with transformers as "dora_segments"; the model is called with `segments=Segments(...)`.
 """
 
 from __future__ import annotations
@@ -30,17 +28,17 @@ SLACK = 8
 class Bucket:
     """Segments of one SDPA call."""
 
-    gather_bL: Tensor  # int64 positions in the row; beyond a segment's end its last position again
+    gather_bL: Tensor  # int64 positions in the row; padded with a segment's last position
     valid_bL: Tensor  # bool: not padding
     row_b: Tensor  # int64, the valid entries of gather_bL in order
 
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """How a row is cut, worked out once per micro-batch and used by all layers."""
+    """The segments of a row, computed once per micro-batch and used by all layers."""
 
     buckets: tuple[Bucket, ...]
-    restore_T: Tensor  # int64: where each position of the row stands in the concatenated outputs of the buckets
+    restore_T: Tensor  # int64: index of each position of the row in the concatenated outputs of the buckets
 
 
 def make_segments(lengths: tuple[int, ...], *, device: torch.device) -> Segments:
@@ -97,7 +95,7 @@ def attend(
 
 
 def _window_mask(length: int, window: int | None, device: torch.device) -> Tensor | None:
-    """Causal mask of a sliding window; None where the window reaches over the whole segment."""
+    """Causal mask of a sliding window; None if the window covers the whole segment."""
     if window is None or length <= window:
         return None
     position = torch.arange(length, device=device)

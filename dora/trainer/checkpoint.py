@@ -1,21 +1,17 @@
 """Resumable checkpoints: one safetensors file per rank and a manifest, no pickle.
 
-Invariant: a folder `step-<s>` is complete: it is written under a temporary name, synced and renamed, its manifest
-last; anything else is ignored. After loading, a hash of weights and moments is compared with the one taken from the
-live tensors when saving, so a checkpoint that loads is the state that was saved. Nothing in the trainer draws random
-numbers, hence no generator state. A checkpoint belongs to its world size.
-Called by: step.py; `latest` by the CLI.
+Invariant: a checkpoint is written under a temporary name, synced, its manifest last, and then renamed. Loaded tensors
+are compared with a hash of weights and moments that was taken from the live tensors when saving, so that a checkpoint
+that loads is the state that was saved. There is no generator state, because the trainer draws no random numbers. A
+checkpoint can be loaded only by the number of ranks that wrote it.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,76 +20,137 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from dora import files
 from dora.errors import ConfigError
 from dora.trainer.room import save_tensors, until_there_is_room
+from dora.weights.checkpoints import (
+    CheckpointManifest,
+    folder_of,
+    rank_file,
+    read_manifest,
+    set_aside,
+    write_manifest,
+)
 from dora.weights.store import clear_errors
 
-KEEP = 2  # complete checkpoints kept, newest first
-MANIFEST = "manifest.json"
+
+class Damaged(ConfigError):
+    """A checkpoint does not contain what was saved."""
 
 
-def save(folder: Path, *, step: int, tensors: Mapping[str, Tensor], device: torch.device) -> Path:
-    """Write this rank's `tensors` for the boundary before `step`; a collective, returns when all ranks are durable."""
-    target, written = folder / f"step-{step:06d}", folder / f".step-{step:06d}"
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    manifest = {
-        "step": step,
-        "world_size": world_size,
-        "state_checksums": _gather_hashes(state_hash(tensors), device=device),
-    }
-    if _complete(target) and json.loads((target / MANIFEST).read_text()) == manifest:
-        return target  # asked for twice, or a replayed step
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """Where training continues."""
+
+    step: int
+    chain: str
+    skipped: tuple[str, ...]  # damaged checkpoints, each with the reason
+
+
+def save(
+    parent: Path,
+    *,
+    step: int,
+    chain: str,
+    tensors: Mapping[str, Tensor],
+    device: torch.device,
+    fence: Callable[[], None],
+) -> Path:
+    """Write this rank's `tensors` for the boundary before `step`. A collective: returns when all ranks have synced."""
+    target = folder_of(parent, step=step, chain=chain)
+    written = target.with_name(f".{target.name}")
+    rank = dist.get_rank()
+    checksums = _gather_hashes(state_hash(tensors), device=device)
+    found = read_manifest(target)
+    if _agree(found is not None and found.state_checksums == checksums, device=device):
+        return target  # requested twice, or a replayed step
     what = f"cannot write the checkpoint {target}"
     if rank == 0:
         until_there_is_room(partial(_begin, written, what))
     dist.barrier()
     mine = {name: tensor.contiguous().cpu() for name, tensor in tensors.items()}
-    until_there_is_room(partial(_write, written / f"rank-{rank}.safetensors", mine, what))
+    until_there_is_room(partial(_write, rank_file(written, rank), mine, what))
     dist.barrier()
     if rank == 0:
-        until_there_is_room(partial(_complete_with, manifest, written, what))
-        shutil.rmtree(target, ignore_errors=True)  # incomplete, or of a history that was given up
-        written.rename(target)
-        _fsync(folder)
-        for old in _all(folder)[:-KEEP]:
-            shutil.rmtree(old)
+        until_there_is_room(partial(_complete, written, step, chain, checksums, what))
+        with clear_errors(what):
+            fence()
+            files.remove(target)  # damaged
+            files.rename(written, target)
+            files.sync_folder(parent)
     dist.barrier()
     return target
 
 
 def _begin(written: Path, what: str) -> None:
     with clear_errors(what):
-        shutil.rmtree(written, ignore_errors=True)
-        written.mkdir(parents=True)
+        files.remove(written)
+        written.parent.mkdir(exist_ok=True)  # without parents: a deleted run folder stays deleted
+        files.make_folder(written)
 
 
 def _write(path: Path, tensors: Mapping[str, Tensor], what: str) -> None:
     with clear_errors(what):
         save_tensors(tensors, path)
-        _fsync(path)
+        files.wrote(path)
+        files.sync(path)
 
 
-def _complete_with(manifest: Mapping[str, Any], written: Path, what: str) -> None:
+def _complete(written: Path, step: int, chain: str, checksums: list[str], what: str) -> None:
     with clear_errors(what):
-        (written / MANIFEST).write_text(json.dumps(manifest, indent=1))
-        _fsync(written / MANIFEST)
-        _fsync(written)
+        sizes = [rank_file(written, rank).stat().st_size for rank in range(len(checksums))]
+        write_manifest(written, CheckpointManifest(step, len(checksums), chain, checksums, sizes))
 
 
-def load(path: Path, *, tensors: Mapping[str, Tensor]) -> int:
-    """Copy this rank's state into `tensors`, verify it and return the step to go on with."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    if not _complete(path):
-        raise ConfigError(f"{path} is no complete checkpoint; name a folder step-<s> that holds {MANIFEST}")
-    manifest = json.loads((path / MANIFEST).read_text())
-    if manifest["world_size"] != world_size:
-        raise ConfigError(f"{path} was written by {manifest['world_size']} ranks; set trainer.ranks to that number")
+def load(
+    paths: Sequence[Path],
+    *,
+    tensors: Mapping[str, Tensor],
+    device: torch.device,
+    may_start_over: bool,
+    fence: Callable[[], None],
+) -> Loaded:
+    """Copy this rank's state from the first checkpoint that is whole on every rank; a collective.
+
+    Damaged ones are set aside. If none is left and `may_start_over`, `tensors` stay as they are, for step 0.
+    """
+    skipped: list[str] = []
+    for path in paths:
+        reason = ""
+        try:
+            manifest, stored = _read(path, tensors=tensors)
+        except Damaged as err:
+            reason = str(err)
+        if _agree(not reason, device=device):
+            for name, tensor in tensors.items():
+                tensor.copy_(stored[name])
+            if state_hash(tensors) != manifest.state_checksums[dist.get_rank()]:
+                raise ConfigError(f"{path}: the loaded state differs from the saved one, although the file is whole")
+            return Loaded(manifest.step, manifest.chain, tuple(skipped))
+        skipped.append(reason or f"{path} is damaged on another rank")
+        if dist.get_rank() == 0 and path.exists():
+            fence()
+            set_aside(path, why="damaged")
+        dist.barrier()
+    if not may_start_over:
+        raise ConfigError(f"no checkpoint can be loaded: {'; '.join(skipped)}")
+    return Loaded(0, "", tuple(skipped))
+
+
+def _read(path: Path, *, tensors: Mapping[str, Tensor]) -> tuple[CheckpointManifest, dict[str, Tensor]]:
+    """This rank's part of a checkpoint, verified against its checksum."""
+    rank = dist.get_rank()
+    manifest = read_manifest(path)
+    if manifest is None:
+        raise Damaged(f"{path} is incomplete")
+    if manifest.world_size != dist.get_world_size():
+        raise ConfigError(f"{path} was written by {manifest.world_size} ranks; set trainer.ranks to that number")
     try:
-        stored = load_file(path / f"rank-{rank}.safetensors")
+        stored = load_file(rank_file(path, rank))
     except (OSError, SafetensorError) as err:
-        raise ConfigError(
-            f"{path}/rank-{rank}.safetensors is damaged ({err}); resume from an older checkpoint"
-        ) from err
+        raise Damaged(f"{rank_file(path, rank)} is damaged ({err})") from err
+    if state_hash(stored) != manifest.state_checksums[rank]:
+        raise Damaged(f"{rank_file(path, rank)} does not match its checksum")
     if stored.keys() != tensors.keys():
         raise ConfigError(
             f"{path} belongs to another model: {sorted(stored.keys() ^ tensors.keys())[0]} does not match"
@@ -101,15 +158,7 @@ def load(path: Path, *, tensors: Mapping[str, Tensor]) -> int:
     for name, tensor in tensors.items():
         if stored[name].shape != tensor.shape:
             raise ConfigError(f"{path} belongs to another model: {name} has shape {tuple(stored[name].shape)}")
-        tensor.copy_(stored[name])
-    if state_hash(tensors) != manifest["state_checksums"][rank]:
-        raise ConfigError(f"{path}: what rank {rank} loaded is not what was saved; resume from an older checkpoint")
-    return int(manifest["step"])
-
-
-def latest(folder: Path) -> Path | None:
-    """The newest complete checkpoint in `folder`."""
-    return max(_all(folder), default=None)
+    return manifest, stored
 
 
 def state_hash(tensors: Mapping[str, Tensor]) -> str:
@@ -121,25 +170,16 @@ def state_hash(tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def _all(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.glob("step-*") if _complete(path))
-
-
-def _complete(path: Path) -> bool:
-    return (path / MANIFEST).is_file()
+def _agree(holds: bool, *, device: torch.device) -> bool:
+    """Whether `holds` is true on every rank; a collective."""
+    flag = torch.tensor([int(holds)], device=device)
+    dist.all_reduce(flag, op=dist.ReduceOp.MIN)
+    return bool(flag.item())
 
 
 def _gather_hashes(own: str, *, device: torch.device) -> list[str]:
-    """The hashes of all ranks, as tensors: gathering objects would pickle them."""
+    """The hashes of all ranks; gathered as tensors, because gathering objects would pickle them."""
     mine = torch.tensor(list(bytes.fromhex(own)), dtype=torch.uint8, device=device)
     gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, mine)
     return [bytes(hash_.tolist()).hex() for hash_ in gathered]
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

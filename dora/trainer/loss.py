@@ -1,8 +1,8 @@
-"""Policy losses per token (losses.md §4-5): pure functions of tensors, minimised, summed by the caller.
+"""Policy losses per token: pure functions of tensors, to be minimized; the caller sums them.
 
 Symbols: current = log π, proximal = log π_o (start of the step), behavior = log μ (engine), all of the sampled token;
-r = π/π_o, ρ = π_o/μ, k = π/μ. Log differences are formed in at least float32 and clamped to ±20 before exp.
-Called by: step.py.
+r = π/π_o, ρ = π_o/μ, k = π/μ. Log differences are computed in at least float32 and clamped to ±20 before exp. PPO:
+arXiv 1707.06347; clip-higher: DAPO (arXiv 2503.14476); decoupled PPO: AReaL (arXiv 2505.24298).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def clipped_surrogate(ratio: Tensor, advantage: Tensor, *, clip_low: float, clip
 
 
 def bypass_ppo(current: Tensor, *, behavior: Tensor, advantage: Tensor, clip_low: float, clip_high: float) -> Tensor:
-    """PPO on k, that is with π_o := μ; a trust region around the behavior policy."""
+    """PPO on k, that is, with π_o := μ: a trust region around the behavior policy."""
     ratio = log_ratio(current, behavior).exp()
     return clipped_surrogate(ratio, advantage, clip_low=clip_low, clip_high=clip_high)
 
@@ -40,7 +40,8 @@ def decoupled_ppo(
     clip_high: float,
     tis_cap: float,
 ) -> Tensor:
-    """-sg(min(ρ, C)) min(r A, clip(r) A): decoupled PPO with token TIS; C = inf leaves ρ as it is."""
+    """-sg(min(ρ, C)) min(r A, clip(r) A): decoupled PPO with truncated importance sampling per token; C = inf turns the
+    truncation off."""
     weight = log_ratio(proximal, behavior).exp().clamp(max=tis_cap).detach()
     ratio = log_ratio(current, proximal.detach()).exp()
     return weight * clipped_surrogate(ratio, advantage, clip_low=clip_low, clip_high=clip_high)

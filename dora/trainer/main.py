@@ -1,11 +1,8 @@
-"""Entry of a trainer rank: `torchrun ... -m dora.trainer.main`.
+"""Entry point of a trainer rank: `torchrun ... -m dora.trainer.main`.
 
-The controller is found by DORA_CONTROLLER (its address) and DORA_TOKEN; rank and world size come from torchrun. All
-else arrives in Configure. Whatever ends a rank before Stop is sent as TrainerFailed, and the exit code is 1; torchrun
-then ends the other ranks.
-
-Main loop: consumes messages of the controller in order; produces trained steps; waits for the next message;
-unblocked by it, ended by Stop.
+DORA_CONTROLLER (address) and DORA_TOKEN tell how to reach the controller; rank and world size come from torchrun, and
+everything else from Configure. A rank that fails before Stop sends TrainerFailed and exits with code 1; torchrun then
+ends the other ranks.
 """
 
 from __future__ import annotations
@@ -14,11 +11,13 @@ import os
 import socket
 import sys
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
+import psutil
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import FileStore
 
 from dora.errors import ConfigError, DoraError, ProtocolError
 from dora.trainer.model import Policy, make_mesh, require_device
@@ -26,11 +25,12 @@ from dora.trainer.publish import Publisher
 from dora.trainer.step import Trainer
 from dora.transport.messages import Configure, MicroBatch, SaveCheckpoint, Stop, TrainerFailed
 from dora.transport.trainer_end import TrainerEnd
+from dora.weights.fence import pass_fence
 from dora.weights.store import VersionStore
 
 CONNECT_TIMEOUT_S = 120.0  # ranks may be started before the controller
-MESSAGE_TIMEOUT_S = 24 * 3600.0  # rollout may be slow; the controller watches its own progress
-COLLECTIVE_TIMEOUT = timedelta(minutes=10)  # a rank that hangs must not hold the others for ever
+MESSAGE_TIMEOUT_S = 24 * 3600.0  # rollout may be slow; the controller has its own time limit
+COLLECTIVE_TIMEOUT = timedelta(minutes=10)  # a rank that hangs must not block the others forever
 
 
 def main() -> None:
@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def run(end: TrainerEnd, *, local_rank: int) -> None:
-    """From Configure to Stop."""
+    """Run one rank from Configure to Stop."""
     order = end.receive(MESSAGE_TIMEOUT_S)
     if not isinstance(order, Configure):
         raise ProtocolError(f"the first message is {type(order).__name__}, expected Configure")
@@ -66,7 +66,10 @@ def run(end: TrainerEnd, *, local_rank: int) -> None:
     if settings.device == "cuda":
         torch.cuda.set_device(local_rank)
     _join("nccl" if settings.device == "cuda" else "gloo")
-    policy = Policy(Path(order.model_path), mesh=make_mesh(settings.device), dtype=getattr(torch, settings.dtype))
+    mesh = make_mesh(settings.device)
+    if settings.device != "cuda":
+        _stop_listening()
+    policy = Policy(Path(order.model_path), mesh=mesh, dtype=getattr(torch, settings.dtype))
     publisher = _publisher(order, end) if dist.get_rank() == 0 else None
     trainer = Trainer(order, end=end, policy=policy, publisher=publisher)
     trainer.start()
@@ -84,29 +87,40 @@ def run(end: TrainerEnd, *, local_rank: int) -> None:
 
 
 def _join(backend: str) -> None:
-    """The process group of all ranks, by torchrun's environment. Where they meet on loopback, their store listens there
-    alone: `env://` opens it on every interface, to anybody (torch's TCPStore asks for no password)."""
-    address, is_served = os.environ["MASTER_ADDR"], os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if is_served or address != "127.0.0.1":
+    """Join the process group of all ranks, as torchrun's environment describes it. Ranks that the run started on this
+    host use a file beside their lease as the store: a TCPStore accepts commands from anyone who reaches its port."""
+    lease = os.environ.get("DORA_LEASE")
+    if lease is None or os.environ["MASTER_ADDR"] != "127.0.0.1":
         dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
         return
-    port, rank, world_size = (int(os.environ[name]) for name in ("MASTER_PORT", "RANK", "WORLD_SIZE"))
-    listener = socket.create_server((address, port)).detach() if rank == 0 else None  # the store's from here on
-    store = TCPStore(
-        address, port, world_size, is_master=rank == 0, timeout=COLLECTIVE_TIMEOUT, master_listen_fd=listener
-    )
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = FileStore(f"{lease}.store", world_size)
+    store.set_timeout(COLLECTIVE_TIMEOUT)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=COLLECTIVE_TIMEOUT)
+
+
+def _stop_listening() -> None:
+    """Close gloo's listening ports once all ranks are connected: gloo accepts any connection and never closes one."""
+    dist.barrier()
+    for connection in psutil.Process().net_connections("tcp"):
+        if connection.status == psutil.CONN_LISTEN:
+            with socket.socket() as inert:  # gloo keeps the descriptor and will close it
+                os.dup2(inert.fileno(), connection.fd, inheritable=False)
 
 
 def _publisher(order: Configure, end: TrainerEnd) -> Publisher:
     def fail(err: BaseException) -> None:
-        """The main thread may be waiting for work that will never come, so the process ends from here."""
+        """End the process from this thread: the main thread may be waiting for work that never comes."""
         _report_failure(end, 0, err)
         end.close()
         os._exit(1)
 
     return Publisher(
-        VersionStore(memory_root=Path(order.memory_root), durable_root=Path(order.durable_root)),
+        VersionStore(
+            memory_root=Path(order.memory_root),
+            durable_root=Path(order.durable_root),
+            fence=partial(pass_fence, Path(order.fence), epoch=order.epoch),
+        ),
         model_path=Path(order.model_path),
         dtype=order.settings.publish_dtype,
         report=end.send,
@@ -115,24 +129,24 @@ def _publisher(order: Configure, end: TrainerEnd) -> Publisher:
 
 
 def _report_failure(end: TrainerEnd, rank: int, err: BaseException) -> None:
-    """In full into this process's log, as one line to the controller."""
+    """Write the error in full to this process's log, and send it to the controller as one line."""
     print(f"dora trainer rank {rank}: {' '.join(repr(err).split())}", file=sys.stderr)  # noqa: T201
     end.try_send(TrainerFailed(rank=rank, reason=reason_of(err)))
 
 
 def reason_of(err: BaseException) -> str:
-    """One line for a user; the backends of collectives tell of their sockets."""
+    """One line for a user. Errors of gloo and NCCL, which speak of sockets, are put into words."""
     if isinstance(err, DoraError):
         return " ".join(str(err).split())
     if isinstance(err, RuntimeError) and any(name in str(err) for name in ("gloo", "NCCL")):
-        return "a collective with another rank failed; that rank ended or hangs, the trainer's log says more"
+        return "a collective with another rank failed: that rank ended or hangs; see the trainer's log"
     return " ".join(repr(err).split())
 
 
 def _environment(*names: str) -> dict[str, str]:
     missing = [name for name in names if name not in os.environ]
     if missing:
-        raise ConfigError(f"{missing[0]} is not set; start ranks by torchrun, with DORA_CONTROLLER and DORA_TOKEN")
+        raise ConfigError(f"{missing[0]} is not set; start ranks with torchrun, with DORA_CONTROLLER and DORA_TOKEN")
     return {name: os.environ[name] for name in names}
 
 

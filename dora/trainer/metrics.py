@@ -1,8 +1,7 @@
-"""What a step reports: sums while micro-batches are trained, one reduction over ranks, names with unit and formula.
+"""The metrics of a step: sums over micro-batches, one reduction over ranks, and names with unit and formula.
 
-Invariant: everything is a sum (or a maximum) over trained tokens or trajectories until the close of the step; division
-comes last, so neither packing nor the number of ranks can change a number.
-Called by: step.py; METRICS is read by the docs and the status page.
+Invariant: until the step is closed everything is a sum (or a maximum) over trained tokens or trajectories. Division
+comes last, so that neither packing nor the number of ranks changes a metric.
 """
 
 from __future__ import annotations
@@ -38,12 +37,12 @@ LAGGED: dict[str, tuple[str, str]] = {
 WHOLE: dict[str, tuple[str, str]] = {
     "denominator": ("tokens", "D: trained tokens of the step, all ranks"),
     "loss": ("1", "Σ l / D"),
-    "grad_norm": ("1", "Euclidean norm of the normalised gradient before clipping"),
+    "grad_norm": ("1", "Euclidean norm of the normalized gradient before clipping"),
     "learning_rate": ("1", "rate in force in this step, warm-up included"),
     "nonfinite_count": ("tokens", "trained tokens whose loss is NaN or infinite"),
     "update_skipped": ("0/1", "1: D = 0 or the gradient is not finite; the next version equals this one"),
     "step_tokens": ("tokens", "all tokens of the step, prompts included, all ranks"),
-    "busy_s": ("s", "computing, summed over ranks; waiting for micro-batches is not in it"),
+    "busy_s": ("s", "time spent computing, summed over ranks; without waiting for micro-batches"),
     "close_s": ("s", "from the end of the last micro-batch to the gathered weights of the next version, rank 0"),
 }
 METRICS = WHOLE | {f"all/{name}": row for name, row in LAGGED.items()}
@@ -54,7 +53,7 @@ _COLUMNS = {name: i for i, name in enumerate((*_TOKEN_SUMS, *_SEQUENCE_SUMS))}
 
 
 class StepSums:
-    """The sums of one step on one rank: a row per lag."""
+    """The sums of one step on one rank, one row per lag."""
 
     def __init__(self, *, max_staleness: int, device: torch.device) -> None:
         self._sums = torch.zeros(max_staleness + 1, len(_COLUMNS), dtype=torch.float64, device=device)
@@ -67,7 +66,7 @@ class StepSums:
         self, *, current: Tensor, behavior: Tensor, advantage: Tensor, entropy: Tensor, loss: Tensor, lag: Tensor,
         tis_cap: float,
     ) -> None:  # fmt: skip
-        """Trained tokens of one micro-batch."""
+        """Add the trained tokens of one micro-batch."""
         log_k = log_ratio(current, behavior).double()
         k, adv = log_k.exp(), advantage.double()
         columns = (torch.ones_like(k), k, k * k, log_k, k > tis_cap, entropy, adv, adv * adv, loss, ~loss.isfinite())
@@ -76,7 +75,7 @@ class StepSums:
         self._abs_max.scatter_reduce_(0, lag, log_k.abs(), "amax")
 
     def add_sequences(self, *, lag: Tensor, reward: Tensor, truncated: Tensor) -> None:
-        """Trajectories of one micro-batch."""
+        """Add the trajectories of one micro-batch."""
         values = torch.stack([torch.ones(len(lag)), reward, truncated], dim=1).double()
         self._sums[:, len(_TOKEN_SUMS) :].index_add_(0, lag.to(self._sums.device), values.to(self._sums.device))
 
@@ -124,7 +123,7 @@ class ReducedSums:
 
 
 def _lagged(row: Tensor, abs_max: Tensor) -> dict[str, float]:
-    """The rows of LAGGED from one row of sums; zeros where nothing was trained."""
+    """The metrics of LAGGED from one row of sums; 0 if nothing was trained."""
     total: dict[str, Any] = {name: float(row[i]) for name, i in _COLUMNS.items()}
     n, sequences = max(total["tokens"], 1.0), max(total["sequences"], 1.0)
     mean = {name: total[name] / n for name in _TOKEN_SUMS}

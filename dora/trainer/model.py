@@ -3,11 +3,10 @@
 Invariant: weights and gradients that persist are float32; `dtype` is the compute type only. Tied parameters are one
 parameter throughout.
 
-Gathered or not: every rank gets equally many micro-batches (the controller's plan), so both ways are correct. Below
-GATHERED_BYTES the whole model stays gathered for the step and gradients are reduced once, at its last micro-batch:
-a small model on CPU would otherwise spend its time in collectives. Above it, layers are gathered as they are needed
-and gradients are reduce-scattered in every micro-batch, so that no rank ever holds the whole.
-Called by: step.py, publish.py, checkpoint.py, score.py.
+A model below GATHERED_BYTES stays gathered during a step, and its gradients are reduced once, in the last micro-batch:
+a small model on a CPU would otherwise spend its time in collectives. The layers of a larger one are gathered when they
+are needed and its gradients are reduce-scattered in every micro-batch, so that no rank ever holds the whole model. Both
+ways are correct, because every rank gets the same number of micro-batches.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ from dora.trainer import attention
 from dora.trainer.packing import Row
 
 GATHERED_BYTES = 2 * 2**30  # float32 weights + gradients of the whole model on every rank
-LOGITS_CHUNK = 2**24  # logits turned into log-probs at a time (64 MiB in float32)
+LOGITS_CHUNK = 2**24  # logits converted to log-probs at a time (64 MiB in float32)
 
 
 class Policy:
-    """A sharded model and the two things done with it: log-probs, and access to its local shards."""
+    """A sharded model: its log-probs, and access to its local shards."""
 
     def __init__(self, model_path: Path, *, mesh: DeviceMesh, dtype: torch.dtype) -> None:
         is_cuda = mesh.device_type == "cuda"
@@ -50,7 +49,7 @@ class Policy:
         fully_shard(self.model, mesh=mesh, mp_policy=policy, reshard_after_forward=not self.gathered)
         _materialize(self.model, device=self.device)
         _load_shards(self.model, model_path, rank=mesh.get_local_rank(), world_size=mesh.size())
-        for module in self._sharded_modules():  # lazy initialisation fixes where the shards lie; see shards()
+        for module in self._sharded_modules():  # lazy initialization allocates the shards; see shards()
             module.unshard()
             module.reshard()
         self.model.eval()  # no dropout: the engine has none
@@ -60,7 +59,7 @@ class Policy:
         return {name: parameter.to_local().detach() for name, parameter in self.model.named_parameters()}
 
     def gradients(self) -> dict[str, Tensor]:
-        """The gradients belonging to `shards`: averages over the ranks (FSDP divides by the world size)."""
+        """The gradients of `shards`: averages over the ranks (FSDP divides by the world size)."""
         return {name: p.grad.to_local() for name, p in self.model.named_parameters() if p.grad is not None}
 
     def clear_gradients(self) -> None:
@@ -74,12 +73,12 @@ class Policy:
             self.model.set_reshard_after_backward(closes_step)
 
     def reshard(self) -> None:
-        """Drop gathered weights: the next micro-batch gathers what the optimizer has written."""
+        """Drop gathered weights, so that the next micro-batch gathers what the optimizer has written."""
         for module in self._sharded_modules():
             module.reshard()
 
     def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter and persistent buffer whole, one at a time; a collective of all ranks."""
+        """Every parameter and persistent buffer, whole, one at a time; a collective."""
         for name, parameter in self.model.named_parameters():
             yield name, parameter.full_tensor().detach()
         persistent = self.model.state_dict().keys()
@@ -121,13 +120,13 @@ def require_device(device: str, *, index: int = 0) -> None:
     """ConfigError unless torch can use device `index` of this kind."""
     if device == "cuda" and torch.cuda.device_count() <= index:
         raise ConfigError(
-            f"trainer.device: torch can use {torch.cuda.device_count()} CUDA devices here, rank {index} of this host "
-            "needs one of its own; lower trainer.ranks, or take cpu"
+            f"trainer.device: torch can use {torch.cuda.device_count()} CUDA devices here, and rank {index} of this "
+            "host needs its own; lower trainer.ranks, or use cpu"
         )
 
 
 def make_mesh(device: str) -> DeviceMesh:
-    """All ranks in one dimension, along which the weights are sharded."""
+    """One dimension with all ranks, along which the weights are sharded."""
     return init_device_mesh(device, (dist.get_world_size(),))
 
 
@@ -137,7 +136,7 @@ def make_mesh(device: str) -> DeviceMesh:
 def _on_meta(model_path: Path) -> Any:
     """The model without memory for its parameters."""
     if not (model_path / "config.json").is_file():
-        raise ConfigError(f"model.path: {model_path} holds no config.json; name a Hugging Face model folder")
+        raise ConfigError(f"model.path: {model_path} has no config.json; give a Hugging Face model folder")
     config = AutoConfig.from_pretrained(model_path, local_files_only=True, trust_remote_code=False)
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(
@@ -146,7 +145,7 @@ def _on_meta(model_path: Path) -> Any:
 
 
 def _layers(model: Any) -> nn.ModuleList:
-    """The decoder layers: the units of sharding."""
+    """The decoder layers, which are the units of sharding."""
     found = [child for child in model.get_decoder().children() if isinstance(child, nn.ModuleList)]
     if len(found) != 1:
         raise ConfigError(f"model.path: {type(model).__name__} has no single list of decoder layers; not supported")
@@ -154,7 +153,7 @@ def _layers(model: Any) -> nn.ModuleList:
 
 
 def _materialize(model: Any, *, device: torch.device) -> None:
-    """Give every shard and buffer memory; tied parameters stay one. Values that no file holds are computed here."""
+    """Allocate every shard and buffer; tied parameters stay tied. Buffers that no file contains are computed here."""
     seen: dict[nn.Parameter, nn.Parameter] = {}
     persistent = set(model.state_dict())
     for prefix, module in model.named_modules():
@@ -197,7 +196,7 @@ def _load_shards(model: Any, model_path: Path, *, rank: int, world_size: int) ->
 
 
 def _files_by_name(model_path: Path) -> dict[str, Path]:
-    """Which safetensors file holds which tensor."""
+    """Tensor name -> the safetensors file that contains it."""
     index = model_path / "model.safetensors.index.json"
     if index.is_file():
         return {name: model_path / file for name, file in json.loads(index.read_text())["weight_map"].items()}
@@ -209,5 +208,5 @@ def _files_by_name(model_path: Path) -> dict[str, Path]:
         except SafetensorError as err:
             raise ConfigError(f"model.path: {path} is not a readable safetensors file: {err}") from err
     if not found:
-        raise ConfigError(f"model.path: {model_path} holds no safetensors file")
+        raise ConfigError(f"model.path: {model_path} has no safetensors file; give a Hugging Face model folder")
     return found

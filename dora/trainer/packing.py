@@ -1,9 +1,8 @@
-"""From a wire micro-batch to one packed row of tensors, with everything checked that the trainer relies on.
+"""From a micro-batch message to one packed row of tensors, after checking everything that the trainer relies on.
 
-Invariant: only positions that predict a trained token reach the loss, so whatever stands in masked places (NaN
-included) cannot matter. C3 is asserted here on every group, independently of the controller.
+Invariant: only positions that predict a trained token reach the loss, so that values at masked positions (NaN included)
+have no effect. C3 is asserted for every group, independently of the controller.
 Legend: T tokens of the row, P trained tokens, n trajectories.
-Called by: step.py, score.py.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from dora.transport.messages import MicroBatch
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Segments one behind the other; attention never crosses from one to the next."""
+    """Segments in one row; attention never crosses from one to another."""
 
     tokens_T: Tensor  # int64
     positions_T: Tensor  # int64, from 0 in every segment
@@ -32,7 +31,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """What the loss needs beside the row, one entry per trained token."""
+    """Inputs of the loss besides the row, one entry per trained token."""
 
     behavior_P: Tensor  # float32 log μ
     advantage_P: Tensor  # float32
@@ -40,9 +39,10 @@ class Targets:
 
 
 def make_row(tokens: np.ndarray, *, lengths: np.ndarray, trained: np.ndarray, device: torch.device) -> Row:
-    """The row in which the tokens at positions `trained` are predicted; without tokens, one token that trains nothing.
+    """The row in which the tokens at positions `trained` are predicted.
 
-    The lone token keeps the collectives of an empty micro-batch equal to those of the other ranks (losses.md §7).
+    An empty micro-batch becomes a row of one token that is not trained, so that its rank takes part in the collectives
+    of the others.
     """
     if len(tokens) == 0:
         tokens, lengths = np.zeros(1, np.int64), np.ones(1, np.int64)
@@ -59,7 +59,7 @@ def make_row(tokens: np.ndarray, *, lengths: np.ndarray, trained: np.ndarray, de
 
 
 def pack(batch: MicroBatch, *, advantage: str, device: torch.device) -> tuple[Row, Targets]:
-    """The row and loss inputs of a checked micro-batch."""
+    """The row and the loss inputs of a checked micro-batch."""
     trained = np.flatnonzero(batch.loss_mask)
     owner_P = np.repeat(np.arange(len(batch.lengths)), batch.lengths)[trained]
     advantages_n = group_advantages(batch.rewards, batch.group_rewards, kind=advantage)
@@ -72,7 +72,7 @@ def pack(batch: MicroBatch, *, advantage: str, device: torch.device) -> tuple[Ro
 
 
 def check(batch: MicroBatch, *, max_staleness: int, vocab_size: int) -> None:
-    """Refuse a micro-batch that breaks C3 or its own description."""
+    """Raise InvariantViolation if a group breaks C3, and ProtocolError if the fields contradict each other."""
     for group, version in zip(batch.groups, batch.versions, strict=True):
         if not 0 <= batch.step - version <= max_staleness:
             raise InvariantViolation(

@@ -1,11 +1,10 @@
 """Publication of a version: gathered weights -> a complete Hugging Face folder in the version store.
 
-Invariant: a version number is published once. If the store has it already (steps replayed after a resume), its bytes
-stay and the new ones are only compared. A full disk is waited for: it costs time, not the run.
+Invariant: a version number is published once. If the store already has it (steps replayed after a resume), its bytes
+stay and are only compared with the new ones. On a full disk, publication waits for space.
 
-Publisher thread: consumes one gathered version at a time; produces VersionPublished; waits for its job; ended by
-`close`. The next step is trained meanwhile; `publish` waits for the version before, so at most one is under way.
-Called by: step.py (rank 0).
+A thread writes one version while the next step is trained; `publish` waits for the previous version, so that at most
+one is being written.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ from torch import Tensor
 from dora.trainer.model import Policy
 from dora.trainer.room import save_tensors, until_there_is_room
 from dora.transport.messages import VersionPublished
-from dora.weights.store import MANIFEST, VersionStore, checksum_of, clear_errors
+from dora.weights.store import MANIFEST, VersionStore, checksum_of, checksum_of_files, clear_errors
 
-PUBLISH_TIMEOUT_S = 900.0  # for one version to be written: longer than FULL_TIMEOUT_S; a hanging file system
+PUBLISH_TIMEOUT_S = 900.0  # for one version, against a file system that hangs; longer than FULL_TIMEOUT_S
 
 
 class Publisher:
-    """Writes versions in the background and reports each when it is complete."""
+    """Writes versions in the background and reports each one when it is complete."""
 
     def __init__(
         self,
@@ -40,7 +39,7 @@ class Publisher:
         report: Callable[[VersionPublished], None],
         on_failure: Callable[[BaseException], None],
     ) -> None:
-        """`on_failure` is called in the thread: the main thread may be waiting for work that will never come."""
+        """`on_failure` is called in the writing thread: the main thread may be waiting for work that never comes."""
         self._store = store
         self._model_path = model_path
         self._dtype = dtype
@@ -49,19 +48,19 @@ class Publisher:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="publisher")
         self._under_way: Future[None] | None = None
 
-    def publish(self, version: int, weights: dict[str, Tensor]) -> None:
-        """Start writing; raises what the version before has failed with."""
+    def publish(self, version: int, weights: dict[str, Tensor], *, chain: str) -> None:
+        """Start writing; raises the error of the previous version, if it failed. `chain`: lineage of the weights."""
         self.wait()
-        self._under_way = self._pool.submit(self._write, version, weights)
+        self._under_way = self._pool.submit(self._write, version, weights, chain)
         self._under_way.add_done_callback(self._on_done)
 
     def wait(self) -> None:
-        """Until the version under way is published."""
+        """Wait until the version under way is published."""
         if self._under_way is not None:
             self._under_way.result(PUBLISH_TIMEOUT_S)
 
     def close(self) -> None:
-        """Finish what is under way."""
+        """Wait for the version under way and end the thread."""
         self.wait()
         self._pool.shutdown()
 
@@ -69,30 +68,31 @@ class Publisher:
         if (err := job.exception()) is not None:
             self._on_failure(err)
 
-    def _write(self, version: int, weights: dict[str, Tensor]) -> None:
-        """In the first root that has room; where none has, room may come."""
-        attempts = [partial(self._write_in, root, version, weights) for root in self._store.roots]
+    def _write(self, version: int, weights: dict[str, Tensor], chain: str) -> None:
+        """Write to the first root with enough space; wait for space if none has."""
+        attempts = [partial(self._write_in, root, version, weights, chain) for root in self._store.roots]
         self._report(until_there_is_room(*attempts))
 
-    def _write_in(self, root: Path, version: int, weights: dict[str, Tensor]) -> VersionPublished:
+    def _write_in(self, root: Path, version: int, weights: dict[str, Tensor], chain: str) -> VersionPublished:
         replayed = version in {*self._store.live(), *self._store.durable()}
         staged = self._store.stage(version, root=root)
         with clear_errors(f"cannot write version {version} to {root}", remove=staged):
             save_tensors(weights, staged / "model.safetensors")
             copy_model_files(self._model_path, staged, dtype=self._dtype)
-        checksums = _checksums(staged) if replayed else {}
-        manifest = self._store.seal(version, staged)
+        made = _checksums(staged) if replayed else {}
+        manifest = self._store.seal(version, staged, chain=chain)
+        differs = checksum_of_files(made) if replayed and made != manifest.files else ""
         return VersionPublished(
             version=version,
             num_bytes=manifest.num_bytes,
             files=dict(manifest.files),
-            replayed=replayed,
-            matches=not replayed or checksums == dict(manifest.files),
+            chain=chain,
+            differs=differs,
         )
 
 
 def gather(policy: Policy, *, dtype: str, keep: bool) -> dict[str, Tensor]:
-    """The whole model on the host in `dtype`; a collective, one tensor at a time; empty where `keep` is off."""
+    """The whole model in host memory, as `dtype`; empty unless `keep`. A collective, one tensor at a time."""
     kept = {}
     for name, tensor in policy.full_tensors():
         if keep:
@@ -102,7 +102,7 @@ def gather(policy: Policy, *, dtype: str, keep: bool) -> dict[str, Tensor]:
 
 
 def copy_model_files(source: Path, target: Path, *, dtype: str) -> None:
-    """Config, tokenizer and the like; the config names the type of the weights beside it."""
+    """Copy config, tokenizer and similar files; the config gets the data type of the weights beside it."""
     for path in sorted(source.iterdir()):
         is_weights = ".safetensors" in path.name or path.name == MANIFEST
         if path.is_file() and not is_weights and path.suffix in {".json", ".txt", ".model", ".jinja"}:

@@ -1,7 +1,4 @@
-"""Writing where the disk may be full: what finds no room waits for some, which costs time, not the run.
-
-Called by: publish.py, checkpoint.py.
-"""
+"""Writing to a disk that may be full: a write that does not fit waits for space."""
 
 from __future__ import annotations
 
@@ -18,8 +15,7 @@ from torch import Tensor
 
 from dora.weights.store import StoreFull
 
-#: How long a full disk is waited for: less than a collective, in which the other ranks wait meanwhile. After that a
-#: resume goes on from the last checkpoint.
+#: How long to wait for space. The other ranks wait in a collective meanwhile, so it is less than that one's time limit.
 FULL_TIMEOUT_S = 540.0
 _PAUSE_S = 2.0
 _T = TypeVar("_T")
@@ -27,15 +23,15 @@ _NO_SPACE = f"os error {errno.ENOSPC}"
 
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """A safetensors file; OSError with the system's own number if it cannot be written."""
+    """Write a safetensors file; raises OSError with the system's error number."""
     try:
         save_file(dict(tensors), path, metadata={"format": "pt"})
-    except SafetensorError as err:  # the library hides the number of the system's error in its text
+    except SafetensorError as err:  # the library reports the system's error only as text
         raise OSError(errno.ENOSPC if _NO_SPACE in str(err) else errno.EIO, str(err)) from err
 
 
 def until_there_is_room(*attempts: Callable[[], _T]) -> _T:
-    """The result of the first attempt that finds room; all of them again every two seconds while none does."""
+    """The result of the first attempt that finds space; while none does, try all of them every two seconds."""
     deadline = time.monotonic() + FULL_TIMEOUT_S
     while True:
         for attempt in attempts:

@@ -1,7 +1,6 @@
-"""Log-probs of given responses under a model folder, in one process: for `dora check` and `dora audit --deep`.
+"""Log-probs of given responses under a model folder, in one process, for `dora check` and `dora audit --deep`.
 
-Uses the trainer's own forward pass, so what it finds is what the trainer would compute.
-Called by: cli.
+They come from the trainer's own forward pass, so they are what the trainer would compute.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from dora.trainer import attention
 from dora.trainer.model import logprobs, require_device
 from dora.trainer.packing import make_row
 
-TOKENS_PER_ROW = 4_096  # sequences are packed up to this many tokens; a longer one has a row of its own
+TOKENS_PER_ROW = 4_096  # sequences are packed up to this many tokens; a longer one is a row by itself
 
 
 def score(
@@ -31,7 +30,7 @@ def score(
     device: str = "cpu",
     dtype: str = "float32",
 ) -> list[NDArray[np.float32]]:
-    """For each sequence the log-probs of its tokens after the prompt, under softmax(logits / temperature)."""
+    """For each sequence, the log-probs of its tokens after the prompt, under softmax(logits / temperature)."""
     if min(prompt_lengths, default=1) < 1:
         raise ValueError("the first token of a sequence has no log-prob; prompts have at least one token")
     require_device(device)
@@ -60,7 +59,7 @@ def score(
 
 
 def _parts(sequences: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Consecutive sequence numbers, cut at TOKENS_PER_ROW."""
+    """Indices of consecutive sequences, TOKENS_PER_ROW tokens at most in each part."""
     parts: list[list[int]] = []
     used = TOKENS_PER_ROW + 1
     for number, sequence in enumerate(sequences):

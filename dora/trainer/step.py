@@ -1,17 +1,19 @@
 """A streamed training step: receive -> pack -> forward/backward -> close -> publish.
 
-The gradient of sums is accumulated over the step's micro-batches as they come; the one normalisation, by D, the
-trained tokens of all ranks, happens at the close (losses.md §7). One optimizer update per step, so π_o = sg(π).
-Invariant: step s is trained on version s and publishes s + 1, exactly once; micro-batches arrive in the order of
-their numbers, on every rank equally many; between two closes the weights do not change, so a checkpoint may be
-written at any moment and stands for the boundary before the current step.
-Called by: main.py.
+Micro-batches are trained as they arrive; their gradients of unnormalized sums are accumulated, and the sum is divided
+once, when the step closes, by D, the number of trained tokens on all ranks. So the result depends neither on how a step
+is cut into micro-batches nor on which rank got which. There is one optimizer update per step, so π_o = sg(π).
+
+Invariant: step s is trained under version s and publishes s + 1, exactly once; every rank gets the same number of
+micro-batches, in order; weights do not change between two closes, so a checkpoint may be written at any moment and is
+the state at the boundary before the current step.
 """
 
 from __future__ import annotations
 
 import math
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -34,13 +36,14 @@ from dora.transport.messages import (
     StepTrained,
 )
 from dora.transport.trainer_end import TrainerEnd
+from dora.weights.fence import pass_fence
 
 
 class Trainer:
     """One rank of the trainer between Configure and Stop."""
 
     def __init__(self, order: Configure, *, end: TrainerEnd, policy: Policy, publisher: Publisher | None) -> None:
-        """`publisher`: rank 0 only."""
+        """`publisher`: on rank 0 only."""
         self._settings = order.settings
         self._checkpoints = Path(order.checkpoints)
         self._end = end
@@ -50,14 +53,17 @@ class Trainer:
         self._shards = policy.shards()
         self._optimizer = make_optimizer(self._shards, order)
         self._step = 0
-        if order.resume_from is not None:
-            self._step = checkpoint.load(Path(order.resume_from), tensors=self._state())
+        self._chain = order.chain
+        self._fence = partial(pass_fence, Path(order.fence), epoch=order.epoch)
+        self._skipped: tuple[str, ...] = ()
+        if order.resume_from:
+            self._load(order)
         self._begin_step()
 
     def start(self) -> None:
-        """Publish the version to be trained (a no-op if the store has it), then report READY."""
+        """Publish the version of the current step (no effect if the store has it), then report READY."""
         self._publish(self._step)
-        self._end.send(Ready(rank=self._rank, next_step=self._step))
+        self._end.send(Ready(rank=self._rank, next_step=self._step, skipped=self._skipped))
 
     # ---- one micro-batch --------------------------------------------------------------------------------------------
 
@@ -66,6 +72,11 @@ class Trainer:
         if (batch.step, batch.index) != (self._step, self._next_index):
             raise ProtocolError(
                 f"micro-batch {batch.step}/{batch.index} arrived, expected {self._step}/{self._next_index}"
+            )
+        if batch.parent != self._chain:
+            raise ProtocolError(
+                f"micro-batch {batch.step}/{batch.index} belongs to another history: it follows {batch.parent}, "
+                f"but the weights are those of {self._chain}"
             )
         check(batch, max_staleness=self._settings.max_staleness, vocab_size=self._policy.vocab_size)
         started = time.perf_counter()
@@ -86,7 +97,7 @@ class Trainer:
         )
         self._end.send(done)
         if batch.last:
-            self._close_step()
+            self._close_step(batch.chain)
 
     def _accumulate(self, row: Row, targets: Targets) -> None:
         current_P, entropy_P = logprobs(self._policy.model, row, temperature=self._settings.temperature)
@@ -112,7 +123,7 @@ class Trainer:
 
     # ---- the close --------------------------------------------------------------------------------------------------
 
-    def _close_step(self) -> None:
+    def _close_step(self, chain: str) -> None:
         started = time.perf_counter()
         self._policy.reshard()
         sums = self._sums.reduce()
@@ -123,7 +134,7 @@ class Trainer:
             self._update(learning_rate)
         self._policy.clear_gradients()
         weights = self._gather()
-        trained, self._step = self._step, self._step + 1
+        trained, self._step, self._chain = self._step, self._step + 1, chain
         self._begin_step()
         if self._publisher is not None:
             metrics = sums.metrics(
@@ -132,13 +143,13 @@ class Trainer:
                 update_skipped=float(skipped),
                 close_s=time.perf_counter() - started,
             )
-            self._end.send(StepTrained(rank=self._rank, step=trained, metrics=metrics))
-            self._publisher.publish(self._step, weights)
+            self._end.send(StepTrained(rank=self._rank, step=trained, metrics=metrics, chain=chain))
+            self._publisher.publish(self._step, weights, chain=chain)
         if self._step % self._settings.checkpoint_every == 0 or self._step == self._settings.steps:
             self.save_checkpoint()
 
     def _normalize_gradients(self, denominator: float) -> float:
-        """Turn averages over ranks of Σ l / s₀ into Σ l / D and clip; returns the norm before clipping."""
+        """Rescale gradients from rank averages of Σ l / s₀ to Σ l / D and clip; return the norm before clipping."""
         gradients = self._policy.gradients()
         scale = self._settings.micro_batch_tokens * dist.get_world_size() / max(denominator, 1.0)
         squares = torch.zeros((), dtype=torch.float64, device=self._policy.device)
@@ -161,7 +172,7 @@ class Trainer:
         self._optimizer.zero_grad(set_to_none=True)
 
     def _warmed_up_rate(self) -> float:
-        """Linear warm-up; its first step has 1 / warmup_steps of the peak."""
+        """Linear warm-up, from 1 / warmup_steps of the peak in the first step."""
         return self._settings.learning_rate * min(1.0, (self._step + 1) / max(self._settings.warmup_steps, 1))
 
     def _begin_step(self) -> None:
@@ -172,20 +183,38 @@ class Trainer:
 
     def save_checkpoint(self) -> None:
         """Write the state before the current step."""
-        folder = checkpoint.save(self._checkpoints, step=self._step, tensors=self._state(), device=self._policy.device)
+        folder = checkpoint.save(
+            self._checkpoints,
+            step=self._step,
+            chain=self._chain,
+            tensors=self._state(),
+            device=self._policy.device,
+            fence=self._fence,
+        )
         if self._rank == 0:
-            self._end.send(CheckpointSaved(step=self._step, folder=str(folder)))
+            self._end.send(CheckpointSaved(step=self._step, folder=str(folder), chain=self._chain))
+
+    def _load(self, order: Configure) -> None:
+        loaded = checkpoint.load(
+            [Path(path) for path in order.resume_from],
+            tensors=self._state(),
+            device=self._policy.device,
+            may_start_over=order.may_start_over,
+            fence=self._fence,
+        )
+        self._step, self._skipped = loaded.step, loaded.skipped
+        self._chain = loaded.chain or order.chain
 
     def _publish(self, version: int) -> None:
         weights = self._gather()
         if self._publisher is not None:
-            self._publisher.publish(version, weights)
+            self._publisher.publish(version, weights, chain=self._chain)
 
     def _gather(self) -> dict[str, Tensor]:
         return gather(self._policy, dtype=self._settings.publish_dtype, keep=self._publisher is not None)
 
     def _state(self) -> dict[str, Tensor]:
-        """All that a checkpoint holds: weights, moments and the update count, by name; live tensors."""
+        """The tensors of a checkpoint: weights, moments and the update count, by name; not copies."""
         state = dict(self._shards)
         for name, parameter in zip(self._shards, self._optimizer.param_groups[0]["params"], strict=True):
             state |= {f"{key}/{name}": value for key, value in self._optimizer.state[parameter].items()}
@@ -193,9 +222,9 @@ class Trainer:
 
 
 def make_optimizer(shards: dict[str, Tensor], order: Configure) -> torch.optim.AdamW:
-    """AdamW over this rank's rows as plain tensors: elementwise, so sharding does not change it.
+    """AdamW over this rank's rows as plain tensors; it is elementwise, so sharding does not change it.
 
-    Its moments exist from the start, so that a checkpoint has one format whenever it is written.
+    Its moments exist from the start, so that all checkpoints have the same format.
     """
     settings = order.settings
     optimizer = torch.optim.AdamW(

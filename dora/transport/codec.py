@@ -1,12 +1,10 @@
-"""Wire types <-> ZeroMQ frames: one msgpack header frame, then, if the message has arrays, a frame with all small ones
-and one frame for each large one.
+"""Messages <-> ZeroMQ frames: a msgpack header and, if the message has arrays, one frame with all small ones and one
+frame for each large one.
 
-In the header an array is (dtype, shape), which also says where its little-endian bytes are: those below
-OWN_FRAME_BYTES lie in the second frame in the order in which the header names them, each from a multiple of ALIGN; the
-others are the frames after it, in the same order. A frame costs as much as copying some 20 KB, so small arrays share
-one; large ones are never copied. On receipt an array is a read-only view of its frame's own memory. Whatever does not
-follow the protocol becomes `ProtocolError`.
-Called by: controller_end, trainer_end, the store of rollouts in dora.controller.
+In the header an array is (dtype, shape). The little-endian bytes of arrays below OWN_FRAME_BYTES are in the second
+frame, in the order of the header, each aligned to ALIGN; the other arrays are the frames after it, in the same order. A
+frame costs as much as copying some 20 KB, so small arrays share one; large ones are never copied. A received array is a
+read-only view of its frame's memory. Anything that violates the protocol raises ProtocolError.
 """
 
 from __future__ import annotations
@@ -25,16 +23,18 @@ from dora.transport.messages import Message
 Buffer = bytes | memoryview
 OWN_FRAME_BYTES = 65_536  # pyzmq copies what is smaller
 ALIGN = 8
+MAX_REASON = 200  # characters of an error text, parts of which the sender can choose
+_MAX_DIMENSIONS = 32
 
 
 def encode(message: Message) -> list[Buffer]:
-    """Frames of `message`; those of large arrays share memory with them."""
+    """The frames of `message`; large arrays are not copied."""
     small: list[Buffer] = []
     large: list[Buffer] = []
 
     def refer(array: Any) -> tuple[str, tuple[int, ...]]:
         if not isinstance(array, np.ndarray):
-            raise NotImplementedError(f"{type(array).__name__} cannot travel")
+            raise NotImplementedError(f"{type(array).__name__} cannot be encoded")
         little = np.asarray(array, dtype=array.dtype.newbyteorder("<"), order="C")
         if little.nbytes < OWN_FRAME_BYTES:
             small.extend((little.data, bytes(-little.nbytes % ALIGN)))
@@ -47,7 +47,7 @@ def encode(message: Message) -> list[Buffer]:
 
 
 def decode(frames: Sequence[Buffer], kind: Any) -> Any:
-    """The message in `frames`; `kind` is the union of wire types it must belong to."""
+    """The message in `frames`, which must belong to `kind`, a union of message types."""
     if not frames:
         raise ProtocolError("a message without frames")
     small = memoryview(frames[1] if len(frames) > 1 else b"").toreadonly()
@@ -56,31 +56,33 @@ def decode(frames: Sequence[Buffer], kind: Any) -> Any:
 
     def resolve(annotation: Any, reference: Any) -> np.ndarray[Any, Any]:
         nonlocal taken
-        dtype, shape = reference  # what is no such pair, and a shape that is none, raises ValueError or TypeError
+        dtype, shape = reference  # anything but such a pair raises ValueError or TypeError
         wanted, name = _dtype(annotation)
         if dtype != name:
-            raise ValueError(f"dtype {dtype} where {name} is the protocol")
+            raise ValueError(f"dtype {dtype}, expected {name}")
+        if len(shape) > _MAX_DIMENSIONS or not all(type(size) is int and 0 <= size < 2**63 for size in shape):
+            raise ValueError("an impossible shape")
         num_bytes = math.prod(shape) * wanted.itemsize
         if num_bytes >= OWN_FRAME_BYTES and large and large[-1].nbytes == num_bytes:
             return np.ndarray(shape, wanted, large.pop())
         if num_bytes >= OWN_FRAME_BYTES or num_bytes > small.nbytes - taken:
-            raise ValueError(f"there are no bytes for shape {shape} of {dtype}")
+            raise ValueError(f"no bytes for shape {shape} of {dtype}")
         array: np.ndarray[Any, Any] = np.ndarray(shape, wanted, small, taken)
         taken += num_bytes + -num_bytes % ALIGN
         return array
 
     try:
         message = msgspec.msgpack.decode(frames[0], type=kind, dec_hook=resolve)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as err:
-        raise ProtocolError(f"a message that is not the protocol: {err}") from err
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as err:
+        raise ProtocolError(f"a message that violates the protocol: {str(err)[:MAX_REASON]}") from err
     if taken != small.nbytes or large:
-        raise ProtocolError("more bytes of arrays than the header names")
+        raise ProtocolError("more array bytes than the header describes")
     return message
 
 
 @cache
 def _dtype(annotation: Any) -> tuple[np.dtype[Any], str]:
-    """Of a field `NDArray[scalar]`, and what it is called on the wire."""
+    """The dtype of a field `NDArray[scalar]`, and its name in a header."""
     scalar: type[np.generic] = get_args(get_args(annotation)[1])[0]
     little = np.dtype(scalar).newbyteorder("<")
     return little, little.str

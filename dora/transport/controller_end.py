@@ -1,29 +1,28 @@
 """The controller's end of the transport: one ROUTER socket, one `Link` per trainer rank.
 
-Invariant: no message is sent before all ranks have said HELLO with the same token, protocol and world size (the READY
-barrier), and none is dropped: the window of `Link` bounds what is under way, so ZeroMQ's own high-water marks are off.
-A rank is known by its random routing id, so a stranger cannot take its place, and a reconnecting rank keeps it.
+Invariant: no message is sent before all ranks have sent HELLO with the same protocol and world size (the READY
+barrier), and none is dropped: the window of `Link` bounds the messages under way, and QUEUE_SIZE is larger than any
+window needs, so that only a rank that breaks the protocol reaches it. Frames come only from holders of the token
+(`curve`); any other peer costs a failed handshake in ZeroMQ's own thread and is counted here. A rank is identified by
+its random routing id, which it keeps when it reconnects and no other rank can take.
 
-The socket is used without waiting: a send only hands over to ZeroMQ's own thread, which has room for every window.
-
-Reader task: consumes frames of all ranks; produces (rank, message) for `receive`; waits for the socket's descriptor;
-unblocked by any frame, ended by `close`.
-Called by: dora.controller.
+No call on the socket blocks: a send hands the message to ZeroMQ's own thread. The reader task yields to the event loop
+after each burst of messages.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hmac
-from collections import deque
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import islice
 
-import structlog
 import zmq
 
 from dora.errors import ConfigError, ProtocolError, RemoteError
 from dora.transport.codec import Buffer, decode, encode
+from dora.transport.curve import guard_controller
 from dora.transport.link import MAX_UNACKED, Link
 from dora.transport.messages import (
     PROTOCOL_VERSION,
@@ -37,17 +36,24 @@ from dora.transport.messages import (
     TrainerData,
     Welcome,
 )
+from dora.transport.refusals import Refusals
 
-SEND_TIMEOUT_S = 600.0  # a rank that consumed none of MAX_UNACKED messages for so long is stuck
-HEARTBEAT_MS = 2_000  # ZeroMQ's own ping, so that a peer whose host vanished is noticed
+SEND_TIMEOUT_S = 600.0  # a rank that has consumed none of MAX_UNACKED messages for this long is stuck
+HEARTBEAT_MS = 2_000  # ZeroMQ's own ping, which detects a peer whose host has vanished
 HEARTBEAT_TIMEOUT_MS = 10_000
-READ_BURST = 256  # frames taken before the event loop gets its turn
-
-log = structlog.get_logger(__name__)
+READ_BURST = 64  # messages to take before yielding to the event loop
+# Messages under way to or from one connection. Both windows and their acknowledgements are at most 2 * MAX_UNACKED, and
+# ZeroMQ learns only after every half queue how many messages the other side has taken.
+QUEUE_SIZE = 8 * MAX_UNACKED
+FAILED_HANDSHAKES = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+MAX_NAMED = 16  # missing ranks in one message
+STRANGER = "a handshake failed: does that side have this run's DORA_TOKEN and the same version of DORA?"
 
 
 class TrainerLost(RemoteError):
-    """A rank broke the protocol; nothing more is taken from it."""
+    """A rank broke the protocol; its further messages are ignored."""
 
     def __init__(self, rank: int, reason: str) -> None:
         super().__init__(f"trainer rank {rank}: {reason}")
@@ -64,7 +70,7 @@ class _Peer:
     address: str  # host and pid, for messages
     heard_at: float
     link: Link = field(default_factory=Link)
-    room: asyncio.Event = field(default_factory=asyncio.Event)  # set when the window may have room again
+    room: asyncio.Event = field(default_factory=asyncio.Event)  # set when the window may have space again
 
 
 class ControllerEnd:
@@ -73,47 +79,54 @@ class ControllerEnd:
     def __init__(
         self, *, address: str, token: str, world_size: int | None, now: Callable[[], float], epoch: int = 0
     ) -> None:
-        """`world_size` None: that of the first rank to say HELLO. `epoch`: number of this start of the controller."""
+        """`world_size`: None to take that of the first HELLO. `epoch`: number of this start of the controller."""
         self._address = address
         self._token = token
         self._world_size = world_size
         self._now = now
+        self._strangers = Refusals(now)
         self._epoch = epoch
         self._peers: dict[int, _Peer] = {}
         self._by_identity: dict[bytes, _Peer] = {}
-        self._refusals: deque[str] = deque(maxlen=8)  # the newest reasons, for the message of wait_ready
+        self._cut_off: set[bytes] = set()  # identities of ranks that broke the protocol
+        self._refusals = Refusals(now)  # of peers with the token
         self._complete = asyncio.Event()
-        # Bounded by the window of each rank: a message is acknowledged when it is taken out.
+        # At most MAX_UNACKED messages of each rank, which `Link` enforces, and one TrainerLost.
         self._incoming: asyncio.Queue[tuple[_Peer, ControllerData] | BaseException] = asyncio.Queue()
         self._context = zmq.Context()
         self._router = self._context.socket(zmq.ROUTER)
-        self._readable = asyncio.Event()  # set when the router may hold frames; its descriptor tells changes only
+        self._monitor: zmq.Socket[bytes] | None = None
+        self._readable = asyncio.Event()  # set when a socket may have frames; its descriptor is edge-triggered
         self._reader: asyncio.Task[None] | None = None
 
     async def start(self) -> str:
-        """Bind; returns the address with the real port."""
+        """Bind; return the address with the real port."""
         for option, value in (
             (zmq.ROUTER_MANDATORY, 1),
             (zmq.ROUTER_HANDOVER, 1),
-            (zmq.SNDHWM, 0),
-            (zmq.RCVHWM, 0),
+            (zmq.SNDHWM, QUEUE_SIZE),
+            (zmq.RCVHWM, QUEUE_SIZE),
             (zmq.LINGER, 0),
             (zmq.HEARTBEAT_IVL, HEARTBEAT_MS),
             (zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS),
         ):
             self._router.setsockopt(option, value)
+        guard_controller(self._router, self._token)
+        self._context.setsockopt(zmq.RCVHWM, 0)  # for the monitor: a full one would block ZeroMQ's thread
+        self._monitor = self._router.get_monitor_socket(FAILED_HANDSHAKES)
         try:
             self._router.bind(self._address)
         except zmq.ZMQError as err:
             await self.close()
             raise ConfigError(f"trainer.address: cannot listen on {self._address}: {err}; choose another port") from err
-        asyncio.get_running_loop().add_reader(self._router.FD, self._readable.set)
+        for watched in (self._router, self._monitor):
+            asyncio.get_running_loop().add_reader(watched.FD, self._readable.set)
         self._reader = asyncio.create_task(self._read(), name="transport-reader")
         self._reader.add_done_callback(self._on_reader_done)
         return self._router.getsockopt_string(zmq.LAST_ENDPOINT)
 
     async def wait_ready(self, timeout_s: float) -> int:
-        """Wait until all ranks have said HELLO; returns the world size."""
+        """Wait until all ranks have sent HELLO; return the world size."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._complete.wait()
@@ -123,7 +136,7 @@ class ControllerEnd:
         return self._world_size
 
     async def send(self, rank: int, message: ToTrainer) -> None:
-        """Hand `message` over for delivery. Waits while MAX_UNACKED are under way; unblocked when the rank consumes."""
+        """Send `message`, after waiting for the rank to consume one if MAX_UNACKED are under way."""
         assert self._complete.is_set(), "nothing is sent before the READY barrier"
         peer = self._peers[rank]
         if peer.link.full:
@@ -133,7 +146,8 @@ class ControllerEnd:
         self._transmit(peer.identity, frames)
 
     async def receive(self) -> tuple[int, ToController]:
-        """The next message of any rank, in the order of each; raises TrainerLost when a rank breaks the protocol."""
+        """The next message of any rank; those of one rank are in order. Raises TrainerLost if a rank breaks the
+        protocol."""
         item = await self._incoming.get()
         if isinstance(item, BaseException):
             raise item
@@ -151,11 +165,18 @@ class ControllerEnd:
         return self._peers[rank].link
 
     async def close(self) -> None:
-        """Close the socket; what is unacknowledged is given up."""
+        """Close the socket and drop unacknowledged messages."""
         if self._reader is not None:
-            asyncio.get_running_loop().remove_reader(self._router.FD)
             self._reader.cancel()
             await asyncio.gather(self._reader, return_exceptions=True)
+        if self._monitor is not None:
+            for watched in (self._router, self._monitor):
+                asyncio.get_running_loop().remove_reader(watched.FD)
+            self._router.disable_monitor()
+            self._monitor.close()
+            self._monitor = None
+        for refusals in (self._strangers, self._refusals):
+            refusals.close()
         self._router.close()
         self._context.term()
 
@@ -165,20 +186,23 @@ class ControllerEnd:
         while True:
             await self._readable.wait()
             self._readable.clear()
-            if self._take_burst() == READ_BURST:
-                asyncio.get_running_loop().call_soon(self._readable.set)
+            if self._take_burst():
+                self._readable.set()
+            await asyncio.sleep(0)  # waiting for an event that is already set does not yield
 
-    def _take_burst(self) -> int:
-        """Take in what the socket holds; the number of messages."""
-        for number in range(READ_BURST):
-            try:
-                identity, *frames = self._router.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                return number
+    def _take_burst(self) -> bool:
+        """Take a burst of messages from each socket; return whether there may be more."""
+        assert self._monitor is not None
+        messages, failed = _burst(self._router), _burst(self._monitor)
+        for identity, *frames in messages:
             self._on_frames(identity.bytes, [frame.buffer for frame in frames])
-        return READ_BURST
+        if failed:
+            self._strangers.add(STRANGER, len(failed))
+        return READ_BURST in (len(messages), len(failed))
 
     def _on_frames(self, identity: bytes, frames: list[Buffer]) -> None:
+        if identity in self._cut_off:
+            return
         peer = self._by_identity.get(identity)
         try:
             frame: ControllerFrame = decode(frames, ControllerFrame)
@@ -191,8 +215,7 @@ class ControllerEnd:
             if peer is None:
                 self._refuse(identity, "an unknown peer", str(err))
             else:
-                del self._by_identity[identity]
-                self._incoming.put_nowait(TrainerLost(peer.rank, str(err)))
+                self._cut(peer, str(err))
 
     def _on_frame(self, peer: _Peer, frame: Ack | ControllerData) -> None:
         if isinstance(frame, Ack):
@@ -221,12 +244,10 @@ class ControllerEnd:
             self._complete.set()
 
     def _why_refused(self, hello: Hello) -> str | None:
-        if not hmac.compare_digest(hello.token.encode(), self._token.encode()):
-            return "wrong token (DORA_TOKEN must be the one this run printed)"
         if hello.protocol != PROTOCOL_VERSION:
-            return f"it speaks protocol {hello.protocol}, this controller {PROTOCOL_VERSION}; install the same version"
+            return f"it has protocol {hello.protocol}, this controller {PROTOCOL_VERSION}; install the same version"
         if self._world_size is not None and hello.world_size != self._world_size:
-            return f"its world size is {hello.world_size}, that of this run {self._world_size}"
+            return f"its world size is {hello.world_size}, but that of this run is {self._world_size}"
         if not 0 <= hello.rank < hello.world_size:
             return f"rank {hello.rank} does not exist in world size {hello.world_size}"
         if hello.rank in self._peers:
@@ -234,12 +255,18 @@ class ControllerEnd:
         return None
 
     def _refuse(self, identity: bytes, who: str, reason: str) -> None:
-        self._refusals.append(f"{who} was refused: {reason}")
-        log.warning("trainer_refused", who=who, reason=reason)
+        self._refusals.add(f"{who} was refused: {reason}")
         self._transmit(identity, encode(Refused(reason=reason)))
 
+    def _cut(self, peer: _Peer, reason: str) -> None:
+        """Refuse `peer`, which broke the protocol, and ignore it from now on."""
+        del self._by_identity[peer.identity]
+        self._cut_off.add(peer.identity)
+        self._incoming.put_nowait(TrainerLost(peer.rank, reason))
+        self._transmit(peer.identity, encode(Refused(reason=reason)))
+
     async def _room(self, peer: _Peer) -> None:
-        """Wait until the window of `peer` has room; unblocked by its acknowledgements."""
+        """Wait until `peer` has acknowledged enough messages for another one."""
         try:
             async with asyncio.timeout(SEND_TIMEOUT_S):
                 while peer.link.full:
@@ -252,20 +279,36 @@ class ControllerEnd:
     def _transmit(self, identity: bytes, frames: list[Buffer]) -> None:
         try:
             self._router.send_multipart([identity, *frames], zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            if identity in self._by_identity:
+                self._cut(self._by_identity[identity], f"it reads nothing: {QUEUE_SIZE} messages are queued for it")
         except zmq.ZMQError as err:
             if err.errno != zmq.EHOSTUNREACH:
                 raise
-            # The rank is not connected. Data is kept in its link and sent again after its next HELLO.
-        self._readable.set()  # sending may have taken notice of what arrived, which the descriptor tells only once
+            # The rank is not connected. Its link keeps the data and sends it again after the next HELLO.
+        self._readable.set()  # sending may have consumed the descriptor's only signal for an arrived message
 
     def _why_not_ready(self, timeout_s: float) -> str:
         size = "unknown" if self._world_size is None else str(self._world_size)
-        missing = [] if self._world_size is None else sorted(set(range(self._world_size)) - set(self._peers))
-        which = f"ranks {', '.join(map(str, missing))}" if missing else "all ranks"
-        return "; ".join(
-            [f"trainer: {which} of world size {size} said no HELLO within {timeout_s:g} s", *self._refusals]
-        )
+        absent = (rank for rank in range(self._world_size or 0) if rank not in self._peers)
+        missing = [str(rank) for rank in islice(absent, MAX_NAMED)]
+        if len(missing) == MAX_NAMED:
+            missing[-1] = "..."
+        which = f"ranks {', '.join(missing)}" if missing else "all ranks"
+        reasons = [f"trainer: {which} of world size {size} sent no HELLO within {timeout_s:g} s"]
+        if self._strangers.count:
+            reasons.append(f"{STRANGER} ({self._strangers.count} times)")
+        return "; ".join([*reasons, *self._refusals.newest])
 
     def _on_reader_done(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (err := task.exception()) is not None:
             self._incoming.put_nowait(err)
+
+
+def _burst(socket: zmq.Socket[bytes]) -> list[list[zmq.Frame]]:
+    """Up to READ_BURST messages that have arrived at `socket`."""
+    messages: list[list[zmq.Frame]] = []
+    with contextlib.suppress(zmq.Again):
+        while len(messages) < READ_BURST:
+            messages.append(socket.recv_multipart(zmq.NOBLOCK, copy=False))
+    return messages

@@ -1,11 +1,10 @@
-"""All types that travel between the controller and the trainer ranks, grouped by receiver.
+"""The messages between the controller and the trainer ranks, grouped by receiver.
 
 The unions `ToTrainer` and `ToController` are the protocol; a change to any type here raises `PROTOCOL_VERSION`.
-Every type is frozen, and fields or kinds that are unknown are refused by the codec. Arrays are read-only for the
-receiver and must not be changed by the sender once handed over: the transport keeps them until acknowledged.
+Every type is frozen, and the codec refuses unknown fields and types. The receiver's arrays are read-only, and the
+sender must not change an array after sending it: the transport keeps it until it is acknowledged.
 
 Legend: T tokens of a micro-batch, n trajectories in it, G siblings of a group.
-Called by: controller (sends ToTrainer, receives ToController) and dora.trainer (the reverse).
 """
 
 from __future__ import annotations
@@ -17,18 +16,18 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
-    """Base of all wire types: the class name is the kind on the wire."""
+    """Base class of all messages; the class name is their tag."""
 
 
 # ---- received by the trainer ----------------------------------------------------------------------------------------
 
 
 class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The trainer's share of the resolved config; meanings as in config/schema.py."""
+    """The trainer's part of the configuration; see config/schema.py."""
 
     device: Literal["cpu", "cuda"]
     dtype: Literal["float32", "bfloat16"]
@@ -43,12 +42,14 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     beta2: float
     max_grad_norm: float
     advantage: Literal["grpo", "dr_grpo", "rloo"]
-    clip_low: float
-    clip_high: float
     tis_cap: float
     temperature: float
     max_staleness: int  # K in force (the strategy's), or T - 1 where the strategy does not bound staleness
     checkpoint_every: int
+    #: PPO clip below and above 1. Without effect, and no setting, as long as a step makes one update (π_o = π); sent
+    #: because they are part of the lineage of weights.
+    clip_low: float = 0.2
+    clip_high: float = 0.28
 
 
 class Configure(Message, frozen=True):
@@ -59,15 +60,19 @@ class Configure(Message, frozen=True):
     settings: TrainerSettings
     memory_root: str  # VersionStore roots
     durable_root: str
-    checkpoints: str  # folder of step-<s> checkpoint folders
-    resume_from: str | None  # checkpoint folder to start from; None: a fresh run from model_path
+    checkpoints: str  # folder of checkpoint folders
+    resume_from: tuple[str, ...]  # checkpoint folders, best first; the first one that loads on every rank is used
+    may_start_over: bool  # whether to start from model_path if none of them loads
+    chain: str  # lineage before step 0, for a start from model_path
+    epoch: int  # of the controller, as in `fence`
+    fence: str  # file with the epoch of the controller whose ranks may make versions and checkpoints visible
 
 
 class MicroBatch(Message, frozen=True):
     """Wave `index` of `step` for one rank. Every rank gets exactly one for each index, empty (n = 0) ones included.
 
-    Trajectories lie one behind the other in the T axis; `lengths` cuts it. Position t of a trajectory is trained
-    when loss_mask is 1 there (never at its first token, which nothing predicts).
+    Trajectories follow each other along the T axis; `lengths` separates them. Position t of a trajectory is trained if
+    its loss_mask is 1 (never the first token, which nothing predicts).
     """
 
     step: int
@@ -75,7 +80,7 @@ class MicroBatch(Message, frozen=True):
     last: bool  # closes the step; the same on all ranks
     tokens: NDArray[np.int32]  # [T]
     loss_mask: NDArray[np.uint8]  # [T] 1: sampled by the model and trained
-    behavior_logprobs: NDArray[np.float32]  # [T] from the engine under `versions`; read where loss_mask is 1 only
+    behavior_logprobs: NDArray[np.float32]  # [T] from the engine under `versions`; used only where loss_mask is 1
     lengths: NDArray[np.int32]  # [n] prompt + response
     trajectories: NDArray[np.int64]  # [n] ids
     groups: NDArray[np.int64]  # [n] ids
@@ -83,6 +88,8 @@ class MicroBatch(Message, frozen=True):
     rewards: NDArray[np.float32]  # [n] of the trajectory itself
     group_rewards: NDArray[np.float32]  # [n, G] of all siblings; NaN: that sibling is grading_failed
     truncated: NDArray[np.uint8]  # [n] 1: the answer reached its token budget
+    parent: str = ""  # lineage before this step, that is, of the trainer's weights
+    chain: str = ""  # lineage including this step; in the last micro-batch only
 
 
 class SaveCheckpoint(Message, frozen=True):
@@ -90,7 +97,7 @@ class SaveCheckpoint(Message, frozen=True):
 
 
 class Stop(Message, frozen=True):
-    """Finish what is under way (publication included) and end with exit code 0. Nothing follows it."""
+    """Finish the work under way, publication included, and exit with code 0. No message follows."""
 
     reason: str
 
@@ -106,10 +113,11 @@ class Ready(Message, frozen=True):
 
     rank: int
     next_step: int
+    skipped: tuple[str, ...] = ()  # checkpoints that could not be loaded, each with the reason
 
 
 class MicroBatchTrained(Message, frozen=True):
-    """Forward and backward of one micro-batch are done on one rank."""
+    """One rank has completed forward and backward of a micro-batch."""
 
     rank: int
     step: int
@@ -127,6 +135,7 @@ class StepTrained(Message, frozen=True):
     rank: int
     step: int
     metrics: dict[str, float]
+    chain: str = ""  # lineage including this step
 
 
 class VersionPublished(Message, frozen=True):
@@ -134,9 +143,9 @@ class VersionPublished(Message, frozen=True):
 
     version: int
     num_bytes: int
-    files: dict[str, str]  # name -> checksum
-    replayed: bool  # True: the version was in the store already and its bytes were kept
-    matches: bool  # the bytes of this publication equal those in the store (always True when not replayed)
+    files: dict[str, str]  # name -> checksum of the bytes in the store
+    chain: str = ""  # lineage of the weights
+    differs: str = ""  # the store already had the version and kept it; checksum of the new bytes if they differ
 
 
 class CheckpointSaved(Message, frozen=True):
@@ -144,10 +153,11 @@ class CheckpointSaved(Message, frozen=True):
 
     step: int  # the next step to be trained from it
     folder: str
+    chain: str = ""  # lineage before that step
 
 
 class TrainerFailed(Message, frozen=True):
-    """The rank ends with exit code 1 after this."""
+    """The rank exits with code 1 after this message."""
 
     rank: int
     reason: str  # one line
@@ -160,10 +170,9 @@ ToController = Ready | MicroBatchTrained | StepTrained | VersionPublished | Chec
 
 
 class Hello(Message, frozen=True):
-    """First word of a rank, repeated after every reconnection. Its fields stay the same in all protocol versions."""
+    """First message of a rank and after every reconnection. Its fields are the same in all protocol versions."""
 
     protocol: int
-    token: str
     rank: int
     world_size: int
     host: str
@@ -174,12 +183,12 @@ class Hello(Message, frozen=True):
 class Welcome(Message, frozen=True):
     """The rank is admitted."""
 
-    epoch: int  # of the controller; another number than before means that the controller was started anew
+    epoch: int  # of the controller; it changes when the controller is restarted
     last_id: int  # newest message of the rank that the controller has received; 0: none
 
 
 class Refused(Message, frozen=True):
-    """The rank is not admitted and must give up."""
+    """The rank is not admitted and must end."""
 
     reason: str
 
@@ -212,7 +221,7 @@ ControllerFrame = Hello | Ack | ControllerData
 
 
 def empty_micro_batch(*, step: int, index: int, last: bool, group_size: int) -> MicroBatch:
-    """A wave without work for one rank."""
+    """A micro-batch without work."""
     return MicroBatch(
         step=step,
         index=index,

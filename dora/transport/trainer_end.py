@@ -1,14 +1,10 @@
-"""A trainer rank's end of the transport: a DEALER socket owned by one thread, a blocking interface in front of it.
+"""A trainer rank's end of the transport: a DEALER socket owned by an I/O thread, behind a blocking interface.
 
-Invariant: only the I/O thread touches the socket, so a rank that computes for a minute still sends its publisher's
-reports at once and answers reconnections. A message is acknowledged after `receive` has returned it (with ACK_EVERY
-others, with the next message sent, or when the thread has been idle for POLL_MS), so at most MAX_UNACKED of them wait
-here. `send` and `receive` may be called from different threads.
-
-I/O thread: consumes frames of the controller, connection events and messages handed to `send`; produces messages for
-`receive`; waits for its three sockets; unblocked by any of them, ended by `close` or a fault, which the next `send` or
-`receive` raises.
-Called by: dora.trainer.
+Invariant: only the I/O thread touches the socket, so that a rank that computes for a minute still sends its publisher's
+reports at once and still reconnects. A message is acknowledged after `receive` has returned it: with ACK_EVERY others,
+with the next message sent, or when the thread has been idle for POLL_MS. So at most MAX_UNACKED messages are queued
+here. `send` and `receive` may be called from different threads. A fault ends the I/O thread, and the next `send` or
+`receive` raises it.
 """
 
 from __future__ import annotations
@@ -20,12 +16,14 @@ import socket
 import threading
 import time
 
+import structlog
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from dora.errors import ProtocolError, RemoteError
 from dora.transport.codec import Buffer, decode, encode
-from dora.transport.controller_end import HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS
+from dora.transport.controller_end import FAILED_HANDSHAKES, HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS
+from dora.transport.curve import MAX_TO_CONTROLLER_BYTES, guard_trainer
 from dora.transport.link import MAX_UNACKED, Link
 from dora.transport.messages import (
     PROTOCOL_VERSION,
@@ -40,11 +38,16 @@ from dora.transport.messages import (
     Welcome,
 )
 
-UNREACHABLE_LIMIT_S = 60.0  # a controller gone for so long does not come back; ranks must not outlive the job
-SEND_TIMEOUT_S = 120.0  # a controller that consumed none of MAX_UNACKED messages for so long is stuck
-CLOSE_TIMEOUT_S = 5.0  # for the last messages to be acknowledged
-POLL_MS = 1_000  # how often UNREACHABLE_LIMIT_S is looked at, and the longest that an acknowledgement waits
-ACK_EVERY = MAX_UNACKED // 4  # consumed messages for which the thread is woken to acknowledge them
+UNREACHABLE_LIMIT_S = 60.0  # a rank ends when the controller was unreachable for this long, so as not to outlive it
+SEND_TIMEOUT_S = 120.0  # a controller that has consumed none of MAX_UNACKED messages for this long is stuck
+CLOSE_TIMEOUT_S = 5.0  # for the acknowledgement of the last messages
+POLL_MS = 1_000  # how often UNREACHABLE_LIMIT_S is checked, and the longest delay of an acknowledgement
+ACK_EVERY = MAX_UNACKED // 4  # number of consumed messages after which the thread is woken to acknowledge them
+# Failed handshakes in a row before one is logged, after some 0.5 s. The rank keeps trying: a forwarder in front of a
+# controller that has not started yet fails them too.
+SUSPICIOUS = 4
+
+log = structlog.get_logger(__name__)
 
 
 class TrainerEnd:
@@ -58,11 +61,12 @@ class TrainerEnd:
         self._link = Link()
         self._epoch: int | None = None  # of the controller; None until welcomed
         self._fault: RemoteError | None = None
-        self._changed = threading.Condition()  # guards link, epoch, fault and outgoing; notified when one changes
+        self._failed_handshakes = 0  # in a row
+        self._changed = threading.Condition()  # guards link, epoch, fault and outgoing; notified of changes
         self._outgoing: list[list[Buffer]] = []  # to be transmitted by the thread; bounded by the link's window
-        self._acked = 0  # newest message of which consumption was acknowledged
-        self._called = False  # the thread has been woken and has not looked yet
-        # Bounded by the controller's window for this rank; None: look at the fault.
+        self._acked = 0  # newest message that was acknowledged
+        self._called = False  # whether the I/O thread has a wake-up to handle
+        # Bounded by the controller's window for this rank; None: there is a fault.
         self._incoming: queue.SimpleQueue[TrainerData | None] = queue.SimpleQueue()
         self._context = zmq.Context()
         self._wake_address = f"inproc://wake-{id(self)}"
@@ -72,10 +76,12 @@ class TrainerEnd:
         self._thread = threading.Thread(target=self._serve, name="transport", daemon=True)
 
     def connect(self, timeout_s: float) -> None:
-        """Say HELLO; returns when welcomed, raises RemoteError when refused or not answered."""
+        """Send HELLO and wait to be welcomed; RemoteError if the rank is refused or not answered."""
         self._thread.start()
         with self._changed:
             if not self._changed.wait_for(lambda: self._epoch is not None or self._fault is not None, timeout_s):
+                if self._failed_handshakes:
+                    raise RemoteError(f"{self._why_no_handshake()} (tried for {timeout_s:g} s)")
                 raise RemoteError(
                     f"no answer from the controller at {self._address} within {timeout_s:g} s; "
                     "is it running, and is DORA_CONTROLLER its address?"
@@ -83,13 +89,13 @@ class TrainerEnd:
         self._raise_fault()
 
     def receive(self, timeout_s: float) -> ToTrainer:
-        """The next message, acknowledged by returning it."""
+        """The next message; returning it acknowledges it."""
         try:
             data = self._incoming.get(timeout=timeout_s)
         except queue.Empty:
             raise RemoteError(f"no message from the controller at {self._address} for {timeout_s:g} s") from None
         if data is None:
-            self._incoming.put(None)  # every further call meets the fault as well
+            self._incoming.put(None)  # so that every further call raises the fault too
             self._raise_fault()
             raise AssertionError("woken without a fault")
         with self._changed:
@@ -99,26 +105,31 @@ class TrainerEnd:
         return data.message
 
     def send(self, message: ToController) -> None:
-        """Hand `message` over for delivery; waits while the window is full."""
+        """Send `message`, after waiting for space in the window."""
         with self._changed:
             if not self._changed.wait_for(lambda: not self._link.full or self._fault is not None, SEND_TIMEOUT_S):
                 raise RemoteError(f"the controller at {self._address} consumed nothing for {SEND_TIMEOUT_S:g} s")
             self._raise_fault()
             assert self._epoch is not None, "send before connect"
             frames = encode(ControllerData(epoch=self._epoch, id=self._link.next_id, message=message))
+            if len(frames[0]) > MAX_TO_CONTROLLER_BYTES:
+                raise ProtocolError(
+                    f"{type(message).__name__} has {len(frames[0]):,} bytes; "
+                    f"the controller accepts at most {MAX_TO_CONTROLLER_BYTES:,}"
+                )
             self._link.keep(frames)
             self._outgoing.append(frames)
             self._call()
 
     def try_send(self, message: ToController) -> None:
-        """Send if the link still works: for the last word of a rank that fails, perhaps because of the link."""
+        """Send `message` if the link still works: for the last message of a rank that fails."""
         with self._changed:
             if self._epoch is None or self._fault is not None or self._link.full:
                 return
         self.send(message)
 
     def close(self) -> None:
-        """Wait a little until all messages are acknowledged, then end the thread."""
+        """Wait up to CLOSE_TIMEOUT_S for acknowledgements, then end the thread."""
         if self._thread.is_alive():
             with self._changed:
                 self._changed.wait_for(lambda: not self._link.num_unacked or self._fault is not None, CLOSE_TIMEOUT_S)
@@ -134,7 +145,7 @@ class TrainerEnd:
         return self._link
 
     def _call(self) -> None:
-        """Have the thread look; the caller holds the lock, which also serialises use of the wake socket."""
+        """Wake the socket thread. The caller holds the lock, which also serializes use of the wake socket."""
         if not self._called:
             self._called = True
             self._wake.send(b"")
@@ -148,7 +159,7 @@ class TrainerEnd:
     def _serve(self) -> None:
         dealer = self._context.socket(zmq.DEALER)
         wake = self._context.socket(zmq.PAIR)
-        monitor = dealer.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        monitor = dealer.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | FAILED_HANDSHAKES)
         try:
             self._loop(dealer, wake, monitor)
         except RemoteError as err:
@@ -173,6 +184,7 @@ class TrainerEnd:
         ):
             dealer.setsockopt(option, value)
         dealer.setsockopt(zmq.ROUTING_ID, secrets.token_hex(16).encode())
+        guard_trainer(dealer, self._token)
         wake.connect(self._wake_address)
         dealer.connect(self._address)
         unreachable_since: float | None = time.monotonic()
@@ -182,22 +194,28 @@ class TrainerEnd:
         while not self._closing:
             ready = dict(poller.poll(POLL_MS))
             if monitor in ready:
-                if recv_monitor_message(monitor)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                    unreachable_since = None
-                    dealer.send_multipart(encode(self._hello()))
-                else:
+                event = recv_monitor_message(monitor)["event"]
+                if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                    unreachable_since, self._failed_handshakes = None, 0
+                    self._transmit(dealer, encode(self._hello()))
+                elif event & FAILED_HANDSHAKES:
+                    self._on_failed_handshake(is_final=event != zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
+                elif unreachable_since is None:
                     unreachable_since = time.monotonic()
             if dealer in ready:
                 self._on_frames(dealer, [part.buffer for part in dealer.recv_multipart(copy=False)])
             if wake in ready:
                 wake.recv()
             for frames in self._take_outgoing(was_called=wake in ready, is_idle=not ready):
-                dealer.send_multipart(frames, copy=False)
+                self._transmit(dealer, frames)
             if unreachable_since is not None and time.monotonic() - unreachable_since > UNREACHABLE_LIMIT_S:
-                raise RemoteError(f"the controller at {self._address} was unreachable for {UNREACHABLE_LIMIT_S:g} s")
+                why = f"; {self._why_no_handshake()}" if self._failed_handshakes else ""
+                raise RemoteError(
+                    f"the controller at {self._address} was unreachable for {UNREACHABLE_LIMIT_S:g} s{why}"
+                )
 
     def _take_outgoing(self, *, was_called: bool, is_idle: bool) -> list[list[Buffer]]:
-        """What there is to transmit; an acknowledgement goes along, or else waits for others or a quiet moment."""
+        """The messages to transmit, with an acknowledgement if one is due."""
         with self._changed:
             outgoing, self._outgoing = self._outgoing, []
             self._called = self._called and not was_called
@@ -210,12 +228,31 @@ class TrainerEnd:
     def _hello(self) -> Hello:
         return Hello(
             protocol=PROTOCOL_VERSION,
-            token=self._token,
             rank=self._rank,
             world_size=self._world_size,
             host=socket.gethostname(),
             pid=os.getpid(),
             last_id=self._link.last_received,
+        )
+
+    def _transmit(self, dealer: zmq.Socket[bytes], frames: list[Buffer]) -> None:
+        try:
+            dealer.send_multipart(frames, zmq.NOBLOCK, copy=False)
+        except zmq.Again:  # the queue is unbounded, so ZeroMQ has given up the connection
+            raise RemoteError(self._why_no_handshake()) from None
+
+    def _on_failed_handshake(self, *, is_final: bool) -> None:
+        """`is_final`: the other side is not a controller, and ZeroMQ does not retry."""
+        if is_final:
+            raise RemoteError(self._why_no_handshake())
+        self._failed_handshakes += 1
+        if self._failed_handshakes == SUSPICIOUS:
+            log.warning("trainer_refused", rank=self._rank, reason=self._why_no_handshake())
+
+    def _why_no_handshake(self) -> str:
+        return (
+            f"the handshake with the controller at {self._address} fails; "
+            "does this side have its run's DORA_TOKEN and the same version of DORA?"
         )
 
     def _on_frames(self, dealer: zmq.Socket[bytes], buffers: list[Buffer]) -> None:
@@ -239,8 +276,8 @@ class TrainerEnd:
         with self._changed:
             if self._epoch not in (None, welcome.epoch):
                 raise RemoteError(
-                    f"the controller at {self._address} was started anew (epoch {self._epoch} -> {welcome.epoch}); "
-                    "start the trainer again"
+                    f"the controller at {self._address} was restarted (epoch {self._epoch} -> {welcome.epoch}); "
+                    "restart the trainer too"
                 )
             self._epoch = welcome.epoch
             again = self._link.redelivery(welcome.last_id)
@@ -248,7 +285,7 @@ class TrainerEnd:
             again.append(encode(Ack(epoch=welcome.epoch, last_id=self._acked)))
             self._changed.notify_all()
         for frames in again:
-            dealer.send_multipart(frames, copy=False)
+            self._transmit(dealer, frames)
 
     def _fail(self, fault: RemoteError) -> None:
         with self._changed:

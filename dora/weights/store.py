@@ -18,17 +18,21 @@ import fcntl
 import hashlib
 import json
 import os
+import secrets
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import IO
 
+import msgspec
 import xxhash
 
+from dora import files
 from dora.errors import DoraError
+from dora.journal.access import adopt, restrict
 
 MANIFEST = "manifest.json"
 OWNER = ".owner"
@@ -36,6 +40,10 @@ OWNER = ".owner"
 
 class StoreError(DoraError):
     """A version is missing or damaged, or its folder cannot be written; the message names the folder."""
+
+
+class VersionLost(StoreError):
+    """It is complete in no root: what needs it can never go on."""
 
 
 class StoreFull(StoreError):
@@ -49,12 +57,7 @@ class Manifest:
     version: int
     files: Mapping[str, str]  # name relative to the folder -> `checksum_of` it
     num_bytes: int  # all files together, the manifest left out
-
-    @property
-    def checksum(self) -> str:
-        """One for the whole version: XXH3 over the sorted lines `<checksum>  <name>`."""
-        lines = "".join(f"{checksum}  {name}\n" for name, checksum in sorted(self.files.items()))
-        return xxhash.xxh3_128_hexdigest(lines.encode())
+    chain: str = ""  # lineage of the weights: what they were trained on
 
 
 class VersionStore:
@@ -64,7 +67,9 @@ class VersionStore:
     do, and `release` leaves the folder to `release_durable`.
     """
 
-    def __init__(self, *, memory_root: Path, durable_root: Path) -> None:
+    def __init__(self, *, memory_root: Path, durable_root: Path, fence: Callable[[], None] = lambda: None) -> None:
+        """`fence` is called before a version is made visible; it raises where that is not this process's to do."""
+        self._fence = fence
         self._memory = memory_root
         self._durable = durable_root
         for root in (memory_root, durable_root):
@@ -88,24 +93,27 @@ class VersionStore:
         with clear_errors(f"cannot stage version {version} in {root}"):
             return _temporary(root, "stage", version)
 
-    def seal(self, version: int, staged: Path) -> Manifest:
+    def seal(self, version: int, staged: Path, *, chain: str = "") -> Manifest:
         """Make a staged folder visible as `version`; if it was published before, drop `staged` and keep the old bytes.
 
         It stays in the root in which it was staged. The manifest returned is always that of the bytes which stay: a
         caller that replays steps compares it with its own. On an error nothing of `staged` is left.
         """
         if (existing := self._find(version)) is not None:
-            shutil.rmtree(staged)
+            shutil.rmtree(staged, ignore_errors=True)
             return existing[1]
         with clear_errors(f"cannot seal version {version} in {staged.parent}", remove=staged):
             names = sorted(path.relative_to(staged).as_posix() for path in staged.rglob("*") if path.is_file())
+            for name in names:
+                files.wrote(staged / name)
             manifest = Manifest(
                 version=version,
                 files={name: checksum_of(staged / name) for name in names},
                 num_bytes=sum((staged / name).stat().st_size for name in names),
+                chain=chain,
             )
-            (staged / MANIFEST).write_text(json.dumps(asdict(manifest), indent=1) + "\n")
-            _expose(staged, _folder(staged.parent, version))
+            files.write_new(staged / MANIFEST, (json.dumps(asdict(manifest), indent=1) + "\n").encode())
+            _expose(staged, _folder(staged.parent, version), fence=self._fence)
         return manifest
 
     def folder(self, version: int) -> Path:
@@ -127,15 +135,21 @@ class VersionStore:
             for name in (*manifest.files, MANIFEST):
                 (copy / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(source / name, copy / name)
+                files.wrote(copy / name)
             for name, checksum in manifest.files.items():
                 if checksum_of(copy / name) != checksum:
                     raise StoreError(f"{source / name} does not match its checksum: version {version} is damaged")
-            _expose(copy, target)
+            _expose(copy, target, fence=self._fence)
 
     def release(self, version: int) -> None:
         """Delete the live copy; a version that is not there is no error."""
         if not self._is_shared:
             _delete(_folder(self._memory, version))
+
+    def discard(self, version: int) -> None:
+        """Delete every copy."""
+        for root in {self._memory, self._durable}:
+            _delete(_folder(root, version))
 
     def release_durable(self, version: int) -> None:
         """Delete the durable copy; a version that is not there is no error."""
@@ -150,16 +164,50 @@ class VersionStore:
         return _complete_versions(self._durable)
 
     def sweep(self) -> None:
-        """Delete what interrupted writes left behind. Only at the start of a run, before anyone stages."""
-        for root in (self._memory, self._durable):
+        """Delete what interrupted writes left behind, and bring to the disk the names that a killed process had not
+        synced. Only at the start of a run, before anyone stages."""
+        for root in self.roots:
+            files.sync_folder(root)  # what is done next rests on what is seen here
             for path in root.iterdir():
                 is_temporary = path.name.startswith((".stage-", ".copy-", ".trash-"))
                 if path.is_dir() and (is_temporary or (_version_of(path) is not None and not _read_manifest(path))):
-                    shutil.rmtree(path)
+                    files.remove(path)
+
+    def set_aside(self, known: Mapping[int, tuple[Mapping[str, str], str]]) -> list[str]:
+        """Take out of sight what is not in `known` (version -> files and chain): a history that the journal has lost
+        left it. Returns where it lies now, a name each.
+        """
+        found = []
+        for root in self.roots:
+            for version in _complete_versions(root):
+                path = _folder(root, version)
+                manifest = _read_manifest(path)
+                if manifest is not None and (manifest.files, manifest.chain) == known.get(version):
+                    continue
+                aside = root / f".aside-{path.name}-{secrets.token_hex(4)}"
+                files.rename(path, aside)
+                files.sync_folder(root)
+                found.append(f"version {version} ({aside})")
+        return found
+
+    def damaged(self, version: int) -> list[str]:
+        """Read every copy of `version` against its checksums; those that do not match are deleted, and named."""
+        found = []
+        for root in self.roots:
+            path = _folder(root, version)
+            manifest = _read_manifest(path)
+            if manifest is None:
+                continue
+            wrong = [name for name, checksum in manifest.files.items() if checksum_of(path / name) != checksum]
+            if wrong:
+                _delete(path)
+                found.append(f"{path / wrong[0]}")
+        return found
 
     def stranded(self, versions: Iterable[int]) -> list[int]:
-        """Those of `versions` that the live root alone holds: the disk had no room for them."""
-        return sorted(set(versions) & set(self.live()) - set(self.durable()))
+        """Those of `versions` that the live root alone holds: the disk had no room for them. A root that was deleted
+        holds none."""
+        return sorted(set(versions) & _held(self._memory) - _held(self._durable))
 
     def close(self, *, needed: Iterable[int] = ()) -> None:
         """At the end of a run: delete the live root with all that it holds, unless it is the durable one.
@@ -167,9 +215,10 @@ class VersionStore:
         If it alone holds a `needed` version, it stays: without an owner file, so that no other run sweeps it.
         """
         if self.stranded(needed):
-            (self._memory / OWNER).unlink(missing_ok=True)
+            files.remove(self._memory / OWNER)
         elif not self._is_shared:
-            shutil.rmtree(self._memory, ignore_errors=True)
+            with suppress(OSError):
+                files.remove(self._memory)
 
     def _find(self, version: int) -> tuple[Path, Manifest] | None:
         for root in (self._memory, self._durable):
@@ -180,8 +229,14 @@ class VersionStore:
 
     def _require(self, version: int) -> tuple[Path, Manifest]:
         if (found := self._find(version)) is None:
-            raise StoreError(f"version {version} is complete neither in {self._memory} nor in {self._durable}")
+            raise VersionLost(f"version {version} is complete neither in {self._memory} nor in {self._durable}")
         return found
+
+
+def checksum_of_files(files: Mapping[str, str]) -> str:
+    """One for a whole version: XXH3 over the sorted lines `<checksum>  <name>`."""
+    lines = "".join(f"{checksum}  {name}\n" for name, checksum in sorted(files.items()))
+    return xxhash.xxh3_128_hexdigest(lines.encode())
 
 
 def checksum_of(path: Path) -> str:
@@ -190,8 +245,11 @@ def checksum_of(path: Path) -> str:
         return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
-def choose_memory_root(folder: Path, *, run_id: str, needed_bytes: int, fallback: Path) -> Path:
-    """`folder`/dora-<run_id>, readable by this user alone, if `folder` has room for `needed_bytes`; else `fallback`.
+def choose_memory_root(
+    folder: Path, *, run_id: str, needed_bytes: int, fallback: Path, group: str | None = None
+) -> Path:
+    """`folder`/dora-<run_id>, closed to all but this user and `group`, if `folder` has room for `needed_bytes`; else
+    `fallback`.
 
     `needed_bytes` covers all versions that may be live at once (K + 4 of them). What an earlier start of the same
     run left there counts as room. A container's shared memory is often 64 MB: then `fallback` is the answer.
@@ -201,6 +259,7 @@ def choose_memory_root(folder: Path, *, run_id: str, needed_bytes: int, fallback
         root.mkdir(mode=0o700, exist_ok=True)
         held_bytes = sum(path.stat().st_size for path in root.rglob("*") if path.is_file())
         if root.lstat().st_uid == os.getuid() and shutil.disk_usage(root).free + held_bytes >= needed_bytes:
+            restrict(root, group=group)
             return root
         if held_bytes == 0:
             root.rmdir()
@@ -232,13 +291,13 @@ def claim(root: Path) -> IO[bytes]:
     return existing
 
 
-def sweep_orphans(folder: Path) -> list[Path]:
+def sweep_orphans(folder: Path, *, run_id: str) -> list[Path]:
     """Delete the `dora-*` folders in `folder` whose run has died (killed: it could not close its store).
 
-    A folder without an owner file, or of another user, is left alone.
+    A folder without an owner file, or of another user, is left alone; so is that of `run_id`, which is resumed.
     """
     orphans = []
-    for root in sorted(folder.glob("dora-*")):
+    for root in sorted(set(folder.glob("dora-*")) - {folder / f"dora-{run_id}"}):
         try:
             with (root / OWNER).open("rb+") as owner:
                 fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -263,58 +322,62 @@ def _temporary(root: Path, purpose: str, version: int) -> Path:
 
 
 def _complete_versions(root: Path) -> list[int]:
-    return sorted(
-        version
-        for path in root.iterdir()
-        if (version := _version_of(path)) is not None and _read_manifest(path) is not None
-    )
+    with clear_errors(f"cannot list the versions in {root}"):
+        return sorted(
+            version
+            for path in root.iterdir()
+            if (version := _version_of(path)) is not None and _read_manifest(path) is not None
+        )
+
+
+def _held(root: Path) -> set[int]:
+    return set(_complete_versions(root)) if root.is_dir() else set()
 
 
 def _read_manifest(path: Path) -> Manifest | None:
     """The manifest of a complete folder; None if the folder is absent, torn or truncated (sizes only, no hashing)."""
     try:
-        manifest = Manifest(**json.loads((path / MANIFEST).read_text()))
+        manifest = msgspec.json.decode((path / MANIFEST).read_bytes(), type=Manifest)
         num_bytes = sum((path / name).stat().st_size for name in manifest.files)
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, msgspec.MsgspecError, RecursionError):
         return None
-    return manifest if num_bytes == manifest.num_bytes else None
+    names = map(PurePosixPath, manifest.files)
+    is_whole = num_bytes == manifest.num_bytes and manifest.version == _version_of(path)
+    return manifest if is_whole and not any(name.is_absolute() or ".." in name.parts for name in names) else None
 
 
-def _expose(written: Path, target: Path) -> None:
-    """Flush everything under `written` and rename it to `target` in one step; a torn `target` gives way.
+def _expose(written: Path, target: Path, *, fence: Callable[[], None]) -> None:
+    """Flush everything under `written` and rename it to `target` in one step; a torn `target` gives way. Who may read
+    the root may read it.
 
     A complete `target` stays (two copies of one version at the same time), and `written` is dropped.
     """
-    for path in (*written.rglob("*"), written):
-        _fsync(path)
+    adopt(written, like=target.parent)
+    for path in written.rglob("*"):
+        files.sync_folder(path) if path.is_dir() else files.sync(path)
+    files.sync_folder(written)
     if _read_manifest(target) is None:
-        shutil.rmtree(target, ignore_errors=True)
-    written.chmod(0o755)  # mkdtemp's 0700 would hide the version from a server of another user; the root decides
+        files.remove(target)
+    fence()
     try:
-        written.rename(target)
+        files.rename(written, target)
     except OSError as err:
         if err.errno not in (errno.ENOTEMPTY, errno.EEXIST):
             raise
-        shutil.rmtree(written)
-    _fsync(target.parent)
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        files.remove(written)
+    files.sync_folder(target.parent)
 
 
 def _delete(path: Path) -> None:
-    """Take the folder out of sight first, so that a half-deleted one is never read."""
-    trash = path.with_name(f".trash-{path.name}-{os.getpid()}")
+    """Take the folder out of sight first, so that a half-deleted one is never read; `sweep` takes what is left."""
+    trash = path.with_name(f".trash-{path.name}-{secrets.token_hex(4)}")
     try:
-        path.rename(trash)
+        files.rename(path, trash)
     except FileNotFoundError:
         return
-    shutil.rmtree(trash)
+    with suppress(OSError):
+        files.sync_folder(path.parent)  # else a power failure could bring the name back, but not all of its files
+        files.remove(trash)
 
 
 @contextmanager

@@ -1,12 +1,11 @@
 #!/usr/bin/env python3
 """Builds the environment in which SGLang runs on a CPU, once per machine, and prints its folder.
 
-The release is 0.5.20; $DORA_SGLANG_RELEASE names another, whose pins (`release-*.txt`) are laid over the recipe's.
+The release is 0.5.20; $DORA_SGLANG_RELEASE selects another one, whose pins (`release-*.txt`) override the recipe's.
 
-Invariant: a folder that holds `complete` was installed from exactly these pins and shims and could import SGLang's
-server; anything else is built anew. One builder at a time holds the lock beside the folder, the others wait and then
-reuse what it built. pip's own settings (PIP_*) apply, so that a machine which offers PyTorch's CPU build gets it.
-Called by hand and by serve.py.
+Invariant: a folder with a file `complete` was installed from exactly these pins and shims and could import SGLang's
+server; any other is rebuilt. One builder at a time holds the lock beside the folder; the others wait and then use its
+result. pip's own settings (PIP_*) apply, so that PyTorch's CPU build can be configured there.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ LIMIT_S = 1800.0  # of each step, and of waiting for another builder
 
 
 def cache_folder() -> Path:
-    """Where environments lie: $DORA_SGLANG_CPU, else the user's cache."""
+    """The folder of all environments: $DORA_SGLANG_CPU, else in the user's cache."""
     if chosen := os.environ.get("DORA_SGLANG_CPU"):
         return Path(chosen)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dora" / "sglang-cpu"

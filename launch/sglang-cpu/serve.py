@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Starts N real SGLang servers of one model folder on this machine's CPU and ends them all when it ends.
 
-Prints `ready http://127.0.0.1:PORT` for each server once all are well, as `dora serve` does for its one. Ends on
-SIGTERM, on SIGINT, and when no server is left: one that dies is reported, the others go on. Builds the environment
-first if need be (build.py). Whatever way this process dies, no server outlives it.
+Prints `ready http://127.0.0.1:PORT` for each server once all are healthy, as `dora serve` does for its own. Ends on
+SIGTERM, on SIGINT, and when no server is left; a server that dies is reported, and the others keep running. Builds the
+environment first if necessary (build.py). No server outlives this process, however it ends.
 """
 
 from __future__ import annotations
@@ -26,14 +26,20 @@ from build import build
 
 START_LIMIT_S = 300.0
 STOP_LIMIT_S = 10.0
-#: What a CPU needs (sglang.md §8): plain torch in place of kernels, one thread per server, no busy loop when idle.
+#: Flags for a CPU: plain torch in place of kernels, one thread per server, no busy loop when idle.
 CPU_FLAGS = [
     *("--device", "cpu", "--attention-backend", "torch_native", "--sampling-backend", "pytorch"),
     *("--disable-overlap-schedule", "--disable-cuda-graph", "--mem-fraction-static", "0.2", "--sleep-on-idle"),
 ]
-#: What DORA wants of any SGLang server.
+#: Flags that DORA requires of every SGLang server.
 DORA_FLAGS = ["--skip-tokenizer-init", "--enable-metrics"]
 INCREMENTAL_FLAG = "--incremental-streaming-output"  # likewise, unless --cumulative is given
+#: With DORA_SERVE_API_KEY, that is the servers' key: added inside, since every user can read a command line.
+KEY = "DORA_SERVE_API_KEY"
+WITH_KEY = (
+    f"import os, runpy, sys; sys.argv += ['--api-key', os.environ.pop('{KEY}')]; "
+    "runpy.run_module('sglang.launch_server', run_name='__main__', alter_sys=True)"
+)
 ENVIRONMENT = {
     "SGLANG_USE_CPU_ENGINE": "1",
     "OMP_NUM_THREADS": "1",
@@ -93,7 +99,8 @@ def _start(
     python: Path, port: int, *, logs: Path, options: argparse.Namespace, more_flags: list[str]
 ) -> subprocess.Popen[bytes]:
     command = [
-        *(str(python), "-m", "sglang.launch_server", "--model-path", str(options.model)),
+        *(str(python), *(("-c", WITH_KEY) if os.environ.get(KEY) else ("-m", "sglang.launch_server"))),
+        *("--model-path", str(options.model)),
         *("--host", "127.0.0.1", "--port", str(port), "--dtype", options.dtype),
         *("--max-running-requests", str(options.slots), "--max-total-tokens", str(options.kv_tokens)),
         *("--weight-version", options.weight_version, *CPU_FLAGS, *DORA_FLAGS),

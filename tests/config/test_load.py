@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from dora.config.load import dump, load
-from dora.config.schema import Config, SourceConfig
+from dora.config.load import dump, load, parse
+from dora.config.schema import WITHOUT_EFFECT, Config, EngineConfig, SourceConfig, TaskConfig
 from dora.errors import ConfigError
 
 
@@ -65,7 +67,7 @@ def test_a_set_value_is_toml_or_else_text(override: str, value: object):
     section, _, name = override.partition("=")[0].partition(".")
     if value is None:
         assert refused(override) == [
-            f'--set {override}: run.name: got "a=b", wants text that matches ^[A-Za-z0-9_.-]+$'
+            f'--set {override}: run.name: got "a=b", expected text that matches ^[A-Za-z0-9_.-]+$'
         ]
         return
     assert getattr(getattr(load(None, [override], environ={}), section), name) == value
@@ -89,13 +91,15 @@ def test_an_index_beyond_the_end_is_refused():
 
 
 def test_a_set_without_value_or_key_is_refused():
-    assert refused("rollout") == ["--set rollout: wants key=value, the key being section.name"]
-    assert refused("rollout.=1") == ["--set rollout.=1: wants key=value, the key being section.name"]
+    assert refused("rollout") == ["--set rollout: expected SECTION.NAME=VALUE"]
+    assert refused("rollout.=1") == ["--set rollout.=1: expected SECTION.NAME=VALUE"]
 
 
 def test_a_set_below_a_plain_value_is_refused():
-    assert refused("run.seed.a=1") == ["--set run.seed.a=1: run.seed is a value and holds no 'a'"]
-    assert refused("run.seed.a.b=1") == ["--set run.seed.a.b=1: 'a' is looked for in a value that holds no keys"]
+    assert refused("run.seed.a=1") == ["--set run.seed.a=1: run.seed is a value, not a table, and has no key 'a'"]
+    assert refused("run.seed.a.b=1") == [
+        "--set run.seed.a.b=1: the value that should contain 'a' is not a table or a list"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -107,12 +111,20 @@ def test_a_set_below_a_plain_value_is_refused():
         ("max_staleness", "did you mean rollout.max_staleness?"),
         ("task.sources.0.kid", "did you mean task.sources.0.kind?"),
         ("eval.sets.0.source.promt", "did you mean eval.sets.0.source.prompt?"),
+        ("trainer.max_stalenes", "did you mean rollout.max_staleness?"),
         ("weights.zzz", "valid here: memory_folder, transport, keep"),
         ("task.sources.0.zzzzzzzz", "valid here: kind, name, path, split, prompt, messages, answer, options, weight"),
     ],
 )
 def test_an_unknown_key_is_answered_with_the_nearest_valid_one(given: str, meant: str):
     assert refused(f"{given}=1") == [f"--set {given}=1: unknown key {given}; {meant}"]
+
+
+@pytest.mark.parametrize("given", ["trainer.loss", "trainer.los", "trainer.losses"])
+def test_an_unknown_key_is_not_taken_for_one_of_another_section_that_is_hardly_alike(given: str):
+    (line,) = refused(f"{given}=grpo")
+    assert line.startswith(f"--set {given}=grpo: unknown key {given}; valid here: ranks, command, external, address, ")
+    assert "token" not in line.partition("valid here")[2].split(", ")
 
 
 def test_a_problem_names_the_file_that_it_came_from(tmp_path: Path):
@@ -124,27 +136,27 @@ def test_every_problem_has_a_line_of_its_own_and_its_own_origin(tmp_path: Path):
     path = written(tmp_path, "[trainer]\nranks = 'two'\n[rollout]\nrefill = 'no'\n")
     assert refused("trainer.learning_rate=-1", "rollout.strategy=dorra", path=path) == [
         "--set rollout.strategy=dorra: rollout.strategy: "
-        "got \"dorra\", wants 'dora', 'sync', 'periodic', 'one_step_off', 'partial', 'partial_bounded', "
+        "got \"dorra\", expected 'dora', 'sync', 'periodic', 'one_step_off', 'partial', 'partial_bounded', "
         "'partial_sync' or 'oversample'",
-        f'{path}: rollout.refill: got "no", wants true or false',
-        f'{path}: trainer.ranks: got "two", wants an integer',
-        "--set trainer.learning_rate=-1: trainer.learning_rate: got -1, wants more than 0",
+        f'{path}: rollout.refill: got "no", expected true or false',
+        f'{path}: trainer.ranks: got "two", expected an integer',
+        "--set trainer.learning_rate=-1: trainer.learning_rate: got -1, expected more than 0",
     ]
 
 
 @pytest.mark.parametrize(
     ("override", "wanted"),
     [
-        ("run.seed=true", "got true, wants an integer"),
-        ('run.seed="1"', 'got "1", wants an integer'),
-        ("run.seed=1.5", "got 1.5, wants an integer"),
-        ("run.steps=0", "got 0, wants at least 1"),
-        ("trainer.beta1=1.5", "got 1.5, wants at most 1"),
-        ("trainer.learning_rate=nan", "got NaN, wants a finite number"),
-        ("model.path=7", "got 7, wants text"),
-        ("engine.urls=http://a", 'got "http://a", wants a list'),
-        ("engine.path_map=3", "got 3, wants a table"),
-        ("run=3", "got 3, wants a table"),
+        ("run.seed=true", "got true, expected an integer"),
+        ('run.seed="1"', 'got "1", expected an integer'),
+        ("run.seed=1.5", "got 1.5, expected an integer"),
+        ("run.steps=0", "got 0, expected at least 1"),
+        ("trainer.beta1=1.5", "got 1.5, expected at most 1"),
+        ("trainer.learning_rate=nan", "got NaN, expected a finite number"),
+        ("model.path=7", "got 7, expected text"),
+        ("engine.urls=http://a", 'got "http://a", expected a list'),
+        ("engine.path_map=3", "got 3, expected a table"),
+        ("run=3", "got 3, expected a table"),
     ],
 )
 def test_a_wrong_type_says_what_was_given_and_what_is_wanted(override: str, wanted: str):
@@ -153,7 +165,7 @@ def test_a_wrong_type_says_what_was_given_and_what_is_wanted(override: str, want
 
 def test_a_file_that_is_missing_unreadable_or_not_text_is_named(tmp_path: Path):
     missing = tmp_path / "none.toml"
-    assert refused(path=missing) == [f"{missing}: there is no such config file"]
+    assert refused(path=missing) == [f"{missing}: no such file"]
     assert refused(path=tmp_path) == [f"{tmp_path}: cannot be read (Is a directory)"]
     binary = tmp_path / "b.toml"
     binary.write_bytes(b"a = '\xff'")
@@ -168,7 +180,7 @@ def test_a_syntax_error_names_file_line_and_column(tmp_path: Path):
 @pytest.mark.parametrize(
     ("overrides", "beginning"),
     [
-        (["rollout.group_size=1"], "rollout.group_size: 1 sibling has no group"),
+        (["rollout.group_size=1"], "rollout.group_size: 1 answer per prompt has no siblings"),
         (
             ["rollout.max_staleness=4"],
             "rollout.max_staleness: K = 4 keeps up to 5 versions alive, but there are 4 instances",
@@ -179,27 +191,27 @@ def test_a_syntax_error_names_file_line_and_column(tmp_path: Path):
             "rollout.max_staleness: K = 2 keeps up to 3 versions alive, but there are 2 instances",
         ),
         (["run.no_progress_s=100"], "rollout.watchdog_s: 3 x 120 s must be below run.no_progress_s (100 s)"),
-        (['engine.urls=["http://a", "http://b", "http://a"]'], "engine.urls: http://a is named twice"),
+        (['engine.urls=["http://a", "http://b", "http://a"]'], "engine.urls: http://a is listed twice"),
         (
             ['engine.urls=["10.0.0.5:30000"]', "rollout.strategy=sync"],
-            "engine.urls: 10.0.0.5:30000 is no server's address",
+            "engine.urls: 10.0.0.5:30000 is not a server's address",
         ),
-        (["trainer.address=0.0.0.0:5000"], "trainer.address: 0.0.0.0:5000 is nothing to listen on; write it as tcp://"),
+        (["trainer.address=0.0.0.0:5000"], "trainer.address: cannot listen on 0.0.0.0:5000; write it as tcp://"),
         (["engine.base_port=65533"], "engine.base_port: 65533 leaves no room for 4 ports"),
         (
             ["engine.instances=0", "rollout.strategy=sync"],
-            "engine.instances: 0 leaves the run without a server; raise it or name engine.urls",
+            "engine.instances: 0 leaves the run without a server; raise it or give engine.urls",
         ),
         (
             ['engine.command=["serve", "{modle}"]'],
-            "engine.command: {modle} is not known; what can be filled in: {model}, {host}, {port}, ",
+            "engine.command: unknown placeholder {modle}; known are {model}, {host}, {port}, ",
         ),
         (
             ["engine.kind=sglang", "engine.gpus=[0, 1]"],
-            "engine.gpus: 2 named, but 4 instances of engine.tensor_parallel = 1 take 4",
+            "engine.gpus: 2 listed, but 4 instances of engine.tensor_parallel = 1 need 4",
         ),
         (["engine.tensor_parallel=2"], "engine.tensor_parallel: the embedded engine uses one GPU"),
-        (["trainer.external=true"], "trainer.external: ranks started by others need the run's token; set DORA_TOKEN"),
+        (["trainer.external=true"], "trainer.external: external ranks need the run's token; set DORA_TOKEN"),
         (["task.sources.0.kind=jsonl"], "eval.sets.0: evaluates the built-in arithmetic, which is not the task"),
         (["eval.sets.1.samples=2"], "eval.sets: two sets are named 'heldout'"),
     ],
@@ -217,13 +229,27 @@ def test_strategies_with_a_staleness_of_their_own_need_no_more_instances():
     assert load(None, ["rollout.strategy=sync", "engine.instances=1"], environ={}).max_staleness == 0
 
 
+@pytest.mark.parametrize("key", sorted(WITHOUT_EFFECT))
+def test_a_setting_without_effect_is_refused_with_the_reason(tmp_path: Path, key: str):
+    (line,) = refused(f"{key}=0.1")
+    assert line.startswith(f"--set {key}=0.1: {key}: has no effect: ")
+    section, _, name = key.partition(".")
+    path = written(tmp_path, f"[{section}]\n{name} = 0.1\n")
+    assert refused(path=path)[0].startswith(f"{path}: {key}: has no effect: ")
+
+
+def test_a_run_of_an_earlier_release_goes_on_without_its_settings_that_had_no_effect(tmp_path: Path):
+    text = dump(Config()).replace("[trainer]\n", "[trainer]\nclip_low = 0.1\nclip_high = 0.3\n")
+    assert parse(text) == load(written(tmp_path, text), environ={}, is_dump=True) == Config()
+
+
 def test_secrets_come_from_the_environment():
     config = load(None, environ={"DORA_ENGINE_API_KEY": "k", "DORA_TOKEN": "t"})
     assert (config.engine.api_key, config.trainer.token) == ("k", "t")
 
 
 def test_secrets_in_a_file_or_a_command_line_are_refused(tmp_path: Path):
-    wanted = ["engine.api_key: is a secret; give it by the environment variable DORA_ENGINE_API_KEY only"]
+    wanted = ["engine.api_key: is a secret; set it only in the environment variable DORA_ENGINE_API_KEY"]
     assert refused("engine.api_key=k") == wanted
     assert refused(path=written(tmp_path, "[engine]\napi_key = 'k'\n")) == wanted
 
@@ -235,7 +261,7 @@ def test_secrets_are_neither_dumped_nor_shown():
 
 
 def test_a_section_of_the_wrong_shape_is_named_even_with_secrets_around():
-    with pytest.raises(ConfigError, match="engine: got 3, wants a table"):
+    with pytest.raises(ConfigError, match="engine: got 3, expected a table"):
         load(None, ["engine=3"], environ={"DORA_ENGINE_API_KEY": "k"})
 
 
@@ -255,3 +281,29 @@ def test_a_dump_loads_into_the_same_config(tmp_path: Path):
     )
     assert load(written(tmp_path, dump(config)), environ={}) == config
     assert load(written(tmp_path, dump(Config())), environ={}) == Config()
+
+
+@given(
+    prompt=st.text(),
+    mapped=st.dictionaries(st.text(min_size=1), st.text(), max_size=3),
+    urls=st.lists(st.text(), max_size=3),
+    options=st.dictionaries(
+        st.text(),
+        st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.lists(st.booleans()),
+        max_size=3,
+    ),
+)
+def test_a_dump_is_parsed_into_the_same_config_and_dumped_as_the_same_text(prompt, mapped, urls, options):
+    task = TaskConfig(system_prompt=prompt, sources=(SourceConfig(options=options), SourceConfig(kind="jsonl")))
+    engine = EngineConfig(path_map=mapped, args=tuple(urls))
+    config = Config.model_construct(**{**dict(Config()), "task": task, "engine": engine})
+    text = dump(config)
+    assert parse(text) == config
+    assert dump(parse(text)) == text
+
+
+def test_a_dump_has_a_line_for_each_key_and_a_table_for_each_section():
+    lines = dump(Config()).splitlines()
+    for line in ("[run]", "[engine.decode]", "[[task.sources]]", "[[eval.sets]]", "steps = 24", 'device = "cpu"'):
+        assert line in lines
+    assert max(map(len, lines)) <= 100

@@ -7,39 +7,63 @@ loop, the effects, the fleet's keepers, the token log and the journal.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from dora.config.schema import TaskConfig
-from dora.controller.effects import Io
+from dora.controller.copies import Copies
+from dora.controller.effects import (
+    Dismiss,
+    Effects,
+    Fetch,
+    Generate,
+    Grade,
+    Graders,
+    Push,
+    RequestIds,
+    Sampling,
+    Stop,
+    Train,
+)
 from dora.controller.evaluations import EvalSet, Evaluations
 from dora.controller.fleet import Fleet, Limits
+from dora.controller.in_flight import InFlight
+from dora.controller.inbox import Inbox
+from dora.controller.lineage import Lineage
 from dora.controller.loop import Controller
+from dora.controller.orders import Orders
+from dora.controller.published import Published
+from dora.controller.reporters import Reporters
 from dora.controller.trajectories import Trajectories
+from dora.controller.work import Work
 from dora.core import commands as cmd
 from dora.core import events as ev
-from dora.core.ids import TrajectoryId
-from dora.core.state import ControllerState
+from dora.core.ids import InstanceId, TrajectoryId
+from dora.core.state import State
 from dora.core.strategies import Pause, Settings, rules_of
-from dora.engine.client import GenerateRequest, Loads, OnTokens
+from dora.core.tables import Instance
+from dora.engine.api import Capabilities, GenerateRequest, GenerateResult, KvUse, OnTokens
 from dora.engine.errors import ServerGone
-from dora.engine.stream import GenerateResult
-from dora.journal.codec import FORMAT, Header
+from dora.errors import RemoteError
+from dora.journal.codec import FORMAT, Epoch, Header
+from dora.journal.commits import Commits
 from dora.journal.tokens import TokenWriter
 from dora.journal.writer import JournalWriter
 from dora.seed.policy import path as seed_path
 from dora.tasks.pool import Graded, GradingFailed
-from dora.tasks.prompts import Prompt, open_stream
+from dora.tasks.prompts import Prompt, PromptStream, open_stream
 from dora.tasks.rewards import GradeRequest
 from dora.tasks.tokenizer import Tokenizer, load_tokenizer
 from dora.transport.messages import MicroBatch
-from dora.weights.push import DISK
 
 RUN_ID = "test-run"
+CHAIN = "0" * 32  # before step 0
 MAX_NEW_TOKENS = 16
 ANSWER_TOKENS = 6
+KV_TOKENS = 4096
 TOKEN = 7
 
 Loop = Coroutine[Any, Any, None]
@@ -61,7 +85,7 @@ class FakeEngines:
         self.callbacks: dict[str, OnTokens] = {}  # by request id
         self.frozen: set[str] = set()  # urls that stop answering in the middle of an answer
         self.frozen_pushes: set[str] = set()
-        self.aborts: list[str] = []
+        self.stops: list[str] = []  # ids of requests
         self.given_up: list[str] = []  # request ids whose connection we closed
         self.bug: Exception | None = None
         self.used_tokens: dict[str, int] = {}  # KV by url; others hold none
@@ -70,79 +94,64 @@ class FakeEngines:
     async def generate(self, url: str, request: GenerateRequest, on_tokens: OnTokens) -> GenerateResult:
         if self.bug is not None:
             raise self.bug
-        if not request.extra_key.startswith(RUN_ID):  # the probe
-            return GenerateResult("length", ((self.labels[url], 0, 1),), 1, 0, 1, 0)
         await self.begin.wait()
         self.requests.append((url, request))
-        self.callbacks[request.rid] = on_tokens
+        self.callbacks[request.id] = on_tokens
         for number in range(ANSWER_TOKENS):
             if url in self.frozen and number == ANSWER_TOKENS // 2:
-                await self._freeze(request.rid)
+                await self._freeze(request.id)
             on_tokens([self.eos if number == ANSWER_TOKENS - 1 else TOKEN], [-0.5])
             await asyncio.sleep(0)
         spans = ((self.labels[url], 0, ANSWER_TOKENS),)
-        return GenerateResult("stop", spans, ANSWER_TOKENS, 0, len(request.input_ids), 0)
+        return GenerateResult("stop", spans, ANSWER_TOKENS, 0, len(request.tokens), 0)
 
-    async def _freeze(self, rid: str) -> None:
+    async def _freeze(self, request_id: str) -> None:
         try:
             await self.thaw.wait()
         except asyncio.CancelledError:
-            self.given_up.append(rid)
+            self.given_up.append(request_id)
             raise
 
-    async def abort(self, url: str, rid: str) -> None:
-        self.aborts.append(rid)
+    async def stop(self, url: str, request_id: str) -> None:
+        self.stops.append(request_id)
 
-    async def loads(self, url: str) -> Loads:
-        used_tokens = self.used_tokens.get(url, 0)
-        return Loads(num_running=0, num_waiting=0, used_tokens=used_tokens, max_total_tokens=4096, max_running=8)
+    async def kv_use(self, url: str) -> KvUse:
+        return KvUse(self.used_tokens.get(url, 0), KV_TOKENS)
 
-    async def server_info(self, url: str) -> dict[str, Any]:
-        return {"version": "fake"}
+    async def examine(self, url: str, *, timeout_s: float) -> Capabilities:
+        label = await self.label(url)
+        return Capabilities("fake", slots=8, kv_tokens=KV_TOKENS, context_tokens=None, label=label, model_path="")
 
-    async def weight_version(self, url: str) -> str:
+    async def label(self, url: str) -> str:
         return self.labels.setdefault(url, "default")
 
-    async def has_route(self, url: str, path: str) -> bool:
-        return False
-
-    async def health(self, url: str, *, timeout_s: float) -> None:
-        return
-
-    def push_endpoint(self, url: str) -> FakePush:
-        return FakePush(self, url)
-
-
-@dataclass
-class FakePush:
-    """One server as a target of pushes."""
-
-    engines: FakeEngines
-    url: str
-
-    async def is_empty(self) -> bool:
+    async def is_alive(self, url: str, *, timeout_s: float) -> bool:
         return True
 
-    async def pause(self, mode: Pause) -> None:
+    async def resume(self, url: str) -> None:
         return
 
-    async def resume(self) -> None:
+    async def push(self, url: str, *, folder: Path, label: str, timeout_s: float, live: Pause | None) -> None:
+        if url in self.frozen_pushes:
+            self.frozen_pushes.discard(url)
+            await self._never(timeout_s)
+        self.labels[url] = label
+        self.pushed.add(url)
+        if len(self.pushed) == self.count:
+            self.begin.set()
+
+    async def _never(self, timeout_s: float) -> None:
+        try:
+            async with asyncio.timeout(timeout_s):
+                await asyncio.Event().wait()
+        except TimeoutError as err:
+            raise RemoteError(f"the push did not end within {timeout_s:g} s") from err
+
+    def sending(self, argv: Sequence[str], **_: Any) -> AbstractAsyncContextManager[FakeEngines]:
+        return nullcontext(self)
+
+    def set_key(self, url: str, key: str) -> None:
         return
-
-    async def flush_cache(self) -> bool:
-        return True
-
-    async def update_weights(self, folder: str, label: str, *, timeout_s: float) -> None:
-        if self.url in self.engines.frozen_pushes:
-            self.engines.frozen_pushes.discard(self.url)
-            await asyncio.Event().wait()
-        self.engines.labels[self.url] = label
-        self.engines.pushed.add(self.url)
-        if len(self.engines.pushed) == self.engines.count:
-            self.engines.begin.set()
-
-    async def weight_version(self) -> str:
-        return self.engines.labels[self.url]
 
 
 class FakeServer:
@@ -185,9 +194,13 @@ class FakeStore:
     def __init__(self) -> None:
         self.copied: list[int] = []
         self.released: list[int] = []
+        self.dropped: list[int] = []
 
     def folder(self, version: int) -> Path:
         return Path(f"/versions/{version}")
+
+    def durable(self) -> list[int]:
+        return sorted(set(self.copied) - set(self.dropped))
 
     def copy_durable(self, version: int) -> None:
         self.copied.append(version)
@@ -196,7 +209,7 @@ class FakeStore:
         self.released.append(version)
 
     def release_durable(self, version: int) -> None:
-        raise AssertionError("all durable versions are kept")
+        self.dropped.append(version)
 
 
 class FakeGraders:
@@ -229,19 +242,21 @@ class FakeTrainer:
     def loops(self) -> list[tuple[str, Loop]]:
         return [("failing", self.failing_loop)] if self.failing_loop is not None else []
 
-    def train(self, wave: list[MicroBatch]) -> None:
+    def train(self, wave: list[MicroBatch], *, position: int) -> None:
         self.waves.append(wave)
         if self.frozen:
             return
         step, index, last = wave[0].step, wave[0].index, wave[0].last
         self.emit(ev.MicroBatchTrained(self.now(), step, index))
         if last:
-            self.emit(ev.StepTrained(self.now(), step))
-            self.emit(ev.VersionPublished(self.now(), step + 1, 1, {"model.safetensors": "0"}))
+            chain = wave[0].chain
+            self.emit(ev.StepTrained(self.now(), step, chain))
+            self.emit(ev.VersionPublished(self.now(), step + 1, 1, {"model.safetensors": chain}, chain))
 
     async def checkpoint(self, *, timeout_s: float) -> bool:
         """Takes as long as a few pushes, in which an order that is carried out shows."""
         self.checkpoints += 1
+        self.waited_s = timeout_s
         for _ in range(50):
             await asyncio.to_thread(int)
         return True
@@ -257,12 +272,12 @@ class Watcher:
         self.lags: list[float] = []
         self.hook: Callable[[ev.Event, list[cmd.Command]], None] = lambda event, commands: None
 
-    def on_event(self, event: ev.Event, commands: list[cmd.Command]) -> None:
+    def on_event(self, event: ev.Event, commands: list[cmd.Command], *, position: int) -> None:
         self.events.append(event)
         self.commands += commands
         self.hook(event, commands)
 
-    def on_evaluation(self, version: int) -> None:
+    def on_evaluation(self, version: int, *, position: int) -> None:
         self.evaluations.append(version)
 
     def on_lag(self, seconds: float) -> None:
@@ -277,7 +292,8 @@ class Job:
     """A controller and what surrounds it."""
 
     controller: Controller
-    io: Io
+    inbox: Inbox
+    io: Surroundings
     engines: FakeEngines
     servers: list[FakeServer]
     graders: FakeGraders
@@ -286,6 +302,7 @@ class Job:
     watcher: Watcher
     journal: JournalWriter
     tokens: TokenWriter
+    commits: Commits
     settings: Settings
     first: list[ev.Event] = field(default_factory=list)
 
@@ -311,34 +328,98 @@ def settings_of(**changes: Any) -> Settings:
     return Settings(**{**values, **changes})
 
 
-def make_io(*, settings: Settings, client: Any, fleet: Fleet, now: Callable[[], float], **parts: Any) -> Io:
-    """The effects' surroundings: the seed's tokenizer and task, everything else given or fake."""
-    tokenizer: Tokenizer = load_tokenizer(seed_path(), thinking=None)
-    values: dict[str, Any] = {
-        "run_id": RUN_ID,
-        "seed": 0,
-        "group_size": settings.group_size,
-        "max_new_tokens": settings.max_new_tokens,
-        "temperature": 1.0,
-        "push_timeout_s": 1.0,
-        "transport": DISK,
-        "live": None,
-        "keep_versions": 0,
-        "client": client,
-        "fleet": fleet,
-        "store": FakeStore(),
-        "stream": open_stream(TaskConfig(), tokenizer=tokenizer, seed=0),
-        "tokenizer": tokenizer,
-        "graders": FakeGraders(),
-        "eval_graders": [],
-        "evaluations": Evaluations([]),
-        "now": now,
-    }
-    return Io(**{**values, **parts})
+@dataclass
+class Surroundings:
+    """What the effects reach outside with."""
+
+    engine: Any
+    fleet: Fleet
+    now: Callable[[], float]
+    trajectories: Trajectories
+    tokenizer: Tokenizer
+    stream: PromptStream
+    evaluations: Evaluations = field(default_factory=lambda: Evaluations([]))
+    published: Published = field(default_factory=lambda: Published(RUN_ID))
+    lineage: Lineage = field(default_factory=lambda: Lineage(base=CHAIN, settings=b"", trained={}))
+    epoch: int = 0
+    live: Pause | None = None
+    keep_versions: int = 0
+    store: Any = field(default_factory=FakeStore)
+    graders: Any = field(default_factory=FakeGraders)
+
+    @property
+    def ids(self) -> RequestIds:
+        return RequestIds(RUN_ID, self.epoch)
+
+    @property
+    def generate(self) -> Generate:
+        sampling = Sampling(0, MAX_NEW_TOKENS, 1.0, self.tokenizer.eos_ids, self.evaluations)
+        return Generate(self.engine, self.fleet, self.trajectories, self.published, sampling, self.ids, self.now)
+
+    @property
+    def grade(self) -> Grade:
+        graders = Graders(self.graders, [self.graders], self.evaluations)
+        return Grade(self.trajectories, self.tokenizer, graders, self.now)
+
+    @property
+    def push(self) -> Push:
+        return Push(self.engine, self.fleet, self.store, self.published, self.live, 1.0, self.now)
+
+    @property
+    def fetch(self) -> Fetch:
+        return Fetch(self.stream, self.trajectories, self.now)
+
+    @property
+    def effects(self) -> Effects:
+        return {
+            cmd.Generate: self.generate,
+            cmd.GradeTrajectory: self.grade,
+            cmd.PushWeights: self.push,
+            cmd.DismissInstance: Dismiss(self.fleet, self.now),
+            cmd.FetchPrompts: self.fetch,
+        }
+
+
+def make_fleet(
+    servers: Sequence[Any],
+    *,
+    engine: Any,
+    inbox: Inbox,
+    in_flight: Any,
+    rows: Mapping[InstanceId, Instance],
+    now: Callable[[], float],
+    **limits: Any,
+) -> Fleet:
+    return Fleet(
+        list(servers),
+        engine=engine,
+        limits=Limits(
+            **{
+                "instances": 8,
+                "slots": 2,
+                "kv_tokens": 1024,
+                "context_tokens": 128,
+                "model": Path(),
+                "path_map": {},
+                **limits,
+            }
+        ),
+        inbox=inbox,
+        in_flight=in_flight,
+        rows=rows,
+        now=now,
+    )
 
 
 def make_job(
-    folder: Path, *, instances: int = 2, samples: int = 0, state: ControllerState | None = None, **changes: Any
+    folder: Path,
+    *,
+    instances: int = 2,
+    samples: int = 0,
+    state: State | None = None,
+    epoch: int = 0,
+    io: dict[str, Any] | None = None,
+    **changes: Any,
 ) -> Job:
     """A whole run on fakes, or with `state` the continuation of one; call it inside a running loop."""
     clock = asyncio.get_running_loop().time
@@ -353,29 +434,93 @@ def make_job(
     if samples:
         settings = settings_of(**changes, eval_prompt_tokens=evaluations.prompt_tokens)
     engines, graders, store = FakeEngines(tokenizer.eos_ids[0], count=instances), FakeGraders(), FakeStore()
-    tokens = TokenWriter(folder / "tokens.bin")
-    journal = JournalWriter(folder / "journal.msgpack", tokens=tokens)
+    tokens = TokenWriter(folder / "tokens.bin", epoch=epoch)
+    journal = JournalWriter(folder / "journal.msgpack")
+    commits = Commits(journal=journal, tokens=tokens)
     if state is None:
         journal.append(Header(FORMAT, RUN_ID, "2026-01-01T00:00:00+00:00", "test", settings))
+    journal.append(Epoch(epoch, 0.0, ""))
     servers = [FakeServer(f"http://engine-{i}") for i in range(instances)]
-    state = state or ControllerState(settings)
+    state = state or State(settings)
     watcher = Watcher()
-    fleet = Fleet(
-        list(servers),
-        client=engines,  # type: ignore[arg-type]
-        limits=Limits(instances=8, slots=2, kv_tokens=1024, context_tokens=128, model=Path(), path_map={}),
-        emit=lambda event: controller.emit(event),
-        fence=lambda instance: controller.fence(instance),
-        now=now,
-        rows=state.instances,
-    )
-    parts = {"graders": graders, "eval_graders": [graders], "evaluations": evaluations, "store": store}
     trajectories = Trajectories(tokens, group_size=settings.group_size)
-    io = make_io(settings=settings, client=engines, fleet=fleet, now=now, trajectories=trajectories, **parts)
-    trainer = FakeTrainer(lambda event: controller.emit_soon(event), now)
-    controller = Controller(state, io=io, journal=journal, trainer=trainer, observer=watcher)
-    first = [ev.TrainerReady(0.0, 0), ev.VersionPublished(0.0, 0, 1, {"model.safetensors": "0"})]
-    return Job(controller, io, engines, servers, graders, trainer, store, watcher, journal, tokens, settings, first)
+    inbox, in_flight = Inbox(), InFlight(trajectories, rows=state.instances)
+    fleet = make_fleet(servers, engine=engines, inbox=inbox, in_flight=in_flight, rows=state.instances, now=now)
+    made = Surroundings(
+        engine=engines,
+        fleet=fleet,
+        now=now,
+        trajectories=trajectories,
+        tokenizer=tokenizer,
+        stream=open_stream(TaskConfig(), tokenizer=tokenizer, seed=0),
+        evaluations=evaluations,
+        epoch=epoch,
+        graders=graders,
+        store=store,
+        **(io or {}),
+    )
+    trainer = FakeTrainer(inbox.emit_soon, now)
+    work = Work()
+    orders = Orders(
+        effects=made.effects,
+        stop=Stop(made.engine, fleet, made.ids),
+        train=Train(state.feed, trajectories, made.lineage, trainer, settings.group_size),
+        copies=Copies(
+            made.store,
+            published=made.published,
+            window=state.window,
+            commits=commits,
+            work=work,
+            keep=made.keep_versions,
+        ),
+        fleet=fleet,
+        trajectories=trajectories,
+        evaluations=evaluations,
+        observer=watcher,
+        inbox=inbox,
+        in_flight=in_flight,
+        commits=commits,
+        work=work,
+    )
+    reporters = Reporters(
+        state.instances,
+        trajectories=trajectories,
+        fleet=fleet,
+        engine=made.engine,
+        inbox=inbox,
+        commits=commits,
+        observer=watcher,
+        now=now,
+    )
+    controller = Controller(
+        state,
+        inbox=inbox,
+        in_flight=in_flight,
+        orders=orders,
+        journal=journal,
+        commits=commits,
+        trainer=trainer,
+        beside=(reporters, fleet),
+        observer=watcher,
+        now=now,
+    )
+    first = [ev.TrainerReady(0.0, 0), ev.VersionPublished(0.0, 0, 1, {"model.safetensors": "0"}, CHAIN)]
+    return Job(
+        controller=controller,
+        inbox=inbox,
+        io=made,
+        engines=engines,
+        servers=servers,
+        graders=graders,
+        trainer=trainer,
+        store=store,
+        watcher=watcher,
+        journal=journal,
+        tokens=tokens,
+        commits=commits,
+        settings=settings,
+        first=first,
+    )
 
 
 def prompt(position: int) -> Prompt:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
 from dora.controller.batches import build_wave
+from dora.controller.lineage import Lineage
 from dora.controller.rollouts import RolloutWriter, rollout_files, train_rollouts
 from dora.controller.trainer_link import StepReport
 from dora.controller.trajectories import Record
 from dora.core import events as ev
 from dora.core.commands import TrainMicroBatch
-from dora.core.groups import Group
 from dora.core.ids import GroupId, TrajectoryId
+from dora.core.tables import Group
 from dora.errors import ConfigError
 from dora.tasks.prompts import Prompt
 from dora.transport.messages import MicroBatch
@@ -24,7 +27,9 @@ G = 3
 
 
 def group(number: int, *, version: int, rewards: tuple[float | None, ...]) -> Group:
-    made = Group(GroupId(number), version=version, deadline=9, num_prompt_tokens=number + 1, group_size=G, at=0.0)
+    made = Group(
+        GroupId(number), version=version, deadline=9, num_prompt_tokens=number + 1, group_size=G, admitted_at=0.0
+    )
     for trajectory, reward in zip(made.trajectories, rewards, strict=True):
         trajectory.reward = reward
     return made
@@ -83,39 +88,67 @@ class Ranks:
 
     def __init__(self, num_ranks: int) -> None:
         self.num_ranks = num_ranks
+        self.lineage = Lineage(base="base", settings=b"", trained={})
         self.waves: list[list[MicroBatch]] = []
 
     async def send(self, wave: list[MicroBatch]) -> None:
         self.waves.append(wave)
 
 
-def write(folder: Path) -> list[ev.Event]:
+async def write(folder: Path) -> list[ev.Event]:
     """Four groups in two waves; two groups make a file, and one of them comes in both waves."""
     events: list[ev.Event] = []
     reports: list[StepReport] = []
+    published, on_disk, waited = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def emit(event: ev.Event) -> None:
+        events.append(event)
+        if isinstance(event, ev.VersionPublished):
+            published.set()
+
+    async def durable(position: int) -> None:
+        assert position == 7
+        waited.set()
+        await on_disk.wait()
+
     writer = RolloutWriter(
-        folder, groups_per_step=2, group_size=G, now=lambda: 1.0, emit=events.append, on_step=reports.append
+        folder,
+        groups_per_step=2,
+        group_size=G,
+        now=lambda: 1.0,
+        emit=emit,
+        on_step=reports.append,
+        durable=durable,
     )
-    writer.train(wave((0, 1, 2, 3, 4), index=0, last=False, groups=4))
-    writer.train(wave((5, 6, 7, 8, 9, 10, 11), index=1, groups=4))
+    ((_, loop),) = writer.loops()
+    running = asyncio.create_task(loop)
+    writer.train(wave((0, 1, 2, 3, 4), index=0, last=False, groups=4), position=7)
+    last = [msgspec.structs.replace(b, chain="c") for b in wave((5, 6, 7, 8, 9, 10, 11), index=1, groups=4)]
+    writer.train(last, position=7)
+    await waited.wait()
+    assert events == []  # the journal is not on the disk yet
+    on_disk.set()
+    await asyncio.wait_for(published.wait(), 10)
+    running.cancel()
     assert [report.step for report in reports] == [4]
     return events
 
 
-def test_a_writer_says_at_once_that_what_it_wrote_is_trained(tmp_path: Path) -> None:
-    events = write(tmp_path)
+async def test_a_writer_says_that_what_it_wrote_is_trained(tmp_path: Path) -> None:
+    events = await write(tmp_path)
     assert events == [
         ev.MicroBatchTrained(1.0, 4, 0),
         ev.MicroBatchTrained(1.0, 4, 1),
-        ev.StepTrained(1.0, 4),
-        ev.VersionPublished(1.0, 5, 0, {}),
+        ev.StepTrained(1.0, 4, "c"),
+        ev.VersionPublished(1.0, 5, 0, {}, "c"),
     ]
     assert [path.name for path in rollout_files(tmp_path)] == ["step-000000.rollout", "step-000001.rollout"]
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
 async def test_what_is_read_is_what_would_have_been_trained(tmp_path: Path, num_ranks: int) -> None:
-    write(tmp_path)
+    await write(tmp_path)
+    assert [path.name for path in rollout_files(tmp_path)] == ["step-000000.rollout", "step-000001.rollout"]
     ranks = Ranks(num_ranks)
     await train_rollouts(rollout_files(tmp_path), link=ranks, budget=12, group_size=G)  # type: ignore[arg-type]
     assert all(len(wave) == num_ranks for wave in ranks.waves)

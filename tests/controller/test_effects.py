@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import json
+from array import array
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,20 +14,26 @@ import pytest
 
 from dora.config.schema import RewardConfig, SourceConfig, TaskConfig
 from dora.controller import effects
-from dora.controller.effects import Io
 from dora.controller.evaluations import EvalSet, Evaluations
-from dora.controller.fleet import Fleet, Limits
+from dora.controller.in_flight import InFlight
+from dora.controller.inbox import Inbox
+from dora.controller.published import Published
 from dora.controller.trajectories import Trajectories
 from dora.core import commands as cmd
 from dora.core import events as ev
 from dora.core.ids import FOREIGN_VERSION, GroupId, InstanceId, TrajectoryId
-from dora.engine.client import EngineClient
+from dora.engine.names import request_id
+from dora.engine.sglang.client import EngineClient
+from dora.engine.sglang.engine import SglangEngine
+from dora.engine.sglang.push import Disk
 from dora.journal.tokens import TokenWriter
+from dora.seed.policy import path as seed_path
+from dora.status.facts import SKIPPED
 from dora.tasks.pool import GraderPool
 from dora.tasks.prompts import open_stream
-from dora.weights.push import Disk
+from dora.tasks.tokenizer import load_tokenizer
 from dora.weights.store import VersionStore
-from tests.controller.fakes import MAX_NEW_TOKENS, RUN_ID, make_io, prompt, settings_of
+from tests.controller.fakes import MAX_NEW_TOKENS, RUN_ID, FakeServer, Surroundings, make_fleet, prompt, settings_of
 from tests.engine.scripted_server import ScriptedServer, captured
 
 ANSWER = (10, 11, 12)
@@ -41,41 +47,48 @@ async def server() -> AsyncIterator[ScriptedServer]:
 
 
 @pytest.fixture
-async def io(server: ScriptedServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Io]:
+async def io(server: ScriptedServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Surroundings]:
     """Group 0 is admitted; instance 0 is the scripted server."""
-    monkeypatch.setattr(effects, "REFUSAL_PAUSE_S", 0.0)
+    monkeypatch.setattr(effects, "FAILURE_PAUSE_S", 0.0)
     ticks = itertools.count(1)
     settings = settings_of()
+    tokenizer = load_tokenizer(seed_path(), thinking=None)
     with TokenWriter(tmp_path / "tokens.bin") as tokens:
         async with EngineClient(max_connections=8) as client:
-            fleet = Fleet(
-                [],
-                client=client,
-                limits=Limits(instances=8, slots=4, kv_tokens=1024, context_tokens=128, model=Path(), path_map={}),
-                emit=lambda event: asyncio.sleep(0),
-                fence=lambda instance: {},
-                now=lambda: 0.0,
+            trajectories = Trajectories(tokens, group_size=settings.group_size)
+            fleet = make_fleet(
+                [FakeServer(server.url)],
+                engine=SglangEngine(client),
+                inbox=Inbox(),
+                in_flight=InFlight(trajectories, rows={}),
                 rows={},
+                now=lambda: 0.0,
             )
             fleet.urls[InstanceId(0)] = server.url
-            trajectories = Trajectories(tokens, group_size=settings.group_size)
             trajectories.prompts[GroupId(0)] = prompt(0)
             trajectories.admit(GroupId(0))
-            yield make_io(
-                settings=settings,
-                client=client,
+            yield Surroundings(
+                engine=SglangEngine(client),
                 fleet=fleet,
                 now=lambda: float(next(ticks)),
                 trajectories=trajectories,
+                tokenizer=tokenizer,
+                stream=open_stream(TaskConfig(), tokenizer=tokenizer, seed=0),
+                published=PUBLISHED,
                 evaluations=Evaluations([EvalSet("heldout", [prompt(0)], 1, 0.25)]),
             )
 
 
-def eos(io: Io) -> int:
+def eos(io: Surroundings) -> int:
     return io.tokenizer.eos_ids[0]
 
 
-def chunk(*tokens: int, finish: str | None = None, label: str = f"{RUN_ID}/4") -> bytes:
+#: By version.
+PUBLISHED = Published(RUN_ID, files={version: {"model.safetensors": f"{version}"} for version in range(10)})
+LABEL = PUBLISHED.label(4)
+
+
+def chunk(*tokens: int, finish: str | None = None, label: str = LABEL) -> bytes:
     """A whole cumulative stream so far; with `finish` its last chunk."""
     meta = {
         "output_token_logprobs": [[-0.5, token, None] for token in tokens],
@@ -90,142 +103,206 @@ def order(attempt: int = 1, *, trajectory: int = 0, num_tokens: int = 0, instanc
     return cmd.Generate(TrajectoryId(trajectory), attempt, InstanceId(instance), 4, num_tokens)
 
 
-def record(io: Io) -> Any:
+def record(io: Surroundings) -> Any:
     return io.trajectories.records[TrajectoryId(0)]
 
 
-async def test_an_answer_is_streamed_into_its_record_and_finished(io: Io, server: ScriptedServer) -> None:
+async def test_an_answer_is_streamed_into_its_record_and_finished(io: Surroundings, server: ScriptedServer) -> None:
     server.streams(chunk(*ANSWER), chunk(*ANSWER, eos(io), finish="stop"), b"data: [DONE]\n\n")
-    event = await effects.generate(order(), io=io)
+    event = await io.generate(order())
     assert event == ev.GenerationFinished(1.0, TrajectoryId(0), 1, 4, False, ((4, 0, 4),))
     assert record(io).tokens.tolist() == [*ANSWER, eos(io)]
     assert record(io).logprobs.tolist() == [-0.5] * 4
     assert not record(io).length_capped
 
 
-async def test_a_request_carries_what_makes_it_exact(io: Io, server: ScriptedServer) -> None:
+async def test_a_request_carries_what_makes_it_exact(io: Surroundings, server: ScriptedServer) -> None:
     server.streams(chunk(eos(io), finish="stop"))
-    await effects.generate(order(), io=io)
+    await io.generate(order())
     ((_, body),) = server.calls
     assert body["input_ids"] == [3, 4, 5]
-    assert body["extra_key"] == f"{RUN_ID}/4"
+    assert body["extra_key"] == LABEL
     assert body["sampling_params"]["max_new_tokens"] == MAX_NEW_TOKENS
     assert body["sampling_params"]["temperature"] == 1.0
     assert set(body["sampling_params"]["stop_token_ids"]) == set(io.tokenizer.eos_ids)
 
 
-async def test_a_resumed_request_goes_on_from_exactly_the_tokens_kept(io: Io, server: ScriptedServer) -> None:
+async def test_requests_of_two_controllers_have_different_ids(io: Surroundings, server: ScriptedServer) -> None:
+    """A server may still be at what a controller that died had asked of it."""
+    for epoch in (0, 3):
+        server.streams(chunk(eos(io), finish="stop"))
+        io.trajectories.records[TrajectoryId(0)].tokens = array("i")
+        await replace(io, epoch=epoch).generate(order())
+    rids = [body["rid"] for _, body in server.calls]
+    assert rids == [request_id(RUN_ID, epoch=epoch, trajectory=0, attempt=1) for epoch in (0, 3)]
+    assert rids[0] != rids[1]
+
+
+async def test_a_resumed_request_goes_on_from_exactly_the_tokens_kept(io: Surroundings, server: ScriptedServer) -> None:
     server.streams(chunk(*ANSWER), None)
-    failed = await effects.generate(order(), io=io)
+    failed = await io.generate(order())
     assert failed == ev.GenerationFailed(1.0, TrajectoryId(0), 1, 3, True, failed.reason)
     server.streams(chunk(13, eos(io), finish="stop"))
-    event = await effects.generate(order(2, num_tokens=3), io=io)
+    event = await io.generate(order(2, num_tokens=3))
     assert event == ev.GenerationFinished(2.0, TrajectoryId(0), 2, 5, False, ((4, 3, 5),))
-    (_, first), (_, second) = server.calls
+    first, second = [body for path, body in server.calls if path == "/generate"]
     assert second["input_ids"] == [3, 4, 5, *ANSWER]
     assert second["sampling_params"]["max_new_tokens"] == MAX_NEW_TOKENS - 3
     assert second["sampling_params"]["sampling_seed"] != first["sampling_params"]["sampling_seed"]
     assert record(io).tokens.tolist() == [*ANSWER, 13, eos(io)]
 
 
-async def test_seeds_differ_between_siblings_and_are_the_same_in_every_process(io: Io) -> None:
-    seeds = {io.attempt_seed(TrajectoryId(t), n) for t in range(20) for n in range(5)}
+async def test_seeds_differ_between_siblings_and_are_the_same_in_every_process(io: Surroundings) -> None:
+    sampling = io.generate.sampling
+    seeds = {sampling.seed_of(TrajectoryId(t), n) for t in range(20) for n in range(5)}
     assert len(seeds) == 100
     assert max(seeds) < 2**63
-    assert io.attempt_seed(TrajectoryId(7), 3) == replace(io, group_size=99).attempt_seed(TrajectoryId(7), 3)
-    assert io.attempt_seed(TrajectoryId(7), 3) != replace(io, seed=1).attempt_seed(TrajectoryId(7), 3)
+    assert sampling.seed_of(TrajectoryId(7), 3) == io.generate.sampling.seed_of(TrajectoryId(7), 3)
+    assert sampling.seed_of(TrajectoryId(7), 3) != replace(sampling, seed=1).seed_of(TrajectoryId(7), 3)
 
 
 @pytest.mark.parametrize("budget_used_up", [False, True])
 async def test_an_answer_whose_end_was_not_heard_is_finished_without_another_request(
-    io: Io, server: ScriptedServer, budget_used_up: bool
+    io: Surroundings, server: ScriptedServer, budget_used_up: bool
 ) -> None:
     """Its last token came, its last chunk did not: to ask for more would sample beyond its end."""
     tokens = [*range(10, 10 + MAX_NEW_TOKENS)] if budget_used_up else [*ANSWER, eos(io)]
     server.streams(chunk(*tokens), None)
-    failed = await effects.generate(order(), io=io)
+    failed = await io.generate(order())
     assert isinstance(failed, ev.GenerationFailed)
     assert failed.server_gone
-    event = await effects.generate(order(2, num_tokens=len(tokens), instance=7), io=io)
+    event = await io.generate(order(2, num_tokens=len(tokens), instance=7))
     assert event == ev.GenerationFinished(2.0, TrajectoryId(0), 2, len(tokens), budget_used_up, ())
-    assert server.paths() == ["/generate"]
+    assert server.paths().count("/generate") == 1
 
 
-async def test_a_stopped_request_keeps_its_tokens(io: Io, server: ScriptedServer) -> None:
+async def test_a_stopped_request_keeps_its_tokens(io: Surroundings, server: ScriptedServer) -> None:
     server.streams(chunk(*ANSWER, finish="abort"))
-    event = await effects.generate(order(), io=io)
+    event = await io.generate(order())
     assert event == ev.GenerationStopped(1.0, TrajectoryId(0), 1, 3, ((4, 0, 3),))
     assert record(io).tokens.tolist() == [*ANSWER]
 
 
-async def test_a_request_stopped_before_its_first_token_is_no_answer(io: Io, server: ScriptedServer) -> None:
+async def test_a_request_stopped_before_its_first_token_is_no_answer(io: Surroundings, server: ScriptedServer) -> None:
     server.streams(chunk(finish="abort"))
-    event = await effects.generate(order(), io=io)
+    event = await io.generate(order())
     assert isinstance(event, ev.GenerationStopped)
     assert event.num_tokens == 0
 
 
-async def test_a_stop_that_comes_after_the_last_token_stops_nothing(io: Io, server: ScriptedServer) -> None:
+async def test_a_stop_that_comes_after_the_last_token_stops_nothing(io: Surroundings, server: ScriptedServer) -> None:
     server.streams(chunk(*ANSWER, eos(io), finish="abort"))
-    assert isinstance(await effects.generate(order(), io=io), ev.GenerationFinished)
+    assert isinstance(await io.generate(order()), ev.GenerationFinished)
 
 
-async def test_an_answer_that_used_up_its_budget_is_length_capped(io: Io, server: ScriptedServer) -> None:
+async def test_an_answer_that_used_up_its_budget_is_length_capped(io: Surroundings, server: ScriptedServer) -> None:
     server.streams(chunk(*range(10, 10 + MAX_NEW_TOKENS), finish="length"))
-    event = await effects.generate(order(), io=io)
+    event = await io.generate(order())
     assert isinstance(event, ev.GenerationFinished)
     assert event.length_capped
     assert record(io).length_capped
 
 
-@pytest.mark.parametrize("label", [f"{OLD_RUN}/4", "default", f"{RUN_ID}/x", f"{RUN_ID}x/4", "4"])
-async def test_a_label_that_is_not_of_this_run_is_foreign(io: Io, server: ScriptedServer, label: str) -> None:
+@pytest.mark.parametrize(
+    "label",
+    [LABEL.replace(RUN_ID, OLD_RUN), f"{RUN_ID}/4", f"{LABEL}0", LABEL[:-1] + "?", "default", f"{RUN_ID}/x-00", "4"],
+)
+async def test_a_label_that_is_not_of_this_run_is_foreign(io: Surroundings, server: ScriptedServer, label: str) -> None:
     server.streams(chunk(eos(io), finish="stop", label=label))
-    event = await effects.generate(order(), io=io)
+    event = await io.generate(order())
     assert isinstance(event, ev.GenerationFinished)
     assert event.spans == ((FOREIGN_VERSION, 0, 1),)
 
 
-async def test_a_full_queue_is_a_refusal_and_no_loss_of_the_server(io: Io, server: ScriptedServer) -> None:
+async def test_a_full_queue_is_a_refusal_and_no_loss_of_the_server(io: Surroundings, server: ScriptedServer) -> None:
     server.says("/generate", {"error": {"message": "The request queue is full."}}, status=503)
-    event = await effects.generate(order(), io=io)
+    event = await io.generate(order())
     assert isinstance(event, ev.GenerationFailed)
     assert not event.server_gone
+    assert not event.final
     assert event.reason == f"{server.url}: The request queue is full. (503)"
 
 
-async def test_an_answer_that_is_not_the_protocol_is_a_refusal(io: Io, server: ScriptedServer) -> None:
+async def test_a_refusal_that_the_next_server_would_repeat_is_final(io: Surroundings, server: ScriptedServer) -> None:
+    server.says("/generate", {"error": {"message": "Input is too long."}}, status=400)
+    event = await io.generate(order())
+    reason = f"{server.url}: Input is too long. (400)"
+    assert event == ev.GenerationFailed(1.0, TrajectoryId(0), 1, 0, False, reason, final=True)
+
+
+async def test_a_stream_that_breaks_off_is_no_loss_of_a_server_that_is_well(
+    io: Surroundings, server: ScriptedServer
+) -> None:
+    server.streams(chunk(*ANSWER), None)
+    server.says("/health", "")
+    server.says("/model_info", {"weight_version": LABEL})
+    event = await io.generate(order())
+    assert isinstance(event, ev.GenerationFailed)
+    assert (event.num_tokens, event.server_gone, event.final) == (3, False, False)
+
+
+async def test_a_server_that_was_started_again_under_a_stream_is_lost_with_its_weights(
+    io: Surroundings, server: ScriptedServer
+) -> None:
+    server.streams(chunk(*ANSWER), None)
+    server.says("/health", "")
+    server.says("/model_info", {"weight_version": "default"})
+    event = await io.generate(order())
+    assert isinstance(event, ev.GenerationFailed)
+    assert event.server_gone
+
+
+async def test_a_server_that_breaks_off_a_stream_and_is_unwell_is_lost(
+    io: Surroundings, server: ScriptedServer
+) -> None:
+    server.streams(chunk(*ANSWER), None)
+    server.says("/health", "", status=503)
+    event = await io.generate(order())
+    assert isinstance(event, ev.GenerationFailed)
+    assert event.server_gone
+
+
+async def test_an_answer_that_is_not_the_protocol_is_a_refusal(io: Surroundings, server: ScriptedServer) -> None:
     server.streams(b"data: {not json}\n\n")
-    event = await effects.generate(order(), io=io)
+    event = await io.generate(order())
     assert isinstance(event, ev.GenerationFailed)
     assert not event.server_gone
 
 
-async def test_an_instance_that_is_down_is_gone(io: Io) -> None:
-    event = await effects.generate(order(instance=7), io=io)
+async def test_an_instance_that_is_down_is_gone(io: Surroundings) -> None:
+    event = await io.generate(order(instance=7))
     assert event == ev.GenerationFailed(1.0, TrajectoryId(0), 1, 0, True, "instance 7 is down")
 
 
-async def test_a_sample_of_an_evaluation_is_drawn_at_its_sets_temperature(io: Io, server: ScriptedServer) -> None:
+async def test_a_sample_of_an_evaluation_is_drawn_at_its_sets_temperature(
+    io: Surroundings, server: ScriptedServer
+) -> None:
     io.trajectories.open(TrajectoryId(-1), prompt(0))
     server.streams(chunk(eos(io), finish="stop"))
-    await effects.generate(order(trajectory=-1), io=io)
+    await io.generate(order(trajectory=-1))
     assert server.calls[0][1]["sampling_params"]["temperature"] == 0.25
+
+
+async def test_a_prompt_over_the_limit_is_asked_of_no_server(io: Surroundings, server: ScriptedServer) -> None:
+    record(io).prompt = replace(prompt(0), tokens=(), skipped="rows.jsonl:1: the prompt has 301 tokens")
+    event = await io.generate(order())
+    assert event == ev.GenerationFailed(1.0, TrajectoryId(0), 1, 0, False, SKIPPED, final=True)
+    assert not server.calls
 
 
 # -- grading --------------------------------------------------------------------------------------------------------
 
 
-async def test_an_answer_is_graded_by_its_text_and_a_failure_is_no_reward(io: Io) -> None:
+async def test_an_answer_is_graded_by_its_text_and_a_failure_is_no_reward(io: Surroundings) -> None:
     rewards = [RewardConfig(kind="regex", pattern=r"(\d\d)$")]
     record(io).tokens.extend([*io.tokenizer.encode("03"), eos(io)])
     grade = cmd.GradeTrajectory(TrajectoryId(0), 2)
     async with GraderPool(rewards, graders=1, timeout_s=20, memory_mb=2048, field="task.rewards") as pool:
         io = replace(io, graders=pool)
-        assert await effects.grade(grade, io=io) == ev.TrajectoryGraded(1.0, TrajectoryId(0), 2, 1.0)
+        assert await io.grade(grade) == ev.TrajectoryGraded(1.0, TrajectoryId(0), 2, 1.0)
         assert record(io).reward == 1.0
         record(io).prompt = replace(prompt(0), metadata={"unpackable": object()})
-        event = await effects.grade(grade, io=io)
+        event = await io.grade(grade)
     assert isinstance(event, ev.TrajectoryGraded)
     assert event.reward is None
     assert event.reason.startswith("error: ")
@@ -257,45 +334,46 @@ PUSH = cmd.PushWeights(InstanceId(0), 3, 4)
 
 
 async def test_a_push_is_finished_when_the_label_was_read_back(
-    io: Io, server: ScriptedServer, store: VersionStore
+    io: Surroundings, server: ScriptedServer, store: VersionStore
 ) -> None:
-    accepts_pushes(server, holds=f"{RUN_ID}/4")
-    io = replace(io, store=store, transport=Disk({str(store.memory_root): "/seen/by/server"}))
-    assert await effects.push_weights(PUSH, io=io) == ev.WeightPushFinished(1.0, InstanceId(0), 3, 4)
+    accepts_pushes(server, holds=LABEL)
+    seen = Disk({str(store.memory_root): "/seen/by/server"})
+    io = replace(io, store=store, engine=replace(io.engine, transport=seen))
+    assert await io.push(PUSH) == ev.WeightPushFinished(1.0, InstanceId(0), 3, 4)
     update = next(body for path, body in server.calls if path == "/update_weights_from_disk")
     assert update["model_path"] == f"/seen/by/server/{store.folder(4).name}"
-    assert update["weight_version"] == f"{RUN_ID}/4"
+    assert update["weight_version"] == LABEL
 
 
 async def test_a_push_among_live_requests_pauses_as_the_strategy_says_and_drains_nothing(
-    io: Io, server: ScriptedServer, store: VersionStore
+    io: Surroundings, server: ScriptedServer, store: VersionStore
 ) -> None:
-    accepts_pushes(server, holds=f"{RUN_ID}/4")
-    event = await effects.push_weights(PUSH, io=replace(io, store=store, live="retract"))
+    accepts_pushes(server, holds=LABEL)
+    event = await replace(io, store=store, live="retract").push(PUSH)
     assert isinstance(event, ev.WeightPushFinished)
     assert server.calls[0] == ("/pause_generation", {"mode": "retract"})
     assert "/v1/loads" not in [path for path, _ in server.calls]
 
 
 async def test_a_push_fails_when_the_server_says_that_it_holds_something_else(
-    io: Io, server: ScriptedServer, store: VersionStore
+    io: Surroundings, server: ScriptedServer, store: VersionStore
 ) -> None:
     accepts_pushes(server, holds=f"{OLD_RUN}/4")
-    event = await effects.push_weights(PUSH, io=replace(io, store=store))
+    event = await replace(io, store=store).push(PUSH)
     assert isinstance(event, ev.WeightPushFailed)
     assert (event.instance, event.attempt) == (0, 3)
     assert f"{OLD_RUN}/4" in event.reason
 
 
 async def test_a_push_of_a_version_that_is_gone_or_to_an_instance_that_is_down_fails(
-    io: Io, server: ScriptedServer, store: VersionStore
+    io: Surroundings, server: ScriptedServer, store: VersionStore
 ) -> None:
     accepts_pushes(server, holds=f"{RUN_ID}/5")
     io = replace(io, store=store)
-    gone = await effects.push_weights(cmd.PushWeights(InstanceId(0), 3, 5), io=io)
+    gone = await io.push(cmd.PushWeights(InstanceId(0), 3, 5))
     assert isinstance(gone, ev.WeightPushFailed)
     assert "version 5 is complete neither in" in gone.reason
-    down = await effects.push_weights(cmd.PushWeights(InstanceId(7), 3, 4), io=io)
+    down = await io.push(cmd.PushWeights(InstanceId(7), 3, 4))
     assert isinstance(down, ev.WeightPushFailed)
     assert down.reason == "instance 7 is down"
     assert server.calls == []
@@ -304,16 +382,16 @@ async def test_a_push_of_a_version_that_is_gone_or_to_an_instance_that_is_down_f
 # -- prompts --------------------------------------------------------------------------------------------------------
 
 
-async def test_prompts_are_kept_by_group_until_the_source_is_dry(io: Io, tmp_path: Path) -> None:
+async def test_prompts_are_kept_by_group_until_the_source_is_dry(io: Surroundings, tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"prompt": f"a{i}=", "answer": f"0{i}"}) + "\n" for i in range(3)))
     task = TaskConfig(sources=(SourceConfig(kind="jsonl", path=rows),), epochs=1, shuffle=False)
     io = replace(io, stream=open_stream(task, tokenizer=io.tokenizer, seed=0))
     length = len(io.tokenizer.encode("a0="))
-    first = await effects.fetch_prompts(cmd.FetchPrompts(GroupId(0), 2), io=io)
+    first = await io.fetch(cmd.FetchPrompts(GroupId(0), 2))
     assert first == ev.PromptsArrived(1.0, GroupId(0), (length, length), False)
-    last = await effects.fetch_prompts(cmd.FetchPrompts(GroupId(2), 2), io=io)
+    last = await io.fetch(cmd.FetchPrompts(GroupId(2), 2))
     assert last == ev.PromptsArrived(2.0, GroupId(2), (length,), True)
     assert [io.trajectories.prompts[GroupId(g)].text for g in range(3)] == ["a0=", "a1=", "a2="]
-    none = await effects.fetch_prompts(cmd.FetchPrompts(GroupId(3), 2), io=io)
+    none = await io.fetch(cmd.FetchPrompts(GroupId(3), 2))
     assert none == ev.PromptsArrived(3.0, GroupId(3), (), True)

@@ -13,12 +13,15 @@ import pytest
 
 from dora.controller import fleet as fleet_module
 from dora.controller.fleet import HEALTH_STRIKES, MAX_START_FAILURES, ExternalServer, Fleet, Limits
+from dora.controller.inbox import Inbox
 from dora.core.events import Event, InstanceLost, InstanceUp, PrefillReported
-from dora.core.groups import Group
 from dora.core.ids import GroupId, InstanceId, TrajectoryId
-from dora.core.instances import Instance, InstancePhase
-from dora.engine.client import EngineClient, Loads
+from dora.core.phases import WeightsPhase
+from dora.core.tables import Group, Instance
+from dora.engine.api import KvUse
 from dora.engine.errors import ServerGone
+from dora.engine.sglang.client import EngineClient
+from dora.engine.sglang.engine import SglangEngine
 from dora.errors import ConfigError, RemoteError, RunFailed
 from tests.controller.fakes import FakeEngines, FakeServer
 from tests.engine.scripted_server import ScriptedServer
@@ -37,23 +40,32 @@ class Kept:
     def __init__(self, count: int, **changes: Any) -> None:
         self.servers = [FakeServer(f"http://engine-{i}") for i in range(count)]
         self.engines = FakeEngines(1, count=count)
-        self.said: asyncio.Queue[Event] = asyncio.Queue()
+        self.inbox = Inbox()
+        self.urls_at_fences: list[dict[InstanceId, str]] = []
         self.residents: dict[InstanceId, dict[TrajectoryId, int]] = {}
         self.rows: dict[InstanceId, Instance] = {}
         limits = {"instances": 3, "slots": 4, "kv_tokens": 1024, "context_tokens": 128, "model": Path(), "path_map": {}}
         self.fleet = Fleet(
             list(self.servers),
-            client=self.engines,  # type: ignore[arg-type]
+            engine=self.engines,
             limits=Limits(**{**limits, **changes}),
-            emit=self.said.put,
-            fence=lambda instance: self.residents.pop(instance, {}),
+            inbox=self.inbox,
+            in_flight=self,  # type: ignore[arg-type]
             rows=self.rows,
             now=lambda: 0.0,
         )
 
+    @property
+    def is_silent(self) -> bool:
+        return self.inbox.take_now() is None
+
+    def fence(self, instance: InstanceId) -> dict[TrajectoryId, int]:
+        self.urls_at_fences.append(dict(self.fleet.urls))
+        return self.residents.pop(instance, {})
+
     async def next(self) -> Event:
         async with asyncio.timeout(10):
-            return await self.said.get()
+            return await self.inbox.take()
 
 
 @asynccontextmanager
@@ -111,18 +123,11 @@ async def test_a_condemnation_of_an_earlier_incarnation_is_ignored() -> None:
 
 async def test_a_lost_instance_has_no_address_until_it_is_back() -> None:
     kept = Kept(1)
-    seen: list[dict[InstanceId, str]] = []
-
-    def fence(instance: InstanceId) -> dict[TrajectoryId, int]:
-        seen.append(dict(kept.fleet.urls))
-        return {}
-
-    kept.fleet._fence = fence
     async with keeping(kept):
         await kept.next()
         kept.servers[0].die()
         await kept.next()
-        assert seen == [{}]
+        assert kept.urls_at_fences == [{}]
         await kept.next()
         assert kept.fleet.urls == {ZERO: "http://engine-0"}
 
@@ -146,7 +151,7 @@ async def test_the_run_fails_when_no_server_is_left() -> None:
         await kept.fleet.keep(ZERO)
         with pytest.raises(RunFailed, match="no inference server is left: each failed to start five times"):
             await kept.fleet.keep(InstanceId(1))
-    assert kept.said.empty()
+    assert kept.is_silent
 
 
 async def test_a_start_that_fails_now_and_then_is_forgiven() -> None:
@@ -183,18 +188,16 @@ class Checked:
         self.answers: list[bool] = []
         self.asked = 0
         self.kv = [0]  # in use, at one look after the other; the last one stays
-        kept.engines.health = self.health  # type: ignore[method-assign]
-        kept.engines.loads = self.loads  # type: ignore[method-assign]
+        kept.engines.is_alive = self.is_alive  # type: ignore[method-assign]
+        kept.engines.kv_use = self.kv_use  # type: ignore[method-assign]
 
-    async def health(self, url: str, *, timeout_s: float) -> None:
+    async def is_alive(self, url: str, *, timeout_s: float) -> bool:
         self.asked += 1
         await asyncio.sleep(0)
-        if self.answers and not self.answers.pop(0):
-            raise RemoteError("no answer")
+        return not self.answers or self.answers.pop(0)
 
-    async def loads(self, url: str) -> Loads:
-        used = self.kv.pop(0) if len(self.kv) > 1 else self.kv[0]
-        return Loads(num_running=1, num_waiting=0, used_tokens=used, max_total_tokens=4096, max_running=8)
+    async def kv_use(self, url: str) -> KvUse:
+        return KvUse(self.kv.pop(0) if len(self.kv) > 1 else self.kv[0], kv_tokens=4096)
 
     async def turns(self, count: int = 50) -> None:
         for _ in range(count):
@@ -223,11 +226,11 @@ async def test_a_server_is_not_asked_for_its_health_while_a_push_may_have_paused
     async with keeping(kept):
         await kept.next()
         await checked.turns()
-        assert (checked.asked, kept.said.empty()) == (0, True)
-        checked.row.pushing, checked.row.phase = None, InstancePhase.QUARANTINED
+        assert (checked.asked, kept.is_silent) == (0, True)
+        checked.row.pushing, checked.row.weights = None, WeightsPhase.QUARANTINED
         await checked.turns()
-        assert (checked.asked, kept.said.empty()) == (0, True)
-        checked.row.phase = InstancePhase.LOADING
+        assert (checked.asked, kept.is_silent) == (0, True)
+        checked.row.weights = WeightsPhase.LOADING
         assert isinstance(await kept.next(), InstanceLost)
 
 
@@ -244,7 +247,7 @@ async def test_a_server_that_is_gone_in_a_push_is_lost_long_before_the_push_is_g
     async with keeping(kept):
         await kept.next()
         checked.row.pushing = 3
-        kept.engines.weight_version = refused  # type: ignore[method-assign]
+        kept.engines.label = refused  # type: ignore[method-assign]
         assert isinstance(await kept.next(), InstanceLost)
         assert checked.asked == 3
 
@@ -255,25 +258,65 @@ async def test_a_check_that_fails_because_a_push_began_meanwhile_does_not_count(
     kept = Kept(1)
     checked = Checked(kept, monkeypatch)
 
-    async def fails_at_last_in_a_pause(url: str, *, timeout_s: float) -> None:
+    async def fails_at_last_in_a_pause(url: str, *, timeout_s: float) -> bool:
         checked.asked += 1
         if checked.asked % HEALTH_STRIKES == 0:
             checked.row.pushing = 3
-        raise RemoteError("503")
+        return False
 
-    kept.engines.health = fails_at_last_in_a_pause  # type: ignore[method-assign]
+    kept.engines.is_alive = fails_at_last_in_a_pause  # type: ignore[method-assign]
     async with keeping(kept):
         await kept.next()
         for number in (3, 6, 9):
             await checked.turns()
             assert checked.asked == number
-            assert kept.said.empty()
+            assert kept.is_silent
             checked.row.pushing = None
 
 
+async def test_all_who_ask_at_once_whether_a_server_is_well_share_one_inquiry(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = Kept(1)
+    checked = Checked(kept, monkeypatch)
+    monkeypatch.setattr(fleet_module, "HEALTH_INTERVAL_S", 3600.0)
+    async with keeping(kept):
+        await kept.next()
+        checked.answers = [True, False]
+        assert await asyncio.gather(*(kept.fleet.inquire(ZERO) for _ in range(64))) == ["default"] * 64
+        assert checked.asked == 1
+        assert await asyncio.gather(*(kept.fleet.inquire(ZERO) for _ in range(64))) == [None] * 64
+        assert checked.asked == 2
+
+
+async def test_an_inquiry_whose_asker_is_gone_is_made_for_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = Kept(1)
+    checked = Checked(kept, monkeypatch)
+    monkeypatch.setattr(fleet_module, "HEALTH_INTERVAL_S", 3600.0)
+    async with keeping(kept):
+        await kept.next()
+        first, second = (asyncio.create_task(kept.fleet.inquire(ZERO)) for _ in range(2))
+        await checked.turns(1)
+        assert checked.asked == 1
+        first.cancel()
+        assert await second == "default"
+        assert checked.asked == 2
+
+
+async def test_a_server_that_a_push_may_have_paused_is_asked_for_its_label_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kept = Kept(1)
+    checked = Checked(kept, monkeypatch)
+    checked.answers = [False] * 100
+    checked.row.pushing = 3
+    async with keeping(kept):
+        await kept.next()
+        assert await kept.fleet.inquire(ZERO) == "default"
+        assert checked.asked == 0
+
+
 def with_a_resident(checked: Checked) -> None:
-    group = Group(GroupId(0), version=0, deadline=1, num_prompt_tokens=3, group_size=2, at=0.0)
-    checked.row.phase, checked.row.version = InstancePhase.SERVING, 0
+    group = Group(GroupId(0), version=0, deadline=1, num_prompt_tokens=3, group_size=2, admitted_at=0.0)
+    checked.row.weights, checked.row.version = WeightsPhase.SERVING, 0
     checked.row.add(group.trajectories[0])
 
 
@@ -283,7 +326,7 @@ async def test_a_prefill_longer_than_the_health_check_is_told_and_is_no_missed_c
     kept = Kept(1)
     checked = Checked(kept, monkeypatch)
     checked.answers = [False] * 1000
-    checked.kv = [0, 100, 200, 300, 400, 500]  # the first one for the probe
+    checked.kv = [100, 200, 300, 400, 500]
     with_a_resident(checked)
     async with keeping(kept):
         await kept.next()
@@ -298,17 +341,18 @@ async def test_kv_that_rises_while_tokens_come_is_no_prefill(monkeypatch: pytest
     checked.kv = list(range(1, 1000))
     with_a_resident(checked)
 
-    async def grow(url: str, *, timeout_s: float) -> None:
+    async def grow(url: str, *, timeout_s: float) -> bool:
         checked.asked += 1
         checked.row.reported = {TrajectoryId(0): checked.asked}
         await asyncio.sleep(0)
+        return True
 
-    kept.engines.health = grow  # type: ignore[method-assign]
+    kept.engines.is_alive = grow  # type: ignore[method-assign]
     async with keeping(kept):
         await kept.next()
         await checked.turns()
         assert checked.asked > 5
-        assert kept.said.empty()
+        assert kept.is_silent
 
 
 # -- joining and leaving ----------------------------------------------------------------------------------------------
@@ -333,7 +377,7 @@ async def test_a_server_that_leaves_is_stopped_and_reported_no_more() -> None:
         kept.servers[1].die()
         assert isinstance(await kept.next(), InstanceLost)
         assert isinstance(await kept.next(), InstanceUp)
-        assert kept.said.empty()
+        assert kept.is_silent
 
 
 async def test_no_more_servers_join_than_there_are_streams_for() -> None:
@@ -383,7 +427,7 @@ def well(server: ScriptedServer, *answers: int) -> Callable[[Any], Awaitable[Any
 async def test_a_lost_external_server_is_waited_for(server: ScriptedServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fleet_module, "HEALTH_INTERVAL_S", 0.0)
     async with EngineClient(max_connections=1) as client, asyncio.timeout(20):
-        external = ExternalServer(server.url, client=client)
+        external = ExternalServer(server.url, engine=SglangEngine(client))
         well(server, 503, 503, 200)
         assert await external.start() == server.url
         monkeypatch.setattr(fleet_module, "RETURN_TIMEOUT_S", 0.0)
@@ -393,7 +437,7 @@ async def test_a_lost_external_server_is_waited_for(server: ScriptedServer, monk
 
 async def test_an_external_server_is_never_killed_and_left_unpaused(server: ScriptedServer) -> None:
     async with EngineClient(max_connections=1) as client:
-        external = ExternalServer(server.url, client=client)
+        external = ExternalServer(server.url, engine=SglangEngine(client))
         well(server, 200)
         await external.kill()
         assert server.calls == []

@@ -12,10 +12,15 @@ import pytest
 
 from dora.controller import fleet as fleet_module
 from dora.controller.fleet import ExternalServer, Fleet, Limits
-from dora.core.events import Event, InstanceLost, InstanceUp
+from dora.controller.in_flight import InFlight
+from dora.controller.inbox import Inbox
+from dora.controller.trajectories import Trajectories
+from dora.core.events import InstanceLost, InstanceUp
 from dora.core.ids import InstanceId
-from dora.core.instances import Instance
-from dora.engine.client import EngineClient
+from dora.core.tables import Instance
+from dora.engine.sglang.client import EngineClient
+from dora.engine.sglang.engine import SglangEngine
+from dora.journal.tokens import TokenWriter
 from dora.node.plan import ProcessPlan
 from dora.node.supervise import Child, Node
 from dora.seed.policy import path as seed_path
@@ -32,31 +37,35 @@ async def server(tmp_path: Path) -> AsyncIterator[Child]:
 
 
 async def test_a_frozen_server_without_work_is_lost_by_its_health_and_comes_back_when_it_thaws(
-    server: Child, monkeypatch: pytest.MonkeyPatch
+    server: Child, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = await server.start()
     assert server.pid is not None
     process = psutil.Process(server.pid)
-    said: asyncio.Queue[Event] = asyncio.Queue()
+    inbox = Inbox()
+    rows = {ZERO: Instance(ZERO)}
+    with TokenWriter(tmp_path / "tokens.bin") as tokens:
+        in_flight = InFlight(Trajectories(tokens, group_size=1), rows=rows)
     async with EngineClient(max_connections=4) as client, asyncio.timeout(90):
+        engine = SglangEngine(client)
         fleet = Fleet(
-            [ExternalServer(url, client=client)],
-            client=client,
+            [ExternalServer(url, engine=engine)],
+            engine=engine,
             limits=Limits(instances=1, slots=2, kv_tokens=1024, context_tokens=128, model=seed_path(), path_map={}),
-            emit=said.put,
-            fence=lambda instance: {},
-            rows={ZERO: Instance(ZERO)},
+            inbox=inbox,
+            in_flight=in_flight,
+            rows=rows,
             now=lambda: 0.0,
         )
         keeper = asyncio.create_task(fleet.run(), name="fleet")
-        first = await said.get()
+        first = await inbox.take()
         monkeypatch.setattr(fleet_module, "HEALTH_INTERVAL_S", 0.05)
         monkeypatch.setattr(fleet_module, "HEALTH_TIMEOUT_S", 0.5)
         process.suspend()
-        lost = await said.get()
+        lost = await inbox.take()
         process.resume()
         monkeypatch.setattr(fleet_module, "HEALTH_TIMEOUT_S", 30.0)
-        back = await said.get()
+        back = await inbox.take()
         keeper.cancel()
         await asyncio.gather(keeper, return_exceptions=True)
     assert isinstance(first, InstanceUp)

@@ -37,7 +37,7 @@ def jobs(tmp_path: Path) -> Iterator[Any]:
 
 def assert_clean(job: Job, folder: Path) -> None:
     """The audit of what was written, token store included."""
-    job.journal.flush()
+    job.commits.sync()
     counts = read_tokens(folder / "tokens.bin").counts
     report = audit_entries(job.settings, Journal(folder / "journal.msgpack"), token_counts=counts)
     assert report.violations == ()
@@ -55,6 +55,13 @@ async def test_a_job_runs_to_its_end_and_its_journal_proves_it(jobs: Any, tmp_pa
     assert_clean(job, tmp_path)
 
 
+@pytest.mark.parametrize(("keep", "left"), [(0, [0, 1, 2, 3]), (1, [3]), (2, [2, 3])])
+async def test_the_newest_durable_versions_are_kept_as_configured(jobs: Any, keep: int, left: list[int]) -> None:
+    job = jobs(io={"keep_versions": keep})
+    await job.run()
+    assert job.store.durable() == left
+
+
 async def test_nothing_is_left_in_memory_of_what_was_trained_or_evaluated(jobs: Any) -> None:
     job = jobs(samples=2)
     await job.run()
@@ -64,14 +71,14 @@ async def test_nothing_is_left_in_memory_of_what_was_trained_or_evaluated(jobs: 
 async def test_every_trained_token_was_in_the_token_log_before_it_was_trained(jobs: Any, tmp_path: Path) -> None:
     job = jobs()
     await job.run()
-    job.journal.flush()
+    job.commits.sync()
     stored = read_tokens(tmp_path / "tokens.bin")
     batches = [batch for wave in job.trainer.waves for batch in wave]
     trained = {int(t): int(n) for batch in batches for t, n in zip(batch.trajectories, batch.lengths, strict=True)}
     assert trained.keys() == stored.answers.keys()
     for trajectory, length in trained.items():
         prompt = stored.prompts[trajectory // 2]
-        assert length == len(prompt) + len(stored.answers[TrajectoryId(trajectory)].tokens)
+        assert length == len(prompt.tokens) + len(stored.answers[TrajectoryId(trajectory)].tokens)
 
 
 def freeze_until_lost(job: Job) -> list[str]:
@@ -127,12 +134,12 @@ async def test_a_frozen_answer_goes_on_elsewhere_from_its_tokens_after_the_watch
     lost = job.watcher.of(ev.InstanceLost)[0]
     assert set(lost.num_tokens.values()) == {ANSWER_TOKENS // 2}
     for trajectory, num_tokens in lost.num_tokens.items():
-        first, again = (r for url, r in job.engines.requests if f"{trajectory:+013d}-" in r.rid)
-        assert first.rid in given_up
-        assert again.input_ids == [*first.input_ids, *[TOKEN] * num_tokens]
+        first, again = (r for url, r in job.engines.requests if f"{trajectory:+013d}-" in r.id)
+        assert first.id in given_up
+        assert again.tokens == [*first.tokens, *[TOKEN] * num_tokens]
         assert again.max_new_tokens == first.max_new_tokens - num_tokens
         assert again.seed != first.seed
-        assert again.extra_key == first.extra_key
+        assert again.label == first.label
     assert_clean(job, tmp_path)
 
 
@@ -238,7 +245,7 @@ async def test_an_interrupted_run_keeps_what_is_in_flight_and_starts_nothing_mor
     outcome = await job.run()
     assert not outcome.finished
     assert outcome.reason == "everything in flight is kept"
-    assert job.trainer.checkpoints == 1
+    assert (job.trainer.checkpoints, job.trainer.waited_s) == (1, 600.0)
     assert asyncio.all_tasks() == {asyncio.current_task()}
     assert done == [(len(job.engines.requests), len(job.trainer.waves))]
     assert any(isinstance(order, cmd.PushWeights) for order in job.watcher.commands[-10:])  # ordered, not carried out

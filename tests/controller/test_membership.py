@@ -29,8 +29,8 @@ class Asked:
         self.desk = Membership(
             job.io.fleet,
             state=job.controller.state,
-            client=job.io.client,
-            ask=job.controller.ask,
+            engine=job.io.engine,
+            inbox=job.inbox,
             now=job.io.now,
         )
 
@@ -73,7 +73,7 @@ async def test_a_drained_instance_is_used_no_more_and_the_run_goes_on(tmp_path: 
         trained = asked.state.feed.trained
         await asked.until(lambda: asked.state.feed.trained >= trained + 3)
         assert {url for url, _ in asked.job.engines.requests[before:]} == {"http://engine-1"}
-        assert asked.state.instances[ZERO].barred
+        assert not asked.state.instances[ZERO].is_member
 
 
 async def test_the_last_instance_is_refused_with_the_reason(tmp_path: Path) -> None:
@@ -81,7 +81,7 @@ async def test_the_last_instance_is_refused_with_the_reason(tmp_path: Path) -> N
         await asked.desk.drain("1")
         with pytest.raises(ConfigError, match="instance 0: no other instance is there to take its work; add one first"):
             await asked.desk.remove("http://engine-0/")
-        assert not asked.state.instances[ZERO].barred
+        assert asked.state.instances[ZERO].is_member
 
 
 async def test_an_instance_that_leaves_is_stopped_and_forgotten(tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ async def test_a_drained_instance_is_called_back_by_its_number_or_its_address(tm
         for which in ("1", "http://engine-1"):
             await asked.desk.drain("1")
             assert await asked.desk.add(which) == "instance 1 takes part again"
-            assert not asked.state.instances[ONE].barred
+            assert asked.state.instances[ONE].is_member
         with pytest.raises(ConfigError, match="instance 1: it takes part already"):
             await asked.desk.add("1")
 

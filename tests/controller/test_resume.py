@@ -6,8 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from dora.cli import resume
-from dora.cli.assemble import Inputs
+from dora.app import resume
+from dora.app.inputs import Inputs
+from dora.cli.run import run as command
+from dora.controller.lineage import Lineage
+from dora.controller.published import Published
 from dora.core import commands as cmd
 from dora.core import events as ev
 from dora.core.ids import TrajectoryId
@@ -16,8 +19,9 @@ from dora.journal.audit import audit_entries
 from dora.journal.reader import Journal
 from dora.journal.run_folder import RunFolder
 from dora.journal.tokens import read_tokens
+from dora.node.lease import hold
 from dora.seed.policy import path as seed_path
-from tests.controller.fakes import Job, make_job
+from tests.controller.fakes import CHAIN, RUN_ID, Job, make_job
 
 #: Numbers of the answers whose grades never come: a sample of the first evaluation, and one of two siblings.
 UNGRADED = {1, 4}
@@ -38,15 +42,21 @@ async def stopped(folder: Path) -> Job:
     return job
 
 
-async def resumed(folder: Path) -> Job:
+async def resumed(folder: Path, *, steps: int = 0) -> Job:
     """A new controller on the same folder."""
     run = RunFolder(folder)
-    _, state, at, _ = resume.read_run(run)
-    job = make_job(folder, samples=3, state=state)
+    recorded = resume.read_run(run)
+    known = {
+        "published": Published(RUN_ID, files=recorded.files),
+        "lineage": Lineage(base=CHAIN, settings=b"", trained=recorded.chains),
+    }
+    job = make_job(folder, samples=3, state=recorded.state, epoch=recorded.next_epoch, io=known)
     inputs = Inputs(seed_path(), job.io.tokenizer, job.io.tokenizer.vocab_size, job.io.stream, job.io.evaluations)
-    found = resume.restore(run, state, at=at, epoch=1, trajectories=job.io.trajectories, inputs=inputs)
-    assert found.checkpoint is None
-    job.first = [found.restarted, ev.TrainerReady(at, 0)]
+    counts = resume.restore(run, recorded.state, trajectories=job.io.trajectories, inputs=inputs)
+    job.first = [
+        ev.ControllerRestarted(recorded.last_at, recorded.next_epoch, counts, steps),
+        ev.TrainerReady(recorded.last_at, recorded.state.feed.trained if steps else 0),
+    ]
     return job
 
 
@@ -96,9 +106,38 @@ async def test_a_trainer_without_a_checkpoint_is_fed_every_step_again_in_the_sam
             assert mine.behavior_logprobs.tolist() == theirs.behavior_logprobs.tolist()
 
 
+async def test_a_finished_run_that_is_given_more_steps_goes_on_and_its_journal_proves_both_parts(
+    tmp_path: Path,
+) -> None:
+    job = make_job(tmp_path)
+    assert (await job.run()).reason == "all 3 steps are trained"
+    job.close()
+    job = await resumed(tmp_path, steps=5)
+    assert (await job.run()).reason == "all 5 steps are trained"
+    job.close()
+    journal = Journal(tmp_path / "journal.msgpack")
+    assert journal.header.settings.steps == 3
+    assert audit_entries(journal.header.settings, journal).violations == ()
+    assert resume.read_run(RunFolder(tmp_path)).settings.steps == 5
+
+
 async def test_a_finished_run_is_not_resumed(tmp_path: Path) -> None:
     job = make_job(tmp_path)
     await job.run()
     job.close()
+    run = RunFolder(tmp_path)
+    recorded = resume.read_run(run)
     with pytest.raises(ConfigError, match=r"the run has ended: all 3 steps are trained; there is nothing to resume"):
-        resume.read_run(RunFolder(tmp_path))
+        resume.require_unfinished(run, recorded, steps=3)
+    resume.require_unfinished(run, recorded, steps=4)
+
+
+def test_a_run_that_another_process_holds_is_not_even_read(tmp_path: Path) -> None:
+    """What it holds now may be another thing a moment later."""
+    folder = RunFolder(tmp_path)
+    for path in (folder.config, folder.journal):
+        path.write_bytes(b"\xff no config and no journal")
+    with hold(folder.lock), pytest.raises(ConfigError, match="lock is held by another process"):
+        command(None, [], resume=tmp_path, accept_changes=False, rollout_only=False, train_only=None)
+    with pytest.raises(ConfigError, match=r"config\.toml"):
+        command(None, [], resume=tmp_path, accept_changes=False, rollout_only=False, train_only=None)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from dora.controller import trainer_link
+from dora.controller.lineage import Lineage
 from dora.controller.trainer_link import StepReport, TrainerLink
 from dora.core import events as ev
 from dora.errors import RemoteError, RunFailed
@@ -19,6 +20,8 @@ from dora.transport import messages as wire
 from dora.transport.controller_end import ControllerEnd
 from dora.transport.messages import empty_micro_batch
 from dora.transport.trainer_end import TrainerEnd
+
+CHAIN = "0" * 32
 
 CONFIGURE = wire.Configure(
     run_id="test-run",
@@ -32,7 +35,11 @@ CONFIGURE = wire.Configure(
     memory_root="/live",
     durable_root="/durable",
     checkpoints="/checkpoints",
-    resume_from=None,
+    resume_from=(),
+    may_start_over=True,
+    chain=CHAIN,
+    epoch=0,
+    fence="/epoch",
 )  # fmt: skip
 
 
@@ -48,7 +55,7 @@ class FakeEnd:
 
     async def wait_ready(self, timeout_s: float) -> int:
         if not self.ready:
-            raise RemoteError(f"trainer: rank 1 said no HELLO within {timeout_s:g} s")
+            raise RemoteError(f"trainer: rank 1 sent no HELLO within {timeout_s:g} s")
         return 2
 
     async def send(self, rank: int, message: wire.ToTrainer) -> None:
@@ -83,6 +90,11 @@ class Linked:
         self.events: list[ev.Event] = []
         self.reports: list[StepReport] = []
         self.stepped = asyncio.Event()
+        self.told: list[str] = []
+        self.waits: list[int] = []  # journal positions waited for
+        self.waited = asyncio.Event()
+        self.on_disk = asyncio.Event()
+        self.on_disk.set()
         ticks = itertools.count(1)
         self.link = TrainerLink(
             end=end,  # type: ignore[arg-type]
@@ -93,6 +105,9 @@ class Linked:
             now=lambda: float(next(ticks)),
             emit=self._emit,
             on_step=self.reports.append,
+            durable=self._wait,
+            lineage=Lineage(base=CHAIN, settings=b"", trained={step: f"chain-{step}" for step in range(9)}),
+            tell=self.told.append,
         )
         self.starter = asyncio.create_task(self.link.start_ranks(), name="starter")
         self.receiver = asyncio.create_task(self.link.receive_messages(), name="receiver")
@@ -101,6 +116,11 @@ class Linked:
         for task in (self.starter, self.receiver):
             task.cancel()
         await asyncio.gather(self.starter, self.receiver, return_exceptions=True)
+
+    async def _wait(self, position: int) -> None:
+        self.waits.append(position)
+        self.waited.set()
+        await self.on_disk.wait()
 
     async def _emit(self, event: ev.Event) -> None:
         self.events.append(event)
@@ -131,11 +151,12 @@ def trained(rank: int, step: int, index: int) -> wire.MicroBatchTrained:
 
 
 def step_trained(step: int) -> wire.StepTrained:
-    return wire.StepTrained(rank=0, step=step, metrics={"grad_norm": 0.5})
+    return wire.StepTrained(rank=0, step=step, metrics={"grad_norm": 0.5}, chain=f"chain-{step}")
 
 
-def published(version: int, *, matches: bool = True) -> wire.VersionPublished:
-    return wire.VersionPublished(version=version, num_bytes=7, files={"m": "0"}, replayed=not matches, matches=matches)
+def published(version: int, *, differs: str = "") -> wire.VersionPublished:
+    chain = f"chain-{version - 1}" if version else CHAIN
+    return wire.VersionPublished(version=version, num_bytes=7, files={"m": "0"}, chain=chain, differs=differs)
 
 
 async def make_ready(one: Linked, *, step: int = 0) -> None:
@@ -193,7 +214,7 @@ async def test_a_rank_that_fails_ends_the_run_with_its_own_words() -> None:
 
 async def test_ranks_that_do_not_come_end_the_run_and_name_the_setting() -> None:
     async with linked(FakeEnd(ready=False)) as one:
-        with pytest.raises(RunFailed, match=r"^trainer.start_timeout_s: trainer: rank 1 said no HELLO within 5 s$"):
+        with pytest.raises(RunFailed, match=r"^trainer.start_timeout_s: trainer: rank 1 sent no HELLO within 5 s$"):
             await one.starter
 
 
@@ -209,7 +230,7 @@ async def test_no_wave_is_sent_before_all_ranks_are_ready() -> None:
     async with linked(end) as one:
         sender = asyncio.create_task(one.link.send_waves(), name="sender")
         wave = [empty_micro_batch(step=0, index=0, last=True, group_size=2) for _ in range(2)]
-        one.link.train(wave)
+        one.link.train(wave, position=5)
         await one.end.hears(0, ready(0))
         assert len(end.sent) == 2
         await one.end.hears(1, ready(1))
@@ -225,7 +246,8 @@ async def test_a_checkpoint_is_asked_of_every_rank_and_waited_for() -> None:
         await make_ready(one)
         asked = asyncio.create_task(one.link.checkpoint(timeout_s=10), name="asked")
         await one.end.has_sent(4)
-        await one.end.hears(0, wire.CheckpointSaved(step=3, folder="/checkpoints/step-3"))
+        saved = wire.CheckpointSaved(step=3, folder="/checkpoints/step-3", chain="chain-2")
+        await one.end.hears(0, saved)
         assert await asked
         assert one.kinds() == [("CheckpointSaved", 3)]
         assert not await one.link.checkpoint(timeout_s=0.01)
@@ -237,6 +259,18 @@ async def test_no_checkpoint_is_asked_of_ranks_that_are_not_ready() -> None:
         await one.end.hears(0, ready(0))
         assert await one.link.checkpoint(timeout_s=10)
         assert [type(message).__name__ for _, message in one.end.sent] == ["Configure"] * 2
+
+
+async def test_ranks_that_are_not_ready_when_a_run_ends_are_not_told() -> None:
+    """A resume that had nothing left but its last evaluation may end before they have connected."""
+    async with linked(FakeEnd()) as link:
+        await link.end.hears(0, ready(0))
+        before = list(link.end.sent)
+        assert not await link.link.stop("all 2 steps are trained")
+        assert link.end.sent == before
+        await link.end.hears(1, ready(1))
+        assert await link.link.stop("all 2 steps are trained")
+        assert len(link.end.sent) == len(before) + 2
 
 
 async def test_the_end_of_the_process_ends_the_run_after_its_last_words(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,12 +288,52 @@ async def test_the_end_of_the_process_ends_the_run_after_its_last_words(monkeypa
             loops[name].close()
 
 
-async def test_a_replayed_version_that_differs_is_said_and_not_hidden(capsys: pytest.CaptureFixture[str]) -> None:
+async def test_a_replayed_version_that_differs_is_a_fact_with_both_digests() -> None:
     async with linked() as one:
         await make_ready(one)
-        await one.end.hears(0, published(1, matches=False))
-        assert one.kinds() == [("VersionPublished", 1)]
-    assert "replayed_version_differs" in capsys.readouterr().out
+        await one.end.hears(0, published(1, differs="made again"))
+        (event,) = one.events
+        assert (event.files, event.differs) == ({"m": "0"}, "made again")
+
+
+async def test_a_wave_leaves_only_when_the_journal_is_on_the_disk() -> None:
+    end = FakeEnd()
+    async with linked(end) as one:
+        one.on_disk.clear()
+        sender = asyncio.create_task(one.link.send_waves(), name="sender")
+        await make_ready(one)
+        wave = [empty_micro_batch(step=0, index=0, last=True, group_size=2) for _ in range(2)]
+        one.link.train(wave, position=5)
+        await asyncio.wait_for(one.waited.wait(), 10)
+        assert (one.waits, len(end.sent)) == ([5], 2)  # Configure alone
+        one.on_disk.set()
+        await end.has_sent(4)
+        sender.cancel()
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        wire.StepTrained(rank=0, step=2, metrics={}, chain="another"),
+        wire.VersionPublished(version=2, num_bytes=1, files={}, chain="another"),
+        wire.CheckpointSaved(step=2, folder="f", chain="another"),
+    ],
+    ids=lambda m: type(m).__name__,
+)
+async def test_what_comes_from_another_history_ends_the_run(message: Any) -> None:
+    async with linked() as one:
+        await make_ready(one)
+        one.end.said.put_nowait((0, message))
+        with pytest.raises(RunFailed, match="has chain another, but what it was sent has chain-"):
+            await asyncio.wait_for(one.receiver, 10)
+
+
+async def test_checkpoints_that_were_passed_over_are_told_once() -> None:
+    async with linked() as one:
+        for rank in range(2):
+            message = wire.Ready(rank=rank, next_step=1, skipped=("step-2 is damaged",))
+            await one.end.hears(rank, message)
+        assert one.told == ["step-2 is damaged; the trainer goes on from step 1"]
 
 
 async def test_a_wave_reaches_real_ranks_and_comes_back_as_one_fact() -> None:
@@ -269,7 +343,7 @@ async def test_a_wave_reaches_real_ranks_and_comes_back_as_one_fact() -> None:
     one = Linked(end)  # type: ignore[arg-type]
     sender = asyncio.create_task(one.link.send_waves(), name="sender")
     wave = [empty_micro_batch(step=0, index=0, last=True, group_size=2) for _ in range(2)]
-    one.link.train(wave)
+    one.link.train(wave, position=5)
     tokens = await asyncio.gather(*(asyncio.to_thread(be_a_rank, address, rank) for rank in range(2)))
     async with asyncio.timeout(20):
         await one.stepped.wait()

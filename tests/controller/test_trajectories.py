@@ -34,8 +34,8 @@ def test_admission_makes_a_record_for_every_sibling_and_logs_the_prompt(
     trajectories: Trajectories, log: TokenWriter, tmp_path: Path
 ) -> None:
     assert sorted(trajectories.records) == [3, 4, 5]
-    log.flush()
-    assert read_tokens(tmp_path / "tokens.bin").prompts[GroupId(1)].tolist() == [3, 4, 5]
+    log.store(log.take())
+    assert read_tokens(tmp_path / "tokens.bin").prompts[GroupId(1)].tokens.tolist() == [3, 4, 5]
 
 
 def test_tokens_are_kept_and_logged_over_attempts(trajectories: Trajectories, log: TokenWriter, tmp_path: Path) -> None:
@@ -46,7 +46,7 @@ def test_tokens_are_kept_and_logged_over_attempts(trajectories: Trajectories, lo
     assert trajectories.records[T].tokens.tolist() == [10, 11, 12]
     assert trajectories.records[T].logprobs.tolist() == [-1.0, -2.0, -3.0]
     assert trajectories.num_tokens == 3
-    log.flush()
+    log.store(log.take())
     stored = read_tokens(tmp_path / "tokens.bin").answers[T]
     assert (stored.tokens.tolist(), stored.logprobs.tolist()) == ([10, 11, 12], [-1.0, -2.0, -3.0])
 
@@ -60,7 +60,7 @@ def test_tokens_of_an_attempt_that_was_given_up_are_refused(
     trajectories.append(T, 1, [66, 66], [-9.0, -9.0])
     assert trajectories.records[T].tokens.tolist() == [10]
     assert trajectories.refused_tokens == 2
-    log.flush()
+    log.store(log.take())
     assert read_tokens(tmp_path / "tokens.bin").counts[T] == 1
 
 

@@ -11,9 +11,10 @@ from typing import TypeVar
 from dora.core import commands as cmd
 from dora.core import events as ev
 from dora.core.commands import Command
+from dora.core.core import handle
 from dora.core.ids import GroupId, InstanceId, TrajectoryId
 from dora.core.invariants import check
-from dora.core.state import ControllerState
+from dora.core.state import State
 from tests.core.world import settings
 
 C = TypeVar("C", bound=Command)
@@ -57,7 +58,7 @@ def wave(step: int, index: int, *ranks: list[int], last: bool = False) -> cmd.Tr
 
 
 class Core:
-    """One ControllerState, told facts one at a time. Time stands still unless a test moves it.
+    """One State, told facts one at a time. Time stands still unless a test moves it.
 
     Prompts arrive at the moment when they are asked for: FetchPrompts is left out of what is returned.
     """
@@ -65,7 +66,7 @@ class Core:
     def __init__(
         self, strategy: str = "dora", *, max_staleness: int = 1, source: int | None = None, **changes: object
     ) -> None:
-        self.state = ControllerState(settings(strategy, max_staleness=max_staleness, **changes))
+        self.state = State(settings(strategy, max_staleness=max_staleness, **changes))
         self.source = source  #: prompts there are; None: endless
         self.now = 0.0
         self.orders: list[Command] = []  #: all that were ever given
@@ -76,7 +77,7 @@ class Core:
 
     def tell(self, event: ev.Event) -> list[Command]:
         """One fact, and what is ordered because of it."""
-        orders = self.state.handle(event)
+        orders = handle(self.state, event)
         self.journal.append((event, orders))
         check(self.state)
         fetches = [order for order in orders if isinstance(order, cmd.FetchPrompts)]
@@ -154,9 +155,9 @@ class Core:
             ev.GenerationStopped(self.now, TrajectoryId(t), attempt, tokens, ((self.version_of(t), 0, tokens),))
         )
 
-    def failed(self, t: int, *, tokens: int = 0) -> list[Command]:
+    def failed(self, t: int, *, tokens: int = 0, final: bool = False) -> list[Command]:
         attempt = self.attempts[cmd.Generate, t]
-        return self.tell(ev.GenerationFailed(self.now, TrajectoryId(t), attempt, tokens, False, "refused"))
+        return self.tell(ev.GenerationFailed(self.now, TrajectoryId(t), attempt, tokens, False, "refused", final))
 
     def broken(self, t: int, *, tokens: int = 0) -> list[Command]:
         """The connection broke: the server may be gone."""

@@ -1,4 +1,4 @@
-"""Everything around one ControllerState, held by the test: what each command asked for stays outstanding until the
+"""Everything around one State, held by the test: what each command asked for stays outstanding until the
 test, or a fair scheduler, answers it.
 
 Invariant: it keeps books of its own (tokens, tags, places in steps, what each server really holds) and refuses every
@@ -18,9 +18,11 @@ import msgspec
 
 from dora.core import commands as cmd
 from dora.core import events as ev
+from dora.core.core import handle
 from dora.core.ids import FOREIGN_VERSION, GroupId, InstanceId, TrajectoryId
 from dora.core.invariants import check
-from dora.core.state import ControllerState
+from dora.core.on_run import culprit
+from dora.core.state import State
 from dora.core.strategies import Settings
 from tests.core.world import replay
 
@@ -54,16 +56,21 @@ class Request:
 class Outside:
     """Shell, servers and trainer of one run; every public method is one thing that can happen."""
 
-    def __init__(self, settings: Settings, *, seed: int, num_servers: int, prompts: int | None) -> None:
+    def __init__(
+        self, settings: Settings, *, seed: int, num_servers: int, prompts: int | None, checked: bool = True
+    ) -> None:
         self.settings = settings
+        self.checked = checked
+        self.sink: Callable[[ev.Event, list[cmd.Command]], None] | None = None
         self.random = random.Random(seed)
-        self.state = ControllerState(settings)
+        self.state = State(settings)
         self.journal: list[tuple[ev.Event, list[cmd.Command]]] = []
         self.now = 0.0
         self.sound = True  #: no event has been refused
         self.prompts = prompts  #: length of the source; None: endless
         self.outcome: cmd.FinishRun | cmd.FailRun | None = None
         self.servers = {InstanceId(i): Server() for i in range(num_servers)}
+        self.next_instance = InstanceId(num_servers)
         self.fetch: cmd.FetchPrompts | None = None
         self.requests: dict[TrajectoryId, Request] = {}
         self.grades: dict[TrajectoryId, cmd.GradeTrajectory] = {}
@@ -100,15 +107,18 @@ class Outside:
 
     def deliver(self, event: ev.Event) -> None:
         self.sound = False
-        orders = self.state.handle(event)
+        orders = handle(self.state, event)
         self.journal.append((event, orders))
+        if self.sink is not None:
+            self.sink(event, orders)
         assert self.outcome is None or not orders, "orders after the end"
         for order in orders:
             handler: Callable[[Any], None] | None = getattr(self, "_" + type(order).__name__, None)
             if handler is not None:
                 handler(order)
-        check(self.state)
-        if self.outcome is None:
+        if self.checked:
+            check(self.state)
+        if self.checked and self.outcome is None:
             self._nothing_idles(event)
         self.sound = True
 
@@ -365,9 +375,9 @@ class Outside:
         attempt = request.order.attempt
         self.answer(ev.GenerationStopped(self.now, t, attempt, self.tokens[t], self._spans(request)))
 
-    def fail(self, t: TrajectoryId, *, server_gone: bool) -> None:
+    def fail(self, t: TrajectoryId, *, server_gone: bool, final: bool = False) -> None:
         order = self.requests.pop(t).order
-        self.answer(ev.GenerationFailed(self.now, t, order.attempt, self.tokens[t], server_gone, "injected"))
+        self.answer(ev.GenerationFailed(self.now, t, order.attempt, self.tokens[t], server_gone, "injected", final))
 
     def grade(self, t: TrajectoryId, reward: float | None) -> None:
         order = self.grades.pop(t)
@@ -421,18 +431,17 @@ class Outside:
                 self.barred.add(instance)
 
     def let_go(self, instance: InstanceId) -> None:
-        """Its keeper has ended: it reports nothing twice, and nobody asks for it again."""
+        """Its keeper has ended; what it reported may still come, once more and too late."""
         self._void(instance)
         del self.servers[instance]
         self.dismissed.remove(instance)
         self.barred.remove(instance)
-        kept = [e for e in self.late if not (isinstance(e, ev.InstanceUp) and e.instance == instance)]
-        self.late = deque(kept, maxlen=self.late.maxlen)
-        self.deliver(ev.InstanceRemoved(self.now, instance))
+        self.answer(ev.InstanceRemoved(self.now, instance))
 
     def join(self) -> InstanceId:
         """A server that nobody knew; it is down yet."""
-        instance = InstanceId(max(self.servers) + 1 + self.epoch)
+        instance = self.next_instance
+        self.next_instance = InstanceId(instance + 1)
         self.servers[instance] = Server()
         return instance
 
@@ -514,6 +523,9 @@ class Outside:
         self.restart_trainer(back=back)
         self.epoch += 1
         self.restarted_at = len(self.journal)
+        self.next_instance = InstanceId(max(self.servers) + 1)  # of those that have left it knows nothing, nor hears
+        removed = self.echoes_of_the_removed()
+        self.late = deque([e for e in self.late if e not in removed], maxlen=self.late.maxlen)
         counts = {t: self.tokens[t] for t in self.state.trajectories if t in self.tokens}
         self.deliver(ev.ControllerRestarted(self.now, self.epoch, counts))
 
@@ -529,6 +541,9 @@ class Outside:
             for e in self.late
             if getattr(e, "trajectory", None) in open_ones or getattr(e, "instance", None) in self.pushes
         ] or list(self.late)
+
+    def echoes_of_the_removed(self) -> list[ev.Event]:
+        return [e for e in self.late if getattr(e, "instance", 0) not in self.servers]
 
     def repeat(self, event: ev.Event) -> None:
         """A completion comes once more, or too late."""
@@ -604,5 +619,5 @@ class Outside:
             else:
                 self.recall(min(kept - self.dismissed))
         self.work(MAX_FAIR_EVENTS)
-        assert self.outcome is not None, f"no end: {self.state._culprit()}"
+        assert self.outcome is not None, f"no end: {culprit(self.state)}"
         replay(self.settings, self.journal)

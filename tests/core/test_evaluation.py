@@ -243,3 +243,22 @@ def test_live_versions_exceed_k_plus_1_only_by_the_one_under_evaluation(k: int) 
         world.run()
         extra = max(extra, world.extra)
     assert extra == 1
+
+
+def test_a_version_whose_turn_does_not_come_is_noted_as_overtaken() -> None:
+    evaluation = Evaluation(prompt_tokens=SAMPLES, every=1)
+    evaluation.want(1)
+    evaluation.start(1)
+    evaluation.want(2)
+    evaluation.want(3)
+    assert evaluation.overtaken == [2]
+    evaluation.finish()
+    evaluation.start(4)
+    assert evaluation.overtaken == [2, 3]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_every_version_that_was_to_be_evaluated_is_reported_or_overtaken(seed: int) -> None:
+    world = run("dora", seed=seed, steps=12, eval_prompt_tokens=(3,) * 12, eval_every=1, max_staleness=3)
+    reported = [o.version for _, orders in world.journal for o in orders if isinstance(o, cmd.ReportEvaluation)]
+    assert sorted([*reported, *world.state.evaluation.overtaken]) == list(range(13))

@@ -1,4 +1,4 @@
-"""What the core does when something fails (system.md §7): nothing lost, nothing sampled twice, errors that say what."""
+"""What the core does when something fails: nothing lost, nothing sampled twice, errors that say what."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import pytest
 
 from dora.core import commands as cmd
 from dora.core import events as ev
-from dora.core.groups import GroupPhase
+from dora.core.core import handle
 from dora.core.ids import GroupId, InstanceId, TrajectoryId
-from dora.core.instances import PUSH_BACKOFF_S, InstancePhase
-from dora.core.state import ControllerState
-from tests.core.builders import Core, admit, commit, generate, grade, push, started, stop
+from dora.core.on_instances import PUSH_BACKOFF_S
+from dora.core.phases import GroupPhase, WeightsPhase
+from dora.core.state import State
+from tests.core.builders import PROMPT, Core, admit, commit, generate, grade, push, started, stop
 from tests.core.world import Faults, run, settings
 
 # -- pushes -----------------------------------------------------------------------------------------------------------
@@ -27,7 +28,7 @@ def test_a_failed_push_is_retried_after_its_back_off_and_then_the_instance_count
     core.up(0)
     for attempt, pause_s in enumerate(PUSH_BACKOFF_S, start=2):
         assert core.push_failed(0) == []
-        assert core.state.instances[InstanceId(0)].phase is InstancePhase.QUARANTINED
+        assert core.state.instances[InstanceId(0)].weights is WeightsPhase.QUARANTINED
         assert core.tick(pause_s - 0.5) == []
         assert core.tick(0.5) == [push(0, version=0, attempt=attempt)]
     assert core.push_failed(0) == [cmd.CondemnInstance(InstanceId(0), 1, "8 pushes failed: refused")]
@@ -87,7 +88,7 @@ def test_a_resumed_trajectory_with_fewer_tokens_than_were_reported_fails_the_run
     core = started()
     core.progress(0, {0: 9})
     core.tick(20.0)
-    with_loss = core.state.handle(ev.InstanceLost(core.now, InstanceId(0), 1, {TrajectoryId(0): 4}, "gone"))
+    with_loss = handle(core.state, ev.InstanceLost(core.now, InstanceId(0), 1, {TrajectoryId(0): 4}, "gone"))
     assert cmd.FailRun("C2: trajectory 0 had 9 tokens and goes on from 4") in with_loss
     assert core.state.counters.scheduling_aborts == 1
 
@@ -105,7 +106,7 @@ def test_a_broken_connection_condemns_the_instance_and_keeps_the_tokens() -> Non
 def test_an_answer_that_names_another_version_fails_the_run() -> None:
     core = started()
     event = ev.GenerationFinished(core.now, TrajectoryId(0), 1, 5, False, ((0, 0, 2), (1, 2, 5)))
-    assert core.state.handle(event)[0] == cmd.FailRun(
+    assert handle(core.state, event)[0] == cmd.FailRun(
         "C1: instance 0 reports version 1 for trajectory 0, whose tag is 0; spans ((0, 0, 2), (1, 2, 5))"
     )
     assert core.state.counters.version_conflicts == 1
@@ -160,6 +161,21 @@ def test_a_trajectory_that_fails_max_attempts_times_fails_its_group_and_only_tha
     assert core.state.ledger.counts[GroupPhase.FAILED] == 1
     assert 3 not in core.state.trajectories  # its sibling waited for a slot, and waits no longer
     assert core.finished(0)[0] == grade(0)
+
+
+def test_a_request_that_every_server_would_refuse_fails_its_group_at_once() -> None:
+    core = started(slots=3, max_attempts=8)
+    dropped = cmd.DropGroup(GroupId(1), "failed", "generation: refused", (None, None))
+    assert core.failed(2, final=True) == [dropped, admit(2, version=0, deadline=1), generate(4, on=0, version=0)]
+
+
+def test_a_sample_of_an_evaluation_that_every_server_would_refuse_counts_as_not_graded() -> None:
+    core = started(slots=8, max_attempts=8, eval_prompt_tokens=(3, 3), eval_every=1)
+    core.failed(-1, final=True)
+    assert cmd.ReportEvaluation(0) not in core.orders
+    core.finished(-2)
+    core.graded(-2, 1.0)
+    assert cmd.ReportEvaluation(0) in core.orders
 
 
 def test_resident_siblings_of_a_failed_group_are_stopped_and_not_graded() -> None:
@@ -286,6 +302,13 @@ def test_a_commit_is_progress_and_having_nothing_outstanding_is_no_lack_of_it() 
 # -- restarts ---------------------------------------------------------------------------------------------------------
 
 
+def test_a_trainer_that_reports_a_micro_batch_it_was_never_given_fails_the_run() -> None:
+    core = started()
+    core.ready()
+    reason = "the trainer says that it trained micro-batch 0 of step 0: it has none"
+    assert core.tell(ev.MicroBatchTrained(core.now, 0, 0)) == [cmd.FailRun(reason)]
+
+
 def test_a_restarted_trainer_gets_the_same_waves_again_and_its_steps_are_not_counted_twice() -> None:
     core = started(groups_per_step=2, max_staleness=2)
     for group in (0, 1):
@@ -315,14 +338,61 @@ def test_a_trainer_that_starts_at_a_step_which_is_not_closed_fails_the_run() -> 
     assert core.ready(1) == [cmd.FailRun("the trainer starts at step 1, but only 0 steps are closed")]
 
 
-def test_a_checkpoint_forgets_the_waves_before_it() -> None:
+def test_waves_are_kept_back_to_the_oldest_checkpoint_that_is_kept() -> None:
     core = started(groups_per_step=2, max_staleness=2)
     for group in (0, 1):
         core.answer(group)
     core.train(0)
-    assert 0 in core.state.feed.steps
-    core.tell(ev.CheckpointSaved(core.now, 1, "checkpoints/1"))
+    assert core.tell(ev.CheckpointSaved(core.now, 1, "checkpoints/1")) == []
+    assert 0 in core.state.feed.steps  # a start from the model is still possible
+    core.publish(1)
+    assert core.tell(ev.CheckpointSaved(core.now, 2, "checkpoints/2")) == []
     assert 0 not in core.state.feed.steps
+    assert core.tell(ev.CheckpointSaved(core.now, 3, "checkpoints/3")) == [cmd.DropCheckpoint(1, "checkpoints/1")]
+
+
+def test_a_trainer_that_starts_before_the_waves_that_are_kept_fails_the_run() -> None:
+    core = started(groups_per_step=2, max_staleness=2)
+    for group in (0, 1):
+        core.answer(group)
+    core.train(0)
+    core.tell(ev.CheckpointSaved(core.now, 1, "checkpoints/1"))
+    core.tell(ev.CheckpointSaved(core.now, 2, "checkpoints/2"))
+    core.restarted()
+    assert core.ready(0) == [
+        cmd.FailRun("the trainer starts at step 0, but what it would train again is kept from 1 on")
+    ]
+
+
+def test_a_run_killed_in_its_last_evaluation_ends_when_its_trainer_is_there_again() -> None:
+    """Else it could end before the checkpoint of its last step is written."""
+    core = started(groups_per_step=2, steps=1, eval_prompt_tokens=(PROMPT,))
+    core.finished(-1)
+    core.graded(-1, 1.0)
+    core.answer(0)
+    core.answer(1)
+    core.train(0)
+    core.publish(1)
+    core.restarted()
+    core.ready(0)
+    core.up(0)
+    core.pushed(0, 1)
+    core.finished(-2)
+    assert core.graded(-2, 1.0) == [cmd.ReportEvaluation(1)]
+    assert core.train(0)[-1] == cmd.FinishRun("all 1 steps are trained")
+
+
+def test_a_finished_run_goes_on_when_a_restart_adds_steps() -> None:
+    core = started(groups_per_step=2, steps=1)
+    core.answer(0)
+    core.answer(1)
+    core.train(0)
+    assert cmd.FinishRun("all 1 steps are trained") in core.publish(1)
+    assert handle(core.state, ev.ControllerRestarted(core.now, 1, {}, steps=1)) == []
+    assert handle(core.state, ev.ControllerRestarted(core.now, 2, {}, steps=3)) == [
+        cmd.FetchPrompts(core.state.next_group, 4)
+    ]
+    assert core.state.formation.deadline(1) == 2
 
 
 def test_a_restarted_controller_resumes_unfinished_answers_from_the_tokens_on_disk() -> None:
@@ -357,16 +427,16 @@ def test_a_restarted_controller_resends_the_same_waves() -> None:
 def test_a_restarted_controller_reads_on_where_it_admitted_last() -> None:
     state = started().state
     assert state.next_group == 2
-    assert state.handle(ev.ControllerRestarted(0.0, 1, {})) == [cmd.FetchPrompts(state.next_group, 8)]
-    assert state.handle(ev.ControllerRestarted(0.0, 2, {})) == [cmd.FetchPrompts(state.next_group, 8)]  # not answered
+    assert handle(state, ev.ControllerRestarted(0.0, 1, {})) == [cmd.FetchPrompts(state.next_group, 8)]
+    assert handle(state, ev.ControllerRestarted(0.0, 2, {})) == [cmd.FetchPrompts(state.next_group, 8)]  # not answered
 
 
 def test_prompts_that_were_read_by_the_old_controller_are_ignored() -> None:
-    state = ControllerState(settings())
-    first = state.handle(ev.TrainerReady(0.0, 0))
+    state = State(settings())
+    first = handle(state, ev.TrainerReady(0.0, 0))
     assert first == [cmd.FetchPrompts(state.next_group, 8)]
-    state.handle(ev.PromptsArrived(0.0, state.next_group, (3,) * 8, False))
-    state.handle(ev.PromptsArrived(0.0, state.next_group, (3,) * 8, False))
+    handle(state, ev.PromptsArrived(0.0, state.next_group, (3,) * 8, False))
+    handle(state, ev.PromptsArrived(0.0, state.next_group, (3,) * 8, False))
     assert len(state.prompts) == 8
     assert state.counters.late_completions == 1
 

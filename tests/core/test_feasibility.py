@@ -1,4 +1,4 @@
-"""Rule F (system.md §3), held against its text: counted over a plain list of deadlines."""
+"""Rule F (docs/STALENESS.md), held against its text: counted over a plain list of deadlines."""
 
 from __future__ import annotations
 
@@ -199,3 +199,11 @@ def test_a_filtered_group_gives_its_place_back() -> None:
     assert not f.may_admit(0)
     f.drop(0)
     assert f.may_admit(0)
+
+
+@pytest.mark.parametrize("deadline", [-1, 3, 9])
+def test_a_group_that_is_due_outside_the_next_k_steps_is_never_admitted(deadline: int) -> None:
+    f = formation(k=2)
+    with pytest.raises(InvariantViolation, match=f"C3: a group is due at step {deadline} while step 0 is formed"):
+        f.admit(deadline)
+    assert f.num_unconsumed == 0

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import pytest
 
-from dora.core.groups import TRANSITIONS, UNCONSUMED, Group, GroupPhase, Ledger, advantage_free
 from dora.core.ids import GroupId
+from dora.core.on_requests import advantage_free
+from dora.core.phases import GROUP, TRAJECTORY, UNCONSUMED, GroupPhase, TrajectoryPhase
+from dora.core.tables import Group, Ledger
 
 
 def group(id: int = 0, *, size: int = 2) -> Group:
-    return Group(GroupId(id), version=3, deadline=5, num_prompt_tokens=7, group_size=size, at=1.0)
+    return Group(GroupId(id), version=3, deadline=5, num_prompt_tokens=7, group_size=size, admitted_at=1.0)
 
 
 def path_to(phase: GroupPhase) -> list[GroupPhase]:
     """Legal moves that lead from GENERATING to a phase."""
     paths: list[list[GroupPhase]] = [[GroupPhase.GENERATING]]
     while paths[0][-1] is not phase:
-        paths += [[*paths[0], after] for after in TRANSITIONS[paths[0][-1]]]
+        paths += [[*paths[0], after] for after in GROUP[paths[0][-1]]]
         paths.pop(0)
     return paths[0][1:]
 
@@ -28,7 +30,7 @@ def test_a_phase_changes_only_along_the_table_and_the_counts_follow(phase: Group
     ledger.admit(g)
     for step in path_to(phase):
         ledger.move(g, step)
-    if after not in TRANSITIONS[phase]:
+    if after not in GROUP[phase]:
         with pytest.raises(ValueError, match=f"group 0: {phase.value} -> {after.value}"):
             ledger.move(g, after)
         after = phase
@@ -36,6 +38,19 @@ def test_a_phase_changes_only_along_the_table_and_the_counts_follow(phase: Group
         ledger.move(g, after)
     assert {p for p, n in ledger.counts.items() if n} == {after}
     assert sum(ledger.counts.values()) == ledger.admitted == 1
+
+
+@pytest.mark.parametrize("phase", TrajectoryPhase)
+@pytest.mark.parametrize("after", TrajectoryPhase)
+def test_a_trajectory_changes_its_phase_only_along_the_table(phase: TrajectoryPhase, after: TrajectoryPhase) -> None:
+    trajectory = group().trajectories[1]
+    trajectory.phase = phase
+    if after in TRAJECTORY[phase]:
+        trajectory.move(after)
+        assert trajectory.phase is after
+    else:
+        with pytest.raises(ValueError, match=f"trajectory 1: {phase.value} -> {after.value}"):
+            trajectory.move(after)
 
 
 @pytest.mark.parametrize("end", [GroupPhase.TRAINED, GroupPhase.FILTERED, GroupPhase.FAILED])

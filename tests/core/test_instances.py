@@ -5,54 +5,70 @@ from __future__ import annotations
 import pytest
 
 from dora.core import commands as cmd
-from dora.core.groups import Group
 from dora.core.ids import GroupId, InstanceId
-from dora.core.instances import TRANSITIONS, Instance, InstancePhase
+from dora.core.phases import MEMBERSHIP, WEIGHTS, Membership, WeightsPhase
+from dora.core.tables import Group, Instance
 from tests.core.builders import Core, push, started
 
 
 def serving(*, slots: int = 4, kv: int = 100) -> Instance:
     instance = Instance(InstanceId(0))
-    instance.move(InstancePhase.LOADING)
-    instance.move(InstancePhase.SERVING)
+    for phase in (WeightsPhase.BLANK, WeightsPhase.LOADING, WeightsPhase.SERVING):
+        instance.move(phase)
     instance.version, instance.slots, instance.kv_tokens = 0, slots, kv
     return instance
 
 
 def siblings(count: int, *, footprint: int) -> Group:
-    group = Group(GroupId(0), version=0, deadline=1, num_prompt_tokens=3, group_size=count, at=0.0)
+    group = Group(GroupId(0), version=0, deadline=1, num_prompt_tokens=3, group_size=count, admitted_at=0.0)
     for trajectory in group.trajectories:
         trajectory.footprint = footprint
     return group
 
 
-@pytest.mark.parametrize("phase", InstancePhase)
-@pytest.mark.parametrize("after", InstancePhase)
-def test_a_phase_changes_only_along_the_table(phase: InstancePhase, after: InstancePhase) -> None:
+@pytest.mark.parametrize("phase", WeightsPhase)
+@pytest.mark.parametrize("after", WeightsPhase)
+def test_a_phase_changes_only_along_the_table(phase: WeightsPhase, after: WeightsPhase) -> None:
     instance = Instance(InstanceId(7))
-    instance.phase = phase
-    if after in TRANSITIONS[phase]:
+    instance.weights = phase
+    if after in WEIGHTS[phase]:
         instance.move(after)
-        assert instance.phase is after
+        assert instance.weights is after
     else:
         with pytest.raises(ValueError, match=f"instance 7: {phase.value} -> {after.value}"):
             instance.move(after)
 
 
+@pytest.mark.parametrize("membership", Membership)
+@pytest.mark.parametrize("after", Membership)
+def test_membership_changes_only_along_the_table(membership: Membership, after: Membership) -> None:
+    instance = Instance(InstanceId(7))
+    instance.membership = membership
+    if after in MEMBERSHIP[membership]:
+        instance.change(after)
+        assert instance.membership is after
+    else:
+        with pytest.raises(ValueError, match=f"instance 7: {membership.value} -> {after.value}"):
+            instance.change(after)
+
+
 def test_only_a_confirmed_push_leads_from_quarantine_to_work() -> None:
-    assert InstancePhase.SERVING not in TRANSITIONS[InstancePhase.QUARANTINED]
-    assert InstancePhase.SERVING in TRANSITIONS[InstancePhase.UPDATING]
+    assert WeightsPhase.SERVING not in WEIGHTS[WeightsPhase.QUARANTINED]
+    assert WeightsPhase.SERVING in WEIGHTS[WeightsPhase.UPDATING]
 
 
-def test_only_a_serving_instance_that_is_neither_pressed_nor_condemned_takes_work() -> None:
+def test_only_a_serving_member_that_is_neither_pressed_nor_condemned_takes_work() -> None:
     instance = serving()
     assert instance.takes_work
+    instance.change(Membership.DRAINED)
+    assert not instance.takes_work
+    instance.change(Membership.MEMBER)
     instance.pressed = True
     assert not instance.takes_work
     instance.pressed, instance.condemned = False, True
     assert not instance.takes_work
     instance.condemned = False
-    instance.move(InstancePhase.DRAINING)
+    instance.move(WeightsPhase.DRAINING)
     assert not instance.takes_work
 
 
@@ -104,7 +120,7 @@ def test_an_instance_that_came_up_holds_nothing_and_is_pushed_before_it_works() 
     core.ready()
     core.publish(0)
     assert core.up(0) == [push(0, version=0, attempt=1)]
-    assert core.state.instances[InstanceId(0)].phase is InstancePhase.LOADING
+    assert core.state.instances[InstanceId(0)].weights is WeightsPhase.LOADING
     assert [type(o) for o in core.pushed(0, 0)][:2] == [cmd.AdmitGroup, cmd.Generate]
 
 
@@ -116,7 +132,7 @@ def test_a_late_push_completion_of_an_old_attempt_is_counted_and_ignored() -> No
     assert core.tick(1.0) == [push(0, version=0, attempt=2)]
     assert core.pushed(0, 0, attempt=1) == []
     assert core.push_failed(0, attempt=1) == []
-    assert core.state.instances[InstanceId(0)].phase is InstancePhase.UPDATING
+    assert core.state.instances[InstanceId(0)].weights is WeightsPhase.UPDATING
     assert core.state.counters.late_completions == 2
 
 
@@ -135,10 +151,10 @@ def test_facts_of_an_older_incarnation_are_counted_and_ignored() -> None:
     before = core.state.counters.late_completions
     core.incarnations[0] = 1
     assert core.lost(0) == []
-    assert core.state.instances[InstanceId(0)].phase is InstancePhase.LOADING
+    assert core.state.instances[InstanceId(0)].weights is WeightsPhase.LOADING
     core.incarnations[0] = 2
     core.lost(0)
     core.incarnations[0] = 1
     assert core.up(0) == []
-    assert core.state.instances[InstanceId(0)].phase is InstancePhase.LOST
+    assert core.state.instances[InstanceId(0)].weights is WeightsPhase.LOST
     assert core.state.counters.late_completions == before + 2

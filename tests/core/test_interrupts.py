@@ -7,9 +7,10 @@ import pytest
 
 from dora.core import commands as cmd
 from dora.core import events as ev
+from dora.core.core import handle
 from dora.core.feasibility import Formation, Gate, formation_of
-from dora.core.groups import GroupPhase
 from dora.core.ids import FOREIGN_VERSION, GroupId, InstanceId, TrajectoryId
+from dora.core.phases import GroupPhase
 from dora.core.strategies import STRATEGIES, Rules, rules_of, strategy_of
 from tests.core.builders import Core, admit, commit, generate, grade, push, started, stop
 from tests.core.world import Faults, World, run, settings
@@ -164,7 +165,7 @@ def test_an_answer_with_tokens_of_a_later_version_is_a_conflict_once_and_no_fail
 def test_an_answer_of_no_version_it_can_have_met_fails_the_run(version: int) -> None:
     core = interrupted()
     event = ev.GenerationFinished(core.now, TrajectoryId(4), 1, 9, False, ((version, 0, 9),))
-    [order] = [o for o in core.state.handle(event) if isinstance(o, cmd.FailRun)]
+    [order] = [o for o in handle(core.state, event) if isinstance(o, cmd.FailRun)]
     assert order.reason.startswith(f"C1: instance 1 reports version {version} for trajectory 4, whose tag is 0")
 
 

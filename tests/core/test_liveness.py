@@ -1,10 +1,10 @@
-"""The liveness rules of system.md §3.1: F says that a group may be committed in time, these that it will be."""
+"""The liveness rules of docs/STALENESS.md: F says that a group may be committed in time, these that it will be."""
 
 from __future__ import annotations
 
 from dora.core import commands as cmd
 from dora.core.ids import InstanceId, TrajectoryId
-from dora.core.instances import InstancePhase
+from dora.core.phases import WeightsPhase
 from tests.core.builders import Core, admit, generate, grade, packing, push, started, stop, two_versions, wave
 
 
@@ -260,7 +260,7 @@ def test_rule_7_a_move_whose_target_is_lost_goes_on_where_there_is_room() -> Non
     core.lost(0, {16: 1, 17: 1})
     assert core.stopped(22, tokens=7) == []
     orders = core.stopped(23, tokens=2)
-    assert InstancePhase.SERVING is core.state.instances[InstanceId(1)].phase
+    assert WeightsPhase.SERVING is core.state.instances[InstanceId(1)].weights
     assert sorted(o.trajectory for o in orders if isinstance(o, cmd.Generate)) == [16, 17, 22, 23]
     assert core.state.counters.scheduling_aborts == 0
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dora.core import commands as cmd
 from dora.core.ids import InstanceId
-from dora.core.instances import InstancePhase
+from dora.core.phases import Membership, WeightsPhase
 from tests.core.builders import Core, generate, grade, push, started, stop, two_versions
 
 ZERO, ONE = InstanceId(0), InstanceId(1)
@@ -71,7 +71,8 @@ def test_a_drained_instance_gets_neither_work_nor_weights() -> None:
     core.tick(10.0)
     later = [o for o in core.orders[core.orders.index(core.of(cmd.CommitGroup)[0]) :] if getattr(o, "instance", 1) == 0]
     assert later == []
-    assert core.state.instances[ZERO].phase is InstancePhase.DRAINING
+    assert core.state.instances[ZERO].membership is Membership.DRAINED
+    assert core.state.instances[ZERO].weights is WeightsPhase.SERVING  # it keeps them, for a recall
     assert core.state.instances[ZERO].version == 0
 
 
@@ -236,6 +237,26 @@ def test_an_instance_that_is_gone_unasked_is_forgotten_like_a_lost_one() -> None
     assert core.state.counters.late_completions == before + 1
 
 
+def test_what_is_told_of_an_instance_that_has_left_is_late() -> None:
+    core = sharing()
+    core.drain(1, leave=True)
+    core.removed(1)
+    before = core.state.counters.late_completions
+    assert core.up(1) == []
+    assert core.lost(1) == []
+    assert core.pushed(1, 0) == []
+    assert core.state.counters.late_completions == before + 3
+    assert list(core.state.instances) == [0]
+
+
+def test_the_id_of_an_instance_that_has_left_comes_back_under_a_later_controller() -> None:
+    core = sharing()
+    core.drain(1, leave=True)
+    core.removed(1)
+    core.restarted(dict.fromkeys(range(4), 0))
+    assert [type(o) for o in core.up(1)] == [cmd.PushWeights]
+
+
 # -- join and restart -------------------------------------------------------------------------------------------------
 
 
@@ -250,5 +271,5 @@ def test_a_new_controller_knows_nothing_of_what_was_asked_of_the_old_one() -> No
     core.drain(0)
     core.drain(1, leave=True)
     core.restarted(dict.fromkeys(range(6), 0))
-    assert not any(i.barred or i.leaving for i in core.state.instances.values())
+    assert all(i.is_member for i in core.state.instances.values())
     assert [type(o) for o in core.up(1)] == [cmd.PushWeights]

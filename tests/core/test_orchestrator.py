@@ -1,4 +1,4 @@
-"""The orchestrator's rules (system.md §5.1 to §5.8), one by one, as event lists."""
+"""The orchestrator's rules, one by one, as event lists."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import pytest
 
 from dora.core import commands as cmd
 from dora.core.decode_time import DecodeTime
-from dora.core.groups import GroupPhase
 from dora.core.ids import InstanceId
 from dora.core.orchestration import Orchestration
+from dora.core.phases import GroupPhase
 from tests.core.builders import Core, admit, commit, generate, grade, packing, push, started, stop, two_versions
 
-# -- §5.1 dispatch ----------------------------------------------------------------------------------------------------
+# -- dispatch ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_new_group_goes_to_the_instance_with_the_most_room() -> None:
@@ -71,7 +71,7 @@ def test_siblings_that_wait_for_a_slot_keep_the_groups_tag() -> None:
     assert core.finished(4) == [grade(4), generate(5, on=0, version=0)]
 
 
-# -- §5.2 re-partition (largest remainder and floors as functions: test_placement.py) ---------------------------------
+# -- re-partition (largest remainder and floors as functions: test_placement.py) --------------------------------------
 
 
 def test_consolidation_stops_at_the_kv_floor_of_the_old_version() -> None:
@@ -89,7 +89,7 @@ def test_consolidation_stops_at_the_kv_floor_of_the_old_version() -> None:
     assert core.of(cmd.StopRequest) == []
 
 
-# -- §5.3 consolidation -----------------------------------------------------------------------------------------------
+# -- consolidation ----------------------------------------------------------------------------------------------------
 
 
 def test_what_is_left_of_an_old_version_is_packed_and_the_freed_instance_goes_to_the_newest() -> None:
@@ -166,7 +166,7 @@ def test_no_more_instances_are_emptied_than_the_newest_version_deserves() -> Non
     assert core.tick(1.0) == []
 
 
-# -- §5.4 refill ------------------------------------------------------------------------------------------------------
+# -- refill -----------------------------------------------------------------------------------------------------------
 
 
 def three_versions(*, refill: bool) -> Core:
@@ -201,7 +201,7 @@ def test_refill_gives_a_version_between_oldest_and_newest_new_groups_once_the_ne
     assert core.finished(18) == [grade(18)]  # version 0 is the oldest
 
 
-# -- §5.5 tail care ---------------------------------------------------------------------------------------------------
+# -- tail care --------------------------------------------------------------------------------------------------------
 
 
 def test_what_waits_goes_to_the_emptier_instances() -> None:
@@ -223,7 +223,7 @@ def test_siblings_that_hold_up_a_nearly_complete_group_come_first() -> None:
     assert [o.trajectory for o in orders] == [3, 5, 7]
 
 
-# -- §5.6 window ------------------------------------------------------------------------------------------------------
+# -- window -----------------------------------------------------------------------------------------------------------
 
 
 def test_k_plus_1_versions_are_live_and_the_next_one_waits_for_the_oldest_ones_last_group() -> None:
@@ -244,7 +244,7 @@ def test_k_plus_1_versions_are_live_and_the_next_one_waits_for_the_oldest_ones_l
     assert core.state.window.live() == [2]
 
 
-# -- §5.7 the admission window W --------------------------------------------------------------------------------------
+# -- the admission window W -------------------------------------------------------------------------------------------
 
 
 def test_w_starts_at_one_and_a_half_steps() -> None:
@@ -321,7 +321,7 @@ def test_w_does_not_bind_a_batched_strategy() -> None:
     assert core.state.ledger.num_untrained == 8  # a step being trained and the next block: more than 1.5 N
 
 
-# -- §5.8 KV room -----------------------------------------------------------------------------------------------------
+# -- KV room ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_request_is_dispatched_only_where_its_prompt_and_expected_length_fit_beside_the_residents() -> None:

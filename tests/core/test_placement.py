@@ -1,4 +1,4 @@
-"""Placement as functions of data: floors, largest remainder, and which packings are allowed (system.md §5.2, §5.3)."""
+"""Placement as functions of data: floors, largest remainder, and which packings are allowed."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dora.core.decode_time import DecodeTime
-from dora.core.groups import Group, Trajectory
 from dora.core.ids import GroupId, InstanceId, TrajectoryId
-from dora.core.instances import Instance, InstancePhase
+from dora.core.phases import WeightsPhase
 from dora.core.placement import KV_FILL, MAX_SLOWDOWN, allot, allot_by_requests, kv_floor, plan_moves
+from dora.core.tables import Group, Instance, Trajectory
 
 #: Time per token grows with the batch alone, by a tenth of the base per request.
 BY_REQUESTS = DecodeTime(base_s=1.0, per_request_s=0.1, per_token_s=0.0)
@@ -19,13 +19,13 @@ FREE = DecodeTime(base_s=1.0, per_request_s=0.0, per_token_s=0.0)
 
 
 def group(id: int, *, deadline: int = 9) -> Group:
-    return Group(GroupId(id), version=0, deadline=deadline, num_prompt_tokens=0, group_size=1, at=0.0)
+    return Group(GroupId(id), version=0, deadline=deadline, num_prompt_tokens=0, group_size=1, admitted_at=0.0)
 
 
 def instance(id: int, *residents: int, deadline: int = 9, slots: int = 8, kv: int = 1000) -> Instance:
     """An instance with residents of these many tokens."""
     i = Instance(InstanceId(id))
-    i.phase, i.version, i.slots, i.kv_tokens = InstancePhase.SERVING, 0, slots, kv
+    i.weights, i.version, i.slots, i.kv_tokens = WeightsPhase.SERVING, 0, slots, kv
     for n, tokens in enumerate(residents):
         trajectory = group(100 * id + n, deadline=deadline).trajectories[0]
         trajectory.num_tokens = trajectory.footprint = tokens

@@ -5,16 +5,16 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dora.core.groups import Trajectory
 from dora.core.ids import InstanceId, TrajectoryId
-from dora.core.instances import Instance, InstancePhase
+from dora.core.phases import WeightsPhase
+from dora.core.tables import Instance, Trajectory
 from dora.core.versions import Version
 
 
 def serving(id: int, entry: Version) -> Instance:
     instance = Instance(InstanceId(id))
     instance.slots, instance.kv_tokens = 1 + id % 3, 100
-    instance.phase, instance.version = InstancePhase.SERVING, entry.number
+    instance.weights, instance.version = WeightsPhase.SERVING, entry.number
     entry.serving[instance.id] = instance
     entry.offer(instance)
     return instance

@@ -135,9 +135,10 @@ class AnyOrder(RuleBasedStateMachine):
         self.outside.stop(pick(self.outside.requests, index))
 
     @while_running(lambda o: o.requests)
-    @rule(index=_INDEX, server_gone=st.booleans())
-    def fail(self, index: int, server_gone: bool) -> None:
-        self.outside.fail(pick(self.outside.requests, index), server_gone=server_gone)
+    @rule(index=_INDEX, how=st.sampled_from(["broken", "refused", "refused for good"]))
+    def fail(self, index: int, how: str) -> None:
+        t = pick(self.outside.requests, index)
+        self.outside.fail(t, server_gone=how == "broken", final=how == "refused for good")
 
     @while_running(lambda o: o.grades)
     @rule(index=_INDEX, reward=st.sampled_from([None, 0.0, 0.0, 1.0]))
@@ -249,6 +250,11 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(index=st.integers(0, 39))
     def repeat(self, index: int) -> None:
         self.outside.repeat(pick(self.outside.echoes(), index))
+
+    @while_running(lambda o: o.echoes_of_the_removed())
+    @rule(index=st.integers(0, 39))
+    def repeat_of_an_instance_that_has_left(self, index: int) -> None:
+        self.outside.repeat(pick(self.outside.echoes_of_the_removed(), index))
 
 
 TestAnyOrder = AnyOrder.TestCase

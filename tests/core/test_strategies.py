@@ -1,4 +1,4 @@
-"""The strategies of system.md §4 as settings of the same rules, and what holds for whole runs under any of them."""
+"""The strategies as settings of the same rules, and what holds for whole runs under any of them."""
 
 from __future__ import annotations
 

@@ -14,8 +14,8 @@ from collections import Counter
 from pathlib import Path
 
 from dora.core import commands as cmd
-from dora.core.groups import GroupPhase
 from dora.core.orchestration import SWITCHES, orchestration_of
+from dora.core.phases import GroupPhase
 from tests.core.world import Faults, World, replay, settings
 
 IN_FLIGHT = ["partial", "partial_bounded", "partial_sync"]

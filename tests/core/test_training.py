@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dora.core.commands import TrainMicroBatch
-from dora.core.groups import Group
 from dora.core.ids import GroupId, TrajectoryId
-from dora.core.training import Feed, split_wave
+from dora.core.tables import Group
+from dora.core.training import Feed, StepFeed, split_wave
 from tests.core.builders import wave
 
 BUDGET = 100
@@ -16,7 +16,7 @@ BUDGET = 100
 
 def group(id: int, *sizes: int | None) -> Group:
     """A graded group; one trajectory per size in tokens, None: its grading failed."""
-    g = Group(GroupId(id), version=0, deadline=1, num_prompt_tokens=0, group_size=len(sizes), at=0.0)
+    g = Group(GroupId(id), version=0, deadline=1, num_prompt_tokens=0, group_size=len(sizes), admitted_at=0.0)
     for trajectory, size in zip(g.trajectories, sizes, strict=True):
         trajectory.num_tokens = size or 1
         trajectory.reward = None if size is None else 1.0
@@ -25,11 +25,11 @@ def group(id: int, *sizes: int | None) -> Group:
 
 def feed(*groups: Group, num_ranks: int = 2, closed: bool = False) -> Feed:
     """A feed whose trainer is ready at step 0, with these groups committed to it."""
-    f = Feed(num_ranks=num_ranks, budget=BUDGET, group_size=2)
+    f = Feed(num_ranks=num_ranks, budget=BUDGET)
     f.restart(0)
     for g in groups:
         f.commit(g, step=0)
-    f.step(0).closed = closed
+    f.steps.setdefault(0, StepFeed()).closed = closed
     return f
 
 
@@ -81,7 +81,7 @@ def test_an_idle_trainer_is_given_whatever_is_committed_even_to_one_rank() -> No
 
 
 def test_nothing_is_sent_before_the_trainer_is_ready_or_beyond_its_open_step() -> None:
-    f = Feed(num_ranks=2, budget=BUDGET, group_size=2)
+    f = Feed(num_ranks=2, budget=BUDGET)
     f.commit(group(0, 10, 10), step=1)
     assert f.next_wave() is None
     f.restart(0)
@@ -118,7 +118,7 @@ def test_a_step_that_closes_after_everything_was_sent_ends_with_an_empty_wave() 
     f = feed(group(0, 10, 10))
     assert f.next_wave() is not None
     f.waves_done += 1
-    f.step(0).closed = True
+    f.steps[0].closed = True
     assert f.next_wave() == wave(0, 1, [], [], last=True)
     assert f.next_wave() is None
 
@@ -148,16 +148,17 @@ def test_a_restarted_trainer_is_fed_the_very_same_waves() -> None:
     f.commit(group(2, 100, 100), step=0)
     first.append(f.next_wave())
     f.waves_done += 2
-    f.step(0).closed = True
+    f.steps[0].closed = True
     first += waves(f)
     f.restart(0)
     assert waves(f) == first
 
 
-def test_waves_are_kept_back_to_the_last_checkpoint() -> None:
+def test_waves_are_kept_back_to_the_older_one_of_two_checkpoints() -> None:
     f = feed(group(0, 10, 10), closed=True)
     f.commit(group(1, 10, 10), step=1)
-    f.checkpointed(0)
+    assert f.checkpointed(1, "one") == []
     assert list(f.steps) == [0, 1]
-    f.checkpointed(1)
+    assert f.checkpointed(2, "two") == [(0, "")]
     assert list(f.steps) == [1]
+    assert f.checkpointed(3, "three") == [(1, "one")]

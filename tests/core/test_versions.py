@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from dora.core import commands as cmd
-from dora.core.groups import Group
 from dora.core.ids import GroupId, InstanceId
-from dora.core.instances import Instance, InstancePhase
+from dora.core.phases import WeightsPhase
+from dora.core.tables import Group, Instance
 from dora.core.versions import Version, Window
 from tests.core.builders import admit, started
 from tests.core.world import run
 
 
 def group(id: int, *, unfinished: int = 2) -> Group:
-    g = Group(GroupId(id), version=0, deadline=1, num_prompt_tokens=3, group_size=2, at=0.0)
+    g = Group(GroupId(id), version=0, deadline=1, num_prompt_tokens=3, group_size=2, admitted_at=0.0)
     g.unfinished = unfinished
     return g
 
 
 def instance(id: int, *, load: int = 0) -> Instance:
     i = Instance(InstanceId(id))
-    i.phase, i.version, i.slots, i.kv_tokens, i.num_requests = InstancePhase.SERVING, 0, 8, 100, load
+    i.weights, i.version, i.slots, i.kv_tokens, i.num_requests = WeightsPhase.SERVING, 0, 8, 100, load
     return i
 
 

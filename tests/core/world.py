@@ -1,4 +1,4 @@
-"""A virtual-time world around one ControllerState: carries out its commands, with lengths, delays and faults.
+"""A virtual-time world around one State: carries out its commands, with lengths, delays and faults.
 
 Invariant: it invents nothing the shell could not report, and `invariants.check` runs after every event unless told
 otherwise. Same arguments, same events.
@@ -13,10 +13,12 @@ from dataclasses import dataclass, field
 
 from dora.core import commands as cmd
 from dora.core import events as ev
+from dora.core.core import handle
 from dora.core.ids import InstanceId, TrajectoryId
 from dora.core.invariants import check
+from dora.core.on_run import culprit
 from dora.core.orchestration import Orchestration
-from dora.core.state import ControllerState
+from dora.core.state import State
 from dora.core.strategies import Settings, rules_of
 
 
@@ -42,6 +44,7 @@ class Faults:
 
     push_fails: float = 0.0
     request_fails: float = 0.0
+    refused_for_good: float = 0.0  #: of the requests that fail
     instance_dies: float = 0.0  #: per tick and instance
     grading_fails: float = 0.0
     zero_variance: float = 0.0  #: per group
@@ -65,10 +68,11 @@ class World:
     token_s: float = 0.05
     checked: bool = True
     length: Callable[[random.Random], int] | None = None
+    sink: Callable[[ev.Event, list[cmd.Command]], None] | None = None
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
-        self.state = ControllerState(self.settings)
+        self.state = State(self.settings)
         self.heap: list[tuple[float, int, Callable[[], ev.Event | None]]] = []
         self.count = 0
         self.now = 0.0
@@ -104,15 +108,17 @@ class World:
             event = make()
             if event is not None:
                 self.deliver(event)
-        raise AssertionError(f"no end after {max_events} events: {self.state._culprit()}")
+        raise AssertionError(f"no end after {max_events} events: {culprit(self.state)}")
 
     def at(self, delay: float, make: Callable[[], ev.Event | None]) -> None:
         self.count += 1
         heapq.heappush(self.heap, (self.now + delay, self.count, make))
 
     def deliver(self, event: ev.Event) -> None:
-        orders = self.state.handle(event)
+        orders = handle(self.state, event)
         self.journal.append((event, orders))
+        if self.sink is not None:
+            self.sink(event, orders)
         if self.checked:
             check(self.state)
         for order in orders:
@@ -164,7 +170,9 @@ class World:
         spans = (*self.marks[t], self._span(t, end=n))
         del self.running[t]
         if failed:
-            return ev.GenerationFailed(self.now, t, attempt, n, False, "refused")
+            return ev.GenerationFailed(
+                self.now, t, attempt, n, False, "refused", self.chance(self.faults.refused_for_good)
+            )
         if stopped:
             return ev.GenerationStopped(self.now, t, attempt, n, spans)
         event = ev.GenerationFinished(self.now, t, attempt, n, n == self.settings.max_new_tokens, spans)
@@ -305,9 +313,9 @@ class World:
 
 def replay(config: Settings, journal: list[tuple[ev.Event, list[cmd.Command]]]) -> None:
     """The same events give the same commands."""
-    state = ControllerState(config)
+    state = State(config)
     for event, orders in journal:
-        assert state.handle(event) == orders, f"replay differs at {event}"
+        assert handle(state, event) == orders, f"replay differs at {event}"
 
 
 def run(strategy: str = "dora", *, max_staleness: int = 2, seed: int = 0, **options: object) -> World:

@@ -98,16 +98,16 @@ def until(ask: Callable[[], Found | None], *, what: str, timeout_s: float = STAR
     raise AssertionError(f"not within {timeout_s:g} s: {what}")
 
 
-def get(url: str) -> tuple[int, str, str]:
+def get(url: str, **headers: str) -> tuple[int, str, str]:
     """Status, content type, body."""
     try:
-        with urllib.request.urlopen(url, timeout=30) as answer:
+        with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=30) as answer:
             return answer.status, answer.headers["Content-Type"], answer.read().decode()
     except urllib.error.HTTPError as answer:
         return answer.code, answer.headers["Content-Type"], answer.read().decode()
 
 
-def _heed_ctrl_c() -> None:
+def heed_ctrl_c() -> None:
     """Who starts the tests in the background of a shell has them ignore SIGINT, and a child inherits that."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -128,7 +128,7 @@ class Run:
             env=environment(),
             cwd=cwd,
             start_new_session=True,  # a signal is sent to this process alone
-            preexec_fn=_heed_ctrl_c,
+            preexec_fn=heed_ctrl_c,
         )
         self.out: list[str] = []
         self.err: list[str] = []

@@ -42,16 +42,19 @@ NO_EVALUATION = settings(eval__sets="[]")
     ("setting", "says"),
     [
         ("rollout.max_stalenes=1", r"unknown key rollout.max_stalenes; did you mean rollout.max_staleness\?"),
-        ("run.steps=many", r'run.steps: got "many", wants an integer'),
+        ("run.steps=many", r'run.steps: got "many", expected an integer'),
         ("rollout.max_staleness=4", r"K = 4 keeps up to 5 versions alive, but there are 4 instances; lower K or raise"),
         ("model.path=/no/such/model", r"model.path: /no/such/model .*has no config.json; give a Hugging Face folder"),
-        ("rollout.group_size=1", r"rollout.group_size: 1 sibling .*advantage 'grpo' is group-relative; use at least 2"),
+        (
+            "rollout.group_size=1",
+            r"rollout.group_size: 1 answer .*advantage 'grpo' is group-relative; use at least 2",
+        ),
         (
             'task.rewards=[{kind="function", name="no_such_module:reward"}]',
             r"task.rewards.0.name: .*no_such_module",
         ),
         ('task.rewards=[{kind="function", name="json:no_such_reward"}]', r"task.rewards.0.name: .*no_such_reward"),
-        ("run", r"--set run: wants key=value"),
+        ("run", r"--set run: expected SECTION.NAME=VALUE"),
         ("task.sources=[]", r"task.sources: at least one source is needed"),
         ("status.host=no.such.host.invalid", r"status.host: no.such.host.invalid is no address \("),
     ],
@@ -64,6 +67,26 @@ def test_a_config_file_is_named_with_line_and_column(tmp_path: Path) -> None:
     config = tmp_path / "job.toml"
     config.write_text("[run]\nsteps = = 3\n")
     refused(tmp_path, str(config), says=rf"{config}:2:9: ")
+
+
+@pytest.mark.parametrize("command", ["run", "check"])
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        (("trainer.device=cuda",), r"trainer.device: 2 ranks need a CUDA device each, .*can use 0 here; set it to cpu"),
+        (("engine.device=cuda",), r"engine.device: the instances need 1 CUDA devices .*can use 0 here; set it to cpu"),
+        (("engine.kind=sglang", "engine.device=cuda"), r"engine.device: the instances need 4 CUDA devices .*"),
+    ],
+)
+def test_missing_cuda_is_found_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, settings: tuple[str, ...], says: str
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    overrides = [word for pair in (*settings, "status.port=0") for word in ("--set", pair)]
+    result = run_to_end(command, "--set", f"run.folder={tmp_path / 'runs'}", *overrides, cwd=tmp_path)
+    assert_one_clear_error(result, code=2, says=says)
+    assert result.stdout == ""
+    assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize("field", ["status.port", "engine.base_port"])
@@ -97,7 +120,8 @@ def test_a_run_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     blocked = tmp_path / "file"
     blocked.touch()
     result = run_to_end("check", *settings(run__folder=blocked / "runs", status__port=0))
-    assert_one_clear_error(result, code=2, says=rf"run.folder: cannot create {blocked}/runs: {blocked} is no folder")
+    said = rf"run.folder: cannot create {blocked}/runs: {blocked} is not a writable folder"
+    assert_one_clear_error(result, code=2, says=said)
     result = run_to_end("run", *settings(run__folder=blocked / "runs", status__port=0))
     assert_one_clear_error(result, code=2, says=rf"run.folder: cannot create {blocked}/runs/\S+: Not a directory")
     result = run_to_end("run", *settings(run__folder=blocked, status__port=0))
@@ -107,7 +131,7 @@ def test_a_run_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("command", ["audit", "export", "run --resume"])
 def test_a_folder_that_is_no_run_is_refused(tmp_path: Path, command: str) -> None:
     result = run_to_end(*command.split(), str(tmp_path / "none"))
-    assert_one_clear_error(result, code=2, says="there is no such run folder")
+    assert_one_clear_error(result, code=2, says="no such run folder")
     result = run_to_end(*command.split(), str(tmp_path))
     assert_one_clear_error(result, code=2, says="is not a run folder, it has no config.toml and no journal.msgpack")
 

@@ -1,15 +1,24 @@
-"""`dora check` and `--help`: what can be asked without starting a run."""
+"""`dora check`, `--version` and `--help`: what can be asked without starting a run."""
 
 from __future__ import annotations
 
+import json
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.e2e.runs import assert_one_clear_error, environment, run_to_end, settings
+from dora.app.trial_push import Held, push_once
+from dora.cli.serve import model_folder
+from dora.config.load import load
+from dora.engine.engines import open_engine
+from dora.errors import ConfigError
+from tests.e2e.runs import assert_one_clear_error, command, environment, get, run_to_end, settings, until
 
 pytestmark = pytest.mark.e2e
 
@@ -42,9 +51,76 @@ def _is_ours(process: psutil.Process) -> bool:
         return False
 
 
+@pytest.fixture
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """One that somebody else has started with the model of the run; it holds it under a label of their own."""
+    log = tmp_path_factory.mktemp("server") / "log"
+    words = ("serve", "--model", "seed", "--port", "0", "--weight-version", "theirs", "--incremental-streaming-output")
+    with log.open("wb") as output:
+        process = subprocess.Popen(command(*words), stdout=output, stderr=subprocess.STDOUT, env=environment())
+    try:
+        yield until(lambda: re.findall(r"^ready (\S+)$", log.read_text(), re.MULTILINE), what="a server")[0]
+    finally:
+        process.kill()
+        process.wait()
+
+
+def external(url: str, folder: Path, **changes: object) -> list[str]:
+    memory = folder / "memory"
+    memory.mkdir()
+    fleet = {"engine__urls": f'["{url}"]', "rollout__strategy": "sync", "status__port": 0, "eval__sets": "[]"}
+    return settings(**fleet, run__folder=folder / "new" / "runs", weights__memory_folder=memory, **changes)
+
+
+def label_of(url: str) -> str:
+    return str(json.loads(get(f"{url}/model_info")[2])["weight_version"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("transport", ["disk", "distributed"])
+def test_a_push_is_tried_and_taken_back(tmp_path: Path, server: str, transport: str) -> None:
+    result = run_to_end("check", "--push", *external(server, tmp_path, weights__transport=transport))
+    assert (result.returncode, result.stderr) == (0, "")
+    assert f"\npush       {server}: loaded the model from the version store, and holds what it held" in result.stdout
+    assert label_of(server) == "theirs"
+    assert files_below(tmp_path) == {tmp_path / "memory"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_store_that_a_server_does_not_see_is_named_and_the_server_left_as_it_was(tmp_path: Path, server: str) -> None:
+    elsewhere = settings(engine__path_map=f'{{"{tmp_path}" = "/not/mounted"}}')
+    arguments = [*external(server, tmp_path), *elsewhere]
+    assert run_to_end("check", *arguments).returncode == 0  # nothing else tells
+    result = run_to_end("check", "--push", *arguments)
+    says = (
+        rf"engine.urls: {server}: weight push failed at 'update': .*; it has to read "
+        r"/not/mounted/memory/dora-dora-check-\S+/v000000: mount the folder there"
+    )
+    assert_one_clear_error(result, code=2, says=says)
+    assert "restart it" not in result.stderr
+    assert label_of(server) == "theirs"
+    assert files_below(tmp_path) == {tmp_path / "memory"}
+
+
+async def test_a_server_with_other_weights_is_not_pushed_to(tmp_path: Path) -> None:
+    config = load(None, [f"run.folder={tmp_path}", f"weights.memory_folder={tmp_path / 'none'}"], environ={})
+    held = Held("http://127.0.0.1:1", "engine.urls", "run/7", is_model=False)
+    async with open_engine(config, max_connections=1) as engine:
+        with pytest.raises(ConfigError, match=r"engine.urls: \S+ holds other weights \('run/7'\) than model.path: no"):
+            await push_once(config, model=model_folder("seed"), engine=engine, servers=[held])
+    assert files_below(tmp_path) == set()
+
+
 def test_check_refuses_what_a_run_refuses(tmp_path: Path) -> None:
     result = run_to_end("check", "--set", "rollout.max_staleness=7", cwd=tmp_path)
     assert_one_clear_error(result, code=2, says="K = 7 keeps up to 8 versions alive")
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    result = run_to_end("--version")
+    assert (result.returncode, result.stdout, result.stderr) == (0, f"dora {version('dora-rl')}\n", "")
 
 
 def test_help_lists_the_commands_and_loads_no_torch() -> None:

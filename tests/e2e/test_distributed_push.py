@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 from dora.core import events as ev
+from dora.node.plan import SERVE_KEY
 from tests.e2e.runs import Run, assert_audit_clean, events_of, get, small, until, until_gone
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -31,7 +32,8 @@ def test_a_run_outlives_its_senders_and_its_servers_never_read_the_store(tmp_pat
         folder = run.folder
         log = folder.process_log("engine-0").read_text()
         [url] = re.findall(r"^ready (http://\S+)$", log, re.MULTILINE)
-        info = msgspec.json.decode(get(f"{url}/model_info")[2])
+        key = run.engine(0).environ()[SERVE_KEY]
+        info = msgspec.json.decode(get(f"{url}/model_info", Authorization=f"Bearer {key}")[2])
         assert info["weight_version"].startswith(folder.run_id)
         assert folder.run_id not in info["model_path"]  # an update from disk would show the store's folder
         second = senders(run)

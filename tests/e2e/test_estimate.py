@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, Qwen3Config, Qwen3ForCausalLM
 
-from dora.cli.estimate import Shapes, best_split, kv_bytes_per_token, lines, memory, step_time
+from dora.app.estimate import Shapes, best_split, kv_bytes_per_token, lines, memory, step_time
 from dora.config.load import load
 from dora.config.schema import Config
 from dora.seed.policy import path as seed_path

@@ -119,7 +119,7 @@ def chunks(folder: RunFolder) -> dict[int, Counter[int]]:
     """Tokens in the store, by trajectory and attempt."""
     found: dict[int, Counter[int]] = {}
     for _, payload in FrameReader(folder.tokens):
-        kind, trajectory, attempt, count = _HEAD.unpack_from(payload)
+        kind, trajectory, _, attempt, _, count = _HEAD.unpack_from(payload)
         if kind == _CHUNK:
             found.setdefault(trajectory, Counter())[attempt] += count
     return found

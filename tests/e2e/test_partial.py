@@ -8,7 +8,7 @@ import pytest
 
 from dora.core import commands as cmd
 from dora.core import events as ev
-from dora.core.groups import GroupPhase
+from dora.core.phases import GroupPhase
 from dora.journal.audit import audit
 from dora.journal.run_folder import RunFolder
 from tests.e2e.runs import events_of, orders_of, run_to_end, small

@@ -60,7 +60,7 @@ def test_equal_seeds_give_equal_prompts(folders: dict[str, RunFolder]) -> None:
 
     assert {"sync", "dora"} <= folders.keys(), "the tests above made them"
     prompts = {
-        name: {group: tokens.tolist() for group, tokens in read_tokens(folders[name].tokens).prompts.items()}
+        name: {group: prompt.tokens.tolist() for group, prompt in read_tokens(folders[name].tokens).prompts.items()}
         for name in ("sync", "dora")
     }
     assert prompts["sync"] == prompts["dora"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import dora
 from dora.core import commands as cmd
 from dora.core import events as ev
 from dora.journal.run_folder import RunFolder
+from dora.status.facts import SKIPPED
 from dora.weights.store import VersionStore
 from tests.e2e.runs import (
     assert_audit_clean,
@@ -31,6 +33,11 @@ import time
 def hangs_on_one_row(prompt, response, answer, metadata):
     while metadata["hangs"]:
         time.sleep(3600)
+    return float(len(response) % 2)
+
+def raises(prompt, response, answer, metadata):
+    if metadata["hangs"]:
+        raise ValueError("no level given")
     return float(len(response) % 2)
 
 def constant(prompt, response, answer, metadata):
@@ -80,6 +87,62 @@ def test_a_source_that_runs_dry_and_a_grader_that_hangs_end_in_clear_words(tmp_p
     failed = [e for e in events_of(folder, ev.TrajectoryGraded) if e.reward is None]
     assert {(e.trajectory // 4, e.reason) for e in failed} == {(1, "timeout")}
     assert sorted(o.group for o in orders_of(folder, cmd.CommitGroup)) == [0, 2, 3, 4]
+    assert_audit_clean(folder)
+
+
+def test_a_reward_that_raises_is_named_in_the_terminal_and_the_log_and_found_by_the_check(tmp_path: Path) -> None:
+    arguments = small(
+        tmp_path / "runs",
+        run__steps=1,
+        rollout__groups_per_step=2,
+        task__sources=rows(tmp_path, hangs=(True, False, False)),
+        task__rewards='[{kind="exact", weight=0.1}, {kind="function", name="own_rewards:raises"}]',
+        task__epochs=1,
+        task__shuffle=False,
+    )
+    said = "task.rewards.1 (function own_rewards:raises): ValueError: no level given (own_rewards.py:11)"
+    result = run_to_end("run", *arguments)
+    assert result.returncode == 0, result.stderr
+    assert result.stderr.splitlines().count(f"warning: not_graded reason={said}") == 1  # of four siblings
+    (root,) = (tmp_path / "runs").iterdir()
+    logged = [json.loads(line) for line in RunFolder(root).log.read_text().splitlines()]
+    assert [line["reason"] for line in logged if line["event"] == "not_graded"] == [said]
+    result = run_to_end("check", *arguments)
+    assert_one_clear_error(result, code=2, says=re.escape(said))
+
+
+def test_rows_over_the_prompt_limit_are_skipped_in_a_run_and_in_its_resume_alike(tmp_path: Path) -> None:
+    """Of eight rows 1 and 4 are too long; the first step takes 0 and 2, a resumed run the rest."""
+    path = tmp_path / "rows.jsonl"
+    prompts = [f"a{i}b1=" + "1" * (40 if i in (1, 4) else 0) for i in range(8)]
+    path.write_text("".join(json.dumps({"prompt": p, "answer": "01", "hangs": False}) + "\n" for p in prompts))
+    arguments = small(
+        tmp_path / "runs",
+        run__steps=1,
+        rollout__groups_per_step=2,
+        task__sources=f'[{{kind="jsonl", path="{path}"}}]',
+        task__rewards=reward("constant"),
+        task__max_prompt_tokens=32,
+        task__epochs=1,
+        task__shuffle=False,
+    )
+    result = run_to_end("run", *arguments)
+    assert result.returncode == 0, result.stderr
+    says = "warning: prompt_skipped reason={}: the prompt has 45 tokens, task.max_prompt_tokens allows 1 to 32"
+    assert result.stderr.splitlines().count(says.format(f"{path}:2")) == 1
+    (root,) = (tmp_path / "runs").iterdir()
+    folder = RunFolder(root)
+    result = run_to_end("run", "--resume", str(root), *settings(run__steps=3, status__port=0))
+    assert result.returncode == 0, result.stderr
+    assert says.format(f"{path}:5") in result.stderr.splitlines()
+    reason = f"generation: {SKIPPED}"
+    dropped = [(o.group, o.outcome, o.reason) for o in orders_of(folder, cmd.DropGroup)]
+    assert dropped == [(1, "failed", reason), (4, "failed", reason)]
+    assert sorted(o.group for o in orders_of(folder, cmd.CommitGroup)) == [0, 2, 3, 5, 6, 7]
+    arrived = {e.first + i: n for e in events_of(folder, ev.PromptsArrived) for i, n in enumerate(e.num_prompt_tokens)}
+    assert [group for group, num_tokens in sorted(arrived.items()) if not num_tokens] == [1, 4]
+    rows = [json.loads(line) for line in folder.metrics.read_text().splitlines()]
+    assert rows[-1]["dropped"] == {f"failed: {reason}": 2}
     assert_audit_clean(folder)
 
 

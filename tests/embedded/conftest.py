@@ -1,4 +1,4 @@
-"""Tiny models on disk, one per session, and an engine on a real socket for each test that wants one."""
+"""Tiny models on disk, one per session, and an engine on a real socket for each test that asks for one."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def other_architectures(tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
 
 
 class Reference:
-    """The same checkpoint in transformers' own hands: one plain forward over a whole sequence."""
+    """The same checkpoint in plain transformers: one forward over a whole sequence."""
 
     def __init__(self, folder: Path) -> None:
         self._model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
@@ -140,7 +140,7 @@ class Served:
             return answer.status, msgspec.json.decode(raw) if "json" in answer.content_type else raw
 
     async def generate(self, input_ids: list[int], *, sampling: dict[str, Any] | None = None, **fields: Any) -> Any:
-        """The 200 answer of a unary call that wants log-probs."""
+        """The 200 answer of a unary call with log-probs."""
         body = {"input_ids": input_ids, "sampling_params": sampling or {}, "return_logprob": True, **fields}
         status, answer = await self.post("/generate", body)
         assert status == 200, answer

@@ -1,4 +1,4 @@
-"""The batcher's rules against a decoder of our own that counts instead of computing."""
+"""The batcher's rules, with a decoder that counts instead of computing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WAIT_S = 20.0
 
 
 class CountingDecoder:
-    """Gives each row its own length as the next token. `steps` are handed out by the test, unless it lets it run."""
+    """The next token of a row is the row's length. The test releases `steps` one by one, or lets the decoder run."""
 
     context_tokens, vocab_size, eos_token_ids, model_type = 10_000, 1_000_000, frozenset[int](), "counting"
     cached_tokens = 0
@@ -95,7 +95,7 @@ async def rig(**changes: Any) -> AsyncIterator[Rig]:
     assert batcher.used_tokens == sum(len(one.prompt_ids) + len(one.output_ids) for one in batcher.rows)
 
 
-async def test_a_request_gets_its_tokens_in_order_and_the_reason_for_its_end() -> None:
+async def test_a_request_gets_its_tokens_in_order_and_a_finish_reason() -> None:
     async with rig() as it:
         one = it.submit("a", max_new_tokens=5)
         await it.ended(one)
@@ -120,7 +120,7 @@ async def test_a_stop_token_at_the_length_limit_counts_as_length() -> None:
         assert one.finish_reason == {"type": "length", "length": 4}
 
 
-async def test_no_new_tokens_wanted_means_prefill_only() -> None:
+async def test_zero_new_tokens_means_prefill_only() -> None:
     async with rig() as it:
         one = it.submit("a", max_new_tokens=0)
         await it.ended(one)
@@ -142,7 +142,7 @@ async def test_requests_beyond_the_slots_wait_and_join_when_one_leaves() -> None
         assert third.output_ids == [4, 5, 6, 7, 8]
 
 
-async def test_a_prompt_that_does_not_fit_the_kv_waits_and_those_behind_it_too() -> None:
+async def test_a_prompt_that_does_not_fit_the_kv_waits_and_blocks_those_behind_it() -> None:
     async with rig(kv_tokens=100) as it:
         it.decoder.unlimited = False
         big, bigger, small = (it.submit(name, prompt=tokens) for name, tokens in (("b", 60), ("c", 61), ("d", 1)))
@@ -155,7 +155,7 @@ async def test_a_prompt_that_does_not_fit_the_kv_waits_and_those_behind_it_too()
         assert bigger.num_retractions == small.num_retractions == 0
 
 
-async def test_when_the_kv_is_full_the_youngest_is_retracted_and_computed_anew_without_losing_a_token() -> None:
+async def test_when_the_kv_is_full_the_youngest_request_is_retracted_and_loses_no_token() -> None:
     async with rig(kv_tokens=100) as it:
         old = it.submit("old", prompt=10, max_new_tokens=80)
         young = it.submit("young", prompt=10, max_new_tokens=60)
@@ -194,7 +194,7 @@ async def test_aborting_a_waiting_request_answers_at_once() -> None:
         assert running.finish_reason is None
 
 
-async def test_an_abort_hits_all_rids_it_is_a_prefix_of_but_only_if_it_is_live_itself() -> None:
+async def test_an_abort_ends_all_rids_it_is_a_prefix_of_but_only_if_it_is_live_itself() -> None:
     async with rig() as it:
         await it.batcher.between_steps(lambda: it.batcher.hold(retract=False))
         r1, r10, other = it.submit("r1"), it.submit("r10"), it.submit("x")
@@ -231,7 +231,7 @@ async def test_a_logprob_that_is_not_a_number_ends_the_request_as_an_error() -> 
         assert one.finish_reason == NOT_FINITE
 
 
-async def test_a_hold_in_place_keeps_rows_and_a_hold_with_retract_empties_them() -> None:
+async def test_a_pause_in_place_keeps_rows_and_a_pause_with_retract_empties_them() -> None:
     async with rig() as it:
         it.decoder.unlimited = False
         first, second = it.submit("a", max_new_tokens=9), it.submit("b", max_new_tokens=9)
@@ -319,7 +319,7 @@ def generation(rid: str, prompt: list[int], *, namespace: str = "") -> Generatio
     return Generation(rid=rid, prompt_ids=prompt, sampling=Sampling(), namespace=namespace)
 
 
-async def test_siblings_follow_the_first_of_their_prompt_and_lengths_are_not_mixed() -> None:
+async def test_siblings_are_prefilled_after_the_first_and_lengths_are_not_mixed() -> None:
     given = [
         generation("a", [1] * 10),
         generation("a2", [1] * 10),

@@ -216,7 +216,7 @@ async def test_a_missing_checkpoint_is_a_400_and_changes_nothing(served: Served,
     await served.generate([5], sampling={"max_new_tokens": 1})
 
 
-async def test_an_update_without_a_path_is_a_400_of_the_other_shape(served: Served) -> None:
+async def test_an_update_without_a_path_is_a_400_with_the_validation_shape(served: Served) -> None:
     status, body = await served.post("/update_weights_from_disk", {"weight_version": "bad"})
     assert (status, set(body)) == (400, set(sample("update_missing_field")["body"]))
     assert "model_path" in body["message"]

@@ -21,7 +21,7 @@ CLOSE = 1e-4  # fp32, required by the engine's promise
 
 @dataclass
 class Row:
-    """A running request and what the decoder has said about it."""
+    """A running request and the decoder's results for it."""
 
     joiner: Joiner
     output_ids: list[int] = field(default_factory=list)
@@ -43,7 +43,7 @@ def prompt_of(rng: random.Random, length: int) -> list[int]:
 
 
 def join(decoder: CausalDecoder, rows: list[Row], joiners: list[Joiner]) -> list[int]:
-    """Joins them all; returns the cached tokens of each, in the order of the new rows."""
+    """Join all of them; return the number of cached tokens of each, in the order of the new rows."""
     joined = decoder.join(joiners)
     rows += [Row(joiners[one.joiner]) for one in joined]
     return [one.cached_tokens for one in joined]
@@ -207,7 +207,7 @@ def test_loading_replaces_the_weights_in_place(
         leave(decoder, rows, 0)
 
 
-def test_weights_that_gave_nan_leave_nothing_behind_for_the_next_ones(
+def test_weights_that_produce_nan_do_not_affect_the_weights_loaded_after_them(
     model_a: Path, reference_a: Reference, tmp_path: Path
 ) -> None:
     broken = load_file(model_a / "model.safetensors")
@@ -227,7 +227,7 @@ def test_weights_that_gave_nan_leave_nothing_behind_for_the_next_ones(
 
 
 def test_a_checkpoint_of_another_shape_names_the_tensor(model_a: Path, model_of_other_shape: Path) -> None:
-    with pytest.raises(ConfigError, match=r"has shape \[.*48.*\], served \[.*32.*\]"):
+    with pytest.raises(ConfigError, match=r"has shape \[.*48.*\], the served model has \[.*32.*\]"):
         decoder_of(model_a).load(model_of_other_shape)
 
 

@@ -1,4 +1,4 @@
-"""Each release of SGLang as the embedded engine speaks it: every row of the table of dialects (sglang.md §3.2)."""
+"""The embedded engine as each release of SGLang: every row of the table of dialects (docs/SGLANG.md)."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ import pytest
 
 from dora.embedded.dialect import DIALECTS, dialect_of
 from dora.embedded.updates import outside_gate
-from dora.engine.client import EngineClient, GenerateRequest
-from dora.engine.probe import probe
+from dora.engine.api import GenerateRequest
+from dora.engine.sglang.client import EngineClient
+from dora.engine.sglang.probe import probe
+from dora.engine.sglang.push import push
+from dora.engine.sglang.target import PushTarget
 from dora.errors import ConfigError
-from dora.weights.push import push
 from tests.embedded.conftest import EOS, Reference, Served, Serving
 from tests.embedded.test_control import pause, resume, until_tokens, update, updated
 from tests.embedded.test_generate import running, sample
@@ -24,13 +26,13 @@ NEWEST = "0.5.23"
 every_dialect = pytest.mark.parametrize("dialect", DIALECTS)
 
 REQUEST = GenerateRequest(
-    rid="ours-0",
-    input_ids=[5, 6, 7, 8],
+    id="ours-0",
+    tokens=[5, 6, 7, 8],
     max_new_tokens=12,
     temperature=1.0,
-    stop_token_ids=[EOS],
+    stop_tokens=[EOS],
     seed=1,
-    extra_key="run/1",
+    label="run/1",
 )
 
 UNFLUSHED = (
@@ -46,7 +48,7 @@ UNFLUSHED = (
 
 @pytest.fixture
 def deaths(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Why the process would have ended."""
+    """The reasons for which the process would have ended."""
     reasons: list[str] = []
     monkeypatch.setattr("dora.embedded.updates.die", reasons.append)
     return reasons
@@ -59,7 +61,7 @@ async def in_flight(served: Served) -> asyncio.Task[Any]:
 
 
 async def outcome(served: Served, call: asyncio.Task[Any], *, after: int) -> Any:
-    """The answer, ended once it has some tokens more than `after`."""
+    """The answer, aborted once it has more than `after` tokens."""
     await resume(served)
     await until_tokens(served, "a", after + 20)
     await served.post("/abort_request", {"rid": "a"})
@@ -67,7 +69,7 @@ async def outcome(served: Served, call: asyncio.Task[Any], *, after: int) -> Any
 
 
 def test_an_unknown_dialect_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"^dialect: '0.5.19' is not known; choose one of 0.5.18, .*, 0.5.23$"):
+    with pytest.raises(ConfigError, match=r"^dialect: unknown release '0.5.19'; choose one of 0.5.18, .*, 0.5.23$"):
         dialect_of("0.5.19")
 
 
@@ -100,7 +102,7 @@ async def test_an_unknown_sampling_key_has_the_error_of_the_release(serving: Ser
         assert (status, body) == (500, "Internal Server Error")
 
 
-# --- the gate around updates that bring their tensors
+# --- the gate around updates that send their tensors
 
 
 async def test_the_gate_opens_once_and_closes_once_with_the_captured_words(serving: Serving) -> None:
@@ -112,7 +114,7 @@ async def test_the_gate_opens_once_and_closes_once_with_the_captured_words(servi
         assert (await served.post("/end_weight_update"))[0] == 400
 
 
-async def test_an_update_that_brings_its_tensors_is_refused_outside_an_open_gate(serving: Serving) -> None:
+async def test_an_update_that_sends_its_tensors_is_refused_outside_an_open_gate(serving: Serving) -> None:
     captured = sample("probe_0.5.23")["dist without begin"]
     call = "update_weights_from_distributed"
     async with serving(dialect=NEWEST) as served:
@@ -131,7 +133,7 @@ async def test_a_disk_update_needs_no_gate(serving: Serving, model_b: Path, dial
         assert await update(served, model_b, "w1") == updated("w1")
 
 
-# --- updates in mid-flight: the measured matrix
+# --- updates among live requests, as measured on each release
 
 
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
@@ -176,7 +178,7 @@ async def test_an_update_that_flushes_in_a_pause_in_place_dies_or_changes_the_we
 async def test_an_update_that_flushes_over_retracted_requests_dies_or_works(
     serving: Serving, model_b: Path, reference_b: Reference, deaths: list[str], dialect: str
 ) -> None:
-    """Where it works, nothing of the old weights is left: what follows agrees with a plain forward of the new ones."""
+    """Where it works, the tokens that follow agree with a plain forward of the new weights."""
     async with serving(dialect=dialect) as served:
         call = await in_flight(served)
         await pause(served, "retract")
@@ -197,7 +199,7 @@ async def test_an_update_that_flushes_over_retracted_requests_dies_or_works(
 
 
 @every_dialect
-async def test_a_flush_over_retracted_requests_is_refused_or_works_and_costs_them_nothing(
+async def test_a_flush_over_retracted_requests_is_refused_or_works_and_loses_no_token(
     serving: Serving, reference_a: Reference, dialect: str
 ) -> None:
     async with serving(dialect=dialect) as served:
@@ -231,30 +233,30 @@ def json_of(captured: Any) -> Any:
 
 
 def spans(meta: dict[str, Any], border: int) -> list[dict[str, Any]]:
-    """Of an answer that saw the weights change at `border`."""
+    """The spans of an answer during which the weights changed at token `border`."""
     return [
         {"version": "default", "start": 0, "end": border},
         {"version": "w1", "start": border, "end": meta["completion_tokens"]},
     ]
 
 
-# --- our client
+# --- DORA's client
 
 
 @every_dialect
-async def test_our_client_probes_pushes_and_reads_an_answer_of_one_version(
+async def test_doras_client_probes_pushes_and_reads_an_answer_of_one_version(
     serving: Serving, model_b: Path, reference_b: Reference, dialect: str
 ) -> None:
     facts = DIALECTS[dialect]
     async with serving(dialect=dialect) as served, EngineClient(max_connections=1) as client:
         url = str(served.http._base_url)
         found = await probe(client, url, timeout_s=30)
-        assert (found.server_version, found.has_spans, found.has_update_gate) == (
+        assert (found.release, found.has_spans, found.has_update_gate) == (
             dialect,
             facts.has_spans,
             facts.has_update_gate,
         )
-        await push(client.push_endpoint(url), folder=model_b, label="run/1", timeout_s=30)
+        await push(PushTarget(client, url), folder=model_b, label="run/1", timeout_s=30)
         token_ids: list[int] = []
         logprobs: list[float] = []
 

@@ -26,7 +26,7 @@ def keys(answer: dict[str, Any]) -> dict[str, set[str]]:
 
 
 async def running(served: Served, rid: str, **fields: Any) -> tuple[asyncio.Task[Any], asyncio.Event]:
-    """A unary call in the background, once it is live."""
+    """Start a unary call in the background and wait until it is live."""
     call = asyncio.create_task(served.generate([5, 6, 7, 8], sampling=LONG, rid=rid, **fields), name=rid)
     async with asyncio.timeout(20):
         while rid not in served.engine.batcher.live:
@@ -46,7 +46,7 @@ async def test_an_answer_has_the_keys_of_a_captured_one(served: Served) -> None:
     assert meta["output_token_logprobs_length"] == 3
 
 
-async def test_the_same_prompt_again_is_cached_but_for_its_last_token(served: Served) -> None:
+async def test_a_repeated_prompt_is_cached_except_for_its_last_token(served: Served) -> None:
     await served.generate([5, 6, 7, 8])
     again = await served.generate([5, 6, 7, 8])
     other = await served.generate([5, 6, 7, 8], extra_key="k1")
@@ -135,11 +135,11 @@ async def test_equal_seeds_give_equal_tokens_and_no_seed_gives_new_ones(served: 
     assert await tokens() != await tokens()
 
 
-async def test_a_request_aborted_and_resumed_elsewhere_goes_on_with_its_own_tokens(serving: Serving) -> None:
+async def test_a_request_aborted_and_resumed_elsewhere_gets_the_same_tokens(serving: Serving) -> None:
     sampling = {**LONG, "max_new_tokens": 400, "temperature": 1.0, "top_p": 0.9, "sampling_seed": 2**62 + 5}
     async with serving() as one, serving() as two:
         whole = (await one.generate([5, 6, 7], sampling=sampling))["output_ids"]
-        # Other requests beside it, so that neither batch is the one that made `whole`.
+        # Other requests run beside it, so that neither batch is the one that made `whole`.
         beside = [asyncio.create_task(one.generate([i, i], sampling=LONG, rid=f"b{i}")) for i in range(5)]
         moved = asyncio.create_task(one.generate([5, 6, 7], sampling=sampling, rid="moved"))
         async with asyncio.timeout(20):
@@ -180,7 +180,7 @@ async def test_a_cumulative_stream_repeats_everything_and_ends_with_done(served:
         assert "weight_versions" not in event["meta_info"]
 
 
-async def test_an_incremental_stream_holds_only_new_tokens_and_whole_totals(serving: Serving) -> None:
+async def test_an_incremental_stream_has_only_new_tokens_and_total_counts(serving: Serving) -> None:
     async with serving(incremental_streaming_output=True) as served:
         assert (await served.get("/server_info"))[1]["incremental_streaming_output"] is True
         *events, last, _ = await chunks(served, sampling_params={"max_new_tokens": 300, "ignore_eos": True})
@@ -249,13 +249,13 @@ async def test_a_request_aborted_in_the_queue_has_a_text_and_no_prompt_counts(se
         await first
 
 
-async def test_aborting_an_unknown_rid_is_fine(served: Served) -> None:
+async def test_aborting_an_unknown_rid_has_no_effect(served: Served) -> None:
     assert await served.post("/abort_request", {"rid": "nope"}) == (200, "")
     assert await served.post("/abort_request", {"abort_all": True}) == (200, "")
     assert await served.post("/abort_request", {}) == (200, "")
 
 
-async def test_a_live_rid_is_refused_and_a_finished_one_may_come_again(served: Served) -> None:
+async def test_a_live_rid_is_refused_and_a_finished_one_may_be_used_again(served: Served) -> None:
     call, _ = await running(served, "same")
     body = {"input_ids": [5], "rid": "same"}
     assert await served.post("/generate", body) == (400, sample("error_same_rid_concurrent")[1]["body"])
@@ -292,7 +292,7 @@ async def test_a_bad_value_is_refused_with_the_captured_body(served: Served, nam
     assert await served.post("/generate", captured["request"]["body"]) == (400, captured["body"])
 
 
-async def test_too_long_a_request_is_refused_with_the_captured_words(served: Served) -> None:
+async def test_a_request_that_is_too_long_is_refused_with_the_captured_words(served: Served) -> None:
     too_long = {"input_ids": [5] * 5000, "sampling_params": {"max_new_tokens": 3}}
     expected = long_message(sample("error_too_long")["body"]["error"]["message"])
     assert await served.post("/generate", too_long) == (400, {"error": {"message": expected}})
@@ -339,7 +339,7 @@ async def test_sampling_out_of_range_or_beyond_this_engine_is_refused(
         ({"input_ids": [5], "top_logprobs_num": 2}, "top_logprobs_num is not supported"),
     ],
 )
-async def test_what_the_engine_cannot_do_is_refused(served: Served, fields: dict[str, Any], word: str) -> None:
+async def test_an_unsupported_field_is_refused(served: Served, fields: dict[str, Any], word: str) -> None:
     status, body = await served.post("/generate", fields)
     assert status == 400
     assert word in body["error"]["message"]
@@ -352,9 +352,12 @@ async def test_a_refusal_inside_a_stream_is_an_event_of_a_200(served: Served) ->
     assert events == [json.loads(captured[0]), captured[1]]
 
 
-@pytest.mark.parametrize("raw", ["{", '{"input_ids": "x"}', '{"input_ids": [1.5]}', "[]", ""])
-async def test_a_malformed_body_is_a_400_of_the_other_shape(served: Served, raw: str) -> None:
-    async with served.http.post("/generate", data=raw) as answer:
+@pytest.mark.parametrize(
+    "raw",
+    [b"{", b'{"input_ids": "x"}', b'{"input_ids": [1.5]}', b"[]", b"", b'{"rid": "\xff"}', b'{"x":' + b"[" * 100_000],
+)
+async def test_a_malformed_body_is_a_400_with_the_validation_shape(served: Served, raw: bytes) -> None:
+    async with served.http.post("/generate", data=raw, headers={"Content-Type": "application/json"}) as answer:
         body = await answer.json()
     captured = json.loads(sample("error_bad_json")["body"])
     assert answer.status == 400
@@ -368,7 +371,7 @@ async def test_an_unknown_sampling_key_is_plain_text_and_an_unknown_top_level_ke
     await served.generate([5], sampling={"max_new_tokens": 1}, foo=1)
 
 
-async def test_a_port_in_use_is_named(serving: Serving) -> None:
+async def test_a_port_in_use_is_named_in_the_error(serving: Serving) -> None:
     async with serving() as served:
         port = served.http._base_url.port if served.http._base_url is not None else 0
         with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}"):
@@ -376,6 +379,6 @@ async def test_a_port_in_use_is_named(serving: Serving) -> None:
                 raise AssertionError("two servers on one port")
 
 
-def test_options_are_loopback_and_tame_by_default(model_a: Path) -> None:
+def test_options_default_to_loopback_any_port_and_one_thread(model_a: Path) -> None:
     options = ServeOptions(model_path=model_a)
     assert (options.host, options.port, options.threads) == ("127.0.0.1", 0, 1)

@@ -1,4 +1,4 @@
-"""The prefix cache: longest match, namespaces, and what is forgotten first."""
+"""The prefix cache: longest match, namespaces, and eviction order."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_namespaces_do_not_see_each_other() -> None:
     assert held.match("v2", [1, 2]) == (0, None)
 
 
-def test_what_was_not_asked_for_lately_goes_first() -> None:
+def test_the_least_recently_used_entries_are_evicted_first() -> None:
     held = cache(budget=4)
     held.put("", [1, 1], "one")
     held.put("", [2, 2], "two")
@@ -38,7 +38,7 @@ def test_what_was_not_asked_for_lately_goes_first() -> None:
     assert held.match("", [3, 3]) == (2, "three")
 
 
-def test_no_more_than_two_budgets_are_held_and_a_giant_is_not_held_at_all() -> None:
+def test_the_cache_holds_two_budgets_at_most_and_no_prompt_longer_than_one() -> None:
     held = cache(budget=10)
     for first in range(50):
         held.put("", [first, *range(100, 103)], str(first))
@@ -47,7 +47,7 @@ def test_no_more_than_two_budgets_are_held_and_a_giant_is_not_held_at_all() -> N
     assert held.match("", list(range(11)))[1] != "giant"
 
 
-def test_clear_forgets_everything() -> None:
+def test_clear_drops_everything() -> None:
     held = cache()
     held.put("", [1], "one")
     held.clear()

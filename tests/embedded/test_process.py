@@ -1,4 +1,4 @@
-"""The engine as a process: its one line, its signals, its deaths."""
+"""The engine as a process: its ready line, signals, and how it ends."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def engine(folder: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
 
 
 def post(url: str, body: dict[str, Any]) -> Any:
-    request = urllib.request.Request(url, json.dumps(body).encode())
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
     with urllib.request.urlopen(request, timeout=60) as answer:
         return json.loads(answer.read())
 
@@ -53,7 +53,7 @@ def health(url: str) -> int:
 
 
 def until_draining(url: str) -> None:
-    """Asks until the signal has reached the server's loop; each question is answered, so this ends."""
+    """Poll until the signal has reached the server's loop."""
     while health(url) != 503:
         pass
 
@@ -62,7 +62,9 @@ def test_sigterm_lets_running_calls_finish_and_then_ends(model_a: Path) -> None:
     with engine(model_a) as (process, url):
         answers: list[Any] = []
         body = {"input_ids": [5], "stream": True, "sampling_params": {"max_new_tokens": 600, "ignore_eos": True}}
-        request = urllib.request.Request(f"{url}/generate", json.dumps(body).encode())
+        request = urllib.request.Request(
+            f"{url}/generate", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
         with urllib.request.urlopen(request, timeout=60) as stream:
             answers.append(stream.readline())
             process.send_signal(signal.SIGTERM)
@@ -93,7 +95,9 @@ def test_importing_the_server_loads_no_torch() -> None:
 def test_a_second_signal_ends_a_draining_server_at_once(model_a: Path) -> None:
     with engine(model_a) as (process, url):
         body = {"input_ids": [5], "stream": True, "sampling_params": {"max_new_tokens": 2000, "ignore_eos": True}}
-        request = urllib.request.Request(f"{url}/generate", json.dumps(body).encode())
+        request = urllib.request.Request(
+            f"{url}/generate", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
         with urllib.request.urlopen(request, timeout=60) as stream:
             assert stream.readline().startswith(b"data: {")
             process.send_signal(signal.SIGINT)

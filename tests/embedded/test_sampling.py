@@ -1,4 +1,4 @@
-"""Sampling noise as a function of (seed, position), and what it is used for."""
+"""Sampling noise as a function of (seed, position), and the tokens drawn with it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def drawn(logits: Tensor, count: int, *, seed: int = 7, **given: float) -> Tenso
     return tokens
 
 
-def test_the_noise_stream_is_fixed_for_all_time() -> None:
+def test_the_noise_stream_never_changes() -> None:
     seeds, positions = torch.tensor([0, 1, -1, 2**62]), torch.tensor([0, 1, 2, 100_000])
     expected = [
         0.28176129772258207,
@@ -81,7 +81,7 @@ def test_a_row_samples_the_same_in_every_batch() -> None:
     assert together.tolist() == alone == with_filters.tolist()
 
 
-def test_logprobs_are_of_the_tempered_softmax_and_not_renormalized_over_a_filter() -> None:
+def test_logprobs_are_those_of_the_tempered_softmax_without_renormalization_over_a_filter() -> None:
     logits = torch.tensor([[3.0, 2.0, 1.0, 0.0]])
     _, logprob = sample(logits, settings([1], temperature=0.5, top_k=1, filtered=True), torch.tensor([0]))
     assert float(logprob) == pytest.approx(float((logits / 0.5).log_softmax(1)[0, 0]), abs=1e-6)
@@ -98,7 +98,7 @@ def test_logprobs_are_of_the_tempered_softmax_and_not_renormalized_over_a_filter
         ({"top_k": 3, "top_p": 0.99, "min_p": 0.1}, {1, 2, 3}),
     ],
 )
-def test_a_filter_keeps_exactly_its_support(given: dict[str, float], kept: set[int]) -> None:
+def test_a_filter_keeps_exactly_the_expected_tokens(given: dict[str, float], kept: set[int]) -> None:
     logits = torch.tensor([0.05, 0.25, 0.1, 0.6]).log()
     assert set(drawn(logits, 4000, filtered=True, **given).tolist()) == kept
 

@@ -1,4 +1,4 @@
-"""Text of answers: whole characters, no matched stop token, deltas that add up."""
+"""The text of answers: whole characters, no matched stop token, and deltas that add up to the whole."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def generation(text: str) -> Generation:
     return Generation(rid="a", prompt_ids=[1], sampling=Sampling(), output_ids=list(text.encode()))
 
 
-async def test_cumulative_text_is_all_so_far() -> None:
+async def test_cumulative_text_is_the_whole_text_so_far() -> None:
     text = Text(generation("añb"), Bytes())
     assert [text.upto(end, incremental=False) for end in range(5)] == ["", "a", "a\ufffd", "añ", "añb"]
 
@@ -30,7 +30,7 @@ async def test_incremental_text_holds_a_character_back_until_it_is_whole() -> No
     assert [text.upto(end, incremental=True) for end in range(8)] == ["", "a", "", "ñ", "b", "", "", "€"]
 
 
-async def test_an_unfinished_character_is_given_out_at_the_end() -> None:
+async def test_an_incomplete_character_is_sent_at_the_end() -> None:
     one = Generation(rid="a", prompt_ids=[1], sampling=Sampling(), output_ids=[97, 0xC3])
     text = Text(one, Bytes())
     assert text.upto(2, incremental=True) == "a"

@@ -8,6 +8,8 @@ from collections.abc import AsyncIterator
 import pytest
 from scripted_server import ScriptedServer
 
+from tests.embedded.conftest import model_a, model_b, reference_b  # noqa: F401 - fixtures of real models
+
 
 @pytest.fixture
 async def server() -> AsyncIterator[ScriptedServer]:

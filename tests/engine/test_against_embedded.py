@@ -13,10 +13,12 @@ from typing import Any
 
 import pytest
 
-from dora.engine.client import EngineClient, GenerateRequest
-from dora.engine.errors import ServerGone
-from dora.engine.probe import is_alive, probe
-from dora.weights.push import PushFailed, push
+from dora.engine.api import GenerateRequest
+from dora.engine.errors import PushFailed, ServerGone
+from dora.engine.sglang.client import EngineClient
+from dora.engine.sglang.probe import is_alive, probe
+from dora.engine.sglang.push import push
+from dora.engine.sglang.target import PushTarget
 from dora.weights.store import VersionStore
 
 SERVE = """
@@ -27,9 +29,9 @@ run_server(ServeOptions(model_path=Path(sys.argv[1]), slots=8, kv_tokens=16384, 
                         skip_tokenizer_init=True, incremental_streaming_output=sys.argv[2] == "incremental"))
 """
 REQUEST = GenerateRequest(
-    rid="r-1", input_ids=[5, 6, 7, 8], max_new_tokens=24, temperature=1.0, stop_token_ids=[], seed=11, extra_key="run/0"
+    id="r-1", tokens=[5, 6, 7, 8], max_new_tokens=24, temperature=1.0, stop_tokens=[], seed=11, label="run/0"
 )
-LONG = replace(REQUEST, rid="r-long", max_new_tokens=4000)
+LONG = replace(REQUEST, id="r-long", max_new_tokens=4000)
 
 
 class Tokens:
@@ -113,7 +115,7 @@ async def client() -> AsyncIterator[EngineClient]:
 
 async def test_the_probe_accepts_it(url: str, client: EngineClient) -> None:
     capabilities = await probe(client, url, timeout_s=30)
-    assert (capabilities.label, capabilities.max_running, capabilities.max_total_tokens) == ("run/0", 8, 16384)
+    assert (capabilities.label, capabilities.slots, capabilities.kv_tokens) == ("run/0", 8, 16384)
     assert await is_alive(client, url, timeout_s=30)
 
 
@@ -138,13 +140,13 @@ async def test_an_aborted_request_keeps_its_tokens_and_goes_on_from_them(url: st
     async with asyncio.TaskGroup() as group:
         stopped = group.create_task(client.generate(url, greedy, first))
         await first.enough.wait()
-        await client.abort(url, greedy.rid)
+        await client.abort(url, greedy.id)
         result = await stopped
     done = len(first.token_ids)
     assert (result.finish_reason, result.num_tokens, result.spans) == ("abort", done, (("run/0", 0, done),))
-    rest = replace(greedy, rid="r-2", input_ids=[*greedy.input_ids, *first.token_ids], max_new_tokens=16)
+    rest = replace(greedy, id="r-2", tokens=[*greedy.tokens, *first.token_ids], max_new_tokens=16)
     await client.generate(url, rest, second)
-    await client.generate(url, replace(greedy, rid="r-3", max_new_tokens=done + 16), whole)
+    await client.generate(url, replace(greedy, id="r-3", max_new_tokens=done + 16), whole)
     assert first.token_ids + second.token_ids == whole.token_ids
     assert first.logprobs + second.logprobs == pytest.approx(whole.logprobs, abs=1e-4)
 
@@ -155,10 +157,10 @@ async def test_a_push_changes_the_weights_and_the_label_of_later_answers(
     answers = {}
     for version in (0, 1, 0):
         label = f"run/{version}"
-        await push(client.push_endpoint(url), folder=store.folder(version), label=label, timeout_s=30)
+        await push(PushTarget(client, url), folder=store.folder(version), label=label, timeout_s=30)
         assert await client.weight_version(url) == label
         tokens = Tokens()
-        result = await client.generate(url, replace(REQUEST, extra_key=label), tokens)
+        result = await client.generate(url, replace(REQUEST, label=label), tokens)
         assert result.spans == ((label, 0, 24),)
         assert answers.setdefault(version, tokens.logprobs) == tokens.logprobs
     assert answers[0] != answers[1]
@@ -167,14 +169,14 @@ async def test_a_push_changes_the_weights_and_the_label_of_later_answers(
 async def test_a_push_to_a_server_at_work_is_refused_and_disturbs_nothing(
     url: str, client: EngineClient, store: VersionStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dora.weights.push.DRAIN_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("dora.engine.sglang.push.DRAIN_TIMEOUT_S", 0.2)
     tokens = Tokens()
     async with asyncio.TaskGroup() as group:
         generation = group.create_task(client.generate(url, LONG, tokens))
         await tokens.enough.wait()
         with pytest.raises(PushFailed, match="still holds requests") as failed:
-            await push(client.push_endpoint(url), folder=store.folder(1), label="run/1", timeout_s=30)
-        await client.abort(url, LONG.rid)
+            await push(PushTarget(client, url), folder=store.folder(1), label="run/1", timeout_s=30)
+        await client.abort(url, LONG.id)
         result = await generation
     assert not failed.value.doubtful
     assert result.spans == (("run/0", 0, len(tokens.token_ids)),)
@@ -184,7 +186,7 @@ async def test_a_push_of_a_missing_folder_leaves_the_server_serving(
     url: str, client: EngineClient, tmp_path: Path
 ) -> None:
     with pytest.raises(PushFailed) as failed:
-        await push(client.push_endpoint(url), folder=tmp_path / "absent", label="run/9", timeout_s=30)
+        await push(PushTarget(client, url), folder=tmp_path / "absent", label="run/9", timeout_s=30)
     assert (failed.value.stage, failed.value.doubtful) == ("update", True)
     assert await client.weight_version(url) == "run/0"
     assert (await client.generate(url, REQUEST, Tokens())).num_tokens == 24

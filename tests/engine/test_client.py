@@ -13,12 +13,15 @@ import pytest
 from aiohttp import web
 from scripted_server import CAPTURES, ScriptedServer, captured, reset
 
-from dora.engine.client import CONTROL_ATTEMPTS, EngineClient, GenerateRequest, Loads
+from dora.engine.api import GenerateRequest
 from dora.engine.errors import RequestRefused, ServerGone
+from dora.engine.sglang.answers import Loads
+from dora.engine.sglang.client import CONTROL_ATTEMPTS, EngineClient
+from dora.engine.sglang.target import PushTarget
 from dora.errors import ConfigError, ProtocolError, RemoteError
 
 REQUEST = GenerateRequest(
-    rid="r-1", input_ids=[5, 6, 7, 8], max_new_tokens=3, temperature=1.0, stop_token_ids=[2], seed=11, extra_key="run/3"
+    id="r-1", tokens=[5, 6, 7, 8], max_new_tokens=3, temperature=1.0, stop_tokens=[2], seed=11, label="run/3"
 )
 FIRST, SECOND, LAST = [
     f"{line}\n\n".encode() for _, line in json.loads((CAPTURES / "stream_logprob.json").read_text())["events"][:3]
@@ -163,7 +166,7 @@ async def test_more_streams_than_connections_wait_and_control_calls_do_not(serve
     async with EngineClient(max_connections=1) as client, asyncio.TaskGroup() as group:
         group.create_task(client.generate(server.url, REQUEST, first))
         await first.arrived.wait()
-        group.create_task(client.generate(server.url, replace(REQUEST, rid="r-2"), second))
+        group.create_task(client.generate(server.url, replace(REQUEST, id="r-2"), second))
         await client.abort(server.url, "r-1")
         assert server.paths() == ["/generate", "/abort_request"]
         release.set()
@@ -211,9 +214,9 @@ async def test_a_server_that_speaks_something_else_is_a_protocol_error(
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"input_ids": [5, 512]}, "vocabulary of 512"),
-        ({"input_ids": [-1, 5]}, "vocabulary of 512"),
-        ({"input_ids": []}, "0 input tokens"),
+        ({"tokens": [5, 512]}, "vocabulary of 512"),
+        ({"tokens": [-1, 5]}, "vocabulary of 512"),
+        ({"tokens": []}, "0 input tokens"),
         ({"max_new_tokens": 0}, "a budget of 0"),
     ],
 )
@@ -383,9 +386,26 @@ async def test_the_api_key_is_sent_and_never_follows_a_redirect(server: Scripted
             assert await client.weight_version(server.url) == "v9"
             with pytest.raises(RequestRefused, match="307") as refused:
                 await client.generate(server.url, REQUEST, Tokens())
-        assert server.authorizations == ["Bearer s3cret", "Bearer s3cret"]
+            server.answers["/model_info"] = redirect
+            with pytest.raises(RequestRefused, match="307"):
+                await client.weight_version(server.url)
+        assert server.authorizations == ["Bearer s3cret"] * 3
         assert elsewhere.calls == []
         assert "s3cret" not in str(refused.value)
+
+
+async def test_the_key_of_one_server_is_sent_to_no_other(server: ScriptedServer) -> None:
+    async for elsewhere in ScriptedServer().run():
+        for one in (server, elsewhere):
+            one.says("/model_info", captured("GET_model_info.json"))
+        async with EngineClient(max_connections=1) as client:
+            client.keys[server.url] = "s3cret"
+            for one in (server, elsewhere):
+                assert await client.weight_version(one.url) == "v9"
+                with pytest.raises(RemoteError):
+                    await client.generate(one.url, REQUEST, Tokens())
+        assert server.authorizations == ["Bearer s3cret"] * 2
+        assert elsewhere.authorizations == [None, None]
 
 
 async def test_a_cancelled_request_leaves_no_connection_behind(client: EngineClient) -> None:
@@ -430,7 +450,7 @@ async def test_a_bucket_is_not_sent_to_a_server_outside_its_group(server: Script
     server.says("/init_weights_update_group", {"success": True, "message": ""})
     server.says("/destroy_weights_update_group", {"success": True, "message": ""})
     server.says("/update_weights_from_distributed", {"success": True, "message": ""})
-    endpoint = client.push_endpoint(server.url)
+    endpoint = PushTarget(client, server.url)
     bucket: dict[str, Any] = {"names": [], "dtypes": [], "shapes": [], "label": None, "timeout_s": 10.0}
     with pytest.raises(RemoteError, match="not in the group 'g0'"):
         await endpoint.receive("g0", **bucket)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import socket
+import weakref
 from itertools import pairwise
 
 import pytest
@@ -58,6 +60,18 @@ async def test_a_stream_comes_through_whole_in_every_framing_at_every_split(answ
     server = Server()
     await server.says(*(answer[a:b] for a, b in pairwise(range(len(answer) + 1))))
     assert bytes(server.received).upper() == EVENTS.upper()
+
+
+async def test_what_an_answer_took_is_free_without_a_search_for_garbage() -> None:
+    server = Server()
+    gc.disable()
+    try:
+        await server.says(OK + CHUNKED)
+        answer = weakref.ref(server.post)
+        del server.post
+        assert answer() is None
+    finally:
+        gc.enable()
 
 
 async def test_a_body_cut_short_is_handed_on_as_far_as_it_came() -> None:

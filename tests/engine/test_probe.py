@@ -12,9 +12,9 @@ import pytest
 from aiohttp import web
 from scripted_server import ScriptedServer, captured
 
-from dora.engine.client import EngineClient
 from dora.engine.errors import ServerGone
-from dora.engine.probe import Capabilities, is_alive, probe
+from dora.engine.sglang.client import EngineClient
+from dora.engine.sglang.probe import Probed, is_alive, probe
 from dora.errors import ConfigError, RemoteError
 
 #: What the probe may call.
@@ -51,12 +51,12 @@ def one_token(**changes: Any) -> bytes:
 async def test_a_captured_sglang_is_understood(sglang: ScriptedServer, client: EngineClient) -> None:
     found = await probe(client, sglang.url, timeout_s=10)
     assert found.model_path
-    assert replace(found, model_path="") == Capabilities(
-        server_version="0.5.20",
+    assert replace(found, model_path="") == Probed(
+        release="0.5.20",
         is_incremental=False,
-        max_total_tokens=65536,
-        max_running=64,
-        context_length=4090,
+        kv_tokens=65536,
+        slots=64,
+        context_tokens=4090,
         label="v9",
         model_path="",
         has_spans=True,

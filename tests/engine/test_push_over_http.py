@@ -11,8 +11,10 @@ import pytest
 from aiohttp import web
 from scripted_server import ScriptedServer, captured, reset
 
-from dora.engine.client import EngineClient
-from dora.weights.push import PushFailed, push
+from dora.engine.errors import PushFailed
+from dora.engine.sglang.client import EngineClient
+from dora.engine.sglang.push import push
+from dora.engine.sglang.target import PushTarget
 
 STAGES = {
     "drain": ("/v1/loads", 1),
@@ -88,7 +90,7 @@ async def client() -> AsyncIterator[EngineClient]:
 
 
 async def push_to(client: EngineClient, sglang: PushServer, *, timeout_s: float = 30.0) -> None:
-    endpoint = client.push_endpoint(sglang.scripted.url)
+    endpoint = PushTarget(client, sglang.scripted.url)
     await push(endpoint, folder=Path("/store/v000002"), label="run/2", timeout_s=timeout_s)
 
 
@@ -123,7 +125,7 @@ async def test_a_server_that_dies_during_a_push_is_doubtful_unless_it_was_not_to
 async def test_a_400_after_the_weights_changed_is_doubtful_and_the_server_is_not_left_paused(
     client: EngineClient, sglang: PushServer
 ) -> None:
-    """0.5.22 and later: the weights are new, the label is old (sglang.md §3.2)."""
+    """0.5.22 and later: the weights are new, the label is old."""
     sglang.update_status = 400
     with pytest.raises(PushFailed, match="Weights were updated, but") as failed:
         await push_to(client, sglang)

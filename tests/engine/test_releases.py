@@ -12,11 +12,13 @@ from aiohttp import web
 from scripted_server import Handler, ScriptedServer, reset
 
 from dora.embedded.dialect import DIALECTS
-from dora.engine.client import EngineClient
-from dora.engine.errors import RequestRefused, ServerGone
-from dora.engine.probe import Capabilities, probe
-from dora.engine.stream import GenerateResult, StreamParser
-from dora.weights.push import PushFailed, push
+from dora.engine.api import GenerateResult
+from dora.engine.errors import PushFailed, RequestRefused, ServerGone
+from dora.engine.sglang.client import EngineClient
+from dora.engine.sglang.probe import Probed, probe
+from dora.engine.sglang.push import push
+from dora.engine.sglang.stream import StreamParser
+from dora.engine.sglang.target import PushTarget
 
 FOLDER = Path(__file__).parent / "captures" / "releases"
 RELEASES = sorted(file.stem for file in FOLDER.glob("*.json"))
@@ -81,12 +83,12 @@ async def test_the_probe_finds_what_the_release_can_do(
         *("/server_info", "/v1/loads", "/model_info", "answer"),
         *("/begin_weight_update exists", "/weights_checker exists"),
     )
-    assert await probe(client, server.url, timeout_s=10) == Capabilities(
-        server_version=release,
+    assert await probe(client, server.url, timeout_s=10) == Probed(
+        release=release,
         is_incremental=True,
-        max_total_tokens=8192,
-        max_running=4,
-        context_length=2042,
+        kv_tokens=8192,
+        slots=4,
+        context_tokens=2042,
         label="start",
         model_path="",  # left out of the captures
         has_spans=DIALECTS[release].has_spans,
@@ -108,7 +110,7 @@ def test_an_answer_gives_each_token_once_at_every_split_and_one_span(release: st
 
 @every_release
 def test_an_answer_aborted_while_retracted_gives_each_token_once(release: str) -> None:
-    """Its last chunk repeats what was sent (sglang.md §1.3)."""
+    """Its last chunk repeats what was sent."""
     exchange = recorded(release)["answer aborted while retracted"]
     last = json.loads(exchange["text"].split("data: ")[-2])["meta_info"]
     token_ids, logprobs, result = read(exchange["text"], split=0)
@@ -160,7 +162,7 @@ async def test_a_busy_server_does_not_flush_and_an_idle_one_does(
 @every_release
 async def test_a_push_by_disk_goes_through(server: ScriptedServer, client: EngineClient, release: str) -> None:
     replay(server, release, "/v1/loads", "pause", "flush", "update", "/model_info after update", "continue")
-    await push(client.push_endpoint(server.url), folder=Path("/store/v000001"), label="run/1", timeout_s=10)
+    await push(PushTarget(client, server.url), folder=Path("/store/v000001"), label="run/1", timeout_s=10)
     assert server.paths()[-1] == "/continue_generation"
 
 
@@ -170,6 +172,6 @@ async def test_a_push_that_finds_a_request_resident_touches_nothing(
 ) -> None:
     replay(server, release, "/v1/loads", "pause", "flush of a busy server", "continue")
     with pytest.raises(PushFailed, match="a request is resident") as failed:
-        await push(client.push_endpoint(server.url), folder=Path("/store/v000001"), label="run/1", timeout_s=10)
+        await push(PushTarget(client, server.url), folder=Path("/store/v000001"), label="run/1", timeout_s=10)
     assert not failed.value.doubtful
     assert server.paths()[-1] == "/continue_generation"

@@ -13,9 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dora.engine import stream
+from dora.engine.api import GenerateResult
 from dora.engine.errors import RequestRefused, ServerGone
-from dora.engine.stream import GenerateResult, StreamParser, refusal
+from dora.engine.sglang import stream
+from dora.engine.sglang.stream import StreamParser, refusal
 from dora.errors import ProtocolError
 
 CAPTURES = Path(__file__).parent / "captures"
@@ -132,7 +133,7 @@ def test_a_stream_cut_anywhere_keeps_a_prefix_of_the_tokens(case: tuple[list[int
 
 
 def test_an_abort_chunk_that_repeats_only_the_last_output_id_adds_nothing() -> None:
-    """After a retract, incremental mode: output_ids holds the last token, log-probs all of them (sglang.md §1.3)."""
+    """After a retract, incremental mode: output_ids holds the last token, log-probs all of them."""
     trap = event(
         {
             "text": "",
@@ -165,7 +166,7 @@ def test_spans_of_an_answer_that_saw_two_versions_are_handed_on() -> None:
 
 
 def test_an_answer_without_spans_has_one_span_of_the_label_on_its_last_chunk() -> None:
-    """Labels on earlier chunks are those of the server's HTTP process at that moment (sglang.md §0.3)."""
+    """Labels on earlier chunks are those of the server's HTTP process at that moment."""
     early = chunk([1], total=1, weight_version="run/2")
     _, result = read(early, chunk([1, 2], total=2, finish={"type": "length"}, weight_version="run/3"), DONE)
     assert (result.spans, result.has_spans) == ((("run/3", 0, 2),), False)

@@ -1,4 +1,4 @@
-"""Run folders with the journals of virtual-time runs, as they are or with one thing changed."""
+"""Run folders with the journals of simulated runs, unchanged or with one change."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from dora.journal.run_folder import RunFolder
 from dora.journal.tokens import TokenWriter
 from dora.journal.writer import JournalWriter
 from tests.core.world import Faults, World, run
+
+RECORDS_PER_FRAME = 50
 
 Entries = list[tuple[Event, list[Command]]]
 Place = tuple[int, int]  #: index of the event, index among its commands
@@ -39,16 +41,20 @@ def full_run(seed: int = 20) -> World:
 
 
 def write(folder: RunFolder, settings: Settings, entries: Entries, *, with_tokens: bool = True) -> RunFolder:
-    """The run folder that these events would have left."""
+    """The run folder that these events leave."""
     folder.config.write_text("")
     tokens = TokenWriter(folder.tokens) if with_tokens else None
-    with JournalWriter(folder.journal, tokens=tokens) as journal:
+    with JournalWriter(folder.journal) as journal:
         journal.append(Header(FORMAT, folder.run_id, "2026-01-01T00:00:00Z", "0.1.0", settings))
-        journal.append(Epoch(0, 0.0, "0" * 64))
+        journal.append(Epoch(0, 0.0, ""))
         starts: dict[int, Generate] = {}
-        for event, commands in entries:
+        for number, (event, commands) in enumerate(entries):
             if tokens is not None:
                 _write_tokens(tokens, starts, event)
+            if number % RECORDS_PER_FRAME == 0:
+                for file in (tokens, journal):
+                    if file is not None:
+                        file.store(file.take())
             journal.handled(event, commands)
             starts.update((order.trajectory, order) for order in commands if isinstance(order, Generate))
     if tokens is not None:
@@ -57,7 +63,7 @@ def write(folder: RunFolder, settings: Settings, entries: Entries, *, with_token
 
 
 def _write_tokens(tokens: TokenWriter, starts: dict[int, Generate], event: Event) -> None:
-    """What the attempts that end with this event have produced."""
+    """The tokens of the attempts that end with this event."""
     ended: dict[int, int] = {}
     if isinstance(event, ev.GenerationFinished | ev.GenerationStopped | ev.GenerationFailed):
         start = starts.get(event.trajectory)
@@ -69,7 +75,7 @@ def _write_tokens(tokens: TokenWriter, starts: dict[int, Generate], event: Event
         order = starts.pop(trajectory, None)
         if order is not None:
             new = num_tokens - order.num_tokens
-            tokens.append(trajectory, order.attempt, [7] * new, [-0.5] * new)
+            tokens.append(trajectory, order.attempt, [7] * new, [-0.5] * new, start=order.num_tokens)
 
 
 def new_folder(parent: Path) -> RunFolder:
@@ -78,12 +84,12 @@ def new_folder(parent: Path) -> RunFolder:
 
 
 def first_event(entries: Entries, kind: type[E], where: Callable[[E], bool] = lambda _: True) -> tuple[int, E]:
-    """The first event of a kind that fits, after its index."""
+    """The index of the first event of a kind that fits, and the event."""
     return next((i, event) for i, (event, _) in enumerate(entries) if isinstance(event, kind) and where(event))
 
 
 def first_command(entries: Entries, kind: type[C], where: Callable[[C], bool] = lambda _: True) -> tuple[Place, C]:
-    """The first command of a kind that fits, after its place."""
+    """The position of the first command of a kind that fits, and the command."""
     return next(
         ((i, k), command)
         for i, (_, commands) in enumerate(entries)
@@ -93,18 +99,18 @@ def first_command(entries: Entries, kind: type[C], where: Callable[[C], bool] = 
 
 
 def with_event(entries: Entries, index: int, **changes: object) -> Entries:
-    """The same entries, one event changed."""
+    """The same entries with one event changed."""
     event, commands = entries[index]
     return [*entries[:index], (msgspec.structs.replace(event, **changes), commands), *entries[index + 1 :]]
 
 
 def with_commands(entries: Entries, index: int, commands: Sequence[Command]) -> Entries:
-    """The same entries, with other commands of one event."""
+    """The same entries with other commands for one event."""
     return [*entries[:index], (entries[index][0], list(commands)), *entries[index + 1 :]]
 
 
 def with_command(entries: Entries, at: Place, **changes: object) -> Entries:
-    """The same entries, one command changed."""
+    """The same entries with one command changed."""
     index, place = at
     commands = list(entries[index][1])
     commands[place] = msgspec.structs.replace(commands[place], **changes)
@@ -112,6 +118,6 @@ def with_command(entries: Entries, at: Place, **changes: object) -> Entries:
 
 
 def without_command(entries: Entries, at: Place) -> Entries:
-    """The same entries, one command gone."""
+    """The same entries without one command."""
     index, place = at
     return with_commands(entries, index, [c for k, c in enumerate(entries[index][1]) if k != place])

@@ -1,4 +1,4 @@
-"""The audit: silent on what really happened, and loud, naming the id, on every planted corruption."""
+"""The audit finds nothing in real journals, and in altered ones it finds every alteration and names the id."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 
 from dora.core import commands as cmd
 from dora.core import events as ev
+from dora.core.core import handle
 from dora.core.ids import GroupId, InstanceId
 from dora.journal.audit import audit, audit_entries
 from dora.journal.audit_report import render
@@ -19,6 +20,7 @@ from dora.journal.tokens import TokenWriter
 from tests.core.builders import Core, started
 from tests.core.world import Faults, World, run
 from tests.journal.recorded import (
+    RECORDS_PER_FRAME,
     Entries,
     first_command,
     first_event,
@@ -52,7 +54,7 @@ def folder(tmp_path: Path) -> RunFolder:
 
 @pytest.fixture
 def found(folder: RunFolder, world: World) -> Found:
-    """Audits entries as a run folder on disk."""
+    """Audit entries as a run folder on disk."""
 
     def find(entries: Entries) -> dict[str, str]:
         folder.journal.unlink(missing_ok=True)
@@ -104,6 +106,7 @@ def test_every_strategy_is_clean_under_faults_and_restarts(strategy: str) -> Non
     faults = Faults(
         push_fails=0.1,
         request_fails=0.05,
+        refused_for_good=0.2,
         instance_dies=0.05,
         grading_fails=0.05,
         zero_variance=0.2,
@@ -140,13 +143,13 @@ def test_a_violation_carries_the_story_of_its_id_up_to_the_event_at_which_it_sho
     assert not any("CommitGroup" in line for line in violation.story)
 
 
-def test_a_conflict_that_the_core_saw_itself_is_found_although_the_replay_agrees(
+def test_a_conflict_that_the_core_also_saw_is_found_although_the_replay_agrees(
     world: World, entries: Entries, found: Found
 ) -> None:
     at, event = first_event(entries, ev.GenerationFinished, lambda e: e.num_tokens > 1)
     conflict = msgspec.structs.replace(event, spans=((99, 0, event.num_tokens),))
     core = replay(world.settings, entries[:at]).state
-    messages = found([*entries[:at], (conflict, core.handle(conflict))])
+    messages = found([*entries[:at], (conflict, handle(core, conflict))])
     assert set(messages) == {f"C1 spans: trajectory {event.trajectory}", "invariants: run 0"}
 
 
@@ -222,7 +225,7 @@ def test_a_group_trained_twice_is_named(world: World, entries: Entries) -> None:
 def test_a_group_that_is_never_trained_is_named(entries: Entries, found: Found) -> None:
     at, order = first_command(entries, cmd.CommitGroup)
     messages = found(without_command(entries, at))
-    assert "not trained as the run ends" in messages[f"C2 ledger: group {order.group}"]
+    assert "not trained when the run ends" in messages[f"C2 ledger: group {order.group}"]
 
 
 @pytest.mark.parametrize(
@@ -234,7 +237,7 @@ def test_a_group_that_is_never_trained_is_named(entries: Entries, found: Found) 
         ("filtered", "zero variance", (1.0, 1.0)),
     ],
 )
-def test_a_group_dropped_for_a_reason_that_the_journal_does_not_bear_out_is_named(
+def test_a_group_dropped_for_a_reason_that_the_journal_does_not_confirm_is_named(
     entries: Entries, found: Found, outcome: str, reason: str, rewards: tuple[float | None, ...]
 ) -> None:
     (at, place), order = first_command(entries, cmd.CommitGroup)
@@ -256,7 +259,7 @@ def test_tokens_lost_at_a_migration_are_named(entries: Entries, found: Found) ->
     assert "a scheduling abort" in messages[f"C2 tokens: trajectory {order.trajectory}"]
 
 
-def test_tokens_reported_and_then_gone_are_named(entries: Entries, found: Found) -> None:
+def test_tokens_reported_and_then_lost_are_named(entries: Entries, found: Found) -> None:
     at, event = first_event(entries, ev.GenerationFinished, lambda e: e.num_tokens > 40)
     messages = found(with_event(entries, at, num_tokens=1, spans=((event.spans[0][0], 0, 1),)))
     assert "are lost" in messages[f"C2 tokens: trajectory {event.trajectory}"]
@@ -288,7 +291,7 @@ def test_a_token_store_that_disagrees_is_named(world: World, entries: Entries, f
     write(folder, world.settings, entries)
     _, event = first_event(entries, ev.GenerationFinished, lambda e: e.trajectory >= 0)
     with TokenWriter(folder.tokens) as tokens:
-        tokens.append(event.trajectory, event.attempt, [1], [-1.0])
+        tokens.append(event.trajectory, event.attempt, [1], [-1.0], start=event.num_tokens)
     report = audit(folder)
     assert [(v.rule, v.id) for v in report.violations] == [("token store", f"trajectory {event.trajectory}")]
 
@@ -328,19 +331,19 @@ def test_a_due_group_left_outside_a_closed_step_is_named(entries: Entries, found
     assert "3 stale" in messages[f"C3 commit: group {order.group}"]
 
 
-# -- one altered order or fact each, and what is said of it -----------------------------------------------------------
+# -- one altered order or fact each, and the message about it ---------------------------------------------------------
 
 #: kind, change, id, part of the message. The first order of the kind that trains something is changed or followed.
 ALTERED: list[tuple[type[cmd.Command], dict[str, object], str, str]] = [
     (cmd.PushWeights, {"version": 99}, "versions: version 99", "not in the store"),
-    (cmd.Generate, {"num_tokens": 64}, "C2 budget: trajectory {trajectory}", "its whole budget"),
+    (cmd.Generate, {"num_tokens": 65}, "C2 budget: trajectory {trajectory}", "more than its budget"),
     (cmd.AdmitGroup, {"version": 99}, "versions: group {group}", "is admitted at version 99"),
     (cmd.AdmitGroup, {"deadline": 1}, "C3 commit: group {group}", "is due at 2, not 1"),
-    (cmd.CommitGroup, {"version": 1}, "C1 tag: group {group}", "is committed as version 1, its tag is 0"),
+    (cmd.CommitGroup, {"version": 1}, "C1 tag: group {group}", "is committed as version 1, but its tag is 0"),
     (cmd.CommitGroup, {"step": 1}, "C3 commit: group {group}", "while step 0 is formed"),
-    (cmd.CloseStep, {"num_groups": 3}, "C3 close: step {step}", "closes with 3 groups, 4 were committed"),
+    (cmd.CloseStep, {"num_groups": 3}, "C3 close: step {step}", "closes with 3 groups; 4 were committed"),
     (cmd.CloseStep, {"step": 1}, "C3 close: step 1", "closes while step 0 is formed"),
-    (cmd.TrainMicroBatch, {"step": 99}, "C2 micro-batch: step 99", "nothing was committed to it"),
+    (cmd.TrainMicroBatch, {"step": 99}, "C2 micro-batch: step 99", "no group was committed to it"),
     (cmd.TrainMicroBatch, {"index": 5}, "C2 micro-batch: step {step}", "follows a gap"),
     (cmd.TrainMicroBatch, {"ranks": ()}, "C2 micro-batch: step {step}", "has 0 ranks"),
     (cmd.TrainMicroBatch, {"last": True}, "C2 micro-batch: step {step}", "before it is closed"),
@@ -453,7 +456,7 @@ def test_a_torn_last_record_is_reported_and_is_no_violation(world: World, entrie
     report = audit(folder)
     assert report.ok
     assert report.torn_bytes > 0
-    assert report.num_events == len(entries) - 1
+    assert len(entries) - RECORDS_PER_FRAME <= report.num_events < len(entries)
 
 
 # -- requests of people -----------------------------------------------------------------------------------------------
@@ -461,7 +464,7 @@ def test_a_torn_last_record_is_reported_and_is_no_violation(world: World, entrie
 
 @pytest.fixture(scope="module")
 def drained() -> Core:
-    """Instance 0 is drained and leaves, its requests go on on instance 1; for that one the same is refused."""
+    """Instance 0 is drained and leaves; its requests continue on instance 1, for which the same is refused."""
     core = started(instances=2, source=2)
     core.drain(0, leave=True)
     for t in range(4):
@@ -489,7 +492,7 @@ def test_work_for_a_drained_instance_is_found(drained: Core) -> None:
     assert "drain: trajectory 0 goes to instance 0, which was drained" in found
 
 
-def test_an_instance_let_go_with_work_on_it_is_found(drained: Core) -> None:
+def test_an_instance_dismissed_with_work_on_it_is_found(drained: Core) -> None:
     index, _ = first_event(drained.journal, ev.InstanceDrainRequested)
     found = audited(drained, lambda e: with_commands(e, index, [*e[index][1], cmd.DismissInstance(InstanceId(0))]))
-    assert {f"drain: trajectory {t} runs on instance 0, which is let go" for t in range(4)} <= found
+    assert {f"drain: trajectory {t} runs on instance 0, which is dismissed" for t in range(4)} <= found

@@ -1,4 +1,4 @@
-"""Strategies that break a constraint by design: that is counted and told, and everything else is still proved."""
+"""Strategies that break a constraint by design: the audit counts and reports that, and still proves all else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The deep check: right for the version that sampled, wrong for the next one."""
+"""The deep check accepts the version that sampled an answer and rejects the next one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ VOCABULARY = 11
 
 
 def logprobs(version: int, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
-    """A policy whose logits move with its version; each token depends on the one before."""
+    """A policy whose logits change with its version; each token depends on the previous one."""
     before = np.array([0, *tokens[:-1]])
     logits = np.sin(np.arange(VOCABULARY)[None, :] * (1.0 + 0.01 * version) + before[:, None])
     chosen = logits[np.arange(len(tokens)), list(tokens)]
@@ -32,11 +32,11 @@ def score(
     return [logprobs(version, s)[n:] for s, n in zip(sequences, prompt_lengths, strict=True)]
 
 
-def kept(trajectory: int, *, version: int, sampled_by: int) -> KeptTrajectory:
+def kept(trajectory: int, *, version: int, sampled_by: int, noise: float = 1e-5) -> KeptTrajectory:
     random = np.random.default_rng(trajectory)
     prompt = tuple(int(t) for t in random.integers(0, VOCABULARY, 4))
     tokens = tuple(int(t) for t in random.integers(0, VOCABULARY, 20))
-    behavior = logprobs(sampled_by, (*prompt, *tokens))[4:] + random.normal(0, 1e-5, 20)
+    behavior = logprobs(sampled_by, (*prompt, *tokens))[4:] + random.normal(0, noise, 20)
     return KeptTrajectory(
         step=version,
         group=GroupId(trajectory // 2),
@@ -82,20 +82,50 @@ def test_a_version_whose_weights_did_not_change_proves_nothing_and_is_flagged() 
 
 
 def test_versions_that_are_no_longer_stored_are_listed_as_not_checked() -> None:
-    report = deep_check([kept(t, version=3, sampled_by=3) for t in range(2)], score=score, versions=folder_of)
+    trajectories = [kept(t, version=version, sampled_by=version) for t, version in enumerate((2, 2, 3, 3))]
+    report = deep_check(trajectories, score=score, versions=folder_of)
     assert report.ok
-    assert (report.checks, report.skipped) == ((), (3,))
+    assert ([c.version for c in report.checks], report.skipped) == ([2], (3,))
     assert "not checked" in render_deep(report)
 
 
-def test_kept_trajectories_come_back_from_the_file_and_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("trajectories", "why"),
+    [
+        pytest.param([kept(0, version=3, sampled_by=3)], "have more versions kept", id="no version is stored"),
+        pytest.param([], "no trajectory with tokens was kept", id="nothing was kept"),
+    ],
+)
+def test_a_check_that_compared_nothing_is_not_ok_and_says_why(trajectories: list[KeptTrajectory], why: str) -> None:
+    report = deep_check(trajectories, score=score, versions=folder_of)
+    assert not report.ok
+    assert report.violations == ()
+    assert f"NOTHING WAS COMPARED: {why}" in render_deep(report)
+
+
+@pytest.mark.parametrize("dtypes", [("float32", "float32"), ("bfloat16", "float32"), ("bfloat16", "bfloat16")])
+def test_adjacent_versions_are_distinguished_in_every_data_type(dtypes: tuple[str, ...]) -> None:
+    trajectories = [kept(t, version=1, sampled_by=2) for t in range(4)]
+    assert deep_check(trajectories, score=score, versions=folder_of, dtypes=dtypes).violations
+
+
+def test_log_probs_may_differ_by_the_tolerance_of_the_coarser_data_type() -> None:
+    trajectories = [kept(t, version=1, sampled_by=1, noise=1e-3) for t in range(4)]
+    verdicts = {
+        dtypes: deep_check(trajectories, score=score, versions=folder_of, dtypes=dtypes).ok
+        for dtypes in [("float32", "float32"), ("float32", "bfloat16"), ("bfloat16", "bfloat16")]
+    }
+    assert list(verdicts.values()) == [False, True, True]
+
+
+def test_kept_trajectories_are_read_back_and_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
     path = tmp_path / "trajectories.jsonl"
     lines = [encode_kept(kept(t, version=0, sampled_by=0)) for t in range(3)]
     path.write_bytes(b"".join(lines)[:-1])
     assert list(read_kept(path)) == [kept(t, version=0, sampled_by=0) for t in range(2)]
 
 
-def test_a_line_that_is_no_trajectory_is_named_by_file_and_line(tmp_path: Path) -> None:
+def test_a_line_that_is_not_a_trajectory_is_an_error_with_file_and_line(tmp_path: Path) -> None:
     path = tmp_path / "trajectories.jsonl"
     path.write_bytes(encode_kept(kept(0, version=0, sampled_by=0)) + b"{}\n")
     with pytest.raises(ConfigError, match=r"trajectories\.jsonl, line 2: "):

@@ -1,4 +1,4 @@
-"""The journal as writer and reader see it, and its replay."""
+"""Writing, reading and replaying a journal."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_journal_gives_back_settings_events_and_commands_over_several_controll
         with JournalWriter(path) as writer:
             if epoch == 0:
                 writer.append(header(world))
-            writer.append(Epoch(epoch, part[0][0].at, "0" * 64))
+            writer.append(Epoch(epoch, part[0][0].at, ""))
             for event, commands in part:
                 writer.handled(event, commands)
             writer.append(Note(1.0, "end", {"epoch": epoch}))
@@ -62,7 +62,7 @@ def test_a_replay_of_the_file_gives_the_state_of_the_run(world: World, tmp_path:
     assert replayed.state.finished
 
 
-def test_a_replay_stops_at_the_first_command_that_differs_and_tells_its_story(world: World) -> None:
+def test_a_replay_stops_at_the_first_command_that_differs_and_gives_its_story(world: World) -> None:
     at, order = first_command(world.journal, cmd.Generate, lambda c: c.num_tokens > 0)
     changed = with_command(world.journal, at, num_tokens=order.num_tokens - 1)
     replayed = replay(world.settings, changed)
@@ -75,7 +75,7 @@ def test_a_replay_stops_at_the_first_command_that_differs_and_tells_its_story(wo
     assert len(difference.story) > 2
 
 
-def test_a_replay_of_events_that_cannot_have_followed_one_another_is_a_difference_not_a_crash(world: World) -> None:
+def test_a_replay_of_an_impossible_sequence_is_a_difference_and_not_a_crash(world: World) -> None:
     at, published = first_event(world.journal, ev.VersionPublished)
     replayed = replay(world.settings, with_event(world.journal, at, version=published.version + 7))
     assert replayed.difference is not None
@@ -90,7 +90,7 @@ def test_a_missing_command_is_a_difference(world: World) -> None:
         assert "nothing more" in str(difference)
 
 
-def test_a_file_that_is_no_journal_is_refused_in_one_line(world: World, tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_journal_is_refused_in_one_line(world: World, tmp_path: Path) -> None:
     path = tmp_path / "journal"
     with pytest.raises(ConfigError, match="cannot be read"):
         Journal(path)
@@ -99,18 +99,18 @@ def test_a_file_that_is_no_journal_is_refused_in_one_line(world: World, tmp_path
         Journal(path)
     with JournalWriter(path) as writer:
         writer.append(Epoch(0, 0.0, ""))
-    with pytest.raises(ConfigError, match="does not begin with a header"):
+    with pytest.raises(ConfigError, match="its first record is not a header"):
         Journal(path)
 
 
 def test_another_format_is_refused_by_its_number(world: World, tmp_path: Path) -> None:
     with JournalWriter(tmp_path / "journal") as writer:
         writer.write(msgspec.msgpack.encode({"type": "Header", "format": 99, "new": True}))
-    with pytest.raises(ConfigError, match="has format 99, this DORA reads format 1"):
+    with pytest.raises(ConfigError, match="has format 99, but this DORA reads format 2"):
         Journal(tmp_path / "journal")
 
 
-def test_a_whole_record_that_is_not_the_protocol_is_named_with_its_place(world: World, tmp_path: Path) -> None:
+def test_a_whole_record_with_unknown_contents_is_an_error_with_its_offset(world: World, tmp_path: Path) -> None:
     path = tmp_path / "journal"
     with JournalWriter(path) as writer:
         writer.append(header(world))

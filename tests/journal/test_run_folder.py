@@ -1,4 +1,4 @@
-"""Run folders: made once under their own id, opened only if they are one."""
+"""A run folder is created once, under its own id, and only a run folder is opened."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_a_parent_that_is_a_file_is_refused(tmp_path: Path) -> None:
         RunFolder.create(tmp_path / "runs", name="a")
 
 
-def test_a_folder_that_is_no_run_folder_is_refused_with_what_it_lacks(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_a_run_folder_is_refused_with_what_it_lacks(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such run folder"):
         RunFolder.open(tmp_path / "gone")
     with pytest.raises(ConfigError, match=r"has no config\.toml and no journal\.msgpack"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dora.errors import ConfigError
-from dora.node.lease import hold_lease, watch_lease
+from dora.node.lease import hold, watch_lease
 
 CHILD = """
 import sys, threading
@@ -24,8 +25,8 @@ threading.Event().wait(60)
 HOLDER = f"""
 import subprocess, sys, threading
 from pathlib import Path
-from dora.node.lease import hold_lease
-lease = hold_lease(Path(sys.argv[1]))
+from dora.node.lease import hold
+lease = hold(Path(sys.argv[1]))
 child = subprocess.Popen([sys.executable, "-c", {CHILD!r}, sys.argv[1]], stdout=subprocess.PIPE, text=True)
 child.stdout.readline()
 print("holding", flush=True)
@@ -50,7 +51,7 @@ def test_a_child_ends_when_its_holder_is_killed(tmp_path: Path) -> None:
 
 
 def test_a_child_lives_while_the_lease_is_held_and_ends_when_it_is_let_go(tmp_path: Path) -> None:
-    lease = hold_lease(tmp_path / "lease")
+    lease = hold(tmp_path / "lease")
     child = subprocess.Popen([sys.executable, "-c", CHILD, str(tmp_path / "lease")], stdout=subprocess.PIPE, text=True)
     assert child.stdout is not None
     assert child.stdout.readline() == "watching\n"
@@ -61,9 +62,56 @@ def test_a_child_lives_while_the_lease_is_held_and_ends_when_it_is_let_go(tmp_pa
     child.stdout.close()
 
 
+CONTROLLER = """
+import sys, threading
+from pathlib import Path
+from dora.journal.run_folder import RunFolder
+from dora.node.lease import hold
+folder = RunFolder(Path(sys.argv[1]))
+lease = folder.lease(int(sys.argv[2]))
+held = hold(folder.lock), hold(lease)
+print(lease, flush=True)
+threading.Event().wait(60)
+"""
+
+
+def controller(folder: Path, *, epoch: int) -> tuple[subprocess.Popen[str], str]:
+    """A process that holds run and lease; returns the lease too."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", CONTROLLER, str(folder), str(epoch)], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    return process, process.stdout.readline().strip()
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.wait(timeout=10)
+    assert process.stdout is not None
+    process.stdout.close()
+
+
+@pytest.mark.parametrize("epoch", [0, 1])  # a controller that wrote nothing leaves its epoch to the next one
+def test_a_child_stopped_across_a_resume_does_not_take_the_next_controller_for_its_own(
+    tmp_path: Path, epoch: int
+) -> None:
+    first, lease = controller(tmp_path, epoch=0)
+    child = subprocess.Popen([sys.executable, "-c", CHILD, lease], stdout=subprocess.PIPE, text=True)
+    assert child.stdout is not None
+    assert child.stdout.readline() == "watching\n"
+    child.send_signal(signal.SIGSTOP)
+    os.waitpid(child.pid, os.WUNTRACED)  # it is stopped, and out of the line for the lock
+    end(first)
+    second, _ = controller(tmp_path, epoch=epoch)
+    child.send_signal(signal.SIGCONT)
+    assert child.wait(timeout=10) == 1
+    child.stdout.close()
+    end(second)
+
+
 def test_a_held_lease_cannot_be_taken_again(tmp_path: Path) -> None:
-    with hold_lease(tmp_path / "lease"), pytest.raises(ConfigError, match="held by another process"):
-        hold_lease(tmp_path / "lease")
+    with hold(tmp_path / "lease"), pytest.raises(ConfigError, match="held by another process"):
+        hold(tmp_path / "lease")
 
 
 def test_a_lease_that_does_not_exist_cannot_be_watched(tmp_path: Path) -> None:

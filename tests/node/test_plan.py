@@ -17,6 +17,9 @@ from dora.node.ports import require_free_ports
 ENVIRON = {"PATH": "/bin", "DORA_TOKEN": "of another run", "DORA_ENGINE_API_KEY": "key", "OMP_NUM_THREADS": "64"}
 
 
+LOOPBACK = "lo" if sys.platform == "linux" else "lo0"
+
+
 def config(*overrides: str) -> Config:
     return load(None, overrides, environ={"DORA_ENGINE_API_KEY": "sesame"})
 
@@ -67,11 +70,11 @@ def test_sglang_is_started_from_this_environment_and_asked_at_a_port_chosen_at_i
         "engine.kind=sglang", "engine.tensor_parallel=2", 'engine.args=["--mem-fraction-static", "0.7"]'
     )
     argv = " ".join(plan.argv)
-    assert argv.startswith(f"{sys.executable} -m sglang.launch_server ")
+    assert argv.startswith(f"{sys.executable} -m dora.engine.sglang.serve ")
     assert "--model-path /m --host 127.0.0.1 --port {port} --max-running-requests 24 " in argv
     assert "--tp-size 2 " in argv
     assert "--mem-fraction-static 0.7" in argv
-    assert (plan.port, plan.watches_lease) == (0, False)
+    assert plan.port == 0
 
 
 def test_a_template_is_filled_in_and_what_is_no_placeholder_is_kept():
@@ -85,10 +88,9 @@ def test_a_template_without_a_port_must_print_its_ready_line():
     assert engines('engine.command=["serve", "{model}"]')[0].port is None
 
 
-def test_managed_servers_get_their_environment_and_the_key():
+def test_managed_servers_get_their_environment():
     (plan, *_) = engines('engine.command=["serve"]', "engine.environment.HF_HUB_OFFLINE='1'")
     assert plan.env["HF_HUB_OFFLINE"] == "1"
-    assert plan.env["DORA_SERVE_API_KEY"] == "sesame"
 
 
 @pytest.mark.parametrize(
@@ -137,9 +139,8 @@ def test_ranks_of_another_command_find_their_run_as_ours_do():
 
 
 def test_no_secret_is_on_a_command_line():
-    for plan in [*engines(), trainer()]:
+    for plan in [*engines(), *engines("engine.kind=sglang"), trainer()]:
         assert "sesame" not in " ".join(plan.argv)
-    assert engines()[0].env["DORA_SERVE_API_KEY"] == "sesame"
     assert trainer().env["DORA_TOKEN"] == "sesame"
 
 
@@ -147,12 +148,17 @@ def test_a_child_gets_the_environment_without_our_own_variables_and_what_it_need
     assert dict(engines("engine.threads=2")[0].env) == {
         "PATH": "/bin",
         "DORA_LEASE": "/run/lease",
-        "DORA_SERVE_API_KEY": "sesame",
+        "GLOO_SOCKET_IFNAME": LOOPBACK,
+        "NCCL_SOCKET_IFNAME": LOOPBACK,
         "OMP_NUM_THREADS": "2",
         "PYTHONUNBUFFERED": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }
-    assert "DORA_SERVE_API_KEY" not in trainer().env
+
+
+def test_collectives_of_servers_stay_on_loopback_unless_somebody_says_otherwise():
+    assert engines()[0].env["GLOO_SOCKET_IFNAME"] == LOOPBACK
+    assert engines("engine.environment.GLOO_SOCKET_IFNAME=eth0")[0].env["GLOO_SOCKET_IFNAME"] == "eth0"
 
 
 def taken_after_a_free_one() -> socket.socket:

@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from dora.errors import ConfigError, RemoteError
+from dora.node.lease import hold
 from dora.node.plan import ProcessPlan
 from dora.node.ports import free_port
 from dora.node.supervise import Child, Node
@@ -61,9 +62,7 @@ def template(code: str, *words: str, port: int = 0, ready_timeout_s: float = 20.
     """A server that prints no ready line and watches no lease."""
     argv = (sys.executable, "-c", code, *words)
     env = dict(os.environ)
-    return ProcessPlan(
-        name="engine-0", argv=argv, env=env, ready_timeout_s=ready_timeout_s, port=port, watches_lease=False
-    )
+    return ProcessPlan(name="engine-0", argv=argv, env=env, ready_timeout_s=ready_timeout_s, port=port)
 
 
 @pytest.fixture
@@ -273,28 +272,48 @@ async def test_a_server_that_is_never_well_is_given_up_in_time(node: Node):
     assert child.pid is None
 
 
-CONTROLLER = """
-import asyncio, sys
+#: A rank; what starts it (torchrun, say) watches nothing.
+RANK = "import os; from pathlib import Path; from dora.node.lease import watch_lease; "
+RANK += "watch_lease(Path(os.environ['DORA_LEASE'])); print('ready', flush=True); " + FOREVER
+AGENT = f"import subprocess, sys; p = subprocess.Popen([sys.executable, '-c', {RANK!r}], stdout=subprocess.PIPE); "
+AGENT += "p.stdout.readline(); print('ready http://h:1', flush=True); p.wait()"
+CONTROLLER = f"""
+import asyncio, os, sys, uvloop
 from pathlib import Path
 from dora.node.plan import ProcessPlan
-from dora.node.ports import free_port
 from dora.node.supervise import Node
 async def main():
-    async with Node(logs=Path(sys.argv[1]), lease=Path(sys.argv[1]) / "lease") as node:
-        argv = (sys.executable, "-c", "import threading; threading.Event().wait(300)")
-        plan = ProcessPlan(name="engine-0", argv=argv, env={}, ready_timeout_s=None, watches_lease=False)
-        child = node.add(plan)
-        await child.start()
-        print(child.pid, flush=True)
+    lease = Path(sys.argv[1]) / "lease"
+    async with Node(logs=Path(sys.argv[1]), lease=lease) as node:
+        env = {{**os.environ, "DORA_LEASE": str(lease)}}
+        plan = ProcessPlan(name="trainer", argv=(sys.executable, "-c", {AGENT!r}), env=env, ready_timeout_s=60)
+        await node.add(plan).start()
+        print("started", flush=True)
         await asyncio.Event().wait()
-asyncio.run(main())
+uvloop.run(main())
 """
 
 
-def test_a_server_without_a_lease_ends_with_a_controller_that_is_killed(tmp_path: Path):
+@pytest.mark.parametrize("stopped", [[], [0], [1], [0, 1]], ids=["none", "agent", "rank", "both"])
+def test_children_end_with_a_controller_that_is_killed_even_if_they_are_stopped(tmp_path: Path, stopped: list[int]):
+    """Without being continued: nothing that still can write is left for a later SIGCONT."""
     controller = subprocess.Popen([sys.executable, "-c", CONTROLLER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     assert controller.stdout is not None
     with controller, controller.stdout:
-        server = psutil.Process(int(controller.stdout.readline()))
+        assert controller.stdout.readline() == "started\n"
+        below = psutil.Process(controller.pid).children(recursive=True)
+        assert len(below) == 2
+        for index in stopped:
+            below[index].suspend()
         controller.kill()
-        server.wait(20)  # raises if it still runs; psutil waits for processes of others too
+    await_gone(below)
+
+
+async def test_a_child_inherits_no_lock(node: Node, tmp_path: Path):
+    with hold(tmp_path / "lock"):
+        _, process = await running(node, READY + FOREVER)
+        held = {file.path for file in process.open_files()}
+        own = {file.path for file in psutil.Process().open_files()}
+    locks = {str(tmp_path / "lock"), str(tmp_path / "lease")}
+    assert locks <= own
+    assert not locks & held

@@ -11,9 +11,10 @@ import msgspec
 import pytest
 
 from dora.core.decode_time import DecodeTime
+from dora.embedded.generation import ABORTED_WAITING, Generation, Sampling
 from dora.embedded.server import ServeOptions, listening
-from dora.engine.rids import request_id
-from dora.paced.engine import PacedEngine
+from dora.engine.names import request_id
+from dora.paced.engine import PacedEngine, trajectory_of
 from dora.paced.servers import paced_model
 from dora.seed.policy import path as seed_path
 from dora.sim.answers import Answers, Group
@@ -71,7 +72,7 @@ def body_of(sibling: int, *, produced: int = 0, attempt: int = 0) -> dict[str, A
 
 
 def rid(sibling: int, *, attempt: int = 0) -> str:
-    return request_id("run", trajectory=sibling, attempt=attempt)
+    return request_id("run", epoch=0, trajectory=sibling, attempt=attempt)
 
 
 @pytest.fixture
@@ -114,6 +115,16 @@ async def test_a_stopped_answer_goes_on_to_the_same_end(paced: Paced) -> None:
     assert stopped["output_ids"] + rest["output_ids"] == [ONE, *[ZERO] * 148, EOS]
 
 
+async def test_a_request_stopped_before_it_began_ends_as_in_a_queue(paced: Paced) -> None:
+    """Without counts of a prompt that was never read: a client takes them for numbers."""
+    generation = Generation(rid=rid(0), prompt_ids=[ZERO] * 5, sampling=Sampling(max_new_tokens=CAP))
+    paced.engine.submit(generation)
+    paced.engine.abort_only(generation.rid)
+    while not generation.done:
+        await generation.next_news()
+    assert generation.finish_reason == ABORTED_WAITING
+
+
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
 async def test_the_time_of_a_pause_decodes_nothing(paced: Paced, mode: str) -> None:
     clock = asyncio.get_running_loop().time
@@ -140,3 +151,12 @@ async def test_a_probe_is_answered_at_once_and_takes_no_slot(paced: Paced) -> No
     assert len(answer["output_ids"]) == 1
     async with paced.http.get("/health") as health:
         assert health.status == 200
+
+
+@pytest.mark.parametrize("trajectory", [0, 7, -7, 10**12 - 1, 1 - 10**12])
+def test_a_request_tells_its_trajectory(trajectory: int) -> None:
+    assert trajectory_of(request_id("run", epoch=2, trajectory=trajectory, attempt=3)) == trajectory
+
+
+def test_a_probe_asks_for_no_trajectory() -> None:
+    assert trajectory_of("HEALTH_CHECK_0") is None

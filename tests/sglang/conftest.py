@@ -26,7 +26,8 @@ import psutil
 import pytest
 
 from dora.embedded.dialect import DEFAULT_DIALECT, dialect_of
-from dora.engine.client import EngineClient, GenerateRequest
+from dora.engine.api import GenerateRequest
+from dora.engine.sglang.client import EngineClient
 from tests.embedded.conftest import (  # noqa: F401 - fixtures
     CONTEXT,
     EOS,
@@ -124,24 +125,29 @@ def server(kind: Kind, model_a: Path, tmp_path_factory: pytest.TempPathFactory) 
 
 
 class Endless(GenerateRequest):
-    """A request of our client that the model's end of sequence does not end."""
+    """A request that the model's end of sequence does not end."""
 
-    def body(self) -> bytes:
-        body = msgspec.json.decode(super().body())
-        body["sampling_params"]["ignore_eos"] = True
+
+class Client(EngineClient):
+    """Ours; and it can make a request endless."""
+
+    def encode(self, request: GenerateRequest) -> bytes:
+        body = msgspec.json.decode(super().encode(request))
+        if isinstance(request, Endless):
+            body["sampling_params"]["ignore_eos"] = True
         return msgspec.json.encode(body)
 
 
 def request(rid: str, *, endless: bool = False) -> GenerateRequest:
     make = Endless if endless else GenerateRequest
     return make(
-        rid=rid,
-        input_ids=PROMPT,
+        id=rid,
+        tokens=PROMPT,
         max_new_tokens=LONG["max_new_tokens"] if endless else 24,
         temperature=1.0,
-        stop_token_ids=[] if endless else [EOS],
+        stop_tokens=[] if endless else [EOS],
         seed=1,
-        extra_key=START_LABEL,
+        label=START_LABEL,
     )
 
 
@@ -326,5 +332,5 @@ async def wire(server: Server, model_a: Path) -> AsyncIterator[Wire]:  # noqa: F
 
 @pytest.fixture
 async def client() -> AsyncIterator[EngineClient]:
-    async with EngineClient(max_connections=64, vocab_size=VOCAB) as client:
+    async with Client(max_connections=64, vocab_size=VOCAB) as client:
         yield client

@@ -25,12 +25,13 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from dora.engine.client import EngineClient, PauseMode
-from dora.engine.probe import probe
+from dora.engine.sglang.client import EngineClient, PauseMode
+from dora.engine.sglang.probe import probe
+from dora.engine.sglang.push import push
+from dora.engine.sglang.target import PushTarget
 from dora.errors import ConfigError, RemoteError
-from dora.weights.push import push
 from tests.embedded.conftest import CONTEXT, VOCAB, Reference
-from tests.sglang.conftest import PROMPT, QUEUE, SETTLE_S, SLOTS, Server, Tokens, request
+from tests.sglang.conftest import PROMPT, QUEUE, SETTLE_S, SLOTS, Client, Server, Tokens, request
 
 pytestmark = pytest.mark.timeout(300, func_only=True)  # about 2 minutes on the real server
 
@@ -41,10 +42,10 @@ MODELS = st.sampled_from(get_args(Model))
 SHORT_S = 0.5  # for what may have to wait: an unpaused update of a busy server, a probe of a paused one
 #: Requests that make no sense: refused here if they would kill a server, there otherwise.
 NONSENSE: dict[str, dict[str, Any]] = {
-    "an id beyond the vocabulary": {"input_ids": [VOCAB]},
-    "a negative id": {"input_ids": [-1]},
-    "no input": {"input_ids": []},
-    "too long an input": {"input_ids": [5] * CONTEXT},
+    "an id beyond the vocabulary": {"tokens": [VOCAB]},
+    "a negative id": {"tokens": [-1]},
+    "no input": {"tokens": []},
+    "too long an input": {"tokens": [5] * CONTEXT},
     "no budget": {"max_new_tokens": 0},
     "a negative temperature": {"temperature": -1.0},
     "an empty nucleus": {"top_p": 0.0},
@@ -74,7 +75,7 @@ class Operations(RuleBasedStateMachine):
     @initialize()
     def connect(self) -> None:
         async def make() -> EngineClient:
-            return EngineClient(max_connections=64, vocab_size=VOCAB, control_timeout_s=5.0)
+            return Client(max_connections=64, vocab_size=VOCAB, control_timeout_s=5.0)
 
         self._client = self._runner.run(make())
 
@@ -118,7 +119,7 @@ class Operations(RuleBasedStateMachine):
         self._count += 1
         label = f"{model}/{self._count}"
         if how == "push":
-            order = push(client.push_endpoint(url), folder=folder, label=label, timeout_s=5.0)
+            order = push(PushTarget(client, url), folder=folder, label=label, timeout_s=5.0)
         else:
             path = folder if how == "update" else folder / "nowhere"
             order = client.update_weights_from_disk(url, str(path), label, timeout_s=SHORT_S)
@@ -169,7 +170,7 @@ class Operations(RuleBasedStateMachine):
             while result is None or not (result.spans == ((label, 0, result.num_tokens),) and await self._holds(label)):
                 self._count += 1
                 label, tokens = await self._client.weight_version(self._url), Tokens()
-                fresh = replace(request(f"fresh-{id(self):x}-{self._count:04}"), extra_key=label)
+                fresh = replace(request(f"fresh-{id(self):x}-{self._count:04}"), label=label)
                 result = await self._client.generate(self._url, fresh, tokens)
         reference = self.references["b" if label.startswith("b/") else "a"]
         if tokens.logprobs != pytest.approx(reference.logprobs(PROMPT + tokens.token_ids)[len(PROMPT) - 1 :], abs=1e-3):
@@ -238,7 +239,7 @@ def test_no_sequence_of_our_calls_kills_a_server(
     reference_b: Reference,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("dora.weights.push.DRAIN_TIMEOUT_S", SHORT_S)
+    monkeypatch.setattr("dora.engine.sglang.push.DRAIN_TIMEOUT_S", SHORT_S)
 
     class OnThisServer(Operations):
         pass

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from dora.engine.client import EngineClient
-from dora.engine.errors import RequestRefused, ServerGone
-from dora.weights.push import PushFailed, push
+from dora.engine.errors import PushFailed, RequestRefused, ServerGone
+from dora.engine.sglang.client import EngineClient
+from dora.engine.sglang.push import push
+from dora.engine.sglang.target import PushTarget
 from tests.embedded.conftest import Reference
 from tests.sglang.conftest import (
     DIALECT,
@@ -275,7 +276,7 @@ async def test_a_flush_is_refused_while_a_request_is_resident_unless_retracted_s
 async def test_a_push_makes_the_server_hold_other_weights_under_their_label_and_back(
     wire: Wire, client: EngineClient, model_a: Path, model_b: Path, reference_a: Reference, reference_b: Reference
 ) -> None:
-    endpoint = client.push_endpoint(wire.server.url)
+    endpoint = PushTarget(client, wire.server.url)
     for folder, label, reference in ((model_b, "run/1", reference_b), (model_a, "run/0", reference_a)):
         await push(endpoint, folder=folder, label=label, timeout_s=30)
         answer = await wire.generate(sampling=SHORT)  # no extra_key: nothing of the other weights may be cached
@@ -289,11 +290,11 @@ async def test_a_push_makes_the_server_hold_other_weights_under_their_label_and_
 async def test_a_push_to_a_busy_server_changes_nothing_and_leaves_it_serving(
     wire: Wire, client: EngineClient, model_b: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dora.weights.push.DRAIN_TIMEOUT_S", 0.5)
+    monkeypatch.setattr("dora.engine.sglang.push.DRAIN_TIMEOUT_S", 0.5)
     async with wire.stream(sampling=LONG) as (stream, _):
         await stream.until(30)  # by now it is counted
         with pytest.raises(PushFailed) as failed:
-            await push(client.push_endpoint(wire.server.url), folder=model_b, label="run/1", timeout_s=30)
+            await push(PushTarget(client, wire.server.url), folder=model_b, label="run/1", timeout_s=30)
         assert not failed.value.doubtful
         assert await wire.weight_version() == START_LABEL
         await stream.until(len(stream.token_ids) + 20)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from dora.engine.client import EngineClient
-from dora.engine.probe import probe
+from dora.engine.sglang.client import EngineClient
+from dora.engine.sglang.probe import probe
 from tests.embedded.conftest import Reference
 from tests.sglang.conftest import (
     LONG,

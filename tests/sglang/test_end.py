@@ -11,9 +11,10 @@ import aiohttp
 import psutil
 import pytest
 
-from dora.engine.client import EngineClient
-from dora.engine.errors import ServerGone
-from dora.weights.push import PushFailed, push
+from dora.engine.errors import PushFailed, ServerGone
+from dora.engine.sglang.client import EngineClient
+from dora.engine.sglang.push import push
+from dora.engine.sglang.target import PushTarget
 from tests.sglang.conftest import DIALECT, LONG, START_LABEL, Kind, Server, Tokens, Wire, request, serving
 
 pytestmark = pytest.mark.timeout(120, func_only=True)  # starting a server has a limit of its own
@@ -71,7 +72,7 @@ async def test_a_checkpoint_of_another_shape_ends_the_server_and_the_push_says_s
     wire: Wire, client: EngineClient, model_of_other_shape: Path
 ) -> None:
     main = wire.server.main_process()
-    endpoint = client.push_endpoint(wire.server.url)
+    endpoint = PushTarget(client, wire.server.url)
     with pytest.raises(PushFailed) as failed:
         await push(endpoint, folder=model_of_other_shape, label="run/1", timeout_s=END_LIMIT_S)
     assert (failed.value.stage, failed.value.doubtful) == ("update", True)

@@ -196,7 +196,9 @@ class Proxy:
         return response
 
 
-async def test_replies_that_are_cut_in_their_middle_cost_nothing(fleet: list[Member], tmp_path: Path) -> None:
+async def test_replies_that_are_cut_in_their_middle_cost_no_token_and_no_server(
+    fleet: list[Member], tmp_path: Path
+) -> None:
     async with Proxy(fleet[0].url, cut_every=CUT_EVERY).listening() as proxy:
         urls = [proxy.url, *(member.url for member in fleet[1:])]
         with Run(*job(tmp_path, urls)) as run:
@@ -205,6 +207,7 @@ async def test_replies_that_are_cut_in_their_middle_cost_nothing(fleet: list[Mem
     assert code == 0, run.told()
     assert proxy.cut >= 1
     assert any(event.num_tokens for event in events_of(folder, ev.GenerationFailed))
+    assert events_of(folder, ev.InstanceLost) == []
     assert_nothing_lost(folder)
 
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from dora.engine.client import EngineClient
 from dora.engine.errors import RequestRefused
-from dora.engine.probe import Capabilities, probe
+from dora.engine.sglang.client import EngineClient
+from dora.engine.sglang.probe import Probed, probe
 from tests.embedded.conftest import CONTEXT, EOS, Reference
 from tests.sglang.conftest import (
     DIALECT,
@@ -39,14 +39,14 @@ async def test_the_probe_finds_what_the_server_was_started_with(
     wire: Wire, client: EngineClient, model_a: Path
 ) -> None:
     found = await probe(client, wire.server.url, timeout_s=30)
-    assert found.context_length is not None
-    assert CONTEXT - 8 < found.context_length <= CONTEXT
-    assert replace(found, context_length=None) == Capabilities(
-        server_version=DIALECT.version,
+    assert found.context_tokens is not None
+    assert CONTEXT - 8 < found.context_tokens <= CONTEXT
+    assert replace(found, context_tokens=None) == Probed(
+        release=DIALECT.version,
         is_incremental=True,
-        max_total_tokens=KV_TOKENS,
-        max_running=SLOTS,
-        context_length=None,
+        kv_tokens=KV_TOKENS,
+        slots=SLOTS,
+        context_tokens=None,
         label=START_LABEL,
         model_path=str(model_a),
         has_spans=DIALECT.has_spans,
@@ -218,7 +218,7 @@ async def test_a_request_that_leaves_room_as_the_probe_says_runs_to_its_budget(
     wire: Wire, client: EngineClient
 ) -> None:
     """However it was cut: the longest input with one token left, and the shortest with all."""
-    room = (await probe(client, wire.server.url, timeout_s=30)).context_length
+    room = (await probe(client, wire.server.url, timeout_s=30)).context_tokens
     assert room is not None
     for num_tokens, rid in ((room - 1, "room-one"), (room - 30, "room-many")):
         answer = await wire.generate(

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from dora.cli.audit import recompute
+from dora.app.deep import recompute
 from dora.config.load import load
 from dora.core import commands as cmd
 from dora.core import events as ev

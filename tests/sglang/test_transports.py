@@ -17,16 +17,17 @@ from typing import Any
 import psutil
 import pytest
 
-from dora.engine import protocol
-from dora.engine.client import EngineClient, PushEndpoint
-from dora.engine.errors import RequestRefused, ServerGone
+from dora.engine.errors import PushFailed, RequestRefused, ServerGone
+from dora.engine.sglang import protocol
+from dora.engine.sglang.client import EngineClient
+from dora.engine.sglang.distributed import Distributed
+from dora.engine.sglang.push import Disk, push
+from dora.engine.sglang.senders import Senders
+from dora.engine.sglang.target import PushTarget
 from dora.errors import RemoteError
-from dora.weights.distributed import Distributed
-from dora.weights.push import Disk, PushFailed, push
-from dora.weights.senders import Senders
 from tests.embedded.conftest import Reference, qwen3, save
+from tests.engine import pushing
 from tests.sglang.conftest import LAUNCH, START_LABEL, Kind
-from tests.weights import pushing
 
 pytestmark = [
     pytest.mark.timeout(300, func_only=True),  # starting two servers has a limit of its own
@@ -121,7 +122,7 @@ def holds(version: Version) -> Any:
 
 
 @dataclass(frozen=True)
-class Watched(PushEndpoint):
+class Watched(PushTarget):
     """A server of which is known what it said that it holds after each bucket, and what was done before one."""
 
     labels: list[str] = field(default_factory=list)
@@ -146,7 +147,7 @@ def model_process(url: str) -> psutil.Process:
 
 
 async def push_to(client: EngineClient, url: str, version: Version, *, label: str, transport: Distributed) -> None:
-    server = client.push_endpoint(url)
+    server = PushTarget(client, url)
     await push(server, folder=version.folder, label=label, timeout_s=PUSH_S, transport=transport)
 
 
@@ -237,7 +238,7 @@ async def test_weights_of_another_shape_are_refused_and_the_server_takes_the_rig
 ) -> None:
     narrow = large(tmp_path / "narrow", seed=3, hidden=64)
     with pytest.raises(PushFailed, match=r"(?i)failed to update.*discard the whole weights") as failed:
-        await push(client.push_endpoint(urls[0]), folder=narrow, label="run/3", timeout_s=PUSH_S, transport=transport)
+        await push(PushTarget(client, urls[0]), folder=narrow, label="run/3", timeout_s=PUSH_S, transport=transport)
     assert (failed.value.stage, failed.value.doubtful) == ("update", True)
     await push_to(client, urls[0], version(1), label="run/1", transport=transport)
     assert await client.prompt_logprobs(urls[0], PROMPT, timeout_s=60) == holds(version(1))
@@ -245,7 +246,7 @@ async def test_weights_of_another_shape_are_refused_and_the_server_takes_the_rig
 
 async def test_a_group_that_nobody_knows_is_not_destroyed(client: EngineClient, urls: list[str]) -> None:
     with pytest.raises(RequestRefused, match="The group to be destroyed does not exist"):
-        await client.push_endpoint(urls[0]).leave_group("unknown")
+        await PushTarget(client, urls[0]).leave_group("unknown")
 
 
 async def test_a_server_killed_in_mid_bucket_fails_its_push_and_no_other(
@@ -273,7 +274,7 @@ async def test_a_server_told_to_receive_from_a_group_it_never_joined_dies(
     _, last = urls
     bucket: dict[str, Any] = {"names": ["x"], "dtypes": ["float32"], "shapes": [[1]]}
     with pytest.raises(RemoteError, match="not in the group 'unknown'"):
-        await client.push_endpoint(last).receive("unknown", **bucket, label=None, timeout_s=60)
+        await PushTarget(client, last).receive("unknown", **bucket, label=None, timeout_s=60)
     assert (await client.loads(last)).is_empty
     with pytest.raises(ServerGone):
         await client.update(

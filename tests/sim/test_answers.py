@@ -1,4 +1,4 @@
-"""The length regimes give the statistics that workloads.md §1 states of them."""
+"""The length regimes have the statistics that docs/SIMULATION.md gives."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def lengths_of(regime: str, *, group_size: int, seed: int = 1) -> np.ndarray:
 
 
 def log_deviations(lengths: np.ndarray) -> tuple[float, float]:
-    """Of the logarithm of lengths: within groups, and between their means."""
+    """Deviation of the logarithm of lengths, within groups and between their means."""
     logs = np.log(lengths)
     return float(np.sqrt(logs.var(axis=1, ddof=1).mean())), float(logs.mean(axis=1).std())
 
@@ -53,7 +53,7 @@ def test_regime_c_is_a_mixture_of_normals() -> None:
     assert group_maximum(lengths) == pytest.approx(1.5, abs=0.03)
 
 
-def test_regime_d_has_the_tail_of_the_headline() -> None:
+def test_regime_d_has_the_published_tail() -> None:
     lengths = lengths_of("D", group_size=16)
     assert lengths.mean() == pytest.approx(2567, rel=0.02)
     assert np.percentile(lengths, [50, 99]) == pytest.approx([1152, 23_888], rel=0.03)
@@ -65,7 +65,7 @@ def test_regime_d_has_the_tail_of_the_headline() -> None:
 
 
 @pytest.mark.parametrize("regime", ["A", "B", "C", "D"])
-def test_an_answer_does_not_depend_on_what_was_asked_before(regime: str) -> None:
+def test_an_answer_does_not_depend_on_earlier_requests(regime: str) -> None:
     forward, backward = (Answers(regime, seed=3, group_size=4) for _ in range(2))
     numbers = range(0, 2000, 7)
     assert [forward.group(i) for i in numbers] == [backward.group(i) for i in reversed(numbers)][::-1]
@@ -80,7 +80,7 @@ def test_hard_prompts_have_long_answers_that_pass_less_often() -> None:
     assert passed[0] > passed[1] + 0.2
 
 
-def test_groups_that_are_done_with_are_not_kept() -> None:
+def test_forgotten_groups_are_not_kept() -> None:
     answers = Answers("A", seed=0, group_size=2)
     first = answers.group(0)
     answers.group(5000)

@@ -1,4 +1,4 @@
-"""The closed form of a server's batch is what a loop over single tokens would give."""
+"""The closed form of a server's batch agrees with a loop over single tokens."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def instance(server: Server = SERVER, *requests: Request) -> Instance:
 
 
 def run_out(one: Instance) -> dict[TrajectoryId, float]:
-    """When each answer ends."""
+    """The time at which each answer ends."""
     ends: dict[TrajectoryId, float] = {}
     while one.num_running:
         now = one.next_at()
@@ -41,7 +41,7 @@ def run_out(one: Instance) -> dict[TrajectoryId, float]:
 
 
 def token_by_token(totals: list[int], *, prompt: int) -> list[float]:
-    """The same by stepping: all begin together, each prefilled in turn, none sharing a prompt."""
+    """The same by stepping: all begin together and are prefilled in turn, and none share a prompt."""
     at = len(totals) * prompt * SERVER.prefill_s_per_token
     ends, step = [0.0] * len(totals), 0
     while running := [i for i, total in enumerate(totals) if total > step]:
@@ -59,7 +59,7 @@ def test_the_batch_in_closed_form_is_the_sum_over_its_steps() -> None:
     assert [ends[TrajectoryId(i)] for i in range(5)] == pytest.approx(token_by_token(totals, prompt=100), rel=1e-9)
 
 
-def test_looking_at_it_in_between_changes_nothing() -> None:
+def test_reading_the_state_in_between_changes_nothing() -> None:
     totals = [40, 170, 333]
     watched = instance(SERVER, *(request(i, total=n) for i, n in enumerate(totals)))
     now, ends, last = 0.0, {}, [0, 0, 0]
@@ -94,7 +94,7 @@ def test_siblings_share_the_prompt_in_kv_and_in_prefill() -> None:
     assert (shared.used, shared.context) == (0, 0)
 
 
-def test_the_youngest_is_evicted_when_the_next_token_does_not_fit_and_goes_on_with_all_its_tokens() -> None:
+def test_if_the_next_token_does_not_fit_the_youngest_is_evicted_and_keeps_its_tokens() -> None:
     server = Server(slots=4, kv_tokens=1000, decode=DECODE, prefill_s_per_token=1e-4)
     one = instance(server, request(0, total=600), request(1, total=600))
     one.reach(one.next_at())
@@ -107,7 +107,7 @@ def test_the_youngest_is_evicted_when_the_next_token_does_not_fit_and_goes_on_wi
     assert one.use.again_s == pytest.approx((100 + 400) * 1e-4)
 
 
-def test_a_request_is_let_in_only_with_room_to_grow() -> None:
+def test_a_request_is_admitted_only_with_space_to_grow() -> None:
     server = Server(slots=4, kv_tokens=400 + HEADROOM_TOKENS * 2 - 1, decode=DECODE)
     one = instance(server, request(0, total=64, prompt=200), request(1, total=64, prompt=200))
     assert one.num_running == 1
@@ -129,7 +129,7 @@ def test_a_stopped_request_keeps_its_tokens_and_leaves_the_kv() -> None:
     assert other.use.again_s > 0
 
 
-def test_a_batch_is_as_full_as_the_slots_or_the_kv_that_it_fills_on_average() -> None:
+def test_the_fullness_of_a_batch_is_its_average_share_of_the_slots_or_the_kv() -> None:
     """One answer of 200 tokens after a prompt of 100: 200 tokens of KV on average, of 1,000."""
     for slots, fill in ((8, 0.2), (2, 0.5)):
         one = instance(Server(slots=slots, kv_tokens=1_000, decode=DECODE), request(0, total=200))
@@ -146,7 +146,7 @@ def test_a_slow_instance_takes_proportionally_longer() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_all_time_is_accounted_for_whatever_happens(seed: int) -> None:
+def test_all_time_is_accounted_for_in_random_histories(seed: int) -> None:
     draw = random.Random(seed)
     server = Server(slots=6, kv_tokens=1500, decode=DECODE, prefill_s_per_token=1e-4)
     one, now, idle, waiting, ended = Instance(InstanceId(0), server), 0.0, 0.0, 0, 0

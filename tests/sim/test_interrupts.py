@@ -1,4 +1,4 @@
-"""Simulated partial rollout and over-sampling: what they gain, and what they break by design, in numbers."""
+"""Simulated partial rollout and over-sampling: their gain, and how often they break constraints by design."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from dora.sim.trace import trace
 from dora.sim.world import World
 from tests.sim.worlds import simulate, workload
 
-#: Training takes little, so answers outlive versions.
+#: Training is fast, so that answers outlive versions.
 FAST: dict[str, Any] = {"train": {"tokens_s_per_device": 4000.0}}
 
 
@@ -35,7 +35,7 @@ def request(id: int, *, total: int) -> Request:
 
 
 def updated(*, retract: bool) -> tuple[Instance, float]:
-    """A server that has decoded two answers for a while and takes a second's update; when the first of them ends."""
+    """A server with two answers that takes an update of one second, and the time at which the first answer ends."""
     server = Instance(InstanceId(0), Server(prefill_s_per_token=1e-3))
     server.version = 0
     for id, total in ((0, 50), (1, 400)):
@@ -58,7 +58,7 @@ def test_an_update_ends_the_span_of_every_running_answer() -> None:
     assert server.spans(ended) == (before[0][0], (1, before[0][0][2], 50))
 
 
-def test_retract_prefills_everything_again_and_in_place_pays_the_pause_alone() -> None:
+def test_retract_prefills_everything_again_and_in_place_costs_only_the_pause() -> None:
     (kept, kept_at), (retracted, retracted_at) = updated(retract=False), updated(retract=True)
     tokens = sum(100 + kept.tokens(r) for r in kept.requests.values())
     assert kept.use.again_s == 0
@@ -74,7 +74,7 @@ def test_no_answer_grows_while_its_server_is_paused() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["partial", "partial_bounded", "partial_sync"])
-def test_partial_shows_its_broken_constraint(strategy: str) -> None:
+def test_partial_reports_its_broken_constraint(strategy: str) -> None:
     _, world, journal = simulate(workload(strategy, k=1, **FAST))
     found = result(strategy, k=1)
     ends = [e for e, _ in journal if isinstance(e, ev.GenerationFinished)]
@@ -94,7 +94,7 @@ def test_only_the_bounded_variant_keeps_k() -> None:
     assert bounded.beyond_share == 0
 
 
-def test_partial_sync_stands_still_while_its_devices_train() -> None:
+def test_partial_sync_halts_while_its_devices_train() -> None:
     seen: list[dict[TrajectoryId, int]] = []  # tokens of all answers under way, from the first micro-batch on
     grown = []
 
@@ -111,11 +111,11 @@ def test_partial_sync_stands_still_while_its_devices_train() -> None:
     assert grown == []
 
 
-def test_partial_sync_is_faster_than_sync_and_slower_than_partial_which_never_waits() -> None:
+def test_partial_sync_is_faster_than_sync_and_slower_than_partial() -> None:
     assert result("partial", k=1).step_s < result("partial_sync").step_s < result("sync").step_s
 
 
-def test_seeds_of_unequal_staleness_make_one_row() -> None:
+def test_seeds_with_different_staleness_make_one_row() -> None:
     free = workload("partial", k=1, **FAST)
     found = [simulate(free, seed=seed)[0] for seed in range(4)]
     assert len({len(r.staleness) for r in found}) > 1
@@ -123,7 +123,7 @@ def test_seeds_of_unequal_staleness_make_one_row() -> None:
     assert sum(row.staleness) == sum(sum(r.staleness) for r in found)
 
 
-def test_the_timeline_shows_what_decodes_on_after_an_update() -> None:
+def test_the_timeline_shows_requests_that_continue_after_an_update() -> None:
     traced, *_ = trace(workload("partial", k=1, **FAST), seed=0)
     resumed = [
         (before.end, after.begin)

@@ -1,4 +1,4 @@
-"""The limit of system.md §3.2, against figures worked out by hand."""
+"""The limit of a workload, against figures worked out by hand."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PLAIN = Server(slots=4, kv_tokens=100_000, decode=DecodeTime(0.01, 0.0, 0.0), pr
 
 
 def plain(strategy: str = "dora", *, k: int = 1, tokens_s: float = 60.0, **fleet: object) -> Workload:
-    """16 answers of 100 tokens and prompts of 20 a step, two instances, one trainer device, a push of 1 s."""
+    """Steps of 16 answers of 100 tokens with prompts of 20, two instances, one trainer device, pushes of 1 s."""
     return workload(
         strategy,
         k=k,
@@ -31,7 +31,7 @@ def bound(one: Workload) -> Limit:
     return limit(one, seed=0)
 
 
-def test_each_term_is_what_a_pencil_gives() -> None:
+def test_each_term_agrees_with_a_calculation_by_hand() -> None:
     found = bound(plain())
     assert found.train_s == pytest.approx(16 * 120 / 60 + 0.5)
     assert found.decode_s == pytest.approx(16 * 100 / 4 * 0.01 / 2), "four at a time on two instances"
@@ -39,7 +39,7 @@ def test_each_term_is_what_a_pencil_gives() -> None:
     assert found.last_s == pytest.approx(120 / 60 + 0.5)
 
 
-def test_the_largest_term_rules() -> None:
+def test_the_limit_is_the_largest_term() -> None:
     assert (bound(plain()).rule, bound(plain()).step_s) == ("train", pytest.approx(32.5))
     fast = bound(plain(tokens_s=1e6))
     assert (fast.rule, fast.step_s) == ("decode", pytest.approx(2.0))
@@ -69,8 +69,8 @@ def test_kv_limits_the_batch_where_slots_do_not() -> None:
     assert bound(plain(server=tight)).decode_s == pytest.approx(steps * 0.01 / 2)
 
 
-def test_groups_that_are_filtered_are_decoded_too() -> None:
-    """Of four groups one is kept; a job of one group a step has steps whose group is filtered."""
+def test_filtered_groups_count_as_decoded() -> None:
+    """One group in four is kept; in a job with one group per step, some steps have only a filtered one."""
     alike = constant(100, groups=4, group_size=4) | {"rewards": ((1.0,) * 4,) * 3 + ((0.0, 1.0) * 2,)}
     for n in (4, 1):
         every = plain().with_changes(lengths=alike, job={"groups_per_step": n})

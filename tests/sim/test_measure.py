@@ -1,10 +1,10 @@
-"""What is counted in the steady state, and what lies outside of it, with figures worked out by hand."""
+"""The counts inside and outside the steady state, against figures worked out by hand."""
 
 from __future__ import annotations
 
 import pytest
 
-from dora.core.state import ControllerState
+from dora.core.state import State
 from dora.sim.instance import Instance
 from dora.sim.limit import limit
 from dora.sim.measure import Measure, Result, window
@@ -15,9 +15,9 @@ STEADY = range(4, 10)
 
 
 def measured() -> Result:
-    """In steady steps the trainer is busy for 8 of 10 s and every third group is stale; the others are wild."""
+    """In steady steps the trainer is busy for 8 of 10 s and every third group is stale; the other steps are extreme."""
     one = workload("dora", k=1, job={"steps": 12}, fleet={"rollout_devices": 2})
-    state, instances = ControllerState(one.settings()), [Instance(i, one.fleet.server) for i in range(2)]  # type: ignore[arg-type]
+    state, instances = State(one.settings()), [Instance(i, one.fleet.server) for i in range(2)]  # type: ignore[arg-type]
     measure, at = Measure(one, instances), 0.0
     for step in range(12):
         is_steady = step in STEADY
@@ -50,7 +50,7 @@ def test_only_the_steady_state_counts() -> None:
     assert result.instance_shares["empty"] == pytest.approx(0.75)
 
 
-def test_the_bias_of_lengths_is_that_of_the_whole_job() -> None:
+def test_the_length_bias_is_that_of_the_whole_job() -> None:
     trained, thrown_away = (6 * 80 + 6 * 18, 24), (3 * 120, 6)
     admitted = (trained[0] + thrown_away[0]) / (trained[1] + thrown_away[1])
     assert measured().length_bias == pytest.approx(trained[0] / trained[1] / admitted)
@@ -59,7 +59,5 @@ def test_the_bias_of_lengths_is_that_of_the_whole_job() -> None:
 @pytest.mark.parametrize(
     ("steps", "k", "found"), [(12, 1, (3, 9)), (40, 3, (7, 35)), (24, 0, (1, 22)), (2, 3, (0, 1)), (6, 3, (1, 2))]
 )
-def test_a_job_too_short_for_its_warm_up_has_a_step_that_counts_all_the_same(
-    steps: int, k: int, found: tuple[int, int]
-) -> None:
+def test_a_job_too_short_for_its_warm_up_still_has_a_measured_step(steps: int, k: int, found: tuple[int, int]) -> None:
     assert window(steps, max_staleness=k) == found

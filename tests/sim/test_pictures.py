@@ -1,4 +1,4 @@
-"""The pictures show what happened: one version at a time on a server, and a point for every setting."""
+"""The pictures show one version at a time on a server, and a point for every setting."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.sim.worlds import workload
 
 
 def shapes(picture: str, kind: str) -> list[dict[str, str]]:
-    """Attributes of all shapes of a kind, the white background left out."""
+    """Attributes of all shapes of a kind, except for the white background."""
     found = [element.attrib for element in ElementTree.fromstring(picture) if element.tag.endswith(kind)]
     return [attributes for attributes in found if attributes.get("fill") != "white"]
 
@@ -46,7 +46,7 @@ def test_a_trace_shows_one_version_at_a_time_and_decoding_only_under_it(traced: 
             assert any(h.begin <= span.begin and span.end <= h.end and h.version == span.version for h in row.held)
 
 
-def test_a_trace_adds_up_to_what_the_simulation_measured(traced: tuple[Trace, World]) -> None:
+def test_a_trace_adds_up_to_the_simulations_measurements(traced: tuple[Trace, World]) -> None:
     found, world = traced
     assert len(found.published) == world.newest + 1
     assert sum(s.end - s.begin for s in found.trainer) == pytest.approx(world.measure.marks[-1].busy_s)
@@ -82,7 +82,7 @@ def test_a_large_fleet_is_drawn_in_part() -> None:
     assert "1 of 4" in texts(picture)
 
 
-def test_the_steady_state_is_what_a_traced_job_shows() -> None:
+def test_a_traced_job_shows_the_steady_state() -> None:
     _, begin, end = trace(workload("dora", k=2), seed=0)
     assert 0 < begin < end
 
@@ -99,7 +99,7 @@ def test_charts_have_a_point_for_every_setting_and_shares_that_add_up() -> None:
     assert set(draw(made[:1], found[:1])) == {"staleness", "step-time", "timeline-dora-k1-8of12"}
 
 
-def test_charts_show_the_fastest_split_alone() -> None:
+def test_charts_show_only_the_fastest_split() -> None:
     found = cases(workload(), strategies=[], staleness=[], splits=[11, 3, 6], instances=[], seeds=[0])
     made = rows(run(found, processes=1))
     points = shapes(step_time(made), "circle")
@@ -109,7 +109,7 @@ def test_charts_show_the_fastest_split_alone() -> None:
     ]
 
 
-def test_round_numbers_are_marked() -> None:
+def test_ticks_are_round_numbers() -> None:
     assert svg.ticks(0, 1) == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1])
     assert svg.ticks(430, 1210) == [600, 800, 1000, 1200]
 

@@ -1,4 +1,4 @@
-"""Whole simulations drawn by seed: every strategy, small fleets and slots, tools, evaluations and faults at once."""
+"""Random simulations, by seed: every strategy, small fleets, few slots, tools, evaluations and faults at once."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from dora.core.decode_time import DecodeTime
-from dora.core.groups import GroupPhase
 from dora.core.orchestration import SWITCHES
+from dora.core.phases import GroupPhase
 from dora.core.strategies import STRATEGIES
 from dora.errors import ConfigError, RunFailed
 from dora.journal.audit import audit_entries
@@ -24,7 +24,7 @@ RUNS = 100
 
 
 def drawn(seed: int) -> Workload:
-    """A job, its fleet and its faults; not each of them is one that `checked` lets pass."""
+    """A job, its fleet and its faults; `checked` refuses some of them."""
     r = random.Random(seed)
     job: dict[str, Any] = {
         **{"strategy": r.choice([*STRATEGIES, "dora"]), "max_staleness": r.randint(0, 4)},
@@ -69,7 +69,7 @@ def drawn(seed: int) -> Workload:
     )
 
 
-def test_every_simulation_ends_with_all_of_it_accounted_for() -> None:
+def test_every_simulation_ends_with_everything_accounted_for() -> None:
     seen: Counter[str] = Counter()
     for seed in range(RUNS):
         try:

@@ -1,4 +1,4 @@
-"""A finished run's journal is enough to simulate it again."""
+"""The journal of a finished run suffices to simulate it again."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.sim.worlds import simulate, workload
 
 
 def record(one: Workload, parent: Path, *, steps: int | None = None) -> tuple[RunFolder, Result]:
-    """Simulate, and leave a run folder behind as a run would that was killed after `steps`."""
+    """Simulate, and write the run folder of a run that was killed after `steps`."""
     result, world, journal = simulate(one)
     if steps is not None:
         ends = [i for i, (event, _) in enumerate(journal) if isinstance(event, ev.StepTrained)]
@@ -55,7 +55,7 @@ def test_a_recorded_run_is_predicted_from_its_journal(tmp_path: Path, strategy: 
     assert predicted.step_s == pytest.approx(own.step_s, rel=0.05)
 
 
-def test_what_a_restart_or_a_loss_cut_short_is_not_measured() -> None:
+def test_requests_cut_short_by_a_restart_or_a_loss_are_not_measured() -> None:
     faults = Faults(controller_restarts=0.1, instance_dies=0.02, late_completion=0.3)
     world = run(seed=1, slots=4, token_s=0.05, steps=16, faults=faults)
     assert sum(isinstance(event, ev.ControllerRestarted) for event, _ in world.journal) > 1
@@ -68,7 +68,7 @@ def test_what_a_restart_or_a_loss_cut_short_is_not_measured() -> None:
         assert 1 <= request.batch + 1e-9 <= 4 + 2e-9
 
 
-def test_the_end_of_an_older_attempt_is_not_that_of_the_request() -> None:
+def test_the_end_of_an_older_attempt_is_not_the_end_of_the_request() -> None:
     first, second = (cmd.Generate(TrajectoryId(0), attempt, InstanceId(0), 0, 0) for attempt in (1, 3))
     end = [ev.GenerationFinished(at, TrajectoryId(0), attempt, 9, False, ()) for at, attempt in ((3.0, 1), (7.0, 3))]
     lost = ev.InstanceLost(1.0, InstanceId(0), 1, {}, "gone")
@@ -87,7 +87,7 @@ def test_a_prompt_is_read_once_for_siblings_that_overlap_and_again_when_the_last
     assert batch.read == 205
 
 
-def test_a_prediction_tells_the_run_s_own_step_and_what_was_measured(
+def test_a_prediction_shows_the_runs_own_step_time_and_the_measurements(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, _ = record(workload("periodic", k=0), tmp_path)
@@ -106,7 +106,7 @@ def timed(*, base_s: float, per_request_s: float, prefill_s: float, answer_s: fl
     ]
 
 
-def test_times_are_found_again_from_durations() -> None:
+def test_times_are_recovered_from_durations() -> None:
     times = {"base_s": 0.01, "per_request_s": 0.002, "prefill_s": 1e-4, "answer_s": 0.2}
     decode, prefill_s, answer_s = fit_times(timed(**times))
     assert decode == DecodeTime(pytest.approx(0.01), pytest.approx(0.002), 0.0)
@@ -119,7 +119,7 @@ def test_a_fit_has_no_negative_time() -> None:
     assert decode.base_s > 0
 
 
-def test_a_run_that_trained_next_to_nothing_cannot_be_simulated(tmp_path: Path) -> None:
+def test_a_run_that_trained_too_little_cannot_be_simulated(tmp_path: Path) -> None:
     folder, _ = record(workload(), tmp_path, steps=1)
     with pytest.raises(ConfigError, match="has trained 1 steps"):
         read_run(folder.root)

@@ -1,4 +1,4 @@
-"""`dora simulate` as it is typed: sweeps, the table, the data, and what it refuses."""
+"""The command `dora simulate`: sweeps, the table, the data, and its errors."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def test_a_sweep_runs_every_setting_once_per_seed() -> None:
     assert len(settings) == len(set(settings)) == 2 * (4 + 1 + 2), "K counts for dora alone, splits not for sync"
 
 
-def test_another_fleet_size_keeps_the_devices_that_train() -> None:
+def test_another_fleet_size_keeps_the_trainers_devices() -> None:
     found = cases(workload(), strategies=[], staleness=[], splits=[], instances=[4, 16], seeds=[0])
     assert [(w.num_instances, w.train_devices) for w, _ in found] == [(4, 4), (16, 4)]
 
 
-def test_processes_give_what_one_process_gives() -> None:
+def test_many_processes_give_the_same_results_as_one() -> None:
     found = cases(workload(), strategies=["dora", "sync"], staleness=[], splits=[], instances=[], seeds=[0])
     assert list(run(found, processes=2)) == list(run(found, processes=1))
 
@@ -88,16 +88,16 @@ def test_a_config_of_a_run_can_be_simulated() -> None:
     assert "a config" in done.stdout
 
 
-def test_what_cannot_work_is_one_line() -> None:
+def test_an_impossible_setting_is_one_line() -> None:
     for words, said in [
         (["--k", "one"], "--k one"),
-        (["nowhere.toml"], "nowhere.toml: cannot be read"),
-        (["--from", "/nowhere"], "there is no such run folder"),
+        (["nowhere.toml"], "nowhere.toml: no such file"),
+        (["--from", "/nowhere"], "no such run folder"),
         (["--strategy", "partially"], "job.strategy"),
         (["--split", "16"], "fleet.rollout_devices"),
         (["--set", "fleet.push=1"], "--set fleet.push=1: Object contains unknown field `push`"),
         (["--set", "fleet.push_fixed_s=soon"], "Expected `float`, got `str` - at `$.fleet.push_fixed_s`"),
-        (["--set", "job.group_size=1"], "job.group_size: must be 2 at least"),
+        (["--set", "job.group_size=1"], "job.group_size: must be at least 2"),
         (["--instances", "0"], "--instances 0: a fleet has at least one instance"),
         (["--json", "/dev/null/results.json"], "--json /dev/null/results.json: cannot be written"),
         (["--pictures", "/dev/null/pictures"], "--pictures /dev/null/pictures: cannot be written"),
@@ -109,7 +109,7 @@ def test_what_cannot_work_is_one_line() -> None:
         assert done.stdout == "", "it is refused before the first simulation"
 
 
-def test_an_ablation_leaves_out_one_rule_of_dora_at_a_time() -> None:
+def test_an_ablation_turns_off_one_rule_of_dora_at_a_time() -> None:
     found = cases(
         workload(),
         strategies=["dora", "sync"],

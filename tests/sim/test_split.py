@@ -1,4 +1,4 @@
-"""The search finds the split that trying all of them finds, with fewer simulations, and leaves `sync` alone."""
+"""The search finds the same split as trying all of them, with fewer simulations."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_fleet_without_any_split_is_refused() -> None:
         search(workload(k=2).with_changes(fleet={"devices": 3}), seed=0, processes=1)
 
 
-def test_the_command_prints_what_it_found_and_simulates_it() -> None:
+def test_the_command_prints_the_best_split_and_simulates_it() -> None:
     done = dora("launch/workloads/tail-bound.toml", "--steps", "12", "--strategy", "dora,sync", "--split", "best")
     assert (done.returncode, done.stderr) == (0, "")
     line = next(line for line in done.stdout.splitlines() if line.startswith("dora, K = 1:"))

@@ -1,4 +1,4 @@
-"""Answers that call tools: on one server against figures worked out by hand, and in a fleet that moves and loses."""
+"""Answers that call tools, on one server against figures worked out by hand, and in a fleet with moves and losses."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.sim.test_world import STRATEGIES, TROUBLE
 from tests.sim.worlds import Journal, simulate, workload
 
 SEARCH_AGENT = Path("launch/workloads/search-agent.toml")
-#: Calls as long as turns are, and a server that is lost now and then.
+#: Calls that take as long as turns, and servers that are lost now and then.
 CALLS: dict[str, Any] = {
     "calls": (0.2, 0.4, 0.3, 0.1),
     "latency_median_s": 2.0,
@@ -72,7 +72,7 @@ def recount(one: Instance) -> int:
     return sum(prompts.values()) + sum(one.tokens(r) - r.unread for r in holders(one))
 
 
-# -- what is drawn ----------------------------------------------------------------------------------------------------
+# -- drawing answers --------------------------------------------------------------------------------------------------
 
 
 def test_a_search_agent_has_the_published_turns_and_calls() -> None:
@@ -97,7 +97,7 @@ def test_a_search_agent_has_the_published_turns_and_calls() -> None:
     assert {call.num_tokens for found in calls for call in found if call.latency_s == 60} == {0}
 
 
-def test_calls_do_not_depend_on_what_was_asked_before() -> None:
+def test_calls_do_not_depend_on_earlier_requests() -> None:
     forward, backward = (load(SEARCH_AGENT).answers(seed=3) for _ in range(2))
     numbers = range(0, 2000, 7)
     assert [forward.group(i) for i in numbers] == [backward.group(i) for i in reversed(numbers)][::-1]
@@ -152,7 +152,7 @@ def test_an_answer_in_a_call_leaves_the_batch_and_keeps_slot_and_kv() -> None:
     assert one.counts() == {0: 10, 1: 10}
 
 
-def test_kv_of_a_call_makes_way_and_all_is_read_again() -> None:
+def test_kv_of_a_waiting_answer_is_dropped_if_needed_and_all_is_read_again() -> None:
     server = Server(slots=4, kv_tokens=1000, decode=DECODE, prefill_s_per_token=READ_S)
     one = instance(server, asking(0, (10, 60.0, 40), total=100), asking(1, (20, 60.0, 40), total=100))
     step(one)
@@ -171,7 +171,7 @@ def test_kv_of_a_call_makes_way_and_all_is_read_again() -> None:
     assert one.use.prefill_s == pytest.approx(READ_S * (3 * 100 + 2 * 40))
 
 
-def test_a_request_is_let_in_at_the_cost_of_idle_kv() -> None:
+def test_a_request_is_admitted_at_the_cost_of_idle_kv() -> None:
     server = Server(slots=4, kv_tokens=1000, decode=DECODE)
     one = instance(server, asking(0, (10, 60.0, 40), total=100, prompt=500), asking(1, total=200))
     step(one)
@@ -181,7 +181,7 @@ def test_a_request_is_let_in_at_the_cost_of_idle_kv() -> None:
     assert one.used == recount(one) <= 1000
 
 
-def test_a_prompt_that_a_sibling_needs_is_no_room_to_be_won() -> None:
+def test_dropping_an_idle_answer_does_not_free_a_prompt_that_a_sibling_needs() -> None:
     server = Server(slots=4, kv_tokens=1000, decode=DECODE)
     one = instance(server, asking(0, (10, 60.0, 40), total=100, prompt=500, group=7), asking(1, total=200))
     step(one)
@@ -190,7 +190,7 @@ def test_a_prompt_that_a_sibling_needs_is_no_room_to_be_won() -> None:
     assert (one.num_running, list(one._idle)) == (1, [0])
 
 
-def test_a_stop_in_a_call_keeps_the_tokens_and_the_result_comes_to_the_next_server() -> None:
+def test_a_stop_during_a_call_keeps_the_tokens_and_the_next_server_gets_the_result() -> None:
     first, second = instance(SERVER, asking(0, (10, 9.0, 40), total=100)), instance(SERVER, asking(1, total=4))
     step(first)
     back_at = first.next_at()
@@ -215,7 +215,7 @@ def first_call_at() -> float:
 
 
 @pytest.mark.parametrize(("retract", "read"), [(True, 150), (False, 40)])
-def test_an_update_in_a_call_costs_its_kv_only_where_all_is_retracted(retract: bool, read: int) -> None:
+def test_an_update_during_a_call_drops_its_kv_only_with_retract(retract: bool, read: int) -> None:
     one = instance(SERVER, asking(0, (10, 9.0, 40), total=100))
     one.version = 0
     step(one)
@@ -230,7 +230,7 @@ def test_an_update_in_a_call_costs_its_kv_only_where_all_is_retracted(retract: b
     assert one.use.again_s + one.use.prefill_s - before == pytest.approx(READ_S * read)
 
 
-def test_a_result_that_comes_during_a_pause_is_read_after_it() -> None:
+def test_a_result_that_arrives_during_a_pause_is_read_after_it() -> None:
     one = instance(SERVER, asking(0, (10, 1.0, 40), total=100))
     step(one)
     one.pause(5.0, retract=False)
@@ -239,7 +239,7 @@ def test_a_result_that_comes_during_a_pause_is_read_after_it() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_kv_slots_and_time_add_up_whatever_happens(seed: int) -> None:
+def test_kv_slots_and_time_add_up_in_random_histories(seed: int) -> None:
     draw = random.Random(seed)
     server = Server(slots=6, kv_tokens=1500, decode=DECODE, prefill_s_per_token=READ_S)
     one, now, idle_s, born, ended = Instance(InstanceId(0), server), 0.0, 0.0, 0, 0
@@ -283,7 +283,7 @@ def calling(strategy: str = "dora", *, k: int = 2, **changes: dict[str, Any]) ->
 
 
 def interrupted_in_a_call(world: World, journal: Journal) -> Counter[type[ev.Event]]:
-    """Stops and losses of answers whose last token is that of a call."""
+    """Stops and losses of answers during a call."""
     answers = world.workload.answers(seed=0)
     found: Counter[type[ev.Event]] = Counter()
     for event, _ in journal:
@@ -297,7 +297,7 @@ def interrupted_in_a_call(world: World, journal: Journal) -> Counter[type[ev.Eve
 
 
 @pytest.mark.parametrize(("strategy", "k"), STRATEGIES)
-def test_no_call_breaks_a_constraint_even_where_servers_fail(strategy: str, k: int) -> None:
+def test_no_call_breaks_a_constraint_even_if_servers_fail(strategy: str, k: int) -> None:
     result, world, journal = simulate(calling(strategy, k=k, **TROUBLE))
     assert isinstance(world.outcome, cmd.FinishRun)
     assert result.violations == 0
@@ -306,7 +306,7 @@ def test_no_call_breaks_a_constraint_even_where_servers_fail(strategy: str, k: i
     assert report.ok, report.violations
 
 
-def test_answers_moved_or_lost_in_a_call_go_on_once_and_to_their_whole_length() -> None:
+def test_answers_moved_or_lost_during_a_call_continue_once_and_to_their_full_length() -> None:
     _, world, journal = simulate(calling("dora", k=3, **TROUBLE))
     hit = interrupted_in_a_call(world, journal)
     assert min(hit[ev.GenerationStopped], hit[ev.InstanceLost]) > 0, "nothing was interrupted in a call"
@@ -318,7 +318,7 @@ def test_answers_moved_or_lost_in_a_call_go_on_once_and_to_their_whole_length() 
             assert event.num_tokens == answers.group(event.trajectory // 4).lengths[event.trajectory % 4]
 
 
-def test_a_result_that_came_while_its_answer_was_nowhere_is_no_step_back_in_time() -> None:
+def test_a_result_that_arrived_while_its_answer_was_on_no_server_does_not_turn_time_back() -> None:
     class Forward(World):
         def _put(self, at: float, action: Any) -> None:
             assert at >= self.now
@@ -331,7 +331,7 @@ def test_a_result_that_came_while_its_answer_was_nowhere_is_no_step_back_in_time
     late: list[Request] = []
     world = Forward(calling("dora", k=3, **TROUBLE), seed=0, sink=look)
     world.run()
-    assert late, "no result came while its answer was nowhere"
+    assert late, "no result arrived while its answer was on no server"
 
 
 @pytest.mark.parametrize(("strategy", "k"), [("dora", 3), ("partial", 1)])
@@ -343,7 +343,7 @@ def test_the_same_seed_gives_the_same_journal_with_tools(strategy: str, k: int) 
     assert first != other
 
 
-def test_slots_are_held_by_calls_for_just_their_latency() -> None:
+def test_calls_hold_slots_for_exactly_their_latency() -> None:
     _, world, journal = simulate(calling("periodic"))
     answers = world.workload.answers(seed=0)
     latency_s = sum(
@@ -355,7 +355,7 @@ def test_slots_are_held_by_calls_for_just_their_latency() -> None:
     assert sum(one.slots_s()[1] for one in world.instances) == pytest.approx(latency_s)
 
 
-def test_a_server_that_only_waits_for_tools_is_not_taken_for_lost() -> None:
+def test_a_server_that_only_waits_for_tools_is_not_considered_lost() -> None:
     stuck = {**CALLS, "stuck_share": 0.2, "stuck_s": 110.0}
     _, _, journal = simulate(calling("dora", k=3, tools=stuck))
     assert not any(isinstance(o, cmd.CondemnInstance) for _, orders in journal for o in orders)
@@ -364,12 +364,12 @@ def test_a_server_that_only_waits_for_tools_is_not_taken_for_lost() -> None:
 
 
 @pytest.mark.parametrize(("strategy", "k"), STRATEGIES)
-def test_no_strategy_beats_its_limit_by_calling(strategy: str, k: int) -> None:
+def test_no_strategy_beats_its_limit_with_tool_calls(strategy: str, k: int) -> None:
     result, _, _ = simulate(calling(strategy, k=k, job={"strategy": strategy, "max_staleness": k, "steps": 40}))
     assert result.ratio > 0.9
 
 
-def test_the_limit_of_an_answer_that_calls_is_what_a_pencil_gives() -> None:
+def test_the_limit_of_an_answer_with_calls_agrees_with_a_calculation_by_hand() -> None:
     plain = Server(slots=4, kv_tokens=100_000, decode=DecodeTime(0.01, 0.0, 1e-4), prefill_s_per_token=1e-3)
     one = workload(
         "dora",

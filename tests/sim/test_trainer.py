@@ -1,4 +1,4 @@
-"""The trainer's times: the fullest rank sets the pace, and updates come as their share of the answers is done."""
+"""The trainer's times: the fullest rank sets the pace, and updates are spread over the answers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_the_fullest_rank_sets_the_pace() -> None:
     assert TrainerTime(ONE).wave([300, 100], num_answers=1, last=False) == WaveTime(3.0, 2.0, 0.0)
 
 
-def test_an_update_comes_with_its_share_of_the_answers_and_the_last_one_with_the_last_wave() -> None:
+def test_updates_are_spread_over_the_answers_and_the_last_one_ends_the_last_wave() -> None:
     time = TrainerTime(ONE)
     for _ in range(2):  # every step begins anew
         waves = [(7, False), (1, False), (7, False), (1, True)]
@@ -27,7 +27,7 @@ def test_an_update_comes_with_its_share_of_the_answers_and_the_last_one_with_the
         assert taken == [0.0, 0.5, 0.0, 0.5]
 
 
-def test_a_short_step_has_all_its_updates_and_none_has_more() -> None:
+def test_every_step_has_exactly_its_updates_even_a_short_one() -> None:
     time = TrainerTime(ONE)
     assert time.wave([1, 1], num_answers=3, last=True).update_s == pytest.approx(1.0)
     assert time.wave([1, 1], num_answers=30, last=False).update_s == pytest.approx(1.0)

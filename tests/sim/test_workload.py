@@ -1,4 +1,4 @@
-"""Workload files: what cannot work is named, and the shipped ones work."""
+"""Workload files: the shipped ones work, and errors name the field."""
 
 from __future__ import annotations
 
@@ -48,7 +48,9 @@ def test_shipped_workloads_can_be_simulated(path: Path) -> None:
         ({"lengths": RECORDED | {"cap": 8}}, "lengths.answers"),
     ],
 )
-def test_what_cannot_be_simulated_is_named(changes: dict[str, dict[str, Any]], field: str) -> None:
+def test_an_impossible_workload_is_an_error_that_names_the_field(
+    changes: dict[str, dict[str, Any]], field: str
+) -> None:
     with pytest.raises(ConfigError, match=f"there: .*{field}"):
         checked(Workload().with_changes(**changes), origin="there")
 
@@ -58,17 +60,17 @@ def test_what_cannot_be_simulated_is_named(changes: dict[str, dict[str, Any]], f
     [
         ("[job]\nstep = 3\n", "unknown field `step`"),
         ('[job]\nsteps = "3"\n', "job.steps"),
-        ("[job\n", "is not TOML"),
+        ("[job\n", "Expected"),
         ("[fleet.server]\nslots = 1.5\n", "fleet.server.slots"),
     ],
 )
-def test_a_file_with_a_mistake_is_named_with_the_mistake(tmp_path: Path, text: str, said: str) -> None:
+def test_a_mistake_in_a_file_is_an_error_that_names_both(tmp_path: Path, text: str, said: str) -> None:
     path = tmp_path / "mine.toml"
     path.write_text(text)
-    with pytest.raises(ConfigError, match=rf"mine\.toml: .*{said}"):
+    with pytest.raises(ConfigError, match=rf"mine\.toml:.*{said}"):
         load(path)
 
 
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"none\.toml: cannot be read"):
+def test_a_missing_file_is_an_error_that_names_it(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none\.toml: no such file"):
         load(tmp_path / "none.toml")

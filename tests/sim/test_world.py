@@ -1,4 +1,4 @@
-"""The simulated fleet drives the controller's own core, breaks no constraint, and says so when something does."""
+"""The simulated fleet drives the controller's own core, breaks no constraint, and detects commands that would."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import pytest
 
 from dora.core import commands as cmd
 from dora.core import events as ev
-from dora.core.groups import Group, GroupPhase, Trajectory
+from dora.core.phases import GroupPhase
+from dora.core.tables import Group, Trajectory
 from dora.errors import InvariantViolation, RunFailed
 from dora.journal.audit import audit_entries
 from dora.sim.server import Server, Use
@@ -83,8 +84,8 @@ def test_every_answer_is_trained_with_the_length_the_table_gives_it() -> None:
         assert finished[id] == answers.group(id // 4).lengths[id % 4]
 
 
-def test_a_group_that_was_trained_or_filtered_is_freed_without_a_search_for_garbage() -> None:
-    """At 10,000 instances such a search stops the event loop for 0.3 s."""
+def test_a_group_that_was_trained_or_filtered_is_freed_without_a_garbage_collection() -> None:
+    """At 10,000 instances a full collection stops the event loop for 0.3 s."""
     gc.collect()
     gc.disable()
     gc.set_debug(gc.DEBUG_SAVEALL)
@@ -102,7 +103,7 @@ def test_a_group_that_was_trained_or_filtered_is_freed_without_a_search_for_garb
     assert searched[Group] == searched[Trajectory] == 0
 
 
-def test_kv_pressure_evicts_passes_and_loses_nothing() -> None:
+def test_kv_pressure_evicts_requests_then_ends_and_loses_nothing() -> None:
     tight = Server(slots=32, kv_tokens=3100, decode=workload().fleet.server.decode)
     result, _, journal = simulate(workload("dora", k=3, fleet={"server": tight}))
     assert result.evictions > 1
@@ -117,14 +118,14 @@ def test_kv_pressure_evicts_passes_and_loses_nothing() -> None:
     assert all(at > last / 2 for at in pressed.values()), "an instance that has emptied is relieved"
 
 
-def test_dora_beats_every_barrier_on_a_long_tail_and_one_more_version_never_hurts_much() -> None:
+def test_dora_beats_every_barrier_on_a_long_tail_and_a_larger_k_never_hurts_much() -> None:
     step_s = {(s, k): simulate(workload(s, k=k))[0].step_s for s, k in STRATEGIES}
     assert step_s["dora", 3] < 0.75 * step_s["periodic", 0]
     assert step_s["dora", 1] < 0.9 * step_s["one_step_off", 1]
     assert step_s["dora", 3] < 1.03 * step_s["dora", 1] < step_s["dora", 0]
 
 
-def test_constant_lengths_that_fit_leave_asynchrony_nothing_to_gain_over_its_barrier_twin() -> None:
+def test_with_constant_lengths_that_fit_asynchrony_gains_nothing_over_a_barrier() -> None:
     same = {"lengths": constant(200, groups=24, group_size=4), "job": {"groups_per_step": 16}}
     step_s = {(s, k): simulate(workload(s, k=k, **same))[0].step_s for s, k in STRATEGIES}
     push_s = workload().push_s
@@ -135,7 +136,7 @@ def test_constant_lengths_that_fit_leave_asynchrony_nothing_to_gain_over_its_bar
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize(("strategy", "k"), STRATEGIES)
 def test_no_strategy_beats_its_limit(strategy: str, k: int, seed: int) -> None:
-    """A window of some steps may train shorter answers than the whole job has: hence the tenth."""
+    """A few steps may train shorter answers than the whole job has: hence the tolerance of a tenth."""
     result, _, _ = simulate(workload(strategy, k=k, job={"steps": 40}), seed=seed)
     assert result.ratio > 0.9
 
@@ -152,20 +153,20 @@ def test_the_time_of_a_fleet_adds_up(strategy: str, k: int) -> None:
     assert 0 <= result.trainer_idle < 1
 
 
-def test_the_rest_of_an_old_version_is_told_from_the_new_one() -> None:
+def test_decoding_under_an_old_version_is_counted_apart_from_the_newest() -> None:
     shares = {s: simulate(workload(s, k=3))[0].instance_shares for s in ("dora", "periodic")}
     assert shares["dora"]["thin_old"] > 0.01
     assert shares["periodic"]["thin_old"] == 0
 
 
-def test_a_serial_grader_takes_one_answer_after_another() -> None:
+def test_a_serial_grader_grades_one_answer_at_a_time() -> None:
     _, _, journal = simulate(workload("dora", grade={"median_s": 0.2, "sigma": 0.0, "workers": 1}, job={"steps": 6}))
     graded = [event.at for event, _ in journal if isinstance(event, ev.TrajectoryGraded)]
     gaps = [b - a for a, b in itertools.pairwise(graded)]
     assert min(gaps) == pytest.approx(0.2)
 
 
-def test_a_server_that_is_pushed_loaded_or_not_yet_there_is_not_empty() -> None:
+def test_pushes_loading_and_absence_do_not_count_as_empty() -> None:
     late = {"late_instances": 2, "join_s": 30.0}
     result, world, _ = simulate(workload("dora", k=3, faults=late, fleet={"push_fixed_s": 0.0, "weight_bytes": 8e9}))
     pushes = sum(row.attempt for row in world.state.instances.values())
@@ -174,7 +175,7 @@ def test_a_server_that_is_pushed_loaded_or_not_yet_there_is_not_empty() -> None:
     assert result.instance_shares["down"] == 0, "they join before the steady state"
 
 
-# -- what the world's own books catch ---------------------------------------------------------------------------------
+# -- what the world's own accounts catch ------------------------------------------------------------------------------
 
 
 def started(strategy: str = "dora") -> World:
@@ -204,7 +205,7 @@ def test_weights_for_a_server_that_decodes_are_a_violation_of_c1() -> None:
         world._on_push_weights(cmd.PushWeights(busy.id, 9, 0))
 
 
-def test_an_answer_that_does_not_go_on_from_all_its_tokens_is_a_violation_of_c2() -> None:
+def test_an_answer_that_does_not_continue_from_all_its_tokens_is_a_violation_of_c2() -> None:
     world = started()
     id, request = next((id, r) for i in world.instances for id, r in i.requests.items())
     world._interrupted[id] = replace(request, offset=17)
@@ -213,7 +214,7 @@ def test_an_answer_that_does_not_go_on_from_all_its_tokens_is_a_violation_of_c2(
 
 
 @pytest.mark.parametrize("step", [-1, 3])
-def test_a_group_committed_out_of_its_time_is_a_violation_of_c3(step: int) -> None:
+def test_a_group_committed_too_early_or_too_late_is_a_violation_of_c3(step: int) -> None:
     world = started()
     group, version = next(iter(world._tags.items()))
     with pytest.raises(InvariantViolation, match="C3"):
@@ -227,7 +228,7 @@ def test_a_group_that_vanishes_from_the_ledger_is_a_violation_of_c2() -> None:
         world._deliver(ev.Ticked(world.now))
 
 
-def test_a_counter_that_is_wrong_is_found_by_the_recount_at_the_end() -> None:
+def test_a_wrong_counter_is_found_by_the_recount_at_the_end() -> None:
     world = started()
     next(iter(world.state.instances.values())).kv_load += 1
     with pytest.raises(InvariantViolation, match="kv_load"):
@@ -243,7 +244,7 @@ def test_a_run_that_the_core_ends_is_a_failed_run() -> None:
 
 @pytest.mark.parametrize(("strategy", "k"), STRATEGIES)
 def test_an_evaluation_ends_under_every_strategy(strategy: str, k: int) -> None:
-    """Where rollout and training take turns, its samples stand still while the trainer has the devices."""
+    """If rollout and training share devices, its samples are halted while the trainer has them."""
     evaluated = {"job": {"steps": 6, "eval_samples": 30, "eval_every": 2}, "lengths": {"regime": "D", "scale": 0.3}}
     result, world, journal = simulate(workload(strategy, k=k, **evaluated))
     reported = [o.version for _, orders in journal for o in orders if isinstance(o, cmd.ReportEvaluation)]
@@ -252,12 +253,12 @@ def test_an_evaluation_ends_under_every_strategy(strategy: str, k: int) -> None:
     assert result.violations == 0
 
 
-def test_a_simulation_in_which_nothing_happens_any_more_is_a_failed_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stuck_simulation_is_a_failed_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dora.sim.world.SILENT_S", 1_000.0)
     world = started("sync")
     for instance in world.instances:
         instance.halted = True
-    with pytest.raises(RunFailed, match="fell silent after"):
+    with pytest.raises(RunFailed, match="is stuck: no command since"):
         resume(world)
 
 

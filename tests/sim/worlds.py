@@ -18,7 +18,7 @@ Journal = list[tuple[ev.Event, Sequence[cmd.Command]]]
 
 
 def workload(strategy: str = "dora", *, k: int = 2, **changes: dict[str, Any]) -> Workload:
-    """A long tail (D, a tenth of its length) on eight instances, decoding and training about balanced."""
+    """A long tail (D, at a tenth of its length) on eight instances; decoding and training are about balanced."""
     small = Workload(
         job=Job(strategy=strategy, max_staleness=k, steps=24, groups_per_step=24, group_size=4),
         lengths=Lengths(regime="D", scale=0.1, cap=3000, prompt_tokens=20),
@@ -34,7 +34,7 @@ def workload(strategy: str = "dora", *, k: int = 2, **changes: dict[str, Any]) -
 
 
 def constant(length: int, *, groups: int, group_size: int) -> dict[str, Any]:
-    """Lengths of one value."""
+    """A workload whose answers have equal lengths."""
     return {
         "regime": "recorded",
         "prompts": (20,) * groups,
@@ -45,7 +45,7 @@ def constant(length: int, *, groups: int, group_size: int) -> dict[str, Any]:
 
 
 def simulate(one: Workload, *, seed: int = 0) -> tuple[Result, World, Journal]:
-    """The whole job with its journal."""
+    """The world at the end of the job, with its journal."""
     journal: Journal = []
     world = World(one, seed=seed, sink=lambda event, orders: journal.append((event, orders)))
     world.run()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.main import get_command
@@ -12,7 +13,12 @@ from dora.cli.app import app
 from dora.config.load import load
 
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "bench" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "bench" / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 #: A path with a folder, or a page by its name; from the root, from dora/, or from where it is named.
 NAMED_FILE = re.compile(r"(?<![\w./<>{}-])(?:[a-z_-]+/)+[\w.-]+\.(?:py|md|toml|html)\b|\b[A-Z-]{4,}\.md\b")
 #: In an example they are the reader's own.
@@ -38,3 +44,13 @@ def test_the_table_of_the_readme_has_every_command() -> None:
     told = set(re.findall(r"^\| `dora (\w+)", (ROOT / "README.md").read_text(), re.MULTILINE))
     commands = get_command(app).commands.items()  # type: ignore[attr-defined]
     assert told == {name for name, command in commands if not command.hidden}
+
+
+def test_the_example_of_a_rule_in_contributing_is_a_test_that_passes() -> None:
+    rule, looking = re.findall(r"```python\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(rule, names)
+    [example] = [value for name, value in names.items() if name.startswith("test_")]
+    example()
+    assert len(rule.split("def ")[1].strip().splitlines()) <= 10
+    exec("\n".join(line for line in looking.splitlines() if line.startswith("from ")), {})

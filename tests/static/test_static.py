@@ -34,10 +34,17 @@ def test_imports_go_downwards_only():
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-@pytest.mark.parametrize("module", ["dora.cli.app", "dora.cli.job", "dora.controller.loop", "dora.core.state"])
+@pytest.mark.parametrize("module", ["dora.cli.app", "dora.app.job", "dora.controller.loop", "dora.core.state"])
 def test_importing_it_loads_neither_torch_nor_transformers(module: str):
     heavy = f"import sys, {module}; print([m for m in ('torch', 'transformers') if m in sys.modules])"
     assert run("-c", heavy).stdout.strip() == "[]"
+
+
+def test_the_application_writes_to_no_terminal():
+    for path in (ROOT / "dora" / "app").glob("*.py"):
+        text = path.read_text()
+        assert "sys.std" not in text, path
+        assert "print(" not in text, path
 
 
 def test_every_test_folder_is_run():

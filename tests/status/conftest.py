@@ -1,4 +1,4 @@
-"""Snapshots of a whole job in virtual time."""
+"""Snapshots of a whole simulated job."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.core.world import Faults, World, settings
 
 @dataclass
 class Watched(World):
-    """A job that is looked at after every event, with the shell's facts filled as an observer would."""
+    """A job with a snapshot after every event, and the shell's facts as an observer would fill them."""
 
     facts: ShellFacts = field(
         default_factory=lambda: ShellFacts(run_id="job-1", strategy="dora", phase="running", urls={InstanceId(0): "u0"})
@@ -73,5 +73,5 @@ def job() -> Watched:
 
 @pytest.fixture(scope="session")
 def middle(job: Watched) -> Snapshot:
-    """The fullest moment: the most versions alive while steps are behind and ahead."""
+    """The snapshot with the most live versions while steps are behind and ahead."""
     return max(job.snapshots, key=lambda s: (sum(v.is_live for v in s.versions), s.steps_trained > 2))

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import socket
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from dataclasses import replace
 
 import aiohttp
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from dora.errors import ConfigError, ProtocolError, RemoteError
 from dora.status import metrics
 from dora.status.client import ask, fetch
-from dora.status.server import StatusServer
+from dora.status.server import MAX_ARRIVING_BYTES, MAX_BODY_BYTES, MAX_CONNECTIONS, StatusServer
 from dora.status.snapshot import Snapshot
 
 TOKEN = "open sesame"
 
 
 class Desk:
-    """Takes requests down; refuses instance 13."""
+    """Records requests; refuses instance 13."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, str]] = []
@@ -47,9 +50,9 @@ async def server(middle: Snapshot) -> AsyncIterator[StatusServer]:
         yield server
 
 
-async def get(url: str) -> tuple[int, str, str]:
+async def get(url: str, **headers: str) -> tuple[int, str, str]:
     """Status code, content type and text."""
-    async with aiohttp.ClientSession() as session, session.get(url) as answer:
+    async with aiohttp.ClientSession() as session, session.get(url, headers=headers) as answer:
         return answer.status, answer.headers["Content-Type"], await answer.text()
 
 
@@ -58,7 +61,7 @@ async def test_the_status_is_the_snapshot(server: StatusServer, middle: Snapshot
     assert await fetch(f"{server.url}/status") == middle
 
 
-async def test_every_answer_is_made_from_a_snapshot_taken_for_it(middle: Snapshot):
+async def test_every_answer_is_made_from_a_new_snapshot(middle: Snapshot):
     taken = iter([middle, replace(middle, step_forming=99)])
     async with StatusServer(lambda: next(taken), host="127.0.0.1", port=0, requests=Desk(), token=TOKEN) as server:
         assert (await fetch(server.url)).step_forming == middle.step_forming
@@ -73,14 +76,14 @@ async def test_health_is_ok_unless_the_run_has_failed(server: StatusServer, midd
         assert (await get(f"{failed.url}/healthz"))[::2] == (503, "failed\n")
 
 
-async def test_the_page_asks_for_nothing_outside(server: StatusServer):
+async def test_the_page_loads_nothing_from_elsewhere(server: StatusServer):
     code, kind, page = await get(server.url)
     assert (code, kind) == (200, "text/html; charset=utf-8")
     assert not re.findall(r"""(?:src|href)=["']?(?:https?:)?//|@import|url\(""", page)
     assert 'fetch("status"' in page
 
 
-async def test_the_page_reads_only_fields_that_the_status_has(server: StatusServer, middle: Snapshot):
+async def test_the_page_uses_only_fields_of_the_status(server: StatusServer, middle: Snapshot):
     page = (await get(server.url))[2]
     fields = set(re.findall(r"\bs\.([a-z_]\w*)", page))
     assert fields <= set(Snapshot.__dataclass_fields__)
@@ -90,26 +93,28 @@ async def test_the_page_reads_only_fields_that_the_status_has(server: StatusServ
         assert used <= set(type(rows[0]).__dataclass_fields__), letter
 
 
-async def test_metrics_are_in_the_prometheus_format(server: StatusServer):
+async def test_metrics_are_what_prometheus_reads(server: StatusServer):
     code, kind, text = await get(f"{server.url}/metrics")
     assert (code, kind) == (200, "text/plain; version=0.0.4; charset=utf-8")
     assert text.endswith("\n")
-    sample = re.compile(r'(dora_[a-z0-9_]+)(?:\{(?:[a-z]+="(?:[^"\\\n]|\\["\\n])*",?)*\})? -?[0-9][0-9.e+-]*')
-    declared = ""
-    for line in text.splitlines():
-        if line.startswith("# HELP"):
-            declared = line.split()[2]
-            assert text.count(f"# HELP {declared} ") == 1
-        elif line.startswith("# TYPE"):
-            assert line.split()[2:] in ([declared, "gauge"], [declared, "counter"])
-            assert declared.endswith("_total") == line.endswith("counter")
-        else:
-            found = sample.fullmatch(line)
-            assert found, line
-            assert found[1] == declared
+    families = list(text_string_to_metric_families(text))
+    lines = text.splitlines()
+    assert sum(len(family.samples) for family in families) == sum(not line.startswith("#") for line in lines)
+    assert len({family.name for family in families}) == len(families) == text.count("# TYPE ")
+    for family in families:
+        assert family.documentation, family.name
+        assert family.type in ("gauge", "counter", "summary"), family.name
+        assert all(sample.name.endswith("_total") == (family.type == "counter") for sample in family.samples)
 
 
-def test_metrics_show_what_must_stay_0_and_the_lag(middle: Snapshot):
+def test_reserved_labels_stand_where_promtool_allows_them(middle: Snapshot):
+    for family in text_string_to_metric_families(metrics.render(middle)):
+        labels = {label for sample in family.samples for label in sample.labels}
+        assert ("quantile" in labels) == (family.type == "summary"), family.name
+        assert "le" not in labels
+
+
+def test_metrics_show_the_counters_that_must_stay_0_and_the_lag(middle: Snapshot):
     lines = metrics.render(middle).splitlines()
     for name in ("version_conflicts", "scheduling_aborts", "staleness_violations"):
         assert f"dora_{name}_total 0" in lines
@@ -123,12 +128,17 @@ def test_metrics_count_instances_per_version(middle: Snapshot):
         assert f'dora_version_instances{{version="{row.version}"}} {row.serving}' in lines
 
 
+def test_skipped_prompts_are_counted(middle: Snapshot):
+    assert "dora_prompts_skipped_total 2" in metrics.render(replace(middle, prompts_skipped=2)).splitlines()
+
+
 def test_labels_are_escaped(middle: Snapshot):
-    lines = metrics.render(replace(middle, dropped={'a "b"\\\n': 1})).splitlines()
-    assert 'dora_groups_dropped_total{reason="a \\"b\\"\\\\\\n"} 1' in lines
+    text = metrics.render(replace(middle, dropped={'a "b"\\\n': 1}))
+    (dropped,) = (f for f in text_string_to_metric_families(text) if f.name == "dora_groups_dropped")
+    assert [sample.labels for sample in dropped.samples] == [{"reason": 'a "b"\\\n'}]
 
 
-def test_a_value_that_does_not_exist_yet_has_no_sample(middle: Snapshot):
+def test_a_value_that_is_not_known_yet_has_no_sample(middle: Snapshot):
     text = metrics.render(replace(middle, eta_s=None, steps=()))
     assert "# TYPE dora_eta_seconds gauge\n# HELP" in text
     assert "dora_reward_mean " not in text.replace("HELP dora_reward_mean ", "").replace("TYPE dora_reward_mean ", "")
@@ -140,27 +150,27 @@ async def test_a_port_in_use_is_a_config_error_naming_field_and_port(server: Sta
         await StatusServer(lambda: middle, host="127.0.0.1", port=port, requests=Desk(), token=TOKEN).__aenter__()
 
 
-async def test_a_status_server_that_is_left_listens_no_more(middle: Snapshot):
+async def test_a_status_server_stops_listening_when_it_is_left(middle: Snapshot):
     async with StatusServer(lambda: middle, host="127.0.0.1", port=0, requests=Desk(), token=TOKEN) as server:
         pass
-    with pytest.raises(ConfigError, match="nobody answers there"):
+    with pytest.raises(ConfigError, match="is the run alive, and is this its status address"):
         await fetch(server.url)
 
 
-async def test_an_address_that_is_none_is_a_config_error():
-    with pytest.raises(ConfigError, match="is not an http:// or https:// address"):
+async def test_an_invalid_address_is_a_config_error():
+    with pytest.raises(ConfigError, match="is not an address; write it as http://"):
         await fetch("127.0.0.1:8421")
 
 
-async def test_another_server_is_not_taken_for_a_run(middle: Snapshot):
+async def test_another_server_is_not_mistaken_for_a_run(middle: Snapshot):
     async with StatusServer(lambda: middle, host="127.0.0.1", port=0, requests=Desk(), token=TOKEN) as server:
-        with pytest.raises(RemoteError, match="answers 404"):
+        with pytest.raises(RemoteError, match="answered 404"):
             await fetch(f"{server.url}/elsewhere")
         with pytest.raises(ProtocolError, match="not the status of a run"):
             await fetch(f"{server.url}/healthz?")
 
 
-async def test_a_server_that_says_nothing_is_given_up_in_time():
+async def test_a_server_that_does_not_answer_is_given_up_after_the_time_limit():
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         with pytest.raises(RemoteError, match=r"no answer within 0\.2 s"):
@@ -196,6 +206,15 @@ async def test_a_request_without_the_token_is_refused_and_changes_nothing(middle
     assert desk.asked == []
 
 
+async def test_a_token_that_is_not_text_is_refused(server: StatusServer):
+    host, _, port = server.url.removeprefix("http://").partition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    head = "POST /instances/drain HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
+    writer.write(head.encode() + b"Authorization: Bearer \xff\xfe\r\n\r\n")
+    assert (await reader.read()).startswith(b"HTTP/1.1 401 ")
+    writer.close()
+
+
 async def test_the_fleets_refusal_is_a_config_error_in_its_own_words(server: StatusServer):
     with pytest.raises(ConfigError, match=r"^instance 13: no$"):
         await ask(server.url, "drain", "13", token=TOKEN)
@@ -203,14 +222,112 @@ async def test_the_fleets_refusal_is_a_config_error_in_its_own_words(server: Sta
         await ask(server.url, "drain", "2", token="guess")
 
 
-@pytest.mark.parametrize("body", [b"", b"{}", b'{"instance": 3}', b'{"instance": "3", "force": true}'])
-async def test_what_is_no_request_is_refused(server: StatusServer, body: bytes):
-    headers = {"Authorization": f"Bearer {TOKEN}"}
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{}",
+        b'{"instance": 3}',
+        b'{"instance": "3", "force": true}',
+        b'{"instance": "\xff"}',
+        b"\xff",
+        b"[" * 9_000,
+    ],
+)
+async def test_a_body_that_is_not_a_request_is_refused(server: StatusServer, body: bytes):
+    assert (await drain(server, body=body))[0] == 400
+
+
+async def test_a_request_that_is_too_long_is_refused(server: StatusServer):
+    code, said = await drain(server, body=b'{"instance": "' + b"1" * MAX_BODY_BYTES + b'"}')
+    assert (code, said) == (413, f"not a request: longer than {MAX_BODY_BYTES} bytes")
+
+
+async def drain(server: StatusServer, *, body: bytes, **headers: str) -> tuple[int, str]:
+    """Status code and sentence; `headers` replace the usual ones, with _ for -."""
+    given = {"Authorization": f"Bearer {TOKEN}", "Content-Type": "application/json"}
+    given |= {name.replace("_", "-"): value for name, value in headers.items()}
     url = f"{server.url}/instances/drain"
-    async with aiohttp.ClientSession() as session, session.post(url, headers=headers, data=body) as answer:
-        assert answer.status == 400
+    async with aiohttp.ClientSession() as session, session.post(url, headers=given, data=body) as answer:
+        return answer.status, (await answer.json())["said"]
 
 
-async def test_reading_is_not_asking(server: StatusServer):
+@pytest.mark.parametrize(
+    ("headers", "code"),
+    [
+        ({"Host": "evil.example:8421"}, 421),
+        ({"Host": "127.0.0.1.evil.example"}, 421),
+        ({"Origin": "http://evil.example"}, 403),
+        ({"Origin": "http://127.0.0.1:1"}, 403),  # another port is another site
+        ({"Origin": "null"}, 403),
+        ({"Sec_Fetch_Site": "cross-site"}, 403),
+        ({"Content_Type": "text/plain"}, 415),
+        ({"Content_Type": "application/x-www-form-urlencoded"}, 415),
+    ],
+    ids=str,
+)
+async def test_a_request_of_another_sites_page_is_refused_even_with_the_token(
+    middle: Snapshot, headers: dict[str, str], code: int
+):
+    desk = Desk()
+    async with StatusServer(lambda: middle, host="127.0.0.1", port=0, requests=desk, token=TOKEN) as server:
+        assert (await drain(server, body=b'{"instance": "2"}', **headers))[0] == code
+    assert desk.asked == []
+
+
+async def test_the_runs_own_page_may_send_requests(server: StatusServer):
+    own = {"Origin": server.url, "Sec_Fetch_Site": "same-origin"}
+    assert await drain(server, body=b'{"instance": "2"}', **own) == (200, "drain 2: done")
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost:9000", "LOCALHOST", "127.0.0.2:1", "[::1]:8421"])
+async def test_the_status_may_be_read_under_any_name_of_this_machine(server: StatusServer, host: str):
+    assert (await get(f"{server.url}/status", Host=host))[0] == 200
+
+
+async def test_a_page_that_rebinds_its_name_to_this_machine_reads_nothing(server: StatusServer):
+    code, _, text = await get(f"{server.url}/status", Host="evil.example")
+    assert (code, text) == (421, '{"said":"the Host header does not name this machine: ask at 127.0.0.1 or localhost"}')
+
+
+async def test_a_link_from_another_site_opens_the_page(server: StatusServer):
+    assert (await get(server.url, **{"Sec-Fetch-Site": "cross-site"}))[0] == 200
+
+
+async def test_a_get_cannot_send_a_request_to_the_fleet(server: StatusServer):
     for verb in ("add", "drain", "remove"):
         assert (await get(f"{server.url}/instances/{verb}"))[0] == 405
+
+
+async def test_bytes_that_are_not_a_request_are_refused_and_not_logged(
+    server: StatusServer, caplog: pytest.LogCaptureFixture
+):
+    for sent in (b"GET / HTTP/1.1\r\nX: " + b"a" * 50_000, b"GET /\xff HTTP/1.1\r\n\r\n", b"\0\0\r\n\r\n"):
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(server.url.rsplit(":", 1)[1]))
+        writer.write(sent)
+        assert (await reader.readline()).startswith(b"HTTP/1.0 400"), sent[:20]
+        writer.close()
+    assert caplog.records == []
+
+
+async def test_far_too_many_bytes_at_once_are_not_parsed(server: StatusServer):
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(server.url.rsplit(":", 1)[1]))
+    writer.write(bytes(16 * MAX_ARRIVING_BYTES))
+    with suppress(ConnectionError):
+        assert await reader.read() == b""
+    writer.close()
+
+
+async def test_idle_connections_of_strangers_are_closed_for_new_ones(server: StatusServer):
+    port = int(server.url.rsplit(":", 1)[1])
+    idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(MAX_CONNECTIONS)]
+    for _, writer in idle:
+        writer.write(b"GET /status HTTP/1.1\r\nHost: localhost\r\n")
+    late = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
+    assert (await get(f"{server.url}/status"))[0] == 200
+    async with asyncio.timeout(10.0):
+        for reader, _ in idle[:3]:
+            with suppress(ConnectionError):
+                assert await reader.read() == b""
+    for _, writer in (*idle, *late):
+        writer.close()

@@ -1,4 +1,4 @@
-"""A snapshot tells what the tables hold, at every moment of a job."""
+"""A snapshot agrees with the core's tables at every moment of a job."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ import json
 
 import pytest
 
-from dora.core.state import ControllerState
+from dora.core.admission import Refusal
+from dora.core.state import State
 from dora.errors import ProtocolError
 from dora.status.facts import RATE_SPAN_S, Rate, ShellFacts
 from dora.status.snapshot import Snapshot, decode, encode, snapshot
@@ -20,7 +21,7 @@ def test_groups_by_phase_add_up_to_those_admitted_at_every_moment(job: Watched):
     assert job.snapshots[-1].groups_by_phase["trained"] == 32
 
 
-def test_versions_count_the_instances_that_hold_them(job: Watched):
+def test_versions_count_the_instances_that_serve_them(job: Watched):
     for s in job.snapshots:
         for row in s.versions:
             holders = [i for i in s.instances if i.version == row.version and i.phase in ("serving", "draining")]
@@ -34,7 +35,7 @@ def test_live_versions_are_at_most_k_plus_1_and_more_than_one_in_this_job(job: W
 
 
 def test_a_version_that_only_an_evaluation_needs_is_not_live():
-    state = ControllerState(settings())
+    state = State(settings())
     state.window.publish(0).evaluating = True
     state.window.publish(1)
     rows = snapshot(state, ShellFacts(run_id="r", strategy="dora")).versions
@@ -44,7 +45,7 @@ def test_a_version_that_only_an_evaluation_needs_is_not_live():
     ]
 
 
-def test_the_newest_version_is_marked_and_the_last(job: Watched):
+def test_the_newest_version_is_marked_and_listed_last(job: Watched):
     published = [s for s in job.snapshots if s.newest_version is not None]
     assert all([v.version for v in s.versions if v.is_newest] == [s.newest_version] for s in published)
     assert job.snapshots[0].newest_version is None
@@ -56,14 +57,14 @@ def test_instances_by_phase_add_up_to_all_instances(job: Watched):
     assert any(s.instances_by_phase["quarantined"] for s in job.snapshots)
 
 
-def test_progress_runs_from_none_to_all(job: Watched):
+def test_progress_goes_from_0_to_1(job: Watched):
     shares = [s.progress for s in job.snapshots]
     assert (shares[0], shares[-1]) == (0.0, 1.0)
     assert shares == sorted(shares)
 
 
-def test_the_time_left_is_the_mean_step_times_the_steps_left_less_what_is_gone(job: Watched):
-    state, facts = ControllerState(settings(steps=10)), ShellFacts(run_id="r", strategy="dora")
+def test_the_time_left_is_the_mean_step_times_the_steps_left_minus_the_time_in_this_one(job: Watched):
+    state, facts = State(settings(steps=10)), ShellFacts(run_id="r", strategy="dora")
     assert snapshot(state, facts).eta_s is None
     facts.steps.extend(step_facts(i, duration_s=d) for i, d in enumerate((100.0, 1.0, 2.0, 3.0, 4.0, 5.0)))
     state.feed.trained, state.step_trained_at, state.now = 6, 20.0, 21.0
@@ -80,17 +81,24 @@ def test_staleness_is_a_histogram_of_committed_groups_and_its_mean(job: Watched)
     assert job.snapshots[0].staleness_mean is None
 
 
-def test_dropped_groups_are_told_by_reason(job: Watched):
+def test_dropped_groups_are_counted_by_reason(job: Watched):
     last = job.snapshots[-1]
     assert set(last.dropped) == {"filtered: zero variance"}
     assert sum(last.dropped.values()) == last.groups_by_phase["filtered"] > 0
 
 
-def test_what_the_trainer_waits_for_follows_the_work_on_its_way_to_it(job: Watched):
+def test_what_the_trainer_waits_for_is_the_stage_of_the_pending_work(job: Watched):
     idle = {wait for works, wait in job.waits if not works}
     assert "the evaluation of version 0" in idle
-    assert any("without a slot" in wait for wait in idle)
+    assert any("queued" in wait for wait in idle)
     assert {wait.lstrip("0123456789 ").split(" ")[0] for wait in idle} >= {"the", "answers"}
+
+
+def test_why_no_group_is_admitted_is_told(job: Watched):
+    told = {s.not_admitting for s in job.snapshots}
+    assert told <= {"", *(refusal.value for refusal in Refusal)}
+    assert {Refusal.BASELINE.value, Refusal.RULE_F.value} <= told
+    assert job.snapshots[-1].not_admitting == Refusal.ENDED.value
 
 
 def test_a_trainer_that_works_waits_for_nothing(job: Watched):
@@ -98,7 +106,7 @@ def test_a_trainer_that_works_waits_for_nothing(job: Watched):
 
 
 def test_before_its_ranks_are_ready_the_trainer_waits_for_them():
-    before = snapshot(ControllerState(settings()), ShellFacts(run_id="r", strategy="dora")).trainer
+    before = snapshot(State(settings()), ShellFacts(run_id="r", strategy="dora")).trainer
     assert (before.step, before.waits_for, before.idle_share) == (None, "its ranks", None)
 
 
@@ -134,9 +142,9 @@ def test_trained_tokens_per_second_are_averaged_over_the_last_steps(middle: Snap
     assert middle.trained_tokens_per_s == pytest.approx(100 * len(recent) / sum(s.duration_s for s in recent))
 
 
-def test_lag_is_told_as_median_p99_and_maximum():
+def test_lag_is_reported_as_median_p99_and_maximum():
     facts = ShellFacts(run_id="r", strategy="dora")
-    state = ControllerState(settings())
+    state = State(settings())
     assert snapshot(state, facts).lag_p99_s == 0.0
     facts.note_lag(9.0)
     for i in range(1200):
@@ -145,13 +153,13 @@ def test_lag_is_told_as_median_p99_and_maximum():
     assert (now.lag_p50_s, now.lag_p99_s, now.lag_max_s) == (599 / 1200, 1187 / 1200, 9.0)
 
 
-def test_an_instance_row_tells_address_and_room(middle: Snapshot):
+def test_an_instance_row_has_address_and_capacity(middle: Snapshot):
     row = middle.instances[0]
     assert (row.url, row.slots, row.kv_tokens) == ("u0", 4, 4096)
     assert middle.instances[1].url == ""
 
 
-def test_json_brings_back_the_same_snapshot(job: Watched):
+def test_a_snapshot_survives_json(job: Watched):
     for s in job.snapshots[::50]:
         assert decode(encode(s)) == s
     names = {field.name for field in dataclasses.fields(Snapshot)}
@@ -159,6 +167,6 @@ def test_json_brings_back_the_same_snapshot(job: Watched):
 
 
 @pytest.mark.parametrize("body", [b"<html>", b"{}", b'{"run_id": 1}'])
-def test_what_is_no_status_is_a_protocol_error(body: bytes):
+def test_a_body_that_is_not_a_status_is_a_protocol_error(body: bytes):
     with pytest.raises(ProtocolError, match="not the status of a run"):
         decode(body)

@@ -1,4 +1,4 @@
-"""The terminal: a live picture, or plain lines."""
+"""The terminal: a live view, or plain lines."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from dora.status.facts import MAX_PROBLEMS, ShellFacts
 from dora.status.snapshot import Snapshot
 from dora.status.terminal import PlainView, draw, score_line, show_progress, step_line
 from tests.status.conftest import score, step_facts
@@ -34,13 +35,13 @@ def test_the_picture_shows_steps_scores_speed_staleness_trainer_and_versions(mid
     assert "heldout 0.250 (version 0) -> 0.500 (version 4)" in text
     assert "100 sampled" in text
     assert f"mean {middle.staleness_mean:.2f}" in text
-    assert f"waits for {middle.trainer.waits_for}" in text or "works" in text
+    assert f"waiting for {middle.trainer.waits_for}" in text or "working" in text
     assert re.search(r"\d+ s left", text)
     for row in middle.versions:
         assert f"{'█' * row.serving}{'░' * row.loading} {row.serving}" in text
 
 
-def test_what_must_stay_0_is_shown_when_it_does_not(middle: Snapshot):
+def test_a_counter_that_must_stay_0_is_shown_if_it_does_not(middle: Snapshot):
     assert "aborts" not in shown(middle)
     assert "3 scheduling aborts" in shown(replace(middle, counts=replace(middle.counts, scheduling_aborts=3)))
 
@@ -72,6 +73,21 @@ def test_the_plain_view_prints_each_step_and_each_score_once(middle: Snapshot):
         step_line(step_facts(1), both),
         score_line(score(8, 0.5)),
     ]
+
+
+def test_a_problem_is_told_once_and_stays_in_the_picture(middle: Snapshot):
+    facts = ShellFacts(run_id="job-1", strategy="dora")
+    told = [facts.note_problem(f"not graded: {reason}") for reason in ("[a]", "[a]", "b")]
+    assert told == [True, False, True]
+    text = shown(replace(middle, problems=tuple(facts.problems)))
+    assert "not graded: [a]\nnot graded: b\n" in re.sub(r" +\n", "\n", text)
+
+
+def test_a_run_that_has_a_problem_with_every_answer_says_so_and_no_more():
+    facts = ShellFacts(run_id="job-1", strategy="dora")
+    told = [facts.note_problem(f"answer {i}") for i in range(3 * MAX_PROBLEMS)]
+    assert told == [True] * (MAX_PROBLEMS + 1) + [False] * (2 * MAX_PROBLEMS - 1)
+    assert facts.problems[-1] == "more problems: they are in the journal"
 
 
 def test_a_resumed_runs_steps_are_not_printed_twice_when_old_ones_leave_the_window(middle: Snapshot):

@@ -1,21 +1,18 @@
 import asyncio
-import contextlib
 import os
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
 from pathlib import Path
 
-import msgpack
 import psutil
 import pytest
 
 import dora
 from dora.config.schema import RewardConfig
 from dora.errors import ConfigError, RunFailed
-from dora.tasks.grader import HEADER
 from dora.tasks.pool import Graded, GraderPool, GradingFailed
 from dora.tasks.rewards import GradeRequest
 
@@ -47,11 +44,36 @@ def parent_of(answer):
     child = subprocess.Popen(["sleep", "1000"])
     open(answer, "w").write(str(child.pid))
     while True: pass
+def leave_behind(answer):
+    # Three processes in sessions of their own: a child, and two whose parents have ended.
+    def orphan():
+        os.setsid()
+        if os.fork():
+            os._exit(0)
+        open(answer, "a").write(f"{os.getpid()} ")
+        os.execvp("sleep", ["sleep", "1000"])
+    for _ in range(2):
+        if os.fork() == 0:
+            orphan()
+        os.wait()
+    child = subprocess.Popen(["sleep", "1000"], start_new_session=True)
+    while len(open(answer).read().split()) < 2: pass
+    open(answer, "a").write(f"{child.pid}\\n")
+    return 1.0
+def leave_behind_and_hang(answer):
+    leave_behind(answer)
+    while True: pass
+def leave_behind_and_die(answer):
+    leave_behind(answer)
+    os._exit(3)
 def token(answer): return float("DORA_TOKEN" in os.environ)
 def holds(answer):
     links = [f"/proc/self/fd/{number}" for number in range(256)]
     return float(answer in [os.readlink(link) for link in links if os.path.lexists(link)])
 """
+
+#: How its exceptions name it.
+TERM = "task.rewards.0 (function pool_rewards:grade)"
 
 
 @pytest.fixture
@@ -91,6 +113,17 @@ async def test_children_of_a_hanging_grader_die_with_it(module):
     assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
 
 
+@pytest.mark.parametrize("response", ["leave_behind", "leave_behind_and_hang", "leave_behind_and_die"])
+async def test_what_a_grader_started_in_other_sessions_ends_with_it(module, response):
+    async with pool_of(timeout_s=4) as pool:
+        await pool.grade(ask(response, str(module / "pids")))
+        left = written(module / "pids")
+        assert len(left) == 3
+        if response != "leave_behind":
+            until_gone(left)
+    until_gone(left)
+
+
 @pytest.mark.usefixtures("module")
 @pytest.mark.parametrize(
     ("response", "reason"),
@@ -98,11 +131,11 @@ async def test_children_of_a_hanging_grader_die_with_it(module):
         ("die", "crashed: exit code 3"),
         ("leave", "crashed: exit code 1: no more"),
         ("segfault", "crashed: SIGSEGV"),
-        ("bomb", "error: MemoryError: "),
-        ("gather", "error: MemoryError: "),
+        ("bomb", f"error: {TERM}: MemoryError"),
+        ("gather", f"error: {TERM}: MemoryError"),
         ("nan", "not finite"),
-        ("nothing", "error: TypeError: "),
-        ("fail", "error: KeyError: 'level'"),
+        ("nothing", f"error: {TERM}: TypeError: "),
+        ("fail", f"error: {TERM}: KeyError: 'level' (pool_rewards.py:"),
     ],
 )
 async def test_trouble_is_a_reason_and_never_a_reward_and_the_next_answer_is_graded(response, reason):
@@ -175,7 +208,8 @@ async def test_a_silent_endpoint_is_an_error_with_a_name_and_costs_no_process():
     with socket.create_server(("127.0.0.1", 0)) as silent:
         rewards = [RewardConfig(kind="http", url=f"http://127.0.0.1:{silent.getsockname()[1]}/")]
         async with GraderPool(rewards, graders=1, timeout_s=2, memory_mb=2048, field="task.rewards") as pool:
-            assert await pool.grade(ask("x")) == GradingFailed("error: TimeoutError: timed out")
+            reason = (await pool.grade(ask("x"))).reason
+            assert reason.startswith(f"error: task.rewards.0 (http {rewards[0].url}): TimeoutError: timed out")
 
 
 # --- starting ------------------------------------------------------------------------------------------------------
@@ -201,37 +235,64 @@ async def test_a_grader_that_never_starts_ends_the_run_with_its_last_words(modul
 # --- orphans -------------------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def started_by_hand(*, timeout_s: float) -> Iterator[subprocess.Popen[bytes]]:
-    setup = {"rewards": [RewardConfig(kind="function", name="pool_rewards:grade").model_dump(mode="json")]}
-    setup |= {"field": "task.rewards", "timeout_s": timeout_s, "memory_mb": 2048}
-    command = [sys.executable, "-m", "dora.tasks.grader"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        try:
-            send(process, setup)
-            assert msgpack.unpackb(process.stdout.read(HEADER.unpack(process.stdout.read(4))[0])) == {}
-            yield process
-        finally:
-            process.kill()
+#: A run's process, reduced to its pool: prints the process that the reward starts, and hangs with the reward.
+CONTROLLER = """
+import asyncio, sys, uvloop
+from dora.config.schema import RewardConfig
+from dora.tasks.pool import GraderPool
+from dora.tasks.rewards import GradeRequest
+async def main():
+    rewards = [RewardConfig(kind="function", name="pool_rewards:grade")]
+    async with GraderPool(rewards, graders=1, timeout_s=300, memory_mb=2048, field="task.rewards") as pool:
+        await pool.grade(GradeRequest(prompt="p", response=sys.argv[1], answer=sys.argv[2], metadata={}))
+uvloop.run(main())
+"""
 
 
-def send(process: subprocess.Popen[bytes], content: dict) -> None:
-    body = msgpack.packb(content)
-    process.stdin.write(HEADER.pack(len(body)) + body)
-    process.stdin.flush()
+@pytest.mark.parametrize("hangs", ["leave_behind_and_hang", "power"])
+def test_a_grader_and_all_that_it_started_end_with_a_controller_that_is_killed(module, hangs):
+    pids = module / "pids"
+    controller = subprocess.Popen([sys.executable, "-c", CONTROLLER, hangs, str(pids)])
+    try:
+        started = written(pids) if hangs != "power" else []
+        below = until(lambda: len(found := children_of(controller.pid)) >= 2 + len(started) and found)
+        assert {*below} >= {*started}
+    finally:
+        controller.kill()
+        controller.wait()
+    until_gone(below)
 
 
-@pytest.mark.usefixtures("module")
-def test_a_grader_ends_when_its_pipe_closes():
-    with started_by_hand(timeout_s=30) as process:
-        process.stdin.close()
-        assert process.wait(timeout=20) == 0
+def test_a_grader_that_a_controller_leaves_idle_ends_with_it(module):
+    idle = CONTROLLER.replace("await pool.grade(", "await asyncio.Event().wait(); (")
+    controller = subprocess.Popen([sys.executable, "-c", idle, "", ""])
+    try:
+        below = until(lambda: len(found := children_of(controller.pid)) == 2 and found)
+    finally:
+        controller.kill()
+        controller.wait()
+    until_gone(below)
 
 
-@pytest.mark.usefixtures("module")
-@pytest.mark.parametrize("endless", ["spin", "power"])
-def test_a_hanging_grader_ends_itself_when_nobody_is_left_to_kill_it(endless):
-    with started_by_hand(timeout_s=0.1) as process:
-        send(process, {"prompt": "", "response": endless, "answer": "", "metadata": {}})
-        process.stdin.close()
-        assert process.wait(timeout=20) == -signal.SIGALRM
+def children_of(pid: int) -> list[int]:
+    return [child.pid for child in psutil.Process(pid).children(recursive=True)]
+
+
+def written(pids: Path) -> list[int]:
+    """The processes that a reward started, once it has written their ids down."""
+    text = until(lambda: pids.exists() and pids.read_text().endswith("\n") and pids.read_text())
+    return [int(pid) for pid in text.split()]
+
+
+def until_gone(pids: list[int]) -> None:
+    until(lambda: not any(psutil.pid_exists(pid) for pid in pids), timeout_s=5)
+
+
+def until(ask, *, timeout_s: float = 60):
+    """What another process shows, as soon as it does."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        if found := ask():
+            return found
+        time.sleep(0.02)
+    raise AssertionError(f"not within {timeout_s:g} s")

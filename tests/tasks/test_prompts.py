@@ -241,9 +241,57 @@ def test_a_malformed_jsonl_line_is_named_with_file_and_line_wherever_it_stands(o
 def test_a_long_prompt_beyond_the_rows_checked_at_the_start_is_named_when_it_is_drawn(open_with, tmp_path, monkeypatch):
     monkeypatch.setattr(prompts, "CHECKED_ROWS", 20)
     path = write_jsonl(tmp_path / "rows.jsonl", [*ROWS, {"prompt": "long " * 60, "answer": 1}])
-    stream = open_with(SourceConfig(kind="jsonl", path=path), shuffle=False)
+    stream = open_with(SourceConfig(kind="jsonl", path=path), shuffle=False, overlong="fail")
     with pytest.raises(ConfigError, match=rf"{path}:21: the prompt has 301 tokens"):
         stream.at(20)
+
+
+# --- rows over the limit -------------------------------------------------------------------------------------------
+
+LONG = {"prompt": "long " * 60, "answer": 1}
+
+
+def test_a_row_over_the_limit_keeps_its_position_and_has_no_tokens(open_with, tmp_path):
+    path = write_jsonl(tmp_path / "rows.jsonl", [*ROWS[:5], LONG, *ROWS[5:]])
+    stream = open_with(SourceConfig(kind="jsonl", path=path), shuffle=False, epochs=1)
+    assert stream.num_prompts == 21
+    prompts = take(stream, 21)
+    assert [p.text for p in prompts if not p.skipped] == [row["prompt"] for row in ROWS]
+    assert (prompts[5].position, prompts[5].tokens, prompts[5].text) == (5, (), LONG["prompt"])
+    assert prompts[5].skipped == f"{path}:6: the prompt has 301 tokens, task.max_prompt_tokens allows 1 to 256"
+    assert stream.at(5) == prompts[5]
+
+
+def test_more_than_half_of_the_first_rows_over_the_limit_are_an_error_that_names_it(open_with, tmp_path):
+    short, half = ROWS[:10], [*ROWS[:10], *[LONG] * 10]
+    path = write_jsonl(tmp_path / "rows.jsonl", half)
+    assert open_with(SourceConfig(kind="jsonl", path=path)).num_prompts is None
+    write_jsonl(path, [*half, LONG])
+    says = r"task\.max_prompt_tokens: 11 of the first 21 rows of rows\.jsonl have more than 256 tokens; raise it"
+    with pytest.raises(ConfigError, match=says):
+        open_with(SourceConfig(kind="jsonl", path=path))
+    write_jsonl(path, [*short * 50, *[LONG] * 501])  # of which the first 1,000 are judged
+    open_with(SourceConfig(kind="jsonl", path=path))
+    write_jsonl(path, [*short * 49, *[LONG] * 501, *short * 50])
+    with pytest.raises(ConfigError, match=r"501 of the first 1,000 rows"):
+        open_with(SourceConfig(kind="jsonl", path=path))
+
+
+def test_rows_of_a_generator_are_judged_as_they_are_drawn_each_once(open_with):
+    stream = open_with(SourceConfig(), max_prompt_tokens=1)
+    for _ in range(2):
+        assert all(stream.at(position).skipped for position in range(500))
+    with pytest.raises(ConfigError, match=r"task.max_prompt_tokens: 501 of the first 1,000 prompts have more than 1 t"):
+        stream.at(500)
+
+
+def test_a_long_row_of_a_held_out_set_is_skipped_too(tokenizer, tmp_path):
+    source = SourceConfig(kind="jsonl", path=write_jsonl(tmp_path / "held.jsonl", [*ROWS, LONG]))
+    held_out = open_eval_prompts(EvalSetConfig(source=source), task=TaskConfig(), tokenizer=tokenizer, seed=0)
+    assert [bool(prompt.skipped) for prompt in held_out] == [False] * 20 + [True]
+    task = TaskConfig(max_prompt_tokens=10)
+    with pytest.raises(ConfigError, match=r"21 of the first 21 rows of eval.sets.heldout.source \(held.jsonl\)"):
+        open_eval_prompts(EvalSetConfig(source=source), task=task, tokenizer=tokenizer, seed=0)
 
 
 @pytest.mark.parametrize(
@@ -252,7 +300,7 @@ def test_a_long_prompt_beyond_the_rows_checked_at_the_start_is_named_when_it_is_
         ({"question": "q", "gold": 1}, {}, r"rows.jsonl:1: no column 'prompt' .*; present: gold, question"),
         ({"prompt": "q"}, {}, r"rows.jsonl:1: no column 'answer' .*; present: prompt"),
         ({"prompt": 3, "answer": 1}, {}, r"rows.jsonl:1: column 'prompt' holds int"),
-        ({"prompt": "long " * 60, "answer": 1}, {}, r"rows.jsonl:1: the prompt has 301 tokens, .* allows 1 to 256"),
+        (LONG, {"overlong": "fail"}, r"rows.jsonl:1: the prompt has 301 tokens, .* allows 1 to 256"),
         ({"chat": [], "answer": 1}, {"messages": "chat"}, "messages must be a non-empty list"),
         ({"chat": [{"role": "user"}], "answer": 1}, {"messages": "chat"}, "each with role and content"),
         ({"chat": "hi", "answer": 1}, {"messages": "chat"}, "messages must be a list of"),
@@ -260,8 +308,10 @@ def test_a_long_prompt_beyond_the_rows_checked_at_the_start_is_named_when_it_is_
 )
 def test_a_row_that_cannot_be_a_prompt_is_named_with_what_is_wrong(open_with, tmp_path, row, options, message):
     path = write_jsonl(tmp_path / "rows.jsonl", [row])
+    task = {key: options[key] for key in options if key == "overlong"}
+    columns = {key: options[key] for key in options if key != "overlong"}
     with pytest.raises(ConfigError, match=message):
-        open_with(SourceConfig(kind="jsonl", path=path, **options), chat_template=bool(options))
+        open_with(SourceConfig(kind="jsonl", path=path, **columns), chat_template=bool(columns), **task)
 
 
 @pytest.mark.parametrize(

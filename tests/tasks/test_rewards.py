@@ -6,7 +6,7 @@ import pytest
 
 from dora.config.schema import RewardConfig, SourceConfig
 from dora.errors import ConfigError
-from dora.tasks.rewards import GradeRequest, build_scorer
+from dora.tasks.rewards import GradeRequest, RewardFailed, build_scorer
 from dora.tasks.sources import open_source
 
 
@@ -44,7 +44,7 @@ def test_math_compares_values_by_the_stated_conventions(answer, response, equal)
 
 
 def test_math_without_a_readable_reference_is_an_error_and_not_a_wrong_answer():
-    with pytest.raises(ValueError, match="reference answer '' is not a mathematical expression"):
+    with pytest.raises(RewardFailed, match=r"0 \(math\): ValueError: reference answer '' is not a mathematical expr"):
         score("5", "", kind="math")
 
 
@@ -74,7 +74,7 @@ def test_reasoning_gym_scores_with_the_entry_that_the_prompt_was_made_from():
     metadata = {name: row[name] for name in ("dataset", "options", "seed", "index")}
     assert score(row["answer"], metadata=metadata, kind="reasoning_gym") == 1
     assert score("1 + 1", metadata=metadata, kind="reasoning_gym") < 0.5
-    with pytest.raises(ValueError, match="needs prompts of a reasoning_gym source"):
+    with pytest.raises(RewardFailed, match=r"ValueError: .*needs prompts of a reasoning_gym source"):
         score("1", kind="reasoning_gym")
 
 
@@ -105,9 +105,9 @@ def endpoint():
 
 def test_an_endpoint_gives_the_reward_and_its_failures_are_errors(endpoint):
     assert score("x", metadata={"level": 3}, kind="http", url=endpoint) == 0.25
-    with pytest.raises(ValueError, match=r'must answer \{"reward": number\}'):
+    with pytest.raises(RewardFailed, match=r'ValueError: .*must answer \{"reward": number\}'):
         score("x", kind="http", url=endpoint)
-    with pytest.raises(OSError, match="500"):
+    with pytest.raises(RewardFailed, match="HTTPError: HTTP Error 500"):
         score("fail", kind="http", url=endpoint)
 
 
@@ -140,3 +140,13 @@ def test_a_term_that_cannot_work_is_named(reward, message):
 def test_a_task_without_rewards_is_refused():
     with pytest.raises(ConfigError, match=r"task\.rewards: at least one reward"):
         build_scorer([], field="task.rewards", http_timeout_s=5)
+
+
+def test_an_exception_names_its_term_and_says_what_a_traceback_ends_with_and_where(tmp_path, monkeypatch):
+    (tmp_path / "raising_reward.py").write_text("def score(**asked):\n    raise KeyError(asked['response'])\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    terms = [RewardConfig(kind="exact"), RewardConfig(kind="function", name="raising_reward:score")]
+    scorer = build_scorer(terms, field="task.rewards", http_timeout_s=5)
+    said = r"^task\.rewards\.1 \(function raising_reward:score\): KeyError: 'x' \(raising_reward\.py:2\)$"
+    with pytest.raises(RewardFailed, match=said):
+        scorer(GradeRequest("p", "x", "x", {}))

@@ -33,6 +33,7 @@ from dora.transport.messages import (
     VersionPublished,
     empty_micro_batch,
 )
+from dora.weights.fence import raise_fence
 
 VOCAB = 23
 GROUP_SIZE = 4
@@ -41,7 +42,7 @@ START_S = 90.0
 
 @pytest.fixture(scope="session")
 def model_path(tmp_path_factory) -> Path:
-    """A random two-layer Qwen3 with tied embeddings, grouped keys and an odd number of rows to shard."""
+    """A random two-layer Qwen3 with tied embeddings, grouped-query attention and an odd number of rows to shard."""
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=VOCAB, hidden_size=24, intermediate_size=36, num_hidden_layers=2, num_attention_heads=4,
@@ -90,7 +91,7 @@ def make_groups(count: int, *, version: int, seed: int) -> list[Answer]:
 
 
 def make_batch(answers: Sequence[Answer], *, step: int, index: int, last: bool) -> MicroBatch:
-    """Masked positions carry NaN log-probs, as nothing may read them."""
+    """Masked positions have NaN log-probs, because nothing may read them."""
     if not answers:
         return empty_micro_batch(step=step, index=index, last=last, group_size=GROUP_SIZE)
     mask = [np.arange(len(a.tokens)) >= a.prompt_length for a in answers]
@@ -112,9 +113,20 @@ def make_batch(answers: Sequence[Answer], *, step: int, index: int, last: bool) 
     )
 
 
+def chain_of(version: int) -> str:
+    """Lineage of a version."""
+    return f"{version:032x}"
+
+
+def in_history(batch: MicroBatch) -> MicroBatch:
+    """The micro-batch with its place in the lineage."""
+    chain = chain_of(batch.step + 1) if batch.last else ""
+    return msgspec.structs.replace(batch, parent=chain_of(batch.step), chain=chain)
+
+
 @dataclass
 class Job:
-    """A running trainer: `torchrun` and the controller's end, with all that the ranks reported."""
+    """A running trainer: `torchrun`, the controller's end, and all reports of the ranks."""
 
     end: ControllerEnd
     process: asyncio.subprocess.Process
@@ -126,13 +138,13 @@ class Job:
         for index, wave in enumerate(waves):
             for rank, answers in enumerate(wave):
                 batch = make_batch(answers, step=step, index=index, last=index == len(waves) - 1)
-                await self.end.send(rank, batch)
+                await self.end.send(rank, in_history(batch))
         trained = await self.until(StepTrained)
         await self.until(VersionPublished)
         return trained
 
     async def until(self, kind: type, *, count: int = 1):
-        """The `count`-th report of `kind` from now on; TrainerFailed is returned only when asked for."""
+        """The `count`-th report of `kind` from now on; TrainerFailed only if that is `kind`."""
         async with asyncio.timeout(START_S):
             while True:
                 _, message = await self.end.receive()
@@ -156,7 +168,7 @@ class Job:
         return await self.exit_code()
 
     async def exit_code(self) -> int:
-        """Torchrun's, once it has ended; reports are taken meanwhile, as ranks wait for their last word to be read."""
+        """torchrun's exit code. Takes reports meanwhile, because ranks wait until their last message is read."""
         reading = asyncio.create_task(self._read(), name="reading")
         try:
             async with asyncio.timeout(START_S):
@@ -174,7 +186,8 @@ class Job:
 async def start_job(
     folder: Path, model_path: Path, *, world_size: int = 2, resume_from: str | None = None, entry: str = "", **changes
 ) -> AsyncIterator[Job]:
-    """Ranks that are connected and configured; READY is the caller's to wait for. `entry`: a script in place of -m."""
+    """Ranks that are connected and configured; the caller waits for READY. `entry`: a script in place of -m."""
+    await asyncio.to_thread(raise_fence, folder / "epoch", epoch=0)
     token = secrets.token_hex(8)
     end = ControllerEnd(address="tcp://127.0.0.1:0", token=token, world_size=world_size, now=time.monotonic)
     address = await end.start()
@@ -197,7 +210,11 @@ async def start_job(
                 memory_root=str(folder / "memory"),
                 durable_root=str(folder / "durable"),
                 checkpoints=str(folder / "checkpoints"),
-                resume_from=resume_from,
+                resume_from=(resume_from,) if resume_from is not None else (),
+                may_start_over=False,
+                chain=chain_of(0),
+                epoch=0,
+                fence=str(folder / "epoch"),
             )
         )
         yield job
@@ -209,7 +226,7 @@ async def start_job(
 
 
 class PlainTrainer:
-    """A synchronous trainer written for this test alone: whole batch, one sequence at a time, its own AdamW."""
+    """A synchronous trainer written for these tests: whole batch, one sequence at a time, its own AdamW."""
 
     def __init__(self, model_path: Path) -> None:
         self.model = Qwen3ForCausalLM.from_pretrained(model_path, dtype=torch.float64, attn_implementation="eager")

@@ -1,4 +1,4 @@
-"""A trainer rank that treats the tiny model as a large one: layers gathered as needed, gradients reduced every time."""
+"""A trainer rank that treats the tiny model as a large one: it gathers layer by layer and reduces every gradient."""
 
 from dora.trainer import main, model
 

@@ -1,4 +1,4 @@
-"""Golden values of losses.md §2."""
+"""Advantages against values worked out by hand."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_golden_advantages(rewards, kind, expected):
 
 
 @pytest.mark.parametrize("kind", ["grpo", "dr_grpo", "rloo"])
-def test_a_sibling_that_was_not_graded_is_left_out(kind):
+def test_an_ungraded_sibling_is_left_out(kind):
     np.testing.assert_allclose(advantages([1, np.nan, 0, 0], kind), advantages([1, 0, 0], kind))
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints are whole or refused with a clear line; one process stands for all ranks."""
+"""Checkpoints are whole or refused with a clear error; one process plays all ranks."""
 
 from __future__ import annotations
 
@@ -6,14 +6,18 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from dora import files
 from dora.errors import ConfigError
 from dora.trainer import checkpoint
 from dora.trainer.metrics import StepSums
+from dora.weights.checkpoints import checkpoints_in
+from dora.weights.fence import StaleEpoch, pass_fence, raise_fence
 
 CPU = torch.device("cpu")
 
@@ -30,28 +34,57 @@ def state(seed: int) -> dict[str, torch.Tensor]:
     return {"w": torch.randn(3, 2, generator=generator), "exp_avg/w": torch.randn(3, 2, generator=generator)}
 
 
-def test_what_is_loaded_is_what_was_saved(tmp_path):
-    folder = checkpoint.save(tmp_path, step=7, tensors=state(1), device=CPU)
+CHAIN = "0a1b2c3d4e5f"
+
+
+def save(parent, *, step, seed, chain=CHAIN):
+    return checkpoint.save(parent, step=step, chain=chain, tensors=state(seed), device=CPU, fence=lambda: None)
+
+
+def load(*paths, tensors, may_start_over=False):
+    return checkpoint.load(paths, tensors=tensors, device=CPU, may_start_over=may_start_over, fence=lambda: None)
+
+
+def test_a_checkpoint_loads_what_was_saved(tmp_path):
+    folder = save(tmp_path, step=7, seed=1)
     loaded = state(2)
-    assert checkpoint.load(folder, tensors=loaded) == 7
+    assert load(folder, tensors=loaded) == checkpoint.Loaded(7, CHAIN, ())
     torch.testing.assert_close(loaded, state(1), atol=0, rtol=0)
 
 
-def test_the_two_newest_complete_checkpoints_are_kept_and_the_newest_is_found(tmp_path):
-    for step in (1, 2, 3):
-        checkpoint.save(tmp_path, step=step, tensors=state(step), device=CPU)
-    (tmp_path / "step-000009").mkdir()  # cut off before its manifest
-    (tmp_path / ".step-000010").mkdir()  # cut off before the rename
-    assert checkpoint.latest(tmp_path) == tmp_path / "step-000003"
-    assert not (tmp_path / "step-000001").exists()
+def test_every_byte_of_a_checkpoint_is_on_the_disk_before_it_is_visible(tmp_path):
+    done = []
+    with files.observed(done.append):
+        folder = save(tmp_path, step=7, seed=1)
+    renamed = next(i for i, operation in enumerate(done) if operation.kind == "rename")
+    before = [(operation.kind, operation.path.name) for operation in done[:renamed]]
+    assert [path for kind, path in before if kind == "sync"] == ["rank-0.safetensors", "manifest.json"]
+    assert before[-1] == ("sync_folder", f".{folder.name}")
+    assert [(operation.kind, operation.path) for operation in done[renamed + 1 :]] == [("sync_folder", tmp_path)]
 
 
-def test_a_checkpoint_of_a_history_that_was_given_up_is_replaced(tmp_path):
-    checkpoint.save(tmp_path, step=4, tensors=state(1), device=CPU)
-    folder = checkpoint.save(tmp_path, step=4, tensors=state(2), device=CPU)
-    loaded = state(3)
-    checkpoint.load(folder, tensors=loaded)
-    torch.testing.assert_close(loaded, state(2), atol=0, rtol=0)
+def test_checkpoints_of_two_histories_coexist(tmp_path):
+    first = save(tmp_path, step=4, seed=1)
+    second = save(tmp_path, step=4, seed=2, chain="another")
+    for folder, seed in ((first, 1), (second, 2)):
+        loaded = state(3)
+        load(folder, tensors=loaded)
+        torch.testing.assert_close(loaded, state(seed), atol=0, rtol=0)
+
+
+def test_a_rank_of_a_replaced_controller_makes_no_checkpoint_visible(tmp_path):
+    raise_fence(tmp_path / "epoch", epoch=1)
+    fence = partial(pass_fence, tmp_path / "epoch", epoch=0)
+    with pytest.raises(StaleEpoch, match="controller epoch 1 has taken the run over; this process belongs to 0"):
+        checkpoint.save(tmp_path, step=4, chain=CHAIN, tensors=state(1), device=CPU, fence=fence)
+    assert checkpoints_in(tmp_path) == []
+
+
+def test_a_damaged_checkpoint_of_the_same_history_is_written_again(tmp_path):
+    folder = save(tmp_path, step=4, seed=1)
+    truncate(folder)
+    assert save(tmp_path, step=4, seed=1) == folder
+    assert load(folder, tensors=state(2)).step == 4
 
 
 def truncate(folder):
@@ -65,40 +98,74 @@ def flip_a_byte(folder):
     path.write_bytes(content)
 
 
-def other_world(folder):
-    manifest = json.loads((folder / "manifest.json").read_text())
-    (folder / "manifest.json").write_text(json.dumps(manifest | {"world_size": 4}))
+def cut_the_header(folder):
+    path = folder / "rank-0.safetensors"
+    path.write_bytes(bytes(8) + path.read_bytes()[8:])
+
+
+def lose_a_rank(folder):
+    (folder / "rank-0.safetensors").unlink()
 
 
 def lose_the_manifest(folder):
     (folder / "manifest.json").unlink()
 
 
+def test_a_checkpoint_of_another_world_size_is_refused(tmp_path):
+    folder = save(tmp_path, step=1, seed=1)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    for name in ("num_bytes", "state_checksums"):
+        manifest[name] *= 2
+    (folder / "rank-1.safetensors").write_bytes((folder / "rank-0.safetensors").read_bytes())
+    (folder / "manifest.json").write_text(json.dumps(manifest | {"world_size": 2}))
+    with pytest.raises(ConfigError, match=r"written by 2 ranks; set trainer\.ranks"):
+        load(folder, tensors=state(1))
+
+
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [
-        (truncate, "is damaged"),
-        (flip_a_byte, "is not what was saved"),
-        (other_world, r"written by 4 ranks; set trainer\.ranks"),
-        (lose_the_manifest, "is no complete checkpoint"),
+        (truncate, "is incomplete"),
+        (flip_a_byte, "does not match its checksum"),
+        (cut_the_header, "is damaged"),
+        (lose_the_manifest, "is incomplete"),
+        (lose_a_rank, "is incomplete"),
     ],
 )
-def test_a_damaged_checkpoint_is_refused_with_the_reason(tmp_path, damage, reason):
-    folder = checkpoint.save(tmp_path, step=1, tensors=state(1), device=CPU)
-    damage(folder)
-    with pytest.raises(ConfigError, match=reason):
-        checkpoint.load(folder, tensors=state(1))
+def test_a_damaged_checkpoint_is_skipped_and_set_aside(tmp_path, damage, reason):
+    older, newer = save(tmp_path, step=1, seed=1), save(tmp_path, step=2, seed=2, chain="newer")
+    damage(newer)
+    loaded = state(3)
+    found = load(newer, older, tensors=loaded)
+    assert (found.step, found.chain) == (1, CHAIN)
+    assert len(found.skipped) == 1
+    assert reason in found.skipped[0]
+    torch.testing.assert_close(loaded, state(1), atol=0, rtol=0)
+    assert not newer.exists()
+    assert [path.name.split("-")[0] for path in tmp_path.iterdir() if path.name.startswith(".")] == [".damaged"]
+
+
+def test_without_a_whole_checkpoint_training_starts_over_only_if_allowed(tmp_path):
+    folder = save(tmp_path, step=1, seed=1)
+    flip_a_byte(folder)
+    with pytest.raises(ConfigError, match=r"no checkpoint can be loaded: .* does not match its checksum"):
+        load(folder, tensors=state(1))
+    folder = save(tmp_path, step=1, seed=1)
+    flip_a_byte(folder)
+    loaded = state(3)
+    assert load(folder, tensors=loaded, may_start_over=True).step == 0
+    torch.testing.assert_close(loaded, state(3), atol=0, rtol=0)
 
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path):
-    folder = checkpoint.save(tmp_path, step=1, tensors=state(1), device=CPU)
+    folder = save(tmp_path, step=1, seed=1)
     for other in ({**state(1), "b": torch.zeros(1)}, {**state(1), "w": torch.zeros(4, 2)}):
         with pytest.raises(ConfigError, match="belongs to another model"):
-            checkpoint.load(folder, tensors=other)
+            load(folder, tensors=other)
 
 
 def test_golden_metrics():
-    """losses.md §11, the three tokens of §4, ratio k."""
+    """Three tokens, against values worked out by hand; the ratio is k."""
     sums = StepSums(max_staleness=1, device=CPU)
     three = torch.ones(3)
     sums.add_tokens(

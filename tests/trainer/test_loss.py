@@ -1,4 +1,4 @@
-"""Golden values of losses.md §4 and the identities of §6."""
+"""Losses and gradients against values worked out by hand, and the identities between the losses."""
 
 from __future__ import annotations
 

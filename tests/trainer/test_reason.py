@@ -1,4 +1,4 @@
-"""What a failing rank tells the user: one line, without the innards of a library."""
+"""What a failing rank tells the user: one line, without the internals of a library."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ if __name__ == "__main__":
 """
 
 
-def test_errors_of_ours_are_told_as_they_are() -> None:
+def test_doras_own_errors_are_reported_unchanged() -> None:
     assert reason_of(ProtocolError("group 7\nis too old")) == "group 7 is too old"
 
 
-def test_a_bug_is_told_by_its_name() -> None:
+def test_any_other_error_is_reported_with_its_type() -> None:
     assert reason_of(KeyError("x")) == "KeyError('x')"
 
 
-def test_a_rank_without_a_gpu_of_its_own_says_what_to_lower() -> None:
+def test_a_rank_without_its_own_gpu_says_which_setting_to_lower() -> None:
     with pytest.raises(
-        ConfigError, match=r"^trainer.device: torch can use \d+ CUDA devices here, rank 99 of this host"
+        ConfigError, match=r"^trainer.device: torch can use \d+ CUDA devices here, and rank 99 of this host"
     ):
         require_device("cuda", index=99)
     require_device("cpu", index=99)
@@ -56,5 +56,5 @@ def test_a_rank_left_alone_in_a_collective_says_so(tmp_path) -> None:
     done = subprocess.run(
         [sys.executable, str(tmp_path / "ranks.py")], capture_output=True, text=True, timeout=100, check=True
     )
-    said = "a collective with another rank failed; that rank ended or hangs, the trainer's log says more"
+    said = "a collective with another rank failed: that rank ended or hangs; see the trainer's log"
     assert said in done.stdout

@@ -1,4 +1,4 @@
-"""Packed rows: equal to separate sequences, blind to masked places, and checked before they are trained."""
+"""Packed rows: equal to separate sequences, independent of masked positions, and checked before they are trained."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 
 def plain_logprobs(network, tokens, prompt_length, temperature):
-    """One sequence by itself, in transformers' own attention."""
+    """One sequence by itself, with transformers' own attention."""
     logits = network(input_ids=torch.tensor([tokens])).logits[0] / temperature
     return logits.log_softmax(-1)[range(prompt_length - 1, len(tokens) - 1), tokens[prompt_length:]]
 
@@ -68,7 +68,7 @@ def test_a_packed_row_has_the_logprobs_of_its_sequences_alone(model_path):
 
 
 @pytest.mark.parametrize("lengths", [(1,), (1, 2, 100), (100, 1, 30, 31, 29, 2), (7,) * 12])
-def test_every_position_of_a_row_returns_to_its_place(lengths):
+def test_every_position_of_a_row_is_restored(lengths):
     segments = attention.make_segments(lengths, device=CPU)
     value = torch.randn(1, 1, sum(lengths), 4)
     query = torch.zeros_like(value)  # equal scores: the mean over the segment so far
@@ -107,7 +107,7 @@ def test_chunked_logits_change_nothing(model_path, monkeypatch):
 
 
 @pytest.mark.parametrize("poison", [np.nan, -np.inf])
-def test_what_stands_in_masked_places_does_not_matter(model_path, poison):
+def test_values_at_masked_positions_have_no_effect(model_path, poison):
     network = load(model_path, attention.NAME)
     batch = make_batch(make_groups(3, version=0, seed=6), step=0, index=0, last=True)
     poisoned = np.where(batch.loss_mask == 1, batch.behavior_logprobs, np.float32(poison))

@@ -1,4 +1,4 @@
-"""Every wire type survives the wire unchanged, and nothing else is taken for one."""
+"""Every message survives encoding unchanged, and nothing else is accepted as one."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ WIRE_TYPES = [*get_args(ToTrainer), *get_args(ToController), *get_args(TrainerFr
 
 
 def values(annotation: Any) -> st.SearchStrategy[Any]:
-    """Values of a field of a wire type."""
+    """Values for a field of a message."""
     origin = get_origin(annotation)
     if origin is np.ndarray:
         return stnp.arrays(get_args(get_args(annotation)[1])[0], stnp.array_shapes(min_dims=0, max_dims=3, min_side=0))
@@ -62,7 +62,7 @@ def assert_same(left: Any, right: Any) -> None:
 
 
 def sent(message: Any) -> Any:
-    """`message` after the wire, each frame in memory of its own."""
+    """`message`, encoded and decoded, with each frame in separate memory."""
     union = ToTrainer | ToController | TrainerFrame | ControllerFrame
     return decode([bytes(frame) for frame in encode(message)], union)
 
@@ -70,7 +70,7 @@ def sent(message: Any) -> Any:
 @pytest.mark.parametrize("kind", WIRE_TYPES, ids=lambda kind: kind.__name__)
 @settings(deadline=None, max_examples=30)
 @given(data=st.data())
-def test_a_wire_type_survives_the_wire(kind, data):
+def test_a_message_survives_encoding(kind, data):
     message = data.draw(values(kind))
     assert_same(sent(message), message)
 
@@ -117,7 +117,7 @@ def header(**changes: Any) -> bytes:
 
 
 def batch_frames(reference: Any) -> list[bytes]:
-    """A micro-batch with two tokens (the first eight bytes of the arrays) that are described by `reference`."""
+    """A micro-batch with two tokens (the first eight bytes of the arrays), which `reference` describes."""
     batch = empty_micro_batch(step=0, index=0, last=True, group_size=2)
     header, arrays = encode(msgspec.structs.replace(batch, tokens=np.arange(2, dtype=np.int32)))
     fields = msgspec.msgpack.decode(header)
@@ -150,12 +150,12 @@ def batch_frames(reference: Any) -> list[bytes]:
         batch_frames("tokens"),
     ],
 )
-def test_what_is_not_the_protocol_is_refused(frames):
+def test_bytes_that_violate_the_protocol_are_refused(frames):
     with pytest.raises(ProtocolError):
         decode(frames, ToController | ControllerFrame | MicroBatch)
 
 
-def test_the_frames_of_both_directions_cannot_be_mistaken_for_each_other():
+def test_a_frame_of_one_direction_is_refused_in_the_other():
     frames = encode(ControllerData(epoch=0, id=1, message=StepTrained(rank=0, step=0, metrics={})))
     with pytest.raises(ProtocolError):
         decode(frames, TrainerFrame)

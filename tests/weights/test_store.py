@@ -8,11 +8,24 @@ import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from dora.weights.store import MANIFEST, StoreError, VersionStore, choose_memory_root, claim, sweep_orphans
+from dora import files
+from dora.journal.access import restrict
+from dora.weights.fence import StaleEpoch, pass_fence, raise_fence
+from dora.weights.store import (
+    MANIFEST,
+    StoreError,
+    VersionStore,
+    checksum_of_files,
+    choose_memory_root,
+    claim,
+    sweep_orphans,
+)
+from tests.journal.test_access import another_group
 
 FILES = {"config.json": b"{}", "model.safetensors": bytes(range(256)) * 64}
 NUM_BYTES = sum(map(len, FILES.values()))
@@ -51,6 +64,42 @@ def test_a_staged_version_is_invisible_until_it_is_sealed(store: VersionStore, t
     assert visible(tmp_path / "memory") == ["v000003"]
 
 
+def test_every_byte_of_a_version_is_on_the_disk_before_it_is_visible(store: VersionStore, tmp_path: Path) -> None:
+    for make in (lambda: publish(store, 3), lambda: store.copy_durable(3)):
+        done: list[files.Operation] = []
+        with files.observed(done.append):
+            make()
+        renamed = next(i for i, operation in enumerate(done) if operation.kind == "rename")
+        synced = {operation.path.name for operation in done[:renamed] if operation.kind == "sync"}
+        assert synced == {*FILES, MANIFEST}
+        assert (done[renamed - 1].kind, done[renamed - 1].path) == ("sync_folder", done[renamed].path)
+        assert [(operation.kind, operation.path) for operation in done[renamed + 1 :]] == [
+            ("sync_folder", done[renamed].path.parent)
+        ]
+
+
+def test_a_process_of_a_controller_that_was_replaced_makes_no_version_visible(tmp_path: Path) -> None:
+    raise_fence(tmp_path / "epoch", epoch=1)
+    fence = partial(pass_fence, tmp_path / "epoch", epoch=0)
+    store = VersionStore(memory_root=tmp_path / "memory", durable_root=tmp_path / "durable", fence=fence)
+    with pytest.raises(StaleEpoch, match="controller epoch 1 has taken the run over"):
+        publish(store, 3)
+    assert store.live() == []
+    raise_fence(tmp_path / "epoch", epoch=0)
+    publish(store, 3)
+    assert store.live() == [3]
+
+
+def test_what_does_not_match_its_checksum_is_deleted_and_named(store: VersionStore) -> None:
+    publish(store, 3)
+    store.copy_durable(3)
+    assert store.damaged(3) == []
+    path = store.folder(3) / "model.safetensors"
+    path.write_bytes(bytes(path.stat().st_size))
+    assert store.damaged(3) == [str(path)]
+    assert (store.live(), store.durable()) == ([], [3])
+
+
 def test_a_version_published_twice_keeps_its_first_bytes(store: VersionStore, tmp_path: Path) -> None:
     publish(store, 1)
     first = store.manifest(1)
@@ -73,7 +122,8 @@ def test_equal_bytes_have_equal_checksums_and_other_bytes_another(store: Version
     publish(store, 1)
     publish(store, 2)
     publish(store, 3, {**FILES, "config.json": b"{ }"})
-    assert store.manifest(1).checksum == store.manifest(2).checksum != store.manifest(3).checksum
+    assert len({checksum_of_files(store.manifest(v).files) for v in (1, 2)}) == 1
+    assert checksum_of_files(store.manifest(1).files) != checksum_of_files(store.manifest(3).files)
 
 
 def test_the_durable_copy_serves_once_the_live_one_is_released(store: VersionStore, tmp_path: Path) -> None:
@@ -196,8 +246,41 @@ def test_the_memory_root_is_private_to_the_user_and_deleted_at_the_end(tmp_path:
     assert root.stat().st_mode & 0o777 == 0o700
     store = VersionStore(memory_root=root, durable_root=tmp_path / "disk")
     publish(store, 0)
+    assert store.folder(0).stat().st_mode & 0o777 == 0o700
+    assert (store.folder(0) / MANIFEST).stat().st_mode & 0o777 == 0o600
     store.close()
     assert visible(tmp_path) == ["disk"]
+
+
+def test_with_a_group_its_members_read_live_and_durable_versions(tmp_path: Path) -> None:
+    group = another_group()
+    (tmp_path / "disk").mkdir()
+    restrict(tmp_path / "disk", group=group)
+    root = choose_memory_root(tmp_path, run_id="r1", needed_bytes=1, fallback=tmp_path / "disk", group=group)
+    store = VersionStore(memory_root=root, durable_root=tmp_path / "disk")
+    publish(store, 0)
+    store.copy_durable(0)
+    for folder in (store.folder(0), tmp_path / "disk" / "v000000"):
+        for path in (folder, *folder.rglob("*")):
+            assert (path.group(), path.stat().st_mode & 0o777) == (group, 0o750 if path.is_dir() else 0o640)
+
+
+@pytest.mark.parametrize("mask", [0o000, 0o022, 0o077])
+def test_a_version_is_as_readable_as_its_root_whatever_the_umask(tmp_path: Path, mask: int) -> None:
+    tmp_path.chmod(0o750)
+    program = f"""
+import os
+from pathlib import Path
+from dora.weights.store import VersionStore
+os.umask({mask})
+store = VersionStore(memory_root=Path({str(tmp_path)!r}), durable_root=Path({str(tmp_path)!r}))
+staged = store.stage(1)
+(staged / "model.safetensors").touch()
+store.seal(1, staged)
+"""
+    subprocess.run([sys.executable, "-c", program], timeout=60, check=True)
+    version = tmp_path / "v000001"
+    assert [path.stat().st_mode & 0o777 for path in (version, version / MANIFEST)] == [0o750, 0o640]
 
 
 @pytest.mark.parametrize("folder", ["", "absent"])
@@ -247,11 +330,11 @@ def test_only_a_folder_whose_run_is_dead_is_swept(tmp_path: Path) -> None:
         claim(tmp_path / "dora-dead")
     processes["dora-dead"].kill()
     processes["dora-dead"].wait()
-    assert sweep_orphans(tmp_path) == [tmp_path / "dora-dead"]
+    assert sweep_orphans(tmp_path, run_id="mine") == [tmp_path / "dora-dead"]
     assert visible(tmp_path) == ["dora-alive", "dora-unclaimed", "other"]
     processes["dora-alive"].communicate("")
     with processes["dora-dead"]:
-        assert sweep_orphans(tmp_path) == [tmp_path / "dora-alive"]
+        assert sweep_orphans(tmp_path, run_id="mine") == [tmp_path / "dora-alive"]
 
 
 def test_a_dead_run_can_be_claimed_again_by_its_resumption(tmp_path: Path) -> None:
@@ -263,7 +346,7 @@ def test_a_dead_run_can_be_claimed_again_by_its_resumption(tmp_path: Path) -> No
 def test_the_manifest_on_disk_is_plain_json(store: VersionStore) -> None:
     publish(store, 9)
     on_disk = json.loads((store.folder(9) / MANIFEST).read_text())
-    assert on_disk == {"version": 9, "files": store.manifest(9).files, "num_bytes": NUM_BYTES}
+    assert on_disk == {"version": 9, "files": store.manifest(9).files, "num_bytes": NUM_BYTES, "chain": ""}
 
 
 def test_what_the_disk_had_no_room_for_outlives_the_run_and_no_sweep_takes_it(tmp_path: Path) -> None:
@@ -276,7 +359,7 @@ def test_what_the_disk_had_no_room_for_outlives_the_run_and_no_sweep_takes_it(tm
         store.copy_durable(3)
         assert store.stranded([3, 4, 5]) == [4]
         store.close(needed=[3, 4])
-    assert sweep_orphans(tmp_path) == []
+    assert sweep_orphans(tmp_path, run_id="mine") == []
     assert VersionStore(memory_root=memory, durable_root=disk).live() == [3, 4]
 
 

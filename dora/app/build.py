@@ -1,0 +1,208 @@
+"""The parts of a run, made and tied together: siblings that never import each other meet here.
+
+The node's processes become the controller's servers, the store the trainer's folder, the inbox everybody's way to the
+core. Invariant: a part is given what it uses when it is made, so nothing is filled in later.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from functools import partial
+from pathlib import Path
+
+from dora.app.managed import ManagedServer
+from dora.app.opening import Opened
+from dora.config.schema import Config
+from dora.controller.copies import Copies
+from dora.controller.effects import (
+    Dismiss,
+    Effects,
+    Fetch,
+    Generate,
+    Grade,
+    Graders,
+    Push,
+    RequestIds,
+    Sampling,
+    Stop,
+    Train,
+)
+from dora.controller.fleet import ExternalServer, Fleet, Limits, Server
+from dora.controller.loop import Controller
+from dora.controller.observer import RunObserver
+from dora.controller.orders import Orders
+from dora.controller.published import Published
+from dora.controller.reporters import TICK_S, Reporters
+from dora.controller.rollouts import RolloutWriter
+from dora.controller.trainer_link import TrainerLink
+from dora.controller.work import Work
+from dora.core import commands as cmd
+from dora.engine.api import InferenceEngine
+from dora.node.plan import plan_engines, plan_sender, plan_trainer
+from dora.node.supervise import Child, Node
+from dora.transport.controller_end import ControllerEnd
+
+#: Instances that may join at run time: their streams are counted too.
+MAX_JOINED = 32
+REACH_TIMEOUT_S = 30.0
+
+
+def make_fleet(opened: Opened, node: Node, *, engine: InferenceEngine, lease: Path) -> Fleet:
+    """The servers that others started, then those that this run starts."""
+    config, model = opened.job.config, opened.job.inputs.model
+    servers: list[Server] = [ExternalServer(url, engine=engine) for url in config.engine.urls]
+    for plan in plan_engines(config, model=model, lease=lease, environ=os.environ):
+        child = node.add(plan, is_well=partial(engine.is_alive, timeout_s=REACH_TIMEOUT_S))
+        servers.append(ManagedServer(child, engine=engine, api_key=config.engine.api_key))
+    return Fleet(
+        servers,
+        engine=engine,
+        limits=Limits(
+            instances=config.num_instances + MAX_JOINED,
+            slots=config.engine.slots,
+            kv_tokens=config.engine.kv_tokens,
+            context_tokens=config.longest_request,
+            model=model,
+            path_map=config.engine.path_map,
+        ),
+        inbox=opened.inbox,
+        in_flight=opened.in_flight,
+        rows=opened.job.state.instances,
+        now=opened.now,
+    )
+
+
+async def enter_pushing(
+    stack: AsyncExitStack, config: Config, engine: InferenceEngine, *, logs: Path, lease: Path
+) -> InferenceEngine:
+    """The engine whose servers read versions from folders, or are sent them by processes of this run."""
+    if config.weights.transport == "disk":
+        return engine
+    plan = plan_sender(config, lease=lease, environ=os.environ)
+    log, dtype, on_gpu = logs / f"{plan.name}.log", config.trainer.publish_dtype, config.trainer.device == "cuda"
+    sending = engine.sending(plan.argv, env=plan.env, log=log, dtype=dtype, on_gpu=on_gpu)
+    return await stack.enter_async_context(sending)
+
+
+async def start_ranks(
+    config: Config, node: Node, stack: AsyncExitStack, *, lease: Path, now: Callable[[], float], epoch: int = 0
+) -> tuple[ControllerEnd, str, Child | None]:
+    """Where the ranks meet the controller, its address, and their process; None: others start them."""
+    token = config.trainer.token or secrets.token_hex(16)
+    end = ControllerEnd(
+        address=config.trainer.address, token=token, world_size=config.trainer.ranks, now=now, epoch=epoch
+    )
+    address = await end.start()
+    stack.push_async_callback(end.close)
+    plan = plan_trainer(config, controller=address, token=token, lease=lease, environ=os.environ)
+    child = node.add(plan) if plan is not None else None
+    if child is not None:
+        await child.start()
+    return end, address, child
+
+
+async def start_trainer(
+    opened: Opened, node: Node, stack: AsyncExitStack, *, observer: RunObserver, lease: Path
+) -> TrainerLink:
+    """Listen, start the ranks (or wait for those that others start), and have their orders ready."""
+    job, config = opened.job, opened.job.config
+    end, address, child = await start_ranks(config, node, stack, lease=lease, now=opened.now, epoch=job.epoch)
+    if child is None:
+        opened.tell(f"waiting for {config.trainer.ranks} trainer ranks at {address} (DORA_CONTROLLER, DORA_TOKEN)")
+    return opened.trainer_link(end, observer, process_ended=child.ended if child is not None else None)
+
+
+def make_controller(
+    opened: Opened,
+    *,
+    engine: InferenceEngine,
+    fleet: Fleet,
+    graders: Graders,
+    trainer: TrainerLink | RolloutWriter,
+    observer: RunObserver,
+) -> Controller:
+    """The controller, with all that it reaches outside with."""
+    job, config = opened.job, opened.job.config
+    published = Published(
+        opened.folder.run_id,
+        files=job.recorded.files if job.recorded is not None else {},
+        missing=opened.missing,
+    )
+    ids = RequestIds(opened.folder.run_id, job.epoch)
+    work = Work()
+    orders = Orders(
+        effects=_effects(opened, engine, fleet, published, ids, graders=graders),
+        stop=Stop(engine, fleet, ids),
+        train=Train(job.state.feed, opened.trajectories, opened.lineage, trainer, job.settings.group_size),
+        copies=Copies(
+            opened.store,
+            published=published,
+            window=job.state.window,
+            commits=opened.commits,
+            work=work,
+            keep=config.weights.keep,
+        ),
+        fleet=fleet,
+        trajectories=opened.trajectories,
+        evaluations=job.inputs.evaluations,
+        observer=observer,
+        inbox=opened.inbox,
+        in_flight=opened.in_flight,
+        commits=opened.commits,
+        work=work,
+    )
+    reporters = Reporters(
+        job.state.instances,
+        trajectories=opened.trajectories,
+        fleet=fleet,
+        engine=engine,
+        inbox=opened.inbox,
+        commits=opened.commits,
+        observer=observer,
+        now=opened.now,
+        tick_s=TICK_S / job.time_scale,
+    )
+    return Controller(
+        job.state,
+        inbox=opened.inbox,
+        in_flight=opened.in_flight,
+        orders=orders,
+        journal=opened.journal,
+        commits=opened.commits,
+        trainer=trainer,
+        beside=(reporters, fleet),
+        observer=observer,
+        now=opened.now,
+        stop_timeout_s=config.trainer.stop_timeout_s,
+    )
+
+
+def _effects(
+    opened: Opened,
+    engine: InferenceEngine,
+    fleet: Fleet,
+    published: Published,
+    ids: RequestIds,
+    *,
+    graders: Graders,
+) -> Effects:
+    config, inputs = opened.job.config, opened.job.inputs
+    trajectories, now = opened.trajectories, opened.now
+    sampling = Sampling(
+        seed=config.run.seed,
+        max_new_tokens=config.rollout.max_new_tokens,
+        temperature=config.rollout.temperature,
+        eos_ids=inputs.tokenizer.eos_ids,
+        evaluations=inputs.evaluations,
+    )
+    live, timeout_s = opened.job.settings.rules.in_flight, config.engine.push_timeout_s
+    return {
+        cmd.Generate: Generate(engine, fleet, trajectories, published, sampling, ids, now),
+        cmd.GradeTrajectory: Grade(trajectories, inputs.tokenizer, graders, now),
+        cmd.PushWeights: Push(engine, fleet, opened.store, published, live, timeout_s, now),
+        cmd.DismissInstance: Dismiss(fleet, now),
+        cmd.FetchPrompts: Fetch(inputs.stream, trajectories, now),
+    }

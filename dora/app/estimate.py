@@ -1,0 +1,172 @@
+"""What a run will need and how its GPUs are best split, from the model folder's shapes.
+
+Estimates, not promises: the memory of weights, optimizer and KV is arithmetic, that of activations a rule of thumb;
+times assume an H100 and that prompts and answers have half their longest length on average.
+The time of a step is the limit of docs/SIMULATION.md: the slower of training and decoding, or the longest answer alone
+shared by K + 1 steps. Nothing here decides anything.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Self
+
+import msgspec
+from safetensors import safe_open
+
+from dora.config.schema import Config
+
+#: An H100: what it reads from memory, what it computes in bf16 at the utilization a trainer reaches, and the time of a
+#: decoding step that neither explains (fitted to 7.2 ms per token of Qwen3-8B at concurrency 4).
+BANDWIDTH: Final = 3.35e12  # bytes per second
+FLOPS: Final = 4e14  # per second
+STEP_BASE_S: Final = 2.3e-3
+BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
+#: Bytes per parameter that training keeps: weight, gradient and two moments in float32.
+STATE_BYTES: Final = 16
+#: A better split is told if it saves at least this share of a step.
+WORTH_TELLING: Final = 0.15
+
+
+@dataclass(frozen=True, slots=True)
+class Shapes:
+    """The numbers of a dense or mixture-of-experts decoder that memory and time follow from."""
+
+    parameters: int
+    layers: int
+    hidden: int
+    intermediate: int  # width of the MLP that one token passes through
+    kv_width: int  # KV heads x head size
+    vocabulary: int
+
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        """From config.json and the headers of the safetensors; a folder that transformers loads has both."""
+        config: dict[str, Any] = json.loads((folder / "config.json").read_bytes())
+        config = config.get("text_config", config)
+        parameters = 0
+        for file in sorted(folder.glob("*.safetensors")):
+            with safe_open(file, framework="np") as tensors:
+                for name in tensors.keys():  # noqa: SIM118 - not a dict
+                    count = 1
+                    for size in tensors.get_slice(name).get_shape():
+                        count *= size
+                    parameters += count
+        heads = config["num_attention_heads"]
+        kv_heads = config.get("num_key_value_heads") or heads
+        head_dim = config.get("head_dim") or config["hidden_size"] // heads
+        experts = config.get("num_experts_per_tok") or 1
+        intermediate = config.get("moe_intermediate_size", config.get("intermediate_size", 4 * config["hidden_size"]))
+        return cls(
+            parameters=parameters,
+            layers=config["num_hidden_layers"],
+            hidden=config["hidden_size"],
+            intermediate=intermediate * experts,
+            kv_width=kv_heads * head_dim,
+            vocabulary=config["vocab_size"],
+        )
+
+
+class Memory(msgspec.Struct, frozen=True):
+    """Bytes on each GPU (or, on a CPU, of each process)."""
+
+    engine_weights: float
+    engine_kv: float
+    trainer_states: float
+    trainer_activations: float  # of the largest micro-batch
+
+
+def memory(config: Config, shapes: Shapes) -> Memory:
+    """Of one instance's share of a GPU, and of one rank."""
+    served, computed = BYTES[config.trainer.publish_dtype], BYTES[config.trainer.dtype]
+    tp, tokens = config.engine.tensor_parallel, config.trainer.micro_batch_tokens
+    kept_per_layer = 10 * shapes.hidden + 2 * shapes.kv_width + 4 * shapes.intermediate  # for the backward pass
+    return Memory(
+        engine_weights=shapes.parameters * served / tp,
+        engine_kv=config.engine.kv_tokens * kv_bytes_per_token(shapes, dtype_bytes=served) / tp,
+        trainer_states=shapes.parameters * STATE_BYTES / config.trainer.ranks,
+        trainer_activations=tokens * computed * (shapes.layers * kept_per_layer + 2 * shapes.vocabulary),
+    )
+
+
+def kv_bytes_per_token(shapes: Shapes, *, dtype_bytes: int) -> int:
+    """Keys and values of one token in all layers."""
+    return 2 * shapes.layers * shapes.kv_width * dtype_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """Seconds that one training step takes at least, by what limits it."""
+
+    decode_s: float  # all answers, the instances' best batch
+    train_s: float
+    longest_s: float  # the longest answer alone, shared by K + 1 steps
+
+    @property
+    def limit_s(self) -> float:
+        return max(self.decode_s, self.train_s, self.longest_s)
+
+
+def step_time(config: Config, shapes: Shapes, *, instances: int, ranks: int) -> StepTime:
+    """With `instances` of `tensor_parallel` GPUs each and `ranks` GPUs for training."""
+    rollout, tp = config.rollout, config.engine.tensor_parallel
+    served = BYTES[config.trainer.publish_dtype]
+    answers = rollout.groups_per_step * rollout.group_size
+    length = rollout.max_new_tokens / 2
+    prompt = config.task.max_prompt_tokens / 2
+    context = prompt + length / 2
+    in_flight = (config.max_staleness + 1) * answers / instances
+    batch = max(1.0, min(config.engine.slots, config.engine.kv_tokens / context, in_flight))
+    kv = kv_bytes_per_token(shapes, dtype_bytes=served)
+    weights_s = shapes.parameters * served / tp / BANDWIDTH
+    decode_step_s = STEP_BASE_S + weights_s + batch * context * kv / tp / BANDWIDTH
+    trained = answers * (prompt + length)
+    return StepTime(
+        decode_s=answers * length * decode_step_s / batch / instances,
+        train_s=6 * shapes.parameters * trained / FLOPS / ranks,
+        longest_s=rollout.max_new_tokens * (STEP_BASE_S + weights_s) / (config.max_staleness + 1),
+    )
+
+
+def best_split(config: Config, shapes: Shapes) -> tuple[int, int]:
+    """(instances, ranks) of the same number of GPUs with the shortest step; `dora` wants K + 1 instances."""
+    tp = config.engine.tensor_parallel
+    gpus = config.num_managed * tp + config.trainer.ranks
+    least = config.max_staleness + 1 if config.rollout.strategy == "dora" else 1
+    splits = [((gpus - ranks) // tp, ranks) for ranks in range(1, gpus) if (gpus - ranks) // tp >= least]
+    now = (config.num_managed, config.trainer.ranks)
+    return min([now, *splits], key=lambda s: step_time(config, shapes, instances=s[0], ranks=s[1]).limit_s)
+
+
+def lines(config: Config, shapes: Shapes) -> list[tuple[str, str]]:
+    """(what, text) for the plan of `dora check`."""
+    need = memory(config, shapes)
+    told = [
+        ("memory", f"one instance: {_size(need.engine_weights)} weights + {_size(need.engine_kv)} KV"
+                   f"{' per GPU' if config.engine.tensor_parallel > 1 else ''}; one rank: "
+                   f"{_size(need.trainer_states)} weights and optimizer + about {_size(need.trainer_activations)} "
+                   f"activations ({shapes.parameters / 1e6:,.1f} M parameters)"),
+    ]  # fmt: skip
+    both_ours = config.num_managed and not config.engine.urls and not config.trainer.external
+    if config.engine.device == "cpu" or config.trainer.device == "cpu" or not both_ours:
+        return told
+    now = step_time(config, shapes, instances=config.num_managed, ranks=config.trainer.ranks)
+    limits = {"decoding": now.decode_s, "training": now.train_s, "the longest answer": now.longest_s}
+    told.append(
+        ("split", f"a step takes at least {now.limit_s:,.0f} s, limited by {max(limits, key=limits.__getitem__)}: "
+                  f"decoding {now.decode_s:,.0f} s, training {now.train_s:,.0f} s, the longest answer "
+                  f"{now.longest_s:,.0f} s over K + 1 steps (H100s, texts of half the longest length)")
+    )  # fmt: skip
+    instances, ranks = best_split(config, shapes)
+    other = step_time(config, shapes, instances=instances, ranks=ranks).limit_s
+    if other < (1 - WORTH_TELLING) * now.limit_s:
+        told.append(
+            ("", f"better: engine.instances = {instances}, trainer.ranks = {ranks} ({other:,.0f} s on the same GPUs)")
+        )
+    return told
+
+
+def _size(num_bytes: float) -> str:
+    return f"{num_bytes / 2**30:,.1f} GB" if num_bytes >= 2**30 / 10 else f"{num_bytes / 2**20:,.1f} MB"

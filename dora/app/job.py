@@ -1,0 +1,283 @@
+"""One run from its checked inputs to its end: build the parts, start what is ours, drive the controller.
+
+Order: everything that can be refused is checked before a folder or a process exists. At the end, whatever the reason,
+the exit stack undoes everything in reverse: processes first, then sockets and files. Nothing is printed: what there is
+to say goes to a `Frontend`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+import structlog
+
+from dora.app import resume as resuming
+from dora.app.build import MAX_JOINED, REACH_TIMEOUT_S, enter_pushing, make_controller, make_fleet, start_trainer
+from dora.app.inputs import Inputs, open_inputs
+from dora.app.opening import Opened
+from dora.app.prepare import Job, new_folder, prepare
+from dora.config.schema import Config, RewardConfig
+from dora.controller.effects import Graders
+from dora.controller.loop import Controller, Outcome
+from dora.controller.membership import Membership
+from dora.controller.observer import RunObserver
+from dora.controller.rollouts import RolloutWriter
+from dora.controller.trainer_link import TrainerLink
+from dora.core.events import Event
+from dora.core.invariants import check as check_invariants
+from dora.engine.api import InferenceEngine
+from dora.engine.engines import open_engine
+from dora.errors import ConfigError, DoraError, RunFailed
+from dora.journal.access import require_group, set_umask
+from dora.journal.audit import audit
+from dora.journal.run_folder import RunFolder
+from dora.log import configure_logging
+from dora.node.cuda import require_cuda
+from dora.node.lease import hold
+from dora.node.limits import allow_open_files
+from dora.node.ports import require_free_ports
+from dora.node.supervise import Node
+from dora.status.server import StatusServer
+from dora.status.snapshot import Snapshot
+from dora.tasks.pool import GraderPool
+
+log = structlog.get_logger(__name__)
+
+#: A search of everything takes 0.3 s at 10,000 instances and halts the event loop; the core makes no garbage in cycles,
+#: so it comes a hundred times less often than Python's own rule has it.
+GC_THRESHOLDS = (700, 10, 1000)
+#: How long the ranks may take to end after Stop; the node's exit kills what is left.
+STOP_TIMEOUT_S = 30.0
+#: Open streams beyond one per slot: for requests that are just ending, and probes.
+STREAM_MARGIN = 64
+
+
+@dataclass(frozen=True)
+class Running:
+    """A run under way, as whoever watches it sees it."""
+
+    folder: RunFolder
+    status_url: str
+    token_file: Path | None  # holds the token of the status endpoint, where one was drawn
+    stop_timeout_s: float  # that a clean stop may take
+    snapshot: Callable[[], Snapshot]
+    interrupt: Callable[[], None]  # stop cleanly
+    kill: Callable[[], None]  # end every process at once
+
+
+class Frontend(Protocol):
+    """Whoever asked for a run, and is told of it."""
+
+    def tell(self, line: str) -> None:
+        """Something that the user should know."""
+
+    def watch(self, run: Running) -> AbstractAsyncContextManager[None]:
+        """Entered when the parts are made, left when the controller has ended."""
+
+    def ended(self, snapshot: Snapshot, *, folder: RunFolder, violations: int) -> None:
+        """How it ended; `violations` that the audit of a finished run found."""
+
+
+async def run_job(
+    config: Config,
+    frontend: Frontend,
+    *,
+    earlier: RunFolder | None = None,
+    rollout_only: bool = False,
+    accept_changes: bool = False,
+    time_scale: float = 1.0,
+) -> Outcome:
+    """Check, build, drive. `earlier`: the folder of a run to be resumed, whose lock is held."""
+    require_group(config.run.group)
+    set_umask(config.run.group)
+    recorded = resuming.take_up(earlier, config) if earlier is not None else None
+    inputs = await asyncio.to_thread(open_inputs, config)
+    job = prepare(
+        config,
+        inputs,
+        recorded=recorded,
+        rollout_only=rollout_only,
+        accept_changes=accept_changes,
+        time_scale=time_scale,
+    )
+    require_free_ports(config)
+    await asyncio.to_thread(require_cuda, config, environ=os.environ)
+    allow_open_files(config.num_instances * config.engine.slots)
+    async with AsyncExitStack() as stack:
+        graders = await enter_graders(stack, config, inputs)
+        engine = await _enter_engine(stack, config, inputs)
+        folder = earlier or new_folder(config)
+        if earlier is None:
+            stack.enter_context(hold(folder.lock))  # a resume holds it already
+        return await _Run(job, folder, stack, frontend).drive(engine, graders)
+
+
+async def enter_graders(stack: AsyncExitStack, config: Config, inputs: Inputs) -> Graders:
+    """One pool for training, and one for each held-out set that has rewards of its own."""
+    task = config.task
+
+    def pool(rewards: Sequence[RewardConfig], field: str) -> GraderPool:
+        return GraderPool(
+            rewards,
+            graders=task.graders,
+            timeout_s=task.grade_timeout_s,
+            memory_mb=task.grader_memory_mb,
+            field=field,
+        )
+
+    training = await stack.enter_async_context(pool(task.rewards, "task.rewards"))
+    held_out = []
+    for index, one in enumerate(config.eval.sets):
+        own = pool(one.rewards, f"eval.sets.{index}.rewards") if one.rewards else None
+        held_out.append(await stack.enter_async_context(own) if own is not None else training)
+    return Graders(training, held_out, inputs.evaluations)
+
+
+async def _enter_engine(stack: AsyncExitStack, config: Config, inputs: Inputs) -> InferenceEngine:
+    """With a stream for every slot; ConfigError if a server that others started does not answer."""
+    connections = (config.num_instances + MAX_JOINED) * config.engine.slots + STREAM_MARGIN
+    engine = await stack.enter_async_context(
+        open_engine(config, max_connections=connections, vocab_size=inputs.vocab_size)
+    )
+    for url in config.engine.urls:
+        if not await engine.is_alive(url, timeout_s=REACH_TIMEOUT_S):
+            raise ConfigError(f"engine.urls: {url} does not answer; start the server or correct the address")
+    return engine
+
+
+class _Run:
+    """One run from its folder to its end."""
+
+    def __init__(self, job: Job, folder: RunFolder, stack: AsyncExitStack, frontend: Frontend) -> None:
+        self._job = job
+        self._folder = folder
+        self._lease = folder.lease(job.epoch)
+        self._stack = stack
+        self._frontend = frontend
+        self._began = time.monotonic() - job.started_at / job.time_scale
+
+    def _now(self) -> float:
+        return (time.monotonic() - self._began) * self._job.time_scale
+
+    async def drive(self, engine: InferenceEngine, graders: Graders) -> Outcome:
+        """Build, run, end."""
+        job, folder = self._job, self._folder
+        configure_logging(folder.log, level=job.config.log.level, run=folder.run_id, role="controller")
+        folder.remove_leases()
+        self._stack.callback(folder.remove_leases)
+        node = await self._stack.enter_async_context(Node(logs=folder.logs, lease=self._lease))
+        opened = await asyncio.to_thread(Opened, job, folder, self._stack, now=self._now, tell=self._frontend.tell)
+        fleet = make_fleet(opened, node, engine=engine, lease=self._lease)
+        observer = opened.observer(fleet)
+        trainer: TrainerLink | RolloutWriter
+        if job.rollout_only:
+            trainer = opened.rollout_writer(observer)
+        else:
+            trainer = await start_trainer(opened, node, self._stack, observer=observer, lease=self._lease)
+        controller = make_controller(
+            opened,
+            engine=await enter_pushing(self._stack, job.config, engine, logs=folder.logs, lease=self._lease),
+            fleet=fleet,
+            graders=graders,
+            trainer=trainer,
+            observer=observer,
+        )
+        requests = Membership(fleet, state=job.state, engine=engine, inbox=opened.inbox, now=self._now)
+        status_url = await self._serve_status(observer, requests)
+        outcome = await self._watch(controller, opened.first, node, observer, status_url)
+        check_invariants(job.state)
+        if isinstance(trainer, TrainerLink) and outcome.finished:
+            await _end_trainer(trainer, node, outcome.reason)
+        return self._end(outcome, observer, opened)
+
+    async def _serve_status(self, observer: RunObserver, requests: Membership) -> str:
+        status = self._job.config.status
+        server = await self._stack.enter_async_context(
+            StatusServer(
+                observer.snapshot,
+                host=status.host,
+                port=status.port,
+                requests=requests,
+                token=status.token or self._draw_token(),
+            )
+        )
+        return server.url
+
+    def _draw_token(self) -> str:
+        """A token for this run, in a file that nobody else may read."""
+        token = secrets.token_hex(16)
+        path = self._folder.status_token
+        path.touch(mode=0o600)
+        path.chmod(0o600)
+        path.write_text(token + "\n", encoding="utf-8")
+        return token
+
+    async def _watch(
+        self, controller: Controller, first: list[Event], node: Node, observer: RunObserver, status_url: str
+    ) -> Outcome:
+        """The controller's run, before the user's eyes."""
+        config, folder = self._job.config, self._folder
+        running = Running(
+            folder=folder,
+            status_url=status_url,
+            token_file=folder.status_token if config.status.token is None else None,
+            stop_timeout_s=config.trainer.stop_timeout_s,
+            snapshot=observer.snapshot,
+            interrupt=controller.interrupt,
+            kill=node.kill_all,
+        )
+        gc.freeze()  # what the start made stays
+        gc.set_threshold(*GC_THRESHOLDS)
+        async with self._frontend.watch(running):
+            try:
+                outcome = await controller.run(first)
+            except DoraError as err:
+                if (explained := self._explain(err)) is None:
+                    raise
+                raise explained from err
+            observer.end(outcome)
+        return outcome
+
+    def _explain(self, err: DoraError) -> RunFailed | None:
+        """The error with what the user can do now; None if it says that itself."""
+        state, folder = self._job.state, self._folder
+        if not folder.root.is_dir():
+            return RunFailed(f"{folder.root} was deleted while the run wrote to it ({err})")
+        if not isinstance(err, RunFailed):
+            return None
+        go_on = "" if state.finished and not state.stalled else f"; go on with dora run --resume {folder.root}"
+        return RunFailed(f"{err}; its logs are in {folder.logs}{go_on}")
+
+    def _end(self, outcome: Outcome, observer: RunObserver, opened: Opened) -> Outcome:
+        """A run that finished is audited; a stop is quick however long the journal is."""
+        folder, snapshot = self._folder, observer.snapshot()
+        violations = len(audit(folder).violations) if outcome.finished else 0
+        self._frontend.ended(snapshot, folder=folder, violations=violations)
+        if outcome.finished and (lost := opened.store.stranded(self._job.state.window.entries)):
+            raise RunFailed(
+                f"{folder.versions} has no room for the last version, {lost[-1]}; it is in {opened.store.memory_root} "
+                "alone, which is memory: copy it from there"
+            )
+        return replace(outcome, violations=violations)
+
+
+async def _end_trainer(link: TrainerLink, node: Node, reason: str) -> None:
+    """Let the ranks end by themselves; the node's exit ends what does not."""
+    is_told = await link.stop(reason)
+    child = node.children.get("trainer")
+    if child is None or not is_told:
+        return
+    try:
+        async with asyncio.timeout(STOP_TIMEOUT_S):
+            await child.ended()
+    except TimeoutError:
+        log.warning("trainer_did_not_end", after_s=STOP_TIMEOUT_S)

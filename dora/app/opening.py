@@ -1,0 +1,225 @@
+"""The run folder, opened: what an earlier controller left, checked and taken over, and the parts that write to it.
+
+Invariant: when an `Opened` exists, the disk has all that was read to make it and the journal names this controller's
+epoch; nothing has been started yet. Everything is closed with the stack, in reverse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack, suppress
+from datetime import UTC, datetime
+from importlib.metadata import version as package_version
+
+import structlog
+
+from dora import files
+from dora.app import resume as resuming
+from dora.app.inputs import model_bytes, model_digest
+from dora.app.prepare import Job
+from dora.app.settings import SPARE_VERSIONS, configure_message, lineage_settings
+from dora.config.load import dump
+from dora.controller.fleet import Fleet
+from dora.controller.in_flight import InFlight
+from dora.controller.inbox import Inbox
+from dora.controller.lineage import Lineage, base_chain
+from dora.controller.observer import RunObserver
+from dora.controller.rollouts import RolloutWriter
+from dora.controller.trainer_link import TrainerLink
+from dora.controller.trajectories import Trajectories
+from dora.core import events as ev
+from dora.errors import RunFailed
+from dora.journal.codec import FORMAT, Epoch, Header
+from dora.journal.commits import Commits
+from dora.journal.run_folder import RunFolder
+from dora.journal.tokens import TokenWriter
+from dora.journal.writer import JournalWriter
+from dora.status.facts import ShellFacts
+from dora.transport.controller_end import ControllerEnd
+from dora.weights.fence import raise_fence
+from dora.weights.store import StoreError, VersionStore, choose_memory_root, claim, sweep_orphans
+
+log = structlog.get_logger(__name__)
+
+
+class Opened:
+    """The parts of one run that its folder holds."""
+
+    def __init__(
+        self,
+        job: Job,
+        folder: RunFolder,
+        stack: AsyncExitStack,
+        *,
+        now: Callable[[], float],
+        tell: Callable[[str], None],
+    ) -> None:
+        """Blocks while it reads. `tell` is given what the user should know, a line at a time."""
+        self.job = job
+        self.folder = folder
+        self.now = now
+        self.tell = tell
+        self.first: list[ev.Event] = []  #: facts known before the start
+        self._stack = stack
+        self.missing: list[int] = []  #: versions that the trainer has to make again
+        self.store = self._open_store()
+        tokens = stack.enter_context(TokenWriter(folder.tokens, epoch=job.epoch))
+        self.journal = stack.enter_context(JournalWriter(folder.journal))
+        self.commits = Commits(journal=self.journal, tokens=tokens)
+        self.trajectories = Trajectories(tokens, group_size=job.settings.group_size)
+        self.inbox = Inbox()
+        self.in_flight = InFlight(self.trajectories, rows=job.state.instances)
+        raise_fence(folder.fence, epoch=job.epoch)  # before anything is looked at that a rank could still add to
+        model_chain = base_chain(model_digest(job.inputs.model))
+        self.start = self._restore(model_chain)  #: where the trainer starts
+        self.lineage = Lineage(
+            base=model_chain,
+            settings=lineage_settings(job.config),
+            trained=job.recorded.chains if job.recorded is not None else {},
+        )
+        self._begin_journal()
+
+    def _open_store(self) -> VersionStore:
+        """Live versions in memory where there is room for all of them, else in the run folder."""
+        config, folder = self.job.config, self.folder
+        sweep_orphans(config.weights.memory_folder, run_id=folder.run_id)
+        needed = (config.max_staleness + 1 + SPARE_VERSIONS) * 2 * model_bytes(self.job.inputs.model)
+        root = choose_memory_root(
+            config.weights.memory_folder,
+            run_id=folder.run_id,
+            needed_bytes=needed,
+            fallback=folder.versions,
+            group=config.run.group,
+        )
+        if root != folder.versions:
+            self._stack.enter_context(claim(root))
+        store = VersionStore(memory_root=root, durable_root=folder.versions)
+        self._stack.callback(self._close_store, store)
+        return store
+
+    def _close_store(self, store: VersionStore) -> None:
+        """What a full disk had no room for is neither deleted nor passed over in silence."""
+        needed = list(self.job.state.window.entries)
+        if stranded := store.stranded(needed):
+            log.error("versions_in_memory_only", versions=stranded, kept_in=str(store.memory_root))
+        store.close(needed=needed)
+
+    def _restore(self, model_chain: str) -> resuming.Start:
+        """What an earlier controller left; returns where the trainer starts."""
+        job, recorded, store = self.job, self.job.recorded, self.store
+        if recorded is None:
+            return resuming.Start((), may_start_over=True, step=0)
+        if recorded.base_chain not in (None, model_chain):
+            raise RunFailed(f"model.path: {job.inputs.model} is not the model that the run began with; restore it")
+        counts = resuming.restore(self.folder, job.state, trajectories=self.trajectories, inputs=job.inputs)
+        self.missing = resuming.recover_versions(store, recorded, tell=self.tell)
+        start = resuming.choose_start(self.folder, recorded, missing=self.missing, tell=self.tell)
+        resuming.require_same_history(recorded, start, settings=lineage_settings(job.config), config=job.config)
+        self._keep_live(store)
+        added = job.settings.steps if job.settings.steps > recorded.settings.steps else 0
+        self.first.append(ev.ControllerRestarted(self.now(), job.epoch, counts, added, tuple(self.missing)))
+        for instance in [i for i in job.state.instances if i >= job.config.num_instances]:
+            self.tell(f"instance {instance} had joined at run time and is forgotten; add it again")
+            self.first.append(ev.InstanceRemoved(self.now(), instance))
+        return start
+
+    def _keep_live(self, store: VersionStore) -> None:
+        """What a killed controller had in memory gets its durable copy; what nothing needs any more leaves."""
+        needed = self.job.state.window.entries
+        for version in store.stranded(needed):
+            store.copy_durable(version)
+        for version in store.live():
+            if version not in needed:
+                with suppress(StoreError):
+                    store.copy_durable(version)
+                store.release(version)
+
+    def _begin_journal(self) -> None:
+        """On the disk before anything starts: an epoch is never used twice."""
+        job, folder = self.job, self.folder
+        if self.journal.torn_bytes:
+            self.tell(f"{self.journal.path}: a torn end of {self.journal.torn_bytes} bytes is cut off")
+        config = dump(job.config)
+        if job.recorded is not None:
+            for change in job.changes:
+                self.tell(f"changed: {change}")
+            files.replace(folder.config, config.encode())
+        else:
+            created = datetime.now(UTC).isoformat(timespec="seconds")
+            version = package_version("dora-rl")
+            self.journal.append(Header(FORMAT, folder.run_id, created, version, job.settings, job.rollout_only))
+        self.journal.append(Epoch(job.epoch, job.started_at, config, job.changes))
+        self.commits.sync()
+
+    # -- parts that write to it ---------------------------------------------------------------------------------------
+
+    def observer(self, fleet: Fleet) -> RunObserver:
+        """Metrics and status."""
+        job = self.job
+        observer = RunObserver(
+            folder=self.folder,
+            facts=ShellFacts(run_id=self.folder.run_id, strategy=job.config.rollout.strategy),
+            state=job.state,
+            trajectories=self.trajectories,
+            evaluations=job.inputs.evaluations,
+            tokenizer=job.inputs.tokenizer,
+            keep_per_step=job.config.log.trajectories_per_step,
+            urls=fleet.urls,
+            then=self.commits.then,
+        )
+        self._stack.callback(observer.close)
+        return observer
+
+    def rollout_writer(self, observer: RunObserver) -> RolloutWriter:
+        """Without a trainer, version 0 is published here: it is the model folder as it lies."""
+        staged = self.store.stage(0)
+        for path in sorted(self.job.inputs.model.iterdir()):
+            if path.is_file():
+                (staged / path.name).write_bytes(path.read_bytes())
+        base = self.lineage.base
+        manifest = self.store.seal(0, staged, chain=base)
+        at = self.now()
+        self.first.append(ev.VersionPublished(at, 0, manifest.num_bytes, dict(manifest.files), base))
+        self.first.append(ev.TrainerReady(at, 0))
+        return RolloutWriter(
+            self.folder.rollouts,
+            groups_per_step=self.job.config.rollout.groups_per_step,
+            group_size=self.job.settings.group_size,
+            now=self.now,
+            emit=self.inbox.emit,
+            on_step=observer.on_step,
+            durable=self.commits.durable,
+        )
+
+    def trainer_link(
+        self,
+        end: ControllerEnd,
+        observer: RunObserver,
+        *,
+        process_ended: Callable[[], Awaitable[str]] | None,
+    ) -> TrainerLink:
+        """The ranks that meet at `end`, with their orders ready."""
+        job, config, folder = self.job, self.job.config, self.folder
+        return TrainerLink(
+            end=end,
+            num_ranks=config.trainer.ranks,
+            configure=configure_message(
+                config,
+                folder,
+                model=job.inputs.model,
+                memory_root=self.store.memory_root,
+                resume_from=self.start.folders,
+                may_start_over=self.start.may_start_over,
+                chain=self.lineage.base,
+                epoch=job.epoch,
+                max_staleness=job.settings.max_lag,
+            ),
+            start_timeout_s=config.trainer.start_timeout_s,
+            process_ended=process_ended,
+            now=self.now,
+            emit=self.inbox.emit,
+            on_step=observer.on_step,
+            durable=self.commits.durable,
+            lineage=self.lineage,
+            tell=self.tell,
+        )

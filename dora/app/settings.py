@@ -1,0 +1,147 @@
+"""What the configuration says, in the words of the core, the trainer and the simulator: each is mapped here, once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from dora.config.schema import Config, RolloutConfig, Section
+from dora.core.decode_time import DecodeTime
+from dora.core.orchestration import orchestration_of
+from dora.core.strategies import Settings, rules_of
+from dora.journal.run_folder import RunFolder
+from dora.sim.answers import cap_of
+from dora.sim.server import Server
+from dora.sim.workload import Fleet, Job, Lengths, Train, Workload
+from dora.transport.messages import Configure, TrainerSettings
+
+#: Versions that the store must have room for beside K + 1 live ones: one under evaluation, one being published, one
+#: that a push under way still reads.
+SPARE_VERSIONS = 3
+
+
+def settings_of(config: Config, *, eval_prompt_tokens: Sequence[int]) -> Settings:
+    """The part of a config that decisions depend on."""
+    rollout, trainer = config.rollout, config.trainer
+    return Settings(
+        rules=config.rules,
+        steps=config.run.steps,
+        groups_per_step=rollout.groups_per_step,
+        group_size=rollout.group_size,
+        max_new_tokens=rollout.max_new_tokens,
+        num_ranks=trainer.ranks,
+        micro_batch_tokens=trainer.micro_batch_tokens,
+        filter_zero_variance=rollout.filter_zero_variance,
+        max_top_up=rollout.max_top_up,
+        orchestration=orchestration_of(rollout.rules, without=rollout.without, refill=rollout.refill),
+        watchdog_s=rollout.watchdog_s,
+        no_progress_s=config.run.no_progress_s,
+        max_attempts=rollout.max_attempts,
+        max_parallel_pushes=config.engine.max_parallel_pushes,
+        eval_prompt_tokens=tuple(eval_prompt_tokens),
+        eval_every=config.eval.every,
+        max_eval_share=config.eval.max_slot_share,
+        decode_time=DecodeTime(**config.engine.decode.model_dump()),
+        deterministic=trainer.device == "cpu",
+    )
+
+
+def rollout_only_settings(settings: Settings) -> Settings:
+    """Version 0 generates everything: the whole job is one step, and nothing is evaluated."""
+    return msgspec.structs.replace(
+        settings,
+        rules=rules_of("periodic", max_staleness=0),
+        steps=1,
+        groups_per_step=settings.groups_per_step * settings.steps,
+        num_ranks=1,
+        eval_prompt_tokens=(),
+    )
+
+
+def trainer_settings(config: Config, *, max_staleness: int) -> TrainerSettings:
+    """What the ranks are told."""
+    return TrainerSettings(
+        **_common(config.trainer, TrainerSettings),
+        steps=config.run.steps,
+        temperature=config.rollout.temperature,
+        max_staleness=max_staleness,
+    )
+
+
+#: Settings of the trainer that do not change what it makes of a wave.
+_WITHOUT_EFFECT = ("threads", "steps", "max_staleness", "checkpoint_every")
+
+
+def lineage_settings(config: Config) -> bytes:
+    """What of the configuration decides what the trainer makes of the waves that it is sent."""
+    settings = msgspec.to_builtins(trainer_settings(config, max_staleness=0))
+    return msgspec.json.encode({k: v for k, v in settings.items() if k not in _WITHOUT_EFFECT}, order="sorted")
+
+
+def configure_message(
+    config: Config,
+    folder: RunFolder,
+    *,
+    model: Path,
+    memory_root: Path,
+    resume_from: Sequence[Path],
+    may_start_over: bool,
+    chain: str,
+    epoch: int,
+    max_staleness: int,
+) -> Configure:
+    """The first message to every rank."""
+    return Configure(
+        run_id=folder.run_id,
+        model_path=str(model),
+        settings=trainer_settings(config, max_staleness=max_staleness),
+        memory_root=str(memory_root.resolve()),
+        durable_root=str(folder.versions.resolve()),
+        checkpoints=str(folder.checkpoints.resolve()),
+        resume_from=tuple(str(path.resolve()) for path in resume_from),
+        may_start_over=may_start_over,
+        chain=chain,
+        epoch=epoch,
+        fence=str(folder.fence.resolve()),
+    )
+
+
+#: A config says nothing of lengths: this regime, scaled so that the token budget cuts one answer in a hundred.
+CONFIG_REGIME: Final = "A"
+REGIME_P99: Final = 2_447
+
+
+def workload_of(config: Config) -> Workload:
+    """What the simulator takes; nobody has measured the lengths and rates (`dora simulate --from` does)."""
+    rollout, engine, trainer = config.rollout, config.engine, config.trainer
+    rollout_devices = config.num_instances * engine.tensor_parallel
+    return Workload(
+        job=Job(**_common(rollout, Job), steps=config.run.steps),
+        lengths=Lengths(
+            regime=CONFIG_REGIME,
+            cap=min(rollout.max_new_tokens, cap_of(CONFIG_REGIME)),
+            scale=min(1.0, rollout.max_new_tokens / REGIME_P99),
+            prompt_tokens=config.task.max_prompt_tokens,
+        ),
+        fleet=Fleet(
+            devices=rollout_devices + trainer.ranks,
+            rollout_devices=rollout_devices,
+            devices_per_instance=engine.tensor_parallel,
+            server=Server(slots=engine.slots, kv_tokens=engine.kv_tokens),
+            parallel_pushes=engine.max_parallel_pushes,
+        ),
+        train=Train(micro_batch_tokens=trainer.micro_batch_tokens),
+    )
+
+
+def rollout_section(job: Job) -> dict[str, Any]:
+    """The way back: a workload's job as settings of `rollout`."""
+    return {name: getattr(job, name) for name in job.__struct_fields__ if name in RolloutConfig.model_fields}
+
+
+def _common(section: Section, target: type[msgspec.Struct]) -> dict[str, Any]:
+    """The settings that have the same name and meaning in both."""
+    return {name: getattr(section, name) for name in target.__struct_fields__ if name in type(section).model_fields}

@@ -1,0 +1,133 @@
+"""Train on rollouts from disk. No servers, no decisions; for debugging the trainer alone.
+
+Every rank gets what it would have got; the staleness bound does not apply, since nothing was waiting for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import time
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+from dora.app.build import start_ranks
+from dora.app.inputs import model_digest, open_inputs
+from dora.app.prepare import new_folder
+from dora.app.settings import configure_message, lineage_settings
+from dora.config.schema import Config, EngineConfig
+from dora.controller.lineage import Lineage, base_chain
+from dora.controller.rollouts import rollout_files, train_rollouts
+from dora.controller.trainer_link import StepReport, TrainerLink
+from dora.core import events as ev
+from dora.core.training import Feed
+from dora.journal.access import require_group, set_umask
+from dora.journal.run_folder import RunFolder
+from dora.log import configure_logging
+from dora.node.cuda import require_cuda
+from dora.node.supervise import Node
+from dora.weights.checkpoints import drop
+from dora.weights.fence import raise_fence
+
+
+class _Listener:
+    """What the ranks say, as far as it matters here."""
+
+    def __init__(self, folder: RunFolder, *, steps: int, told: Callable[[StepReport, int], None]) -> None:
+        self.done = asyncio.Event()  #: the last version is published
+        self._folder = folder
+        self._steps = steps
+        self._told = told
+        self._checkpoints = Feed(num_ranks=1, budget=1)
+
+    async def on_event(self, event: ev.Event) -> None:
+        if isinstance(event, ev.CheckpointSaved):
+            for _, old in self._checkpoints.checkpointed(event.step, event.folder):
+                if old:
+                    drop(Path(old))
+        if isinstance(event, ev.VersionPublished) and event.version == self._steps:
+            self.done.set()
+
+    def on_step(self, report: StepReport) -> None:
+        self._told(report, self._steps)
+        with self._folder.metrics.open("a", encoding="utf-8") as metrics:
+            metrics.write(json.dumps({"kind": "step", "step": report.step, "trainer": report.metrics}) + "\n")
+
+
+async def train(config: Config, rollouts: Path, *, told: Callable[[StepReport, int], None]) -> tuple[int, RunFolder]:
+    """Feed every step of the folder to the ranks and wait for the last one.
+
+    `told` is given each step as it is trained, with how many there are. Returns that number, and where the versions
+    are.
+    """
+    require_group(config.run.group)
+    set_umask(config.run.group)
+    rollout = rollout_files(rollouts)
+    inputs = await asyncio.to_thread(open_inputs, config)
+    await asyncio.to_thread(require_cuda, config.model_copy(update={"engine": EngineConfig()}), environ=os.environ)
+    folder = new_folder(config)
+    raise_fence(folder.fence, epoch=0)
+    model_chain = base_chain(await asyncio.to_thread(model_digest, inputs.model))
+    configure_logging(folder.log, level=config.log.level, run=folder.run_id, role="controller")
+    listener = _Listener(folder, steps=len(rollout), told=told)
+    lease = folder.lease(0)
+    async with AsyncExitStack() as stack:
+        stack.callback(folder.remove_leases)
+        node = await stack.enter_async_context(Node(logs=folder.logs, lease=lease))
+        end, _, child = await start_ranks(config, node, stack, lease=lease, now=time.monotonic)
+        link = TrainerLink(
+            end=end,
+            num_ranks=config.trainer.ranks,
+            configure=configure_message(
+                config,
+                folder,
+                model=inputs.model,
+                memory_root=folder.versions,
+                resume_from=(),
+                may_start_over=True,
+                chain=model_chain,
+                epoch=0,
+                max_staleness=len(rollout),
+            ),
+            start_timeout_s=config.trainer.start_timeout_s,
+            process_ended=child.ended if child is not None else None,
+            now=time.monotonic,
+            emit=listener.on_event,
+            on_step=listener.on_step,
+            durable=_at_once,
+            lineage=Lineage(base=model_chain, settings=lineage_settings(config), trained={}),
+            tell=lambda line: None,
+        )
+        await _run(link, rollout, config=config, done=listener.done)
+    return len(rollout), folder
+
+
+async def _at_once(position: int) -> None:
+    """There is no journal to wait for."""
+
+
+async def _run(link: TrainerLink, rollout: list[Path], *, config: Config, done: asyncio.Event) -> None:
+    """The link's loops beside the feed; ended when the last version is published."""
+    loops = [asyncio.ensure_future(loop) for _, loop in link.loops()]
+    feed = asyncio.create_task(
+        train_rollouts(
+            rollout, link=link, budget=config.trainer.micro_batch_tokens, group_size=config.rollout.group_size
+        ),
+        name="feed",
+    )
+    end = asyncio.create_task(done.wait(), name="last-version")
+    pending: set[asyncio.Future[Any]] = {*loops, feed, end}
+    try:
+        while not end.done():
+            await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            for task in [task for task in pending if task.done()]:
+                pending.remove(task)
+                task.result()
+        await link.stop("all steps are trained")
+    finally:
+        for task in (*loops, feed, end):
+            task.cancel()
+        await asyncio.gather(*loops, feed, end, return_exceptions=True)

@@ -1,0 +1,55 @@
+"""A run as its user sees it in a terminal: lines, progress, Ctrl-C, and the summary at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from dora.app.job import Running
+from dora.cli.summary import summary
+from dora.journal.run_folder import RunFolder
+from dora.status.snapshot import Snapshot
+from dora.status.terminal import show_progress
+
+
+class Terminal:
+    """The frontend of `dora run` and `dora pace`."""
+
+    def tell(self, line: str) -> None:
+        sys.stderr.write(f"dora: {line}\n")
+
+    @asynccontextmanager
+    async def watch(self, run: Running) -> AsyncIterator[None]:
+        """Signals are heeded from here on until the process ends."""
+        _stop_on_signals(run)
+        folder, token = run.folder.root, run.token_file
+        async with show_progress(run.snapshot, status_url=run.status_url, folder=folder, token=token):
+            yield
+
+    def ended(self, snapshot: Snapshot, *, folder: RunFolder, violations: int) -> None:
+        sys.stdout.write("\n".join(summary(snapshot, folder=folder, violations=violations)) + "\n")
+
+
+def _stop_on_signals(run: Running) -> None:
+    """The first Ctrl-C stops cleanly, the second ends at once."""
+    signals = 0
+
+    def stop() -> None:
+        nonlocal signals
+        signals += 1
+        if signals > 1:
+            run.kill()
+            os._exit(130)
+        sys.stderr.write(
+            "\ndora: stopping; everything in flight is kept. Waiting for the trainer's checkpoint, for at most "
+            f"{run.stop_timeout_s:g} s; press Ctrl-C again to end at once\n"
+        )
+        run.interrupt()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop)

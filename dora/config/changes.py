@@ -1,0 +1,69 @@
+"""The differences between two configurations of one run, key by key, and which of them alter the experiment."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from dora.config.schema import Config
+
+#: Keys and sections that decide where a run happens, how fast it is and who watches it, but not what is learned.
+OPERATIONAL: Final = (
+    "run.name",
+    "run.folder",
+    "run.group",
+    "run.steps",
+    "run.no_progress_s",
+    "rollout.watchdog_s",
+    "rollout.max_attempts",
+    "engine",
+    "weights",
+    "status",
+    "log",
+    "task.graders",
+    "task.grader_memory_mb",
+    "trainer.command",
+    "trainer.external",
+    "trainer.address",
+    "trainer.threads",
+    "trainer.start_timeout_s",
+    "trainer.stop_timeout_s",
+    "trainer.checkpoint_every",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One key whose value differs."""
+
+    key: str  # dotted
+    before: str  # as JSON
+    after: str
+
+    @property
+    def alters_experiment(self) -> bool:
+        """Whether the change may affect what is learned."""
+        return not any(self.key == name or self.key.startswith(f"{name}.") for name in OPERATIONAL)
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.before} -> {self.after}"
+
+
+def changes(before: Config, after: Config) -> list[Change]:
+    """Every key whose value differs, in the order of the schema; secrets are left out."""
+    old, new = dict(_flat(before.model_dump(mode="json"))), dict(_flat(after.model_dump(mode="json")))
+    keys = dict.fromkeys([*old, *new])
+    return [Change(k, old.get(k, "unset"), new.get(k, "unset")) for k in keys if old.get(k) != new.get(k)]
+
+
+def _flat(node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for name, value in node.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{key}.")
+        elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
+            yield from _flat({str(i): item for i, item in enumerate(value)}, f"{key}.")
+        else:
+            yield key, json.dumps(value)

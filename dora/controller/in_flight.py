@@ -1,0 +1,48 @@
+"""The requests that are under way, one task each.
+
+Invariant: after `fence`, no request on that instance adds a token or tells the core anything.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from functools import partial
+
+from dora.controller.trajectories import Trajectories
+from dora.core.ids import InstanceId, TrajectoryId
+from dora.core.tables import Instance
+
+
+class InFlight:
+    """The tasks of all requests, by trajectory."""
+
+    def __init__(self, trajectories: Trajectories, *, rows: Mapping[InstanceId, Instance]) -> None:
+        """`rows` is the core's instance table: it says what runs where."""
+        self._trajectories = trajectories
+        self._rows = rows
+        self._tasks: dict[TrajectoryId, asyncio.Task[None]] = {}
+
+    def begin(self, trajectory: TrajectoryId, task: asyncio.Task[None]) -> None:
+        """A request has begun."""
+        self._tasks[trajectory] = task
+        task.add_done_callback(partial(self._end, trajectory))
+
+    def _end(self, trajectory: TrajectoryId, task: asyncio.Task[None]) -> None:
+        if self._tasks.get(trajectory) is task:
+            del self._tasks[trajectory]
+
+    def fence(self, instance: InstanceId) -> dict[TrajectoryId, int]:
+        """Void everything that runs on an instance; returns the token counts its trajectories go on from."""
+        residents = self._rows[instance].residents if instance in self._rows else {}
+        counts = self._trajectories.fence(residents)
+        for trajectory in counts:
+            task = self._tasks.pop(trajectory, None)
+            if task is not None:
+                task.cancel()
+        return counts
+
+    def cancel(self) -> None:
+        """End all of them; their records stay as they are."""
+        for task in list(self._tasks.values()):
+            task.cancel()

@@ -1,0 +1,141 @@
+"""Commands carried out: which of them is a task, and what happens at once.
+
+Invariant: what cannot be taken back begins when the disk has the event that caused it. After `close` no work begins.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+from dora.controller.copies import Copies
+from dora.controller.effects import Effects, Stop, Train
+from dora.controller.evaluations import Evaluations
+from dora.controller.fleet import Fleet
+from dora.controller.in_flight import InFlight
+from dora.controller.inbox import Inbox
+from dora.controller.trajectories import Trajectories
+from dora.controller.work import Work
+from dora.core import commands as cmd
+from dora.journal.commits import Commits
+
+
+class EvaluationObserver(Protocol):
+    """Whoever keeps the scores."""
+
+    def on_evaluation(self, version: int, *, position: int) -> None: ...
+
+
+@dataclass
+class Orders:
+    """What the core orders, carried out."""
+
+    effects: Effects
+    stop: Stop
+    train: Train
+    copies: Copies
+    fleet: Fleet
+    trajectories: Trajectories
+    evaluations: Evaluations
+    observer: EvaluationObserver
+    inbox: Inbox
+    in_flight: InFlight
+    commits: Commits
+    work: Work
+    _takes_work: bool = True
+    _trains: bool = True
+
+    def carry_out(self, order: cmd.Command, *, position: int) -> None:
+        """Begin what it asks for; `position` is behind the event that led to it."""
+        _CARRY_OUT[type(order)](self, order, position)
+
+    def close(self, *, trains: bool) -> None:
+        """No work begins from now on, and unless `trains`, no wave leaves."""
+        self._takes_work = False
+        self._trains = self._trains and trains
+
+    # -- work: one task that ends in one event ------------------------------------------------------------------------
+
+    def _begin(self, order: cmd.Command, *, after: int = 0) -> asyncio.Task[None] | None:
+        if not self._takes_work:
+            return None
+        return self.work.background(self._effect(order, after=after), name=type(order).__name__)
+
+    async def _effect(self, order: cmd.Command, *, after: int) -> None:
+        await self.commits.durable(after)
+        await self.inbox.emit(await self.effects[type(order)](order))
+
+    def _start(self, order: cmd.Command, position: int) -> None:
+        self._begin(order)
+
+    def _push(self, order: cmd.PushWeights, position: int) -> None:
+        self._begin(order, after=position)
+
+    def _generate(self, order: cmd.Generate, position: int) -> None:
+        if order.trajectory < 0:
+            eval_set, place = self.evaluations.locate(order.trajectory)
+            self.trajectories.open(order.trajectory, eval_set.prompts[place])
+        task = self._begin(order)
+        if task is not None:
+            self.in_flight.begin(order.trajectory, task)
+
+    # -- what happens at once -----------------------------------------------------------------------------------------
+
+    def _train(self, order: cmd.TrainMicroBatch, position: int) -> None:
+        if self._trains:
+            self.train(order, position=position)
+
+    def _stop(self, order: cmd.StopRequest, position: int) -> None:
+        self.work.background(self.stop(order), name="stop-request")
+
+    def _condemn(self, order: cmd.CondemnInstance, position: int) -> None:
+        self.fleet.condemn(order.instance, incarnation=order.incarnation, reason=order.reason)
+
+    def _forget(self, order: cmd.ForgetGroups, position: int) -> None:
+        self.trajectories.forget(order.groups)
+
+    def _drop(self, order: cmd.DropGroup, position: int) -> None:
+        if order.outcome == "filtered":  # others may still have siblings that run
+            self.trajectories.forget([order.group])
+
+    def _admit(self, order: cmd.AdmitGroup, position: int) -> None:
+        self.trajectories.admit(order.group)
+
+    def _release(self, order: cmd.ReleaseVersion, position: int) -> None:
+        self.copies.release(order, position=position)
+
+    def _drop_checkpoint(self, order: cmd.DropCheckpoint, position: int) -> None:
+        self.copies.drop_checkpoint(order, position=position)
+
+    def _report(self, order: cmd.ReportEvaluation, position: int) -> None:
+        self.observer.on_evaluation(order.version, position=position)
+        for trajectory in self.evaluations.ids(order.version):
+            self.trajectories.records.pop(trajectory, None)
+
+    def _note(self, order: cmd.Command, position: int) -> None:
+        """A decision: it is in the journal. How the run ends is the controller's own affair."""
+
+
+_CARRY_OUT: Final[dict[type[cmd.Command], Callable[[Orders, Any, int], None]]] = {
+    cmd.FetchPrompts: Orders._start,
+    cmd.Generate: Orders._generate,
+    cmd.GradeTrajectory: Orders._start,
+    cmd.PushWeights: Orders._push,
+    cmd.TrainMicroBatch: Orders._train,
+    cmd.CondemnInstance: Orders._condemn,
+    cmd.DismissInstance: Orders._start,
+    cmd.RefuseRequest: Orders._note,
+    cmd.StopRequest: Orders._stop,
+    cmd.ForgetGroups: Orders._forget,
+    cmd.ReleaseVersion: Orders._release,
+    cmd.DropCheckpoint: Orders._drop_checkpoint,
+    cmd.ReportEvaluation: Orders._report,
+    cmd.FinishRun: Orders._note,
+    cmd.FailRun: Orders._note,
+    cmd.AdmitGroup: Orders._admit,
+    cmd.CommitGroup: Orders._note,
+    cmd.DropGroup: Orders._drop,
+    cmd.CloseStep: Orders._note,
+}

@@ -1,0 +1,120 @@
+"""What the core is told once a second: the time, how far the answers are, and which servers run out of KV.
+
+Tick loop. Consumes: nothing. Produces: ProgressReported, KvPressureReported, Ticked. Waits for: a second to pass.
+Ended by cancellation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Final, Protocol
+
+import structlog
+
+from dora.controller.fleet import Fleet
+from dora.controller.inbox import Inbox
+from dora.controller.trajectories import Trajectories
+from dora.controller.work import Loop
+from dora.core import events as ev
+from dora.core.ids import InstanceId, TrajectoryId
+from dora.core.tables import Instance
+from dora.engine.api import InferenceEngine
+from dora.errors import RemoteError
+from dora.journal.commits import Commits
+
+log = structlog.get_logger(__name__)
+
+TICK_S: Final = 1.0
+#: KV use from which a server will soon have to retract a request, and below which it takes work again.
+KV_PRESSED: Final = 0.95
+KV_RELIEVED: Final = 0.8
+_LAG_PROBE_S: Final = 0.1
+
+
+class LagObserver(Protocol):
+    """Whoever wants to know how late the event loop is."""
+
+    def on_lag(self, seconds: float) -> None: ...
+
+
+class Reporters:
+    """The loops that look at a run and tell what they see."""
+
+    def __init__(
+        self,
+        rows: Mapping[InstanceId, Instance],
+        *,
+        trajectories: Trajectories,
+        fleet: Fleet,
+        engine: InferenceEngine,
+        inbox: Inbox,
+        commits: Commits,
+        observer: LagObserver,
+        now: Callable[[], float],
+        tick_s: float = TICK_S,
+    ) -> None:
+        """`rows` is the core's instance table; `tick_s` is by the wall clock."""
+        self._rows = rows
+        self._trajectories = trajectories
+        self._fleet = fleet
+        self._engine = engine
+        self._inbox = inbox
+        self._commits = commits
+        self._observer = observer
+        self._now = now
+        self._tick_s = tick_s
+        self._reported: dict[InstanceId, dict[TrajectoryId, int]] = {}
+        self._looked_at: set[InstanceId] = set()  # being asked for their KV
+
+    def loops(self) -> list[tuple[str, Loop]]:
+        """To be run beside the controller."""
+        return [("ticks", self._tick()), ("event-loop-lag", self._measure_lag())]
+
+    async def _tick(self) -> None:
+        async with asyncio.TaskGroup() as looks:
+            while True:
+                await asyncio.sleep(self._tick_s)
+                for instance in list(self._rows.values()):
+                    if instance.residents:
+                        await self._report_progress(instance.id)
+                    if instance.pressed or instance.kv_load >= KV_RELIEVED * instance.kv_tokens:
+                        self._look_at_kv(instance, looks)
+                self._commits.soon()
+                await self._inbox.emit(ev.Ticked(self._now()))
+
+    async def _report_progress(self, instance: InstanceId) -> None:
+        records = self._trajectories.records
+        counts = {t: len(records[t].tokens) for t in self._rows[instance].residents if t in records}
+        if counts != self._reported.get(instance):
+            self._reported[instance] = counts
+            await self._inbox.emit(ev.ProgressReported(self._now(), instance, counts))
+
+    def _look_at_kv(self, instance: Instance, looks: asyncio.TaskGroup) -> None:
+        """Beside the ticks: a server that does not answer must not hold them up."""
+        if instance.id not in self._looked_at:
+            self._looked_at.add(instance.id)
+            look = looks.create_task(self._report_kv(instance), name=f"kv-{instance.id}")
+            look.add_done_callback(lambda _: self._looked_at.discard(instance.id))
+
+    async def _report_kv(self, instance: Instance) -> None:
+        """What the server says of its KV, where our own count cannot rule pressure out."""
+        url = self._fleet.urls.get(instance.id)
+        if url is None:
+            return
+        try:
+            kv = await self._engine.kv_use(url)
+        except RemoteError as err:
+            log.warning("loads_failed", instance=instance.id, reason=str(err))
+            return
+        limit = KV_RELIEVED if instance.pressed else KV_PRESSED
+        pressed = kv.used_tokens >= limit * kv.kv_tokens
+        if pressed != instance.pressed:
+            await self._inbox.emit(ev.KvPressureReported(self._now(), instance.id, pressed))
+
+    async def _measure_lag(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            before = loop.time()
+            await asyncio.sleep(_LAG_PROBE_S)
+            self._observer.on_lag(max(0.0, loop.time() - before - _LAG_PROBE_S))

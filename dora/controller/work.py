@@ -1,0 +1,34 @@
+"""Everything that a run does at the same time, in one task group: an error in any of it ends the run."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+#: What runs until it ends by itself or the run does.
+Loop = Coroutine[Any, Any, None]
+
+
+class Work:
+    """The tasks of one run, to be started within `async with group`."""
+
+    def __init__(self) -> None:
+        self.group = asyncio.TaskGroup()
+        self._background: set[asyncio.Task[None]] = set()
+
+    def background(self, work: Loop, *, name: str) -> asyncio.Task[None]:
+        """Work that the shutdown cancels."""
+        task = self.group.create_task(work, name=name)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+        return task
+
+    def finishing(self, work: Loop, *, name: str) -> asyncio.Task[None]:
+        """Work that the shutdown waits for."""
+        return self.group.create_task(work, name=name)
+
+    def cancel(self) -> None:
+        """Cancel what runs in the background."""
+        for task in list(self._background):
+            task.cancel()

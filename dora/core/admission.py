@@ -1,0 +1,154 @@
+"""May a group enter, and if not, why not?
+
+Invariant: `why_not` and `why_not_admitted` are the only places where an admission is refused: F, the window W, the
+strategy and the prompt source in the one, room in the other. A group that enters gets its version and its deadline
+here, once.
+"""
+
+from __future__ import annotations
+
+import enum
+
+from dora.core.commands import AdmitGroup
+from dora.core.occupancy import begin, footprint_of
+from dora.core.state import State
+from dora.core.tables import Group, Instance
+from dora.core.versions import Version
+
+
+class Refusal(enum.Enum):
+    """Why no group is admitted now, in the order in which it is asked."""
+
+    ENDED = "the run has ended"
+    NO_VERSION = "no version is published yet"
+    NO_PROMPT = "no prompt is at hand"
+    WINDOW = "the admission window W is full of groups that are not yet trained"
+    BASELINE = "version 0 is evaluated first"
+    BLOCK = "the block of this batch is admitted, and not yet consumed"
+    RULE_F = "one more group might miss its deadline (rule F)"
+    NO_INSTANCE = "no instance takes work of the newest version"
+    NO_ROOM = "every instance of the newest version is full"
+    SHARE = "the instance with room has its share; others get the newest version in a moment"
+    PUSHES = "a batch starts when no push is in flight"
+
+
+def why_not(state: State, version: int) -> Refusal | None:
+    """The first reason, room apart, why no group of `version` may enter; None if one may."""
+    if state.finished:
+        return Refusal.ENDED
+    if not state.prompts:
+        return Refusal.NO_PROMPT
+    if state.ledger.num_untrained + 1 > state.window_size:
+        return Refusal.WINDOW
+    if is_baseline(state) and state.evaluation.waiting:
+        return Refusal.BASELINE
+    if state.settings.rules.batched and not state.block_left and state.formation.num_unconsumed:
+        return Refusal.BLOCK
+    return None if state.formation.may_admit(version) else Refusal.RULE_F
+
+
+def why_not_admitted(state: State) -> Refusal | None:
+    """The first reason why no group is admitted now, for people; None if one may enter. Looks at every instance."""
+    version = state.admission_version()
+    if version is None:
+        return Refusal.ENDED if state.finished else Refusal.NO_VERSION
+    entry = state.entry(version)
+    takers = [instance for instance in entry.serving.values() if instance.takes_work]
+    roomiest = min(takers, key=lambda i: (i.load(), i.id), default=None)
+    return why_not(state, version) or _why_no_room(state, entry, roomiest)
+
+
+def _why_no_room(state: State, entry: Version, instance: Instance | None) -> Refusal | None:
+    """The first reason why the instance with most room takes no new group of this version; there is a prompt."""
+    if instance is None:
+        return Refusal.NO_INSTANCE
+    if not instance.has_room(footprint_of(state, state.prompts[0], 0)):
+        return Refusal.NO_ROOM
+    if _has_its_share(state, instance, entry):
+        return Refusal.SHARE
+    if state.settings.rules.batched and not state.formation.num_unconsumed and state.pushes:
+        return Refusal.PUSHES
+    return None
+
+
+def num_admissible(state: State, version: int) -> int:
+    """How many groups F and W admit now."""
+    return min(state.formation.slack(version), int(state.window_size) - state.ledger.num_untrained)
+
+
+def is_baseline(state: State) -> bool:
+    """Version 0 is evaluated before anything is admitted."""
+    return state.evaluation.version == 0 and state.ledger.admitted == 0
+
+
+def may_refill(state: State, entry: Version) -> bool:
+    """An old version gets new groups only if asked for, never the oldest, never while no instance has the newest."""
+    newest = state.window.newest
+    oldest = state.window.live()[0]
+    return newest is not None and bool(state.entry(newest).serving) and oldest < entry.number < newest
+
+
+def _has_its_share(state: State, instance: Instance, entry: Version) -> bool:
+    """Others get the version in a moment: what is admitted until then is spread over all of them."""
+    if not entry.loading or state.settings.rules.batched or not state.settings.orchestration.tail_care:
+        return False
+    if instance.is_empty:
+        return False
+    servers = len(entry.serving) + entry.loading + len(state.vacant)  # none of these is an empty one of this version
+    wanted = entry.unfinished + num_admissible(state, entry.number) * state.settings.group_size
+    return instance.num_requests * servers >= wanted
+
+
+def admit(state: State, entry: Version) -> None:
+    """Let groups of this version enter as long as nothing refuses them and a slot is left."""
+    version = entry.number
+    while why_not(state, version) is None:
+        instance = entry.roomiest()
+        if instance is None or _why_no_room(state, entry, instance) is not None:
+            return
+        if state.settings.rules.batched and not state.formation.num_unconsumed:
+            state.block_version, state.block_left = version, state.settings.groups_per_step
+        _admit_one(state, entry, instance)
+        if entry.num_waiting:
+            return  # every slot is taken
+
+
+def _admit_one(state: State, entry: Version, instance: Instance) -> None:
+    """Tag a prompt with the version and dispatch as many of its siblings as there is room for."""
+    group = _enter(state, entry)
+    footprint = footprint_of(state, group.num_prompt_tokens, 0)
+    waiting = group.trajectories[::-1]
+    home: Instance | None = instance
+    while waiting and home is not None:
+        if home.has_room(footprint):
+            begin(state, waiting.pop(), home, footprint=footprint)
+        else:
+            roomiest = entry.roomiest()
+            home = roomiest if roomiest is not None and roomiest.has_room(footprint) else None
+    if waiting:
+        entry.enqueue(group, waiting)
+
+
+def _enter(state: State, entry: Version) -> Group:
+    """A group is in the ledger, in F and in its version's counts."""
+    size, deadline = state.settings.group_size, state.formation.deadline(entry.number)
+    group = Group(
+        state.next_group,
+        version=entry.number,
+        deadline=deadline,
+        num_prompt_tokens=state.prompts.popleft(),
+        group_size=size,
+        admitted_at=state.now,
+    )
+    if not state.formation.num_unconsumed:
+        state.progress_at = state.now  # until now there was nothing to make progress with
+    state.ledger.admit(group)
+    state.formation.admit(deadline)
+    if state.settings.rules.batched:
+        state.block_left -= 1
+    entry.groups += 1
+    entry.unfinished += size
+    state.out.append(AdmitGroup(group.id, entry.number, deadline))
+    for trajectory in group.trajectories:
+        state.trajectories[trajectory.id] = trajectory
+    return group

@@ -1,0 +1,57 @@
+"""`handle(state, event) -> commands`: the only way in which the state changes.
+
+One handler per fact updates the tables; then `decide.settle` brings them to rest. The controller, the simulator, replay
+and the audit all drive this function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+from dora.core import events as ev
+from dora.core import on_instances, on_requests, on_run, on_training
+from dora.core.commands import Command
+from dora.core.decide import settle
+from dora.core.state import State
+
+
+def handle(state: State, event: ev.Event) -> list[Command]:
+    """Take in one fact; return what is to be done now, in order."""
+    if isinstance(event, ev.ControllerRestarted) and (state.stalled or event.steps > state.settings.steps):
+        state.finished = state.stalled = False
+    if state.finished and not isinstance(event, ev.CheckpointSaved):  # the last one may come after the end
+        return []
+    out = state.out = []
+    state.now = event.at
+    state.agenda.at_rest = False
+    HANDLERS[type(event)](state, event)
+    if not state.agenda.at_rest:
+        settle(state)
+    return out
+
+
+HANDLERS: Final[dict[type[ev.Event], Callable[[State, Any], None]]] = {
+    ev.InstanceUp: on_instances.on_instance_up,
+    ev.InstanceLost: on_instances.on_instance_lost,
+    ev.InstanceRemoved: on_instances.on_instance_removed,
+    ev.InstanceDrainRequested: on_instances.on_instance_drain_requested,
+    ev.InstanceRecalled: on_instances.on_instance_recalled,
+    ev.ProgressReported: on_instances.on_progress_reported,
+    ev.PrefillReported: on_instances.on_prefill_reported,
+    ev.KvPressureReported: on_instances.on_kv_pressure_reported,
+    ev.WeightPushFinished: on_instances.on_weight_push_finished,
+    ev.WeightPushFailed: on_instances.on_weight_push_failed,
+    ev.PromptsArrived: on_requests.on_prompts_arrived,
+    ev.GenerationFinished: on_requests.on_generation_finished,
+    ev.GenerationStopped: on_requests.on_generation_stopped,
+    ev.GenerationFailed: on_requests.on_generation_failed,
+    ev.TrajectoryGraded: on_requests.on_trajectory_graded,
+    ev.TrainerReady: on_training.on_trainer_ready,
+    ev.MicroBatchTrained: on_training.on_micro_batch_trained,
+    ev.StepTrained: on_training.on_step_trained,
+    ev.VersionPublished: on_training.on_version_published,
+    ev.CheckpointSaved: on_training.on_checkpoint_saved,
+    ev.Ticked: on_run.on_ticked,
+    ev.ControllerRestarted: on_run.on_controller_restarted,
+}

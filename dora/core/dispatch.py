@@ -1,0 +1,73 @@
+"""Who gets a free slot: samples of an evaluation, waiting trajectories, then new groups."""
+
+from __future__ import annotations
+
+from dora.core.admission import admit, is_baseline, may_refill, why_not
+from dora.core.occupancy import begin, footprint_of
+from dora.core.state import State
+from dora.core.tables import Group, Instance
+from dora.core.versions import Version
+
+
+def fill(state: State, version: int) -> None:
+    """Use the free slots of a version."""
+    entry = state.window.entries.get(version)
+    if entry is None:
+        return
+    if state.evaluation.version == version and state.evaluation.waiting:
+        _fill_evaluation(state, entry)
+    while entry.num_waiting:
+        group = entry.first_waiting()
+        trajectory = group.waiting[-1]
+        footprint = footprint_of(state, trajectory.num_prompt_tokens, trajectory.num_tokens)
+        instance = _room_for(state, group, entry, footprint=footprint)
+        if instance is None:
+            return
+        entry.dequeue(group)
+        begin(state, trajectory, instance, footprint=footprint)
+    if version == state.admission_version() or (state.settings.orchestration.refill and may_refill(state, entry)):
+        admit(state, entry)
+
+
+def _room_for(state: State, group: Group, entry: Version, *, footprint: int) -> Instance | None:
+    """The instance of its latest sibling, which holds the prompt already, else the least loaded one."""
+    home = group.home
+    if home is not None and home.version == entry.number and home.takes_work and home.has_room(footprint):
+        return home
+    instance = entry.roomiest()
+    return instance if instance is not None and instance.has_room(footprint) else None
+
+
+def start_evaluation(state: State) -> None:
+    """Evaluate the newest version, unless another is under evaluation."""
+    version = state.window.newest
+    if state.evaluation.version is not None or version is None:
+        return
+    state.evaluation.start(version)
+    state.trajectories.update(state.evaluation.trajectories)
+    state.entry(version).evaluating = True
+    state.agenda.fill(version)
+    state.agenda.place()
+
+
+def _fill_evaluation(state: State, entry: Version) -> None:
+    """Give samples their share of the slots; all slots while training work could not use them."""
+    evaluation = state.evaluation
+    limit = max(1, int(state.settings.max_eval_share * state.num_slots))
+    if is_baseline(state) or not _training_wants_slots(state):
+        limit = state.num_slots
+    while evaluation.waiting and evaluation.num_resident < limit:
+        trajectory = evaluation.waiting[-1]
+        footprint = footprint_of(state, trajectory.num_prompt_tokens, trajectory.num_tokens)
+        instance = entry.roomiest()
+        if instance is None or not instance.has_room(footprint):
+            return
+        evaluation.waiting.pop()
+        begin(state, trajectory, instance, footprint=footprint)
+
+
+def _training_wants_slots(state: State) -> bool:
+    version = state.admission_version()
+    return any(e.num_waiting for e in state.window.entries.values()) or (
+        version is not None and why_not(state, version) is None
+    )

@@ -1,0 +1,124 @@
+"""How a group or a trajectory leaves: filtered, failed, discarded, abandoned, graded.
+
+Invariant: a group that is given up leaves the ledger at once and once; its siblings leave when their requests have
+ended.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from dora.core.commands import DropGroup, ForgetGroups, GradeTrajectory
+from dora.core.occupancy import stop, wait
+from dora.core.phases import GIVEN_UP, UNCONSUMED, GroupPhase, TrajectoryPhase
+from dora.core.state import State, admissions_changed, fail
+from dora.core.tables import Group, Trajectory
+
+_RESIDENT: Final = TrajectoryPhase.RESIDENT
+_WAITING: Final = TrajectoryPhase.WAITING
+_GRADING: Final = TrajectoryPhase.GRADING
+
+
+def _remove(state: State, group: Group, *, outcome: str, reason: str) -> str:
+    """A group leaves U without being trained; returns outcome and reason as they are counted."""
+    state.out.append(DropGroup(group.id, outcome, reason, group.rewards))
+    state.ledger.move(group, GroupPhase(outcome))
+    key = f"{outcome}: {reason}"
+    state.ledger.reasons[key] = state.ledger.reasons.get(key, 0) + 1
+    state.formation.drop(group.deadline)
+    state.entry(group.current).groups -= 1
+    state.agenda.release()
+    return key
+
+
+def drop(state: State, group: Group, *, outcome: str, reason: str) -> None:
+    """A group leaves U without being trained; its place is refilled by admission."""
+    key = _remove(state, group, outcome=outcome, reason=reason)
+    if state.settings.rules.batched:
+        state.block_left += 1
+    state.top_ups += 1
+    for reward in group.rewards:
+        state.top_up_rewards[reward] = state.top_up_rewards.get(reward, 0) + 1
+    if state.top_ups > state.settings.max_top_up * state.settings.groups_per_step:
+        common = sorted(state.top_up_rewards.items(), key=lambda item: -item[1])[:5]
+        rewards = ", ".join(f"{'none' if reward is None else f'{reward:g}'} x {n}" for reward, n in common)
+        fail(
+            state,
+            f"step {state.formation.step} had to top up {state.top_ups} groups (rollout.max_top_up is "
+            f"{state.settings.max_top_up:g} x {state.settings.groups_per_step}); the last one left as {key}; "
+            f"their siblings' rewards: {rewards}; bring prompts that are neither always nor never solved",
+        )
+    if not group.ungraded:
+        group.let_go()
+    state.agenda.form()
+    admissions_changed(state)
+
+
+def discard_surplus(state: State) -> None:
+    """The step is full: throw away what was over-sampled and is not in it (breaks C2 by design; counted)."""
+    for group in [g for g in state.ledger.groups.values() if g.phase in UNCONSUMED]:
+        if group.phase is GroupPhase.COMPLETE:
+            state.complete[group.deadline].remove(group)
+            if not state.complete[group.deadline]:
+                del state.complete[group.deadline]
+        state.counters.scheduling_aborts += group.unfinished
+        _remove(state, group, outcome="discarded", reason="over-sampled")
+        abandon_siblings(state, group)
+        forget_discarded(state, group)
+
+
+def abandon_siblings(state: State, group: Group) -> None:
+    """Those that wait end here, those that run are stopped."""
+    state.entry(group.current).forget_waiting(group)
+    for sibling in group.trajectories:
+        if sibling.phase is _WAITING:
+            leave_unfinished(state, sibling)
+            abandon(state, sibling)
+        elif sibling.phase is _RESIDENT and sibling.instance is not None:
+            stop(state, sibling)
+
+
+def abandon(state: State, trajectory: Trajectory) -> None:
+    """Its group is given up, and no request of it is under way."""
+    trajectory.move(TrajectoryPhase.ABANDONED)
+    del state.trajectories[trajectory.id]
+
+
+def leave_unfinished(state: State, trajectory: Trajectory) -> None:
+    """It has no tokens to come: its version may need no instance any more."""
+    assert trajectory.group is not None
+    trajectory.group.unfinished -= 1
+    entry = state.window.entries[trajectory.version]
+    entry.unfinished -= 1
+    if not entry.unfinished:
+        state.agenda.place()
+        state.agenda.release()
+
+
+def is_abandoned(trajectory: Trajectory) -> bool:
+    """Its group is given up."""
+    return trajectory.group is not None and trajectory.group.phase in GIVEN_UP
+
+
+def forget_discarded(state: State, group: Group) -> None:
+    """Once its last sibling is gone, its tokens are needed no longer."""
+    if group.phase is GroupPhase.DISCARDED and not any(t.id in state.trajectories for t in group.trajectories):
+        state.out.append(ForgetGroups((group.id,)))
+
+
+def go_on(state: State, trajectory: Trajectory) -> None:
+    """An ended request's trajectory waits for its next instance, unless its group is given up."""
+    if is_abandoned(trajectory):
+        assert trajectory.group is not None
+        leave_unfinished(state, trajectory)
+        abandon(state, trajectory)
+        forget_discarded(state, trajectory.group)
+    else:
+        wait(state, trajectory)
+
+
+def grade(state: State, trajectory: Trajectory) -> None:
+    """Have it graded, again if a controller before this one had asked for it."""
+    trajectory.move(_GRADING)
+    trajectory.attempt += 1
+    state.out.append(GradeTrajectory(trajectory.id, trajectory.attempt))

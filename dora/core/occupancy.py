@@ -1,0 +1,183 @@
+"""What runs where: slots, KV, and who serves which version.
+
+Invariant: a trajectory becomes resident, or ceases to be, only through `begin` and `end`, so that the counters of
+instance, version and evaluation cannot disagree. No choice is made here.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from dora.core.commands import CondemnInstance, Generate, StopRequest
+from dora.core.phases import TrajectoryPhase, WeightsPhase
+from dora.core.state import State, fail
+from dora.core.tables import Instance, Trajectory
+
+#: An answer that outgrew the mean is expected to end at its tokens times this.
+GROWTH: Final = 1.25
+
+_RESIDENT: Final = TrajectoryPhase.RESIDENT  # globals: see tables.py
+_STOPPING: Final = TrajectoryPhase.STOPPING
+_WAITING: Final = TrajectoryPhase.WAITING
+_LOST: Final = WeightsPhase.LOST
+
+
+def footprint_of(state: State, num_prompt_tokens: int, num_tokens: int) -> int:
+    """Tokens of KV to account for: prompt, what is produced, and a share of what is expected to come."""
+    if not num_tokens:
+        return num_prompt_tokens + int(state.kv_reserve * state.mean_length)
+    expected = min(max(state.mean_length, int(num_tokens * GROWTH)), state.settings.max_new_tokens)
+    return num_prompt_tokens + num_tokens + int(state.kv_reserve * (expected - num_tokens))
+
+
+def begin(state: State, trajectory: Trajectory, instance: Instance, *, footprint: int) -> None:
+    """A trajectory becomes resident on an instance of its version."""
+    trajectory.attempt += 1
+    trajectory.move(_RESIDENT)
+    trajectory.instance = instance
+    trajectory.seen_at = state.now
+    trajectory.footprint = footprint
+    instance.add(trajectory)
+    entry = state.window.entries[trajectory.version]
+    entry.kv_load += footprint
+    if trajectory.group is None:
+        state.evaluation.num_resident += 1
+        if len(instance.residents) == 1:
+            instance.progress_at = state.now
+    else:
+        trajectory.group.home = instance
+        if instance.num_training == 1:
+            state.vacant.pop(instance.id, None)
+            instance.progress_at = state.now
+    state.out.append(
+        Generate(trajectory.id, trajectory.attempt, instance.id, trajectory.version, trajectory.num_tokens)
+    )
+
+
+def end(state: State, trajectory: Trajectory) -> Instance:
+    """A trajectory is no longer resident; returns where it was."""
+    instance = trajectory.instance
+    assert instance is not None
+    instance.remove(trajectory)
+    trajectory.instance = None
+    state.window.entries[trajectory.version].kv_load -= trajectory.footprint
+    if trajectory.group is None:
+        state.evaluation.num_resident -= 1
+    freed(state, instance)
+    return instance
+
+
+def freed(state: State, instance: Instance) -> None:
+    """An instance has more room than before."""
+    version = instance.version
+    if version is not None:
+        entry = state.window.entries.get(version)
+        if entry is not None:
+            entry.offer(instance)
+            state.agenda.fill(version)
+        if version != state.window.newest:
+            state.agenda.repack()
+    busy = instance.num_training or instance.reserved or instance.condemned or instance.pushing is not None
+    if not busy and instance.is_member and instance.weights is not _LOST:
+        state.vacant[instance.id] = instance
+        state.agenda.place()
+
+
+def reserve(state: State, trajectory: Trajectory, target: Instance) -> None:
+    """Begin a move: keep a slot and KV on the target first, then stop the source."""
+    trajectory.target = target
+    target.reserve(trajectory)
+    state.vacant.pop(target.id, None)
+    stop(state, trajectory)
+
+
+def unreserve(state: State, trajectory: Trajectory) -> Instance | None:
+    """The move of a trajectory is over or off; returns its target."""
+    target = trajectory.target
+    if target is not None:
+        target.unreserve(trajectory)
+        trajectory.target = None
+        freed(state, target)
+    return target
+
+
+def wait(state: State, trajectory: Trajectory) -> None:
+    """A trajectory waits for a slot on an instance of its version."""
+    trajectory.move(_WAITING)
+    if trajectory.group is None:
+        state.evaluation.waiting.append(trajectory)
+    else:
+        state.window.entries[trajectory.version].enqueue(trajectory.group, [trajectory])
+    state.agenda.fill(trajectory.version)
+    state.agenda.place()
+
+
+def stop(state: State, trajectory: Trajectory) -> None:
+    """Ask for the end of its request; it goes on from its tokens."""
+    assert trajectory.instance is not None
+    trajectory.move(_STOPPING)
+    state.out.append(StopRequest(trajectory.id, trajectory.attempt, trajectory.instance.id))
+
+
+def outgrow(state: State, trajectory: Trajectory, instance: Instance) -> None:
+    """The answer has grown: account for more KV, where it is and where it will go."""
+    grown = footprint_of(state, trajectory.num_prompt_tokens, trajectory.num_tokens) - trajectory.footprint
+    if grown <= 0:
+        return
+    trajectory.footprint += grown
+    instance.kv_load += grown
+    state.entry(trajectory.version).kv_load += grown
+    if trajectory.target is not None:
+        trajectory.target.kv_load += grown
+
+
+def peer_for(state: State, trajectory: Trajectory) -> Instance | None:
+    """The least loaded other instance of its version, if it has room for it."""
+    for peer in state.entry(trajectory.version).roomiest_few(2):
+        if peer is not trajectory.instance:
+            return peer if peer.has_room(trajectory.footprint) else None
+    return None
+
+
+def take_count(state: State, trajectory: Trajectory, num_tokens: int) -> None:
+    """Note how many tokens an answer has; fewer than before means that some were thrown away (C2)."""
+    instance = trajectory.instance
+    reported = instance.reported.get(trajectory.id, 0) if instance is not None else 0
+    if num_tokens < reported or num_tokens < trajectory.num_tokens:
+        known = max(reported, trajectory.num_tokens)
+        state.counters.scheduling_aborts += 1
+        fail(state, f"C2: trajectory {trajectory.id} had {known} tokens and goes on from {num_tokens}")
+    trajectory.num_tokens = num_tokens
+
+
+def count_in_fleet(state: State, instance: Instance, *, sign: int = 1) -> None:
+    """An instance takes part in the fleet from now on, or (-1) no longer."""
+    state.num_up += sign
+    state.num_slots += sign * instance.slots
+    state.num_kv_tokens += sign * instance.kv_tokens
+
+
+def serve(state: State, instance: Instance) -> None:
+    """It is a server of the version that it holds, if anything needs that still."""
+    assert instance.version is not None
+    if instance.version in state.window.entries:
+        state.entry(instance.version).serving[instance.id] = instance
+
+
+def leave_serving(state: State, instance: Instance) -> None:
+    """The instance no longer holds its version."""
+    if instance.weights is WeightsPhase.DRAINING:
+        state.num_draining -= 1
+    if instance.version is not None:
+        entry = state.window.entries.get(instance.version)
+        if entry is not None:
+            entry.serving.pop(instance.id, None)
+    instance.version = None
+
+
+def condemn(state: State, instance: Instance, reason: str) -> None:
+    """Have the shell declare an instance lost; until then it gets no work."""
+    if not instance.condemned:
+        instance.condemned = True
+        state.vacant.pop(instance.id, None)
+        state.out.append(CondemnInstance(instance.id, instance.incarnation, reason))

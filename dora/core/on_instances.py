@@ -1,0 +1,177 @@
+"""What facts about inference servers change: they come up, are lost, report, take weights, are drained or recalled."""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+from dora.core import events as ev
+from dora.core.endings import go_on
+from dora.core.ids import TrajectoryId
+from dora.core.moves import drain, recall, refuse, relieve
+from dora.core.occupancy import condemn, count_in_fleet, end, freed, leave_serving, serve, take_count, unreserve
+from dora.core.phases import Membership, WeightsPhase
+from dora.core.pushes import push_ended, resumed
+from dora.core.state import State
+from dora.core.tables import Instance
+
+#: Back-off of failed pushes, seconds; after the last one fails the instance counts as lost.
+PUSH_BACKOFF_S: Final = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0)
+
+
+def on_instance_up(state: State, event: ev.InstanceUp) -> None:
+    if event.instance in state.removed:
+        state.counters.late_completions += 1
+        return
+    instance = state.instances.get(event.instance) or Instance(event.instance)
+    if instance.weights is not WeightsPhase.LOST or event.incarnation <= instance.incarnation:
+        state.counters.late_completions += 1
+        return
+    state.instances[instance.id] = instance
+    instance.move(WeightsPhase.BLANK)
+    instance.incarnation = event.incarnation
+    instance.slots = event.slots
+    instance.kv_tokens = event.kv_tokens
+    instance.failures = 0
+    instance.retry_at = 0.0
+    if instance.is_member:
+        count_in_fleet(state, instance)
+        state.vacant[instance.id] = instance
+        state.agenda.place()
+
+
+def on_instance_lost(state: State, event: ev.InstanceLost) -> None:
+    instance = state.instances.get(event.instance)
+    if instance is None or instance.incarnation != event.incarnation or instance.weights is WeightsPhase.LOST:
+        state.counters.late_completions += 1
+        return
+    drop_instance(state, instance, event.num_tokens)
+
+
+def on_instance_removed(state: State, event: ev.InstanceRemoved) -> None:
+    instance = state.instances.pop(event.instance, None)
+    if instance is None:
+        state.counters.late_completions += 1
+        return
+    if instance.weights is not WeightsPhase.LOST:
+        drop_instance(state, instance, {})
+    state.drained.pop(instance.id, None)
+    state.leaving.pop(instance.id, None)
+    state.removed.add(instance.id)
+
+
+def drop_instance(state: State, instance: Instance, num_tokens: dict[TrajectoryId, int]) -> None:
+    """Everything on it goes on elsewhere, from the tokens already streamed."""
+    for trajectory in list(instance.reserved.values()):
+        unreserve(state, trajectory)  # still on its source; it will wait when it comes
+    residents = list(instance.residents.values())
+    for trajectory in residents:
+        known = max(trajectory.num_tokens, instance.reported.get(trajectory.id, 0))
+        take_count(state, trajectory, num_tokens.get(trajectory.id, known))
+        unreserve(state, trajectory)
+        end(state, trajectory)
+    if instance.pushing is not None:
+        push_ended(state, instance)
+    leave_serving(state, instance)
+    instance.move(WeightsPhase.LOST)
+    if instance.is_member:
+        count_in_fleet(state, instance, sign=-1)
+    instance.reported = {}
+    instance.condemned = instance.pressed = False
+    state.vacant.pop(instance.id, None)
+    for trajectory in residents:
+        trajectory.attempt += 1  # what the lost request may still say is void
+        state.counters.recovered += 1
+        go_on(state, trajectory)
+    state.agenda.place()
+
+
+def on_progress_reported(state: State, event: ev.ProgressReported) -> None:
+    instance = state.instances.get(event.instance)
+    if instance is None:
+        return
+    state.agenda.rest()
+    instance.reported = event.num_tokens  # taken in by _look
+
+
+def on_prefill_reported(state: State, event: ev.PrefillReported) -> None:
+    instance = state.instances.get(event.instance)
+    if instance is not None:
+        instance.progress_at = state.now
+        for trajectory in instance.residents.values():
+            trajectory.seen_at = state.now  # whose prompt it is does not show
+    state.agenda.rest()
+
+
+def on_kv_pressure_reported(state: State, event: ev.KvPressureReported) -> None:
+    instance = state.instances.get(event.instance)
+    if instance is None or instance.weights is WeightsPhase.LOST or instance.pressed == event.pressed:
+        return
+    instance.pressed = event.pressed
+    if event.pressed:
+        relieve(state, instance)
+    else:
+        freed(state, instance)
+
+
+def on_instance_drain_requested(state: State, event: ev.InstanceDrainRequested) -> None:
+    instance = state.instances.get(event.instance)
+    if instance is None:
+        refuse(state, event.instance, "there is no such instance, or it has not come up yet")
+    elif instance.is_member and state.num_up - (instance.weights is not WeightsPhase.LOST) < 1:
+        refuse(state, event.instance, "no other instance is there to take its work; add one first")
+    else:
+        if instance.is_member:
+            drain(state, instance)
+        if event.leave and instance.membership is Membership.DRAINED:
+            instance.change(Membership.LEAVING)
+            state.leaving[instance.id] = instance
+
+
+def on_instance_recalled(state: State, event: ev.InstanceRecalled) -> None:
+    instance = state.instances.get(event.instance)
+    if instance is None:
+        refuse(state, event.instance, "there is no such instance, or it has not come up yet")
+    elif instance.is_member:
+        refuse(state, event.instance, "it takes part already")
+    elif instance.membership is Membership.DISMISSED:
+        refuse(state, event.instance, "it is leaving the run just now")
+    else:
+        recall(state, instance)
+
+
+def on_weight_push_finished(state: State, event: ev.WeightPushFinished) -> None:
+    instance = state.instances.get(event.instance)
+    if instance is None or instance.attempt != event.attempt or instance.pushing is None:
+        state.counters.late_completions += 1
+        return
+    if instance.pushing != event.version:
+        reason = f"it was given version {instance.pushing} and reads back {event.version}"
+        on_weight_push_failed(state, ev.WeightPushFailed(event.at, event.instance, event.attempt, reason))
+        return
+    push_ended(state, instance)
+    instance.move(WeightsPhase.SERVING)
+    instance.version = event.version
+    instance.failures = 0
+    instance.room_key = math.inf
+    if instance.is_member:  # else it was drained in the meantime
+        serve(state, instance)
+    resumed(state, instance)
+    freed(state, instance)
+    state.agenda.repack()
+
+
+def on_weight_push_failed(state: State, event: ev.WeightPushFailed) -> None:
+    instance = state.instances.get(event.instance)
+    if instance is None or instance.attempt != event.attempt or instance.pushing is None:
+        state.counters.late_completions += 1
+        return
+    push_ended(state, instance)
+    instance.move(WeightsPhase.QUARANTINED)
+    if instance.failures >= len(PUSH_BACKOFF_S):
+        condemn(state, instance, f"{instance.failures + 1} pushes failed: {event.reason}")
+        return
+    instance.retry_at = state.now + PUSH_BACKOFF_S[instance.failures]
+    instance.failures += 1
+    resumed(state, instance)
+    freed(state, instance)

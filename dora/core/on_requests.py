@@ -1,0 +1,208 @@
+"""What facts about answers change: prompts arrive, requests end or fail, answers are graded.
+
+Invariant (C2): an answer that has ended was ended by itself; whatever else stops a request, it waits to go on from all
+its tokens. A fact about an attempt that is over changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Final
+
+from dora.core import events as ev
+from dora.core.commands import ReportEvaluation
+from dora.core.endings import (
+    abandon,
+    abandon_siblings,
+    drop,
+    forget_discarded,
+    go_on,
+    grade,
+    is_abandoned,
+    leave_unfinished,
+)
+from dora.core.ids import TrajectoryId
+from dora.core.occupancy import begin, condemn, end, footprint_of, take_count, unreserve
+from dora.core.phases import DECODING, GIVEN_UP, GroupPhase, TrajectoryPhase
+from dora.core.state import State, admissions_changed, fail
+from dora.core.tables import Trajectory
+
+_GRADING: Final = TrajectoryPhase.GRADING  # globals: see tables.py
+_GRADED: Final = TrajectoryPhase.GRADED
+
+
+def on_prompts_arrived(state: State, event: ev.PromptsArrived) -> None:
+    state.fetching = False
+    if event.first != state.next_group + len(state.prompts):
+        state.counters.late_completions += 1
+        return
+    state.prompts.extend(event.num_prompt_tokens)
+    state.source_dry = event.dry
+    if event.dry:
+        state.agenda.form()  # a batch may have become the last one
+    admissions_changed(state)
+
+
+def _decoding(state: State, id: TrajectoryId, attempt: int) -> Trajectory | None:
+    """The trajectory this completion is about, or None if it is late."""
+    trajectory = state.trajectories.get(id)
+    if trajectory is None or trajectory.attempt != attempt or trajectory.phase not in DECODING:
+        state.counters.late_completions += 1
+        return None
+    return trajectory
+
+
+def _check_spans(state: State, trajectory: Trajectory, spans: tuple[ev.Span, ...]) -> None:
+    """C1: the server's own account of the versions must be the tag.
+
+    Where updates reach live requests, a span may name any version since; `on_generation_finished` counts it.
+    """
+    group = trajectory.group
+    tag, last = trajectory.version, trajectory.version
+    if group is not None and state.settings.rules.in_flight is not None:
+        tag, last = group.version, group.current
+    for version, _, _ in spans:
+        if tag < version <= last:
+            trajectory.is_mixed = True
+        elif version != tag:
+            state.counters.version_conflicts += 1
+            where = trajectory.instance.id if trajectory.instance is not None else "?"
+            fail(
+                state,
+                f"C1: instance {where} reports version {version} for trajectory {trajectory.id}, "
+                f"whose tag is {tag}; spans {spans}",
+            )
+
+
+def on_generation_finished(state: State, event: ev.GenerationFinished) -> None:
+    trajectory = _decoding(state, event.trajectory, event.attempt)
+    if trajectory is None:
+        return
+    _check_spans(state, trajectory, event.spans)
+    take_count(state, trajectory, event.num_tokens)
+    if trajectory.target is not None:
+        unreserve(state, trajectory)
+    end(state, trajectory).progress_at = state.now
+    group = trajectory.group
+    if group is not None:
+        leave_unfinished(state, trajectory)
+        if group.phase in GIVEN_UP:
+            abandon(state, trajectory)
+            forget_discarded(state, group)
+            return
+        state.counters.version_conflicts += trajectory.is_mixed
+        state.length_sum += event.num_tokens
+        state.length_count += 1
+        state.mean_length = state.length_sum // state.length_count
+        if not group.unfinished:
+            state.ledger.move(group, GroupPhase.GRADING)
+        elif group.waiting:
+            state.entry(group.current).reprioritize(group)
+    grade(state, trajectory)
+
+
+def on_generation_stopped(state: State, event: ev.GenerationStopped) -> None:
+    trajectory = _decoding(state, event.trajectory, event.attempt)
+    if trajectory is None:
+        return
+    _check_spans(state, trajectory, event.spans)
+    take_count(state, trajectory, event.num_tokens)
+    target = unreserve(state, trajectory)
+    end(state, trajectory)
+    if target is not None and target.takes_work and not is_abandoned(trajectory):
+        state.counters.migrations += 1
+        footprint = footprint_of(state, trajectory.num_prompt_tokens, trajectory.num_tokens)
+        begin(state, trajectory, target, footprint=footprint)
+    else:
+        go_on(state, trajectory)
+
+
+def on_generation_failed(state: State, event: ev.GenerationFailed) -> None:
+    trajectory = _decoding(state, event.trajectory, event.attempt)
+    if trajectory is None:
+        return
+    take_count(state, trajectory, event.num_tokens)
+    unreserve(state, trajectory)
+    instance = end(state, trajectory)
+    if event.server_gone:
+        condemn(state, instance, event.reason)
+        state.counters.recovered += 1
+    else:
+        trajectory.failures += 1
+    is_over = event.final or trajectory.failures >= state.settings.max_attempts
+    if is_over and not is_abandoned(trajectory):
+        _give_up(state, trajectory, event.reason)
+    else:
+        go_on(state, trajectory)
+
+
+def _give_up(state: State, trajectory: Trajectory, reason: str) -> None:
+    """No request will succeed: the group fails; a sample of an evaluation counts as not graded."""
+    group = trajectory.group
+    if group is None:
+        trajectory.move(_GRADING)
+        _graded(state, trajectory, None)
+        return
+    drop(state, group, outcome="failed", reason=f"generation: {reason}")
+    abandon_siblings(state, group)
+    leave_unfinished(state, trajectory)
+    abandon(state, trajectory)
+
+
+def on_trajectory_graded(state: State, event: ev.TrajectoryGraded) -> None:
+    trajectory = state.trajectories.get(event.trajectory)
+    if trajectory is None or trajectory.attempt != event.attempt or trajectory.phase is not _GRADING:
+        state.counters.late_completions += 1
+        return
+    _graded(state, trajectory, event.reward)
+
+
+def _graded(state: State, trajectory: Trajectory, reward: float | None) -> None:
+    trajectory.move(_GRADED)
+    trajectory.reward = reward
+    del state.trajectories[trajectory.id]
+    group = trajectory.group
+    if group is None:
+        _evaluation_graded(state)
+        return
+    if group.phase in GIVEN_UP:
+        forget_discarded(state, group)
+        return
+    group.ungraded -= 1
+    if group.ungraded:
+        state.agenda.rest()
+        return
+    verdict = advantage_free(group.rewards, filter_zero_variance=state.settings.filter_zero_variance)
+    if verdict is not None:
+        outcome, reason = verdict
+        drop(state, group, outcome=outcome, reason=reason)
+        return
+    state.ledger.move(group, GroupPhase.COMPLETE)
+    state.complete.setdefault(group.deadline, deque()).append(group)
+    state.agenda.form()
+
+
+def _evaluation_graded(state: State) -> None:
+    evaluation = state.evaluation
+    evaluation.ungraded -= 1
+    if evaluation.ungraded:
+        return
+    version = evaluation.finish()
+    state.evaluated = version
+    state.entry(version).evaluating = False
+    state.out.append(ReportEvaluation(version))
+    state.agenda.place()
+    state.agenda.release()
+
+
+def advantage_free(rewards: tuple[float | None, ...], *, filter_zero_variance: bool) -> tuple[str, str] | None:
+    """(outcome, reason) when a graded group cannot be trained, else None.
+
+    Judged over graded siblings; fewer than two graded siblings is a failure of grading, not a lack of variance.
+    """
+    graded = [r for r in rewards if r is not None]
+    if len(graded) < 2:
+        return "failed", "grading"
+    if filter_zero_variance and max(graded) == min(graded):
+        return "filtered", "zero variance"
+    return None

@@ -1,0 +1,74 @@
+"""What the clock and a new controller change."""
+
+from __future__ import annotations
+
+import msgspec
+
+from dora.core import events as ev
+from dora.core.endings import grade
+from dora.core.moves import evacuate, look, recall
+from dora.core.occupancy import take_count
+from dora.core.on_instances import drop_instance
+from dora.core.phases import GroupPhase, TrajectoryPhase, WeightsPhase
+from dora.core.state import State, fail
+
+
+def on_ticked(state: State, event: ev.Ticked) -> None:
+    state.agenda.repack()
+    state.agenda.place()
+    for instance in state.instances.values():
+        if state.now >= instance.look_at and instance.pushing is None:
+            look(state, instance)
+    for instance in state.drained.values():
+        evacuate(state, instance)
+    outstanding = state.formation.num_unconsumed or state.feed.trained < state.formation.step
+    if state.now - state.progress_at > state.settings.no_progress_s and outstanding:
+        state.stalled = True
+        fail(state, f"no progress for {state.now - state.progress_at:.0f} s: {culprit(state)}")
+
+
+def culprit(state: State) -> str:
+    """Which group holds up the step, where, since when."""
+    waves = state.feed.steps.get(state.feed.open_step) if state.feed.open_step is not None else None
+    if state.feed.open_step is None:
+        return "the trainer has not reported ready"
+    if waves is not None and waves.sent > state.feed.waves_done:
+        return f"the trainer works on micro-batch {state.feed.waves_done} of step {state.feed.open_step}"
+    groups = [g for g in state.ledger.groups.values() if g.phase in (GroupPhase.GENERATING, GroupPhase.GRADING)]
+    if not groups:
+        return f"step {state.formation.step} waits, and every admitted group is complete"
+    group = min(groups, key=lambda g: (g.deadline, g.id))
+    open_ones = [t for t in group.trajectories if t.phase is not TrajectoryPhase.GRADED]
+    where = ", ".join(
+        f"trajectory {t.id} {t.phase.value}" + (f" on instance {t.instance.id}" if t.instance is not None else "")
+        for t in open_ones[:4]
+    )
+    age = state.now - group.admitted_at
+    return (
+        f"group {group.id} of version {group.version}, admitted {age:.0f} s ago, "
+        f"holds up step {state.formation.step}: {where}"
+    )
+
+
+def on_controller_restarted(state: State, event: ev.ControllerRestarted) -> None:
+    if event.steps > state.settings.steps:
+        state.settings = msgspec.structs.replace(state.settings, steps=event.steps)
+        state.formation.extend(state.settings)
+    for instance in state.instances.values():
+        if instance.weights is not WeightsPhase.LOST:
+            drop_instance(state, instance, event.num_tokens)
+    for instance in list(state.drained.values()):
+        recall(state, instance)  # whoever asked for it has to ask the new controller
+    state.removed.clear()
+    for trajectory in list(state.trajectories.values()):
+        if trajectory.phase is TrajectoryPhase.WAITING:
+            take_count(state, trajectory, event.num_tokens.get(trajectory.id, trajectory.num_tokens))
+        elif trajectory.phase is TrajectoryPhase.GRADING:
+            grade(state, trajectory)
+    state.missing = set(event.missing)
+    state.feed.open_step = None
+    state.feed.idle_s = state.feed.uneven_s = 0.0  # counted from here on, as the time in which they are weighed
+    state.prompts.clear()
+    state.source_dry = False
+    state.fetching = False
+    state.progress_at = state.step_trained_at = state.now

@@ -1,0 +1,76 @@
+"""What facts of the trainer and the store change: steps are trained, versions published, checkpoints saved."""
+
+from __future__ import annotations
+
+from dora.core import events as ev
+from dora.core.commands import DropCheckpoint
+from dora.core.pushes import carry_over
+from dora.core.state import State, admissions_changed, fail
+from dora.core.steps import step_trained
+
+
+def on_trainer_ready(state: State, event: ev.TrainerReady) -> None:
+    if event.step > state.formation.step:
+        fail(state, f"the trainer starts at step {event.step}, but only {state.formation.step} steps are closed")
+        return
+    if event.step < min(state.feed.checkpoints):
+        oldest = min(state.feed.checkpoints)
+        fail(state, f"the trainer starts at step {event.step}, but what it would train again is kept from {oldest} on")
+        return
+    while state.feed.trained < event.step:
+        step_trained(state, state.feed.trained)  # its news was lost with the controller that it was meant for
+    state.feed.restart(event.step)
+    state.agenda.feed()
+    state.feed.idle_since = state.now
+
+
+def on_micro_batch_trained(state: State, event: ev.MicroBatchTrained) -> None:
+    feed = state.feed
+    if event.step != feed.open_step or event.index != feed.waves_done:
+        state.counters.late_completions += 1
+        return
+    step = feed.steps.get(event.step)
+    if step is None or event.index >= len(step.waves):
+        fail(state, f"the trainer says that it trained micro-batch {event.index} of step {event.step}: it has none")
+        return
+    feed.uneven_s += step.slack[feed.waves_done] * (state.now - feed.busy_since)
+    feed.busy_since = state.now
+    feed.waves_done += 1
+    state.agenda.feed()
+    state.progress_at = state.now
+    if feed.waves_done == step.sent and not step.waves[-1].last:
+        feed.idle_since = state.now
+
+
+def on_step_trained(state: State, event: ev.StepTrained) -> None:
+    feed = state.feed
+    if event.step != feed.open_step:
+        state.counters.late_completions += 1
+        return
+    feed.open_step = event.step + 1
+    feed.waves_done = 0
+    state.progress_at = state.now
+    feed.idle_since = state.now
+    state.agenda.feed()
+    if event.step == feed.trained:  # else a replay: its groups are trained already
+        step_trained(state, event.step)
+
+
+def on_version_published(state: State, event: ev.VersionPublished) -> None:
+    state.missing.discard(event.version)
+    if state.window.newest is not None and event.version <= state.window.newest:
+        return  # a replayed step: the store kept the bytes that were published first
+    state.window.publish(event.version)
+    if state.settings.rules.in_flight is not None:
+        carry_over(state, event.version)
+    if state.evaluation.wants(event.version, is_last=event.version == state.settings.steps):
+        state.evaluation.want(event.version)
+    state.agenda.release()
+    admissions_changed(state)
+
+
+def on_checkpoint_saved(state: State, event: ev.CheckpointSaved) -> None:
+    state.agenda.rest()
+    for step, folder in state.feed.checkpointed(event.step, event.folder):
+        if folder:
+            state.out.append(DropCheckpoint(step, folder))

@@ -1,0 +1,143 @@
+"""Which version an instance serves next: empty instances are given one, and old versions are packed onto fewer."""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+from dora.core.admission import num_admissible, why_not
+from dora.core.moves import undrain, vacate
+from dora.core.occupancy import footprint_of, reserve
+from dora.core.phases import TrajectoryPhase, WeightsPhase
+from dora.core.placement import allot, allot_by_requests, kv_floor, plan_moves
+from dora.core.pushes import push, update_fleet
+from dora.core.state import State
+from dora.core.tables import Instance
+from dora.core.versions import Version
+
+#: Time between two looks at what could be packed: a plan costs more than an ordinary event.
+CONSOLIDATION_PAUSE_S: Final = 0.25
+#: Instances of a version that a packing looks at, least loaded first.
+PACKING_CANDIDATES: Final = 16
+
+
+def place(state: State) -> None:
+    """Give each vacant instance the version that needs it most."""
+    newest = state.admission_version()
+    if state.settings.rules.in_flight is not None and newest is not None and not state.finished:
+        update_fleet(state, newest, is_wanted=why_not(state, newest) is None)
+        return
+    if not state.vacant or state.finished:
+        return
+    needs = [v for v, e in state.window.entries.items() if e.num_waiting and not e.serving and not e.loading]
+    newest_wants = newest is not None and (why_not(state, newest) is None or state.entry(newest).num_waiting > 0)
+    idle = not needs and not newest_wants and not state.evaluation.waiting and not _versions_waiting(state)
+    if idle and not state.num_draining:
+        return
+    for instance in list(state.vacant.values()):
+        if instance.pushing is not None or instance.retry_at > state.now:
+            continue
+        version = None
+        if not _is_last_of_needed(state, instance):
+            version = _version_for(state, instance, needs=needs, newest=newest if newest_wants else None)
+        if version is None or version == instance.version:
+            undrain(state, instance)
+        elif instance.residents:
+            vacate(state, instance)
+        elif state.pushes >= state.settings.max_parallel_pushes:
+            return  # the next push that ends comes back here
+        else:
+            push(state, instance, version)
+        if version in needs:
+            needs.remove(version)
+
+
+def _version_for(state: State, instance: Instance, *, needs: list[int], newest: int | None) -> int | None:
+    """A version in need that has none, the newest, the one under evaluation, one whose trajectories wait."""
+    if needs:
+        return needs[0]
+    if newest is not None:
+        return newest
+    evaluated = state.evaluation.version
+    if evaluated is not None and state.evaluation.waiting:
+        entry = state.entry(evaluated)
+        if len(entry.serving) + entry.loading < math.ceil(len(state.evaluation.waiting) / instance.slots):
+            return evaluated
+    waiting = _versions_waiting(state)
+    return waiting[0] if waiting else None
+
+
+def _versions_waiting(state: State) -> list[int]:
+    return [v for v, e in state.window.entries.items() if e.num_waiting]
+
+
+def _is_last_of_needed(state: State, instance: Instance) -> bool:
+    entry = state.window.entries.get(instance.version) if instance.version is not None else None
+    return entry is not None and entry.needs_instance and len(entry.serving) == 1
+
+
+def consolidate(state: State) -> None:
+    """Free an instance of an old version for the newest, by moving what is left on it to its peers."""
+    newest = state.admission_version()
+    rules, strategy = state.settings.orchestration, state.settings.rules
+    if not rules.consolidation or strategy.batched or strategy.in_flight or newest is None or state.finished:
+        return
+    if not any(v < newest and len(e.serving) > 1 for v, e in state.window.entries.items()):
+        return
+    if why_not(state, newest) is not None:
+        return
+    taker = state.entry(newest)
+    roomiest = taker.roomiest()
+    if rules.hysteresis and roomiest is not None and roomiest.has_room(footprint_of(state, state.prompts[0], 0)):
+        return
+    state.agenda.repack(not_before=state.now + CONSOLIDATION_PAUSE_S)
+    allotted = _allotment(state, newest)
+    if len(taker.serving) + taker.loading + state.num_draining >= allotted[newest]:
+        return
+    for version, entry in state.window.entries.items():
+        if version != newest and allotted[version] < len(entry.serving) and _pack(state, entry):
+            return
+
+
+def _allotment(state: State, newest: int) -> dict[int, int]:
+    """Instances per version, by demand in tokens of KV (largest remainder over floors); or by requests."""
+    if not state.settings.orchestration.kv_floor:
+        requests = {v: e.unfinished for v, e in state.window.entries.items()}
+        requests[newest] += max(1, num_admissible(state, newest)) * state.settings.group_size
+        return allot_by_requests(state.num_up, requests=requests)
+    slots, kv_tokens = state.num_slots / state.num_up, state.num_kv_tokens / state.num_up
+    mean = state.mean_length
+    demand: dict[int, float] = {}
+    floors: dict[int, int] = {}
+    for version, entry in state.window.entries.items():
+        demand[version] = entry.kv_load + entry.num_waiting * mean
+        floors[version] = kv_floor(
+            num_unfinished=entry.unfinished, num_tokens=entry.kv_load, slots=slots, kv_tokens=kv_tokens
+        )
+    demand[newest] += max(1, num_admissible(state, newest)) * state.settings.group_size * mean
+    floors[newest] = max(1, floors[newest])
+    return allot(state.num_up, demand=demand, floors=floors)
+
+
+def _pack(state: State, entry: Version) -> bool:
+    """Move what runs on the version's emptiest instance to its peers, if that is allowed."""
+    candidates = entry.roomiest_few(PACKING_CANDIDATES)
+    if len(candidates) < 2:
+        return False
+    source = min(candidates, key=lambda i: (i.kv_load, i.id))
+    if source.reserved or not source.residents:
+        return False
+    plan = plan_moves(
+        source,
+        [i for i in candidates if i is not source],
+        urgent_deadline=state.formation.step + 1 if state.settings.orchestration.tail_care else -1,
+        decode_time=state.settings.decode_time,
+    )
+    if plan is None:
+        return False
+    source.move(WeightsPhase.DRAINING)
+    state.num_draining += 1
+    for trajectory, target in plan:
+        if trajectory.phase is TrajectoryPhase.RESIDENT:
+            reserve(state, trajectory, target)
+    return True

@@ -1,0 +1,15 @@
+"""Where a server finds a folder of this host."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path, PurePosixPath
+
+
+def map_path(folder: Path, path_map: Mapping[str, str]) -> str:
+    """`folder` as a server sees it: the longest prefix (in whole components) found in `path_map` is replaced."""
+    path = PurePosixPath(folder)
+    for prefix in sorted(path_map, key=lambda prefix: len(PurePosixPath(prefix).parts), reverse=True):
+        if path.is_relative_to(prefix):
+            return str(PurePosixPath(path_map[prefix]) / path.relative_to(prefix))
+    return str(path)

@@ -1,0 +1,112 @@
+"""What servers answer to control calls, as far as it is read; unknown keys are ignored."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+
+from dora.engine.sglang import protocol
+from dora.errors import ProtocolError
+
+_Answer = TypeVar("_Answer")
+
+
+class RankLoad(msgspec.Struct):
+    num_running_reqs: int
+    num_waiting_reqs: int
+    num_used_tokens: int
+    max_total_num_tokens: int
+    max_running_requests: int
+
+
+@dataclass(frozen=True, slots=True)
+class Loads:
+    """What a server holds, summed over its data-parallel ranks.
+
+    Real SGLang counts at each prefill, at every 15th decode step and when it runs dry, so what began a moment ago may
+    be missing. Its `queues.retracted` is not read: that is what its last report said, and outlives the requests.
+    """
+
+    num_running: int
+    num_waiting: int  # for a slot or for the end of a pause, retracted ones included
+    used_tokens: int  # KV tokens, cached prefixes left out
+    max_total_tokens: int
+    max_running: int
+
+    @property
+    def is_empty(self) -> bool:
+        """No request is resident, as far as the server has counted; `flush_cache` knows for certain."""
+        return self.num_running == self.num_waiting == 0
+
+
+class LoadsAnswer(msgspec.Struct):
+    loads: list[RankLoad]
+
+    def summed(self) -> Loads:
+        ranks = self.loads
+        return Loads(
+            num_running=sum(rank.num_running_reqs for rank in ranks),
+            num_waiting=sum(rank.num_waiting_reqs for rank in ranks),
+            used_tokens=sum(rank.num_used_tokens for rank in ranks),
+            max_total_tokens=sum(rank.max_total_num_tokens for rank in ranks),
+            max_running=sum(rank.max_running_requests for rank in ranks),
+        )
+
+
+class ModelInfo(msgspec.Struct):
+    weight_version: str
+
+
+class ServerInfo(msgspec.Struct):
+    """What is read of /server_info, with what stands for a key that a server leaves out."""
+
+    version: str = "unknown"
+    device: str = "cuda"
+    tp_size: int = 1
+    dp_size: int = 1
+    incremental_streaming_output: bool = False
+    max_req_input_len: int | None = None
+    model_path: str | None = None
+
+
+class UpdateAnswer(msgspec.Struct):
+    success: bool
+    message: str = ""
+
+
+class ChecksumsAnswer(msgspec.Struct):
+    per_engine_checksum: str | None = None
+
+
+class PromptMeta(msgspec.Struct):
+    input_token_logprobs: list[tuple[float | None, int, str | None]]  # of the first token: null
+
+
+class PromptAnswer(msgspec.Struct):
+    meta_info: PromptMeta
+
+
+def read(body: bytes, shape: type[_Answer], *, what: str) -> _Answer:
+    try:
+        return msgspec.json.decode(body, type=shape)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as err:
+        raise ProtocolError(f"{what}: unexpected answer: {err}") from err
+
+
+def read_server_info(info: dict[str, Any], *, url: str) -> ServerInfo:
+    """Of an answer to /server_info."""
+    try:
+        return msgspec.convert(info, ServerInfo)
+    except msgspec.ValidationError as err:
+        raise ProtocolError(f"{url}{protocol.SERVER_INFO}: unexpected answer: {err}") from err
+
+
+def without_secrets(value: Any) -> Any:
+    if isinstance(value, dict):
+        kept = {key: item for key, item in value.items() if key not in protocol.SECRET_SERVER_INFO_KEYS}
+        return {key: without_secrets(item) for key, item in kept.items()}
+    if isinstance(value, list):
+        return [without_secrets(item) for item in value]
+    return value

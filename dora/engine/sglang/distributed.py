@@ -1,0 +1,174 @@
+"""The `distributed` transport: a sender process broadcasts the weights to the ranks of one server.
+
+Each push has a process group of its own, of the sender and the server's tensor-parallel ranks: any version can go to
+any server at any time, a dead server hurts no other push, and nothing is left over that a restart of either side would
+have to mend. Invariant: an update returns only when every bucket was taken, and the label went with the last; on any
+failure the sender is dead before the server is asked for anything more, since a server in a collective answers nothing.
+
+What a server holds is verified when it serves again. The first one of a version by the log-probs of a short prompt,
+which a sender computes from the version's folder; later ones by the checksum of the first, if both tell one, else by
+the log-probs too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import uuid
+from contextlib import suppress
+from pathlib import Path
+from typing import Final, TypeVar
+from urllib.parse import urlsplit
+
+from dora.engine.sglang.orders import Listening, Score, Scored, Send, Sent
+from dora.engine.sglang.push import Transport
+from dora.engine.sglang.senders import Senders
+from dora.engine.sglang.target import PushTarget, ServerShape
+from dora.errors import RemoteError
+
+BUCKET_BYTES: Final = 256 * 2**20  # held by the server besides its weights
+#: Largest difference of log-probs under the same weights, by their type; a probe of bfloat16 finds torn weights, but
+#: not always those of a neighboring version.
+TOLERANCE: Final = {"float32": 1e-3, "bfloat16": 5e-2}
+#: Versions whose expected values are remembered: more than are ever alive.
+REMEMBERED: Final = 64
+
+_Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
+
+
+class Distributed:
+    """Pushes of one run. Servers that cannot join a process group get their weights from disk."""
+
+    def __init__(
+        self, senders: Senders, *, otherwise: Transport, dtype: str, use_nccl: bool, bucket_bytes: int = BUCKET_BYTES
+    ) -> None:
+        """`dtype` is that of the published weights. `use_nccl`: the senders have a GPU (torch's first), so servers on
+        GPUs are met over NCCL; all others over gloo."""
+        self._senders = senders
+        self._otherwise = otherwise
+        self._tolerance = TOLERANCE[dtype]
+        self._use_nccl = use_nccl
+        self._bucket_bytes = bucket_bytes
+        self._shapes: dict[str, ServerShape] = {}
+        self._scoring = asyncio.Lock()
+        self._scores: dict[Path, Scored] = {}
+        self._checksums: dict[tuple[Path, ServerShape], str] = {}
+
+    async def update(self, server: PushTarget, folder: Path, label: str, *, timeout_s: float) -> None:
+        shape = await self._shape(server)
+        if not shape.can_join:
+            return await self._otherwise.update(server, folder, label, timeout_s=timeout_s)
+        group = f"dora-{uuid.uuid4().hex}"
+        order = Send(
+            folder=str(folder),
+            group=group,
+            address=await _address_towards(server.url),
+            world_size=1 + shape.num_ranks,
+            backend="nccl" if self._use_nccl and shape.device == "cuda" else "gloo",
+            bucket_bytes=self._bucket_bytes,
+            timeout_s=timeout_s,
+        )
+        try:
+            async with self._senders.lend() as sender:
+                rendezvous = await sender.ask(order, Listening, timeout_s=timeout_s)
+                try:
+                    await _receive(server, order, rendezvous, label=label, gated=shape.has_update_gate)
+                except RemoteError as err:
+                    raise RemoteError(f"{err}; {await sender.complaint()}") from err
+                await sender.hear(Sent, timeout_s=timeout_s)
+        except BaseException:
+            self._shapes.pop(server.url, None)  # it may be another server by now
+            if shape.has_update_gate:
+                with suppress(RemoteError):  # not open, or the server is gone: what went wrong before is what counts
+                    await server.end_update()
+            with suppress(RemoteError):
+                await server.leave_group(group)
+            raise
+        await server.leave_group(group)
+        return None
+
+    async def verify(self, server: PushTarget, folder: Path, *, timeout_s: float) -> None:
+        shape = await self._shape(server)
+        if not shape.can_join:
+            return
+        checksum = await server.weights_checksum(timeout_s=timeout_s)
+        known = self._checksums.get((folder, shape))
+        if checksum is not None and known is not None:
+            if checksum != known:
+                raise RemoteError(f"the checksum of its weights is {checksum}; the first server given them had {known}")
+            return
+        await self._compare_logprobs(server, folder, timeout_s=timeout_s)
+        if checksum is not None:
+            _remember(self._checksums, (folder, shape), checksum)
+
+    async def _shape(self, server: PushTarget) -> ServerShape:
+        """Asked once, and again after a failure."""
+        if server.url not in self._shapes:
+            self._shapes[server.url] = await server.shape()
+        return self._shapes[server.url]
+
+    async def _compare_logprobs(self, server: PushTarget, folder: Path, *, timeout_s: float) -> None:
+        expected = await self._score(folder, timeout_s=timeout_s)
+        found = await server.prompt_logprobs(expected.token_ids, timeout_s=timeout_s)
+        if len(found) != len(expected.logprobs):
+            raise RemoteError(f"{len(found)} log-probs for a prompt of {len(expected.token_ids)} tokens")
+        differences = [abs(a - b) for a, b in zip(found, expected.logprobs, strict=True)]
+        if not all(difference <= self._tolerance for difference in differences):  # NaN too
+            worst = f"{max(differences):.1e} from those under {folder}"
+            raise RemoteError(f"its log-probs differ by up to {worst} (limit {self._tolerance:g})")
+
+    async def _score(self, folder: Path, *, timeout_s: float) -> Scored:
+        """What a server with these weights must say; computed once."""
+        async with self._scoring:  # parallel pushes of a new version wait for the one that computes
+            if folder not in self._scores:
+                async with self._senders.lend() as sender:
+                    scored = await sender.ask(Score(folder=str(folder)), Scored, timeout_s=timeout_s)
+                _remember(self._scores, folder, scored)
+            return self._scores[folder]
+
+
+async def _receive(server: PushTarget, order: Send, rendezvous: Listening, *, label: str, gated: bool) -> None:
+    """The server's side of a broadcast, call by call; the sender goes on by itself as the buckets are taken."""
+    timeout_s = order.timeout_s
+    await server.join_group(
+        order.group,
+        address=order.address,
+        port=rendezvous.port,
+        world_size=order.world_size,
+        backend=order.backend,
+        timeout_s=timeout_s,
+    )
+    if gated:
+        await server.begin_update()
+    for bucket in rendezvous.buckets:
+        await server.receive(
+            order.group,
+            names=bucket.names,
+            dtypes=bucket.dtypes,
+            shapes=bucket.shapes,
+            label=label if bucket is rendezvous.buckets[-1] else None,
+            timeout_s=timeout_s,
+        )
+    if gated:
+        await server.end_update()
+
+
+def _remember(known: dict[_Key, _Value], key: _Key, value: _Value) -> None:
+    known[key] = value
+    while len(known) > REMEMBERED:
+        del known[next(iter(known))]
+
+
+async def _address_towards(url: str) -> str:
+    """This host's address as the server at `url` sees it: loopback for one on this host. Nothing is sent."""
+    parts = urlsplit(url)
+    try:
+        loop = asyncio.get_running_loop()
+        [(family, _, _, _, peer), *_] = await loop.getaddrinfo(parts.hostname, parts.port, type=socket.SOCK_DGRAM)
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(peer)
+            address: str = probe.getsockname()[0]
+    except OSError as err:
+        raise RemoteError(f"{url}: no route to it ({err})") from err
+    return address

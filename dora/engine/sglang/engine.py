@@ -1,0 +1,65 @@
+"""SGLang as the rest of DORA knows it: `api.InferenceEngine`, each call put into the client's words."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from dora.core.strategies import Pause
+from dora.engine.api import Capabilities, GenerateRequest, GenerateResult, KvUse, OnTokens
+from dora.engine.sglang import probe
+from dora.engine.sglang.client import EngineClient
+from dora.engine.sglang.distributed import Distributed
+from dora.engine.sglang.push import DISK, Transport, push
+from dora.engine.sglang.senders import Senders
+from dora.engine.sglang.target import PushTarget
+
+
+@dataclass(frozen=True, slots=True)
+class SglangEngine:
+    """All servers that one client talks to."""
+
+    client: EngineClient
+    transport: Transport = DISK  # how weights travel in a push
+
+    async def generate(self, url: str, request: GenerateRequest, on_tokens: OnTokens) -> GenerateResult:
+        return await self.client.generate(url, request, on_tokens)
+
+    async def stop(self, url: str, request_id: str) -> None:
+        await self.client.abort(url, request_id)
+
+    async def is_alive(self, url: str, *, timeout_s: float) -> bool:
+        return await probe.is_alive(self.client, url, timeout_s=timeout_s)
+
+    async def examine(self, url: str, *, timeout_s: float) -> Capabilities:
+        return await probe.probe(self.client, url, timeout_s=timeout_s)
+
+    async def label(self, url: str) -> str:
+        return await self.client.weight_version(url)
+
+    async def kv_use(self, url: str) -> KvUse:
+        loads = await self.client.loads(url)
+        return KvUse(loads.used_tokens, loads.max_total_tokens)
+
+    async def resume(self, url: str) -> None:
+        await self.client.resume(url)
+
+    async def push(self, url: str, *, folder: Path, label: str, timeout_s: float, live: Pause | None) -> None:
+        server = PushTarget(self.client, url)
+        await push(server, folder=folder, label=label, timeout_s=timeout_s, transport=self.transport, live=live)
+
+    @asynccontextmanager
+    async def sending(
+        self, argv: Sequence[str], *, env: Mapping[str, str], log: Path, dtype: str, on_gpu: bool
+    ) -> AsyncIterator[SglangEngine]:
+        senders = Senders(argv, env=env, log=log)
+        try:
+            transport = Distributed(senders, otherwise=self.transport, dtype=dtype, use_nccl=on_gpu)
+            yield SglangEngine(self.client, transport)
+        finally:
+            await senders.close()
+
+    def set_key(self, url: str, key: str) -> None:
+        self.client.keys[url] = key

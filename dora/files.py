@@ -1,0 +1,156 @@
+"""The file operations that durability depends on.
+
+Journal, token store, version store and checkpoints write through these functions, so that a test can record the
+operations (`observed`) and reconstruct every folder that a crash could leave. They guarantee:
+
+- `append`, `write_new`, `wrote`: the operating system has the bytes, which survive the end of this process, but not a
+  power failure.
+- `sync`: the bytes of a file are on the disk. `sync_folder`: the names in a folder are.
+- `rename`, `make_folder`, `remove`: take effect at once, and are on the disk after `sync_folder` of the parent.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """An operation that is about to be done (`wrote`: that other code has just done)."""
+
+    kind: Literal[
+        "append", "write", "wrote", "sync", "sync_folder", "rename", "make_folder", "remove", "truncate", "link"
+    ]
+    path: Path
+    data: bytes = b""  # append, write
+    target: Path | None = None  # rename, link
+    size: int = 0  # truncate
+
+
+#: Called before each operation; it may raise OSError in its place. Only tests set it.
+_observer: Callable[[Operation], None] | None = None
+
+
+@contextmanager
+def observed(by: Callable[[Operation], None]) -> Iterator[None]:
+    """Call `by` before every operation of this process."""
+    global _observer
+    _observer, before = by, _observer
+    try:
+        yield
+    finally:
+        _observer = before
+
+
+def _show(operation: Operation) -> None:
+    if _observer is not None:
+        _observer(operation)
+
+
+def append(file: IO[bytes], path: Path, data: bytes) -> None:
+    """Append all of `data` to an unbuffered file opened for appending."""
+    _show(Operation("append", path, data))
+    left = memoryview(data)
+    while left:
+        left = left[file.write(left) :]
+
+
+def write_new(path: Path, data: bytes) -> None:
+    """Write a whole file."""
+    _show(Operation("write", path, data))
+    path.write_bytes(data)
+
+
+def wrote(path: Path) -> None:
+    """Report that other code has written this file."""
+    _show(Operation("wrote", path))
+
+
+def sync(path: Path, descriptor: int | None = None) -> None:
+    """Wait until the bytes of a file are on the disk."""
+    _show(Operation("sync", path))
+    if descriptor is not None:
+        os.fdatasync(descriptor)
+        return
+    opened = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)
+
+
+def sync_folder(path: Path) -> None:
+    """Wait until the entries of a folder are on the disk."""
+    _show(Operation("sync_folder", path))
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def rename(path: Path, target: Path) -> None:
+    """Rename, atomically within a file system. Replaces a file; OSError if `target` is a folder that is not empty."""
+    _show(Operation("rename", path, target=target))
+    path.rename(target)
+
+
+def make_folder(path: Path, *, mode: int = 0o777, exist_ok: bool = False) -> None:
+    """Create a folder and its parents."""
+    if not path.is_dir():
+        _show(Operation("make_folder", path))
+    path.mkdir(mode=mode, parents=True, exist_ok=exist_ok)
+
+
+def remove(path: Path) -> None:
+    """Remove a file, or a folder with its contents. A missing path is not an error."""
+    if not os.path.lexists(path):
+        return
+    _show(Operation("remove", path))
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def truncate(path: Path, size: int) -> None:
+    """Cut a file to `size` bytes."""
+    _show(Operation("truncate", path, size=size))
+    os.truncate(path, size)
+
+
+def replace(path: Path, data: bytes) -> None:
+    """Replace the contents of a file; after a crash it has either the old or the new ones."""
+    written = path.with_name(f".{path.name}-{os.getpid()}")
+    write_new(written, data)
+    sync(written)
+    rename(written, path)
+    sync_folder(path.parent)
+
+
+def open_lines(path: Path) -> IO[bytes]:
+    """Open a file of lines for appending, and cut off a last line that a crash has torn."""
+    if path.exists():
+        data = path.read_bytes()
+        whole = data.rfind(b"\n") + 1
+        if whole < len(data):
+            truncate(path, whole)
+        return path.open("ab", buffering=0)
+    file = path.open("ab", buffering=0)
+    append(file, path, b"")
+    sync_folder(path.parent)
+    return file
+
+
+def read_lines(path: Path) -> Iterator[bytes]:
+    """The whole lines of a file; a torn last line is left out."""
+    with path.open("rb") as file:
+        for line in file:
+            if line.endswith(b"\n"):
+                yield line

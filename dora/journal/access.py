@@ -1,0 +1,46 @@
+"""File permissions of a run: the owner may read and write, the members of `run.group` may read, and nobody else may.
+
+Invariant: this holds for files of every process of the run, whatever its umask, because nobody else can enter the
+top-level folders (`restrict`). The umask, which children inherit, sets the permissions inside them.
+"""
+
+from __future__ import annotations
+
+import grp
+import os
+import shutil
+import stat
+from pathlib import Path
+
+from dora.errors import ConfigError
+
+
+def require_group(group: str | None) -> None:
+    """ConfigError if this user cannot give files to `group`."""
+    if group is None:
+        return
+    try:
+        number = grp.getgrnam(group).gr_gid
+    except KeyError:
+        raise ConfigError(f"run.group: no group {group} on this host; choose one that you belong to") from None
+    if os.geteuid() != 0 and number not in (os.getegid(), *os.getgroups()):
+        raise ConfigError(f"run.group: you are not a member of {group}; choose a group that you belong to")
+
+
+def set_umask(group: str | None) -> None:
+    """Set the umask of this process and of those that it starts from now on."""
+    os.umask(0o077 if group is None else 0o027)
+
+
+def restrict(folder: Path, *, group: str | None) -> None:
+    """Close `folder` to everyone but its owner and `group`; files created in it later belong to the same group."""
+    if group is not None:
+        shutil.chown(folder, group=group)
+    folder.chmod(0o700 if group is None else 0o2750)
+
+
+def adopt(written: Path, *, like: Path) -> None:
+    """Give everyone who may read the folder `like` read access to `written`, a folder inside it."""
+    mode = stat.S_IMODE(like.stat().st_mode) & 0o755
+    for path in (*written.rglob("*"), written):
+        path.chmod(mode if path.is_dir() else mode & 0o644)

@@ -1,0 +1,53 @@
+"""The configuration in the words of the core, the trainer and the simulator."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from dora.app.settings import rollout_section, settings_of, trainer_settings, workload_of
+from dora.config.load import load
+from dora.config.schema import Config
+
+CHANGED = (
+    "run.steps=7",
+    "rollout.strategy=partial_bounded",
+    "rollout.pause=in_place",
+    "rollout.oversample=1.25",
+    "rollout.groups_per_step=5",
+    "rollout.group_size=3",
+    "rollout.filter_zero_variance=false",
+    'rollout.without=["hysteresis"]',
+    "rollout.refill=true",
+    "engine.max_parallel_pushes=3",
+    "trainer.micro_batch_tokens=999",
+)
+
+
+def config(*changes: str) -> Config:
+    return load(None, changes, environ={})
+
+
+def test_a_config_is_simulated_under_the_settings_that_it_runs_under() -> None:
+    """But for a timeout that no simulation has, and for what depends on the trainer's device."""
+    ours = settings_of(config(*CHANGED), eval_prompt_tokens=())
+    simulated = workload_of(config(*CHANGED)).settings()
+    differing = {name for name in ours.__struct_fields__ if getattr(ours, name) != getattr(simulated, name)}
+    assert differing == {"no_progress_s", "deterministic"}
+
+
+def test_what_a_job_has_in_common_with_the_rollout_section_goes_there_and_back() -> None:
+    rollout = config(*CHANGED).rollout
+    there = rollout_section(workload_of(config(*CHANGED)).job)
+    assert there == {name: getattr(rollout, name) for name in there}
+    assert len(there) == 10
+
+
+def test_the_ranks_are_told_what_the_trainer_section_says() -> None:
+    told = trainer_settings(config("trainer.beta2=0.5", "run.steps=9", "rollout.temperature=0.7"), max_staleness=4)
+    assert (told.beta2, told.steps, told.temperature, told.max_staleness) == (0.5, 9, 0.7, 4)
+    assert told.micro_batch_tokens == config().trainer.micro_batch_tokens
+
+
+def test_every_shipped_config_can_be_simulated() -> None:
+    for path in sorted(Path("launch/configs").glob("*.toml")):
+        assert workload_of(load(path, environ={})).settings().steps > 1

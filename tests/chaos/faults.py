@@ -1,0 +1,299 @@
+"""What can be done to a run, by the dice of a seed, and a driver that does it until the run has ended.
+
+A plan is a list of rounds. In a round the run is hit a few times where it must go on, then killed, then its files are
+damaged as a crash or a bad disk does it, and then it is resumed, which may be disturbed as well.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from tests.chaos.checker import Verdict, check
+from tests.chaos.phases import until_asked, wait_for
+from tests.chaos.recorded import read_frames, unpack
+from tests.chaos.session import DEADLY, LIVE, Session, Unexpected, intrude
+
+#: The end of a run is no moment for a fault that is to be survived, and it comes once.
+MOMENTS = ("generating", "grading", "committing", "training", "publishing", "pushing", "checkpointing")
+STOPPED = ("controller", "trainer rank", "torchrun", "an engine", "grader")
+#: What a resume has done by the time it is killed.
+BEGUN = ("a child", "an epoch", "a rank", "a server", "a trainer")
+
+
+@dataclass(frozen=True)
+class Round:
+    """Faults in their order, with the moments of those that need one."""
+
+    live: tuple[tuple[str, str], ...]  # what, when
+    deadly: tuple[str, str]
+    damage: tuple[str, ...]
+    resume: tuple[str, ...]  # "two resumes", or what a resume that is killed has begun
+
+
+def plan(seed: int) -> Iterator[Round]:
+    """Rounds without end; every kind comes before any comes again."""
+    dice = random.Random(seed)
+
+    def deal(kinds: list[str]) -> Iterator[str]:
+        while True:
+            yield from dice.sample(kinds, len(kinds))
+
+    live = deal([*LIVE, *(f"stop {name}" for name in STOPPED)])
+    deadly, damage, moments = (
+        deal([*DEADLY, "controller over stopped children"]),
+        deal(list(DAMAGE)),
+        deal(list(MOMENTS)),
+    )
+    resume = deal(["two resumes", *BEGUN])
+    while True:
+        yield Round(
+            live=tuple((next(live), next(moments)) for _ in range(dice.randint(1, 4))),
+            deadly=(next(deadly), next(moments)),
+            damage=tuple(next(damage) for _ in range(dice.randint(1, 3))),
+            resume=tuple(next(resume) for _ in range(dice.choice((0, 0, 1, 2)))),
+        )
+
+
+# -- damage to files ---------------------------------------------------------------------------------------------------
+
+
+def _tear(session: Session, name: str, dice: random.Random) -> bool:
+    """A record whose write was cut off."""
+    assert session.folder is not None
+    path = session.folder / name
+    if name.endswith(".jsonl"):
+        data = path.read_bytes()
+        if dice.random() < 0.5:
+            path.write_bytes(data[: -dice.randint(1, 40)])
+        else:
+            path.write_bytes(data + data[: dice.randint(1, 40)])
+        return bool(data)
+    whole = path.read_bytes()
+    torn = whole[: dice.randint(1, 60)] if dice.random() < 0.5 else dice.randbytes(dice.randint(1, 60))
+    path.write_bytes(whole + torn)
+    return True
+
+
+def _flip(path: Path, dice: random.Random) -> None:
+    data = bytearray(path.read_bytes())
+    data[dice.randrange(len(data))] ^= 1 << dice.randrange(8)
+    path.write_bytes(data)
+
+
+def _facts(session: Session, kind: str) -> list[dict[str, object]]:
+    assert session.folder is not None
+    records = map(unpack, read_frames(session.folder / "journal.msgpack").records)
+    return [r["event"] for r in records if r["type"] == "Handled" and r["event"]["type"] == kind]
+
+
+def _flip_version(session: Session, dice: random.Random) -> bool:
+    """In the newest version, which is always needed."""
+    assert session.folder is not None
+    newest = max((int(str(e["version"])) for e in _facts(session, "VersionPublished")), default=-1)
+    path = session.folder / "versions" / f"v{newest:06d}"
+    if not (path / "manifest.json").exists():
+        return False
+    _flip(path / "model.safetensors", dice)
+    return True
+
+
+def _newest_checkpoint(session: Session) -> Path | None:
+    """The newest one, if another one is there to fall back on."""
+    assert session.folder is not None
+    known = [Path(str(e["folder"])).name for e in _facts(session, "CheckpointSaved")]
+    folder = session.folder / "checkpoints"
+    whole = sorted(name for name in set(known) if _is_whole(folder / name))
+    return folder / whole[-1] if len(whole) > 1 else None
+
+
+def _is_whole(path: Path) -> bool:
+    try:
+        manifest = json.loads((path / "manifest.json").read_text())
+        sizes = [(path / f"rank-{r}.safetensors").stat().st_size for r in range(manifest["world_size"])]
+        return bool(sizes == manifest["num_bytes"])
+    except (OSError, ValueError):
+        return False
+
+
+def _hurt_checkpoint(session: Session, hurt: Callable[[Path], None]) -> bool:
+    path = _newest_checkpoint(session)
+    if path is not None:
+        hurt(path)
+    return path is not None
+
+
+def _delete(path: Path) -> None:
+    for file in path.iterdir():
+        file.unlink()
+    path.rmdir()
+
+
+DAMAGE: Mapping[str, Callable[[Session, random.Random], bool]] = {
+    "torn journal": lambda s, dice: _tear(s, "journal.msgpack", dice),
+    "torn tokens": lambda s, dice: _tear(s, "tokens.bin", dice),
+    "torn metrics": lambda s, dice: _tear(s, "metrics.jsonl", dice),
+    "torn trajectories": lambda s, dice: _tear(s, "trajectories.jsonl", dice),
+    "flipped version": _flip_version,
+    "flipped checkpoint": lambda s, dice: _hurt_checkpoint(s, lambda p: _flip(p / "rank-0.safetensors", dice)),
+    "deleted checkpoint": lambda s, dice: _hurt_checkpoint(s, _delete),
+    "rank file missing": lambda s, dice: _hurt_checkpoint(s, lambda p: (p / "rank-0.safetensors").unlink()),
+}
+#: At most one of these between two lives: two would take both checkpoints.
+CHECKPOINT_DAMAGE = ("flipped checkpoint", "deleted checkpoint", "rank file missing")
+
+
+# -- the driver --------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Report:
+    """What was done and what came of it."""
+
+    faults: Counter[str] = field(default_factory=Counter)
+    lives: int = 0
+    recovery_s: list[float] = field(default_factory=list)  # from the resume command to the first request
+    verdicts: list[Verdict] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def num_faults(self) -> int:
+        return self.faults.total()
+
+    @property
+    def violations(self) -> list[str]:
+        return [*self.problems, *(str(v) for verdict in self.verdicts for v in verdict.violations)]
+
+
+@dataclass
+class Driver:
+    """Faults by a seed, over as many runs as they take."""
+
+    base: Path
+    seed: int
+    report: Report = field(default_factory=Report)
+    tell: Callable[[str], None] = lambda line: None
+
+    def drive(self, num_faults: int, *, steps: int) -> Report:
+        """At least that many faults; each run goes to its end and is judged."""
+        rounds = plan(self.seed)
+        dice = random.Random(~self.seed)
+        for number in range(num_faults):
+            if self.report.num_faults >= num_faults:
+                break
+            base = self.base / f"job-{self.seed}-{number}"
+            base.mkdir(parents=True)
+            with Session(base, steps=steps, changes=_shape(number)) as session:
+                try:
+                    self._attack(session, rounds, dice, until=num_faults)
+                    session.finish()
+                    self.report.verdicts.append(session.judge())
+                except Unexpected as err:
+                    self.report.problems.append(str(err))
+                    self.tell(f"UNEXPECTED {err}")
+                self.report.lives += len(session.codes)
+                found = [str(v) for v in self.report.verdicts[-1].violations] if self.report.verdicts else []
+                self.tell(f"{session.folder}: exit codes {session.codes}, violations {found}")
+        return self.report
+
+    def _attack(self, session: Session, rounds: Iterator[Round], dice: random.Random, *, until: int) -> None:
+        session.start()
+        while self.report.num_faults < until and session.is_alive():
+            now = next(rounds)
+            for what, when in now.live:
+                if not wait_for(session, when):
+                    break
+                self._hit_live(session, what, when, dice)
+            if not wait_for(session, now.deadly[1]):
+                return  # it has ended
+            self._count(now.deadly[0], now.deadly[1])
+            session.hit(now.deadly[0])
+            session.end()
+            self._judge_between(session)
+            self._damage(session, now.damage, dice)
+            self._resume(session, now.resume)
+
+    def _judge_between(self, session: Session) -> None:
+        """Nothing may be wrong in what a killed run leaves either."""
+        assert session.folder is not None
+        if found := check(session.folder).violations:
+            raise Unexpected(f"after a kill: {[str(v) for v in found]}")
+
+    def _hit_live(self, session: Session, what: str, when: str, dice: random.Random) -> None:
+        self._count(what, when)
+        if not what.startswith("stop "):
+            session.hit(what)
+            return
+        for process in session.targets(what.removeprefix("stop ")):
+            try:
+                process.suspend()
+                time.sleep(dice.uniform(0.1, 2.0))  # that is the fault
+                process.send_signal(signal.SIGCONT)
+            except psutil.NoSuchProcess:
+                continue
+
+    def _damage(self, session: Session, kinds: tuple[str, ...], dice: random.Random) -> None:
+        is_hurt = False
+        for kind in kinds:
+            if is_hurt and kind in CHECKPOINT_DAMAGE:
+                continue
+            if DAMAGE[kind](session, dice):
+                self._count(kind, "before the resume")
+                is_hurt |= kind in CHECKPOINT_DAMAGE
+
+    def _resume(self, session: Session, how: tuple[str, ...]) -> None:
+        for begun in how:
+            session.start()
+            if begun == "two resumes":
+                self._intrude(session)
+            elif session.wait(lambda begun=begun: _has_begun(session, begun), what=begun):  # type: ignore[misc]
+                self._count("killed resume", begun)
+            session.kill_everything()
+            session.end()
+        began = time.monotonic()
+        session.start()
+        if until_asked(session):
+            self.report.recovery_s.append(time.monotonic() - began)
+        session.wake()
+
+    def _intrude(self, session: Session) -> None:
+        """The second one is refused in one line, and does no harm."""
+        assert session.folder is not None
+        if session.wait(lambda: bool(session.children()), what="a child of the resume"):
+            self._count("two resumes", "during the resume")
+            second = intrude(session.folder)
+            lines = second.stderr.strip().splitlines()
+            if session.is_alive() and (second.returncode != 2 or len(lines) != 1):
+                raise Unexpected(f"a second resume: {second.returncode} {second.stderr}")
+
+    def _count(self, what: str, when: str) -> None:
+        self.report.faults[what] += 1
+        self.tell(f"{self.report.num_faults:4} {what} ({when})")
+
+
+def _shape(number: int) -> dict[str, object]:
+    """Every other job has a single server, and trains what that has just made."""
+    return {"engine__instances": 1, "rollout__max_staleness": 0} if number % 2 else {}
+
+
+def _has_begun(session: Session, what: str) -> bool:
+    session.look()
+    match what:
+        case "a child":
+            return bool(session.children())
+        case "an epoch":
+            return session.counts["Epoch"] > 0
+        case "a rank":
+            return bool(session.ranks())
+        case "a server":
+            return session.counts["InstanceUp"] > 0
+        case _:
+            return session.counts["TrainerReady"] > 0

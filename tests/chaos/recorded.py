@@ -1,0 +1,124 @@
+"""What a run has written, read without any code of the run's own: `struct`, `zlib` and `msgpack` do it.
+
+Two readers that share a misunderstanding find nothing, so this file follows the description of the format and imports
+nothing of dora. Invariant: reading changes no file, and a run that is alive may be read.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgpack
+
+FRAME = struct.Struct("<III")  # payload bytes, CRC-32 of these four bytes, CRC-32 of the payload
+CHUNK = struct.Struct("<BqIIII")  # kind, trajectory or group, epoch, attempt, start or siblings, tokens
+PROMPT, SAMPLED, MASKED = 0, 1, 2
+BYTES_PER_TOKEN = {PROMPT: 4, SAMPLED: 8, MASKED: 9}
+DIGEST_BYTES = 16  # behind a prompt's tokens
+
+Record = dict[str, Any]
+
+
+class Damaged(Exception):
+    """A file that no crash leaves behind; the message names file and byte."""
+
+
+@dataclass(frozen=True)
+class Frames:
+    """The whole frames of a file."""
+
+    records: list[bytes]
+    num_bytes: int  # of whole frames
+    torn_bytes: int  # behind them
+
+
+def frame_at(data: bytes, offset: int) -> bytes | None:
+    """The payload of a whole frame that begins there."""
+    if offset + FRAME.size > len(data):
+        return None
+    length, length_crc, payload_crc = FRAME.unpack_from(data, offset)
+    payload = data[offset + FRAME.size : offset + FRAME.size + length]
+    if zlib.crc32(data[offset : offset + 4]) != length_crc or len(payload) != length:
+        return None
+    return payload if zlib.crc32(payload) == payload_crc else None
+
+
+def read_frames(path: Path) -> Frames:
+    """Every record; Damaged where a bad frame has a good one behind it."""
+    data = path.read_bytes()
+    records: list[bytes] = []
+    offset = 0
+    while offset < len(data) and (payload := frame_at(data, offset)) is not None:
+        records += split_payload(payload, f"{path.name}: the frame at byte {offset}")
+        offset += FRAME.size + len(payload)
+    for behind in range(offset + 1, len(data) - FRAME.size):
+        if frame_at(data, behind):
+            raise Damaged(f"{path.name}: the frame at byte {offset} is damaged, the one at {behind} is whole")
+    return Frames(records, offset, len(data) - offset)
+
+
+def split_payload(payload: bytes, where: str) -> Iterator[bytes]:
+    start = 0
+    while start < len(payload):
+        end = start + 4 + int.from_bytes(payload[start : start + 4], "little")
+        if start + 4 > len(payload) or end > len(payload):
+            raise Damaged(f"{where} does not hold whole records")
+        yield payload[start + 4 : end]
+        start = end
+
+
+def unpack(record: bytes) -> Record:
+    """A journal record as plain data, its kind under `type`."""
+    return dict(msgpack.unpackb(record, strict_map_key=False))
+
+
+class Follower:
+    """A journal, read as it grows."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._offset = 0
+
+    def poll(self) -> list[Record]:
+        """Records of the frames that have become whole since the last call."""
+        if not self.path.exists():
+            return []
+        with self.path.open("rb") as file:
+            file.seek(self._offset)
+            data = file.read()
+        found: list[Record] = []
+        offset = 0
+        while (payload := frame_at(data, offset)) is not None:
+            found += map(unpack, split_payload(payload, self.path.name))
+            offset += FRAME.size + len(payload)
+        self._offset += offset
+        return found
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """One record of the token store."""
+
+    kind: int
+    number: int  # group of a prompt, trajectory of tokens
+    epoch: int
+    attempt: int
+    start: int  # of a prompt: siblings of the group
+    count: int
+
+
+def read_chunks(path: Path) -> list[Chunk]:
+    """Every record of a token store; Damaged where a length does not fit its head."""
+    found = []
+    for record in read_frames(path).records:
+        chunk = Chunk(*CHUNK.unpack_from(record))
+        extra = DIGEST_BYTES if chunk.kind == PROMPT else 0
+        if len(record) != CHUNK.size + BYTES_PER_TOKEN.get(chunk.kind, -1) * chunk.count + extra:
+            raise Damaged(f"{path.name}: a record of kind {chunk.kind} has {len(record)} bytes")
+        found.append(chunk)
+    return found

@@ -1,0 +1,23 @@
+"""At least twenty faults over real processes, by a seed: nothing is lost, nothing happens twice."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.faults import Driver
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
+
+SEED = 7
+FAULTS = 20
+STEPS = 20
+
+
+def test_twenty_faults_cost_no_group_and_train_none_twice(tmp_path: Path) -> None:
+    report = Driver(tmp_path, SEED).drive(FAULTS, steps=STEPS)
+    assert report.violations == []
+    assert report.num_faults >= FAULTS
+    assert sum(verdict.trained for verdict in report.verdicts) == 4 * STEPS * len(report.verdicts)
+    assert sum(verdict.lost + verdict.twice for verdict in report.verdicts) == 0

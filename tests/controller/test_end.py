@@ -1,0 +1,86 @@
+"""The end of a job: its result is on the disk before its last order is, and nothing that comes after takes it away."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dora.core import commands as cmd
+from dora.core import events as ev
+from dora.errors import RunFailed
+from dora.journal.reader import Journal
+from dora.journal.replay import replay
+from tests.controller.fakes import Job, make_job
+
+STEPS = 3
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path
+
+
+def emits_as_the_trainer_link_does(job: Job) -> set[asyncio.Task[None]]:
+    """Facts of the trainer wait for the controller to take them."""
+    tasks: set[asyncio.Task[None]] = set()
+    job.trainer.emit = lambda event: tasks.add(asyncio.ensure_future(job.inbox.emit(event)))
+    return tasks
+
+
+@pytest.fixture
+async def job(folder: Path) -> Iterator[Job]:
+    made = make_job(folder, steps=STEPS)
+    yield made
+    made.close()
+
+
+async def test_the_last_version_has_its_durable_copy_before_the_core_hears_of_it(job: Job) -> None:
+    """With its news the run may have ended, and no resume comes back for a copy."""
+    copied: dict[int, list[int]] = {}
+
+    def note(event: ev.Event, commands: list[cmd.Command]) -> None:
+        if isinstance(event, ev.VersionPublished):
+            copied[event.version] = list(job.store.copied)
+
+    job.watcher.hook = note
+    tasks = emits_as_the_trainer_link_does(job)
+    assert (await job.run()).finished
+    assert STEPS in copied[STEPS]
+    assert STEPS - 1 not in copied[STEPS - 1]  # of those before it the copy follows
+    await asyncio.gather(*tasks)
+
+
+async def test_the_last_checkpoint_is_known_although_its_news_comes_after_the_end(job: Job, folder: Path) -> None:
+    """So that a run that is given more steps goes on from there."""
+
+    async def checkpoint(*, timeout_s: float) -> bool:
+        await job.inbox.emit(ev.CheckpointSaved(job.io.now(), STEPS, "step-3", "chain"))
+        return True
+
+    job.trainer.checkpoint = checkpoint  # type: ignore[method-assign]
+    assert (await job.run()).finished
+    journal = Journal(folder / "journal.msgpack")
+    replayed = replay(job.settings, journal)
+    assert replayed.difference is None
+    assert replayed.state.feed.checkpoints == {0: "", STEPS: "step-3"}
+
+
+async def test_a_rank_that_fails_after_the_end_takes_nothing_away_from_the_run(job: Job) -> None:
+    saving = asyncio.Event()
+
+    async def checkpoint(*, timeout_s: float) -> bool:
+        saving.set()
+        await asyncio.Event().wait()
+        return True
+
+    async def fail() -> None:
+        await saving.wait()
+        raise RunFailed("trainer ended with SIGKILL")
+
+    job.trainer.checkpoint = checkpoint  # type: ignore[method-assign]
+    job.trainer.failing_loop = fail()
+    outcome = await job.run()
+    assert (outcome.finished, outcome.reason) == (True, f"all {STEPS} steps are trained")

@@ -1,0 +1,233 @@
+"""One controller's life in a world of files: the application's own resume and assembly, around models of the rest.
+
+Processes, sockets, signals and the terminal are left out; everything that reads or writes the run folder is the
+application's own (dora/app/opening.py, resume.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from dora import files
+from dora.app import resume as resuming
+from dora.app.build import make_controller
+from dora.app.inputs import open_inputs
+from dora.app.job import STOP_TIMEOUT_S
+from dora.app.opening import Opened
+from dora.app.prepare import Job, prepare
+from dora.config.load import dump, load
+from dora.controller.effects import Graders as GraderPools
+from dora.controller.fleet import Fleet, Limits
+from dora.controller.loop import Outcome
+from dora.controller.trainer_link import TrainerLink
+from dora.core.invariants import check as check_invariants
+from dora.engine.sglang.engine import SglangEngine
+from dora.errors import DoraError, RunFailed
+from dora.journal.run_folder import RunFolder
+from dora.seed.policy import path as seed_path
+from dora.transport.messages import TrainerFailed
+from tests.crash.disk import Disk, Step, Tree
+from tests.crash.loop import run
+from tests.crash.models import End, Engines, Faults, Graders, Server, TrainerModel, make_model
+
+RUN_ID = "test-20260101-000000-abcd"
+INSTANCES = 2
+FAULTS = Faults()
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Turn logging off: it would take longer than the run."""
+    before = structlog.get_config()
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(50))
+    try:
+        yield
+    finally:
+        structlog.configure(**before)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A kind of run."""
+
+    name: str
+    overrides: tuple[str, ...] = ()
+    rollout_only: bool = False
+    more_steps: int = 0  # number of steps that a resume adds
+    interrupted_at: float | None = None  # seconds; the first controller is stopped then
+    fails_at: float | None = None  # seconds; the first trainer fails then
+    faults: Faults = FAULTS
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Something that left the controller, and how many bytes of the journal were on the disk then."""
+
+    what: str  # "wave <step>/<index>" or "push <label>"
+    journal_bytes: int
+
+
+@dataclass
+class Life:
+    """The result of one life."""
+
+    disk: Disk
+    seen: list[Seen] = field(default_factory=list)
+    outcome: Outcome | None = None
+    refusal: DoraError | None = None  # it ended with an error for the user
+    said: str = ""
+
+
+class World:
+    """A folder with a model, run folders and live versions."""
+
+    def __init__(self, path: Path, plan: Plan) -> None:
+        self.path = path
+        self.plan = plan
+        make_model(path / "model", like=seed_path())
+        self.folder = RunFolder(path / "runs" / RUN_ID)
+        self.config = load(None, self._overrides(), environ={})
+        self.inputs = open_inputs(self.config)
+        for name in ("runs", "memory"):
+            (path / name).mkdir()
+
+    def _overrides(self) -> list[str]:
+        return [
+            f"run.folder={self.path / 'runs'}",
+            f"model.path={self.path / 'model'}",
+            f"weights.memory_folder={self.path / 'memory'}",
+            "run.steps=4",
+            "rollout.groups_per_step=2",
+            "rollout.group_size=2",
+            "rollout.max_staleness=1",
+            "rollout.max_new_tokens=10",
+            "rollout.max_top_up=100",
+            f"engine.instances={INSTANCES}",
+            "engine.slots=3",
+            "trainer.micro_batch_tokens=40",
+            "trainer.checkpoint_every=2",
+            "eval.sets.0.prompts=2",
+            "log.trajectories_per_step=1",
+            *self.plan.overrides,
+        ]
+
+    def begin(self, *, seed: str) -> Life:
+        """Start a new run; return at its end or interruption."""
+        tree = Tree()
+        for path in (self.folder.checkpoints, self.folder.versions, self.folder.rollouts):
+            tree.folder(path.relative_to(self.path).parts)
+        tree.folder(("memory",))
+        tree.sync_all()
+        tree.lay_out(self.path)
+        return self._live(Disk(self.path, tree), seed=seed, is_new=True)
+
+    def resume(self, tree: Tree, *, seed: str, before: Callable[[Step], None] | None = None) -> Life:
+        """Resume a world as `dora run --resume` does; `before` is called with each file operation."""
+        tree.lay_out(self.path)
+        disk = Disk(self.path, tree)
+        disk.before = before or disk.before
+        return self._live(disk, seed=seed, is_new=False)
+
+    def _live(self, disk: Disk, *, seed: str, is_new: bool) -> Life:
+        life = Life(disk)
+        rng = random.Random(f"life {seed}")
+        with quiet(), files.observed(disk.observe):
+            try:
+                life.outcome = run(self._drive(life, seed=seed, rng=rng, is_new=is_new), rng=rng)
+            except DoraError as err:
+                life.refusal = err
+        return life
+
+    async def _drive(self, life: Life, *, seed: str, rng: random.Random, is_new: bool) -> Outcome:
+        job = self._new_job() if is_new else self._resumed_job()
+        loop = asyncio.get_running_loop()
+
+        def tell(line: str) -> None:
+            life.said += f"dora: {line}\n"
+
+        def now() -> float:
+            return job.started_at + loop.time()
+
+        def note(what: str) -> None:
+            life.seen.append(Seen(what, life.disk.synced_bytes(self.folder.journal)))
+
+        engines = Engines(seed=seed, faults=self.plan.faults, pushed=lambda label: note(f"push {label}"))
+        graders: Any = Graders(faults=self.plan.faults)
+        async with AsyncExitStack() as stack:
+            opened = Opened(job, self.folder, stack, now=now, tell=tell)
+            fleet = self._fleet(opened, engines)
+            observer = opened.observer(fleet)
+            ranks = job.config.trainer.ranks
+            end = End([asyncio.Queue() for _ in range(ranks)])
+            trainer: Any
+            model = None
+            if job.rollout_only:
+                trainer = opened.rollout_writer(observer)
+            else:
+                trainer = opened.trainer_link(end, observer, process_ended=None)  # type: ignore[arg-type]
+                arrived = lambda batch: note(f"wave {batch.step}/{batch.index}")  # noqa: E731
+                model = asyncio.create_task(TrainerModel(end, rng=rng, arrived=arrived).run())
+            controller = make_controller(
+                opened,
+                engine=SglangEngine(engines),  # type: ignore[arg-type]
+                fleet=fleet,
+                graders=GraderPools(graders, [graders], job.inputs.evaluations),
+                trainer=trainer,
+                observer=observer,
+            )
+            if is_new and self.plan.interrupted_at is not None:
+                loop.call_later(self.plan.interrupted_at * rng.uniform(0.2, 2), controller.interrupt)
+            if is_new and self.plan.fails_at is not None:
+                failure = TrainerFailed(rank=0, reason="out of memory")
+                loop.call_later(self.plan.fails_at * rng.uniform(0.2, 2), end.outbox.put_nowait, (0, failure))
+            outcome = await controller.run(opened.first)
+            observer.end(outcome)
+            check_invariants(job.state)
+            if isinstance(trainer, TrainerLink) and outcome.finished:
+                await trainer.stop(outcome.reason)
+                assert model is not None
+                await asyncio.wait({model}, timeout=STOP_TIMEOUT_S)  # ranks that are not ready receive no Stop
+                model.cancel()
+            if outcome.finished and opened.store.stranded(job.state.window.entries):
+                raise RunFailed("the last version is in memory alone")
+        return outcome
+
+    def _new_job(self) -> Job:
+        files.replace(self.folder.config, dump(self.config).encode())
+        return prepare(self.config, self.inputs, rollout_only=self.plan.rollout_only)
+
+    def _resumed_job(self) -> Job:
+        """Resume as run_job does."""
+        more = [f"run.steps={self.config.run.steps + self.plan.more_steps}"] if self.plan.more_steps else []
+        folder = RunFolder.open(self.folder.root)
+        config = load(folder.config, more, environ={})
+        return prepare(config, self.inputs, recorded=resuming.take_up(folder, config))
+
+    def _fleet(self, opened: Opened, engines: Engines) -> Fleet:
+        servers: Sequence[Any] = [Server(f"http://engine-{i}", engines) for i in range(INSTANCES)]
+        config = opened.job.config
+        return Fleet(
+            list(servers),
+            engine=SglangEngine(engines),  # type: ignore[arg-type]
+            limits=Limits(
+                instances=8,
+                slots=config.engine.slots,
+                kv_tokens=config.engine.kv_tokens,
+                context_tokens=config.longest_request,
+                model=self.path / "model",
+                path_map={},
+            ),
+            inbox=opened.inbox,
+            in_flight=opened.in_flight,
+            rows=opened.job.state.instances,
+            now=opened.now,
+        )

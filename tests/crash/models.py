@@ -1,0 +1,363 @@
+"""Servers, graders and a trainer whose results prove their inputs.
+
+A policy is 32 hex digits. A token is a digest of (policy, trajectory, position), so that an answer shows which policy
+sampled it; the policy after a step is a digest of the previous policy and the step's waves, so that it shows what it
+was trained on. The servers read versions from the store's folders; the trainer imitates dora/trainer (step.py,
+publish.py, checkpoint.py) with the real version store, checkpoints and fence.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import random
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dora import files
+from dora.core.strategies import Pause
+from dora.engine.api import GenerateRequest, GenerateResult, OnTokens
+from dora.engine.errors import RequestRefused, ServerGone
+from dora.engine.sglang.answers import Loads
+from dora.errors import ConfigError, DoraError, ProtocolError
+from dora.paced.engine import trajectory_of
+from dora.tasks.pool import Graded, GradingFailed
+from dora.tasks.rewards import GradeRequest
+from dora.transport import messages as wire
+from dora.weights import checkpoints
+from dora.weights.fence import pass_fence
+from dora.weights.store import VersionStore, checksum_of, checksum_of_files
+from tests.crash.policy import ARRAYS, BASE, EOS, POLICY, token, trained
+
+
+def substance(batch: wire.MicroBatch) -> bytes:
+    """What a micro-batch contributes to a step."""
+    return b"".join(np.ascontiguousarray(getattr(batch, name)).tobytes() for name in ARRAYS)
+
+
+def make_model(folder: Path, *, like: Path) -> None:
+    """Write a model folder with the tokenizer of `like` and the policy of version 0."""
+    folder.mkdir()
+    for name in ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(like / name, folder / name)
+    (folder / POLICY).write_text(BASE)
+
+
+@dataclass(frozen=True)
+class Faults:
+    """Failure rates of requests and grades."""
+
+    gone: float = 0.02
+    refused: float = 0.03
+    ungraded: float = 0.03
+    grade_s: float = 0.005  #: duration of a grade, multiplied by up to 6
+
+
+# -- servers ----------------------------------------------------------------------------------------------------------
+
+
+class Engines:
+    """All servers of a run: the calls of SGLang's client."""
+
+    def __init__(self, *, seed: str, faults: Faults, pushed: Callable[[str], None]) -> None:
+        self._seed = seed
+        self._faults = faults
+        self._pushed = pushed
+        self.held: dict[str, tuple[str, str]] = {}  # label and policy by url
+        self.stopped: set[str] = set()  # request ids
+        self.dying: dict[str, asyncio.Event] = {}
+
+    async def generate(self, url: str, request: GenerateRequest, on_tokens: OnTokens) -> GenerateResult:
+        label, policy = self.held.setdefault(url, ("default", ""))
+        trajectory = trajectory_of(request.id)
+        if trajectory is None:  # the probe
+            return GenerateResult("length", ((label, 0, 1),), 1, 0, 1, 0)
+        rng = random.Random(f"{self._seed} {request.id}")
+        ends = rng.random()
+        if ends < self._faults.refused:
+            raise RequestRefused(f"{url}: no", status=503, retryable=True)
+        pace_s = rng.choice((0.002, 0.02, 0.1, 0.7))
+        place, done = len(request.tokens), 0
+        reason = "length"
+        while done < request.max_new_tokens and reason == "length":
+            await asyncio.sleep(pace_s)
+            if request.id in self.stopped:
+                reason = "abort"
+                break
+            if 0 <= ends - self._faults.refused < self._faults.gone and done:
+                self.dying[url].set()
+                raise ServerGone(f"{url}: the connection broke off")
+            chunk: list[int] = []
+            for _ in range(min(rng.randrange(1, 6), request.max_new_tokens - done)):
+                chunk.append(token(policy, trajectory, place + done))
+                done += 1
+                if chunk[-1] == EOS:
+                    reason = "stop"
+                    break
+            on_tokens(chunk, [-chunk_token / 64 for chunk_token in chunk])
+        spans = ((label, 0, done),) if done else ()
+        return GenerateResult(reason, spans, done, 0, len(request.tokens), 0)  # type: ignore[arg-type]
+
+    async def abort(self, url: str, rid: str) -> None:
+        self.stopped.add(rid)
+
+    async def loads(self, url: str) -> Loads:
+        return Loads(num_running=0, num_waiting=0, used_tokens=0, max_total_tokens=4096, max_running=8)
+
+    async def server_info(self, url: str) -> dict[str, Any]:
+        return {"version": "model"}
+
+    async def weight_version(self, url: str) -> str:
+        return self.held.setdefault(url, ("default", ""))[0]
+
+    async def has_route(self, url: str, path: str) -> bool:
+        return False
+
+    async def health(self, url: str, *, timeout_s: float) -> None:
+        return
+
+    async def resume(self, url: str) -> None:
+        return
+
+    async def pause(self, url: str, mode: Pause) -> None:
+        return
+
+    async def flush_cache(self, url: str) -> bool:
+        return True
+
+    async def update_weights_from_disk(self, url: str, folder: str, label: str, *, timeout_s: float) -> None:
+        await asyncio.sleep(0.01)
+        try:
+            self.held[url] = (label, (Path(folder) / POLICY).read_text())
+        except OSError as err:
+            raise RequestRefused(f"{url}: {err}", status=400, retryable=False) from err
+        self._pushed(label)
+
+
+class Server:
+    """A server process that is up as soon as it is started."""
+
+    def __init__(self, url: str, engines: Engines) -> None:
+        self.url = url
+        self._engines = engines
+
+    async def start(self) -> str:
+        self._engines.dying[self.url] = asyncio.Event()
+        return self.url
+
+    async def ended(self) -> str:
+        await self._engines.dying[self.url].wait()
+        return f"{self.url} died"
+
+    async def kill(self) -> None:
+        self._engines.held.pop(self.url, None)
+
+    async def stop(self) -> None:
+        return
+
+
+class Graders:
+    """A reward is a digest of prompt and answer."""
+
+    def __init__(self, *, faults: Faults) -> None:
+        self._faults = faults
+
+    async def grade(self, request: GradeRequest) -> Graded | GradingFailed:
+        drawn = hashlib.blake2b(f"{request.prompt}|{request.response}".encode(), digest_size=4).digest()
+        number = int.from_bytes(drawn, "little")
+        await asyncio.sleep((number % 7) * self._faults.grade_s)
+        if number % 1000 < 1000 * self._faults.ungraded:
+            return GradingFailed("timeout")
+        return Graded(float(number >> 10 & 1))
+
+
+# -- trainer ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class End:
+    """The controller's end of the link to all ranks, without sockets."""
+
+    inboxes: list[asyncio.Queue[Any]]
+    outbox: asyncio.Queue[tuple[int, Any]] = field(default_factory=asyncio.Queue)
+
+    async def wait_ready(self, timeout_s: float) -> None:
+        return
+
+    async def send(self, rank: int, message: Any) -> None:
+        await self.inboxes[rank].put(message)
+
+    async def receive(self) -> tuple[int, Any]:
+        return await self.outbox.get()
+
+
+class TrainerModel:
+    """All ranks of a trainer in one task."""
+
+    def __init__(self, end: End, *, rng: random.Random, arrived: Callable[[wire.MicroBatch], None]) -> None:
+        self._end = end
+        self._rng = rng
+        self._arrived = arrived
+        self._ranks = range(len(end.inboxes))
+        self._policy = BASE
+        self._publishing: asyncio.Task[None] | None = None
+
+    async def run(self) -> None:
+        """Run from Configure to Stop; report failures as a rank does."""
+        try:
+            await self._run()
+        except DoraError as err:
+            self._say(wire.TrainerFailed(rank=0, reason=str(err)))
+
+    async def _run(self) -> None:
+        order = (await self._next())[0]
+        self._order = order
+        self._fence = partial(pass_fence, Path(order.fence), epoch=order.epoch)
+        self._store = VersionStore(
+            memory_root=Path(order.memory_root), durable_root=Path(order.durable_root), fence=self._fence
+        )
+        await self._pause()
+        skipped = self._load()
+        self._index, self._waves = 0, b""
+        await self._publish(self._step)
+        for rank in self._ranks:
+            self._say(wire.Ready(rank=rank, next_step=self._step, skipped=skipped), rank=rank)
+        while True:
+            messages = await self._next()
+            match messages[0]:
+                case wire.MicroBatch():
+                    await self._train(messages)
+                case wire.SaveCheckpoint():
+                    self._save()
+                case wire.Stop():
+                    break
+        if self._publishing is not None:
+            await self._publishing
+
+    async def _next(self) -> list[Any]:
+        return [await inbox.get() for inbox in self._end.inboxes]
+
+    def _say(self, message: Any, *, rank: int = 0) -> None:
+        self._end.outbox.put_nowait((rank, message))
+
+    async def _pause(self) -> None:
+        await asyncio.sleep(self._rng.choice((0.0, 0.01, 0.05, 0.4)))
+
+    async def _train(self, batches: list[wire.MicroBatch]) -> None:
+        first = batches[0]
+        if (first.step, first.index) != (self._step, self._index):
+            raise ProtocolError(f"micro-batch {first.step}/{first.index}, expected {self._step}/{self._index}")
+        if first.parent != self._chain:
+            raise ProtocolError(f"micro-batch {first.step}/{first.index} belongs to another history")
+        self._arrived(first)
+        await self._pause()
+        self._waves += b"".join(substance(batch) for batch in batches)
+        self._index += 1
+        for rank, batch in enumerate(batches):
+            done = wire.MicroBatchTrained(
+                rank=rank, step=batch.step, index=batch.index, num_tokens=len(batch.tokens), busy_s=0.0
+            )
+            self._say(done, rank=rank)
+        if first.last:
+            await self._close(first.chain)
+
+    async def _close(self, chain: str) -> None:
+        await self._pause()
+        self._policy = trained(self._policy, self._waves)
+        self._step, self._chain = self._step + 1, chain
+        self._index, self._waves = 0, b""
+        self._say(wire.StepTrained(rank=0, step=self._step - 1, metrics={}, chain=chain))
+        await self._publish(self._step)
+        settings = self._order.settings
+        if self._step % settings.checkpoint_every == 0 or self._step == settings.steps:
+            self._save()
+
+    # -- versions -----------------------------------------------------------------------------------------------------
+
+    async def _publish(self, version: int) -> None:
+        """Publish in the background, after the previous version."""
+        if self._publishing is not None:
+            await self._publishing
+        self._publishing = asyncio.create_task(self._write(version, self._policy, self._chain))
+
+    async def _write(self, version: int, policy: str, chain: str) -> None:
+        await self._pause()
+        try:
+            replayed = version in {*self._store.live(), *self._store.durable()}
+            staged = self._store.stage(version)
+            (staged / POLICY).write_text(policy)
+            (staged / "config.json").write_text("{}")
+            made = {path.name: checksum_of(path) for path in sorted(staged.iterdir())} if replayed else {}
+            manifest = self._store.seal(version, staged, chain=chain)
+        except DoraError as err:
+            self._say(wire.TrainerFailed(rank=0, reason=str(err)))
+            return
+        differs = checksum_of_files(made) if replayed and made != manifest.files else ""
+        self._say(
+            wire.VersionPublished(
+                version=version,
+                num_bytes=manifest.num_bytes,
+                files=dict(manifest.files),
+                chain=chain,
+                differs=differs,
+            )
+        )
+
+    # -- checkpoints --------------------------------------------------------------------------------------------------
+
+    def _save(self) -> None:
+        parent = Path(self._order.checkpoints)
+        target = checkpoints.folder_of(parent, step=self._step, chain=self._chain)
+        found = checkpoints.read_manifest(target)
+        if found is None or found.state_checksums != self._checksums(self._policy):
+            self._save_in(parent, target)
+        self._say(wire.CheckpointSaved(step=self._step, folder=str(target), chain=self._chain))
+
+    def _save_in(self, parent: Path, target: Path) -> None:
+        written = target.with_name(f".{target.name}")
+        files.remove(written)
+        files.make_folder(written)
+        for rank in self._ranks:
+            path = checkpoints.rank_file(written, rank)
+            path.write_text(self._policy)
+            files.wrote(path)
+            files.sync(path)
+        manifest = checkpoints.CheckpointManifest(
+            self._step, len(self._ranks), self._chain, self._checksums(self._policy), [32] * len(self._ranks)
+        )
+        checkpoints.write_manifest(written, manifest)
+        self._fence()
+        files.remove(target)
+        files.rename(written, target)
+        files.sync_folder(parent)
+
+    def _checksums(self, policy: str) -> list[str]:
+        return [hashlib.sha256(f"{rank} {policy}".encode()).hexdigest() for rank in self._ranks]
+
+    def _load(self) -> tuple[str, ...]:
+        """Load the first checkpoint that is whole."""
+        skipped = []
+        for path in map(Path, self._order.resume_from):
+            manifest = checkpoints.read_manifest(path)
+            if manifest is not None:
+                stored = [
+                    checkpoints.rank_file(path, rank).read_bytes().decode(errors="replace") for rank in self._ranks
+                ]
+                if len(set(stored)) == 1 and self._checksums(stored[0]) == manifest.state_checksums:
+                    self._step, self._chain, self._policy = manifest.step, manifest.chain, stored[0]
+                    return tuple(skipped)
+            skipped.append(f"{path} is damaged")
+            if path.exists():
+                self._fence()
+                checkpoints.set_aside(path, why="damaged")
+        if not self._order.may_start_over:
+            raise ConfigError(f"no checkpoint can be loaded: {'; '.join(skipped)}")
+        self._step, self._chain = 0, self._order.chain
+        self._policy = (Path(self._order.model_path) / POLICY).read_text()
+        return tuple(skipped)

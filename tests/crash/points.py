@@ -1,0 +1,117 @@
+"""Crash points: a recorded run is cut at a point, resumed to its end by the application, and checked."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from dora.app.inputs import model_digest
+from dora.app.settings import lineage_settings
+from dora.controller.lineage import base_chain
+from dora.errors import ConfigError, DoraError
+from dora.journal.audit import audit
+from tests.crash.checker import Broken, Checker, Expected, check_order
+from tests.crash.disk import File, Kind, Tree, crashed
+from tests.crash.life import Life, Plan, World
+from tests.crash.models import Faults
+
+#: Maximum number of resumes that crash in a row.
+DEPTH = 4
+
+PLANS = {
+    plan.name: plan
+    for plan in (
+        Plan("plain"),
+        Plan("keep", ("weights.keep=2", "run.steps=5", "trainer.checkpoint_every=3")),
+        Plan("evaluation", ("eval.every=1",)),
+        Plan("unevaluated", ("eval.sets=[]",)),
+        Plan("slow-grades", faults=Faults(grade_s=1.0)),
+        Plan("extended", more_steps=2),
+        Plan("interrupted", interrupted_at=3.0),
+        Plan("failed", fails_at=4.0),
+        Plan("rollout-only", rollout_only=True),
+        Plan("synchronous", ("rollout.max_staleness=0", "trainer.checkpoint_every=1")),
+    )
+}
+
+
+@dataclass
+class Tally:
+    """The number of attempts, by result."""
+
+    points: int = 0
+    ends: Counter[str] = field(default_factory=Counter)
+
+
+class Prober:
+    """One kind of run with one seed, which can be crashed at any point."""
+
+    def __init__(self, path: Path, plan: Plan, *, seed: int) -> None:
+        self.world = World(path, plan)
+        self.seed = seed
+        self.base = self.world.begin(seed=f"{plan.name} {seed}")
+        if self.base.outcome is None and plan.fails_at is None:
+            raise Broken(f"the run without a crash: {self.base.refusal}")
+        self.expected = Expected(base_chain(model_digest(self.world.inputs.model)), lineage_settings(self.world.config))
+        self._require_order(self.base)
+
+    @property
+    def num_points(self) -> int:
+        return len(self.base.disk.steps) + 1
+
+    def probe(self, point: int, kind: Kind, *, nested: bool, tally: Tally) -> None:
+        """Crash at `point`; with `nested`, crash the resumes too. Raises Broken."""
+        rng = random.Random(f"{self.world.plan.name} {self.seed} {point} {kind} {nested}")
+        tree = crashed(self.base.disk, point=point, kind=kind, rng=rng)
+        for depth in range(1, (DEPTH if nested else 1) + 1):
+            tally.points += 1
+            life = self.world.resume(tree, seed=f"{self.seed} {point} {kind} {depth}")
+            self._require_order(life)
+            end = self._end_of(life, tree, with_audit=point % 3 == 0)
+            tally.ends[end] += 1
+            steps = len(life.disk.steps)
+            if end != "finished" or not nested or not steps:
+                return
+            tree = crashed(life.disk, point=rng.randrange(steps + 1), kind=rng.choice(("kill", "power")), rng=rng)
+
+    def _require_order(self, life: Life) -> None:
+        journal = life.disk.tree.get(self.world.folder.journal.relative_to(self.world.path).parts)
+        check_order(
+            journal.data if isinstance(journal, File) else b"", [(one.what, one.journal_bytes) for one in life.seen]
+        )
+
+    def _end_of(self, life: Life, tree: Tree, *, with_audit: bool) -> str:
+        """The kind of end of a resume; Broken unless it is correct."""
+        if life.refusal is not None and not _may_refuse(life.refusal, tree, self.world):
+            raise Broken(f"refused: {life.refusal}")
+        if life.refusal is not None and "the run has ended" not in str(life.refusal):
+            return "nothing to resume"
+        if life.outcome is not None and not life.outcome.finished:
+            raise Broken(f"ended with {life.outcome}")
+        self.check(with_audit=with_audit)
+        return "finished" if life.refusal is None else "was finished"
+
+    def check(self, *, with_audit: bool = True, damaged: str = "", with_metrics: bool = True) -> None:
+        """Run the checker, and the application's audit, which takes longest."""
+        Checker(self.world.folder.root, self.expected, damaged=damaged).check(with_metrics=with_metrics)
+        if not with_audit:
+            return
+        report = audit(self.world.folder)
+        if not report.ok:
+            raise Broken(f"the audit alone finds: {report.violations[0].rule} {report.violations[0].message}")
+
+
+def _may_refuse(refusal: DoraError, tree: Tree, world: World) -> bool:
+    """Whether a resume may refuse: there was no run yet, or nothing left to do."""
+    if not isinstance(refusal, ConfigError):
+        return False
+    if "the run has ended" in str(refusal):
+        return True
+    path = world.folder.journal.relative_to(world.path).parts
+    journal = tree.get(path)
+    empty = not isinstance(journal, File) or b"Handled" not in journal.data
+    return empty and (
+        "is not a run folder" in str(refusal) or "is empty" in str(refusal) or "no such run" in str(refusal)
+    )

@@ -1,0 +1,58 @@
+"""Crash points, 2,005 over ten kinds of run: each is resumed to its end and passes the checker.
+
+The long profile is `python -m tests.crash --points 100000 --seed N`; it prints a command that replays a failure.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.crash.disk import crashed
+from tests.crash.life import Plan
+from tests.crash.points import PLANS, Prober, Tally
+
+POINTS = {"plain": 350, "evaluation": 250, "keep": 250}
+OTHERS = 165
+
+
+@pytest.mark.timeout(900)  # a loaded machine
+@pytest.mark.parametrize("name", PLANS)
+def test_a_run_that_crashes_anywhere_is_resumed_to_a_correct_end(name: str, place: Path) -> None:
+    tally = Tally()
+    seed = 0
+    while tally.points < POINTS.get(name, OTHERS):
+        path = place / f"world-{seed:08d}"
+        path.mkdir()
+        prober = Prober(path, PLANS[name], seed=seed)
+        rng = random.Random(f"{seed} {name}")
+        for point in range(prober.num_points):
+            kind, nested = rng.choice(("kill", "power")), rng.random() < 0.25
+            try:
+                prober.probe(point, kind, nested=nested, tally=tally)
+            except AssertionError as err:
+                again = f"python -m tests.crash --plan {name} --only {seed}:{point}:{kind}{':nested' if nested else ''}"
+                raise AssertionError(f"{again}: {err}") from err
+            if tally.points >= POINTS.get(name, OTHERS):
+                break
+        seed += 1
+    assert tally.ends["finished"] > tally.points // 2
+
+
+def test_a_version_whose_evaluation_is_skipped_has_a_row_of_metrics(place: Path) -> None:
+    path = place / "world"
+    path.mkdir()
+    plan = Plan("overtaken", ("eval.every=1", "run.steps=8", "eval.sets.0.prompts=12", "eval.max_slot_share=0.01"))
+    prober = Prober(path, plan, seed=1)
+    whole = crashed(prober.base.disk, point=prober.num_points - 1, kind="kill", rng=random.Random(0))
+    whole.lay_out(prober.world.path)
+    rows = [json.loads(row) for row in prober.world.folder.metrics.read_bytes().splitlines()]
+    versions = {
+        kind: {r["version"] for r in rows if r["kind"] == kind} for kind in ("evaluation", "evaluation_skipped")
+    }
+    assert versions["evaluation_skipped"]
+    assert not versions["evaluation"] & versions["evaluation_skipped"]
+    assert versions["evaluation"] | versions["evaluation_skipped"] == set(range(9))

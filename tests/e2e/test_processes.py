@@ -1,0 +1,79 @@
+"""The processes of a run: what they listen on, who may go on with a run, and what is left of one that is killed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+import pytest
+
+from dora.journal.run_folder import RunFolder
+from dora.node.lease import hold
+from tests.e2e.runs import (
+    Run,
+    assert_audit_clean,
+    assert_one_clear_error,
+    run_to_end,
+    settings,
+    small,
+    until_gone,
+)
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(400)]
+
+
+def test_a_run_listens_where_it_must_and_children_that_are_stopped_do_not_outlive_it(tmp_path: Path) -> None:
+    """Every process below the controller is stopped, as by SIGSTOP or a debugger, when the controller is killed."""
+    with Run(*small(tmp_path, trainer__ranks=2, run__steps=4)) as run:
+        folder = run.folder
+        run.until_trained(1)
+        engine, children = run.engine(0), run.children()
+        assert [p for p in children if listens(p)] == [engine]
+        assert listens(psutil.Process(run.process.pid)) == 2  # for the ranks, and the status endpoint
+        for child in children:
+            child.suspend()
+        guards = [child for child in children if "dora.tasks.guard" in child.cmdline()]
+        run.process.kill()
+        run.end()
+        until_gone([child for child in children if child not in guards])
+    with Run("--resume", str(folder.root), "--set", "status.port=0") as run:
+        assert run.end() == 0, run.told()
+        for guard in guards:
+            guard.resume()
+        until_gone(guards)
+    assert_audit_clean(folder)
+    assert not [*folder.root.glob("lease*")]
+
+
+def listens(process: psutil.Process) -> int:
+    """At how many addresses."""
+    return sum(c.status == psutil.CONN_LISTEN for c in process.net_connections("inet"))
+
+
+def test_a_resume_holds_the_run_before_it_reads_anything_of_it(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.config.write_text("no TOML [")
+    folder.journal.write_bytes(b"no journal")
+    with hold(folder.lock):
+        done = run_to_end("run", "--resume", str(tmp_path))
+        assert_one_clear_error(done, code=2, says="lock is held by another process: is a run still alive")
+    done = run_to_end("run", "--resume", str(tmp_path))
+    assert_one_clear_error(done, code=2, says=r"config\.toml")
+
+
+@pytest.mark.parametrize("which", ["memory", "run"])
+def test_a_folder_that_is_deleted_under_a_run_ends_it_in_one_line_that_names_it(tmp_path: Path, which: str) -> None:
+    memory = tmp_path / "memory"
+    memory.mkdir()
+    arguments = [*small(tmp_path / "runs", run__steps=200), *settings(weights__memory_folder=memory)]
+    with Run(*arguments) as run:
+        run.until_trained(1)
+        victim = run.folder.root if which == "run" else next(memory.iterdir())
+        victim.rename(tmp_path / "gone")  # in one step: what is deleted file by file may be half there for a while
+        assert run.end() == 1, run.told()
+    (said,) = [line for line in run.err if line.startswith("dora: ")]
+    assert f"{victim}" in said
+    # Whatever is needed first: a name in the folder, or a version that has no other copy.
+    assert "No such file or directory" in said or "is complete neither in" in said
+    assert "Traceback" not in run.told()
+    assert not victim.exists()

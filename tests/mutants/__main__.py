@@ -1,0 +1,64 @@
+"""`python -m tests.mutants [--only NAME]`: apply every mutation to a copy, and see that the tests named notice it.
+
+The tests are run on the unchanged copy first: one that fails there says nothing. Exit code 1 if a mutation survives.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from tests.mutants.copied import ROOT, Copy
+from tests.mutants.mutants import MUTANTS, Mutant
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.mutants")
+    parser.add_argument("--only", metavar="NAME", action="append", choices=[m.name for m in MUTANTS])
+    parser.add_argument("--results", type=Path, metavar="FILE", help="write the table there too")
+    chosen = parser.parse_args()
+    mutants = [mutant for mutant in MUTANTS if not chosen.only or mutant.name in chosen.only]
+    with tempfile.TemporaryDirectory(prefix="dora-mutants-") as folder:
+        copy, commit = Copy(Path(folder)), _commit()
+        killers = list(dict.fromkeys(node for mutant in mutants for node in mutant.killers))
+        clean = copy.test(killers)
+        if clean.code:
+            _tell(f"{clean.tail}\nthe tests fail on the repository as it is")
+            return 1
+        _tell(f"{len(killers)} tests pass on the repository as it is ({clean.seconds:.0f} s)")
+        lines, survived = [], 0
+        for mutant in mutants:
+            outcome = copy.run(mutant)
+            lines.append(_line(mutant, str(outcome), outcome.seconds))
+            _tell(lines[-1])
+            if not outcome.killed:
+                survived += 1
+                _tell(outcome.tail)
+    last = f"{len(mutants)} mutations, {survived} not killed"
+    _tell(last)
+    if chosen.results is not None:
+        chosen.results.write_text("\n".join([f"commit {commit}", *lines, last, ""]))
+    return int(survived > 0)
+
+
+def _line(mutant: Mutant, outcome: str, seconds: float) -> str:
+    return f"{outcome:9} {seconds:5.1f} s  {mutant.name:42} {' '.join(mutant.killers)}"
+
+
+def _commit() -> str:
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+    return git("rev-parse", "HEAD") + (" with changes" if git("status", "--porcelain", "-uno") else "")
+
+
+def _tell(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,101 @@
+"""A copy of the repository in which one mutation at a time is applied, and the tests that must notice it are run.
+
+Invariant: between two mutations the copy has the text of the repository, and no compiled file outlives its source.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.mutants.mutants import Mutant
+
+ROOT = Path(__file__).parents[2]
+TIMEOUT_S = 300
+#: Of pytest: some tests failed. Anything else but 0 says that they did not run as they should.
+FAILED = 1
+
+
+class NotApplied(ValueError):
+    """The text that a mutation replaces is not in its file exactly once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What the tests said of a mutation."""
+
+    code: int  # pytest's
+    seconds: float
+    tail: str  # of what pytest printed
+
+    @property
+    def killed(self) -> bool:
+        return self.code == FAILED
+
+    def __str__(self) -> str:
+        return {FAILED: "killed", 0: "SURVIVED"}.get(self.code, f"ERROR {self.code}")
+
+
+def mutated(text: str, mutant: Mutant) -> str:
+    """NotApplied unless the mutation changes exactly one place."""
+    found = text.count(mutant.old)
+    if found != 1 or mutant.old == mutant.new:
+        raise NotApplied(f"{mutant.name}: its text is in {mutant.file} {found} times, not once")
+    return text.replace(mutant.old, mutant.new)
+
+
+class Copy:
+    """The files that git tracks, as they are in the working tree."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._written = int(time.time())
+        listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout
+        for name in filter(None, listed.decode().split("\0")):
+            if (ROOT / name).is_file():
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(ROOT / name, folder / name)
+
+    def run(self, mutant: Mutant) -> Outcome:
+        """Apply it, run its tests, and take it back."""
+        with self._applied(mutant):
+            return self.test(mutant.killers)
+
+    def test(self, nodes: Sequence[str]) -> Outcome:
+        """Run these tests on the copy as it stands."""
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(("DORA_", "PYTEST_"))}
+        options = ["-x", "-q", "-p", "no:cacheprovider", "--timeout=100"]
+        began = time.monotonic()
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest", *options, *nodes],
+            cwd=self._folder,
+            env={**environment, "PYTHONPATH": str(self._folder)},
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_S,
+            check=False,
+        )
+        return Outcome(done.returncode, time.monotonic() - began, "\n".join(done.stdout.splitlines()[-15:]))
+
+    @contextmanager
+    def _applied(self, mutant: Mutant) -> Iterator[None]:
+        path = self._folder / mutant.file
+        original = path.read_text()
+        self._write(path, mutated(original, mutant))
+        try:
+            yield
+        finally:
+            self._write(path, original)
+
+    def _write(self, path: Path, text: str) -> None:
+        """With a time of its own: compiled files are told from stale ones by whole seconds and the size."""
+        path.write_text(text)
+        self._written += 2
+        os.utime(path, (self._written, self._written))

@@ -1,0 +1,26 @@
+"""A controller in a separate process, so that its memory and log can be measured; it echoes the messages of rank 0."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from dora.log import configure_logging
+from dora.transport.controller_end import ControllerEnd
+from dora.transport.messages import MicroBatchTrained, Stop
+from tests.transport.peers import TOKEN, WAIT_S
+
+
+async def main() -> None:
+    configure_logging(None, level="info", run="run", role="controller")
+    end = ControllerEnd(address="tcp://127.0.0.1:0", token=TOKEN, world_size=1, now=time.monotonic)
+    print(await end.start(), flush=True)  # noqa: T201
+    await end.wait_ready(WAIT_S)
+    while True:
+        rank, message = await end.receive()
+        assert isinstance(message, MicroBatchTrained)
+        await end.send(rank, Stop(reason=str(message.index)))
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
