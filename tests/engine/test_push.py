@@ -16,8 +16,8 @@ from dora.engine.sglang.push import Disk, push
 from dora.engine.sglang.target import PushTarget
 from dora.errors import RemoteError
 
-CALLS = ["is_empty", "pause in_place", "flush_cache 1", "update_weights", "flush_cache 2", "weight_version", "resume"]
-STAGES = ["drain", "pause", "flush", "update", "flush after update", "read back", "continue"]
+CALLS = ["is_empty", "flush_cache 1", "pause in_place", "update_weights", "flush_cache 2", "weight_version", "resume"]
+STAGES = ["drain", "drain", "pause", "update", "flush after update", "read back", "continue"]
 AFTER_UPDATE = {"update", "flush after update", "read back", "continue"}
 
 
@@ -96,10 +96,10 @@ async def test_a_server_that_stays_paused_after_a_failure_is_doubtful() -> None:
         async def resume(self) -> None:
             raise RemoteError("no answer to /continue_generation")
 
-    server = StaysPaused(fails="flush_cache 1")
+    server = StaysPaused(fails="pause in_place", how="after")
     with pytest.raises(PushFailed, match="connection lost; then it did not continue: no answer") as failed:
         await push_to(server)
-    assert (failed.value.stage, failed.value.doubtful, server.is_paused) == ("flush", True, True)
+    assert (failed.value.stage, failed.value.doubtful, server.is_paused) == ("pause", True, True)
 
 
 async def test_a_cancelled_push_does_not_leave_the_server_paused() -> None:
@@ -165,6 +165,25 @@ async def test_a_push_waits_for_the_last_request_to_leave() -> None:
     server = Draining(num_resident=3)
     await push_to(server)
     assert server.calls == ["is_empty"] * 2 + CALLS
+
+
+async def test_a_push_waits_while_the_server_counts_no_request_and_still_holds_one() -> None:
+    """SGLang counts at every 15th step of decoding only."""
+
+    class CountsLate(Server):
+        async def is_empty(self) -> bool:
+            await super().is_empty()
+            return True
+
+        async def flush_cache(self) -> bool:
+            granted = await super().flush_cache()
+            self.num_resident = max(0, self.num_resident - 1)
+            return granted
+
+    server = CountsLate(num_resident=1)
+    await push_to(server)
+    assert server.calls[:4] == ["is_empty", "flush_cache 1", "is_empty", "flush_cache 2"]
+    assert (server.weights, server.is_paused) == ("run/2", False)
 
 
 @pytest.mark.parametrize(
