@@ -22,8 +22,8 @@ from result import Report, number, parser
 from dora.core.decode_time import DecodeTime
 from dora.core.events import Event
 from dora.core.state import State
-from dora.sim.server import Server
-from dora.sim.workload import Fleet, Job, Lengths, Train, Workload
+from dora.sim.server import SimulatedServer
+from dora.sim.workload import FleetModel, JobModel, LengthModel, TrainerModel, Workload
 from dora.sim.world import World
 
 GROUP_SIZE = 16
@@ -47,16 +47,16 @@ def workload(case: Case) -> Workload:
     num_instances = case.num_instances
     trainers = max(DEVICES_PER_RANK, num_instances // 4)
     return Workload(
-        job=Job(steps=case.steps, groups_per_step=case.groups_per_instance * num_instances, group_size=GROUP_SIZE),
-        lengths=Lengths(regime="A"),
-        fleet=Fleet(
+        job=JobModel(steps=case.steps, groups_per_step=case.groups_per_instance * num_instances, group_size=GROUP_SIZE),
+        lengths=LengthModel(regime="A"),
+        fleet=FleetModel(
             devices=num_instances + trainers,
             rollout_devices=num_instances,
-            server=Server(slots=64, kv_tokens=373_000, decode=DecodeTime(0.0072, 2.8e-5, 4.4e-8)),
+            server=SimulatedServer(slots=64, kv_tokens=373_000, decode=DecodeTime(0.0072, 2.8e-5, 4.4e-8)),
             weight_bytes=16.4e9,
             parallel_pushes=max(2, num_instances // 16),
         ),
-        train=Train(
+        train=TrainerModel(
             tokens_s_per_device=2_000 * num_instances / trainers,
             devices_per_rank=DEVICES_PER_RANK,
             micro_batch_tokens=65_536,

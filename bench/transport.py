@@ -33,7 +33,7 @@ from dora.transport.codec import Buffer, encode
 from dora.transport.controller_end import ControllerEnd
 from dora.transport.curve import guard_controller, guard_trainer
 from dora.transport.link import MAX_UNACKED
-from dora.transport.messages import MicroBatch, MicroBatchTrained, Stop, TrainerData
+from dora.transport.messages import MicroBatch, MicroBatchDone, Stop, TrainerData
 from dora.transport.trainer_end import TrainerEnd
 
 WORLDS = (1, 2, 8)
@@ -93,7 +93,7 @@ def rank_of_ours(address: str, rank: int, world_size: int) -> None:
     while not isinstance(message := end.receive(LIMIT_S), Stop):
         assert isinstance(message, MicroBatch)
         if message.last:
-            end.send(MicroBatchTrained(rank=rank, step=0, index=0, num_tokens=len(message.tokens), busy_s=0.0))
+            end.send(MicroBatchDone(rank=rank, step=0, index=0, num_tokens=len(message.tokens), busy_s=0.0))
     end.close()
 
 

@@ -39,7 +39,7 @@ from safetensors.torch import load_file
 
 from dora.engine.sglang.client import EngineClient
 from dora.engine.sglang.distributed import BUCKET_BYTES, Distributed
-from dora.engine.sglang.push import Disk, Transport, push
+from dora.engine.sglang.push import Disk, Transfer, push
 from dora.engine.sglang.sender import plan_buckets
 from dora.engine.sglang.senders import Senders
 from dora.engine.sglang.target import PushTarget
@@ -188,27 +188,27 @@ class Watched(PushTarget):
 
 @dataclass
 class Timed:
-    """A transport that notes how long its part takes."""
+    """A transfer that notes how long its part takes."""
 
-    transport: Transport
+    transfer: Transfer
     updates_s: list[float] = field(default_factory=list)
 
     async def update(self, server: PushTarget, folder: Path, label: str, *, timeout_s: float) -> None:
         begun = time.perf_counter()
-        await self.transport.update(server, folder, label, timeout_s=timeout_s)
+        await self.transfer.update(server, folder, label, timeout_s=timeout_s)
         self.updates_s.append(time.perf_counter() - begun)
 
     async def verify(self, server: PushTarget, folder: Path, *, timeout_s: float) -> None:
-        await self.transport.verify(server, folder, timeout_s=timeout_s)
+        await self.transfer.verify(server, folder, timeout_s=timeout_s)
 
 
-async def push_to_all(client: EngineClient, urls: Sequence[str], folder: Path, transport: Transport) -> list[float]:
+async def push_to_all(client: EngineClient, urls: Sequence[str], folder: Path, transfer: Transfer) -> list[float]:
     """Until the last push has ended; returns the seconds of the slowest update, and of all buckets if there are any."""
-    timed = Timed(transport)
+    timed = Timed(transfer)
     watched = [Watched(client, url) for url in urls]
     async with asyncio.TaskGroup() as pushes:
         for server in watched:
-            pushes.create_task(push(server, folder=folder, label="bench", timeout_s=PUSH_S, transport=timed))
+            pushes.create_task(push(server, folder=folder, label="bench", timeout_s=PUSH_S, transfer=timed))
     times = [moment for server in watched for moment in server.times]
     return [max(timed.updates_s), *([max(times) - min(times)] if times else [])]
 

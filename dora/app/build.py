@@ -21,16 +21,16 @@ from dora.controller.effects import (
     Dismiss,
     Effects,
     Fetch,
-    Generate,
-    Grade,
+    GradeAnswer,
     Graders,
     Push,
     RequestIds,
     Sampling,
-    Stop,
-    Train,
+    SendWave,
+    StopAttempt,
+    StreamAttempt,
 )
-from dora.controller.fleet import ExternalServer, Fleet, Limits, Server
+from dora.controller.fleet import ExternalServer, Fleet, FleetLimits, Server
 from dora.controller.loop import Controller
 from dora.controller.observer import RunObserver
 from dora.controller.orders import Orders
@@ -60,7 +60,7 @@ def make_fleet(opened: Opened, node: Node, *, engine: InferenceEngine, lease: Pa
     return Fleet(
         servers,
         engine=engine,
-        limits=Limits(
+        limits=FleetLimits(
             instances=config.num_instances + MAX_JOINED,
             slots=config.engine.slots,
             kv_tokens=config.engine.kv_tokens,
@@ -79,7 +79,7 @@ async def enter_pushing(
     stack: AsyncExitStack, config: Config, engine: InferenceEngine, *, logs: Path, lease: Path
 ) -> InferenceEngine:
     """The engine whose servers read versions from folders, or are sent them by processes of this run."""
-    if config.weights.transport == "disk":
+    if config.weights.transfer == "disk":
         return engine
     plan = plan_sender(config, lease=lease, environ=os.environ)
     log, dtype, on_gpu = logs / f"{plan.name}.log", config.trainer.publish_dtype, config.trainer.device == "cuda"
@@ -135,8 +135,8 @@ def make_controller(
     work = Work()
     orders = Orders(
         effects=_effects(opened, engine, fleet, published, ids, graders=graders),
-        stop=Stop(engine, fleet, ids),
-        train=Train(job.state.feed, opened.trajectories, opened.lineage, trainer, job.settings.group_size),
+        stop=StopAttempt(engine, fleet, ids),
+        train=SendWave(job.state.feed, opened.trajectories, opened.lineage, trainer, job.settings.group_size),
         copies=Copies(
             opened.store,
             published=published,
@@ -200,8 +200,8 @@ def _effects(
     )
     live, timeout_s = opened.job.settings.rules.in_flight, config.engine.push_timeout_s
     return {
-        cmd.Generate: Generate(engine, fleet, trajectories, published, sampling, ids, now),
-        cmd.GradeTrajectory: Grade(trajectories, inputs.tokenizer, graders, now),
+        cmd.Generate: StreamAttempt(engine, fleet, trajectories, published, sampling, ids, now),
+        cmd.GradeTrajectory: GradeAnswer(trajectories, inputs.tokenizer, graders, now),
         cmd.PushWeights: Push(engine, fleet, opened.store, published, live, timeout_s, now),
         cmd.DismissInstance: Dismiss(fleet, now),
         cmd.FetchPrompts: Fetch(inputs.stream, trajectories, now),

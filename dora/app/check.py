@@ -232,7 +232,7 @@ def _say_plan(config: Config, inputs: Inputs, *, num_samples: int, say: Say) -> 
         say(what, text)
     say("weights", f"at most {version_mb:.1f} MB per version; in {config.weights.memory_folder} if it has room for "
                     f"{versions}, else in the run folder")  # fmt: skip
-    if engine.urls and config.weights.transport == "disk":
+    if engine.urls and config.weights.transfer == "disk":
         readers = f"the group {config.run.group}" if config.run.group else "this user alone: set run.group"
         say("access", f"servers of other users read versions as members of run.group; now {readers}")
     say("evaluation", f"{len(config.eval.sets)} sets, {num_samples} answers per evaluation")

@@ -28,7 +28,7 @@ from dora.app.prepare import Job, new_folder, prepare
 from dora.config.schema import Config, RewardConfig
 from dora.controller.effects import Graders
 from dora.controller.loop import Controller, Outcome
-from dora.controller.membership import Membership
+from dora.controller.membership import MembershipRequests
 from dora.controller.observer import RunObserver
 from dora.controller.rollouts import RolloutWriter
 from dora.controller.trainer_link import TrainerLink
@@ -191,7 +191,7 @@ class _Run:
             trainer=trainer,
             observer=observer,
         )
-        requests = Membership(fleet, state=job.state, engine=engine, inbox=opened.inbox, now=self._now)
+        requests = MembershipRequests(fleet, state=job.state, engine=engine, inbox=opened.inbox, now=self._now)
         status_url = await self._serve_status(observer, requests)
         outcome = await self._watch(controller, opened.first, node, observer, status_url)
         check_invariants(job.state)
@@ -199,7 +199,7 @@ class _Run:
             await _end_trainer(trainer, node, outcome.reason)
         return self._end(outcome, observer, opened)
 
-    async def _serve_status(self, observer: RunObserver, requests: Membership) -> str:
+    async def _serve_status(self, observer: RunObserver, requests: MembershipRequests) -> str:
         status = self._job.config.status
         server = await self._stack.enter_async_context(
             StatusServer(

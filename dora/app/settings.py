@@ -14,8 +14,8 @@ from dora.core.orchestration import orchestration_of
 from dora.core.strategies import Settings, rules_of
 from dora.journal.run_folder import RunFolder
 from dora.sim.answers import cap_of
-from dora.sim.server import Server
-from dora.sim.workload import Fleet, Job, Lengths, Train, Workload
+from dora.sim.server import SimulatedServer
+from dora.sim.workload import FleetModel, JobModel, LengthModel, TrainerModel, Workload
 from dora.transport.messages import Configure, TrainerSettings
 
 #: Versions that the store must have room for beside K + 1 live ones: one under evaluation, one being published, one
@@ -119,25 +119,25 @@ def workload_of(config: Config) -> Workload:
     rollout, engine, trainer = config.rollout, config.engine, config.trainer
     rollout_devices = config.num_instances * engine.tensor_parallel
     return Workload(
-        job=Job(**_common(rollout, Job), steps=config.run.steps),
-        lengths=Lengths(
+        job=JobModel(**_common(rollout, JobModel), steps=config.run.steps),
+        lengths=LengthModel(
             regime=CONFIG_REGIME,
             cap=min(rollout.max_new_tokens, cap_of(CONFIG_REGIME)),
             scale=min(1.0, rollout.max_new_tokens / REGIME_P99),
             prompt_tokens=config.task.max_prompt_tokens,
         ),
-        fleet=Fleet(
+        fleet=FleetModel(
             devices=rollout_devices + trainer.ranks,
             rollout_devices=rollout_devices,
             devices_per_instance=engine.tensor_parallel,
-            server=Server(slots=engine.slots, kv_tokens=engine.kv_tokens),
+            server=SimulatedServer(slots=engine.slots, kv_tokens=engine.kv_tokens),
             parallel_pushes=engine.max_parallel_pushes,
         ),
-        train=Train(micro_batch_tokens=trainer.micro_batch_tokens),
+        train=TrainerModel(micro_batch_tokens=trainer.micro_batch_tokens),
     )
 
 
-def rollout_section(job: Job) -> dict[str, Any]:
+def rollout_section(job: JobModel) -> dict[str, Any]:
     """The way back: a workload's job as settings of `rollout`."""
     return {name: getattr(job, name) for name in job.__struct_fields__ if name in RolloutConfig.model_fields}
 

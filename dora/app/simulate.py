@@ -10,7 +10,7 @@ from dora.app.settings import CONFIG_REGIME, workload_of
 from dora.config.load import load as load_config
 from dora.config.load import read_toml
 from dora.sim.measure import window
-from dora.sim.recorded import Record, read_run
+from dora.sim.recorded import RecordedRun, read_run
 from dora.sim.split import Search, search
 from dora.sim.sweep import Case
 from dora.sim.workload import Workload, checked
@@ -50,7 +50,7 @@ def _measured(workload: Workload) -> str:
     )
 
 
-def _own_step_s(record: Record, workload: Workload) -> float:
+def _own_step_s(record: RecordedRun, workload: Workload) -> float:
     """Over the same window as a simulation's, so that the two can be compared."""
     first, last = window(len(record.trained), max_staleness=workload.rules.max_staleness)
     return (record.trained[last] - record.trained[first]) / (last - first)

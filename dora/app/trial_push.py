@@ -84,12 +84,12 @@ class _Trial:
         await self.engine.push(url, folder=self.folder, label=label, timeout_s=timeout_s, live=live)
 
     def _remedy(self, err: PushFailed) -> str:
-        if err.stage != "update" or self.config.weights.transport != "disk":
+        if err.stage != "update" or self.config.weights.transfer != "disk":
             return ""
         seen = map_path(self.folder, self.config.engine.path_map)
         return (
             f"; it has to read {seen}: mount the folder there, say with engine.path_map where it lies, name one that "
-            "both see (weights.memory_folder, run.folder), or set weights.transport to distributed"
+            "both see (weights.memory_folder, run.folder), or set weights.transfer to distributed"
         )
 
     async def _left_behind(self, held: Held) -> str:

@@ -355,7 +355,7 @@ class WeightsConfig(Section):
 
     memory_folder: Path = Path("/dev/shm")
     """Memory-backed folder for live versions. The run folder is used instead if it lacks room for K + 4 versions."""
-    transport: Literal["disk", "distributed"] = "disk"
+    transfer: Literal["disk", "distributed"] = "disk"
     """How servers receive versions. `disk`: a server reads them from the store's folder, which it must be able to see.
     `distributed`: a process beside the trainer broadcasts them (by gloo, or by NCCL if trainer and server are on GPUs),
     and log-probs or checksums are compared after each push. Data-parallel servers read the folder in both cases."""

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from dora.controller.trajectories import Record
+from dora.controller.trajectories import TrajectoryRecord
 from dora.core.commands import TrainMicroBatch
 from dora.core.ids import GroupId, TrajectoryId, group_of
 from dora.core.tables import Group
@@ -21,7 +21,7 @@ from dora.transport.messages import MicroBatch, empty_micro_batch
 def build_wave(
     order: TrainMicroBatch,
     *,
-    records: Mapping[TrajectoryId, Record],
+    records: Mapping[TrajectoryId, TrajectoryRecord],
     groups: Mapping[GroupId, Group],
     group_size: int,
 ) -> list[MicroBatch]:
@@ -38,7 +38,7 @@ def _build(
     order: TrainMicroBatch,
     trajectories: Sequence[TrajectoryId],
     *,
-    records: Mapping[TrajectoryId, Record],
+    records: Mapping[TrajectoryId, TrajectoryRecord],
     groups: Mapping[GroupId, Group],
     group_size: int,
 ) -> MicroBatch:

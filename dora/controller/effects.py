@@ -20,7 +20,7 @@ from dora.controller.evaluations import Evaluations
 from dora.controller.fleet import Fleet
 from dora.controller.lineage import Lineage
 from dora.controller.published import Published
-from dora.controller.trajectories import Record, Trajectories
+from dora.controller.trajectories import Trajectories, TrajectoryRecord
 from dora.core import commands as cmd
 from dora.core import events as ev
 from dora.core.ids import FOREIGN_VERSION, GroupId, InstanceId, TrajectoryId
@@ -70,7 +70,7 @@ class Sampling:
     eos_ids: Sequence[int]
     evaluations: Evaluations  # whose sets have temperatures of their own
 
-    def request(self, trajectory: TrajectoryId, record: Record, *, id: str, label: str) -> GenerateRequest:
+    def request(self, trajectory: TrajectoryId, record: TrajectoryRecord, *, id: str, label: str) -> GenerateRequest:
         """What a server is asked for, to go on from the tokens that there are."""
         start = len(record.tokens)
         is_training = trajectory >= 0
@@ -92,14 +92,14 @@ class Sampling:
         digest = hashlib.blake2b(f"{self.seed} {trajectory} {num_tokens}".encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little") >> 1
 
-    def is_over(self, record: Record) -> bool:
+    def is_over(self, record: TrajectoryRecord) -> bool:
         """The answer ended with a stop token, or its budget is used up."""
         tokens = record.tokens
         return bool(tokens) and (tokens[-1] in self.eos_ids or len(tokens) >= self.max_new_tokens)
 
 
 @dataclass(frozen=True)
-class Generate:
+class StreamAttempt:
     """Stream one attempt into the records; GenerationFinished, -Stopped or -Failed."""
 
     engine: InferenceEngine
@@ -142,19 +142,19 @@ class Generate:
         return label is not None and self.published.version_of(label) != FOREIGN_VERSION
 
     def _failed(
-        self, order: cmd.Generate, record: Record, *, server_gone: bool, reason: str, final: bool = False
+        self, order: cmd.Generate, record: TrajectoryRecord, *, server_gone: bool, reason: str, final: bool = False
     ) -> ev.Event:
         return ev.GenerationFailed(
             self.now(), order.trajectory, order.attempt, len(record.tokens), server_gone, reason, final
         )
 
-    def _ended(self, order: cmd.Generate, record: Record, result: GenerateResult, *, start: int) -> ev.Event:
+    def _ended(self, order: cmd.Generate, record: TrajectoryRecord, result: GenerateResult, *, start: int) -> ev.Event:
         spans = tuple((self.published.version_of(label), start + a, start + b) for label, a, b in result.spans)
         if result.was_stopped and not self.sampling.is_over(record):
             return ev.GenerationStopped(self.now(), order.trajectory, order.attempt, len(record.tokens), spans)
         return self._finished(order, record, spans=spans)
 
-    def _finished(self, order: cmd.Generate, record: Record, *, spans: tuple[ev.Span, ...]) -> ev.Event:
+    def _finished(self, order: cmd.Generate, record: TrajectoryRecord, *, spans: tuple[ev.Span, ...]) -> ev.Event:
         record.length_capped = record.tokens[-1] not in self.sampling.eos_ids
         return ev.GenerationFinished(
             self.now(), order.trajectory, order.attempt, len(record.tokens), record.length_capped, spans
@@ -162,7 +162,7 @@ class Generate:
 
 
 @dataclass(frozen=True)
-class Stop:
+class StopAttempt:
     """Ask a server to end a request. The answer comes from the request itself: this one says nothing to the core."""
 
     engine: InferenceEngine
@@ -193,7 +193,7 @@ class Graders:
 
 
 @dataclass(frozen=True)
-class Grade:
+class GradeAnswer:
     """Score an answer in a limited process; a failure is a reason, never a reward."""
 
     trajectories: Trajectories
@@ -292,7 +292,7 @@ class WaveSink(Protocol):
 
 
 @dataclass(frozen=True)
-class Train:
+class SendWave:
     """Lay out a wave and hand it to the trainer, whose messages are the facts about it."""
 
     feed: Feed

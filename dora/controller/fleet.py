@@ -64,7 +64,7 @@ class Server(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class FleetLimits:
     """What the run lets its instances be and do."""
 
     instances: int  # at the same time: the client has streams for so many
@@ -99,7 +99,7 @@ class Fleet:
         servers: list[Server],
         *,
         engine: InferenceEngine,
-        limits: Limits,
+        limits: FleetLimits,
         inbox: Inbox,
         in_flight: InFlight,
         rows: Mapping[InstanceId, Instance],

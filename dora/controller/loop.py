@@ -37,7 +37,7 @@ from dora.journal.commits import Commits
 log = structlog.get_logger(__name__)
 
 
-class Journal(Protocol):
+class JournalSink(Protocol):
     """Where events and the decisions they led to are written."""
 
     def handled(self, event: ev.Event, commands: Sequence[cmd.Command]) -> int:
@@ -57,7 +57,7 @@ class Part(Protocol):
         """Named loops to run beside the controller's."""
 
 
-class Trainer(Part, Protocol):
+class TrainerSide(Part, Protocol):
     """The trainer's side (TrainerLink, or a writer of rollouts)."""
 
     async def checkpoint(self, *, timeout_s: float) -> bool: ...
@@ -82,9 +82,9 @@ class Controller:
         inbox: Inbox,
         in_flight: InFlight,
         orders: Orders,
-        journal: Journal,
+        journal: JournalSink,
         commits: Commits,
-        trainer: Trainer,
+        trainer: TrainerSide,
         beside: Sequence[Part],
         observer: Observer,
         now: Callable[[], float],

@@ -18,7 +18,7 @@ from dora.engine.api import InferenceEngine
 from dora.errors import ConfigError
 
 
-class Membership:
+class MembershipRequests:
     """The requests of one run."""
 
     def __init__(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 from dora.controller.copies import Copies
-from dora.controller.effects import Effects, Stop, Train
+from dora.controller.effects import Effects, SendWave, StopAttempt
 from dora.controller.evaluations import Evaluations
 from dora.controller.fleet import Fleet
 from dora.controller.in_flight import InFlight
@@ -33,8 +33,8 @@ class Orders:
     """What the core orders, carried out."""
 
     effects: Effects
-    stop: Stop
-    train: Train
+    stop: StopAttempt
+    train: SendWave
     copies: Copies
     fleet: Fleet
     trajectories: Trajectories

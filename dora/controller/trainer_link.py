@@ -3,7 +3,7 @@
 Invariant: a fact about a wave or a step is emitted once, after all ranks have said it, and in the order wave, step,
 version; so a fast rank 0 never runs ahead of the others in the journal.
 
-Start loop. Produces: Configure. Waits for: HELLO, then Ready of all ranks. Ends when it has both.
+Start loop. Produces: Configure. Waits for: HELLO, then `RankReady` of all ranks. Ends when it has both.
 Sender loop. Consumes: waves from `train` (at most MAX_WAVES_AHEAD of them, the core's rule). Waits for: room in each
 rank's window. Receiver loop. Consumes: messages of all ranks. Produces: events. Unblocked by any message; ended by
 cancellation.
@@ -107,14 +107,14 @@ class TrainerLink:
         while True:
             rank, message = await self.end.receive()
             match message:
-                case wire.Ready():
+                case wire.RankReady():
                     await self._on_ready(rank, message)
-                case wire.MicroBatchTrained():
+                case wire.MicroBatchDone():
                     self._waves_done[rank] += 1
                     if rank == 0:
                         self._script.append(message)
                     await self._emit_script()
-                case wire.StepTrained() | wire.VersionPublished() | wire.CheckpointSaved():
+                case wire.StepDone() | wire.VersionWritten() | wire.CheckpointWritten():
                     self._script.append(message)
                     await self._emit_script()
                 case wire.TrainerFailed():
@@ -149,7 +149,7 @@ class TrainerLink:
         await asyncio.sleep(LAST_WORDS_S)  # what a rank said before it ended is the better reason
         raise RunFailed(reason)
 
-    async def _on_ready(self, rank: int, message: wire.Ready) -> None:
+    async def _on_ready(self, rank: int, message: wire.RankReady) -> None:
         self._ready[rank] = message.next_step
         self._skipped |= dict.fromkeys(message.skipped)
         if len(self._ready) < self.num_ranks:
@@ -168,7 +168,7 @@ class TrainerLink:
         """Follow rank 0's order; a wave waits until every rank has done as many."""
         while self._script:
             message = self._script[0]
-            if isinstance(message, wire.MicroBatchTrained):
+            if isinstance(message, wire.MicroBatchDone):
                 if min(self._waves_done) <= self._waves_emitted:
                     return
                 self._waves_emitted += 1
@@ -177,17 +177,17 @@ class TrainerLink:
 
     async def _emit_one(self, message: wire.ToController) -> None:
         match message:
-            case wire.MicroBatchTrained():
+            case wire.MicroBatchDone():
                 await self.emit(ev.MicroBatchTrained(self.now(), message.step, message.index))
-            case wire.StepTrained():
+            case wire.StepDone():
                 self._require_chain(message.chain, step=message.step, what=f"step {message.step}")
                 self.on_step(StepReport(message.step, dict(message.metrics)))
                 await self.emit(ev.StepTrained(self.now(), message.step, message.chain))
-            case wire.CheckpointSaved():
+            case wire.CheckpointWritten():
                 self._require_chain(message.chain, step=message.step - 1, what=f"checkpoint {message.folder}")
                 await self.emit(ev.CheckpointSaved(self.now(), message.step, message.folder, message.chain))
                 self._checkpoint.set()
-            case wire.VersionPublished():
+            case wire.VersionWritten():
                 self._require_chain(message.chain, step=message.version - 1, what=f"version {message.version}")
                 await self.emit(
                     ev.VersionPublished(

@@ -24,7 +24,7 @@ class TokenLog(Protocol):
     ) -> None: ...
 
 
-class Record:
+class TrajectoryRecord:
     """One trajectory as the shell keeps it."""
 
     __slots__ = ("attempt", "length_capped", "logprobs", "prompt", "reward", "tokens")
@@ -44,7 +44,7 @@ class Trajectories:
     def __init__(self, log: TokenLog, *, group_size: int) -> None:
         self._log = log
         self._group_size = group_size
-        self.records: dict[TrajectoryId, Record] = {}
+        self.records: dict[TrajectoryId, TrajectoryRecord] = {}
         self.prompts: dict[GroupId, Prompt] = {}  #: fetched, and of groups that are not forgotten
         self.num_tokens = 0  #: sampled since the start, for the throughput
         self.refused_tokens = 0  #: of attempts that were given up
@@ -54,13 +54,13 @@ class Trajectories:
         prompt = self.prompts[group]
         self._log.prompt(group, prompt.tokens, digest=prompt.digest, group_size=self._group_size)
         for sibling in range(self._group_size):
-            self.records[TrajectoryId(group * self._group_size + sibling)] = Record(prompt)
+            self.records[TrajectoryId(group * self._group_size + sibling)] = TrajectoryRecord(prompt)
 
     def open(self, trajectory: TrajectoryId, prompt: Prompt) -> None:
         """Make a record if there is none: an evaluation's sample, or one restored at a resume."""
-        self.records.setdefault(trajectory, Record(prompt))
+        self.records.setdefault(trajectory, TrajectoryRecord(prompt))
 
-    def begin(self, trajectory: TrajectoryId, attempt: int) -> Record:
+    def begin(self, trajectory: TrajectoryId, attempt: int) -> TrajectoryRecord:
         """A new attempt: it alone may append from now on."""
         record = self.records[trajectory]
         record.attempt = attempt

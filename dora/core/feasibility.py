@@ -122,7 +122,7 @@ class Formation:
         self.due.append(0)
 
 
-class Gate(Formation):
+class CapacityGate(Formation):
     """AReaL's capacity gate in place of F (arXiv 2505.24298, section 4): as many groups as fill the steps up to v* + K.
 
     Groups are committed in completion order, so nothing bounds how long one may wait: K bounds what is admitted, not
@@ -183,7 +183,7 @@ def formation_of(settings: Settings) -> Formation:
     if rules.bounded and rules.oversample == 1.0:
         return Formation(step_size=size, max_staleness=rules.max_staleness, steps=steps)
     surplus = math.ceil(rules.oversample * size) - size
-    return Gate(
+    return CapacityGate(
         step_size=size,
         max_staleness=rules.max_staleness,
         steps=steps,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from itertools import chain
 
-from dora.core.feasibility import Gate, fits
+from dora.core.feasibility import CapacityGate, fits
 from dora.core.phases import (
     DECODING,
     GROUP,
@@ -99,12 +99,12 @@ def _staleness(state: State) -> None:
     for g in state.ledger.groups.values():
         if g.phase in UNCONSUMED:
             _require(g.deadline >= step, "C3: group {} is due at {}, forming {}", g.id, g.deadline, step)
-            due[0 if isinstance(formation, Gate) else g.deadline - step] += 1
+            due[0 if isinstance(formation, CapacityGate) else g.deadline - step] += 1
         elif g.step is not None:
             _require(formation.staleness_allowed(g.version, step=g.step), "C3: group {} in step {}", g.id, g.step)
     _require(due == formation.due, f"F: counters {formation.due}, recomputed {due}")
     _require(
-        isinstance(formation, Gate) or fits(due, committed=formation.committed, step_size=formation.step_size),
+        isinstance(formation, CapacityGate) or fits(due, committed=formation.committed, step_size=formation.step_size),
         f"F is broken: {due}, {formation.committed}",
     )
     complete = sum(len(q) for q in state.complete.values())

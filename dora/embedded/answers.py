@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from dora.embedded.generation import ABORTED_WAITING, QUEUE_FULL
-from dora.embedded.requests import Ask
+from dora.embedded.requests import GenerateCall
 from dora.embedded.text import Text
 
 _encode = msgspec.json.Encoder().encode
@@ -23,10 +23,10 @@ def event(answer: dict[str, Any]) -> bytes:
 
 
 @dataclass(slots=True)
-class Answer:
+class CallAnswer:
     """The answers to one call; `sent` counts the output tokens that the client already has."""
 
-    ask: Ask
+    ask: GenerateCall
     text: Text | None  # None in skip-tokenizer mode
     incremental: bool
     has_spans: bool

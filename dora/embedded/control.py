@@ -16,7 +16,7 @@ from aiohttp import web
 from dora.embedded import receiver, updates
 from dora.embedded.dialect import Dialect
 from dora.embedded.engine import ENGINE, Handler, error_body, read_body
-from dora.embedded.generation import Generation, Sampling
+from dora.embedded.generation import Generation, SamplingParams
 from dora.embedded.scheduler import Scheduler
 from dora.engine.sglang import protocol
 
@@ -81,7 +81,7 @@ async def health(request: web.Request) -> web.Response:
     if engine.draining:
         return web.Response(status=503)
     batcher, begun = engine.batcher, time.monotonic()
-    one_token = Sampling(max_new_tokens=1, temperature=0.0)
+    one_token = SamplingParams(max_new_tokens=1, temperature=0.0)
     probe = Generation(rid=f"HEALTH_CHECK_{uuid.uuid4().hex}", prompt_ids=[0], sampling=one_token, namespace="\0health")
     batcher.submit(probe)
     try:

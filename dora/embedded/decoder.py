@@ -31,7 +31,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from dora.embedded.batcher import Joined, Joiner
 from dora.embedded.prefixes import PrefixCache
-from dora.embedded.sampling import GREEDY_BELOW, Settings, sample
+from dora.embedded.sampling import GREEDY_BELOW, SamplingTensors, sample
 from dora.errors import ConfigError
 
 ATTENTION = "dora_slots"
@@ -135,7 +135,7 @@ class CausalDecoder:
         self._ints = torch.zeros(slots, 5, dtype=torch.int64, device=device)
         self._length, self._token, self._seed, self._top_k, self._greedy = self._ints.unbind(1)
         self._floats = torch.ones(slots, 3, device=device)
-        self._settings: Settings | None = None  # of all live rows; None when they have changed
+        self._settings: SamplingTensors | None = None  # of all live rows; None when they have changed
         self._poisoned = False  # the model returned NaN, so the KV may contain NaN
         self._lengths: list[int] = []  # of the live rows, on the host
         self._bans: list[tuple[int, Sequence[int]] | None] = []  # (first index allowed, token ids) of the live rows
@@ -323,12 +323,14 @@ class CausalDecoder:
         self._poisoned |= math.isnan(sum(logprobs))
         return token_B.tolist(), logprobs
 
-    def _settings_now(self) -> Settings:
+    def _settings_now(self) -> SamplingTensors:
         rows = slice(0, self._live)
         temperature, top_p, min_p = self._floats[rows].split(1, dim=1)
         top_k, greedy = self._top_k[rows, None], self._greedy[rows].bool()
         any_filter = bool(((top_p < 1) | (min_p > 0) | (top_k < self.vocab_size)).any())
-        return Settings(temperature, greedy, top_p, top_k, min_p, self._seed[rows], bool(greedy.any()), any_filter)
+        return SamplingTensors(
+            temperature, greedy, top_p, top_k, min_p, self._seed[rows], bool(greedy.any()), any_filter
+        )
 
     def _warm_up(self) -> None:
         """Run one request, so that kernels are loaded and an unsupported architecture is found at the start."""

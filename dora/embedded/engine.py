@@ -14,9 +14,9 @@ from aiohttp import web
 
 from dora.embedded.dialect import Dialect
 from dora.embedded.gate import Gate
-from dora.embedded.requests import NOT_A_BODY, Limits
+from dora.embedded.requests import NOT_A_BODY, RequestLimits
 from dora.embedded.scheduler import Scheduler
-from dora.embedded.text import Tokenizer
+from dora.embedded.text import TextCodec
 
 Body = TypeVar("Body", bound=msgspec.Struct)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -28,9 +28,9 @@ class Engine:
 
     batcher: Scheduler
     gate: Gate
-    limits: Limits
+    limits: RequestLimits
     dialect: Dialect
-    tokenizer: Tokenizer | None
+    tokenizer: TextCodec | None
     arguments: dict[str, Any]  # for /server_info
     api_key: str | None
     label: str  # of the last update that succeeded, shown by /model_info; spans have the batcher's

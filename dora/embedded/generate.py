@@ -12,9 +12,9 @@ from contextlib import suppress
 import msgspec
 from aiohttp import web
 
-from dora.embedded.answers import Answer, event
+from dora.embedded.answers import CallAnswer, event
 from dora.embedded.engine import ENGINE, Engine, error_body
-from dora.embedded.requests import Ask, BadBody, BadValue, Refusal, UnknownSamplingKey, parse
+from dora.embedded.requests import BadBody, BadValue, GenerateCall, RefusedCall, UnknownSamplingKey, parse
 from dora.embedded.text import Text
 from dora.engine.sglang import protocol
 
@@ -27,21 +27,23 @@ _STREAM_HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Co
 async def generate(request: web.Request) -> web.StreamResponse:
     engine = request.app[ENGINE]
     ask = parse(await request.read(), engine.limits)
-    if isinstance(ask, Refusal):
+    if isinstance(ask, RefusedCall):
         return await _refuse(request, ask)
     opened = await _open(request) if ask.stream and engine.gate.closed else None
     async with engine.gate.passage():
         return await _run(request, engine, ask, opened)
 
 
-async def _run(request: web.Request, engine: Engine, ask: Ask, opened: web.StreamResponse | None) -> web.StreamResponse:
+async def _run(
+    request: web.Request, engine: Engine, ask: GenerateCall, opened: web.StreamResponse | None
+) -> web.StreamResponse:
     generation, batcher = ask.generation, engine.batcher
     if generation.rid in batcher.live:
         duplicate = BadValue(f"Duplicate request ID detected: {generation.rid}")
-        return await _refuse(request, Refusal(duplicate, stream=ask.stream), opened)
+        return await _refuse(request, RefusedCall(duplicate, stream=ask.stream), opened)
     text = Text(generation, engine.tokenizer) if engine.tokenizer is not None else None
     incremental = ask.stream and bool(engine.arguments["incremental_streaming_output"])
-    answer = Answer(
+    answer = CallAnswer(
         ask=ask,
         text=text,
         incremental=incremental,
@@ -56,7 +58,7 @@ async def _run(request: web.Request, engine: Engine, ask: Ask, opened: web.Strea
             batcher.abort_only(generation.rid)
 
 
-async def _unary(answer: Answer) -> web.StreamResponse:
+async def _unary(answer: CallAnswer) -> web.StreamResponse:
     generation = answer.ask.generation
     while not generation.done:
         await generation.next_news()
@@ -75,7 +77,7 @@ async def _open(request: web.Request) -> web.StreamResponse:
 
 
 async def _stream(
-    request: web.Request, engine: Engine, answer: Answer, opened: web.StreamResponse | None
+    request: web.Request, engine: Engine, answer: CallAnswer, opened: web.StreamResponse | None
 ) -> web.StreamResponse:
     """Send chunks as they are published. An answer that is complete before its headers are due is one write."""
     generation = answer.ask.generation
@@ -97,7 +99,7 @@ async def _stream(
 
 
 async def _refuse(
-    request: web.Request, refusal: Refusal, opened: web.StreamResponse | None = None
+    request: web.Request, refusal: RefusedCall, opened: web.StreamResponse | None = None
 ) -> web.StreamResponse:
     message = str(refusal.error)
     if isinstance(refusal.error, BadBody):

@@ -19,7 +19,7 @@ QUEUE_FULL: dict[str, Any] = {"type": "abort", "status_code": 503, "message": "T
 NOT_FINITE: dict[str, Any] = {"type": "abort", "status_code": 500, "message": "The model gave log-probs that are NaN."}
 
 
-class Span(TypedDict):
+class VersionSpan(TypedDict):
     """Output tokens [start, end) were sampled under this weight version."""
 
     version: str
@@ -28,7 +28,7 @@ class Span(TypedDict):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sampling:
+class SamplingParams:
     """Validated sampling parameters, under SGLang's names."""
 
     max_new_tokens: int = 128
@@ -45,7 +45,7 @@ class Sampling:
 class Generation:
     rid: str
     prompt_ids: list[int]
-    sampling: Sampling
+    sampling: SamplingParams
     namespace: str = ""  # of the prefix cache: extra_key and cache_salt
     logprob_start: int | None = None  # first prompt token whose log-prob is wanted; None for no prompt log-probs
 
@@ -76,10 +76,10 @@ class Generation:
         """Tokens from here on come from `version`."""
         self.labels.append((version, len(self.output_ids)))
 
-    def spans(self) -> list[Span]:
+    def spans(self) -> list[VersionSpan]:
         """Half-open, contiguous, in order; one empty span for a request without tokens."""
         ends = [start for _, start in self.labels[1:]] + [len(self.output_ids)]
-        spans: list[Span] = [
+        spans: list[VersionSpan] = [
             {"version": version, "start": start, "end": end}
             for (version, start), end in zip(self.labels, ends, strict=True)
         ]

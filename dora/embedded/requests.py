@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from dora.embedded.generation import Generation, Sampling
+from dora.embedded.generation import Generation, SamplingParams
 
 #: What msgspec raises for bytes that are not the expected JSON, including invalid UTF-8 and endless nesting.
 NOT_A_BODY = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
@@ -101,7 +101,7 @@ _NEUTRAL = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class RequestLimits:
     """Limits of the server; `encode` is None in skip-tokenizer mode."""
 
     context_tokens: int
@@ -113,7 +113,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
+class GenerateCall:
     """A parsed call: the generation to run and how to answer."""
 
     generation: Generation
@@ -123,32 +123,32 @@ class Ask:
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
+class RefusedCall:
     """Why a call is refused, and whether the refusal must be sent as an event of a stream."""
 
     error: BadValue | BadBody | UnknownSamplingKey
     stream: bool = False
 
 
-def parse(raw: bytes, limits: Limits) -> Ask | Refusal:
+def parse(raw: bytes, limits: RequestLimits) -> GenerateCall | RefusedCall:
     try:
         body = msgspec.json.decode(raw, type=_Body)
     except NOT_A_BODY as err:
-        return Refusal(BadBody(f"1 validation error:\n  {err}"))
+        return RefusedCall(BadBody(f"1 validation error:\n  {err}"))
     try:
-        return Ask(
+        return GenerateCall(
             generation=_generation(body, limits),
             stream=body.stream,
             return_logprob=bool(_single(body.return_logprob, "return_logprob")),
             return_prompt_token_ids=body.return_prompt_token_ids,
         )
     except BadValue as err:
-        return Refusal(err, stream=body.stream)
+        return RefusedCall(err, stream=body.stream)
     except (BadBody, UnknownSamplingKey) as err:
-        return Refusal(err)
+        return RefusedCall(err)
 
 
-def _generation(body: _Body, limits: Limits) -> Generation:
+def _generation(body: _Body, limits: RequestLimits) -> Generation:
     for name in _Unsupported.__struct_fields__:
         if getattr(body, name):
             raise BadValue(f"{name} is not supported by the embedded engine; leave it out.")
@@ -172,7 +172,7 @@ def _single(value: Any, name: str) -> Any:
     return value
 
 
-def _prompt_ids(body: _Body, limits: Limits) -> list[int]:
+def _prompt_ids(body: _Body, limits: RequestLimits) -> list[int]:
     ids: list[Any] | None = body.input_ids
     if ids is None:
         if body.text is None:
@@ -189,7 +189,7 @@ def _prompt_ids(body: _Body, limits: Limits) -> list[int]:
     return ids
 
 
-def _check_length(prompt: int, new: int, limits: Limits) -> None:
+def _check_length(prompt: int, new: int, limits: RequestLimits) -> None:
     context = limits.context_tokens
     if prompt >= context:
         raise BadValue(f"The input ({prompt} tokens) is longer than the model's context length ({context} tokens).")
@@ -207,7 +207,7 @@ def _check_length(prompt: int, new: int, limits: Limits) -> None:
         )
 
 
-def _sampling(fields: Any, limits: Limits) -> Sampling:
+def _sampling(fields: Any, limits: RequestLimits) -> SamplingParams:
     fields = _single(fields, "sampling_params") or {}
     if not isinstance(fields, dict):
         raise BadBody("1 validation error:\n  sampling_params: Input should be a valid dictionary")
@@ -221,7 +221,7 @@ def _sampling(fields: Any, limits: Limits) -> Sampling:
         raise BadBody(f"1 validation error:\n  sampling_params: {err}") from err
     _check_ranges(body)
     stops = frozenset(body.stop_token_ids or ()) | limits.eos_token_ids
-    return Sampling(
+    return SamplingParams(
         max_new_tokens=128 if body.max_new_tokens is None else body.max_new_tokens,
         min_new_tokens=body.min_new_tokens,
         temperature=body.temperature,

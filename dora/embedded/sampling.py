@@ -19,7 +19,7 @@ _GOLDEN = -0x61C8864680B583EB  # the increment of SplitMix64
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class SamplingTensors:
     """Sampling settings of the live rows, as tensors; the flags tell which work can be skipped."""
 
     temperature_B1: Tensor  # 1 where the row is greedy, so that its log-probs are of the plain logits
@@ -45,7 +45,7 @@ def uniform(seed_B: Tensor, position_B: Tensor) -> Tensor:
     return ((bits >> 16) & 0xFFFFFFFFFFFF).double() * 2.0**-48
 
 
-def _filtered(probs_BV: Tensor, settings: Settings) -> Tensor:
+def _filtered(probs_BV: Tensor, settings: SamplingTensors) -> Tensor:
     """`probs_BV` with everything outside top-k, top-p and min-p set to 0; rows without a filter are unchanged."""
     sorted_BV, order_BV = probs_BV.sort(dim=-1, descending=True, stable=True)
     before_BV = sorted_BV.cumsum(dim=-1) - sorted_BV
@@ -56,7 +56,7 @@ def _filtered(probs_BV: Tensor, settings: Settings) -> Tensor:
     return probs_BV.masked_fill(torch.zeros_like(drop_BV).scatter_(1, order_BV, drop_BV), 0.0)
 
 
-def sample(logits_BV: Tensor, settings: Settings, position_B: Tensor) -> tuple[Tensor, Tensor]:
+def sample(logits_BV: Tensor, settings: SamplingTensors, position_B: Tensor) -> tuple[Tensor, Tensor]:
     """(token_B, logprob_B): the log-prob is log-softmax(logits / temperature), not renormalised over a filter.
 
     Inverse CDF in vocabulary order, so one uniform per row is enough and a filter in one row changes no other row.

@@ -27,9 +27,9 @@ from dora.embedded.engine import ENGINE, Engine, error_body
 from dora.embedded.gate import Gate
 from dora.embedded.generate import generate
 from dora.embedded.metrics import EngineMetrics
-from dora.embedded.requests import Limits
+from dora.embedded.requests import RequestLimits
 from dora.embedded.scheduler import Scheduler
-from dora.embedded.text import Tokenizer
+from dora.embedded.text import TextCodec
 from dora.engine.sglang import protocol
 from dora.errors import ConfigError
 from dora.guard import CONNECTION_LOG, guard, knows
@@ -80,11 +80,11 @@ def run_server(options: ServeOptions) -> None:
     uvloop.run(serve(options, decoder, tokenizer))
 
 
-def _tokenizer(folder: Path) -> Tokenizer:
+def _tokenizer(folder: Path) -> TextCodec:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer: Tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        tokenizer: TextCodec = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except (OSError, ValueError) as err:
         raise ConfigError(
             f"model folder {folder} has no usable tokenizer ({err}): add one, or pass --skip-tokenizer-init"
@@ -93,7 +93,7 @@ def _tokenizer(folder: Path) -> Tokenizer:
 
 
 def running(
-    options: ServeOptions, decoder: Decoder, tokenizer: Tokenizer | None
+    options: ServeOptions, decoder: Decoder, tokenizer: TextCodec | None
 ) -> AbstractAsyncContextManager[tuple[Engine, str, asyncio.Task[None]]]:
     """`listening` for a model."""
     batcher = Batcher(
@@ -109,7 +109,7 @@ def running(
 
 @asynccontextmanager
 async def listening(
-    options: ServeOptions, batcher: Scheduler, tokenizer: Tokenizer | None
+    options: ServeOptions, batcher: Scheduler, tokenizer: TextCodec | None
 ) -> AsyncIterator[tuple[Engine, str, asyncio.Task[None]]]:
     """A listening engine: its shared state, its URL, and its batcher's task, which ends only with an error."""
     engine = _engine(options, batcher, tokenizer)
@@ -136,7 +136,7 @@ async def _listen(runner: web.AppRunner, options: ServeOptions) -> None:
         raise ConfigError(f"cannot listen on {options.host}:{options.port}: {err.strerror or err}") from err
 
 
-async def serve(options: ServeOptions, decoder: Decoder, tokenizer: Tokenizer | None) -> None:
+async def serve(options: ServeOptions, decoder: Decoder, tokenizer: TextCodec | None) -> None:
     """Serve `decoder` until a signal arrives, then until no call is running."""
     stopping = asyncio.Event()
     async with running(options, decoder, tokenizer) as (engine, url, batching):
@@ -150,9 +150,9 @@ async def serve(options: ServeOptions, decoder: Decoder, tokenizer: Tokenizer | 
         await engine.batcher.emptied(timeout_s=DRAIN_LIMIT_S)
 
 
-def _engine(options: ServeOptions, batcher: Scheduler, tokenizer: Tokenizer | None) -> Engine:
+def _engine(options: ServeOptions, batcher: Scheduler, tokenizer: TextCodec | None) -> Engine:
     drawn = itertools.count()
-    limits = Limits(
+    limits = RequestLimits(
         context_tokens=batcher.model.context_tokens,
         kv_tokens=options.kv_tokens,
         vocab_size=batcher.model.vocab_size,

@@ -9,13 +9,13 @@ from typing import Protocol
 from dora.embedded.generation import Generation
 
 
-class Tokenizer(Protocol):
+class TextCodec(Protocol):
     def encode(self, text: str) -> list[int]: ...
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str: ...
 
 
 class Text:
-    def __init__(self, generation: Generation, tokenizer: Tokenizer) -> None:
+    def __init__(self, generation: Generation, tokenizer: TextCodec) -> None:
         self._generation, self._tokenizer = generation, tokenizer
         self._sent = 0  # characters already given out in incremental mode
 

@@ -18,11 +18,11 @@ from dora.errors import ProtocolError
 FORMAT: Final = 2
 
 
-class Record(msgspec.Struct, frozen=True, gc=False, tag=True, forbid_unknown_fields=True):
+class JournalRecord(msgspec.Struct, frozen=True, gc=False, tag=True, forbid_unknown_fields=True):
     """Base class of all journal records."""
 
 
-class Header(Record, frozen=True):
+class Header(JournalRecord, frozen=True):
     """The first record: the run, and everything besides events that decisions depend on."""
 
     format: int
@@ -33,7 +33,7 @@ class Header(Record, frozen=True):
     rollout_only: bool = False
 
 
-class Epoch(Record, frozen=True):
+class Epoch(JournalRecord, frozen=True):
     """A controller process begins to write."""
 
     epoch: int  #: 0 for the first one; each restart adds one
@@ -42,14 +42,14 @@ class Epoch(Record, frozen=True):
     changes: tuple[str, ...] = ()  #: differences from the previous epoch, one line each
 
 
-class Handled(Record, frozen=True):
+class Handled(JournalRecord, frozen=True):
     """A fact and the orders that the core gave in answer; replay recomputes and compares them."""
 
     event: AnyEvent
     commands: tuple[AnyCommand, ...]
 
 
-class Note(Record, frozen=True):
+class Note(JournalRecord, frozen=True):
     """Information for people and for recovery; no decision depends on it."""
 
     at: float

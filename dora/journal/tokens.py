@@ -87,7 +87,7 @@ def _bytes(values: Sequence[float], dtype: np.dtype[Any]) -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class StoredAnswer:
     """The tokens of one trajectory so far."""
 
     tokens: npt.NDArray[np.int32]
@@ -108,7 +108,7 @@ class TokenStore:
     """The contents of a token file."""
 
     prompts: dict[GroupId, StoredPrompt] = field(default_factory=dict)
-    answers: dict[TrajectoryId, Answer] = field(default_factory=dict)
+    answers: dict[TrajectoryId, StoredAnswer] = field(default_factory=dict)
     counts: dict[TrajectoryId, int] = field(default_factory=dict)  #: tokens of every trajectory, wanted or not
     late_chunks: int = 0  #: of older attempts, ignored
     torn_bytes: int = 0  #: of a torn end
@@ -118,7 +118,7 @@ def read_tokens(path: Path, *, wanted: Container[int] | None = None) -> TokenSto
     """Read the store in `path`. Trajectories that are not `wanted` (None: all are) are only counted."""
     store = TokenStore()
     attempts: dict[TrajectoryId, tuple[int, int]] = {}  # (epoch, attempt) of the latest chunk
-    chunks: dict[TrajectoryId, list[tuple[int, Answer]]] = {}
+    chunks: dict[TrajectoryId, list[tuple[int, StoredAnswer]]] = {}
     frames = FrameReader(path)
     for offset, record in frames:
         kind, number, epoch, attempt, start, count = _parse_head(record, path=path, offset=offset)
@@ -163,19 +163,19 @@ def _parse_head(record: bytes, *, path: Path, offset: int) -> tuple[int, int, in
 _MAX_SIBLINGS: Final = 1 << 16
 
 
-def _parse_chunk(record: bytes, *, masked: bool, count: int) -> Answer:
+def _parse_chunk(record: bytes, *, masked: bool, count: int) -> StoredAnswer:
     logprobs_at = _HEAD.size + count * _TOKENS.itemsize
     mask_at = logprobs_at + count * _LOGPROBS.itemsize
-    return Answer(
+    return StoredAnswer(
         tokens=np.frombuffer(record, _TOKENS, count, _HEAD.size),
         logprobs=np.frombuffer(record, _LOGPROBS, count, logprobs_at),
         loss_mask=np.frombuffer(record, _MASK, count, mask_at) if masked else np.ones(count, _MASK),
     )
 
 
-def _join(parts: list[tuple[int, Answer]]) -> Answer:
+def _join(parts: list[tuple[int, StoredAnswer]]) -> StoredAnswer:
     """The answer that consists of `parts`, each of which replaces everything from its position on."""
-    kept: list[Answer] = []
+    kept: list[StoredAnswer] = []
     num_tokens = 0
     for start, part in parts:
         while kept and num_tokens > start:
@@ -183,11 +183,11 @@ def _join(parts: list[tuple[int, Answer]]) -> Answer:
             num_tokens -= len(last.tokens)
             if num_tokens < start:
                 left = slice(start - num_tokens)
-                kept.append(Answer(last.tokens[left], last.logprobs[left], last.loss_mask[left]))
+                kept.append(StoredAnswer(last.tokens[left], last.logprobs[left], last.loss_mask[left]))
                 num_tokens = start
         kept.append(part)
         num_tokens += len(part.tokens)
-    return Answer(
+    return StoredAnswer(
         tokens=np.concatenate([p.tokens for p in kept]),
         logprobs=np.concatenate([p.logprobs for p in kept]),
         loss_mask=np.concatenate([p.loss_mask for p in kept]),

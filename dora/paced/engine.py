@@ -24,8 +24,8 @@ from dora.embedded.metrics import EngineMetrics
 from dora.embedded.scheduler import Scheduler
 from dora.errors import InvariantViolation
 from dora.sim.answers import Answers
-from dora.sim.instance import Instance
-from dora.sim.server import Request, Server
+from dora.sim.instance import SimulatedInstance
+from dora.sim.server import Request, SimulatedServer
 
 #: The id of a request that asks for a trajectory, and where it says which.
 _ASKS_FOR: Final = re.compile(r"[0-9a-f]{8}-\d{4}-([+-]\d{12})-\d{6}")
@@ -94,7 +94,14 @@ class _Running:
 
 class PacedEngine(Scheduler):
     def __init__(
-        self, model: PacedModel, *, answers: Answers, server: Server, slowness: float, push_s: float, time_scale: float
+        self,
+        model: PacedModel,
+        *,
+        answers: Answers,
+        server: SimulatedServer,
+        slowness: float,
+        push_s: float,
+        time_scale: float,
     ) -> None:
         super().__init__(
             model,
@@ -106,7 +113,7 @@ class PacedEngine(Scheduler):
         )
         self._paced = model
         self._answers, self._push_s, self._time_scale = answers, push_s, time_scale
-        self._instance = Instance(InstanceId(0), server, slowness=slowness)
+        self._instance = SimulatedInstance(InstanceId(0), server, slowness=slowness)
         self._running: dict[TrajectoryId, _Running] = {}  # by attempt; those of one may overlap
         self._number = 0
         self._publish_at = 0.0  # in the workload's time, as all that `_now` is compared with

@@ -18,16 +18,16 @@ from dora.paced.model import write_model
 from dora.sim.trainer import TrainerTime
 from dora.sim.workload import Workload
 from dora.transport.messages import (
-    CheckpointSaved,
+    CheckpointWritten,
     Configure,
     MicroBatch,
-    MicroBatchTrained,
-    Ready,
+    MicroBatchDone,
+    RankReady,
     SaveCheckpoint,
-    StepTrained,
+    StepDone,
     Stop,
     ToTrainer,
-    VersionPublished,
+    VersionWritten,
 )
 from dora.transport.trainer_end import TrainerEnd
 from dora.weights.store import VersionStore
@@ -70,7 +70,7 @@ class _Trainer:
     def run(self) -> None:
         self._publish(0, self._chain, due=self._now())
         for rank, end in enumerate(self._ends):
-            end.send(Ready(rank=rank, next_step=0))
+            end.send(RankReady(rank=rank, next_step=0))
         while not isinstance((messages := _from_each(self._ends))[0], Stop):
             if isinstance(messages[0], SaveCheckpoint):
                 self._save_checkpoint()
@@ -98,7 +98,7 @@ class _Trainer:
         for rank, (end, batch) in enumerate(zip(self._ends, wave, strict=True)):
             busy_s = taken.compute_s / self._time_scale
             end.send(
-                MicroBatchTrained(
+                MicroBatchDone(
                     rank=rank, step=batch.step, index=batch.index, num_tokens=len(batch.tokens), busy_s=busy_s
                 )
             )
@@ -108,7 +108,7 @@ class _Trainer:
     def _close_step(self, chain: str) -> None:
         self._wait_until(self._free_at)
         trained, self._step, self._chain = self._step, self._step + 1, chain
-        self._ends[0].send(StepTrained(rank=0, step=trained, metrics={}, chain=chain))
+        self._ends[0].send(StepDone(rank=0, step=trained, metrics={}, chain=chain))
         due = self._free_at + self._publish_s
         if self._published is not None:
             self._published.result(PUBLISH_TIMEOUT_S)
@@ -124,13 +124,13 @@ class _Trainer:
         manifest = self._store.seal(version, staged, chain=chain)
         self._wait_until(due)
         files = dict(manifest.files)
-        self._ends[0].send(VersionPublished(version=version, num_bytes=manifest.num_bytes, files=files, chain=chain))
+        self._ends[0].send(VersionWritten(version=version, num_bytes=manifest.num_bytes, files=files, chain=chain))
 
     def _save_checkpoint(self) -> None:
         """A paced trainer has no state but its step."""
         folder = Path(self._order.checkpoints) / f"step-{self._step}"
         folder.mkdir(exist_ok=True)
-        self._ends[0].send(CheckpointSaved(step=self._step, folder=str(folder), chain=self._chain))
+        self._ends[0].send(CheckpointWritten(step=self._step, folder=str(folder), chain=self._chain))
 
 
 def _from_each(ends: Sequence[TrainerEnd]) -> list[ToTrainer]:

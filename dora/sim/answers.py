@@ -81,7 +81,7 @@ MIXTURE: Final = (
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class SimulatedGroup:
     """The answers to one prompt."""
 
     prompt_tokens: int
@@ -106,16 +106,16 @@ class Answers:
         cap: int | None = None,
         prompt_tokens: int = 200,
         scale: float = 1.0,
-        recorded: Sequence[Group] = (),
+        recorded: Sequence[SimulatedGroup] = (),
         tools: Tools | None = None,
     ) -> None:
         self.regime, self.seed, self.group_size = regime, seed, group_size
         self.prompt_tokens, self.scale, self.recorded = prompt_tokens, scale, recorded
         self.tools = tools or Tools()
         self.cap = cap if cap is not None else cap_of(regime)
-        self._blocks: dict[int, list[Group]] = {}
+        self._blocks: dict[int, list[SimulatedGroup]] = {}
 
-    def group(self, number: int) -> Group:
+    def group(self, number: int) -> SimulatedGroup:
         """The answers of group `number`."""
         if self.recorded:
             return self.recorded[number % len(self.recorded)]
@@ -129,7 +129,7 @@ class Answers:
         for block in [b for b in self._blocks if (b + 1) * BLOCK <= number]:
             del self._blocks[block]
 
-    def _draw(self, block: int) -> list[Group]:
+    def _draw(self, block: int) -> list[SimulatedGroup]:
         random = np.random.default_rng((self.seed, block))
         z_prompt = random.standard_normal((BLOCK, 1, 1))
         z_turn = random.standard_normal((BLOCK, self.group_size, self.tools.max_turns))
@@ -139,9 +139,11 @@ class Answers:
         passes = 1 - HARDNESS * _normal_cdf(z_prompt[:, :, 0])
         rewards = (random.random((BLOCK, self.group_size)) < passes).astype(np.float64).tolist()
         if self.tools.max_turns == 1:
-            return [Group(self.prompt_tokens, n, r) for n, r in zip(whole[:, :, 0].tolist(), rewards, strict=True)]
+            return [
+                SimulatedGroup(self.prompt_tokens, n, r) for n, r in zip(whole[:, :, 0].tolist(), rewards, strict=True)
+            ]
         lengths, calls = self.tools.draw(whole, random=random, cap=self.cap)
-        return [Group(self.prompt_tokens, *parts) for parts in zip(lengths, rewards, calls, strict=True)]
+        return [SimulatedGroup(self.prompt_tokens, *parts) for parts in zip(lengths, rewards, calls, strict=True)]
 
 
 def _regime(name: str, z_prompt: Floats, z_turn: Floats) -> Floats:

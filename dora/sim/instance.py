@@ -25,13 +25,13 @@ from typing import Final
 
 from dora.core.events import Span
 from dora.core.ids import InstanceId, TrajectoryId
-from dora.sim.server import Request, Server, Use
+from dora.sim.server import Request, SimulatedServer, Use
 
 #: A request is admitted only if every running one, itself included, can grow by this many tokens.
 HEADROOM_TOKENS: Final = 64
 
 
-class Instance:
+class SimulatedInstance:
     """One server of the fleet."""
 
     __slots__ = (
@@ -63,7 +63,7 @@ class Instance:
         "wake",
     )
 
-    def __init__(self, id: InstanceId, server: Server, *, slowness: float = 1.0) -> None:
+    def __init__(self, id: InstanceId, server: SimulatedServer, *, slowness: float = 1.0) -> None:
         self.id = id
         self.server = server
         self.slowness = slowness  #: factor of all its times

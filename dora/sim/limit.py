@@ -17,8 +17,8 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from dora.sim.answers import Answers, Floats, Group
-from dora.sim.server import Server
+from dora.sim.answers import Answers, Floats, SimulatedGroup
+from dora.sim.server import SimulatedServer
 from dora.sim.workload import Workload
 
 #: Maximum number of steps to average over; a step is a block of consecutive groups.
@@ -69,7 +69,7 @@ def _bounds(
     return bounds
 
 
-def _terms(workload: Workload, groups: Sequence[Group]) -> tuple[float, float, float, float, float]:
+def _terms(workload: Workload, groups: Sequence[SimulatedGroup]) -> tuple[float, float, float, float, float]:
     """T_train, W / C, L, tau and the time of the first complete group, for one block of N groups."""
     block = _Block(groups)
     prompts, lengths = block.prompts, block.lengths
@@ -89,7 +89,7 @@ def _terms(workload: Workload, groups: Sequence[Group]) -> tuple[float, float, f
 class _Block:
     """N groups as arrays: rows are groups, columns siblings."""
 
-    def __init__(self, groups: Sequence[Group]) -> None:
+    def __init__(self, groups: Sequence[SimulatedGroup]) -> None:
         self.prompts: Floats = np.array([g.prompt_tokens for g in groups], dtype=np.float64)
         self.lengths: Floats = np.array([g.lengths for g in groups], dtype=np.float64)
         self.decoded = self.lengths.copy()  #: tokens, without those of results
@@ -102,7 +102,7 @@ class _Block:
             self.before[row, sibling] -= call.num_tokens * (call.at + (call.num_tokens - 1) / 2)
             self.waited_s[row, sibling] += call.latency_s
 
-    def results_s(self, server: Server) -> Floats:
+    def results_s(self, server: SimulatedServer) -> Floats:
         """Seconds that each answer's server takes to read its tool results."""
         seconds = np.zeros_like(self.lengths)
         for row, sibling, call in self._calls:
@@ -116,7 +116,7 @@ def _num_asked(workload: Workload) -> int:
     return math.ceil(rules.oversample * n) if rules.discards else n
 
 
-def _trained(workload: Workload, answers: Answers, *, first: int) -> list[Group]:
+def _trained(workload: Workload, answers: Answers, *, first: int) -> list[SimulatedGroup]:
     """N groups; with over-sampling, the N that would be complete first if each had the fleet to itself."""
     n = workload.job.groups_per_step
     groups = [answers.group(first + i) for i in range(_num_asked(workload))]
@@ -126,7 +126,7 @@ def _trained(workload: Workload, answers: Answers, *, first: int) -> list[Group]
     return groups[:n]
 
 
-def _alone_s(block: _Block, *, server: Server) -> Floats:
+def _alone_s(block: _Block, *, server: SimulatedServer) -> Floats:
     """Seconds of prefill, decoding and tool calls of each answer at batch 1."""
     prompts, decode = block.prompts, server.decode
     read_s = prompts * (server.prefill_s_per_token + server.prefill_s_per_token2 * prompts / 2)
@@ -135,7 +135,7 @@ def _alone_s(block: _Block, *, server: Server) -> Floats:
     return np.asarray(read_s[:, None] + decode_s + block.results_s(server) + block.waited_s)
 
 
-def _decode_s(block: _Block, *, server: Server) -> float:
+def _decode_s(block: _Block, *, server: SimulatedServer) -> float:
     """Instance-seconds of decoding, if the batch always fills the KV, or the slots that tool calls leave."""
     grown, decoded, prompts = float(block.before.sum()), block.decoded, block.prompts
     shared = float((decoded.max(axis=1) * prompts).sum())  # a prompt is in KV once, until its slowest sibling ends

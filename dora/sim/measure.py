@@ -14,7 +14,7 @@ from itertools import zip_longest
 import msgspec
 
 from dora.core.state import State
-from dora.sim.instance import Instance
+from dora.sim.instance import SimulatedInstance
 from dora.sim.limit import Limit
 from dora.sim.server import Use
 from dora.sim.workload import Workload
@@ -43,7 +43,7 @@ class Mark:
 class Measure:
     """Running counts of one simulation."""
 
-    def __init__(self, workload: Workload, instances: list[Instance]) -> None:
+    def __init__(self, workload: Workload, instances: list[SimulatedInstance]) -> None:
         self.workload = workload
         self.marks: list[Mark] = []  #: by step
         self.staleness: dict[int, list[int]] = {}  #: by step: groups committed at staleness i

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Final
 
 from dora.sim import svg
-from dora.sim.report import Row
+from dora.sim.report import ReportRow
 from dora.sim.sweep import Case
-from dora.sim.trace import Span, Trace, trace
+from dora.sim.trace import Period, Trace, trace
 from dora.sim.workload import Workload
 
 #: Maximum number of instances to draw; of a larger fleet, an evenly spaced part is drawn.
@@ -27,7 +27,7 @@ KEY: Final = (
 )
 
 
-def draw(rows: Sequence[Row], cases: Iterable[Case]) -> dict[str, str]:
+def draw(rows: Sequence[ReportRow], cases: Iterable[Case]) -> dict[str, str]:
     """The charts that a sweep has points for, and a timeline of each setting (a short job with its first seed), by
     name."""
     drawn = {"staleness": staleness(rows), "step-time": step_time(rows)}
@@ -91,7 +91,7 @@ class _Window:
     def x(self, at: float) -> float:
         return svg.LEFT + (at - self.begin) * self.scale
 
-    def bars(self, spans: Iterable[Span], *, y: float, height: float, opacity: float = 1.0) -> list[str]:
+    def bars(self, spans: Iterable[Period], *, y: float, height: float, opacity: float = 1.0) -> list[str]:
         """Bars for the spans inside the window; gaps narrower than a third of a pixel are closed."""
         inside = [s for s in spans if s.end > self.begin and s.begin < self.end]
         shapes = []
@@ -101,17 +101,17 @@ class _Window:
         return shapes
 
 
-def _merged(spans: Iterable[Span], *, gap: float) -> list[Span]:
-    found: list[Span] = []
+def _merged(spans: Iterable[Period], *, gap: float) -> list[Period]:
+    found: list[Period] = []
     for span in spans:
         if found and span.version == found[-1].version and span.begin - found[-1].end < gap:
-            found[-1] = Span(found[-1].begin, span.end, span.version)
+            found[-1] = Period(found[-1].begin, span.end, span.version)
         else:
             found.append(span)
     return found
 
 
-def staleness(rows: Sequence[Row]) -> str:
+def staleness(rows: Sequence[ReportRow]) -> str:
     """Share of the trained groups by staleness, for the fastest split of every strategy and K."""
     rows = _fastest(rows)
     longest = max(len(row.staleness) for row in rows)
@@ -131,7 +131,7 @@ def staleness(rows: Sequence[Row]) -> str:
     return svg.document([*shapes, *frame.legend(names)], title="Staleness of what is trained", height=frame.height)
 
 
-def step_time(rows: Sequence[Row]) -> str:
+def step_time(rows: Sequence[ReportRow]) -> str:
     """Seconds per step against K, with the limit dashed."""
     fastest = _fastest(rows)
     ks = sorted({row.max_staleness for row in fastest})
@@ -139,7 +139,7 @@ def step_time(rows: Sequence[Row]) -> str:
     shapes = frame.axes(
         x_ticks=[(k, str(k)) for k in ks], x_label="K (max_staleness)", y_label="seconds per step (dashed: the limit)"
     )
-    series: dict[str, list[Row]] = {}
+    series: dict[str, list[ReportRow]] = {}
     for row in sorted(fastest, key=lambda row: row.max_staleness):
         series.setdefault(f"{row.strategy}, {row.devices} devices", []).append(row)
     for number, found in enumerate(series.values()):
@@ -149,7 +149,7 @@ def step_time(rows: Sequence[Row]) -> str:
     return svg.document([*shapes, *frame.legend(list(series))], title="Step time against K", height=frame.height)
 
 
-def scaling(rows: Sequence[Row]) -> str:
+def scaling(rows: Sequence[ReportRow]) -> str:
     """Step time over the limit against the size of the fleet, on a logarithmic axis."""
     fastest = _fastest(rows)
     sizes = sorted({row.devices for row in fastest})
@@ -158,7 +158,7 @@ def scaling(rows: Sequence[Row]) -> str:
         x_ticks=[(math.log2(n), f"{n:,}") for n in sizes], x_label="devices", y_label="step time over its limit"
     )
     shapes.append(svg.line((svg.LEFT, frame.y(1)), (svg.WIDTH - svg.RIGHT, frame.y(1)), dashes="5 4"))
-    series: dict[str, list[Row]] = {}
+    series: dict[str, list[ReportRow]] = {}
     for row in sorted(fastest, key=lambda row: row.devices):
         series.setdefault(_name(row), []).append(row)
     for number, found in enumerate(series.values()):
@@ -166,9 +166,9 @@ def scaling(rows: Sequence[Row]) -> str:
     return svg.document([*shapes, *frame.legend(list(series))], title="Scaling", height=frame.height)
 
 
-def _fastest(rows: Sequence[Row]) -> list[Row]:
+def _fastest(rows: Sequence[ReportRow]) -> list[ReportRow]:
     """The fastest split of every fleet, strategy and K."""
-    best: dict[tuple[int, str, int], Row] = {}
+    best: dict[tuple[int, str, int], ReportRow] = {}
     for row in rows:
         key = (row.devices, row.strategy, row.max_staleness)
         if key not in best or row.step_s < best[key].step_s:
@@ -176,5 +176,5 @@ def _fastest(rows: Sequence[Row]) -> list[Row]:
     return list(best.values())
 
 
-def _name(row: Row) -> str:
+def _name(row: ReportRow) -> str:
     return f"{row.strategy}, K = {row.max_staleness}"

@@ -29,8 +29,8 @@ from dora.core.strategies import Settings, strategy_of
 from dora.errors import ConfigError
 from dora.journal.reader import Journal
 from dora.journal.run_folder import RunFolder
-from dora.sim.server import Server
-from dora.sim.workload import Fleet, Grade, Job, Lengths, Train, Workload, checked
+from dora.sim.server import SimulatedServer
+from dora.sim.workload import FleetModel, GradingModel, JobModel, LengthModel, TrainerModel, Workload, checked
 
 #: A rate high enough to make a time negligible.
 _AT_ONCE: Final = 1e18
@@ -73,7 +73,7 @@ class _Batch:
 
 
 @dataclass(slots=True)
-class Record:
+class RecordedRun:
     """The measurements of a run."""
 
     settings: Settings
@@ -97,7 +97,7 @@ class _Reader:
     """One pass over the journal, which matches each command with the event that answers it."""
 
     def __init__(self, settings: Settings, *, graders: int) -> None:
-        self.record = Record(settings, graders=graders)
+        self.record = RecordedRun(settings, graders=graders)
         self._graders = [0.0] * graders  # a heap of the times since which each is free
         self._batches: dict[InstanceId, _Batch] = {}
         self._running: dict[TrajectoryId, tuple[cmd.Generate, float, float, int]] = {}  # order, since, `_Batch.join`
@@ -107,7 +107,7 @@ class _Reader:
         self._free_at = 0.0  # when the trainer last finished its work
         self._trained_at = 0.0
 
-    def read(self, entries: Iterable[tuple[ev.Event, Sequence[cmd.Command]]]) -> Record:
+    def read(self, entries: Iterable[tuple[ev.Event, Sequence[cmd.Command]]]) -> RecordedRun:
         for event, commands in entries:
             self._take_fact(event)
             for command in commands:
@@ -193,7 +193,7 @@ class _Reader:
                 pass
 
 
-def read_run(folder: Path) -> tuple[Workload, Record]:
+def read_run(folder: Path) -> tuple[Workload, RecordedRun]:
     """The workload of a finished run, and its measurements."""
     run = RunFolder.open(folder)
     journal = Journal(run.journal)
@@ -204,24 +204,24 @@ def read_run(folder: Path) -> tuple[Workload, Record]:
     return checked(_workload(record), origin=str(folder)), record
 
 
-def _workload(record: Record) -> Workload:
+def _workload(record: RecordedRun) -> Workload:
     settings, size = record.settings, record.settings.group_size
     groups = sorted({t // size for t in record.lengths})
     whole = [g for g in groups if all(TrajectoryId(g * size + i) in record.rewards for i in range(size))]
     ids = [[TrajectoryId(g * size + i) for i in range(size)] for g in whole]
     return Workload(
-        job=Job(
+        job=JobModel(
             strategy=strategy_of(settings.rules),
             max_staleness=settings.rules.max_staleness,
-            pause=settings.rules.in_flight or Job().pause,
-            oversample=settings.rules.oversample if settings.rules.oversample > 1 else Job().oversample,
+            pause=settings.rules.in_flight or JobModel().pause,
+            oversample=settings.rules.oversample if settings.rules.oversample > 1 else JobModel().oversample,
             steps=settings.steps,
             groups_per_step=settings.groups_per_step,
             group_size=size,
             filter_zero_variance=settings.filter_zero_variance,
             orchestration=settings.orchestration,
         ),
-        lengths=Lengths(
+        lengths=LengthModel(
             regime="recorded",
             cap=settings.max_new_tokens,
             prompt_tokens=max(record.prompts[g] for g in whole),
@@ -230,7 +230,7 @@ def _workload(record: Record) -> Workload:
             rewards=tuple(tuple(record.rewards[t] for t in row) for row in ids),
         ),
         fleet=_fleet(record),
-        train=Train(
+        train=TrainerModel(
             tokens_s_per_device=record.wave_tokens / max(record.wave_s, 1e-9),
             update_s=median(record.update_s),
             micro_batch_tokens=settings.micro_batch_tokens,
@@ -240,21 +240,21 @@ def _workload(record: Record) -> Workload:
     )
 
 
-def _grade(record: Record) -> Grade:
+def _grade(record: RecordedRun) -> GradingModel:
     """The log-normal with the measured mean and deviation, which together determine the length of a queue."""
     mean_s = mean(record.grading_s)
     sigma = math.sqrt(math.log1p((pstdev(record.grading_s) / mean_s) ** 2))
-    return Grade(median_s=mean_s * math.exp(-(sigma**2) / 2), sigma=sigma, workers=record.graders)
+    return GradingModel(median_s=mean_s * math.exp(-(sigma**2) / 2), sigma=sigma, workers=record.graders)
 
 
-def _fleet(record: Record) -> Fleet:
+def _fleet(record: RecordedRun) -> FleetModel:
     servers = list(record.servers.values())
     decode, prefill_s, answer_s = fit_times(record.requests)
-    return Fleet(
+    return FleetModel(
         devices=len(servers) + record.settings.num_ranks,
         rollout_devices=len(servers),
         time_shared=False,
-        server=Server(
+        server=SimulatedServer(
             slots=min(s.slots for s in servers),
             kv_tokens=min(s.kv_tokens for s in servers),
             decode=decode,

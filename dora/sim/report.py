@@ -33,7 +33,7 @@ COLUMNS = (
 )
 
 
-class Row(msgspec.Struct, frozen=True):
+class ReportRow(msgspec.Struct, frozen=True):
     """One setting over its seeds: the median of the step times, and the means of all else."""
 
     devices: int
@@ -67,7 +67,7 @@ class Row(msgspec.Struct, frozen=True):
     violations: int
 
 
-def rows(results: Iterable[Result]) -> list[Row]:
+def rows(results: Iterable[Result]) -> list[ReportRow]:
     """One row per setting, in order of appearance."""
     by_setting: dict[_Setting, list[Result]] = {}
     for r in results:
@@ -80,10 +80,10 @@ def rows(results: Iterable[Result]) -> list[Row]:
     return [_row(setting, found, sync_s=sync.get(setting[0])) for setting, found in by_setting.items()]
 
 
-def _row(setting: _Setting, found: Sequence[Result], *, sync_s: float | None) -> Row:
+def _row(setting: _Setting, found: Sequence[Result], *, sync_s: float | None) -> ReportRow:
     devices, instances, strategy, rules, max_staleness, rollout_devices = setting
     step_s = median(r.step_s for r in found)
-    return Row(
+    return ReportRow(
         devices=devices,
         instances=instances,
         strategy=strategy,
@@ -123,7 +123,7 @@ def _shares(found: Sequence[Result]) -> dict[str, float]:
     return shares
 
 
-def table(found: Sequence[Row]) -> str:
+def table(found: Sequence[ReportRow]) -> str:
     """An aligned Markdown table; `*` marks the fastest split of a strategy."""
     best: dict[tuple[int, str, str, int], float] = {}
     for row in found:
@@ -135,7 +135,7 @@ def table(found: Sequence[Row]) -> str:
     return "\n".join([lines[0], "|" + "|".join("-" * (w + 2) for w in widths) + "|", *lines[1:]])
 
 
-def _cells(row: Row, is_best: bool) -> tuple[str, ...]:
+def _cells(row: ReportRow, is_best: bool) -> tuple[str, ...]:
     shares = row.instance_shares
     low, high = row.step_s_range
     return (
@@ -164,7 +164,7 @@ def _cells(row: Row, is_best: bool) -> tuple[str, ...]:
     )
 
 
-def _by_design(row: Row) -> str:
+def _by_design(row: ReportRow) -> str:
     """How often the strategy breaks constraints by design: shares of answers (C1) and of groups (C2, C3)."""
     shares = {"C1": row.mixed_share, "C2": row.discarded_share, "C3": row.beyond_share}
     return ", ".join(f"{name} {share:.1%}" for name, share in shares.items() if share) or "-"

@@ -12,7 +12,7 @@ from dora.core.events import Span
 from dora.sim.tools import Call
 
 
-class Server(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class SimulatedServer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The capabilities of every instance of a fleet."""
 
     slots: int = 64

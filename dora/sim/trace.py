@@ -18,7 +18,7 @@ TRACED_STEPS: Final = 6
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class Period:
     """A period of time under one version."""
 
     begin: float
@@ -27,11 +27,11 @@ class Span:
 
 
 @dataclass(slots=True)
-class Row:
+class InstanceTrace:
     """One instance."""
 
-    held: list[Span] = field(default_factory=list)  #: while it held a confirmed version
-    decoding: list[Span] = field(default_factory=list)  #: while it had at least one request
+    held: list[Period] = field(default_factory=list)  #: while it held a confirmed version
+    decoding: list[Period] = field(default_factory=list)  #: while it had at least one request
     version: int = -1
     held_since: float | None = None
     decoding_since: float | None = None
@@ -40,14 +40,14 @@ class Row:
     def empty(self, at: float) -> None:
         """Record that nothing runs here any more."""
         if self.decoding_since is not None:
-            self.decoding.append(Span(self.decoding_since, at, self.version))
+            self.decoding.append(Period(self.decoding_since, at, self.version))
             self.decoding_since = None
 
     def unload(self, at: float) -> None:
         """Record that it no longer holds its version."""
         self.empty(at)
         if self.held_since is not None:
-            self.held.append(Span(self.held_since, at, self.version))
+            self.held.append(Period(self.held_since, at, self.version))
             self.held_since = None
 
 
@@ -55,8 +55,8 @@ class Trace:
     """The sink of a `World`, which receives every event with its commands. Call `finish` at the end."""
 
     def __init__(self, num_instances: int) -> None:
-        self.rows = [Row() for _ in range(num_instances)]
-        self.trainer: list[Span] = []  #: busy, under the version of the step
+        self.rows = [InstanceTrace() for _ in range(num_instances)]
+        self.trainer: list[Period] = []  #: busy, under the version of the step
         self.published: list[float] = []  #: by version
         self._where: dict[TrajectoryId, InstanceId] = {}
         self._waves: deque[float] = deque()  # when each was sent
@@ -101,7 +101,7 @@ class Trace:
                 self._waves.append(at)
 
     def _worked(self, begin: float, end: float, step: int) -> None:
-        self.trainer.append(Span(begin, end, step))
+        self.trainer.append(Period(begin, end, step))
         self._trainer_free = end
 
     def finish(self, at: float) -> None:

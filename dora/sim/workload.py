@@ -16,8 +16,8 @@ from dora.config.load import read_toml, set_key
 from dora.core.orchestration import SWITCHES, Orchestration, orchestration_of
 from dora.core.strategies import STRATEGIES, Pause, Rules, Settings, rules_of
 from dora.errors import ConfigError
-from dora.sim.answers import REGIMES, Answers, Group, cap_of
-from dora.sim.server import Server
+from dora.sim.answers import REGIMES, Answers, SimulatedGroup, cap_of
+from dora.sim.server import SimulatedServer
 from dora.sim.tools import Tools
 
 _NEVER: Final = 1e12
@@ -34,7 +34,7 @@ class _Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     """Base class of all parts; unknown keys are errors."""
 
 
-class Job(_Part, frozen=True):
+class JobModel(_Part, frozen=True):
     """The job and its rules."""
 
     strategy: str = "dora"
@@ -53,7 +53,7 @@ class Job(_Part, frozen=True):
     orchestration: Orchestration | None = None  #: of a recorded run, in place of the three above
 
 
-class Lengths(_Part, frozen=True):
+class LengthModel(_Part, frozen=True):
     """Prompts and answers (docs/SIMULATION.md). With tools, `regime` and `scale` give the length of every turn."""
 
     regime: str = "A"  #: A, B, C, D, S or recorded
@@ -65,14 +65,14 @@ class Lengths(_Part, frozen=True):
     rewards: tuple[tuple[float, ...], ...] = ()  #: recorded: rewards of each prompt's answers
 
 
-class Fleet(_Part, frozen=True):
+class FleetModel(_Part, frozen=True):
     """The accelerators and how they are split."""
 
     devices: int = 16
     rollout_devices: int = 8
     devices_per_instance: int = 1
     time_shared: bool = True  #: `sync` and `partial_sync` use all devices in both phases; False: they split them
-    server: Server = Server()
+    server: SimulatedServer = SimulatedServer()
     slow_instances: int = 0  #: number of instances that run at `slow_speed`
     slow_speed: float = 0.7
     weight_bytes: float = 1e9
@@ -84,7 +84,7 @@ class Fleet(_Part, frozen=True):
     report_s: float = 10.0  #: time between two reports of token counts
 
 
-class Train(_Part, frozen=True):
+class TrainerModel(_Part, frozen=True):
     """The trainer. A step has `updates` optimizer updates, spread evenly over its answers."""
 
     tokens_s_per_device: float = 6000.0
@@ -95,7 +95,7 @@ class Train(_Part, frozen=True):
     publish_bytes_s: float = 20e9
 
 
-class Grade(_Part, frozen=True):
+class GradingModel(_Part, frozen=True):
     """Grading: log-normal latency per answer, on `workers` serial graders; 0: as many as are needed."""
 
     median_s: float = 0.005
@@ -119,12 +119,12 @@ class Faults(_Part, frozen=True):
 class Workload(_Part, frozen=True):
     """Everything that a simulation depends on besides its seed."""
 
-    job: Job = Job()
-    lengths: Lengths = Lengths()
+    job: JobModel = JobModel()
+    lengths: LengthModel = LengthModel()
     tools: Tools = Tools()
-    fleet: Fleet = Fleet()
-    train: Train = Train()
-    grade: Grade = Grade()
+    fleet: FleetModel = FleetModel()
+    train: TrainerModel = TrainerModel()
+    grade: GradingModel = GradingModel()
     faults: Faults = Faults()
 
     @property
@@ -185,7 +185,7 @@ class Workload(_Part, frozen=True):
         """The answers of one seed."""
         lengths = self.lengths
         recorded = [
-            Group(tokens, list(row), list(rewards))
+            SimulatedGroup(tokens, list(row), list(rewards))
             for tokens, row, rewards in zip(lengths.prompts, lengths.answers, lengths.rewards, strict=True)
         ]
         return Answers(

@@ -28,8 +28,8 @@ from dora.core.ids import GroupId, InstanceId, TrajectoryId, evaluation_index
 from dora.core.invariants import check
 from dora.core.state import State
 from dora.errors import InvariantViolation, RunFailed
-from dora.sim.answers import Group
-from dora.sim.instance import Instance
+from dora.sim.answers import SimulatedGroup
+from dora.sim.instance import SimulatedInstance
 from dora.sim.measure import Measure
 from dora.sim.server import Request
 from dora.sim.trainer import TrainerTime
@@ -68,7 +68,9 @@ class World:
         self.num_events = 0
         fleet = workload.fleet
         self.instances = [
-            Instance(InstanceId(i), fleet.server, slowness=1 / fleet.slow_speed if i < fleet.slow_instances else 1.0)
+            SimulatedInstance(
+                InstanceId(i), fleet.server, slowness=1 / fleet.slow_speed if i < fleet.slow_instances else 1.0
+            )
             for i in range(workload.num_instances)
         ]
         self.measure = Measure(workload, self.instances)
@@ -77,7 +79,7 @@ class World:
         self._heap: list[tuple[float, int, Action]] = []
         self._number = 0
         self._ready: deque[ev.Event] = deque()  # facts at the current time, before anything on the heap
-        self._touched: dict[InstanceId, Instance] = {}  # instances whose batch has changed
+        self._touched: dict[InstanceId, SimulatedInstance] = {}  # instances whose batch has changed
         self._tags: dict[GroupId, int] = {}  # version of each admitted group that has not left
         self._interrupted: dict[TrajectoryId, Request] = {}  # state at their stop or at the loss of their server
         self._graders = [0.0] * workload.grade.workers  # a heap of the times when each becomes free
@@ -147,7 +149,7 @@ class World:
 
     # -- servers ------------------------------------------------------------------------------------------------------
 
-    def _settle(self, instance: Instance) -> None:
+    def _settle(self, instance: SimulatedInstance) -> None:
         """Plan the next end on an instance whose batch has changed, when all facts of this moment are handled."""
         for request in instance.settle():
             self._tell(request)
@@ -156,7 +158,7 @@ class World:
         if at < math.inf:
             self._put(at, partial(self._wake, instance, instance.wake))
 
-    def _wake(self, instance: Instance, number: int) -> None:
+    def _wake(self, instance: SimulatedInstance, number: int) -> None:
         if number == instance.wake:
             instance.reach(self.now)
             for request in instance.end():
@@ -177,7 +179,7 @@ class World:
         else:
             self._ready.append(fact)
 
-    def _come_up(self, instance: Instance) -> ev.Event:
+    def _come_up(self, instance: SimulatedInstance) -> ev.Event:
         instance.reach(self.now)
         instance.incarnation += 1
         instance.up = True
@@ -187,7 +189,7 @@ class World:
         server = instance.server
         return ev.InstanceUp(self.now, instance.id, instance.incarnation, server.slots, server.kv_tokens)
 
-    def _lose(self, instance: Instance, incarnation: int) -> ev.Event | None:
+    def _lose(self, instance: SimulatedInstance, incarnation: int) -> ev.Event | None:
         if not instance.up or instance.incarnation != incarnation:
             return None
         instance.reach(self.now)
@@ -202,7 +204,7 @@ class World:
         counts = {id: request.offset for id, request in lost.items()}
         return ev.InstanceLost(self.now, instance.id, incarnation, counts, "a simulated failure")
 
-    def _report(self, instance: Instance) -> ev.Event | None:
+    def _report(self, instance: SimulatedInstance) -> ev.Event | None:
         self._at(self.workload.fleet.report_s, partial(self._report, instance))
         self._report_pressure(instance)
         if not instance.requests:
@@ -210,7 +212,7 @@ class World:
         instance.reach(self.now)
         return ev.ProgressReported(self.now, instance.id, instance.counts())
 
-    def _report_pressure(self, instance: Instance) -> None:
+    def _report_pressure(self, instance: SimulatedInstance) -> None:
         """An instance is pressed if it has evicted since the last report, and until it has space again."""
         evicted = instance.evictions > self._evictions[instance.id]
         self._evictions[instance.id] = instance.evictions
@@ -244,7 +246,7 @@ class World:
         instance.take(request)
         self._touched[instance.id] = instance
 
-    def _answer(self, id: TrajectoryId) -> tuple[int, Group, int]:
+    def _answer(self, id: TrajectoryId) -> tuple[int, SimulatedGroup, int]:
         """Number of a trajectory's group, the group, and its index there. A sample of an evaluation is a group by
         itself, with a number below 0."""
         if id >= 0:

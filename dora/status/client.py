@@ -6,7 +6,7 @@ import aiohttp
 import msgspec
 
 from dora.errors import ConfigError, ProtocolError, RemoteError, one_line
-from dora.status.server import Answer, Ask
+from dora.status.server import InstanceReply, InstanceRequest
 from dora.status.snapshot import Snapshot, decode
 
 
@@ -22,7 +22,7 @@ async def ask(url: str, verb: str, instance: str, *, token: str, timeout_s: floa
     """Add, drain or remove an instance; return the run's answer. ConfigError if it refuses."""
     path = f"/instances/{verb}"
     headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
-    body = msgspec.json.encode(Ask(instance))
+    body = msgspec.json.encode(InstanceRequest(instance))
     status, answer = await _send("POST", url, path, timeout_s=timeout_s, headers=headers, body=body)
     said = read_said(answer, address=_base(url) + path, status=status)
     if status != 200:
@@ -33,7 +33,7 @@ async def ask(url: str, verb: str, instance: str, *, token: str, timeout_s: floa
 def read_said(body: bytes, *, address: str, status: int) -> str:
     """The sentence in an answer of `ask`."""
     try:
-        return one_line(msgspec.json.decode(body, type=Answer).said)
+        return one_line(msgspec.json.decode(body, type=InstanceReply).said)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as err:
         raise ProtocolError(f"{address}: answered {status}; is this a run's status address?") from err
 

@@ -46,13 +46,13 @@ class Requests(Protocol):
     async def remove(self, which: str) -> str: ...
 
 
-class Ask(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class InstanceRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Body of a POST."""
 
     instance: str  #: its number or address
 
 
-class Answer(msgspec.Struct, frozen=True):
+class InstanceReply(msgspec.Struct, frozen=True):
     """Body of the answer to a POST; unless the status is 200, it says why nothing was done."""
 
     said: str
@@ -154,7 +154,7 @@ class StatusServer:
         if not knows(self._token, request.headers):
             return _said(401, "the token is missing or wrong")
         try:
-            ask = msgspec.json.decode(await request.read(), type=Ask)
+            ask = msgspec.json.decode(await request.read(), type=InstanceRequest)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as err:
             return _said(400, f"not a request: {err}")
         except web.HTTPRequestEntityTooLarge:
@@ -170,4 +170,4 @@ class StatusServer:
 
 
 def _said(status: int, text: str) -> web.Response:
-    return web.Response(body=msgspec.json.encode(Answer(text)), content_type="application/json", status=status)
+    return web.Response(body=msgspec.json.encode(InstanceReply(text)), content_type="application/json", status=status)

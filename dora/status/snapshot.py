@@ -65,7 +65,7 @@ class InstanceRow:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Trainer:
+class TrainerRow:
     """The state of the trainer."""
 
     step: int | None  #: the step that it trains or waits for; None until its ranks are ready
@@ -107,7 +107,7 @@ class Snapshot:
     versions: tuple[VersionRow, ...]  #: oldest first
     instances: tuple[InstanceRow, ...]
     instances_by_phase: dict[str, int]
-    trainer: Trainer
+    trainer: TrainerRow
     not_admitting: str  #: why no prompt group is admitted just now; "" if one may be
     groups_admitted: int
     groups_by_phase: dict[str, int]  #: adds up to groups_admitted
@@ -265,9 +265,9 @@ def _count_phases(state: State) -> dict[str, int]:
     return {phase.value: found[phase] for phase in WeightsPhase}
 
 
-def _trainer(state: State, shell: ShellFacts) -> Trainer:
+def _trainer(state: State, shell: ShellFacts) -> TrainerRow:
     last = shell.steps[-1] if shell.steps else None
-    return Trainer(
+    return TrainerRow(
         step=state.feed.open_step,
         waits_for=trainer_waits_for(state),
         idle_share=last.idle_s / last.duration_s if last is not None and last.duration_s > 0 else None,

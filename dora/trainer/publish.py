@@ -21,7 +21,7 @@ from torch import Tensor
 
 from dora.trainer.model import Policy
 from dora.trainer.room import save_tensors, until_there_is_room
-from dora.transport.messages import VersionPublished
+from dora.transport.messages import VersionWritten
 from dora.weights.store import MANIFEST, VersionStore, checksum_of, checksum_of_files, clear_errors
 
 PUBLISH_TIMEOUT_S = 900.0  # for one version, against a file system that hangs; longer than FULL_TIMEOUT_S
@@ -36,7 +36,7 @@ class Publisher:
         *,
         model_path: Path,
         dtype: str,
-        report: Callable[[VersionPublished], None],
+        report: Callable[[VersionWritten], None],
         on_failure: Callable[[BaseException], None],
     ) -> None:
         """`on_failure` is called in the writing thread: the main thread may be waiting for work that never comes."""
@@ -73,7 +73,7 @@ class Publisher:
         attempts = [partial(self._write_in, root, version, weights, chain) for root in self._store.roots]
         self._report(until_there_is_room(*attempts))
 
-    def _write_in(self, root: Path, version: int, weights: dict[str, Tensor], chain: str) -> VersionPublished:
+    def _write_in(self, root: Path, version: int, weights: dict[str, Tensor], chain: str) -> VersionWritten:
         replayed = version in {*self._store.live(), *self._store.durable()}
         staged = self._store.stage(version, root=root)
         with clear_errors(f"cannot write version {version} to {root}", remove=staged):
@@ -82,7 +82,7 @@ class Publisher:
         made = _checksums(staged) if replayed else {}
         manifest = self._store.seal(version, staged, chain=chain)
         differs = checksum_of_files(made) if replayed and made != manifest.files else ""
-        return VersionPublished(
+        return VersionWritten(
             version=version,
             num_bytes=manifest.num_bytes,
             files=dict(manifest.files),

@@ -28,12 +28,12 @@ from dora.trainer.model import Policy, logprobs
 from dora.trainer.packing import Row, Targets, check, pack
 from dora.trainer.publish import Publisher, gather
 from dora.transport.messages import (
-    CheckpointSaved,
+    CheckpointWritten,
     Configure,
     MicroBatch,
-    MicroBatchTrained,
-    Ready,
-    StepTrained,
+    MicroBatchDone,
+    RankReady,
+    StepDone,
 )
 from dora.transport.trainer_end import TrainerEnd
 from dora.weights.fence import pass_fence
@@ -63,7 +63,7 @@ class Trainer:
     def start(self) -> None:
         """Publish the version of the current step (no effect if the store has it), then report READY."""
         self._publish(self._step)
-        self._end.send(Ready(rank=self._rank, next_step=self._step, skipped=self._skipped))
+        self._end.send(RankReady(rank=self._rank, next_step=self._step, skipped=self._skipped))
 
     # ---- one micro-batch --------------------------------------------------------------------------------------------
 
@@ -92,7 +92,7 @@ class Trainer:
         self._next_index += 1
         busy_s = time.perf_counter() - started
         self._sums.busy_s += busy_s
-        done = MicroBatchTrained(
+        done = MicroBatchDone(
             rank=self._rank, step=batch.step, index=batch.index, num_tokens=len(batch.tokens), busy_s=busy_s
         )
         self._end.send(done)
@@ -143,7 +143,7 @@ class Trainer:
                 update_skipped=float(skipped),
                 close_s=time.perf_counter() - started,
             )
-            self._end.send(StepTrained(rank=self._rank, step=trained, metrics=metrics, chain=chain))
+            self._end.send(StepDone(rank=self._rank, step=trained, metrics=metrics, chain=chain))
             self._publisher.publish(self._step, weights, chain=chain)
         if self._step % self._settings.checkpoint_every == 0 or self._step == self._settings.steps:
             self.save_checkpoint()
@@ -192,7 +192,7 @@ class Trainer:
             fence=self._fence,
         )
         if self._rank == 0:
-            self._end.send(CheckpointSaved(step=self._step, folder=str(folder), chain=self._chain))
+            self._end.send(CheckpointWritten(step=self._step, folder=str(folder), chain=self._chain))
 
     def _load(self, order: Configure) -> None:
         loaded = checkpoint.load(

@@ -53,7 +53,7 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class Configure(Message, frozen=True):
-    """First message to every rank. Answered by Ready."""
+    """First message to every rank. Answered by `RankReady`."""
 
     run_id: str
     model_path: str  # Hugging Face folder of version 0; config and tokenizer files of every version come from it
@@ -93,7 +93,7 @@ class MicroBatch(Message, frozen=True):
 
 
 class SaveCheckpoint(Message, frozen=True):
-    """Write a checkpoint at the next step boundary: now if between steps. Answered by CheckpointSaved (rank 0)."""
+    """Write a checkpoint at the next step boundary: now if between steps. Answered by `CheckpointWritten` (rank 0)."""
 
 
 class Stop(Message, frozen=True):
@@ -108,7 +108,7 @@ ToTrainer = Configure | MicroBatch | SaveCheckpoint | Stop
 # ---- received by the controller -------------------------------------------------------------------------------------
 
 
-class Ready(Message, frozen=True):
+class RankReady(Message, frozen=True):
     """The rank has loaded model and optimizer. `next_step` is 0 or the step of the checkpoint it resumed from."""
 
     rank: int
@@ -116,7 +116,7 @@ class Ready(Message, frozen=True):
     skipped: tuple[str, ...] = ()  # checkpoints that could not be loaded, each with the reason
 
 
-class MicroBatchTrained(Message, frozen=True):
+class MicroBatchDone(Message, frozen=True):
     """One rank has completed forward and backward of a micro-batch."""
 
     rank: int
@@ -126,7 +126,7 @@ class MicroBatchTrained(Message, frozen=True):
     busy_s: float
 
 
-class StepTrained(Message, frozen=True):
+class StepDone(Message, frozen=True):
     """The step is closed and the weights of version step + 1 are gathered; the next step may begin. Rank 0 only.
 
     `metrics`: all-reduced over ranks; the key set is dora.trainer.metrics.METRICS.
@@ -138,8 +138,8 @@ class StepTrained(Message, frozen=True):
     chain: str = ""  # lineage including this step
 
 
-class VersionPublished(Message, frozen=True):
-    """The version is complete in the store. Rank 0 only; after StepTrained of step version - 1."""
+class VersionWritten(Message, frozen=True):
+    """The version is complete in the store. Rank 0 only; after `StepDone` of step version - 1."""
 
     version: int
     num_bytes: int
@@ -148,7 +148,7 @@ class VersionPublished(Message, frozen=True):
     differs: str = ""  # the store already had the version and kept it; checksum of the new bytes if they differ
 
 
-class CheckpointSaved(Message, frozen=True):
+class CheckpointWritten(Message, frozen=True):
     """The checkpoint folder of all ranks is complete and durable. Rank 0 only."""
 
     step: int  # the next step to be trained from it
@@ -163,7 +163,7 @@ class TrainerFailed(Message, frozen=True):
     reason: str  # one line
 
 
-ToController = Ready | MicroBatchTrained | StepTrained | VersionPublished | CheckpointSaved | TrainerFailed
+ToController = RankReady | MicroBatchDone | StepDone | VersionWritten | CheckpointWritten | TrainerFailed
 
 
 # ---- the link itself ------------------------------------------------------------------------------------------------

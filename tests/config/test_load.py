@@ -112,7 +112,7 @@ def test_a_set_below_a_plain_value_is_refused():
         ("task.sources.0.kid", "did you mean task.sources.0.kind?"),
         ("eval.sets.0.source.promt", "did you mean eval.sets.0.source.prompt?"),
         ("trainer.max_stalenes", "did you mean rollout.max_staleness?"),
-        ("weights.zzz", "valid here: memory_folder, transport, keep"),
+        ("weights.zzz", "valid here: memory_folder, transfer, keep"),
         ("task.sources.0.zzzzzzzz", "valid here: kind, name, path, split, prompt, messages, answer, options, weight"),
     ],
 )

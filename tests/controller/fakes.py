@@ -19,17 +19,17 @@ from dora.controller.effects import (
     Dismiss,
     Effects,
     Fetch,
-    Generate,
-    Grade,
+    GradeAnswer,
     Graders,
     Push,
     RequestIds,
     Sampling,
-    Stop,
-    Train,
+    SendWave,
+    StopAttempt,
+    StreamAttempt,
 )
 from dora.controller.evaluations import EvalSet, Evaluations
-from dora.controller.fleet import Fleet, Limits
+from dora.controller.fleet import Fleet, FleetLimits
 from dora.controller.in_flight import InFlight
 from dora.controller.inbox import Inbox
 from dora.controller.lineage import Lineage
@@ -352,14 +352,14 @@ class Surroundings:
         return RequestIds(RUN_ID, self.epoch)
 
     @property
-    def generate(self) -> Generate:
+    def generate(self) -> StreamAttempt:
         sampling = Sampling(0, MAX_NEW_TOKENS, 1.0, self.tokenizer.eos_ids, self.evaluations)
-        return Generate(self.engine, self.fleet, self.trajectories, self.published, sampling, self.ids, self.now)
+        return StreamAttempt(self.engine, self.fleet, self.trajectories, self.published, sampling, self.ids, self.now)
 
     @property
-    def grade(self) -> Grade:
+    def grade(self) -> GradeAnswer:
         graders = Graders(self.graders, [self.graders], self.evaluations)
-        return Grade(self.trajectories, self.tokenizer, graders, self.now)
+        return GradeAnswer(self.trajectories, self.tokenizer, graders, self.now)
 
     @property
     def push(self) -> Push:
@@ -393,7 +393,7 @@ def make_fleet(
     return Fleet(
         list(servers),
         engine=engine,
-        limits=Limits(
+        limits=FleetLimits(
             **{
                 "instances": 8,
                 "slots": 2,
@@ -463,8 +463,8 @@ def make_job(
     work = Work()
     orders = Orders(
         effects=made.effects,
-        stop=Stop(made.engine, fleet, made.ids),
-        train=Train(state.feed, trajectories, made.lineage, trainer, settings.group_size),
+        stop=StopAttempt(made.engine, fleet, made.ids),
+        train=SendWave(state.feed, trajectories, made.lineage, trainer, settings.group_size),
         copies=Copies(
             made.store,
             published=made.published,

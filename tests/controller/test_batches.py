@@ -14,7 +14,7 @@ from dora.controller.batches import build_wave
 from dora.controller.lineage import Lineage
 from dora.controller.rollouts import RolloutWriter, rollout_files, train_rollouts
 from dora.controller.trainer_link import StepReport
-from dora.controller.trajectories import Record
+from dora.controller.trajectories import TrajectoryRecord
 from dora.core import events as ev
 from dora.core.commands import TrainMicroBatch
 from dora.core.ids import GroupId, TrajectoryId
@@ -35,10 +35,10 @@ def group(number: int, *, version: int, rewards: tuple[float | None, ...]) -> Gr
     return made
 
 
-def record(trajectory: int, num_tokens: int) -> Record:
+def record(trajectory: int, num_tokens: int) -> TrajectoryRecord:
     """Prompt tokens are 100 + group, answer tokens the trajectory's number, log-probs fall by a tenth each."""
     number = trajectory // G
-    made = Record(Prompt(number, "made up", "", (100 + number,) * (number + 1), "", {}))
+    made = TrajectoryRecord(Prompt(number, "made up", "", (100 + number,) * (number + 1), "", {}))
     made.tokens.extend([trajectory] * num_tokens)
     made.logprobs.extend(-(i + 1) / 10 for i in range(num_tokens))
     return made

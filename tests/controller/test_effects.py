@@ -338,7 +338,7 @@ async def test_a_push_is_finished_when_the_label_was_read_back(
 ) -> None:
     accepts_pushes(server, holds=LABEL)
     seen = Disk({str(store.memory_root): "/seen/by/server"})
-    io = replace(io, store=store, engine=replace(io.engine, transport=seen))
+    io = replace(io, store=store, engine=replace(io.engine, transfer=seen))
     assert await io.push(PUSH) == ev.WeightPushFinished(1.0, InstanceId(0), 3, 4)
     update = next(body for path, body in server.calls if path == "/update_weights_from_disk")
     assert update["model_path"] == f"/seen/by/server/{store.folder(4).name}"

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from dora.controller import fleet as fleet_module
-from dora.controller.fleet import HEALTH_STRIKES, MAX_START_FAILURES, ExternalServer, Fleet, Limits
+from dora.controller.fleet import HEALTH_STRIKES, MAX_START_FAILURES, ExternalServer, Fleet, FleetLimits
 from dora.controller.inbox import Inbox
 from dora.core.events import Event, InstanceLost, InstanceUp, PrefillReported
 from dora.core.ids import GroupId, InstanceId, TrajectoryId
@@ -48,7 +48,7 @@ class Kept:
         self.fleet = Fleet(
             list(self.servers),
             engine=self.engines,
-            limits=Limits(**{**limits, **changes}),
+            limits=FleetLimits(**{**limits, **changes}),
             inbox=self.inbox,
             in_flight=self,  # type: ignore[arg-type]
             rows=self.rows,

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from dora.controller import fleet as fleet_module
-from dora.controller.fleet import ExternalServer, Fleet, Limits
+from dora.controller.fleet import ExternalServer, Fleet, FleetLimits
 from dora.controller.in_flight import InFlight
 from dora.controller.inbox import Inbox
 from dora.controller.trajectories import Trajectories
@@ -51,7 +51,9 @@ async def test_a_frozen_server_without_work_is_lost_by_its_health_and_comes_back
         fleet = Fleet(
             [ExternalServer(url, engine=engine)],
             engine=engine,
-            limits=Limits(instances=1, slots=2, kv_tokens=1024, context_tokens=128, model=seed_path(), path_map={}),
+            limits=FleetLimits(
+                instances=1, slots=2, kv_tokens=1024, context_tokens=128, model=seed_path(), path_map={}
+            ),
             inbox=inbox,
             in_flight=in_flight,
             rows=rows,

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from dora.controller import fleet as fleet_module
-from dora.controller.membership import Membership
+from dora.controller.membership import MembershipRequests
 from dora.core import commands as cmd
 from dora.core import events as ev
 from dora.core.ids import InstanceId
@@ -26,7 +26,7 @@ class Asked:
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        self.desk = Membership(
+        self.desk = MembershipRequests(
             job.io.fleet,
             state=job.controller.state,
             engine=job.io.engine,

@@ -142,21 +142,21 @@ async def linked(end: FakeEnd | None = None, **options: Any) -> AsyncIterator[Li
     await made.close()
 
 
-def ready(rank: int, *, step: int = 0) -> wire.Ready:
-    return wire.Ready(rank=rank, next_step=step)
+def ready(rank: int, *, step: int = 0) -> wire.RankReady:
+    return wire.RankReady(rank=rank, next_step=step)
 
 
-def trained(rank: int, step: int, index: int) -> wire.MicroBatchTrained:
-    return wire.MicroBatchTrained(rank=rank, step=step, index=index, num_tokens=9, busy_s=0.1)
+def trained(rank: int, step: int, index: int) -> wire.MicroBatchDone:
+    return wire.MicroBatchDone(rank=rank, step=step, index=index, num_tokens=9, busy_s=0.1)
 
 
-def step_trained(step: int) -> wire.StepTrained:
-    return wire.StepTrained(rank=0, step=step, metrics={"grad_norm": 0.5}, chain=f"chain-{step}")
+def step_trained(step: int) -> wire.StepDone:
+    return wire.StepDone(rank=0, step=step, metrics={"grad_norm": 0.5}, chain=f"chain-{step}")
 
 
-def published(version: int, *, differs: str = "") -> wire.VersionPublished:
+def published(version: int, *, differs: str = "") -> wire.VersionWritten:
     chain = f"chain-{version - 1}" if version else CHAIN
-    return wire.VersionPublished(version=version, num_bytes=7, files={"m": "0"}, chain=chain, differs=differs)
+    return wire.VersionWritten(version=version, num_bytes=7, files={"m": "0"}, chain=chain, differs=differs)
 
 
 async def make_ready(one: Linked, *, step: int = 0) -> None:
@@ -246,7 +246,7 @@ async def test_a_checkpoint_is_asked_of_every_rank_and_waited_for() -> None:
         await make_ready(one)
         asked = asyncio.create_task(one.link.checkpoint(timeout_s=10), name="asked")
         await one.end.has_sent(4)
-        saved = wire.CheckpointSaved(step=3, folder="/checkpoints/step-3", chain="chain-2")
+        saved = wire.CheckpointWritten(step=3, folder="/checkpoints/step-3", chain="chain-2")
         await one.end.hears(0, saved)
         assert await asked
         assert one.kinds() == [("CheckpointSaved", 3)]
@@ -314,9 +314,9 @@ async def test_a_wave_leaves_only_when_the_journal_is_on_the_disk() -> None:
 @pytest.mark.parametrize(
     "message",
     [
-        wire.StepTrained(rank=0, step=2, metrics={}, chain="another"),
-        wire.VersionPublished(version=2, num_bytes=1, files={}, chain="another"),
-        wire.CheckpointSaved(step=2, folder="f", chain="another"),
+        wire.StepDone(rank=0, step=2, metrics={}, chain="another"),
+        wire.VersionWritten(version=2, num_bytes=1, files={}, chain="another"),
+        wire.CheckpointWritten(step=2, folder="f", chain="another"),
     ],
     ids=lambda m: type(m).__name__,
 )
@@ -331,7 +331,7 @@ async def test_what_comes_from_another_history_ends_the_run(message: Any) -> Non
 async def test_checkpoints_that_were_passed_over_are_told_once() -> None:
     async with linked() as one:
         for rank in range(2):
-            message = wire.Ready(rank=rank, next_step=1, skipped=("step-2 is damaged",))
+            message = wire.RankReady(rank=rank, next_step=1, skipped=("step-2 is damaged",))
             await one.end.hears(rank, message)
         assert one.told == ["step-2 is damaged; the trainer goes on from step 1"]
 

@@ -8,7 +8,7 @@ import pytest
 from dora.core import commands as cmd
 from dora.core import events as ev
 from dora.core.core import handle
-from dora.core.feasibility import Formation, Gate, formation_of
+from dora.core.feasibility import CapacityGate, Formation, formation_of
 from dora.core.ids import FOREIGN_VERSION, GroupId, InstanceId, TrajectoryId
 from dora.core.phases import GroupPhase
 from dora.core.strategies import STRATEGIES, Rules, rules_of, strategy_of
@@ -69,7 +69,7 @@ def gate(strategy: str = "partial", **changes: object) -> Formation:
 
 def test_the_gate_admits_k_plus_v_plus_1_steps_of_groups_less_those_accepted_or_running() -> None:
     form = gate(max_staleness=2, groups_per_step=4, steps=8)
-    assert isinstance(form, Gate)
+    assert isinstance(form, CapacityGate)
     assert form.slack(0) == 12
     for _ in range(12):
         form.admit(form.deadline(0))

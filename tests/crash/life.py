@@ -26,7 +26,7 @@ from dora.app.opening import Opened
 from dora.app.prepare import Job, prepare
 from dora.config.load import dump, load
 from dora.controller.effects import Graders as GraderPools
-from dora.controller.fleet import Fleet, Limits
+from dora.controller.fleet import Fleet, FleetLimits
 from dora.controller.loop import Outcome
 from dora.controller.trainer_link import TrainerLink
 from dora.core.invariants import check as check_invariants
@@ -218,7 +218,7 @@ class World:
         return Fleet(
             list(servers),
             engine=SglangEngine(engines),  # type: ignore[arg-type]
-            limits=Limits(
+            limits=FleetLimits(
                 instances=8,
                 slots=config.engine.slots,
                 kv_tokens=config.engine.kv_tokens,

@@ -227,7 +227,7 @@ class TrainerModel:
         self._index, self._waves = 0, b""
         await self._publish(self._step)
         for rank in self._ranks:
-            self._say(wire.Ready(rank=rank, next_step=self._step, skipped=skipped), rank=rank)
+            self._say(wire.RankReady(rank=rank, next_step=self._step, skipped=skipped), rank=rank)
         while True:
             messages = await self._next()
             match messages[0]:
@@ -260,7 +260,7 @@ class TrainerModel:
         self._waves += b"".join(substance(batch) for batch in batches)
         self._index += 1
         for rank, batch in enumerate(batches):
-            done = wire.MicroBatchTrained(
+            done = wire.MicroBatchDone(
                 rank=rank, step=batch.step, index=batch.index, num_tokens=len(batch.tokens), busy_s=0.0
             )
             self._say(done, rank=rank)
@@ -272,7 +272,7 @@ class TrainerModel:
         self._policy = trained(self._policy, self._waves)
         self._step, self._chain = self._step + 1, chain
         self._index, self._waves = 0, b""
-        self._say(wire.StepTrained(rank=0, step=self._step - 1, metrics={}, chain=chain))
+        self._say(wire.StepDone(rank=0, step=self._step - 1, metrics={}, chain=chain))
         await self._publish(self._step)
         settings = self._order.settings
         if self._step % settings.checkpoint_every == 0 or self._step == settings.steps:
@@ -300,7 +300,7 @@ class TrainerModel:
             return
         differs = checksum_of_files(made) if replayed and made != manifest.files else ""
         self._say(
-            wire.VersionPublished(
+            wire.VersionWritten(
                 version=version,
                 num_bytes=manifest.num_bytes,
                 files=dict(manifest.files),
@@ -317,7 +317,7 @@ class TrainerModel:
         found = checkpoints.read_manifest(target)
         if found is None or found.state_checksums != self._checksums(self._policy):
             self._save_in(parent, target)
-        self._say(wire.CheckpointSaved(step=self._step, folder=str(target), chain=self._chain))
+        self._say(wire.CheckpointWritten(step=self._step, folder=str(target), chain=self._chain))
 
     def _save_in(self, parent: Path, target: Path) -> None:
         written = target.with_name(f".{target.name}")

@@ -78,9 +78,9 @@ def label_of(url: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("transport", ["disk", "distributed"])
-def test_a_push_is_tried_and_taken_back(tmp_path: Path, server: str, transport: str) -> None:
-    result = run_to_end("check", "--push", *external(server, tmp_path, weights__transport=transport))
+@pytest.mark.parametrize("transfer", ["disk", "distributed"])
+def test_a_push_is_tried_and_taken_back(tmp_path: Path, server: str, transfer: str) -> None:
+    result = run_to_end("check", "--push", *external(server, tmp_path, weights__transfer=transfer))
     assert (result.returncode, result.stderr) == (0, "")
     assert f"\npush       {server}: loaded the model from the version store, and holds what it held" in result.stdout
     assert label_of(server) == "theirs"

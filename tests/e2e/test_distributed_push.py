@@ -21,7 +21,7 @@ def senders(run: Run) -> list[psutil.Process]:
 
 
 def test_a_run_outlives_its_senders_and_its_servers_never_read_the_store(tmp_path: Path) -> None:
-    changes = {"run.steps": 6, "rollout.max_staleness": 1, "engine.instances": 2, "weights.transport": "distributed"}
+    changes = {"run.steps": 6, "rollout.max_staleness": 1, "engine.instances": 2, "weights.transfer": "distributed"}
     with Run(*small(tmp_path, **changes)) as run:
         run.until_trained(1)
         first = until(lambda: senders(run), what="a sender")

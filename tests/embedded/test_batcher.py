@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from dora.embedded.batcher import Batcher, Joined, Joiner, waves
-from dora.embedded.generation import ABORTED, ABORTED_WAITING, NOT_FINITE, QUEUE_FULL, Generation, Sampling
+from dora.embedded.generation import ABORTED, ABORTED_WAITING, NOT_FINITE, QUEUE_FULL, Generation, SamplingParams
 from dora.embedded.metrics import EngineMetrics
 
 WAIT_S = 20.0
@@ -64,7 +64,7 @@ class Rig:
 
     def submit(self, rid: str, *, prompt: int = 4, namespace: str = "", **sampling: Any) -> Generation:
         given = {"max_new_tokens": 5, **sampling}
-        one = Generation(rid=rid, prompt_ids=[7] * prompt, sampling=Sampling(**given), namespace=namespace)
+        one = Generation(rid=rid, prompt_ids=[7] * prompt, sampling=SamplingParams(**given), namespace=namespace)
         self.batcher.submit(one)
         return one
 
@@ -316,7 +316,7 @@ async def test_only_a_held_server_flushes_over_its_queue() -> None:
 
 
 def generation(rid: str, prompt: list[int], *, namespace: str = "") -> Generation:
-    return Generation(rid=rid, prompt_ids=prompt, sampling=Sampling(), namespace=namespace)
+    return Generation(rid=rid, prompt_ids=prompt, sampling=SamplingParams(), namespace=namespace)
 
 
 async def test_siblings_are_prefilled_after_the_first_and_lengths_are_not_mixed() -> None:

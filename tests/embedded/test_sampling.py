@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dora.embedded.sampling import Settings, sample, uniform
+from dora.embedded.sampling import SamplingTensors, sample, uniform
 
 
 def settings(
@@ -20,9 +20,9 @@ def settings(
     min_p: float = 0.0,
     greedy: bool = False,
     filtered: bool = False,
-) -> Settings:
+) -> SamplingTensors:
     rows = len(seeds)
-    return Settings(
+    return SamplingTensors(
         temperature_B1=torch.full((rows, 1), temperature),
         greedy_B=torch.full((rows,), greedy),
         top_p_B1=torch.full((rows, 1), top_p),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dora.embedded.generation import Generation, Sampling
+from dora.embedded.generation import Generation, SamplingParams
 from dora.embedded.text import Text
 
 
@@ -17,7 +17,7 @@ class Bytes:
 
 
 def generation(text: str) -> Generation:
-    return Generation(rid="a", prompt_ids=[1], sampling=Sampling(), output_ids=list(text.encode()))
+    return Generation(rid="a", prompt_ids=[1], sampling=SamplingParams(), output_ids=list(text.encode()))
 
 
 async def test_cumulative_text_is_the_whole_text_so_far() -> None:
@@ -31,7 +31,7 @@ async def test_incremental_text_holds_a_character_back_until_it_is_whole() -> No
 
 
 async def test_an_incomplete_character_is_sent_at_the_end() -> None:
-    one = Generation(rid="a", prompt_ids=[1], sampling=Sampling(), output_ids=[97, 0xC3])
+    one = Generation(rid="a", prompt_ids=[1], sampling=SamplingParams(), output_ids=[97, 0xC3])
     text = Text(one, Bytes())
     assert text.upto(2, incremental=True) == "a"
     one.finish_reason, one.done = {"type": "length", "length": 2}, True

@@ -1,6 +1,6 @@
-"""The distributed transport: real sender processes, embedded engines on real sockets, gloo between them.
+"""The distributed transfer: real sender processes, embedded engines on real sockets, gloo between them.
 
-Failures of either process in mid-bucket are in tests/sglang/test_transports.py, on both kinds of servers.
+Failures of either process in mid-bucket are in tests/sglang/test_transfers.py, on both kinds of servers.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ senders, client = pushing.senders, pushing.client
 
 
 @pytest.fixture
-def transport(senders: Senders) -> Distributed:
+def transfer(senders: Senders) -> Distributed:
     return Distributed(senders, otherwise=Disk(), dtype="float32", use_nccl=False, bucket_bytes=SMALL_BUCKETS)
 
 
@@ -83,20 +83,20 @@ class Recorded(PushTarget):
         await self._note("leave")
 
 
-async def give(server: PushTarget, folder: Path, label: str, transport: Distributed) -> None:
-    await push(server, folder=folder, label=label, timeout_s=PUSH_S, transport=transport)
+async def give(server: PushTarget, folder: Path, label: str, transfer: Distributed) -> None:
+    await push(server, folder=folder, label=label, timeout_s=PUSH_S, transfer=transfer)
 
 
 async def test_a_version_moves_and_its_label_comes_with_the_last_bucket(
     client: EngineClient,
-    transport: Distributed,
+    transfer: Distributed,
     model_a: Path,
     model_b: Path,
     reference_b: Reference,
 ) -> None:
     async with engine(model_a, weight_version="start") as url:
         server = Recorded(client, url)
-        await give(server, model_b, "run/1", transport)
+        await give(server, model_b, "run/1", transfer)
         assert await client.prompt_logprobs(url, PROMPT, timeout_s=10) == pytest.approx(
             reference_b.logprobs(PROMPT), abs=1e-4
         )
@@ -107,20 +107,20 @@ async def test_a_version_moves_and_its_label_comes_with_the_last_bucket(
 
 async def test_a_server_with_an_update_gate_gets_its_buckets_between_begin_and_end(
     client: EngineClient,
-    transport: Distributed,
+    transfer: Distributed,
     model_a: Path,
     model_b: Path,
 ) -> None:
     async with engine(model_a, dialect="0.5.23") as url:
         server = Recorded(client, url)
-        await give(server, model_b, "run/1", transport)
+        await give(server, model_b, "run/1", transfer)
     names = [name for name, _ in server.calls]
     assert names == ["begin", *["bucket"] * (len(names) - 3), "end", "leave"]
 
 
 async def test_the_gate_is_closed_after_a_failure_so_that_the_next_push_can_open_it(
     client: EngineClient,
-    transport: Distributed,
+    transfer: Distributed,
     model_a: Path,
     model_b: Path,
     reference_b: Reference,
@@ -135,9 +135,9 @@ async def test_the_gate_is_closed_after_a_failure_so_that_the_next_push_can_open
     async with engine(model_a, dialect="0.5.23") as url:
         server = FailsOnce(client, url)
         with pytest.raises(PushFailed, match="connection lost; the sender") as failed:
-            await give(server, model_b, "run/1", transport)
+            await give(server, model_b, "run/1", transfer)
         assert (failed.value.stage, failed.value.doubtful) == ("update", True)
-        await give(server, model_b, "run/1", transport)
+        await give(server, model_b, "run/1", transfer)
         assert await client.prompt_logprobs(url, PROMPT, timeout_s=10) == pytest.approx(
             reference_b.logprobs(PROMPT), abs=1e-4
         )
@@ -145,7 +145,7 @@ async def test_the_gate_is_closed_after_a_failure_so_that_the_next_push_can_open
 
 async def test_a_server_that_cannot_join_a_group_reads_the_folder(
     client: EngineClient,
-    transport: Distributed,
+    transfer: Distributed,
     model_a: Path,
     model_b: Path,
     reference_b: Reference,
@@ -156,7 +156,7 @@ async def test_a_server_that_cannot_join_a_group_reads_the_folder(
 
     async with engine(model_a) as url:
         server = DataParallel(client, url)
-        await give(server, model_b, "run/1", transport)
+        await give(server, model_b, "run/1", transfer)
         assert await client.prompt_logprobs(url, PROMPT, timeout_s=10) == pytest.approx(
             reference_b.logprobs(PROMPT), abs=1e-4
         )
@@ -165,7 +165,7 @@ async def test_a_server_that_cannot_join_a_group_reads_the_folder(
 
 async def test_weights_that_lack_a_bucket_are_found_by_their_log_probs(
     client: EngineClient,
-    transport: Distributed,
+    transfer: Distributed,
     model_a: Path,
     model_b: Path,
 ) -> None:
@@ -181,13 +181,13 @@ async def test_weights_that_lack_a_bucket_are_found_by_their_log_probs(
 
     async with engine(model_a) as url:
         with pytest.raises(PushFailed, match=r"its log-probs differ by up to .* from those under") as failed:
-            await give(Forgets(client, url), model_b, "run/1", transport)
+            await give(Forgets(client, url), model_b, "run/1", transfer)
         assert (failed.value.stage, failed.value.doubtful) == ("verify", True)
         assert await client.weight_version(url) == "run/1"  # which is why the label is no proof
 
 
 async def test_log_probs_that_are_no_numbers_are_not_taken_for_equal(
-    client: EngineClient, transport: Distributed, model_a: Path, model_b: Path
+    client: EngineClient, transfer: Distributed, model_a: Path, model_b: Path
 ) -> None:
     class Nan(PushTarget):
         async def weights_checksum(self, *, timeout_s: float) -> str | None:
@@ -199,12 +199,12 @@ async def test_log_probs_that_are_no_numbers_are_not_taken_for_equal(
 
     async with engine(model_a) as url:
         with pytest.raises(PushFailed, match="its log-probs differ"):
-            await give(Nan(client, url), model_b, "run/1", transport)
+            await give(Nan(client, url), model_b, "run/1", transfer)
 
 
 async def test_later_servers_of_a_version_are_held_to_the_checksum_of_the_first(
     client: EngineClient,
-    transport: Distributed,
+    transfer: Distributed,
     model_a: Path,
     model_b: Path,
 ) -> None:
@@ -218,23 +218,23 @@ async def test_later_servers_of_a_version_are_held_to_the_checksum_of_the_first(
             raise AssertionError("the checksum decides")
 
     async with engine(model_a) as first, engine(model_a) as second:
-        await give(PushTarget(client, first), model_b, "run/1", transport)
+        await give(PushTarget(client, first), model_b, "run/1", transfer)
         with pytest.raises(PushFailed, match="the first server given them had") as failed:
-            await give(Torn(client, second), model_b, "run/1", transport)
+            await give(Torn(client, second), model_b, "run/1", transfer)
         assert failed.value.stage == "verify"
-        await give(PushTarget(client, second), model_b, "run/1", transport)
+        await give(PushTarget(client, second), model_b, "run/1", transfer)
 
 
 async def test_a_folder_without_weights_is_refused_in_the_sender_s_words(
     client: EngineClient,
-    transport: Distributed,
+    transfer: Distributed,
     model_a: Path,
     tmp_path: Path,
 ) -> None:
     shutil.copy(model_a / "config.json", tmp_path)
     async with engine(model_a) as url:
         with pytest.raises(PushFailed, match=r"the sender failed: ValueError: .* holds no safetensors files"):
-            await give(PushTarget(client, url), tmp_path, "run/1", transport)
+            await give(PushTarget(client, url), tmp_path, "run/1", transfer)
 
 
 # --- senders

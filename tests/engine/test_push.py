@@ -133,7 +133,7 @@ async def test_weights_that_are_found_wrong_once_the_server_serves_again_are_dou
 
     server = Server()
     with pytest.raises(PushFailed, match="its log-probs differ") as failed:
-        await push(server, folder=Path("/store/v000002"), label="run/2", timeout_s=30, transport=Wrong())
+        await push(server, folder=Path("/store/v000002"), label="run/2", timeout_s=30, transfer=Wrong())
     assert (failed.value.stage, failed.value.doubtful, server.is_paused) == ("verify", True, False)
 
 

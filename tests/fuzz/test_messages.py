@@ -12,24 +12,24 @@ import msgspec
 import numpy as np
 import pytest
 
-from dora.embedded.requests import Ask, Limits, Refusal
+from dora.embedded.requests import GenerateCall, RefusedCall, RequestLimits
 from dora.embedded.requests import parse as parse_request
-from dora.engine.sglang.orders import Failed, Listening, Ready, Scored, Sent
+from dora.engine.sglang.orders import Failed, Listening, Scored, SenderReady, Sent
 from dora.engine.sglang.senders import read_reply
 from dora.errors import ProtocolError
 from dora.transport.codec import Buffer, decode, encode
 from dora.transport.messages import (
     Ack,
-    CheckpointSaved,
+    CheckpointWritten,
     ControllerData,
     ControllerFrame,
     Hello,
     MicroBatch,
-    StepTrained,
+    StepDone,
     Stop,
     TrainerData,
     TrainerFrame,
-    VersionPublished,
+    VersionWritten,
     Welcome,
     empty_micro_batch,
 )
@@ -76,9 +76,9 @@ def to_trainer() -> list[bytes]:
 
 def to_controller() -> list[bytes]:
     messages = (
-        StepTrained(rank=0, step=3, metrics={"loss": 0.5, "grad_norm": float("nan")}),
-        VersionPublished(version=4, num_bytes=9, files={"a": "b"}, chain="c"),
-        CheckpointSaved(step=4, folder="/runs/a/checkpoints/step-000004"),
+        StepDone(rank=0, step=3, metrics={"loss": 0.5, "grad_norm": float("nan")}),
+        VersionWritten(version=4, num_bytes=9, files={"a": "b"}, chain="c"),
+        CheckpointWritten(step=4, folder="/runs/a/checkpoints/step-000004"),
     )
     frames = [encode(ControllerData(epoch=1, id=number, message=message)) for number, message in enumerate(messages)]
     hello = Hello(protocol=2, rank=0, world_size=1, host="h", pid=9, last_id=0)
@@ -120,9 +120,9 @@ def requests() -> list[bytes]:
 
 SENDER: Final = [
     msgspec.json.encode(reply) + b"\n"
-    for reply in (Ready(), Listening(port=9, buckets=[]), Sent(), Scored([1, 2], [-0.5]), Failed("no room"))
+    for reply in (SenderReady(), Listening(port=9, buckets=[]), Sent(), Scored([1, 2], [-0.5]), Failed("no room"))
 ]
-LIMITS: Final = Limits(
+LIMITS: Final = RequestLimits(
     context_tokens=2_000,
     kv_tokens=1_900,
     vocab_size=1_000,
@@ -135,9 +135,9 @@ LIMITS: Final = Limits(
 def parse_body(data: bytes, _scratch: Path) -> None:
     """A refusal is a value here: its text is SGLang's and may have several lines."""
     asked = parse_request(data, LIMITS)
-    if isinstance(asked, Refusal):
+    if isinstance(asked, RefusedCall):
         raise ProtocolError(str(asked.error))
-    assert isinstance(asked, Ask)
+    assert isinstance(asked, GenerateCall)
     generation = asked.generation
     assert all(type(token) is int and 0 <= token < LIMITS.vocab_size for token in generation.prompt_ids)
     assert 0 < len(generation.prompt_ids) < LIMITS.context_tokens

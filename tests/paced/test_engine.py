@@ -11,22 +11,22 @@ import msgspec
 import pytest
 
 from dora.core.decode_time import DecodeTime
-from dora.embedded.generation import ABORTED_WAITING, Generation, Sampling
+from dora.embedded.generation import ABORTED_WAITING, Generation, SamplingParams
 from dora.embedded.server import ServeOptions, listening
 from dora.engine.names import request_id
 from dora.paced.engine import PacedEngine, trajectory_of
 from dora.paced.servers import paced_model
 from dora.seed.policy import path as seed_path
-from dora.sim.answers import Answers, Group
-from dora.sim.server import Server
+from dora.sim.answers import Answers, SimulatedGroup
+from dora.sim.server import SimulatedServer
 
 SCALE = 10.0
 STEP_S = 0.02
 #: Two siblings of one group: one ends by itself and is rewarded, one is cut at the cap.
 CAP = 400
-TABLE = [Group(prompt_tokens=5, lengths=[150, CAP], rewards=[1.0, 0.0])]
+TABLE = [SimulatedGroup(prompt_tokens=5, lengths=[150, CAP], rewards=[1.0, 0.0])]
 EOS, ZERO, ONE = 1, 3, 4
-SERVER = Server(slots=8, kv_tokens=4096, decode=DecodeTime(STEP_S, 0.0, 0.0), prefill_s_per_token=0.0)
+SERVER = SimulatedServer(slots=8, kv_tokens=4096, decode=DecodeTime(STEP_S, 0.0, 0.0), prefill_s_per_token=0.0)
 
 
 class Paced:
@@ -117,7 +117,7 @@ async def test_a_stopped_answer_goes_on_to_the_same_end(paced: Paced) -> None:
 
 async def test_a_request_stopped_before_it_began_ends_as_in_a_queue(paced: Paced) -> None:
     """Without counts of a prompt that was never read: a client takes them for numbers."""
-    generation = Generation(rid=rid(0), prompt_ids=[ZERO] * 5, sampling=Sampling(max_new_tokens=CAP))
+    generation = Generation(rid=rid(0), prompt_ids=[ZERO] * 5, sampling=SamplingParams(max_new_tokens=CAP))
     paced.engine.submit(generation)
     paced.engine.abort_only(generation.rid)
     while not generation.done:

@@ -9,11 +9,11 @@ import pytest
 from dora.core.commands import Generate
 from dora.core.decode_time import DecodeTime
 from dora.core.ids import InstanceId, TrajectoryId
-from dora.sim.instance import HEADROOM_TOKENS, Instance
-from dora.sim.server import Request, Server, Use
+from dora.sim.instance import HEADROOM_TOKENS, SimulatedInstance
+from dora.sim.server import Request, SimulatedServer, Use
 
 DECODE = DecodeTime(base_s=1e-2, per_request_s=1e-3, per_token_s=1e-5)
-SERVER = Server(slots=8, kv_tokens=10_000, decode=DECODE, prefill_s_per_token=1e-4)
+SERVER = SimulatedServer(slots=8, kv_tokens=10_000, decode=DECODE, prefill_s_per_token=1e-4)
 
 
 def request(id: int, *, total: int, group: int | None = None, prompt: int = 100, have: int = 0) -> Request:
@@ -21,15 +21,15 @@ def request(id: int, *, total: int, group: int | None = None, prompt: int = 100,
     return Request(order, id if group is None else group, prompt, total, have)
 
 
-def instance(server: Server = SERVER, *requests: Request) -> Instance:
-    one = Instance(InstanceId(0), server)
+def instance(server: SimulatedServer = SERVER, *requests: Request) -> SimulatedInstance:
+    one = SimulatedInstance(InstanceId(0), server)
     for r in requests:
         one.take(r)
     one.settle()
     return one
 
 
-def run_out(one: Instance) -> dict[TrajectoryId, float]:
+def run_out(one: SimulatedInstance) -> dict[TrajectoryId, float]:
     """The time at which each answer ends."""
     ends: dict[TrajectoryId, float] = {}
     while one.num_running:
@@ -75,7 +75,7 @@ def test_reading_the_state_in_between_changes_nothing() -> None:
 
 def test_steps_in_a_span_are_the_inverse_of_the_time_they_take() -> None:
     for per_token_s in (0.0, 1e-5):
-        server = Server(decode=DecodeTime(per_token_s=per_token_s), kv_tokens=1_000_000)
+        server = SimulatedServer(decode=DecodeTime(per_token_s=per_token_s), kv_tokens=1_000_000)
         one = instance(server, request(0, total=50_000), request(1, total=50_000))
         start = one.anchor
         for steps in (1, 17, 4321):
@@ -95,7 +95,7 @@ def test_siblings_share_the_prompt_in_kv_and_in_prefill() -> None:
 
 
 def test_if_the_next_token_does_not_fit_the_youngest_is_evicted_and_keeps_its_tokens() -> None:
-    server = Server(slots=4, kv_tokens=1000, decode=DECODE, prefill_s_per_token=1e-4)
+    server = SimulatedServer(slots=4, kv_tokens=1000, decode=DECODE, prefill_s_per_token=1e-4)
     one = instance(server, request(0, total=600), request(1, total=600))
     one.reach(one.next_at())
     one.settle()
@@ -108,7 +108,7 @@ def test_if_the_next_token_does_not_fit_the_youngest_is_evicted_and_keeps_its_to
 
 
 def test_a_request_is_admitted_only_with_space_to_grow() -> None:
-    server = Server(slots=4, kv_tokens=400 + HEADROOM_TOKENS * 2 - 1, decode=DECODE)
+    server = SimulatedServer(slots=4, kv_tokens=400 + HEADROOM_TOKENS * 2 - 1, decode=DECODE)
     one = instance(server, request(0, total=64, prompt=200), request(1, total=64, prompt=200))
     assert one.num_running == 1
     assert len(run_out(one)) == 2
@@ -132,14 +132,14 @@ def test_a_stopped_request_keeps_its_tokens_and_leaves_the_kv() -> None:
 def test_the_fullness_of_a_batch_is_its_average_share_of_the_slots_or_the_kv() -> None:
     """One answer of 200 tokens after a prompt of 100: 200 tokens of KV on average, of 1,000."""
     for slots, fill in ((8, 0.2), (2, 0.5)):
-        one = instance(Server(slots=slots, kv_tokens=1_000, decode=DECODE), request(0, total=200))
+        one = instance(SimulatedServer(slots=slots, kv_tokens=1_000, decode=DECODE), request(0, total=200))
         run_out(one)
         assert one.use.thin_new_s == pytest.approx(200 * DECODE.base_s * (1 - fill))
         assert one.use.thin_old_s == 0
 
 
 def test_a_slow_instance_takes_proportionally_longer() -> None:
-    slow = Instance(InstanceId(0), SERVER, slowness=2.0)
+    slow = SimulatedInstance(InstanceId(0), SERVER, slowness=2.0)
     slow.take(request(0, total=100))
     slow.settle()
     assert run_out(slow)[TrajectoryId(0)] == pytest.approx(2 * run_out(instance(SERVER, request(0, total=100)))[0])
@@ -148,8 +148,8 @@ def test_a_slow_instance_takes_proportionally_longer() -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_all_time_is_accounted_for_in_random_histories(seed: int) -> None:
     draw = random.Random(seed)
-    server = Server(slots=6, kv_tokens=1500, decode=DECODE, prefill_s_per_token=1e-4)
-    one, now, idle, waiting, ended = Instance(InstanceId(0), server), 0.0, 0.0, 0, 0
+    server = SimulatedServer(slots=6, kv_tokens=1500, decode=DECODE, prefill_s_per_token=1e-4)
+    one, now, idle, waiting, ended = SimulatedInstance(InstanceId(0), server), 0.0, 0.0, 0, 0
     one.up = True
     while ended < 60:
         arrival = now + draw.expovariate(1.0)

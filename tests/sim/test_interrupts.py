@@ -13,10 +13,10 @@ from dora.core import events as ev
 from dora.core.commands import Generate
 from dora.core.ids import InstanceId, TrajectoryId
 from dora.errors import ConfigError
-from dora.sim.instance import Instance
+from dora.sim.instance import SimulatedInstance
 from dora.sim.measure import Result
 from dora.sim.report import rows, table
-from dora.sim.server import Request, Server
+from dora.sim.server import Request, SimulatedServer
 from dora.sim.trace import trace
 from dora.sim.world import World
 from tests.sim.worlds import simulate, workload
@@ -34,9 +34,9 @@ def request(id: int, *, total: int) -> Request:
     return Request(order, group=id, prompt_tokens=100, total=total, offset=0)
 
 
-def updated(*, retract: bool) -> tuple[Instance, float]:
+def updated(*, retract: bool) -> tuple[SimulatedInstance, float]:
     """A server with two answers that takes an update of one second, and the time at which the first answer ends."""
-    server = Instance(InstanceId(0), Server(prefill_s_per_token=1e-3))
+    server = SimulatedInstance(InstanceId(0), SimulatedServer(prefill_s_per_token=1e-3))
     server.version = 0
     for id, total in ((0, 50), (1, 400)):
         server.take(request(id, total=total))

@@ -6,12 +6,12 @@ import pytest
 
 from dora.core.decode_time import DecodeTime
 from dora.sim.limit import Limit, limit
-from dora.sim.server import Server
+from dora.sim.server import SimulatedServer
 from dora.sim.workload import Workload
 from tests.sim.worlds import constant, workload
 
 #: 10 ms a step and nothing else: 100 tokens alone take a second.
-PLAIN = Server(slots=4, kv_tokens=100_000, decode=DecodeTime(0.01, 0.0, 0.0), prefill_s_per_token=0.0)
+PLAIN = SimulatedServer(slots=4, kv_tokens=100_000, decode=DecodeTime(0.01, 0.0, 0.0), prefill_s_per_token=0.0)
 
 
 def plain(strategy: str = "dora", *, k: int = 1, tokens_s: float = 60.0, **fleet: object) -> Workload:
@@ -43,7 +43,7 @@ def test_the_limit_is_the_largest_term() -> None:
     assert (bound(plain()).rule, bound(plain()).step_s) == ("train", pytest.approx(32.5))
     fast = bound(plain(tokens_s=1e6))
     assert (fast.rule, fast.step_s) == ("decode", pytest.approx(2.0))
-    slots = Server(slots=64, kv_tokens=100_000, decode=PLAIN.decode, prefill_s_per_token=0.0)
+    slots = SimulatedServer(slots=64, kv_tokens=100_000, decode=PLAIN.decode, prefill_s_per_token=0.0)
     tail = bound(plain(tokens_s=1e6, server=slots))
     assert (tail.rule, tail.step_s) == ("slowest", pytest.approx((2.25 + 0.5) / 2, rel=1e-3))
     more = bound(plain(k=3, tokens_s=1e6, server=slots, devices=9, rollout_devices=8))
@@ -54,7 +54,7 @@ def test_barrier_strategies_have_limits_of_their_own() -> None:
     assert bound(plain("sync")).step_s == pytest.approx(2.25 + 16 * 120 / 180 + 0.5), (
         "all three devices, one after other"
     )
-    one_by_one = Server(slots=1, kv_tokens=100_000, decode=PLAIN.decode, prefill_s_per_token=0.0)
+    one_by_one = SimulatedServer(slots=1, kv_tokens=100_000, decode=PLAIN.decode, prefill_s_per_token=0.0)
     crowded = bound(plain("sync", server=one_by_one))
     assert (crowded.rule, crowded.step_s) == ("decode", pytest.approx(1600 * 0.01 / 3 + 1920 / 180 + 0.5))
     heavy = bound(plain("sync", weight_bytes=20e9))
@@ -64,7 +64,7 @@ def test_barrier_strategies_have_limits_of_their_own() -> None:
 
 
 def test_kv_limits_the_batch_where_slots_do_not() -> None:
-    tight = Server(slots=1000, kv_tokens=3050, decode=PLAIN.decode, prefill_s_per_token=0.0)
+    tight = SimulatedServer(slots=1000, kv_tokens=3050, decode=PLAIN.decode, prefill_s_per_token=0.0)
     steps = (16 * 100 * 99 / 2 + 4 * 20 * 100) / 3050
     assert bound(plain(server=tight)).decode_s == pytest.approx(steps * 0.01 / 2)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dora.core.state import State
-from dora.sim.instance import Instance
+from dora.sim.instance import SimulatedInstance
 from dora.sim.limit import limit
 from dora.sim.measure import Measure, Result, window
 from tests.sim.worlds import workload
@@ -17,7 +17,7 @@ STEADY = range(4, 10)
 def measured() -> Result:
     """In steady steps the trainer is busy for 8 of 10 s and every third group is stale; the other steps are extreme."""
     one = workload("dora", k=1, job={"steps": 12}, fleet={"rollout_devices": 2})
-    state, instances = State(one.settings()), [Instance(i, one.fleet.server) for i in range(2)]  # type: ignore[arg-type]
+    state, instances = State(one.settings()), [SimulatedInstance(i, one.fleet.server) for i in range(2)]  # type: ignore[arg-type]
     measure, at = Measure(one, instances), 0.0
     for step in range(12):
         is_steady = step in STEADY

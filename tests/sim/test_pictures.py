@@ -12,7 +12,7 @@ from dora.sim import svg
 from dora.sim.pictures import draw, scaling, staleness, step_time, timeline
 from dora.sim.report import rows
 from dora.sim.sweep import cases, run
-from dora.sim.trace import Span, Trace, trace
+from dora.sim.trace import Period, Trace, trace
 from dora.sim.world import World
 from tests.sim.test_simulate import dora
 from tests.sim.test_world import TROUBLE
@@ -59,9 +59,9 @@ def test_a_trace_adds_up_to_the_simulations_measurements(traced: tuple[Trace, Wo
 
 def test_a_timeline_has_a_bar_for_every_span_in_the_colors_of_the_versions() -> None:
     found = Trace(2)
-    found.rows[0].held = [Span(0, 40, 1), Span(50, 100, 2)]
-    found.rows[0].decoding = [Span(10, 30, 1), Span(30.001, 35, 1), Span(200, 300, 2)]
-    found.trainer = [Span(90, 120, 3)]
+    found.rows[0].held = [Period(0, 40, 1), Period(50, 100, 2)]
+    found.rows[0].decoding = [Period(10, 30, 1), Period(30.001, 35, 1), Period(200, 300, 2)]
+    found.trainer = [Period(90, 120, 3)]
     found.published = [0.0, 50.0, 51.0]
     picture = timeline(found, title="a < b", begin=0, end=100)
     bars = shapes(picture, "rect")
@@ -76,7 +76,7 @@ def test_a_timeline_has_a_bar_for_every_span_in_the_colors_of_the_versions() -> 
 def test_a_large_fleet_is_drawn_in_part() -> None:
     found = Trace(200)
     for row in found.rows:
-        row.held = [Span(0, 10, 0)]
+        row.held = [Period(0, 10, 0)]
     picture = timeline(found, title="", begin=0, end=10)
     assert len(shapes(picture, "rect")) == 50
     assert "1 of 4" in texts(picture)

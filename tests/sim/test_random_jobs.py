@@ -14,9 +14,9 @@ from dora.core.phases import GroupPhase
 from dora.core.strategies import STRATEGIES
 from dora.errors import ConfigError, RunFailed
 from dora.journal.audit import audit_entries
-from dora.sim.server import Server, Use
+from dora.sim.server import SimulatedServer, Use
 from dora.sim.tools import Tools
-from dora.sim.workload import Faults, Fleet, Grade, Job, Lengths, Train, Workload, checked
+from dora.sim.workload import Faults, FleetModel, GradingModel, JobModel, LengthModel, TrainerModel, Workload, checked
 from dora.sim.world import World
 from tests.sim.worlds import simulate
 
@@ -34,7 +34,7 @@ def drawn(seed: int) -> Workload:
         **{"eval_samples": r.choice([0, 1, 30]), "eval_every": r.choice([0, 1, 3])},
         **{"rules": r.choice(["dora", "paper"]), "without": tuple(r.sample(list(SWITCHES), r.choice([0, 0, 3])))},
     }
-    server = Server(
+    server = SimulatedServer(
         slots=r.choice([2, 8, 32]),
         kv_tokens=r.choice([3_400, 8_000]),
         decode=DecodeTime(0.01, 1e-4, r.choice([0.0, 1e-6])),
@@ -55,12 +55,14 @@ def drawn(seed: int) -> Workload:
         join_s=30.0,
     )
     one = Workload(
-        job=Job(**job),
-        lengths=Lengths(regime=r.choice("ABCDS"), scale=r.choice([0.02, 0.1]), cap=r.choice([300, 3_000])),
+        job=JobModel(**job),
+        lengths=LengthModel(regime=r.choice("ABCDS"), scale=r.choice([0.02, 0.1]), cap=r.choice([300, 3_000])),
         tools=Tools(calls=r.choice([(), (0.5, 0.3, 0.2)]), result_tokens=r.choice([0, 100]), stuck_s=20.0),
-        fleet=Fleet(**fleet),
-        train=Train(tokens_s_per_device=r.choice([100.0, 10_000.0]), micro_batch_tokens=r.choice([256, 4096])),
-        grade=Grade(workers=r.choice([0, 1]), hang_share=r.choice([0.0, 0.01]), failure_share=r.choice([0.0, 0.02])),
+        fleet=FleetModel(**fleet),
+        train=TrainerModel(tokens_s_per_device=r.choice([100.0, 10_000.0]), micro_batch_tokens=r.choice([256, 4096])),
+        grade=GradingModel(
+            workers=r.choice([0, 1]), hang_share=r.choice([0.0, 0.01]), failure_share=r.choice([0.0, 0.02])
+        ),
         faults=faults,
     )
     rollout = one.fleet.devices_per_instance * r.randint(one.rules.max_staleness + 1, one.rules.max_staleness + 6)

@@ -21,9 +21,9 @@ from dora.core.decode_time import DecodeTime
 from dora.core.ids import InstanceId, TrajectoryId
 from dora.errors import ConfigError
 from dora.journal.audit import audit_entries
-from dora.sim.instance import Instance
+from dora.sim.instance import SimulatedInstance
 from dora.sim.limit import limit
-from dora.sim.server import Request, Server, Use
+from dora.sim.server import Request, SimulatedServer, Use
 from dora.sim.tools import Call, Tools, lay_out
 from dora.sim.workload import Workload, load
 from dora.sim.world import World
@@ -57,17 +57,17 @@ def decode_s(first: int, last: int, *, prompt: int = 100) -> float:
     return sum(DECODE.step_s(num_requests=1, num_tokens=prompt + i) for i in range(first, last))
 
 
-def step(one: Instance) -> list[Request]:
+def step(one: SimulatedInstance) -> list[Request]:
     one.reach(one.next_at())
     return one.settle()
 
 
-def holders(one: Instance) -> list[Request]:
+def holders(one: SimulatedInstance) -> list[Request]:
     """The requests that have KV."""
     return [r for id, r in one.requests.items() if r.running or id in one._idle]
 
 
-def recount(one: Instance) -> int:
+def recount(one: SimulatedInstance) -> int:
     prompts = {r.group: r.prompt_tokens for r in holders(one)}
     return sum(prompts.values()) + sum(one.tokens(r) - r.unread for r in holders(one))
 
@@ -132,7 +132,7 @@ def test_a_result_is_waited_for_and_read_but_not_decoded() -> None:
     assert (one.used, one.context) == (0, 0)
 
 
-def run_out_with_calls(one: Instance) -> dict[TrajectoryId, float]:
+def run_out_with_calls(one: SimulatedInstance) -> dict[TrajectoryId, float]:
     ends: dict[TrajectoryId, float] = {}
     while one.requests:
         now = one.next_at()
@@ -153,7 +153,7 @@ def test_an_answer_in_a_call_leaves_the_batch_and_keeps_slot_and_kv() -> None:
 
 
 def test_kv_of_a_waiting_answer_is_dropped_if_needed_and_all_is_read_again() -> None:
-    server = Server(slots=4, kv_tokens=1000, decode=DECODE, prefill_s_per_token=READ_S)
+    server = SimulatedServer(slots=4, kv_tokens=1000, decode=DECODE, prefill_s_per_token=READ_S)
     one = instance(server, asking(0, (10, 60.0, 40), total=100), asking(1, (20, 60.0, 40), total=100))
     step(one)
     step(one)
@@ -172,7 +172,7 @@ def test_kv_of_a_waiting_answer_is_dropped_if_needed_and_all_is_read_again() -> 
 
 
 def test_a_request_is_admitted_at_the_cost_of_idle_kv() -> None:
-    server = Server(slots=4, kv_tokens=1000, decode=DECODE)
+    server = SimulatedServer(slots=4, kv_tokens=1000, decode=DECODE)
     one = instance(server, asking(0, (10, 60.0, 40), total=100, prompt=500), asking(1, total=200))
     step(one)
     one.take(asking(2, total=300, prompt=300))
@@ -182,7 +182,7 @@ def test_a_request_is_admitted_at_the_cost_of_idle_kv() -> None:
 
 
 def test_dropping_an_idle_answer_does_not_free_a_prompt_that_a_sibling_needs() -> None:
-    server = Server(slots=4, kv_tokens=1000, decode=DECODE)
+    server = SimulatedServer(slots=4, kv_tokens=1000, decode=DECODE)
     one = instance(server, asking(0, (10, 60.0, 40), total=100, prompt=500, group=7), asking(1, total=200))
     step(one)
     one.take(asking(2, total=300, prompt=500, group=7, have=280))
@@ -241,8 +241,8 @@ def test_a_result_that_arrives_during_a_pause_is_read_after_it() -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_kv_slots_and_time_add_up_in_random_histories(seed: int) -> None:
     draw = random.Random(seed)
-    server = Server(slots=6, kv_tokens=1500, decode=DECODE, prefill_s_per_token=READ_S)
-    one, now, idle_s, born, ended = Instance(InstanceId(0), server), 0.0, 0.0, 0, 0
+    server = SimulatedServer(slots=6, kv_tokens=1500, decode=DECODE, prefill_s_per_token=READ_S)
+    one, now, idle_s, born, ended = SimulatedInstance(InstanceId(0), server), 0.0, 0.0, 0, 0
     one.up = True
     while ended < 60:
         arrival = now + draw.expovariate(1.0)
@@ -370,7 +370,7 @@ def test_no_strategy_beats_its_limit_with_tool_calls(strategy: str, k: int) -> N
 
 
 def test_the_limit_of_an_answer_with_calls_agrees_with_a_calculation_by_hand() -> None:
-    plain = Server(slots=4, kv_tokens=100_000, decode=DecodeTime(0.01, 0.0, 1e-4), prefill_s_per_token=1e-3)
+    plain = SimulatedServer(slots=4, kv_tokens=100_000, decode=DecodeTime(0.01, 0.0, 1e-4), prefill_s_per_token=1e-3)
     one = workload(
         "dora",
         k=1,

@@ -10,7 +10,7 @@ import pytest
 from dora.core.decode_time import DecodeTime
 from dora.errors import ConfigError
 from dora.sim.limit import limit
-from dora.sim.server import Server
+from dora.sim.server import SimulatedServer
 from dora.sim.workload import Workload, checked, load
 
 RECORDED: dict[str, Any] = {
@@ -37,8 +37,8 @@ def test_shipped_workloads_can_be_simulated(path: Path) -> None:
         ({"job": {"group_size": 1}}, "group_size"),
         ({"job": {"steps": 1}}, "steps"),
         ({"job": {"max_staleness": -1}}, "job.max_staleness"),
-        ({"fleet": {"server": Server(slots=0)}}, "fleet.server.slots"),
-        ({"fleet": {"server": Server(decode=DecodeTime(base_s=-1.0))}}, "fleet.server.decode.base_s"),
+        ({"fleet": {"server": SimulatedServer(slots=0)}}, "fleet.server.slots"),
+        ({"fleet": {"server": SimulatedServer(decode=DecodeTime(base_s=-1.0))}}, "fleet.server.decode.base_s"),
         ({"fleet": {"devices_per_instance": 0}}, "fleet.devices_per_instance"),
         ({"train": {"micro_batch_tokens": 0}}, "train.micro_batch_tokens"),
         ({"faults": {"push_failure_share": 1.0}}, "faults.push_failure_share"),

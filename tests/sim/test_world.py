@@ -17,7 +17,7 @@ from dora.core.phases import GroupPhase
 from dora.core.tables import Group, Trajectory
 from dora.errors import InvariantViolation, RunFailed
 from dora.journal.audit import audit_entries
-from dora.sim.server import Server, Use
+from dora.sim.server import SimulatedServer, Use
 from dora.sim.world import World
 from tests.sim.worlds import constant, simulate, workload
 
@@ -104,7 +104,7 @@ def test_a_group_that_was_trained_or_filtered_is_freed_without_a_garbage_collect
 
 
 def test_kv_pressure_evicts_requests_then_ends_and_loses_nothing() -> None:
-    tight = Server(slots=32, kv_tokens=3100, decode=workload().fleet.server.decode)
+    tight = SimulatedServer(slots=32, kv_tokens=3100, decode=workload().fleet.server.decode)
     result, _, journal = simulate(workload("dora", k=3, fleet={"server": tight}))
     assert result.evictions > 1
     assert result.violations == 0
@@ -282,7 +282,9 @@ def test_held_out_answers_are_evaluated_beside_rollout_under_one_version_each() 
 
 def test_kv_that_moves_with_its_answer_is_not_read_again() -> None:
     def again(rate: float) -> float:
-        server = Server(slots=16, kv_tokens=8_000, prefill_s_per_token=1e-3, decode=workload().fleet.server.decode)
+        server = SimulatedServer(
+            slots=16, kv_tokens=8_000, prefill_s_per_token=1e-3, decode=workload().fleet.server.decode
+        )
         moving = msgspec.structs.replace(server, kv_bytes_per_token=1, kv_bytes_s=rate)
         result, _, _ = simulate(workload("dora", k=3, fleet={"server": moving}))
         assert result.migrations > 0

@@ -10,8 +10,8 @@ from dora.core import events as ev
 from dora.core.decode_time import DecodeTime
 from dora.sim.limit import limit
 from dora.sim.measure import Result
-from dora.sim.server import Server
-from dora.sim.workload import Fleet, Job, Lengths, Train, Workload, checked
+from dora.sim.server import SimulatedServer
+from dora.sim.workload import FleetModel, JobModel, LengthModel, TrainerModel, Workload, checked
 from dora.sim.world import World
 
 Journal = list[tuple[ev.Event, Sequence[cmd.Command]]]
@@ -20,15 +20,15 @@ Journal = list[tuple[ev.Event, Sequence[cmd.Command]]]
 def workload(strategy: str = "dora", *, k: int = 2, **changes: dict[str, Any]) -> Workload:
     """A long tail (D, at a tenth of its length) on eight instances; decoding and training are about balanced."""
     small = Workload(
-        job=Job(strategy=strategy, max_staleness=k, steps=24, groups_per_step=24, group_size=4),
-        lengths=Lengths(regime="D", scale=0.1, cap=3000, prompt_tokens=20),
-        fleet=Fleet(
+        job=JobModel(strategy=strategy, max_staleness=k, steps=24, groups_per_step=24, group_size=4),
+        lengths=LengthModel(regime="D", scale=0.1, cap=3000, prompt_tokens=20),
+        fleet=FleetModel(
             devices=12,
             rollout_devices=8,
-            server=Server(slots=16, kv_tokens=8_000, decode=DecodeTime(base_s=0.01, per_request_s=1e-4)),
+            server=SimulatedServer(slots=16, kv_tokens=8_000, decode=DecodeTime(base_s=0.01, per_request_s=1e-4)),
             report_s=2.0,
         ),
-        train=Train(tokens_s_per_device=500, micro_batch_tokens=2048),
+        train=TrainerModel(tokens_s_per_device=500, micro_batch_tokens=2048),
     )
     return checked(small.with_changes(**changes), origin="test")
 

@@ -22,15 +22,15 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from dora.transport.controller_end import ControllerEnd
 from dora.transport.messages import (
-    CheckpointSaved,
+    CheckpointWritten,
     Configure,
     MicroBatch,
     SaveCheckpoint,
-    StepTrained,
+    StepDone,
     Stop,
     TrainerFailed,
     TrainerSettings,
-    VersionPublished,
+    VersionWritten,
     empty_micro_batch,
 )
 from dora.weights.fence import raise_fence
@@ -133,14 +133,14 @@ class Job:
     world_size: int
     reports: list[object] = field(default_factory=list)
 
-    async def step(self, step: int, waves: Sequence[Sequence[Sequence[Answer]]]) -> StepTrained:
+    async def step(self, step: int, waves: Sequence[Sequence[Sequence[Answer]]]) -> StepDone:
         """Send waves[index][rank] and wait until the step is trained and its version published."""
         for index, wave in enumerate(waves):
             for rank, answers in enumerate(wave):
                 batch = make_batch(answers, step=step, index=index, last=index == len(waves) - 1)
                 await self.end.send(rank, in_history(batch))
-        trained = await self.until(StepTrained)
-        await self.until(VersionPublished)
+        trained = await self.until(StepDone)
+        await self.until(VersionWritten)
         return trained
 
     async def until(self, kind: type, *, count: int = 1):
@@ -158,9 +158,9 @@ class Job:
         for rank in range(self.world_size):
             await self.end.send(rank, message)
 
-    async def save_checkpoint(self) -> CheckpointSaved:
+    async def save_checkpoint(self) -> CheckpointWritten:
         await self.broadcast(SaveCheckpoint())
-        return await self.until(CheckpointSaved)
+        return await self.until(CheckpointWritten)
 
     async def stop(self) -> int:
         """End the ranks; returns torchrun's exit code."""

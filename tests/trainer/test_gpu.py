@@ -9,7 +9,7 @@ import torch
 from conftest import PlainTrainer, assert_equal_weights, make_groups, start_job
 from safetensors.torch import load_file
 
-from dora.transport.messages import Ready
+from dora.transport.messages import RankReady
 
 pytestmark = [
     pytest.mark.gpu,
@@ -22,7 +22,7 @@ async def run(folder, model_path, **changes):
     """Two steps on one rank; returns the metrics of both and the weights of version 2."""
     metrics = []
     async with start_job(folder, model_path, world_size=1, device="cuda", **changes) as job:
-        await job.until(Ready)
+        await job.until(RankReady)
         for step in range(2):
             answers = make_groups(6, version=step, seed=step)
             metrics.append((await job.step(step, [[answers[:9]], [answers[9:]], [[]]])).metrics)

@@ -33,7 +33,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from dora.trainer.metrics import METRICS
-from dora.transport.messages import MicroBatchTrained, Ready, TrainerFailed, VersionPublished
+from dora.transport.messages import MicroBatchDone, RankReady, TrainerFailed, VersionWritten
 from dora.weights.store import VersionStore
 
 # Answers of each step with their versions: fresh, mixed lags up to K, none at all, mixed again.
@@ -70,8 +70,8 @@ async def train(job: Job, record: Record, folder: Path, *, step: int, waves) -> 
 
 async def begin(job: Job, record: Record, folder: Path, *, version: int) -> None:
     seen: set[type] = set()
-    while seen != {Ready, VersionPublished}:
-        seen.add(type(await job.until(Ready | VersionPublished)))
+    while seen != {RankReady, VersionWritten}:
+        seen.add(type(await job.until(RankReady | VersionWritten)))
     record_weights(record, folder, version)
 
 
@@ -98,7 +98,7 @@ async def run_two_ranks(folder: Path, model_path: Path) -> Record:
                     for rank, part in enumerate(wave):
                         batch = make_batch(part, step=step, index=index, last=index == len(rest))
                         await job.end.send(rank, in_history(batch))
-                await job.until(VersionPublished)
+                await job.until(VersionWritten)
                 record_weights(record, folder, step + 1)
             else:
                 await train(job, record, folder, step=step, waves=two_rank_waves(answers))
@@ -227,7 +227,7 @@ def test_metrics_do_not_depend_on_how_work_is_split_over_ranks(two_ranks, one_ra
 @pytest.mark.slow
 def test_every_rank_reports_every_micro_batch_once(two_ranks):
     for rank in range(2):
-        trained = [(m.step, m.index) for m in two_ranks.reports if isinstance(m, MicroBatchTrained) and m.rank == rank]
+        trained = [(m.step, m.index) for m in two_ranks.reports if isinstance(m, MicroBatchDone) and m.rank == rank]
         assert trained == [(step, index) for step in range(4) for index in range(3)]
 
 
@@ -254,17 +254,17 @@ def test_a_clean_stop_has_exit_code_0(one_rank):
 
 @pytest.mark.slow
 def test_a_resumed_job_equals_the_uninterrupted_one_bit_for_bit(two_ranks, resumed):
-    assert {m.next_step for m in resumed.reports if isinstance(m, Ready)} == {CHECKPOINT_STEP + 1}
+    assert {m.next_step for m in resumed.reports if isinstance(m, RankReady)} == {CHECKPOINT_STEP + 1}
     assert json.loads(resumed.final_state)["step"] == CHECKPOINT_STEP + 2
     assert resumed.final_state == two_ranks.final_state
 
 
 @pytest.mark.slow
 def test_a_version_in_the_store_keeps_its_bytes_and_is_compared(two_ranks, resumed):
-    published = [m for m in resumed.reports if isinstance(m, VersionPublished)]
+    published = [m for m in resumed.reports if isinstance(m, VersionWritten)]
     assert [(m.version, bool(m.differs)) for m in published] == [(3, False), (4, True)]
     assert [m.chain for m in published] == [chain_of(3), chain_of(4)]
-    original = {m.version: m.files for m in two_ranks.reports if isinstance(m, VersionPublished)}
+    original = {m.version: m.files for m in two_ranks.reports if isinstance(m, VersionWritten)}
     assert [m.files for m in published] == [original[3], original[2]]
     assert_equal_weights(resumed.weights[1], two_ranks.weights[2], atol=0)
 

@@ -12,7 +12,7 @@ import zmq
 
 from dora.transport.controller_end import ControllerEnd
 from dora.transport.curve import guard_trainer
-from dora.transport.messages import PROTOCOL_VERSION, Hello, MicroBatchTrained
+from dora.transport.messages import PROTOCOL_VERSION, Hello, MicroBatchDone
 from dora.transport.trainer_end import TrainerEnd
 
 WAIT_S = 20.0
@@ -97,8 +97,8 @@ async def rank(
         await asyncio.to_thread(end.close)
 
 
-def report(index: int) -> MicroBatchTrained:
-    return MicroBatchTrained(rank=0, step=0, index=index, num_tokens=1, busy_s=0.5)
+def report(index: int) -> MicroBatchDone:
+    return MicroBatchDone(rank=0, step=0, index=index, num_tokens=1, busy_s=0.5)
 
 
 @contextmanager

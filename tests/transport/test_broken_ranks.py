@@ -20,12 +20,12 @@ from dora.transport.messages import (
     PROTOCOL_VERSION,
     Ack,
     ControllerData,
-    Ready,
+    RankReady,
     Refused,
     Stop,
     TrainerFailed,
     TrainerFrame,
-    VersionPublished,
+    VersionWritten,
     empty_micro_batch,
 )
 from tests.transport.peers import WAIT_S, controller, hello, rank, raw_peer, report
@@ -123,9 +123,9 @@ async def test_a_message_too_long_for_the_controller_is_an_error_at_its_sender()
         overhead = sum(map(len, encode(ControllerData(epoch=0, id=1, message=TrainerFailed(rank=0, reason=""))))) + 4
         longest = TrainerFailed(rank=0, reason="x" * (MAX_TO_CONTROLLER_BYTES - overhead))
         files = {f"model-{number:05}.safetensors": "f" * 64 for number in range(12_000)}
-        published = VersionPublished(version=1, num_bytes=1, files=files, chain="0" * 32)
+        published = VersionWritten(version=1, num_bytes=1, files=files, chain="0" * 32)
         with pytest.raises(
-            ProtocolError, match=r"VersionPublished has 1,080,\d\d\d bytes; the controller accepts at most 1,048,576"
+            ProtocolError, match=r"VersionWritten has 1,080,\d\d\d bytes; the controller accepts at most 1,048,576"
         ):
             trainer.send(published)
         trainer.send(longest)
@@ -190,5 +190,5 @@ async def test_a_full_window_of_a_rank_is_received():
         await end.send(0, Stop(reason="x"))
         for number in range(MAX_UNACKED):
             assert await end.receive() == (0, report(number))
-        trainer.send(Ready(rank=0, next_step=1))
-        assert await end.receive() == (0, Ready(rank=0, next_step=1))
+        trainer.send(RankReady(rank=0, next_step=1))
+        assert await end.receive() == (0, RankReady(rank=0, next_step=1))

@@ -17,7 +17,7 @@ from dora.transport.messages import (
     ControllerData,
     ControllerFrame,
     MicroBatch,
-    StepTrained,
+    StepDone,
     ToController,
     ToTrainer,
     TrainerData,
@@ -112,7 +112,7 @@ def test_a_big_endian_array_arrives_with_the_same_numbers():
 
 
 def header(**changes: Any) -> bytes:
-    fields = {"type": "StepTrained", "rank": 0, "step": 1, "metrics": {}, **changes}
+    fields = {"type": "StepDone", "rank": 0, "step": 1, "metrics": {}, **changes}
     return msgspec.msgpack.encode(fields)
 
 
@@ -156,7 +156,7 @@ def test_bytes_that_violate_the_protocol_are_refused(frames):
 
 
 def test_a_frame_of_one_direction_is_refused_in_the_other():
-    frames = encode(ControllerData(epoch=0, id=1, message=StepTrained(rank=0, step=0, metrics={})))
+    frames = encode(ControllerData(epoch=0, id=1, message=StepDone(rank=0, step=0, metrics={})))
     with pytest.raises(ProtocolError):
         decode(frames, TrainerFrame)
     assert TrainerData.__struct_config__.tag != ControllerData.__struct_config__.tag

@@ -17,7 +17,7 @@ from dora.transport.link import MAX_UNACKED
 from dora.transport.messages import (
     PROTOCOL_VERSION,
     ControllerData,
-    Ready,
+    RankReady,
     Stop,
     empty_micro_batch,
 )
@@ -37,8 +37,8 @@ async def test_a_micro_batch_arrives_with_its_arrays():
         received = await asyncio.to_thread(trainer.receive, WAIT_S)
         np.testing.assert_array_equal(received.tokens, batch.tokens)
         np.testing.assert_array_equal(received.group_rewards, batch.group_rewards)
-        trainer.send(Ready(rank=0, next_step=3))
-        assert await end.receive() == (0, Ready(rank=0, next_step=3))
+        trainer.send(RankReady(rank=0, next_step=3))
+        assert await end.receive() == (0, RankReady(rank=0, next_step=3))
         assert end.silent_s(0) < WAIT_S
 
 

@@ -7,7 +7,7 @@ import time
 
 from dora.log import configure_logging
 from dora.transport.controller_end import ControllerEnd
-from dora.transport.messages import MicroBatchTrained, Stop
+from dora.transport.messages import MicroBatchDone, Stop
 from tests.transport.peers import TOKEN, WAIT_S
 
 
@@ -18,7 +18,7 @@ async def main() -> None:
     await end.wait_ready(WAIT_S)
     while True:
         rank, message = await end.receive()
-        assert isinstance(message, MicroBatchTrained)
+        assert isinstance(message, MicroBatchDone)
         await end.send(rank, Stop(reason=str(message.index)))
 
 

@@ -1,4 +1,4 @@
-"""The `distributed` transport: a sender process broadcasts the weights to the ranks of one server.
+"""The `distributed` transfer: a sender process broadcasts the weights to the ranks of one server.
 
 Each push has a process group of its own, of the sender and the server's tensor-parallel ranks: any version can go to
 any server at any time, a dead server hurts no other push, and nothing is left over that a restart of either side would
@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Final, TypeVar
 from urllib.parse import urlsplit
 
-from dora.engine.sglang.orders import Listening, Score, Scored, Send, Sent
-from dora.engine.sglang.push import Transport
+from dora.engine.sglang.orders import Listening, Scored, ScoreOrder, Send, Sent
+from dora.engine.sglang.push import Transfer
 from dora.engine.sglang.senders import Senders
 from dora.engine.sglang.target import PushTarget, ServerShape
 from dora.errors import RemoteError
@@ -41,7 +41,7 @@ class Distributed:
     """Pushes of one run. Servers that cannot join a process group get their weights from disk."""
 
     def __init__(
-        self, senders: Senders, *, otherwise: Transport, dtype: str, use_nccl: bool, bucket_bytes: int = BUCKET_BYTES
+        self, senders: Senders, *, otherwise: Transfer, dtype: str, use_nccl: bool, bucket_bytes: int = BUCKET_BYTES
     ) -> None:
         """`dtype` is that of the published weights. `use_nccl`: the senders have a GPU (torch's first), so servers on
         GPUs are met over NCCL; all others over gloo."""
@@ -123,7 +123,7 @@ class Distributed:
         async with self._scoring:  # parallel pushes of a new version wait for the one that computes
             if folder not in self._scores:
                 async with self._senders.lend() as sender:
-                    scored = await sender.ask(Score(folder=str(folder)), Scored, timeout_s=timeout_s)
+                    scored = await sender.ask(ScoreOrder(folder=str(folder)), Scored, timeout_s=timeout_s)
                 _remember(self._scores, folder, scored)
             return self._scores[folder]
 

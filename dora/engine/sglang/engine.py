@@ -12,7 +12,7 @@ from dora.engine.api import Capabilities, GenerateRequest, GenerateResult, KvUse
 from dora.engine.sglang import probe
 from dora.engine.sglang.client import EngineClient
 from dora.engine.sglang.distributed import Distributed
-from dora.engine.sglang.push import DISK, Transport, push
+from dora.engine.sglang.push import DISK, Transfer, push
 from dora.engine.sglang.senders import Senders
 from dora.engine.sglang.target import PushTarget
 
@@ -22,7 +22,7 @@ class SglangEngine:
     """All servers that one client talks to."""
 
     client: EngineClient
-    transport: Transport = DISK  # how weights travel in a push
+    transfer: Transfer = DISK  # how weights travel in a push
 
     async def generate(self, url: str, request: GenerateRequest, on_tokens: OnTokens) -> GenerateResult:
         return await self.client.generate(url, request, on_tokens)
@@ -48,7 +48,7 @@ class SglangEngine:
 
     async def push(self, url: str, *, folder: Path, label: str, timeout_s: float, live: Pause | None) -> None:
         server = PushTarget(self.client, url)
-        await push(server, folder=folder, label=label, timeout_s=timeout_s, transport=self.transport, live=live)
+        await push(server, folder=folder, label=label, timeout_s=timeout_s, transfer=self.transfer, live=live)
 
     @asynccontextmanager
     async def sending(
@@ -56,8 +56,8 @@ class SglangEngine:
     ) -> AsyncIterator[SglangEngine]:
         senders = Senders(argv, env=env, log=log)
         try:
-            transport = Distributed(senders, otherwise=self.transport, dtype=dtype, use_nccl=on_gpu)
-            yield SglangEngine(self.client, transport)
+            transfer = Distributed(senders, otherwise=self.transfer, dtype=dtype, use_nccl=on_gpu)
+            yield SglangEngine(self.client, transfer)
         finally:
             await senders.close()
 

@@ -1,8 +1,8 @@
 """What the controller and a sender process say to each other: one JSON line per message, over the sender's pipes.
 
-Orders go to standard input, replies come from standard output, `Ready` first. `Send` is answered by `Listening`, then
-by `Sent` when the last byte is out; `Score` by `Scored`; either by `Failed` at any point, after which the sender is of
-no further use. One order at a time. Used by `senders` (controller) and `sender` (process).
+Orders go to standard input, replies come from standard output, `SenderReady` first. `Send` is answered by `Listening`
+and, when the last byte is out, by `Sent`; `ScoreOrder` by `Scored`; either by `Failed` at any point, after which the
+sender is of no further use. One order at a time. Used by `senders` (controller) and `sender` (process).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import msgspec
 
 
-class Bucket(msgspec.Struct, frozen=True):
+class TensorBucket(msgspec.Struct, frozen=True):
     """Tensors that travel together, in this order."""
 
     names: list[str]
@@ -30,13 +30,13 @@ class Send(msgspec.Struct, frozen=True, tag=True):
     timeout_s: float  # of the rendezvous and of each broadcast
 
 
-class Score(msgspec.Struct, frozen=True, tag=True):
+class ScoreOrder(msgspec.Struct, frozen=True, tag=True):
     """Compute the log-probs of a short prompt under a version."""
 
     folder: str
 
 
-class Ready(msgspec.Struct, frozen=True, tag=True):
+class SenderReady(msgspec.Struct, frozen=True, tag=True):
     """The process has started."""
 
 
@@ -44,7 +44,7 @@ class Listening(msgspec.Struct, frozen=True, tag=True):
     """The rendezvous is open: the server may join and then ask for the buckets, one after the other."""
 
     port: int
-    buckets: list[Bucket]
+    buckets: list[TensorBucket]
 
 
 class Sent(msgspec.Struct, frozen=True, tag=True):
@@ -60,5 +60,5 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
-Order = Send | Score
-Reply = Ready | Listening | Sent | Scored | Failed
+Order = Send | ScoreOrder
+Reply = SenderReady | Listening | Sent | Scored | Failed

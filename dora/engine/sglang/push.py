@@ -4,7 +4,7 @@ reaches a server in the middle of its requests, which go on under the new weight
 Invariant: a push either returns (the server has said that it holds `label`, and serves again) or raises `PushFailed`,
 which tells the stage, and whether the weights may have changed or the server may have stayed paused (`doubtful`).
 A doubtful server gets no work until a push is confirmed. The order works in every release of SGLang since 0.5.18;
-how the weights travel in the update is the `Transport`'s affair: `Disk` here, or `distributed.Distributed`. While
+how the weights travel in the update is the `Transfer`'s affair: `Disk` here, or `distributed.Distributed`. While
 it lasts, nothing else is sent to the server, a question for its health neither.
 """
 
@@ -30,7 +30,7 @@ DRAIN_TIMEOUT_S: Final = 5.0
 DRAIN_POLL_S: Final = 0.02
 
 
-class Transport(Protocol):
+class Transfer(Protocol):
     """How the weights of a version come to a server."""
 
     async def update(self, server: PushTarget, folder: Path, label: str, *, timeout_s: float) -> None:
@@ -73,12 +73,12 @@ async def push(
     folder: Path,
     label: str,
     timeout_s: float,
-    transport: Transport = DISK,
+    transfer: Transfer = DISK,
     live: Pause | None = None,
 ) -> None:
     """Give the weights in `folder` to an empty server, or with `live` to one whose requests go on under them."""
     progress = _Progress()
-    update = partial(transport.update, server, folder, label, timeout_s=timeout_s)
+    update = partial(transfer.update, server, folder, label, timeout_s=timeout_s)
     try:
         async with asyncio.timeout(timeout_s):
             if live is None:
@@ -92,7 +92,7 @@ async def push(
             progress.stage = "continue"
             await server.resume()
             progress.stage = "verify"
-            await transport.verify(server, folder, timeout_s=timeout_s)
+            await transfer.verify(server, folder, timeout_s=timeout_s)
     except TimeoutError as err:
         reason = f"the push did not end within {timeout_s:g} s{progress.also}"
         raise PushFailed(progress.stage, reason, doubtful=progress.doubtful) from err

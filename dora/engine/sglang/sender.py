@@ -27,7 +27,18 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, ProcessGroupGloo, Store, TCPStore
 
-from dora.engine.sglang.orders import Bucket, Failed, Listening, Order, Ready, Reply, Score, Scored, Send, Sent
+from dora.engine.sglang.orders import (
+    Failed,
+    Listening,
+    Order,
+    Reply,
+    Scored,
+    ScoreOrder,
+    Send,
+    SenderReady,
+    Sent,
+    TensorBucket,
+)
 
 Named = tuple[str, torch.Tensor]
 #: Log-probs of the tokens of a sequence after the first, under the model in a folder.
@@ -47,7 +58,7 @@ def run(score_prompt: ScorePrompt) -> None:
         def say(reply: Reply) -> None:
             replies.write(msgspec.json.encode(reply) + b"\n")
 
-        say(Ready())
+        say(SenderReady())
         decoder = msgspec.json.Decoder(Order)
         for line in sys.stdin.buffer:
             order = decoder.decode(line)
@@ -101,8 +112,8 @@ def _tensors(folder: Path, files: ExitStack) -> Iterator[Named]:
             yield name, file.get_tensor(name)
 
 
-def _described(bucket: Sequence[Named]) -> Bucket:
-    return Bucket(
+def _described(bucket: Sequence[Named]) -> TensorBucket:
+    return TensorBucket(
         names=[name for name, _ in bucket],
         dtypes=[str(tensor.dtype).removeprefix("torch.") for _, tensor in bucket],
         shapes=[list(tensor.shape) for _, tensor in bucket],
@@ -149,7 +160,7 @@ def _broadcast(group: Any, tensors: Sequence[torch.Tensor], *, device: str) -> N
         torch.cuda.synchronize()
 
 
-def _score(order: Score, score_prompt: ScorePrompt) -> Scored:
+def _score(order: ScoreOrder, score_prompt: ScorePrompt) -> Scored:
     folder = Path(order.folder)
     vocab_size = msgspec.json.decode((folder / "config.json").read_bytes())["vocab_size"]
     token_ids = [vocab_size * i // PROMPT_TOKENS for i in range(PROMPT_TOKENS)]

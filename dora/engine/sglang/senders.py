@@ -17,7 +17,7 @@ from typing import Final, TypeVar
 
 import msgspec
 
-from dora.engine.sglang.orders import Failed, Order, Ready, Reply, Sent
+from dora.engine.sglang.orders import Failed, Order, Reply, SenderReady, Sent
 from dora.errors import ProtocolError, RemoteError
 
 START_TIMEOUT_S: Final = 60.0  # it imports torch
@@ -139,7 +139,7 @@ class Senders:
             )
         sender = Sender(process)
         try:
-            await sender.hear(Ready, timeout_s=START_TIMEOUT_S)
+            await sender.hear(SenderReady, timeout_s=START_TIMEOUT_S)
         except BaseException:
             await sender.kill()
             raise

@@ -17,7 +17,7 @@ from dora.errors import RemoteError
 
 @dataclass(frozen=True, slots=True)
 class ServerShape:
-    """What a transport must know of a server; equal for servers whose checksums can be compared."""
+    """What a transfer must know of a server; equal for servers whose checksums can be compared."""
 
     release: str
     device: str  # cpu or cuda

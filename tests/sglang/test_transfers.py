@@ -113,7 +113,7 @@ senders, client = pushing.senders, pushing.client
 
 
 @pytest.fixture
-def transport(senders: Senders) -> Distributed:
+def transfer(senders: Senders) -> Distributed:
     return Distributed(senders, otherwise=Disk(), dtype="float32", use_nccl=False, bucket_bytes=BUCKET_BYTES)
 
 
@@ -146,14 +146,14 @@ def model_process(url: str) -> psutil.Process:
     return next((one for one in children if "scheduler" in " ".join(one.cmdline())), psutil.Process(main))
 
 
-async def push_to(client: EngineClient, url: str, version: Version, *, label: str, transport: Distributed) -> None:
+async def push_to(client: EngineClient, url: str, version: Version, *, label: str, transfer: Distributed) -> None:
     server = PushTarget(client, url)
-    await push(server, folder=version.folder, label=label, timeout_s=PUSH_S, transport=transport)
+    await push(server, folder=version.folder, label=label, timeout_s=PUSH_S, transfer=transfer)
 
 
 @asynccontextmanager
 async def stuck_push(
-    client: EngineClient, url: str, version: Version, *, label: str, transport: Distributed, timeout_s: float
+    client: EngineClient, url: str, version: Version, *, label: str, transfer: Distributed, timeout_s: float
 ) -> AsyncIterator[asyncio.Task[None]]:
     """A push whose server waits for a bucket that its sender, which is stopped, will never finish."""
     stopped = asyncio.Event()
@@ -166,7 +166,7 @@ async def stuck_push(
 
     server = Watched(client, url, before=stop)
     pushing = asyncio.create_task(
-        push(server, folder=version.folder, label=label, timeout_s=timeout_s, transport=transport)
+        push(server, folder=version.folder, label=label, timeout_s=timeout_s, transfer=transfer)
     )
     async with asyncio.timeout(PUSH_S):
         await stopped.wait()
@@ -176,7 +176,7 @@ async def stuck_push(
 
 
 async def test_a_version_of_256_mb_moves_into_two_servers_and_their_log_probs_prove_it(
-    client: EngineClient, transport: Distributed, urls: list[str], version: Callable[[int], Version]
+    client: EngineClient, transfer: Distributed, urls: list[str], version: Callable[[int], Version]
 ) -> None:
     new = version(2)
     for url in urls:
@@ -184,7 +184,7 @@ async def test_a_version_of_256_mb_moves_into_two_servers_and_their_log_probs_pr
     watched = [Watched(client, url) for url in urls]
     async with asyncio.TaskGroup() as pushes:
         for server in watched:
-            pushes.create_task(push(server, folder=new.folder, label="run/2", timeout_s=PUSH_S, transport=transport))
+            pushes.create_task(push(server, folder=new.folder, label="run/2", timeout_s=PUSH_S, transfer=transfer))
     for server in watched:
         assert await client.prompt_logprobs(server.url, PROMPT, timeout_s=60) == holds(new)
         assert await client.weight_version(server.url) == "run/2"
@@ -193,54 +193,54 @@ async def test_a_version_of_256_mb_moves_into_two_servers_and_their_log_probs_pr
 
 
 async def test_any_live_version_goes_to_any_server(
-    client: EngineClient, transport: Distributed, urls: list[str], version: Callable[[int], Version]
+    client: EngineClient, transfer: Distributed, urls: list[str], version: Callable[[int], Version]
 ) -> None:
     older, newer = urls
-    await push_to(client, older, version(1), label="run/1", transport=transport)
-    await push_to(client, newer, version(2), label="run/2", transport=transport)
+    await push_to(client, older, version(1), label="run/1", transfer=transfer)
+    await push_to(client, newer, version(2), label="run/2", transfer=transfer)
     assert await client.prompt_logprobs(older, PROMPT, timeout_s=60) == holds(version(1))
     assert await client.prompt_logprobs(newer, PROMPT, timeout_s=60) == holds(version(2))
 
 
 async def test_a_sender_killed_in_mid_bucket_fails_its_push_and_the_next_one_works(
-    client: EngineClient, transport: Distributed, urls: list[str], version: Callable[[int], Version]
+    client: EngineClient, transfer: Distributed, urls: list[str], version: Callable[[int], Version]
 ) -> None:
-    async with stuck_push(client, urls[0], version(1), label="run/1", transport=transport, timeout_s=PUSH_S) as pushing:
+    async with stuck_push(client, urls[0], version(1), label="run/1", transfer=transfer, timeout_s=PUSH_S) as pushing:
         for sender in sender_processes():
             sender.kill()
         with pytest.raises(PushFailed, match="the sender has ended") as failed:
             await pushing
     assert (failed.value.stage, failed.value.doubtful) == ("update", True)
-    await push_to(client, urls[0], version(1), label="run/1", transport=transport)
+    await push_to(client, urls[0], version(1), label="run/1", transfer=transfer)
     assert await client.prompt_logprobs(urls[0], PROMPT, timeout_s=60) == holds(version(1))
 
 
 async def test_a_hung_sender_is_killed_at_the_deadline_and_the_next_push_works(
-    client: EngineClient, transport: Distributed, urls: list[str], version: Callable[[int], Version]
+    client: EngineClient, transfer: Distributed, urls: list[str], version: Callable[[int], Version]
 ) -> None:
-    async with stuck_push(client, urls[0], version(2), label="run/2", transport=transport, timeout_s=HUNG_S) as pushing:
+    async with stuck_push(client, urls[0], version(2), label="run/2", transfer=transfer, timeout_s=HUNG_S) as pushing:
         hung = [process for process in sender_processes() if process.status() == psutil.STATUS_STOPPED]
         with pytest.raises(PushFailed, match=f"did not end within {HUNG_S:g} s") as failed:
             await pushing
     assert (failed.value.stage, failed.value.doubtful) == ("update", True)
     assert hung
     assert not any(process.is_running() for process in hung)
-    await push_to(client, urls[0], version(2), label="run/2", transport=transport)
+    await push_to(client, urls[0], version(2), label="run/2", transfer=transfer)
     assert await client.prompt_logprobs(urls[0], PROMPT, timeout_s=60) == holds(version(2))
 
 
 async def test_weights_of_another_shape_are_refused_and_the_server_takes_the_right_ones(
     client: EngineClient,
-    transport: Distributed,
+    transfer: Distributed,
     urls: list[str],
     version: Callable[[int], Version],
     tmp_path: Path,
 ) -> None:
     narrow = large(tmp_path / "narrow", seed=3, hidden=64)
     with pytest.raises(PushFailed, match=r"(?i)failed to update.*discard the whole weights") as failed:
-        await push(PushTarget(client, urls[0]), folder=narrow, label="run/3", timeout_s=PUSH_S, transport=transport)
+        await push(PushTarget(client, urls[0]), folder=narrow, label="run/3", timeout_s=PUSH_S, transfer=transfer)
     assert (failed.value.stage, failed.value.doubtful) == ("update", True)
-    await push_to(client, urls[0], version(1), label="run/1", transport=transport)
+    await push_to(client, urls[0], version(1), label="run/1", transfer=transfer)
     assert await client.prompt_logprobs(urls[0], PROMPT, timeout_s=60) == holds(version(1))
 
 
@@ -250,15 +250,15 @@ async def test_a_group_that_nobody_knows_is_not_destroyed(client: EngineClient, 
 
 
 async def test_a_server_killed_in_mid_bucket_fails_its_push_and_no_other(
-    client: EngineClient, transport: Distributed, urls: list[str], version: Callable[[int], Version]
+    client: EngineClient, transfer: Distributed, urls: list[str], version: Callable[[int], Version]
 ) -> None:
     """One of the two is gone afterwards."""
     dying, other = urls
     server = Watched(client, dying, before=lambda number: model_process(dying).kill() if number == 1 else None)
     new = version(2)
     dead, fine = await asyncio.gather(
-        push(server, folder=new.folder, label="run/4", timeout_s=PUSH_S, transport=transport),
-        push_to(client, other, new, label="run/4", transport=transport),
+        push(server, folder=new.folder, label="run/4", timeout_s=PUSH_S, transfer=transfer),
+        push_to(client, other, new, label="run/4", transfer=transfer),
         return_exceptions=True,
     )
     assert fine is None
