@@ -43,9 +43,9 @@ def culprit(state: State) -> str:
         f"trajectory {t.id} {t.phase.value}" + (f" on instance {t.instance.id}" if t.instance is not None else "")
         for t in open_ones[:4]
     )
-    age = state.now - group.admitted_at
+    waited_s = state.now - group.admitted_at
     return (
-        f"group {group.id} of version {group.version}, admitted {age:.0f} s ago, "
+        f"group {group.id} of version {group.version}, admitted {waited_s:.0f} s ago, "
         f"holds up step {state.formation.step}: {where}"
     )
 
