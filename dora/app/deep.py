@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dora.config.schema import Config
+from dora.core.ids import VersionId
 from dora.errors import ConfigError
 from dora.journal.deep import DeepReport, deep_check, read_kept
 from dora.journal.run_folder import RunFolder
@@ -35,7 +36,7 @@ def recompute(run: RunFolder, config: Config) -> DeepReport:
 
     store = VersionStore(memory_root=run.versions, durable_root=run.versions)
 
-    def folder_of(version: int) -> Path | None:
+    def folder_of(version: VersionId) -> Path | None:
         try:
             return store.folder(version)
         except StoreError:

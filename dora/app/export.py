@@ -5,12 +5,13 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from dora.core.ids import VersionId
 from dora.errors import ConfigError
 from dora.journal.run_folder import RunFolder
 from dora.weights.store import StoreError, VersionStore, checksum_of, clear_errors
 
 
-def export(run: RunFolder, *, version: int | None, to: Path | None) -> tuple[int, Path]:
+def export(run: RunFolder, *, version: VersionId | None, to: Path | None) -> tuple[VersionId, Path]:
     """Copy `version`, or the newest, to `to`, or into the run folder; returns which one, and where it is."""
     store = VersionStore(memory_root=run.versions, durable_root=run.versions)
     durable = store.durable()

@@ -28,6 +28,7 @@ from dora.controller.rollouts import RolloutWriter
 from dora.controller.trainer_link import TrainerLink
 from dora.controller.trajectories import Trajectories
 from dora.core import events as ev
+from dora.core.ids import FIRST_VERSION, StepId, VersionId
 from dora.errors import RunFailed
 from dora.journal.codec import FORMAT, Epoch, Header
 from dora.journal.commits import Commits
@@ -61,7 +62,7 @@ class Opened:
         self.tell = tell
         self.first: list[ev.Event] = []  #: facts known before the start
         self._stack = stack
-        self.missing: list[int] = []  #: versions that the trainer has to make again
+        self.missing: list[VersionId] = []  #: versions that the trainer has to make again
         self.store = self._open_store()
         tokens = stack.enter_context(TokenWriter(folder.tokens, epoch=job.epoch))
         self.journal = stack.enter_context(JournalWriter(folder.journal))
@@ -172,15 +173,15 @@ class Opened:
 
     def rollout_writer(self, observer: RunObserver) -> RolloutWriter:
         """Without a trainer, version 0 is published here: it is the model folder as it lies."""
-        staged = self.store.stage(0)
+        staged = self.store.stage(FIRST_VERSION)
         for path in sorted(self.job.inputs.model.iterdir()):
             if path.is_file():
                 (staged / path.name).write_bytes(path.read_bytes())
         base = self.lineage.base
-        manifest = self.store.seal(0, staged, chain=base)
+        manifest = self.store.seal(FIRST_VERSION, staged, chain=base)
         at = self.now()
-        self.first.append(ev.VersionPublished(at, 0, manifest.num_bytes, dict(manifest.files), base))
-        self.first.append(ev.TrainerReady(at, 0))
+        self.first.append(ev.VersionPublished(at, FIRST_VERSION, manifest.num_bytes, dict(manifest.files), base))
+        self.first.append(ev.TrainerReady(at, StepId(0)))
         return RolloutWriter(
             self.folder.rollouts,
             groups_per_step=self.job.config.rollout.groups_per_step,

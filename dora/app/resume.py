@@ -20,7 +20,7 @@ from dora.config.schema import Config
 from dora.controller.trajectories import Trajectories
 from dora.core.commands import FailRun, FinishRun
 from dora.core.events import CheckpointSaved, StepTrained, VersionPublished
-from dora.core.ids import GroupId, TrajectoryId
+from dora.core.ids import GroupId, StepId, TrajectoryId, VersionId
 from dora.core.phases import TrajectoryPhase
 from dora.core.state import State
 from dora.core.strategies import Settings
@@ -45,15 +45,15 @@ class Recorded:
     next_epoch: int
     config: str  # of the latest epoch, as TOML
     rollout_only: bool
-    files: Mapping[int, Mapping[str, str]]  # of every version, as first published
-    chains: Mapping[int, str]  # of every trained step
+    files: Mapping[VersionId, Mapping[str, str]]  # of every version, as first published
+    chains: Mapping[StepId, str]  # of every trained step
     base_chain: str | None  # that of version 0; None: it was not published
     saved: Collection[str]  # names of all checkpoint folders that were ever reported
     end: FinishRun | FailRun | None
 
-    def chain_of(self, version: int) -> str:
+    def chain_of(self, version: VersionId) -> str:
         """Lineage of a version's weights."""
-        return (self.chains.get(version - 1) if version else self.base_chain) or ""
+        return (self.chains.get(StepId(version - 1)) if version else self.base_chain) or ""
 
 
 def read_run(folder: RunFolder) -> Recorded:
@@ -64,8 +64,8 @@ def read_run(folder: RunFolder) -> Recorded:
         raise RunFailed(f"{folder.root}: the journal cannot be continued: {found.difference}")
     epochs: list[Epoch] = []
     last_at, end = 0.0, None
-    files: dict[int, Mapping[str, str]] = {}
-    chains: dict[int, str] = {}
+    files: dict[VersionId, Mapping[str, str]] = {}
+    chains: dict[StepId, str] = {}
     saved = set()
     base_chain = None
     for record in journal.records():
@@ -209,7 +209,7 @@ def _restore_prompt(
 # -- versions ---------------------------------------------------------------------------------------------------------
 
 
-def recover_versions(store: VersionStore, recorded: Recorded, *, tell: Callable[[str], None]) -> list[int]:
+def recover_versions(store: VersionStore, recorded: Recorded, *, tell: Callable[[str], None]) -> list[VersionId]:
     """Set aside what the journal does not know, and read what is needed against its checksums.
 
     Returns the versions that unfinished work needs and no folder holds: the trainer has to make them again.
@@ -225,7 +225,7 @@ def recover_versions(store: VersionStore, recorded: Recorded, *, tell: Callable[
     return [version for version in needed if not _holds(store, version)]
 
 
-def _holds(store: VersionStore, version: int) -> bool:
+def _holds(store: VersionStore, version: VersionId) -> bool:
     try:
         store.folder(version)
     except StoreError:
@@ -260,7 +260,7 @@ def choose_start(
         if not kept[step] or step > latest:
             continue
         manifest = checkpoints.read_manifest(path)
-        chain = recorded.chain_of(step)
+        chain = recorded.chain_of(VersionId(step))
         if manifest is None:
             tell(f"{path} is gone or incomplete; an older checkpoint is used")
         elif (manifest.step, manifest.chain) != (step, chain):
@@ -272,7 +272,7 @@ def choose_start(
     if not usable and not may_start_over:
         lost = f"version {min(missing)}, which unfinished answers need, and " if missing else ""
         raise RunFailed(f"{folder.checkpoints}: {lost}no usable checkpoint: the run cannot go on")
-    step = usable[0][0] if usable else 0
+    step = usable[0][0] if usable else StepId(0)
     return Start(tuple(path for _, path in usable), may_start_over, step)
 
 

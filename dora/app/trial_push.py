@@ -20,6 +20,7 @@ from dora.app.inputs import model_bytes
 from dora.app.settings import SPARE_VERSIONS
 from dora.config.schema import Config
 from dora.controller.published import Published
+from dora.core.ids import FIRST_VERSION
 from dora.engine.api import InferenceEngine
 from dora.engine.errors import PushFailed
 from dora.engine.paths import map_path
@@ -45,11 +46,11 @@ async def push_once(config: Config, *, model: Path, engine: InferenceEngine, ser
         folder = stack.enter_context(_folder(config))
         store = await asyncio.to_thread(_open_store, config, folder, model, stack)
         files = await asyncio.to_thread(_publish, store, model)
-        label = Published(folder.run_id, files={0: files}).label(0)
+        label = Published(folder.run_id, files={FIRST_VERSION: files}).label(FIRST_VERSION)
         lease = folder.lease(0)
         stack.enter_context(hold(lease))
         pushing = await enter_pushing(stack, config, engine, logs=folder.logs, lease=lease)
-        trial = _Trial(config, pushing, store.folder(0), label)
+        trial = _Trial(config, pushing, store.folder(FIRST_VERSION), label)
         problems = [problem for held in servers for problem in await trial.problems(held)]
     if problems:
         raise ConfigError(*problems)
@@ -131,7 +132,7 @@ def _open_store(config: Config, folder: RunFolder, model: Path, stack: AsyncExit
 
 
 def _publish(store: VersionStore, model: Path) -> dict[str, str]:
-    staged = store.stage(0)
+    staged = store.stage(FIRST_VERSION)
     for path in sorted(path for path in model.iterdir() if path.is_file()):
         shutil.copyfile(path, staged / path.name)
-    return dict(store.seal(0, staged).files)
+    return dict(store.seal(FIRST_VERSION, staged).files)

@@ -6,11 +6,12 @@ import sys
 from pathlib import Path
 
 from dora.app.export import export as copy_out
+from dora.core.ids import VersionId
 from dora.journal.run_folder import RunFolder
 
 
 def export(folder: Path, *, version: int | None, to: Path | None) -> None:
     """The command."""
     run = RunFolder.open(folder)
-    chosen, target = copy_out(run, version=version, to=to)
+    chosen, target = copy_out(run, version=None if version is None else VersionId(version), to=to)
     sys.stdout.write(f"version {chosen} of {run.run_id} is in {target}\n")

@@ -16,6 +16,7 @@ from dora.controller.published import Published
 from dora.controller.work import Work
 from dora.core import commands as cmd
 from dora.core import events as ev
+from dora.core.ids import VersionId
 from dora.core.versions import Window
 from dora.journal.commits import Commits
 from dora.weights import checkpoints
@@ -40,7 +41,7 @@ class Copies:
         self._commits = commits
         self._work = work
         self._keep = keep
-        self._copies: dict[int, asyncio.Task[None]] = {}  # under way, by version
+        self._copies: dict[VersionId, asyncio.Task[None]] = {}  # under way, by version
 
     def publish(self, event: ev.VersionPublished, *, position: int) -> None:
         """A version is in the store: it needs a durable copy, or, made again by a replay, it may need nothing."""
@@ -66,7 +67,7 @@ class Copies:
         """The trainer's checkpoint is not needed any more."""
         self._work.finishing(self._drop_when_durable(order, position=position), name="drop-checkpoint")
 
-    async def _keep_version(self, version: int, *, is_needed: bool, position: int) -> None:
+    async def _keep_version(self, version: VersionId, *, is_needed: bool, position: int) -> None:
         await self._commits.durable(position)
         if is_needed or version in self._kept_versions(version):
             await self._copy(version)
@@ -75,7 +76,7 @@ class Copies:
             await asyncio.to_thread(self._store.release, version)
         await self._prune()
 
-    async def _copy(self, version: int) -> None:
+    async def _copy(self, version: VersionId) -> None:
         """A durable copy, needed by a resume and by the audit; without it the run goes on, and says so."""
         for pause_s in COPY_PAUSES_S:
             try:
@@ -90,7 +91,7 @@ class Copies:
                 return
         log.error("version_not_durable", version=version, reason="the disk of the run folder is full")
 
-    async def _release_when_copied(self, version: int, *, position: int) -> None:
+    async def _release_when_copied(self, version: VersionId, *, position: int) -> None:
         await self._commits.durable(position)
         copy = self._copies.pop(version, None)
         if copy is not None:
@@ -105,7 +106,7 @@ class Copies:
         except OSError as err:
             log.warning("checkpoint_not_deleted", folder=order.folder, reason=str(err))
 
-    def _kept_versions(self, *among: int) -> set[int]:
+    def _kept_versions(self, *among: VersionId) -> set[VersionId]:
         """Those whose durable copies stay: what is needed, and the newest `weights.keep` of the others, or all."""
         keep, newest = self._keep, self._window.newest or 0
         return {*self._window.entries, *(v for v in among if not keep or v > newest - keep)}

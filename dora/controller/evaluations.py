@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dora.core.ids import TrajectoryId, evaluation_id, evaluation_index
+from dora.core.ids import TrajectoryId, VersionId, evaluation_id, evaluation_index
 from dora.tasks.prompts import Prompt
 
 
@@ -75,7 +75,7 @@ class Evaluations:
         """Which set a sample belongs to."""
         return self._samples[evaluation_index(trajectory, num_samples=len(self._samples))[1]][0]
 
-    def ids(self, version: int) -> list[TrajectoryId]:
+    def ids(self, version: VersionId) -> list[TrajectoryId]:
         """Ids of all samples of one version's evaluation."""
         total = len(self._samples)
         return [evaluation_id(version, i, num_samples=total) for i in range(total)]

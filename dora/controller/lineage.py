@@ -14,6 +14,7 @@ from collections.abc import Mapping
 import msgspec
 import numpy as np
 
+from dora.core.ids import StepId
 from dora.errors import RunFailed
 from dora.transport.messages import MicroBatch
 
@@ -23,27 +24,28 @@ _DIGEST_BYTES = 16
 class Lineage:
     """The chains of one run."""
 
-    def __init__(self, *, base: str, settings: bytes, trained: Mapping[int, str]) -> None:
+    def __init__(self, *, base: str, settings: bytes, trained: Mapping[StepId, str]) -> None:
         """`base`: chain before step 0. `trained`: chains by step, as far as the journal knows."""
         self.base = base
         self._settings = settings
         self._trained = dict(trained)
-        self._chains: dict[int, str] = {}  # of the steps whose waves were sent by this controller
+        self._chains: dict[StepId, str] = {}  # of the steps whose waves were sent by this controller
         self._step = -1  # whose waves are being added
         self._digest = hashlib.blake2b()
 
-    def before(self, step: int) -> str:
+    def before(self, step: StepId) -> str:
         """The chain of the weights that step trains."""
         if step == 0:
             return self.base
-        chain = self._chains.get(step - 1) or self._trained.get(step - 1)
+        earlier = StepId(step - 1)
+        chain = self._chains.get(earlier) or self._trained.get(earlier)
         if chain is None:
             raise RunFailed(f"step {step} follows a step of which nothing is known")
         return chain
 
-    def after(self, step: int) -> str:
+    def after(self, step: StepId) -> str:
         """The chain with that step."""
-        return self.before(step + 1)
+        return self.before(StepId(step + 1))
 
     def add(self, wave: list[MicroBatch]) -> list[MicroBatch]:
         """The next wave, marked with its place in the history. Waves come in order, and a step's from its first."""
@@ -57,7 +59,7 @@ class Lineage:
         chain = self._close(first.step) if first.last else ""
         return [msgspec.structs.replace(batch, parent=parent, chain=chain) for batch in wave]
 
-    def _close(self, step: int) -> str:
+    def _close(self, step: StepId) -> str:
         chain = self._digest.hexdigest()
         known = self._trained.setdefault(step, chain)
         if chain != known:

@@ -25,7 +25,7 @@ from dora.controller.trainer_link import StepReport
 from dora.controller.trajectories import Trajectories
 from dora.core import commands as cmd
 from dora.core import events as ev
-from dora.core.ids import GroupId, InstanceId
+from dora.core.ids import GroupId, InstanceId, StepId, VersionId
 from dora.core.state import State
 from dora.core.tables import Group
 from dora.journal.deep import KeptTrajectory, encode_kept
@@ -192,7 +192,7 @@ class RunObserver:
             "trainer": report.metrics,
         }
 
-    def _keep(self, groups: Sequence[Group], *, step: int) -> None:
+    def _keep(self, groups: Sequence[Group], *, step: StepId) -> None:
         """A few of the step's trajectories in full: the first sibling of evenly spread groups."""
         if not groups or not self._keep_per_step:
             return
@@ -224,7 +224,7 @@ class RunObserver:
             row = {"kind": "evaluation_skipped", "at": self._state.now, "version": version}
             self._then(position, partial(_write, [(self._metrics, self._folder.metrics, _line(row))]))
 
-    def on_evaluation(self, version: int, *, position: int) -> None:
+    def on_evaluation(self, version: VersionId, *, position: int) -> None:
         """All samples of a version are graded."""
         records = self._trajectories.records
         outcomes = [(records[t].reward, len(records[t].tokens)) for t in self._evaluations.ids(version)]

@@ -19,13 +19,14 @@ from dora.controller.inbox import Inbox
 from dora.controller.trajectories import Trajectories
 from dora.controller.work import Work
 from dora.core import commands as cmd
+from dora.core.ids import VersionId
 from dora.journal.commits import Commits
 
 
 class EvaluationObserver(Protocol):
     """Whoever keeps the scores."""
 
-    def on_evaluation(self, version: int, *, position: int) -> None: ...
+    def on_evaluation(self, version: VersionId, *, position: int) -> None: ...
 
 
 @dataclass

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Collection, Mapping
 
-from dora.core.ids import FOREIGN_VERSION
+from dora.core.ids import FOREIGN_VERSION, VersionId
 from dora.engine.names import version_in, version_label
 from dora.errors import RunFailed
 from dora.weights.store import checksum_of_files
@@ -22,7 +22,7 @@ class Published:
         self,
         run_id: str,
         *,
-        files: Mapping[int, Mapping[str, str]] | None = None,
+        files: Mapping[VersionId, Mapping[str, str]] | None = None,
         missing: Collection[int] = (),
     ) -> None:
         """`files`: checksums by name, by version, as journaled. `missing`: those that the trainer has to make again."""
@@ -30,7 +30,7 @@ class Published:
         self._checksums = {version: checksum_of_files(one) for version, one in (files or {}).items()}
         self._missing = {version: asyncio.Event() for version in missing}
 
-    def add(self, version: int, files: Mapping[str, str], *, is_needed: bool) -> None:
+    def add(self, version: VersionId, files: Mapping[str, str], *, is_needed: bool) -> None:
         """The trainer has published it, or made it again. RunFailed if it has other bytes now and is needed."""
         checksum = checksum_of_files(files)
         if self._checksums.setdefault(version, checksum) != checksum and is_needed:
@@ -41,16 +41,16 @@ class Published:
         if version in self._missing:
             self._missing.pop(version).set()
 
-    async def available(self, version: int) -> None:
+    async def available(self, version: VersionId) -> None:
         """Return once the store holds it; unblocked by the trainer, which makes it again after a loss."""
         if version in self._missing:
             await self._missing[version].wait()
 
-    def label(self, version: int) -> str:
+    def label(self, version: VersionId) -> str:
         """What servers call the weights of a version."""
         return version_label(self._run_id, version, checksum=self._checksums[version])
 
-    def version_of(self, label: str) -> int:
+    def version_of(self, label: str) -> VersionId:
         """The version a label names; FOREIGN_VERSION unless it names the bytes that the journal knows."""
         version = version_in(label, run_id=self._run_id)
         if version is None or version not in self._checksums or self.label(version) != label:

@@ -17,7 +17,7 @@ import numpy as np
 from dora import files
 from dora.controller.trainer_link import StepReport, TrainerLink
 from dora.core import events as ev
-from dora.core.ids import TrajectoryId
+from dora.core.ids import StepId, TrajectoryId, VersionId
 from dora.core.training import split_wave
 from dora.errors import ConfigError
 from dora.journal.frames import FrameReader, FrameWriter
@@ -59,7 +59,7 @@ class RolloutWriter:
         self._now = now
         self._emit = emit
         self._on_step = on_step
-        self._file_of: dict[int, int] = {}  # by group, in order of arrival
+        self._file_of: dict[int, StepId] = {}  # by group, in order of arrival
 
     def loops(self) -> list[tuple[str, Coroutine[Any, Any, None]]]:
         """To be run beside the controller."""
@@ -82,10 +82,10 @@ class RolloutWriter:
 
     def _write(self, wave: list[MicroBatch]) -> None:
         index, last = wave[0].index, wave[0].last
-        by_file: dict[int, list[Piece]] = {}
+        by_file: dict[StepId, list[Piece]] = {}
         for piece in _pieces(wave):
             group = int(piece[0].groups[piece[1]])
-            number = self._file_of.setdefault(group, len(self._file_of) // self._groups_per_step)
+            number = self._file_of.setdefault(group, StepId(len(self._file_of) // self._groups_per_step))
             by_file.setdefault(number, []).append(piece)
         for number, pieces in by_file.items():
             with FrameWriter(self._folder / f"step-{number:06d}.rollout") as file:
@@ -98,7 +98,7 @@ class RolloutWriter:
             self._on_step(StepReport(step, {}))
             await self._emit(ev.StepTrained(self._now(), step, first.chain))
             # Nothing was trained: there is nothing to store.
-            await self._emit(ev.VersionPublished(self._now(), step + 1, 0, {}, first.chain))
+            await self._emit(ev.VersionPublished(self._now(), VersionId(step + 1), 0, {}, first.chain))
 
 
 def rollout_files(folder: Path) -> list[Path]:
@@ -112,11 +112,11 @@ def rollout_files(folder: Path) -> list[Path]:
 async def train_rollouts(steps: list[Path], *, link: TrainerLink, budget: int, group_size: int) -> None:
     """Send every step to the ranks."""
     for step, path in enumerate(steps):
-        for wave in _waves(path, step=step, num_ranks=link.num_ranks, budget=budget, group_size=group_size):
+        for wave in _waves(path, step=StepId(step), num_ranks=link.num_ranks, budget=budget, group_size=group_size):
             await link.send(link.lineage.add(wave))
 
 
-def _waves(path: Path, *, step: int, num_ranks: int, budget: int, group_size: int) -> Iterator[list[MicroBatch]]:
+def _waves(path: Path, *, step: StepId, num_ranks: int, budget: int, group_size: int) -> Iterator[list[MicroBatch]]:
     """The step's trajectories, split over ranks anew."""
     found = _pieces([_unpack(payload) for _, payload in FrameReader(path)])
     pieces = {TrajectoryId(int(b.trajectories[i])): (b, i, start) for b, i, start in found}
@@ -142,7 +142,7 @@ def _pieces(batches: list[MicroBatch]) -> list[Piece]:
     return found
 
 
-def _join(chosen: list[Piece], *, step: int, index: int, last: bool, group_size: int) -> MicroBatch:
+def _join(chosen: list[Piece], *, step: StepId, index: int, last: bool, group_size: int) -> MicroBatch:
     if not chosen:
         return empty_micro_batch(step=step, index=index, last=last, group_size=group_size)
     spans = [(batch, slice(start, start + int(batch.lengths[i]))) for batch, i, start in chosen]

@@ -19,6 +19,7 @@ from typing import Any
 
 from dora.controller.lineage import Lineage
 from dora.core import events as ev
+from dora.core.ids import StepId
 from dora.errors import RemoteError, RunFailed
 from dora.transport import messages as wire
 from dora.transport.controller_end import ControllerEnd
@@ -33,7 +34,7 @@ LAST_WORDS_S = 1.0
 class StepReport:
     """What the trainer said of a step."""
 
-    step: int
+    step: StepId
     metrics: dict[str, float]
 
 
@@ -55,7 +56,7 @@ class TrainerLink:
     _outbox: asyncio.Queue[tuple[int, list[wire.MicroBatch]]] = field(
         default_factory=lambda: asyncio.Queue(OUTBOX_SIZE)
     )
-    _ready: dict[int, int] = field(default_factory=dict)
+    _ready: dict[int, StepId] = field(default_factory=dict)
     _skipped: dict[str, None] = field(default_factory=dict)  # checkpoints that could not be loaded, with the reasons
     _waves_done: list[int] = field(default_factory=list)  # by rank, since it was ready
     _waves_emitted: int = 0
@@ -184,11 +185,11 @@ class TrainerLink:
                 self.on_step(StepReport(message.step, dict(message.metrics)))
                 await self.emit(ev.StepTrained(self.now(), message.step, message.chain))
             case wire.CheckpointWritten():
-                self._require_chain(message.chain, step=message.step - 1, what=f"checkpoint {message.folder}")
+                self._require_chain(message.chain, step=StepId(message.step - 1), what=f"checkpoint {message.folder}")
                 await self.emit(ev.CheckpointSaved(self.now(), message.step, message.folder, message.chain))
                 self._checkpoint.set()
             case wire.VersionWritten():
-                self._require_chain(message.chain, step=message.version - 1, what=f"version {message.version}")
+                self._require_chain(message.chain, step=StepId(message.version - 1), what=f"version {message.version}")
                 await self.emit(
                     ev.VersionPublished(
                         self.now(),
@@ -200,7 +201,7 @@ class TrainerLink:
                     )
                 )
 
-    def _require_chain(self, chain: str, *, step: int, what: str) -> None:
+    def _require_chain(self, chain: str, *, step: StepId, what: str) -> None:
         """What the ranks have made comes from the history that they were sent."""
         expected = self.lineage.after(step)
         if chain != expected:

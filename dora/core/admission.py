@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 
 from dora.core.commands import AdmitGroup
+from dora.core.ids import VersionId
 from dora.core.occupancy import begin, footprint_of
 from dora.core.state import State
 from dora.core.tables import Group, Instance
@@ -32,7 +33,7 @@ class Refusal(enum.Enum):
     PUSHES = "a batch starts when no push is in flight"
 
 
-def why_not(state: State, version: int) -> Refusal | None:
+def why_not(state: State, version: VersionId) -> Refusal | None:
     """The first reason, room apart, why no group of `version` may enter; None if one may."""
     if state.finished:
         return Refusal.ENDED
@@ -71,7 +72,7 @@ def _why_no_room(state: State, entry: Version, instance: Instance | None) -> Ref
     return None
 
 
-def num_admissible(state: State, version: int) -> int:
+def num_admissible(state: State, version: VersionId) -> int:
     """How many groups F and W admit now."""
     return min(state.formation.slack(version), int(state.window_size) - state.ledger.num_untrained)
 

@@ -5,6 +5,8 @@ Invariant: an item is taken once, and noting it again before it is taken changes
 
 from __future__ import annotations
 
+from dora.core.ids import VersionId
+
 
 class Agenda:
     """Decisions that are due. All but `repack` are taken within the event that noted them."""
@@ -19,7 +21,7 @@ class Agenda:
         self._release = False
         self._repack = False
         self._repack_not_before = 0.0  # seconds of the run
-        self._fill: dict[int, None] = {}  # versions, the one noted last at the end
+        self._fill: dict[VersionId, None] = {}  # versions, the one noted last at the end
 
     def rest(self) -> None:
         """The event at hand needs no decision."""
@@ -41,11 +43,11 @@ class Agenda:
         due, self._feed = self._feed, False
         return due
 
-    def fill(self, version: int) -> None:
+    def fill(self, version: VersionId) -> None:
         """Slots of this version are free, or something waits for them."""
         self._fill[version] = None
 
-    def take_fill(self) -> int | None:
+    def take_fill(self) -> VersionId | None:
         return self._fill.popitem()[0] if self._fill else None
 
     def place(self) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dora.core.commands import FetchPrompts, FinishRun, ReleaseVersion
 from dora.core.dispatch import fill, start_evaluation
-from dora.core.ids import GroupId
+from dora.core.ids import GroupId, VersionId
 from dora.core.moves import dismiss
 from dora.core.repartition import consolidate, place
 from dora.core.state import State
@@ -70,14 +70,15 @@ def _conclude(state: State) -> bool:
             close(state)  # the source is dry: the last step is short
             if state.agenda.take_feed():
                 feed_trainer(state)
-    if state.feed.trained < formation.step or state.window.newest != formation.step:
+    result = VersionId(formation.step)
+    if state.feed.trained < formation.step or state.window.newest != result:
         return False
-    if state.window.newest in state.missing:
+    if result in state.missing:
         return False  # the result was lost: it is made again first
     if state.evaluation.version is not None or state.evaluation.due or state.trajectories:
         return False  # (a sibling of a failed group may still be on its way out)
-    if state.evaluation.wants(formation.step, is_last=True) and state.evaluated != formation.step:
-        state.evaluation.want(formation.step)
+    if state.evaluation.wants(result, is_last=True) and state.evaluated != result:
+        state.evaluation.want(result)
         start_evaluation(state)
         return True
     if (state.feed.open_step or 0) < formation.step:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dora.core.admission import admit, is_baseline, may_refill, why_not
+from dora.core.ids import VersionId
 from dora.core.occupancy import begin, footprint_of
 from dora.core.state import State
 from dora.core.tables import Group, Instance
 from dora.core.versions import Version
 
 
-def fill(state: State, version: int) -> None:
+def fill(state: State, version: VersionId) -> None:
     """Use the free slots of a version."""
     entry = state.window.entries.get(version)
     if entry is None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from dora.core.ids import TrajectoryId, evaluation_id
+from dora.core.ids import TrajectoryId, VersionId, evaluation_id
 from dora.core.tables import Trajectory
 
 
@@ -20,30 +20,30 @@ class Evaluation:
     prompt_tokens: Sequence[int]  #: of each sample
     every: int  #: versions between evaluations; 0: only the first and the last
     due: bool = False  #: the newest version is to be evaluated as soon as no other is
-    wanted: int | None = None  #: the version for whose sake it is due
-    overtaken: list[int] = field(default_factory=list)  #: wanted, but newer ones were there before their turn
-    version: int | None = None  #: version under evaluation
+    wanted: VersionId | None = None  #: the version for whose sake it is due
+    overtaken: list[VersionId] = field(default_factory=list)  #: wanted, but newer ones were there before their turn
+    version: VersionId | None = None  #: version under evaluation
     trajectories: dict[TrajectoryId, Trajectory] = field(default_factory=dict)
     waiting: list[Trajectory] = field(default_factory=list)  #: samples that wait for a slot, last one first
     num_resident: int = 0
     ungraded: int = 0
 
-    def wants(self, version: int, *, is_last: bool) -> bool:
+    def wants(self, version: VersionId, *, is_last: bool) -> bool:
         """Is this version to be evaluated?"""
         if not self.prompt_tokens:
             return False
         return version == 0 or is_last or (self.every > 0 and version % self.every == 0)
 
-    def want(self, version: int) -> None:
+    def want(self, version: VersionId) -> None:
         """The version just published is to be evaluated; one that still waits for its turn never is."""
         self._overtake(version)
         self.wanted, self.due = version, True
 
-    def _overtake(self, version: int) -> None:
+    def _overtake(self, version: VersionId) -> None:
         if self.wanted is not None and self.wanted != version:
             self.overtaken.append(self.wanted)
 
-    def start(self, version: int) -> None:
+    def start(self, version: VersionId) -> None:
         """Begin with all samples waiting."""
         self._overtake(version)
         self.wanted = None
@@ -58,7 +58,7 @@ class Evaluation:
         self.waiting.reverse()
         self.ungraded = total
 
-    def finish(self) -> int:
+    def finish(self) -> VersionId:
         """All samples are graded; returns the version."""
         assert self.version is not None
         version, self.version = self.version, None

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import msgspec
 
-from dora.core.ids import GroupId, InstanceId, TrajectoryId
+from dora.core.ids import GroupId, InstanceId, StepId, TrajectoryId, VersionId
 
 #: (version, start, end): half-open, over the output tokens of one attempt; FOREIGN_VERSION for a foreign label.
 Span = tuple[int, int, int]
@@ -69,7 +69,7 @@ class WeightPushFinished(Event, frozen=True):
 
     instance: InstanceId
     attempt: int
-    version: int
+    version: VersionId
 
 
 class WeightPushFailed(Event, frozen=True):
@@ -156,27 +156,27 @@ class TrajectoryGraded(Event, frozen=True):
 class TrainerReady(Event, frozen=True):
     """All ranks have loaded step `step` and wait for its first micro-batch."""
 
-    step: int
+    step: StepId
 
 
 class MicroBatchTrained(Event, frozen=True):
     """Every rank is done with micro-batch `index` of `step`."""
 
-    step: int
+    step: StepId
     index: int
 
 
 class StepTrained(Event, frozen=True):
     """The optimizer update of `step` is done."""
 
-    step: int
+    step: StepId
     chain: str = ""  #: digest of all that was trained up to this step (controller/lineage.py)
 
 
 class VersionPublished(Event, frozen=True):
     """The version is complete in the store and can be pushed."""
 
-    version: int
+    version: VersionId
     num_bytes: int
     files: dict[str, str]  #: name -> checksum, of the bytes that are served
     chain: str = ""  #: that of the step that made it
@@ -186,7 +186,7 @@ class VersionPublished(Event, frozen=True):
 class CheckpointSaved(Event, frozen=True):
     """The trainer can be resumed at `step` from `folder`."""
 
-    step: int
+    step: StepId
     folder: str
     chain: str = ""  #: that of the last step it has trained
 
@@ -207,7 +207,7 @@ class ControllerRestarted(Event, frozen=True):
     epoch: int
     num_tokens: dict[TrajectoryId, int]
     steps: int = 0  #: the job has this many steps from now on; 0: as many as before
-    missing: tuple[int, ...] = ()  #: published versions that no folder holds: the trainer has to make them again
+    missing: tuple[VersionId, ...] = ()  #: published versions that no folder holds: the trainer has to make them again
 
 
 AnyEvent = (

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from dora.core.ids import StepId, VersionId
 from dora.core.strategies import Settings
 from dora.errors import InvariantViolation
 
@@ -36,7 +37,7 @@ class Formation:
     __slots__ = ("committed", "due", "max_staleness", "step", "step_size", "steps")
 
     def __init__(self, *, step_size: int, max_staleness: int, steps: int) -> None:
-        self.step = 0  #: s
+        self.step = StepId(0)  #: s
         self.committed = 0  #: c
         self.due = [0] * (max_staleness + 1)  #: due[m]: unconsumed groups with deadline s + m
         self.step_size = step_size  #: N
@@ -52,15 +53,15 @@ class Formation:
         """|U|."""
         return sum(self.due)
 
-    def deadline(self, version: int) -> int:
+    def deadline(self, version: VersionId) -> int:
         """Last step that may train a group of `version`: min(v + K, T - 1)."""
         return min(version + self.max_staleness, self.steps - 1)
 
-    def staleness_allowed(self, version: int, *, step: int) -> bool:
+    def staleness_allowed(self, version: VersionId, *, step: StepId) -> bool:
         """C3: 0 <= step - version <= K."""
         return 0 <= step - version <= self.max_staleness
 
-    def slack(self, version: int) -> int:
+    def slack(self, version: VersionId) -> int:
         """How many more groups of `version` F admits now."""
         first = min(version + self.max_staleness, self.steps - 1) - self.step
         if first < 0:
@@ -74,7 +75,7 @@ class Formation:
             room += self.step_size
         return slack
 
-    def may_admit(self, version: int) -> bool:
+    def may_admit(self, version: VersionId) -> bool:
         """F still holds with one more group of `version`."""
         return self.slack(version) > 0
 
@@ -116,7 +117,7 @@ class Formation:
         """The step is full (or the source is dry): the next one is formed. What is due now must not be left outside."""
         if self.due[0]:
             raise InvariantViolation(f"C3: step {self.step} closes while {self.due[0]} groups due now are outside it")
-        self.step += 1
+        self.step = StepId(self.step + 1)
         self.committed = 0
         self.due.pop(0)
         self.due.append(0)
@@ -146,15 +147,15 @@ class CapacityGate(Formation):
         """The job has more steps from now on."""
         self.steps, self.max_lag = settings.steps, settings.max_lag
 
-    def deadline(self, version: int) -> int:
+    def deadline(self, version: VersionId) -> int:
         """Last step that may train a group of `version`."""
         return min(version + self.max_lag, self.steps - 1)
 
-    def staleness_allowed(self, version: int, *, step: int) -> bool:
+    def staleness_allowed(self, version: VersionId, *, step: StepId) -> bool:
         """0 <= step - version, and what else the strategy keeps of C3."""
         return 0 <= step - version <= self.max_lag
 
-    def slack(self, version: int) -> int:
+    def slack(self, version: VersionId) -> int:
         """(K + v + 1)·N + surplus - (accepted + running): how many more groups are admitted now."""
         ahead = min(version + self.max_staleness, self.steps - 1) - self.step
         if ahead < 0:
@@ -173,7 +174,7 @@ class CapacityGate(Formation):
 
     def close(self) -> None:
         """The step is full (or the source is dry): the next one is formed."""
-        self.step += 1
+        self.step = StepId(self.step + 1)
         self.committed = 0
 
 

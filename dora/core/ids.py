@@ -17,11 +17,15 @@ from typing import Final, NewType
 
 InstanceId = NewType("InstanceId", int)
 GroupId = NewType("GroupId", int)
+VersionId = NewType("VersionId", int)
+StepId = NewType("StepId", int)
 #: `group * group_size + sibling` for training; negative for evaluation (see `evaluation_id`).
 TrajectoryId = NewType("TrajectoryId", int)
 
+#: The weights at the start.
+FIRST_VERSION: Final = VersionId(0)
 #: A weight label that is not a version of this run.
-FOREIGN_VERSION: Final = -1
+FOREIGN_VERSION: Final = VersionId(-1)
 
 
 def trajectory_id(group: GroupId, sibling: int, *, group_size: int) -> TrajectoryId:
@@ -34,16 +38,17 @@ def group_of(trajectory: TrajectoryId, *, group_size: int) -> GroupId:
     return GroupId(trajectory // group_size)
 
 
-def evaluation_id(version: int, index: int, *, num_samples: int) -> TrajectoryId:
+def evaluation_id(version: VersionId, index: int, *, num_samples: int) -> TrajectoryId:
     """Id of sample `index` of the evaluation of `version`: negative, so it never meets a training id."""
     return TrajectoryId(-(1 + version * num_samples + index))
 
 
-def evaluation_index(trajectory: TrajectoryId, *, num_samples: int) -> tuple[int, int]:
+def evaluation_index(trajectory: TrajectoryId, *, num_samples: int) -> tuple[VersionId, int]:
     """(version, index) of an evaluation trajectory."""
-    return divmod(-trajectory - 1, num_samples)
+    version, index = divmod(-trajectory - 1, num_samples)
+    return VersionId(version), index
 
 
-def deadline(version: int, *, max_staleness: int, steps: int) -> int:
+def deadline(version: VersionId, *, max_staleness: int, steps: int) -> int:
     """Last step that may train a group of `version`: min(v + K, T - 1)."""
     return min(version + max_staleness, steps - 1)

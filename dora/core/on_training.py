@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dora.core import events as ev
 from dora.core.commands import DropCheckpoint
+from dora.core.ids import StepId
 from dora.core.pushes import carry_over
 from dora.core.state import State, admissions_changed, fail
 from dora.core.steps import step_trained
@@ -47,7 +48,7 @@ def on_step_trained(state: State, event: ev.StepTrained) -> None:
     if event.step != feed.open_step:
         state.counters.late_completions += 1
         return
-    feed.open_step = event.step + 1
+    feed.open_step = StepId(event.step + 1)
     feed.waves_done = 0
     state.progress_at = state.now
     feed.idle_since = state.now

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from heapq import heapify, heappop, heapreplace
 
 from dora.core.decode_time import DecodeTime
-from dora.core.ids import InstanceId
+from dora.core.ids import InstanceId, VersionId
 from dora.core.tables import Instance, Trajectory
 
 #: KV is filled to this share by plans, so that estimates may be wrong by the rest.
@@ -27,7 +27,9 @@ def kv_floor(*, num_unfinished: int, num_tokens: int, slots: float, kv_tokens: f
     return max(1, math.ceil(num_tokens / (KV_FILL * kv_tokens)), math.ceil(num_unfinished / slots))
 
 
-def allot(num_instances: int, *, demand: Mapping[int, float], floors: Mapping[int, int]) -> dict[int, int]:
+def allot(
+    num_instances: int, *, demand: Mapping[VersionId, float], floors: Mapping[VersionId, int]
+) -> dict[VersionId, int]:
     """Instances per version: floors first, then the rest by largest remainder over demand in tokens of KV.
 
     `demand` and `floors` have the same keys, in deadline order; if the floors exceed the fleet, earliest first.
@@ -53,7 +55,7 @@ def allot(num_instances: int, *, demand: Mapping[int, float], floors: Mapping[in
     return given
 
 
-def allot_by_requests(num_instances: int, *, requests: Mapping[int, int]) -> dict[int, int]:
+def allot_by_requests(num_instances: int, *, requests: Mapping[VersionId, int]) -> dict[VersionId, int]:
     """The paper's allotment (arXiv 2604.26256): DP_w = round(DP_total · R_w / ΣR), the rounding not repaired."""
     total = sum(requests.values())
     return {version: round(num_instances * count / total) for version, count in requests.items()}

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Final
 
 from dora.core.commands import PushWeights
+from dora.core.ids import VersionId
 from dora.core.occupancy import leave_serving, stop
 from dora.core.phases import TrajectoryPhase, WeightsPhase
 from dora.core.state import State, admissions_changed
@@ -21,7 +22,7 @@ _RESIDENT: Final = TrajectoryPhase.RESIDENT
 _UPDATABLE: Final = frozenset({WeightsPhase.BLANK, WeightsPhase.SERVING, WeightsPhase.QUARANTINED})
 
 
-def push(state: State, instance: Instance, version: int) -> None:
+def push(state: State, instance: Instance, version: VersionId) -> None:
     """Order a push; the instance serves nothing until it is confirmed."""
     state.vacant.pop(instance.id, None)
     leave_serving(state, instance)
@@ -55,7 +56,7 @@ def resumed(state: State, instance: Instance) -> None:
             stop(state, trajectory)
 
 
-def carry_over(state: State, version: int) -> None:
+def carry_over(state: State, version: VersionId) -> None:
     """A version is published: everything that is not trained goes on under it."""
     entry = state.entry(version)
     for older in state.window.entries.values():
@@ -71,7 +72,7 @@ def carry_over(state: State, version: int) -> None:
             trajectory.version = version
 
 
-def update_fleet(state: State, newest: int, *, is_wanted: bool) -> None:
+def update_fleet(state: State, newest: VersionId, *, is_wanted: bool) -> None:
     """Push the newest version to every instance at once, if anything is to run under it."""
     evaluation = state.evaluation
     if not (is_wanted or state.entry(newest).unfinished or evaluation.waiting):
@@ -84,7 +85,7 @@ def update_fleet(state: State, newest: int, *, is_wanted: bool) -> None:
                 push(state, instance, version)
 
 
-def _version_due(state: State, instance: Instance, *, newest: int) -> int:
+def _version_due(state: State, instance: Instance, *, newest: VersionId) -> VersionId:
     """The newest, unless an evaluation runs here, or needs a server and this one is empty."""
     evaluation = state.evaluation
     if instance.version is not None and len(instance.residents) > instance.num_training:

@@ -6,6 +6,7 @@ import math
 from typing import Final
 
 from dora.core.admission import num_admissible, why_not
+from dora.core.ids import VersionId
 from dora.core.moves import undrain, vacate
 from dora.core.occupancy import footprint_of, reserve
 from dora.core.phases import TrajectoryPhase, WeightsPhase
@@ -52,7 +53,9 @@ def place(state: State) -> None:
             needs.remove(version)
 
 
-def _version_for(state: State, instance: Instance, *, needs: list[int], newest: int | None) -> int | None:
+def _version_for(
+    state: State, instance: Instance, *, needs: list[VersionId], newest: VersionId | None
+) -> VersionId | None:
     """A version in need that has none, the newest, the one under evaluation, one whose trajectories wait."""
     if needs:
         return needs[0]
@@ -67,7 +70,7 @@ def _version_for(state: State, instance: Instance, *, needs: list[int], newest: 
     return waiting[0] if waiting else None
 
 
-def _versions_waiting(state: State) -> list[int]:
+def _versions_waiting(state: State) -> list[VersionId]:
     return [v for v, e in state.window.entries.items() if e.num_waiting]
 
 
@@ -99,7 +102,7 @@ def consolidate(state: State) -> None:
             return
 
 
-def _allotment(state: State, newest: int) -> dict[int, int]:
+def _allotment(state: State, newest: VersionId) -> dict[VersionId, int]:
     """Instances per version, by demand in tokens of KV (largest remainder over floors); or by requests."""
     if not state.settings.orchestration.kv_floor:
         requests = {v: e.unfinished for v, e in state.window.entries.items()}
@@ -107,8 +110,8 @@ def _allotment(state: State, newest: int) -> dict[int, int]:
         return allot_by_requests(state.num_up, requests=requests)
     slots, kv_tokens = state.num_slots / state.num_up, state.num_kv_tokens / state.num_up
     mean = state.mean_length
-    demand: dict[int, float] = {}
-    floors: dict[int, int] = {}
+    demand: dict[VersionId, float] = {}
+    floors: dict[VersionId, int] = {}
     for version, entry in state.window.entries.items():
         demand[version] = entry.kv_load + entry.num_waiting * mean
         floors[version] = kv_floor(

@@ -15,7 +15,7 @@ from dora.core.agenda import Agenda
 from dora.core.commands import Command, FailRun
 from dora.core.evaluation import Evaluation
 from dora.core.feasibility import Formation, formation_of
-from dora.core.ids import GroupId, InstanceId, TrajectoryId
+from dora.core.ids import GroupId, InstanceId, TrajectoryId, VersionId
 from dora.core.strategies import Settings
 from dora.core.tables import Group, Instance, Ledger, Trajectory
 from dora.core.training import Feed
@@ -65,7 +65,7 @@ class State:
     evaluation: Evaluation = field(init=False)
     evaluated: int | None = None  #: the last version whose evaluation was reported
     complete: dict[int, deque[Group]] = field(default_factory=dict)  #: by deadline, in completion order; no empty queue
-    missing: set[int] = field(default_factory=set)  #: published versions that were lost and are to be made again
+    missing: set[VersionId] = field(default_factory=set)  #: published versions that were lost and are to be made again
     counters: Counters = field(init=False)
 
     # -- admission
@@ -75,7 +75,9 @@ class State:
     window_size: float = field(init=False)  #: W, in untrained groups
     window_limit: int = field(init=False)  #: W never grows beyond it
     adapts_window: bool = field(init=False)
-    block_version: int | None = None  #: batched strategies: version of the block being generated; None before the first
+    block_version: VersionId | None = (
+        None  #: batched strategies: version of the block being generated; None before the first
+    )
     block_left: int = 0  #: batched strategies: groups of the block still to be admitted
     top_ups: int = 0  #: groups filtered or failed since the last close
     top_up_rewards: dict[float | None, int] = field(default_factory=dict)  #: their siblings' rewards -> how many
@@ -125,13 +127,13 @@ class State:
         self.length_sum = max(1, int(PRIOR_LENGTH_SHARE * settings.max_new_tokens))
         self.mean_length = self.length_sum
 
-    def admission_version(self) -> int | None:
+    def admission_version(self) -> VersionId | None:
         """The version that new groups carry: the newest, or that of the block under way; None before the first."""
         if self.settings.rules.batched and self.formation.num_unconsumed:
             return self.block_version
         return self.window.newest
 
-    def entry(self, version: int) -> Version:
+    def entry(self, version: VersionId) -> Version:
         """The window's entry of a version that something needs."""
         return self.window.entries[version]
 

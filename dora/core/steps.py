@@ -9,6 +9,7 @@ from typing import Final
 
 from dora.core.commands import CloseStep, CommitGroup, ForgetGroups
 from dora.core.endings import discard_surplus
+from dora.core.ids import StepId
 from dora.core.phases import GroupPhase
 from dora.core.state import State, admissions_changed, fail
 from dora.core.tables import Group
@@ -99,9 +100,9 @@ def feed_trainer(state: State) -> None:
         state.out.append(wave)
 
 
-def step_trained(state: State, step: int) -> None:
+def step_trained(state: State, step: StepId) -> None:
     """Its groups leave the ledger, once."""
-    state.feed.trained = step + 1
+    state.feed.trained = StepId(step + 1)
     groups = state.feed.groups(step)
     for group in groups:
         state.ledger.move(group, GroupPhase.TRAINED)

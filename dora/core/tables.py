@@ -11,7 +11,7 @@ import math
 from dataclasses import KW_ONLY, InitVar, dataclass, field
 from typing import Final
 
-from dora.core.ids import GroupId, InstanceId, TrajectoryId
+from dora.core.ids import GroupId, InstanceId, StepId, TrajectoryId, VersionId
 from dora.core.phases import (
     GROUP,
     MEMBERSHIP,
@@ -35,7 +35,7 @@ class Trajectory:
     id: TrajectoryId
     _: KW_ONLY
     group: Group | None
-    version: int  #: the group's tag; where updates reach live requests, the newest as long as it runs
+    version: VersionId  #: the group's tag; where updates reach live requests, the newest as long as it runs
     num_prompt_tokens: int
     num_tokens: int = 0  #: produced, as last taken in from a report or a completion
     phase: TrajectoryPhase = _WAITING
@@ -61,15 +61,15 @@ class Group:
 
     id: GroupId
     _: KW_ONLY
-    version: int  #: the tag, never changed: staleness counts from it
+    version: VersionId  #: the tag, never changed: staleness counts from it
     deadline: int
     num_prompt_tokens: int
     group_size: InitVar[int]
     admitted_at: float
     phase: GroupPhase = GroupPhase.GENERATING
-    step: int | None = None  #: the step it is committed to
+    step: StepId | None = None  #: the step it is committed to
     home: Instance | None = None  #: where a sibling was dispatched last: it holds the prompt's prefix
-    current: int = field(init=False)  #: what it goes on under: the tag, or the newest where updates reach live requests
+    current: VersionId = field(init=False)  #: its tag; the newest where updates reach live requests
     waiting: list[Trajectory] = field(default_factory=list)  #: siblings that wait for a slot; the last is served first
     unfinished: int = field(init=False)
     ungraded: int = field(init=False)
@@ -101,8 +101,8 @@ class Instance:
     incarnation: int = 0  #: number of its start
     weights: WeightsPhase = WeightsPhase.LOST
     membership: Membership = _MEMBER
-    version: int | None = None  #: confirmed version; None unless SERVING or DRAINING
-    pushing: int | None = None  #: version of the push under way; None unless LOADING or UPDATING
+    version: VersionId | None = None  #: confirmed version; None unless SERVING or DRAINING
+    pushing: VersionId | None = None  #: version of the push under way; None unless LOADING or UPDATING
     attempt: int = 0  #: number of the latest push
     failures: int = 0  #: failed pushes in a row
     retry_at: float = 0.0  #: no push before this time

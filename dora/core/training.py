@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from heapq import heapreplace
 
 from dora.core.commands import TrainMicroBatch
-from dora.core.ids import TrajectoryId
+from dora.core.ids import StepId, TrajectoryId
 from dora.core.tables import Group
 
 #: Waves sent ahead of the trainer: the one it works on and the next, so that it never waits for a round trip.
@@ -62,23 +62,23 @@ class Feed:
 
     num_ranks: int
     budget: int  #: tokens of one rank's micro-batch
-    steps: dict[int, StepFeed] = field(default_factory=dict)  #: by step, back to the oldest checkpoint kept
+    steps: dict[StepId, StepFeed] = field(default_factory=dict)  #: by step, back to the oldest checkpoint kept
     #: Folder by step; the start counts as one, which needs no folder.
-    checkpoints: dict[int, str] = field(default_factory=lambda: {0: ""})
-    open_step: int | None = None  #: the step the trainer works on or waits for; None until it is ready
-    trained: int = 0  #: steps trained so far; during a replay the open step is below it
+    checkpoints: dict[StepId, str] = field(default_factory=lambda: {StepId(0): ""})
+    open_step: StepId | None = None  #: the step the trainer works on or waits for; None until it is ready
+    trained: StepId = field(default=StepId(0))  #: steps trained so far; during a replay the open step is below it
     waves_done: int = 0  #: of the open step
     idle_since: float | None = None  #: since when the trainer has had nothing to do; None while it works
     busy_since: float = 0.0  #: since when it has worked on the wave at hand
     idle_s: float = 0.0  #: idle time since the last step was trained
     uneven_s: float = 0.0  #: the same for time in which ranks waited for others, since there were too few groups
 
-    def groups(self, step: int) -> Sequence[Group]:
+    def groups(self, step: StepId) -> Sequence[Group]:
         """Groups committed to a step, in that order; none if it has none, or will never be replayed."""
         feed = self.steps.get(step)
         return feed.groups if feed is not None else ()
 
-    def commit(self, group: Group, *, step: int) -> None:
+    def commit(self, group: Group, *, step: StepId) -> None:
         """A group has its place in a step."""
         feed = self.steps.setdefault(step, StepFeed())
         feed.groups.append(group)
@@ -87,14 +87,14 @@ class Feed:
                 feed.pending.append((t.id, t.num_prompt_tokens + t.num_tokens))
                 feed.num_tokens += t.num_prompt_tokens + t.num_tokens
 
-    def restart(self, step: int) -> None:
+    def restart(self, step: StepId) -> None:
         """The trainer (re)starts at `step`: it is given every wave of that step and of those after it."""
         self.open_step = step
         self.waves_done = 0
         for feed in self.steps.values():
             feed.sent = 0
 
-    def checkpointed(self, step: int, folder: str) -> list[tuple[int, str]]:
+    def checkpointed(self, step: StepId, folder: str) -> list[tuple[StepId, str]]:
         """The trainer can be resumed at `step`; returns the checkpoints that nothing needs now, as (step, folder).
 
         Steps below the oldest one kept will never be replayed.
@@ -126,7 +126,7 @@ class Feed:
         feed.sent += 1
         return wave
 
-    def _cut_wave(self, feed: StepFeed, *, step: int) -> TrainMicroBatch:
+    def _cut_wave(self, feed: StepFeed, *, step: StepId) -> TrainMicroBatch:
         """The next wave, of the trajectories committed first."""
         taken: list[tuple[TrajectoryId, int]] = []
         before = feed.num_tokens

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush, heapreplace
 from math import inf
 
-from dora.core.ids import GroupId, InstanceId
+from dora.core.ids import GroupId, InstanceId, VersionId
 from dora.core.tables import Group, Instance, Trajectory
 
 
@@ -19,7 +19,7 @@ from dora.core.tables import Group, Instance, Trajectory
 class Version:
     """One published version that something needs."""
 
-    number: int
+    number: VersionId
     groups: int = 0  #: groups with this tag that are not trained, filtered or failed
     unfinished: int = 0  #: training trajectories that are waiting, resident or being moved
     num_waiting: int = 0  #: training trajectories that wait for a slot
@@ -120,20 +120,20 @@ class Version:
 class Window:
     """All versions that something needs, oldest first (keys are added in order)."""
 
-    entries: dict[int, Version] = field(default_factory=dict)
-    newest: int | None = None  #: v*; None before version 0 is published
+    entries: dict[VersionId, Version] = field(default_factory=dict)
+    newest: VersionId | None = None  #: v*; None before version 0 is published
 
-    def publish(self, number: int) -> Version:
+    def publish(self, number: VersionId) -> Version:
         """A version is complete in the store; it becomes the newest."""
         entry = self.entries[number] = Version(number)
         self.newest = number
         return entry
 
-    def live(self) -> list[int]:
+    def live(self) -> list[VersionId]:
         """The newest, and versions with a group that is not yet trained."""
         return [v for v, e in self.entries.items() if v == self.newest or e.groups]
 
-    def releasable(self) -> list[int]:
+    def releasable(self) -> list[VersionId]:
         """Versions that nothing needs: not live, not under evaluation, no push in flight."""
         return [
             v

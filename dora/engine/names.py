@@ -9,6 +9,8 @@ from __future__ import annotations
 import hashlib
 from typing import Final
 
+from dora.core.ids import VersionId
+
 _DIGITS: Final = 8
 
 
@@ -21,13 +23,13 @@ def request_id(run_id: str, *, epoch: int, trajectory: int, attempt: int) -> str
     return name
 
 
-def version_label(run_id: str, version: int, *, checksum: str) -> str:
+def version_label(run_id: str, version: VersionId, *, checksum: str) -> str:
     """Label of a version's weights and of the KV made with them: `<run id>/<version>-<digest of its bytes>`."""
     return f"{run_id}/{version}-{checksum[:_DIGITS]}"
 
 
-def version_in(label: str, *, run_id: str) -> int | None:
+def version_in(label: str, *, run_id: str) -> VersionId | None:
     """The version that a label of this run names, whatever its digest; None for any other label."""
     run, _, rest = label.rpartition("/")
     number = rest.partition("-")[0]
-    return int(number) if run == run_id and number.isascii() and number.isdecimal() else None
+    return VersionId(int(number)) if run == run_id and number.isascii() and number.isdecimal() else None

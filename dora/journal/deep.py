@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from dora.core.ids import GroupId, TrajectoryId
+from dora.core.ids import GroupId, StepId, TrajectoryId, VersionId
 from dora.errors import ConfigError
 
 #: Largest median |Δ log-prob| between engine and scorer under the trajectory's own version, by the coarser of their
@@ -33,10 +33,10 @@ Score = Callable[[Path, Sequence[Sequence[int]], Sequence[int]], Sequence[npt.ND
 class KeptTrajectory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One trained trajectory, in full."""
 
-    step: int
+    step: StepId
     group: GroupId
     trajectory: TrajectoryId
-    version: int
+    version: VersionId
     reward: float | None
     length_capped: bool
     prompt: str
@@ -50,7 +50,7 @@ class KeptTrajectory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class VersionCheck:
     """The scorer's result for the trajectories of one version; medians over their tokens."""
 
-    version: int
+    version: VersionId
     num_trajectories: int
     num_tokens: int
     difference: float  #: median |Δ log-prob| under the version
@@ -107,7 +107,7 @@ def deep_check(
     kept: Iterable[KeptTrajectory],
     *,
     score: Score,
-    versions: Callable[[int], Path | None],
+    versions: Callable[[VersionId], Path | None],
     dtypes: Sequence[str] = ("float32",),
 ) -> DeepReport:
     """Recompute log-probs under v and v + 1.
@@ -115,14 +115,14 @@ def deep_check(
     `versions` returns a version's model folder, None if it is gone; `dtypes` are those of engine and scorer.
     """
     tolerance = max(TOLERANCE[dtype] for dtype in dtypes)
-    by_version: dict[int, list[KeptTrajectory]] = {}
+    by_version: dict[VersionId, list[KeptTrajectory]] = {}
     for trajectory in kept:
         if trajectory.tokens:
             by_version.setdefault(trajectory.version, []).append(trajectory)
     checks: list[VersionCheck] = []
     skipped: list[int] = []
     for version, trajectories in sorted(by_version.items()):
-        folder, next_folder = versions(version), versions(version + 1)
+        folder, next_folder = versions(version), versions(VersionId(version + 1))
         if folder is None or next_folder is None:
             skipped.append(version)
         else:
@@ -132,7 +132,7 @@ def deep_check(
 
 
 def _check(
-    version: int,
+    version: VersionId,
     trajectories: Sequence[KeptTrajectory],
     *,
     score: Score,

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from dora.core.commands import Generate
-from dora.core.ids import InstanceId, TrajectoryId
+from dora.core.ids import FIRST_VERSION, InstanceId, TrajectoryId
 from dora.embedded.generation import ABORTED, ABORTED_WAITING, Generation
 from dora.embedded.metrics import EngineMetrics
 from dora.embedded.scheduler import Scheduler
@@ -224,7 +224,7 @@ class PacedEngine(Scheduler):
         self._number += 1
         number = TrajectoryId(self._number)
         so_far = produced + len(generation.output_ids)  # the latter precede a retraction
-        order = Generate(number, 0, self._instance.id, 0, so_far)
+        order = Generate(number, 0, self._instance.id, FIRST_VERSION, so_far)
         request = Request(order, group, answer.prompt_tokens, answer.lengths[sibling], so_far)
         passes = answer.rewards[sibling] > 0
         self._running[number] = _Running(generation, request, produced, passes)

@@ -13,6 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Final
 
+from dora.core.ids import FIRST_VERSION, StepId, VersionId
 from dora.errors import ProtocolError
 from dora.paced.model import write_model
 from dora.sim.trainer import TrainerTime
@@ -64,13 +65,13 @@ class _Trainer:
         self._publisher = ThreadPoolExecutor(1, thread_name_prefix="publisher")
         self._published: Future[None] | None = None
         self._free_at = 0.0
-        self._step = 0
+        self._step = StepId(0)
         self._chain = order.chain
 
     def run(self) -> None:
-        self._publish(0, self._chain, due=self._now())
+        self._publish(FIRST_VERSION, self._chain, due=self._now())
         for rank, end in enumerate(self._ends):
-            end.send(RankReady(rank=rank, next_step=0))
+            end.send(RankReady(rank=rank, next_step=self._step))
         while not isinstance((messages := _from_each(self._ends))[0], Stop):
             if isinstance(messages[0], SaveCheckpoint):
                 self._save_checkpoint()
@@ -107,17 +108,17 @@ class _Trainer:
 
     def _close_step(self, chain: str) -> None:
         self._wait_until(self._free_at)
-        trained, self._step, self._chain = self._step, self._step + 1, chain
+        trained, self._step, self._chain = self._step, StepId(self._step + 1), chain
         self._ends[0].send(StepDone(rank=0, step=trained, metrics={}, chain=chain))
         due = self._free_at + self._publish_s
         if self._published is not None:
             self._published.result(PUBLISH_TIMEOUT_S)
-        self._published = self._publisher.submit(self._publish, self._step, chain, due=due)
+        self._published = self._publisher.submit(self._publish, VersionId(self._step), chain, due=due)
         settings = self._order.settings
         if self._step % settings.checkpoint_every == 0 or self._step == settings.steps:
             self._save_checkpoint()
 
-    def _publish(self, version: int, chain: str, *, due: float) -> None:
+    def _publish(self, version: VersionId, chain: str, *, due: float) -> None:
         """Publish at `due`; writing the files is part of the workload's publication time."""
         staged = self._store.stage(version)
         write_model(staged, like=Path(self._order.model_path), version=version)

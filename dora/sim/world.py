@@ -24,7 +24,7 @@ from typing import Any, Final
 from dora.core import commands as cmd
 from dora.core import events as ev
 from dora.core.core import handle
-from dora.core.ids import GroupId, InstanceId, TrajectoryId, evaluation_index
+from dora.core.ids import FIRST_VERSION, GroupId, InstanceId, StepId, TrajectoryId, VersionId, evaluation_index
 from dora.core.invariants import check
 from dora.core.state import State
 from dora.errors import InvariantViolation, RunFailed
@@ -110,8 +110,8 @@ class World:
 
     def _begin(self) -> None:
         faults = self.workload.faults
-        self._at(0.0, lambda: ev.TrainerReady(self.now, 0))
-        self._at(0.0, lambda: self._publish(0))
+        self._at(0.0, lambda: ev.TrainerReady(self.now, StepId(0)))
+        self._at(0.0, lambda: self._publish(FIRST_VERSION))
         self._at(TICK_S, self._tick)
         late = len(self.instances) - faults.late_instances
         for i, instance in enumerate(self.instances):
@@ -375,22 +375,22 @@ class World:
         self._at(delay - update_s, lambda: ev.MicroBatchTrained(self.now, order.step, order.index))
         if order.last:
             self._at(delay, partial(self._step_trained, order.step))
-            self._at(delay + workload.publish_s, partial(self._publish, order.step + 1))
+            self._at(delay + workload.publish_s, partial(self._publish, VersionId(order.step + 1)))
 
     def _size(self, id: TrajectoryId) -> int:
         group, sibling = divmod(id, self.settings.group_size)
         answers = self.answers.group(group)
         return answers.prompt_tokens + answers.lengths[sibling]
 
-    def _step_trained(self, step: int) -> ev.Event:
+    def _step_trained(self, step: StepId) -> ev.Event:
         for instance in self.instances:
             instance.reach(self.now)
         self.measure.step_trained(step, at=self.now, state=self.state)
         if step % CHECKPOINT_STEPS == CHECKPOINT_STEPS - 1:
-            self._at(0.0, lambda: ev.CheckpointSaved(self.now, step + 1, ""))
+            self._at(0.0, lambda: ev.CheckpointSaved(self.now, StepId(step + 1), ""))
         return ev.StepTrained(self.now, step)
 
-    def _publish(self, version: int) -> ev.Event:
+    def _publish(self, version: VersionId) -> ev.Event:
         for instance in self.instances:
             instance.reach(self.now)
             instance.is_newest = False

@@ -9,7 +9,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Literal
 
-from dora.core.ids import InstanceId
+from dora.core.ids import InstanceId, StepId, VersionId
 
 #: Why the group of a row over the limit fails: such groups are counted by it.
 SKIPPED = "the prompt is longer than task.max_prompt_tokens"
@@ -27,7 +27,7 @@ RATE_SPAN_S = 10.0
 class StepFacts:
     """One trained step."""
 
-    step: int
+    step: StepId
     reward_mean: float  #: over the trajectories trained
     num_groups: int
     num_tokens: int  #: response tokens trained
@@ -42,7 +42,7 @@ class Score:
     """The score of one version on one held-out set."""
 
     name: str  #: of the set
-    version: int
+    version: VersionId
     mean: float  #: mean@n
     pass_at_n: float
     num_samples: int  #: graded

@@ -14,6 +14,7 @@ from itertools import islice
 import msgspec
 
 from dora.core.admission import why_not_admitted
+from dora.core.ids import VersionId
 from dora.core.phases import HOLDS_VERSION, GroupPhase, Membership, WeightsPhase
 from dora.core.state import State
 from dora.core.tables import Instance
@@ -224,7 +225,7 @@ def _answers(state: State) -> str:
     return f"{unfinished} answers of {state.ledger.counts[GroupPhase.GENERATING]} groups{queued}"
 
 
-def _version_row(entry: Version, *, state: State, live: set[int]) -> VersionRow:
+def _version_row(entry: Version, *, state: State, live: set[VersionId]) -> VersionRow:
     return VersionRow(
         version=entry.number,
         is_newest=entry.number == state.window.newest,

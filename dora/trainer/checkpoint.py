@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from dora import files
+from dora.core.ids import StepId
 from dora.errors import ConfigError
 from dora.trainer.room import save_tensors, until_there_is_room
 from dora.weights.checkpoints import (
@@ -42,7 +43,7 @@ class Damaged(ConfigError):
 class Loaded:
     """Where training continues."""
 
-    step: int
+    step: StepId
     chain: str
     skipped: tuple[str, ...]  # damaged checkpoints, each with the reason
 
@@ -50,7 +51,7 @@ class Loaded:
 def save(
     parent: Path,
     *,
-    step: int,
+    step: StepId,
     chain: str,
     tensors: Mapping[str, Tensor],
     device: torch.device,
@@ -96,7 +97,7 @@ def _write(path: Path, tensors: Mapping[str, Tensor], what: str) -> None:
         files.sync(path)
 
 
-def _complete(written: Path, step: int, chain: str, checksums: list[str], what: str) -> None:
+def _complete(written: Path, step: StepId, chain: str, checksums: list[str], what: str) -> None:
     with clear_errors(what):
         sizes = [rank_file(written, rank).stat().st_size for rank in range(len(checksums))]
         write_manifest(written, CheckpointManifest(step, len(checksums), chain, checksums, sizes))
@@ -126,7 +127,7 @@ def load(
                 tensor.copy_(stored[name])
             if state_hash(tensors) != manifest.state_checksums[dist.get_rank()]:
                 raise ConfigError(f"{path}: the loaded state differs from the saved one, although the file is whole")
-            return Loaded(manifest.step, manifest.chain, tuple(skipped))
+            return Loaded(StepId(manifest.step), manifest.chain, tuple(skipped))
         skipped.append(reason or f"{path} is damaged on another rank")
         if dist.get_rank() == 0 and path.exists():
             fence()
@@ -134,7 +135,7 @@ def load(
         dist.barrier()
     if not may_start_over:
         raise ConfigError(f"no checkpoint can be loaded: {'; '.join(skipped)}")
-    return Loaded(0, "", tuple(skipped))
+    return Loaded(StepId(0), "", tuple(skipped))
 
 
 def _read(path: Path, *, tensors: Mapping[str, Tensor]) -> tuple[CheckpointManifest, dict[str, Tensor]]:

@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from dora.core.ids import VersionId
 from dora.trainer.model import Policy
 from dora.trainer.room import save_tensors, until_there_is_room
 from dora.transport.messages import VersionWritten
@@ -48,7 +49,7 @@ class Publisher:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="publisher")
         self._under_way: Future[None] | None = None
 
-    def publish(self, version: int, weights: dict[str, Tensor], *, chain: str) -> None:
+    def publish(self, version: VersionId, weights: dict[str, Tensor], *, chain: str) -> None:
         """Start writing; raises the error of the previous version, if it failed. `chain`: lineage of the weights."""
         self.wait()
         self._under_way = self._pool.submit(self._write, version, weights, chain)
@@ -68,12 +69,12 @@ class Publisher:
         if (err := job.exception()) is not None:
             self._on_failure(err)
 
-    def _write(self, version: int, weights: dict[str, Tensor], chain: str) -> None:
+    def _write(self, version: VersionId, weights: dict[str, Tensor], chain: str) -> None:
         """Write to the first root with enough space; wait for space if none has."""
         attempts = [partial(self._write_in, root, version, weights, chain) for root in self._store.roots]
         self._report(until_there_is_room(*attempts))
 
-    def _write_in(self, root: Path, version: int, weights: dict[str, Tensor], chain: str) -> VersionWritten:
+    def _write_in(self, root: Path, version: VersionId, weights: dict[str, Tensor], chain: str) -> VersionWritten:
         replayed = version in {*self._store.live(), *self._store.durable()}
         staged = self._store.stage(version, root=root)
         with clear_errors(f"cannot write version {version} to {root}", remove=staged):

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dora.core.ids import StepId, VersionId
 from dora.errors import ProtocolError
 from dora.trainer import checkpoint
 from dora.trainer.loss import decoupled_ppo
@@ -52,7 +53,7 @@ class Trainer:
         self._rank = dist.get_rank()
         self._shards = policy.shards()
         self._optimizer = make_optimizer(self._shards, order)
-        self._step = 0
+        self._step = StepId(0)
         self._chain = order.chain
         self._fence = partial(pass_fence, Path(order.fence), epoch=order.epoch)
         self._skipped: tuple[str, ...] = ()
@@ -62,7 +63,7 @@ class Trainer:
 
     def start(self) -> None:
         """Publish the version of the current step (no effect if the store has it), then report READY."""
-        self._publish(self._step)
+        self._publish(VersionId(self._step))
         self._end.send(RankReady(rank=self._rank, next_step=self._step, skipped=self._skipped))
 
     # ---- one micro-batch --------------------------------------------------------------------------------------------
@@ -134,7 +135,7 @@ class Trainer:
             self._update(learning_rate)
         self._policy.clear_gradients()
         weights = self._gather()
-        trained, self._step, self._chain = self._step, self._step + 1, chain
+        trained, self._step, self._chain = self._step, StepId(self._step + 1), chain
         self._begin_step()
         if self._publisher is not None:
             metrics = sums.metrics(
@@ -144,7 +145,7 @@ class Trainer:
                 close_s=time.perf_counter() - started,
             )
             self._end.send(StepDone(rank=self._rank, step=trained, metrics=metrics, chain=chain))
-            self._publisher.publish(self._step, weights, chain=chain)
+            self._publisher.publish(VersionId(self._step), weights, chain=chain)
         if self._step % self._settings.checkpoint_every == 0 or self._step == self._settings.steps:
             self.save_checkpoint()
 
@@ -205,7 +206,7 @@ class Trainer:
         self._step, self._skipped = loaded.step, loaded.skipped
         self._chain = loaded.chain or order.chain
 
-    def _publish(self, version: int) -> None:
+    def _publish(self, version: VersionId) -> None:
         weights = self._gather()
         if self._publisher is not None:
             self._publisher.publish(version, weights, chain=self._chain)

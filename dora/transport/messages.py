@@ -16,6 +16,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from dora.core.ids import StepId, VersionId
+
 PROTOCOL_VERSION = 3
 
 
@@ -75,7 +77,7 @@ class MicroBatch(Message, frozen=True):
     its loss_mask is 1 (never the first token, which nothing predicts).
     """
 
-    step: int
+    step: StepId
     index: int  # 0, 1, ... within the step
     last: bool  # closes the step; the same on all ranks
     tokens: NDArray[np.int32]  # [T]
@@ -112,7 +114,7 @@ class RankReady(Message, frozen=True):
     """The rank has loaded model and optimizer. `next_step` is 0 or the step of the checkpoint it resumed from."""
 
     rank: int
-    next_step: int
+    next_step: StepId
     skipped: tuple[str, ...] = ()  # checkpoints that could not be loaded, each with the reason
 
 
@@ -120,7 +122,7 @@ class MicroBatchDone(Message, frozen=True):
     """One rank has completed forward and backward of a micro-batch."""
 
     rank: int
-    step: int
+    step: StepId
     index: int
     num_tokens: int  # prompt tokens included
     busy_s: float
@@ -133,7 +135,7 @@ class StepDone(Message, frozen=True):
     """
 
     rank: int
-    step: int
+    step: StepId
     metrics: dict[str, float]
     chain: str = ""  # lineage including this step
 
@@ -141,7 +143,7 @@ class StepDone(Message, frozen=True):
 class VersionWritten(Message, frozen=True):
     """The version is complete in the store. Rank 0 only; after `StepDone` of step version - 1."""
 
-    version: int
+    version: VersionId
     num_bytes: int
     files: dict[str, str]  # name -> checksum of the bytes in the store
     chain: str = ""  # lineage of the weights
@@ -151,7 +153,7 @@ class VersionWritten(Message, frozen=True):
 class CheckpointWritten(Message, frozen=True):
     """The checkpoint folder of all ranks is complete and durable. Rank 0 only."""
 
-    step: int  # the next step to be trained from it
+    step: StepId  # the next step to be trained from it
     folder: str
     chain: str = ""  # lineage before that step
 
@@ -220,7 +222,7 @@ TrainerFrame = Welcome | Refused | Ack | TrainerData
 ControllerFrame = Hello | Ack | ControllerData
 
 
-def empty_micro_batch(*, step: int, index: int, last: bool, group_size: int) -> MicroBatch:
+def empty_micro_batch(*, step: StepId, index: int, last: bool, group_size: int) -> MicroBatch:
     """A micro-batch without work."""
     return MicroBatch(
         step=step,

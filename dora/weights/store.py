@@ -31,6 +31,7 @@ import msgspec
 import xxhash
 
 from dora import files
+from dora.core.ids import VersionId
 from dora.errors import DoraError
 from dora.journal.access import adopt, restrict
 
@@ -54,7 +55,7 @@ class StoreFull(StoreError):
 class Manifest:
     """What a version consists of; written last and read back to tell a complete folder from a torn one."""
 
-    version: int
+    version: VersionId
     files: Mapping[str, str]  # name relative to the folder -> `checksum_of` it
     num_bytes: int  # all files together, the manifest left out
     chain: str = ""  # lineage of the weights: what they were trained on
@@ -87,13 +88,13 @@ class VersionStore:
         """Where a version may be published, in order of preference."""
         return (self._memory,) if self._is_shared else (self._memory, self._durable)
 
-    def stage(self, version: int, *, root: Path | None = None) -> Path:
+    def stage(self, version: VersionId, *, root: Path | None = None) -> Path:
         """An empty folder in `root` (the live one, unless said otherwise), to be filled and handed to `seal`."""
         root = root or self._memory
         with clear_errors(f"cannot stage version {version} in {root}"):
             return _temporary(root, "stage", version)
 
-    def seal(self, version: int, staged: Path, *, chain: str = "") -> Manifest:
+    def seal(self, version: VersionId, staged: Path, *, chain: str = "") -> Manifest:
         """Make a staged folder visible as `version`; if it was published before, drop `staged` and keep the old bytes.
 
         It stays in the root in which it was staged. The manifest returned is always that of the bytes which stay: a
@@ -116,14 +117,14 @@ class VersionStore:
             _expose(staged, _folder(staged.parent, version), fence=self._fence)
         return manifest
 
-    def folder(self, version: int) -> Path:
+    def folder(self, version: VersionId) -> Path:
         """The folder to load `version` from: the live copy, else the durable one."""
         return self._require(version)[0]
 
-    def manifest(self, version: int) -> Manifest:
+    def manifest(self, version: VersionId) -> Manifest:
         return self._require(version)[1]
 
-    def copy_durable(self, version: int) -> None:
+    def copy_durable(self, version: VersionId) -> None:
         """Copy `version` to the durable root, read the copy back against the manifest, then make it visible."""
         target = _folder(self._durable, version)
         if _read_manifest(target) is not None:
@@ -141,25 +142,25 @@ class VersionStore:
                     raise StoreError(f"{source / name} does not match its checksum: version {version} is damaged")
             _expose(copy, target, fence=self._fence)
 
-    def release(self, version: int) -> None:
+    def release(self, version: VersionId) -> None:
         """Delete the live copy; a version that is not there is no error."""
         if not self._is_shared:
             _delete(_folder(self._memory, version))
 
-    def discard(self, version: int) -> None:
+    def discard(self, version: VersionId) -> None:
         """Delete every copy."""
         for root in {self._memory, self._durable}:
             _delete(_folder(root, version))
 
-    def release_durable(self, version: int) -> None:
+    def release_durable(self, version: VersionId) -> None:
         """Delete the durable copy; a version that is not there is no error."""
         _delete(_folder(self._durable, version))
 
-    def live(self) -> list[int]:
+    def live(self) -> list[VersionId]:
         """Complete versions with a live copy, ascending."""
         return _complete_versions(self._memory)
 
-    def durable(self) -> list[int]:
+    def durable(self) -> list[VersionId]:
         """Complete versions with a durable copy, ascending."""
         return _complete_versions(self._durable)
 
@@ -173,7 +174,7 @@ class VersionStore:
                 if path.is_dir() and (is_temporary or (_version_of(path) is not None and not _read_manifest(path))):
                     files.remove(path)
 
-    def set_aside(self, known: Mapping[int, tuple[Mapping[str, str], str]]) -> list[str]:
+    def set_aside(self, known: Mapping[VersionId, tuple[Mapping[str, str], str]]) -> list[str]:
         """Take out of sight what is not in `known` (version -> files and chain): a history that the journal has lost
         left it. Returns where it lies now, a name each.
         """
@@ -190,7 +191,7 @@ class VersionStore:
                 found.append(f"version {version} ({aside})")
         return found
 
-    def damaged(self, version: int) -> list[str]:
+    def damaged(self, version: VersionId) -> list[str]:
         """Read every copy of `version` against its checksums; those that do not match are deleted, and named."""
         found = []
         for root in self.roots:
@@ -204,12 +205,12 @@ class VersionStore:
                 found.append(f"{path / wrong[0]}")
         return found
 
-    def stranded(self, versions: Iterable[int]) -> list[int]:
+    def stranded(self, versions: Iterable[VersionId]) -> list[VersionId]:
         """Those of `versions` that the live root alone holds: the disk had no room for them. A root that was deleted
         holds none."""
         return sorted(set(versions) & _held(self._memory) - _held(self._durable))
 
-    def close(self, *, needed: Iterable[int] = ()) -> None:
+    def close(self, *, needed: Iterable[VersionId] = ()) -> None:
         """At the end of a run: delete the live root with all that it holds, unless it is the durable one.
 
         If it alone holds a `needed` version, it stays: without an owner file, so that no other run sweeps it.
@@ -220,14 +221,14 @@ class VersionStore:
             with suppress(OSError):
                 files.remove(self._memory)
 
-    def _find(self, version: int) -> tuple[Path, Manifest] | None:
+    def _find(self, version: VersionId) -> tuple[Path, Manifest] | None:
         for root in (self._memory, self._durable):
             path = _folder(root, version)
             if (manifest := _read_manifest(path)) is not None:
                 return path, manifest
         return None
 
-    def _require(self, version: int) -> tuple[Path, Manifest]:
+    def _require(self, version: VersionId) -> tuple[Path, Manifest]:
         if (found := self._find(version)) is None:
             raise VersionLost(f"version {version} is complete neither in {self._memory} nor in {self._durable}")
         return found
@@ -308,20 +309,20 @@ def sweep_orphans(folder: Path, *, run_id: str) -> list[Path]:
     return orphans
 
 
-def _folder(root: Path, version: int) -> Path:
+def _folder(root: Path, version: VersionId) -> Path:
     return root / f"v{version:06d}"
 
 
-def _version_of(path: Path) -> int | None:
+def _version_of(path: Path) -> VersionId | None:
     digits = path.name[1:]
-    return int(digits) if path.name.startswith("v") and digits.isdecimal() else None
+    return VersionId(int(digits)) if path.name.startswith("v") and digits.isdecimal() else None
 
 
-def _temporary(root: Path, purpose: str, version: int) -> Path:
+def _temporary(root: Path, purpose: str, version: VersionId) -> Path:
     return Path(tempfile.mkdtemp(prefix=f".{purpose}-v{version:06d}-", dir=root))
 
 
-def _complete_versions(root: Path) -> list[int]:
+def _complete_versions(root: Path) -> list[VersionId]:
     with clear_errors(f"cannot list the versions in {root}"):
         return sorted(
             version
@@ -330,7 +331,7 @@ def _complete_versions(root: Path) -> list[int]:
         )
 
 
-def _held(root: Path) -> set[int]:
+def _held(root: Path) -> set[VersionId]:
     return set(_complete_versions(root)) if root.is_dir() else set()
 
 
