@@ -39,11 +39,10 @@ def audit(folder: RunFolder) -> AuditReport:
     entries = _UpToDamage(journal)
     counts: Mapping[TrajectoryId, int] | None = None
     damage: list[Violation] = []
-    if folder.tokens.exists():  # read after the journal was opened, so that it can only be ahead of it
-        try:
-            counts = read_tokens(folder.tokens, wanted=()).counts
-        except JournalError as err:
-            damage.append(_damaged(folder.tokens, err))
+    try:  # read after the journal was opened, so that it can only be ahead of it
+        counts = read_tokens(folder.tokens, wanted=()).counts
+    except (JournalError, FileNotFoundError) as err:  # it is made before the journal
+        damage.append(_damaged(folder.tokens, err))
     report = audit_entries(journal.header.settings, entries, token_counts=counts)
     if entries.damage is not None:
         damage.insert(0, _damaged(folder.journal, entries.damage))
@@ -179,5 +178,5 @@ class _UpToDamage:
             self.damage = err
 
 
-def _damaged(path: Path, err: JournalError | ProtocolError) -> Violation:
-    return Violation("damage", path.name, str(err), ())
+def _damaged(path: Path, err: Exception) -> Violation:
+    return Violation("damage", path.name, "is missing" if isinstance(err, FileNotFoundError) else str(err), ())
