@@ -30,6 +30,9 @@ from dora.journal.tokens import read_tokens
 #: Maximum number of violations with a story; each story takes another pass over the journal.
 MAX_STORIES: Final = 10
 
+#: The rule of a violation that is damage to a file.
+DAMAGE: Final = "damage"
+
 _HANDLERS: Final = (audit_fleet.HANDLERS, audit_ledger.HANDLERS, audit_lineage.HANDLERS)
 
 
@@ -179,4 +182,4 @@ class _UpToDamage:
 
 
 def _damaged(path: Path, err: Exception) -> Violation:
-    return Violation("damage", path.name, "is missing" if isinstance(err, FileNotFoundError) else str(err), ())
+    return Violation(DAMAGE, path.name, "is missing" if isinstance(err, FileNotFoundError) else str(err), ())
