@@ -92,7 +92,7 @@ class Opened:
             group=config.run.group,
         )
         if root != folder.versions:
-            self._stack.enter_context(claim(root))
+            self._stack.enter_context(claim(root, durable_root=folder.versions))
         store = VersionStore(memory_root=root, durable_root=folder.versions)
         self._stack.callback(self._close_store, store)
         return store
