@@ -139,7 +139,7 @@ def story_of_an_interrupt(base: Path) -> Story:
         run.until_trained(2)
         run.interrupt()
         story.note("interrupted", session)
-        damage_and_ask(story, base / "copies", data)
+        damage_and_ask(story, base / "copies", data, held_out)
         for name in ("metrics.jsonl", "trajectories.jsonl"):
             (session.folder / name).write_bytes((session.folder / name).read_bytes() + b'{"kind": "st')
         edit_learning_rate(session.folder)
@@ -158,7 +158,7 @@ def write_sums(path: Path, *, second: int) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def damage_and_ask(story: Story, copies: Path, data: Path) -> None:
+def damage_and_ask(story: Story, copies: Path, data: Path, held_out: Path) -> None:
     """Resumes of copies, which are refused before anything is started."""
     copy = Path(shutil.copytree(story.folder, copies / "tokens" / story.folder.name))
     cut_a_frame_out(copy / "tokens.bin")
@@ -167,6 +167,10 @@ def damage_and_ask(story: Story, copies: Path, data: Path) -> None:
     data.write_text(kept.replace("b1=", "b2="))
     story.asked["other data"] = resume(story.folder)
     data.write_text(kept)
+    kept = held_out.read_text()
+    held_out.write_text(kept.replace('"answer": "0', '"answer": "1'))
+    story.asked["other held-out answers"] = resume(story.folder)
+    held_out.write_text(kept)
 
 
 def cut_a_frame_out(path: Path) -> None:
@@ -206,6 +210,11 @@ def test_a_run_killed_in_its_last_evaluation_evaluates_and_ends(interrupted: Sto
 def test_other_data_is_refused(interrupted: Story) -> None:
     says = r"task.sources: the prompt of group \d+ is not what it was"
     assert_one_clear_error(interrupted.asked["other data"], code=1, says=says)
+
+
+def test_other_held_out_answers_are_refused(interrupted: Story) -> None:
+    says = r"eval\.sets: the held-out prompts or answers are not what they were"
+    assert_one_clear_error(interrupted.asked["other held-out answers"], code=1, says=says)
 
 
 def test_a_token_store_with_a_frame_missing_is_refused(interrupted: Story) -> None:
