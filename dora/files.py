@@ -16,6 +16,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import IO, Literal
 
@@ -134,12 +135,11 @@ def replace(path: Path, data: bytes) -> None:
     sync_folder(path.parent)
 
 
-def open_lines(path: Path) -> IO[bytes]:
-    """Open a file of lines for appending, and cut off a last line that a crash has torn."""
+def open_lines(path: Path, *, is_known: Callable[[bytes], bool] = lambda line: True) -> IO[bytes]:
+    """Open a file of lines for appending, and cut it off at the first line that a crash has torn, or is not known."""
     if path.exists():
-        data = path.read_bytes()
-        whole = data.rfind(b"\n") + 1
-        if whole < len(data):
+        whole = sum(map(len, takewhile(is_known, read_lines(path))))
+        if whole < path.stat().st_size:
             truncate(path, whole)
         return path.open("ab", buffering=0)
     file = path.open("ab", buffering=0)

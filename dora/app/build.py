@@ -139,6 +139,7 @@ def make_controller(
         train=SendWave(job.state.feed, opened.trajectories, opened.lineage, trainer, job.settings.group_size),
         copies=Copies(
             opened.store,
+            checkpoints=opened.folder.checkpoints,
             published=published,
             window=job.state.window,
             commits=opened.commits,

@@ -1,23 +1,34 @@
-"""Which version an answer came from, as its log-probs tell: recomputed by the trainer's own forward pass."""
+"""Which version an answer came from, as its log-probs tell: recomputed by the trainer's own forward pass.
+
+Versions and kept trajectories are compared with what the run recorded first, because altered ones prove nothing.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from dora.config.schema import Config
-from dora.core.ids import VersionId
+from dora.core.commands import AdmitGroup
+from dora.core.events import VersionPublished
+from dora.core.ids import GroupId, VersionId
 from dora.errors import ConfigError
-from dora.journal.deep import DeepReport, deep_check, read_kept
+from dora.journal.deep import DeepReport, altered_rows, deep_check, read_kept
+from dora.journal.reader import Journal
 from dora.journal.run_folder import RunFolder
-from dora.weights.store import StoreError, VersionStore
+from dora.journal.tokens import read_tokens
+from dora.weights.store import StoreError, VersionStore, checksum_of
 
 
 def recompute(run: RunFolder, config: Config) -> DeepReport:
-    """Log-probs of the kept trajectories under their version and the next, by the trainer's own forward pass."""
+    """Log-probs of the kept trajectories under their version and the next, by the trainer's own forward pass.
+
+    Journal and token store have to be whole.
+    """
     if not run.trajectories.is_file():
         raise ConfigError(f"{run.trajectories}: there are no kept trajectories; set log.trajectories_per_step")
     from dora.trainer.score import score
@@ -35,16 +46,39 @@ def recompute(run: RunFolder, config: Config) -> DeepReport:
         )
 
     store = VersionStore(memory_root=run.versions, durable_root=run.versions)
+    journal = Journal(run.journal)
+    published: dict[VersionId, Mapping[str, str]] = {}
+    tags: dict[GroupId, VersionId] = {}
+    for event, commands in journal:
+        if isinstance(event, VersionPublished):
+            published.setdefault(event.version, event.files)
+        tags.update((order.group, order.version) for order in commands if isinstance(order, AdmitGroup))
+    altered = dict(_altered_versions(store, published))
+    stored = read_tokens(run.tokens, wanted={kept.trajectory for kept in read_kept(run.trajectories)})
+    rows = altered_rows(run.trajectories, stored, tags=tags, group_size=journal.header.settings.group_size)
 
     def folder_of(version: VersionId) -> Path | None:
         try:
-            return store.folder(version)
+            return store.folder(version) if version not in altered else None
         except StoreError:
             return None
 
-    return deep_check(
+    report = deep_check(
         read_kept(run.trajectories),
         score=score_responses,
         versions=folder_of,
         dtypes=(config.trainer.dtype, config.trainer.publish_dtype),
     )
+    return replace(report, altered=(*altered.values(), *rows))
+
+
+def _altered_versions(
+    store: VersionStore, published: Mapping[VersionId, Mapping[str, str]]
+) -> Iterator[tuple[VersionId, str]]:
+    """Stored versions that are not what was published, each with the first file that differs."""
+    for version in store.durable():
+        folder = store.folder(version)
+        for name, checksum in published.get(version, {}).items():
+            if not (folder / name).is_file() or checksum_of(folder / name) != checksum:
+                yield version, f"{folder / name} does not match its checksum in the journal"
+                break

@@ -30,7 +30,7 @@ from dora.controller.trajectories import Trajectories
 from dora.core import events as ev
 from dora.core.ids import FIRST_VERSION, StepId, VersionId
 from dora.errors import RunFailed
-from dora.journal.codec import FORMAT, Epoch, Header
+from dora.journal.codec import FORMAT, Epoch, Header, Note
 from dora.journal.commits import Commits
 from dora.journal.run_folder import RunFolder
 from dora.journal.tokens import TokenWriter
@@ -93,7 +93,7 @@ class Opened:
             group=config.run.group,
         )
         if root != folder.versions:
-            self._stack.enter_context(claim(root))
+            self._stack.enter_context(claim(root, durable_root=folder.versions))
         store = VersionStore(memory_root=root, durable_root=folder.versions)
         self._stack.callback(self._close_store, store)
         return store
@@ -112,6 +112,7 @@ class Opened:
             return resuming.Start((), may_start_over=True, step=0)
         if recorded.base_chain not in (None, model_chain):
             raise RunFailed(f"model.path: {job.inputs.model} is not the model that the run began with; restore it")
+        resuming.require_same_held_out(recorded, job.inputs.evaluations)
         counts = resuming.restore(self.folder, job.state, trajectories=self.trajectories, inputs=job.inputs)
         self.missing = resuming.recover_versions(store, recorded, tell=self.tell)
         start = resuming.choose_start(self.folder, recorded, missing=self.missing, tell=self.tell)
@@ -149,6 +150,7 @@ class Opened:
             created = datetime.now(UTC).isoformat(timespec="seconds")
             version = package_version("dora-rl")
             self.journal.append(Header(FORMAT, folder.run_id, created, version, job.settings, job.rollout_only))
+            self.journal.append(Note(0.0, resuming.HELD_OUT, {"digest": job.inputs.evaluations.digest}))
         self.journal.append(Epoch(job.epoch, job.started_at, config, job.changes))
         self.commits.sync()
 

@@ -17,6 +17,7 @@ from dora.app.settings import lineage_settings
 from dora.config.changes import changes
 from dora.config.load import parse
 from dora.config.schema import Config
+from dora.controller.evaluations import Evaluations
 from dora.controller.trajectories import Trajectories
 from dora.core.commands import FailRun, FinishRun
 from dora.core.events import CheckpointSaved, StepTrained, VersionPublished
@@ -26,13 +27,16 @@ from dora.core.state import State
 from dora.core.strategies import Settings
 from dora.core.tables import Trajectory
 from dora.errors import ConfigError, RunFailed
-from dora.journal.codec import Epoch, Handled
+from dora.journal.codec import Epoch, Handled, Note
 from dora.journal.reader import Journal
 from dora.journal.replay import replay
 from dora.journal.run_folder import RunFolder
 from dora.journal.tokens import TokenStore, read_tokens
 from dora.weights import checkpoints
 from dora.weights.store import StoreError, VersionStore
+
+#: The note that holds the digest of the held-out prompts.
+HELD_OUT = "held-out"
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,7 @@ class Recorded:
     files: Mapping[VersionId, Mapping[str, str]]  # of every version, as first published
     chains: Mapping[StepId, str]  # of every trained step
     base_chain: str | None  # that of version 0; None: it was not published
+    held_out: str | None  # digest of the held-out prompts; None: not recorded
     saved: Collection[str]  # names of all checkpoint folders that were ever reported
     end: FinishRun | FailRun | None
 
@@ -67,10 +72,12 @@ def read_run(folder: RunFolder) -> Recorded:
     files: dict[VersionId, Mapping[str, str]] = {}
     chains: dict[StepId, str] = {}
     saved = set()
-    base_chain = None
+    base_chain = held_out = None
     for record in journal.records():
         if isinstance(record, Epoch):
             epochs.append(record)
+        if isinstance(record, Note) and record.name == HELD_OUT:
+            held_out = str(record.values["digest"])
         if not isinstance(record, Handled):
             continue
         event = record.event
@@ -94,6 +101,7 @@ def read_run(folder: RunFolder) -> Recorded:
         files=files,
         chains=chains,
         base_chain=base_chain,
+        held_out=held_out,
         saved=saved,
         end=end if found.state.finished else None,
     )
@@ -136,6 +144,15 @@ def accept(recorded: Recorded, config: Config, settings: Settings, *, is_accepte
             *(f"--resume: {line}: alters the experiment; --accept-changes goes on with it" for line in altering)
         )
     return tuple(str(change) for change in found)
+
+
+def require_same_held_out(recorded: Recorded, evaluations: Evaluations) -> None:
+    """RunFailed if later versions would be asked other questions than earlier ones."""
+    if recorded.held_out not in (None, evaluations.digest):
+        raise RunFailed(
+            "eval.sets: the held-out prompts or answers are not what they were, and scores could not be compared; "
+            "restore the data that the run began with"
+        )
 
 
 # -- tokens and prompts -----------------------------------------------------------------------------------------------

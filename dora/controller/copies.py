@@ -19,7 +19,7 @@ from dora.core import events as ev
 from dora.core.ids import VersionId
 from dora.core.versions import Window
 from dora.journal.commits import Commits
-from dora.weights import checkpoints
+from dora.weights.checkpoints import drop
 from dora.weights.store import StoreError, StoreFull, VersionLost, VersionStore
 
 log = structlog.get_logger(__name__)
@@ -32,10 +32,20 @@ class Copies:
     """The keeper of one run's versions and checkpoints."""
 
     def __init__(
-        self, store: VersionStore, *, published: Published, window: Window, commits: Commits, work: Work, keep: int
+        self,
+        store: VersionStore,
+        *,
+        checkpoints: Path,
+        published: Published,
+        window: Window,
+        commits: Commits,
+        work: Work,
+        keep: int,
     ) -> None:
-        """`window`: the core's, of the versions that are needed. `keep`: durable versions kept besides; 0: all."""
+        """`checkpoints`: their folder. `window`: the core's, of the versions that are needed. `keep`: durable versions
+        kept besides; 0: all."""
         self._store = store
+        self._checkpoints = checkpoints
         self._published = published
         self._window = window
         self._commits = commits
@@ -64,7 +74,8 @@ class Copies:
         self._work.finishing(self._release_when_copied(order.version, position=position), name="release")
 
     def drop_checkpoint(self, order: cmd.DropCheckpoint, *, position: int) -> None:
-        """The trainer's checkpoint is not needed any more."""
+        """The trainer's checkpoint is not needed any more. It is known by name: the run folder may have been copied
+        since, and the original is not ours."""
         self._work.finishing(self._drop_when_durable(order, position=position), name="drop-checkpoint")
 
     async def _keep_version(self, version: VersionId, *, is_needed: bool, position: int) -> None:
@@ -102,7 +113,7 @@ class Copies:
     async def _drop_when_durable(self, order: cmd.DropCheckpoint, *, position: int) -> None:
         await self._commits.durable(position)
         try:
-            await asyncio.to_thread(checkpoints.drop, Path(order.folder))
+            await asyncio.to_thread(drop, self._checkpoints / Path(order.folder).name)
         except OSError as err:
             log.warning("checkpoint_not_deleted", folder=order.folder, reason=str(err))
 

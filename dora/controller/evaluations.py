@@ -6,6 +6,7 @@ and sample. Results are attributed to the version that generated them, whenever 
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -64,6 +65,14 @@ class Evaluations:
     def prompt_tokens(self) -> tuple[int, ...]:
         """Prompt length of every sample."""
         return tuple(len(self.sets[s].prompts[p].tokens) for s, p in self._samples)
+
+    @property
+    def digest(self) -> str:
+        """Of every prompt with its answer: scores are comparable only if it is the same."""
+        digest = hashlib.blake2b(digest_size=16)
+        for s, p in self._samples:
+            digest.update(self.sets[s].prompts[p].digest)
+        return digest.hexdigest()
 
     def locate(self, trajectory: TrajectoryId) -> tuple[EvalSet, int]:
         """The set of a sample, and the place of its prompt in it."""

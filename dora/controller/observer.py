@@ -68,9 +68,10 @@ class RunObserver:
             if one.num_skipped:
                 left_out = f"rows over task.max_prompt_tokens, left out: {one.num_skipped}"
                 self._tell_problem("evaluation_shortened", f"{one.name}: {left_out}")
+        is_known = partial(_is_known, state=state)  # else the rows of a journal that was cut short would come twice
+        self._metrics = files.open_lines(folder.metrics, is_known=is_known)
+        self._kept = files.open_lines(folder.trajectories, is_known=is_known)
         facts.scores += earlier_scores(folder.metrics)
-        self._metrics = files.open_lines(folder.metrics)
-        self._kept = files.open_lines(folder.trajectories)
         self._waited_for = ""
         self._num_overtaken = len(state.evaluation.overtaken)  # those of an earlier controller are told
         self._step_began_at = state.now
@@ -250,6 +251,25 @@ def _line(row: dict[str, Any]) -> bytes:
 def _write(rows: list[tuple[IO[bytes], Path, bytes]]) -> None:
     for file, path, line in rows:
         files.append(file, path, line)
+
+
+class _Row(msgspec.Struct):
+    """What a row of metrics or a kept trajectory is about."""
+
+    kind: str = "step"
+    step: int = -1
+    version: int = -1
+
+
+def _is_known(line: bytes, *, state: State) -> bool:
+    """Whether the journal has what a row tells."""
+    try:
+        row = msgspec.json.decode(line, type=_Row)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return True  # damaged: nobody can say
+    if row.kind == "evaluation":
+        return state.evaluated is not None and row.version <= state.evaluated
+    return row.kind != "step" or row.step < state.feed.trained
 
 
 def earlier_scores(metrics: Path) -> list[Score]:

@@ -13,7 +13,8 @@ import msgspec
 
 from dora.core.ids import GroupId, InstanceId, StepId, TrajectoryId, VersionId
 
-#: (version, start, end): half-open, over the output tokens of one attempt; FOREIGN_VERSION for a foreign label.
+#: (version, start, end): half-open, positions in the whole answer; those of an attempt begin where it began.
+#: FOREIGN_VERSION for a foreign label.
 Span = tuple[int, int, int]
 
 

@@ -30,6 +30,9 @@ from dora.journal.tokens import read_tokens
 #: Maximum number of violations with a story; each story takes another pass over the journal.
 MAX_STORIES: Final = 10
 
+#: The rule of a violation that is damage to a file.
+DAMAGE: Final = "damage"
+
 _HANDLERS: Final = (audit_fleet.HANDLERS, audit_ledger.HANDLERS, audit_lineage.HANDLERS)
 
 
@@ -39,11 +42,10 @@ def audit(folder: RunFolder) -> AuditReport:
     entries = _UpToDamage(journal)
     counts: Mapping[TrajectoryId, int] | None = None
     damage: list[Violation] = []
-    if folder.tokens.exists():  # read after the journal was opened, so that it can only be ahead of it
-        try:
-            counts = read_tokens(folder.tokens, wanted=()).counts
-        except JournalError as err:
-            damage.append(_damaged(folder.tokens, err))
+    try:  # read after the journal was opened, so that it can only be ahead of it
+        counts = read_tokens(folder.tokens, wanted=()).counts
+    except (JournalError, FileNotFoundError) as err:  # it is made before the journal
+        damage.append(_damaged(folder.tokens, err))
     report = audit_entries(journal.header.settings, entries, token_counts=counts)
     if entries.damage is not None:
         damage.insert(0, _damaged(folder.journal, entries.damage))
@@ -179,5 +181,5 @@ class _UpToDamage:
             self.damage = err
 
 
-def _damaged(path: Path, err: JournalError | ProtocolError) -> Violation:
-    return Violation("damage", path.name, str(err), ())
+def _damaged(path: Path, err: Exception) -> Violation:
+    return Violation(DAMAGE, path.name, "is missing" if isinstance(err, FileNotFoundError) else str(err), ())

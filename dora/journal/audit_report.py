@@ -60,7 +60,7 @@ class AuditReport:
     late_completions: int  #: of an old attempt, ignored; those of micro-batches are not counted
     evaluations: tuple[int, ...]  #: versions evaluated
     replays_differ: int  #: versions that a replay computed with other bytes (0 if the trainer is deterministic)
-    token_counts_checked: int | None  #: trajectories compared with the token store; None: there is no store
+    token_counts_checked: int | None  #: trajectories compared with the token store; None: it is missing or damaged
     violations: tuple[Violation, ...]
 
     @property
@@ -73,7 +73,7 @@ def render(report: AuditReport, *, max_violations: int = 20) -> str:
     """The report as lines for a terminal."""
     counts = ", ".join(f"{n} {name}" for name, n in report.groups.items())
     staleness = ", ".join(f"{s}: {n}" for s, n in sorted(report.staleness.items())) or "none committed"
-    tokens = "no token store" if report.token_counts_checked is None else f"{report.token_counts_checked} compared"
+    tokens = "not compared" if report.token_counts_checked is None else f"{report.token_counts_checked} compared"
     lines = [
         f"run {report.run_id}, {report.end}",
         f"  events       {report.num_events}, controller restarts {report.restarts}, torn bytes {report.torn_bytes}",

@@ -39,6 +39,9 @@ START_ATTEMPTS = 3
 #: How long a guard may take to end everything; only one that was stopped itself takes longer.
 _KILL_TIMEOUT_S = 5.0
 
+#: How long reading a reply may take that is in the pipe already.
+_UNREAD_S = 0.1
+
 #: How long a process that closed its pipe may take to end by itself, so that its own exit status is seen.
 _EXIT_GRACE_S = 1.0
 
@@ -125,8 +128,7 @@ class _Grader:
             await self.start()
         in_step = False  # the pipes hold no half of an exchange
         try:
-            async with asyncio.timeout(self._timeout_s):
-                outcome = outcome_of(await self._exchange(frame))
+            outcome = outcome_of(await self._exchange_in_time(frame))
             in_step = True
             return outcome
         except TimeoutError:
@@ -192,6 +194,19 @@ class _Grader:
         )
         self._stderr_tail = b""
         self._stderr = asyncio.create_task(self._drain_stderr(self._process), name="grader-stderr")
+
+    async def _exchange_in_time(self, frame: bytes) -> dict[str, Any]:
+        """TimeoutError if there is no reply within the limit; one that is there by then counts even if this process was
+        stopped, or busy, until long after it."""
+        exchange = asyncio.create_task(self._exchange(frame), name="grader-exchange")
+        try:
+            for limit_s in (self._timeout_s, _UNREAD_S):
+                done, _ = await asyncio.wait([exchange], timeout=limit_s)
+                if done:
+                    return exchange.result()
+        finally:
+            exchange.cancel()
+        raise TimeoutError
 
     async def _exchange(self, frame: bytes) -> dict[str, Any]:
         assert self._process is not None

@@ -128,13 +128,14 @@ def load(
             if state_hash(tensors) != manifest.state_checksums[dist.get_rank()]:
                 raise ConfigError(f"{path}: the loaded state differs from the saved one, although the file is whole")
             return Loaded(StepId(manifest.step), manifest.chain, tuple(skipped))
-        skipped.append(reason or f"{path} is damaged on another rank")
+        if reason:
+            skipped.append(reason)  # otherwise it is damaged on another rank, which names it
         if dist.get_rank() == 0 and path.exists():
             fence()
             set_aside(path, why="damaged")
         dist.barrier()
     if not may_start_over:
-        raise ConfigError(f"no checkpoint can be loaded: {'; '.join(skipped)}")
+        raise ConfigError(f"no checkpoint can be loaded: {'; '.join(skipped) or 'they are damaged on another rank'}")
     return Loaded(StepId(0), "", tuple(skipped))
 
 

@@ -269,11 +269,20 @@ def choose_memory_root(
     return fallback
 
 
-def claim(root: Path) -> IO[bytes]:
+def claim(root: Path, *, durable_root: Path | None = None) -> IO[bytes]:
     """Hold `root` for this run: the lock lasts until the file returned is closed or the process is gone.
 
     `.owner` is linked into place only once it is locked, so that a folder whose `.owner` can be locked has no owner.
+    It names the `durable_root`, so that others see what `root` alone holds.
     """
+    held = _lock(root)
+    held.truncate(0)
+    held.write(os.fsencode(durable_root.resolve()) if durable_root is not None else b"")
+    held.flush()
+    return held
+
+
+def _lock(root: Path) -> IO[bytes]:
     owner = root / OWNER
     with clear_errors(f"cannot claim {root}"):
         if not owner.exists():
@@ -295,15 +304,19 @@ def claim(root: Path) -> IO[bytes]:
 def sweep_orphans(folder: Path, *, run_id: str) -> list[Path]:
     """Delete the `dora-*` folders in `folder` whose run has died (killed: it could not close its store).
 
-    A folder without an owner file, or of another user, is left alone; so is that of `run_id`, which is resumed.
+    A folder without an owner file, or of another user, is left alone; so is that of `run_id`, which is resumed, and one
+    with a version that a killed run had no time to copy: on GPUs a resume may not be able to make the same again.
     """
     orphans = []
     for root in sorted(set(folder.glob("dora-*")) - {folder / f"dora-{run_id}"}):
         try:
             with (root / OWNER).open("rb+") as owner:
                 fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(root)
-        except (FileNotFoundError, NotADirectoryError, PermissionError, BlockingIOError):
+                durable_root = Path(os.fsdecode(owner.read()))
+                if durable_root.is_absolute() and durable_root.is_dir() and _held(root) - _held(durable_root):
+                    continue
+                files.remove(root)
+        except (OSError, StoreError):  # busy, somebody else's, or still written to: it can wait
             continue
         orphans.append(root)
     return orphans

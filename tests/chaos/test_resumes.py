@@ -68,7 +68,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Story:
 
 
 def story_of_a_kill(base: Path) -> Story:
-    changes: dict[str, object] = {"weights__keep": 2, "eval__sets": "[]"}
+    changes: dict[str, object] = {"weights__keep": 2, "eval__sets": "[]", "trainer__ranks": 2}
     with Session(base, steps=STEPS, changes=changes) as session:
         run = session.start()
         assert session.folder is not None
@@ -107,7 +107,8 @@ def test_a_finished_run_can_be_given_more_steps(killed: Story) -> None:
 
 def test_a_damaged_newest_checkpoint_costs_steps_and_not_the_run(killed: Story) -> None:
     killed.require("extended")
-    assert re.search(r"rank-0.safetensors .*; the trainer goes on from step 5", killed.told["extended"])
+    told = re.findall(r"(\S+) .*; the trainer goes on from step 5", killed.told["extended"].replace("dora: ", ""))
+    assert [Path(path).name for path in told] == ["rank-0.safetensors"]
     assert len(list((killed.folder / "checkpoints").glob(".damaged-*"))) == 1
 
 
@@ -138,7 +139,7 @@ def story_of_an_interrupt(base: Path) -> Story:
         run.until_trained(2)
         run.interrupt()
         story.note("interrupted", session)
-        damage_and_ask(story, base / "copies", data)
+        damage_and_ask(story, base / "copies", data, held_out)
         for name in ("metrics.jsonl", "trajectories.jsonl"):
             (session.folder / name).write_bytes((session.folder / name).read_bytes() + b'{"kind": "st')
         edit_learning_rate(session.folder)
@@ -157,7 +158,7 @@ def write_sums(path: Path, *, second: int) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def damage_and_ask(story: Story, copies: Path, data: Path) -> None:
+def damage_and_ask(story: Story, copies: Path, data: Path, held_out: Path) -> None:
     """Resumes of copies, which are refused before anything is started."""
     copy = Path(shutil.copytree(story.folder, copies / "tokens" / story.folder.name))
     cut_a_frame_out(copy / "tokens.bin")
@@ -166,6 +167,10 @@ def damage_and_ask(story: Story, copies: Path, data: Path) -> None:
     data.write_text(kept.replace("b1=", "b2="))
     story.asked["other data"] = resume(story.folder)
     data.write_text(kept)
+    kept = held_out.read_text()
+    held_out.write_text(kept.replace('"answer": "0', '"answer": "1'))
+    story.asked["other held-out answers"] = resume(story.folder)
+    held_out.write_text(kept)
 
 
 def cut_a_frame_out(path: Path) -> None:
@@ -205,6 +210,11 @@ def test_a_run_killed_in_its_last_evaluation_evaluates_and_ends(interrupted: Sto
 def test_other_data_is_refused(interrupted: Story) -> None:
     says = r"task.sources: the prompt of group \d+ is not what it was"
     assert_one_clear_error(interrupted.asked["other data"], code=1, says=says)
+
+
+def test_other_held_out_answers_are_refused(interrupted: Story) -> None:
+    says = r"eval\.sets: the held-out prompts or answers are not what they were"
+    assert_one_clear_error(interrupted.asked["other held-out answers"], code=1, says=says)
 
 
 def test_a_token_store_with_a_frame_missing_is_refused(interrupted: Story) -> None:

@@ -467,6 +467,7 @@ def make_job(
         train=SendWave(state.feed, trajectories, made.lineage, trainer, settings.group_size),
         copies=Copies(
             made.store,
+            checkpoints=folder / "checkpoints",
             published=made.published,
             window=state.window,
             commits=commits,

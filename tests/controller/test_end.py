@@ -68,6 +68,24 @@ async def test_the_last_checkpoint_is_known_although_its_news_comes_after_the_en
     assert replayed.state.feed.checkpoints == {0: "", STEPS: "step-3"}
 
 
+async def test_a_run_that_was_copied_deletes_its_own_checkpoints_and_not_those_of_the_original(
+    job: Job, folder: Path
+) -> None:
+    """The journal has the paths at which they were written first."""
+    original, own = (base / "checkpoints" / "step-000001-0a1b2c3d" for base in (folder / "original", folder))
+    for checkpoint in (original, own):
+        checkpoint.mkdir(parents=True)
+
+    def save(event: ev.Event, commands: list[cmd.Command]) -> None:
+        if isinstance(event, ev.StepTrained):
+            name = original.name.replace("1-", f"{event.step + 1}-")
+            job.inbox.emit_soon(ev.CheckpointSaved(job.io.now(), event.step + 1, str(original.with_name(name))))
+
+    job.watcher.hook = save
+    assert (await job.run()).finished
+    assert (original.is_dir(), own.is_dir()) == (True, False)
+
+
 async def test_a_rank_that_fails_after_the_end_takes_nothing_away_from_the_run(job: Job) -> None:
     saving = asyncio.Event()
 

@@ -197,15 +197,14 @@ class Checker:
         self.size = self.told.settings["group_size"]
         self.policies = {0: BASE}
 
-    def check(self, *, with_metrics: bool = True) -> str:
+    def check(self) -> str:
         """Check every rule; return the policy of the last version."""
         self._ledger()
         self._lineage()
         self._answers()
         self._versions()
         self._checkpoints()
-        if with_metrics:
-            self._metrics()
+        self._metrics()
         if self.told.rollout_only:
             self._rollouts()
         return self.policies[max(self.policies)]

@@ -93,9 +93,9 @@ class Prober:
         self.check(with_audit=with_audit)
         return "finished" if life.refusal is None else "was finished"
 
-    def check(self, *, with_audit: bool = True, damaged: str = "", with_metrics: bool = True) -> None:
+    def check(self, *, with_audit: bool = True, damaged: str = "") -> None:
         """Run the checker, and the application's audit, which takes longest."""
-        Checker(self.world.folder.root, self.expected, damaged=damaged).check(with_metrics=with_metrics)
+        Checker(self.world.folder.root, self.expected, damaged=damaged).check()
         if not with_audit:
             return
         report = audit(self.world.folder)

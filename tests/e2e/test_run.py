@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -160,6 +161,26 @@ def test_the_audit_is_clean(finished: Finished) -> None:
 def test_the_deep_audit_agrees_with_the_trainers_own_forward_pass(finished: Finished) -> None:
     result = run_to_end("audit", "--deep", str(finished.folder.root))
     assert result.returncode == 0, result.stdout
+
+
+def test_the_deep_audit_names_versions_and_kept_trajectories_that_were_altered(
+    finished: Finished, tmp_path: Path
+) -> None:
+    copy = RunFolder(Path(shutil.copytree(finished.folder.root, tmp_path / finished.folder.run_id)))
+    weights = copy.versions / f"v{STEPS:06d}" / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[len(data) // 2] ^= 1
+    weights.write_bytes(data)
+    first, *others = copy.trajectories.read_bytes().splitlines(keepends=True)
+    copy.trajectories.write_bytes(b"".join((first, *others, first)))
+    result = run_to_end("audit", "--deep", str(copy.root))
+    assert result.returncode == 3, result.stdout
+    assert f"VIOLATION damage: {weights} does not match its checksum in the journal" in result.stdout
+    assert f"{copy.trajectories}, line {len(others) + 2}: trajectory" in result.stdout
+    copy.tokens.unlink()
+    result = run_to_end("audit", "--deep", str(copy.root))
+    assert (result.returncode, result.stderr) == (3, "")
+    assert "VIOLATION damage: tokens.bin is missing" in result.stdout
 
 
 def test_trajectories_are_kept_with_text_tokens_and_logprobs(finished: Finished) -> None:

@@ -14,6 +14,7 @@ from dora.core.core import handle
 from dora.core.ids import GroupId, InstanceId
 from dora.journal.audit import audit, audit_entries
 from dora.journal.audit_report import render
+from dora.journal.reader import Journal
 from dora.journal.replay import replay
 from dora.journal.run_folder import RunFolder
 from dora.journal.tokens import TokenWriter
@@ -58,7 +59,8 @@ def found(folder: RunFolder, world: World) -> Found:
 
     def find(entries: Entries) -> dict[str, str]:
         folder.journal.unlink(missing_ok=True)
-        report = audit(write(folder, world.settings, entries, with_tokens=False))
+        written = write(folder, world.settings, entries, with_tokens=False)
+        report = audit_entries(world.settings, Journal(written.journal))
         assert not report.ok
         assert f"VIOLATION {report.violations[0].rule}: {report.violations[0].id}" in render(report)
         messages: dict[str, str] = {}
@@ -432,7 +434,7 @@ def test_an_altered_command_that_breaks_no_rule_is_named_by_replay(entries: Entr
 
 
 def test_damaged_bytes_are_named_with_their_place(world: World, entries: Entries, folder: RunFolder) -> None:
-    write(folder, world.settings, entries, with_tokens=False)
+    write(folder, world.settings, entries)
     data = bytearray(folder.journal.read_bytes())
     data[len(data) // 2] ^= 1
     folder.journal.write_bytes(data)
@@ -448,6 +450,11 @@ def test_a_damaged_token_store_is_named(world: World, entries: Entries, folder: 
     data[len(data) // 2] ^= 1
     folder.tokens.write_bytes(data)
     assert [(v.rule, v.id) for v in audit(folder).violations] == [("damage", "tokens.bin")]
+
+
+def test_a_missing_token_store_is_named(world: World, entries: Entries, folder: RunFolder) -> None:
+    write(folder, world.settings, entries, with_tokens=False)
+    assert [(v.rule, v.id, v.message) for v in audit(folder).violations] == [("damage", "tokens.bin", "is missing")]
 
 
 def test_a_torn_last_record_is_reported_and_is_no_violation(world: World, entries: Entries, folder: RunFolder) -> None:

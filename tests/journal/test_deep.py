@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import pytest
 
 from dora.core.ids import GroupId, TrajectoryId
 from dora.errors import ConfigError
-from dora.journal.deep import KeptTrajectory, deep_check, encode_kept, read_kept, render_deep
+from dora.journal.deep import KeptTrajectory, altered_rows, deep_check, encode_kept, read_kept, render_deep
+from dora.journal.tokens import Answer, StoredPrompt, TokenStore
 
 VOCABULARY = 11
 
@@ -130,3 +133,50 @@ def test_a_line_that_is_not_a_trajectory_is_an_error_with_file_and_line(tmp_path
     path.write_bytes(encode_kept(kept(0, version=0, sampled_by=0)) + b"{}\n")
     with pytest.raises(ConfigError, match=r"trajectories\.jsonl, line 2: "):
         list(read_kept(path))
+
+
+# -- what was recorded ------------------------------------------------------------------------------------------------
+
+
+def stored_as(rows: Sequence[KeptTrajectory]) -> TokenStore:
+    """The token store of a run that kept these."""
+    store = TokenStore()
+    for row in rows:
+        store.prompts[row.group] = StoredPrompt(np.asarray(row.prompt_tokens, np.int32), b"")
+        tokens = np.asarray(row.tokens, np.int32)
+        store.answers[row.trajectory] = Answer(tokens, np.float32(row.logprobs), np.ones(len(tokens), np.uint8))
+    return store
+
+
+ALTERED: dict[str, dict[str, object]] = {
+    "another token": {"tokens": (3, *range(19))},
+    "another log-prob": {"logprobs": (-9.0,) * 20},
+    "another prompt": {"prompt_tokens": (1, 2, 3, 4)},
+    "another version": {"version": 1},
+    "another group": {"group": GroupId(1)},
+}
+
+
+@pytest.mark.parametrize("change", ALTERED.values(), ids=ALTERED.keys())
+def test_a_line_that_is_not_what_was_recorded_is_named(tmp_path: Path, change: dict[str, object]) -> None:
+    rows = [kept(t, version=0, sampled_by=0) for t in (0, 2, 4)]
+    path = tmp_path / "trajectories.jsonl"
+
+    def altered(*lines: KeptTrajectory) -> list[str]:
+        path.write_bytes(b"".join(map(encode_kept, lines)))
+        tags = dict.fromkeys((row.group for row in rows), 0)
+        return list(altered_rows(path, stored_as(rows), tags=tags, group_size=2))
+
+    assert altered(*rows) == []
+    [found] = altered(msgspec.structs.replace(rows[0], **change), *rows[1:])
+    assert "line 1: trajectory 0 is not what" in found
+    [found] = altered(*rows, rows[1])
+    assert "line 4: trajectory 2 is there a second time" in found
+
+
+def test_what_is_altered_is_shown_and_not_ok() -> None:
+    report = deep_check([kept(t, version=0, sampled_by=0) for t in range(4)], score=score, versions=folder_of)
+    assert report.ok
+    report = replace(report, altered=("v000001/model.safetensors does not match its checksum in the journal",))
+    assert not report.ok
+    assert "VIOLATION damage: v000001/model.safetensors does not match" in render_deep(report)

@@ -106,6 +106,22 @@ async def test_a_hanging_grader_is_killed_and_replaced_and_its_answer_has_no_rew
         assert second != first
 
 
+def stand_still(seconds: float) -> None:
+    """The event loop does nothing meanwhile, as if its process were stopped."""
+    time.sleep(seconds)
+
+
+@pytest.mark.usefixtures("module")
+async def test_a_controller_that_stood_still_takes_the_reply_that_came_meanwhile():
+    async with pool_of(timeout_s=1) as pool:
+        assert isinstance(await pool.grade(ask("pid")), Graded)  # it is warm
+        grading = asyncio.create_task(pool.grade(ask("pid")))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        stand_still(3.0)  # the grader does not
+        assert isinstance(await grading, Graded)
+
+
 async def test_children_of_a_hanging_grader_die_with_it(module):
     async with pool_of(timeout_s=1) as pool:
         assert await pool.grade(ask("parent_of", str(module / "pid"))) == GradingFailed("timeout")

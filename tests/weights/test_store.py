@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from dora import files
+from dora.files import Operation, observed
 from dora.journal.access import restrict
 from dora.weights.fence import StaleEpoch, pass_fence, raise_fence
 from dora.weights.store import (
@@ -361,6 +363,42 @@ def test_what_the_disk_had_no_room_for_outlives_the_run_and_no_sweep_takes_it(tm
         store.close(needed=[3, 4])
     assert sweep_orphans(tmp_path, run_id="mine") == []
     assert VersionStore(memory_root=memory, durable_root=disk).live() == [3, 4]
+
+
+def test_a_version_that_a_killed_run_had_no_time_to_copy_waits_for_its_resume(tmp_path: Path) -> None:
+    memory, disk = tmp_path / "dora-killed", tmp_path / "disk"
+    memory.mkdir()
+    with claim(memory, durable_root=disk):
+        store = VersionStore(memory_root=memory, durable_root=disk)
+        for version in (3, 4):
+            publish(store, version)
+        store.copy_durable(3)
+    assert sweep_orphans(tmp_path, run_id="mine") == []
+    store.copy_durable(4)
+    assert sweep_orphans(tmp_path, run_id="mine") == [memory]
+
+
+def test_an_uncopied_version_of_a_deleted_run_waits_for_nobody(tmp_path: Path) -> None:
+    memory, disk = tmp_path / "dora-deleted", tmp_path / "disk"
+    memory.mkdir()
+    with claim(memory, durable_root=disk):
+        publish(VersionStore(memory_root=memory, durable_root=disk), 3)
+    disk.rmdir()
+    assert sweep_orphans(tmp_path, run_id="mine") == [memory]
+
+
+def test_an_orphan_that_is_still_written_to_is_left_to_the_next_start(tmp_path: Path) -> None:
+    """By a rank that outlives its controller for a moment: no reason for another run to fail."""
+
+    def refuse(operation: Operation) -> None:
+        if operation.kind == "remove":
+            raise OSError(errno.ENOTEMPTY, "Directory not empty")
+
+    (tmp_path / "dora-dead").mkdir()
+    claim(tmp_path / "dora-dead").close()
+    with observed(refuse):
+        assert sweep_orphans(tmp_path, run_id="mine") == []
+    assert sweep_orphans(tmp_path, run_id="mine") == [tmp_path / "dora-dead"]
 
 
 def test_the_live_root_goes_when_the_disk_has_every_needed_version(tmp_path: Path) -> None:
