@@ -57,7 +57,7 @@ class Shape(NamedTuple):
 
     tokens: int
     answers: int
-    count: int  # that one round moves over all ranks
+    messages: int  # that one round moves over all ranks
     bar: str
 
 
@@ -195,7 +195,7 @@ async def measure(report: Report, world_size: int, *, rounds: int, scale: int) -
                 for seed in range(DIFFERENT + 1)
             ]
             frames = [encode(TrainerData(epoch=0, id=1, message=batch)) for batch in batches]
-            count = shape.count * scale // world_size
+            count = shape.messages * scale // world_size
             seconds = []
             for _ in range(rounds + 1):
                 taken = bare.round(frames, count), clear.round(frames, count)
