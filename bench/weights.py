@@ -106,6 +106,7 @@ def servers(kind: str, model: Path) -> Iterator[list[str]]:
         for command in [both] if kind == "sglang" else [one] * SERVERS:
             process = stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=ENV))
             stack.callback(process.terminate)
+            assert process.stdout is not None
             for _ in range(SERVERS if kind == "sglang" else 1):
                 urls.append(process.stdout.readline().split()[1])
         yield urls
@@ -159,6 +160,8 @@ class Bare:
 
     def broadcast(self) -> float:
         first = self._ranks[0]
+        assert first.stdin is not None
+        assert first.stdout is not None
         first.stdin.write("\n")
         first.stdin.flush()
         return float(first.stdout.readline())
@@ -168,7 +171,8 @@ def _free_port() -> int:
     import socket
 
     with socket.create_server(("127.0.0.1", 0)) as probe:
-        return probe.getsockname()[1]
+        port: int = probe.getsockname()[1]
+        return port
 
 
 # --- pushes
@@ -267,7 +271,7 @@ def measure_store(measured: Measured, *, rounds: int, root: Path) -> None:
     )
     for version in range(rounds + 1):
         begun = time.perf_counter()
-        publisher.publish(version, weights)
+        publisher.publish(version, weights, chain=f"bench-{version}")
         publisher.wait()
         measured.wall.setdefault("store", []).append(time.perf_counter() - begun)
         store.release(version)
