@@ -1,17 +1,17 @@
 """Client streams: the controller's path of answers (HTTP, parse, tokens kept, journal, core) against bare readers.
 
-The controller is the real one: Controller, core, effects, EngineClient, journal and token log on disk; only trainer,
-graders and fleet do nothing. The server (servers/streams.py) is a separate process whose chunks, in SGLang's exact
-form, are rendered before the start. The streams begin together, and the server stays at most half a round ahead, so
-that each chunk is a separate read, as with a server that decodes step by step. The peers, each in its own process, are
-two bare readers on uvloop and the same controller with httpx (`aiter_lines`, `json.loads`). One reader counts bytes in
-its protocol's callback, the least that any client can do (converting the JSON of 16 tokens to Python's numbers takes as
-long again); the other awaits asyncio's streams. Ratios compare tokens per CPU second of the client process, which other
-work on the machine affects least. The next row has the ratio by the wall clock, with the CPU share of both sides; the
-side that is closer to a whole core is the bottleneck. Answers have 512 tokens, as in regime A of docs/SIMULATION.md
-(median 465, mean 587), so that opening a stream counts as much as there; --full adds 4,096. The last part holds 10,000
-streams open at the pace of a fleet of 40 unsynchronized instances, 16 tokens every 0.5 s. RLIMIT_NOFILE is raised to
-its hard limit.
+The controller is the real one, of a rollout-only run (clients/controller.py): Controller, core, effects, EngineClient,
+journal and token log on disk; only graders, fleet and observer do nothing. The server (servers/streams.py) is a
+separate process whose chunks, in SGLang's exact form, are rendered before the start. The streams begin together, and
+the server stays at most half a round ahead, so that each chunk is a separate read, as with a server that decodes step
+by step. The peers, each in its own process, are two bare readers on uvloop and the same controller with httpx
+(`aiter_lines`, `json.loads`). One reader counts bytes in its protocol's callback, the least that any client can do
+(converting the JSON of 16 tokens to Python's numbers takes as long again); the other awaits asyncio's streams. Ratios
+compare tokens per CPU second of the client process, which other work on the machine affects least. The next row has the
+ratio by the wall clock, with the CPU share of both sides; the side that is closer to a whole core is the bottleneck.
+Answers have 512 tokens, as in regime A of docs/SIMULATION.md (median 465, mean 587), so that opening a stream counts as
+much as there; --full adds 4,096. The last part holds 10,000 streams open at the pace of a fleet of 40 unsynchronized
+instances, 16 tokens every 0.5 s. RLIMIT_NOFILE is raised to its hard limit.
 """
 
 from __future__ import annotations
