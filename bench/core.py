@@ -41,7 +41,7 @@ from result import Report, number, parser
 from dora.core import commands as cmd
 from dora.core import events as ev
 from dora.core.core import handle
-from dora.core.ids import InstanceId, TrajectoryId
+from dora.core.ids import FIRST_VERSION, InstanceId, StepId, TrajectoryId, VersionId
 from dora.core.phases import GroupPhase
 from dora.core.state import State
 from dora.core.strategies import Settings, rules_of
@@ -104,8 +104,8 @@ class Fleet:
         self.trainer_tokens_s = TRAINER_TOKENS_S_PER_INSTANCE * num_instances
 
     def slices(self) -> Iterator[list[tuple[ev.Event, list[cmd.Command]]]]:
-        self.at(0.0, lambda: ev.TrainerReady(self.now, 0))
-        self.at(0.0, lambda: ev.VersionPublished(self.now, 0, 1, {}))
+        self.at(0.0, lambda: ev.TrainerReady(self.now, StepId(0)))
+        self.at(0.0, lambda: ev.VersionPublished(self.now, FIRST_VERSION, 1, {}))
         self.at(1.0, self.tick)
         for i in range(len(self.residents)):
             up = ev.InstanceUp(0.0, InstanceId(i), 1, SLOTS, 373_000)
@@ -195,10 +195,10 @@ class Fleet:
         delay = self.trainer_free - self.now
         self.at(delay, lambda: ev.MicroBatchTrained(self.now, order.step, order.index))
         if order.last and order.step % 10 == 9:
-            self.at(delay + 2.0, lambda: ev.CheckpointSaved(self.now, order.step + 1, ""))
+            self.at(delay + 2.0, lambda: ev.CheckpointSaved(self.now, StepId(order.step + 1), ""))
         if order.last:
             self.at(delay + 0.5, lambda: ev.StepTrained(self.now, order.step))
-            self.at(delay + 1.0, lambda: ev.VersionPublished(self.now, order.step + 1, 1, {}))
+            self.at(delay + 1.0, lambda: ev.VersionPublished(self.now, VersionId(order.step + 1), 1, {}))
 
 
 def ceiling_handler(event: ev.ProgressReported) -> None:

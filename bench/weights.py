@@ -37,6 +37,7 @@ from result import Report, number, parser
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from dora.core.ids import VersionId
 from dora.engine.sglang.client import EngineClient
 from dora.engine.sglang.distributed import BUCKET_BYTES, Distributed
 from dora.engine.sglang.push import Disk, Transfer, push
@@ -269,7 +270,7 @@ def measure_store(measured: Measured, *, rounds: int, root: Path) -> None:
     publisher = Publisher(
         store, model_path=root / "v1", dtype="float32", report=lambda _: None, on_failure=lambda _: None
     )
-    for version in range(rounds + 1):
+    for version in map(VersionId, range(rounds + 1)):
         begun = time.perf_counter()
         publisher.publish(version, weights, chain=f"bench-{version}")
         publisher.wait()

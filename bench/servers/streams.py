@@ -18,9 +18,10 @@ import msgspec
 import uvloop
 
 from dora.controller.published import Published
+from dora.core.ids import FIRST_VERSION
 
 RUN_ID = "bench"
-LABEL = Published(RUN_ID, files={0: {}}).label(0)  #: of a version 0 that is an empty folder
+LABEL = Published(RUN_ID, files={FIRST_VERSION: {}}).label(FIRST_VERSION)  #: of a version 0 that is an empty folder
 PROMPT_TOKENS = 24
 GROUP_SIZE = 8
 SLOTS = 256
