@@ -28,12 +28,12 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import count
 from pathlib import Path
 from types import FunctionType, ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import msgspec
 from result import Report, number, parser
@@ -41,7 +41,7 @@ from result import Report, number, parser
 from dora.core import commands as cmd
 from dora.core import events as ev
 from dora.core.core import handle
-from dora.core.ids import InstanceId, TrajectoryId
+from dora.core.ids import FIRST_VERSION, InstanceId, StepId, TrajectoryId, VersionId
 from dora.core.phases import GroupPhase
 from dora.core.state import State
 from dora.core.strategies import Settings, rules_of
@@ -104,8 +104,8 @@ class Fleet:
         self.trainer_tokens_s = TRAINER_TOKENS_S_PER_INSTANCE * num_instances
 
     def slices(self) -> Iterator[list[tuple[ev.Event, list[cmd.Command]]]]:
-        self.at(0.0, lambda: ev.TrainerReady(self.now, 0))
-        self.at(0.0, lambda: ev.VersionPublished(self.now, 0, 1, {}))
+        self.at(0.0, lambda: ev.TrainerReady(self.now, StepId(0)))
+        self.at(0.0, lambda: ev.VersionPublished(self.now, FIRST_VERSION, 1, {}))
         self.at(1.0, self.tick)
         for i in range(len(self.residents)):
             up = ev.InstanceUp(0.0, InstanceId(i), 1, SLOTS, 373_000)
@@ -195,10 +195,10 @@ class Fleet:
         delay = self.trainer_free - self.now
         self.at(delay, lambda: ev.MicroBatchTrained(self.now, order.step, order.index))
         if order.last and order.step % 10 == 9:
-            self.at(delay + 2.0, lambda: ev.CheckpointSaved(self.now, order.step + 1, ""))
+            self.at(delay + 2.0, lambda: ev.CheckpointSaved(self.now, StepId(order.step + 1), ""))
         if order.last:
             self.at(delay + 0.5, lambda: ev.StepTrained(self.now, order.step))
-            self.at(delay + 1.0, lambda: ev.VersionPublished(self.now, order.step + 1, 1, {}))
+            self.at(delay + 1.0, lambda: ev.VersionPublished(self.now, VersionId(order.step + 1), 1, {}))
 
 
 def ceiling_handler(event: ev.ProgressReported) -> None:
@@ -210,7 +210,7 @@ def ignore(event: ev.Event) -> None:
     pass
 
 
-def time_ceiling(events: list[ev.Event]) -> float:
+def time_ceiling(events: Sequence[ev.Event]) -> float:
     handlers: dict[type[ev.Event], Callable[..., None]] = dict.fromkeys(Counter(map(type, events)), ignore)
     handlers[ev.ProgressReported] = ceiling_handler
     begun = time.process_time()
@@ -226,9 +226,9 @@ def record(path: Path, case: Case) -> None:
     with path.open("wb") as file:
         for recorded in fleet.slices():
             warm = (fleet.state.window.newest or 0) >= case.version
-            orders = [c for _, c in recorded] if warm else []
-            frame = Frame([e for e, _ in recorded], orders, warm=warm)  # type: ignore[misc]
-            raw = msgspec.msgpack.encode(frame)
+            events = cast("list[ev.AnyEvent]", [e for e, _ in recorded])
+            orders = cast("list[list[cmd.AnyCommand]]", [c for _, c in recorded] if warm else [])
+            raw = msgspec.msgpack.encode(Frame(events, orders, warm=warm))
             file.write(len(raw).to_bytes(8, "little") + raw)
             left -= len(recorded) if warm else 0
             if left <= 0:
@@ -243,9 +243,8 @@ def frames(path: Path) -> Iterator[Frame]:
 
 
 def time_core(state: State, frame: Frame) -> float:
-    handle = state.handle
     begun = time.process_time()
-    orders = [handle(event) for event in frame.events]
+    orders = [handle(state, event) for event in frame.events]
     elapsed = time.process_time() - begun
     assert not frame.warm or orders == frame.orders, "the replay gave other commands than the recorded run"
     return elapsed
@@ -304,6 +303,12 @@ class Measured(NamedTuple):
     num_bytes: int
 
 
+def fastest(rounds: Iterable[list[float]]) -> float:
+    """Seconds of all slices, each from its fastest round."""
+    slices: Iterable[tuple[float, ...]] = zip(*rounds, strict=True)
+    return sum(map(min, slices))
+
+
 def measure(case: Case, *, rounds: int, search: bool) -> Measured:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "events"
@@ -316,7 +321,8 @@ def measure(case: Case, *, rounds: int, search: bool) -> Measured:
             gc.enable()
             searched_s = sum(replay(path, case.settings)[0]) / timed
             gc.disable()
-    core_s, ceiling_s = (sum(map(min, *(r[which] for r in results))) / timed for which in (0, 1))
+    core_s = fastest(core_s for core_s, _, _ in results) / timed
+    ceiling_s = fastest(ceiling_s for _, ceiling_s, _ in results) / timed
     return Measured(core_s, searched_s if search else None, ceiling_s, len(state.trajectories), reachable_bytes(state))
 
 

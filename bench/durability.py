@@ -39,7 +39,7 @@ from result import FOLDER, Report, number, parser
 from dora import files
 from dora.core import commands as cmd
 from dora.core import events as ev
-from dora.core.ids import InstanceId, TrajectoryId
+from dora.core.ids import InstanceId, StepId, TrajectoryId, VersionId
 from dora.journal.commits import Commits
 from dora.journal.tokens import TokenWriter
 from dora.journal.writer import JournalWriter
@@ -86,8 +86,8 @@ class Book:
         return time.monotonic() - self.begun
 
     def wave(self, index: int) -> int:
-        order = cmd.TrainMicroBatch(index, 0, last=False, ranks=((TrajectoryId(index),) * 16,) * 2)
-        return self.journal.handled(ev.MicroBatchTrained(self.now(), index, 0), [order])
+        order = cmd.TrainMicroBatch(StepId(index), 0, last=False, ranks=((TrajectoryId(index),) * 16,) * 2)
+        return self.journal.handled(ev.MicroBatchTrained(self.now(), StepId(index), 0), [order])
 
     def answer(self, number: int) -> None:
         trajectory, now = TrajectoryId(number), self.now()
@@ -96,7 +96,7 @@ class Book:
             size = min(CHUNK, TOKENS - start)
             self.tokens.append(number, 1, tokens[:size], logprobs[:size], start=start)
         finished = ev.GenerationFinished(now, trajectory, 1, TOKENS, False, ((3, 0, TOKENS),))
-        after = cmd.Generate(TrajectoryId(number + 64), 1, InstanceId(number % 8), 3, 0)
+        after = cmd.Generate(TrajectoryId(number + 64), 1, InstanceId(number % 8), VersionId(3), 0)
         self.journal.handled(finished, [cmd.GradeTrajectory(trajectory, 1), after])
         self.journal.handled(ev.TrajectoryGraded(now, trajectory, 1, 1.0), [])
 

@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 from result import Report, number, parser
 
+from dora.core.core import handle
 from dora.core.decode_time import DecodeTime
 from dora.core.events import Event
 from dora.core.state import State
@@ -82,11 +83,11 @@ def replay(case: Case) -> tuple[float, float, int]:
     events: list[Event] = []
     one = workload(case)
     World(one, seed=0, sink=lambda event, _orders: events.append(event)).run()
-    handle = State(one.settings()).handle
+    state = State(one.settings())
 
     def again() -> None:
         for event in events:
-            handle(event)
+            handle(state, event)
 
     return *seconds(again), len(events)
 

@@ -29,6 +29,7 @@ import numpy as np
 import zmq
 from result import Report, number, parser
 
+from dora.core.ids import StepId
 from dora.transport.codec import Buffer, encode
 from dora.transport.controller_end import ControllerEnd
 from dora.transport.curve import guard_controller, guard_trainer
@@ -37,6 +38,7 @@ from dora.transport.messages import MicroBatch, MicroBatchDone, Stop, TrainerDat
 from dora.transport.trainer_end import TrainerEnd
 
 WORLDS = (1, 2, 8)
+STEP = StepId(0)
 GROUP_SIZE = 8
 DIFFERENT = 16
 TOKEN = "bench"
@@ -57,7 +59,7 @@ class Shape(NamedTuple):
 
     tokens: int
     answers: int
-    count: int  # that one round moves over all ranks
+    messages: int  # that one round moves over all ranks
     bar: str
 
 
@@ -67,7 +69,7 @@ SHAPES = (Shape(65_536, 16, 320, "ratio >= 0.7"), Shape(4_096, 8, 2_400, ""))
 def micro_batch(tokens: int, answers: int, *, seed: int, last: bool) -> MicroBatch:
     draw = np.random.default_rng(seed)
     return MicroBatch(
-        step=0,
+        step=STEP,
         index=0,
         last=last,
         tokens=draw.integers(0, 150_000, tokens, dtype=np.int32),
@@ -93,7 +95,7 @@ def rank_of_ours(address: str, rank: int, world_size: int) -> None:
     while not isinstance(message := end.receive(LIMIT_S), Stop):
         assert isinstance(message, MicroBatch)
         if message.last:
-            end.send(MicroBatchDone(rank=rank, step=0, index=0, num_tokens=len(message.tokens), busy_s=0.0))
+            end.send(MicroBatchDone(rank=rank, step=STEP, index=0, num_tokens=len(message.tokens), busy_s=0.0))
     end.close()
 
 
@@ -195,7 +197,7 @@ async def measure(report: Report, world_size: int, *, rounds: int, scale: int) -
                 for seed in range(DIFFERENT + 1)
             ]
             frames = [encode(TrainerData(epoch=0, id=1, message=batch)) for batch in batches]
-            count = shape.count * scale // world_size
+            count = shape.messages * scale // world_size
             seconds = []
             for _ in range(rounds + 1):
                 taken = bare.round(frames, count), clear.round(frames, count)

@@ -37,6 +37,7 @@ from result import Report, number, parser
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from dora.core.ids import VersionId
 from dora.engine.sglang.client import EngineClient
 from dora.engine.sglang.distributed import BUCKET_BYTES, Distributed
 from dora.engine.sglang.push import Disk, Transfer, push
@@ -106,6 +107,7 @@ def servers(kind: str, model: Path) -> Iterator[list[str]]:
         for command in [both] if kind == "sglang" else [one] * SERVERS:
             process = stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=ENV))
             stack.callback(process.terminate)
+            assert process.stdout is not None
             for _ in range(SERVERS if kind == "sglang" else 1):
                 urls.append(process.stdout.readline().split()[1])
         yield urls
@@ -159,6 +161,8 @@ class Bare:
 
     def broadcast(self) -> float:
         first = self._ranks[0]
+        assert first.stdin is not None
+        assert first.stdout is not None
         first.stdin.write("\n")
         first.stdin.flush()
         return float(first.stdout.readline())
@@ -168,7 +172,8 @@ def _free_port() -> int:
     import socket
 
     with socket.create_server(("127.0.0.1", 0)) as probe:
-        return probe.getsockname()[1]
+        port: int = probe.getsockname()[1]
+        return port
 
 
 # --- pushes
@@ -265,9 +270,9 @@ def measure_store(measured: Measured, *, rounds: int, root: Path) -> None:
     publisher = Publisher(
         store, model_path=root / "v1", dtype="float32", report=lambda _: None, on_failure=lambda _: None
     )
-    for version in range(rounds + 1):
+    for version in map(VersionId, range(rounds + 1)):
         begun = time.perf_counter()
-        publisher.publish(version, weights)
+        publisher.publish(version, weights, chain=f"bench-{version}")
         publisher.wait()
         measured.wall.setdefault("store", []).append(time.perf_counter() - begun)
         store.release(version)

@@ -10,12 +10,20 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple, cast
 
+import msgspec
+import uvloop
+
+from dora.controller.published import Published
+from dora.core.ids import FIRST_VERSION
+
 RUN_ID = "bench"
-LABEL = f"{RUN_ID}/0"
+LABEL = Published(RUN_ID, files={FIRST_VERSION: {}}).label(FIRST_VERSION)  #: of a version 0 that is an empty folder
 PROMPT_TOKENS = 24
+GROUP_SIZE = 8
 SLOTS = 256
 CREDIT = b"CREDIT / HTTP/1.1\r\n\r\n"
 EIGHTHS = 4  # of a round that may be under way
@@ -168,3 +176,7 @@ async def serve(case: Case) -> None:
     server = await asyncio.get_running_loop().create_server(lambda: Connection(sender), "127.0.0.1", 0, backlog=16_384)
     print(server.sockets[0].getsockname()[1], flush=True)
     await server.serve_forever()
+
+
+if __name__ == "__main__":
+    uvloop.run(serve(msgspec.json.decode(sys.argv[1], type=Case)))
