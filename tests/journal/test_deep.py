@@ -15,7 +15,7 @@ import pytest
 from dora.core.ids import GroupId, TrajectoryId
 from dora.errors import ConfigError
 from dora.journal.deep import KeptTrajectory, altered_rows, deep_check, encode_kept, read_kept, render_deep
-from dora.journal.tokens import Answer, StoredPrompt, TokenStore
+from dora.journal.tokens import StoredAnswer, StoredPrompt, TokenStore
 
 VOCABULARY = 11
 
@@ -144,7 +144,7 @@ def stored_as(rows: Sequence[KeptTrajectory]) -> TokenStore:
     for row in rows:
         store.prompts[row.group] = StoredPrompt(np.asarray(row.prompt_tokens, np.int32), b"")
         tokens = np.asarray(row.tokens, np.int32)
-        store.answers[row.trajectory] = Answer(tokens, np.float32(row.logprobs), np.ones(len(tokens), np.uint8))
+        store.answers[row.trajectory] = StoredAnswer(tokens, np.float32(row.logprobs), np.ones(len(tokens), np.uint8))
     return store
 
 
