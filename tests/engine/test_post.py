@@ -128,5 +128,5 @@ async def test_an_https_url_is_never_spoken_to_in_plain_text(server: ScriptedSer
 async def test_a_connection_has_a_deadline() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:  # the kernel connects, nobody begins TLS
         url = f"https://127.0.0.1:{silent.getsockname()[1]}"
-        with pytest.raises(ServerGone, match=rf"^{url}: no connection in time; is the server running\?$"):
+        with pytest.raises(ServerGone, match=rf"^{url}: connection timed out; is the server running\?$"):
             await open_post(url, "/generate", body=b"{}", headers={}, on_events=bytes, timeout_s=0.1)

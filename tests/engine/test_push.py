@@ -97,7 +97,7 @@ async def test_a_server_that_stays_paused_after_a_failure_is_doubtful() -> None:
             raise RemoteError("no answer to /continue_generation")
 
     server = StaysPaused(fails="pause in_place", how="after")
-    with pytest.raises(PushFailed, match="connection lost; then it did not continue: no answer") as failed:
+    with pytest.raises(PushFailed, match="connection lost; then it could not be resumed: no answer") as failed:
         await push_to(server)
     assert (failed.value.stage, failed.value.doubtful, server.is_paused) == ("pause", True, True)
 
@@ -120,7 +120,7 @@ async def test_an_update_that_is_accepted_and_ignored_is_found_by_reading_back()
         async def update_weights(self, folder: str, label: str, *, timeout_s: float) -> None:
             await self._call("update_weights")
 
-    with pytest.raises(PushFailed, match="says that it holds 'run/1', not 'run/2'") as failed:
+    with pytest.raises(PushFailed, match="reports version 'run/1', expected 'run/2'") as failed:
         await push_to(Ignores())
     assert (failed.value.stage, failed.value.doubtful) == ("read back", True)
 
@@ -142,7 +142,7 @@ async def test_a_request_that_slips_in_during_the_push_makes_it_doubtful() -> No
         async def update_weights(self, folder: str, label: str, *, timeout_s: float) -> None:
             await self._call("update_weights", label=label, num_resident=1)
 
-    with pytest.raises(PushFailed, match="came in during the push") as failed:
+    with pytest.raises(PushFailed, match="arrived during the push") as failed:
         await push_to(SlipsIn())
     assert (failed.value.stage, failed.value.doubtful) == ("flush after update", True)
 

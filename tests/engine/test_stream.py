@@ -169,19 +169,19 @@ def test_an_answer_without_spans_has_one_span_of_the_label_on_its_last_chunk() -
     """Labels on earlier chunks are those of the server's HTTP process at that moment."""
     early = chunk([1], total=1, weight_version="run/2")
     _, result = read(early, chunk([1, 2], total=2, finish={"type": "length"}, weight_version="run/3"), DONE)
-    assert (result.spans, result.has_spans) == ((("run/3", 0, 2),), False)
+    assert result.spans == (("run/3", 0, 2),)
 
 
 def test_an_answer_that_tells_no_version_has_no_span() -> None:
     _, result = read(chunk([1], total=1, finish={"type": "length"}), DONE)
-    assert (result.spans, result.has_spans) == ((), False)
+    assert result.spans == ()
 
 
 def test_spans_count_more_than_the_label_of_the_end() -> None:
     spans = [span(1), {"version": "run/4", "start": 1, "end": 2}]
     end = chunk([1, 2], total=2, finish={"type": "length"}, weight_versions=spans, weight_version="run/4")
     _, result = read(end, DONE)
-    assert (result.spans, result.has_spans) == ((("run/3", 0, 1), ("run/4", 1, 2)), True)
+    assert result.spans == (("run/3", 0, 1), ("run/4", 1, 2))
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
+from dora.engine.api import Capabilities
 from dora.engine.errors import RequestRefused
 from dora.engine.sglang.client import EngineClient
-from dora.engine.sglang.probe import Probed, probe
+from dora.engine.sglang.probe import probe
 from tests.embedded.conftest import CONTEXT, EOS, Reference
 from tests.sglang.conftest import (
     DIALECT,
@@ -41,18 +42,16 @@ async def test_the_probe_finds_what_the_server_was_started_with(
     found = await probe(client, wire.server.url, timeout_s=30)
     assert found.context_tokens is not None
     assert CONTEXT - 8 < found.context_tokens <= CONTEXT
-    assert replace(found, context_tokens=None) == Probed(
+    assert replace(found, context_tokens=None) == Capabilities(
         release=DIALECT.version,
-        is_incremental=True,
         kv_tokens=KV_TOKENS,
         slots=SLOTS,
         context_tokens=None,
         label=START_LABEL,
         model_path=str(model_a),
-        has_spans=DIALECT.has_spans,
-        has_update_gate=DIALECT.has_update_gate,
-        has_weights_checker=True,
     )
+    assert await client.has_route(wire.server.url, "/begin_weight_update") == DIALECT.has_update_gate
+    assert await client.has_route(wire.server.url, "/weights_checker")
 
 
 async def test_a_unary_answer_has_the_fields_that_are_relied_on(wire: Wire) -> None:
