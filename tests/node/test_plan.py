@@ -117,7 +117,7 @@ def test_servers_take_the_gpus_after_the_trainers(settings: tuple[str, ...], env
 
 def test_gpus_that_are_not_there_are_refused():
     wanted = config("engine.kind=sglang", "engine.device=cuda", "trainer.device=cuda")
-    with pytest.raises(ConfigError, match=r"engine.gpus: GPU 5 is wanted \(the trainer's 2 come first\), .* names 4; "):
+    with pytest.raises(ConfigError, match=r"engine.gpus: GPU 5 is needed \(after the 2 of the trainer\), .* lists 4; "):
         assign_gpus(wanted, environ={"CUDA_VISIBLE_DEVICES": "0,1,2,3"})
 
 

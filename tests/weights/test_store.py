@@ -82,7 +82,7 @@ def test_a_process_of_a_controller_that_was_replaced_makes_no_version_visible(tm
     raise_fence(tmp_path / "epoch", epoch=1)
     fence = partial(pass_fence, tmp_path / "epoch", epoch=0)
     store = VersionStore(memory_root=tmp_path / "memory", durable_root=tmp_path / "durable", fence=fence)
-    with pytest.raises(StaleEpoch, match="controller epoch 1 has taken the run over"):
+    with pytest.raises(StaleEpoch, match="controller epoch 1 has taken over the run"):
         publish(store, 3)
     assert store.live() == []
     raise_fence(tmp_path / "epoch", epoch=0)
