@@ -48,8 +48,6 @@ class GenerateResult:
     spans: tuple[tuple[str, int, int], ...]
     num_tokens: int  # output tokens of this request, including a matched stop token
     cached_tokens: int  # prompt tokens found in the prefix cache
-    prompt_tokens: int  # 0 if the server does not report it (aborted in the queue)
-    num_retractions: int
 
     @property
     def was_stopped(self) -> bool:

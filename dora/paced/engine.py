@@ -1,8 +1,8 @@
 """An engine without a model: answers have the lengths of a workload's table and take the simulated server's time.
 
-It uses the embedded engine's HTTP protocol and decides only when tokens appear. `sim.instance` is driven by a clock that
-runs `time_scale` times faster than the wall clock, so that a late wake-up delays publication but never decoding. The
-request id identifies the trajectory and so its answer; probes are answered at once. Invariant: `rows` are the
+It uses the embedded engine's HTTP protocol and decides only when tokens appear. `sim.instance` is driven by a clock
+that runs `time_scale` times faster than the wall clock, so that a late wake-up delays publication but never decoding.
+The request id identifies the trajectory and so its answer; probes are answered at once. Invariant: `rows` are the
 generations whose requests the simulated server holds.
 """
 

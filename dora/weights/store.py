@@ -287,7 +287,7 @@ def claim(root: Path) -> IO[bytes]:
         fcntl.flock(existing, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         existing.close()
-        raise StoreError(f"{root} belongs to a run that is still running; end that run first") from None
+        raise StoreError(f"{root} belongs to a run that is still alive; end that run first") from None
     return existing
 
 

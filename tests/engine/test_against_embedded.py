@@ -127,7 +127,7 @@ async def test_both_forms_of_stream_give_the_same_tokens_and_logprobs(
     for form, (url, _) in servers.items():
         answers[form] = Tokens()
         result = await client.generate(url, REQUEST, answers[form])
-        assert (result.finish_reason, result.num_tokens, result.prompt_tokens) == ("length", 24, 4)
+        assert (result.finish_reason, result.num_tokens) == ("length", 24)
         assert result.spans == (("run/0", 0, 24),)
     assert len(answers["cumulative"].token_ids) == 24
     assert answers["cumulative"].token_ids == answers["incremental"].token_ids

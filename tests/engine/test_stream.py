@@ -91,7 +91,7 @@ def test_the_last_chunk_of_a_captured_abort_keeps_all_tokens() -> None:
     received, result = read(event(body), DONE)
     assert received.token_ids == body["output_ids"]
     assert (result.finish_reason, result.num_tokens, result.spans) == ("abort", 107, (("default", 0, 107),))
-    assert (result.prompt_tokens, result.cached_tokens, result.num_retractions) == (4, 3, 0)
+    assert result.cached_tokens == 3
 
 
 @st.composite
@@ -148,7 +148,7 @@ def test_an_abort_chunk_that_repeats_only_the_last_output_id_adds_nothing() -> N
     )
     received, result = read(chunk([5], total=1), chunk([6, 7], total=3), trap, DONE)
     assert received.token_ids == [5, 6, 7]
-    assert (result.finish_reason, result.prompt_tokens) == ("abort", 0)
+    assert result.finish_reason == "abort"
 
 
 def test_an_abort_in_the_queue_before_the_first_token_is_an_empty_answer() -> None:

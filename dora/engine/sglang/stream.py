@@ -49,9 +49,7 @@ class _Meta(msgspec.Struct, gc=False):
     finish_reason: _Finish | None = None
     weight_versions: list[_Span] | None = None
     weight_version: str | None = None  # valid in the last chunk only
-    prompt_tokens: int = 0
     cached_tokens: int = 0
-    num_retractions: int = 0
 
 
 class _Error(msgspec.Struct, gc=False):
@@ -166,8 +164,6 @@ class StreamParser:
             spans=spans,
             num_tokens=self._num_tokens,
             cached_tokens=meta.cached_tokens,
-            prompt_tokens=meta.prompt_tokens,
-            num_retractions=meta.num_retractions,
         )
 
 
