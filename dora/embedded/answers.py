@@ -61,7 +61,8 @@ class CallAnswer:
 
     def _meta(self, start: int, end: int) -> dict[str, Any]:
         generation = self.generation
-        meta = {"id": generation.rid, "finish_reason": generation.finish_reason if generation.done else None}
+        finish_reason = generation.finish_reason if generation.done else None
+        meta: dict[str, Any] = {"id": generation.rid, "finish_reason": finish_reason}
         cached = generation.cached_tokens
         if not self._ended_in_queue():
             meta["prompt_tokens"] = len(generation.prompt_ids)

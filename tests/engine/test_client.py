@@ -48,7 +48,7 @@ async def client() -> AsyncIterator[EngineClient]:
         yield client
 
 
-async def test_tokens_are_handed_on_while_the_stream_is_still_open(
+async def test_tokens_are_delivered_while_the_stream_is_still_open(
     server: ScriptedServer, client: EngineClient
 ) -> None:
     tokens = Tokens()
@@ -128,7 +128,7 @@ async def test_a_stream_cut_after_its_last_chunk_has_ended_well(server: Scripted
     assert (await client.generate(server.url, REQUEST, tokens)).num_tokens == 3
 
 
-async def test_a_server_that_is_not_there_is_one_line_that_names_it(unused_url: str, client: EngineClient) -> None:
+async def test_an_unreachable_server_is_one_line_that_names_it(unused_url: str, client: EngineClient) -> None:
     line = rf"^{unused_url}: cannot connect \(Connect.*\); is the server running\?$"
     with pytest.raises(ServerGone, match=line):
         await client.generate(unused_url, REQUEST, Tokens())
@@ -137,7 +137,7 @@ async def test_a_server_that_is_not_there_is_one_line_that_names_it(unused_url: 
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://127.0.0.1:8000", "http://", ""])
-async def test_what_is_no_url_is_a_config_error(client: EngineClient, url: str) -> None:
+async def test_an_invalid_url_is_a_config_error(client: EngineClient, url: str) -> None:
     with pytest.raises(ConfigError, match="not a server URL"):
         await client.generate(url, REQUEST, Tokens())
     with pytest.raises(ConfigError, match="not a server URL"):
@@ -251,7 +251,7 @@ async def test_every_control_call_sends_its_flags(server: ScriptedServer, client
 
 
 @pytest.mark.parametrize("failures", range(CONTROL_ATTEMPTS + 1))
-async def test_a_control_call_survives_connection_trouble_a_limited_number_of_times(
+async def test_a_control_call_is_retried_after_connection_errors_a_limited_number_of_times(
     server: ScriptedServer, client: EngineClient, failures: int
 ) -> None:
     async def answer(request: web.Request) -> web.Response:
@@ -294,7 +294,7 @@ async def test_weights_are_updated_in_a_pause_only(server: ScriptedServer, clien
     assert "/update_weights_from_disk" not in server.paths()
 
 
-async def test_after_an_update_that_was_given_up_the_next_one_waits_for_its_end(
+async def test_after_an_update_that_timed_out_the_next_one_waits_for_its_end(
     server: ScriptedServer, client: EngineClient
 ) -> None:
     """By a flush, which the scheduler answers after it."""

@@ -55,7 +55,7 @@ async def engine(folder: Path, **changes: Any) -> AsyncIterator[str]:
 
 @dataclass(frozen=True)
 class Recorded(PushTarget):
-    """A server of which is known in which order it was asked to change, and what it said that it holds after each."""
+    """A server that records the order of its updates and the label that it reports after each."""
 
     calls: list[tuple[str, str]] = field(default_factory=list)
 
@@ -186,7 +186,7 @@ async def test_weights_that_lack_a_bucket_are_found_by_their_log_probs(
         assert await client.weight_version(url) == "run/1"  # which is why the label is no proof
 
 
-async def test_log_probs_that_are_no_numbers_are_not_taken_for_equal(
+async def test_nan_log_probs_are_not_equal(
     client: EngineClient, transfer: Distributed, model_a: Path, model_b: Path
 ) -> None:
     class Nan(PushTarget):
@@ -261,7 +261,7 @@ async def test_one_that_died_while_idle_is_not_lent(senders: Senders) -> None:
         assert other.pid != sender.pid
 
 
-async def test_a_rendezvous_that_nobody_comes_to_ends_by_its_time_limit(
+async def test_a_rendezvous_that_no_rank_joins_times_out(
     senders: Senders,
     model_a: Path,
 ) -> None:
@@ -283,7 +283,7 @@ async def test_a_rendezvous_that_nobody_comes_to_ends_by_its_time_limit(
             await sender.receive(Sent, timeout_s=PUSH_S)
 
 
-async def test_a_sender_that_says_nothing_in_time_is_an_error(senders: Senders) -> None:
+async def test_a_sender_that_does_not_reply_in_time_is_an_error(senders: Senders) -> None:
     async with senders.lend() as sender:
         with pytest.raises(RemoteError, match=r"the sender sent no 'Scored' within 0\.05 s"):
             await sender.receive(Scored, timeout_s=0.05)

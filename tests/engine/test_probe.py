@@ -93,13 +93,13 @@ async def test_a_server_that_refuses_our_request_is_refused(sglang: ScriptedServ
         await probe(client, sglang.url, timeout_s=10)
 
 
-async def test_a_server_that_is_not_there_is_one_line_that_names_it(unused_url: str, client: EngineClient) -> None:
+async def test_an_unreachable_server_is_one_line_that_names_it(unused_url: str, client: EngineClient) -> None:
     with pytest.raises(ServerGone, match=rf"^{unused_url}: cannot connect .*; is the server running\?$"):
         await probe(client, unused_url, timeout_s=10)
     assert not await SglangEngine(client).is_alive(unused_url, timeout_s=10)
 
 
-async def test_a_server_that_does_not_answer_is_given_up(sglang: ScriptedServer, client: EngineClient) -> None:
+async def test_a_server_that_does_not_answer_times_out(sglang: ScriptedServer, client: EngineClient) -> None:
     release = asyncio.Event()
 
     async def hang(_: web.Request) -> web.Response:

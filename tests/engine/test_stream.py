@@ -158,7 +158,7 @@ def test_an_abort_in_the_queue_before_the_first_token_is_an_empty_answer() -> No
     assert (received.token_ids, result.finish_reason, result.spans) == ([], "abort", (("run/3", 0, 0),))
 
 
-def test_spans_of_an_answer_that_saw_two_versions_are_handed_on() -> None:
+def test_an_answer_under_two_versions_has_both_spans() -> None:
     spans = [span(1), {"version": "run/4", "start": 1, "end": 2}]
     _, result = read(chunk([1, 2], total=2, finish={"type": "stop", "matched": 2}, weight_versions=spans), DONE)
     assert result.spans == (("run/3", 0, 1), ("run/4", 1, 2))
@@ -172,7 +172,7 @@ def test_an_answer_without_spans_has_one_span_of_the_label_on_its_last_chunk() -
     assert result.spans == (("run/3", 0, 2),)
 
 
-def test_an_answer_that_tells_no_version_has_no_span() -> None:
+def test_an_answer_without_a_version_has_no_span() -> None:
     _, result = read(chunk([1], total=1, finish={"type": "length"}), DONE)
     assert result.spans == ()
 
@@ -212,14 +212,14 @@ def test_an_event_without_an_end_is_refused_before_it_fills_the_memory(monkeypat
         read(b"data: ", *[b"x" * 100] * 20)
 
 
-def test_tokens_before_an_error_in_the_same_bytes_are_handed_on() -> None:
+def test_tokens_before_an_error_in_the_same_bytes_are_delivered() -> None:
     received = Received()
     with pytest.raises(RequestRefused):
         read(chunk([4, 5], total=2) + event({"error": "out of memory"}) + DONE, into=received)
     assert received.token_ids == [4, 5]
 
 
-def test_tokens_inside_a_refusing_abort_chunk_are_handed_on() -> None:
+def test_tokens_in_a_refusing_abort_chunk_are_delivered() -> None:
     received = Received()
     finish = {"type": "abort", "message": "Out of KV room", "status_code": 500}
     with pytest.raises(RequestRefused, match="Out of KV room") as refused:

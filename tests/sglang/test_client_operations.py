@@ -90,7 +90,7 @@ class Operations(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, SLOTS + QUEUE), how=st.sampled_from(["abort", "drop", "start again"]))
     def disturb(self, which: int, how: str) -> None:
-        """One of the calls that are live as far as is known here, else one that nobody knows."""
+        """One of the calls that are believed to be live, or an unknown one."""
         rid = [*self._calls, "nobody-0"][which % (len(self._calls) + 1)]
         match how:
             case "abort":

@@ -133,7 +133,7 @@ async def test_the_end_of_sequence_of_the_model_stops_an_answer(wire: Wire) -> N
     assert answer["output_ids"].index(EOS) == len(answer["output_ids"]) - 1
 
 
-async def test_our_client_reads_what_the_wire_says(wire: Wire, client: EngineClient, reference_a: Reference) -> None:
+async def test_the_client_reads_a_stream(wire: Wire, client: EngineClient, reference_a: Reference) -> None:
     tokens = Tokens()
     result = await client.generate(wire.server.url, request("client-0"), tokens)
     assert result.spans == ((START_LABEL, 0, result.num_tokens),)
@@ -284,7 +284,7 @@ async def test_a_request_aborted_while_it_waits_ends_without_tokens(wire: Wire, 
     await asyncio.gather(*running)
 
 
-async def test_aborting_what_is_not_there_is_no_error(wire: Wire) -> None:
+async def test_aborting_an_unknown_request_is_not_an_error(wire: Wire) -> None:
     assert await wire.post("/abort_request", {"rid": "nobody-0"}) == (200, "")
     assert await wire.post("/abort_request", {"abort_all": True}) == (200, "")
 
