@@ -3,7 +3,7 @@
 The model's own forward runs; DORA supplies only the cache and the attention call. Rows 0..n-1 are the live requests and
 always dense, so that a step reads views of the KV tensor and copies nothing; when a row leaves, the last one takes its
 place. A prefill stops before the last prompt token: like a sampled token, that one is pending and is computed in the
-next step with those of all other rows, so that a request whose prompt is cached needs no forward of its own. Invariant:
+next step with those of all other rows, so that a request whose prompt is cached needs no separate forward. Invariant:
 KV positions below a row's length hold its tokens in order, and the positions behind are masked and finite. An extra row
 receives the writes of padding. Not thread-safe.
 

@@ -109,7 +109,7 @@ async def _on_thread(engine: Engine, act: Callable[[], object]) -> str | None:
     """Run `act` between steps on the decoder thread; return its error message, or None."""
     try:
         failure = await engine.batcher.between_steps(act, on_thread=True)
-    except (ConfigError, AttributeError, RuntimeError, ValueError) as err:  # torch's own are RuntimeErrors
+    except (ConfigError, AttributeError, RuntimeError, ValueError) as err:  # torch raises RuntimeErrors
         return str(err)
     return failure if isinstance(failure, str) else None
 

@@ -26,7 +26,6 @@ from dora.embedded.dialect import DEFAULT_DIALECT, dialect_of
 from dora.embedded.engine import ENGINE, Engine, Handler, error_body
 from dora.embedded.gate import Gate
 from dora.embedded.generate import generate
-from dora.embedded.metrics import EngineMetrics
 from dora.embedded.requests import RequestLimits
 from dora.embedded.scheduler import Scheduler
 from dora.embedded.text import TextCodec
@@ -100,7 +99,6 @@ def running(
         kv_tokens=options.kv_tokens,
         weight_version=options.weight_version,
         max_queued_requests=options.max_queued_requests,
-        metrics=EngineMetrics(),
     )
     return listening(options, batcher, tokenizer)
 

@@ -20,7 +20,6 @@ from typing import Any, Final
 from dora.core.commands import Generate
 from dora.core.ids import InstanceId, TrajectoryId
 from dora.embedded.generation import ABORTED, ABORTED_WAITING, Generation
-from dora.embedded.metrics import EngineMetrics
 from dora.embedded.scheduler import Scheduler
 from dora.errors import InvariantViolation
 from dora.sim.answers import Answers
@@ -103,14 +102,7 @@ class PacedEngine(Scheduler):
         push_s: float,
         time_scale: float,
     ) -> None:
-        super().__init__(
-            model,
-            slots=server.slots,
-            kv_tokens=server.kv_tokens,
-            weight_version="default",
-            max_queued_requests=None,
-            metrics=EngineMetrics(),
-        )
+        super().__init__(model, slots=server.slots, kv_tokens=server.kv_tokens)
         self._paced = model
         self._answers, self._push_s, self._time_scale = answers, push_s, time_scale
         self._instance = SimulatedInstance(InstanceId(0), server, slowness=slowness)

@@ -301,17 +301,13 @@ class EngineClient:
 
     async def _send(self, method: str, url: str, path: str, body: dict[str, Any] | None) -> tuple[int, bytes]:
         async with self._session.request(
-            method, _join(url, path), json=body, headers=self._headers(url), allow_redirects=False
+            method, url.rstrip("/") + path, json=body, headers=self._headers(url), allow_redirects=False
         ) as response:
             return response.status, await response.read()
 
     def _headers(self, url: str) -> dict[str, str]:
         key = self.keys.get(url, self._api_key)
         return {"Authorization": f"Bearer {key}"} if key else {}
-
-
-def _join(url: str, path: str) -> str:
-    return url.rstrip("/") + path
 
 
 def _error_of(url: str, err: aiohttp.ClientError | ConnectionError) -> DoraError:

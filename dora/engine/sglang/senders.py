@@ -87,7 +87,7 @@ class Sender:
     async def kill(self) -> None:
         """Kill the process and wait for its end."""
         with contextlib.suppress(ProcessLookupError):  # gone already
-            os.killpg(self._process.pid, signal.SIGKILL)  # it leads a session of its own
+            os.killpg(self._process.pid, signal.SIGKILL)  # the sender leads its own session
         async with asyncio.timeout(KILL_TIMEOUT_S):
             await self._process.wait()
 
@@ -104,11 +104,8 @@ class Senders:
     @asynccontextmanager
     async def lend(self) -> AsyncIterator[Sender]:
         """Lend a sender to one caller, exclusively."""
-        idle = [sender for sender in self._idle if sender.is_alive]
-        sender = idle.pop() if idle else None
-        self._idle = idle
-        if sender is None:
-            sender = await self._start()
+        self._idle = [sender for sender in self._idle if sender.is_alive]
+        sender = self._idle.pop() if self._idle else await self._start()
         try:
             yield sender
         except BaseException:
