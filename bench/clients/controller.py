@@ -215,6 +215,6 @@ def httpx_client(*, max_connections: int) -> EngineClient:
                         seen += len(new)
                         on_tokens([token for _, token, _ in new], [logprob for logprob, _, _ in new])
             spans = tuple((span["version"], span["start"], span["end"]) for span in meta["weight_versions"])
-            return GenerateResult(meta["finish_reason"]["type"], spans, seen, meta["cached_tokens"], PROMPT_TOKENS, 0)
+            return GenerateResult(meta["finish_reason"]["type"], spans, seen, meta["cached_tokens"])
 
     return HttpxClient(max_connections=max_connections)

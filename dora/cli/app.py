@@ -275,7 +275,7 @@ def serve(
     skip_tokenizer_init: Annotated[
         bool, typer.Option("--skip-tokenizer-init", help="Token ids only, no text.")
     ] = False,
-    max_queued_requests: Annotated[int | None, typer.Option(min=0, help="Refuse more than so many waiting.")] = None,
+    max_queued_requests: Annotated[int | None, typer.Option(min=0, help="Maximum number of queued requests.")] = None,
     seed: Annotated[int, typer.Option(help="Of requests that bring none.")] = 0,
     dialect: Annotated[str, typer.Option(help="SGLang release to behave as, 0.5.18 to 0.5.23; for tests.")] = "0.5.20",
 ) -> None:

@@ -60,7 +60,7 @@ class Server(Protocol):
         """End it now if it is ours."""
 
     async def stop(self) -> None:
-        """It leaves the run: ended in peace if it is ours, else left running and unpaused."""
+        """Let the server leave the run: shut a managed one down, and leave an external one running and unpaused."""
 
 
 @dataclass(frozen=True, slots=True)

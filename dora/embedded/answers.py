@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from dora.embedded.generation import ABORTED_WAITING, QUEUE_FULL
+from dora.embedded.generation import ABORTED_WAITING, QUEUE_FULL, Generation
 from dora.embedded.requests import GenerateCall
 from dora.embedded.text import Text
 
@@ -26,7 +26,7 @@ def event(answer: dict[str, Any]) -> bytes:
 class CallAnswer:
     """The answers to one call; `sent` counts the output tokens that the client already has."""
 
-    ask: GenerateCall
+    call: GenerateCall
     text: Text | None  # None in skip-tokenizer mode
     incremental: bool
     has_spans: bool
@@ -34,13 +34,16 @@ class CallAnswer:
     dispatched_at: float = 0.0
     sent: int = 0
 
+    @property
+    def generation(self) -> Generation:
+        return self.call.generation
+
     def due(self) -> bool:
-        generation = self.ask.generation
-        return generation.done or generation.published > self.sent
+        return self.generation.done or self.generation.published > self.sent
 
     def next(self) -> dict[str, Any]:
         """The next chunk, or the whole result if nothing was sent before and the generation is done."""
-        generation = self.ask.generation
+        generation = self.generation
         start, end = (self.sent if self.incremental else 0), generation.published
         self.sent = end
         answer: dict[str, Any] = {}
@@ -48,20 +51,18 @@ class CallAnswer:
             answer["text"] = self.text.upto(end, incremental=self.incremental) if self.text is not None else ""
         answer["output_ids"] = generation.output_ids[start:end]
         answer["meta_info"] = self._meta(start, end)
-        if self.ask.return_prompt_token_ids:
+        if self.call.return_prompt_token_ids:
             answer["prompt_token_ids"] = generation.prompt_ids
         return answer
 
     def _ended_in_queue(self) -> bool:
         """SGLang makes these answers outside the batch: always with a text, never with the prompt's counts."""
-        generation = self.ask.generation
-        return generation.done and generation.finish_reason in (ABORTED_WAITING, QUEUE_FULL)
+        return self.generation.done and self.generation.finish_reason in (ABORTED_WAITING, QUEUE_FULL)
 
     def _meta(self, start: int, end: int) -> dict[str, Any]:
-        generation = self.ask.generation
-        meta: dict[str, Any] = {"id": generation.rid, "finish_reason": None}
-        if generation.done:
-            meta["finish_reason"] = generation.finish_reason
+        generation = self.generation
+        finish_reason = generation.finish_reason if generation.done else None
+        meta: dict[str, Any] = {"id": generation.rid, "finish_reason": finish_reason}
         cached = generation.cached_tokens
         if not self._ended_in_queue():
             meta["prompt_tokens"] = len(generation.prompt_ids)
@@ -76,7 +77,7 @@ class CallAnswer:
         meta["weight_version"] = self.weight_version
         meta["completion_tokens"] = end
         refused = generation.finish_reason == QUEUE_FULL and not generation.output_ids
-        if self.ask.return_logprob and not refused:
+        if self.call.return_logprob and not refused:
             pairs = zip(generation.output_logprobs[start:end], generation.output_ids[start:end], strict=True)
             meta["input_token_logprobs"] = self._prompt_logprobs() if start == 0 else []
             meta["output_token_logprobs"] = [(logprob, token, None) for logprob, token in pairs]
@@ -86,19 +87,18 @@ class CallAnswer:
         return meta
 
     def _prompt_logprobs(self) -> list[tuple[float | None, int, None]]:
-        generation = self.ask.generation
+        generation = self.generation
         if generation.prompt_logprobs is None or generation.logprob_start is None:
             return []
         tokens = generation.prompt_ids[generation.logprob_start :]
         return [(logprob, token, None) for logprob, token in zip(generation.prompt_logprobs, tokens, strict=True)]
 
     def _at_the_end(self, end: int) -> dict[str, Any]:
-        generation = self.ask.generation
-        now = time.time()
+        generation = self.generation
         meta: dict[str, Any] = {
             "weight_version": generation.labels[-1][0],
             "e2e_latency": generation.finished_at - generation.received_at,
-            "response_sent_to_client_ts": now,
+            "response_sent_to_client_ts": time.time(),
         }
         if self.has_spans:
             meta["weight_versions"] = generation.spans()

@@ -67,24 +67,23 @@ def waves(generations: Sequence[Generation]) -> list[list[Generation]]:
     followers: list[Generation] = []
     seen: set[tuple[str, tuple[int, ...]]] = set()
     for generation in generations:
-        key = (generation.namespace, tuple(generation.token_ids()))
+        key = (generation.namespace, (*generation.prompt_ids, *generation.output_ids))
         (followers if key in seen else leaders).append(generation)
         seen.add(key)
     result: list[list[Generation]] = []
     limit = 0
-    for generation in sorted(leaders, key=lambda g: len(g.prompt_ids) + len(g.output_ids)):
-        length = len(generation.prompt_ids) + len(generation.output_ids)
-        if length > limit:
+    for generation in sorted(leaders, key=lambda g: g.num_tokens):
+        if generation.num_tokens > limit:
             result.append([])
-            limit = 2 * length
+            limit = 2 * generation.num_tokens
         result[-1].append(generation)
     return [*result, followers] if followers else result
 
 
 class Batcher(Scheduler):
-    def __init__(self, decoder: Decoder, **given: Any) -> None:
-        """`given` goes to `Scheduler`."""
-        super().__init__(decoder, **given)
+    def __init__(self, decoder: Decoder, **options: Any) -> None:
+        """`options` are those of `Scheduler`."""
+        super().__init__(decoder, **options)
         self.decoder = decoder
         self._published_at = 0.0
         self._admissions = 0
@@ -135,8 +134,7 @@ class Batcher(Scheduler):
                 self.waiting.remove(generation)
                 self._finish(generation, ABORTED_WAITING)
             elif not self.holding:
-                self._leave(self.rows.index(generation))
-                self._finish(generation, ABORTED)
+                self._end(generation, ABORTED)
 
     def _publish(self) -> None:
         """Publish finished requests now, and the tokens of all others when they are due."""
@@ -166,7 +164,7 @@ class Batcher(Scheduler):
         joining: list[Generation] = []
         used = self.used_tokens
         while self.waiting and len(self.rows) + len(joining) < self.slots:
-            need = len(self.waiting[0].prompt_ids) + len(self.waiting[0].output_ids)
+            need = self.waiting[0].num_tokens
             running = len(self.rows) + len(joining)
             if running and used + need + HEADROOM_TOKENS * (running + 1) > self.kv_tokens:
                 break
@@ -186,14 +184,13 @@ class Batcher(Scheduler):
         for outcome in joined:
             generation = wave[outcome.joiner]
             self.rows.append(generation)
-            self.used_tokens += len(generation.prompt_ids) + len(generation.output_ids)
+            self.used_tokens += generation.num_tokens
             if generation.cached_tokens is None:
                 generation.cached_tokens, generation.prefilled_at = outcome.cached_tokens, now
                 generation.prompt_logprobs = outcome.prompt_logprobs
             self.metrics.prefilled(len(generation.prompt_ids), outcome.cached_tokens)
         for generation in [one for one in wave if one.sampling.max_new_tokens == 0]:
-            self._leave(self.rows.index(generation))
-            self._finish(generation, {"type": "length", "length": 0})
+            self._end(generation, {"type": "length", "length": 0})
 
     def _step(self) -> None:
         while self.used_tokens + len(self.rows) > self.kv_tokens:
@@ -224,9 +221,13 @@ class Batcher(Scheduler):
 
     # --- one row
 
+    def _end(self, generation: Generation, reason: dict[str, object]) -> None:
+        self._leave(self.rows.index(generation))
+        self._finish(generation, reason)
+
     def _leave(self, row: int) -> None:
         generation = self.rows[row]
-        self.used_tokens -= len(generation.prompt_ids) + len(generation.output_ids)
+        self.used_tokens -= generation.num_tokens
         self.decoder.leave(row)
         last = self.rows.pop()
         if row < len(self.rows):
@@ -244,9 +245,8 @@ class Batcher(Scheduler):
 
 def _joiner(generation: Generation) -> Joiner:
     sampling = generation.sampling
-    banned = tuple(sampling.stop_ids) if sampling.min_new_tokens else ()
     return Joiner(
-        token_ids=generation.token_ids(),
+        token_ids=generation.prompt_ids + generation.output_ids,
         namespace=generation.namespace,
         seed=sampling.seed,
         temperature=sampling.temperature,
@@ -254,6 +254,6 @@ def _joiner(generation: Generation) -> Joiner:
         top_k=sampling.top_k,
         min_p=sampling.min_p,
         logprob_start=generation.logprob_start if generation.prompt_logprobs is None else None,
-        banned_ids=banned,
+        banned_ids=tuple(sampling.stop_ids) if sampling.min_new_tokens else (),
         ban_until=len(generation.prompt_ids) + sampling.min_new_tokens,
     )

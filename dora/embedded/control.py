@@ -177,7 +177,7 @@ async def loads(request: web.Request) -> web.Response:
     engine = request.app[ENGINE]
     batcher = engine.batcher
     gauges = _gauges(batcher)
-    waiting_tokens = sum(len(generation.prompt_ids) + len(generation.output_ids) for generation in batcher.waiting)
+    waiting_tokens = sum(generation.num_tokens for generation in batcher.waiting)
     load = {
         "timestamp": time.time(),
         "dp_rank": 0,
@@ -210,7 +210,7 @@ async def get_load(request: web.Request) -> web.Response:
         "num_reqs": len(batcher.rows) + len(batcher.waiting),
         "num_waiting_reqs": len(batcher.waiting),
         "num_tokens": batcher.used_tokens,
-        "num_pending_tokens": sum(len(one.prompt_ids) + len(one.output_ids) for one in batcher.waiting),
+        "num_pending_tokens": sum(generation.num_tokens for generation in batcher.waiting),
         "ts_tic": time.perf_counter(),
     }
     return web.json_response([load])

@@ -3,7 +3,7 @@
 The model's own forward runs; DORA supplies only the cache and the attention call. Rows 0..n-1 are the live requests and
 always dense, so that a step reads views of the KV tensor and copies nothing; when a row leaves, the last one takes its
 place. A prefill stops before the last prompt token: like a sampled token, that one is pending and is computed in the
-next step with those of all other rows, so that a request whose prompt is cached needs no forward of its own. Invariant:
+next step with those of all other rows, so that a request whose prompt is cached needs no separate forward. Invariant:
 KV positions below a row's length hold its tokens in order, and the positions behind are masked and finite. An extra row
 receives the writes of padding. Not thread-safe.
 
@@ -148,7 +148,7 @@ class CausalDecoder:
 
     @torch.inference_mode()
     def join(self, joiners: Sequence[Joiner]) -> list[Joined]:
-        """Rows to prefill come first, so that they are one view; a request whose prompt is cached needs no forward."""
+        """Add rows. Those to prefill come first, so that they form one view; the others need no forward pass."""
         found = [self._find(joiner) for joiner in joiners]
         order = sorted(range(len(joiners)), key=lambda i: found[i].missing == 0)
         joiners, found = [joiners[i] for i in order], [found[i] for i in order]
@@ -348,7 +348,7 @@ class CausalDecoder:
 
 
 def _from_start(logprobs: list[float] | None, joiner: Joiner) -> list[float | None] | None:
-    """`logprobs` ends with that of the last prompt token; the first requested token has none."""
+    """Return the log-probs from `logprob_start` on; `logprobs` ends at the last prompt token, the first one is None."""
     if joiner.logprob_start is None:
         return None
     count = len(joiner.token_ids) - joiner.logprob_start - 1
@@ -361,7 +361,7 @@ def _build(folder: Path, *, device: str, dtype: str) -> Any:
     if dtype not in DTYPES:
         raise ConfigError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
     if torch.device(device).type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"device {device!r}: this machine has no CUDA device that torch can use; take cpu")
+        raise ConfigError(f"device {device!r}: this machine has no CUDA device that torch can use; use cpu")
     disable_progress_bar()
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
@@ -380,7 +380,7 @@ def _build(folder: Path, *, device: str, dtype: str) -> Any:
 
 
 def _context_tokens(config: PretrainedConfig) -> int:
-    """The context length; at most the sliding window, within which such layers see everything."""
+    """Return the context length, at most that of the sliding window, within which attention is full."""
     context = config.max_position_embeddings
     window = getattr(config, "sliding_window", None)
     if window and getattr(config, "use_sliding_window", True):
@@ -417,7 +417,7 @@ def _copy_weights(model: Any, folder: Path) -> None:
     missing = set(state)
     for file in files:
         with safe_open(file, framework="pt", device="cpu") as tensors:
-            for name in tensors.keys():  # noqa: SIM118  a safetensors file is no mapping
+            for name in tensors.keys():  # noqa: SIM118  a safetensors file is not a mapping
                 if name not in state:
                     raise ConfigError(f"{file} holds {name}, which the served model does not have")
                 _copy(tensors.get_tensor(name), state[name], name=name, file=file)

@@ -1,10 +1,9 @@
-"""Shared by the routes of the embedded engine: the engine itself, request bodies, error bodies, and `die`."""
+"""Shared by the routes of the embedded engine: its state, request bodies, answers, and `die`."""
 
 from __future__ import annotations
 
 import os
 import sys
-import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -38,7 +37,6 @@ class Engine:
     groups: dict[str, Any] = field(default_factory=dict)  # process groups that transfer weights, by name
     draining: bool = False
     unhealthy: bool = False  # the last health probe timed out
-    started_at: float = field(default_factory=time.time)
 
     @property
     def model_path(self) -> str:
@@ -51,6 +49,11 @@ ENGINE: web.AppKey[Engine] = web.AppKey("engine", Engine)
 def error_body(message: str, *, status: int = 400) -> dict[str, Any]:
     kind = "Bad Request" if status == 400 else str(status)
     return {"object": "error", "message": message, "type": kind, "param": None, "code": status}
+
+
+def outcome(message: str, *, success: bool, **more: Any) -> web.Response:
+    """SGLang's answer to an update: 200, or 400 if it failed."""
+    return web.json_response({"success": success, "message": message, **more}, status=200 if success else 400)
 
 
 async def read_body(request: web.Request, kind: type[Body]) -> Body:

@@ -26,40 +26,38 @@ _STREAM_HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Co
 
 async def generate(request: web.Request) -> web.StreamResponse:
     engine = request.app[ENGINE]
-    ask = parse(await request.read(), engine.limits)
-    if isinstance(ask, RefusedCall):
-        return await _refuse(request, ask)
-    opened = await _open(request) if ask.stream and engine.gate.closed else None
+    call = parse(await request.read(), engine.limits)
+    if isinstance(call, RefusedCall):
+        return await _refuse(request, call)
+    opened = await _open(request) if call.stream and engine.gate.closed else None
     async with engine.gate.passage():
-        return await _run(request, engine, ask, opened)
+        return await _run(request, engine, call, opened)
 
 
 async def _run(
-    request: web.Request, engine: Engine, ask: GenerateCall, opened: web.StreamResponse | None
+    request: web.Request, engine: Engine, call: GenerateCall, opened: web.StreamResponse | None
 ) -> web.StreamResponse:
-    generation, batcher = ask.generation, engine.batcher
+    generation, batcher = call.generation, engine.batcher
     if generation.rid in batcher.live:
         duplicate = BadValue(f"Duplicate request ID detected: {generation.rid}")
-        return await _refuse(request, RefusedCall(duplicate, stream=ask.stream), opened)
-    text = Text(generation, engine.tokenizer) if engine.tokenizer is not None else None
-    incremental = ask.stream and bool(engine.arguments["incremental_streaming_output"])
+        return await _refuse(request, RefusedCall(duplicate, stream=call.stream), opened)
     answer = CallAnswer(
-        ask=ask,
-        text=text,
-        incremental=incremental,
+        call,
+        text=Text(generation, engine.tokenizer) if engine.tokenizer is not None else None,
+        incremental=call.stream and bool(engine.arguments["incremental_streaming_output"]),
         has_spans=engine.dialect.has_spans,
         dispatched_at=time.time(),
     )
     batcher.submit(generation)
     try:
-        return await (_stream(request, engine, answer, opened) if ask.stream else _unary(answer))
+        return await (_stream(request, engine, answer, opened) if call.stream else _unary(answer))
     finally:
         if not generation.done:  # the client is gone
             batcher.abort_only(generation.rid)
 
 
 async def _unary(answer: CallAnswer) -> web.StreamResponse:
-    generation = answer.ask.generation
+    generation = answer.generation
     while not generation.done:
         await generation.next_news()
     reason = generation.finish_reason or {}
@@ -71,7 +69,7 @@ async def _unary(answer: CallAnswer) -> web.StreamResponse:
 async def _open(request: web.Request) -> web.StreamResponse:
     """Send the headers of a stream."""
     response = web.StreamResponse(headers=_STREAM_HEADERS)
-    with suppress(ConnectionError):  # found out again by the first write
+    with suppress(ConnectionError):  # the first write fails again
         await response.prepare(request)
     return response
 
@@ -80,11 +78,11 @@ async def _stream(
     request: web.Request, engine: Engine, answer: CallAnswer, opened: web.StreamResponse | None
 ) -> web.StreamResponse:
     """Send chunks as they are published. An answer that is complete before its headers are due is one write."""
-    generation = answer.ask.generation
+    generation = answer.generation
     if opened is None:
         with suppress(TimeoutError):
             async with asyncio.timeout(HEADERS_AFTER_S):
-                await generation.first_news()
+                await generation.news.wait()  # without consuming it
         if generation.done:
             return web.Response(body=event(answer.next()) + _DONE_EVENT, headers=_STREAM_HEADERS)
         opened = await _open(request)

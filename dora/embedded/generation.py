@@ -47,7 +47,7 @@ class Generation:
     prompt_ids: list[int]
     sampling: SamplingParams
     namespace: str = ""  # of the prefix cache: extra_key and cache_salt
-    logprob_start: int | None = None  # first prompt token whose log-prob is wanted; None for no prompt log-probs
+    logprob_start: int | None = None  # first prompt token to return a log-prob of; None for no prompt log-probs
 
     output_ids: list[int] = field(default_factory=list)
     output_logprobs: list[float] = field(default_factory=list)
@@ -68,9 +68,10 @@ class Generation:
     prefilled_at: float = 0.0
     finished_at: float = 0.0
 
-    def token_ids(self) -> list[int]:
-        """The tokens that must be in the KV before the next one is sampled."""
-        return self.prompt_ids + self.output_ids
+    @property
+    def num_tokens(self) -> int:
+        """Length of prompt + output."""
+        return len(self.prompt_ids) + len(self.output_ids)
 
     def relabel(self, version: str) -> None:
         """Tokens from here on come from `version`."""
@@ -84,10 +85,6 @@ class Generation:
             for (version, start), end in zip(self.labels, ends, strict=True)
         ]
         return [span for span in spans if span["end"] > span["start"]] or spans[-1:]
-
-    async def first_news(self) -> None:
-        """Wait for the first publication, without consuming it."""
-        await self.news.wait()
 
     async def next_news(self) -> None:
         """Wait for the next publication. There is no time limit: nothing is published during a pause."""

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from dora.embedded.engine import ENGINE, Engine, die, read_body
+from dora.embedded.engine import ENGINE, Engine, die, outcome, read_body
 from dora.embedded.updates import finish_update, outside_gate
 from dora.errors import ConfigError
 
@@ -53,17 +53,17 @@ async def init_weights_update_group(request: web.Request) -> web.Response:
     engine, body = request.app[ENGINE], await read_body(request, _Join)
     failure = await _on_thread(engine, lambda: engine.groups.update({body.group_name: _join(body)}))
     if failure is not None:
-        return _answer(f"Failed to initialize custom process group: {failure}.", success=False)
-    return _answer("Succeeded to initialize custom process group.", success=True)
+        return outcome(f"Failed to initialize custom process group: {failure}.", success=False)
+    return outcome("Succeeded to initialize custom process group.", success=True)
 
 
 async def destroy_weights_update_group(request: web.Request) -> web.Response:
     engine, body = request.app[ENGINE], await read_body(request, _Leave)
     if body.group_name not in engine.groups:
-        return _answer("The group to be destroyed does not exist.", success=False)
+        return outcome("The group to be destroyed does not exist.", success=False)
     group = engine.groups.pop(body.group_name)
     await _on_thread(engine, group.shutdown)
-    return _answer("Succeeded to destroy custom process group.", success=True)
+    return outcome("Succeeded to destroy custom process group.", success=True)
 
 
 async def update_weights_from_distributed(request: web.Request) -> web.Response:
@@ -78,18 +78,18 @@ async def update_weights_from_distributed(request: web.Request) -> web.Response:
         failure = await _on_thread(engine, lambda: _receive(engine, body))
     if failure is not None:
         text = f"Failed to update parameter online: {failure}. The full weights of the ModelRunner are partially "
-        return _answer(text + "updated. Please discard the whole weights.", success=False)
+        return outcome(text + "updated. Please discard the whole weights.", success=False)
     message = "Succeeded to update parameter online."
     if body.weight_version is not None:
         message += f" Weight version updated to {body.weight_version}."
-    return _answer(message, success=True)
+    return outcome(message, success=True)
 
 
 async def weights_checker(request: web.Request) -> web.Response:
     """Compute checksums, the only one of SGLang's four actions that changes nothing."""
     engine, body = request.app[ENGINE], await read_body(request, _Check)
     if body.action != "checksum":
-        return _answer(f"Unsupported action={body.action!r}", success=False)
+        return outcome(f"Unsupported action={body.action!r}", success=False)
     checksums = await engine.batcher.between_steps(engine.batcher.model.checksums, on_thread=True)
     overall = hashlib.sha256()
     for name in sorted(checksums):
@@ -100,8 +100,8 @@ async def weights_checker(request: web.Request) -> web.Response:
 
 
 _PARALLELISM = {
-    **{"tp_rank": 0, "tp_size": 1, "dp_rank": 0, "dp_size": 1, "pp_rank": 0, "pp_size": 1},
-    **{"rank": 0, "size": 1},
+    **dict.fromkeys(("tp_rank", "dp_rank", "pp_rank", "rank"), 0),
+    **dict.fromkeys(("tp_size", "dp_size", "pp_size", "size"), 1),
 }
 
 
@@ -109,7 +109,7 @@ async def _on_thread(engine: Engine, act: Callable[[], object]) -> str | None:
     """Run `act` between steps on the decoder thread; return its error message, or None."""
     try:
         failure = await engine.batcher.between_steps(act, on_thread=True)
-    except (ConfigError, AttributeError, RuntimeError, ValueError) as err:  # torch's own are RuntimeErrors
+    except (ConfigError, AttributeError, RuntimeError, ValueError) as err:  # torch raises RuntimeErrors
         return str(err)
     return failure if isinstance(failure, str) else None
 
@@ -144,7 +144,3 @@ def _receive(engine: Engine, body: _Receive) -> str | None:
     engine.batcher.model.put(zip(body.names, tensors, strict=True))
     engine.batcher.metrics.weight_load_s = time.perf_counter() - begun
     return finish_update(engine, label=body.weight_version, flush=body.flush_cache)
-
-
-def _answer(message: str, *, success: bool) -> web.Response:
-    return web.json_response({"success": success, "message": message}, status=200 if success else 400)

@@ -1,7 +1,7 @@
 """Bodies of POST /generate: what is accepted, and SGLang's wording of each refusal.
 
-`parse` turns bytes into an Ask or a Refusal, whose three kinds of error have SGLang's three shapes. Unknown top-level
-keys are ignored, unknown sampling keys are refused.
+`parse` turns bytes into a GenerateCall or a RefusedCall, whose three kinds of error have SGLang's three shapes. Unknown
+top-level keys are ignored, unknown sampling keys are refused.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class UnknownSamplingKey(Exception):
 
 
 class _Unsupported(msgspec.Struct):
-    """Fields that SGLang supports and the embedded engine refuses, rather than answer without what was asked for."""
+    """Fields that SGLang supports but the embedded engine refuses, instead of ignoring them."""
 
     input_embeds: Any = None
     image_data: Any = None
@@ -71,7 +71,7 @@ class _SamplingBody(msgspec.Struct, forbid_unknown_fields=True):
     ignore_eos: bool = False
     sampling_seed: int | None = None
     n: int = 1
-    # Only neutral values are accepted: a refusal is better than a silent difference in the distribution.
+    # Accepted with neutral values only: a refusal is better than a silent difference in the distribution.
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     repetition_penalty: float = 1.0
@@ -90,14 +90,12 @@ class _SamplingBody(msgspec.Struct, forbid_unknown_fields=True):
     stream_interval: int | None = None
 
 
-_NEUTRAL = {
-    "frequency_penalty": 0.0,
-    "presence_penalty": 0.0,
-    "repetition_penalty": 1.0,
-    **dict.fromkeys(
-        ("stop", "stop_regex", "json_schema", "regex", "ebnf", "structural_tag", "logit_bias", "custom_params")
-    ),
-}
+#: Sampling parameters that must have their defaults, or be empty.
+_NEUTRAL = (
+    *("frequency_penalty", "presence_penalty", "repetition_penalty"),
+    *("stop", "stop_regex", "json_schema", "regex", "ebnf", "structural_tag", "logit_bias", "custom_params"),
+)
+_DEFAULTS = _SamplingBody()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,7 +232,7 @@ def _sampling(fields: Any, limits: RequestLimits) -> SamplingParams:
 
 
 def _check_ranges(body: _SamplingBody) -> None:
-    """SGLang's checks in its words, then parameters that only SGLang supports."""
+    """SGLang's checks with its messages, then parameters that only SGLang supports."""
     new = 128 if body.max_new_tokens is None else body.max_new_tokens
     if body.temperature < 0:
         raise BadValue(f"temperature must be non-negative, got {body.temperature}.")
@@ -252,6 +250,6 @@ def _check_ranges(body: _SamplingBody) -> None:
         raise BadValue("sampling_seed must be a 64-bit signed integer.")
     if body.n != 1:
         raise BadValue(f"n must be 1 on the embedded engine, got {body.n}: send {body.n} calls.")
-    for name, neutral in _NEUTRAL.items():
-        if getattr(body, name) not in (neutral, [], "", {}):
+    for name in _NEUTRAL:
+        if getattr(body, name) not in (getattr(_DEFAULTS, name), [], "", {}):
             raise BadValue(f"{name} is not supported by the embedded engine; leave it out.")

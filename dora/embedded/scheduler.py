@@ -47,14 +47,13 @@ class Scheduler(ABC):
         *,
         slots: int,
         kv_tokens: int,
-        weight_version: str,
-        max_queued_requests: int | None,
-        metrics: EngineMetrics,
+        weight_version: str = "default",
+        max_queued_requests: int | None = None,
     ) -> None:
         self.model = model
         self.slots, self.kv_tokens, self.max_queued_requests = slots, kv_tokens, max_queued_requests
         self.weight_version = weight_version
-        self.metrics = metrics
+        self.metrics = EngineMetrics()
         self.live: dict[str, Generation] = {}
         self.waiting: deque[Generation] = deque()
         self.rows: list[Generation] = []  # running

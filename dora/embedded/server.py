@@ -12,7 +12,7 @@ import itertools
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,10 +23,9 @@ from aiohttp import web
 from dora.embedded import control
 from dora.embedded.batcher import Batcher, Decoder
 from dora.embedded.dialect import DEFAULT_DIALECT, dialect_of
-from dora.embedded.engine import ENGINE, Engine, error_body
+from dora.embedded.engine import ENGINE, Engine, Handler, error_body
 from dora.embedded.gate import Gate
 from dora.embedded.generate import generate
-from dora.embedded.metrics import EngineMetrics
 from dora.embedded.requests import RequestLimits
 from dora.embedded.scheduler import Scheduler
 from dora.embedded.text import TextCodec
@@ -37,8 +36,6 @@ from dora.guard import CONNECTION_LOG, guard, knows
 DRAIN_LIMIT_S = 600.0  # a request paused in place never ends by itself
 MAX_BODY_BYTES = 256 * 2**20
 OPEN_PATHS = frozenset({protocol.HEALTH, protocol.HEALTH_GENERATE, protocol.READY, protocol.METRICS})
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,14 +92,13 @@ def _tokenizer(folder: Path) -> TextCodec:
 def running(
     options: ServeOptions, decoder: Decoder, tokenizer: TextCodec | None
 ) -> AbstractAsyncContextManager[tuple[Engine, str, asyncio.Task[None]]]:
-    """`listening` for a model."""
+    """Return `listening` for a model."""
     batcher = Batcher(
         decoder,
         slots=options.slots,
         kv_tokens=options.kv_tokens,
         weight_version=options.weight_version,
         max_queued_requests=options.max_queued_requests,
-        metrics=EngineMetrics(),
     )
     return listening(options, batcher, tokenizer)
 
@@ -189,9 +185,8 @@ def _engine(options: ServeOptions, batcher: Scheduler, tokenizer: TextCodec | No
 
 
 def build_app(engine: Engine) -> web.Application:
-    guarded = guard(
-        name=engine.arguments["host"], open_reads=False, refuse=_refuse
-    )  # GET /flush_cache changes something
+    # GET /flush_cache changes something, so reads are guarded too.
+    guarded = guard(name=engine.arguments["host"], open_reads=False, refuse=_refuse)
     app = web.Application(middlewares=[_errors, guarded, _authorized], client_max_size=MAX_BODY_BYTES)
     app[ENGINE] = engine
     app.router.add_post(protocol.GENERATE, generate)
@@ -202,7 +197,7 @@ def build_app(engine: Engine) -> web.Application:
 
 @web.middleware
 async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Give aiohttp's own refusals SGLang's shapes."""
+    """Give aiohttp's own errors SGLang's shapes."""
     try:
         return await handler(request)
     except web.HTTPNotFound:

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 from aiohttp import web
 
-from dora.embedded.engine import ENGINE, Engine, die, error_body, read_body
+from dora.embedded.engine import ENGINE, Engine, die, error_body, outcome, read_body
 from dora.errors import ConfigError
 
 UNFLUSHED = (
@@ -26,7 +26,6 @@ class _Update(msgspec.Struct):
     weight_version: str | None = None
     flush_cache: bool = True
     abort_all_requests: bool = False
-    load_format: str | None = None
 
 
 class _Relabel(msgspec.Struct):
@@ -44,11 +43,11 @@ async def update_weights_from_disk(request: web.Request) -> web.Response:
     async with engine.gate.alone():
         failure = await engine.batcher.between_steps(lambda: _load(engine, body), on_thread=True)
     if failure is not None:
-        return _update_answer(failure, success=False)
+        return outcome(failure, success=False, num_paused_requests=0)
     message = "Succeeded to update model weights."
     if body.weight_version is not None:
         message += f" Weight version updated to {body.weight_version}."
-    return _update_answer(message, success=True)
+    return outcome(message, success=True, num_paused_requests=0)
 
 
 def _load(engine: Engine, body: _Update) -> str | None:
@@ -83,39 +82,30 @@ def finish_update(engine: Engine, *, label: str | None, flush: bool) -> str | No
     return None
 
 
-def _update_answer(message: str, *, success: bool) -> web.Response:
-    answer = {"success": success, "message": message, "num_paused_requests": 0}
-    return web.json_response(answer, status=200 if success else 400)
-
-
 # --- the gate around updates that send their tensors (0.5.21 and later)
 
 
 async def begin_weight_update(request: web.Request) -> web.Response:
     engine = request.app[ENGINE]
     if engine.updating:
-        return _plain_answer("a weight-update session is already open; call end_weight_update() first", success=False)
+        return outcome("a weight-update session is already open; call end_weight_update() first", success=False)
     engine.updating = True
-    return _plain_answer("Success", success=True)
+    return outcome("Success", success=True)
 
 
 async def end_weight_update(request: web.Request) -> web.Response:
     engine = request.app[ENGINE]
     if not engine.updating:
-        return _plain_answer("no weight-update session is open; call begin_weight_update() first", success=False)
+        return outcome("no weight-update session is open; call begin_weight_update() first", success=False)
     engine.updating = False
-    return _plain_answer("Success", success=True)
+    return outcome("Success", success=True)
 
 
 def outside_gate(engine: Engine, call: str) -> web.Response | None:
     """The refusal of `call` if the dialect requires it between begin_ and end_weight_update and it is not."""
     if engine.updating or not engine.dialect.has_update_gate:
         return None
-    return _plain_answer(f"{call} must run between begin_weight_update() and end_weight_update()", success=False)
-
-
-def _plain_answer(message: str, *, success: bool) -> web.Response:
-    return web.json_response({"success": success, "message": message}, status=200 if success else 400)
+    return outcome(f"{call} must run between begin_weight_update() and end_weight_update()", success=False)
 
 
 # --- label and cache
@@ -127,8 +117,7 @@ async def update_weight_version(request: web.Request) -> web.Response:
         engine.batcher.abort_all()
     await engine.batcher.between_steps(lambda: engine.batcher.relabel(body.new_version))
     engine.label = body.new_version
-    message = f"Weight version updated to {body.new_version}"
-    return web.json_response({"success": True, "message": message, "new_version": body.new_version})
+    return outcome(f"Weight version updated to {body.new_version}", success=True, new_version=body.new_version)
 
 
 async def flush_cache(request: web.Request) -> web.Response:

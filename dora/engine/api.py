@@ -1,8 +1,8 @@
-"""What DORA asks of an inference engine, in DORA's words: all that the rest of the code knows of one.
+"""The interface between DORA and an inference engine.
 
-An engine's own words (routes, fields, flags, what a push is made of) stay in its folder. Invariant: an answer's tokens
-are handed on exactly once and in order, and what was handed on is good, however the request ends. Failures are those of
-`errors.py`. docs/ENGINES.md says what someone writes for an engine of another kind.
+Everything particular to one engine (routes, fields, flags, the stages of a push) stays in its folder. Invariant: the
+tokens of an answer are delivered exactly once and in order, and delivered tokens are valid however the request ends.
+Failures are those of `errors.py`. docs/ENGINES.md describes how to add an engine.
 """
 
 from __future__ import annotations
@@ -15,114 +15,113 @@ from typing import Literal, Protocol
 
 from dora.core.strategies import Pause
 
-#: `stop`: an end token; `length`: the budget is used up; `abort`: the request was stopped on demand.
+#: `stop`: an end token; `length`: the token budget is used up; `abort`: `InferenceEngine.stop` was called.
 FinishReason = Literal["stop", "length", "abort"]
 
-#: Takes the ids and log-probs of an answer's new tokens.
+#: Called with the ids and log-probs of new tokens.
 OnTokens = Callable[[Sequence[int], Sequence[float]], None]
 
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
-    """One attempt at one trajectory. Token ids and log-probs are wanted back, never text."""
+    """One attempt at one trajectory. The answer consists of token ids and log-probs, never of text."""
 
-    id: str  # unlike any other on the server; see names.py
-    tokens: Sequence[int]  # prompt and the tokens of earlier attempts
-    max_new_tokens: int  # what is left of the trajectory's budget
+    id: str  # unique on the server; see names.py
+    tokens: Sequence[int]  # prompt and tokens of earlier attempts
+    max_new_tokens: int  # remaining budget of the trajectory
     temperature: float  # 0 is greedy
     stop_tokens: Sequence[int]
-    seed: int | None  # of this attempt and position; an engine may ignore it
-    label: str  # of the version: KV cached under one label must not be found under another
+    seed: int | None  # for this attempt and position; an engine may ignore it
+    label: str  # of the version: KV cached under one label must not be reused under another
     top_p: float = 1.0
-    top_k: int = -1  # off
+    top_k: int = -1  # -1: off
 
 
 @dataclass(frozen=True, slots=True)
 class GenerateResult:
-    """How one request ended. Its tokens were handed on before."""
+    """How a request ended. Its tokens were delivered before."""
 
     finish_reason: FinishReason
-    #: (version label, start, end): half-open, contiguous from 0 over this request's own output tokens; a resumed
-    #: request knows nothing of the tokens before it. Empty: the server told no version at all.
+    #: (version label, start, end): half-open, contiguous from 0, over the output tokens of this request alone (not
+    #: those of earlier attempts). From a server that reports only the label at the end of the request, one span, which
+    #: is correct if weights never change during a request. Empty if the server reports no version.
     spans: tuple[tuple[str, int, int], ...]
-    num_tokens: int  # output tokens of this request, a matched stop token included
+    num_tokens: int  # output tokens of this request, including a matched stop token
     cached_tokens: int  # prompt tokens found in the prefix cache
-    prompt_tokens: int  # 0 where the server leaves it out (aborted while it waited)
-    num_retractions: int
-    #: The spans are the server's. False: one span made of the only label that it tells, that of the weights at the end
-    #: of the request. It is right for all tokens if no weights change under a request, as when they are pushed to
-    #: empty servers only.
-    has_spans: bool = True
 
     @property
     def was_stopped(self) -> bool:
-        """It ended because `InferenceEngine.stop` asked for that; it can be resumed."""
+        """Whether `InferenceEngine.stop` ended the request, so that it can be resumed."""
         return self.finish_reason == "abort"
 
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What a server is and can hold, asked once when it joins a run."""
+    """What a server is and can hold; queried once, when it joins a run."""
 
-    release: str  # as the server says; "unknown" if it does not
-    slots: int  # requests decoded at the same time
-    kv_tokens: int  # KV room
-    context_tokens: int | None  # longest prompt + answer that it takes, however cut; None: the server does not say
-    label: str  # of the weights it holds now
-    model_path: str  # the folder it was started with, as it sees it; "" if it does not say
+    release: str  # "unknown" if the server does not report it
+    slots: int  # maximum number of concurrent requests
+    kv_tokens: int  # KV capacity
+    context_tokens: int | None  # maximum length of prompt + answer; None if the server does not report it
+    label: str  # of the current weights
+    model_path: str  # the folder it was started with, as the server sees it; "" if not reported
 
     @property
     def longest_request(self) -> int:
-        """Tokens of the longest request that fits, prompt and answer together."""
+        """Maximum length of prompt + answer in tokens."""
         return min(self.context_tokens or self.kv_tokens, self.kv_tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class KvUse:
-    """A server's KV room in tokens, as it counts them; cached prefixes are not in use."""
+    """KV usage and capacity of a server in tokens, as reported by it; cached prefixes do not count as used."""
 
     used_tokens: int
     kv_tokens: int
 
 
 class InferenceEngine(Protocol):
-    """All servers of a run, each named by its url. Every call but `generate` has a deadline of its own.
+    """All servers of a run, each identified by its URL. Every call except `generate` has a timeout.
 
-    Failures: `ServerGone`, `RequestRefused` and `ProtocolError`, all of them `RemoteError`s that begin with the url.
+    Failures are `ServerGone`, `RequestRefused` and `ProtocolError`: `RemoteError`s whose messages start with the URL.
     """
 
     async def generate(self, url: str, request: GenerateRequest, on_tokens: OnTokens) -> GenerateResult:
-        """Run one request to its end; `on_tokens(ids, logprobs)` is called as tokens arrive. No deadline: a paused
-        server is silent but alive. Cancelling it drops the request."""
+        """Run one request to its end and call `on_tokens(ids, logprobs)` as tokens arrive.
+
+        There is no timeout: a paused server is silent but alive. Cancellation drops the request.
+        """
 
     async def stop(self, url: str, request_id: str) -> None:
-        """Ask for the end of a request; its `generate` then returns what there is. An unknown id is no error."""
+        """End a request early; its `generate` then returns normally. An unknown id is not an error."""
 
     async def is_alive(self, url: str, *, timeout_s: float) -> bool:
-        """Whether the server answers its health check in time; not to be asked while it is paused."""
+        """Return whether the server passes its health check in time. Do not call this while it is paused."""
 
     async def examine(self, url: str, *, timeout_s: float) -> Capabilities:
-        """What the server can do; ConfigError if it cannot prove which weights gave a token. Changes nothing."""
+        """Return what the server can do, and change nothing. ConfigError if it cannot prove which weights it used."""
 
     async def label(self, url: str) -> str:
-        """The label of the weights that the server says it holds. It answers while it is paused, too."""
+        """Return the label of the weights that the server reports. It also does so while paused."""
 
     async def kv_use(self, url: str) -> KvUse: ...
 
     async def resume(self, url: str) -> None:
-        """Go on if it is paused: a push that failed may have left it so."""
+        """Continue after a pause, in which a failed push may have left the server."""
 
     async def push(self, url: str, *, folder: Path, label: str, timeout_s: float, live: Pause | None) -> None:
-        """Give the server the weights in `folder`. It holds no request, unless `live`, where they go on under them.
+        """Load the weights in `folder` into a server without requests or, with `live`, among its running requests.
 
-        Returns when the server has confirmed `label` and serves again; RemoteError means that its weights are in doubt.
+        Returns when the server has confirmed `label` and serves again. After a RemoteError its weights are unknown.
         """
 
     def sending(
         self, argv: Sequence[str], *, env: Mapping[str, str], log: Path, dtype: str, on_gpu: bool
     ) -> AbstractAsyncContextManager[InferenceEngine]:
-        """The same servers, whose pushes go through processes started with `argv` instead of through folders; these
-        end with the context. `dtype` is that of the weights; `on_gpu`: the processes have one."""
+        """The same servers, but pushes go through sender processes, started with `argv`, instead of through folders.
+
+        The processes end with the context. `dtype` is that of the weights; `on_gpu`: the processes have a GPU.
+        """
 
     def set_key(self, url: str, key: str) -> None:
-        """From now on the server at `url` demands this key; no other server may see it."""
+        """Use this API key for the server at `url`, and for no other."""

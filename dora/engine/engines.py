@@ -1,6 +1,6 @@
-"""The engines that there are: the one module that names them from outside their folders.
+"""All engines: the only module outside their folders that names them.
 
-Whoever starts a server or a sender needs a command line and not the client, so each function imports what it uses.
+Starting a server or a sender takes a command line but no client, so each function imports what it uses.
 """
 
 from __future__ import annotations
@@ -14,17 +14,16 @@ from dora.config.schema import Config
 from dora.engine.api import InferenceEngine
 from dora.engine.sglang import launch
 
-#: How a server of our own is started, by `engine.kind`; what stands in braces is filled in by `node/plan.py`.
+#: Command lines of managed servers by `engine.kind`; `node/plan.py` replaces the names in braces.
 COMMANDS: Final[Mapping[str, tuple[str, ...]]] = {"embedded": launch.EMBEDDED, "sglang": launch.SGLANG}
-#: For tokens that no vocabulary is known for.
-_ANY_TOKEN: Final = 2**31
+_ANY_TOKEN: Final = 2**31  # the vocabulary is unknown
 
 
 @asynccontextmanager
 async def open_engine(
     config: Config, *, max_connections: int, vocab_size: int = _ANY_TOKEN
 ) -> AsyncIterator[InferenceEngine]:
-    """The engine of a run; its servers read versions from their folders. `max_connections` bounds its open streams."""
+    """The engine of a run, whose servers read versions from folders. `max_connections` bounds the open streams."""
     from dora.engine.sglang.client import EngineClient
     from dora.engine.sglang.engine import SglangEngine
     from dora.engine.sglang.push import Disk
@@ -35,9 +34,9 @@ async def open_engine(
 
 
 def run_sender(score_prompt: Callable[[Path, Sequence[int]], list[float]]) -> None:
-    """The main function of a process that sends weights: carry out orders until standard input ends.
+    """Run a sender process: carry out orders until standard input ends.
 
-    `score_prompt` gives the log-probs of a prompt's tokens after the first, under the model in a folder.
+    `score_prompt(folder, token_ids)` returns the log-probs of all tokens but the first, under the model in `folder`.
     """
     from dora.engine.sglang.sender import run
 

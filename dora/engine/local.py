@@ -1,7 +1,7 @@
-"""What this host itself cannot do: open one more connection. It says nothing about any server.
+"""Retries for when this host cannot open another connection, which is not the fault of any server.
 
-Invariant: `NoConnectionLeft` never leaves the client. A call that meets it is made again, since nothing was sent; if no
-call gets a connection for long, the run fails with the reason.
+Invariant: `NoConnectionLeft` never leaves the client. Nothing was sent, so the call is retried; if no connection can be
+opened for `LIMIT_S`, the run fails with the reason.
 """
 
 from __future__ import annotations
@@ -20,33 +20,32 @@ log = structlog.get_logger(__name__)
 
 T = TypeVar("T")
 
-#: Pause between two tries, and how often they are logged.
-PAUSE_S: Final = 1.0
+PAUSE_S: Final = 1.0  # between two attempts
 LOG_INTERVAL_S: Final = 60.0
-#: The run fails after this long without a connection: before a watchdog (`rollout.watchdog_s`) blames a server.
+#: The run fails after this time without a connection, before the watchdog (`rollout.watchdog_s`) blames a server.
 LIMIT_S: Final = 60.0
 
 _LOCAL: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EADDRNOTAVAIL})
 
 
 class NoConnectionLeft(DoraError):
-    """Open files, local ports or memory of this host are used up."""
+    """This host has no open files, local ports or memory left."""
 
 
 def is_local(err: OSError) -> bool:
-    """Whether a connection could not be opened for want of something on this host."""
+    """Return whether a connection failed because a resource of this host is exhausted."""
     return err.errno in _LOCAL
 
 
 class Patience:
-    """Makes calls that open a connection, and waits while this host cannot open any."""
+    """Retries calls while this host cannot open connections."""
 
     def __init__(self) -> None:
-        self._since = self._last = -math.inf  # first and latest failure of those that followed one another
+        self._since = self._last = -math.inf  # first and latest failure of the current series
         self._logged_at = -math.inf
 
     async def until_connected(self, call: Callable[[], Awaitable[T]]) -> T:
-        """The result of `call`, made again after each NoConnectionLeft; RunFailed if that lasts."""
+        """Return the result of `call`, retried after each NoConnectionLeft. RunFailed if that persists."""
         while True:
             try:
                 result = await call()

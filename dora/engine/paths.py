@@ -1,4 +1,4 @@
-"""Where a server finds a folder of this host."""
+"""Paths of this host's folders on a server."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path, PurePosixPath
 
 
 def map_path(folder: Path, path_map: Mapping[str, str]) -> str:
-    """`folder` as a server sees it: the longest prefix (in whole components) found in `path_map` is replaced."""
+    """Return `folder` as a server sees it, with the longest prefix (whole components) in `path_map` replaced."""
     path = PurePosixPath(folder)
     for prefix in sorted(path_map, key=lambda prefix: len(PurePosixPath(prefix).parts), reverse=True):
         if path.is_relative_to(prefix):

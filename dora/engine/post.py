@@ -1,9 +1,9 @@
-"""One streamed POST on a connection of its own: how `EngineClient.generate` reads answers.
+"""One streamed POST on its own connection, for `EngineClient.generate`.
 
-aiohttp's session costs 15 us of CPU for every chunk (a queue, a future, a step of a task); here the socket's callback
-runs the HTTP parser, which hands the body on, 0.3 us (bench/streams.py). Invariant: the body is handed on as it
-arrives, nothing waits in a queue, and `ended` is done once the answer or the connection has ended, whichever comes
-first; it holds the error that the receiver of the body raised, if it did.
+An aiohttp session takes 15 us of CPU per chunk (a queue, a future, a task step). Here the socket callback runs the HTTP
+parser, which passes the body on: 0.3 us (bench/streams.py). Invariant: the body is passed on as it arrives, without
+queueing; `ended` is done when the answer or the connection ends, and holds the error that the receiver of the body
+raised, if any.
 """
 
 from __future__ import annotations
@@ -21,20 +21,19 @@ from dora.engine.errors import ServerGone
 from dora.engine.local import NoConnectionLeft, is_local
 from dora.errors import ConfigError, ProtocolError
 
-#: Kept of an answer that is no stream: an error, which is never so long.
-MAX_ERROR_BYTES: Final = 2**20
+MAX_ERROR_BYTES: Final = 2**20  # the rest of a longer error answer is dropped
 _PORTS: Final = {"http": 80, "https": 443}
 
 
 class Post(asyncio.Protocol):
-    """Sends `request` once the connection is there, and reads one answer."""
+    """Sends `request` once connected, and reads one answer."""
 
     def __init__(self, source: str, request: bytes, *, on_events: Callable[[bytes], None]) -> None:
-        self.status = 0  #: 0: no answer yet
+        self.status = 0  #: 0 until the headers have arrived
         self.content_type = ""
-        self.error = bytearray()  #: the body of an answer that is no stream of events
+        self.error = bytearray()  #: body of an answer that is not an event stream
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._source = source  # url of the server, for messages
+        self._source = source  # URL of the server, for error messages
         self._request = request
         self._on_events = on_events
         self._take: Callable[[bytes], object] = self._keep
@@ -46,11 +45,11 @@ class Post(asyncio.Protocol):
         return self.status == 200 and self.content_type == "text/event-stream"
 
     def abort(self) -> None:
-        """Close the connection now; the server then drops the request."""
+        """Close the connection at once; the server then drops the request."""
         if self._transport is not None:
             self._transport.abort()
 
-    # -- what the socket says -----------------------------------------------------------------------------------------
+    # --- callbacks of the socket
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -65,9 +64,9 @@ class Post(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         reason = exc or "no answer"
         self._end(None if self.status else ServerGone(f"{self._source}: the connection broke off ({reason})"))
-        self._parser = self._transport = None  # both refer to this: in a cycle, the answer would stay for long
+        self._parser = self._transport = None  # break the reference cycles, so that the answer is freed now
 
-    # -- what the HTTP parser says ------------------------------------------------------------------------------------
+    # --- callbacks of the HTTP parser
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self.status and name.lower() == b"content-type":
@@ -76,7 +75,7 @@ class Post(asyncio.Protocol):
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
         if self.status or status < 200:
-            return  # something behind the answer, or before it
+            return  # a second answer, or an informational one (1xx)
         self.status = status
         if self.is_stream:
             self._take = self._on_events
@@ -86,7 +85,7 @@ class Post(asyncio.Protocol):
     def on_body(self, body: bytes) -> None:
         try:
             self._take(body)
-        except Exception as err:  # noqa: BLE001  belongs to the caller, who awaits `ended`
+        except Exception as err:  # noqa: BLE001  raised to the caller, who awaits `ended`
             self._end(err)
 
     def on_message_complete(self) -> None:
@@ -98,7 +97,7 @@ class Post(asyncio.Protocol):
             self.error += body
 
     def _end(self, error: Exception | None = None) -> None:
-        self._take = bytes  # what may still come is dropped
+        self._take = bytes  # drop any further data
         if not self.ended.done():
             if error is None:
                 self.ended.set_result(None)
@@ -115,9 +114,9 @@ async def open_post(
     on_events: Callable[[bytes], None],
     timeout_s: float,
 ) -> Post:
-    """Connect to the server at `url` within `timeout_s` and send; the answer takes the time that it takes.
+    """Connect to the server at `url` within `timeout_s` and send the request; the answer has no time limit.
 
-    ServerGone if the server cannot be reached, NoConnectionLeft if this host cannot open a connection.
+    ServerGone if the server is unreachable, NoConnectionLeft if this host cannot open a connection.
     """
     parts, host, port = _split(url)
     request = _head(parts, path, headers={**headers, "Content-Length": str(len(body))}) + body
@@ -130,7 +129,7 @@ async def open_post(
                 ssl=_tls() if parts.scheme == "https" else None,
             )
     except TimeoutError as err:
-        raise ServerGone(f"{url}: no connection in time; is the server running?") from err
+        raise ServerGone(f"{url}: connection timed out; is the server running?") from err
     except OSError as err:
         if is_local(err):
             raise NoConnectionLeft(err.strerror or str(err)) from err
@@ -139,14 +138,14 @@ async def open_post(
 
 
 def _split(url: str) -> tuple[SplitResult, str, int]:
-    """A server's url, with its host and port."""
+    """Split a server's URL; also return its host and port."""
     try:
         parts = urlsplit(url)
         port = parts.port or _PORTS[parts.scheme]
     except (KeyError, ValueError):
         port = 0
     if not port or parts.scheme not in _PORTS or not parts.hostname or not url.isascii():
-        raise ConfigError(f"{url}: not a server url; write it as http://HOST:PORT")
+        raise ConfigError(f"{url}: not a server URL; write it as http://HOST:PORT")
     return parts, parts.hostname, port
 
 

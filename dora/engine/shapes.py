@@ -1,6 +1,6 @@
-"""Whether a server's model has the tensors of ours: a version of another shape would kill it, or decode nonsense.
+"""Check that a server's model has the same tensors as the run's; other shapes would crash it or give wrong tokens.
 
-Read from the `config.json` of the folder that the server was started with, where that folder can be seen from here.
+The check reads `config.json` in the folder that the server was started with, if this host can see that folder.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from dora.errors import ConfigError
 
-#: What decides the names and shapes of a causal LM's tensors, and how they are computed with.
+#: Config keys that determine the names, shapes and use of a causal LM's tensors.
 SHAPES: Final = (
     "model_type",
     "vocab_size",
@@ -29,24 +29,24 @@ SHAPES: Final = (
 
 
 def require_same_shapes(url: str, served: str, *, model: Path, path_map: Mapping[str, str]) -> None:
-    """ConfigError if the server at `url`, started with folder `served` as it sees it, holds another kind of model."""
-    theirs = _config(_seen_from_here(served, path_map))
+    """ConfigError if the model of the server at `url` differs; `served` is its folder as the server sees it."""
+    theirs = _config(_local_path(served, path_map))
     ours = _config(model)
     if theirs is None or ours is None:
-        return  # a folder on another host: the first push will tell
+        return  # a folder on another host: the first push reveals a difference
     differing = [
-        f"{key} {theirs[key]} in place of {ours[key]}"
+        f"{key} {theirs[key]} instead of {ours[key]}"
         for key in SHAPES
         if key in ours and key in theirs and ours[key] != theirs[key]
     ]
     if differing:
         raise ConfigError(
-            f"{url}: serves {served}, a model of another shape than model.path ({', '.join(differing)}); start the "
-            "server with the model of this run"
+            f"{url}: serves {served}, whose shape differs from model.path ({', '.join(differing)}); start the server "
+            "with the model of this run"
         )
 
 
-def _seen_from_here(served: str, path_map: Mapping[str, str]) -> Path:
+def _local_path(served: str, path_map: Mapping[str, str]) -> Path:
     for ours, theirs in path_map.items():
         if PurePosixPath(served).is_relative_to(theirs):
             return Path(ours) / PurePosixPath(served).relative_to(theirs)

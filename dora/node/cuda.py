@@ -1,7 +1,7 @@
-"""The CUDA devices that a run needs on this host, counted before anything starts.
+"""A check, before anything starts, that this host has the CUDA devices that a run needs.
 
-torch is asked in a process of its own: it takes seconds to import, and the controller has no other use for it. Commands
-of the user's own (`engine.command`, `trainer.command`) bring their own torch, and are not judged by ours.
+The devices are counted in a separate process, because torch takes seconds to import and the controller does not need
+it. Custom commands (`engine.command`, `trainer.command`) may use another torch, so they are not checked.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _COUNT = "import torch; print(torch.cuda.device_count() if torch.cuda.is_availab
 
 
 def require_cuda(config: Config, *, environ: Mapping[str, str]) -> None:
-    """ConfigError that names the setting if torch cannot use the CUDA devices that this run would take."""
+    """ConfigError, naming the setting, if torch cannot use the CUDA devices that this run needs."""
     ranks, engines = _ranks(config), _engine_devices(config, environ=environ)
     if not ranks and not engines:
         return
@@ -30,19 +30,19 @@ def require_cuda(config: Config, *, environ: Mapping[str, str]) -> None:
         )
     if engines > found:
         raise ConfigError(
-            f"engine.device: the instances need {engines} CUDA devices (those of the trainer come first), but torch "
-            f"can use {found} here; {'start fewer instances, or ' if found else ''}set it to cpu"
+            f"engine.device: the instances need {engines} CUDA devices (after those of the trainer), but torch can use "
+            f"{found} here; {'start fewer instances, or ' if found else ''}set it to cpu"
         )
 
 
 def _ranks(config: Config) -> int:
     trainer = config.trainer
-    is_ours = trainer.device == "cuda" and not trainer.external and not trainer.command
-    return trainer.ranks if is_ours else 0
+    is_checked = trainer.device == "cuda" and not trainer.external and not trainer.command
+    return trainer.ranks if is_checked else 0
 
 
 def _engine_devices(config: Config, *, environ: Mapping[str, str]) -> int:
-    """One more than the highest index that an instance is given; all share the first device where none is named."""
+    """Return the highest device index of any instance plus 1; instances without devices of their own share device 0."""
     if config.engine.device == "cpu" or config.engine.command or not config.num_managed:
         return 0
     visible = environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
@@ -51,7 +51,7 @@ def _engine_devices(config: Config, *, environ: Mapping[str, str]) -> int:
 
 
 def _num_devices(environ: Mapping[str, str]) -> int:
-    asked = subprocess.run(
+    counted = subprocess.run(
         [sys.executable, "-c", _COUNT],
         env=dict(environ),
         stdin=subprocess.DEVNULL,
@@ -59,4 +59,4 @@ def _num_devices(environ: Mapping[str, str]) -> int:
         text=True,
         check=False,
     )
-    return int(asked.stdout) if asked.returncode == 0 else 0
+    return int(counted.stdout) if counted.returncode == 0 else 0

@@ -1,12 +1,12 @@
-"""The run lock, and leases: how a child ends with its controller, however that ends.
+"""The run lock, and leases, which end a child when its controller ends in any way.
 
-The controller holds an exclusive lock on its lease, a file that no other process ever locks; each child has a thread
-that waits for a shared lock on it, and gets it only when the controller is gone, because the kernel drops the locks of
-a dead process. In addition the kernel kills a child when its parent dies (Linux), which reaches a stopped child too.
-The run lock is another file: one controller at a time holds it, and children do not know it.
+The controller holds an exclusive lock on its lease file. A thread in each child waits for a shared lock on it, which it
+gets only when the controller has ended, because the kernel releases the locks of a dead process. In addition, the
+kernel kills a child when its parent dies (Linux), even a stopped child. The run lock is another file: one controller at
+a time holds it, and children do not use it.
 
-Invariant: while the controller lives and keeps the descriptor, no child sees the lock of its lease; and a child never
-takes a later controller for its own.
+Invariant: no child gets the lock of its lease while the controller lives and keeps the descriptor open, and no child
+mistakes a later controller for its own.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _PR_SET_PDEATHSIG = 1
 
 
 def hold(path: Path) -> IO[bytes]:
-    """Creates and locks a file; it is held until the returned file is closed or the process is gone.
+    """Create and lock a file. The lock lasts until the returned file is closed or the process ends.
 
-    The descriptor is not inherited by exec'd children, so that none of them keeps the lock alive.
+    Children do not inherit the descriptor across exec, so they cannot keep the lock.
     """
     try:
         held = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b")
@@ -47,8 +47,8 @@ def hold(path: Path) -> IO[bytes]:
 
 
 def watch_lease(path: Path) -> None:
-    """From now on this process ends, with exit code 1, as soon as the holder of `path` is gone; and by SIGKILL as soon
-    as its own parent is."""
+    """From now on, end this process with exit code 1 when the holder of `path` ends, and kill it when its parent
+    ends."""
     try:
         lease = path.open("rb")
     except OSError as err:
@@ -58,12 +58,12 @@ def watch_lease(path: Path) -> None:
 
 
 def die_with_parent() -> None:
-    """The kernel kills this process when the thread that forked it is gone. It survives an exec, but not a fork."""
+    """Have the kernel kill this process when the thread that forked it ends. The setting survives exec, not fork."""
     if sys.platform == "linux":
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _end_with_the_holder(lease: IO[bytes]) -> None:
-    """Waits without limit, off the interpreter lock; unblocked by the holder's death."""
+    """Wait, without the interpreter lock and without a timeout, for the end of the holder."""
     fcntl.flock(lease, fcntl.LOCK_SH)
     os._exit(1)

@@ -1,4 +1,4 @@
-"""Limits of this host that a run would meet late: asked, and raised where that needs no rights, before it starts."""
+"""The limit of open files, checked and raised before a run starts, since it would otherwise fail late."""
 
 from __future__ import annotations
 
@@ -7,21 +7,20 @@ from typing import Final
 
 from dora.errors import ConfigError
 
-#: Open files besides the streams: libraries, logs, sockets of the trainer, graders and control calls.
+#: Open files other than streams: libraries, logs, sockets of the trainer, graders and control calls.
 SPARE_FILES: Final = 256
-#: More than any run opens; some libraries go through every number up to the limit.
-MOST_FILES: Final = 2**20
+MAX_FILES: Final = 2**20  # more than any run opens; some libraries iterate up to the limit
 
 
 def allow_open_files(streams: int) -> None:
-    """Raise the soft limit as far as it goes; ConfigError if so many streams do not fit."""
+    """Raise the soft limit to the hard one. ConfigError if it is too low for this number of streams."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    allowed = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    allowed = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
     if soft != resource.RLIM_INFINITY and soft < allowed:
         resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
     needed = streams + SPARE_FILES
     if allowed < needed:
         raise ConfigError(
-            f"engine.slots: {streams} requests at the same time need about {needed} open files, and this host allows "
-            f"{hard}; raise the hard limit (ulimit -Hn), or lower engine.slots"
+            f"engine.slots: {streams} concurrent requests need about {needed} open files, but this host allows {hard}; "
+            "raise the hard limit (ulimit -Hn), or lower engine.slots"
         )

@@ -1,7 +1,7 @@
-"""Which processes a run needs on this host: pure, from the config and a few addresses.
+"""The processes that a run needs on this host, as a pure function of the config and a few addresses.
 
-Invariant: no secret is on a command line (every user of the machine can read it). A child's environment is the parent's
-without the parent's own DORA_ variables, plus what this child needs.
+Invariant: no secret is on a command line, which every user of the machine can read. A child's environment is that of
+the parent without its DORA_ variables, plus what the child needs.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from dora.engine.engines import COMMANDS
 from dora.errors import ConfigError
 
 HOST = "127.0.0.1"
-#: Where a server that DORA starts finds the key that it demands.
+#: Environment variable with the API key of a managed server.
 SERVE_KEY = "DORA_SERVE_API_KEY"
 _LOOPBACK_INTERFACE = "lo" if sys.platform == "linux" else "lo0"
-#: Collectives among processes of this host have no business on its other interfaces.
+#: Collectives among processes of this host use the loopback interface only.
 _COLLECTIVES: Final = {"GLOO_SOCKET_IFNAME": _LOOPBACK_INTERFACE, "NCCL_SOCKET_IFNAME": _LOOPBACK_INTERFACE}
 
 
@@ -31,16 +31,18 @@ class ProcessPlan:
     name: str  #: unique in the run; names its log file
     argv: tuple[str, ...]
     env: Mapping[str, str]  #: the whole environment
-    ready_timeout_s: float | None  #: until it is ready; None: nobody waits for that
-    #: It is ready when it answers its health check at this port of HOST; 0: a free one, chosen at each start, in place
-    #: of each `{port}` in argv. None: it is ready when it prints `ready <url>`.
+    ready_timeout_s: float | None  #: time until it is ready; None: the caller does not wait
+    #: Ready when the health check at this port of HOST succeeds (0: a free port, chosen at each start and replacing
+    #: `{port}` in argv). None: ready when it prints `ready <url>`.
     port: int | None = None
-    field: str = ""  #: the setting that gave the command, where one did
+    field: str = ""  #: the setting that the command comes from, if any
 
 
 def plan_engines(config: Config, *, model: Path, lease: Path, environ: Mapping[str, str]) -> list[ProcessPlan]:
-    """The servers that this run starts, in the order of their instances, which come after the external ones. Each is
-    given its key when it is started."""
+    """Return the managed servers in the order of their instances, which follow the external ones.
+
+    Each server gets its API key when it is started.
+    """
     engine = config.engine
     env = _COLLECTIVES | child_env(environ, lease=lease, threads=engine.threads) | engine.environment
     return [
@@ -58,13 +60,13 @@ def _engine(config: Config, *, index: int, model: Path, env: Mapping[str, str]) 
         "tp": engine.tensor_parallel,
         "slots": engine.slots,
         "kv_tokens": engine.kv_tokens,
-        "dtype": config.trainer.publish_dtype,  # what is published is what is decoded
+        "dtype": config.trainer.publish_dtype,  # decode in the dtype that is published
         "device": engine.device,
         "threads": engine.threads,
     }
     port = engine.base_port + index if engine.base_port else 0
     is_embedded = engine.kind == "embedded" and not engine.command
-    if port or is_embedded:  # `dora serve` finds a free port itself, others are given one at each start
+    if port or is_embedded:  # `dora serve` finds a free port itself; others get one at each start
         values["port"] = port
     return ProcessPlan(
         name=f"engine-{len(engine.urls) + index}",
@@ -83,7 +85,7 @@ def _fill_in(word: str, values: Mapping[str, object]) -> str:
 
 
 def assign_gpus(config: Config, *, environ: Mapping[str, str]) -> list[str]:
-    """CUDA_VISIBLE_DEVICES of each managed instance; "" where it sees what this process sees."""
+    """Return CUDA_VISIBLE_DEVICES of each managed instance; "" to inherit that of this process."""
     engine, each = config.engine, config.engine.tensor_parallel
     shares_all = engine.kind == "embedded" and not engine.command and not engine.gpus
     if engine.device == "cpu" or shares_all:
@@ -93,8 +95,8 @@ def assign_gpus(config: Config, *, environ: Mapping[str, str]) -> list[str]:
     inherited = [name for name in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     if inherited and max(gpus, default=0) >= len(inherited):
         raise ConfigError(
-            f"engine.gpus: GPU {max(gpus)} is wanted (the trainer's {after} come first), but CUDA_VISIBLE_DEVICES "
-            f"names {len(inherited)}; start fewer instances, or name the GPUs that they are to share"
+            f"engine.gpus: GPU {max(gpus)} is needed (after the {after} of the trainer), but CUDA_VISIBLE_DEVICES "
+            f"lists {len(inherited)}; start fewer instances, or list the GPUs that they should share"
         )
     names = [inherited[gpu] if inherited else str(gpu) for gpu in gpus]
     return [",".join(names[i * each : (i + 1) * each]) for i in range(config.num_managed)]
@@ -103,14 +105,14 @@ def assign_gpus(config: Config, *, environ: Mapping[str, str]) -> list[str]:
 def plan_trainer(
     config: Config, *, controller: str, token: str, lease: Path, environ: Mapping[str, str]
 ) -> ProcessPlan | None:
-    """The ranks on this host, under one torchrun or by the config's command; None if others start them. `controller` is
-    the address bound."""
+    """Return the process that starts the ranks on this host (torchrun or `trainer.command`), or None if they are
+    external. `controller` is the address that the controller has bound."""
     if config.trainer.external:
         return None
     env = child_env(environ, lease=lease, threads=config.trainer.threads)
     env |= {"DORA_CONTROLLER": controller, "DORA_TOKEN": token}
     env |= _COLLECTIVES
-    # They meet over files: torchrun's stores would listen on every interface.
+    # Rendezvous over files: torchrun's TCP stores would listen on every interface.
     env |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     meet = ("--rdzv-backend", "c10d", "--rdzv-conf", "store_type=file", "--local-addr", HOST)
     torchrun = ("-m", "torch.distributed.run", *meet)
@@ -121,18 +123,18 @@ def plan_trainer(
 
 
 def plan_sender(config: Config, *, lease: Path, environ: Mapping[str, str]) -> ProcessPlan:
-    """A process that brings weights to servers. Those of a run share one log; each is told by its pipes what to do."""
+    """Return the plan of a sender process. All senders of a run share one log and get their orders over pipes."""
     env = child_env(environ, lease=lease, threads=config.trainer.threads)
     argv = (sys.executable, "-m", "dora", "send")
     return ProcessPlan(name="sender", argv=argv, env=env, ready_timeout_s=None)
 
 
 def child_env(environ: Mapping[str, str], *, lease: Path, threads: int) -> dict[str, str]:
-    """The environment of a child, without secrets."""
+    """Return the environment of a child, without secrets."""
     inherited = {key: value for key, value in environ.items() if not key.startswith("DORA_")}
     return inherited | {
         "DORA_LEASE": str(lease),
         "OMP_NUM_THREADS": str(threads),
-        "PYTHONUNBUFFERED": "1",  # what a process says before it dies must be in its log
+        "PYTHONUNBUFFERED": "1",  # so that the log is complete when a process crashes
         "TOKENIZERS_PARALLELISM": "false",
     }

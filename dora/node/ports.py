@@ -1,4 +1,4 @@
-"""Ports to listen on: whether a configured one is free (0 always is), and finding a free one."""
+"""Ports to listen on: check that the configured ones are free (0 always is), and find a free one."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from dora.config.schema import Config
 from dora.errors import ConfigError
 from dora.node.plan import HOST
 
-#: ZeroMQ also takes names of interfaces, which only it can resolve; it then refuses them itself.
+#: ZeroMQ also accepts names of interfaces, which only it can resolve and check.
 _NUMERIC_ADDRESS = re.compile(r"tcp://([\d.]+):(\d+)")
 
 
 def require_free_ports(config: Config) -> None:
-    """ConfigError that names field and port if one that this run will listen on is taken."""
+    """ConfigError, naming the field and the port, if a port of this run is in use."""
     if config.engine.base_port:
         for index in range(config.num_managed):
             _require_free(HOST, config.engine.base_port + index, field="engine.base_port", who=f"engine {index}")
@@ -25,7 +25,7 @@ def require_free_ports(config: Config) -> None:
 
 
 def free_port() -> int:
-    """A port of HOST that is free now: for a server that cannot choose its own."""
+    """Return a port of HOST that is free now, for a server that cannot choose its own."""
     with socket.create_server((HOST, 0)) as probe:
         return int(probe.getsockname()[1])
 
@@ -34,10 +34,10 @@ def _require_free(host: str, port: int, *, field: str, who: str, host_field: str
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: a closing one is no obstacle
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do; ignores TIME_WAIT
             probe.bind(address)
     except socket.gaierror as err:
-        raise ConfigError(f"{host_field or field}: {host} is no address ({err.strerror})") from err
+        raise ConfigError(f"{host_field or field}: {host} is not an address ({err.strerror})") from err
     except OSError as err:
         raise ConfigError(
             f"{field}: {who} cannot listen on {host}:{port} ({err.strerror}); choose another, or 0 for any free port"

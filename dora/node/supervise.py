@@ -1,12 +1,11 @@
-"""The processes of a run on this host: started, watched, and ended with everything they started themselves.
+"""The processes of a run on this host: start, watch and end them, with all their descendants.
 
-Invariant: a child is in a session of its own, so Ctrl-C in the terminal reaches the controller alone; what it prints is
-in its log file; and no child outlives the controller, kill -9 included: the kernel kills it (Linux), and while `Node`
-is open it holds the lease that the child watches. When to start a child again is for its owner to decide: `Child` has
-the shape of `controller.fleet.Server`, whose keeper restarts engines with pauses and a limit; a trainer that ends early
-ends the run.
+Invariant: a child has its own session, so that Ctrl-C in the terminal reaches only the controller; its output is in its
+log file; and it never outlives the controller, not even after kill -9: the kernel kills it (Linux), and an open `Node`
+holds the lease that the child watches. The owner of a child decides about restarts: `Child` implements
+`controller.fleet.Server`, which restarts engines with pauses and a limit; a trainer that ends early ends the run.
 
-Output loop, per child with a ready line. Consumes: its standard output. Produces: its log, and the URL of the ready
+Output loop, one per child with a ready line. Consumes: its standard output. Produces: its log, and the URL of the ready
 line. Waits for: the next bytes. Unblocked by: any output, and the child's end.
 """
 
@@ -17,6 +16,7 @@ import os
 import re
 import signal
 from collections.abc import Awaitable, Callable, Iterable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -30,25 +30,23 @@ from dora.node.plan import HOST, ProcessPlan
 from dora.node.ports import free_port
 
 READY_LINE = re.compile(rb"^ready (http://\S+)\r?$", re.MULTILINE)
-#: From SIGTERM to SIGKILL. An engine ends at once when nobody asks it anything; a trainer has its checkpoint by then.
+#: From SIGTERM to SIGKILL. An idle engine ends at once; a trainer has written its checkpoint before.
 GRACE_S = 3.0
-#: SIGKILL needs no longer unless the kernel holds the process.
-KILL_TIMEOUT_S = 10.0
-#: Between two questions whether a child that prints no ready line is well.
-READY_POLL_S = 0.25
+KILL_TIMEOUT_S = 10.0  # exceeded only by a process that is stuck in the kernel
+READY_POLL_S = 0.25  # between health checks of a child without a ready line
 TAIL_LINES = 4
 _TAIL_BYTES = 4096
 _CONFIG_ERROR_CODE = 2
 
-#: Whether the server at a URL answers its health check: a border to `engine`, given by `cli`.
+#: Returns whether the server at a URL passes its health check.
 IsWell = Callable[[str], Awaitable[bool]]
 
 
 class Child:
-    """One process; it can be started again after its end."""
+    """One process, which can be restarted after its end."""
 
     def __init__(self, plan: ProcessPlan, *, log: Path, is_well: IsWell | None = None) -> None:
-        """`is_well` is needed by a plan with a port."""
+        """`is_well` is required by a plan with a port."""
         self.plan = plan
         self.log = log
         self._is_well = is_well
@@ -57,14 +55,14 @@ class Child:
 
     @property
     def pid(self) -> int | None:
-        """Process id while it runs."""
+        """The process id while it runs, else None."""
         return self._process.pid if self._process is not None and self._process.returncode is None else None
 
     async def start(self) -> str:
-        """Start it and wait until it is ready; returns its URL, "" if nobody waits for that.
+        """Start the process and wait until it is ready. Return its URL, or "" if the plan has no ready timeout.
 
-        RemoteError if it ends or stays silent instead; ConfigError if it ended because its input cannot work, which no
-        second start would change.
+        RemoteError if it ends or times out first; ConfigError if it ends with a configuration error, so that a restart
+        would not help.
         """
         await self.kill()
         port = self.plan.port or free_port()
@@ -79,27 +77,27 @@ class Child:
         except TimeoutError:
             await self.kill()
             waited = f"not ready after {self.plan.ready_timeout_s:g} s"
-            raise RemoteError(f"{self.plan.name}: {waited}; {self._last_words()}") from None
+            raise RemoteError(f"{self.plan.name}: {waited}; {self._end_of_log()}") from None
         return url
 
     async def ended(self) -> str:
-        """Waits for its end; returns how it ended, with its last words."""
+        """Wait for the end of the process. Return the cause and the last lines of its log."""
         assert self._process is not None, "it was started"
         code = await self._process.wait()
         if self._output is not None:
-            await asyncio.shield(self._output)  # its last words are still on their way to the log
-        return f"{self.plan.name} ended with {_cause(code)}; {self._last_words()}"
+            await asyncio.shield(self._output)  # until the log is complete
+        return f"{self.plan.name} ended with {_cause(code)}; {self._end_of_log()}"
 
     async def kill(self) -> None:
-        """End it, and all that it started, at once."""
+        """Kill the process and its descendants at once."""
         await self._end(signal.SIGKILL, grace_s=KILL_TIMEOUT_S)
 
     async def stop(self, *, grace_s: float = GRACE_S) -> None:
-        """Ask it to end; kill what has not done so in time."""
+        """Terminate the process; after `grace_s`, kill it and its descendants."""
         await self._end(signal.SIGTERM, grace_s=grace_s)
 
     def signal_kill(self) -> None:
-        """SIGKILL without waiting for anything."""
+        """Send SIGKILL to the process and its descendants, without waiting."""
         if self.pid is not None:
             _kill_all([*_descendants(self.pid), psutil.Process(self.pid)])
 
@@ -122,14 +120,14 @@ class Child:
             ) from err
 
     async def _ready_line(self, process: asyncio.subprocess.Process) -> str:
-        """The URL that it prints; "" if it ends first."""
+        """Return the URL that the process prints, or "" if it ends first."""
         ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._output = asyncio.create_task(self._copy_output(process, ready), name=f"{self.plan.name}-output")
         return await asyncio.shield(ready)
 
     async def _well_at(self, process: asyncio.subprocess.Process, *, port: int) -> str:
-        """Its URL once it answers there; "" if it ends first."""
-        assert self._is_well is not None, "a plan with a port needs it"
+        """Return the URL once its health check succeeds, or "" if the process ends first."""
+        assert self._is_well is not None, "a plan with a port requires it"
         url = f"http://{HOST}:{port}"
         while process.returncode is None:
             if await self._is_well(url):
@@ -138,7 +136,7 @@ class Child:
         return ""
 
     async def _copy_output(self, process: asyncio.subprocess.Process, ready: asyncio.Future[str]) -> None:
-        """The output loop; `ready` gets the URL, or "" if the output ends without one."""
+        """Run the output loop; set `ready` to the URL, or to "" if the output ends without one."""
         assert process.stdout is not None
         seen = b""
         with open_log(self.log) as log:
@@ -154,15 +152,15 @@ class Child:
 
     async def _fail_to_start(self, process: asyncio.subprocess.Process) -> str:
         code = await process.wait()
-        message = f"{self.plan.name}: ended with {_cause(code)} before it was ready; {self._last_words()}"
+        message = f"{self.plan.name}: ended with {_cause(code)} before it was ready; {self._end_of_log()}"
         raise ConfigError(message) if code == _CONFIG_ERROR_CODE else RemoteError(message)
 
     async def _end(self, number: signal.Signals, *, grace_s: float) -> None:
         process = self._process
         if process is None:
             return
-        # torchrun gives every rank a session of its own, so the process group does not hold all that must go.
-        started_by_it = _descendants(process.pid) if process.returncode is None else []
+        # torchrun starts every rank in its own session, so the process group does not include all descendants.
+        descendants = _descendants(process.pid) if process.returncode is None else []
         if process.returncode is None:
             _signal_group(process.pid, number)
         try:
@@ -170,7 +168,7 @@ class Child:
                 await process.wait()
         except TimeoutError:
             _signal_group(process.pid, signal.SIGKILL)
-        _kill_all(started_by_it)
+        _kill_all(descendants)
         await self._reap(process)
 
     async def _reap(self, process: asyncio.subprocess.Process) -> None:
@@ -180,16 +178,16 @@ class Child:
                 if self._output is not None:
                     await self._output
         except TimeoutError:
-            raise RemoteError(f"{self.plan.name}: process {process.pid} does not end, SIGKILL or not") from None
+            raise RemoteError(f"{self.plan.name}: process {process.pid} does not end after SIGKILL") from None
         self._process = self._output = None
 
-    def _last_words(self) -> str:
+    def _end_of_log(self) -> str:
         lines = tail(self.log)
         return f"its log ({self.log}) ends: {' | '.join(lines)}" if lines else f"its log ({self.log}) is empty"
 
 
 class Node:
-    """All children of a run on this host. An async context manager: leaving it leaves no process behind."""
+    """All children of a run on this host, as an async context manager that ends them on exit."""
 
     def __init__(self, *, logs: Path, lease: Path) -> None:
         self._logs = logs
@@ -211,22 +209,22 @@ class Node:
             self._lease.close()
 
     def add(self, plan: ProcessPlan, *, is_well: IsWell | None = None) -> Child:
-        """A child of this run, not yet started."""
+        """Return a new child, not yet started."""
         child = self.children[plan.name] = Child(plan, log=self._logs / f"{plan.name}.log", is_well=is_well)
         return child
 
     async def stop(self, *, grace_s: float = GRACE_S) -> None:
-        """End all children, side by side."""
+        """Stop all children concurrently."""
         await asyncio.gather(*(child.stop(grace_s=grace_s) for child in self.children.values()))
 
     def kill_all(self) -> None:
-        """End all children without waiting: for the second Ctrl-C."""
+        """Kill all children without waiting, for the second Ctrl-C."""
         for child in self.children.values():
             child.signal_kill()
 
 
 def open_log(path: Path) -> IO[bytes]:
-    """A child's log, to be appended to."""
+    """Open a child's log for appending."""
     try:
         return path.open("ab")
     except OSError as err:
@@ -234,7 +232,7 @@ def open_log(path: Path) -> IO[bytes]:
 
 
 def tail(log: Path) -> list[str]:
-    """The last lines that say something; none of a log that was deleted."""
+    """Return the last lines that are not blank; none if the log was deleted."""
     if not log.exists():
         return []
     with log.open("rb") as file:
@@ -244,9 +242,9 @@ def tail(log: Path) -> list[str]:
 
 
 def _tie_to(parent: int) -> None:
-    """In the child, before it becomes what it is to be."""
+    """Tie the child to its parent, between fork and exec."""
     die_with_parent()
-    if os.getppid() != parent:  # it died before the kernel was told
+    if os.getppid() != parent:  # it died before that
         os._exit(1)
 
 
@@ -255,11 +253,9 @@ def _cause(code: int) -> str:
 
 
 def _signal_group(pid: int, number: signal.Signals) -> None:
-    """To the child and what has stayed in its process group, which may be gone already."""
-    try:
+    """Signal the child and its process group, which may be gone already."""
+    with suppress(ProcessLookupError):
         os.killpg(pid, number)
-    except ProcessLookupError:
-        return
 
 
 def _descendants(pid: int) -> list[psutil.Process]:
@@ -270,9 +266,7 @@ def _descendants(pid: int) -> list[psutil.Process]:
 
 
 def _kill_all(processes: Iterable[psutil.Process]) -> None:
-    """psutil compares start times, so a process id that was given away again is not hit."""
+    """Kill processes. psutil compares start times, so a reused process id is not hit."""
     for process in processes:
-        try:
+        with suppress(psutil.NoSuchProcess):
             process.kill()
-        except psutil.NoSuchProcess:
-            continue

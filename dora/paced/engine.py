@@ -1,9 +1,9 @@
 """An engine without a model: answers have the lengths of a workload's table and take the simulated server's time.
 
-It has the embedded engine's whole HTTP protocol and decides only when tokens appear. `sim.instance` is driven by a
-clock that runs `time_scale` times faster than the wall clock, so that a late wake-up delays publication but never
-decoding. The request id identifies the trajectory and so its answer; probes are answered at once. Invariant: `rows` are
-the generations whose requests the simulated server holds.
+It uses the embedded engine's HTTP protocol and decides only when tokens appear. `sim.instance` is driven by a clock
+that runs `time_scale` times faster than the wall clock, so that a late wake-up delays publication but never decoding.
+The request id identifies the trajectory and so its answer; probes are answered at once. Invariant: `rows` are the
+generations whose requests the simulated server holds.
 """
 
 from __future__ import annotations
@@ -20,15 +20,14 @@ from typing import Any, Final
 from dora.core.commands import Generate
 from dora.core.ids import FIRST_VERSION, InstanceId, TrajectoryId
 from dora.embedded.generation import ABORTED, ABORTED_WAITING, Generation
-from dora.embedded.metrics import EngineMetrics
 from dora.embedded.scheduler import Scheduler
 from dora.errors import InvariantViolation
 from dora.sim.answers import Answers
 from dora.sim.instance import SimulatedInstance
 from dora.sim.server import Request, SimulatedServer
 
-#: The id of a request that asks for a trajectory, and where it says which.
-_ASKS_FOR: Final = re.compile(r"[0-9a-f]{8}-\d{4}-([+-]\d{12})-\d{6}")
+#: The id of a request for a trajectory (`dora.engine.names`); the group is the trajectory.
+_REQUEST_ID: Final = re.compile(r"[0-9a-f]{8}-\d{4}-([+-]\d{12})-\d{6}")
 #: Decoding steps between two publications (SGLang: stream_interval).
 STREAM_TOKENS: Final = 64
 #: A behavior log-prob as a server writes it: a float32 in decimal.
@@ -36,8 +35,8 @@ LOGPROB: Final = -0.6931471824645996
 
 
 def trajectory_of(rid: str) -> int | None:
-    """The trajectory that a request asks for; None for a probe or a comparison."""
-    found = _ASKS_FOR.fullmatch(rid)
+    """Return the trajectory of a request; None for a probe or a comparison."""
+    found = _REQUEST_ID.fullmatch(rid)
     return int(found[1]) if found else None
 
 
@@ -103,14 +102,7 @@ class PacedEngine(Scheduler):
         push_s: float,
         time_scale: float,
     ) -> None:
-        super().__init__(
-            model,
-            slots=server.slots,
-            kv_tokens=server.kv_tokens,
-            weight_version="default",
-            max_queued_requests=None,
-            metrics=EngineMetrics(),
-        )
+        super().__init__(model, slots=server.slots, kv_tokens=server.kv_tokens)
         self._paced = model
         self._answers, self._push_s, self._time_scale = answers, push_s, time_scale
         self._instance = SimulatedInstance(InstanceId(0), server, slowness=slowness)
@@ -152,8 +144,7 @@ class PacedEngine(Scheduler):
         self.holding = True
         if retract:
             for number in list(self._running):
-                self._grow(self._running[number], self._instance.remove(number).offset)
-                self.waiting.append(self._let_go(number).generation)
+                self.waiting.append(self._interrupt(number))
 
     def release(self) -> None:
         self._instance.anchor = max(self._instance.anchor, self._now())  # no step ran during the pause
@@ -196,8 +187,7 @@ class PacedEngine(Scheduler):
         for rid in self._aborting:
             if rid in running:
                 number = running[rid]
-                self._grow(self._running[number], self._instance.remove(number).offset)
-                self._finish(self._let_go(number).generation, ABORTED)
+                self._finish(self._interrupt(number), ABORTED)
             elif (generation := self.live.get(rid)) is not None and generation in self.waiting:
                 self.waiting.remove(generation)
                 self._finish(generation, ABORTED_WAITING)
@@ -218,7 +208,7 @@ class PacedEngine(Scheduler):
         produced = len(generation.prompt_ids) - answer.prompt_tokens
         if produced < 0:
             raise InvariantViolation(
-                f"request {generation.rid} has a prompt of {len(generation.prompt_ids)} tokens, but the workload says "
+                f"request {generation.rid} has a prompt of {len(generation.prompt_ids)} tokens, but the workload's has "
                 f"{answer.prompt_tokens}: it belongs to another run"
             )
         self._number += 1
@@ -242,7 +232,7 @@ class PacedEngine(Scheduler):
 
     def _end(self, ended: Sequence[Request]) -> None:
         for request in ended:
-            running = self._let_go(request.order.trajectory)
+            running = self._remove(request.order.trajectory)
             self._grow(running, request.total)
             self._finish(running.generation, self._reason(running))
 
@@ -255,10 +245,15 @@ class PacedEngine(Scheduler):
     def _is_capped(self, running: _Running) -> bool:
         return running.request.total == self._answers.cap
 
-    def _let_go(self, number: TrajectoryId) -> _Running:
+    def _remove(self, number: TrajectoryId) -> _Running:
         running = self._running.pop(number)
         self.rows.remove(running.generation)
         return running
+
+    def _interrupt(self, number: TrajectoryId) -> Generation:
+        """Remove a request before its end, with the tokens that it has by now."""
+        self._grow(self._running[number], self._instance.remove(number).offset)
+        return self._remove(number).generation
 
     def _grow(self, running: _Running, num_tokens: int) -> None:
         """Extend the answer to `num_tokens`, those of earlier attempts included."""

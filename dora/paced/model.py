@@ -1,4 +1,4 @@
-"""A model folder without a model: the seed's tokenizer, a config, and the version number in place of weights."""
+"""A model folder without a model: the seed's tokenizer, a config, and the version number instead of weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _COPIED: Final = ("tokenizer.json", "tokenizer_config.json", "generation_config.
 
 
 def write_model(folder: Path, *, like: Path, version: int, positions: int | None = None) -> None:
-    """Fill `folder` with the files of `like`; `positions` replaces the context length."""
+    """Fill `folder` with files copied from `like`; `positions` replaces the context length."""
     for name in _COPIED:
         shutil.copyfile(like / name, folder / name)
     config = json.loads((like / "config.json").read_text(encoding="utf-8"))

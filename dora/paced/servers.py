@@ -1,4 +1,4 @@
-"""Many paced engines in one process, each on its own port. To the controller they are separate servers."""
+"""Several paced engines in one process, each on its own port. To the controller they are separate servers."""
 
 from __future__ import annotations
 

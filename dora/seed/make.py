@@ -1,4 +1,4 @@
-"""Makes the seed policy: a small Qwen3 model warmed up on noisy demonstrations of the arithmetic task.
+"""Make the seed policy: a small Qwen3 model warmed up on noisy demonstrations of the arithmetic task.
 
     python -m dora.seed.make OUT
 

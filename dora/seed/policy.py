@@ -22,5 +22,7 @@ def model_folder(name: str) -> Path:
         return path()
     folder = Path(name)
     if not (folder / "config.json").is_file():
-        raise ConfigError(f"model.path: {name} is no model folder: it has no config.json; give a Hugging Face folder")
+        raise ConfigError(
+            f"model.path: {name} is not a model folder: it has no config.json; give a Hugging Face folder"
+        )
     return folder.resolve()

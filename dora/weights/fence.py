@@ -1,7 +1,7 @@
-"""Which controller's ranks may make versions and checkpoints visible: a file that holds its epoch.
+"""The fence: a file with the epoch of the controller whose ranks may make versions and checkpoints visible.
 
-A rank that was stopped while its controller died, or that runs on another host, may go on much later. Invariant: every
-rename into place asks here first, and a controller writes its epoch before it starts or admits a rank.
+A rank that was suspended while its controller died, or that runs on another host, may continue much later. Invariant:
+every rename into place checks the fence first, and a controller writes its epoch before it starts or admits a rank.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from dora.errors import DoraError
 
 
 class StaleEpoch(DoraError):
-    """Another controller has taken the run over; what this process made is not wanted any more."""
+    """Another controller has taken over the run, so the results of this process are not needed any more."""
 
 
 def raise_fence(path: Path, *, epoch: int) -> None:
-    """From now on only processes of this epoch pass."""
+    """Let only processes of this epoch pass from now on."""
     files.replace(path, f"{epoch}\n".encode())
 
 
 def pass_fence(path: Path, *, epoch: int) -> None:
-    """StaleEpoch unless the file holds `epoch`."""
+    """StaleEpoch unless the fence is at `epoch`."""
     try:
         held = path.read_text(encoding="ascii").strip()
     except (OSError, ValueError) as err:
         raise StaleEpoch(f"{path}: cannot be read ({err}); is the run folder still there?") from err
     if held != str(epoch):
-        raise StaleEpoch(f"{path}: controller epoch {held} has taken the run over; this process belongs to {epoch}")
+        raise StaleEpoch(f"{path}: controller epoch {held} has taken over the run; this process belongs to {epoch}")

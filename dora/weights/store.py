@@ -1,14 +1,12 @@
 """The version store: every live policy version as one complete Hugging Face folder, and its durable copy.
 
-Invariant: a folder `v<version>` under a root is complete (every byte and its manifest were there before the rename
-that made it visible) and its bytes never change; whatever is being written or deleted has a name that starts with a
-dot. A version that was published once keeps its bytes: sealing the number again returns the manifest of the first.
+Invariant: a folder `v<version>` under a root is complete (all files and the manifest were there before the rename that
+made it visible) and never changes; a folder that is being written or deleted has a name that starts with a dot. A
+published version keeps its bytes: sealing it again returns the first manifest. Versions are published in the live root
+or, while that is full, in the durable one.
 
-A version is published in the live root, or in the durable one while the live one is full.
-
-Who calls it: the trainer's rank 0 stages and seals, the controller copies, releases and pushes, `dora export` reads.
-Which version is still needed is the core's decision (`ReleaseVersion`); the store only deletes. The calls block:
-an event loop runs them in a thread.
+The trainer's rank 0 stages and seals; the controller copies, releases and pushes; `dora export` reads. The core decides
+which versions are needed (`ReleaseVersion`). All calls block, so an event loop runs them in a thread.
 """
 
 from __future__ import annotations
@@ -44,32 +42,32 @@ class StoreError(DoraError):
 
 
 class VersionLost(StoreError):
-    """It is complete in no root: what needs it can never go on."""
+    """A version is complete in no root, so anything that needs it can never continue."""
 
 
 class StoreFull(StoreError):
-    """Its file system has no room; elsewhere or later there may be some."""
+    """The file system of a root is full; another root, or a later attempt, may have space."""
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a version consists of; written last and read back to tell a complete folder from a torn one."""
+    """The contents of a version; written last, so that it tells a complete folder from a torn one."""
 
     version: VersionId
     files: Mapping[str, str]  # name relative to the folder -> `checksum_of` it
-    num_bytes: int  # all files together, the manifest left out
-    chain: str = ""  # lineage of the weights: what they were trained on
+    num_bytes: int  # of all files together, without the manifest
+    chain: str = ""  # lineage of the weights
 
 
 class VersionStore:
-    """Live versions under `memory_root`, durable ones under `durable_root`; the two may be the same folder.
+    """Live versions under `memory_root`, durable ones under `durable_root`.
 
-    Where they are the same (no memory to spare), the live copy is the durable one: `copy_durable` has nothing to
-    do, and `release` leaves the folder to `release_durable`.
+    The two may be the same folder (if memory is short). Then the live copy is also the durable one: `copy_durable` and
+    `release` do nothing.
     """
 
     def __init__(self, *, memory_root: Path, durable_root: Path, fence: Callable[[], None] = lambda: None) -> None:
-        """`fence` is called before a version is made visible; it raises where that is not this process's to do."""
+        """`fence` is called before a version is made visible; it raises if this process may not do that."""
         self._fence = fence
         self._memory = memory_root
         self._durable = durable_root
@@ -80,25 +78,25 @@ class VersionStore:
 
     @property
     def memory_root(self) -> Path:
-        """Where live versions lie."""
+        """The folder of live versions."""
         return self._memory
 
     @property
     def roots(self) -> tuple[Path, ...]:
-        """Where a version may be published, in order of preference."""
+        """The folders in which a version may be published, in order of preference."""
         return (self._memory,) if self._is_shared else (self._memory, self._durable)
 
     def stage(self, version: VersionId, *, root: Path | None = None) -> Path:
-        """An empty folder in `root` (the live one, unless said otherwise), to be filled and handed to `seal`."""
+        """Create an empty folder in `root` (default: the live one), to be filled and passed to `seal`."""
         root = root or self._memory
         with clear_errors(f"cannot stage version {version} in {root}"):
             return _temporary(root, "stage", version)
 
     def seal(self, version: VersionId, staged: Path, *, chain: str = "") -> Manifest:
-        """Make a staged folder visible as `version`; if it was published before, drop `staged` and keep the old bytes.
+        """Make a staged folder visible as `version`, in the root in which it was staged.
 
-        It stays in the root in which it was staged. The manifest returned is always that of the bytes which stay: a
-        caller that replays steps compares it with its own. On an error nothing of `staged` is left.
+        If `version` was published before, delete `staged` and keep the old folder. Return the manifest of the folder
+        that is kept; a caller that replays steps compares it with its own. On any error `staged` is deleted.
         """
         if (existing := self._find(version)) is not None:
             shutil.rmtree(staged, ignore_errors=True)
@@ -118,14 +116,14 @@ class VersionStore:
         return manifest
 
     def folder(self, version: VersionId) -> Path:
-        """The folder to load `version` from: the live copy, else the durable one."""
+        """Return the folder to load `version` from: the live copy, else the durable one."""
         return self._require(version)[0]
 
     def manifest(self, version: VersionId) -> Manifest:
         return self._require(version)[1]
 
     def copy_durable(self, version: VersionId) -> None:
-        """Copy `version` to the durable root, read the copy back against the manifest, then make it visible."""
+        """Copy `version` to the durable root, verify the copy against the manifest, then make it visible."""
         target = _folder(self._durable, version)
         if _read_manifest(target) is not None:
             return
@@ -143,7 +141,7 @@ class VersionStore:
             _expose(copy, target, fence=self._fence)
 
     def release(self, version: VersionId) -> None:
-        """Delete the live copy; a version that is not there is no error."""
+        """Delete the live copy, if there is one."""
         if not self._is_shared:
             _delete(_folder(self._memory, version))
 
@@ -153,30 +151,33 @@ class VersionStore:
             _delete(_folder(root, version))
 
     def release_durable(self, version: VersionId) -> None:
-        """Delete the durable copy; a version that is not there is no error."""
+        """Delete the durable copy, if there is one."""
         _delete(_folder(self._durable, version))
 
     def live(self) -> list[VersionId]:
-        """Complete versions with a live copy, ascending."""
+        """Return all complete versions with a live copy, ascending."""
         return _complete_versions(self._memory)
 
     def durable(self) -> list[VersionId]:
-        """Complete versions with a durable copy, ascending."""
+        """Return all complete versions with a durable copy, ascending."""
         return _complete_versions(self._durable)
 
     def sweep(self) -> None:
-        """Delete what interrupted writes left behind, and bring to the disk the names that a killed process had not
-        synced. Only at the start of a run, before anyone stages."""
+        """Delete the remains of interrupted writes, and sync names that a killed process had not synced.
+
+        Only at the start of a run, before anything is staged.
+        """
         for root in self.roots:
-            files.sync_folder(root)  # what is done next rests on what is seen here
+            files.sync_folder(root)  # what is done next relies on the names found here
             for path in root.iterdir():
                 is_temporary = path.name.startswith((".stage-", ".copy-", ".trash-"))
                 if path.is_dir() and (is_temporary or (_version_of(path) is not None and not _read_manifest(path))):
                     files.remove(path)
 
     def set_aside(self, known: Mapping[VersionId, tuple[Mapping[str, str], str]]) -> list[str]:
-        """Take out of sight what is not in `known` (version -> files and chain): a history that the journal has lost
-        left it. Returns where it lies now, a name each.
+        """Rename all versions that are not in `known` (version -> files and chain): the journal has lost their history.
+
+        Return a description of each, with its new path.
         """
         found = []
         for root in self.roots:
@@ -192,7 +193,7 @@ class VersionStore:
         return found
 
     def damaged(self, version: VersionId) -> list[str]:
-        """Read every copy of `version` against its checksums; those that do not match are deleted, and named."""
+        """Verify the checksums of every copy of `version`. Delete damaged copies; return a damaged file of each."""
         found = []
         for root in self.roots:
             path = _folder(root, version)
@@ -202,18 +203,17 @@ class VersionStore:
             wrong = [name for name, checksum in manifest.files.items() if checksum_of(path / name) != checksum]
             if wrong:
                 _delete(path)
-                found.append(f"{path / wrong[0]}")
+                found.append(str(path / wrong[0]))
         return found
 
     def stranded(self, versions: Iterable[VersionId]) -> list[VersionId]:
-        """Those of `versions` that the live root alone holds: the disk had no room for them. A root that was deleted
-        holds none."""
+        """Return those of `versions` that only the live root holds, because the disk was full. Roots may be absent."""
         return sorted(set(versions) & _held(self._memory) - _held(self._durable))
 
     def close(self, *, needed: Iterable[VersionId] = ()) -> None:
-        """At the end of a run: delete the live root with all that it holds, unless it is the durable one.
+        """At the end of a run, delete the live root and its contents, unless it is also the durable one.
 
-        If it alone holds a `needed` version, it stays: without an owner file, so that no other run sweeps it.
+        If only the live root holds a `needed` version, keep it, without its owner file, so that no other run sweeps it.
         """
         if self.stranded(needed):
             files.remove(self._memory / OWNER)
@@ -235,13 +235,13 @@ class VersionStore:
 
 
 def checksum_of_files(files: Mapping[str, str]) -> str:
-    """One for a whole version: XXH3 over the sorted lines `<checksum>  <name>`."""
+    """Return the checksum of a whole version: XXH3 over the sorted lines `<checksum>  <name>`."""
     lines = "".join(f"{checksum}  {name}\n" for name, checksum in sorted(files.items()))
     return xxhash.xxh3_128_hexdigest(lines.encode())
 
 
 def checksum_of(path: Path) -> str:
-    """XXH3 (128 bits, hex) of a file's bytes: it finds damage, at five times the speed of sha256."""
+    """Return XXH3 (128 bits, hex) of a file. It detects damage, at five times the speed of SHA-256."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
@@ -249,11 +249,11 @@ def checksum_of(path: Path) -> str:
 def choose_memory_root(
     folder: Path, *, run_id: str, needed_bytes: int, fallback: Path, group: str | None = None
 ) -> Path:
-    """`folder`/dora-<run_id>, closed to all but this user and `group`, if `folder` has room for `needed_bytes`; else
-    `fallback`.
+    """Return `folder`/dora-<run_id> if it has space for `needed_bytes`, else `fallback`.
 
-    `needed_bytes` covers all versions that may be live at once (K + 4 of them). What an earlier start of the same
-    run left there counts as room. A container's shared memory is often 64 MB: then `fallback` is the answer.
+    The folder is accessible to this user and `group` only. `needed_bytes` covers all versions that may be live at once
+    (K + 4). The files of an earlier start of this run count as free space. Shared memory of containers is often 64 MB,
+    too small for most models.
     """
     root = folder / f"dora-{run_id}"
     try:
@@ -264,16 +264,16 @@ def choose_memory_root(
             return root
         if held_bytes == 0:
             root.rmdir()
-    except OSError:  # absent, read-only or somebody else's folder: a reason to use the disk, not to fail
+    except OSError:  # absent, read-only or owned by another user: use the disk instead
         pass
     return fallback
 
 
 def claim(root: Path, *, durable_root: Path | None = None) -> IO[bytes]:
-    """Hold `root` for this run: the lock lasts until the file returned is closed or the process is gone.
+    """Lock `root` for this run. The lock lasts until the returned file is closed or the process ends.
 
-    `.owner` is linked into place only once it is locked, so that a folder whose `.owner` can be locked has no owner.
-    It names the `durable_root`, so that others see what `root` alone holds.
+    `.owner` is linked into place only after it is locked, so a folder whose `.owner` can be locked has no owner. It
+    contains the path of `durable_root`, so that others can tell which versions only `root` holds.
     """
     held = _lock(root)
     held.truncate(0)
@@ -302,10 +302,10 @@ def _lock(root: Path) -> IO[bytes]:
 
 
 def sweep_orphans(folder: Path, *, run_id: str) -> list[Path]:
-    """Delete the `dora-*` folders in `folder` whose run has died (killed: it could not close its store).
+    """Delete the `dora-*` folders in `folder` whose run was killed before it could close its store.
 
-    A folder without an owner file, or of another user, is left alone; so is that of `run_id`, which is resumed, and one
-    with a version that a killed run had no time to copy: on GPUs a resume may not be able to make the same again.
+    Folders without an owner file, those of other users, and that of `run_id`, which is being resumed, are kept. So is a
+    folder with a version that was not copied to the disk yet: on GPUs a resume may not recompute the same bytes.
     """
     orphans = []
     for root in sorted(set(folder.glob("dora-*")) - {folder / f"dora-{run_id}"}):
@@ -349,22 +349,22 @@ def _held(root: Path) -> set[VersionId]:
 
 
 def _read_manifest(path: Path) -> Manifest | None:
-    """The manifest of a complete folder; None if the folder is absent, torn or truncated (sizes only, no hashing)."""
+    """Return the manifest of a complete folder; None if it is absent or torn. Only sizes are checked, not bytes."""
     try:
         manifest = msgspec.json.decode((path / MANIFEST).read_bytes(), type=Manifest)
         num_bytes = sum((path / name).stat().st_size for name in manifest.files)
     except (OSError, ValueError, msgspec.MsgspecError, RecursionError):
         return None
     names = map(PurePosixPath, manifest.files)
-    is_whole = num_bytes == manifest.num_bytes and manifest.version == _version_of(path)
-    return manifest if is_whole and not any(name.is_absolute() or ".." in name.parts for name in names) else None
+    is_complete = num_bytes == manifest.num_bytes and manifest.version == _version_of(path)
+    return manifest if is_complete and not any(name.is_absolute() or ".." in name.parts for name in names) else None
 
 
 def _expose(written: Path, target: Path, *, fence: Callable[[], None]) -> None:
-    """Flush everything under `written` and rename it to `target` in one step; a torn `target` gives way. Who may read
-    the root may read it.
+    """Sync everything under `written`, give it the permissions of the root, and rename it to `target` atomically.
 
-    A complete `target` stays (two copies of one version at the same time), and `written` is dropped.
+    A torn `target` is replaced. A complete one is kept (the version was copied twice concurrently), and `written` is
+    deleted.
     """
     adopt(written, like=target.parent)
     for path in written.rglob("*"):
@@ -383,20 +383,20 @@ def _expose(written: Path, target: Path, *, fence: Callable[[], None]) -> None:
 
 
 def _delete(path: Path) -> None:
-    """Take the folder out of sight first, so that a half-deleted one is never read; `sweep` takes what is left."""
+    """Delete a folder. It is renamed first, so that a half-deleted one is never read; `sweep` deletes any remains."""
     trash = path.with_name(f".trash-{path.name}-{secrets.token_hex(4)}")
     try:
         files.rename(path, trash)
     except FileNotFoundError:
         return
     with suppress(OSError):
-        files.sync_folder(path.parent)  # else a power failure could bring the name back, but not all of its files
+        files.sync_folder(path.parent)  # else a power failure could restore the name but not all files
         files.remove(trash)
 
 
 @contextmanager
 def clear_errors(what: str, *, remove: Path | None = None) -> Iterator[None]:
-    """Turn an OSError into one line that says what failed and where; `remove` is deleted on any error."""
+    """Turn an OSError into a StoreError of one line; delete `remove` on any error."""
     try:
         yield
     except (OSError, StoreError) as err:

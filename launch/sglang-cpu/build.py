@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Builds the environment in which SGLang runs on a CPU, once per machine, and prints its folder.
+"""Build the environment in which SGLang runs on a CPU, once per machine, and print its folder.
 
 The release is 0.5.20; $DORA_SGLANG_RELEASE selects another one, whose pins (`release-*.txt`) override the recipe's.
 
 Invariant: a folder with a file `complete` was installed from exactly these pins and shims and could import SGLang's
-server; any other is rebuilt. One builder at a time holds the lock beside the folder; the others wait and then use its
-result. pip's own settings (PIP_*) apply, so that PyTorch's CPU build can be configured there.
+server; any other folder is rebuilt. One builder at a time holds the lock next to the folder; the others wait and then
+use its result. pip's settings (PIP_*) apply, for example to select PyTorch's CPU build.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from pathlib import Path
 
 RECIPE = Path(__file__).parent
 RELEASE = "0.5.20"
-#: The import of everything that a server needs; it also compiles the modules, so that a first start takes no longer.
+#: Imports everything that a server needs. This also compiles the modules, so that the first start is not slower.
 PROOF = "import sglang.srt.entrypoints.http_server, sglang.srt.managers.scheduler"
-LIMIT_S = 1800.0  # of each step, and of waiting for another builder
+LIMIT_S = 1800.0  # for each step, and for waiting for another builder
 
 
 def cache_folder() -> Path:
-    """The folder of all environments: $DORA_SGLANG_CPU, else in the user's cache."""
+    """Return the folder of all environments: $DORA_SGLANG_CPU, or one in the user's cache."""
     if chosen := os.environ.get("DORA_SGLANG_CPU"):
         return Path(chosen)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dora" / "sglang-cpu"
 
 
 def release_pins(recipe: Path = RECIPE) -> list[Path]:
-    """The file of pins for another release than the recipe's own, if one is asked for."""
+    """Return the pins of the selected release, unless it is the recipe's own."""
     release = os.environ.get("DORA_SGLANG_RELEASE", RELEASE)
     if release == RELEASE:
         return []
@@ -49,7 +49,7 @@ def release_pins(recipe: Path = RECIPE) -> list[Path]:
 
 
 def environment_folder(recipe: Path = RECIPE) -> Path:
-    """The folder for this recipe, release and interpreter, built or not."""
+    """Return the folder for this recipe, release and interpreter, built or not."""
     digest = hashlib.sha256(f"{platform.python_version()} {platform.machine()}\n".encode())
     pins = [*sorted(recipe.glob("requirements*.txt")), *release_pins(recipe)]
     for path in [*pins, *sorted((recipe / "shims").glob("*.p*"))]:
@@ -62,7 +62,7 @@ def is_built(folder: Path) -> bool:
 
 
 def build(recipe: Path = RECIPE, *, proof: str = PROOF) -> Path:
-    """The environment's folder, after building it if need be."""
+    """Build the environment if necessary; return its folder."""
     folder = environment_folder(recipe)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with _locked(folder.with_suffix(".lock")):
@@ -74,7 +74,7 @@ def build(recipe: Path = RECIPE, *, proof: str = PROOF) -> Path:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Holds the lock file; unblocked by the end of the builder that holds it, however that ends."""
+    """Hold the lock file. Waits for the builder that holds it to end in any way."""
     deadline = time.monotonic() + LIMIT_S
     with path.open("wb") as lock:
         while True:
@@ -83,7 +83,7 @@ def _locked(path: Path) -> Iterator[None]:
                 break
             except BlockingIOError:
                 if time.monotonic() > deadline:
-                    sys.exit(f"{path} is held by another builder for more than {LIMIT_S:g} s; end that builder first")
+                    sys.exit(f"{path} was held by another builder for {LIMIT_S:g} s; end that builder first")
                 time.sleep(0.5)
         yield
 
@@ -104,11 +104,11 @@ def _install(folder: Path, recipe: Path, *, proof: str) -> None:
 
 
 def _run(*command: str) -> None:
-    """Runs a step; its output goes to stderr, because stdout is for the folder alone."""
+    """Run a step. Its output goes to stderr, because stdout is reserved for the folder."""
     try:
         done = subprocess.run(command, stdout=sys.stderr, timeout=LIMIT_S)
     except subprocess.TimeoutExpired:
-        sys.exit(f"{' '.join(command)}: not done after {LIMIT_S:g} s")
+        sys.exit(f"{' '.join(command)}: timed out after {LIMIT_S:g} s")
     if done.returncode:
         sys.exit(f"{' '.join(command)}: failed with exit code {done.returncode}; see its output above")
 

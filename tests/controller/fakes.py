@@ -103,7 +103,7 @@ class FakeEngines:
             on_tokens([self.eos if number == ANSWER_TOKENS - 1 else TOKEN], [-0.5])
             await asyncio.sleep(0)
         spans = ((self.labels[url], 0, ANSWER_TOKENS),)
-        return GenerateResult("stop", spans, ANSWER_TOKENS, 0, len(request.tokens), 0)
+        return GenerateResult("stop", spans, ANSWER_TOKENS, 0)
 
     async def _freeze(self, request_id: str) -> None:
         try:

@@ -77,7 +77,7 @@ class Engines:
         label, policy = self.held.setdefault(url, ("default", ""))
         trajectory = trajectory_of(request.id)
         if trajectory is None:  # the probe
-            return GenerateResult("length", ((label, 0, 1),), 1, 0, 1, 0)
+            return GenerateResult("length", ((label, 0, 1),), 1, 0)
         rng = random.Random(f"{self._seed} {request.id}")
         ends = rng.random()
         if ends < self._faults.refused:
@@ -102,7 +102,7 @@ class Engines:
                     break
             on_tokens(chunk, [-chunk_token / 64 for chunk_token in chunk])
         spans = ((label, 0, done),) if done else ()
-        return GenerateResult(reason, spans, done, 0, len(request.tokens), 0)  # type: ignore[arg-type]
+        return GenerateResult(reason, spans, done, 0)  # type: ignore[arg-type]
 
     async def abort(self, url: str, rid: str) -> None:
         self.stopped.add(rid)

@@ -56,7 +56,7 @@ NO_EVALUATION = settings(eval__sets="[]")
         ('task.rewards=[{kind="function", name="json:no_such_reward"}]', r"task.rewards.0.name: .*no_such_reward"),
         ("run", r"--set run: expected SECTION.NAME=VALUE"),
         ("task.sources=[]", r"task.sources: at least one source is needed"),
-        ("status.host=no.such.host.invalid", r"status.host: no.such.host.invalid is no address \("),
+        ("status.host=no.such.host.invalid", r"status.host: no.such.host.invalid is not an address \("),
     ],
 )
 def test_a_setting_that_cannot_work_is_one_line_before_anything_starts(tmp_path: Path, setting: str, says: str) -> None:

@@ -13,7 +13,6 @@ import pytest
 
 from dora.embedded.batcher import Batcher, Joined, Joiner, waves
 from dora.embedded.generation import ABORTED, ABORTED_WAITING, NOT_FINITE, QUEUE_FULL, Generation, SamplingParams
-from dora.embedded.metrics import EngineMetrics
 
 WAIT_S = 20.0
 
@@ -82,7 +81,7 @@ class Rig:
 async def rig(**changes: Any) -> AsyncIterator[Rig]:
     decoder = CountingDecoder()
     given = {"slots": 4, "kv_tokens": 1000, "max_queued_requests": None, **changes}
-    batcher = Batcher(decoder, weight_version="v0", metrics=EngineMetrics(), **given)
+    batcher = Batcher(decoder, weight_version="v0", **given)
     loop = asyncio.create_task(batcher.run(), name="batcher")
     try:
         yield Rig(batcher, decoder)

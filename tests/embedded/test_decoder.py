@@ -240,7 +240,7 @@ def test_a_folder_without_weights_changes_nothing(model_a: Path, reference_a: Re
     rows[0].agrees_with(reference_a)
 
 
-def test_a_folder_that_is_no_model_is_named(tmp_path: Path) -> None:
+def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"has no config\.json"):
         decoder_of(tmp_path)
 

@@ -16,7 +16,7 @@ CAPTURES = Path(__file__).parent / "captures"
 
 
 class ScriptedServer:
-    """Answers `answers[path]`, 404 as SGLang for any other path, and keeps what it was asked."""
+    """Answers with `answers[path]`, with 404 like SGLang for any other path, and records all requests."""
 
     def __init__(self) -> None:
         self.answers: dict[str, Handler] = {}
@@ -78,7 +78,7 @@ class ScriptedServer:
 
 
 def reset(request: web.Request) -> None:
-    """What a dying process does to its connections: no answer, no end of the body."""
+    """Reset a connection as a dying process does: no answer, no end of the body."""
     assert request.transport is not None
     request.transport.abort()
 

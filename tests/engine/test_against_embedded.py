@@ -16,7 +16,8 @@ import pytest
 from dora.engine.api import GenerateRequest
 from dora.engine.errors import PushFailed, ServerGone
 from dora.engine.sglang.client import EngineClient
-from dora.engine.sglang.probe import is_alive, probe
+from dora.engine.sglang.engine import SglangEngine
+from dora.engine.sglang.probe import probe
 from dora.engine.sglang.push import push
 from dora.engine.sglang.target import PushTarget
 from dora.weights.store import VersionStore
@@ -116,7 +117,7 @@ async def client() -> AsyncIterator[EngineClient]:
 async def test_the_probe_accepts_it(url: str, client: EngineClient) -> None:
     capabilities = await probe(client, url, timeout_s=30)
     assert (capabilities.label, capabilities.slots, capabilities.kv_tokens) == ("run/0", 8, 16384)
-    assert await is_alive(client, url, timeout_s=30)
+    assert await SglangEngine(client).is_alive(url, timeout_s=30)
 
 
 async def test_both_forms_of_stream_give_the_same_tokens_and_logprobs(
@@ -126,7 +127,7 @@ async def test_both_forms_of_stream_give_the_same_tokens_and_logprobs(
     for form, (url, _) in servers.items():
         answers[form] = Tokens()
         result = await client.generate(url, REQUEST, answers[form])
-        assert (result.finish_reason, result.num_tokens, result.prompt_tokens) == ("length", 24, 4)
+        assert (result.finish_reason, result.num_tokens) == ("length", 24)
         assert result.spans == (("run/0", 0, 24),)
     assert len(answers["cumulative"].token_ids) == 24
     assert answers["cumulative"].token_ids == answers["incremental"].token_ids

@@ -48,7 +48,7 @@ async def client() -> AsyncIterator[EngineClient]:
         yield client
 
 
-async def test_tokens_are_handed_on_while_the_stream_is_still_open(
+async def test_tokens_are_delivered_while_the_stream_is_still_open(
     server: ScriptedServer, client: EngineClient
 ) -> None:
     tokens = Tokens()
@@ -66,7 +66,7 @@ async def test_an_answer_that_the_server_cut_short_is_not_a_finished_one(
     """SGLang lowers a budget that its context cannot hold, and calls the end `length` (scheduler.py, 0.5.20)."""
     tokens = Tokens()
     server.streams(FIRST, SECOND, LAST, DONE)
-    with pytest.raises(ProtocolError, match="cut an answer to 3 of 4 tokens"):
+    with pytest.raises(ProtocolError, match="an answer was cut to 3 of 4 tokens"):
         await client.generate(server.url, replace(REQUEST, max_new_tokens=4), tokens)
     assert tokens.token_ids == TOKENS
 
@@ -128,7 +128,7 @@ async def test_a_stream_cut_after_its_last_chunk_has_ended_well(server: Scripted
     assert (await client.generate(server.url, REQUEST, tokens)).num_tokens == 3
 
 
-async def test_a_server_that_is_not_there_is_one_line_that_names_it(unused_url: str, client: EngineClient) -> None:
+async def test_an_unreachable_server_is_one_line_that_names_it(unused_url: str, client: EngineClient) -> None:
     line = rf"^{unused_url}: cannot connect \(Connect.*\); is the server running\?$"
     with pytest.raises(ServerGone, match=line):
         await client.generate(unused_url, REQUEST, Tokens())
@@ -137,10 +137,10 @@ async def test_a_server_that_is_not_there_is_one_line_that_names_it(unused_url: 
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:8000", "ftp://127.0.0.1:8000", "http://", ""])
-async def test_what_is_no_url_is_a_config_error(client: EngineClient, url: str) -> None:
-    with pytest.raises(ConfigError, match="not a server url"):
+async def test_an_invalid_url_is_a_config_error(client: EngineClient, url: str) -> None:
+    with pytest.raises(ConfigError, match="not a server URL"):
         await client.generate(url, REQUEST, Tokens())
-    with pytest.raises(ConfigError, match="not a server url"):
+    with pytest.raises(ConfigError, match="not a server URL"):
         await client.loads(url)
 
 
@@ -195,7 +195,7 @@ async def test_a_server_that_speaks_something_else_is_a_protocol_error(
     server: ScriptedServer, client: EngineClient
 ) -> None:
     server.says("/generate", {"output_ids": [1]})
-    with pytest.raises(ProtocolError, match=r"answered application/json in place of a stream"):
+    with pytest.raises(ProtocolError, match=r"answered application/json instead of a stream"):
         await client.generate(server.url, REQUEST, Tokens())
     server.says("/model_info", {"weight_version": 7})
     with pytest.raises(ProtocolError, match=r"/model_info: unexpected answer"):
@@ -251,7 +251,7 @@ async def test_every_control_call_sends_its_flags(server: ScriptedServer, client
 
 
 @pytest.mark.parametrize("failures", range(CONTROL_ATTEMPTS + 1))
-async def test_a_control_call_survives_connection_trouble_a_limited_number_of_times(
+async def test_a_control_call_is_retried_after_connection_errors_a_limited_number_of_times(
     server: ScriptedServer, client: EngineClient, failures: int
 ) -> None:
     async def answer(request: web.Request) -> web.Response:
@@ -294,7 +294,7 @@ async def test_weights_are_updated_in_a_pause_only(server: ScriptedServer, clien
     assert "/update_weights_from_disk" not in server.paths()
 
 
-async def test_after_an_update_that_was_given_up_the_next_one_waits_for_its_end(
+async def test_after_an_update_that_timed_out_the_next_one_waits_for_its_end(
     server: ScriptedServer, client: EngineClient
 ) -> None:
     """By a flush, which the scheduler answers after it."""
@@ -452,12 +452,12 @@ async def test_a_bucket_is_not_sent_to_a_server_outside_its_group(server: Script
     server.says("/update_weights_from_distributed", {"success": True, "message": ""})
     endpoint = PushTarget(client, server.url)
     bucket: dict[str, Any] = {"names": [], "dtypes": [], "shapes": [], "label": None, "timeout_s": 10.0}
-    with pytest.raises(RemoteError, match="not in the group 'g0'"):
+    with pytest.raises(RemoteError, match="has not joined group 'g0'"):
         await endpoint.receive("g0", **bucket)
     await endpoint.join_group("g0", address="127.0.0.1", port=1, world_size=2, backend="gloo", timeout_s=10)
     await endpoint.receive("g0", **bucket)
     await endpoint.leave_group("g0")
-    with pytest.raises(RemoteError, match="not in the group 'g0'"):
+    with pytest.raises(RemoteError, match="has not joined group 'g0'"):
         await endpoint.receive("g0", **bucket)
     assert server.paths().count("/update_weights_from_distributed") == 1
 

@@ -55,7 +55,7 @@ async def engine(folder: Path, **changes: Any) -> AsyncIterator[str]:
 
 @dataclass(frozen=True)
 class Recorded(PushTarget):
-    """A server of which is known in which order it was asked to change, and what it said that it holds after each."""
+    """A server that records the order of its updates and the label that it reports after each."""
 
     calls: list[tuple[str, str]] = field(default_factory=list)
 
@@ -180,13 +180,13 @@ async def test_weights_that_lack_a_bucket_are_found_by_their_log_probs(
             return None
 
     async with engine(model_a) as url:
-        with pytest.raises(PushFailed, match=r"its log-probs differ by up to .* from those under") as failed:
+        with pytest.raises(PushFailed, match=r"the log-probs differ by up to .* from those under") as failed:
             await give(Forgets(client, url), model_b, "run/1", transfer)
         assert (failed.value.stage, failed.value.doubtful) == ("verify", True)
         assert await client.weight_version(url) == "run/1"  # which is why the label is no proof
 
 
-async def test_log_probs_that_are_no_numbers_are_not_taken_for_equal(
+async def test_nan_log_probs_are_not_equal(
     client: EngineClient, transfer: Distributed, model_a: Path, model_b: Path
 ) -> None:
     class Nan(PushTarget):
@@ -198,7 +198,7 @@ async def test_log_probs_that_are_no_numbers_are_not_taken_for_equal(
             return [*right[:-1], math.nan]
 
     async with engine(model_a) as url:
-        with pytest.raises(PushFailed, match="its log-probs differ"):
+        with pytest.raises(PushFailed, match="the log-probs differ"):
             await give(Nan(client, url), model_b, "run/1", transfer)
 
 
@@ -219,7 +219,7 @@ async def test_later_servers_of_a_version_are_held_to_the_checksum_of_the_first(
 
     async with engine(model_a) as first, engine(model_a) as second:
         await give(PushTarget(client, first), model_b, "run/1", transfer)
-        with pytest.raises(PushFailed, match="the first server given them had") as failed:
+        with pytest.raises(PushFailed, match=r"but \w+ on the first server") as failed:
             await give(Torn(client, second), model_b, "run/1", transfer)
         assert failed.value.stage == "verify"
         await give(PushTarget(client, second), model_b, "run/1", transfer)
@@ -261,7 +261,7 @@ async def test_one_that_died_while_idle_is_not_lent(senders: Senders) -> None:
         assert other.pid != sender.pid
 
 
-async def test_a_rendezvous_that_nobody_comes_to_ends_by_its_time_limit(
+async def test_a_rendezvous_that_no_rank_joins_times_out(
     senders: Senders,
     model_a: Path,
 ) -> None:
@@ -280,13 +280,13 @@ async def test_a_rendezvous_that_nobody_comes_to_ends_by_its_time_limit(
         assert ("127.0.0.1", listening.port) in listeners
         assert {address.ip for address in listeners} == {"127.0.0.1"}
         with pytest.raises(RemoteError, match="the sender failed: "):
-            await sender.hear(Sent, timeout_s=PUSH_S)
+            await sender.receive(Sent, timeout_s=PUSH_S)
 
 
-async def test_a_sender_that_says_nothing_in_time_is_an_error(senders: Senders) -> None:
+async def test_a_sender_that_does_not_reply_in_time_is_an_error(senders: Senders) -> None:
     async with senders.lend() as sender:
-        with pytest.raises(RemoteError, match="did not say 'Scored' within"):
-            await sender.hear(Scored, timeout_s=0.05)
+        with pytest.raises(RemoteError, match=r"the sender sent no 'Scored' within 0\.05 s"):
+            await sender.receive(Scored, timeout_s=0.05)
 
 
 # --- buckets

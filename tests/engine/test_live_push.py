@@ -1,4 +1,4 @@
-"""A push among live requests, on an embedded server: the stream goes on under the new weights, and its spans say where.
+"""A push among live requests, on an embedded server: streams continue under the new weights, as their spans show.
 
 What `retract` and `in_place` mean is shown by log-probs: after the first every token was sampled as the new weights
 alone would have it (where the server flushes over its queue, as SGLang does from 0.5.21), after the second, or in an
@@ -27,7 +27,7 @@ BEFORE = 20  #: tokens that the old weights sample at least
 
 
 class Stream:
-    """What is handed on of one request."""
+    """The tokens delivered for one request."""
 
     def __init__(self) -> None:
         self.token_ids: list[int] = []
@@ -51,7 +51,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.mark.parametrize(("live", "dialect"), [("retract", "0.5.23"), ("retract", "0.5.20"), ("in_place", "0.5.23")])
-async def test_a_stream_goes_on_under_the_new_weights(live: Pause, dialect: str, models: tuple[Path, Path]) -> None:
+async def test_a_stream_continues_under_the_new_weights(live: Pause, dialect: str, models: tuple[Path, Path]) -> None:
     old, new = models
     decoder = decoder_of(old, slots=2, kv_tokens=2048)
     options = ServeOptions(

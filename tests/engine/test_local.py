@@ -1,4 +1,4 @@
-"""A host that runs out of open files: no server is blamed for it, and a run that it holds up for good ends clearly."""
+"""A host without open files: no server is blamed, and a run that cannot continue ends with a clear error."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def url() -> Iterator[str]:
 
 
 async def without_open_files(call: Call, url: str, *, for_long: bool = False) -> list[str]:
-    """One call that begins while none is left, which passes unless it is `for_long`; what was logged."""
+    """Make one call while no open file is left, until one is free unless `for_long`; return what was logged."""
     async with EngineClient(max_connections=4) as client, asyncio.timeout(20):
         with structlog.testing.capture_logs() as logged:
             with no_open_file_left():
@@ -104,5 +104,5 @@ def test_a_run_whose_host_has_no_open_file_left_for_long_fails_and_names_the_lim
 
 
 @pytest.mark.parametrize("number", [errno.ECONNREFUSED, errno.ECONNRESET, errno.EHOSTUNREACH, errno.ENETUNREACH])
-def test_what_a_server_or_the_network_does_is_not_this_hosts_fault(number: int) -> None:
+def test_errors_of_a_server_or_the_network_are_not_local(number: int) -> None:
     assert not local.is_local(OSError(number, ""))

@@ -33,7 +33,7 @@ def test_what_does_not_fit_the_width_is_an_error(epoch: int, trajectory: int, at
         request_id("run", epoch=epoch, trajectory=trajectory, attempt=attempt)
 
 
-def test_a_label_tells_its_version_to_its_own_run_alone() -> None:
+def test_the_version_in_a_label_is_known_to_its_own_run_only() -> None:
     label = version_label("a/run", 12, checksum="0123456789abcdef")
     assert label == "a/run/12-01234567"
     assert version_in(label, run_id="a/run") == 12

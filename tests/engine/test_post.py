@@ -33,7 +33,7 @@ class Server:
         self.post = Post("http://server", b"", on_events=self.received.extend)
 
     async def says(self, *pieces: bytes) -> None:
-        """All of it, and the end of the connection."""
+        """Feed all of it, then end the connection."""
         for piece in pieces:
             self.post.data_received(piece)
         self.post.connection_lost(None)
@@ -62,7 +62,7 @@ async def test_a_stream_comes_through_whole_in_every_framing_at_every_split(answ
     assert bytes(server.received).upper() == EVENTS.upper()
 
 
-async def test_what_an_answer_took_is_free_without_a_search_for_garbage() -> None:
+async def test_the_memory_of_an_answer_is_freed_without_garbage_collection() -> None:
     server = Server()
     gc.disable()
     try:
@@ -74,7 +74,7 @@ async def test_what_an_answer_took_is_free_without_a_search_for_garbage() -> Non
         gc.enable()
 
 
-async def test_a_body_cut_short_is_handed_on_as_far_as_it_came() -> None:
+async def test_the_received_part_of_a_truncated_body_is_delivered() -> None:
     for end in range(len(CHUNKED)):
         server = Server()
         if end < len(CHUNKED) - len(CHUNKS):
@@ -85,7 +85,7 @@ async def test_a_body_cut_short_is_handed_on_as_far_as_it_came() -> None:
         assert EVENTS.startswith(server.received)
 
 
-async def test_an_error_is_kept_and_never_taken_for_events() -> None:
+async def test_an_error_is_kept_and_never_parsed_as_events() -> None:
     server = Server()
     await server.says(OTHER_ANSWER)
     assert (server.post.status, server.post.error, server.received) == (503, b"no!", b"")
@@ -98,7 +98,7 @@ async def test_an_error_without_an_end_does_not_fill_the_memory(monkeypatch: pyt
     assert len(server.post.error) == 1_000
 
 
-async def test_an_answer_that_is_no_stream_has_ended_with_its_head() -> None:
+async def test_an_answer_that_is_not_a_stream_ends_with_its_headers() -> None:
     server = Server()
     server.post.data_received(b"HTTP/1.1 200 OK\r\nContent-Type: text/html\r\n\r\n")
     assert server.post.ended.done()
@@ -125,8 +125,8 @@ async def test_an_https_url_is_never_spoken_to_in_plain_text(server: ScriptedSer
     assert server.calls == []
 
 
-async def test_a_connection_has_a_deadline() -> None:
+async def test_a_connection_attempt_times_out() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:  # the kernel connects, nobody begins TLS
         url = f"https://127.0.0.1:{silent.getsockname()[1]}"
-        with pytest.raises(ServerGone, match=rf"^{url}: no connection in time; is the server running\?$"):
+        with pytest.raises(ServerGone, match=rf"^{url}: connection timed out; is the server running\?$"):
             await open_post(url, "/generate", body=b"{}", headers={}, on_events=bytes, timeout_s=0.1)

@@ -12,13 +12,12 @@ import pytest
 from aiohttp import web
 from scripted_server import ScriptedServer, captured
 
+from dora.engine.api import Capabilities
 from dora.engine.errors import ServerGone
 from dora.engine.sglang.client import EngineClient
-from dora.engine.sglang.probe import Probed, is_alive, probe
+from dora.engine.sglang.engine import SglangEngine
+from dora.engine.sglang.probe import probe
 from dora.errors import ConfigError, RemoteError
-
-#: What the probe may call.
-PROBED = {"/server_info", "/v1/loads", "/model_info", "/generate"}
 
 
 @pytest.fixture
@@ -51,34 +50,28 @@ def one_token(**changes: Any) -> bytes:
 async def test_a_captured_sglang_is_understood(sglang: ScriptedServer, client: EngineClient) -> None:
     found = await probe(client, sglang.url, timeout_s=10)
     assert found.model_path
-    assert replace(found, model_path="") == Probed(
+    assert replace(found, model_path="") == Capabilities(
         release="0.5.20",
-        is_incremental=False,
         kv_tokens=65536,
         slots=64,
         context_tokens=4090,
         label="v9",
         model_path="",
-        has_spans=True,
-        has_update_gate=False,
-        has_weights_checker=False,
     )
+    assert set(sglang.paths()) == {"/server_info", "/v1/loads", "/model_info", "/generate"}
 
 
-async def test_the_gate_and_the_checker_are_found_without_calling_them(
-    sglang: ScriptedServer, client: EngineClient
-) -> None:
-    """SGLang answers 405 to a method that a route does not take, 404 where there is no such route."""
-    for path in ("/begin_weight_update", "/weights_checker"):
-        sglang.says(path, {"detail": "Method Not Allowed"}, status=405)
-    found = await probe(client, sglang.url, timeout_s=10)
-    assert (found.has_update_gate, found.has_weights_checker) == (True, True)
-    assert {method for method, path in sglang.methods if path not in PROBED} == {"DELETE"}
+async def test_a_route_is_found_without_calling_it(sglang: ScriptedServer, client: EngineClient) -> None:
+    """SGLang answers 405 if a route does not support the method, and 404 if there is no such route."""
+    sglang.says("/begin_weight_update", {"detail": "Method Not Allowed"}, status=405)
+    assert await client.has_route(sglang.url, "/begin_weight_update")
+    assert not await client.has_route(sglang.url, "/weights_checker")
+    assert {method for method, _ in sglang.methods} == {"DELETE"}
 
 
 @pytest.mark.parametrize(
     ("lacks", "says"),
-    [("weight_versions", "the answer tells no version of the weights"), ("output_token_logprobs", "log-probs")],
+    [("weight_versions", "the answer contains no version of the weights"), ("output_token_logprobs", "log-probs")],
 )
 async def test_a_server_without_versions_or_logprobs_is_refused_with_what_it_lacks_and_its_release(
     sglang: ScriptedServer, client: EngineClient, lacks: str, says: str
@@ -89,9 +82,9 @@ async def test_a_server_without_versions_or_logprobs_is_refused_with_what_it_lac
         await probe(client, sglang.url, timeout_s=10)
 
 
-async def test_a_server_with_a_label_but_no_spans_is_taken(sglang: ScriptedServer, client: EngineClient) -> None:
+async def test_a_server_with_a_label_but_no_spans_is_accepted(sglang: ScriptedServer, client: EngineClient) -> None:
     sglang.streams(one_token(weight_versions=None, weight_version="v9"))
-    assert not (await probe(client, sglang.url, timeout_s=10)).has_spans
+    assert (await probe(client, sglang.url, timeout_s=10)).label == "v9"
 
 
 async def test_a_server_that_refuses_our_request_is_refused(sglang: ScriptedServer, client: EngineClient) -> None:
@@ -100,13 +93,13 @@ async def test_a_server_that_refuses_our_request_is_refused(sglang: ScriptedServ
         await probe(client, sglang.url, timeout_s=10)
 
 
-async def test_a_server_that_is_not_there_is_one_line_that_names_it(unused_url: str, client: EngineClient) -> None:
+async def test_an_unreachable_server_is_one_line_that_names_it(unused_url: str, client: EngineClient) -> None:
     with pytest.raises(ServerGone, match=rf"^{unused_url}: cannot connect .*; is the server running\?$"):
         await probe(client, unused_url, timeout_s=10)
-    assert not await is_alive(client, unused_url, timeout_s=10)
+    assert not await SglangEngine(client).is_alive(unused_url, timeout_s=10)
 
 
-async def test_a_server_that_does_not_answer_is_given_up(sglang: ScriptedServer, client: EngineClient) -> None:
+async def test_a_server_that_does_not_answer_times_out(sglang: ScriptedServer, client: EngineClient) -> None:
     release = asyncio.Event()
 
     async def hang(_: web.Request) -> web.Response:
@@ -117,11 +110,12 @@ async def test_a_server_that_does_not_answer_is_given_up(sglang: ScriptedServer,
     sglang.answers["/health"] = hang
     with pytest.raises(RemoteError, match=rf"^{sglang.url}: .* within 0.2 s"):
         await probe(client, sglang.url, timeout_s=0.2)
-    assert not await is_alive(client, sglang.url, timeout_s=0.1)
+    engine = SglangEngine(client)
+    assert not await engine.is_alive(sglang.url, timeout_s=0.1)
     release.set()
-    assert await is_alive(client, sglang.url, timeout_s=10)
+    assert await engine.is_alive(sglang.url, timeout_s=10)
 
 
-async def test_an_unwell_server_is_not_alive(server: ScriptedServer, client: EngineClient) -> None:
+async def test_an_unhealthy_server_is_not_alive(server: ScriptedServer, client: EngineClient) -> None:
     server.says("/health", "", status=503)
-    assert not await is_alive(client, server.url, timeout_s=10)
+    assert not await SglangEngine(client).is_alive(server.url, timeout_s=10)

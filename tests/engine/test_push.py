@@ -1,4 +1,4 @@
-"""The push against a server of our own: whatever fails, it serves on, or the failure says that it is doubtful."""
+"""The push against a scripted server: after any failure it still serves, or the failure is marked as doubtful."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ AFTER_UPDATE = {"update", "flush after update", "read back", "continue"}
 
 @dataclass
 class Server:
-    """One server as a push sees it: it can fail before or after it has acted, or hang."""
+    """A server that can fail before or after it has acted, or hang."""
 
     fails: str = ""  # name in CALLS
     how: str = "before"  # before, after, hang
@@ -97,7 +97,7 @@ async def test_a_server_that_stays_paused_after_a_failure_is_doubtful() -> None:
             raise RemoteError("no answer to /continue_generation")
 
     server = StaysPaused(fails="pause in_place", how="after")
-    with pytest.raises(PushFailed, match="connection lost; then it did not continue: no answer") as failed:
+    with pytest.raises(PushFailed, match="connection lost; then it could not be resumed: no answer") as failed:
         await push_to(server)
     assert (failed.value.stage, failed.value.doubtful, server.is_paused) == ("pause", True, True)
 
@@ -120,7 +120,7 @@ async def test_an_update_that_is_accepted_and_ignored_is_found_by_reading_back()
         async def update_weights(self, folder: str, label: str, *, timeout_s: float) -> None:
             await self._call("update_weights")
 
-    with pytest.raises(PushFailed, match="says that it holds 'run/1', not 'run/2'") as failed:
+    with pytest.raises(PushFailed, match="reports version 'run/1', expected 'run/2'") as failed:
         await push_to(Ignores())
     assert (failed.value.stage, failed.value.doubtful) == ("read back", True)
 
@@ -137,12 +137,12 @@ async def test_weights_that_are_found_wrong_once_the_server_serves_again_are_dou
     assert (failed.value.stage, failed.value.doubtful, server.is_paused) == ("verify", True, False)
 
 
-async def test_a_request_that_slips_in_during_the_push_makes_it_doubtful() -> None:
+async def test_a_request_that_arrives_during_the_push_makes_it_doubtful() -> None:
     class SlipsIn(Server):
         async def update_weights(self, folder: str, label: str, *, timeout_s: float) -> None:
             await self._call("update_weights", label=label, num_resident=1)
 
-    with pytest.raises(PushFailed, match="came in during the push") as failed:
+    with pytest.raises(PushFailed, match="arrived during the push") as failed:
         await push_to(SlipsIn())
     assert (failed.value.stage, failed.value.doubtful) == ("flush after update", True)
 
@@ -214,7 +214,7 @@ async def test_a_live_push_reaches_a_server_among_its_requests_and_drains_nothin
 
 
 @pytest.mark.parametrize("live", ["in_place", "retract"])
-async def test_a_live_push_that_fails_lets_the_server_go_on_and_is_doubtful(live: Pause) -> None:
+async def test_a_live_push_that_fails_resumes_the_server_and_is_doubtful(live: Pause) -> None:
     server = Server(num_resident=3, fails="update_weights", how="after")
     with pytest.raises(PushFailed) as failed:
         await push_to(server, live=live)

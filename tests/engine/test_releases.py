@@ -12,11 +12,11 @@ from aiohttp import web
 from scripted_server import Handler, ScriptedServer, reset
 
 from dora.embedded.dialect import DIALECTS
-from dora.engine.api import GenerateResult
+from dora.engine.api import Capabilities, GenerateResult
 from dora.engine.errors import PushFailed, RequestRefused, ServerGone
 from dora.engine.sglang import push as push_module
 from dora.engine.sglang.client import EngineClient
-from dora.engine.sglang.probe import Probed, probe
+from dora.engine.sglang.probe import probe
 from dora.engine.sglang.push import push
 from dora.engine.sglang.stream import StreamParser
 from dora.engine.sglang.target import PushTarget
@@ -84,18 +84,16 @@ async def test_the_probe_finds_what_the_release_can_do(
         *("/server_info", "/v1/loads", "/model_info", "answer"),
         *("/begin_weight_update exists", "/weights_checker exists"),
     )
-    assert await probe(client, server.url, timeout_s=10) == Probed(
+    assert await probe(client, server.url, timeout_s=10) == Capabilities(
         release=release,
-        is_incremental=True,
         kv_tokens=8192,
         slots=4,
         context_tokens=2042,
         label="start",
-        model_path="",  # left out of the captures
-        has_spans=DIALECTS[release].has_spans,
-        has_update_gate=DIALECTS[release].has_update_gate,
-        has_weights_checker=True,
+        model_path="",  # not in the captures
     )
+    assert await client.has_route(server.url, "/begin_weight_update") == DIALECTS[release].has_update_gate
+    assert await client.has_route(server.url, "/weights_checker")
 
 
 @every_release
@@ -104,7 +102,7 @@ def test_an_answer_gives_each_token_once_at_every_split_and_one_span(release: st
     whole = read(text, split=0)
     token_ids, logprobs, result = whole
     assert (len(token_ids), len(logprobs), result.num_tokens, result.finish_reason) == (4, 4, 4, "length")
-    assert (result.spans, result.has_spans) == ((("start", 0, 4),), DIALECTS[release].has_spans)
+    assert result.spans == (("start", 0, 4),)
     for split in range(len(text)):
         assert read(text, split=split) == whole
 

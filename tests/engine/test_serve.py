@@ -1,4 +1,4 @@
-"""SGLang gets its key, and no other user sees it: a package of that name that shows what it was given stands in."""
+"""SGLang gets its key and no other user sees it, tested with a fake package that prints its arguments."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-#: Starts a worker as SGLang does, and says what process and worker see.
+#: Starts a worker as SGLang does, and prints what both processes see.
 LAUNCH_SERVER = """
 import json, multiprocessing, os, sys
 

@@ -1,4 +1,4 @@
-"""A server whose model is of another shape than ours is refused, where its folder can be seen."""
+"""A server whose model has other shapes is refused if this host can see its folder."""
 
 from __future__ import annotations
 
@@ -27,9 +27,7 @@ def test_the_same_shapes_are_fine_whatever_else_differs(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("key", "value"), [("vocab_size", 67), ("hidden_size", 128), ("model_type", "qwen2")])
 def test_another_shape_is_refused_by_name(tmp_path: Path, key: str, value: object) -> None:
     ours, theirs = model(tmp_path / "ours"), model(tmp_path / "theirs", **{key: value})
-    with pytest.raises(
-        ConfigError, match=rf"http://a: serves .*theirs, .* \({key} {value} in place of {SHAPES[key]}\)"
-    ):
+    with pytest.raises(ConfigError, match=rf"http://a: serves .*theirs, .* \({key} {value} instead of {SHAPES[key]}\)"):
         require_same_shapes("http://a", str(theirs), model=ours, path_map={})
 
 

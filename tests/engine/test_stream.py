@@ -91,7 +91,7 @@ def test_the_last_chunk_of_a_captured_abort_keeps_all_tokens() -> None:
     received, result = read(event(body), DONE)
     assert received.token_ids == body["output_ids"]
     assert (result.finish_reason, result.num_tokens, result.spans) == ("abort", 107, (("default", 0, 107),))
-    assert (result.prompt_tokens, result.cached_tokens, result.num_retractions) == (4, 3, 0)
+    assert result.cached_tokens == 3
 
 
 @st.composite
@@ -148,7 +148,7 @@ def test_an_abort_chunk_that_repeats_only_the_last_output_id_adds_nothing() -> N
     )
     received, result = read(chunk([5], total=1), chunk([6, 7], total=3), trap, DONE)
     assert received.token_ids == [5, 6, 7]
-    assert (result.finish_reason, result.prompt_tokens) == ("abort", 0)
+    assert result.finish_reason == "abort"
 
 
 def test_an_abort_in_the_queue_before_the_first_token_is_an_empty_answer() -> None:
@@ -158,7 +158,7 @@ def test_an_abort_in_the_queue_before_the_first_token_is_an_empty_answer() -> No
     assert (received.token_ids, result.finish_reason, result.spans) == ([], "abort", (("run/3", 0, 0),))
 
 
-def test_spans_of_an_answer_that_saw_two_versions_are_handed_on() -> None:
+def test_an_answer_under_two_versions_has_both_spans() -> None:
     spans = [span(1), {"version": "run/4", "start": 1, "end": 2}]
     _, result = read(chunk([1, 2], total=2, finish={"type": "stop", "matched": 2}, weight_versions=spans), DONE)
     assert result.spans == (("run/3", 0, 1), ("run/4", 1, 2))
@@ -169,19 +169,19 @@ def test_an_answer_without_spans_has_one_span_of_the_label_on_its_last_chunk() -
     """Labels on earlier chunks are those of the server's HTTP process at that moment."""
     early = chunk([1], total=1, weight_version="run/2")
     _, result = read(early, chunk([1, 2], total=2, finish={"type": "length"}, weight_version="run/3"), DONE)
-    assert (result.spans, result.has_spans) == ((("run/3", 0, 2),), False)
+    assert result.spans == (("run/3", 0, 2),)
 
 
-def test_an_answer_that_tells_no_version_has_no_span() -> None:
+def test_an_answer_without_a_version_has_no_span() -> None:
     _, result = read(chunk([1], total=1, finish={"type": "length"}), DONE)
-    assert (result.spans, result.has_spans) == ((), False)
+    assert result.spans == ()
 
 
 def test_spans_count_more_than_the_label_of_the_end() -> None:
     spans = [span(1), {"version": "run/4", "start": 1, "end": 2}]
     end = chunk([1, 2], total=2, finish={"type": "length"}, weight_versions=spans, weight_version="run/4")
     _, result = read(end, DONE)
-    assert (result.spans, result.has_spans) == ((("run/3", 0, 1), ("run/4", 1, 2)), True)
+    assert result.spans == (("run/3", 0, 1), ("run/4", 1, 2))
 
 
 @pytest.mark.parametrize(
@@ -212,14 +212,14 @@ def test_an_event_without_an_end_is_refused_before_it_fills_the_memory(monkeypat
         read(b"data: ", *[b"x" * 100] * 20)
 
 
-def test_tokens_before_an_error_in_the_same_bytes_are_handed_on() -> None:
+def test_tokens_before_an_error_in_the_same_bytes_are_delivered() -> None:
     received = Received()
     with pytest.raises(RequestRefused):
         read(chunk([4, 5], total=2) + event({"error": "out of memory"}) + DONE, into=received)
     assert received.token_ids == [4, 5]
 
 
-def test_tokens_inside_a_refusing_abort_chunk_are_handed_on() -> None:
+def test_tokens_in_a_refusing_abort_chunk_are_delivered() -> None:
     received = Received()
     finish = {"type": "abort", "message": "Out of KV room", "status_code": 500}
     with pytest.raises(RequestRefused, match="Out of KV room") as refused:

@@ -556,7 +556,7 @@ _LINEAGE: Final = (
             "damaged-copy-of-a-version-not-deleted",
             "                _delete(path)\n                found",
             "                found",
-            "test_what_does_not_match_its_checksum_is_deleted_and_named",
+            "test_a_copy_that_does_not_match_its_checksums_is_deleted_and_named",
         ),
         (
             "published-version-overwritten",

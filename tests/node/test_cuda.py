@@ -1,4 +1,4 @@
-"""How many CUDA devices a run is found to need, and from whom it does not ask for any."""
+"""The number of CUDA devices that a run needs, and the processes that are not checked."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def require(*overrides: str) -> None:
         ("engine.device=cuda", 'engine.urls=["http://a", "http://b", "http://c"]'),
     ],
 )
-def test_devices_are_asked_of_nobody_who_brings_their_own(overrides: tuple[str, ...]):
+def test_custom_commands_are_not_checked_for_devices(overrides: tuple[str, ...]):
     require(*overrides)
 
 

@@ -50,7 +50,7 @@ def test_a_child_ends_when_its_holder_is_killed(tmp_path: Path) -> None:
     assert errors == ""
 
 
-def test_a_child_lives_while_the_lease_is_held_and_ends_when_it_is_let_go(tmp_path: Path) -> None:
+def test_a_child_lives_while_the_lease_is_held_and_ends_when_it_is_released(tmp_path: Path) -> None:
     lease = hold(tmp_path / "lease")
     child = subprocess.Popen([sys.executable, "-c", CHILD, str(tmp_path / "lease")], stdout=subprocess.PIPE, text=True)
     assert child.stdout is not None

@@ -27,7 +27,7 @@ except ConfigError as err:
         pytest.param(300, f"{HARD} {HARD}", id="the soft limit is raised"),
         pytest.param(
             500,
-            "engine.slots: 500 requests at the same time need about 756 open files, and this host allows 600; raise "
+            "engine.slots: 500 concurrent requests need about 756 open files, but this host allows 600; raise "
             "the hard limit (ulimit -Hn), or lower engine.slots",
             id="the hard limit is too low",
         ),

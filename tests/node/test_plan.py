@@ -36,7 +36,7 @@ def trainer(*overrides: str) -> ProcessPlan:
     return plan
 
 
-def test_there_is_one_engine_per_instance_and_each_has_a_name_of_its_own():
+def test_there_is_one_engine_per_instance_with_a_unique_name():
     assert [plan.name for plan in engines("engine.instances=3")] == ["engine-0", "engine-1", "engine-2"]
 
 
@@ -58,14 +58,14 @@ def test_an_engine_decodes_in_the_type_that_is_published():
     assert plan.argv[plan.argv.index("--dtype") + 1] == "bfloat16"
 
 
-def test_managed_servers_stand_beside_external_ones_and_are_numbered_after_them():
+def test_managed_servers_are_numbered_after_external_ones():
     urls = 'engine.urls=["http://a:1", "http://b:1", "http://c:1"]'
     assert engines(urls) == []
     assert [plan.name for plan in engines(urls, "engine.instances=2")] == ["engine-3", "engine-4"]
     assert config(urls, "engine.instances=2").num_instances == 5
 
 
-def test_sglang_is_started_from_this_environment_and_asked_at_a_port_chosen_at_its_start():
+def test_sglang_is_started_from_this_environment_on_a_port_chosen_at_its_start():
     (plan, *_) = engines(
         "engine.kind=sglang", "engine.tensor_parallel=2", 'engine.args=["--mem-fraction-static", "0.7"]'
     )
@@ -77,7 +77,7 @@ def test_sglang_is_started_from_this_environment_and_asked_at_a_port_chosen_at_i
     assert plan.port == 0
 
 
-def test_a_template_is_filled_in_and_what_is_no_placeholder_is_kept():
+def test_a_template_is_filled_in_and_unknown_placeholders_are_kept():
     command = """engine.command=["serve", "{model}", "--at={host}:{port}", "{slots}/{kv_tokens}", "{\\"a\\": 1}"]"""
     (plan, *_) = engines(command, "engine.base_port=7000", "engine.slots=5", "engine.kv_tokens=1024")
     assert plan.argv == ("serve", "/m", "--at=127.0.0.1:7000", "5/1024", '{"a": 1}')
@@ -115,9 +115,9 @@ def test_servers_take_the_gpus_after_the_trainers(settings: tuple[str, ...], env
     assert assign_gpus(wanted, environ=environ) == gpus
 
 
-def test_gpus_that_are_not_there_are_refused():
+def test_missing_gpus_are_refused():
     wanted = config("engine.kind=sglang", "engine.device=cuda", "trainer.device=cuda")
-    with pytest.raises(ConfigError, match=r"engine.gpus: GPU 5 is wanted \(the trainer's 2 come first\), .* names 4; "):
+    with pytest.raises(ConfigError, match=r"engine.gpus: GPU 5 is needed \(after the 2 of the trainer\), .* lists 4; "):
         assign_gpus(wanted, environ={"CUDA_VISIBLE_DEVICES": "0,1,2,3"})
 
 
@@ -132,7 +132,7 @@ def test_all_ranks_are_started_by_one_torchrun():
     assert argv.endswith(" --local-addr 127.0.0.1 --nproc-per-node 3 -m dora train")
 
 
-def test_ranks_of_another_command_find_their_run_as_ours_do():
+def test_ranks_of_a_custom_command_find_their_run_in_the_same_way():
     plan = trainer('trainer.command=["my-trainer", "--quick"]')
     assert plan.argv == ("my-trainer", "--quick")
     assert (plan.env["DORA_CONTROLLER"], plan.env["DORA_TOKEN"]) == ("tcp://127.0.0.1:5", "sesame")
@@ -156,7 +156,7 @@ def test_a_child_gets_the_environment_without_our_own_variables_and_what_it_need
     }
 
 
-def test_collectives_of_servers_stay_on_loopback_unless_somebody_says_otherwise():
+def test_collectives_of_servers_use_loopback_unless_configured_otherwise():
     assert engines()[0].env["GLOO_SOCKET_IFNAME"] == LOOPBACK
     assert engines("engine.environment.GLOO_SOCKET_IFNAME=eth0")[0].env["GLOO_SOCKET_IFNAME"] == "eth0"
 

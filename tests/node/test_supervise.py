@@ -19,7 +19,7 @@ from dora.node.plan import ProcessPlan
 from dora.node.ports import free_port
 from dora.node.supervise import Child, Node
 
-#: Longer than any test waits: whoever is still there was left behind.
+#: Longer than any test waits: a process that is still there was left behind.
 FOREVER = "import threading; threading.Event().wait(300)"
 READY = "print('loading'); print('ready http://127.0.0.1:7777', flush=True);"
 STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
@@ -47,7 +47,7 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Well).serve_forever()
 
 
 async def is_well(url: str) -> bool:
-    """Whether somebody answers there."""
+    """Whether a server answers there."""
     try:
         reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
     except OSError:
@@ -111,7 +111,7 @@ async def test_more_output_than_a_pipe_holds_does_not_block_a_child(node: Node, 
     assert (tmp_path / "engine-0.log").stat().st_size > 3_000_000
 
 
-async def test_an_end_is_told_with_its_cause_and_the_last_words(node: Node):
+async def test_an_end_is_reported_with_its_cause_and_the_end_of_the_log(node: Node):
     child = node.add(plan(READY + "import sys; sys.exit('out of luck')"))
     await child.start()
     assert await child.ended() == f"engine-0 ended with exit code 1; its log ({child.log}) ends: " + (
@@ -125,12 +125,12 @@ async def test_an_end_by_signal_names_the_signal(node: Node):
     assert (await child.ended()).startswith("engine-0 ended with SIGKILL; ")
 
 
-async def test_a_child_that_ends_before_it_is_ready_is_trouble_with_its_last_words(node: Node):
+async def test_a_child_that_ends_before_it_is_ready_is_an_error_with_the_end_of_its_log(node: Node):
     with pytest.raises(RemoteError, match=r"engine-0: ended with exit code 1 before it was ready; .* no memory"):
         await node.add(plan("import sys; sys.exit('no memory')")).start()
 
 
-async def test_a_child_whose_input_cannot_work_is_a_config_error(node: Node):
+async def test_a_child_with_an_invalid_configuration_is_a_config_error(node: Node):
     with pytest.raises(ConfigError, match=r"exit code 2 .* dora: no such model"):
         await node.add(plan("import sys; print('dora: no such model'); sys.exit(2)")).start()
 
@@ -144,7 +144,7 @@ async def test_a_program_that_does_not_exist_is_a_config_error(node: Node):
         await node.add(missing).start()
 
 
-async def test_a_child_that_stays_silent_is_killed_when_its_time_is_over(node: Node):
+async def test_a_child_that_is_not_ready_in_time_is_killed(node: Node):
     child = node.add(plan(FOREVER, ready_timeout_s=0.2))
     with pytest.raises(RemoteError, match=r"engine-0: not ready after 0\.2 s; its log \(.*\) is empty"):
         await child.start()
@@ -173,13 +173,13 @@ async def test_a_stop_lets_a_child_end_by_itself(node: Node, tmp_path: Path):
     assert (tmp_path / "engine-0.log").read_text().endswith("saved\n")
 
 
-async def test_a_child_that_does_not_heed_a_stop_is_killed(node: Node):
+async def test_a_child_that_ignores_sigterm_is_killed(node: Node):
     child, process = await running(node, STUBBORN + READY + FOREVER)
     await child.stop(grace_s=0.2)
     assert not process.is_running()
 
 
-async def test_what_a_child_started_in_a_session_of_its_own_ends_with_it(node: Node):
+async def test_a_descendant_in_another_session_ends_with_the_child(node: Node):
     argv = f"[sys.executable, '-c', {FOREVER!r}]"
     quiet = "start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL"
     code = f"import subprocess, sys; p = subprocess.Popen({argv}, {quiet});"
@@ -189,7 +189,7 @@ async def test_what_a_child_started_in_a_session_of_its_own_ends_with_it(node: N
     await_gone([process, grandchild])
 
 
-async def test_a_child_has_a_session_of_its_own_so_that_ctrl_c_does_not_reach_it(node: Node):
+async def test_a_child_has_its_own_session_so_that_ctrl_c_does_not_reach_it(node: Node):
     child, _ = await running(node, READY + FOREVER)
     assert child.pid is not None
     assert os.getsid(child.pid) == child.pid
@@ -237,10 +237,10 @@ def await_gone(processes: list[psutil.Process]) -> None:
     assert (len(gone), alive) == (len(processes), [])
 
 
-# -- servers that print no ready line ---------------------------------------------------------------------------------
+# --- servers without a ready line
 
 
-async def test_a_server_with_a_port_is_up_when_it_is_well_there_and_gets_a_free_one_at_each_start(node: Node):
+async def test_a_server_with_a_port_is_ready_when_it_is_healthy_and_gets_a_free_port_at_each_start(node: Node):
     child = node.add(template(SERVER, "{port}"), is_well=is_well)
     first = await child.start()
     assert first.startswith("http://127.0.0.1:")
@@ -256,7 +256,7 @@ async def test_a_server_with_a_configured_port_listens_there(node: Node):
     assert await child.start() == f"http://127.0.0.1:{port}"
 
 
-async def test_a_server_that_ends_before_it_is_well_says_why(node: Node):
+async def test_the_error_of_a_server_that_ends_before_it_is_healthy_has_the_reason(node: Node):
     child = node.add(template("import sys; sys.exit('no memory')"), is_well=is_well)
     with pytest.raises(RemoteError, match=r"ended with exit code 1 before it was ready; .* no memory"):
         await child.start()
@@ -265,7 +265,7 @@ async def test_a_server_that_ends_before_it_is_well_says_why(node: Node):
         await child.start()
 
 
-async def test_a_server_that_is_never_well_is_given_up_in_time(node: Node):
+async def test_a_server_that_never_becomes_healthy_times_out(node: Node):
     child = node.add(template(FOREVER, ready_timeout_s=0.5), is_well=is_well)
     with pytest.raises(RemoteError, match=r"not ready after 0\.5 s"):
         await child.start()
@@ -296,7 +296,7 @@ uvloop.run(main())
 
 @pytest.mark.parametrize("stopped", [[], [0], [1], [0, 1]], ids=["none", "agent", "rank", "both"])
 def test_children_end_with_a_controller_that_is_killed_even_if_they_are_stopped(tmp_path: Path, stopped: list[int]):
-    """Without being continued: nothing that still can write is left for a later SIGCONT."""
+    """Without SIGCONT: no process is left that could write after one."""
     controller = subprocess.Popen([sys.executable, "-c", CONTROLLER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     assert controller.stdout is not None
     with controller, controller.stdout:

@@ -98,13 +98,13 @@ async def test_an_answer_at_the_cap_is_cut_there(paced: Paced) -> None:
     assert answer["meta_info"]["finish_reason"] == {"type": "length", "length": CAP}
 
 
-async def test_an_answer_comes_no_earlier_than_the_model_says(paced: Paced) -> None:
+async def test_an_answer_is_no_earlier_than_the_model_predicts(paced: Paced) -> None:
     begun = asyncio.get_running_loop().time()
     await paced.ask(0)
     assert (asyncio.get_running_loop().time() - begun) * SCALE >= 149 * STEP_S  # the step under way is shared
 
 
-async def test_a_stopped_answer_goes_on_to_the_same_end(paced: Paced) -> None:
+async def test_a_stopped_answer_continues_to_the_same_end(paced: Paced) -> None:
     asking = await paced.begun()
     await paced.post("/abort_request", {"rid": rid(0)})
     stopped = await asking
@@ -154,7 +154,7 @@ async def test_a_probe_is_answered_at_once_and_takes_no_slot(paced: Paced) -> No
 
 
 @pytest.mark.parametrize("trajectory", [0, 7, -7, 10**12 - 1, 1 - 10**12])
-def test_a_request_tells_its_trajectory(trajectory: int) -> None:
+def test_the_trajectory_of_a_request_is_in_its_id(trajectory: int) -> None:
     assert trajectory_of(request_id("run", epoch=2, trajectory=trajectory, attempt=3)) == trajectory
 
 

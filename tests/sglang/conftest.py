@@ -42,7 +42,7 @@ from tests.embedded.conftest import (  # noqa: F401 - fixtures
 Kind = Literal["embedded", "sglang"]
 
 LAUNCH = Path(__file__).parents[2] / "launch" / "sglang-cpu"
-#: The release that is run, and the dialect that the embedded engine speaks beside it.
+#: The release under test, and the embedded engine's dialect for it.
 DIALECT = dialect_of(os.environ.get("DORA_SGLANG_RELEASE", DEFAULT_DIALECT))
 SLOTS = 4
 QUEUE = 4
@@ -50,7 +50,7 @@ KV_TOKENS = 8192
 START_LABEL = "start"
 SETTLE_S = 20.0  # until a server has ended aborted requests
 PROMPT = [5, 6, 7, 8, 9, 10]
-#: A request that goes on until somebody ends it.
+#: A request that runs until it is aborted.
 LONG = {"max_new_tokens": CONTEXT - 100, "ignore_eos": True}
 
 
@@ -129,7 +129,7 @@ class Endless(GenerateRequest):
 
 
 class Client(EngineClient):
-    """Ours; and it can make a request endless."""
+    """The client under test, which can also make a request endless."""
 
     def encode(self, request: GenerateRequest) -> bytes:
         body = msgspec.json.decode(super().encode(request))
@@ -152,7 +152,7 @@ def request(rid: str, *, endless: bool = False) -> GenerateRequest:
 
 
 class Tokens:
-    """What our client hands on."""
+    """The tokens that the client delivers."""
 
     def __init__(self) -> None:
         self.token_ids: list[int] = []
@@ -266,7 +266,7 @@ class Wire:
         return load
 
     async def until_load(self, **wanted: int) -> None:
-        """Until /v1/loads says so; real SGLang counts every now and then only."""
+        """Wait until /v1/loads reports so; SGLang updates its counts only now and then."""
 
         async def says_so() -> bool:
             load = await self.load()
@@ -298,7 +298,7 @@ class Wire:
 
 
 def spans_of(meta: dict[str, Any]) -> list[dict[str, Any]]:
-    """As the server tells them; before 0.5.20, the one that its label at the end stands for."""
+    """The spans that the server reports; before 0.5.20, one span with the label at the end."""
     if DIALECT.has_spans:
         spans: list[dict[str, Any]] = meta["weight_versions"]
         return spans

@@ -25,7 +25,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from dora.engine.sglang.client import EngineClient, PauseMode
+from dora.core.strategies import Pause
+from dora.engine.sglang.client import EngineClient
 from dora.engine.sglang.probe import probe
 from dora.engine.sglang.push import push
 from dora.engine.sglang.target import PushTarget
@@ -89,7 +90,7 @@ class Operations(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, SLOTS + QUEUE), how=st.sampled_from(["abort", "drop", "start again"]))
     def disturb(self, which: int, how: str) -> None:
-        """One of the calls that are live as far as is known here, else one that nobody knows."""
+        """One of the calls that are believed to be live, or an unknown one."""
         rid = [*self._calls, "nobody-0"][which % (len(self._calls) + 1)]
         match how:
             case "abort":
@@ -102,7 +103,7 @@ class Operations(RuleBasedStateMachine):
 
     # --- control
 
-    @rule(what=st.sampled_from([*get_args(PauseMode), "resume", "flush"]))
+    @rule(what=st.sampled_from([*get_args(Pause), "resume", "flush"]))
     def hold(self, what: Any) -> None:
         match what:
             case "resume":
@@ -265,7 +266,7 @@ def test_no_sequence_of_our_calls_kills_a_server(
 
 def test_the_client_cannot_say_what_would_end_requests_or_flush_under_them() -> None:
     """SGLang's defaults: a pause in mode abort, an update that flushes (which kills it), a relabel that aborts."""
-    assert set(get_args(PauseMode)) == {"in_place", "retract"}
+    assert set(get_args(Pause)) == {"in_place", "retract"}
     taken = {
         name: set(inspect.signature(call).parameters) for name, call in vars(EngineClient).items() if callable(call)
     }

@@ -53,7 +53,7 @@ async def is_silent(stream: Stream) -> bool:
 # --- information
 
 
-async def test_an_idle_server_says_that_it_is_well_ready_and_empty(wire: Wire, client: EngineClient) -> None:
+async def test_an_idle_server_is_healthy_ready_and_empty(wire: Wire, client: EngineClient) -> None:
     assert (await wire.get("/health"))[0] == 200
     assert (await wire.get("/ready"))[0] == (200 if DIALECT.has_ready else 404)
     load = await wire.load()
@@ -152,7 +152,7 @@ async def test_a_pause_in_mode_abort_ends_what_runs(wire: Wire) -> None:
 
 
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
-async def test_what_waits_at_a_pause_waits_on_and_ends_well(wire: Wire, mode: str) -> None:
+async def test_queued_requests_stay_queued_during_a_pause_and_then_complete(wire: Wire, mode: str) -> None:
     running = [asyncio.create_task(wire.post("/generate", ask(LONG, rid=f"runs-{i}"))) for i in range(SLOTS)]
     await wire.until_load(num_running_reqs=SLOTS)
     waiting = asyncio.create_task(wire.generate(sampling=SHORT, rid="waits-0"))
@@ -389,7 +389,7 @@ async def test_a_prefix_outlives_an_update_that_does_not_flush(
         assert agrees is (cached == 0)
 
 
-async def test_a_missing_checkpoint_is_refused_and_the_old_weights_go_on(
+async def test_a_missing_checkpoint_is_refused_and_the_old_weights_stay(
     wire: Wire, client: EngineClient, reference_a: Reference, tmp_path: Path
 ) -> None:
     status, answer = await wire.update(tmp_path / "absent", "run/1")
@@ -417,7 +417,7 @@ async def test_a_relabel_changes_the_label_and_nothing_else(wire: Wire, referenc
     assert stream.logprobs == plain(reference_a, stream.token_ids)
 
 
-async def test_a_relabel_ends_what_runs_unless_told_not_to(wire: Wire) -> None:
+async def test_a_relabel_aborts_running_requests_unless_told_not_to(wire: Wire) -> None:
     """Why the client never relabels: the default aborts."""
     async with wire.stream(sampling=LONG) as (stream, task):
         await stream.until(5)

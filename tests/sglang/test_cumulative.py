@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from dora.engine.sglang.client import EngineClient
-from dora.engine.sglang.probe import probe
 from tests.embedded.conftest import Reference
 from tests.sglang.conftest import (
     LONG,
@@ -32,10 +31,6 @@ pytestmark = pytest.mark.timeout(120, func_only=True)  # starting a server has a
 def server(kind: Kind, model_a: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with serving(kind, model_a, tmp_path_factory.mktemp("logs"), incremental=False) as server:
         yield server
-
-
-async def test_the_probe_says_so(wire: Wire, client: EngineClient) -> None:
-    assert not (await probe(client, wire.server.url, timeout_s=30)).is_incremental
 
 
 async def test_each_chunk_holds_the_answer_so_far(wire: Wire) -> None:

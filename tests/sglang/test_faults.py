@@ -41,7 +41,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600, func_only=True)]
 
 SERVERS = 3
 STEPS = 8
-#: A run that goes on until somebody ends it.
+#: Steps of a run that continues until it is ended.
 FOR_EVER = 100_000
 STOPPED_S = 60.0
 WATCHDOG_S = 15.0
@@ -136,7 +136,7 @@ def assert_nothing_lost(folder: RunFolder) -> None:
 
 @dataclass
 class Proxy:
-    """Hands everything on to one server, and lies or breaks off where it is told to."""
+    """A proxy of one server that lies or breaks off on demand."""
 
     target: str
     cut_every: int = 0  # of streams: broken off after the first piece of the answer, if there are two; 0: none
@@ -196,9 +196,7 @@ class Proxy:
         return response
 
 
-async def test_replies_that_are_cut_in_their_middle_cost_no_token_and_no_server(
-    fleet: list[Member], tmp_path: Path
-) -> None:
+async def test_truncated_replies_cost_no_token_and_no_server(fleet: list[Member], tmp_path: Path) -> None:
     async with Proxy(fleet[0].url, cut_every=CUT_EVERY).listening() as proxy:
         urls = [proxy.url, *(member.url for member in fleet[1:])]
         with Run(*job(tmp_path, urls)) as run:
@@ -229,7 +227,7 @@ async def test_a_server_that_refuses_an_update_that_it_has_made_serves_only_afte
 
 
 def work_of(folder: RunFolder, instance: int) -> list[str]:
-    """What became of an instance's pushes, and when it was asked for answers."""
+    """The results of an instance's pushes, and the times of its requests."""
     told = []
     for event, orders in Journal(folder.journal):
         if isinstance(event, ev.WeightPushFailed) and event.instance == instance:
@@ -240,7 +238,7 @@ def work_of(folder: RunFolder, instance: int) -> list[str]:
     return told
 
 
-def test_a_server_that_stands_still_for_a_minute_is_lost_and_comes_back(fleet: list[Member], tmp_path: Path) -> None:
+def test_a_server_that_hangs_for_a_minute_is_lost_and_recovers(fleet: list[Member], tmp_path: Path) -> None:
     urls = [member.url for member in fleet]
     with Run(*job(tmp_path, urls, run__steps=FOR_EVER)) as run:
         folder = run.folder

@@ -1,4 +1,4 @@
-"""What the rest of DORA relies on: the promises of `dora/engine/api.py`, asked for through that interface alone.
+"""The promises of `dora/engine/api.py`, on which the rest of DORA relies, tested through that interface alone.
 
 A suite for another engine begins with these tests; only the fixtures `engine` and `url` are SGLang's.
 """
@@ -60,7 +60,7 @@ def is_covered(result: GenerateResult) -> bool:
 # -- requests ---------------------------------------------------------------------------------------------------------
 
 
-async def test_every_token_is_handed_on_once_with_its_log_prob_and_the_version_of_its_weights(
+async def test_every_token_is_delivered_once_with_its_log_prob_and_the_version_of_its_weights(
     engine: InferenceEngine, url: str, reference_a: Reference
 ) -> None:
     tokens = Tokens()
@@ -72,7 +72,7 @@ async def test_every_token_is_handed_on_once_with_its_log_prob_and_the_version_o
     assert tokens.logprobs == pytest.approx(expected, abs=1e-3)
 
 
-async def test_a_stopped_request_tells_what_it_has_and_goes_on_under_another_id(
+async def test_a_stopped_request_returns_its_tokens_and_can_be_resumed_under_another_id(
     engine: InferenceEngine, url: str
 ) -> None:
     call, tokens = await begin(engine, url, "stop-00")
@@ -88,7 +88,7 @@ async def test_a_stopped_request_tells_what_it_has_and_goes_on_under_another_id(
     assert not resumed.was_stopped
 
 
-async def test_stopping_one_request_stops_no_other_and_an_unknown_one_is_no_error(
+async def test_stopping_one_request_stops_no_other_and_an_unknown_id_is_not_an_error(
     engine: InferenceEngine, url: str
 ) -> None:
     first, _ = await begin(engine, url, "one-00")
@@ -140,7 +140,7 @@ async def test_to_resume_a_server_that_is_not_paused_changes_nothing(engine: Inf
     assert (await call).was_stopped
 
 
-async def test_nobody_is_told_from_somebody(engine: InferenceEngine, url: str) -> None:
+async def test_an_address_without_a_server_is_not_alive(engine: InferenceEngine, url: str) -> None:
     assert await engine.is_alive(url, timeout_s=LIMIT_S)
     assert not await engine.is_alive(NOBODY, timeout_s=LIMIT_S)
     with pytest.raises(ServerGone, match=NOBODY):
@@ -166,7 +166,7 @@ async def test_after_a_push_all_tokens_are_of_the_new_weights_and_no_kv_of_the_o
     assert tokens.logprobs == pytest.approx(expected, abs=1e-3)
 
 
-async def test_a_push_to_a_server_that_holds_a_request_fails_and_the_request_goes_on(
+async def test_a_push_to_a_server_that_holds_a_request_fails_and_the_request_continues(
     engine: InferenceEngine, url: str, model_b: Path
 ) -> None:
     call, tokens = await begin(engine, url, "busy-0")
@@ -179,7 +179,7 @@ async def test_a_push_to_a_server_that_holds_a_request_fails_and_the_request_goe
     assert {label for label, _, _ in (await call).spans} == {START_LABEL}
 
 
-async def test_a_request_that_is_given_up_is_dropped_so_that_its_server_takes_a_push(
+async def test_a_cancelled_request_is_dropped_so_that_its_server_accepts_a_push(
     engine: InferenceEngine, url: str, model_b: Path
 ) -> None:
     call, _ = await begin(engine, url, "given-up-0")

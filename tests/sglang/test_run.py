@@ -86,7 +86,7 @@ def busy_with_a_peer(status: dict[str, Any]) -> list[int]:
     ]
 
 
-def test_it_ends_well_and_the_audit_is_clean(ended: Ended) -> None:
+def test_the_run_finishes_and_the_audit_is_clean(ended: Ended) -> None:
     assert ended.code == 0, ended.told
     assert ended.audit.violations == ()
     assert ended.audit.steps == 16

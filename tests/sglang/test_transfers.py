@@ -244,7 +244,7 @@ async def test_weights_of_another_shape_are_refused_and_the_server_takes_the_rig
     assert await client.prompt_logprobs(urls[0], PROMPT, timeout_s=60) == holds(version(1))
 
 
-async def test_a_group_that_nobody_knows_is_not_destroyed(client: EngineClient, urls: list[str]) -> None:
+async def test_an_unknown_group_cannot_be_destroyed(client: EngineClient, urls: list[str]) -> None:
     with pytest.raises(RequestRefused, match="The group to be destroyed does not exist"):
         await PushTarget(client, urls[0]).leave_group("unknown")
 
@@ -270,10 +270,10 @@ async def test_a_server_killed_in_mid_bucket_fails_its_push_and_no_other(
 async def test_a_server_told_to_receive_from_a_group_it_never_joined_dies(
     client: EngineClient, urls: list[str]
 ) -> None:
-    """Which is why our client refuses to send that."""
+    """This is why the client refuses to send that."""
     _, last = urls
     bucket: dict[str, Any] = {"names": ["x"], "dtypes": ["float32"], "shapes": [[1]]}
-    with pytest.raises(RemoteError, match="not in the group 'unknown'"):
+    with pytest.raises(RemoteError, match="has not joined group 'unknown'"):
         await PushTarget(client, last).receive("unknown", **bucket, label=None, timeout_s=60)
     assert (await client.loads(last)).is_empty
     with pytest.raises(ServerGone):

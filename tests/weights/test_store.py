@@ -84,7 +84,7 @@ def test_a_process_of_a_controller_that_was_replaced_makes_no_version_visible(tm
     raise_fence(tmp_path / "epoch", epoch=1)
     fence = partial(pass_fence, tmp_path / "epoch", epoch=0)
     store = VersionStore(memory_root=tmp_path / "memory", durable_root=tmp_path / "durable", fence=fence)
-    with pytest.raises(StaleEpoch, match="controller epoch 1 has taken the run over"):
+    with pytest.raises(StaleEpoch, match="controller epoch 1 has taken over the run"):
         publish(store, 3)
     assert store.live() == []
     raise_fence(tmp_path / "epoch", epoch=0)
@@ -92,7 +92,7 @@ def test_a_process_of_a_controller_that_was_replaced_makes_no_version_visible(tm
     assert store.live() == [3]
 
 
-def test_what_does_not_match_its_checksum_is_deleted_and_named(store: VersionStore) -> None:
+def test_a_copy_that_does_not_match_its_checksums_is_deleted_and_named(store: VersionStore) -> None:
     publish(store, 3)
     store.copy_durable(3)
     assert store.damaged(3) == []
@@ -120,7 +120,7 @@ def test_a_version_that_is_only_durable_keeps_its_first_bytes_too(store: Version
     assert store.live() == []
 
 
-def test_equal_bytes_have_equal_checksums_and_other_bytes_another(store: VersionStore) -> None:
+def test_equal_bytes_have_equal_checksums_and_different_bytes_different_ones(store: VersionStore) -> None:
     publish(store, 1)
     publish(store, 2)
     publish(store, 3, {**FILES, "config.json": b"{ }"})
@@ -155,7 +155,7 @@ def test_a_live_version_whose_bytes_changed_is_never_copied(store: VersionStore,
 
 
 @pytest.mark.parametrize("damage", ["truncated", "no manifest", "half a manifest", "file missing"])
-def test_a_torn_folder_is_not_a_version_and_gives_way_to_a_whole_one(
+def test_a_torn_folder_is_not_a_version_and_is_replaced_by_a_complete_one(
     store: VersionStore, tmp_path: Path, damage: str
 ) -> None:
     publish(store, 2)
@@ -236,7 +236,7 @@ except StoreError as err:
     assert visible(tmp_path / "memory") == ["v000001"]
 
 
-def test_a_store_in_an_impossible_place_is_one_clear_line(tmp_path: Path) -> None:
+def test_a_store_that_cannot_be_created_is_one_clear_line(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(StoreError, match=r"cannot create the version store at .*file/memory"):
         VersionStore(memory_root=tmp_path / "file" / "memory", durable_root=tmp_path)
@@ -286,7 +286,7 @@ store.seal(1, staged)
 
 
 @pytest.mark.parametrize("folder", ["", "absent"])
-def test_without_room_or_without_memory_the_fallback_is_used_and_nothing_is_left(tmp_path: Path, folder: str) -> None:
+def test_without_space_the_fallback_is_used_and_nothing_is_left(tmp_path: Path, folder: str) -> None:
     disk = tmp_path / "disk"
     needed_bytes = 2**62 if folder == "" else 1
     assert choose_memory_root(tmp_path / folder, run_id="r1", needed_bytes=needed_bytes, fallback=disk) == disk
@@ -300,7 +300,7 @@ def test_a_resumed_run_finds_its_memory_root_again(tmp_path: Path) -> None:
     assert VersionStore(memory_root=root, durable_root=tmp_path / "disk").live() == [6]
 
 
-def test_what_the_same_run_already_holds_in_memory_counts_as_room(tmp_path: Path) -> None:
+def test_memory_held_by_the_same_run_counts_as_free(tmp_path: Path) -> None:
     root = choose_memory_root(tmp_path, run_id="r1", needed_bytes=1, fallback=tmp_path / "disk")
     with (root / "sparse").open("wb") as held:
         held.truncate(2**40)
@@ -351,7 +351,7 @@ def test_the_manifest_on_disk_is_plain_json(store: VersionStore) -> None:
     assert on_disk == {"version": 9, "files": store.manifest(9).files, "num_bytes": NUM_BYTES, "chain": ""}
 
 
-def test_what_the_disk_had_no_room_for_outlives_the_run_and_no_sweep_takes_it(tmp_path: Path) -> None:
+def test_versions_that_did_not_fit_on_the_disk_outlive_the_run_and_every_sweep(tmp_path: Path) -> None:
     memory, disk = tmp_path / "dora-run", tmp_path / "disk"
     memory.mkdir()
     with claim(memory):
@@ -401,7 +401,7 @@ def test_an_orphan_that_is_still_written_to_is_left_to_the_next_start(tmp_path: 
     assert sweep_orphans(tmp_path, run_id="mine") == [tmp_path / "dora-dead"]
 
 
-def test_the_live_root_goes_when_the_disk_has_every_needed_version(tmp_path: Path) -> None:
+def test_the_live_root_is_deleted_if_the_disk_has_every_needed_version(tmp_path: Path) -> None:
     store = VersionStore(memory_root=tmp_path / "memory", durable_root=tmp_path / "disk")
     for version in (3, 4):
         publish(store, version)

@@ -1,4 +1,4 @@
-"""What servers answer to control calls, as far as it is read; unknown keys are ignored."""
+"""Answers to control calls: the fields that are read. Unknown keys are ignored."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ class RankLoad(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class Loads:
-    """What a server holds, summed over its data-parallel ranks.
+    """The load of a server, summed over its data-parallel ranks.
 
-    Real SGLang counts at each prefill, at every 15th decode step and when it runs dry, so what began a moment ago may
-    be missing. Its `queues.retracted` is not read: that is what its last report said, and outlives the requests.
+    SGLang updates the counts at each prefill, at every 15th decode step and when it becomes idle, so recent requests
+    may be missing. `queues.retracted` is not read, because it outlives the requests.
     """
 
     num_running: int
-    num_waiting: int  # for a slot or for the end of a pause, retracted ones included
-    used_tokens: int  # KV tokens, cached prefixes left out
+    num_waiting: int  # for a slot or for the end of a pause, including retracted ones
+    used_tokens: int  # KV tokens, without cached prefixes
     max_total_tokens: int
     max_running: int
 
     @property
     def is_empty(self) -> bool:
-        """No request is resident, as far as the server has counted; `flush_cache` knows for certain."""
+        """Whether the counts show no request. Only `flush_cache` proves it."""
         return self.num_running == self.num_waiting == 0
 
 
@@ -60,13 +60,12 @@ class ModelInfo(msgspec.Struct):
 
 
 class ServerInfo(msgspec.Struct):
-    """What is read of /server_info, with what stands for a key that a server leaves out."""
+    """The fields of /server_info that are read, with the defaults for missing keys."""
 
     version: str = "unknown"
     device: str = "cuda"
     tp_size: int = 1
     dp_size: int = 1
-    incremental_streaming_output: bool = False
     max_req_input_len: int | None = None
     model_path: str | None = None
 
@@ -81,7 +80,7 @@ class ChecksumsAnswer(msgspec.Struct):
 
 
 class PromptMeta(msgspec.Struct):
-    input_token_logprobs: list[tuple[float | None, int, str | None]]  # of the first token: null
+    input_token_logprobs: list[tuple[float | None, int, str | None]]  # null for the first token
 
 
 class PromptAnswer(msgspec.Struct):
@@ -96,7 +95,7 @@ def read(body: bytes, shape: type[_Answer], *, what: str) -> _Answer:
 
 
 def read_server_info(info: dict[str, Any], *, url: str) -> ServerInfo:
-    """Of an answer to /server_info."""
+    """Convert an answer to /server_info."""
     try:
         return msgspec.convert(info, ServerInfo)
     except msgspec.ValidationError as err:

@@ -1,10 +1,10 @@
-"""The client of every inference server of a run: SGLang's HTTP protocol, an aiohttp session but for the streams.
+"""The client of all inference servers of a run, for SGLang's HTTP protocol.
 
-Tokens are handed on as they arrive, so that a lost server costs no token already streamed. A stream has no read
-time-out (a paused server is silent but alive; the controller's watchdog ends a stuck one); every other call has a
-deadline. Every control call sends its mode, flush and abort flags explicitly: SGLang's defaults abort or flush.
-Calls that may be repeated are, after connection trouble (`_control`); any call waits while this host cannot open a
-connection at all (`local.py`). Errors: `ServerGone`, `RequestRefused` and `ProtocolError`, each starting with the url.
+Tokens are delivered as they arrive, so that a lost server costs no token already streamed. A stream has no read timeout
+(a paused server is silent but alive; the controller's watchdog ends stuck ones); every other call has one. Control
+calls set their mode, flush and abort flags explicitly, because SGLang's defaults abort or flush. Repeatable calls are
+retried after connection errors (`_control`); every call waits while this host cannot open connections (`local.py`).
+Errors: `ServerGone`, `RequestRefused` and `ProtocolError`, each starting with the URL.
 """
 
 from __future__ import annotations
@@ -37,16 +37,14 @@ from dora.engine.sglang.answers import (
 from dora.engine.sglang.stream import StreamParser, refusal
 from dora.errors import ConfigError, DoraError, ProtocolError, RemoteError
 
-PauseMode = Pause  # SGLang's `abort` would destroy requests: never sent
-
 CONTROL_ATTEMPTS: Final = 3
-RETRY_DELAY_S: Final = 0.05  # doubled each time
+RETRY_DELAY_S: Final = 0.05  # doubled after each attempt
 
 _NOT_A_URL: Final = (aiohttp.InvalidURL, aiohttp.NonHttpUrlClientError)
 
 
 class EngineClient:
-    """Talks to all servers of a run. Make it inside a running loop; `close` it, or use it as a context manager."""
+    """A client of all servers of a run, created in a running event loop. Close it, or use it as a context manager."""
 
     def __init__(
         self,
@@ -57,24 +55,23 @@ class EngineClient:
         connect_timeout_s: float = 10.0,
         control_timeout_s: float = 10.0,
     ) -> None:
-        """`max_connections` bounds the open streams (each is a file descriptor); one more waits until one ends.
+        """`max_connections` bounds the open streams (a file descriptor each); further ones wait.
 
-        `api_key` goes to every server that has no key of its own in `keys`.
-        Control calls are not counted: an abort must not wait behind the streams that it is to end. Token ids
-        outside `vocab_size` are refused here: they would kill the server.
+        Control calls are not counted, because an abort must not wait for the streams that it ends. `api_key` is sent
+        to all servers without a key in `keys`. Token ids outside `vocab_size` would crash a server and are refused.
         """
         self._vocab_size = vocab_size
         self._control_timeout_s = control_timeout_s
         self._streams = asyncio.Semaphore(max_connections)
-        self._unanswered: set[str] = set()  # urls of servers that may still be at an update that was given up
-        self._paused: set[str] = set()  # urls of servers that this client has paused and not told to continue
+        self._unanswered: set[str] = set()  # URLs of servers that may still run an update that timed out here
+        self._paused: set[str] = set()  # URLs of servers paused by this client and not resumed
         self._connect_timeout_s = connect_timeout_s
         self._api_key = api_key
-        self.keys: dict[str, str] = {}  #: by the url of the one server that may see it
+        self.keys: dict[str, str] = {}  #: by URL; a key is sent to its own server only
         self._posts: set[Post] = set()  # open streams, at most `max_connections`
         self._patience = Patience()
         self._session = aiohttp.ClientSession(
-            # A kept-alive connection that its server closes just now looks like a dead server: open one per call.
+            # One connection per call: a keep-alive connection that the server is closing looks like a dead server.
             connector=aiohttp.TCPConnector(limit=0, force_close=True),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=connect_timeout_s),
             cookie_jar=aiohttp.DummyCookieJar(),
@@ -87,15 +84,15 @@ class EngineClient:
         await self.close()
 
     async def close(self) -> None:
-        """Ends all connections; servers then drop the requests of open streams."""
+        """Close all connections; servers then drop the requests of open streams."""
         for post in self._posts:
             post.abort()
         await self._session.close()
 
     async def generate(self, url: str, request: GenerateRequest, on_tokens: OnTokens) -> GenerateResult:
-        """Run one request to its end; `on_tokens(ids, logprobs)` is called with the new tokens of each chunk.
+        """Run one request to its end and call `on_tokens(ids, logprobs)` with the new tokens of each chunk.
 
-        Whatever is raised, the tokens handed on are good and the request can be resumed from them.
+        After any error, the delivered tokens are valid and the request can be resumed from them.
         """
         self._check(request)
         parser = StreamParser(url, on_tokens)
@@ -119,21 +116,21 @@ class EngineClient:
         if post.status != 200:
             raise refusal(post.status, bytes(post.error), source=url)
         if not post.is_stream:
-            raise ProtocolError(f"{url}: /generate answered {post.content_type} in place of a stream")
+            raise ProtocolError(f"{url}: /generate answered {post.content_type} instead of a stream")
         result = parser.close()
         if result.finish_reason == "length" and result.num_tokens < request.max_new_tokens:
             raise ProtocolError(
-                f"{url}: cut an answer to {result.num_tokens} of {request.max_new_tokens} tokens: its context or KV "
-                "room is too small for the request"
+                f"{url}: an answer was cut to {result.num_tokens} of {request.max_new_tokens} tokens: the context or "
+                "the KV capacity of the server is too small for the request"
             )
         return result
 
     async def abort(self, url: str, rid: str) -> None:
-        """Ask the server to end a request; its stream then ends with a last chunk. An unknown rid is no error."""
+        """End a request; its stream then ends with a last chunk. An unknown rid is not an error."""
         await self._control("POST", url, protocol.ABORT_REQUEST, {"rid": rid, "abort_all": False})
 
-    async def pause(self, url: str, mode: PauseMode) -> None:
-        """Stop decoding; new requests hang until `resume`."""
+    async def pause(self, url: str, mode: Pause) -> None:
+        """Stop decoding; new requests wait until `resume`. SGLang's mode `abort` is never sent."""
         await self._control("POST", url, protocol.PAUSE_GENERATION, {"mode": mode})
         self._paused.add(url)
 
@@ -142,7 +139,7 @@ class EngineClient:
         await self._control("POST", url, protocol.CONTINUE_GENERATION, {})
 
     async def flush_cache(self, url: str) -> bool:
-        """Drop the prefix cache; False if the server refuses because a request is resident."""
+        """Drop the prefix cache. Return False if the server refuses because it holds a request."""
         status, body = await self._control("POST", url, protocol.FLUSH_CACHE, {}, accept=(200, 400))
         if status == 400 and b"flush" not in body.lower():
             raise refusal(status, body, source=url)
@@ -151,13 +148,13 @@ class EngineClient:
     async def update_weights_from_disk(self, url: str, folder: str, label: str, *, timeout_s: float) -> None:
         """Load `folder` (as the server sees it) into a server that this client has paused.
 
-        Unpaused, the update would wait for running requests; if it is given up here it stays there, and two updates
-        at once end SGLang 0.5.20 (the second answer finds its future done).
+        Without a pause, the update would wait for running requests and survive a timeout here, and two concurrent
+        updates crash SGLang 0.5.20 (the second answer finds its future done).
         """
         if url not in self._paused:
-            raise RemoteError(f"{url}: weights are updated in a pause only; pause the server first")
+            raise RemoteError(f"{url}: weights can be updated only while paused; pause the server first")
         if url in self._unanswered:
-            await self.flush_cache(url)  # the scheduler answers in order: after the update that was given up
+            await self.flush_cache(url)  # answered in order, so after the update that timed out
         self._unanswered.add(url)
         body = {"model_path": folder, "weight_version": label, "flush_cache": False, "abort_all_requests": False}
         try:
@@ -168,14 +165,14 @@ class EngineClient:
         self._unanswered.discard(url)
 
     async def update(self, url: str, path: str, body: dict[str, Any], *, timeout_s: float | None = None) -> None:
-        """One call of a weight update. Sent once: whatever is raised, the weights may have changed."""
+        """Make one call of a weight update, without retries. After any error, the weights may have changed."""
         _, answer = await self._control("POST", url, path, body, timeout_s=timeout_s, attempts=1)
         update = read(answer, UpdateAnswer, what=url + path)
         if not update.success:
             raise RequestRefused(f"{url}: {update.message}", status=200, retryable=False)
 
     async def weights_checksum(self, url: str, *, timeout_s: float) -> str | None:
-        """Of all weights that the server holds; None if it does not tell (SGLang on a CPU has the route and fails)."""
+        """Return the checksum of all weights; None if unsupported (SGLang on a CPU has the route but fails)."""
         path = protocol.WEIGHTS_CHECKER
         status, answer = await self._control(
             "POST", url, path, {"action": "checksum"}, timeout_s=timeout_s, accept=(200, 400, 404)
@@ -183,7 +180,7 @@ class EngineClient:
         return read(answer, ChecksumsAnswer, what=url + path).per_engine_checksum if status == 200 else None
 
     async def prompt_logprobs(self, url: str, token_ids: Sequence[int], *, timeout_s: float) -> list[float]:
-        """Log-prob of each token after the first under the weights held now, whatever the prefix cache holds."""
+        """Return the log-probs of all tokens but the first under the current weights, bypassing the prefix cache."""
         self._check_ids(token_ids, what="verification of a push")
         name = f"verify-{uuid.uuid4().hex}"
         body = {
@@ -200,7 +197,7 @@ class EngineClient:
         return [math.nan if logprob is None else logprob for logprob, *_ in triples[1:]]
 
     async def weight_version(self, url: str) -> str:
-        """The label of the weights that the server says it holds."""
+        """Return the label of the weights that the server reports."""
         _, answer = await self._control("GET", url, protocol.MODEL_INFO)
         return read(answer, ModelInfo, what=url + protocol.MODEL_INFO).weight_version
 
@@ -209,23 +206,23 @@ class EngineClient:
         return read(answer, LoadsAnswer, what=url + protocol.LOADS).summed()
 
     async def health(self, url: str, *, timeout_s: float) -> None:
-        """Returns if the server is well. SGLang generates a token for it: 1 s when idle, 503 after 20 s if paused."""
+        """Return if the server is healthy. SGLang generates a token: 1 s when idle, 503 after 20 s if paused."""
         await self._control("GET", url, protocol.HEALTH, timeout_s=timeout_s)
 
     async def server_info(self, url: str) -> dict[str, Any]:
-        """The server's arguments and state, its secrets dropped at every depth."""
+        """Return the server's arguments and state, without secrets at any depth."""
         _, answer = await self._control("GET", url, protocol.SERVER_INFO)
         info: dict[str, Any] = without_secrets(read(answer, dict[str, Any], what=url + protocol.SERVER_INFO))
         return info
 
     async def has_route(self, url: str, path: str) -> bool:
-        """Whether the server knows `path`, without calling it: none takes DELETE, so a known one says 405."""
+        """Return whether the server has the route `path`, without calling it: DELETE gives 405 if it does."""
         status, _ = await self._control("DELETE", url, path, accept=(404, 405))
         return status == 405
 
     @staticmethod
     def encode(request: GenerateRequest) -> bytes:
-        """Its JSON. Log-probs are always asked for; SGLang heeds a seed in its deterministic mode alone."""
+        """Encode a request as JSON, with log-probs. SGLang uses the seed in its deterministic mode only."""
         sampling_params: dict[str, Any] = {
             "max_new_tokens": request.max_new_tokens,
             "temperature": request.temperature,
@@ -249,7 +246,7 @@ class EngineClient:
         return msgspec.json.encode(body)
 
     def _check(self, request: GenerateRequest) -> None:
-        """Refuse here what would kill a server or be refused by it."""
+        """Refuse what would crash a server or be refused by it."""
         if not request.tokens or request.max_new_tokens < 1:
             raise ConfigError(
                 f"request {request.id}: {len(request.tokens)} input tokens and a budget of "
@@ -260,7 +257,7 @@ class EngineClient:
     def _check_ids(self, token_ids: Sequence[int], *, what: str) -> None:
         if min(token_ids) < 0 or max(token_ids) >= self._vocab_size:
             raise ConfigError(
-                f"{what}: token ids from {min(token_ids)} to {max(token_ids)} do not fit the model's vocabulary of "
+                f"{what}: token ids from {min(token_ids)} to {max(token_ids)} are outside the model's vocabulary of "
                 f"{self._vocab_size}; use the tokenizer of the served model"
             )
 
@@ -275,7 +272,7 @@ class EngineClient:
         attempts: int = CONTROL_ATTEMPTS,
         accept: tuple[int, ...] = (200,),
     ) -> tuple[int, bytes]:
-        """One control call, as soon as this host can open a connection for it."""
+        """Make one control call, as soon as this host can open a connection."""
         limit_s = timeout_s or self._control_timeout_s
         status, answer = await self._patience.until_connected(
             lambda: self._try(method, url, path, body, limit_s=limit_s, attempts=attempts)
@@ -287,7 +284,7 @@ class EngineClient:
     async def _try(
         self, method: str, url: str, path: str, body: dict[str, Any] | None, *, limit_s: float, attempts: int
     ) -> tuple[int, bytes]:
-        """Tried again only after connection trouble, all tries within one deadline."""
+        """Retry after connection errors only, with one timeout for all attempts."""
         try:
             async with asyncio.timeout(limit_s):
                 attempt = 0
@@ -304,7 +301,7 @@ class EngineClient:
 
     async def _send(self, method: str, url: str, path: str, body: dict[str, Any] | None) -> tuple[int, bytes]:
         async with self._session.request(
-            method, _join(url, path), json=body, headers=self._headers(url), allow_redirects=False
+            method, url.rstrip("/") + path, json=body, headers=self._headers(url), allow_redirects=False
         ) as response:
             return response.status, await response.read()
 
@@ -313,19 +310,15 @@ class EngineClient:
         return {"Authorization": f"Bearer {key}"} if key else {}
 
 
-def _join(url: str, path: str) -> str:
-    return url.rstrip("/") + path
-
-
 def _error_of(url: str, err: aiohttp.ClientError | ConnectionError) -> DoraError:
     if isinstance(err, _NOT_A_URL):
-        return ConfigError(f"{url}: not a server url; write it as http://HOST:PORT")
+        return ConfigError(f"{url}: not a server URL; write it as http://HOST:PORT")
     if isinstance(err, aiohttp.ClientConnectorError):
         if is_local(err.os_error):
             return NoConnectionLeft(err.os_error.strerror or str(err.os_error))
         return ServerGone(f"{url}: cannot connect ({err.os_error.strerror or err.os_error}); is the server running?")
     if isinstance(err, aiohttp.ConnectionTimeoutError):
-        return ServerGone(f"{url}: no connection in time; is the server running?")
+        return ServerGone(f"{url}: connection timed out; is the server running?")
     if isinstance(err, aiohttp.ClientResponseError):
         return ProtocolError(f"{url}: not an HTTP answer ({err.message})")
     return ServerGone(f"{url}: the connection broke off ({err or type(err).__name__})")

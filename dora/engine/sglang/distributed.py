@@ -1,13 +1,13 @@
 """The `distributed` transfer: a sender process broadcasts the weights to the ranks of one server.
 
-Each push has a process group of its own, of the sender and the server's tensor-parallel ranks: any version can go to
-any server at any time, a dead server hurts no other push, and nothing is left over that a restart of either side would
-have to mend. Invariant: an update returns only when every bucket was taken, and the label went with the last; on any
-failure the sender is dead before the server is asked for anything more, since a server in a collective answers nothing.
+Each push has its own process group of the sender and the server's tensor-parallel ranks. So any version can go to any
+server at any time, a dead server affects no other push, and no state survives that a restart would have to repair.
+Invariant: an update returns only when every bucket was received, the last one with the label; on any failure the sender
+is killed before the server is called again, because a server in a collective does not answer.
 
-What a server holds is verified when it serves again. The first one of a version by the log-probs of a short prompt,
-which a sender computes from the version's folder; later ones by the checksum of the first, if both tell one, else by
-the log-probs too.
+The weights are verified when the server serves again: on the first server of a version by the log-probs of a short
+prompt, which a sender computes from the version's folder; on later ones by comparing checksums with the first, or by
+log-probs if either has no checksum.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from dora.engine.sglang.senders import Senders
 from dora.engine.sglang.target import PushTarget, ServerShape
 from dora.errors import RemoteError
 
-BUCKET_BYTES: Final = 256 * 2**20  # held by the server besides its weights
-#: Largest difference of log-probs under the same weights, by their type; a probe of bfloat16 finds torn weights, but
-#: not always those of a neighboring version.
+BUCKET_BYTES: Final = 256 * 2**20  # memory that the server needs besides its weights
+#: Maximum difference of log-probs under the same weights, by dtype. With bfloat16 the test finds torn weights, but not
+#: always those of an adjacent version.
 TOLERANCE: Final = {"float32": 1e-3, "bfloat16": 5e-2}
-#: Versions whose expected values are remembered: more than are ever alive.
+#: Number of versions whose expected values are kept; more than are ever live.
 REMEMBERED: Final = 64
 
 _Key = TypeVar("_Key")
@@ -38,13 +38,13 @@ _Value = TypeVar("_Value")
 
 
 class Distributed:
-    """Pushes of one run. Servers that cannot join a process group get their weights from disk."""
+    """The `Transfer` of a run. Servers that cannot join a process group use `otherwise`."""
 
     def __init__(
         self, senders: Senders, *, otherwise: Transfer, dtype: str, use_nccl: bool, bucket_bytes: int = BUCKET_BYTES
     ) -> None:
         """`dtype` is that of the published weights. `use_nccl`: the senders have a GPU (torch's first), so servers on
-        GPUs are met over NCCL; all others over gloo."""
+        GPUs use NCCL; all others use gloo."""
         self._senders = senders
         self._otherwise = otherwise
         self._tolerance = TOLERANCE[dtype]
@@ -75,12 +75,12 @@ class Distributed:
                 try:
                     await _receive(server, order, rendezvous, label=label, gated=shape.has_update_gate)
                 except RemoteError as err:
-                    raise RemoteError(f"{err}; {await sender.complaint()}") from err
-                await sender.hear(Sent, timeout_s=timeout_s)
+                    raise RemoteError(f"{err}; {await sender.failure()}") from err
+                await sender.receive(Sent, timeout_s=timeout_s)
         except BaseException:
-            self._shapes.pop(server.url, None)  # it may be another server by now
+            self._shapes.pop(server.url, None)  # the URL may belong to another server by now
             if shape.has_update_gate:
-                with suppress(RemoteError):  # not open, or the server is gone: what went wrong before is what counts
+                with suppress(RemoteError):  # the gate is not open, or the server is gone; report the first failure
                     await server.end_update()
             with suppress(RemoteError):
                 await server.leave_group(group)
@@ -96,14 +96,14 @@ class Distributed:
         known = self._checksums.get((folder, shape))
         if checksum is not None and known is not None:
             if checksum != known:
-                raise RemoteError(f"the checksum of its weights is {checksum}; the first server given them had {known}")
+                raise RemoteError(f"the weights have checksum {checksum}, but {known} on the first server")
             return
         await self._compare_logprobs(server, folder, timeout_s=timeout_s)
         if checksum is not None:
             _remember(self._checksums, (folder, shape), checksum)
 
     async def _shape(self, server: PushTarget) -> ServerShape:
-        """Asked once, and again after a failure."""
+        """Return the server's shape, queried once and again after a failure."""
         if server.url not in self._shapes:
             self._shapes[server.url] = await server.shape()
         return self._shapes[server.url]
@@ -114,13 +114,13 @@ class Distributed:
         if len(found) != len(expected.logprobs):
             raise RemoteError(f"{len(found)} log-probs for a prompt of {len(expected.token_ids)} tokens")
         differences = [abs(a - b) for a, b in zip(found, expected.logprobs, strict=True)]
-        if not all(difference <= self._tolerance for difference in differences):  # NaN too
+        if not all(difference <= self._tolerance for difference in differences):  # NaN also fails
             worst = f"{max(differences):.1e} from those under {folder}"
-            raise RemoteError(f"its log-probs differ by up to {worst} (limit {self._tolerance:g})")
+            raise RemoteError(f"the log-probs differ by up to {worst} (limit {self._tolerance:g})")
 
     async def _score(self, folder: Path, *, timeout_s: float) -> Scored:
-        """What a server with these weights must say; computed once."""
-        async with self._scoring:  # parallel pushes of a new version wait for the one that computes
+        """Return the expected log-probs under these weights, computed once."""
+        async with self._scoring:  # parallel pushes of a new version wait for one computation
             if folder not in self._scores:
                 async with self._senders.lend() as sender:
                     scored = await sender.ask(ScoreOrder(folder=str(folder)), Scored, timeout_s=timeout_s)
@@ -129,7 +129,7 @@ class Distributed:
 
 
 async def _receive(server: PushTarget, order: Send, rendezvous: Listening, *, label: str, gated: bool) -> None:
-    """The server's side of a broadcast, call by call; the sender goes on by itself as the buckets are taken."""
+    """Have the server join the group and receive all buckets. The sender proceeds as each one is received."""
     timeout_s = order.timeout_s
     await server.join_group(
         order.group,
@@ -161,7 +161,7 @@ def _remember(known: dict[_Key, _Value], key: _Key, value: _Value) -> None:
 
 
 async def _address_towards(url: str) -> str:
-    """This host's address as the server at `url` sees it: loopback for one on this host. Nothing is sent."""
+    """Return this host's address as the server at `url` sees it: loopback on the same host. Nothing is sent."""
     parts = urlsplit(url)
     try:
         loop = asyncio.get_running_loop()

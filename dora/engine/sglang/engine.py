@@ -1,4 +1,4 @@
-"""SGLang as the rest of DORA knows it: `api.InferenceEngine`, each call put into the client's words."""
+"""`api.InferenceEngine` for SGLang, on top of `EngineClient`."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ from pathlib import Path
 
 from dora.core.strategies import Pause
 from dora.engine.api import Capabilities, GenerateRequest, GenerateResult, KvUse, OnTokens
-from dora.engine.sglang import probe
 from dora.engine.sglang.client import EngineClient
 from dora.engine.sglang.distributed import Distributed
+from dora.engine.sglang.probe import probe
 from dora.engine.sglang.push import DISK, Transfer, push
 from dora.engine.sglang.senders import Senders
 from dora.engine.sglang.target import PushTarget
+from dora.errors import RemoteError
 
 
 @dataclass(frozen=True, slots=True)
 class SglangEngine:
-    """All servers that one client talks to."""
+    """All servers of one client."""
 
     client: EngineClient
-    transfer: Transfer = DISK  # how weights travel in a push
+    transfer: Transfer = DISK  # how pushes transfer weights
 
     async def generate(self, url: str, request: GenerateRequest, on_tokens: OnTokens) -> GenerateResult:
         return await self.client.generate(url, request, on_tokens)
@@ -31,10 +32,14 @@ class SglangEngine:
         await self.client.abort(url, request_id)
 
     async def is_alive(self, url: str, *, timeout_s: float) -> bool:
-        return await probe.is_alive(self.client, url, timeout_s=timeout_s)
+        try:
+            await self.client.health(url, timeout_s=timeout_s)
+        except RemoteError:
+            return False
+        return True
 
     async def examine(self, url: str, *, timeout_s: float) -> Capabilities:
-        return await probe.probe(self.client, url, timeout_s=timeout_s)
+        return await probe(self.client, url, timeout_s=timeout_s)
 
     async def label(self, url: str) -> str:
         return await self.client.weight_version(url)

@@ -1,4 +1,4 @@
-"""The command lines of servers that speak SGLang's protocol. Both kinds send tokens only, each once."""
+"""Command lines of servers with SGLang's protocol. Both stream token ids without text, and each token once."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""What the controller and a sender process say to each other: one JSON line per message, over the sender's pipes.
+"""Messages between the controller and a sender process: one JSON line each.
 
-Orders go to standard input, replies come from standard output, `SenderReady` first. `Send` is answered by `Listening`
-and, when the last byte is out, by `Sent`; `ScoreOrder` by `Scored`; either by `Failed` at any point, after which the
-sender is of no further use. One order at a time. Used by `senders` (controller) and `sender` (process).
+Orders go to the sender's standard input; replies come from its standard output, `SenderReady` first. `Send` is answered
+by `Listening` and, after the last byte, by `Sent`; `ScoreOrder` by `Scored`; either by `Failed` at any point, after
+which the sender cannot be reused. There is one order at a time.
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ import msgspec
 
 
 class TensorBucket(msgspec.Struct, frozen=True):
-    """Tensors that travel together, in this order."""
+    """Tensors that are sent together, in this order."""
 
     names: list[str]
-    dtypes: list[str]  # torch's names: "bfloat16"
+    dtypes: list[str]  # as in torch: "bfloat16"
     shapes: list[list[int]]
 
 
 class Send(msgspec.Struct, frozen=True, tag=True):
-    """Broadcast a version to the other ranks of a group of its own."""
+    """Broadcast a version to the other ranks of a new process group."""
 
     folder: str
-    group: str  # a name never used before
-    address: str  # of this host, as the server sees it; the rendezvous listens on no other
+    group: str  # a unique name
+    address: str  # of this host, as the server sees it; the rendezvous listens on this address only
     world_size: int  # the sender and the server's ranks
     backend: str  # gloo or nccl
-    bucket_bytes: int  # a bucket is no larger, unless one tensor is
+    bucket_bytes: int  # maximum size of a bucket of more than one tensor
     timeout_s: float  # of the rendezvous and of each broadcast
 
 
@@ -41,19 +41,19 @@ class SenderReady(msgspec.Struct, frozen=True, tag=True):
 
 
 class Listening(msgspec.Struct, frozen=True, tag=True):
-    """The rendezvous is open: the server may join and then ask for the buckets, one after the other."""
+    """The rendezvous is open: the server may join and then receive the buckets, one after the other."""
 
     port: int
     buckets: list[TensorBucket]
 
 
 class Sent(msgspec.Struct, frozen=True, tag=True):
-    """Every bucket has been taken."""
+    """The server has received every bucket."""
 
 
 class Scored(msgspec.Struct, frozen=True, tag=True):
     token_ids: list[int]
-    logprobs: list[float]  # of each token after the first
+    logprobs: list[float]  # of all tokens but the first
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):

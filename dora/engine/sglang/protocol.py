@@ -1,7 +1,6 @@
-"""SGLang's HTTP protocol as DORA uses it: endpoint paths and field names. The one place to mend when SGLang moves.
+"""Paths and constants of SGLang's HTTP protocol, checked against 0.5.18 to 0.5.23.
 
-Server (`dora.embedded`) and client share these names and nothing else, so that they cannot share a misunderstanding
-beyond a name. Checked against SGLang 0.5.18 to 0.5.23.
+The embedded engine and the client share nothing else, so that they cannot share a misunderstanding of the protocol.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ READY: Final = "/ready"
 MODEL_INFO: Final = "/model_info"
 SERVER_INFO: Final = "/server_info"
 LOADS: Final = "/v1/loads"
-GET_LOAD: Final = "/get_load"  # its forerunner, which the client does not use
+GET_LOAD: Final = "/get_load"  # older form of /v1/loads; not used by the client
 METRICS: Final = "/metrics"
 
 #: Last event of every stream.

@@ -1,11 +1,10 @@
-"""One weight push: drained, flushed, paused, updated, flushed again, read back, continued, verified. With `live` it
-reaches a server in the middle of its requests, which go on under the new weights: nothing is drained.
+"""One weight push: drain, flush, pause, update, flush again, read back, continue, verify.
 
-Invariant: a push either returns (the server has said that it holds `label`, and serves again) or raises `PushFailed`,
-which tells the stage, and whether the weights may have changed or the server may have stayed paused (`doubtful`).
-A doubtful server gets no work until a push is confirmed. The order works in every release of SGLang since 0.5.18;
-how the weights travel in the update is the `Transfer`'s affair: `Disk` here, or `distributed.Distributed`. While
-it lasts, nothing else is sent to the server, a question for its health neither.
+With `live`, nothing is drained: running requests continue under the new weights. Invariant: a push either returns (the
+server has reported `label` and serves again) or raises `PushFailed`, which names the stage and tells whether the
+weights may have changed or the server may still be paused (`doubtful`). A doubtful server gets no work until a push is
+confirmed. This order works in every release of SGLang since 0.5.18. The `Transfer` moves the weights: `Disk` here, or
+`distributed.Distributed`. During a push, nothing else is sent to the server, not even a health check.
 """
 
 from __future__ import annotations
@@ -25,46 +24,45 @@ from dora.errors import RemoteError
 
 Stage = Literal["drain", "pause", "update", "flush after update", "read back", "continue", "verify"]
 
-#: A server frees an ended request a moment after its last chunk; one that still holds work then, holds real work.
+#: A server frees a finished request shortly after its last chunk; after this time, the request is a real one.
 DRAIN_TIMEOUT_S: Final = 5.0
 DRAIN_POLL_S: Final = 0.02
 
 
 class Transfer(Protocol):
-    """How the weights of a version come to a server."""
+    """How the weights of a version reach a server."""
 
     async def update(self, server: PushTarget, folder: Path, label: str, *, timeout_s: float) -> None:
-        """Replace the weights of a paused, empty server by those in `folder`; whatever is raised, they may have
-        changed."""
+        """Load the weights in `folder` into a paused, empty server. After any error, they may have changed."""
 
     async def verify(self, server: PushTarget, folder: Path, *, timeout_s: float) -> None:
-        """Raises `RemoteError` if the server, which serves again, does not hold the weights in `folder`."""
+        """Raise `RemoteError` if the server, which serves again, does not hold the weights in `folder`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Disk:
-    """The server reads the version's folder itself, at the path where it sees it."""
+    """The server reads the version's folder itself."""
 
-    path_map: Mapping[str, str] = field(default_factory=dict)  # prefix here -> prefix there, see `map_path`
+    path_map: Mapping[str, str] = field(default_factory=dict)  # prefix on this host -> on the server; see `map_path`
 
     async def update(self, server: PushTarget, folder: Path, label: str, *, timeout_s: float) -> None:
         await server.update_weights(map_path(folder, self.path_map), label, timeout_s=timeout_s)
 
     async def verify(self, server: PushTarget, folder: Path, *, timeout_s: float) -> None:
-        """It has read the folder whole, or said that it has not: the label is proof."""
+        """Nothing to do: the server reports the label only if it has read the whole folder."""
 
 
-#: Servers that see the version store at the same path.
+#: For servers that see the version store at the same path.
 DISK: Final = Disk()
 
 
 @dataclass(slots=True)
 class _Progress:
-    """How far the push came, for the report of a failure."""
+    """The progress of a push, for error reports."""
 
     stage: Stage = "drain"
-    doubtful: bool = False  # from the moment the update is sent, and if the server did not continue
-    also: str = ""  # what went wrong after the first failure
+    doubtful: bool = False  # once the update was sent, or if the server was not resumed
+    also: str = ""  # a second failure, after the first
 
 
 async def push(
@@ -76,7 +74,7 @@ async def push(
     transfer: Transfer = DISK,
     live: Pause | None = None,
 ) -> None:
-    """Give the weights in `folder` to an empty server, or with `live` to one whose requests go on under them."""
+    """Push the weights in `folder` to an empty server or, with `live`, to one whose requests continue under them."""
     progress = _Progress()
     update = partial(transfer.update, server, folder, label, timeout_s=timeout_s)
     try:
@@ -86,7 +84,7 @@ async def push(
             progress.stage = "pause"
             try:
                 await _replace_weights(server, update, label=label, live=live, progress=progress)
-            except BaseException:  # cancelled too: a server left paused would hang all later requests
+            except BaseException:  # including cancellation: a paused server would block all later requests
                 await _resume_after_failure(server, progress)
                 raise
             progress.stage = "continue"
@@ -103,7 +101,7 @@ async def push(
 async def _wait_until_empty(server: PushTarget) -> None:
     try:
         async with asyncio.timeout(DRAIN_TIMEOUT_S):
-            # The count of requests lags behind (docs/SGLANG.md); only a flush that is granted proves that none is left.
+            # The request counts lag behind (docs/SGLANG.md); only a successful flush proves that the server is empty.
             while not (await server.is_empty() and await server.flush_cache()):  # noqa: ASYNC110 - it can only be polled
                 await asyncio.sleep(DRAIN_POLL_S)
     except TimeoutError as err:
@@ -118,11 +116,11 @@ async def _replace_weights(
     await update()
     progress.stage = "flush after update"
     if live != "in_place" and not await server.flush_cache() and live is None:
-        # (SGLang before 0.5.21 refuses while retracted requests wait; what it keeps has the old version's key.)
-        raise RemoteError("a request came in during the push; it may have seen both versions")
+        # (SGLang before 0.5.21 refuses while retracted requests are queued; what it keeps has the old version's key.)
+        raise RemoteError("a request arrived during the push; it may have seen both versions")
     progress.stage = "read back"
     if (held := await server.weight_version()) != label:
-        raise RemoteError(f"the server says that it holds '{held}', not '{label}'")
+        raise RemoteError(f"the server reports version '{held}', expected '{label}'")
 
 
 async def _resume_after_failure(server: PushTarget, progress: _Progress) -> None:
@@ -130,4 +128,4 @@ async def _resume_after_failure(server: PushTarget, progress: _Progress) -> None
         await server.resume()
     except RemoteError as err:
         progress.doubtful = True
-        progress.also = f"; then it did not continue: {err}"
+        progress.also = f"; then it could not be resumed: {err}"

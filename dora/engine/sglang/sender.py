@@ -1,13 +1,13 @@
 """The sender process: rank 0 of a process group with one server, to which it broadcasts a version from the store.
 
-A process of its own, so that neither the trainer nor the controller is ever in a collective with an engine: one that
-hangs is ended by killing the sender, which closes its sockets. Invariant: one order at a time, one group per order;
-nothing of a group outlives its order. Consumes: orders (lines of standard input). Produces: replies. Waits for: the
-next order, the server's ranks at the rendezvous, and their receipt of each bucket. Unblocked by: the controller, the
-server, the group's time limit. Ends with its standard input. Started by `senders`, through the hidden `dora send`.
+It is a separate process so that neither the trainer nor the controller is ever in a collective with an engine: killing
+the sender closes its sockets and ends a collective that hangs. Invariant: one order at a time, one group per order, and
+no group outlives its order. Consumes: orders (lines of standard input). Produces: replies. Waits for: the next order,
+the server's ranks at the rendezvous, and their receipt of each bucket. Unblocked by: the controller, the server, the
+group's timeout. Ends with its standard input. The hidden command `dora send` starts it.
 
-The groups are those of SGLang's private `init_custom_process_group` (0.5.20, srt/utils/common.py): the store behind
-two prefixes of the group's name and one of the first device type of the backend. `init_process_group` uses others and
+Groups are formed as in SGLang's private `init_custom_process_group` (0.5.20, srt/utils/common.py): the store has the
+group's name as prefix twice, then the first device type of the backend. `init_process_group` uses other prefixes and
 would never meet the server.
 """
 
@@ -41,45 +41,40 @@ from dora.engine.sglang.orders import (
 )
 
 Named = tuple[str, torch.Tensor]
-#: Log-probs of the tokens of a sequence after the first, under the model in a folder.
+#: Returns the log-probs of all tokens but the first, under the model in a folder.
 ScorePrompt = Callable[[Path, Sequence[int]], list[float]]
 
 PROMPT_TOKENS = 8
-#: Where the names of a group's keys begin, by backend: the first device type that torch lists for it.
+#: Prefix of a group's keys by backend: the first device type that torch lists for it.
 _DEVICE_PREFIX = {"gloo": "cpu", "nccl": "cuda"}
+_FAILURES = (OSError, LookupError, RuntimeError, ValueError, SafetensorError)  # torch raises RuntimeErrors
 
 
 def run(score_prompt: ScorePrompt) -> None:
     """Carry out orders until standard input ends."""
-    # Replies have a descriptor of their own: gloo writes to standard output what belongs into the log.
+    # Replies use a separate descriptor, because gloo writes log messages to standard output.
     with os.fdopen(os.dup(1), "wb", buffering=0) as replies:
         os.dup2(2, 1)
 
-        def say(reply: Reply) -> None:
-            replies.write(msgspec.json.encode(reply) + b"\n")
+        def reply(message: Reply) -> None:
+            replies.write(msgspec.json.encode(message) + b"\n")
 
-        say(SenderReady())
+        reply(SenderReady())
         decoder = msgspec.json.Decoder(Order)
         for line in sys.stdin.buffer:
             order = decoder.decode(line)
             try:
                 if isinstance(order, Send):
-                    _send(order, say)
-                    say(Sent())
+                    _send(order, reply)
+                    reply(Sent())
                 else:
-                    say(_score(order, score_prompt))
-            except (
-                OSError,
-                LookupError,
-                RuntimeError,
-                ValueError,
-                SafetensorError,
-            ) as err:  # torch's own are RuntimeErrors
-                say(Failed(f"{type(err).__name__}: {err}"))
+                    reply(_score(order, score_prompt))
+            except _FAILURES as err:
+                reply(Failed(f"{type(err).__name__}: {err}"))
 
 
 def plan_buckets(tensors: Iterable[Named], *, bucket_bytes: int) -> list[list[Named]]:
-    """Consecutive tensors, at most `bucket_bytes` together; a larger one travels alone."""
+    """Group consecutive tensors into buckets of at most `bucket_bytes`; a larger tensor has its own bucket."""
     buckets: list[list[Named]] = []
     room = 0
     for name, tensor in tensors:
@@ -91,21 +86,21 @@ def plan_buckets(tensors: Iterable[Named], *, bucket_bytes: int) -> list[list[Na
     return buckets
 
 
-def _send(order: Send, say: Callable[[Reply], None]) -> None:
+def _send(order: Send, reply: Callable[[Reply], None]) -> None:
     with ExitStack() as files:
         buckets = plan_buckets(_tensors(Path(order.folder), files), bucket_bytes=order.bucket_bytes)
         if not buckets:
             raise ValueError(f"{order.folder} holds no safetensors files")
         timeout = timedelta(seconds=order.timeout_s)
         store = _listen(order.address, timeout)
-        say(Listening(store.port, [_described(bucket) for bucket in buckets]))
+        reply(Listening(store.port, [_described(bucket) for bucket in buckets]))
         group = _join(order, store, timeout)
         for bucket in buckets:
             _broadcast(group, [tensor for _, tensor in bucket], device=_DEVICE_PREFIX[order.backend])
 
 
 def _tensors(folder: Path, files: ExitStack) -> Iterator[Named]:
-    """All tensors of a version in the order of its files, mapped into memory, not read."""
+    """Yield all tensors of a version in the order of its files, memory-mapped."""
     for path in sorted(folder.glob("*.safetensors")):
         file = files.enter_context(safe_open(path, framework="pt", device="cpu"))
         for name in file.offset_keys():
@@ -121,7 +116,7 @@ def _described(bucket: Sequence[Named]) -> TensorBucket:
 
 
 def _listen(address: str, timeout: timedelta) -> TCPStore:
-    """The rendezvous, on this address alone: torch itself would listen on all."""
+    """Open the rendezvous on this address only; torch itself would listen on all."""
     listener = socket.create_server((address, 0))
     return TCPStore(
         address,
@@ -134,11 +129,11 @@ def _listen(address: str, timeout: timedelta) -> TCPStore:
 
 
 def _join(order: Send, store: Store, timeout: timedelta) -> Any:
-    """Returns when all ranks have met."""
+    """Return the group when all ranks have joined."""
     for prefix in (order.group, f"{order.group}/", f"{_DEVICE_PREFIX[order.backend]}/"):
         store = PrefixStore(prefix, store)
     if order.backend == "nccl":
-        from torch._C._distributed_c10d import ProcessGroupNCCL  # builds of torch for CPUs have none
+        from torch._C._distributed_c10d import ProcessGroupNCCL  # absent from CPU builds of torch
 
         nccl = ProcessGroupNCCL.Options()
         nccl._timeout = timeout
@@ -150,7 +145,7 @@ def _join(order: Send, store: Store, timeout: timedelta) -> Any:
 
 
 def _broadcast(group: Any, tensors: Sequence[torch.Tensor], *, device: str) -> None:
-    """Returns when the other ranks have taken all of them."""
+    """Return when the other ranks have received all tensors."""
     options = BroadcastOptions()
     options.rootRank = 0
     held = [tensor.to(device) for tensor in tensors]

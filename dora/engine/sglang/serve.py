@@ -1,8 +1,9 @@
-"""SGLang's server with the API key of its environment: it takes a flag alone, and a command line is no secret.
+"""Start SGLang's server with an API key from the environment. SGLang itself takes it only on the command line, which
+every user of the machine can read.
 
-Invariant: the key is in the environment of this process and in its memory, which other users cannot read, and nowhere
-else: no file, no command line of this or of the processes that SGLang starts. Run as `python -m
-dora.engine.sglang.serve` with the words of `sglang.launch_server`.
+Invariant: the key is only in the environment and the memory of this process, never in a file or on a command line,
+including those of SGLang's workers. Usage: `python -m dora.engine.sglang.serve` with the flags of
+`sglang.launch_server`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import sys
 
 
 def main() -> None:
-    """SGLang's own main module takes the place of this one, as its workers (spawned) must find it."""
+    """Run SGLang's main module in place of this one, because its spawned workers import it."""
     sys.argv += ["--api-key", os.environ.pop("DORA_SERVE_API_KEY")]
     runpy.run_module("sglang.launch_server", run_name="__main__", alter_sys=True)
 

@@ -1,13 +1,13 @@
-"""The answer of POST /generate as a stream, without IO: bytes in, new tokens out.
+"""A parser without IO for the streamed answer of POST /generate: bytes in, new tokens out.
 
-Invariant: every token is handed on exactly once, in order, with its log-prob, whatever the form of the stream
-(cumulative or incremental, decided per chunk by its lengths), wherever the bytes are split, and however the stream
-ends. Token ids are taken from the log-prob triples, so that an id and its log-prob cannot be misaligned; `output_ids`
-is not read (it is wrong in one abort chunk). From here to the journal tokens travel as arrays of 32
-bits, 8 bytes a token in place of 68 as Python's numbers. Used by `client.py` alone.
+Invariant: every token is delivered exactly once, in order, with its log-prob, whether the stream is cumulative or
+incremental (decided per chunk from its lengths), wherever the bytes are split, and however the stream ends. Token ids
+come from the log-prob triples, so that an id and its log-prob cannot be misaligned; `output_ids` is not read (it is
+wrong in one abort chunk). From here to the journal, tokens are arrays of 32-bit numbers: 8 bytes per token instead of
+68 as Python objects.
 
-This is the hottest path of a run, once per chunk of every stream: types without garbage collection, no generator, a
-callback in place of a queue (bench/streams.py).
+This is the hottest path of a run, executed for every chunk of every stream: structs without garbage collection, no
+generators, a callback instead of a queue (bench/streams.py).
 """
 
 from __future__ import annotations
@@ -25,9 +25,8 @@ from dora.engine.errors import RequestRefused, ServerGone, is_retryable
 from dora.engine.sglang.protocol import DONE
 from dora.errors import ProtocolError
 
-#: An event beyond this is no answer to a request of ours (100,000 tokens, repeated whole, take about 4 MB).
+#: No valid event is larger (a cumulative one of 100,000 tokens has about 4 MB).
 MAX_EVENT_BYTES: Final = 64 * 2**20
-
 
 _Triple = tuple[float, int, Any]  # log-prob, id, text or null
 
@@ -49,10 +48,8 @@ class _Meta(msgspec.Struct, gc=False):
     completion_tokens: int | None = None
     finish_reason: _Finish | None = None
     weight_versions: list[_Span] | None = None
-    weight_version: str | None = None  # at the end of the request, on its last chunk; on others it may be any
-    prompt_tokens: int = 0
+    weight_version: str | None = None  # valid in the last chunk only
     cached_tokens: int = 0
-    num_retractions: int = 0
 
 
 class _Error(msgspec.Struct, gc=False):
@@ -64,7 +61,7 @@ class _Error(msgspec.Struct, gc=False):
 class _Event(msgspec.Struct, gc=False):
     meta_info: _Meta | None = None
     error: _Error | str | None = None
-    message: str | None = None  # beside `code`: an error without the `error` object
+    message: str | None = None  # next to `code`: an error without an `error` object
     code: int | str | None = None
 
 
@@ -73,19 +70,19 @@ _DONE: Final = DONE.encode()
 
 
 class StreamParser:
-    """One request's stream: `feed` its bytes, `close` when they end."""
+    """The parser of one stream: `feed` it the bytes, `close` it at their end."""
 
     __slots__ = ("_num_tokens", "_on_tokens", "_result", "_source", "_unfinished")
 
     def __init__(self, source: str, on_tokens: OnTokens) -> None:
-        self._source = source  # url of the server, for messages
+        self._source = source  # URL of the server, for error messages
         self._on_tokens = on_tokens
-        self._unfinished = bytearray()  # bytes of a line whose end has not come yet
+        self._unfinished = bytearray()  # an incomplete line
         self._num_tokens = 0
         self._result: GenerateResult | None = None
 
     def feed(self, data: bytes) -> None:
-        """Hand on the tokens of each event completed by `data`; those before an error, then raise it."""
+        """Deliver the tokens of all events that `data` completes. Tokens before an error are delivered first."""
         if self._unfinished:
             self._unfinished += data
             if b"\n" not in data:
@@ -95,7 +92,7 @@ class StreamParser:
             data = bytes(self._unfinished)
             self._unfinished.clear()
         start = 0
-        while (end := data.find(b"\n", start)) >= 0:  # split() looks at each byte by itself
+        while (end := data.find(b"\n", start)) >= 0:  # faster than split()
             if data.startswith(b"data:", start):
                 self._take(data[start + 5 : end])
             start = end + 1
@@ -103,9 +100,9 @@ class StreamParser:
             self._unfinished += data[start:]
 
     def close(self) -> GenerateResult:
-        """The result, once the last chunk was seen; else the server died under the request.
+        """Return the result if the last chunk has arrived; otherwise raise ServerGone.
 
-        A stream cut after its last chunk but before `[DONE]` has ended well: to resume it would sample beyond its end.
+        A stream that ends after its last chunk but before `[DONE]` is complete: resuming it would sample too much.
         """
         if self._result is None:
             raise ServerGone(f"{self._source}: the stream broke off after {self._num_tokens} tokens")
@@ -122,13 +119,13 @@ class StreamParser:
         if meta is None:
             raise _refusal_in_stream(event, self._source)
         if self._result is not None:
-            raise ProtocolError(f"{self._source}: more tokens after the last chunk of a stream")
+            raise ProtocolError(f"{self._source}: a chunk after the last chunk of a stream")
         triples = meta.output_token_logprobs or []
         if meta.completion_tokens != self._num_tokens + len(triples):
             triples = self._new_triples(meta, triples)
         if triples:
             self._num_tokens += len(triples)
-            logprobs, token_ids, _ = zip(*triples)  # noqa: B905  their type makes all of them triples
+            logprobs, token_ids, _ = zip(*triples)  # noqa: B905  all are triples
             pack_ids, pack_logprobs = _packers(len(triples))
             try:
                 chunk = array("i", pack_ids(*token_ids)), array("f", pack_logprobs(*logprobs))
@@ -139,7 +136,7 @@ class StreamParser:
             self._result = self._finished(meta, meta.finish_reason)
 
     def _new_triples(self, meta: _Meta, triples: list[_Triple]) -> list[_Triple]:
-        """A chunk holds all tokens so far (cumulative) or only the new ones; its total tells which."""
+        """Return the new triples of a chunk, which holds all tokens so far (cumulative) or only the new ones."""
         total = meta.completion_tokens
         if total is None:
             total = meta.weight_versions[-1].end if meta.weight_versions else len(triples)
@@ -153,12 +150,11 @@ class StreamParser:
         )
 
     def _finished(self, meta: _Meta, finish: _Finish) -> GenerateResult:
-        if (status := finish.status_code or 0) >= 400:  # queue full, time-out, out of KV: an abort not asked for
+        if (status := finish.status_code or 0) >= 400:  # aborted by the server: queue full, timeout, out of KV
             message = f"{self._source}: {finish.message or 'aborted by the server'} ({status})"
             raise RequestRefused(message, status=status, retryable=is_retryable(status))
         spans = tuple((span.version, span.start, span.end) for span in meta.weight_versions or ())
-        has_spans = bool(spans)  # SGLang before 0.5.20 tells the label at the end of the request alone
-        if not has_spans and meta.weight_version is not None:
+        if not spans and meta.weight_version is not None:  # SGLang before 0.5.20
             spans = ((meta.weight_version, 0, self._num_tokens),)
         borders = [0, *(end for _, _, end in spans)]
         if spans and ([start for _, start, _ in spans] != borders[:-1] or borders[-1] != self._num_tokens):
@@ -168,20 +164,17 @@ class StreamParser:
             spans=spans,
             num_tokens=self._num_tokens,
             cached_tokens=meta.cached_tokens,
-            prompt_tokens=meta.prompt_tokens,
-            num_retractions=meta.num_retractions,
-            has_spans=has_spans,
         )
 
 
 @lru_cache(maxsize=4096)
 def _packers(count: int) -> tuple[Callable[..., bytes], Callable[..., bytes]]:
-    """From so many ids or log-probs to the bytes of an array; array() of a tuple takes three times as long."""
+    """Functions that pack `count` ids or log-probs into bytes; array() of a tuple takes three times as long."""
     return struct.Struct(f"{count}i").pack, struct.Struct(f"{count}f").pack
 
 
 def refusal(status: int, body: bytes, *, source: str) -> RequestRefused:
-    """The error behind a status that is not 200: SGLang writes it in four shapes."""
+    """Return the error for a status other than 200, from any of the four shapes that SGLang uses."""
     try:
         event = _decode(body)
         error = event.error if event.error is not None else event.message
@@ -196,7 +189,7 @@ def refusal(status: int, body: bytes, *, source: str) -> RequestRefused:
 def _refusal_in_stream(event: _Event, source: str) -> RequestRefused | ProtocolError:
     error = event.error if event.error is not None else event.message
     if error is None:
-        return ProtocolError(f"{source}: an event in a stream that holds neither tokens nor an error")
+        return ProtocolError(f"{source}: an event in a stream with neither tokens nor an error")
     if isinstance(error, str):
         error = _Error(message=error, code=event.code)
     status = error.code if isinstance(error.code, int) else 400

@@ -1,6 +1,6 @@
-"""One server as a push sees it: each stage of a push is a call here, and each call one request of the client.
+"""The calls that a push makes to one server, each one request of the client.
 
-Invariant: a bucket is asked for only in a group that the server has joined and not left; any other ends a real server.
+Invariant: a bucket is requested only in a group that the server has joined and not left; anything else crashes SGLang.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from dora.errors import RemoteError
 
 @dataclass(frozen=True, slots=True)
 class ServerShape:
-    """What a transfer must know of a server; equal for servers whose checksums can be compared."""
+    """The properties of a server that a transfer needs; equal if the checksums of two servers are comparable."""
 
     release: str
     device: str  # cpu or cuda
     num_ranks: int  # tensor-parallel ranks, each a member of a process group
-    can_join: bool  # it takes part in a process group (data-parallel servers do not)
-    has_update_gate: bool  # updates that bring their tensors go between begin and end (SGLang 0.5.21 and later)
+    can_join: bool  # whether it can join a process group (data-parallel servers cannot)
+    has_update_gate: bool  # distributed updates need begin and end calls around them (SGLang 0.5.21 and later)
 
 
 @dataclass(frozen=True, slots=True)
 class PushTarget:
-    """The calls of a push, bound to one server; each raises `RemoteError` and has a deadline of its own."""
+    """The calls of a push to one server. Each has a timeout and raises `RemoteError`."""
 
     client: EngineClient
     url: str
@@ -38,21 +38,21 @@ class PushTarget:
         return (await self.client.loads(self.url)).is_empty
 
     async def pause(self, mode: Pause) -> None:
-        """Stop decoding; `retract` also drops the KV of all requests, none loses a token."""
+        """Stop decoding; `retract` also drops the KV of all requests. No tokens are lost."""
         await self.client.pause(self.url, mode)
 
     async def resume(self) -> None:
         await self.client.resume(self.url)
 
     async def flush_cache(self) -> bool:
-        """False if a request is resident."""
+        """Return False if the server holds a request."""
         return await self.client.flush_cache(self.url)
 
     async def weight_version(self) -> str:
         return await self.client.weight_version(self.url)
 
     async def update_weights(self, folder: str, label: str, *, timeout_s: float) -> None:
-        """From a folder that the server reads itself."""
+        """Have the server load `folder`."""
         await self.client.update_weights_from_disk(self.url, folder, label, timeout_s=timeout_s)
 
     async def shape(self) -> ServerShape:
@@ -68,7 +68,7 @@ class PushTarget:
     async def join_group(
         self, group: str, *, address: str, port: int, world_size: int, backend: str, timeout_s: float
     ) -> None:
-        """Returns when all ranks have met. The sender is rank 0, the server's ranks come after it."""
+        """Return when all ranks have joined. The sender is rank 0; the server's ranks follow."""
         body = {
             "master_address": address,
             "master_port": port,
@@ -100,9 +100,9 @@ class PushTarget:
         label: str | None,
         timeout_s: float,
     ) -> None:
-        """Take these tensors from the group, in this order; `label` (if any) is that of the weights from now on."""
+        """Receive these tensors from the group, in this order; then set `label`, if any."""
         if group not in self.groups:
-            raise RemoteError(f"{self.url}: not in the group '{group}'; a bucket for it would end a real server")
+            raise RemoteError(f"{self.url}: has not joined group '{group}'; a bucket in it would crash SGLang")
         body = {
             "names": names,
             "dtypes": dtypes,
@@ -115,9 +115,9 @@ class PushTarget:
         await self.client.update(self.url, protocol.UPDATE_WEIGHTS_FROM_DISTRIBUTED, body, timeout_s=timeout_s)
 
     async def prompt_logprobs(self, token_ids: Sequence[int], *, timeout_s: float) -> list[float]:
-        """Log-prob of each token after the first, given those before it."""
+        """Return the log-probs of all tokens but the first."""
         return await self.client.prompt_logprobs(self.url, token_ids, timeout_s=timeout_s)
 
     async def weights_checksum(self, *, timeout_s: float) -> str | None:
-        """Of all weights that the server holds; None if it cannot tell."""
+        """Return the checksum of all weights; None if the server does not support it."""
         return await self.client.weights_checksum(self.url, timeout_s=timeout_s)
