@@ -875,7 +875,7 @@ _FOUND: Final = tuple(
         (
             "finished-without-the-lost-result",
             "dora/core/decide.py",
-            "    if state.window.newest in state.missing:\n        return",
+            "    if result in state.missing:\n        return",
             "    if False:\n        return",
             "test_a_result_that_was_lost_before_its_evaluation_ended_is_recomputed_first",
         ),
