@@ -144,7 +144,7 @@ class PacedEngine(Scheduler):
         self.holding = True
         if retract:
             for number in list(self._running):
-                self.waiting.append(self._interrupt(number))
+                self.waiting.append(self._cut_off(number))
 
     def release(self) -> None:
         self._instance.anchor = max(self._instance.anchor, self._now())  # no step ran during the pause
@@ -187,7 +187,7 @@ class PacedEngine(Scheduler):
         for rid in self._aborting:
             if rid in running:
                 number = running[rid]
-                self._finish(self._interrupt(number), ABORTED)
+                self._finish(self._cut_off(number), ABORTED)
             elif (generation := self.live.get(rid)) is not None and generation in self.waiting:
                 self.waiting.remove(generation)
                 self._finish(generation, ABORTED_WAITING)
@@ -250,7 +250,7 @@ class PacedEngine(Scheduler):
         self.rows.remove(running.generation)
         return running
 
-    def _interrupt(self, number: TrajectoryId) -> Generation:
+    def _cut_off(self, number: TrajectoryId) -> Generation:
         """Remove a request before its end, with the tokens that it has by now."""
         self._grow(self._running[number], self._instance.remove(number).offset)
         return self._remove(number).generation
