@@ -189,7 +189,7 @@ def test_a_step_never_closes_over_a_group_that_is_due_now() -> None:
     f = formation(n=2, k=0)
     admit_all(f, 0, 0)
     f.commit(0)
-    with pytest.raises(InvariantViolation, match="step 0 closes while 1 groups due now"):
+    with pytest.raises(InvariantViolation, match="step 0 closes without 1 groups that are due now"):
         f.close()
 
 
