@@ -177,5 +177,5 @@ def pieces(batches: list[MicroBatch]) -> dict[int, tuple[np.ndarray, ...]]:
 
 
 def test_a_folder_without_rollouts_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"holds no step-\*.rollout; give the `rollouts` folder"):
+    with pytest.raises(ConfigError, match=r"no step-\*.rollout files; give the `rollouts` folder"):
         rollout_files(tmp_path)

@@ -384,7 +384,7 @@ async def test_no_more_servers_join_than_there_are_streams_for() -> None:
     async with keeping(Kept(2)) as kept:
         await kept.next()
         kept.fleet.join("http://engine-2")
-        with pytest.raises(ConfigError, match="http://engine-3: the run has 3 instances, and no more can join"):
+        with pytest.raises(ConfigError, match="http://engine-3: the run already has 3 instances, the maximum"):
             kept.fleet.join("http://engine-3")
 
 

@@ -24,7 +24,7 @@ def test_a_version_that_comes_back_with_other_bytes_ends_the_run_if_answers_need
     label = published.label(3)
     published.add(3, {"model.safetensors": "other"}, is_needed=False)
     assert published.label(3) == label
-    with pytest.raises(RunFailed, match=r"version 3 was lost .* the trainer makes other bytes of it now"):
+    with pytest.raises(RunFailed, match=r"version 3 was lost .* the trainer has now written other bytes"):
         published.add(3, {"model.safetensors": "other"}, is_needed=True)
 
 

@@ -324,7 +324,7 @@ async def test_what_comes_from_another_history_ends_the_run(message: Any) -> Non
     async with linked() as one:
         await make_ready(one)
         one.end.said.put_nowait((0, message))
-        with pytest.raises(RunFailed, match="has chain another, but what it was sent has chain-"):
+        with pytest.raises(RunFailed, match="has chain another, but the waves sent have chain-"):
             await asyncio.wait_for(one.receiver, 10)
 
 
@@ -333,7 +333,7 @@ async def test_checkpoints_that_were_passed_over_are_told_once() -> None:
         for rank in range(2):
             message = wire.RankReady(rank=rank, next_step=1, skipped=("step-2 is damaged",))
             await one.end.hears(rank, message)
-        assert one.told == ["step-2 is damaged; the trainer goes on from step 1"]
+        assert one.told == ["step-2 is damaged; the trainer continues from step 1"]
 
 
 async def test_a_wave_reaches_real_ranks_and_comes_back_as_one_fact() -> None:

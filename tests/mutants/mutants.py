@@ -220,8 +220,8 @@ _ORDER: Final = (
         ),
         (
             "durable-version-pruned-without-waiting",
-            "        await self._commits.durable(self._commits.written)  # the last",
-            "        # the last",
+            "        await self._commits.durable(self._commits.written)  # including",
+            "        # including",
             "test_deletions_and_metrics_follow_their_decision_on_the_disk",
         ),
     ),
@@ -252,8 +252,8 @@ _ORDER: Final = (
         ),
         (
             "keep-keeps-one-too-few",
-            "if not keep or v > newest - keep",
-            "if not keep or v > newest - keep + 1",
+            "(self._window.newest or 0) - self._keep",
+            "(self._window.newest or 0) - self._keep + 1",
             "test_the_newest_durable_versions_are_kept_as_configured",
         ),
     ),
@@ -917,8 +917,8 @@ _FOUND: Final = tuple(
         (
             "waiting-counted-from-before-a-restart",
             "dora/core/on_run.py",
-            "    state.feed.idle_s = state.feed.uneven_s = 0.0  # counted",
-            "    # counted",
+            "    state.feed.idle_s = state.feed.uneven_s = 0.0  # like",
+            "    # like",
             "test_a_step_that_is_trained_at_the_time_of_a_restart_does_not_divide_by_zero",
         ),
         (
