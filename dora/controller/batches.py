@@ -11,7 +11,7 @@ from dora.controller.trajectories import TrajectoryRecord
 from dora.core.commands import TrainMicroBatch
 from dora.core.ids import GroupId, TrajectoryId, group_of
 from dora.core.tables import Group
-from dora.transport.messages import MicroBatch, empty_micro_batch
+from dora.transport.messages import MicroBatch
 
 
 def build_wave(
@@ -24,8 +24,6 @@ def build_wave(
     """Return one MicroBatch per rank; `groups` are those committed to the step, by id."""
     return [
         _build(order, trajectories, records=records, groups=groups, group_size=group_size)
-        if trajectories
-        else empty_micro_batch(step=order.step, index=order.index, last=order.last, group_size=group_size)
         for trajectories in order.ranks
     ]
 
