@@ -1,8 +1,4 @@
-"""A wave of micro-batches as arrays: from records and the core's plan to the wire.
-
-Layout (dora/transport/messages.py): trajectories one behind the other along T; the loss mask is 1 on sampled tokens,
-the stop token included.
-"""
+"""Conversion of a planned wave and its records into the arrays of `MicroBatch` (dora/transport/messages.py)."""
 
 from __future__ import annotations
 
@@ -15,7 +11,7 @@ from dora.controller.trajectories import TrajectoryRecord
 from dora.core.commands import TrainMicroBatch
 from dora.core.ids import GroupId, TrajectoryId, group_of
 from dora.core.tables import Group
-from dora.transport.messages import MicroBatch, empty_micro_batch
+from dora.transport.messages import MicroBatch
 
 
 def build_wave(
@@ -25,11 +21,9 @@ def build_wave(
     groups: Mapping[GroupId, Group],
     group_size: int,
 ) -> list[MicroBatch]:
-    """One MicroBatch per rank; `groups` are those committed to the step, by id."""
+    """Return one MicroBatch per rank; `groups` are those committed to the step, by id."""
     return [
         _build(order, trajectories, records=records, groups=groups, group_size=group_size)
-        if trajectories
-        else empty_micro_batch(step=order.step, index=order.index, last=order.last, group_size=group_size)
         for trajectories in order.ranks
     ]
 
@@ -55,7 +49,7 @@ def _build(
         end = start + length
         tokens[start:sampled] = record.prompt.tokens
         tokens[sampled:end] = record.tokens
-        loss_mask[sampled:end] = 1
+        loss_mask[sampled:end] = 1  # including the stop token
         behavior_logprobs[sampled:end] = record.logprobs
         start = end
     rewards = [[math.nan if r is None else r for r in g.rewards] for g in owners]

@@ -1,7 +1,7 @@
-"""Work commands carried out, each by an object that holds what it uses: one order in, one fact out.
+"""The effects of work commands. Each effect is a callable that takes a command and returns its event.
 
-Invariant: an effect returns exactly one event, on failure too; only what is foreseen is caught. A cancelled effect
-returns nothing: its order was voided by the core before.
+Invariant: an effect returns exactly one event, also after a failure, and catches only expected errors. A cancelled
+effect returns nothing, and the core ignores its attempt.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from dora.weights.store import StoreError, VersionStore
 
 log = structlog.get_logger(__name__)
 
-#: A failed request waits so long before the core may try again, so that `max_attempts` means something.
+#: Delay before a failed request is reported, so that the core does not use up `max_attempts` at once.
 FAILURE_PAUSE_S = 0.5
 
 Clock = Callable[[], float]
@@ -50,28 +50,28 @@ Effects = Mapping[type[cmd.Command], Callable[[Any], Awaitable[ev.Event]]]
 
 @dataclass(frozen=True)
 class RequestIds:
-    """What the requests of one controller are called on the servers."""
+    """The request ids that one controller uses on the servers."""
 
     run_id: str
     epoch: int  # of the controller
 
     def of(self, order: cmd.Generate | cmd.StopRequest) -> str:
-        """The id of an attempt."""
+        """Return the request id of an attempt."""
         return request_id(self.run_id, epoch=self.epoch, trajectory=order.trajectory, attempt=order.attempt)
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How answers are drawn, and when one is over."""
+    """The sampling parameters of a run."""
 
     seed: int  # of the run
     max_new_tokens: int
-    temperature: float
+    temperature: float  # of training
     eos_ids: Sequence[int]
-    evaluations: Evaluations  # whose sets have temperatures of their own
+    evaluations: Evaluations  # whose sets have their own temperatures
 
     def request(self, trajectory: TrajectoryId, record: TrajectoryRecord, *, id: str, label: str) -> GenerateRequest:
-        """What a server is asked for, to go on from the tokens that there are."""
+        """Return the request that continues a trajectory from its tokens."""
         start = len(record.tokens)
         is_training = trajectory >= 0
         return GenerateRequest(
@@ -85,22 +85,22 @@ class Sampling:
         )
 
     def seed_of(self, trajectory: TrajectoryId, num_tokens: int) -> int:
-        """Of the run, the trajectory, and the tokens it goes on from.
+        """Return the seed of a request that continues a trajectory from `num_tokens` tokens.
 
-        A seed that ignored the last would make a resumed request repeat its random numbers on some servers.
+        It depends on `num_tokens` because on some servers a resumed request would otherwise repeat its random numbers.
         """
         digest = hashlib.blake2b(f"{self.seed} {trajectory} {num_tokens}".encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little") >> 1
 
     def is_over(self, record: TrajectoryRecord) -> bool:
-        """The answer ended with a stop token, or its budget is used up."""
+        """Whether the answer is complete, by a stop token or by its token limit."""
         tokens = record.tokens
         return bool(tokens) and (tokens[-1] in self.eos_ids or len(tokens) >= self.max_new_tokens)
 
 
 @dataclass(frozen=True)
 class StreamAttempt:
-    """Stream one attempt into the records; GenerationFinished, -Stopped or -Failed."""
+    """Effect of Generate: stream one attempt into its record."""
 
     engine: InferenceEngine
     fleet: Fleet
@@ -117,7 +117,7 @@ class StreamAttempt:
             return self._failed(order, record, server_gone=False, final=True, reason=SKIPPED)
         start = len(record.tokens)
         if self.sampling.is_over(record):
-            # The server before was lost between the last token and the last chunk: there is nothing left to generate.
+            # An earlier server was lost after the last token and before the final chunk.
             return self._finished(order, record, spans=())
         url = self.fleet.urls.get(order.instance)
         if url is None:
@@ -137,7 +137,7 @@ class StreamAttempt:
         return self._ended(order, record, result, start=start)
 
     async def _is_as_it_was(self, instance: InstanceId) -> bool:
-        """Whether only a stream broke off: the server is well, and was not started again with other weights."""
+        """Whether a server whose stream broke off is healthy and still has weights of this run."""
         label = await self.fleet.inquire(instance)
         return label is not None and self.published.version_of(label) != FOREIGN_VERSION
 
@@ -163,7 +163,7 @@ class StreamAttempt:
 
 @dataclass(frozen=True)
 class StopAttempt:
-    """Ask a server to end a request. The answer comes from the request itself: this one says nothing to the core."""
+    """Effect of StopRequest: abort a request on its server. The event is that of the request itself."""
 
     engine: InferenceEngine
     fleet: Fleet
@@ -181,20 +181,20 @@ class StopAttempt:
 
 @dataclass(frozen=True)
 class Graders:
-    """The processes that score answers: one pool for training, one for each held-out set."""
+    """The grader pools for training and for each held-out set."""
 
     training: GraderPool
-    held_out: Sequence[GraderPool]  # by set; the training pool where a set has no rewards of its own
+    held_out: Sequence[GraderPool]  # by set; the training pool if a set has no rewards of its own
     evaluations: Evaluations
 
     def of(self, trajectory: TrajectoryId) -> GraderPool:
-        """The pool for an answer."""
+        """Return the pool that grades a trajectory."""
         return self.training if trajectory >= 0 else self.held_out[self.evaluations.set_index(trajectory)]
 
 
 @dataclass(frozen=True)
 class GradeAnswer:
-    """Score an answer in a limited process; a failure is a reason, never a reward."""
+    """Effect of GradeTrajectory: score an answer; a failure has a reason and no reward."""
 
     trajectories: Trajectories
     tokenizer: Tokenizer
@@ -220,13 +220,13 @@ class GradeAnswer:
 
 @dataclass(frozen=True)
 class Push:
-    """Give an instance a version; it gets new work only after the read-back."""
+    """Effect of PushWeights: load a version into an instance and read it back."""
 
     engine: InferenceEngine
     fleet: Fleet
     store: VersionStore
     published: Published
-    live: Pause | None  # weights reach live requests, and how a server is paused for them
+    live: Pause | None  # how a server with live requests is paused; None: it has none
     timeout_s: float
     now: Clock
 
@@ -246,7 +246,7 @@ class Push:
 
 @dataclass(frozen=True)
 class Dismiss:
-    """Let an instance go that the core has emptied."""
+    """Effect of DismissInstance: release an empty instance."""
 
     fleet: Fleet
     now: Clock
@@ -258,9 +258,9 @@ class Dismiss:
 
 @dataclass(frozen=True)
 class Fetch:
-    """Read the next prompts of the stream, off the loop: some sources compute for a second.
+    """Effect of FetchPrompts: read prompts in a thread, as some sources compute for a second.
 
-    One that is skipped has no tokens, and its group fails at its first request.
+    A skipped prompt has no tokens, and its group fails at its first request.
     """
 
     stream: PromptStream
@@ -285,15 +285,15 @@ class Fetch:
 
 
 class WaveSink(Protocol):
-    """Where waves go (TrainerLink, or a writer of rollouts)."""
+    """The receiver of waves (TrainerLink or RolloutWriter)."""
 
     def train(self, wave: list[MicroBatch], *, position: int) -> None:
-        """A wave that may leave once the journal is on the disk up to `position`."""
+        """Queue a wave, to be sent once the journal is on the disk up to `position`."""
 
 
 @dataclass(frozen=True)
 class SendWave:
-    """Lay out a wave and hand it to the trainer, whose messages are the facts about it."""
+    """Effect of TrainMicroBatch: send a wave to the trainer, whose messages lead to the events."""
 
     feed: Feed
     trajectories: Trajectories

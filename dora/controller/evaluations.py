@@ -1,7 +1,7 @@
-"""Held-out evaluation as the shell sees it: which sample is which prompt of which set, and what a version scored.
+"""Held-out sets: the mapping from evaluation ids to prompts, and the scores of a version.
 
-Invariant: the samples are a fixed list for the whole run, so an evaluation id (core/ids.py) names version, set, prompt
-and sample. Results are attributed to the version that generated them, whenever they arrive.
+Invariant: the list of samples is fixed for the whole run, so that an evaluation id (core/ids.py) identifies version,
+set, prompt and sample. A result counts for the version that generated it, whenever it arrives.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ class EvalSet:
     prompts: Sequence[Prompt]
     samples: int  # n per prompt
     temperature: float
-    num_skipped: int = 0  # rows left out, since their prompts are over the limit
+    num_skipped: int = 0  # rows whose prompts are over the limit
 
 
 @dataclass(frozen=True, slots=True)
 class SetScore:
-    """What one version scored on one set."""
+    """The score of a version on one set."""
 
     name: str
-    mean: float  # mean@n: mean reward over all graded samples
-    pass_at: dict[int, float]  # pass@k for k = 1, 2, 4, ... n: see `pass_at_k`
+    mean: float  # mean@n: mean reward of all graded samples
+    pass_at: dict[int, float]  # pass@k for k = 1, 2, 4, ... n
     num_samples: int  # graded
     num_failed: int  # grading failed
     mean_tokens: float
@@ -47,7 +47,7 @@ class SetScore:
 
 
 def pass_at_k(num_solved: Sequence[int], *, samples: int, k: int) -> float:
-    """Chance that at least one of k samples solves a prompt, mean over prompts (unbiased; arXiv 2107.03374, §2.1)."""
+    """Return the mean over prompts of the unbiased estimate of pass@k (arXiv 2107.03374, §2.1)."""
     total = math.comb(samples, k)
     return sum(1.0 - math.comb(samples - solved, k) / total for solved in num_solved) / len(num_solved)
 
@@ -57,13 +57,13 @@ class Evaluations:
 
     def __init__(self, sets: Sequence[EvalSet]) -> None:
         self.sets = sets
-        self._samples = [
+        self._samples = [  # (index of the set, index of the prompt in it)
             (s, p) for s, one in enumerate(sets) for p in range(len(one.prompts)) for _ in range(one.samples)
         ]
 
     @property
     def prompt_tokens(self) -> tuple[int, ...]:
-        """Prompt length of every sample."""
+        """Prompt lengths of all samples."""
         return tuple(len(self.sets[s].prompts[p].tokens) for s, p in self._samples)
 
     @property
@@ -75,36 +75,36 @@ class Evaluations:
         return digest.hexdigest()
 
     def locate(self, trajectory: TrajectoryId) -> tuple[EvalSet, int]:
-        """The set of a sample, and the place of its prompt in it."""
+        """Return the set of a sample, and the index of its prompt in the set."""
         _, index = evaluation_index(trajectory, num_samples=len(self._samples))
         s, p = self._samples[index]
         return self.sets[s], p
 
     def set_index(self, trajectory: TrajectoryId) -> int:
-        """Which set a sample belongs to."""
+        """Return the index of a sample's set."""
         return self._samples[evaluation_index(trajectory, num_samples=len(self._samples))[1]][0]
 
     def ids(self, version: VersionId) -> list[TrajectoryId]:
-        """Ids of all samples of one version's evaluation."""
+        """Return the ids of all samples of a version's evaluation."""
         total = len(self._samples)
         return [evaluation_id(version, i, num_samples=total) for i in range(total)]
 
     def scores(self, outcomes: Sequence[tuple[float | None, int]]) -> list[SetScore]:
-        """Scores per set from (reward or None, number of tokens) of every sample, in id order."""
+        """Return the scores by set, given (reward or None, number of tokens) of every sample in id order."""
         return [self._score(s, outcomes) for s in range(len(self.sets))]
 
     def _score(self, chosen: int, outcomes: Sequence[tuple[float | None, int]]) -> SetScore:
-        one = self.sets[chosen]
+        eval_set = self.sets[chosen]
         rows = [(p, *outcomes[i]) for i, (s, p) in enumerate(self._samples) if s == chosen]
         rewards = [reward for _, reward, _ in rows if reward is not None]
         solved = Counter(p for p, reward, _ in rows if reward is not None and reward >= 1.0)
-        num_solved = [solved[p] for p in range(len(one.prompts))]
-        sizes = sorted({*(2**i for i in range(one.samples.bit_length())), one.samples})
+        num_solved = [solved[p] for p in range(len(eval_set.prompts))]
+        sizes = sorted({*(2**i for i in range(eval_set.samples.bit_length())), eval_set.samples})
         lengths = sorted(num_tokens for _, _, num_tokens in rows)
         return SetScore(
-            name=one.name,
+            name=eval_set.name,
             mean=sum(rewards) / len(rewards) if rewards else 0.0,
-            pass_at={k: pass_at_k(num_solved, samples=one.samples, k=k) for k in sizes},
+            pass_at={k: pass_at_k(num_solved, samples=eval_set.samples, k=k) for k in sizes},
             num_samples=len(rewards),
             num_failed=len(rows) - len(rewards),
             mean_tokens=sum(lengths) / len(lengths) if lengths else 0.0,

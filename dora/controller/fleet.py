@@ -1,12 +1,11 @@
-"""The servers of a run, one keeper each: up, watched, lost, back again; and those that join and leave meanwhile.
+"""The instances of a run. One keeper task per instance starts, watches and restarts its server.
 
-Invariant: an incarnation of an instance is reported up once and lost once, in this order; InstanceLost carries the
-token counts after the trajectories were fenced, so nothing the dead server still says can count. An id is never given
-to a second server within one controller's life.
+Invariant: each incarnation of an instance is reported up once and then lost once. InstanceLost has the token counts
+after the trajectories were fenced, so later tokens of the lost server are refused. A controller gives each id to one
+server only.
 
-Keeper loop, per instance. Consumes: condemnations, the end of the server's process, health checks. Produces:
-InstanceUp, InstanceLost, PrefillReported. Waits for: any of the three (and for the server to start, with a limit).
-Unblocked by: `condemn`, the process's exit, missed health checks; cancelled by `dismiss`.
+A keeper produces InstanceUp, InstanceLost and PrefillReported. It waits for `condemn`, the end of the server's process
+or missed health checks, and is cancelled by `dismiss`.
 """
 
 from __future__ import annotations
@@ -32,47 +31,47 @@ from dora.errors import ConfigError, RemoteError, RunFailed
 
 log = structlog.get_logger(__name__)
 
-#: Starts of one instance that may fail in a row; after that it is left out of the run.
+#: Consecutive failed starts after which an instance is given up.
 MAX_START_FAILURES = 5
-#: Pause before the n-th restart, doubled each time, seconds.
+#: Pause before the first restart, in seconds; doubled each time.
 RESTART_PAUSE_S = 0.5
 MAX_RESTART_PAUSE_S = 30.0
-#: How often a server is asked whether it lives, and how long it may take to answer (a busy one may look
-#: for a sign of life in itself for 20 s before it says no).
+#: Interval and timeout of health checks, and the consecutive failures after which an instance is lost. A busy server
+#: may take 20 s to report that it is unhealthy.
 HEALTH_INTERVAL_S = 5.0
 HEALTH_TIMEOUT_S = 30.0
 HEALTH_STRIKES = 3
-#: How long a lost external server may take to come back; as often as MAX_START_FAILURES.
+#: Time in which a lost external server has to come back, in each of MAX_START_FAILURES attempts.
 RETURN_TIMEOUT_S = 3_600.0
 PROBE_TIMEOUT_S = 60.0
 
 
 class Server(Protocol):
-    """One server as its owner (the node's supervisor, or somebody else) offers it."""
+    """A managed or external server."""
 
     async def start(self) -> str:
-        """Start it if it is ours to start; returns its URL once it answers. RemoteError if it does not."""
+        """Start a managed server; return the URL once the server answers. RemoteError if it does not."""
 
     async def ended(self) -> str:
-        """Waits until the process is gone; returns why. Never returns for a server that is not ours."""
+        """Wait until a managed server's process has ended and return why; never returns for an external one."""
 
     async def kill(self) -> None:
-        """End it now if it is ours."""
+        """Kill a managed server."""
 
     async def stop(self) -> None:
-        """Let the server leave the run: shut a managed one down, and leave an external one running and unpaused."""
+        """Shut a managed server down; leave an external one running and unpaused."""
 
 
 @dataclass(frozen=True, slots=True)
 class FleetLimits:
-    """What the run lets its instances be and do."""
+    """Limits and requirements of a run's instances."""
 
-    instances: int  # at the same time: the client has streams for so many
+    instances: int  # maximum number, for which the client has enough connections
     slots: int
     kv_tokens: int
-    context_tokens: int  # longest prompt + token budget: what every server must be able to hold
-    model: Path  # whose shapes every server's model must have
-    path_map: Mapping[str, str]  # folders here -> folders as servers see them
+    context_tokens: int  # longest prompt + token limit, which every server must be able to hold
+    model: Path  # every server's model must have the same shapes
+    path_map: Mapping[str, str]  # local folders -> folders as servers see them
 
 
 @dataclass(slots=True)
@@ -82,12 +81,12 @@ class _Member:
     server: Server
     incarnation: int = 0
     condemned: asyncio.Event = field(default_factory=asyncio.Event)
-    reason: str = ""  # of its condemnation
-    has_joined: bool = False  # at run time: what is wrong with it does not end the run
+    reason: str = ""  # why it is condemned
+    has_joined: bool = False  # during the run, which then does not fail because of it
     given_up: bool = False
-    inquiry: asyncio.Lock = field(default_factory=asyncio.Lock)  # held while the server is asked whether it is well
-    inquiries: int = 0  # that have ended
-    label: str | None = None  # what the last one found
+    inquiry: asyncio.Lock = field(default_factory=asyncio.Lock)  # held during an inquiry
+    inquiries: int = 0  # completed
+    label: str | None = None  # result of the last inquiry
     keeper: asyncio.Task[None] | None = None
 
 
@@ -105,7 +104,7 @@ class Fleet:
         rows: Mapping[InstanceId, Instance],
         now: Callable[[], float],
     ) -> None:
-        """`rows` is the core's instance table: read for incarnations of an earlier controller, and by the watch."""
+        """`rows` is the core's instance table, which is read only."""
         self._engine = engine
         self._limits = limits
         self._inbox = inbox
@@ -121,32 +120,32 @@ class Fleet:
         self.urls: dict[InstanceId, str] = {}  #: of the instances that are up
 
     def loops(self) -> list[tuple[str, Loop]]:
-        """To be run beside the controller."""
+        """Return the named coroutines to be run beside the controller."""
         return [("fleet", self.run())]
 
     async def run(self) -> None:
-        """Keep all instances until cancelled. RunFailed when none is left."""
+        """Run the keepers until cancelled; RunFailed once every instance is given up."""
         async with asyncio.TaskGroup() as self._keepers:
             for instance in self._members:
                 self._start_keeper(instance)
 
     def _start_keeper(self, instance: InstanceId) -> None:
-        assert self._keepers is not None, "the fleet runs"
+        assert self._keepers is not None, "the fleet is not running"
         self._members[instance].keeper = self._keepers.create_task(self.keep(instance), name=f"instance-{instance}")
 
-    # -- who takes part -----------------------------------------------------------------------------------------------
+    # -- membership ---------------------------------------------------------------------------------------------------
 
     def join(self, url: str) -> InstanceId:
-        """An external server takes part from now on; the caller has examined it."""
+        """Add an external server, which the caller has examined."""
         if len(self._members) >= self._limits.instances:
-            raise ConfigError(f"{url}: the run has {len(self._members)} instances, and no more can join")
+            raise ConfigError(f"{url}: the run already has {len(self._members)} instances, the maximum")
         instance, self._next = self._next, InstanceId(self._next + 1)
         self._members[instance] = _Member(ExternalServer(url, engine=self._engine), has_joined=True)
         self._start_keeper(instance)
         return instance
 
     def find(self, url: str) -> InstanceId | None:
-        """The instance at this address."""
+        """Return the instance at this address."""
         for instance, member in self._members.items():
             held = member.server.url if isinstance(member.server, ExternalServer) else self.urls.get(instance)
             if held == url:
@@ -154,7 +153,7 @@ class Fleet:
         return None
 
     async def dismiss(self, instance: InstanceId) -> None:
-        """An instance leaves the run for good; the core has seen to it that it is empty."""
+        """Remove an instance, which the core has emptied, from the run."""
         member = self._members.pop(instance)
         if member.keeper is not None:
             member.keeper.cancel()
@@ -167,7 +166,7 @@ class Fleet:
         log.info("instance_removed", instance=instance)
 
     def condemn(self, instance: InstanceId, *, incarnation: int, reason: str) -> None:
-        """Have an instance declared lost and brought back."""
+        """Have an instance declared lost and restarted."""
         member = self._members.get(instance)
         if member is not None and member.incarnation == incarnation and instance in self.urls:
             member.reason = reason
@@ -176,7 +175,7 @@ class Fleet:
     # -- keepers ------------------------------------------------------------------------------------------------------
 
     async def keep(self, instance: InstanceId) -> None:
-        """Keep one instance in the run until cancelled, or until it failed to start too often."""
+        """Keep one instance up until cancelled, or until MAX_START_FAILURES consecutive starts have failed."""
         member = self._members[instance]
         failures = 0
         while failures < MAX_START_FAILURES:
@@ -197,7 +196,7 @@ class Fleet:
             log.warning("instance_lost", instance=instance, reason=reason, trajectories=len(counts))
             await self._inbox.emit(InstanceLost(self._now(), instance, member.incarnation, counts, reason))
             await member.server.kill()
-            failures = 1  # a short pause before it is started again
+            failures = 1  # for a short pause before the restart
         member.given_up = True
         log.error("instance_given_up", instance=instance, failures=failures)
         if all(member.given_up for member in self._members.values()):
@@ -222,7 +221,7 @@ class Fleet:
         return url
 
     async def examine(self, url: str) -> Capabilities:
-        """What the server can do; ConfigError if that is not enough for this run."""
+        """Return the capabilities of a server; ConfigError if they are not sufficient for this run."""
         capabilities = await self._engine.examine(url, timeout_s=PROBE_TIMEOUT_S)
         if capabilities.longest_request < self._limits.context_tokens:
             raise ConfigError(
@@ -234,18 +233,18 @@ class Fleet:
         return capabilities
 
     async def _wait_for_its_end(self, instance: InstanceId, member: _Member, url: str) -> str:
-        """Why the instance is lost."""
+        """Wait until the instance is lost, and return why."""
 
         async def condemned() -> str:
             await member.condemned.wait()
             return member.reason
 
         waits = [
-            asyncio.create_task(wait, name=f"{what}-{instance}")
-            for what, wait in (
+            asyncio.create_task(wait, name=f"{name}-{instance}")
+            for name, wait in (
                 ("condemned", condemned()),
                 ("ended", member.server.ended()),
-                ("unwell", self._unwell(instance, url)),
+                ("unhealthy", self._unhealthy(instance, url)),
             )
         ]
         try:
@@ -258,28 +257,28 @@ class Fleet:
 
     # -- health -------------------------------------------------------------------------------------------------------
 
-    async def _unwell(self, instance: InstanceId, url: str) -> str:
-        """Waits until the server has missed several checks in a row, those apart that a pause of ours may explain."""
+    async def _unhealthy(self, instance: InstanceId, url: str) -> str:
+        """Wait until the server has missed HEALTH_STRIKES consecutive checks, except while a push may pause it."""
         strikes = 0
         prefill = _Prefill()
         while strikes < HEALTH_STRIKES:
             await asyncio.sleep(HEALTH_INTERVAL_S)
             row = self._rows.get(instance)
             if row is None or row.may_be_paused:
-                is_well = not await self._is_gone(url)
+                is_healthy = not await self._refuses_connections(url)
             else:
-                is_well = await self._engine.is_alive(url, timeout_s=HEALTH_TIMEOUT_S)
+                is_healthy = await self._engine.is_alive(url, timeout_s=HEALTH_TIMEOUT_S)
                 if await self._prefills(row, url, prefill):
                     await self._inbox.emit(PrefillReported(self._now(), instance))
-                    is_well = True
-                is_well |= row.may_be_paused
-            strikes = 0 if is_well else strikes + 1
+                    is_healthy = True
+                is_healthy |= row.may_be_paused
+            strikes = 0 if is_healthy else strikes + 1
         return f"{url}: missed {strikes} health checks in a row"
 
     async def inquire(self, instance: InstanceId) -> str | None:
-        """The label of the weights that the server holds, None if it is not well: asked when a stream broke off.
+        """Return the label of the weights of a server whose stream broke off, or None if it is not healthy.
 
-        Who asks while an inquiry is under way shares its answer: all streams of a server may break off at once.
+        Calls during an inquiry share its result, because all streams of a server may break off at once.
         """
         member, url = self._members.get(instance), self.urls.get(instance)
         if member is None or url is None:
@@ -301,8 +300,8 @@ class Fleet:
         except RemoteError:
             return None
 
-    async def _is_gone(self, url: str) -> bool:
-        """Does nobody listen? A pause may silence a server's health check, but explains no refused connection."""
+    async def _refuses_connections(self, url: str) -> bool:
+        """Whether connections are refused. A paused server may fail health checks, but it accepts connections."""
         try:
             await self._engine.label(url)
         except ServerGone:
@@ -312,14 +311,14 @@ class Fleet:
         return False
 
     async def _prefills(self, row: Instance, url: str, seen: _Prefill) -> bool:
-        """Has its KV grown to a new height while no resident got a token? A prefill fills it; nothing else may."""
+        """Whether KV use has reached a new maximum while no resident got a token, which only a prefill explains."""
         if row.reported is not seen.reported or list(row.residents) != seen.residents or not seen.residents:
             seen.reported, seen.residents, seen.peak = row.reported, list(row.residents), None
             return False
         try:
             used_tokens = (await self._engine.kv_use(url)).used_tokens
         except RemoteError:
-            return False  # its health says the rest
+            return False  # the health check decides
         grew = seen.peak is not None and used_tokens > seen.peak
         seen.peak = max(used_tokens, seen.peak or 0)
         return grew
@@ -327,41 +326,38 @@ class Fleet:
 
 @dataclass(slots=True)
 class _Prefill:
-    """What the last look at a server showed."""
+    """The state of an instance at its last health check."""
 
     reported: Mapping[TrajectoryId, int] | None = None
     residents: list[TrajectoryId] = field(default_factory=list)
-    peak: int | None = None  # most KV tokens in use since a resident last got a token; None: not asked yet
+    peak: int | None = None  # maximum of KV tokens in use since a resident last got a token; None: unknown
 
 
 class ExternalServer:
-    """A server that others started: it is watched, never ended."""
+    """A server that is not managed by the run: it is watched, but never started or ended."""
 
     def __init__(self, url: str, *, engine: InferenceEngine) -> None:
         self.url = url
         self._engine = engine
 
     async def start(self) -> str:
-        """Its URL, once it is well: whoever started it may need a while to start it again."""
+        """Return the URL once the server is healthy; its owner may need a while to restart it."""
         try:
             async with asyncio.timeout(RETURN_TIMEOUT_S):
-                while not await self._is_well():  # noqa: ASYNC110 - another process can only be asked again
+                while not await self._engine.is_alive(self.url, timeout_s=HEALTH_TIMEOUT_S):  # noqa: ASYNC110 - polling
                     await asyncio.sleep(HEALTH_INTERVAL_S)
         except TimeoutError:
             raise RemoteError(f"{self.url}: did not answer its health check for {RETURN_TIMEOUT_S:g} s") from None
         return self.url
 
     async def ended(self) -> str:
-        """Nobody tells us."""
+        """Never return: the process cannot be observed."""
         await asyncio.Event().wait()
-        raise AssertionError("waits until it is cancelled")
+        raise AssertionError("unreachable")
 
     async def kill(self) -> None:
-        """It is not ours."""
+        """Do nothing."""
 
     async def stop(self) -> None:
-        """A push that failed may have left it paused."""
+        """Resume the server, which a failed push may have left paused."""
         await self._engine.resume(self.url)
-
-    async def _is_well(self) -> bool:
-        return await self._engine.is_alive(self.url, timeout_s=HEALTH_TIMEOUT_S)

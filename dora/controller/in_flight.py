@@ -1,6 +1,6 @@
-"""The requests that are under way, one task each.
+"""The requests in flight, one task each.
 
-Invariant: after `fence`, no request on that instance adds a token or tells the core anything.
+Invariant: after `fence`, no request on that instance adds a token or emits an event.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ class InFlight:
     """The tasks of all requests, by trajectory."""
 
     def __init__(self, trajectories: Trajectories, *, rows: Mapping[InstanceId, Instance]) -> None:
-        """`rows` is the core's instance table: it says what runs where."""
+        """`rows` is the core's instance table."""
         self._trajectories = trajectories
         self._rows = rows
         self._tasks: dict[TrajectoryId, asyncio.Task[None]] = {}
 
     def begin(self, trajectory: TrajectoryId, task: asyncio.Task[None]) -> None:
-        """A request has begun."""
+        """Add the task of a request that has begun."""
         self._tasks[trajectory] = task
         task.add_done_callback(partial(self._end, trajectory))
 
@@ -33,7 +33,7 @@ class InFlight:
             del self._tasks[trajectory]
 
     def fence(self, instance: InstanceId) -> dict[TrajectoryId, int]:
-        """Void everything that runs on an instance; returns the token counts its trajectories go on from."""
+        """Cancel all requests on an instance; return the token counts that its trajectories continue from."""
         residents = self._rows[instance].residents if instance in self._rows else {}
         counts = self._trajectories.fence(residents)
         for trajectory in counts:
@@ -43,6 +43,6 @@ class InFlight:
         return counts
 
     def cancel(self) -> None:
-        """End all of them; their records stay as they are."""
+        """Cancel all requests; their records are kept."""
         for task in list(self._tasks.values()):
             task.cancel()

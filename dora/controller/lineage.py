@@ -1,9 +1,9 @@
-"""Lineage: a digest of everything that a step's weights were trained on.
+"""Lineage: a digest of everything that the weights were trained on.
 
-chain(s) = H(chain(s - 1), the settings that affect the model, the waves of step s as sent), and before step 0 H(the
-model). Invariant: equal chains mean equal histories. Every wave names the chain before its step, which the trainer
-compares with that of its weights, and the last wave of a step the one with it; versions and checkpoints carry it, the
-journal records it with StepTrained. A step that is trained again must come to the chain that it had.
+chain(s) = H(chain(s - 1), the settings that affect the model, the waves of step s as sent); chain(-1) = H(the model).
+Invariant: equal chains mean equal histories. Every wave has the chain before its step, which the trainer compares with
+that of its weights; the last wave of a step also has the chain after it. Versions, checkpoints and StepTrained have the
+latter. A step that is trained again must result in the same chain.
 """
 
 from __future__ import annotations
@@ -25,34 +25,32 @@ class Lineage:
     """The chains of one run."""
 
     def __init__(self, *, base: str, settings: bytes, trained: Mapping[StepId, str]) -> None:
-        """`base`: chain before step 0. `trained`: chains by step, as far as the journal knows."""
+        """`base`: chain before step 0. `trained`: journaled chains by step."""
         self.base = base
         self._settings = settings
         self._trained = dict(trained)
-        self._chains: dict[StepId, str] = {}  # of the steps whose waves were sent by this controller
-        self._step = -1  # whose waves are being added
-        self._digest = hashlib.blake2b()
+        self._chains: dict[StepId, str] = {}  # by step, of the waves that this controller has sent
+        self._digest = hashlib.blake2b()  # of the step whose waves are being added
 
     def before(self, step: StepId) -> str:
-        """The chain of the weights that step trains."""
+        """Return the chain before a step."""
         if step == 0:
             return self.base
         earlier = StepId(step - 1)
         chain = self._chains.get(earlier) or self._trained.get(earlier)
         if chain is None:
-            raise RunFailed(f"step {step} follows a step of which nothing is known")
+            raise RunFailed(f"step {step} cannot be trained: the chain of step {step - 1} is unknown")
         return chain
 
     def after(self, step: StepId) -> str:
-        """The chain with that step."""
+        """Return the chain after a step."""
         return self.before(StepId(step + 1))
 
     def add(self, wave: list[MicroBatch]) -> list[MicroBatch]:
-        """The next wave, marked with its place in the history. Waves come in order, and a step's from its first."""
+        """Return the next wave with its chains. Waves come in order, those of a step from its first one on."""
         first = wave[0]
         parent = self.before(first.step)
         if first.index == 0:
-            self._step = first.step
             self._digest = hashlib.blake2b(parent.encode() + self._settings, digest_size=_DIGEST_BYTES)
         for batch in wave:
             _digest_batch(self._digest, batch)
@@ -64,20 +62,20 @@ class Lineage:
         known = self._trained.setdefault(step, chain)
         if chain != known:
             raise RunFailed(
-                f"step {step} would be trained again on other data than the first time (chain {chain}, it was "
-                f"{known}): the journal, the token store or the data is not what it was"
+                f"step {step} would be trained again on different data (chain {chain}, previously {known}): "
+                "the journal, the token store or the data has changed"
             )
         self._chains[step] = chain
         return chain
 
 
 def base_chain(model_digest: str) -> str:
-    """The chain before step 0."""
+    """Return the chain before step 0."""
     return hashlib.blake2b(b"dora " + model_digest.encode(), digest_size=_DIGEST_BYTES).hexdigest()
 
 
 def _digest_batch(digest: hashlib.blake2b, batch: MicroBatch) -> None:
-    """Every field but the two that the chain itself fills in, arrays as little-endian bytes."""
+    """Add all fields but `parent` and `chain` to the digest, arrays as little-endian bytes."""
     for name in batch.__struct_fields__:
         value = getattr(batch, name)
         if isinstance(value, np.ndarray):

@@ -1,17 +1,14 @@
 """The controller: one queue, one consumer. Event → core → journal → effects → event.
 
-Invariant: the core is called from this loop alone, every event it is given is in the journal, and the tokens an event
-speaks of were handed to the token log before. What cannot be taken back (a wave that leaves, a push, anything deleted,
-a row for people) first waits until the disk has the event that caused it. A failure that no effect foresees ends the
-run.
+Invariant: only this loop calls the core, all its events are journaled, and the tokens of an event were passed to the
+token log before. Actions that cannot be undone (sending a wave, a push, a deletion, a row in metrics.jsonl) wait until
+the event that caused them is on the disk. An unexpected error in any task ends the run.
 
-    effects, fleet, trainer ──events──▶ Inbox ──▶ State.handle ──commands──▶ Orders (a task for each effect)
+    effects, fleet, trainer ──events──▶ Inbox ──▶ core.handle ──commands──▶ Orders (a task for each effect)
                                                    │
                                                    └──▶ journal, observer (metrics, status)
 
-Loop. Consumes: events. Produces: tasks and notices. Waits for: the next event (Ticked comes every second, so never
-for long). Unblocked by: any event. Shutdown order: stop taking orders, end effects, checkpoint, journal, sockets,
-processes (the last two belong to whoever made them).
+Shutdown order: stop taking orders, end effects, checkpoint, journal; then the callers close sockets and processes.
 """
 
 from __future__ import annotations
@@ -38,42 +35,42 @@ log = structlog.get_logger(__name__)
 
 
 class JournalSink(Protocol):
-    """Where events and the decisions they led to are written."""
+    """A journal of events and the commands they led to."""
 
     def handled(self, event: ev.Event, commands: Sequence[cmd.Command]) -> int:
-        """Returns the position behind them, to be waited for."""
+        """Write them, and return the position after them."""
 
 
 class Observer(Protocol):
-    """Whoever turns what happens into metrics and a status."""
+    """A receiver of all events, for metrics and status."""
 
     def on_event(self, event: ev.Event, commands: list[cmd.Command], *, position: int) -> None: ...
 
 
 class Part(Protocol):
-    """What has loops of its own."""
+    """A part of the run with its own loops."""
 
     def loops(self) -> list[tuple[str, Loop]]:
-        """Named loops to run beside the controller's."""
+        """Return the named coroutines to be run beside the controller."""
 
 
 class TrainerSide(Part, Protocol):
-    """The trainer's side (TrainerLink, or a writer of rollouts)."""
+    """The trainer (TrainerLink or RolloutWriter)."""
 
     async def checkpoint(self, *, timeout_s: float) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How the run ended."""
+    """The end of a run."""
 
     finished: bool  # False: interrupted
     reason: str
-    violations: int = 0  # that the audit found; it is asked about finished runs
+    violations: int = 0  # found by the audit of a finished run
 
 
 class Controller:
-    """Drives one run to its end."""
+    """The driver of one run."""
 
     def __init__(
         self,
@@ -90,7 +87,7 @@ class Controller:
         now: Callable[[], float],
         stop_timeout_s: float = 600.0,
     ) -> None:
-        """`beside`: other parts with loops. `stop_timeout_s`: for the checkpoint of a clean stop."""
+        """`beside`: other parts with loops. `stop_timeout_s`: limit on the checkpoint of a clean stop."""
         self.state = state
         self._inbox = inbox
         self._in_flight = in_flight
@@ -103,20 +100,20 @@ class Controller:
         self._observer = observer
         self._now = now
         self._stop_timeout_s = stop_timeout_s
-        self._position = 0  # behind the event at hand
-        self._log: Any = log.bind()  # once: a lazy logger takes as long to say its level as the core for an event
+        self._position = 0  # after the current event
+        self._log: Any = log.bind()  # a lazy logger would look up its level as slowly as the core handles an event
         self._outcome: Outcome | None = None
         self._error: RunFailed | None = None
         self._interrupted = False
 
     def interrupt(self) -> None:
-        """Stop cleanly: everything in flight is kept for a resume."""
+        """Stop cleanly; everything in flight is kept for a resume."""
         self._interrupted = True
         self._orders.close(trains=False)
-        self._inbox.emit_soon(ev.Ticked(self._now()))  # unblocks the loop
+        self._inbox.emit_soon(ev.Ticked(self._now()))  # wakes the loop
 
     async def run(self, first: list[ev.Event]) -> Outcome:
-        """Until the core says that the run is over, or it is interrupted; `first` are facts known before the start."""
+        """Run until the core ends the run or it is interrupted; `first` are events from before the start."""
         try:
             async with self._work.group:
                 committing = self._work.finishing(self._commits.run(), name="commits")
@@ -176,7 +173,7 @@ class Controller:
     # -- the end ------------------------------------------------------------------------------------------------------
 
     async def _shut_down(self) -> None:
-        """No more orders are taken. Effects end first, so that the token log is complete; then the checkpoint."""
+        """End requests first, so that the token log is complete; then wait for the checkpoint."""
         self._in_flight.cancel()
         if self._error is None:
             await self._save_checkpoint()
@@ -185,15 +182,14 @@ class Controller:
             await self._apply(event)
 
     async def _save_checkpoint(self) -> None:
-        """Of the last step boundary. At the end of a job the trainer writes it by itself, but its news may be on the
-        way."""
+        """Wait for a checkpoint of the last step; at the end of a job the trainer writes one unasked."""
         feed = self.state.feed
         if not self._interrupted and max(feed.checkpoints) >= feed.trained:
             return
         checkpoint = asyncio.create_task(
             self._trainer.checkpoint(timeout_s=self._stop_timeout_s), name="last-checkpoint"
         )
-        while not checkpoint.done():  # what still arrives is journaled: a step that ends now must be known as trained
+        while not checkpoint.done():  # a step that is trained now must be journaled
             if (event := await self._inbox.take_until(checkpoint)) is not None:
                 await self._apply(event)
         if not checkpoint.result():
@@ -201,6 +197,6 @@ class Controller:
 
 
 def _first(group: BaseExceptionGroup[DoraError]) -> DoraError:
-    """The first error of a group, however deep."""
+    """Return the first error of nested groups."""
     error = group.exceptions[0]
     return _first(error) if isinstance(error, BaseExceptionGroup) else error

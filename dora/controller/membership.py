@@ -1,6 +1,6 @@
-"""What people ask of a running fleet: add, drain, remove. Each request is answered in a sentence or refused in one.
+"""Users' requests to add, drain or remove instances of a running fleet.
 
-Invariant: the core decides; this only puts the question, carries a join out, and words the answer.
+Invariant: the core decides on each request; this module only adds servers and phrases the answers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dora.errors import ConfigError
 
 
 class MembershipRequests:
-    """The requests of one run."""
+    """Requests to one run. Each method returns a sentence, or raises ConfigError if the request is refused."""
 
     def __init__(
         self,
@@ -37,48 +37,46 @@ class MembershipRequests:
         self._now = now
 
     async def add(self, which: str) -> str:
-        """A server joins by its address; one that was drained takes part again, by its id or address."""
-        url = which.rstrip("/")
-        known = InstanceId(int(which)) if which.isdecimal() else self._fleet.find(url)
+        """Recall the drained instance with this id or address, or add the server at this address."""
+        known = self._find(which)
         if known is not None:
             await self._decide(InstanceRecalled(self._now(), known))
-            return f"instance {known} takes part again"
+            return f"instance {known} gets work again"
+        url = which.rstrip("/")
         if urlsplit(url).scheme not in ("http", "https"):
-            raise ConfigError(f"{which}: is neither an instance's number nor an http:// or https:// address")
+            raise ConfigError(f"{which}: neither an instance number nor an http:// or https:// address")
         if not await self._engine.is_alive(url, timeout_s=HEALTH_TIMEOUT_S):
             raise ConfigError(f"{url}: does not answer its health check; start the server or correct the address")
         found = await self._fleet.examine(url)
         if (known := self._fleet.find(url)) is not None:
-            raise ConfigError(f"{url}: has become instance {known} meanwhile")
+            raise ConfigError(f"{url}: was added as instance {known} in the meantime")
         return f"instance {self._fleet.join(url)} joins: {url}, {found.release}"
 
     async def drain(self, which: str) -> str:
-        """No new work; what runs there moves where there is room, and else ends there."""
-        instance = self._id(which)
-        moves = await self._decide(InstanceDrainRequested(self._now(), instance, leave=False))
-        return f"instance {instance} drains: {self._rest(instance, moves)}"
+        """Drain an instance: no new work; its requests move where there is room, and otherwise finish there."""
+        return await self._drain(which, "drains", leave=False)
 
     async def remove(self, which: str) -> str:
-        """As drained; and it leaves the run once it is empty."""
-        instance = self._id(which)
-        moves = await self._decide(InstanceDrainRequested(self._now(), instance, leave=True))
-        return f"instance {instance} leaves when it is empty: {self._rest(instance, moves)}"
+        """Drain an instance, and let it leave the run once it is empty."""
+        return await self._drain(which, "leaves when it is empty", leave=True)
 
-    def _id(self, which: str) -> InstanceId:
-        known = InstanceId(int(which)) if which.isdecimal() else self._fleet.find(which.rstrip("/"))
-        if known is None:
-            raise ConfigError(f"{which}: is no instance of this run; `dora instances URL list` shows them")
-        return known
+    async def _drain(self, which: str, effect: str, *, leave: bool) -> str:
+        instance = self._find(which)
+        if instance is None:
+            raise ConfigError(f"{which}: not an instance of this run; `dora instances URL list` lists them")
+        commands = await self._decide(InstanceDrainRequested(self._now(), instance, leave=leave))
+        row = self._state.instances.get(instance)
+        residents = len(row.residents) if row is not None else 0
+        moving = sum(isinstance(command, StopRequest) for command in commands)
+        return f"instance {instance} {effect}: {moving} of its {residents} requests move to peers now"
+
+    def _find(self, which: str) -> InstanceId | None:
+        return InstanceId(int(which)) if which.isdecimal() else self._fleet.find(which.rstrip("/"))
 
     async def _decide(self, event: Event) -> list[Command]:
+        """Return the core's commands for a request; ConfigError if it refuses the request."""
         commands = await self._inbox.ask(event)
         for command in commands:
             if isinstance(command, RefuseRequest):
                 raise ConfigError(command.reason)
         return commands
-
-    def _rest(self, instance: InstanceId, commands: list[Command]) -> str:
-        row = self._state.instances.get(instance)
-        residents = len(row.residents) if row is not None else 0
-        moving = sum(isinstance(command, StopRequest) for command in commands)
-        return f"{moving} of its {residents} requests move to peers now"

@@ -1,7 +1,7 @@
-"""What a run tells the outside: metrics, kept trajectories and the facts behind its status.
+"""Metrics, kept trajectories, and the facts for the status of a run.
 
-Invariant: it watches and decides nothing; a row in metrics.jsonl holds the core's counters at the moment the step was
-trained. Rows and samples are written when the disk has the event that they are about, so a resume writes none twice.
+Invariant: a row in metrics.jsonl has the core's counters at the time when the step was trained. Rows are written once
+their event is on the disk, so that a resume writes none twice.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ log = structlog.get_logger(__name__)
 
 
 class RunObserver:
-    """Writes metrics.jsonl and trajectories.jsonl, and keeps the facts of the status."""
+    """Writer of metrics.jsonl and trajectories.jsonl, and keeper of the facts for the status."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class RunObserver:
         urls: Mapping[InstanceId, str],
         then: Callable[[int, Callable[[], None]], None],
     ) -> None:
-        """`urls` of the instances that are up. `then` calls once the disk has the journal up to a position."""
+        """`urls`: of the instances that are up. `then`: calls a function once a journal position is on the disk."""
         self.facts = facts
         self._folder = folder
         self._state = state
@@ -63,17 +63,17 @@ class RunObserver:
         self._keep_per_step = keep_per_step
         self._urls = urls
         self._then = then
-        self._rows: list[tuple[IO[bytes], Path, bytes]] = []  # of the step whose StepTrained comes next
-        for one in evaluations.sets:
-            if one.num_skipped:
-                left_out = f"rows over task.max_prompt_tokens, left out: {one.num_skipped}"
-                self._tell_problem("evaluation_shortened", f"{one.name}: {left_out}")
-        is_known = partial(_is_known, state=state)  # else the rows of a journal that was cut short would come twice
+        self._rows: list[tuple[IO[bytes], Path, bytes]] = []  # to be written with the next StepTrained
+        for eval_set in evaluations.sets:
+            if eval_set.num_skipped:
+                skipped = f"skipped {eval_set.num_skipped} rows over task.max_prompt_tokens"
+                self._note_problem("evaluation_shortened", f"{eval_set.name}: {skipped}")
+        is_known = partial(_is_known, state=state)  # else a truncated journal would repeat rows
         self._metrics = files.open_lines(folder.metrics, is_known=is_known)
         self._kept = files.open_lines(folder.trajectories, is_known=is_known)
         facts.scores += earlier_scores(folder.metrics)
         self._waited_for = ""
-        self._num_overtaken = len(state.evaluation.overtaken)  # those of an earlier controller are told
+        self._num_overtaken = len(state.evaluation.overtaken)  # reported, by an earlier controller if any
         self._step_began_at = state.now
         self._fleet_busy_s = 0.0  # slot-seconds in use since the last step
         self._fleet_slots_s = 0.0
@@ -81,57 +81,55 @@ class RunObserver:
         self._cpu_s = time.process_time()  # of this process, when the last step was trained
 
     def snapshot(self) -> Snapshot:
-        """The run as it stands."""
+        """Return the current state of the run."""
         self.facts.urls = dict(self._urls)
         self.facts.num_tokens = self._trajectories.num_tokens
         return snapshot(self._state, self.facts)
 
     def end(self, outcome: Outcome) -> None:
-        """How it ended."""
+        """Note how the run ended."""
         self.facts.phase = "finished" if outcome.finished else "interrupted"
         self.facts.reason = outcome.reason
 
     def close(self) -> None:
         """Close the files."""
         for file, path in ((self._metrics, self._folder.metrics), (self._kept, self._folder.trajectories)):
-            with suppress(OSError):  # nothing rests on these rows
+            with suppress(OSError):  # these rows are not essential
                 files.sync(path, file.fileno())
             file.close()
 
-    # -- what happens ---------------------------------------------------------------------------------------------
+    # -- events ---------------------------------------------------------------------------------------------------
 
     def on_event(self, event: ev.Event, commands: list[cmd.Command], *, position: int) -> None:
-        """Keep what the status needs, and write the rows of a step that is trained."""
+        """Update the facts for the status, and write the rows of a trained step."""
         if self._rows and isinstance(event, ev.StepTrained):
             rows, self._rows = self._rows, []
             self._then(position, partial(_write, rows))
         if isinstance(event, ev.Ticked):
             self._on_tick(event.at)
         if len(self._state.evaluation.overtaken) > self._num_overtaken:
-            self._tell_overtaken(position)
+            self._report_overtaken(position)
         if isinstance(event, ev.TrajectoryGraded) and event.reason:
-            self._tell_problem("not_graded", event.reason.removeprefix("error: "))
+            self._note_problem("not_graded", event.reason.removeprefix("error: "))
         if isinstance(event, ev.PromptsArrived) and not all(event.num_prompt_tokens):
-            self._tell_skipped(event)
-        waits_for = trainer_waits_for(self._state)
-        if waits_for:
-            self._waited_for = waits_for
+            self._note_skipped(event)
+        self._waited_for = trainer_waits_for(self._state) or self._waited_for
         if self.facts.phase == "starting" and self._state.ledger.admitted:
             self.facts.phase = "running"
         for command in commands:
             if isinstance(command, cmd.FailRun):
                 self.facts.phase, self.facts.reason = "failed", command.reason
 
-    def _tell_skipped(self, event: ev.PromptsArrived) -> None:
+    def _note_skipped(self, event: ev.PromptsArrived) -> None:
         for group in range(event.first, event.first + len(event.num_prompt_tokens)):
             prompt = self._trajectories.prompts.get(GroupId(group))
             if prompt is not None and prompt.skipped:
-                self._tell_problem("prompt_skipped", prompt.skipped)
+                self._note_problem("prompt_skipped", prompt.skipped)
 
-    def _tell_problem(self, what: str, reason: str) -> None:
-        """Now, and once: in the log, which shows warnings on the console, and in the status."""
-        if self.facts.note_problem(f"{what.replace('_', ' ')}: {reason}"):
-            log.warning(what, reason=reason)
+    def _note_problem(self, name: str, reason: str) -> None:
+        """Show a problem in the status and, the first time, log a warning."""
+        if self.facts.note_problem(f"{name.replace('_', ' ')}: {reason}"):
+            log.warning(name, reason=reason)
 
     def _on_tick(self, at: float) -> None:
         self.facts.tokens.note(self._trajectories.num_tokens, at=at)
@@ -142,14 +140,14 @@ class RunObserver:
             self._fleet_busy_s += len(instance.residents) * elapsed
 
     def on_lag(self, seconds: float) -> None:
-        """One measurement of the event loop's lag."""
+        """Note a measurement of the event loop's lag."""
         self.facts.note_lag(seconds)
 
     def on_step(self, report: StepReport) -> None:
-        """A step is trained; called just before the core learns of it."""
+        """Prepare the rows of a trained step; called just before its StepTrained is emitted."""
         state = self._state
         if report.step < state.feed.trained:
-            return  # a replay: it was told when it was trained first
+            return  # trained again: reported the first time
         groups = state.feed.groups(report.step)
         trajectories = [t for g in groups for t in g.trajectories]
         rewards = [t.reward for t in trajectories if t.reward is not None]
@@ -194,7 +192,7 @@ class RunObserver:
         }
 
     def _keep(self, groups: Sequence[Group], *, step: StepId) -> None:
-        """A few of the step's trajectories in full: the first sibling of evenly spread groups."""
+        """Keep some trajectories of the step in full: the first graded sibling of evenly spread groups."""
         if not groups or not self._keep_per_step:
             return
         stride = max(1, len(groups) // self._keep_per_step)
@@ -216,8 +214,8 @@ class RunObserver:
             )
             self._rows.append((self._kept, self._folder.trajectories, encode_kept(kept)))
 
-    def _tell_overtaken(self, position: int) -> None:
-        """Held-out scores that nobody will see are not left out in silence."""
+    def _report_overtaken(self, position: int) -> None:
+        """Report versions whose evaluation was skipped."""
         versions = self._state.evaluation.overtaken[self._num_overtaken :]
         self._num_overtaken += len(versions)
         for version in versions:
@@ -226,7 +224,7 @@ class RunObserver:
             self._then(position, partial(_write, [(self._metrics, self._folder.metrics, _line(row))]))
 
     def on_evaluation(self, version: VersionId, *, position: int) -> None:
-        """All samples of a version are graded."""
+        """Write the scores of a version, whose samples are all graded."""
         records = self._trajectories.records
         outcomes = [(records[t].reward, len(records[t].tokens)) for t in self._evaluations.ids(version)]
         for score in self._evaluations.scores(outcomes):
@@ -273,12 +271,12 @@ def _is_known(line: bytes, *, state: State) -> bool:
 
 
 def earlier_scores(metrics: Path) -> list[Score]:
-    """What the run scored before it was resumed; a torn last line is left out."""
+    """Read the scores from before a resume; a torn last line is ignored."""
     if not metrics.is_file():
         return []
     scores = []
     for line in files.read_lines(metrics):
-        with suppress(ValueError, TypeError, LookupError, RecursionError):  # rows are not synced: a crash may tear one
+        with suppress(ValueError, TypeError, LookupError, RecursionError):  # a crash may tear a row
             row = json.loads(line)
             if row["kind"] == "evaluation":
                 scores.append(msgspec.convert(row, Score))

@@ -1,6 +1,7 @@
-"""Commands carried out: which of them is a task, and what happens at once.
+"""Execution of commands: some start a task, others take effect at once.
 
-Invariant: what cannot be taken back begins when the disk has the event that caused it. After `close` no work begins.
+Invariant: an action that cannot be undone begins once the event that caused it is on the disk. After `close` no work
+begins.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from dora.journal.commits import Commits
 
 
 class EvaluationObserver(Protocol):
-    """Whoever keeps the scores."""
+    """A receiver of completed evaluations."""
 
     def on_evaluation(self, version: VersionId, *, position: int) -> None: ...
 
 
 @dataclass
 class Orders:
-    """What the core orders, carried out."""
+    """Executor of the core's commands."""
 
     effects: Effects
     stop: StopAttempt
@@ -49,15 +50,15 @@ class Orders:
     _trains: bool = True
 
     def carry_out(self, order: cmd.Command, *, position: int) -> None:
-        """Begin what it asks for; `position` is behind the event that led to it."""
+        """Carry out a command; `position` is the journal position after the event that led to it."""
         _CARRY_OUT[type(order)](self, order, position)
 
     def close(self, *, trains: bool) -> None:
-        """No work begins from now on, and unless `trains`, no wave leaves."""
+        """Start no more work and, unless `trains`, send no more waves."""
         self._takes_work = False
         self._trains = self._trains and trains
 
-    # -- work: one task that ends in one event ------------------------------------------------------------------------
+    # -- work: a task that emits one event ----------------------------------------------------------------------------
 
     def _begin(self, order: cmd.Command, *, after: int = 0) -> asyncio.Task[None] | None:
         if not self._takes_work:
@@ -76,13 +77,13 @@ class Orders:
 
     def _generate(self, order: cmd.Generate, position: int) -> None:
         if order.trajectory < 0:
-            eval_set, place = self.evaluations.locate(order.trajectory)
-            self.trajectories.open(order.trajectory, eval_set.prompts[place])
+            eval_set, index = self.evaluations.locate(order.trajectory)
+            self.trajectories.open(order.trajectory, eval_set.prompts[index])
         task = self._begin(order)
         if task is not None:
             self.in_flight.begin(order.trajectory, task)
 
-    # -- what happens at once -----------------------------------------------------------------------------------------
+    # -- commands that take effect at once ----------------------------------------------------------------------------
 
     def _train(self, order: cmd.TrainMicroBatch, position: int) -> None:
         if self._trains:
@@ -98,7 +99,7 @@ class Orders:
         self.trajectories.forget(order.groups)
 
     def _drop(self, order: cmd.DropGroup, position: int) -> None:
-        if order.outcome == "filtered":  # others may still have siblings that run
+        if order.outcome == "filtered":  # siblings of other dropped groups may still be running
             self.trajectories.forget([order.group])
 
     def _admit(self, order: cmd.AdmitGroup, position: int) -> None:
@@ -116,7 +117,7 @@ class Orders:
             self.trajectories.records.pop(trajectory, None)
 
     def _note(self, order: cmd.Command, position: int) -> None:
-        """A decision: it is in the journal. How the run ends is the controller's own affair."""
+        """Do nothing: the command is journaled, and the end of the run is handled by the controller."""
 
 
 _CARRY_OUT: Final[dict[type[cmd.Command], Callable[[Orders, Any, int], None]]] = {

@@ -1,7 +1,7 @@
-"""The versions that the journal knows, by content: what their labels are, and what a label on a server means.
+"""The journaled versions: their labels on servers, and the version that a server's label stands for.
 
-Invariant: a label carries the digest of the version's bytes, so a server that holds other bytes under the same number
-(of a history that was lost, or of another run) never passes for one that holds this version.
+Invariant: a label has a digest of the version's bytes, so that a server with other bytes under the same number (of a
+lost history or of another run) is recognized.
 """
 
 from __future__ import annotations
@@ -25,33 +25,33 @@ class Published:
         files: Mapping[VersionId, Mapping[str, str]] | None = None,
         missing: Collection[int] = (),
     ) -> None:
-        """`files`: checksums by name, by version, as journaled. `missing`: those that the trainer has to make again."""
+        """`files`: version -> file name -> checksum, as journaled. `missing`: versions to be written again."""
         self._run_id = run_id
-        self._checksums = {version: checksum_of_files(one) for version, one in (files or {}).items()}
+        self._checksums = {version: checksum_of_files(names) for version, names in (files or {}).items()}
         self._missing = {version: asyncio.Event() for version in missing}
 
     def add(self, version: VersionId, files: Mapping[str, str], *, is_needed: bool) -> None:
-        """The trainer has published it, or made it again. RunFailed if it has other bytes now and is needed."""
+        """Add a version that the trainer wrote, possibly again; RunFailed if a needed one now has other bytes."""
         checksum = checksum_of_files(files)
         if self._checksums.setdefault(version, checksum) != checksum and is_needed:
             raise RunFailed(
-                f"version {version} was lost with the memory of its host before a copy was on disk, and the trainer "
-                "makes other bytes of it now: the unfinished answers that it had begun cannot go on"
+                f"version {version} was lost with the memory of its host before a copy was on the disk, and the "
+                "trainer has now written other bytes: the unfinished answers of the version cannot be continued"
             )
         if version in self._missing:
             self._missing.pop(version).set()
 
     async def available(self, version: VersionId) -> None:
-        """Return once the store holds it; unblocked by the trainer, which makes it again after a loss."""
+        """Wait until the store has a version; after a loss the trainer writes it again."""
         if version in self._missing:
             await self._missing[version].wait()
 
     def label(self, version: VersionId) -> str:
-        """What servers call the weights of a version."""
+        """Return the label of a version on servers."""
         return version_label(self._run_id, version, checksum=self._checksums[version])
 
     def version_of(self, label: str) -> VersionId:
-        """The version a label names; FOREIGN_VERSION unless it names the bytes that the journal knows."""
+        """Return the version with this label, or FOREIGN_VERSION if it is of other bytes than the journaled ones."""
         version = version_in(label, run_id=self._run_id)
         if version is None or version not in self._checksums or self.label(version) != label:
             return FOREIGN_VERSION

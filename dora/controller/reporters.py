@@ -1,7 +1,6 @@
-"""What the core is told once a second: the time, how far the answers are, and which servers run out of KV.
+"""Periodic reports to the core: the time, the progress of answers, and servers with little free KV.
 
-Tick loop. Consumes: nothing. Produces: ProgressReported, KvPressureReported, Ticked. Waits for: a second to pass.
-Ended by cancellation.
+The tick loop produces ProgressReported, KvPressureReported and Ticked every second until it is cancelled.
 """
 
 from __future__ import annotations
@@ -26,20 +25,20 @@ from dora.journal.commits import Commits
 log = structlog.get_logger(__name__)
 
 TICK_S: Final = 1.0
-#: KV use from which a server will soon have to retract a request, and below which it takes work again.
+#: Share of KV in use from which a server will soon retract requests, and below which it gets work again.
 KV_PRESSED: Final = 0.95
 KV_RELIEVED: Final = 0.8
 _LAG_PROBE_S: Final = 0.1
 
 
 class LagObserver(Protocol):
-    """Whoever wants to know how late the event loop is."""
+    """A receiver of measurements of the event loop's lag."""
 
     def on_lag(self, seconds: float) -> None: ...
 
 
 class Reporters:
-    """The loops that look at a run and tell what they see."""
+    """The loops that produce periodic reports."""
 
     def __init__(
         self,
@@ -65,21 +64,21 @@ class Reporters:
         self._now = now
         self._tick_s = tick_s
         self._reported: dict[InstanceId, dict[TrajectoryId, int]] = {}
-        self._looked_at: set[InstanceId] = set()  # being asked for their KV
+        self._polled: set[InstanceId] = set()  # requests for their KV use are in flight
 
     def loops(self) -> list[tuple[str, Loop]]:
-        """To be run beside the controller."""
+        """Return the named coroutines to be run beside the controller."""
         return [("ticks", self._tick()), ("event-loop-lag", self._measure_lag())]
 
     async def _tick(self) -> None:
-        async with asyncio.TaskGroup() as looks:
+        async with asyncio.TaskGroup() as polls:
             while True:
                 await asyncio.sleep(self._tick_s)
                 for instance in list(self._rows.values()):
                     if instance.residents:
                         await self._report_progress(instance.id)
                     if instance.pressed or instance.kv_load >= KV_RELIEVED * instance.kv_tokens:
-                        self._look_at_kv(instance, looks)
+                        self._poll_kv(instance, polls)
                 self._commits.soon()
                 await self._inbox.emit(ev.Ticked(self._now()))
 
@@ -90,15 +89,15 @@ class Reporters:
             self._reported[instance] = counts
             await self._inbox.emit(ev.ProgressReported(self._now(), instance, counts))
 
-    def _look_at_kv(self, instance: Instance, looks: asyncio.TaskGroup) -> None:
-        """Beside the ticks: a server that does not answer must not hold them up."""
-        if instance.id not in self._looked_at:
-            self._looked_at.add(instance.id)
-            look = looks.create_task(self._report_kv(instance), name=f"kv-{instance.id}")
-            look.add_done_callback(lambda _: self._looked_at.discard(instance.id))
+    def _poll_kv(self, instance: Instance, polls: asyncio.TaskGroup) -> None:
+        """Start a poll in its own task, so that a server that does not answer does not delay the ticks."""
+        if instance.id not in self._polled:
+            self._polled.add(instance.id)
+            poll = polls.create_task(self._report_kv(instance), name=f"kv-{instance.id}")
+            poll.add_done_callback(lambda _: self._polled.discard(instance.id))
 
     async def _report_kv(self, instance: Instance) -> None:
-        """What the server says of its KV, where our own count cannot rule pressure out."""
+        """Ask a server for its KV use, and report a change of pressure."""
         url = self._fleet.urls.get(instance.id)
         if url is None:
             return

@@ -1,7 +1,7 @@
-"""Rollouts on disk, for debugging one half of the system at a time: `--rollout-only` writes them, `--train-only` reads.
+"""Rollouts on disk, to debug each half of the system alone: `--rollout-only` writes them, `--train-only` reads them.
 
-A rollout file holds one step: its micro-batches as they would have gone to the trainer, in journal frames. Invariant:
-what is read is what would have been trained, trajectory by trajectory; only the split over ranks is made anew.
+A rollout file has the micro-batches of one step, in journal frames. Invariant: reading gives the trajectories that were
+written, with the same data; only their distribution over ranks is new.
 """
 
 from __future__ import annotations
@@ -26,15 +26,14 @@ from dora.transport.messages import MicroBatch, empty_micro_batch
 
 _PATTERN = "step-*.rollout"
 
-#: One trajectory of a micro-batch: (batch, its place, where its tokens start).
+#: One trajectory of a micro-batch: (batch, index in the batch, start of its tokens).
 Piece = tuple[MicroBatch, int, int]
 
 
 class RolloutWriter:
-    """Stands where the trainer would be: writes what it is given, and says at once that it is trained.
+    """A replacement for the trainer that writes each wave to files and reports it as trained.
 
-    The whole job is one step of version 0; the files hold `groups_per_step` groups each, in the order in which they
-    come.
+    The whole job is one step of version 0; each file has `groups_per_step` groups, in order of arrival.
     """
 
     def __init__(
@@ -48,7 +47,7 @@ class RolloutWriter:
         on_step: Callable[[StepReport], None],
         durable: Callable[[int], Awaitable[None]],
     ) -> None:
-        """What an earlier controller has written is deleted: a resumed run is fed the same waves from the first one."""
+        """Delete the files of an earlier controller: a resumed run gets the same waves again."""
         for path in folder.glob(_PATTERN):
             files.remove(path)
         self._durable = durable
@@ -62,15 +61,15 @@ class RolloutWriter:
         self._file_of: dict[int, StepId] = {}  # by group, in order of arrival
 
     def loops(self) -> list[tuple[str, Coroutine[Any, Any, None]]]:
-        """To be run beside the controller."""
+        """Return the named coroutines to be run beside the controller."""
         return [("rollout-writer", self._write_waves())]
 
     async def checkpoint(self, *, timeout_s: float) -> bool:
-        """There is nothing to save."""
+        """Return True: there is nothing to save."""
         return True
 
     def train(self, wave: list[MicroBatch], *, position: int) -> None:
-        """Write one wave once the journal is on the disk up to `position`."""
+        """Queue a wave, to be written once the journal is on the disk up to `position`."""
         self._outbox.put_nowait((position, wave))
 
     async def _write_waves(self) -> None:
@@ -97,15 +96,15 @@ class RolloutWriter:
         if first.last:
             self._on_step(StepReport(step, {}))
             await self._emit(ev.StepTrained(self._now(), step, first.chain))
-            # Nothing was trained: there is nothing to store.
+            # An empty version, as nothing was trained.
             await self._emit(ev.VersionPublished(self._now(), VersionId(step + 1), 0, {}, first.chain))
 
 
 def rollout_files(folder: Path) -> list[Path]:
-    """The steps of a rollout folder, in order."""
+    """Return the files of a rollout folder in order of steps."""
     found = sorted(folder.glob(_PATTERN))
     if not found:
-        raise ConfigError(f"{folder}: holds no {_PATTERN}; give the `rollouts` folder of a --rollout-only run")
+        raise ConfigError(f"{folder}: no {_PATTERN} files; give the `rollouts` folder of a --rollout-only run")
     return found
 
 
@@ -117,7 +116,7 @@ async def train_rollouts(steps: list[Path], *, link: TrainerLink, budget: int, g
 
 
 def _waves(path: Path, *, step: StepId, num_ranks: int, budget: int, group_size: int) -> Iterator[list[MicroBatch]]:
-    """The step's trajectories, split over ranks anew."""
+    """Yield the waves of a step, with its trajectories distributed over `num_ranks` ranks."""
     found = _pieces([_unpack(payload) for _, payload in FrameReader(path)])
     pieces = {TrajectoryId(int(b.trajectories[i])): (b, i, start) for b, i, start in found}
     left = sorted((t, int(b.lengths[i])) for t, (b, i, _) in pieces.items())
@@ -134,7 +133,7 @@ def _waves(path: Path, *, step: StepId, num_ranks: int, budget: int, group_size:
 
 
 def _pieces(batches: list[MicroBatch]) -> list[Piece]:
-    """Every trajectory of some micro-batches."""
+    """Return all trajectories of the micro-batches."""
     found: list[Piece] = []
     for batch in batches:
         starts = np.cumsum(batch.lengths) - batch.lengths

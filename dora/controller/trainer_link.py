@@ -1,12 +1,10 @@
-"""The trainer as the controller sees it: configure all ranks, feed waves in order, turn their messages into facts.
+"""The controller's link to the trainer: it configures all ranks, sends waves, and converts messages into events.
 
-Invariant: a fact about a wave or a step is emitted once, after all ranks have said it, and in the order wave, step,
-version; so a fast rank 0 never runs ahead of the others in the journal.
+Invariant: an event about a wave or step is emitted once, after all ranks have completed the wave, in the order wave,
+step, version. So a fast rank 0 is never ahead of the others in the journal.
 
-Start loop. Produces: Configure. Waits for: HELLO, then `RankReady` of all ranks. Ends when it has both.
-Sender loop. Consumes: waves from `train` (at most MAX_WAVES_AHEAD of them, the core's rule). Waits for: room in each
-rank's window. Receiver loop. Consumes: messages of all ranks. Produces: events. Unblocked by any message; ended by
-cancellation.
+The start loop sends Configure after HELLO of all ranks, and ends with their `RankReady`. The sender loop sends waves,
+waiting for space in each rank's window. The receiver loop handles the messages of all ranks until it is cancelled.
 """
 
 from __future__ import annotations
@@ -24,15 +22,15 @@ from dora.errors import RemoteError, RunFailed
 from dora.transport import messages as wire
 from dora.transport.controller_end import ControllerEnd
 
-#: Waves waiting to be sent. The core sends MAX_WAVES_AHEAD = 2 ahead; a restart may add as many.
+#: Maximum number of queued waves. The core sends MAX_WAVES_AHEAD = 2 ahead; a restart may add as many.
 OUTBOX_SIZE = 8
-#: Between the end of the trainer's process and the end of the run, so that its last message can arrive.
+#: Delay between the end of the trainer's process and that of the run, for the arrival of the last message.
 LAST_WORDS_S = 1.0
 
 
 @dataclass
 class StepReport:
-    """What the trainer said of a step."""
+    """The trainer's report of a step."""
 
     step: StepId
     metrics: dict[str, float]
@@ -46,36 +44,36 @@ class TrainerLink:
     num_ranks: int
     configure: wire.Configure
     start_timeout_s: float
-    process_ended: Callable[[], Awaitable[str]] | None  # of ranks that we started; None: others did
+    process_ended: Callable[[], Awaitable[str]] | None  # None if the ranks are external
     now: Callable[[], float]
     emit: Callable[[ev.Event], Awaitable[None]]
     on_step: Callable[[StepReport], None]
-    durable: Callable[[int], Awaitable[None]]  # waits until the disk has the journal up to a position
+    durable: Callable[[int], Awaitable[None]]  # waits until a journal position is on the disk
     lineage: Lineage
-    tell: Callable[[str], None]  # a line for the user
+    tell: Callable[[str], None]  # shows a line to the user
     _outbox: asyncio.Queue[tuple[int, list[wire.MicroBatch]]] = field(
         default_factory=lambda: asyncio.Queue(OUTBOX_SIZE)
     )
     _ready: dict[int, StepId] = field(default_factory=dict)
-    _skipped: dict[str, None] = field(default_factory=dict)  # checkpoints that could not be loaded, with the reasons
+    _skipped: dict[str, None] = field(default_factory=dict)  # why checkpoints could not be loaded
     _waves_done: list[int] = field(default_factory=list)  # by rank, since it was ready
     _waves_emitted: int = 0
-    _script: deque[wire.ToController] = field(default_factory=deque)  # what rank 0 said and is not emitted yet
+    _script: deque[wire.ToController] = field(default_factory=deque)  # messages of rank 0 without an event yet
     _all_ready: asyncio.Event = field(default_factory=asyncio.Event)
     _checkpoint: asyncio.Event = field(default_factory=asyncio.Event)
 
     def train(self, wave: list[wire.MicroBatch], *, position: int) -> None:
-        """One micro-batch per rank, in rank order; it leaves once the journal is on the disk up to `position`."""
+        """Queue one micro-batch per rank, to be sent once the journal is on the disk up to `position`."""
         self._outbox.put_nowait((position, wave))
 
     def loops(self) -> list[tuple[str, Coroutine[Any, Any, None]]]:
-        """To be run beside the controller."""
+        """Return the named coroutines to be run beside the controller."""
         loops: list[tuple[str, Coroutine[Any, Any, None]]] = [("trainer-start", self.start_ranks())]
         loops += [("trainer-sender", self.send_waves()), ("trainer-receiver", self.receive_messages())]
         return [*loops, ("trainer-process", self._watch())] if self.process_ended is not None else loops
 
     async def start_ranks(self) -> None:
-        """Wait for all ranks, tell them what to train, and see that they get ready."""
+        """Wait for all ranks, configure them, and wait until they are ready."""
         try:
             await self.end.wait_ready(self.start_timeout_s)
             for rank in range(self.num_ranks):
@@ -91,20 +89,20 @@ class TrainerLink:
             ) from None
 
     async def send_waves(self) -> None:
-        """The sender loop."""
+        """Send queued waves (the sender loop)."""
         while True:
             position, wave = await self._outbox.get()
             await self.durable(position)
             await self.send(wave)
 
     async def send(self, wave: list[wire.MicroBatch]) -> None:
-        """One micro-batch to every rank, once all are ready; waits for room in each rank's window."""
+        """Send one micro-batch to every rank once all are ready, waiting for space in each rank's window."""
         await self._all_ready.wait()
         for rank, batch in enumerate(wave):
             await self.end.send(rank, batch)
 
     async def receive_messages(self) -> None:
-        """The receiver loop."""
+        """Handle the messages of all ranks (the receiver loop)."""
         while True:
             rank, message = await self.end.receive()
             match message:
@@ -122,9 +120,9 @@ class TrainerLink:
                     raise RunFailed(f"trainer rank {message.rank}: {message.reason}")
 
     async def checkpoint(self, *, timeout_s: float) -> bool:
-        """Ask for a checkpoint of the last step boundary; False if it did not come in time."""
+        """Request a checkpoint of the last step and wait for it; False after `timeout_s`."""
         if not self._all_ready.is_set():
-            return True  # nothing was trained since the one they start from
+            return True  # nothing was trained since the last checkpoint
         self._checkpoint.clear()
         for rank in range(self.num_ranks):
             await self.end.send(rank, wire.SaveCheckpoint())
@@ -136,7 +134,7 @@ class TrainerLink:
         return True
 
     async def stop(self, reason: str) -> bool:
-        """Tell all ranks to end; False if they are not ready to be told anything, as they were not needed."""
+        """Tell all ranks to end; False if they never became ready, as they were not needed."""
         if not self._all_ready.is_set():
             return False
         for rank in range(self.num_ranks):
@@ -144,10 +142,10 @@ class TrainerLink:
         return True
 
     async def _watch(self) -> None:
-        """The run cannot go on without its trainer."""
+        """Fail the run when the trainer's process ends."""
         assert self.process_ended is not None
         reason = await self.process_ended()
-        await asyncio.sleep(LAST_WORDS_S)  # what a rank said before it ended is the better reason
+        await asyncio.sleep(LAST_WORDS_S)  # a last message of a rank gives a better reason
         raise RunFailed(reason)
 
     async def _on_ready(self, rank: int, message: wire.RankReady) -> None:
@@ -162,11 +160,11 @@ class TrainerLink:
         self._waves_emitted = 0
         self._all_ready.set()
         for reason in self._skipped:
-            self.tell(f"{reason}; the trainer goes on from step {message.next_step}")
+            self.tell(f"{reason}; the trainer continues from step {message.next_step}")
         await self.emit(ev.TrainerReady(self.now(), steps.pop()))
 
     async def _emit_script(self) -> None:
-        """Follow rank 0's order; a wave waits until every rank has done as many."""
+        """Emit events in the order of rank 0's messages; that of a wave waits until every rank has completed it."""
         while self._script:
             message = self._script[0]
             if isinstance(message, wire.MicroBatchDone):
@@ -202,7 +200,7 @@ class TrainerLink:
                 )
 
     def _require_chain(self, chain: str, *, step: StepId, what: str) -> None:
-        """What the ranks have made comes from the history that they were sent."""
+        """RunFailed unless the ranks' output has the chain of the waves sent to them."""
         expected = self.lineage.after(step)
         if chain != expected:
-            raise RunFailed(f"the trainer's {what} has chain {chain}, but what it was sent has {expected}")
+            raise RunFailed(f"the trainer's {what} has chain {chain}, but the waves sent have {expected}")

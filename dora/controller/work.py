@@ -1,4 +1,4 @@
-"""Everything that a run does at the same time, in one task group: an error in any of it ends the run."""
+"""The tasks of a run in one task group, so that an error in any of them ends the run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Coroutine
 from typing import Any
 
-#: What runs until it ends by itself or the run does.
+#: A coroutine that runs until it returns or is cancelled.
 Loop = Coroutine[Any, Any, None]
 
 
@@ -18,17 +18,17 @@ class Work:
         self._background: set[asyncio.Task[None]] = set()
 
     def background(self, work: Loop, *, name: str) -> asyncio.Task[None]:
-        """Work that the shutdown cancels."""
+        """Start a task that the shutdown cancels."""
         task = self.group.create_task(work, name=name)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
         return task
 
     def finishing(self, work: Loop, *, name: str) -> asyncio.Task[None]:
-        """Work that the shutdown waits for."""
+        """Start a task that the shutdown waits for."""
         return self.group.create_task(work, name=name)
 
     def cancel(self) -> None:
-        """Cancel what runs in the background."""
+        """Cancel all background tasks."""
         for task in list(self._background):
             task.cancel()

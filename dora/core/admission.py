@@ -1,8 +1,7 @@
-"""May a group enter, and if not, why not?
+"""Admission: which groups may enter, and why not.
 
-Invariant: `why_not` and `why_not_admitted` are the only places where an admission is refused: F, the window W, the
-strategy and the prompt source in the one, room in the other. A group that enters gets its version and its deadline
-here, once.
+Invariant: an admission is refused by `why_not` (F, the window W, the strategy, the prompt source) or by `_why_no_room`
+(space), and nowhere else. A group gets its version and its deadline here, once.
 """
 
 from __future__ import annotations
@@ -18,23 +17,23 @@ from dora.core.versions import Version
 
 
 class Refusal(enum.Enum):
-    """Why no group is admitted now, in the order in which it is asked."""
+    """Why no group is admitted now, in the order of the checks."""
 
     ENDED = "the run has ended"
     NO_VERSION = "no version is published yet"
-    NO_PROMPT = "no prompt is at hand"
-    WINDOW = "the admission window W is full of groups that are not yet trained"
+    NO_PROMPT = "no prompt is available"
+    WINDOW = "the admission window W is full of untrained groups"
     BASELINE = "version 0 is evaluated first"
-    BLOCK = "the block of this batch is admitted, and not yet consumed"
-    RULE_F = "one more group might miss its deadline (rule F)"
-    NO_INSTANCE = "no instance takes work of the newest version"
+    BLOCK = "the current batch is admitted but not yet committed"
+    RULE_F = "another group might miss its deadline (rule F)"
+    NO_INSTANCE = "no instance accepts requests for the newest version"
     NO_ROOM = "every instance of the newest version is full"
-    SHARE = "the instance with room has its share; others get the newest version in a moment"
-    PUSHES = "a batch starts when no push is in flight"
+    SHARE = "the least loaded instance has its share; the newest version is being pushed to others"
+    PUSHES = "a batch starts once no push is in flight"
 
 
 def why_not(state: State, version: VersionId) -> Refusal | None:
-    """The first reason, room apart, why no group of `version` may enter; None if one may."""
+    """Return the first reason other than space why no group of `version` may enter, or None if one may."""
     if state.finished:
         return Refusal.ENDED
     if not state.prompts:
@@ -49,7 +48,7 @@ def why_not(state: State, version: VersionId) -> Refusal | None:
 
 
 def why_not_admitted(state: State) -> Refusal | None:
-    """The first reason why no group is admitted now, for people; None if one may enter. Looks at every instance."""
+    """Return the first reason why no group is admitted now, for display, or None. It looks at every instance."""
     version = state.admission_version()
     if version is None:
         return Refusal.ENDED if state.finished else Refusal.NO_VERSION
@@ -60,7 +59,7 @@ def why_not_admitted(state: State) -> Refusal | None:
 
 
 def _why_no_room(state: State, entry: Version, instance: Instance | None) -> Refusal | None:
-    """The first reason why the instance with most room takes no new group of this version; there is a prompt."""
+    """Return the first reason why the least loaded instance gets no new group of this version; there is a prompt."""
     if instance is None:
         return Refusal.NO_INSTANCE
     if not instance.has_room(footprint_of(state, state.prompts[0], 0)):
@@ -73,35 +72,35 @@ def _why_no_room(state: State, entry: Version, instance: Instance | None) -> Ref
 
 
 def num_admissible(state: State, version: VersionId) -> int:
-    """How many groups F and W admit now."""
+    """Return the number of groups that F and W admit now."""
     return min(state.formation.slack(version), int(state.window_size) - state.ledger.num_untrained)
 
 
 def is_baseline(state: State) -> bool:
-    """Version 0 is evaluated before anything is admitted."""
+    """Whether version 0 is under evaluation and nothing is admitted yet."""
     return state.evaluation.version == 0 and state.ledger.admitted == 0
 
 
 def may_refill(state: State, entry: Version) -> bool:
-    """An old version gets new groups only if asked for, never the oldest, never while no instance has the newest."""
+    """Whether an old version may get new groups: not the oldest, and only while an instance serves the newest."""
     newest = state.window.newest
     oldest = state.window.live()[0]
     return newest is not None and bool(state.entry(newest).serving) and oldest < entry.number < newest
 
 
 def _has_its_share(state: State, instance: Instance, entry: Version) -> bool:
-    """Others get the version in a moment: what is admitted until then is spread over all of them."""
+    """Whether an instance has its share of the groups, which are spread over those being given the version too."""
     if not entry.loading or state.settings.rules.batched or not state.settings.orchestration.tail_care:
         return False
     if instance.is_empty:
         return False
-    servers = len(entry.serving) + entry.loading + len(state.vacant)  # none of these is an empty one of this version
+    servers = len(entry.serving) + entry.loading + len(state.vacant)  # no vacant one serves this version
     wanted = entry.unfinished + num_admissible(state, entry.number) * state.settings.group_size
     return instance.num_requests * servers >= wanted
 
 
 def admit(state: State, entry: Version) -> None:
-    """Let groups of this version enter as long as nothing refuses them and a slot is left."""
+    """Admit groups of this version until one is refused or no slot is left."""
     version = entry.number
     while why_not(state, version) is None:
         instance = entry.roomiest()
@@ -115,7 +114,7 @@ def admit(state: State, entry: Version) -> None:
 
 
 def _admit_one(state: State, entry: Version, instance: Instance) -> None:
-    """Tag a prompt with the version and dispatch as many of its siblings as there is room for."""
+    """Admit the next prompt as a group of this version, and dispatch as many of its siblings as there is room for."""
     group = _enter(state, entry)
     footprint = footprint_of(state, group.num_prompt_tokens, 0)
     waiting = group.trajectories[::-1]
@@ -131,7 +130,7 @@ def _admit_one(state: State, entry: Version, instance: Instance) -> None:
 
 
 def _enter(state: State, entry: Version) -> Group:
-    """A group is in the ledger, in F and in its version's counts."""
+    """Create the group of the next prompt and count it in the ledger, in F and in its version."""
     size, deadline = state.settings.group_size, state.formation.deadline(entry.number)
     group = Group(
         state.next_group,
@@ -142,7 +141,7 @@ def _enter(state: State, entry: Version) -> Group:
         admitted_at=state.now,
     )
     if not state.formation.num_unconsumed:
-        state.progress_at = state.now  # until now there was nothing to make progress with
+        state.progress_at = state.now  # no work was outstanding until now
     state.ledger.admit(group)
     state.formation.admit(deadline)
     if state.settings.rules.batched:

@@ -1,8 +1,8 @@
-"""Orders: everything the decision core asks of the shell, in the imperative, one type each.
+"""Commands: the orders of the decision core to the shell, one type each.
 
-Three kinds. *Work* starts something and is answered by exactly one event that carries its `attempt`. *Notices* are
-carried out at once and answered by nothing. *Decisions* only state what the core has decided; the shell writes them
-down, and the audit reads them. Invariant: an order says what to do and never why; it holds ids, counts and versions.
+*Work* starts something and is answered by exactly one event with its `attempt`. *Notices* are carried out at once,
+without an answer. *Decisions* are journaled only, for the audit. Invariant: a command holds ids, counts and versions,
+and never says why.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dora.core.ids import GroupId, InstanceId, StepId, TrajectoryId, VersionId
 
 
 class Command(msgspec.Struct, frozen=True, gc=False, tag=True, forbid_unknown_fields=True):
-    """Base of all orders."""
+    """Base class of all commands."""
 
 
 # -- work ---------------------------------------------------------------------------------------------------------
@@ -27,13 +27,13 @@ class FetchPrompts(Command, frozen=True):
 
 
 class Generate(Command, frozen=True):
-    """Generate, from the tokens produced so far → GenerationFinished | GenerationStopped | GenerationFailed."""
+    """Sample from the tokens produced so far → GenerationFinished | GenerationStopped | GenerationFailed."""
 
     trajectory: TrajectoryId
     attempt: int
     instance: InstanceId
     version: VersionId
-    num_tokens: int  #: already produced by earlier attempts: the resumed request must carry exactly these
+    num_tokens: int  #: produced by earlier attempts: the request must resume from exactly these
 
 
 class GradeTrajectory(Command, frozen=True):
@@ -44,10 +44,7 @@ class GradeTrajectory(Command, frozen=True):
 
 
 class PushWeights(Command, frozen=True):
-    """Give an instance a version and read it back; it is empty unless the strategy updates live requests.
-
-    → WeightPushFinished | WeightPushFailed.
-    """
+    """Load a version into an instance and read it back → WeightPushFinished | WeightPushFailed."""
 
     instance: InstanceId
     attempt: int
@@ -55,7 +52,7 @@ class PushWeights(Command, frozen=True):
 
 
 class TrainMicroBatch(Command, frozen=True):
-    """One micro-batch per rank, empty ones included → MicroBatchTrained, and StepTrained after the `last`."""
+    """Train one micro-batch per rank, empty ones included → MicroBatchTrained, and StepTrained after the `last`."""
 
     step: StepId
     index: int
@@ -64,7 +61,7 @@ class TrainMicroBatch(Command, frozen=True):
 
 
 class CondemnInstance(Command, frozen=True):
-    """Treat a server as lost and bring it back → InstanceLost, later InstanceUp."""
+    """Declare a server lost and restart it → InstanceLost, later InstanceUp."""
 
     instance: InstanceId
     incarnation: int
@@ -72,7 +69,7 @@ class CondemnInstance(Command, frozen=True):
 
 
 class DismissInstance(Command, frozen=True):
-    """Let an empty instance go: end it if it is ours, leave it running if it is not → InstanceRemoved."""
+    """Release an empty instance: end it if it is managed, leave it running if it is external → InstanceRemoved."""
 
     instance: InstanceId
 
@@ -81,7 +78,7 @@ class DismissInstance(Command, frozen=True):
 
 
 class StopRequest(Command, frozen=True):
-    """Stop a request, keeping its tokens; the answer comes from the Generate that it stops."""
+    """Stop a request and keep its tokens; the event is that of its Generate."""
 
     trajectory: TrajectoryId
     attempt: int
@@ -89,45 +86,45 @@ class StopRequest(Command, frozen=True):
 
 
 class RefuseRequest(Command, frozen=True):
-    """What was asked of an instance cannot be done; answers InstanceDrainRequested or InstanceRecalled."""
+    """Refuse an InstanceDrainRequested or InstanceRecalled."""
 
     instance: InstanceId
     reason: str
 
 
 class ForgetGroups(Command, frozen=True):
-    """These groups are trained, or discarded and gone: their tokens are no longer needed in memory."""
+    """Drop the tokens of trained or discarded groups from memory."""
 
     groups: tuple[GroupId, ...]
 
 
 class ReleaseVersion(Command, frozen=True):
-    """Nothing needs this version any more."""
+    """Delete a version that nothing needs any more from the live store."""
 
     version: VersionId
 
 
 class DropCheckpoint(Command, frozen=True):
-    """No resume will want this checkpoint any more: enough newer ones are kept."""
+    """Delete a checkpoint that no resume will need, as enough newer ones exist."""
 
     step: StepId
     folder: str
 
 
 class ReportEvaluation(Command, frozen=True):
-    """All samples of this version's evaluation are graded."""
+    """Report the evaluation of a version, whose samples are all graded."""
 
     version: VersionId
 
 
 class FinishRun(Command, frozen=True):
-    """The job is done."""
+    """End the run: the job is done."""
 
     reason: str
 
 
 class FailRun(Command, frozen=True):
-    """The job cannot go on."""
+    """End the run: the job cannot continue."""
 
     reason: str
 
@@ -136,7 +133,7 @@ class FailRun(Command, frozen=True):
 
 
 class AdmitGroup(Command, frozen=True):
-    """A prompt became a group, tagged with the version it will be generated by."""
+    """A prompt became a group, tagged with the version that generates it."""
 
     group: GroupId
     version: VersionId
@@ -144,7 +141,7 @@ class AdmitGroup(Command, frozen=True):
 
 
 class CommitGroup(Command, frozen=True):
-    """The group will be trained in `step`: staleness `step - version` is fixed here."""
+    """The group will be trained in `step`, with staleness `step - version`."""
 
     group: GroupId
     version: VersionId

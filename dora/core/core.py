@@ -1,7 +1,7 @@
-"""`handle(state, event) -> commands`: the only way in which the state changes.
+"""`handle(state, event) -> commands`: the only function that changes the state.
 
-One handler per fact updates the tables; then `decide.settle` brings them to rest. The controller, the simulator, replay
-and the audit all drive this function.
+The event's handler updates the tables; then `decide.settle` makes the decisions that are due. The controller, the
+simulator, replay and the audit all drive this function.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from dora.core.state import State
 
 
 def handle(state: State, event: ev.Event) -> list[Command]:
-    """Take in one fact; return what is to be done now, in order."""
+    """Process one event and return the commands that it leads to, in order."""
     if isinstance(event, ev.ControllerRestarted) and (state.stalled or event.steps > state.settings.steps):
         state.finished = state.stalled = False
-    if state.finished and not isinstance(event, ev.CheckpointSaved):  # the last one may come after the end
+    if state.finished and not isinstance(event, ev.CheckpointSaved):  # the last one may arrive after the end
         return []
     out = state.out = []
     state.now = event.at

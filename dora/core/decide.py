@@ -1,6 +1,6 @@
-"""In which order decisions are made: after every fact, bring the tables to rest.
+"""The order in which decisions are made after each event.
 
-Invariant: settled tables are left alone by a second call at the same time.
+Invariant: a second call of `settle` at the same time changes nothing.
 """
 
 from __future__ import annotations
@@ -15,24 +15,31 @@ from dora.core.steps import close, feed_trainer, form
 
 
 def settle(state: State) -> None:
-    """Make every decision that is due, in this order."""
+    """Make every decision that is due."""
     agenda = state.agenda
     while True:
-        if agenda.take_form():
+        if agenda.form:
+            agenda.form = False
             form(state)
-        if agenda.take_feed():
+        if agenda.feed:
+            agenda.feed = False
             feed_trainer(state)
         if state.evaluation.due:
             start_evaluation(state)
-        while agenda.wants_slots:
-            while (version := agenda.take_fill()) is not None:
-                fill(state, version)
-            if agenda.take_place():
+        while agenda.versions or agenda.place:
+            while agenda.versions:
+                fill(state, agenda.versions.popitem()[0])
+            if agenda.place:
+                agenda.place = False
                 place(state)
-        if agenda.take_repack(state.now):
+        if agenda.repack and state.now >= agenda.repack_not_before:
+            agenda.repack = False
             consolidate(state)
-        if agenda.take_release():
-            _release(state)
+        if agenda.release:
+            agenda.release = False
+            for unneeded in state.window.releasable():
+                del state.window.entries[unneeded]
+                state.out.append(ReleaseVersion(unneeded))
         if state.leaving:
             dismiss(state)
         if not state.fetching and len(state.prompts) < state.settings.groups_per_step:
@@ -42,15 +49,8 @@ def settle(state: State) -> None:
             return
 
 
-def _release(state: State) -> None:
-    """Let go of the versions that nothing needs."""
-    for version in state.window.releasable():
-        del state.window.entries[version]
-        state.out.append(ReleaseVersion(version))
-
-
 def _fetch(state: State) -> None:
-    """Ask for prompts, for two steps at most."""
+    """Order prompts for up to two steps."""
     if state.source_dry or state.finished:
         return
     state.fetching = True
@@ -59,7 +59,7 @@ def _fetch(state: State) -> None:
 
 
 def _conclude(state: State) -> bool:
-    """End the job once everything admitted is trained, published and evaluated; True if it began an evaluation."""
+    """End the job once every admitted group is trained, published and evaluated; True if an evaluation was started."""
     formation = state.formation
     if formation.num_unconsumed or state.finished:
         return False
@@ -67,28 +67,24 @@ def _conclude(state: State) -> bool:
         if state.prompts or not state.source_dry:
             return False
         if formation.committed:
-            close(state)  # the source is dry: the last step is short
-            if state.agenda.take_feed():
-                feed_trainer(state)
+            close(state)  # the last step is short, as the source is dry
+            state.agenda.feed = False
+            feed_trainer(state)
     result = VersionId(formation.step)
     if state.feed.trained < formation.step or state.window.newest != result:
         return False
     if result in state.missing:
-        return False  # the result was lost: it is made again first
+        return False  # the final version was lost, and the trainer has to write it again
     if state.evaluation.version is not None or state.evaluation.due or state.trajectories:
-        return False  # (a sibling of a failed group may still be on its way out)
+        return False  # siblings of a failed group may still be running
     if state.evaluation.wants(result, is_last=True) and state.evaluated != result:
         state.evaluation.want(result)
         start_evaluation(state)
         return True
     if (state.feed.open_step or 0) < formation.step:
-        return False  # a trainer that started again has to get there again: the result's checkpoint may be missing
-    _finish(state)
-    return False
-
-
-def _finish(state: State) -> None:
-    step, steps = state.formation.step, state.settings.steps
+        return False  # a restarted trainer has to catch up first: the final checkpoint may be missing
+    step, steps = formation.step, state.settings.steps
     state.finished = True
     dry = f"the prompt source is dry after step {step} of {steps}"
     state.out.append(FinishRun(f"all {step} steps are trained" if step == steps else dry))
+    return False

@@ -1,6 +1,6 @@
-"""How long one decoding step takes, from batch size and resident tokens (docs/SIMULATION.md).
+"""The duration of a decoding step as a function of batch size and resident tokens (docs/SIMULATION.md).
 
-Placement, the simulator and the paced servers share it, so that a disagreement between them has another cause.
+Shared by placement, the simulator and the paced servers, so that differences between them have other causes.
 """
 
 from __future__ import annotations
@@ -16,5 +16,5 @@ class DecodeTime(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     per_token_s: float = 1e-7
 
     def step_s(self, *, num_requests: int, num_tokens: int) -> float:
-        """Seconds for one token of each of `num_requests` that hold `num_tokens` in KV together."""
+        """Return the seconds for one token of each of `num_requests` requests with `num_tokens` in KV in total."""
         return self.base_s + self.per_request_s * num_requests + self.per_token_s * num_tokens

@@ -1,4 +1,4 @@
-"""Who gets a free slot: samples of an evaluation, waiting trajectories, then new groups."""
+"""Dispatch of work to free slots: evaluation samples first, then queued trajectories, then new groups."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dora.core.versions import Version
 
 
 def fill(state: State, version: VersionId) -> None:
-    """Use the free slots of a version."""
+    """Fill the free slots of a version."""
     entry = state.window.entries.get(version)
     if entry is None:
         return
@@ -31,7 +31,7 @@ def fill(state: State, version: VersionId) -> None:
 
 
 def _room_for(state: State, group: Group, entry: Version, *, footprint: int) -> Instance | None:
-    """The instance of its latest sibling, which holds the prompt already, else the least loaded one."""
+    """Return the instance of its latest sibling, which has the prompt's prefix cached, or the least loaded one."""
     home = group.home
     if home is not None and home.version == entry.number and home.takes_work and home.has_room(footprint):
         return home
@@ -40,7 +40,7 @@ def _room_for(state: State, group: Group, entry: Version, *, footprint: int) -> 
 
 
 def start_evaluation(state: State) -> None:
-    """Evaluate the newest version, unless another is under evaluation."""
+    """Start the evaluation of the newest version, unless another one is in progress."""
     version = state.window.newest
     if state.evaluation.version is not None or version is None:
         return
@@ -48,11 +48,11 @@ def start_evaluation(state: State) -> None:
     state.trajectories.update(state.evaluation.trajectories)
     state.entry(version).evaluating = True
     state.agenda.fill(version)
-    state.agenda.place()
+    state.agenda.place = True
 
 
 def _fill_evaluation(state: State, entry: Version) -> None:
-    """Give samples their share of the slots; all slots while training work could not use them."""
+    """Dispatch evaluation samples to their share of the slots, or to all slots that training could not use."""
     evaluation = state.evaluation
     limit = max(1, int(state.settings.max_eval_share * state.num_slots))
     if is_baseline(state) or not _training_wants_slots(state):

@@ -1,7 +1,6 @@
-"""How a group or a trajectory leaves: filtered, failed, discarded, abandoned, graded.
+"""The ways in which a group or a trajectory ends: filtered, failed, discarded, abandoned, graded.
 
-Invariant: a group that is given up leaves the ledger at once and once; its siblings leave when their requests have
-ended.
+Invariant: a group that is given up leaves the ledger immediately, and once; its siblings end with their requests.
 """
 
 from __future__ import annotations
@@ -20,19 +19,19 @@ _GRADING: Final = TrajectoryPhase.GRADING
 
 
 def _remove(state: State, group: Group, *, outcome: str, reason: str) -> str:
-    """A group leaves U without being trained; returns outcome and reason as they are counted."""
+    """Remove a group from U without training it; return outcome and reason as they are counted."""
     state.out.append(DropGroup(group.id, outcome, reason, group.rewards))
     state.ledger.move(group, GroupPhase(outcome))
     key = f"{outcome}: {reason}"
     state.ledger.reasons[key] = state.ledger.reasons.get(key, 0) + 1
     state.formation.drop(group.deadline)
     state.entry(group.current).groups -= 1
-    state.agenda.release()
+    state.agenda.release = True
     return key
 
 
 def drop(state: State, group: Group, *, outcome: str, reason: str) -> None:
-    """A group leaves U without being trained; its place is refilled by admission."""
+    """Remove a group from U without training it; another one is admitted in its place."""
     key = _remove(state, group, outcome=outcome, reason=reason)
     if state.settings.rules.batched:
         state.block_left += 1
@@ -50,12 +49,12 @@ def drop(state: State, group: Group, *, outcome: str, reason: str) -> None:
         )
     if not group.ungraded:
         group.let_go()
-    state.agenda.form()
+    state.agenda.form = True
     admissions_changed(state)
 
 
 def discard_surplus(state: State) -> None:
-    """The step is full: throw away what was over-sampled and is not in it (breaks C2 by design; counted)."""
+    """Discard the over-sampled groups that the full step did not take (breaks C2 by design; counted)."""
     for group in [g for g in state.ledger.groups.values() if g.phase in UNCONSUMED]:
         if group.phase is GroupPhase.COMPLETE:
             state.complete[group.deadline].remove(group)
@@ -68,7 +67,7 @@ def discard_surplus(state: State) -> None:
 
 
 def abandon_siblings(state: State, group: Group) -> None:
-    """Those that wait end here, those that run are stopped."""
+    """Abandon queued siblings, and stop those that are running."""
     state.entry(group.current).forget_waiting(group)
     for sibling in group.trajectories:
         if sibling.phase is _WAITING:
@@ -79,35 +78,35 @@ def abandon_siblings(state: State, group: Group) -> None:
 
 
 def abandon(state: State, trajectory: Trajectory) -> None:
-    """Its group is given up, and no request of it is under way."""
+    """End a trajectory whose group is given up and which has no request in flight."""
     trajectory.move(TrajectoryPhase.ABANDONED)
     del state.trajectories[trajectory.id]
 
 
 def leave_unfinished(state: State, trajectory: Trajectory) -> None:
-    """It has no tokens to come: its version may need no instance any more."""
+    """Count a trajectory as finished: its version may no longer need an instance."""
     assert trajectory.group is not None
     trajectory.group.unfinished -= 1
     entry = state.window.entries[trajectory.version]
     entry.unfinished -= 1
     if not entry.unfinished:
-        state.agenda.place()
-        state.agenda.release()
+        state.agenda.place = True
+        state.agenda.release = True
 
 
 def is_abandoned(trajectory: Trajectory) -> bool:
-    """Its group is given up."""
+    """Whether its group is given up."""
     return trajectory.group is not None and trajectory.group.phase in GIVEN_UP
 
 
 def forget_discarded(state: State, group: Group) -> None:
-    """Once its last sibling is gone, its tokens are needed no longer."""
+    """Drop the tokens of a discarded group once its last sibling has ended."""
     if group.phase is GroupPhase.DISCARDED and not any(t.id in state.trajectories for t in group.trajectories):
         state.out.append(ForgetGroups((group.id,)))
 
 
 def go_on(state: State, trajectory: Trajectory) -> None:
-    """An ended request's trajectory waits for its next instance, unless its group is given up."""
+    """Queue a trajectory whose request has ended, unless its group is given up."""
     if is_abandoned(trajectory):
         assert trajectory.group is not None
         leave_unfinished(state, trajectory)
@@ -118,7 +117,7 @@ def go_on(state: State, trajectory: Trajectory) -> None:
 
 
 def grade(state: State, trajectory: Trajectory) -> None:
-    """Have it graded, again if a controller before this one had asked for it."""
+    """Order the grading of a trajectory, again if an earlier controller had ordered it."""
     trajectory.move(_GRADING)
     trajectory.attempt += 1
     state.out.append(GradeTrajectory(trajectory.id, trajectory.attempt))

@@ -1,4 +1,4 @@
-"""Evaluation beside rollout: held-out samples of one version at a time.
+"""Evaluation during rollout: held-out samples of one version at a time.
 
 Invariant: at most one version is under evaluation; its samples carry that version, never enter the ledger, and are
 decoded only by instances that hold it. Version 0 comes first, the last version last.
@@ -15,27 +15,27 @@ from dora.core.tables import Trajectory
 
 @dataclass(slots=True, eq=False, repr=False)
 class Evaluation:
-    """The evaluation under way, and whether another is due."""
+    """The evaluation in progress, and whether another is due."""
 
     prompt_tokens: Sequence[int]  #: of each sample
     every: int  #: versions between evaluations; 0: only the first and the last
-    due: bool = False  #: the newest version is to be evaluated as soon as no other is
-    wanted: VersionId | None = None  #: the version for whose sake it is due
-    overtaken: list[VersionId] = field(default_factory=list)  #: wanted, but newer ones were there before their turn
+    due: bool = False  #: the newest version is evaluated next
+    wanted: VersionId | None = None  #: the version that made it due
+    overtaken: list[VersionId] = field(default_factory=list)  #: due versions that a newer one replaced
     version: VersionId | None = None  #: version under evaluation
     trajectories: dict[TrajectoryId, Trajectory] = field(default_factory=dict)
-    waiting: list[Trajectory] = field(default_factory=list)  #: samples that wait for a slot, last one first
+    waiting: list[Trajectory] = field(default_factory=list)  #: samples queued for a slot; the last one is next
     num_resident: int = 0
     ungraded: int = 0
 
     def wants(self, version: VersionId, *, is_last: bool) -> bool:
-        """Is this version to be evaluated?"""
+        """Whether this version is to be evaluated."""
         if not self.prompt_tokens:
             return False
         return version == 0 or is_last or (self.every > 0 and version % self.every == 0)
 
     def want(self, version: VersionId) -> None:
-        """The version just published is to be evaluated; one that still waits for its turn never is."""
+        """Have the version just published evaluated next, in place of one that is still due."""
         self._overtake(version)
         self.wanted, self.due = version, True
 
@@ -44,12 +44,10 @@ class Evaluation:
             self.overtaken.append(self.wanted)
 
     def start(self, version: VersionId) -> None:
-        """Begin with all samples waiting."""
+        """Start the evaluation of a version, with all samples queued."""
         self._overtake(version)
-        self.wanted = None
         total = len(self.prompt_tokens)
-        self.version = version
-        self.due = False
+        self.version, self.wanted, self.due = version, None, False
         self.waiting = [
             Trajectory(evaluation_id(version, i, num_samples=total), group=None, version=version, num_prompt_tokens=n)
             for i, n in enumerate(self.prompt_tokens)
@@ -59,7 +57,7 @@ class Evaluation:
         self.ungraded = total
 
     def finish(self) -> VersionId:
-        """All samples are graded; returns the version."""
+        """End the evaluation, whose samples are all graded, and return its version."""
         assert self.version is not None
         version, self.version = self.version, None
         self.trajectories = {}

@@ -1,10 +1,8 @@
-"""Facts: everything the decision core ever learns, in the past tense, one type each.
+"""Events: the facts that the decision core receives, one type each.
 
-Invariant: an event says what happened, never what to do; time is `at` (seconds since the run began, from the
-shell's clock); counts are tokens. Events are journaled as they arrive, so the state at any moment is the fold of
-the journal. Completions carry the `attempt` of their command: one with an old attempt is counted and ignored.
-
-They are structs rather than frozen dataclasses for the sake of speed (bench/core.py).
+Invariant: an event says what happened, never what to do. Time is `at`, in seconds since the run began, by the shell's
+clock; counts are tokens. A completion has the `attempt` of its command; one with an old attempt is counted and ignored.
+Events are msgspec structs, which are faster than frozen dataclasses (bench/core.py).
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ Span = tuple[int, int, int]
 
 
 class Event(msgspec.Struct, frozen=True, gc=False, tag=True, forbid_unknown_fields=True):
-    """Base of all facts."""
+    """Base class of all events."""
 
     at: float
 
@@ -28,16 +26,16 @@ class Event(msgspec.Struct, frozen=True, gc=False, tag=True, forbid_unknown_fiel
 
 
 class InstanceUp(Event, frozen=True):
-    """A server answers and can be given weights. Whatever it holds counts as unloaded."""
+    """A server answers and can load weights. The weights it holds count as unknown."""
 
     instance: InstanceId
-    incarnation: int  #: grows each time the server comes back; facts of an older one are ignored
+    incarnation: int  #: counts the starts of the server; events of an older one are ignored
     slots: int  #: requests decoded at the same time
-    kv_tokens: int  #: KV room
+    kv_tokens: int  #: capacity of the KV cache
 
 
 class InstanceLost(Event, frozen=True):
-    """A server is gone, or treated as gone. `num_tokens` is what had been streamed of each resident trajectory."""
+    """A server is lost, or treated as lost. `num_tokens` counts the streamed tokens of each resident trajectory."""
 
     instance: InstanceId
     incarnation: int
@@ -46,27 +44,27 @@ class InstanceLost(Event, frozen=True):
 
 
 class ProgressReported(Event, frozen=True):
-    """Tokens produced so far by the residents of an instance; at most once per second and instance."""
+    """Tokens produced so far by the residents of an instance, at most once a second for each instance."""
 
     instance: InstanceId
     num_tokens: dict[TrajectoryId, int]
 
 
 class PrefillReported(Event, frozen=True):
-    """The instance's own KV use grew to a new height although no resident got a token: it reads a long prompt."""
+    """The KV use of an instance reached a new maximum although no resident got a token: it prefills a long prompt."""
 
     instance: InstanceId
 
 
 class KvPressureReported(Event, frozen=True):
-    """The instance's KV is nearly full or it retracted requests (`pressed`), or that has passed."""
+    """The instance's KV became nearly full or it retracted requests (`pressed`), or neither is the case any more."""
 
     instance: InstanceId
     pressed: bool
 
 
 class WeightPushFinished(Event, frozen=True):
-    """The instance read back the version it was given."""
+    """The instance was given a version, and read back `version`."""
 
     instance: InstanceId
     attempt: int
@@ -74,7 +72,7 @@ class WeightPushFinished(Event, frozen=True):
 
 
 class WeightPushFailed(Event, frozen=True):
-    """The push failed, or nobody can say whether it worked."""
+    """The push failed, or its result is unknown."""
 
     instance: InstanceId
     attempt: int
@@ -82,21 +80,20 @@ class WeightPushFailed(Event, frozen=True):
 
 
 class InstanceDrainRequested(Event, frozen=True):
-    """Somebody wants the instance empty: to rest until it is recalled, or to `leave` the run."""
+    """A user wants the instance drained until it is recalled, or for it to `leave` the run."""
 
     instance: InstanceId
     leave: bool
 
 
 class InstanceRecalled(Event, frozen=True):
-    """Somebody wants a drained instance back at work."""
+    """A user wants a drained instance back."""
 
     instance: InstanceId
 
 
 class InstanceRemoved(Event, frozen=True):
-    """Nobody watches the instance any more. What is told of it later is late: its id comes back, as another instance,
-    after ControllerRestarted at the earliest."""
+    """The instance has left the run; its id is not reused before a ControllerRestarted."""
 
     instance: InstanceId
 
@@ -109,11 +106,11 @@ class PromptsArrived(Event, frozen=True):
 
     first: GroupId
     num_prompt_tokens: tuple[int, ...]
-    dry: bool  #: nothing comes after these
+    dry: bool  #: these are the last prompts
 
 
 class GenerationFinished(Event, frozen=True):
-    """The answer is complete: a stop token, or the token budget (`length_capped`)."""
+    """The answer is complete, by a stop token or by its token limit (`length_capped`)."""
 
     trajectory: TrajectoryId
     attempt: int
@@ -123,7 +120,7 @@ class GenerationFinished(Event, frozen=True):
 
 
 class GenerationStopped(Event, frozen=True):
-    """The request was stopped by us; every token it had produced is kept."""
+    """The request was stopped on command; all its tokens are kept."""
 
     trajectory: TrajectoryId
     attempt: int
@@ -132,18 +129,18 @@ class GenerationStopped(Event, frozen=True):
 
 
 class GenerationFailed(Event, frozen=True):
-    """The request ended without an answer; tokens streamed before are kept."""
+    """The request failed; the tokens streamed before are kept."""
 
     trajectory: TrajectoryId
     attempt: int
     num_tokens: int
-    server_gone: bool  #: the instance does not answer any more, or holds other weights
+    server_gone: bool  #: the instance no longer answers, or holds other weights
     reason: str
-    final: bool = False  #: every server would refuse it again
+    final: bool = False  #: every server would refuse it
 
 
 class TrajectoryGraded(Event, frozen=True):
-    """A reward, or None where grading failed (which is not reward 0)."""
+    """The answer's reward, or None if grading failed (which is not reward 0)."""
 
     trajectory: TrajectoryId
     attempt: int
@@ -161,7 +158,7 @@ class TrainerReady(Event, frozen=True):
 
 
 class MicroBatchTrained(Event, frozen=True):
-    """Every rank is done with micro-batch `index` of `step`."""
+    """All ranks have trained micro-batch `index` of `step`."""
 
     step: StepId
     index: int
@@ -171,7 +168,7 @@ class StepTrained(Event, frozen=True):
     """The optimizer update of `step` is done."""
 
     step: StepId
-    chain: str = ""  #: digest of all that was trained up to this step (controller/lineage.py)
+    chain: str = ""  #: digest of everything trained up to this step (controller/lineage.py)
 
 
 class VersionPublished(Event, frozen=True):
@@ -179,9 +176,9 @@ class VersionPublished(Event, frozen=True):
 
     version: VersionId
     num_bytes: int
-    files: dict[str, str]  #: name -> checksum, of the bytes that are served
-    chain: str = ""  #: that of the step that made it
-    differs: str = ""  #: checksum of what a replay made of it where that is not what was published first
+    files: dict[str, str]  #: name -> checksum of the bytes served
+    chain: str = ""  #: of the step that wrote it
+    differs: str = ""  #: checksum of a replayed version that differs from the one published first
 
 
 class CheckpointSaved(Event, frozen=True):
@@ -189,26 +186,26 @@ class CheckpointSaved(Event, frozen=True):
 
     step: StepId
     folder: str
-    chain: str = ""  #: that of the last step it has trained
+    chain: str = ""  #: of the last step trained
 
 
 # -- the run ------------------------------------------------------------------------------------------------------
 
 
 class Ticked(Event, frozen=True):
-    """About once a second: the only way in which the passing of time reaches the core."""
+    """A clock tick, about once a second; only events tell the core that time has passed."""
 
 
 class ControllerRestarted(Event, frozen=True):
-    """A new controller took over: every server is unknown, every command in flight is void.
+    """A new controller took over: the state of every server is unknown and every command in flight is void.
 
-    `num_tokens` counts the tokens on disk of each unfinished trajectory. The trainer says by itself where it stands.
+    `num_tokens` counts the tokens on disk of each unfinished trajectory. The trainer reports its own position.
     """
 
     epoch: int
     num_tokens: dict[TrajectoryId, int]
-    steps: int = 0  #: the job has this many steps from now on; 0: as many as before
-    missing: tuple[VersionId, ...] = ()  #: published versions that no folder holds: the trainer has to make them again
+    steps: int = 0  #: new number of steps of the job; 0: as many as before
+    missing: tuple[VersionId, ...] = ()  #: published versions without a folder, which the trainer has to write again
 
 
 AnyEvent = (

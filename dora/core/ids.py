@@ -1,14 +1,13 @@
-"""Identifiers and numbering, fixed here once and used everywhere. All numbers are 0-based.
+"""Identifiers and numbering. All numbers are 0-based.
 
-Policy version v is the weights after step v - 1; version 0 is the start. Step s trains under version s and
-publishes version s + 1. A group's id is its prompt's position in the prompt stream, so the stream's cursor is
-one integer. Worked table for a job of T = 3 steps and K = 1:
+Policy version v is the weights after step v - 1; version 0 is the start. Step s trains under version s and publishes
+version s + 1. A group's id is the position of its prompt in the prompt stream. An example with T = 3 steps and K = 1:
 
     version  published by   may be trained at steps   deadline = min(version + K, T - 1)
     0        the start      0, 1                      1
     1        step 0         1, 2                      2
     2        step 1         2                         2
-    3        step 2         none: the result          -
+    3        step 2         none (final version)      -
 """
 
 from __future__ import annotations
@@ -29,26 +28,26 @@ FOREIGN_VERSION: Final = VersionId(-1)
 
 
 def trajectory_id(group: GroupId, sibling: int, *, group_size: int) -> TrajectoryId:
-    """Id of one sibling of a training group."""
+    """Return the id of one sibling of a training group."""
     return TrajectoryId(group * group_size + sibling)
 
 
 def group_of(trajectory: TrajectoryId, *, group_size: int) -> GroupId:
-    """Group of a training trajectory."""
+    """Return the group of a training trajectory."""
     return GroupId(trajectory // group_size)
 
 
 def evaluation_id(version: VersionId, index: int, *, num_samples: int) -> TrajectoryId:
-    """Id of sample `index` of the evaluation of `version`: negative, so it never meets a training id."""
+    """Return the id of sample `index` of the evaluation of `version`; it is negative, and so never a training id."""
     return TrajectoryId(-(1 + version * num_samples + index))
 
 
 def evaluation_index(trajectory: TrajectoryId, *, num_samples: int) -> tuple[VersionId, int]:
-    """(version, index) of an evaluation trajectory."""
+    """Return (version, index) of an evaluation trajectory."""
     version, index = divmod(-trajectory - 1, num_samples)
     return VersionId(version), index
 
 
 def deadline(version: VersionId, *, max_staleness: int, steps: int) -> int:
-    """Last step that may train a group of `version`: min(v + K, T - 1)."""
+    """Return the last step that may train a group of `version`: min(v + K, T - 1)."""
     return min(version + max_staleness, steps - 1)

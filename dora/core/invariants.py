@@ -1,8 +1,8 @@
-"""C1, C2, C3, conservation, and every counter recomputed from scratch. Pure; used by every test run and the audit.
+"""Checks of C1, C2, C3, conservation and all counters, recomputed from scratch.
 
-`check(state)` raises InvariantViolation with the first thing that is wrong. It is O(state), so the controller itself
-runs it only at the end of a run. The simulator runs it every 10,000 events, over a million trajectories: what is done
-for each of them is a comprehension, and words are found only once something is wrong.
+`check(state)` takes time proportional to the state, so the controller calls it only at the end of a run. The simulator
+calls it every 10,000 events with up to a million trajectories, so the loops over them are comprehensions, and messages
+are formatted only for a violation.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _GRADED = TrajectoryPhase.GRADED
 
 
 def check(state: State) -> None:
-    """Raise InvariantViolation if anything does not add up."""
+    """Raise InvariantViolation for the first invariant that does not hold."""
     for rule in (_one_version, _conservation, _staleness, _liveness, _instances, _versions, _evaluation, _feed):
         rule(state)
 
@@ -44,9 +44,9 @@ def _require(condition: object, message: str, *parts: object) -> None:
 
 
 def _one_version(state: State) -> None:
-    """C1: whatever is resident carries the version its instance has confirmed; siblings share the group's tag.
+    """C1: residents have the confirmed version of their instance, and siblings the tag of their group.
 
-    Where updates reach live requests this holds for evaluations; all else goes on under the newest version.
+    With updates in flight this applies to evaluations only; everything else continues under the newest version.
     """
     in_flight = state.settings.rules.in_flight is not None
     for i in state.instances.values():
@@ -64,7 +64,7 @@ def _one_version(state: State) -> None:
 
 
 def _conservation(state: State) -> None:
-    """C2: every admitted group is somewhere, once, with all its siblings; nothing was thrown away."""
+    """C2: every admitted group is in one phase, with all its siblings, and nothing was dropped."""
     counts = state.ledger.counts
     _require(sum(counts.values()) == state.ledger.admitted, "C2: admitted groups do not add up")
     found = Counter(g.phase for g in state.ledger.groups.values())
@@ -113,7 +113,7 @@ def _staleness(state: State) -> None:
 
 
 def _liveness(state: State) -> None:
-    """At most K + 1 live versions; everything that is needed is still in the window."""
+    """At most K + 1 versions are live, and every version that is needed is in the window."""
     live = state.window.live()
     _require(len(live) <= state.settings.rules.max_staleness + 1, f"too many live versions: {live}")
     entries = state.window.entries
@@ -122,7 +122,7 @@ def _liveness(state: State) -> None:
 
 
 def _instances(state: State) -> None:
-    """Counters of every instance."""
+    """Check the counters of every instance and of the fleet."""
     for i in state.instances.values():
         held = [*i.residents.values(), *i.reserved.values()]
         _require(len(held) == i.num_requests, "instance {}: num_requests", i.id)
@@ -155,7 +155,7 @@ def _instances(state: State) -> None:
 
 
 def _versions(state: State) -> None:
-    """Counters of every version."""
+    """Check the counters of every version."""
     groups = Counter(g.current for g in state.ledger.groups.values())
     training = [t for t in state.trajectories.values() if t.group is not None]
     unfinished = Counter([t.version for t in training if t.phase in UNFINISHED])
@@ -177,7 +177,7 @@ def _versions(state: State) -> None:
 
 
 def _evaluation(state: State) -> None:
-    """Samples under evaluation are somewhere, once."""
+    """Check the counters of the evaluation in progress."""
     evaluation = state.evaluation
     resident = sum(t.phase in DECODING for t in evaluation.trajectories.values())
     waiting = sum(t.phase is TrajectoryPhase.WAITING for t in evaluation.trajectories.values())
@@ -186,7 +186,7 @@ def _evaluation(state: State) -> None:
 
 
 def _feed(state: State) -> None:
-    """Every graded trajectory of a committed group is in exactly one wave, or pending."""
+    """Every graded trajectory of a committed group is pending or in exactly one wave."""
     for number, feed in state.feed.steps.items():
         _require(sum(size for _, size in feed.pending) == feed.num_tokens, f"step {number}: pending tokens")
         sent = chain.from_iterable([rank for wave in feed.waves for rank in wave.ranks])

@@ -1,7 +1,7 @@
-"""What leaves an instance, and why: people drain it, its KV is nearly full, it is silent, or evaluation makes room.
+"""Moves off an instance: it is drained by a user, has little free KV, makes no progress, or holds an evaluation.
 
-Invariant: nothing is stopped that cannot go on from all its tokens. A drained instance gets neither work nor weights,
-and does not count as a server of the version that it holds, until it is recalled.
+Invariant: a stopped request can always continue from all its tokens. Until it is recalled, a drained instance gets
+neither work nor weights, and does not count as serving its version.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from dora.core.state import State
 from dora.core.strategies import SILENCE
 from dora.core.tables import Instance, Trajectory
 
-#: Seconds between two looks at what an instance reports of its residents: it reports more often than that matters.
+#: Seconds between two evaluations of an instance's progress reports, which arrive more often.
 LOOK_PAUSE_S: Final = 10.0
 
 
 def drain(state: State, instance: Instance) -> None:
-    """Give it nothing more; what runs on it moves where there is room, and otherwise ends there (C2)."""
+    """Give an instance no more work; its residents move where there is room, and otherwise finish there (C2)."""
     if instance.weights is not WeightsPhase.LOST:
         count_in_fleet(state, instance, sign=-1)
     if instance.weights is WeightsPhase.DRAINING:
@@ -37,7 +37,7 @@ def drain(state: State, instance: Instance) -> None:
 
 
 def recall(state: State, instance: Instance) -> None:
-    """It takes part again, with the version that it holds."""
+    """Let an instance take part again, with the version that it holds."""
     instance.change(Membership.MEMBER)
     del state.drained[instance.id]
     state.leaving.pop(instance.id, None)
@@ -50,7 +50,7 @@ def recall(state: State, instance: Instance) -> None:
 
 
 def evacuate(state: State, instance: Instance) -> None:
-    """Move its residents to peers of their version, longest first, as long as one has room."""
+    """Move residents to peers of their version that have room, longest first."""
     for trajectory in sorted(instance.residents.values(), key=lambda t: (-t.footprint, t.id)):
         if trajectory.phase is TrajectoryPhase.RESIDENT:
             target = peer_for(state, trajectory)
@@ -59,7 +59,7 @@ def evacuate(state: State, instance: Instance) -> None:
 
 
 def relieve(state: State, instance: Instance) -> None:
-    """KV pressure asks for a move: the smallest resident goes to the least loaded peer, if one has room."""
+    """Move the smallest resident of an instance under KV pressure to the least loaded peer, if that has room."""
     movable = [t for t in instance.residents.values() if t.phase is TrajectoryPhase.RESIDENT]
     if len(movable) < 2:
         return
@@ -70,7 +70,7 @@ def relieve(state: State, instance: Instance) -> None:
 
 
 def vacate(state: State, instance: Instance) -> None:
-    """Evaluation makes room: its samples wait, with their tokens, for another instance of their version."""
+    """Drain an instance of evaluation samples, which are queued with their tokens for another of their version."""
     if instance.weights is not WeightsPhase.SERVING:
         return
     instance.move(WeightsPhase.DRAINING)
@@ -81,7 +81,7 @@ def vacate(state: State, instance: Instance) -> None:
 
 
 def undrain(state: State, instance: Instance) -> None:
-    """No version needs the instance after all: it serves its own again."""
+    """Let a draining instance that no other version needs serve its own version again."""
     if instance.weights is WeightsPhase.DRAINING and instance.is_empty and instance.version is not None:
         instance.move(WeightsPhase.SERVING)
         state.num_draining -= 1
@@ -91,7 +91,7 @@ def undrain(state: State, instance: Instance) -> None:
 
 
 def dismiss(state: State) -> None:
-    """Ask those that were to leave, and are empty, to leave."""
+    """Dismiss the leaving instances that are empty."""
     for instance in list(state.leaving.values()):
         if instance.is_empty and instance.pushing is None:
             del state.leaving[instance.id]
@@ -100,7 +100,7 @@ def dismiss(state: State) -> None:
 
 
 def look(state: State, instance: Instance) -> None:
-    """Take in what its residents have produced; if none of them got a token for too long, it counts as lost."""
+    """Process an instance's progress reports; condemn it if none of its residents got a token for too long."""
     now, watchdog_s = state.now, state.settings.watchdog_s
     instance.look_at = now + min(LOOK_PAUSE_S, watchdog_s / 8)
     silent, silent_since = [], now - SILENCE * watchdog_s
@@ -120,12 +120,12 @@ def look(state: State, instance: Instance) -> None:
 
 
 def _start_again(state: State, trajectory: Trajectory, instance: Instance) -> None:
-    """It got no token for too long, although others here did: continue it elsewhere, or else in a new request."""
+    """Continue a request that gets no tokens, unlike others on its instance, on a peer or else in a new request."""
     if trajectory.phase is TrajectoryPhase.STOPPING:
         limit_s = SILENCE * state.settings.watchdog_s
         condemn(state, instance, f"the request of trajectory {trajectory.id} did not stop within {limit_s:g} s")
         return
-    trajectory.seen_at = state.now  # it has as long again to stop
+    trajectory.seen_at = state.now  # it has the same time to stop
     target = peer_for(state, trajectory)
     if target is not None:
         reserve(state, trajectory, target)
@@ -134,6 +134,6 @@ def _start_again(state: State, trajectory: Trajectory, instance: Instance) -> No
 
 
 def refuse(state: State, instance: InstanceId, reason: str) -> None:
-    """Turn a request of people down."""
+    """Refuse a user's request."""
     state.out.append(RefuseRequest(instance, f"instance {instance}: {reason}"))
-    state.agenda.rest()
+    state.agenda.at_rest = True

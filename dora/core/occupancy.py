@@ -1,7 +1,7 @@
-"""What runs where: slots, KV, and who serves which version.
+"""Occupancy of slots and KV, and which instance serves which version. No choice is made here.
 
-Invariant: a trajectory becomes resident, or ceases to be, only through `begin` and `end`, so that the counters of
-instance, version and evaluation cannot disagree. No choice is made here.
+Invariant: only `begin` and `end` make a trajectory resident or not, so that the counters of instance, version and
+evaluation agree.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dora.core.phases import TrajectoryPhase, WeightsPhase
 from dora.core.state import State, fail
 from dora.core.tables import Instance, Trajectory
 
-#: An answer that outgrew the mean is expected to end at its tokens times this.
+#: The expected length of an answer longer than the mean, as a multiple of its tokens.
 GROWTH: Final = 1.25
 
 _RESIDENT: Final = TrajectoryPhase.RESIDENT  # globals: see tables.py
@@ -23,7 +23,7 @@ _LOST: Final = WeightsPhase.LOST
 
 
 def footprint_of(state: State, num_prompt_tokens: int, num_tokens: int) -> int:
-    """Tokens of KV to account for: prompt, what is produced, and a share of what is expected to come."""
+    """Return the KV tokens to account for: the prompt, the tokens produced, and a share of those expected."""
     if not num_tokens:
         return num_prompt_tokens + int(state.kv_reserve * state.mean_length)
     expected = min(max(state.mean_length, int(num_tokens * GROWTH)), state.settings.max_new_tokens)
@@ -31,7 +31,7 @@ def footprint_of(state: State, num_prompt_tokens: int, num_tokens: int) -> int:
 
 
 def begin(state: State, trajectory: Trajectory, instance: Instance, *, footprint: int) -> None:
-    """A trajectory becomes resident on an instance of its version."""
+    """Make a trajectory resident on an instance of its version, and order its request."""
     trajectory.attempt += 1
     trajectory.move(_RESIDENT)
     trajectory.instance = instance
@@ -55,7 +55,7 @@ def begin(state: State, trajectory: Trajectory, instance: Instance, *, footprint
 
 
 def end(state: State, trajectory: Trajectory) -> Instance:
-    """A trajectory is no longer resident; returns where it was."""
+    """Remove a trajectory from its instance, and return the instance."""
     instance = trajectory.instance
     assert instance is not None
     instance.remove(trajectory)
@@ -68,7 +68,7 @@ def end(state: State, trajectory: Trajectory) -> Instance:
 
 
 def freed(state: State, instance: Instance) -> None:
-    """An instance has more room than before."""
+    """Note that an instance has more room than before."""
     version = instance.version
     if version is not None:
         entry = state.window.entries.get(version)
@@ -76,15 +76,15 @@ def freed(state: State, instance: Instance) -> None:
             entry.offer(instance)
             state.agenda.fill(version)
         if version != state.window.newest:
-            state.agenda.repack()
+            state.agenda.repack = True
     busy = instance.num_training or instance.reserved or instance.condemned or instance.pushing is not None
     if not busy and instance.is_member and instance.weights is not _LOST:
         state.vacant[instance.id] = instance
-        state.agenda.place()
+        state.agenda.place = True
 
 
 def reserve(state: State, trajectory: Trajectory, target: Instance) -> None:
-    """Begin a move: keep a slot and KV on the target first, then stop the source."""
+    """Start a move: reserve a slot and KV on the target, then stop the request on the source."""
     trajectory.target = target
     target.reserve(trajectory)
     state.vacant.pop(target.id, None)
@@ -92,7 +92,7 @@ def reserve(state: State, trajectory: Trajectory, target: Instance) -> None:
 
 
 def unreserve(state: State, trajectory: Trajectory) -> Instance | None:
-    """The move of a trajectory is over or off; returns its target."""
+    """End a trajectory's reservation, if it has one, and return its target."""
     target = trajectory.target
     if target is not None:
         target.unreserve(trajectory)
@@ -102,25 +102,25 @@ def unreserve(state: State, trajectory: Trajectory) -> Instance | None:
 
 
 def wait(state: State, trajectory: Trajectory) -> None:
-    """A trajectory waits for a slot on an instance of its version."""
+    """Queue a trajectory for a slot on an instance of its version."""
     trajectory.move(_WAITING)
     if trajectory.group is None:
         state.evaluation.waiting.append(trajectory)
     else:
         state.window.entries[trajectory.version].enqueue(trajectory.group, [trajectory])
     state.agenda.fill(trajectory.version)
-    state.agenda.place()
+    state.agenda.place = True
 
 
 def stop(state: State, trajectory: Trajectory) -> None:
-    """Ask for the end of its request; it goes on from its tokens."""
+    """Stop a trajectory's request, to be continued from its tokens."""
     assert trajectory.instance is not None
     trajectory.move(_STOPPING)
     state.out.append(StopRequest(trajectory.id, trajectory.attempt, trajectory.instance.id))
 
 
 def outgrow(state: State, trajectory: Trajectory, instance: Instance) -> None:
-    """The answer has grown: account for more KV, where it is and where it will go."""
+    """Account for the KV of an answer that has grown, on its instance and on its target."""
     grown = footprint_of(state, trajectory.num_prompt_tokens, trajectory.num_tokens) - trajectory.footprint
     if grown <= 0:
         return
@@ -132,7 +132,7 @@ def outgrow(state: State, trajectory: Trajectory, instance: Instance) -> None:
 
 
 def peer_for(state: State, trajectory: Trajectory) -> Instance | None:
-    """The least loaded other instance of its version, if it has room for it."""
+    """Return the least loaded other instance of its version, if that has room."""
     for peer in state.entry(trajectory.version).roomiest_few(2):
         if peer is not trajectory.instance:
             return peer if peer.has_room(trajectory.footprint) else None
@@ -140,7 +140,7 @@ def peer_for(state: State, trajectory: Trajectory) -> Instance | None:
 
 
 def take_count(state: State, trajectory: Trajectory, num_tokens: int) -> None:
-    """Note how many tokens an answer has; fewer than before means that some were thrown away (C2)."""
+    """Update the number of tokens of an answer; fewer than before means that some were lost (C2)."""
     instance = trajectory.instance
     reported = instance.reported.get(trajectory.id, 0) if instance is not None else 0
     if num_tokens < reported or num_tokens < trajectory.num_tokens:
@@ -151,21 +151,21 @@ def take_count(state: State, trajectory: Trajectory, num_tokens: int) -> None:
 
 
 def count_in_fleet(state: State, instance: Instance, *, sign: int = 1) -> None:
-    """An instance takes part in the fleet from now on, or (-1) no longer."""
+    """Add an instance to the fleet totals, or subtract it (-1)."""
     state.num_up += sign
     state.num_slots += sign * instance.slots
     state.num_kv_tokens += sign * instance.kv_tokens
 
 
 def serve(state: State, instance: Instance) -> None:
-    """It is a server of the version that it holds, if anything needs that still."""
+    """List an instance as serving the version that it holds, if that is still needed."""
     assert instance.version is not None
     if instance.version in state.window.entries:
         state.entry(instance.version).serving[instance.id] = instance
 
 
 def leave_serving(state: State, instance: Instance) -> None:
-    """The instance no longer holds its version."""
+    """Note that an instance no longer holds its version."""
     if instance.weights is WeightsPhase.DRAINING:
         state.num_draining -= 1
     if instance.version is not None:
@@ -176,7 +176,7 @@ def leave_serving(state: State, instance: Instance) -> None:
 
 
 def condemn(state: State, instance: Instance, reason: str) -> None:
-    """Have the shell declare an instance lost; until then it gets no work."""
+    """Order that an instance be declared lost; until then it gets no work."""
     if not instance.condemned:
         instance.condemned = True
         state.vacant.pop(instance.id, None)

@@ -1,4 +1,4 @@
-"""What facts about inference servers change: they come up, are lost, report, take weights, are drained or recalled."""
+"""Handlers of events about instances."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dora.core.pushes import push_ended, resumed
 from dora.core.state import State
 from dora.core.tables import Instance
 
-#: Back-off of failed pushes, seconds; after the last one fails the instance counts as lost.
+#: Delays between failed pushes, in seconds; when the push after the last one fails, the instance is condemned.
 PUSH_BACKOFF_S: Final = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0)
 
 
@@ -37,7 +37,7 @@ def on_instance_up(state: State, event: ev.InstanceUp) -> None:
     if instance.is_member:
         count_in_fleet(state, instance)
         state.vacant[instance.id] = instance
-        state.agenda.place()
+        state.agenda.place = True
 
 
 def on_instance_lost(state: State, event: ev.InstanceLost) -> None:
@@ -61,9 +61,9 @@ def on_instance_removed(state: State, event: ev.InstanceRemoved) -> None:
 
 
 def drop_instance(state: State, instance: Instance, num_tokens: dict[TrajectoryId, int]) -> None:
-    """Everything on it goes on elsewhere, from the tokens already streamed."""
+    """Mark an instance as lost; its residents continue elsewhere from the tokens already streamed."""
     for trajectory in list(instance.reserved.values()):
-        unreserve(state, trajectory)  # still on its source; it will wait when it comes
+        unreserve(state, trajectory)  # still on its source; it is queued when it stops there
     residents = list(instance.residents.values())
     for trajectory in residents:
         known = max(trajectory.num_tokens, instance.reported.get(trajectory.id, 0))
@@ -80,18 +80,18 @@ def drop_instance(state: State, instance: Instance, num_tokens: dict[TrajectoryI
     instance.condemned = instance.pressed = False
     state.vacant.pop(instance.id, None)
     for trajectory in residents:
-        trajectory.attempt += 1  # what the lost request may still say is void
+        trajectory.attempt += 1  # later events of the lost request are ignored
         state.counters.recovered += 1
         go_on(state, trajectory)
-    state.agenda.place()
+    state.agenda.place = True
 
 
 def on_progress_reported(state: State, event: ev.ProgressReported) -> None:
     instance = state.instances.get(event.instance)
     if instance is None:
         return
-    state.agenda.rest()
-    instance.reported = event.num_tokens  # taken in by _look
+    state.agenda.at_rest = True
+    instance.reported = event.num_tokens  # processed by `moves.look`
 
 
 def on_prefill_reported(state: State, event: ev.PrefillReported) -> None:
@@ -99,8 +99,8 @@ def on_prefill_reported(state: State, event: ev.PrefillReported) -> None:
     if instance is not None:
         instance.progress_at = state.now
         for trajectory in instance.residents.values():
-            trajectory.seen_at = state.now  # whose prompt it is does not show
-    state.agenda.rest()
+            trajectory.seen_at = state.now  # the report does not say whose prompt it is
+    state.agenda.at_rest = True
 
 
 def on_kv_pressure_reported(state: State, event: ev.KvPressureReported) -> None:
@@ -158,7 +158,7 @@ def on_weight_push_finished(state: State, event: ev.WeightPushFinished) -> None:
         serve(state, instance)
     resumed(state, instance)
     freed(state, instance)
-    state.agenda.repack()
+    state.agenda.repack = True
 
 
 def on_weight_push_failed(state: State, event: ev.WeightPushFailed) -> None:

@@ -1,7 +1,7 @@
-"""What facts about answers change: prompts arrive, requests end or fail, answers are graded.
+"""Handlers of events about prompts, requests and grades.
 
-Invariant (C2): an answer that has ended was ended by itself; whatever else stops a request, it waits to go on from all
-its tokens. A fact about an attempt that is over changes nothing.
+Invariant (C2): a request that is stopped for any reason is queued to continue from all its tokens. Events of an old
+attempt change nothing.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ def on_prompts_arrived(state: State, event: ev.PromptsArrived) -> None:
     state.prompts.extend(event.num_prompt_tokens)
     state.source_dry = event.dry
     if event.dry:
-        state.agenda.form()  # a batch may have become the last one
+        state.agenda.form = True  # an incomplete step may now be the last one
     admissions_changed(state)
 
 
 def _decoding(state: State, id: TrajectoryId, attempt: int) -> Trajectory | None:
-    """The trajectory this completion is about, or None if it is late."""
+    """Return the trajectory of a completion, or None if the completion is late."""
     trajectory = state.trajectories.get(id)
     if trajectory is None or trajectory.attempt != attempt or trajectory.phase not in DECODING:
         state.counters.late_completions += 1
@@ -53,9 +53,9 @@ def _decoding(state: State, id: TrajectoryId, attempt: int) -> Trajectory | None
 
 
 def _check_spans(state: State, trajectory: Trajectory, spans: tuple[ev.Span, ...]) -> None:
-    """C1: the server's own account of the versions must be the tag.
+    """C1: the versions reported by the server must equal the tag.
 
-    Where updates reach live requests, a span may name any version since; `on_generation_finished` counts it.
+    With updates in flight, a span may name any later version; `on_generation_finished` counts these answers.
     """
     group = trajectory.group
     tag, last = trajectory.version, trajectory.version
@@ -137,7 +137,7 @@ def on_generation_failed(state: State, event: ev.GenerationFailed) -> None:
 
 
 def _give_up(state: State, trajectory: Trajectory, reason: str) -> None:
-    """No request will succeed: the group fails; a sample of an evaluation counts as not graded."""
+    """Fail the group of a trajectory that cannot be generated; an evaluation sample counts as not graded."""
     group = trajectory.group
     if group is None:
         trajectory.move(_GRADING)
@@ -170,7 +170,7 @@ def _graded(state: State, trajectory: Trajectory, reward: float | None) -> None:
         return
     group.ungraded -= 1
     if group.ungraded:
-        state.agenda.rest()
+        state.agenda.at_rest = True
         return
     verdict = advantage_free(group.rewards, filter_zero_variance=state.settings.filter_zero_variance)
     if verdict is not None:
@@ -179,7 +179,7 @@ def _graded(state: State, trajectory: Trajectory, reward: float | None) -> None:
         return
     state.ledger.move(group, GroupPhase.COMPLETE)
     state.complete.setdefault(group.deadline, deque()).append(group)
-    state.agenda.form()
+    state.agenda.form = True
 
 
 def _evaluation_graded(state: State) -> None:
@@ -191,14 +191,14 @@ def _evaluation_graded(state: State) -> None:
     state.evaluated = version
     state.entry(version).evaluating = False
     state.out.append(ReportEvaluation(version))
-    state.agenda.place()
-    state.agenda.release()
+    state.agenda.place = True
+    state.agenda.release = True
 
 
 def advantage_free(rewards: tuple[float | None, ...], *, filter_zero_variance: bool) -> tuple[str, str] | None:
-    """(outcome, reason) when a graded group cannot be trained, else None.
+    """Return (outcome, reason) if a graded group cannot be trained, else None.
 
-    Judged over graded siblings; fewer than two graded siblings is a failure of grading, not a lack of variance.
+    Only graded siblings count; fewer than two of them are a failure of grading, not a lack of variance.
     """
     graded = [r for r in rewards if r is not None]
     if len(graded) < 2:

@@ -1,4 +1,4 @@
-"""What the clock and a new controller change."""
+"""Handlers of clock ticks and of a new controller."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from dora.core.state import State, fail
 
 
 def on_ticked(state: State, event: ev.Ticked) -> None:
-    state.agenda.repack()
-    state.agenda.place()
+    state.agenda.repack = True
+    state.agenda.place = True
     for instance in state.instances.values():
         if state.now >= instance.look_at and instance.pushing is None:
             look(state, instance)
@@ -28,7 +28,7 @@ def on_ticked(state: State, event: ev.Ticked) -> None:
 
 
 def culprit(state: State) -> str:
-    """Which group holds up the step, where, since when."""
+    """Describe what holds up the step: a group, with its trajectories and age, or the trainer."""
     waves = state.feed.steps.get(state.feed.open_step) if state.feed.open_step is not None else None
     if state.feed.open_step is None:
         return "the trainer has not reported ready"
@@ -58,7 +58,7 @@ def on_controller_restarted(state: State, event: ev.ControllerRestarted) -> None
         if instance.weights is not WeightsPhase.LOST:
             drop_instance(state, instance, event.num_tokens)
     for instance in list(state.drained.values()):
-        recall(state, instance)  # whoever asked for it has to ask the new controller
+        recall(state, instance)  # users have to repeat drain requests to the new controller
     state.removed.clear()
     for trajectory in list(state.trajectories.values()):
         if trajectory.phase is TrajectoryPhase.WAITING:
@@ -67,7 +67,7 @@ def on_controller_restarted(state: State, event: ev.ControllerRestarted) -> None
             grade(state, trajectory)
     state.missing = set(event.missing)
     state.feed.open_step = None
-    state.feed.idle_s = state.feed.uneven_s = 0.0  # counted from here on, as the time in which they are weighed
+    state.feed.idle_s = state.feed.uneven_s = 0.0  # like `step_trained_at`, they start again
     state.prompts.clear()
     state.source_dry = False
     state.fetching = False

@@ -1,4 +1,4 @@
-"""What facts of the trainer and the store change: steps are trained, versions published, checkpoints saved."""
+"""Handlers of events of the trainer and the version store."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ def on_trainer_ready(state: State, event: ev.TrainerReady) -> None:
         fail(state, f"the trainer starts at step {event.step}, but what it would train again is kept from {oldest} on")
         return
     while state.feed.trained < event.step:
-        step_trained(state, state.feed.trained)  # its news was lost with the controller that it was meant for
+        step_trained(state, state.feed.trained)  # its event was lost with an earlier controller
     state.feed.restart(event.step)
-    state.agenda.feed()
+    state.agenda.feed = True
     state.feed.idle_since = state.now
 
 
@@ -37,7 +37,7 @@ def on_micro_batch_trained(state: State, event: ev.MicroBatchTrained) -> None:
     feed.uneven_s += step.slack[feed.waves_done] * (state.now - feed.busy_since)
     feed.busy_since = state.now
     feed.waves_done += 1
-    state.agenda.feed()
+    state.agenda.feed = True
     state.progress_at = state.now
     if feed.waves_done == step.sent and not step.waves[-1].last:
         feed.idle_since = state.now
@@ -52,26 +52,26 @@ def on_step_trained(state: State, event: ev.StepTrained) -> None:
     feed.waves_done = 0
     state.progress_at = state.now
     feed.idle_since = state.now
-    state.agenda.feed()
-    if event.step == feed.trained:  # else a replay: its groups are trained already
+    state.agenda.feed = True
+    if event.step == feed.trained:  # else it was trained again, and its groups have left the ledger
         step_trained(state, event.step)
 
 
 def on_version_published(state: State, event: ev.VersionPublished) -> None:
     state.missing.discard(event.version)
     if state.window.newest is not None and event.version <= state.window.newest:
-        return  # a replayed step: the store kept the bytes that were published first
+        return  # the step was trained again; the store keeps the bytes published first
     state.window.publish(event.version)
     if state.settings.rules.in_flight is not None:
         carry_over(state, event.version)
     if state.evaluation.wants(event.version, is_last=event.version == state.settings.steps):
         state.evaluation.want(event.version)
-    state.agenda.release()
+    state.agenda.release = True
     admissions_changed(state)
 
 
 def on_checkpoint_saved(state: State, event: ev.CheckpointSaved) -> None:
-    state.agenda.rest()
+    state.agenda.at_rest = True
     for step, folder in state.feed.checkpointed(event.step, event.folder):
         if folder:
             state.out.append(DropCheckpoint(step, folder))

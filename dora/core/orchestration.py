@@ -1,8 +1,7 @@
-"""Which of the orchestrator's rules are on (docs/SIMULATION.md): all of ours, ours without some, or the paper's own.
+"""Switches for the orchestrator's rules (docs/SIMULATION.md): DORA's own rules, without some of them, or the paper's.
 
-Invariant: none of them touches C1, C2 or C3. Rule F and the liveness rules hold whatever is chosen; these cost or save
-time and staleness alone, and `dora simulate --ablate` shows how much. `rollout.rules`,
-`rollout.without` and workload files name them.
+They are chosen with `rollout.rules`, `rollout.without` and in workload files. Invariant: C1, C2, C3 and liveness hold
+with any of them; they change only time and staleness, and `dora simulate --ablate` shows by how much.
 """
 
 from __future__ import annotations
@@ -14,21 +13,19 @@ import msgspec
 
 
 class Orchestration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One switch per rule; `refill` is the only one that is not on by itself."""
+    """One switch per rule; all but `refill` are on by default."""
 
-    streaming: bool = True  #: commit groups as they complete; else a step when all of its groups have
-    kv_floor: bool = True  #: instances by tokens of KV over floors; else by requests alone, rounded (the paper's rule)
-    kv_overcommit: bool = (
-        True  #: keep KV for a share of what answers are expected to grow by; else (and with K = 0) for all of it
-    )
-    consolidation: bool = True  #: pack what is left of an old version onto fewer instances
-    window: Literal["adaptive", "fixed", "open"] = "adaptive"  #: W; or always what it starts with; or F alone
-    tail_care: bool = True  #: spread a new version over its instances; never slow urgent answers down to pack
+    streaming: bool = True  #: commit groups as they complete; else all groups of a step together
+    kv_floor: bool = True  #: allot instances by KV tokens, with floors; else by requests, rounded (the paper's rule)
+    kv_overcommit: bool = True  #: reserve KV for a share of the expected growth; else (and with K = 0) for all of it
+    consolidation: bool = True  #: pack the remaining requests of an old version onto fewer instances
+    window: Literal["adaptive", "fixed", "open"] = "adaptive"  #: W adapts, or keeps its initial size; open: F alone
+    tail_care: bool = True  #: spread a new version over its instances; never slow urgent answers down by packing
     hysteresis: bool = True  #: pack only when the newest version has no room left
-    refill: bool = False  #: let instances of old versions receive new prompts
+    refill: bool = False  #: admit new prompts under old versions
 
 
-#: What `without` may name, and what each of them changes.
+#: The names that `without` accepts, each with its changes.
 SWITCHES: Final[dict[str, dict[str, bool | str]]] = {
     "streaming": {"streaming": False},
     "kv_floor": {"kv_floor": False},
@@ -38,17 +35,14 @@ SWITCHES: Final[dict[str, dict[str, bool | str]]] = {
     "tail_care": {"tail_care": False},
     "hysteresis": {"hysteresis": False},
 }
-#: The paper's (arXiv 2604.26256), as far as it tells them: allotment by requests, migration, refilled old versions. How
-#: many requests may be live it does not tell; W fixed at 1.5 N reproduces its step times (docs/SIMULATION.md).
+#: The paper's rules (arXiv 2604.26256) as far as it states them: allotment by requests, migration, refill. It does not
+#: state how many requests may be live; W fixed at 1.5 N reproduces its step times (docs/SIMULATION.md).
 PAPER: Final = Orchestration(
     kv_floor=False, kv_overcommit=False, window="fixed", tail_care=False, hysteresis=False, refill=True
 )
 
 
 def orchestration_of(rules: str, *, without: Sequence[str] = (), refill: bool = False) -> Orchestration:
-    """The rules by their name, `dora` or `paper`, less those that are switched off."""
+    """Return the rules named `dora` or `paper`, without those that are switched off."""
     chosen = PAPER if rules == "paper" else Orchestration(refill=refill)
-    changes: dict[str, bool | str] = {}
-    for name in without:
-        changes |= SWITCHES[name]
-    return msgspec.structs.replace(chosen, **changes)
+    return msgspec.structs.replace(chosen, **{key: value for name in without for key, value in SWITCHES[name].items()})

@@ -1,7 +1,4 @@
-"""Every phase there is, and which may follow which: a change that a table does not list is a bug, and raises.
-
-docs/STATES.md draws these tables.
-"""
+"""Phases and their permitted transitions, drawn in docs/STATES.md. Any other transition is a bug and raises."""
 
 from __future__ import annotations
 
@@ -11,48 +8,48 @@ from typing import Final, TypeVar
 
 
 class GroupPhase(enum.Enum):
-    """Where a prompt group stands."""
+    """Phase of a prompt group."""
 
     GENERATING = "generating"  #: at least one sibling is unfinished
     GRADING = "grading"  #: all siblings are finished, at least one is ungraded
-    COMPLETE = "complete"  #: graded, waits for a place in a step
-    COMMITTED = "committed"  #: has a place in a step
-    TRAINED = "trained"  #: its step is closed and trained
-    FILTERED = "filtered"  #: its siblings' rewards give no advantage
+    COMPLETE = "complete"  #: all siblings are graded, not committed yet
+    COMMITTED = "committed"  #: assigned to a step
+    TRAINED = "trained"  #: its step is trained
+    FILTERED = "filtered"  #: its rewards are equal, so there is no advantage
     FAILED = "failed"  #: a sibling could not be generated, or too few could be graded
     DISCARDED = "discarded"  #: over-sampled: its step was full before it was complete
 
 
 class TrajectoryPhase(enum.Enum):
-    """Where one generated sequence stands."""
+    """Phase of a trajectory."""
 
-    WAITING = "waiting"  #: for a slot on an instance of its version
+    WAITING = "waiting"  #: queued for a slot on an instance of its version
     RESIDENT = "resident"  #: being decoded
-    STOPPING = "stopping"  #: being decoded, asked to stop: it moves or makes room
-    GRADING = "grading"  #: finished, waits for its reward
-    GRADED = "graded"  #: rewarded, or grading failed (`reward` is None)
+    STOPPING = "stopping"  #: being decoded, its stop is ordered: it moves or makes room
+    GRADING = "grading"  #: finished, its grading is ordered
+    GRADED = "graded"  #: has a reward, or grading failed (`reward` is None)
     ABANDONED = "abandoned"  #: its group failed or was discarded
 
 
 class WeightsPhase(enum.Enum):
-    """What the weights of an instance allow."""
+    """Phase of an instance's weights."""
 
     BLANK = "blank"  #: up, holds no version of this run
-    LOADING = "loading"  #: its first push is under way
+    LOADING = "loading"  #: its first push is in flight
     SERVING = "serving"  #: holds a confirmed version
-    DRAINING = "draining"  #: holds a confirmed version and takes nothing new, so that it can have another
-    UPDATING = "updating"  #: a push is under way on an instance that has held a version
+    DRAINING = "draining"  #: holds a confirmed version and gets no new work, as it will load another
+    UPDATING = "updating"  #: a push is in flight, and not the first
     QUARANTINED = "quarantined"  #: a push failed: no work until one is confirmed
-    LOST = "lost"  #: down, or not yet up
+    LOST = "lost"  #: down, or not up yet
 
 
 class Membership(enum.Enum):
-    """Whether an instance takes part in the run; it survives a loss."""
+    """An instance's part in the run; a lost instance keeps it."""
 
-    MEMBER = "member"  #: it is given weights and work
-    DRAINED = "drained"  #: on request: it gets neither work nor weights until it is recalled
-    LEAVING = "leaving"  #: drained, and to leave the run once it is empty
-    DISMISSED = "dismissed"  #: asked to leave the run
+    MEMBER = "member"  #: gets weights and work
+    DRAINED = "drained"  #: gets neither weights nor work until a user recalls it
+    LEAVING = "leaving"  #: drained, and leaves the run once it is empty
+    DISMISSED = "dismissed"  #: its dismissal is ordered
 
 
 Phase = TypeVar("Phase", bound=enum.Enum)
@@ -69,7 +66,8 @@ GROUP: Final[Table[GroupPhase]] = {
     GroupPhase.DISCARDED: set(),
 }
 
-_ENDED: Final = {TrajectoryPhase.WAITING, TrajectoryPhase.GRADING, TrajectoryPhase.ABANDONED}  # its request has
+#: What may follow the end of a request.
+_ENDED: Final = {TrajectoryPhase.WAITING, TrajectoryPhase.GRADING, TrajectoryPhase.ABANDONED}
 
 TRAJECTORY: Final[Table[TrajectoryPhase]] = {
     TrajectoryPhase.WAITING: {TrajectoryPhase.RESIDENT, TrajectoryPhase.ABANDONED},
@@ -94,18 +92,18 @@ MEMBERSHIP: Final[Table[Membership]] = {
     Membership.MEMBER: {Membership.DRAINED},
     Membership.DRAINED: {Membership.MEMBER, Membership.LEAVING},
     Membership.LEAVING: {Membership.MEMBER, Membership.DISMISSED},
-    Membership.DISMISSED: {Membership.MEMBER},  # by a new controller, whom nobody has asked to drain it
+    Membership.DISMISSED: {Membership.MEMBER},  # by a new controller, which forgets drain requests
 }
 
-#: Phases of a group that left although siblings of it may still run, or wait for their grades.
+#: The group has left the ledger, but siblings may still be generating or being graded.
 GIVEN_UP: Final = frozenset({GroupPhase.FAILED, GroupPhase.DISCARDED})
-#: Phases of an unconsumed group: the U of rule F.
+#: The group belongs to the U of rule F.
 UNCONSUMED: Final = frozenset({GroupPhase.GENERATING, GroupPhase.GRADING, GroupPhase.COMPLETE})
-#: A request of the trajectory is under way.
+#: The trajectory has a request in flight.
 DECODING: Final = frozenset({TrajectoryPhase.RESIDENT, TrajectoryPhase.STOPPING})
-#: The trajectory has tokens to come.
+#: The trajectory is not fully generated.
 UNFINISHED: Final = DECODING | {TrajectoryPhase.WAITING}
-#: A push is under way.
+#: A push is in flight.
 PUSHING: Final = frozenset({WeightsPhase.LOADING, WeightsPhase.UPDATING})
 #: The instance holds a version that a push has confirmed.
 HOLDS_VERSION: Final = frozenset({WeightsPhase.SERVING, WeightsPhase.DRAINING})

@@ -1,7 +1,6 @@
-"""Placement choices as functions of data: how many instances each version deserves, and
-whether what is left of an old version can be packed onto fewer of them.
+"""Placement choices as pure functions: instances per version, and packing an old version onto fewer instances.
 
-Invariant: no more than the fleet is allotted, and a plan fits slots and KV of its targets.
+Invariant: allotments add up to at most the fleet, and a plan fits the slots and KV of its targets.
 """
 
 from __future__ import annotations
@@ -14,14 +13,14 @@ from dora.core.decode_time import DecodeTime
 from dora.core.ids import InstanceId, VersionId
 from dora.core.tables import Instance, Trajectory
 
-#: KV is filled to this share by plans, so that estimates may be wrong by the rest.
+#: Share of KV that plans may fill; the rest is a margin for wrong estimates.
 KV_FILL = 0.9
-#: A move may slow the target's urgent residents down by this factor.
+#: Largest factor by which a move may slow down urgent residents of the target.
 MAX_SLOWDOWN = 1.10
 
 
 def kv_floor(*, num_unfinished: int, num_tokens: int, slots: float, kv_tokens: float) -> int:
-    """Fewest average instances that hold an old version's unfinished trajectories without eviction; 0 if none."""
+    """Return the number of average instances that hold an old version's unfinished trajectories without eviction."""
     if not num_unfinished:
         return 0
     return max(1, math.ceil(num_tokens / (KV_FILL * kv_tokens)), math.ceil(num_unfinished / slots))
@@ -30,9 +29,10 @@ def kv_floor(*, num_unfinished: int, num_tokens: int, slots: float, kv_tokens: f
 def allot(
     num_instances: int, *, demand: Mapping[VersionId, float], floors: Mapping[VersionId, int]
 ) -> dict[VersionId, int]:
-    """Instances per version: floors first, then the rest by largest remainder over demand in tokens of KV.
+    """Return the instances per version: first the floors, then the rest by largest remainder of the demand.
 
-    `demand` and `floors` have the same keys, in deadline order; if the floors exceed the fleet, earliest first.
+    `demand`, in KV tokens, and `floors` have the same keys in deadline order. If the floors exceed the fleet, the
+    earliest deadlines come first.
     """
     given = dict.fromkeys(demand, 0)
     left = num_instances
@@ -56,7 +56,7 @@ def allot(
 
 
 def allot_by_requests(num_instances: int, *, requests: Mapping[VersionId, int]) -> dict[VersionId, int]:
-    """The paper's allotment (arXiv 2604.26256): DP_w = round(DP_total · R_w / ΣR), the rounding not repaired."""
+    """Return the paper's allotment (arXiv 2604.26256), round(DP_total · R_w / ΣR), without correcting the rounding."""
     total = sum(requests.values())
     return {version: round(num_instances * count / total) for version, count in requests.items()}
 
@@ -64,10 +64,10 @@ def allot_by_requests(num_instances: int, *, requests: Mapping[VersionId, int]) 
 def plan_moves(
     source: Instance, targets: Sequence[Instance], *, urgent_deadline: int, decode_time: DecodeTime
 ) -> list[tuple[Trajectory, Instance]] | None:
-    """Where each resident of `source` goes, or None if the move does not fit or slows urgent work down too much.
+    """Assign each resident of `source` to a target; None if they do not fit or slow down urgent work too much.
 
-    Longest first onto the least loaded target of the same version. A target with a resident due by
-    `urgent_deadline` may get slower by MAX_SLOWDOWN at most.
+    Longest first onto the least loaded target. A target with a resident due by `urgent_deadline` may become slower by
+    the factor MAX_SLOWDOWN at most.
     """
     open_targets = [_rank(i, num_requests=i.num_requests, kv_load=i.kv_load) for i in targets]
     heapify(open_targets)
@@ -75,7 +75,7 @@ def plan_moves(
     plan: list[tuple[Trajectory, Instance]] = []
     for t in sorted(source.residents.values(), key=lambda t: (-t.footprint, t.id)):
         while open_targets and not _fits(t, open_targets[0]):
-            heappop(open_targets)  # full, or nearly: it is left to work of its own
+            heappop(open_targets)  # (nearly) full
         if not open_targets:
             return None
         *_, num_requests, kv_load, target = open_targets[0]
@@ -88,12 +88,12 @@ def plan_moves(
     return plan
 
 
-#: Share of slots, share of KV, id (no two are equal); then requests, footprints and the instance itself.
+#: Share of slots, share of KV, id (which breaks ties); then the number of requests, their KV tokens, the instance.
 _Rank = tuple[float, float, InstanceId, int, int, Instance]
 
 
 def _rank(instance: Instance, *, num_requests: int, kv_load: int) -> _Rank:
-    """A target with the load that the plan gives it; the least loaded one sorts first."""
+    """Return the sort key of a target with its planned load; the least loaded one comes first."""
     share, kv_share = num_requests / instance.slots, kv_load / instance.kv_tokens
     return share, kv_share, instance.id, num_requests, kv_load, instance
 
@@ -106,7 +106,7 @@ def _fits(trajectory: Trajectory, rank: _Rank) -> bool:
 def _slows_down(
     target: Instance, gained: Sequence[Trajectory], *, urgent_deadline: int, decode_time: DecodeTime
 ) -> bool:
-    """Does a resident due by `urgent_deadline` get slower by more than MAX_SLOWDOWN?"""
+    """Whether a resident due by `urgent_deadline` becomes slower by more than MAX_SLOWDOWN."""
     before = decode_time.step_s(num_requests=target.num_requests, num_tokens=target.kv_load)
     num_tokens = target.kv_load + sum(t.footprint for t in gained)
     after = decode_time.step_s(num_requests=target.num_requests + len(gained), num_tokens=num_tokens)

@@ -1,9 +1,8 @@
-"""Who is given which weights: pushes to empty servers, and, where a strategy allows it, to live requests.
+"""Pushes of weights to empty instances and, if the strategy allows updates in flight, among live requests.
 
-Invariant: where weights reach live requests, everything that is not trained belongs to the newest version
-(`Group.current`), while the tag stays what it was: staleness counts from it, and an answer with a span of another
-version counts as a conflict. An evaluation keeps its version all the same: an instance that decodes samples of one is
-updated when they have ended.
+Invariant: with updates in flight, every untrained group belongs to the newest version (`Group.current`) and keeps its
+tag: staleness counts from the tag, and an answer with a span of another version counts as a conflict. An evaluation
+keeps its version: an instance is updated only after the last sample on it has ended.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ from dora.core.state import State, admissions_changed
 from dora.core.tables import Instance
 
 _RESIDENT: Final = TrajectoryPhase.RESIDENT
-#: Phases in which an instance may be given weights while requests run on it.
+#: Phases in which an instance with live requests may be updated.
 _UPDATABLE: Final = frozenset({WeightsPhase.BLANK, WeightsPhase.SERVING, WeightsPhase.QUARANTINED})
 
 
 def push(state: State, instance: Instance, version: VersionId) -> None:
-    """Order a push; the instance serves nothing until it is confirmed."""
+    """Order a push; until it is confirmed the instance serves no version."""
     state.vacant.pop(instance.id, None)
     leave_serving(state, instance)
     instance.move(WeightsPhase.LOADING if instance.weights is WeightsPhase.BLANK else WeightsPhase.UPDATING)
@@ -35,20 +34,19 @@ def push(state: State, instance: Instance, version: VersionId) -> None:
 
 
 def push_ended(state: State, instance: Instance) -> None:
-    """It was confirmed, it failed, or the instance is lost."""
+    """Note that the push to an instance was confirmed or failed, or that the instance is lost."""
     assert instance.pushing is not None
     state.entry(instance.pushing).loading -= 1
     instance.pushing = None
     state.pushes -= 1
-    state.agenda.place()
-    state.agenda.release()
+    state.agenda.place = True
+    state.agenda.release = True
     if state.settings.rules.batched and not state.pushes:
-        admissions_changed(state)  # a block waits until no push is in flight
+        admissions_changed(state)  # a batch starts once no push is in flight
 
 
 def resumed(state: State, instance: Instance) -> None:
-    """A push is over: residents that stood still have their time again. Where it failed they stop, since the weights
-    that they would go on under are unknown."""
+    """Restart the watchdog of residents after a push; if it failed, stop them, as the weights are unknown."""
     instance.progress_at = state.now
     for trajectory in instance.residents.values():
         trajectory.seen_at = state.now
@@ -57,7 +55,7 @@ def resumed(state: State, instance: Instance) -> None:
 
 
 def carry_over(state: State, version: VersionId) -> None:
-    """A version is published: everything that is not trained goes on under it."""
+    """Continue all untrained groups under the version just published."""
     entry = state.entry(version)
     for older in state.window.entries.values():
         if older is not entry:
@@ -73,7 +71,7 @@ def carry_over(state: State, version: VersionId) -> None:
 
 
 def update_fleet(state: State, newest: VersionId, *, is_wanted: bool) -> None:
-    """Push the newest version to every instance at once, if anything is to run under it."""
+    """Push the newest version to all instances at once, if there is work for it."""
     evaluation = state.evaluation
     if not (is_wanted or state.entry(newest).unfinished or evaluation.waiting):
         return
@@ -86,7 +84,7 @@ def update_fleet(state: State, newest: VersionId, *, is_wanted: bool) -> None:
 
 
 def _version_due(state: State, instance: Instance, *, newest: VersionId) -> VersionId:
-    """The newest, unless an evaluation runs here, or needs a server and this one is empty."""
+    """Return the newest version, unless an evaluation runs here, or needs an instance and this one is empty."""
     evaluation = state.evaluation
     if instance.version is not None and len(instance.residents) > instance.num_training:
         return instance.version

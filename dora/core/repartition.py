@@ -1,4 +1,4 @@
-"""Which version an instance serves next: empty instances are given one, and old versions are packed onto fewer."""
+"""Re-partition: which version an empty instance serves next, and packing old versions onto fewer instances."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from dora.core.state import State
 from dora.core.tables import Instance
 from dora.core.versions import Version
 
-#: Time between two looks at what could be packed: a plan costs more than an ordinary event.
+#: Seconds between two attempts at packing, which take longer than an ordinary event.
 CONSOLIDATION_PAUSE_S: Final = 0.25
-#: Instances of a version that a packing looks at, least loaded first.
+#: Instances of a version that packing considers, least loaded first.
 PACKING_CANDIDATES: Final = 16
 
 
 def place(state: State) -> None:
-    """Give each vacant instance the version that needs it most."""
+    """Order a push to each vacant instance that a version needs."""
     newest = state.admission_version()
     if state.settings.rules.in_flight is not None and newest is not None and not state.finished:
         update_fleet(state, newest, is_wanted=why_not(state, newest) is None)
@@ -46,7 +46,7 @@ def place(state: State) -> None:
         elif instance.residents:
             vacate(state, instance)
         elif state.pushes >= state.settings.max_parallel_pushes:
-            return  # the next push that ends comes back here
+            return  # the end of the next push makes `place` due again
         else:
             push(state, instance, version)
         if version in needs:
@@ -56,7 +56,7 @@ def place(state: State) -> None:
 def _version_for(
     state: State, instance: Instance, *, needs: list[VersionId], newest: VersionId | None
 ) -> VersionId | None:
-    """A version in need that has none, the newest, the one under evaluation, one whose trajectories wait."""
+    """Return the first of: a version in need, the newest, the one under evaluation, one with queued trajectories."""
     if needs:
         return needs[0]
     if newest is not None:
@@ -80,7 +80,7 @@ def _is_last_of_needed(state: State, instance: Instance) -> bool:
 
 
 def consolidate(state: State) -> None:
-    """Free an instance of an old version for the newest, by moving what is left on it to its peers."""
+    """Free an instance of an old version for the newest, by moving its residents to its peers."""
     newest = state.admission_version()
     rules, strategy = state.settings.orchestration, state.settings.rules
     if not rules.consolidation or strategy.batched or strategy.in_flight or newest is None or state.finished:
@@ -93,7 +93,7 @@ def consolidate(state: State) -> None:
     roomiest = taker.roomiest()
     if rules.hysteresis and roomiest is not None and roomiest.has_room(footprint_of(state, state.prompts[0], 0)):
         return
-    state.agenda.repack(not_before=state.now + CONSOLIDATION_PAUSE_S)
+    state.agenda.repack_not_before = state.now + CONSOLIDATION_PAUSE_S
     allotted = _allotment(state, newest)
     if len(taker.serving) + taker.loading + state.num_draining >= allotted[newest]:
         return
@@ -103,7 +103,7 @@ def consolidate(state: State) -> None:
 
 
 def _allotment(state: State, newest: VersionId) -> dict[VersionId, int]:
-    """Instances per version, by demand in tokens of KV (largest remainder over floors); or by requests."""
+    """Return the instances per version, by demand in KV tokens with floors, or by requests."""
     if not state.settings.orchestration.kv_floor:
         requests = {v: e.unfinished for v, e in state.window.entries.items()}
         requests[newest] += max(1, num_admissible(state, newest)) * state.settings.group_size
@@ -123,7 +123,7 @@ def _allotment(state: State, newest: VersionId) -> dict[VersionId, int]:
 
 
 def _pack(state: State, entry: Version) -> bool:
-    """Move what runs on the version's emptiest instance to its peers, if that is allowed."""
+    """Move the residents of the version's least loaded instance to its peers; False if no plan is allowed."""
     candidates = entry.roomiest_few(PACKING_CANDIDATES)
     if len(candidates) < 2:
         return False

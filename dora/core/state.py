@@ -1,7 +1,6 @@
-"""All that the core knows, as data. Functions of the other modules read and change it; only `core.handle` is called
-from outside.
+"""The state of the core, as data; the other modules of the core read and change it.
 
-Invariant: the state is the fold of the events so far: the same events give the same state, in any process.
+Invariant: the same events give the same state, in any process.
 """
 
 from __future__ import annotations
@@ -21,94 +20,87 @@ from dora.core.tables import Group, Instance, Ledger, Trajectory
 from dora.core.training import Feed
 from dora.core.versions import Version, Window
 
-#: The admission window W starts at this many times N.
+#: Initial size of the admission window W, in units of N.
 WINDOW_START: Final = 1.5
-#: Prior of the mean answer length, as a share of the token budget: one observation.
+#: Prior of the mean answer length, as a share of the token limit; it counts as one observation.
 PRIOR_LENGTH_SHARE: Final = 0.25
-#: Share of the expected rest of an answer for which KV is kept. Residents do not reach their ends together: to keep all
-#: of it leaves a third of the KV empty (docs/SIMULATION.md), to keep nothing has the server retract.
+#: Share of the expected rest of an answer for which KV is reserved. Residents do not all end at once: 1 leaves a third
+#: of the KV empty (docs/SIMULATION.md), and 0 makes the server retract requests.
 KV_RESERVE: Final = 1 / 3
 
 
 @dataclass(slots=True)
 class Counters:
-    """Facts about the run that no table holds. Three must stay 0, unless the strategy breaks their constraint by
-    design (`Rules.broken_by_design`): version_conflicts, scheduling_aborts, staleness_violations."""
+    """Counters of the run. version_conflicts, scheduling_aborts and staleness_violations stay 0, unless the strategy
+    breaks their constraint by design (`Rules.broken_by_design`)."""
 
     staleness: list[int]  #: groups committed at staleness i; longer where K does not bound it
-    version_conflicts: int = 0  #: answers whose spans name another version than their group's tag (C1)
-    scheduling_aborts: int = 0  #: trajectories stopped by us and not resumed from all their tokens (C2)
+    version_conflicts: int = 0  #: answers with a span of another version than their group's tag (C1)
+    scheduling_aborts: int = 0  #: trajectories stopped on command and not resumed from all their tokens (C2)
     staleness_violations: int = 0  #: groups committed outside 0 <= s - v <= K (C3)
-    late_completions: int = 0  #: completions of an old attempt, ignored
-    migrations: int = 0  #: trajectories that moved to a peer by our choice
-    recovered: int = 0  #: trajectories that went on elsewhere after a loss
-
-    def count_staleness(self, staleness: int) -> None:
-        """One more group is committed."""
-        self.staleness += [0] * (staleness + 1 - len(self.staleness))
-        self.staleness[staleness] += 1
+    late_completions: int = 0  #: events of an old attempt or incarnation, ignored
+    migrations: int = 0  #: trajectories moved to a peer
+    recovered: int = 0  #: trajectories that continued elsewhere after their instance was lost
 
 
 @dataclass(slots=True)
 class State:
-    """The state of one run. Times are seconds since it began; lengths and room are tokens."""
+    """The state of one run. Times are seconds since it began; lengths are tokens."""
 
     settings: Settings
 
     # -- tables
     instances: dict[InstanceId, Instance] = field(default_factory=dict)
     ledger: Ledger = field(default_factory=Ledger)
-    trajectories: dict[TrajectoryId, Trajectory] = field(default_factory=dict)  #: not graded; evaluation's included
+    trajectories: dict[TrajectoryId, Trajectory] = field(default_factory=dict)  #: ungraded, of training and evaluation
     window: Window = field(default_factory=Window)
     formation: Formation = field(init=False)
     feed: Feed = field(init=False)
     evaluation: Evaluation = field(init=False)
     evaluated: int | None = None  #: the last version whose evaluation was reported
     complete: dict[int, deque[Group]] = field(default_factory=dict)  #: by deadline, in completion order; no empty queue
-    missing: set[VersionId] = field(default_factory=set)  #: published versions that were lost and are to be made again
+    missing: set[VersionId] = field(default_factory=set)  #: published versions that were lost, to be written again
     counters: Counters = field(init=False)
 
     # -- admission
     prompts: deque[int] = field(default_factory=deque)  #: lengths of the next prompts, not yet admitted
-    fetching: bool = False  #: a FetchPrompts is under way
+    fetching: bool = False  #: a FetchPrompts is in flight
     source_dry: bool = False  #: `prompts` are the last ones
     window_size: float = field(init=False)  #: W, in untrained groups
-    window_limit: int = field(init=False)  #: W never grows beyond it
+    window_limit: int = field(init=False)  #: maximum of W
     adapts_window: bool = field(init=False)
-    block_version: VersionId | None = (
-        None  #: batched strategies: version of the block being generated; None before the first
-    )
-    block_left: int = 0  #: batched strategies: groups of the block still to be admitted
+    block_version: VersionId | None = None  #: batched strategies: version of the current batch; None before the first
+    block_left: int = 0  #: batched strategies: groups of the batch still to be admitted
     top_ups: int = 0  #: groups filtered or failed since the last close
-    top_up_rewards: dict[float | None, int] = field(default_factory=dict)  #: their siblings' rewards -> how many
+    top_up_rewards: dict[float | None, int] = field(default_factory=dict)  #: counts of their siblings' rewards
 
     # -- fleet totals, over members that are not lost
     num_up: int = 0
     num_slots: int = 0
     num_kv_tokens: int = 0
-    num_draining: int = 0  #: those that drain for the newest version
-    pushes: int = 0  #: in flight, those to drained instances included
-    vacant: dict[InstanceId, Instance] = field(default_factory=dict)  #: no training resident, nothing reserved, no push
-    drained: dict[InstanceId, Instance] = field(default_factory=dict)  #: not members, whatever their weights
-    leaving: dict[InstanceId, Instance] = field(default_factory=dict)  #: those to be dismissed once they are empty
-    removed: set[InstanceId] = field(default_factory=set)  #: left since this controller began: ids that stay unused
+    num_draining: int = 0  #: instances in WeightsPhase.DRAINING
+    pushes: int = 0  #: in flight, including those to drained instances
+    vacant: dict[InstanceId, Instance] = field(default_factory=dict)  #: no training resident, reservation or push
+    drained: dict[InstanceId, Instance] = field(default_factory=dict)  #: not members, lost ones included
+    leaving: dict[InstanceId, Instance] = field(default_factory=dict)  #: to be dismissed once they are empty
+    removed: set[InstanceId] = field(default_factory=set)  #: left since this controller began; not reused
 
     # -- answer lengths
     length_sum: int = field(init=False)  #: of finished answers, and a prior
     length_count: int = 1
     mean_length: int = field(init=False)  #: in whole tokens
-    kv_reserve: float = field(init=False)  #: share of the expected rest of an answer for which KV is kept
+    kv_reserve: float = field(init=False)  #: share of the expected rest of an answer for which KV is reserved
 
     # -- liveness
-    now: float = 0.0  #: time of the event at hand
-    progress_at: float = 0.0  #: when a group was committed or a micro-batch trained
+    now: float = 0.0  #: time of the current event
+    progress_at: float = 0.0  #: when a group was last committed or a micro-batch trained
     step_trained_at: float = 0.0
-    finished: bool = False  #: FinishRun or FailRun was ordered: nothing more will be
-    stalled: bool = False  #: FailRun was ordered for want of progress, which a new controller may have again
+    finished: bool = False  #: FinishRun or FailRun was ordered: no more commands follow
+    stalled: bool = False  #: FailRun was ordered for lack of progress; a new controller may continue
 
     # -- output
     agenda: Agenda = field(default_factory=Agenda)
-    out: list[Command] = field(default_factory=list)  #: orders given on the event at hand
+    out: list[Command] = field(default_factory=list)  #: commands for the current event
 
     def __post_init__(self) -> None:
         settings, rules = self.settings, self.settings.rules
@@ -116,44 +108,44 @@ class State:
         self.feed = Feed(num_ranks=settings.num_ranks, budget=settings.micro_batch_tokens)
         self.evaluation = Evaluation(prompt_tokens=settings.eval_prompt_tokens, every=settings.eval_every)
         self.counters = Counters(staleness=[0] * (rules.max_staleness + 1))
-        #: More untrained groups than F or the gate ever admits: K + 1 steps of unconsumed ones, as many committed.
+        # F and the gate admit K + 1 steps of unconsumed groups, and as many may be committed.
         most = 2 * (rules.max_staleness + 1) * math.ceil(rules.oversample)
         self.window_limit = most * settings.groups_per_step
         window = settings.orchestration.window if rules.has_window else "open"
         self.adapts_window = window == "adaptive"
         self.window_size = self.window_limit if window == "open" else WINDOW_START * settings.groups_per_step
-        is_mixed = rules.max_staleness > 0 and not rules.batched  # a batch grows old together
+        is_mixed = rules.max_staleness > 0 and not rules.batched  # answers of different ages share the KV
         self.kv_reserve = KV_RESERVE if settings.orchestration.kv_overcommit and is_mixed else 1.0
         self.length_sum = max(1, int(PRIOR_LENGTH_SHARE * settings.max_new_tokens))
         self.mean_length = self.length_sum
 
     def admission_version(self) -> VersionId | None:
-        """The version that new groups carry: the newest, or that of the block under way; None before the first."""
+        """Return the version of new groups: the newest, or that of the current batch; None before version 0."""
         if self.settings.rules.batched and self.formation.num_unconsumed:
             return self.block_version
         return self.window.newest
 
     def entry(self, version: VersionId) -> Version:
-        """The window's entry of a version that something needs."""
+        """Return the window's entry of a version that is needed."""
         return self.window.entries[version]
 
     @property
     def next_group(self) -> GroupId:
-        """Id of the next group to be admitted: the cursor of the prompt stream."""
+        """Id of the next group to be admitted, which is the cursor of the prompt stream."""
         return GroupId(self.ledger.admitted)
 
 
 def fail(state: State, reason: str) -> None:
-    """End the run without success."""
+    """End the run as failed."""
     if not state.finished:
         state.finished = True
         state.out.append(FailRun(reason))
 
 
 def admissions_changed(state: State) -> None:
-    """F, W or the source may admit more than before."""
+    """Note that F, W or the source may admit more groups than before."""
     version = state.admission_version()
     if version is not None:
         state.agenda.fill(version)
-    state.agenda.place()
-    state.agenda.repack()
+    state.agenda.place = True
+    state.agenda.repack = True

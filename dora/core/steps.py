@@ -1,6 +1,6 @@
-"""What is committed, closed, fed and trained.
+"""Steps: committing groups, closing a step, feeding the trainer, adapting the window W.
 
-Invariant: groups are committed earliest deadline first, then in completion order, and only as rule F allows.
+Invariant: groups are committed earliest deadline first, then in completion order, and only if rule F allows it.
 """
 
 from __future__ import annotations
@@ -14,85 +14,71 @@ from dora.core.phases import GroupPhase
 from dora.core.state import State, admissions_changed, fail
 from dora.core.tables import Group
 
-#: W moves by these factors (docs/ARCHITECTURE.md); it grows by the share of the step that the trainer has lost, within
-#: these bounds.
+#: Bounds of the factor by which W grows, which is 1 + the share of the step that the trainer was idle.
 WINDOW_GROW: Final = (1.06, 1.5)
 WINDOW_SHRINK: Final = 0.985
-#: Share of a step for which the trainer may wait before W grows.
+#: Share of a step that the trainer may be idle before W grows.
 NOTICEABLE_WAIT: Final = 0.02
 
 
 def form(state: State) -> None:
-    """Commit what can be committed; a full step is closed and the next one begun."""
+    """Commit complete groups, and close each full step."""
     while _fill_step(state):
         close(state)
 
 
 def _fill_step(state: State) -> bool:
     """Commit complete groups as far as F and the strategy allow; True once the step is full."""
-    size = state.settings.groups_per_step
+    formation, size = state.formation, state.settings.groups_per_step
     if not (state.settings.rules.streamed and state.settings.orchestration.streaming):
         ready = sum(len(q) for q in state.complete.values())
-        if ready + state.formation.committed < size and not _is_tail(state, ready):
+        is_tail = state.source_dry and not state.prompts and ready == formation.num_unconsumed
+        if ready + formation.committed < size and not is_tail:
             return False
-    while state.formation.committed < size:
-        group = _next_to_commit(state)
-        if group is None:
+    while formation.committed < size:
+        deadline = min(state.complete, default=None)
+        if deadline is None or not formation.may_commit(deadline):
             return False
-        _commit(state, group)
+        _commit(state, state.complete[deadline].popleft())
+        if not state.complete[deadline]:
+            del state.complete[deadline]
     return True
 
 
-def _is_tail(state: State, ready: int) -> bool:
-    """The source is dry and every unconsumed group is complete."""
-    return state.source_dry and not state.prompts and ready == state.formation.num_unconsumed
-
-
-def _next_to_commit(state: State) -> Group | None:
-    """Earliest deadline, then completion order, if F holds afterwards."""
-    if not state.complete:
-        return None
-    deadline = min(state.complete)
-    return state.complete[deadline][0] if state.formation.may_commit(deadline) else None
-
-
 def _commit(state: State, group: Group) -> None:
-    """The group has its place in the step."""
-    queue = state.complete[group.deadline]
-    queue.popleft()
-    if not queue:
-        del state.complete[group.deadline]
-    step = state.formation.step
+    """Assign a group to the step."""
+    step, staleness = state.formation.step, state.counters.staleness
     if not state.formation.staleness_allowed(group.version, step=step):
         state.counters.staleness_violations += 1
         fail(state, f"C3: group {group.id} of version {group.version} committed to step {step}")
     else:
-        state.counters.count_staleness(step - group.version)
+        staleness += [0] * (step - group.version + 1 - len(staleness))
+        staleness[step - group.version] += 1
     state.formation.commit(group.deadline)
     state.ledger.move(group, GroupPhase.COMMITTED)
     group.step = step
     state.feed.commit(group, step=step)
-    state.agenda.feed()
+    state.agenda.feed = True
     state.progress_at = state.now
     state.out.append(CommitGroup(group.id, group.version, step))
 
 
 def close(state: State) -> None:
-    """The step has all its groups: the next one is formed."""
+    """End the step and form the next one."""
     formation = state.formation
     if state.settings.rules.discards:
         discard_surplus(state)
     state.out.append(CloseStep(formation.step, formation.committed))
     state.feed.steps[formation.step].closed = True
     formation.close()
-    state.agenda.feed()
+    state.agenda.feed = True
     state.top_ups = 0
     state.top_up_rewards.clear()
     admissions_changed(state)
 
 
 def feed_trainer(state: State) -> None:
-    """Send the micro-batches that it should have now."""
+    """Send the trainer the micro-batches that are due."""
     while (wave := state.feed.next_wave()) is not None:
         if state.feed.idle_since is not None:
             state.feed.idle_s += state.now - state.feed.idle_since
@@ -101,7 +87,7 @@ def feed_trainer(state: State) -> None:
 
 
 def step_trained(state: State, step: StepId) -> None:
-    """Its groups leave the ledger, once."""
+    """Remove the groups of a trained step from the ledger."""
     state.feed.trained = StepId(step + 1)
     groups = state.feed.groups(step)
     for group in groups:
@@ -109,14 +95,14 @@ def step_trained(state: State, step: StepId) -> None:
         state.entry(group.current).groups -= 1
     state.out.append(ForgetGroups(tuple(g.id for g in groups)))
     _adapt_window(state)
-    state.agenda.release()
+    state.agenda.release = True
     admissions_changed(state)
 
 
 def _adapt_window(state: State) -> None:
-    """W grows when the trainer waited noticeably, else shrinks slowly.
+    """Grow W if the trainer was idle noticeably, else shrink it slowly.
 
-    Ranks that wait for the fullest one of a small micro-batch count: the trainer got it because there was no more.
+    Idle time includes ranks that waited for the fullest one of a wave that was small for lack of groups.
     """
     duration, lost_s = state.now - state.step_trained_at, state.feed.idle_s + state.feed.uneven_s
     state.feed.idle_s = state.feed.uneven_s = 0.0

@@ -1,6 +1,6 @@
-"""What happened to one group, trajectory, instance, version or step: readable lines made from events and commands.
+"""The story of a group, trajectory, instance, version or step: readable lines made from events and commands.
 
-Pure, and generic over the fields of facts and orders: a new event needs no code here.
+It reads the fields of events and commands generically, so that new ones need no code here.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from dora.core.commands import Command
 from dora.core.events import Event, ProgressReported
 from dora.core.ids import GroupId, TrajectoryId, group_of, trajectory_id
 
-#: An event with the commands it gave, as the journal holds them.
+#: An event with the commands it led to, as in the journal.
 Entry = tuple[Event, Sequence[Command]]
 
-#: Fields that name a subject, the most telling one first.
+#: Fields that name a subject, the most specific one first.
 KINDS: Final = ("trajectory", "group", "instance", "version", "step")
 
 
 class Subject(NamedTuple):
-    """What a story is about."""
+    """The subject of a story."""
 
     kind: str  #: one of KINDS, or "run"
     id: int
@@ -33,7 +33,7 @@ RUN: Final = Subject("run", 0)
 
 
 def subject_of(fact: Event | Command) -> Subject:
-    """What a fact or order is mainly about."""
+    """Return the main subject of an event or command."""
     for kind in KINDS:
         id = getattr(fact, kind, None)
         if id is not None:
@@ -42,10 +42,10 @@ def subject_of(fact: Event | Command) -> Subject:
 
 
 def story(entries: Iterable[Entry], subject: Subject, *, group_size: int) -> list[str]:
-    """Everything that happened to `subject`, in order; an event that gave it an order is shown as the order's cause.
+    """Return all events and commands about `subject` in order, and the events that caused the commands.
 
-    A group's story holds those of its trajectories, a trajectory's what happened to its group. Of progress reports
-    in a row only the last is kept.
+    A group's story includes its trajectories, and a trajectory's includes its group. Of consecutive progress reports
+    only the last is kept.
     """
     ids = _ids_of(subject, group_size=group_size)
     lines: list[str] = []
@@ -64,7 +64,7 @@ def story(entries: Iterable[Entry], subject: Subject, *, group_size: int) -> lis
 
 
 def describe(fact: Event | Command, trajectories: Container[int] = ()) -> str:
-    """One fact or order in words; of many trajectories only those given are shown."""
+    """Describe an event or command in one line; of several trajectories only those given are shown."""
     parts = [type(fact).__name__]
     for name in fact.__struct_fields__:
         if name != "at":
@@ -78,7 +78,7 @@ class _Ids(NamedTuple):
 
 
 def _ids_of(subject: Subject, *, group_size: int) -> _Ids:
-    """The trajectories that belong to a subject, and the group it belongs to."""
+    """Return the trajectories of a subject, and its group."""
     if subject.kind == "group":
         first = trajectory_id(GroupId(subject.id), 0, group_size=group_size)
         return _Ids(range(first, first + group_size), GroupId(subject.id))

@@ -1,7 +1,6 @@
-"""The strategies as settings of the same rules, and the settings a run's decisions depend on.
+"""The strategies as values of `Rules`, and the settings that decisions depend on.
 
-One controller, one code path: a comparison between strategies compares these few values and nothing else (invariant: no
-other module of the core knows a strategy by its name).
+Invariant: no other module of the core knows a strategy by its name, so that strategies differ in these values only.
 """
 
 from __future__ import annotations
@@ -13,15 +12,15 @@ import msgspec
 from dora.core.decode_time import DecodeTime
 from dora.core.orchestration import Orchestration
 
-#: How a server is paused for weights that reach it among live requests. `retract`: its KV is dropped, and everything
-#: is prefilled again under the new weights; `in_place`: the KV of the old weights stays.
+#: How a server is paused for an update in flight. `retract`: its KV is dropped, and all requests are prefilled again
+#: under the new weights; `in_place`: the KV of the old weights is kept.
 Pause = Literal["retract", "in_place"]
 
-#: A trajectory without a token for this many watchdog times, on an instance that serves others, is stopped and goes on
-#: elsewhere: after a retraction it may wait behind others, but not for ever.
+#: Watchdog times without a token after which a trajectory is moved, although its instance serves others; after a
+#: retraction it may be queued behind them for a while.
 SILENCE: Final = 3.0
 
-#: Names of all strategies, as users write them.
+#: Names of all strategies.
 STRATEGIES: Final = (
     "dora",
     "sync",
@@ -32,39 +31,40 @@ STRATEGIES: Final = (
     "partial_sync",
     "oversample",
 )
-#: Those that read `max_staleness`; the others fix K.
-READS_K: Final = frozenset({"dora", "partial", "partial_bounded"})
 
 
 class Rules(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What distinguishes one strategy from another."""
+    """The differences between strategies."""
 
     max_staleness: int  #: K
-    streamed: bool  #: commit groups as they complete; else when the whole batch has
-    batched: bool  #: admit N groups as one block and push only a drained fleet
-    in_flight: Pause | None = None  #: weights reach live requests, at once (not C1); None: they wait for empty servers
-    bounded: bool = True  #: rule F; False: AReaL's capacity gate, under which K bounds no staleness (not C3)
-    oversample: float = 1.0  #: alpha: groups under way in a step, in units of N; the first N complete are trained
+    streamed: bool  #: commit groups as they complete; else N at a time
+    batched: bool  #: admit N groups as one batch, and push only while no group is unfinished
+    in_flight: Pause | None = None  #: update live requests at once (breaks C1); None: push to empty instances
+    bounded: bool = True  #: rule F; False: AReaL's capacity gate, under which K does not bound staleness (breaks C3)
+    oversample: float = 1.0  #: alpha: groups in progress per step, in units of N; the first N complete are trained
 
     @property
     def discards(self) -> bool:
-        """What a step does not take is thrown away (not C2); else, with weights in flight, it goes on."""
+        """Whether surplus groups are discarded when the step closes (breaks C2); with updates in flight they go on."""
         return self.oversample > 1.0 and self.in_flight is None
 
     @property
     def has_window(self) -> bool:
-        """The adaptive window W limits admission: `dora`'s own means against needless staleness."""
+        """Whether the adaptive window W limits admission, which avoids needless staleness (`dora` only)."""
         return not self.batched and self.oversample == 1.0 and self.in_flight is None
 
     @property
     def broken_by_design(self) -> tuple[str, ...]:
-        """Constraints that the strategy does without; what it costs them is counted and shown."""
+        """Constraints that the strategy does not keep; violations are counted and shown."""
         broken = {"C1": self.in_flight is not None, "C2": self.discards, "C3": not self.bounded}
         return tuple(name for name, is_broken in broken.items() if is_broken)
 
 
 def rules_of(strategy: str, *, max_staleness: int, pause: Pause = "retract", oversample: float = 1.5) -> Rules:
-    """Rules of a strategy by its name; `max_staleness` is read by READS_K, `pause` by all kinds of `partial`."""
+    """Return the rules of a strategy.
+
+    `max_staleness` applies to `dora`, `partial` and `partial_bounded`; `pause` to all kinds of `partial`.
+    """
     if strategy in _RULES:
         return _RULES[strategy]
     if strategy == "oversample":
@@ -80,7 +80,7 @@ def rules_of(strategy: str, *, max_staleness: int, pause: Pause = "retract", ove
 
 
 def strategy_of(rules: Rules) -> str:
-    """The name of some rules."""
+    """Return the name of the strategy with these rules."""
     if rules.oversample > 1.0:
         return "oversample" if rules.discards else "partial_sync"
     if rules.in_flight is not None:
@@ -92,7 +92,7 @@ def strategy_of(rules: Rules) -> str:
     return "dora" if rules.max_staleness else "periodic"
 
 
-#: `dora` with K = 0 is `periodic`, event for event: hence no entry of its own.
+#: `periodic` is `dora` with K = 0, event for event.
 _RULES: Final = {
     "sync": Rules(max_staleness=0, streamed=False, batched=False),
     "periodic": Rules(max_staleness=0, streamed=True, batched=False),
@@ -101,7 +101,7 @@ _RULES: Final = {
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Everything that decisions depend on besides events; the first record of a journal."""
+    """Everything besides events that decisions depend on; part of a journal's first record."""
 
     rules: Rules
     steps: int  #: T
@@ -111,19 +111,19 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_ranks: int  #: trainer ranks
     micro_batch_tokens: int  #: token budget of one rank's micro-batch
     filter_zero_variance: bool = True
-    max_top_up: float = 10.0  #: groups a step may lose to filters and failures, in units of N
+    max_top_up: float = 10.0  #: filtered and failed groups allowed per step, in units of N
     orchestration: Orchestration = Orchestration()
-    watchdog_s: float = 120.0  #: without a new token for so long, a trajectory's instance counts as lost
-    no_progress_s: float = 300.0  #: without a commit for so long, while work is outstanding, the run fails
-    max_attempts: int = 8  #: failed requests of one trajectory, instances lost apart
+    watchdog_s: float = 120.0  #: time without a new token after which an instance with requests counts as lost
+    no_progress_s: float = 300.0  #: time without progress, while work is outstanding, after which the run fails
+    max_attempts: int = 8  #: requests of one trajectory that may fail, not counting lost instances
     max_parallel_pushes: int = 4
     eval_prompt_tokens: tuple[int, ...] = ()  #: prompt lengths of all evaluation samples, in order
     eval_every: int = 0  #: steps between evaluations; 0: only the first and the last version
-    max_eval_share: float = 0.1  #: of all slots, while training work could use them
+    max_eval_share: float = 0.1  #: share of all slots, while training work could use them
     decode_time: DecodeTime = DecodeTime()
-    deterministic: bool = False  #: the trainer makes the same bytes of the same waves: a replay that differs is wrong
+    deterministic: bool = False  #: the trainer writes the same bytes for the same waves, so a replay may not differ
 
     @property
     def max_lag(self) -> int:
-        """Most steps that a group may be stale: K, or the whole job where nothing bounds it."""
+        """Largest staleness of a group: K, or the whole job if K does not bound it."""
         return self.rules.max_staleness if self.rules.bounded else self.steps - 1

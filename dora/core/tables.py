@@ -1,8 +1,8 @@
-"""The tables: prompt groups and their trajectories, inference servers, and the ledger of all groups.
+"""Prompt groups, trajectories, instances, and the ledger of all groups.
 
-Invariants: every admitted group is in exactly one phase, and `Ledger.counts` holds how many are in each: admitted = the
-sum of the counts (conservation, C2). An instance changes its version only while nothing is resident or reserved on it,
-unless weights may reach live requests (C1). Counters follow every change; `invariants.check` recomputes them.
+Invariants: every admitted group is in exactly one phase, and `Ledger.counts` adds up to `Ledger.admitted`
+(conservation, C2). An instance changes its version only while nothing is resident or reserved on it, unless the
+strategy updates in flight (C1). `invariants.check` recomputes all counters.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ from dora.core.phases import (
     WeightsPhase,
 )
 
-_WAITING: Final = TrajectoryPhase.WAITING  # member access on an Enum class costs ten times a global's on Python 3.11
+_WAITING: Final = TrajectoryPhase.WAITING  # on Python 3.11, Enum members are ten times slower to read than globals
 _SERVING: Final = WeightsPhase.SERVING
 _MEMBER: Final = Membership.MEMBER
 
 
 @dataclass(slots=True, eq=False, repr=False)
 class Trajectory:
-    """One generated sequence. `group` is None for a sample of an evaluation."""
+    """One sampled sequence. `group` is None for an evaluation sample."""
 
     id: TrajectoryId
     _: KW_ONLY
     group: Group | None
-    version: VersionId  #: the group's tag; where updates reach live requests, the newest as long as it runs
+    version: VersionId  #: the group's tag; where updates reach live requests, the newest until it is finished
     num_prompt_tokens: int
-    num_tokens: int = 0  #: produced, as last taken in from a report or a completion
+    num_tokens: int = 0  #: produced, as of the last report processed or the last completion
     phase: TrajectoryPhase = _WAITING
     instance: Instance | None = None  #: where it is decoded; None unless RESIDENT or STOPPING
     target: Instance | None = None  #: where a slot and KV are reserved for its move; only while STOPPING
-    attempt: int = 0  #: number of its latest command
-    failures: int = 0  #: failed requests, instances lost apart
-    seen_at: float = 0.0  #: when its token count was last seen to have grown, or its latest request began
-    footprint: int = 0  #: tokens of KV accounted for it while it is resident: prompt + max(produced, expected)
+    attempt: int = 0  #: of its latest command
+    failures: int = 0  #: failed requests, not counting lost instances
+    seen_at: float = 0.0  #: when its token count was last seen to grow, or its latest request began
+    footprint: int = 0  #: KV tokens accounted for while it is resident: prompt + max(produced, expected)
     reward: float | None = None
-    is_mixed: bool = False  #: a span of it names another version than its group's tag (C1)
+    is_mixed: bool = False  #: a span has another version than its group's tag (C1)
 
     def move(self, phase: TrajectoryPhase) -> None:
         """Change the phase; ValueError if `phases.TRAJECTORY` does not allow it."""
@@ -57,7 +57,7 @@ class Trajectory:
 
 @dataclass(slots=True, eq=False, repr=False)
 class Group:
-    """A prompt with its siblings; all carry the group's version."""
+    """A prompt and its siblings, which all have the group's version."""
 
     id: GroupId
     _: KW_ONLY
@@ -68,9 +68,11 @@ class Group:
     admitted_at: float
     phase: GroupPhase = GroupPhase.GENERATING
     step: StepId | None = None  #: the step it is committed to
-    home: Instance | None = None  #: where a sibling was dispatched last: it holds the prompt's prefix
-    current: VersionId = field(init=False)  #: its tag; the newest where updates reach live requests
-    waiting: list[Trajectory] = field(default_factory=list)  #: siblings that wait for a slot; the last is served first
+    home: Instance | None = None  #: where a sibling was last dispatched, so that the prompt's prefix is cached
+    current: VersionId = field(
+        init=False
+    )  #: the version it continues under: the tag or, with updates in flight, the newest
+    waiting: list[Trajectory] = field(default_factory=list)  #: siblings queued for a slot; the last one is next
     unfinished: int = field(init=False)
     ungraded: int = field(init=False)
     trajectories: list[Trajectory] = field(init=False)
@@ -84,12 +86,12 @@ class Group:
         ]
 
     def let_go(self) -> None:
-        """Its siblings are needed no longer. They and the group name each other: so no search must free them."""
+        """Drop the siblings. This breaks the reference cycle, so that no garbage collection is needed."""
         self.trajectories.clear()
 
     @property
     def rewards(self) -> tuple[float | None, ...]:
-        """Rewards of the siblings; None where grading failed (or has not happened)."""
+        """Rewards of the siblings; None if ungraded or if grading failed."""
         return tuple([t.reward for t in self.trajectories])
 
 
@@ -98,74 +100,74 @@ class Instance:
     """One inference server."""
 
     id: InstanceId
-    incarnation: int = 0  #: number of its start
+    incarnation: int = 0  #: counts its starts
     weights: WeightsPhase = WeightsPhase.LOST
     membership: Membership = _MEMBER
     version: VersionId | None = None  #: confirmed version; None unless SERVING or DRAINING
-    pushing: VersionId | None = None  #: version of the push under way; None unless LOADING or UPDATING
-    attempt: int = 0  #: number of the latest push
-    failures: int = 0  #: failed pushes in a row
+    pushing: VersionId | None = None  #: version of the push in flight; None unless LOADING or UPDATING
+    attempt: int = 0  #: of the latest push
+    failures: int = 0  #: consecutive failed pushes
     retry_at: float = 0.0  #: no push before this time
     slots: int = 0
     kv_tokens: int = 0
     residents: dict[TrajectoryId, Trajectory] = field(default_factory=dict)
-    num_training: int = 0  #: residents that are not evaluation
-    reserved: dict[TrajectoryId, Trajectory] = field(default_factory=dict)  #: moves on their way here
-    num_requests: int = 0  #: slots taken, by residents and by moves on their way here
+    num_training: int = 0  #: residents that are not evaluation samples
+    reserved: dict[TrajectoryId, Trajectory] = field(default_factory=dict)  #: trajectories that move here
+    num_requests: int = 0  #: slots taken, by residents and reserved
     kv_load: int = 0  #: sum of footprints of residents and reserved
     room_key: float = math.inf  #: its key in the version's heap of rooms, never above its load; inf: not in it
-    reported: dict[TrajectoryId, int] = field(default_factory=dict)  #: residents' token counts, as reported last
-    look_at: float = 0.0  #: when they are taken in
-    progress_at: float = 0.0  #: when any of them was last seen to have grown, or the first one began
+    reported: dict[TrajectoryId, int] = field(default_factory=dict)  #: residents' token counts, as last reported
+    look_at: float = 0.0  #: when `reported` is processed next
+    progress_at: float = 0.0  #: when any of the counts was last seen to grow, or the first request began
     pressed: bool = False  #: KV nearly full: no new work
-    condemned: bool = False  #: waits for the shell to say that it is lost
+    condemned: bool = False  #: a CondemnInstance is in flight
 
     def move(self, phase: WeightsPhase) -> None:
-        """Change what the weights allow; ValueError if `phases.WEIGHTS` does not."""
+        """Change the phase of the weights; ValueError if `phases.WEIGHTS` does not allow it."""
         if phase not in WEIGHTS[self.weights]:
             raise ValueError(f"instance {self.id}: {self.weights.value} -> {phase.value}")
         self.weights = phase
 
     def change(self, membership: Membership) -> None:
-        """Change the part that it takes in the run; ValueError if `phases.MEMBERSHIP` does not allow it."""
+        """Change the membership; ValueError if `phases.MEMBERSHIP` does not allow it."""
         if membership not in MEMBERSHIP[self.membership]:
             raise ValueError(f"instance {self.id}: {self.membership.value} -> {membership.value}")
         self.membership = membership
 
     @property
     def is_empty(self) -> bool:
-        """No resident and no reserved move: the only state in which its version may change."""
+        """Whether nothing is resident or reserved on it."""
         return not self.num_requests
 
     @property
     def may_be_paused(self) -> bool:
-        """A push is under way, or has failed: its health check may fail though it is well."""
+        """Whether a push is in flight or has failed, so that health checks may fail although the server is well."""
         return self.pushing is not None or self.weights is WeightsPhase.QUARANTINED
 
     @property
     def is_member(self) -> bool:
-        """It takes part in the run: nobody has asked to drain it."""
+        """Whether it takes part in the run."""
         return self.membership is _MEMBER
 
     @property
     def takes_work(self) -> bool:
-        """It may be given requests of its version."""
+        """Whether it may get requests for its version."""
         can = self.weights is _SERVING and self.membership is _MEMBER
         return can and not self.pressed and not self.condemned
 
     def load(self) -> float:
-        """Share of slots or KV in use, whichever is larger."""
+        """Return the share of slots or of KV in use, whichever is larger."""
         slots = self.num_requests / self.slots
         kv = self.kv_load / self.kv_tokens
         return slots if slots > kv else kv
 
     def has_room(self, footprint: int) -> bool:
-        """A slot is free and `footprint` tokens of KV fit; an empty instance always has room."""
+        """Whether a slot is free and `footprint` KV tokens fit; an empty instance always has room."""
         held = self.num_requests
         return held == 0 or (held < self.slots and self.kv_load + footprint <= self.kv_tokens)
 
     def add(self, trajectory: Trajectory) -> None:
-        """A request becomes resident."""
+        """Add a resident."""
         self.residents[trajectory.id] = trajectory
         self.num_requests += 1
         self.kv_load += trajectory.footprint
@@ -173,7 +175,7 @@ class Instance:
             self.num_training += 1
 
     def remove(self, trajectory: Trajectory) -> None:
-        """A request has ended here."""
+        """Remove a resident."""
         del self.residents[trajectory.id]
         self.num_requests -= 1
         self.kv_load -= trajectory.footprint
@@ -181,13 +183,13 @@ class Instance:
             self.num_training -= 1
 
     def reserve(self, trajectory: Trajectory) -> None:
-        """Keep a slot and KV for a move before its source is stopped."""
+        """Reserve a slot and KV for a trajectory that moves here."""
         self.reserved[trajectory.id] = trajectory
         self.num_requests += 1
         self.kv_load += trajectory.footprint
 
     def unreserve(self, trajectory: Trajectory) -> None:
-        """The move has arrived, or is off."""
+        """Release a reservation."""
         del self.reserved[trajectory.id]
         self.num_requests -= 1
         self.kv_load -= trajectory.footprint
@@ -195,15 +197,15 @@ class Instance:
 
 @dataclass(slots=True, eq=False, repr=False)
 class Ledger:
-    """All groups that are not trained, filtered, failed or discarded, and the counts of all that ever were."""
+    """All groups that are not trained, filtered, failed or discarded, and counts of all groups ever admitted."""
 
     groups: dict[GroupId, Group] = field(default_factory=dict)
     admitted: int = 0
     counts: dict[GroupPhase, int] = field(default_factory=lambda: dict.fromkeys(GroupPhase, 0))
-    reasons: dict[str, int] = field(default_factory=dict)  #: "filtered: ...", "failed: ..." -> groups
+    reasons: dict[str, int] = field(default_factory=dict)  #: "outcome: reason" -> number of groups
 
     def admit(self, group: Group) -> None:
-        """Enter a group."""
+        """Add a group."""
         self.groups[group.id] = group
         self.admitted += 1
         self.counts[GroupPhase.GENERATING] += 1
@@ -220,5 +222,5 @@ class Ledger:
 
     @property
     def num_untrained(self) -> int:
-        """Groups admitted and not yet trained; dropped ones have left. What the window W counts."""
+        """Number of groups admitted and neither trained nor dropped, which W limits."""
         return len(self.groups)

@@ -28,7 +28,7 @@ _MAX_DIMENSIONS = 32
 
 
 def encode(message: Message) -> list[Buffer]:
-    """The frames of `message`; large arrays are not copied."""
+    """Return the frames of `message`; large arrays are not copied."""
     small: list[Buffer] = []
     large: list[Buffer] = []
 
@@ -47,7 +47,7 @@ def encode(message: Message) -> list[Buffer]:
 
 
 def decode(frames: Sequence[Buffer], kind: Any) -> Any:
-    """The message in `frames`, which must belong to `kind`, a union of message types."""
+    """Return the message in `frames`, which must belong to `kind`, a union of message types."""
     if not frames:
         raise ProtocolError("a message without frames")
     small = memoryview(frames[1] if len(frames) > 1 else b"").toreadonly()
@@ -82,7 +82,7 @@ def decode(frames: Sequence[Buffer], kind: Any) -> Any:
 
 @cache
 def _dtype(annotation: Any) -> tuple[np.dtype[Any], str]:
-    """The dtype of a field `NDArray[scalar]`, and its name in a header."""
+    """Return the dtype of a field `NDArray[scalar]`, and its name in a header."""
     scalar: type[np.generic] = get_args(get_args(annotation)[1])[0]
     little = np.dtype(scalar).newbyteorder("<")
     return little, little.str

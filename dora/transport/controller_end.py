@@ -1,10 +1,10 @@
 """The controller's end of the transport: one ROUTER socket, one `Link` per trainer rank.
 
 Invariant: no message is sent before all ranks have sent HELLO with the same protocol and world size (the READY
-barrier), and none is dropped: the window of `Link` bounds the messages under way, and QUEUE_SIZE is larger than any
+barrier), and none is dropped: the window of `Link` bounds the messages in flight, and QUEUE_SIZE is larger than any
 window needs, so that only a rank that breaks the protocol reaches it. Frames come only from holders of the token
-(`curve`); any other peer costs a failed handshake in ZeroMQ's own thread and is counted here. A rank is identified by
-its random routing id, which it keeps when it reconnects and no other rank can take.
+(`curve`); the handshake of any other peer fails in ZeroMQ's own thread and is counted here. A rank is identified by its
+random routing id, which it keeps when it reconnects and which no other rank can take.
 
 No call on the socket blocks: a send hands the message to ZeroMQ's own thread. The reader task yields to the event loop
 after each burst of messages.
@@ -42,8 +42,8 @@ SEND_TIMEOUT_S = 600.0  # a rank that has consumed none of MAX_UNACKED messages 
 HEARTBEAT_MS = 2_000  # ZeroMQ's own ping, which detects a peer whose host has vanished
 HEARTBEAT_TIMEOUT_MS = 10_000
 READ_BURST = 64  # messages to take before yielding to the event loop
-# Messages under way to or from one connection. Both windows and their acknowledgements are at most 2 * MAX_UNACKED, and
-# ZeroMQ learns only after every half queue how many messages the other side has taken.
+# Messages queued to or from one connection. Both windows and their acknowledgements are at most 2 * MAX_UNACKED, and
+# ZeroMQ learns only after every half queue how many messages the other side has received.
 QUEUE_SIZE = 8 * MAX_UNACKED
 FAILED_HANDSHAKES = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -67,8 +67,7 @@ class _Peer:
 
     rank: int
     identity: bytes
-    address: str  # host and pid, for messages
-    heard_at: float
+    address: str  # host and pid, for error messages
     link: Link = field(default_factory=Link)
     room: asyncio.Event = field(default_factory=asyncio.Event)  # set when the window may have space again
 
@@ -83,7 +82,6 @@ class ControllerEnd:
         self._address = address
         self._token = token
         self._world_size = world_size
-        self._now = now
         self._strangers = Refusals(now)
         self._epoch = epoch
         self._peers: dict[int, _Peer] = {}
@@ -136,7 +134,7 @@ class ControllerEnd:
         return self._world_size
 
     async def send(self, rank: int, message: ToTrainer) -> None:
-        """Send `message`, after waiting for the rank to consume one if MAX_UNACKED are under way."""
+        """Send `message`; if MAX_UNACKED are in flight, first wait until the rank has consumed one."""
         assert self._complete.is_set(), "nothing is sent before the READY barrier"
         peer = self._peers[rank]
         if peer.link.full:
@@ -146,8 +144,7 @@ class ControllerEnd:
         self._transmit(peer.identity, frames)
 
     async def receive(self) -> tuple[int, ToController]:
-        """The next message of any rank; those of one rank are in order. Raises TrainerLost if a rank breaks the
-        protocol."""
+        """Return the next message of any rank, in order for each rank; TrainerLost if a rank breaks the protocol."""
         item = await self._incoming.get()
         if isinstance(item, BaseException):
             raise item
@@ -156,12 +153,8 @@ class ControllerEnd:
         self._transmit(peer.identity, encode(Ack(epoch=self._epoch, last_id=data.id)))
         return peer.rank, data.message
 
-    def silent_s(self, rank: int) -> float:
-        """Seconds since the last frame of `rank`."""
-        return self._now() - self._peers[rank].heard_at
-
     def link(self, rank: int) -> Link:
-        """Counters of the traffic with `rank`."""
+        """Return the link with its counters of the traffic with `rank`."""
         return self._peers[rank].link
 
     async def close(self) -> None:
@@ -209,7 +202,6 @@ class ControllerEnd:
             if isinstance(frame, Hello):
                 self._on_hello(identity, frame)
             elif peer is not None and frame.epoch == self._epoch:  # else: its HELLO to this controller follows
-                peer.heard_at = self._now()
                 self._on_frame(peer, frame)
         except ProtocolError as err:
             if peer is None:
@@ -233,7 +225,7 @@ class ControllerEnd:
                 self._refuse(identity, who, reason)
                 return
             self._world_size = hello.world_size
-            peer = _Peer(hello.rank, identity, f"host {hello.host}, pid {hello.pid}", heard_at=self._now())
+            peer = _Peer(hello.rank, identity, f"host {hello.host}, pid {hello.pid}")
             self._peers[hello.rank] = self._by_identity[identity] = peer
         link = peer.link
         self._transmit(identity, encode(Welcome(epoch=self._epoch, last_id=link.last_received)))
@@ -306,7 +298,7 @@ class ControllerEnd:
 
 
 def _burst(socket: zmq.Socket[bytes]) -> list[list[zmq.Frame]]:
-    """Up to READ_BURST messages that have arrived at `socket`."""
+    """Receive up to READ_BURST messages that have arrived at `socket`."""
     messages: list[list[zmq.Frame]] = []
     with contextlib.suppress(zmq.Again):
         while len(messages) < READ_BURST:

@@ -13,7 +13,7 @@ from collections import deque
 from dora.errors import ProtocolError
 from dora.transport.codec import Buffer
 
-# Maximum number of messages under way to one peer; consumption acknowledges them. A rank trains one micro-batch while
+# Maximum number of messages in flight to one peer; consumption acknowledges them. A rank trains one micro-batch while
 # the next ones are queued: 64 are several steps of the default job and, at 4,096 tokens of 13 B each, at most 3.4 MB.
 MAX_UNACKED = 64
 # Limit on ignored messages between two new ones or reconnections. A broken connection leaves up to one window of

@@ -46,16 +46,16 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     advantage: Literal["grpo", "dr_grpo", "rloo"]
     tis_cap: float
     temperature: float
-    max_staleness: int  # K in force (the strategy's), or T - 1 where the strategy does not bound staleness
+    max_staleness: int  # K of the strategy, or T - 1 if the strategy does not bound staleness
     checkpoint_every: int
-    #: PPO clip below and above 1. Without effect, and no setting, as long as a step makes one update (π_o = π); sent
-    #: because they are part of the lineage of weights.
+    #: PPO clip below and above 1. Without effect while a step makes one update (π_o = π), so not configurable; part of
+    #: the lineage of weights.
     clip_low: float = 0.2
     clip_high: float = 0.28
 
 
 class Configure(Message, frozen=True):
-    """First message to every rank. Answered by `RankReady`."""
+    """The first message to every rank, answered by `RankReady`."""
 
     run_id: str
     model_path: str  # Hugging Face folder of version 0; config and tokenizer files of every version come from it
@@ -95,11 +95,11 @@ class MicroBatch(Message, frozen=True):
 
 
 class SaveCheckpoint(Message, frozen=True):
-    """Write a checkpoint at the next step boundary: now if between steps. Answered by `CheckpointWritten` (rank 0)."""
+    """Write a checkpoint at the end of the current step, if any. Answered by `CheckpointWritten` (rank 0)."""
 
 
 class Stop(Message, frozen=True):
-    """Finish the work under way, publication included, and exit with code 0. No message follows."""
+    """Finish the work in progress, including publication, and exit with code 0. No message follows."""
 
     reason: str
 
@@ -223,7 +223,7 @@ ControllerFrame = Hello | Ack | ControllerData
 
 
 def empty_micro_batch(*, step: StepId, index: int, last: bool, group_size: int) -> MicroBatch:
-    """A micro-batch without work."""
+    """Return a micro-batch without trajectories."""
     return MicroBatch(
         step=step,
         index=index,

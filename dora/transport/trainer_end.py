@@ -1,10 +1,10 @@
 """A trainer rank's end of the transport: a DEALER socket owned by an I/O thread, behind a blocking interface.
 
-Invariant: only the I/O thread touches the socket, so that a rank that computes for a minute still sends its publisher's
-reports at once and still reconnects. A message is acknowledged after `receive` has returned it: with ACK_EVERY others,
-with the next message sent, or when the thread has been idle for POLL_MS. So at most MAX_UNACKED messages are queued
-here. `send` and `receive` may be called from different threads. A fault ends the I/O thread, and the next `send` or
-`receive` raises it.
+Invariant: only the I/O thread uses the socket, so that a rank that computes for a minute still reconnects and still
+sends its publisher's reports at once. A message is acknowledged after `receive` has returned it: with ACK_EVERY others,
+with the next message sent, or when the thread has been idle for POLL_MS. So at most MAX_UNACKED messages are queued.
+`send` and `receive` may be called from different threads. A fault ends the I/O thread, and is raised by the next `send`
+or `receive`.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class TrainerEnd:
         self._raise_fault()
 
     def receive(self, timeout_s: float) -> ToTrainer:
-        """The next message; returning it acknowledges it."""
+        """Return the next message, which also acknowledges it."""
         try:
             data = self._incoming.get(timeout=timeout_s)
         except queue.Empty:
@@ -122,7 +122,7 @@ class TrainerEnd:
             self._call()
 
     def try_send(self, message: ToController) -> None:
-        """Send `message` if the link still works: for the last message of a rank that fails."""
+        """Send `message` if the link works; for the last message of a rank that fails."""
         with self._changed:
             if self._epoch is None or self._fault is not None or self._link.full:
                 return
@@ -138,11 +138,6 @@ class TrainerEnd:
             self._thread.join()
         self._wake.close()
         self._context.term()
-
-    @property
-    def link(self) -> Link:
-        """Counters of the traffic."""
-        return self._link
 
     def _call(self) -> None:
         """Wake the socket thread. The caller holds the lock, which also serializes use of the wake socket."""
@@ -215,7 +210,7 @@ class TrainerEnd:
                 )
 
     def _take_outgoing(self, *, was_called: bool, is_idle: bool) -> list[list[Buffer]]:
-        """The messages to transmit, with an acknowledgement if one is due."""
+        """Return the messages to transmit, with an acknowledgement if one is due."""
         with self._changed:
             outgoing, self._outgoing = self._outgoing, []
             self._called = self._called and not was_called

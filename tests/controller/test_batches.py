@@ -52,7 +52,7 @@ def wave(*ranks: tuple[int, ...], index: int = 0, last: bool = True, groups: int
     return build_wave(order, records=records, groups=made, group_size=G)
 
 
-def test_trajectories_lie_one_behind_the_other_with_their_mask_and_logprobs() -> None:
+def test_trajectories_are_concatenated_with_their_masks_and_logprobs() -> None:
     (batch,) = wave((1, 3))
     assert (batch.step, batch.index, batch.last) == (4, 0, True)
     assert batch.lengths.tolist() == [4, 4]
@@ -65,7 +65,7 @@ def test_trajectories_lie_one_behind_the_other_with_their_mask_and_logprobs() ->
     assert batch.truncated.tolist() == [1, 0]
 
 
-def test_a_trajectory_brings_its_reward_and_those_of_all_its_siblings() -> None:
+def test_a_trajectory_has_its_reward_and_those_of_all_siblings() -> None:
     (batch,) = wave((0, 1, 4))
     assert batch.rewards.tolist() == [1.0, 0.0, 0.0]
     assert batch.group_rewards.shape == (3, G)
@@ -134,7 +134,7 @@ async def write(folder: Path) -> list[ev.Event]:
     return events
 
 
-async def test_a_writer_says_that_what_it_wrote_is_trained(tmp_path: Path) -> None:
+async def test_a_writer_reports_written_waves_as_trained(tmp_path: Path) -> None:
     events = await write(tmp_path)
     assert events == [
         ev.MicroBatchTrained(1.0, 4, 0),
@@ -146,7 +146,7 @@ async def test_a_writer_says_that_what_it_wrote_is_trained(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
-async def test_what_is_read_is_what_would_have_been_trained(tmp_path: Path, num_ranks: int) -> None:
+async def test_the_trajectories_read_are_those_written(tmp_path: Path, num_ranks: int) -> None:
     await write(tmp_path)
     assert [path.name for path in rollout_files(tmp_path)] == ["step-000000.rollout", "step-000001.rollout"]
     ranks = Ranks(num_ranks)
@@ -177,5 +177,5 @@ def pieces(batches: list[MicroBatch]) -> dict[int, tuple[np.ndarray, ...]]:
 
 
 def test_a_folder_without_rollouts_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"holds no step-\*.rollout; give the `rollouts` folder"):
+    with pytest.raises(ConfigError, match=r"no step-\*.rollout files; give the `rollouts` folder"):
         rollout_files(tmp_path)

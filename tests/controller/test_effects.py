@@ -162,7 +162,7 @@ async def test_seeds_differ_between_siblings_and_are_the_same_in_every_process(i
 
 
 @pytest.mark.parametrize("budget_used_up", [False, True])
-async def test_an_answer_whose_end_was_not_heard_is_finished_without_another_request(
+async def test_an_answer_without_its_final_chunk_is_finished_without_another_request(
     io: Surroundings, server: ScriptedServer, budget_used_up: bool
 ) -> None:
     """Its last token came, its last chunk did not: to ask for more would sample beyond its end."""
@@ -214,7 +214,9 @@ async def test_a_label_that_is_not_of_this_run_is_foreign(io: Surroundings, serv
     assert event.spans == ((FOREIGN_VERSION, 0, 1),)
 
 
-async def test_a_full_queue_is_a_refusal_and_no_loss_of_the_server(io: Surroundings, server: ScriptedServer) -> None:
+async def test_a_full_queue_refuses_a_request_without_losing_the_server(
+    io: Surroundings, server: ScriptedServer
+) -> None:
     server.says("/generate", {"error": {"message": "The request queue is full."}}, status=503)
     event = await io.generate(order())
     assert isinstance(event, ev.GenerationFailed)
@@ -230,9 +232,7 @@ async def test_a_refusal_that_the_next_server_would_repeat_is_final(io: Surround
     assert event == ev.GenerationFailed(1.0, TrajectoryId(0), 1, 0, False, reason, final=True)
 
 
-async def test_a_stream_that_breaks_off_is_no_loss_of_a_server_that_is_well(
-    io: Surroundings, server: ScriptedServer
-) -> None:
+async def test_a_broken_stream_does_not_lose_a_healthy_server(io: Surroundings, server: ScriptedServer) -> None:
     server.streams(chunk(*ANSWER), None)
     server.says("/health", "")
     server.says("/model_info", {"weight_version": LABEL})
@@ -252,9 +252,7 @@ async def test_a_server_that_was_started_again_under_a_stream_is_lost_with_its_w
     assert event.server_gone
 
 
-async def test_a_server_that_breaks_off_a_stream_and_is_unwell_is_lost(
-    io: Surroundings, server: ScriptedServer
-) -> None:
+async def test_an_unhealthy_server_with_a_broken_stream_is_lost(io: Surroundings, server: ScriptedServer) -> None:
     server.streams(chunk(*ANSWER), None)
     server.says("/health", "", status=503)
     event = await io.generate(order())
@@ -269,7 +267,7 @@ async def test_an_answer_that_is_not_the_protocol_is_a_refusal(io: Surroundings,
     assert not event.server_gone
 
 
-async def test_an_instance_that_is_down_is_gone(io: Surroundings) -> None:
+async def test_a_request_to_an_instance_that_is_down_fails_with_server_gone(io: Surroundings) -> None:
     event = await io.generate(order(instance=7))
     assert event == ev.GenerationFailed(1.0, TrajectoryId(0), 1, 0, True, "instance 7 is down")
 
@@ -283,7 +281,7 @@ async def test_a_sample_of_an_evaluation_is_drawn_at_its_sets_temperature(
     assert server.calls[0][1]["sampling_params"]["temperature"] == 0.25
 
 
-async def test_a_prompt_over_the_limit_is_asked_of_no_server(io: Surroundings, server: ScriptedServer) -> None:
+async def test_a_prompt_over_the_limit_is_sent_to_no_server(io: Surroundings, server: ScriptedServer) -> None:
     record(io).prompt = replace(prompt(0), tokens=(), skipped="rows.jsonl:1: the prompt has 301 tokens")
     event = await io.generate(order())
     assert event == ev.GenerationFailed(1.0, TrajectoryId(0), 1, 0, False, SKIPPED, final=True)

@@ -37,7 +37,7 @@ async def job(folder: Path) -> Iterator[Job]:
     made.close()
 
 
-async def test_the_last_version_has_its_durable_copy_before_the_core_hears_of_it(job: Job) -> None:
+async def test_the_last_version_has_its_durable_copy_before_the_run_is_finished(job: Job) -> None:
     """With its news the run may have ended, and no resume comes back for a copy."""
     copied: dict[int, list[int]] = {}
 
@@ -53,7 +53,7 @@ async def test_the_last_version_has_its_durable_copy_before_the_core_hears_of_it
     await asyncio.gather(*tasks)
 
 
-async def test_the_last_checkpoint_is_known_although_its_news_comes_after_the_end(job: Job, folder: Path) -> None:
+async def test_a_checkpoint_saved_after_the_end_is_journaled(job: Job, folder: Path) -> None:
     """So that a run that is given more steps goes on from there."""
 
     async def checkpoint(*, timeout_s: float) -> bool:
@@ -86,7 +86,7 @@ async def test_a_run_that_was_copied_deletes_its_own_checkpoints_and_not_those_o
     assert (original.is_dir(), own.is_dir()) == (True, False)
 
 
-async def test_a_rank_that_fails_after_the_end_takes_nothing_away_from_the_run(job: Job) -> None:
+async def test_a_rank_failure_after_the_end_does_not_fail_the_run(job: Job) -> None:
     saving = asyncio.Event()
 
     async def checkpoint(*, timeout_s: float) -> bool:

@@ -45,7 +45,7 @@ def test_scores_are_means_over_graded_samples_by_set(evaluations: Evaluations) -
     assert (sampled.mean_tokens, sampled.median_tokens, sampled.max_tokens) == (14.0, 10, 30)
 
 
-def test_a_set_of_which_nothing_could_be_graded_scores_nothing(evaluations: Evaluations) -> None:
+def test_a_set_without_graded_samples_scores_0(evaluations: Evaluations) -> None:
     greedy, _ = evaluations.scores([(None, 4), (None, 6), (1.0, 1), (1.0, 1), (1.0, 1)])
     assert (greedy.mean, greedy.num_samples, greedy.num_failed, greedy.pass_at_n) == (0.0, 0, 2, 0.0)
 

@@ -167,7 +167,7 @@ async def test_a_server_that_cannot_hold_the_longest_request_is_a_config_error()
         await kept.fleet.keep(ZERO)
 
 
-async def test_input_that_no_second_start_would_change_ends_the_run() -> None:
+async def test_a_config_error_at_the_start_ends_the_run() -> None:
     kept = Kept(1)
     kept.servers[0].failures = [ConfigError("engine-0: cannot read the model")]
     with pytest.raises(ConfigError, match="engine-0: cannot read the model"):
@@ -274,7 +274,7 @@ async def test_a_check_that_fails_because_a_push_began_meanwhile_does_not_count(
             checked.row.pushing = None
 
 
-async def test_all_who_ask_at_once_whether_a_server_is_well_share_one_inquiry(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_concurrent_inquiries_about_a_server_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     kept = Kept(1)
     checked = Checked(kept, monkeypatch)
     monkeypatch.setattr(fleet_module, "HEALTH_INTERVAL_S", 3600.0)
@@ -287,7 +287,7 @@ async def test_all_who_ask_at_once_whether_a_server_is_well_share_one_inquiry(mo
         assert checked.asked == 2
 
 
-async def test_an_inquiry_whose_asker_is_gone_is_made_for_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_cancelled_inquiry_is_repeated_for_the_next_caller(monkeypatch: pytest.MonkeyPatch) -> None:
     kept = Kept(1)
     checked = Checked(kept, monkeypatch)
     monkeypatch.setattr(fleet_module, "HEALTH_INTERVAL_S", 3600.0)
@@ -320,7 +320,7 @@ def with_a_resident(checked: Checked) -> None:
     checked.row.add(group.trajectories[0])
 
 
-async def test_a_prefill_longer_than_the_health_check_is_told_and_is_no_missed_check(
+async def test_a_prefill_longer_than_the_health_check_is_reported_and_counts_as_healthy(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     kept = Kept(1)
@@ -380,11 +380,11 @@ async def test_a_server_that_leaves_is_stopped_and_reported_no_more() -> None:
         assert kept.is_silent
 
 
-async def test_no_more_servers_join_than_there_are_streams_for() -> None:
+async def test_no_more_servers_join_than_the_limit() -> None:
     async with keeping(Kept(2)) as kept:
         await kept.next()
         kept.fleet.join("http://engine-2")
-        with pytest.raises(ConfigError, match="http://engine-3: the run has 3 instances, and no more can join"):
+        with pytest.raises(ConfigError, match="http://engine-3: the run already has 3 instances, the maximum"):
             kept.fleet.join("http://engine-3")
 
 

@@ -85,12 +85,12 @@ def test_every_wave_names_the_chain_before_its_step_and_the_last_one_the_chain_w
     assert {b.chain for b in last} == {lineage.after(0)}
 
 
-def test_a_step_that_would_be_trained_again_on_other_data_ends_the_run() -> None:
+def test_training_a_step_again_on_different_data_ends_the_run() -> None:
     known = chain_of([[batch()]], settings=b"")
     Lineage(base=BASE, settings=b"", trained={0: known}).add([batch()])
-    with pytest.raises(RunFailed, match="step 0 would be trained again on other data than the first time"):
+    with pytest.raises(RunFailed, match="step 0 would be trained again on different data"):
         Lineage(base=BASE, settings=b"", trained={0: known}).add([batch(seed=1)])
-    with pytest.raises(RunFailed, match="step 7 follows a step of which nothing is known"):
+    with pytest.raises(RunFailed, match="step 7 cannot be trained: the chain of step 6 is unknown"):
         Lineage(base=BASE, settings=b"", trained={}).before(7)
 
 

@@ -143,7 +143,7 @@ async def test_a_frozen_answer_goes_on_elsewhere_from_its_tokens_after_the_watch
     assert_clean(job, tmp_path)
 
 
-async def test_what_a_lost_server_still_says_is_refused(jobs: Any, tmp_path: Path) -> None:
+async def test_late_tokens_of_a_lost_server_are_refused(jobs: Any, tmp_path: Path) -> None:
     job = jobs()
     late: list[int] = []
 
@@ -205,7 +205,7 @@ async def test_a_late_grade_only_delays_its_group(jobs: Any, tmp_path: Path) -> 
     assert_clean(job, tmp_path)
 
 
-async def test_what_no_effect_foresees_ends_the_run_loudly(jobs: Any) -> None:
+async def test_an_unexpected_error_in_an_effect_ends_the_run(jobs: Any) -> None:
     job = jobs()
     job.engines.bug = KeyError("a bug of ours")
     with pytest.raises(ExceptionGroup) as caught:

@@ -64,7 +64,7 @@ def no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fleet_module, "RESTART_PAUSE_S", 0.0)
 
 
-async def test_a_drained_instance_is_used_no_more_and_the_run_goes_on(tmp_path: Path) -> None:
+async def test_a_drained_instance_gets_no_more_work_and_the_run_continues(tmp_path: Path) -> None:
     async with under_way(tmp_path) as asked:
         said = await asked.desk.drain("0")
         assert said.startswith("instance 0 drains: ")
@@ -99,7 +99,7 @@ async def test_a_drained_instance_is_called_back_by_its_number_or_its_address(tm
     async with under_way(tmp_path) as asked:
         for which in ("1", "http://engine-1"):
             await asked.desk.drain("1")
-            assert await asked.desk.add(which) == "instance 1 takes part again"
+            assert await asked.desk.add(which) == "instance 1 gets work again"
             assert asked.state.instances[ONE].is_member
         with pytest.raises(ConfigError, match="instance 1: it takes part already"):
             await asked.desk.add("1")
@@ -118,18 +118,20 @@ async def test_a_server_that_joins_gets_weights_and_work(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("which", "says"),
     [
-        ("engine-9:1", "engine-9:1: is neither an instance's number nor an http:// or https:// address"),
+        ("engine-9:1", "engine-9:1: neither an instance number nor an http:// or https:// address"),
         ("7", "instance 7: there is no such instance, or it has not come up yet"),
     ],
 )
-async def test_what_cannot_join_is_refused_in_one_line(tmp_path: Path, which: str, says: str) -> None:
+async def test_an_unfit_server_is_refused_in_one_line(tmp_path: Path, which: str, says: str) -> None:
     async with under_way(tmp_path) as asked:
         with pytest.raises(ConfigError) as refused:
             await asked.desk.add(which)
         assert str(refused.value) == says
 
 
-async def test_an_address_that_is_no_instance_is_refused(tmp_path: Path) -> None:
+async def test_an_address_of_no_instance_is_refused(tmp_path: Path) -> None:
     async with under_way(tmp_path) as asked:
-        with pytest.raises(ConfigError, match="http://engine-7: is no instance of this run; `dora instances URL list`"):
+        with pytest.raises(
+            ConfigError, match="http://engine-7: not an instance of this run; `dora instances URL list`"
+        ):
             await asked.desk.drain("http://engine-7")

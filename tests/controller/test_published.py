@@ -19,16 +19,16 @@ def test_a_label_names_the_bytes_of_its_version() -> None:
     assert (one.version_of(one.label(3)), other.version_of(one.label(3))) == (3, FOREIGN_VERSION)
 
 
-def test_a_version_that_comes_back_with_other_bytes_ends_the_run_if_answers_need_it() -> None:
+def test_a_version_rewritten_with_other_bytes_ends_the_run_if_answers_need_it() -> None:
     published = Published("run", files={3: FILES}, missing=[3])
     label = published.label(3)
     published.add(3, {"model.safetensors": "other"}, is_needed=False)
     assert published.label(3) == label
-    with pytest.raises(RunFailed, match=r"version 3 was lost .* the trainer makes other bytes of it now"):
+    with pytest.raises(RunFailed, match=r"version 3 was lost .* the trainer has now written other bytes"):
         published.add(3, {"model.safetensors": "other"}, is_needed=True)
 
 
-async def test_a_version_that_was_lost_is_waited_for_until_it_is_made_again() -> None:
+async def test_a_lost_version_is_awaited_until_it_is_written_again() -> None:
     published = Published("run", files={3: FILES, 4: FILES}, missing=[3])
     await published.available(4)
     waiting = asyncio.create_task(published.available(3))

@@ -132,7 +132,7 @@ async def test_a_finished_run_is_not_resumed(tmp_path: Path) -> None:
     resume.require_unfinished(run, recorded, steps=4)
 
 
-def test_a_run_that_another_process_holds_is_not_even_read(tmp_path: Path) -> None:
+def test_a_run_locked_by_another_process_is_not_read(tmp_path: Path) -> None:
     """What it holds now may be another thing a moment later."""
     folder = RunFolder(tmp_path)
     for path in (folder.config, folder.journal):

@@ -204,7 +204,7 @@ async def test_ranks_that_would_resume_at_different_steps_end_the_run() -> None:
             await one.receiver
 
 
-async def test_a_rank_that_fails_ends_the_run_with_its_own_words() -> None:
+async def test_a_rank_that_fails_ends_the_run_with_its_reason() -> None:
     async with linked() as one:
         await make_ready(one)
         one.end.said.put_nowait((1, wire.TrainerFailed(rank=1, reason="group 7 is too old")))
@@ -212,7 +212,7 @@ async def test_a_rank_that_fails_ends_the_run_with_its_own_words() -> None:
             await one.receiver
 
 
-async def test_ranks_that_do_not_come_end_the_run_and_name_the_setting() -> None:
+async def test_ranks_that_do_not_connect_end_the_run_and_the_error_names_the_setting() -> None:
     async with linked(FakeEnd(ready=False)) as one:
         with pytest.raises(RunFailed, match=r"^trainer.start_timeout_s: trainer: rank 1 sent no HELLO within 5 s$"):
             await one.starter
@@ -273,7 +273,7 @@ async def test_ranks_that_are_not_ready_when_a_run_ends_are_not_told() -> None:
         assert len(link.end.sent) == len(before) + 2
 
 
-async def test_the_end_of_the_process_ends_the_run_after_its_last_words(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_end_of_the_process_ends_the_run_after_its_last_message(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trainer_link, "LAST_WORDS_S", 0.0)
 
     async def ended() -> str:
@@ -288,7 +288,7 @@ async def test_the_end_of_the_process_ends_the_run_after_its_last_words(monkeypa
             loops[name].close()
 
 
-async def test_a_replayed_version_that_differs_is_a_fact_with_both_digests() -> None:
+async def test_a_replayed_version_that_differs_is_an_event_with_both_digests() -> None:
     async with linked() as one:
         await make_ready(one)
         await one.end.hears(0, published(1, differs="made again"))
@@ -320,23 +320,23 @@ async def test_a_wave_leaves_only_when_the_journal_is_on_the_disk() -> None:
     ],
     ids=lambda m: type(m).__name__,
 )
-async def test_what_comes_from_another_history_ends_the_run(message: Any) -> None:
+async def test_output_of_another_history_ends_the_run(message: Any) -> None:
     async with linked() as one:
         await make_ready(one)
         one.end.said.put_nowait((0, message))
-        with pytest.raises(RunFailed, match="has chain another, but what it was sent has chain-"):
+        with pytest.raises(RunFailed, match="has chain another, but the waves sent have chain-"):
             await asyncio.wait_for(one.receiver, 10)
 
 
-async def test_checkpoints_that_were_passed_over_are_told_once() -> None:
+async def test_skipped_checkpoints_are_reported_once() -> None:
     async with linked() as one:
         for rank in range(2):
             message = wire.RankReady(rank=rank, next_step=1, skipped=("step-2 is damaged",))
             await one.end.hears(rank, message)
-        assert one.told == ["step-2 is damaged; the trainer goes on from step 1"]
+        assert one.told == ["step-2 is damaged; the trainer continues from step 1"]
 
 
-async def test_a_wave_reaches_real_ranks_and_comes_back_as_one_fact() -> None:
+async def test_a_wave_reaches_real_ranks_and_results_in_one_event() -> None:
     """Over real sockets: two ranks in threads, as the trainer runs them."""
     end = ControllerEnd(address="tcp://127.0.0.1:0", token="t", world_size=2, now=lambda: 0.0)
     address = await end.start()

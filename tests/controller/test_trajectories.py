@@ -51,9 +51,7 @@ def test_tokens_are_kept_and_logged_over_attempts(trajectories: Trajectories, lo
     assert (stored.tokens.tolist(), stored.logprobs.tolist()) == ([10, 11, 12], [-1.0, -2.0, -3.0])
 
 
-def test_tokens_of_an_attempt_that_was_given_up_are_refused(
-    trajectories: Trajectories, log: TokenWriter, tmp_path: Path
-) -> None:
+def test_tokens_of_an_older_attempt_are_refused(trajectories: Trajectories, log: TokenWriter, tmp_path: Path) -> None:
     trajectories.begin(T, 1)
     trajectories.append(T, 1, [10], [-1.0])
     trajectories.begin(T, 2)
@@ -64,7 +62,7 @@ def test_tokens_of_an_attempt_that_was_given_up_are_refused(
     assert read_tokens(tmp_path / "tokens.bin").counts[T] == 1
 
 
-def test_a_fence_refuses_everything_until_the_next_attempt_and_tells_what_is_kept(trajectories: Trajectories) -> None:
+def test_a_fence_refuses_tokens_until_the_next_attempt_and_returns_the_counts(trajectories: Trajectories) -> None:
     trajectories.begin(T, 1)
     trajectories.append(T, 1, [10], [-1.0])
     assert trajectories.fence([T, TrajectoryId(99)]) == {T: 1}

@@ -24,7 +24,7 @@ def test_nothing_refuses_a_group_but_time() -> None:
     assert why(core) in (Refusal.RULE_F, Refusal.WINDOW)
 
 
-def test_a_source_that_brings_nothing() -> None:
+def test_an_empty_prompt_source() -> None:
     core = Core(source=1)
     core.ready()
     core.publish(0)
@@ -53,7 +53,7 @@ def test_the_baseline_comes_first() -> None:
     assert why(core) is Refusal.BASELINE
 
 
-def test_a_block_is_under_way() -> None:
+def test_a_batch_is_in_progress() -> None:
     core = started("one_step_off", groups_per_step=2, slots=100, kv=10**6)
     assert why(core) is Refusal.BLOCK
 

@@ -32,7 +32,7 @@ def past_the_baseline(strategy: str = "dora", *, slots: int, **changes: object) 
 
 
 @pytest.mark.parametrize(("every", "evaluated"), [(0, [0, 7]), (3, [0, 3, 6, 7]), (1, list(range(8)))])
-def test_the_first_and_last_version_are_evaluated_and_every_so_many_between(every: int, evaluated: list[int]) -> None:
+def test_the_first_the_last_and_every_nth_version_are_evaluated(every: int, evaluated: list[int]) -> None:
     evaluation = Evaluation(prompt_tokens=SAMPLES, every=every)
     assert [v for v in range(8) if evaluation.wants(v, is_last=v == 7)] == evaluated
 
@@ -50,7 +50,7 @@ def test_a_run_reports_its_first_version_first_and_its_last_version_last(strateg
     assert isinstance(world.journal[-1][1][-1], cmd.FinishRun)
 
 
-def test_a_source_that_runs_dry_has_the_last_version_evaluated_all_the_same() -> None:
+def test_the_last_version_is_evaluated_if_the_source_runs_dry() -> None:
     world = run(steps=50, prompts=10, eval_prompt_tokens=SAMPLES)
     reported = [o.version for _, orders in world.journal for o in orders if isinstance(o, cmd.ReportEvaluation)]
     assert reported == [0, world.state.formation.step]
@@ -69,7 +69,7 @@ def test_version_0_is_evaluated_before_anything_is_admitted() -> None:
     assert core.finished(-2) == [grade(-2), admit(0, version=0, deadline=1), generate(0, on=0, version=0)]
 
 
-def test_a_sample_of_version_0_that_finds_no_room_is_not_overtaken_by_a_smaller_group() -> None:
+def test_a_queued_sample_of_version_0_is_not_overtaken_by_a_smaller_group() -> None:
     core = Core(eval_prompt_tokens=(PROMPT, 30))
     core.ready()
     core.publish(0)
@@ -124,7 +124,7 @@ def test_a_small_fleet_gives_evaluation_one_slot() -> None:
 # -- making room ------------------------------------------------------------------------------------------------------
 
 
-def test_samples_yield_their_instance_to_the_newest_version_and_go_on_with_their_tokens_when_it_is_free() -> None:
+def test_samples_give_way_to_the_newest_version_and_later_continue_from_their_tokens() -> None:
     core = past_the_baseline("sync", slots=4, groups_per_step=1, steps=5)
     core.answer(0)
     core.train(0)
@@ -245,7 +245,7 @@ def test_live_versions_exceed_k_plus_1_only_by_the_one_under_evaluation(k: int) 
     assert extra == 1
 
 
-def test_a_version_whose_turn_does_not_come_is_noted_as_overtaken() -> None:
+def test_a_version_replaced_before_its_evaluation_is_overtaken() -> None:
     evaluation = Evaluation(prompt_tokens=SAMPLES, every=1)
     evaluation.want(1)
     evaluation.start(1)

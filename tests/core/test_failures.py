@@ -72,7 +72,7 @@ def test_no_more_pushes_run_at_once_than_allowed() -> None:
 # -- instances --------------------------------------------------------------------------------------------------------
 
 
-def test_what_ran_on_a_lost_instance_goes_on_on_a_peer_from_the_tokens_streamed() -> None:
+def test_residents_of_a_lost_instance_continue_on_a_peer_from_the_tokens_streamed() -> None:
     core = started(instances=2, source=2)  # all of it on instance 0
     assert core.lost(0, {0: 7, 1: 3, 2: 9, 3: 1}) == [
         generate(1, on=1, version=0, attempt=3, tokens=3),
@@ -243,7 +243,7 @@ def test_top_ups_are_counted_per_step() -> None:
 # -- no progress ------------------------------------------------------------------------------------------------------
 
 
-def test_no_progress_says_which_group_holds_up_the_step_on_which_instance_since_when() -> None:
+def test_no_progress_names_the_group_that_holds_up_the_step_its_instance_and_age() -> None:
     core = started(groups_per_step=2, no_progress_s=100.0, watchdog_s=1e6)
     core.finished(0)
     core.graded(0, 1.0)
@@ -256,7 +256,7 @@ def test_no_progress_says_which_group_holds_up_the_step_on_which_instance_since_
     ]
 
 
-def test_a_new_controller_takes_up_a_run_that_failed_for_want_of_progress() -> None:
+def test_a_new_controller_continues_a_run_that_failed_for_lack_of_progress() -> None:
     core = started(groups_per_step=2, no_progress_s=100.0, watchdog_s=1e6)
     core.finished(0)
     core.graded(0, 1.0)
@@ -269,7 +269,7 @@ def test_a_new_controller_takes_up_a_run_that_failed_for_want_of_progress() -> N
     assert (1, 3) in resumed
 
 
-def test_a_failure_of_another_kind_is_for_good() -> None:
+def test_any_other_failure_is_permanent() -> None:
     core = Core()
     core.publish(0)
     assert [type(order) for order in core.tell(ev.TrainerReady(core.now, 5))] == [cmd.FailRun]
@@ -282,7 +282,7 @@ def test_no_progress_names_a_trainer_that_hangs() -> None:
     assert core.tick(101.0) == [cmd.FailRun("no progress for 101 s: the trainer works on micro-batch 0 of step 0")]
 
 
-def test_no_progress_names_a_trainer_that_never_came() -> None:
+def test_no_progress_names_a_trainer_that_never_became_ready() -> None:
     core = Core(no_progress_s=100.0, watchdog_s=1e6)
     core.publish(0)
     core.up(0)
@@ -324,7 +324,7 @@ def test_a_restarted_trainer_gets_the_same_waves_again_and_its_steps_are_not_cou
     assert core.state.ledger.counts[GroupPhase.TRAINED] == trained
 
 
-def test_a_trainer_that_comes_back_ahead_of_what_was_heard_is_believed() -> None:
+def test_a_trainer_that_restarts_beyond_the_last_event_is_accepted() -> None:
     core = started(groups_per_step=2, max_staleness=2)
     for group in (0, 1):
         core.answer(group)
@@ -364,7 +364,7 @@ def test_a_trainer_that_starts_before_the_waves_that_are_kept_fails_the_run() ->
     ]
 
 
-def test_a_run_killed_in_its_last_evaluation_ends_when_its_trainer_is_there_again() -> None:
+def test_a_run_killed_in_its_last_evaluation_ends_once_its_trainer_is_ready() -> None:
     """Else it could end before the checkpoint of its last step is written."""
     core = started(groups_per_step=2, steps=1, eval_prompt_tokens=(PROMPT,))
     core.finished(-1)

@@ -46,7 +46,7 @@ def test_f_holds_exactly_when_the_groups_can_be_committed_by_their_deadlines(
 
 @settings(derandomize=True, deadline=None, max_examples=300)
 @given(data=st.data(), n=st.integers(1, 4), k=st.integers(0, 4), steps=st.integers(1, 8))
-def test_whatever_is_allowed_keeps_f_and_whatever_is_refused_would_break_it(
+def test_allowed_operations_keep_f_and_refused_ones_would_break_it(
     data: st.DataObject, n: int, k: int, steps: int
 ) -> None:
     """Admit, commit, filter, publish and close in any order; then the rest can still be committed."""
@@ -189,7 +189,7 @@ def test_a_step_never_closes_over_a_group_that_is_due_now() -> None:
     f = formation(n=2, k=0)
     admit_all(f, 0, 0)
     f.commit(0)
-    with pytest.raises(InvariantViolation, match="step 0 closes while 1 groups due now"):
+    with pytest.raises(InvariantViolation, match="step 0 closes without 1 groups that are due now"):
         f.close()
 
 

@@ -144,7 +144,7 @@ def test_a_push_that_reads_back_another_version_confirms_nothing() -> None:
     assert core.state.instances[InstanceId(0)].version is None
 
 
-def test_facts_of_an_older_incarnation_are_counted_and_ignored() -> None:
+def test_events_of_an_older_incarnation_are_counted_and_ignored() -> None:
     core = started()
     core.lost(0)
     core.up(0)

@@ -50,7 +50,7 @@ def test_a_strategy_is_known_by_its_rules(name: str) -> None:
     assert strategy_of(rules_of(name, max_staleness=2)) == name
 
 
-def test_only_what_a_strategy_breaks_by_design_is_excused() -> None:
+def test_only_violations_by_design_are_allowed() -> None:
     broken = {name: rules_of(name, max_staleness=2).broken_by_design for name in STRATEGIES}
     assert {name: found for name, found in broken.items() if found} == {
         "partial": ("C1", "C3"),
@@ -129,7 +129,7 @@ def test_an_instance_gets_new_work_again_when_it_has_the_new_version() -> None:
     assert orders[:2] == [admit(4, version=1, deadline=7), generate(8, on=0, version=1)]
 
 
-def test_what_waits_for_a_slot_goes_on_under_the_new_version_and_keeps_its_tag() -> None:
+def test_queued_trajectories_continue_under_the_new_version_and_keep_their_tag() -> None:
     core = interrupted(slots=3, instances=1)
     waiting = next(t for g in core.state.ledger.groups.values() for t in g.waiting)
     orders = core.pushed(0, 1)
@@ -162,14 +162,14 @@ def test_an_answer_with_tokens_of_a_later_version_is_a_conflict_once_and_no_fail
 
 
 @pytest.mark.parametrize("version", [FOREIGN_VERSION, 2])
-def test_an_answer_of_no_version_it_can_have_met_fails_the_run(version: int) -> None:
+def test_an_answer_with_an_impossible_version_fails_the_run(version: int) -> None:
     core = interrupted()
     event = ev.GenerationFinished(core.now, TrajectoryId(4), 1, 9, False, ((version, 0, 9),))
     [order] = [o for o in handle(core.state, event) if isinstance(o, cmd.FailRun)]
     assert order.reason.startswith(f"C1: instance 1 reports version {version} for trajectory 4, whose tag is 0")
 
 
-def test_after_a_failed_update_what_runs_there_goes_on_elsewhere() -> None:
+def test_after_a_failed_update_residents_continue_elsewhere() -> None:
     core = interrupted()
     failed = next(i.id for i in core.state.instances.values() if i.residents)
     other = 1 - failed
@@ -182,7 +182,7 @@ def test_after_a_failed_update_what_runs_there_goes_on_elsewhere() -> None:
     assert generate(here[0], on=other, version=1, attempt=2, tokens=4) in core.tell(stopped)
 
 
-def test_no_instance_is_lost_for_standing_still_during_an_update() -> None:
+def test_no_instance_is_lost_because_it_pauses_during_an_update() -> None:
     core = interrupted(watchdog_s=100.0)
     busy = next(i.id for i in core.state.instances.values() if i.residents)
     core.tick(after=150.0)
@@ -243,7 +243,7 @@ def test_a_sample_without_a_server_takes_none_that_decodes_for_the_trainer() -> 
     assert not [order for order in orders if isinstance(order, cmd.PushWeights)]
 
 
-def test_requests_that_a_push_held_up_have_their_time_again_when_it_is_over() -> None:
+def test_the_watchdog_of_requests_restarts_after_a_push() -> None:
     core = interrupted(no_progress_s=1e9)
     pushes = [order.instance for order in core.of(cmd.PushWeights) if order.version == 1]
     core.now += 1_000.0

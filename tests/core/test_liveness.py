@@ -194,7 +194,7 @@ def test_rule_5_the_newest_goes_on_admitting_while_an_older_version_has_no_insta
 # -- rule 6: a push in progress is not redirected ---------------------------------------------------------------------
 
 
-def test_rule_6_a_push_lands_where_it_was_going_and_the_instance_is_then_simply_empty_again() -> None:
+def test_rule_6_a_push_completes_and_its_instance_is_then_vacant() -> None:
     core = Core(groups_per_step=8)
     core.ready()
     core.publish(0)
@@ -208,7 +208,7 @@ def test_rule_6_a_push_lands_where_it_was_going_and_the_instance_is_then_simply_
     assert core.pushed(1, 0) == [push(1, version=1, attempt=2)]
 
 
-def test_rule_6_a_push_in_flight_when_the_controller_dies_is_doubtful_and_done_again() -> None:
+def test_rule_6_a_push_in_flight_when_the_controller_dies_is_repeated() -> None:
     core = Core()
     core.ready()
     core.publish(0)
@@ -292,7 +292,7 @@ def test_rule_8_an_answer_that_ends_is_progress_of_its_server() -> None:
     assert [type(o) for o in core.tick(LOOK_S)] == [cmd.CondemnInstance]
 
 
-def test_rule_8_the_silence_of_an_instance_begins_with_its_first_request() -> None:
+def test_rule_8_the_watchdog_of_an_instance_starts_with_its_first_request() -> None:
     core = Core(watchdog_s=60.0, no_progress_s=1e6)
     core.ready()
     core.publish(0)
@@ -303,7 +303,7 @@ def test_rule_8_the_silence_of_an_instance_begins_with_its_first_request() -> No
     assert [type(o) for o in core.tick(LOOK_S)] == [cmd.CondemnInstance]
 
 
-def test_rule_8_the_silence_of_an_instance_that_evaluates_begins_with_its_first_sample() -> None:
+def test_rule_8_the_watchdog_of_an_evaluating_instance_starts_with_its_first_sample() -> None:
     core = Core(watchdog_s=60.0, no_progress_s=1e6, source=0, eval_prompt_tokens=(3,))
     core.ready()
     core.publish(0)
@@ -315,7 +315,7 @@ def test_rule_8_the_silence_of_an_instance_that_evaluates_begins_with_its_first_
     assert [type(o) for o in core.tick(LOOK_S)] == [cmd.CondemnInstance]
 
 
-def test_rule_8_a_long_prefill_is_no_silence_as_long_as_its_kv_grows() -> None:
+def test_rule_8_a_long_prefill_counts_as_progress_while_its_kv_grows() -> None:
     core = started(watchdog_s=60.0, no_progress_s=1e6)
     for _ in range(5):
         core.now += 50.0
@@ -339,7 +339,7 @@ def grow(core: Core, *, since: int) -> None:
     core.progress(0, dict.fromkeys(range(3), since + 7))
 
 
-def test_rule_8_a_silent_request_among_others_that_get_tokens_goes_on_on_a_peer() -> None:
+def test_rule_8_a_silent_request_on_an_active_instance_continues_on_a_peer() -> None:
     core = almost_stuck(instances=2)
     assert core.tick(LOOK_S) == [stop(3, on=0)]
     assert core.state.instances[InstanceId(1)].reserved.keys() == {3}
@@ -347,7 +347,7 @@ def test_rule_8_a_silent_request_among_others_that_get_tokens_goes_on_on_a_peer(
     assert core.of(cmd.CondemnInstance) == []
 
 
-def test_rule_8_a_silent_request_without_a_peer_goes_on_in_a_new_request() -> None:
+def test_rule_8_a_silent_request_without_a_peer_continues_in_a_new_request() -> None:
     core = almost_stuck()
     assert core.tick(LOOK_S) == [stop(3, on=0)]
     assert core.stopped(3, tokens=0) == [generate(3, on=0, version=0, attempt=2)]
@@ -370,7 +370,7 @@ def test_rule_8_a_trajectory_that_grows_is_left_alone() -> None:
         assert core.tick() == []
 
 
-def test_rule_8_what_was_streamed_before_the_silence_goes_on_elsewhere() -> None:
+def test_rule_8_tokens_streamed_before_the_silence_are_kept() -> None:
     core = started(watchdog_s=60.0)
     core.up(1)
     core.tick(61.0)

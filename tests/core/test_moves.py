@@ -20,14 +20,14 @@ def sharing(**changes: object) -> Core:
 # -- drain ------------------------------------------------------------------------------------------------------------
 
 
-def test_what_runs_on_a_drained_instance_moves_to_a_peer_of_its_version() -> None:
+def test_residents_of_a_drained_instance_move_to_a_peer_of_their_version() -> None:
     core = sharing()
     assert core.drain(0) == [stop(0, on=0), stop(1, on=0), stop(2, on=0), stop(3, on=0)]
     assert core.stopped(0, tokens=7) == [generate(0, on=1, version=0, attempt=2, tokens=7)]
     assert core.state.counters.migrations == 1
 
 
-def test_what_has_no_room_elsewhere_ends_where_it_is() -> None:
+def test_residents_without_room_elsewhere_finish_in_place() -> None:
     core = started(instances=2, slots=3, source=3)
     on_one = set(core.state.instances[ONE].residents)
     assert set(core.state.instances[ZERO].residents) == {0, 1, 2}
@@ -39,7 +39,7 @@ def test_what_has_no_room_elsewhere_ends_where_it_is() -> None:
     assert core.state.instances[ZERO].is_empty
 
 
-def test_what_remains_on_a_drained_instance_moves_when_a_peer_gets_room() -> None:
+def test_remaining_residents_of_a_drained_instance_move_once_a_peer_has_room() -> None:
     core = started(instances=2, slots=3, source=3)
     core.drain(0)
     core.finished(3)
@@ -102,13 +102,13 @@ def test_a_drain_that_would_leave_no_instance_is_refused() -> None:
     assert core.state.instances[ZERO].takes_work
 
 
-def test_an_instance_that_is_lost_is_no_other_instance() -> None:
+def test_a_lost_instance_does_not_count_as_another_instance() -> None:
     core = sharing()
     core.lost(1)
     assert core.drain(0) == [cmd.RefuseRequest(ZERO, f"instance 0: {REFUSED}")]
 
 
-def test_an_instance_that_nobody_knows_is_refused() -> None:
+def test_an_unknown_instance_is_refused() -> None:
     assert sharing().drain(7) == [
         cmd.RefuseRequest(InstanceId(7), "instance 7: there is no such instance, or it has not come up yet")
     ]
@@ -123,7 +123,7 @@ def test_a_move_on_its_way_to_an_instance_that_is_drained_meanwhile_waits_for_an
     assert core.state.entry(0).num_waiting == 1
 
 
-def test_a_push_in_flight_to_a_drained_instance_lands_and_changes_nothing() -> None:
+def test_a_push_to_an_instance_drained_in_the_meantime_completes_without_effect() -> None:
     core = Core()
     core.ready()
     core.publish(0)
@@ -226,7 +226,7 @@ def test_an_instance_that_was_to_leave_and_is_not_empty_yet_can_be_recalled() ->
     assert core.of(cmd.DismissInstance) == []
 
 
-def test_an_instance_that_is_gone_unasked_is_forgotten_like_a_lost_one() -> None:
+def test_an_instance_removed_without_a_request_is_treated_as_lost() -> None:
     core = started(instances=2, slots=3, source=3)
     core.progress(0, {0: 4, 1: 4, 2: 4})
     core.removed(0)
@@ -237,7 +237,7 @@ def test_an_instance_that_is_gone_unasked_is_forgotten_like_a_lost_one() -> None
     assert core.state.counters.late_completions == before + 1
 
 
-def test_what_is_told_of_an_instance_that_has_left_is_late() -> None:
+def test_events_of_a_removed_instance_are_late() -> None:
     core = sharing()
     core.drain(1, leave=True)
     core.removed(1)
@@ -266,7 +266,7 @@ def test_an_instance_that_joins_is_given_what_is_needed_most() -> None:
     assert [type(o) for o in core.pushed(5, 0)][:1] == [cmd.AdmitGroup]
 
 
-def test_a_new_controller_knows_nothing_of_what_was_asked_of_the_old_one() -> None:
+def test_a_new_controller_forgets_drain_requests() -> None:
     core = started(instances=3, slots=3, source=3)
     core.drain(0)
     core.drain(1, leave=True)

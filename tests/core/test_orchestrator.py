@@ -120,7 +120,7 @@ def test_a_packing_that_would_overflow_the_targets_slots_is_refused() -> None:
     assert core.tick(1.0) == [stop(22, on=1), stop(23, on=1)]
 
 
-def test_nothing_is_packed_when_the_freed_instance_has_no_taker() -> None:
+def test_nothing_is_packed_if_the_freed_instance_is_not_needed() -> None:
     assert packing(source=12).tick(1.0) == []
 
 
@@ -204,7 +204,7 @@ def test_refill_gives_a_version_between_oldest_and_newest_new_groups_once_the_ne
 # -- tail care --------------------------------------------------------------------------------------------------------
 
 
-def test_what_waits_goes_to_the_emptier_instances() -> None:
+def test_queued_trajectories_go_to_the_least_loaded_instances() -> None:
     core = started(instances=3, slots=8, groups_per_step=8, max_staleness=2)
     for t in (8, 16, 17, 18):  # instance 1 has one slot free, instance 2 three
         core.finished(t)
@@ -351,7 +351,7 @@ def test_kv_is_kept_for_a_third_of_what_is_expected_to_come() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["sync", "periodic", "one_step_off"])
-def test_a_batch_that_grows_old_together_keeps_kv_for_whole_answers(strategy: str) -> None:
+def test_a_batched_strategy_reserves_kv_for_whole_answers(strategy: str) -> None:
     core = started(strategy, slots=2, orchestration=Orchestration())
     assert core.state.instances[InstanceId(0)].kv_load == 2 * (3 + 16)
 

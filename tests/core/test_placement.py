@@ -122,7 +122,7 @@ def test_a_plan_that_would_overflow_the_targets_slots_is_refused() -> None:
     assert plan(instance(0, 1, 1), instance(1, 1, slots=2)) is None
 
 
-def test_a_plan_that_would_fill_the_targets_kv_beyond_its_share_is_refused() -> None:
+def test_a_plan_that_would_exceed_the_targets_share_of_kv_is_refused() -> None:
     assert KV_FILL == 0.9
     assert plan(instance(0, 400), instance(1, 500)) == [(0, 1)]
     assert plan(instance(0, 401), instance(1, 500)) is None
@@ -165,6 +165,6 @@ def test_planning_changes_nothing() -> None:
     assert all(t.target is None for t in source.residents.values())
 
 
-def test_the_papers_allotment_goes_by_requests_and_does_not_repair_its_rounding() -> None:
+def test_the_papers_allotment_is_by_requests_without_corrected_rounding() -> None:
     assert allot_by_requests(5, requests={0: 1, 1: 1, 2: 2}) == {0: 1, 1: 1, 2: 2}  # one of five is left over
     assert allot_by_requests(4, requests={0: 1, 1: 99}) == {0: 0, 1: 4}  # no floor for what is old

@@ -55,7 +55,7 @@ def test_the_job_ends_only_when_the_siblings_of_a_failed_group_have_stopped() ->
     assert core.stopped(1, tokens=0)[-1:] == [cmd.FinishRun("all 1 steps are trained")]
 
 
-def test_the_trainers_own_update_is_no_waiting() -> None:
+def test_the_optimizer_update_is_not_idle_time() -> None:
     core = started(groups_per_step=1, filter_zero_variance=False, max_staleness=2)
     core.answer(0)
     wave = core.waves.pop(0)
@@ -67,7 +67,7 @@ def test_the_trainers_own_update_is_no_waiting() -> None:
     assert core.state.feed.idle_s == 0.0
 
 
-def test_tokens_that_were_reported_and_not_yet_looked_at_are_not_lost_either() -> None:
+def test_reported_tokens_that_are_not_processed_yet_are_kept() -> None:
     core = started()
     core.progress(0, {0: 20})
     with pytest.raises(InvariantViolation, match="C2: scheduling aborts"):

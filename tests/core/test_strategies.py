@@ -152,7 +152,7 @@ def test_one_step_off_admits_the_next_batch_as_one_block_while_this_one_trains()
     ]
 
 
-def test_one_step_off_gives_the_fleet_a_version_all_together() -> None:
+def test_one_step_off_pushes_a_version_to_the_whole_fleet_at_once() -> None:
     core = started("one_step_off", groups_per_step=2, slots=8, steps=4, instances=2)
     for group in (0, 1):
         core.answer(group)
@@ -217,7 +217,7 @@ def test_an_empty_step_is_not_trained(strategy: str) -> None:
     assert [o.num_groups for o in orders_of(world, cmd.CloseStep)] == [4, 4]
 
 
-def test_a_source_without_prompts_ends_the_job_with_a_clear_word() -> None:
+def test_a_source_without_prompts_ends_the_job_with_a_clear_reason() -> None:
     core = Core(source=0)
     core.ready()
     assert core.publish(0) == [cmd.FinishRun("the prompt source is dry after step 0 of 8")]

@@ -23,7 +23,7 @@ def instance(id: int, *, load: int = 0) -> Instance:
     return i
 
 
-def test_an_heir_serves_the_group_with_the_fewest_unfinished_siblings_first_whosever_it_was() -> None:
+def test_inherited_groups_are_served_by_the_fewest_unfinished_siblings() -> None:
     older, newer = Version(0), Version(1)
     for version, g in (
         (newer, group(0, unfinished=3)),

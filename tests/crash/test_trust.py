@@ -287,7 +287,7 @@ def test_a_damaged_checkpoint_costs_steps_and_not_the_run(stopped: Stopped, dama
     tree, path = stopped.copy(), ("checkpoints", stopped.checkpoints[-1], "rank-1.safetensors")
     write(tree, damage(data_of(tree, *path)), *path)
     said = stopped.go_on(tree)
-    assert "an older checkpoint is used" in said or "the trainer goes on from step" in said
+    assert "an older checkpoint is used" in said or "the trainer continues from step" in said
 
 
 def test_a_journal_that_was_altered_is_not_continued(stopped: Stopped) -> None:

@@ -180,7 +180,7 @@ _ORDER: Final = (
             "reports-of-another-history-believed",
             "        if chain != expected:",
             "        if False:",
-            "test_what_comes_from_another_history_ends_the_run",
+            "test_output_of_another_history_ends_the_run",
         ),
     ),
     *_of(
@@ -220,8 +220,8 @@ _ORDER: Final = (
         ),
         (
             "durable-version-pruned-without-waiting",
-            "        await self._commits.durable(self._commits.written)  # the last",
-            "        # the last",
+            "        await self._commits.durable(self._commits.written)  # including",
+            "        # including",
             "test_deletions_and_metrics_follow_their_decision_on_the_disk",
         ),
     ),
@@ -252,8 +252,8 @@ _ORDER: Final = (
         ),
         (
             "keep-keeps-one-too-few",
-            "if not keep or v > newest - keep",
-            "if not keep or v > newest - keep + 1",
+            "(self._window.newest or 0) - self._keep",
+            "(self._window.newest or 0) - self._keep + 1",
             "test_the_newest_durable_versions_are_kept_as_configured",
         ),
     ),
@@ -413,7 +413,7 @@ _RESUME: Final = (
             "lock-not-taken-before-reading",
             "            held.enter_context(hold(earlier.lock))",
             "            pass",
-            "test_a_run_that_another_process_holds_is_not_even_read",
+            "test_a_run_locked_by_another_process_is_not_read",
         ),
     ),
     *_of(
@@ -476,7 +476,7 @@ _LINEAGE: Final = (
             "replay-with-another-chain-accepted",
             "        if chain != known:",
             "        if False:",
-            "test_a_step_that_would_be_trained_again_on_other_data_ends_the_run",
+            "test_training_a_step_again_on_different_data_ends_the_run",
         ),
         (
             "waves-do-not-name-their-history",
@@ -528,13 +528,13 @@ _LINEAGE: Final = (
             "lost-version-taken-back-with-other-bytes",
             "        if self._checksums.setdefault(version, checksum) != checksum and is_needed:",
             "        if False:",
-            "test_a_version_that_comes_back_with_other_bytes_ends_the_run_if_answers_need_it",
+            "test_a_version_rewritten_with_other_bytes_ends_the_run_if_answers_need_it",
         ),
         (
             "lost-version-not-waited-for",
             "            await self._missing[version].wait()",
             "            return",
-            "test_a_version_that_was_lost_is_waited_for_until_it_is_made_again",
+            "test_a_lost_version_is_awaited_until_it_is_written_again",
         ),
     ),
     *_of(
@@ -685,7 +685,7 @@ _ACCESS: Final = (
             "broken-stream-taken-for-a-lost-server",
             "            server_gone = not await self._is_as_it_was(order.instance)",
             "            server_gone = True",
-            "test_a_stream_that_breaks_off_is_no_loss_of_a_server_that_is_well",
+            "test_a_broken_stream_does_not_lose_a_healthy_server",
         ),
         (
             "server-started-again-taken-for-the-same",
@@ -707,7 +707,7 @@ _ACCESS: Final = (
             "tokens-of-an-old-attempt-taken",
             "        if record is None or record.attempt != attempt:",
             "        if record is None:",
-            "test_tokens_of_an_attempt_that_was_given_up_are_refused",
+            "test_tokens_of_an_older_attempt_are_refused",
         ),
     ),
     *_of(
@@ -917,8 +917,8 @@ _FOUND: Final = tuple(
         (
             "waiting-counted-from-before-a-restart",
             "dora/core/on_run.py",
-            "    state.feed.idle_s = state.feed.uneven_s = 0.0  # counted",
-            "    # counted",
+            "    state.feed.idle_s = state.feed.uneven_s = 0.0  # like",
+            "    # like",
             "test_a_step_that_is_trained_at_the_time_of_a_restart_does_not_divide_by_zero",
         ),
         (

@@ -39,7 +39,6 @@ async def test_a_micro_batch_arrives_with_its_arrays():
         np.testing.assert_array_equal(received.group_rewards, batch.group_rewards)
         trainer.send(RankReady(rank=0, next_step=3))
         assert await end.receive() == (0, RankReady(rank=0, next_step=3))
-        assert end.silent_s(0) < WAIT_S
 
 
 async def test_nothing_is_sent_before_the_last_rank_has_joined():
