@@ -1,10 +1,10 @@
 """The audit of servers and answers: C1, and the part of C2 that counts tokens.
 
-C1: a request goes only to an instance that holds the version of its tag by a confirmed push; weights are pushed only to
-an empty instance; and the server's spans give the tag's version for every token. If the strategy updates weights among
-live requests, versions may only rise within an attempt, and answers that mix them are counted. C2: an attempt begins
-with all known tokens, no token is lost, and all attempts share one token budget. Drain: a drained instance gets no
-work, and no instance is dismissed while something runs on it.
+C1: a request is sent only to an instance with a confirmed push of the version of its tag; weights are pushed only to
+an empty instance; and the server's spans report the tag's version for every token. If the strategy updates weights in
+flight, versions may only rise within an attempt, and answers that mix versions are counted. C2: an attempt begins with
+all known tokens, no token is lost, and all attempts share one token budget. Drain: a drained instance gets no work, and
+no instance is dismissed while a request runs on it.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def _generate(t: AuditTables, order: cmd.Generate) -> None:
     id = order.trajectory
     answer = _answer_of(t, id)
     if answer is None:
-        t.find("C2 ledger", "trajectory", id, "is generated, but no admitted group has it")
+        t.find("C2 ledger", "trajectory", id, "is generated, but belongs to no admitted group")
         return
     instance = t.instance(order.instance)
     carried_over = t.settings.rules.in_flight is not None and id >= 0 and order.version > answer.version
@@ -181,7 +181,7 @@ def _generate(t: AuditTables, order: cmd.Generate) -> None:
 
 
 def _answer_of(t: AuditTables, id: TrajectoryId) -> AuditedAnswer | None:
-    """The entry of a trajectory; a sample of an evaluation gets one when it first appears."""
+    """Return the entry of a trajectory; a sample of an evaluation gets one when it first appears."""
     samples = len(t.settings.eval_prompt_tokens)
     if id < 0 and samples and id not in t.answers and id not in t.lengths:
         t.answers[id] = AuditedAnswer(evaluation_index(id, num_samples=samples)[0])
@@ -276,8 +276,8 @@ def _take_count(t: AuditTables, trajectory: TrajectoryId, answer: AuditedAnswer,
 
 
 def _check_spans(t: AuditTables, trajectory: TrajectoryId, answer: AuditedAnswer, spans: Sequence[ev.Span]) -> None:
-    """C1: the spans cover the attempt's tokens without a gap and give the tag's version or, if the strategy updates
-    weights among live requests, versions that never fall."""
+    """Check C1: the spans cover the attempt's tokens without a gap, with the tag's version or, if the strategy updates
+    weights in flight, with versions that never fall."""
     position, least, most = answer.started_from, answer.version, answer.version
     if t.settings.rules.in_flight is not None and trajectory >= 0 and t.newest is not None:
         most = t.newest

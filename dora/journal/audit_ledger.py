@@ -109,7 +109,7 @@ def _drop_group(t: AuditTables, order: cmd.DropGroup) -> None:
         )
         t.find(C2_LEDGER, "group", order.group, f"is {order.outcome}, but was {where}")
         return
-    if not _is_borne_out(t, order):
+    if not _is_confirmed(t, order):
         t.find(
             C2_DROP, "group", order.group, f"is {order.outcome} for '{order.reason}', which the journal does not show"
         )
@@ -117,8 +117,8 @@ def _drop_group(t: AuditTables, order: cmd.DropGroup) -> None:
     _retire(t, order.group, order.outcome)
 
 
-def _is_borne_out(t: AuditTables, order: cmd.DropGroup) -> bool:
-    """Whether the journal confirms the reason: equal rewards, failed grading or generation, or a full step."""
+def _is_confirmed(t: AuditTables, order: cmd.DropGroup) -> bool:
+    """Return whether the journal confirms the reason: equal rewards, failed grading or generation, or a full step."""
     if order.outcome == "discarded":
         step = t.steps.get(t.forming)
         return t.settings.rules.discards and step is not None and len(step.groups) == t.settings.groups_per_step

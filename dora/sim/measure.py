@@ -1,7 +1,7 @@
 """The counts of a simulation, and its result over the steady state.
 
-Warm-up and run-out are left out: the first 2 (K + 1) steps, and the last K + 1, whose deadlines are shortened by the
-end of the job.
+The steady state leaves out the first 2 (K + 1) steps (warm-up) and the last K + 1, whose deadlines are shortened by
+the end of the job.
 """
 
 from __future__ import annotations
@@ -115,12 +115,12 @@ class Measure:
         )
 
     def result(self, *, seed: int, limit: Limit, state: State, num_events: int) -> Result:
-        """The result over the steady state."""
+        """Return the result over the steady state."""
         first, last = self.window()
         a, b = self.marks[first], self.marks[last]
         steps, span = last - first, b.at - a.at
         use = b.use.plus(a.use, sign=-1)
-        fleet_s = sum(getattr(use, name) for name in Use.__slots__) or math.inf  # 0 if all of it lies within one push
+        fleet_s = sum(getattr(use, name) for name in Use.__slots__) or math.inf  # 0 if all of it is within one push
         slots_s = fleet_s * self.workload.fleet.server.slots
         shares = {name.removesuffix("_s"): getattr(use, name) / fleet_s for name in Use.__slots__}
         by_step = (self.staleness[s] for s in range(first + 1, last + 1))
@@ -165,17 +165,17 @@ class Measure:
         )
 
     def _length_bias(self) -> float:
-        """Mean length trained over mean length of all that was admitted, discarded groups at their full length."""
+        """Return the mean trained length over the mean admitted length; discarded groups count at full length."""
         answers, tokens = (x + y for x, y in zip(self.trained, self.thrown_away, strict=True))
         return self.trained[1] * answers / (self.trained[0] * tokens)
 
     def window(self) -> tuple[int, int]:
-        """The steps (first, last] that are measured."""
+        """Return the steps (first, last] that are measured."""
         return window(len(self.marks), max_staleness=self.workload.rules.max_staleness)
 
 
 def window(steps: int, *, max_staleness: int) -> tuple[int, int]:
-    """The steps (first, last] that are the steady state of a job of at least two steps."""
+    """Return the steps (first, last] that are the steady state of a job of at least two steps."""
     margin = max_staleness + 1
     first = min(2 * margin - 1, (steps - 1) // 3)
     return first, max(first + 1, steps - 1 - margin)
@@ -187,7 +187,7 @@ def _add(sums: list[int], lengths: Sequence[int]) -> None:
 
 
 def _violations(state: State) -> int:
-    """Number of violations of the constraints that the strategy keeps."""
+    """Return the number of violations of the constraints that the strategy keeps."""
     counters = state.counters
     counts = {
         "C1": counters.version_conflicts,
@@ -226,7 +226,7 @@ class Result(msgspec.Struct, frozen=True):
     evictions: float
     recovered: int
     dropped: float
-    mixed_share: float  #: share of answers with tokens of another version than their group's tag (C1)
+    mixed_share: float  #: share of answers with tokens of a version other than their tag (C1)
     discarded_share: float  #: share of groups that are discarded because their step is full (C2)
     beyond_share: float  #: share of groups trained more than K steps after their tag (C3)
     length_bias: float  #: mean length trained over mean length generated, whole job; 1 unless something is discarded

@@ -68,7 +68,7 @@ class ReportRow(msgspec.Struct, frozen=True):
 
 
 def rows(results: Iterable[Result]) -> list[ReportRow]:
-    """One row per setting, in order of appearance."""
+    """Return one row per setting, in order of appearance."""
     by_setting: dict[_Setting, list[Result]] = {}
     for r in results:
         setting = (r.devices, r.instances, r.strategy, r.rules, r.max_staleness, r.rollout_devices)
@@ -117,14 +117,14 @@ def _row(setting: _Setting, found: Sequence[Result], *, sync_s: float | None) ->
 
 
 def _shares(found: Sequence[Result]) -> dict[str, float]:
-    """Means over the seeds, with all prefill in one share."""
+    """Return the means over the seeds, with all prefill in one share."""
     shares = {name: fmean(r.instance_shares[name] for r in found) for name in found[0].instance_shares}
     shares["prefill"] += shares.pop("again")
     return shares
 
 
 def table(found: Sequence[ReportRow]) -> str:
-    """An aligned Markdown table; `*` marks the fastest split of a strategy."""
+    """Return an aligned Markdown table; `*` marks the fastest split of a strategy."""
     best: dict[tuple[int, str, str, int], float] = {}
     for row in found:
         key = (row.devices, row.strategy, row.rules, row.max_staleness)

@@ -103,7 +103,7 @@ def test_missing_records_are_an_error_that_names_the_trajectory(tmp_path: Path) 
     with TokenWriter(tmp_path / "tokens") as tokens:
         tokens.append(5, 1, [10], [-1.0], start=0)
         tokens.append(5, 1, [12], [-1.0], start=2)
-    with pytest.raises(JournalError, match="continues trajectory 5 at token 2, but there are only 1"):
+    with pytest.raises(JournalError, match="continues trajectory 5 at token 2, but only 1 are known"):
         read_tokens(tmp_path / "tokens")
 
 
