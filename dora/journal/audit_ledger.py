@@ -80,8 +80,7 @@ def _commit_group(t: AuditTables, order: cmd.CommitGroup) -> None:
     id, staleness = order.group, order.step - order.version
     group = t.groups.get(id)
     if group is None or group.step is not None:
-        where = f"committed to step {group.step}" if group is not None else t.outcomes.get(id, "never admitted")
-        t.find(C2_LEDGER, "group", id, f"is committed to step {order.step}, but was {where}")
+        t.find(C2_LEDGER, "group", id, f"is committed to step {order.step}, but was {_fate_of(t, id)}")
         return
     if group.version != order.version:
         t.find("C1 tag", "group", id, f"is committed as version {order.version}, but its tag is {group.version}")
@@ -104,10 +103,7 @@ def _commit_group(t: AuditTables, order: cmd.CommitGroup) -> None:
 def _drop_group(t: AuditTables, order: cmd.DropGroup) -> None:
     group = t.groups.get(order.group)
     if group is None or group.step is not None:
-        where = (
-            f"committed to step {group.step}" if group is not None else t.outcomes.get(order.group, "never admitted")
-        )
-        t.find(C2_LEDGER, "group", order.group, f"is {order.outcome}, but was {where}")
+        t.find(C2_LEDGER, "group", order.group, f"is {order.outcome}, but was {_fate_of(t, order.group)}")
         return
     if not _is_confirmed(t, order):
         t.find(
@@ -115,6 +111,11 @@ def _drop_group(t: AuditTables, order: cmd.DropGroup) -> None:
         )
     t.reasons[f"{order.outcome}: {order.reason}"] += 1
     _retire(t, order.group, order.outcome)
+
+
+def _fate_of(t: AuditTables, id: GroupId) -> str:
+    group = t.groups.get(id)
+    return f"committed to step {group.step}" if group is not None else t.outcomes.get(id, "never admitted")
 
 
 def _is_confirmed(t: AuditTables, order: cmd.DropGroup) -> bool:

@@ -15,7 +15,6 @@ import msgspec
 from dora.core import events as ev
 from dora.core.commands import Command
 from dora.core.core import handle
-from dora.core.orchestration import SWITCHES, orchestration_of
 from dora.core.state import State
 from dora.core.strategies import Settings, rules_of
 from dora.journal.codec import Handled
@@ -24,6 +23,7 @@ from dora.sim.workload import load
 from dora.sim.world import World as Simulation
 from tests.core.outside import Outside
 from tests.core.test_sweep import world
+from tests.core.world import draw_orchestration
 
 #: Told after every event.
 Tell = Callable[[ev.Event, Sequence[Command], State], None]
@@ -113,11 +113,7 @@ def _job(r: random.Random) -> Settings:
         micro_batch_tokens=r.choice([16, 64]),
         filter_zero_variance=r.random() < 0.5,
         max_top_up=r.choice([0.5, 10.0]),
-        orchestration=orchestration_of(
-            r.choice(["dora", "dora", "paper"]),
-            without=r.sample(list(SWITCHES), r.choice([0, 0, 1, 3])),
-            refill=r.random() < 0.3,
-        ),
+        orchestration=draw_orchestration(r),
         watchdog_s=30.0,
         no_progress_s=1e9,
         max_attempts=r.randint(1, 3),
