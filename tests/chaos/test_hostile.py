@@ -1,4 +1,4 @@
-"""A local user without keys, against every port of a run: nothing changes, and neither memory nor logs grow."""
+"""A local user without keys attacks every port of a run: nothing changes, and neither memory nor logs grow."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WORKLOAD = paced_workload(steps=8, devices=4, rollout_devices=3, slots=16, kv_to
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Seen, Seen]:
-    """Undisturbed, attacked."""
+    """Return an undisturbed and an attacked run."""
     base = tmp_path_factory.mktemp("hostile")
     (base / "workload.toml").write_text(WORKLOAD)
     seen = []

@@ -192,7 +192,7 @@ def test_an_evaluation_file_is_read_from_its_beginning_and_may_be_short(tokenize
 
 def test_evaluating_on_the_training_file_is_refused(tokenizer, tmp_path):
     source = SourceConfig(kind="jsonl", path=write_jsonl(tmp_path / "rows.jsonl"))
-    with pytest.raises(ConfigError, match=r"the same rows are trained on \(task.sources.0\)"):
+    with pytest.raises(ConfigError, match=r"task\.sources\.0 trains on the same rows"):
         open_eval_prompts(EvalSetConfig(source=source), task=TaskConfig(sources=(source,)), tokenizer=tokenizer, seed=0)
 
 
