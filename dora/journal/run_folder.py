@@ -37,7 +37,7 @@ class RunFolder:
         self.checkpoints = root / "checkpoints"  #: of the trainer
         self.versions = root / "versions"  #: the durable version store
         self.rollouts = root / "rollouts"  #: whole steps written by --rollout-only, read by --train-only
-        self.logs = root / "logs"  #: output of child processes
+        self.logs = root / "logs"  #: output of child processes, one file each
 
     @property
     def run_id(self) -> str:
@@ -62,10 +62,6 @@ class RunFolder:
         for path in (self.root, *self._folders):
             if path.is_dir():
                 restrict(path, group=group)
-
-    def process_log(self, name: str) -> Path:
-        """Return the file for the output of child process `name`."""
-        return self.logs / f"{name}.log"
 
     @classmethod
     def create(cls, parent: Path, *, name: str, group: str | None = None) -> RunFolder:

@@ -4,8 +4,8 @@ It is a file of records in frames (frames.py). A record is a prompt or a chunk o
 raw arrays. Every record has the epoch of the controller that wrote it; a chunk also has its start position.
 
 Invariant: an answer is the sequence of its chunks, where a later chunk replaces everything from its position on. A
-chunk of an older attempt after one of a newer attempt is ignored and counted, because a server treated as lost may
-still send tokens. A chunk that starts after the end of its answer is a JournalError, because tokens are missing. A
+chunk of an older attempt after one of a newer attempt is ignored, because a server treated as lost may still send
+tokens. A chunk that starts after the end of its answer is a JournalError, because tokens are missing. A
 prompt resets its group, so that records of a group whose admission the journal lost do not mix with later ones.
 """
 
@@ -111,7 +111,6 @@ class TokenStore:
     prompts: dict[GroupId, StoredPrompt] = field(default_factory=dict)
     answers: dict[TrajectoryId, StoredAnswer] = field(default_factory=dict)
     counts: dict[TrajectoryId, int] = field(default_factory=dict)  #: tokens of every trajectory, wanted or not
-    late_chunks: int = 0  #: of older attempts, ignored
     torn_bytes: int = 0  #: of a torn end
 
 
@@ -132,7 +131,6 @@ def read_tokens(path: Path, *, wanted: Container[int] | None = None) -> TokenSto
             continue
         trajectory = TrajectoryId(number)
         if (epoch, attempt) < attempts.get(trajectory, (0, 0)):
-            store.late_chunks += 1
             continue
         attempts[trajectory] = (epoch, attempt)
         known = store.counts.get(trajectory, 0)

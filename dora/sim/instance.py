@@ -218,7 +218,8 @@ class SimulatedInstance:
             if self._idle:
                 self._free(next(iter(self._idle.values())))
             else:
-                self._evict()
+                self._retract(max((r for r in self.requests.values() if r.running), key=lambda r: r.age))
+                self.evictions += 1
         while self.waiting and not self.halted and self._fits(self.waiting[0]):
             self._start(self.waiting.popleft())
         return ended
@@ -385,8 +386,3 @@ class SimulatedInstance:
         self._leave_batch(request)
         self._free(request)
         self.waiting.appendleft(request)
-
-    def _evict(self) -> None:
-        """Retract the youngest request."""
-        self._retract(max((r for r in self.requests.values() if r.running), key=lambda r: r.age))
-        self.evictions += 1

@@ -34,7 +34,8 @@ def main() -> None:
     setup = _read(requests)
     if setup is None:
         return
-    _limit(memory_mb=setup["memory_mb"])
+    memory = setup["memory_mb"] << 20
+    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     try:
         scorer = build_scorer(
             [RewardConfig(**reward) for reward in setup["rewards"]],
@@ -66,10 +67,6 @@ def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
     os.dup2(2, 1)
     os.close(nothing)
     return requests, replies
-
-
-def _limit(*, memory_mb: int) -> None:
-    resource.setrlimit(resource.RLIMIT_AS, (memory_mb << 20, memory_mb << 20))
 
 
 def _read(pipe: BinaryIO) -> Any | None:

@@ -36,19 +36,15 @@ def main() -> None:
         if sys.platform == "linux":
             libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
-        _grade()
+        from dora.tasks.grader import main as grade
+
+        grade()
+        sys.exit(0)
     for pipe in (0, 1):
         os.close(pipe)  # only the pool and the grader may keep them open
     status = _wait(grader)
     _kill_descendants()
     _exit_like(status)
-
-
-def _grade() -> None:
-    from dora.tasks.grader import main as grade
-
-    grade()
-    sys.exit(0)
 
 
 def _wait(grader: int) -> int:

@@ -79,7 +79,7 @@ class Publisher:
         with clear_errors(f"cannot write version {version} to {root}", remove=staged):
             save_tensors(weights, staged / "model.safetensors")
             copy_model_files(self._model_path, staged, dtype=self._dtype)
-        made = _checksums(staged) if replayed else {}
+        made = {path.name: checksum_of(path) for path in sorted(staged.iterdir())} if replayed else {}
         manifest = self._store.seal(version, staged, chain=chain)
         differs = checksum_of_files(made) if replayed and made != manifest.files else ""
         return VersionWritten(
@@ -111,7 +111,3 @@ def copy_model_files(source: Path, target: Path, *, dtype: str) -> None:
     config.pop("torch_dtype", None)  # the name before transformers 5
     config["dtype"] = dtype
     (target / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True))
-
-
-def _checksums(folder: Path) -> dict[str, str]:
-    return {path.name: checksum_of(path) for path in sorted(folder.iterdir())}

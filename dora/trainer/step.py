@@ -62,7 +62,9 @@ class Trainer:
 
     def start(self) -> None:
         """Publish the version of the current step (no effect if the store has it), then report READY."""
-        self._publish(self._step)
+        weights = self._gather()
+        if self._publisher is not None:
+            self._publisher.publish(self._step, weights, chain=self._chain)
         self._end.send(RankReady(rank=self._rank, next_step=self._step, skipped=self._skipped))
 
     # ---- one micro-batch --------------------------------------------------------------------------------------------
@@ -204,11 +206,6 @@ class Trainer:
         )
         self._step, self._skipped = loaded.step, loaded.skipped
         self._chain = loaded.chain or order.chain
-
-    def _publish(self, version: int) -> None:
-        weights = self._gather()
-        if self._publisher is not None:
-            self._publisher.publish(version, weights, chain=self._chain)
 
     def _gather(self) -> dict[str, Tensor]:
         return gather(self._policy, dtype=self._settings.publish_dtype, keep=self._publisher is not None)

@@ -5,8 +5,8 @@
 The job is like the default one, with steps of one or two seconds, a checkpoint every second step and two durable
 versions; in the middle its controller is killed with SIGKILL and the run is resumed. Every 10 s all resources are
 counted from outside. A life is judged by the medians of the first and the last third of its samples, beginning a minute
-after its first step. Descriptors of controller and engines are counted without those of answers in flight, of which faster
-steps have more. Exit code 1 if descriptors or threads of a role grow by more than GROWTH, files by more than FILES or
+after its first step. Descriptors of answers in flight, of which faster steps have more, are left out in controller and
+engines. Exit code 1 if descriptors or threads of a role grow by more than GROWTH, files by more than FILES or
 memory by more than MEMORY_SHARE and MEMORY_MB, if there are more versions or checkpoints than are kept and needed, or
 if checker or audit find a violation.
 """

@@ -232,7 +232,7 @@ class Run:
     def engine(self, index: int) -> psutil.Process:
         """The process of one embedded engine, found by the port in its ready line."""
         port = int(
-            re.findall(r"ready http://127.0.0.1:(\d+)", self.folder.process_log(f"engine-{index}").read_text())[-1]
+            re.findall(r"ready http://127.0.0.1:(\d+)", (self.folder.logs / f"engine-{index}.log").read_text())[-1]
         )
         for child in self.children():
             if "serve" in child.cmdline() and any(c.laddr.port == port for c in child.net_connections("tcp4")):

@@ -329,7 +329,7 @@ def test_a_row_that_cannot_be_a_prompt_is_named_with_what_is_wrong(open_with, tm
         ({"kind": "function", "name": "rows_module:nothing"}, "has no function 'nothing'"),
         ({"kind": "function", "name": "rows_module:make"}, "rows_module:make failed"),
         ({"kind": "function", "name": "rows_module:make", "options": {"count": 0}}, "has no rows"),
-        ({"kind": "function", "name": "rows_module:listed"}, "a row is a dict of columns, not list"),
+        ({"kind": "function", "name": "rows_module:listed"}, "a row must be a dict of columns, not list"),
     ],
 )
 @pytest.mark.usefixtures("module_of_rows")
