@@ -347,7 +347,7 @@ class World:
             self.measure.discarded(self.answers.group(order.group).lengths)
             return  # it may run on until ForgetGroups
         del self._tags[order.group]
-        self.measure.num_dropped += 1
+        self.measure.counts.dropped += 1
 
     def _on_forget_groups(self, order: cmd.ForgetGroups) -> None:
         for group in order.groups:
