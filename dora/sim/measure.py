@@ -21,7 +21,7 @@ from dora.sim.workload import Workload
 
 
 @dataclass(slots=True)
-class Counts:
+class SimulatedCounts:
     """All counts at the moment when a step was trained; those before `at` are kept up to date in between."""
 
     tokens: int = 0
@@ -45,8 +45,8 @@ class Measure:
 
     def __init__(self, workload: Workload, instances: list[SimulatedInstance]) -> None:
         self.workload = workload
-        self.counts = Counts()
-        self.marks: list[Counts] = []  #: by step
+        self.counts = SimulatedCounts()
+        self.marks: list[SimulatedCounts] = []  #: by step
         self.staleness: dict[int, list[int]] = {}  #: by step: groups committed at staleness i
         self.trained = [0, 0]  #: answers of committed groups, and their tokens
         self.thrown_away = [0, 0]  #: answers of discarded groups, and their tokens at full length
