@@ -46,7 +46,7 @@ def search(workload: Workload, *, seed: int, processes: int) -> Search:
     """Search for the fastest split of a workload; its own `rollout_devices` is ignored."""
     splits = _feasible(workload)
     if not splits:
-        raise ConfigError(f"fleet.devices: {workload.fleet.devices} are too few for K + 1 instances and a trainer")
+        raise ConfigError(f"fleet.devices: no split of {workload.fleet.devices} has K + 1 instances and a trainer")
     steps = 3 * (workload.rules.max_staleness + 1) + MEASURED_STEPS
     short = workload.with_changes(job={"steps": steps})
     step_s: dict[int, float] = {}
