@@ -1,7 +1,7 @@
-"""File permissions of a run: the owner may read and write, the members of `run.group` may read, and nobody else may.
+"""File permissions of a run: read and write for the owner, read for the members of `run.group`, none for others.
 
-Invariant: this holds for files of every process of the run, whatever its umask, because nobody else can enter the
-top-level folders (`restrict`). The umask, which children inherit, sets the permissions inside them.
+Invariant: this holds for the files of every process of the run, whatever its umask, because others cannot enter the
+top-level folders (`restrict`). The umask, which child processes inherit, sets the permissions inside them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dora.errors import ConfigError
 
 
 def require_group(group: str | None) -> None:
-    """ConfigError if this user cannot give files to `group`."""
+    """Raise ConfigError if this user cannot assign files to `group`."""
     if group is None:
         return
     try:
@@ -28,19 +28,19 @@ def require_group(group: str | None) -> None:
 
 
 def set_umask(group: str | None) -> None:
-    """Set the umask of this process and of those that it starts from now on."""
+    """Set the umask of this process and of its future child processes."""
     os.umask(0o077 if group is None else 0o027)
 
 
 def restrict(folder: Path, *, group: str | None) -> None:
-    """Close `folder` to everyone but its owner and `group`; files created in it later belong to the same group."""
+    """Deny access to `folder` to all but its owner and `group`; files created in it later get the same group."""
     if group is not None:
         shutil.chown(folder, group=group)
     folder.chmod(0o700 if group is None else 0o2750)
 
 
 def adopt(written: Path, *, like: Path) -> None:
-    """Give everyone who may read the folder `like` read access to `written`, a folder inside it."""
+    """Make `written`, a folder inside `like`, readable for all users that can read `like`."""
     mode = stat.S_IMODE(like.stat().st_mode) & 0o755
     for path in (*written.rglob("*"), written):
         path.chmod(mode if path.is_dir() else mode & 0o644)

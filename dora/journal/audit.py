@@ -1,7 +1,7 @@
 """Proves C1, C2 and C3 from the journal alone.
 
-It does so twice, independently: separate tables (audit_fleet.py, audit_ledger.py) follow the recorded facts and orders
-and compare them with the token store; and a replay recomputes every decision and checks the core's invariants.
+There are two independent proofs. Tables (audit_fleet.py, audit_ledger.py) are built from the recorded events and
+commands and compared with the token store; and a replay recomputes every decision and checks the core's invariants.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ def audit(folder: RunFolder) -> AuditReport:
     entries = _UpToDamage(journal)
     counts: Mapping[TrajectoryId, int] | None = None
     damage: list[Violation] = []
-    try:  # read after the journal was opened, so that it can only be ahead of it
+    try:  # read after the journal was opened, so it can only be ahead
         counts = read_tokens(folder.tokens, wanted=()).counts
-    except (JournalError, FileNotFoundError) as err:  # it is made before the journal
+    except (JournalError, FileNotFoundError) as err:  # it is created before the journal
         damage.append(_damaged(folder.tokens, err))
     report = audit_entries(journal.header.settings, entries, token_counts=counts)
     if entries.damage is not None:
@@ -95,12 +95,12 @@ def audit_entries(
         evaluations=tuple(sorted(tables.reported)),
         replays_differ=tables.replays_differ,
         token_counts_checked=compared,
-        violations=tuple(_tell(findings, entries, group_size=settings.group_size)),
+        violations=tuple(_violations(findings, entries, group_size=settings.group_size)),
     )
 
 
 def _compare_replay(settings: Settings, tables: AuditTables, entries: Iterable[Entry]) -> Iterator[Finding]:
-    """Compare the core's decisions with those in the journal, and check its invariants at the end."""
+    """Compare recomputed with recorded decisions, and check the core's invariants at the end."""
     replayed = replay(settings, entries)
     if replayed.difference is not None:
         difference = replayed.difference
@@ -113,14 +113,14 @@ def _compare_replay(settings: Settings, tables: AuditTables, entries: Iterable[E
 
 
 def _group_counts(tables: AuditTables) -> dict[str, int]:
-    """Groups by outcome; "admitted" is the sum of the others."""
+    """Count the groups by outcome; "admitted" is the sum of the others."""
     outcomes = Counter(tables.outcomes.values())
     ended = {name: outcomes[name] for name in OUTCOMES if name != "discarded" or outcomes[name]}
     return {"admitted": tables.admitted, **ended, "in flight": len(tables.groups)}
 
 
 def _broken_by_design(tables: AuditTables) -> dict[str, str]:
-    """How often the strategy broke each constraint that it breaks by design."""
+    """Count the cases of each constraint that the strategy breaks by design."""
     rules = tables.settings.rules
     stale = sum(n for staleness, n in tables.staleness.items() if staleness > rules.max_staleness)
     discarded = Counter(tables.outcomes.values())["discarded"]
@@ -138,9 +138,9 @@ def _broken_by_design(tables: AuditTables) -> dict[str, str]:
 
 
 def _compare_tokens(tables: AuditTables, stored: Mapping[TrajectoryId, int]) -> int:
-    """Check that the token store has all tokens of every finished answer and at least the known ones of all others.
+    """Check that the token store has all tokens of finished answers, and at least the known ones of all others.
 
-    Evaluation answers are compared only if they are stored. Returns the number of trajectories compared.
+    Evaluation answers are compared only if they are stored. Return the number of trajectories compared.
     """
     compared = 0
     for trajectory, length in tables.lengths.items():
@@ -158,8 +158,8 @@ def _compare_tokens(tables: AuditTables, stored: Mapping[TrajectoryId, int]) -> 
     return compared
 
 
-def _tell(findings: Iterable[Finding], entries: Iterable[Entry], *, group_size: int) -> Iterator[Violation]:
-    """The findings as violations, in the order of their events; the first ones have the story of their subject."""
+def _violations(findings: Iterable[Finding], entries: Iterable[Entry], *, group_size: int) -> Iterator[Violation]:
+    """Yield the findings as violations, in the order of their events; only the first ones have a story."""
     for number, finding in enumerate(sorted(findings, key=lambda f: f.index)):
         lines: list[str] = []
         if number < MAX_STORIES and finding.subject != RUN:

@@ -44,9 +44,8 @@ def _admit_group(t: AuditTables, order: cmd.AdmitGroup) -> None:
         t.find(VERSIONS, "group", id, f"is admitted at version {version}, which is not in the store")
     last = deadline(version, max_staleness=t.settings.max_lag, steps=t.settings.steps)
     if order.deadline != last or last < t.forming:
-        t.find(
-            C3_COMMIT, "group", id, f"of version {version} is due at {last}, not {order.deadline}; forming {t.forming}"
-        )
+        found = f"of version {version} is due at {last}, not {order.deadline}; forming {t.forming}"
+        t.find(C3_COMMIT, "group", id, found)
     t.admitted = max(t.admitted, id + 1)
     t.groups[id] = AuditedGroup(version, last)
     t.untrained[version] += 1
@@ -80,15 +79,13 @@ def _commit_group(t: AuditTables, order: cmd.CommitGroup) -> None:
     id, staleness = order.group, order.step - order.version
     group = t.groups.get(id)
     if group is None or group.step is not None:
-        where = f"committed to step {group.step}" if group is not None else t.outcomes.get(id, "never admitted")
-        t.find(C2_LEDGER, "group", id, f"is committed to step {order.step}, but was {where}")
+        t.find(C2_LEDGER, "group", id, f"is committed to step {order.step}, but was {_fate_of(t, id)}")
         return
     if group.version != order.version:
         t.find("C1 tag", "group", id, f"is committed as version {order.version}, but its tag is {group.version}")
     if not 0 <= staleness <= t.settings.max_lag:
-        t.find(
-            C3_COMMIT, "group", id, f"of version {order.version} is committed to step {order.step}: {staleness} stale"
-        )
+        found = f"of version {order.version} is committed to step {order.step}: {staleness} stale"
+        t.find(C3_COMMIT, "group", id, found)
     if order.step != t.forming:
         t.find(C3_COMMIT, "group", id, f"is committed to step {order.step} while step {t.forming} is formed")
     ungraded = [s for s in t.siblings(id) if s not in t.answers or not t.answers[s].graded]
@@ -104,21 +101,22 @@ def _commit_group(t: AuditTables, order: cmd.CommitGroup) -> None:
 def _drop_group(t: AuditTables, order: cmd.DropGroup) -> None:
     group = t.groups.get(order.group)
     if group is None or group.step is not None:
-        where = (
-            f"committed to step {group.step}" if group is not None else t.outcomes.get(order.group, "never admitted")
-        )
-        t.find(C2_LEDGER, "group", order.group, f"is {order.outcome}, but was {where}")
+        t.find(C2_LEDGER, "group", order.group, f"is {order.outcome}, but was {_fate_of(t, order.group)}")
         return
-    if not _is_borne_out(t, order):
-        t.find(
-            C2_DROP, "group", order.group, f"is {order.outcome} for '{order.reason}', which the journal does not show"
-        )
+    if not _is_confirmed(t, order):
+        found = f"is {order.outcome} for '{order.reason}', which the journal does not show"
+        t.find(C2_DROP, "group", order.group, found)
     t.reasons[f"{order.outcome}: {order.reason}"] += 1
     _retire(t, order.group, order.outcome)
 
 
-def _is_borne_out(t: AuditTables, order: cmd.DropGroup) -> bool:
-    """Whether the journal confirms the reason: equal rewards, failed grading or generation, or a full step."""
+def _fate_of(t: AuditTables, id: GroupId) -> str:
+    group = t.groups.get(id)
+    return f"committed to step {group.step}" if group is not None else t.outcomes.get(id, "never admitted")
+
+
+def _is_confirmed(t: AuditTables, order: cmd.DropGroup) -> bool:
+    """Return whether the journal confirms the reason: equal rewards, failed grading or generation, or a full step."""
     if order.outcome == "discarded":
         step = t.steps.get(t.forming)
         return t.settings.rules.discards and step is not None and len(step.groups) == t.settings.groups_per_step
@@ -161,14 +159,10 @@ def _close_step(t: AuditTables, order: cmd.CloseStep) -> None:
         if group.deadline <= order.step:
             t.find(C3_CLOSE, "group", id, f"is due at step {group.deadline}, but not in step {order.step} as it closes")
     is_last = t.source_dry and not unconsumed and t.admitted == t.num_prompts
-    if order.num_groups != size or (size != t.settings.groups_per_step and not is_last):
-        t.find(
-            C3_CLOSE,
-            "step",
-            order.step,
-            f"closes with {order.num_groups} groups; {size} were committed, and a step has "
-            f"{t.settings.groups_per_step}",
-        )
+    full = t.settings.groups_per_step
+    if order.num_groups != size or (size != full and not is_last):
+        found = f"closes with {order.num_groups} groups; {size} were committed, and a step has {full}"
+        t.find(C3_CLOSE, "step", order.step, found)
     if order.step != t.forming:
         t.find(C3_CLOSE, "step", order.step, f"closes while step {t.forming} is formed")
     step.closed = True
@@ -177,30 +171,24 @@ def _close_step(t: AuditTables, order: cmd.CloseStep) -> None:
 
 def _on_trainer_ready(t: AuditTables, event: ev.TrainerReady) -> None:
     if event.step > t.trained_steps:
-        t.find(
-            C2_LEDGER, "step", event.step, f"is where the trainer starts, but only {t.trained_steps} steps were trained"
-        )
+        found = f"is where the trainer starts, but only {t.trained_steps} steps were trained"
+        t.find(C2_LEDGER, "step", event.step, found)
     t.open_step = event.step
 
 
 def _train_micro_batch(t: AuditTables, order: cmd.TrainMicroBatch) -> None:
     step = t.steps.get(order.step)
     if step is None:
-        t.find(
-            C2_MICRO_BATCH, "step", order.step, "is fed, but no group was committed to it since the kept checkpoints"
-        )
+        found = "is fed, but no group was committed to it since the kept checkpoints"
+        t.find(C2_MICRO_BATCH, "step", order.step, found)
         return
     if 0 <= order.index < len(step.waves):
         if order != step.waves[order.index]:
             t.find(C2_MICRO_BATCH, "step", order.step, f"micro-batch {order.index} is fed again, and differs")
         return
     if order.index != len(step.waves) or len(order.ranks) != t.settings.num_ranks:
-        t.find(
-            C2_MICRO_BATCH,
-            "step",
-            order.step,
-            f"micro-batch {order.index} has {len(order.ranks)} ranks or follows a gap",
-        )
+        found = f"micro-batch {order.index} has {len(order.ranks)} ranks or follows a gap"
+        t.find(C2_MICRO_BATCH, "step", order.step, found)
     step.waves.append(order)
     for rank in order.ranks:
         for trajectory in rank:
@@ -209,9 +197,8 @@ def _train_micro_batch(t: AuditTables, order: cmd.TrainMicroBatch) -> None:
         if not step.closed:
             t.find(C2_MICRO_BATCH, "step", order.step, "gets its last micro-batch before it is closed")
         for trajectory in sorted(step.due):
-            t.find(
-                C2_MICRO_BATCH, "trajectory", trajectory, f"is in no micro-batch of its step {order.step}: not trained"
-            )
+            found = f"is in no micro-batch of its step {order.step}: not trained"
+            t.find(C2_MICRO_BATCH, "trajectory", trajectory, found)
         step.due.clear()
 
 
@@ -252,9 +239,8 @@ def _on_version_published(t: AuditTables, event: ev.VersionPublished) -> None:
     if t.newest is not None and event.version <= t.newest:
         return  # a replayed step: the store kept the bytes that were published first
     if event.version != (0 if t.newest is None else t.newest + 1) or event.version > t.trained_steps:
-        t.find(
-            VERSIONS, "version", event.version, f"is published after {t.newest}, with {t.trained_steps} steps trained"
-        )
+        found = f"is published after {t.newest}, with {t.trained_steps} steps trained"
+        t.find(VERSIONS, "version", event.version, found)
     t.newest = event.version
     t.stored.add(event.version)
     _check_window(t)
@@ -284,9 +270,8 @@ def _check_window(t: AuditTables) -> None:
 def _report_evaluation(t: AuditTables, order: cmd.ReportEvaluation) -> None:
     samples = len(t.settings.eval_prompt_tokens)
     if t.evaluated[order.version] != samples or order.version in t.reported:
-        t.find(
-            EVALUATION, "version", order.version, f"is reported with {t.evaluated[order.version]} of {samples} samples"
-        )
+        found = f"is reported with {t.evaluated[order.version]} of {samples} samples"
+        t.find(EVALUATION, "version", order.version, found)
     t.reported.add(order.version)
 
 

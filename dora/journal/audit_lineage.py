@@ -1,8 +1,7 @@
-"""The audit of lineage: every step, version and checkpoint comes from the same history of trained tokens.
+"""The audit of lineage: every step, version and checkpoint has the same history of trained tokens.
 
-A chain is a digest of everything trained up to a step. Invariant: it identifies one history, so that a replayed step,
-version or checkpoint must have the chain of the original. A replayed version is compared with the bytes published
-first.
+A chain is a digest of everything trained up to a step. Invariant: it identifies one history, so a replayed step,
+version or checkpoint must have the original's chain. The bytes of a replayed version are compared with the original's.
 """
 
 from __future__ import annotations

@@ -10,12 +10,12 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """A rule that the journal breaks."""
+    """A broken rule."""
 
     rule: str  #: for example "C1 spans"
     id: str  #: what it is about: "group 7", "trajectory 31", "instance 2", "journal.msgpack"
     message: str
-    story: tuple[str, ...]  #: the last lines of what happened to it until then
+    story: tuple[str, ...]  #: the last lines of its story until then
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Lengths:
 
 
 def lengths_of(tokens: Collection[int]) -> Lengths:
-    """Quantiles of token counts; all zero if there are none."""
+    """Return the quantiles of token counts; all zero if there are none."""
     if not tokens:
         return Lengths(0, 0.0, 0, 0, 0, 0)
     values = np.fromiter(tokens, np.int64, len(tokens))
@@ -53,7 +53,7 @@ class AuditReport:
     steps: int  #: trained
     staleness: Mapping[int, int]  #: step - version -> groups committed
     lengths: Mapping[str, Lengths]  #: generated, trained, filtered, failed; finished answers of discarded groups
-    broken_by_design: Mapping[str, str]  #: constraint that the strategy does without -> how often it broke it
+    broken_by_design: Mapping[str, str]  #: constraint that the strategy breaks by design -> how often
     max_live_versions: int
     migrations: int  #: trajectories that the controller stopped and continued on another instance
     recovered: int  #: trajectories that continued after their instance was lost
@@ -65,12 +65,12 @@ class AuditReport:
 
     @property
     def ok(self) -> bool:
-        """Whether those of C1, C2 and C3 hold that the strategy keeps."""
+        """Whether every constraint that the strategy keeps holds."""
         return not self.violations
 
 
 def render(report: AuditReport, *, max_violations: int = 20) -> str:
-    """The report as lines for a terminal."""
+    """Return the report as lines for a terminal."""
     counts = ", ".join(f"{n} {name}" for name, n in report.groups.items())
     staleness = ", ".join(f"{s}: {n}" for s, n in sorted(report.staleness.items())) or "none committed"
     tokens = "not compared" if report.token_counts_checked is None else f"{report.token_counts_checked} compared"
@@ -90,7 +90,7 @@ def render(report: AuditReport, *, max_violations: int = 20) -> str:
             [f"  replays      {report.replays_differ} versions recomputed with other bytes"]
             * (report.replays_differ > 0)
         ),
-        *(f"  {name:<12} broken by design: {told}" for name, told in report.broken_by_design.items()),
+        *(f"  {name:<12} broken by design: {count}" for name, count in report.broken_by_design.items()),
     ]
     for violation in report.violations[:max_violations]:
         lines += [f"VIOLATION {violation.rule}: {violation.id} {violation.message}"]

@@ -1,6 +1,6 @@
 """The tables that the audit builds from a journal, independent of the core's.
 
-Invariant: they follow from recorded facts and orders alone, never from a State.
+Invariant: they depend on recorded events and commands alone, never on a State.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class AuditedInstance:
 
     incarnation: int = 0
     up: bool = False
-    holds: int | None = None  #: version of the last confirmed push, with none begun since
+    holds: int | None = None  #: version of the last confirmed push, if none has begun since
     pushing: tuple[int, int] | None = None  #: (attempt, version) of the push under way
     barred: bool = False  #: drained on request
-    was_barred: bool = False  #: before the last request, which may be refused
+    was_barred: bool = False  #: before the last request, which the core may refuse
     residents: set[TrajectoryId] = field(default_factory=set)
 
 
@@ -134,10 +134,10 @@ class AuditTables:
         self.findings.append(Finding(rule, Subject(kind, id), message, self.index))
 
     def instance(self, id: InstanceId) -> AuditedInstance:
-        """The entry of an instance."""
+        """Return the entry of an instance."""
         return self.instances.setdefault(id, AuditedInstance())
 
     def siblings(self, group: GroupId) -> list[TrajectoryId]:
-        """Ids of a group's trajectories."""
+        """Return the ids of a group's trajectories."""
         size = self.settings.group_size
         return [TrajectoryId(group * size + i) for i in range(size)]

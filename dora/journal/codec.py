@@ -14,7 +14,7 @@ from dora.core.events import AnyEvent
 from dora.core.strategies import Settings
 from dora.errors import ProtocolError
 
-#: Raised with every change that older readers would misread.
+#: Incremented with every change that older readers would misread.
 FORMAT: Final = 2
 
 
@@ -23,7 +23,7 @@ class JournalRecord(msgspec.Struct, frozen=True, gc=False, tag=True, forbid_unkn
 
 
 class Header(JournalRecord, frozen=True):
-    """The first record: the run, and everything besides events that decisions depend on."""
+    """The first record: the run, and all inputs of decisions besides events."""
 
     format: int
     run_id: str
@@ -34,7 +34,7 @@ class Header(JournalRecord, frozen=True):
 
 
 class Epoch(JournalRecord, frozen=True):
-    """A controller process begins to write."""
+    """The first record of a controller process."""
 
     epoch: int  #: 0 for the first one; each restart adds one
     at: float  #: seconds since the run began
@@ -43,14 +43,14 @@ class Epoch(JournalRecord, frozen=True):
 
 
 class Handled(JournalRecord, frozen=True):
-    """A fact and the orders that the core gave in answer; replay recomputes and compares them."""
+    """An event, and the commands that the core returned for it; replay recomputes and compares them."""
 
     event: AnyEvent
     commands: tuple[AnyCommand, ...]
 
 
 class Note(JournalRecord, frozen=True):
-    """Information for people and for recovery; no decision depends on it."""
+    """Information for users and for recovery, on which no decision depends."""
 
     at: float
     name: str
@@ -66,7 +66,7 @@ encode = _ENCODER.encode
 
 
 def decode(data: bytes) -> AnyRecord:
-    """The record in `data`."""
+    """Return the record in `data`."""
     try:
         return _DECODER.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as err:
@@ -74,7 +74,7 @@ def decode(data: bytes) -> AnyRecord:
 
 
 def format_of(data: bytes) -> int | None:
-    """The format number of a header of any format; None if `data` is not a header."""
+    """Return the format number of a header of any format; None if `data` is not a header."""
     try:
         fields = msgspec.msgpack.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):

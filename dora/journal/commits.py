@@ -1,7 +1,7 @@
-"""Group commit of journal and token store: one task writes to the disk, all others wait for a position.
+"""Group commit of journal and token store: one task writes to the disk, and all others wait for it.
 
 Invariant: tokens are on the disk before the journal records that refer to them are written, and a waiter continues only
-when its record is on the disk. A commit includes everything that was written when it begins, so that one pair of syncs
+when its record is on the disk. A commit includes everything written before it begins, so that one pair of syncs
 serves many events. A failed commit ends the run, and no waiter continues.
 """
 
@@ -16,29 +16,29 @@ from dora.journal.frames import FrameWriter, JournalError
 
 
 class Commits:
-    """Writes the journal and the token store to the disk, and tells how far the journal has come."""
+    """Writer of journal and token store, which reports how much of the journal is on the disk."""
 
     def __init__(self, *, journal: FrameWriter, tokens: FrameWriter) -> None:
         self._journal = journal
         self._tokens = tokens
         self.position = 0  #: number of this process's journal records that are on the disk
         self.num_syncs = 0
-        self._wanted = asyncio.Event()
+        self._requested = asyncio.Event()
         self._waiting: list[tuple[int, Callable[[], None]]] = []  # (position, callback)
-        self._taken: deque[tuple[bytes, bytes]] = deque()  # frames of tokens and journal on their way to the disk
+        self._taken: deque[tuple[bytes, bytes]] = deque()  # frames of tokens and journal, not on the disk yet
         self._storing = threading.Lock()
-        self._failed = False  # the contents of the disk are unknown, so nothing more is written
+        self._failed = False  # it is unknown what is on the disk, so nothing more is written
         for file in (journal, tokens):
             file.on_large = self.soon
 
     @property
     def written(self) -> int:
-        """The position behind everything that has been written, on the disk or not."""
+        """The position after all that has been written, on the disk or not."""
         return self._journal.num_records
 
     def soon(self) -> None:
-        """Ask for a commit without waiting for it."""
-        self._wanted.set()
+        """Request a commit without waiting for it."""
+        self._requested.set()
 
     async def durable(self, position: int) -> None:
         """Wait until the journal is on the disk up to `position`."""
@@ -47,25 +47,25 @@ class Commits:
             self.then(position, lambda: None if done.done() else done.set_result(None))
             await done
 
-    def then(self, position: int, call: Callable[[], None]) -> None:
-        """Call `call` when the journal is on the disk up to `position`, at once if it already is."""
+    def then(self, position: int, callback: Callable[[], None]) -> None:
+        """Call `callback` when the journal is on the disk up to `position`, at once if it already is."""
         if position <= self.position:
-            call()
+            callback()
             return
-        self._waiting.append((position, call))
-        self._wanted.set()
+        self._waiting.append((position, callback))
+        self._requested.set()
 
     async def run(self) -> None:
-        """Commit whenever asked to."""
+        """Commit whenever a commit is requested."""
         while True:
-            await self._wanted.wait()
-            self._wanted.clear()
+            await self._requested.wait()
+            self._requested.clear()
             position = self._take()
             await asyncio.to_thread(self._store)
             self._reached(position)
 
     def sync(self) -> None:
-        """Commit everything now, blocking: for the start and the end of a run. No effect after a failure."""
+        """Commit everything now, and block; used at the start and the end of a run. No effect after a failure."""
         if self._failed:
             return
         position = self._take()
@@ -73,12 +73,12 @@ class Commits:
         self._reached(position)
 
     def _take(self) -> int:
-        """Take everything that was written; return the position behind it."""
+        """Take everything that was written; return the position after it."""
         self._taken.append((self._tokens.take(), self._journal.take()))
         return self._journal.num_records
 
     def _store(self) -> None:
-        """Store what was taken, in order, including what a cancelled job has left."""
+        """Store what was taken, in order, including what a cancelled task left."""
         with self._storing:
             while self._taken:
                 tokens, journal = self._taken.popleft()
@@ -95,8 +95,8 @@ class Commits:
     def _reached(self, position: int) -> None:
         self.position = max(self.position, position)
         waiting, self._waiting = self._waiting, []
-        for wanted, call in waiting:
+        for wanted, callback in waiting:
             if wanted <= self.position:
-                call()
+                callback()
             else:
-                self._waiting.append((wanted, call))
+                self._waiting.append((wanted, callback))

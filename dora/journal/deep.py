@@ -23,8 +23,8 @@ from dora.journal.tokens import TokenStore
 #: Largest median |Δ log-prob| between engine and scorer under the trajectory's own version, by the coarser of their
 #: data types. Measured on a CPU with the seed policy and the embedded engine, five versions each: 0 if both compute in
 #: float32, 2e-6 to 8e-6 if both compute in bfloat16, 2e-5 to 6e-5 if one of them does; under the next version 7e-5 to
-#: 4e-4 in all cases. Larger models and other kernels differ by more, which was not measured. Hence the margin, and
-#: hence the requirement that a version agree better than its successor.
+#: 4e-4 in all cases. Larger models and other kernels differ by more (not measured), hence the margin, and the rule that
+#: a version must agree better than its successor.
 TOLERANCE: Final[Mapping[str, float]] = {"float32": 1e-4, "bfloat16": 5e-3}
 
 #: (model folder, sequences of prompt and answer tokens, prompt lengths) -> log-probs of each answer's tokens, under the
@@ -33,7 +33,7 @@ Score = Callable[[Path, Sequence[Sequence[int]], Sequence[int]], Sequence[npt.ND
 
 
 class KeptTrajectory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One trained trajectory, in full."""
+    """One trained trajectory in full."""
 
     step: StepId
     group: GroupId
@@ -72,12 +72,12 @@ class DeepReport:
     """One check per version that is still stored together with its successor."""
 
     checks: tuple[VersionCheck, ...]
-    skipped: tuple[int, ...]  #: versions with kept trajectories that, or whose successors, are not stored whole
-    altered: tuple[str, ...] = ()  #: files and lines that are not what was recorded, a message each
+    skipped: tuple[int, ...]  #: versions with kept trajectories; they or their successors are not stored whole
+    altered: tuple[str, ...] = ()  #: a message for each file or line that differs from what was recorded
 
     @property
     def ok(self) -> bool:
-        """Whether at least one version was compared and nothing is flagged. Skipped ones prove nothing."""
+        """Whether at least one version was compared, and nothing has a violation. Skipped versions prove nothing."""
         return bool(self.checks) and not self.violations and not self.altered
 
     @property
@@ -87,12 +87,12 @@ class DeepReport:
 
 
 def encode_kept(kept: KeptTrajectory) -> bytes:
-    """One line of `trajectories.jsonl`."""
+    """Return one line of `trajectories.jsonl`."""
     return msgspec.json.encode(kept) + b"\n"
 
 
 def read_kept(path: Path) -> Iterator[KeptTrajectory]:
-    """The lines of `trajectories.jsonl`; a torn last line is left out."""
+    """Return the lines of `trajectories.jsonl`; a torn last line is left out."""
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.endswith(b"\n"):
@@ -138,7 +138,7 @@ def deep_check(
 ) -> DeepReport:
     """Recompute log-probs under v and v + 1.
 
-    `versions` returns a version's model folder, None if it is gone; `dtypes` are those of engine and scorer.
+    `versions` returns a version's model folder, or None if it is no longer stored; `dtypes`: of engine and scorer.
     """
     tolerance = max(TOLERANCE[dtype] for dtype in dtypes)
     by_version: dict[VersionId, list[KeptTrajectory]] = {}
@@ -184,7 +184,7 @@ def _check(
 
 
 def render_deep(report: DeepReport) -> str:
-    """The report as lines for a terminal."""
+    """Return the report as lines for a terminal."""
     lines = [
         f"version {c.version}: {c.num_trajectories} trajectories, {c.num_tokens} tokens, median |Δ log-prob| "
         f"{c.difference:.2e} under it, {c.difference_next:.2e} under {c.version + 1}; median k3 {c.k3:.2e}, "
@@ -195,10 +195,6 @@ def render_deep(report: DeepReport) -> str:
     if report.skipped:
         lines.append(f"versions {list(report.skipped)}: not checked, they or their successors are not stored")
     if not report.checks:
-        why = (
-            "have more versions kept (weights.keep = 0: all)"
-            if report.skipped
-            else "no trajectory with tokens was kept"
-        )
-        lines.append(f"NOTHING WAS COMPARED: {why}")
+        skipped, empty = "keep more versions (weights.keep = 0: all)", "no trajectory with tokens was kept"
+        lines.append(f"NOTHING WAS COMPARED: {skipped if report.skipped else empty}")
     return "\n".join(lines)

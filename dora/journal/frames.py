@@ -1,10 +1,10 @@
 """Append-only files of records, in frames: the file format of the journal and of the token store.
 
 A frame is (payload length, CRC-32 of the length, CRC-32 of the payload), little-endian, then the payload; a payload is
-one or more records, each preceded by its length. Everything stored at once is one frame, and the next one is written
-only when it is on the disk. Invariant: a crash or a power failure damages only the last frame, which is reported when
-the file is read and cut off when it is opened for writing. A damaged frame with a whole one behind it has another
-cause, and is a JournalError with file and offset.
+one or more records, each preceded by its length. A frame is written only when the one before it is on the disk.
+Invariant: a crash or a power failure damages only the last frame, which is reported when the file is read, and cut off
+when it is opened for writing. A damaged frame before an intact one has another cause: a JournalError with file and
+offset.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ class JournalError(DoraError):
 
 
 class FrameReader:
-    """The records that a file has now. Every iteration reads the same ones, even if more are appended meanwhile."""
+    """The records of a file. Records that are appended after it was opened are left out."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._size = path.stat().st_size
-        self.num_bytes = 0  #: of whole frames, as seen by the last iteration
-        self.torn_bytes = 0  #: of the damaged end behind them
+        self.num_bytes = 0  #: of intact frames, as found by the last iteration
+        self.torn_bytes = 0  #: of the damaged end after them
 
     def __iter__(self) -> Iterator[tuple[int, bytes]]:
-        """(offset of the frame, record) for every record, in order."""
+        """Yield (offset of its frame, record) for every record, in order."""
         self.num_bytes = self.torn_bytes = 0
         if not self._size:
             return
@@ -61,7 +61,7 @@ class FrameReader:
                 self.num_bytes += _HEAD.size + len(payload)
 
     def _payload(self, data: mmap.mmap, offset: int) -> bytes | None:
-        """The payload of the frame at `offset`; None unless the frame is whole."""
+        """Return the payload of the frame at `offset`; None if the frame is damaged."""
         start = offset + _HEAD.size
         if start > self._size:
             return None
@@ -72,7 +72,7 @@ class FrameReader:
         return payload if crc32(payload) == payload_crc else None
 
     def _require_end(self, data: mmap.mmap, damaged: int) -> None:
-        """JournalError if a whole frame follows the damaged one. Checks only offsets whose length fits the file."""
+        """Raise JournalError if an intact frame follows. Only offsets whose length fits the file are checked."""
         for start in range(damaged + 1, damaged + 1 + _LENGTH.size):
             count = (self._size - _HEAD.size - start) // _LENGTH.size + 1
             if count < 1:
@@ -96,8 +96,8 @@ class FrameReader:
 
 
 class FrameWriter:
-    """Collects records and stores them as one frame. Opening a file cuts off a torn end and syncs what a killed process
-    has left."""
+    """Collector of records, which are stored as one frame. Opening a file cuts off a torn end, and syncs what a killed
+    process has left."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -113,7 +113,7 @@ class FrameWriter:
             self.torn_bytes = reader.torn_bytes
             if reader.torn_bytes:
                 files.truncate(path, reader.num_bytes)
-            files.sync(path)  # what follows relies on what was read
+            files.sync(path)  # later records rely on those that were just read
         self._file = path.open("ab", buffering=0)
         if is_new:
             files.append(self._file, path, b"")
@@ -128,7 +128,7 @@ class FrameWriter:
             self.on_large()
 
     def take(self) -> bytes:
-        """The records written since the last call, as a frame for `store`; empty if there are none."""
+        """Return the records written since the last call, as a frame for `store`; empty if there are none."""
         if not self._pending:
             return b""
         payload, self._pending = bytes(self._pending), bytearray()
@@ -136,8 +136,8 @@ class FrameWriter:
         return _HEAD.pack(len(payload), crc32(length), crc32(payload)) + payload
 
     def store(self, frame: bytes) -> None:
-        """Append a frame and wait until it is on the disk. After a failure nothing more can be stored: how much of the
-        frame is on the disk is unknown, and the next writer cuts it off."""
+        """Append a frame, and wait until it is on the disk. After a failure nothing more can be stored, because it is
+        unknown how much of the frame is on the disk; the next writer cuts it off."""
         if not frame:
             return
         try:
@@ -151,12 +151,12 @@ class FrameWriter:
             raise JournalError(f"{self.path}: cannot be written: {reason}") from err
 
     def abandon(self) -> None:
-        """Close without storing what is left, because something before it is not on the disk."""
+        """Close without storing pending records, because earlier ones are not on the disk."""
         self._pending.clear()
         self._file.close()
 
     def close(self) -> None:
-        """Store what is left and close. No effect after a failure."""
+        """Store pending records and close. No effect after a failure."""
         if not self._file.closed:
             self.store(self.take())
             self._file.close()

@@ -1,5 +1,4 @@
-"""Reads a journal. Iteration reads the file record by record, so the journal may be of any length and its run may still
-be going on; records appended after it was opened are left out.
+"""Reading of journals, record by record: a journal may have any length, and its run may still be active.
 
 A torn last record is tolerated and counted; any other damage is a JournalError or ProtocolError that names file and
 offset.
@@ -30,11 +29,11 @@ class Journal:
 
     @property
     def torn_bytes(self) -> int:
-        """Bytes of an incomplete last record, as seen by the last full iteration."""
+        """Bytes of an incomplete last record, as found by the last full iteration."""
         return self._frames.torn_bytes
 
     def records(self) -> Iterator[AnyRecord]:
-        """Every record, the header included."""
+        """Yield every record, the header included."""
         for offset, payload in self._frames:
             try:
                 yield decode(payload)
@@ -42,7 +41,7 @@ class Journal:
                 raise ProtocolError(f"{self.path}: the record at byte {offset}: {err}") from err
 
     def __iter__(self) -> Iterator[tuple[Event, Sequence[Command]]]:
-        """Every event with the commands it gave."""
+        """Yield every event with the commands that answered it."""
         for record in self.records():
             if isinstance(record, Handled):
                 yield record.event, record.commands

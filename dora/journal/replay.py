@@ -1,7 +1,7 @@
-"""Replay: events → state; the commands are recomputed and compared with the recorded ones.
+"""Replay of recorded events, where the commands are recomputed and compared with the recorded ones.
 
-Invariant: the core is the fold of its events, so a journal that differs from its replay was altered, or was written by
-a core with other rules.
+Invariant: the state is a function of the events, so a journal that differs from its replay was altered, or was written
+by a core with other rules.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from dora.core.story import RUN, Entry, Subject, describe, story, subject_of
 from dora.core.strategies import Settings
 from dora.errors import DoraError, InvariantViolation
 
-#: A difference has this many lines of the story, the last ones.
+#: Number of last lines of the story that a difference has.
 STORY_LINES: Final = 40
-#: What the core raises for an impossible sequence of events, which refer to something unknown or break a rule. Only an
-#: altered journal has one. Any other exception is a bug, and escapes.
+#: What the core raises for an impossible sequence of events, one that refers to something unknown or breaks a rule. It
+#: only occurs in an altered journal. Any other exception is a bug, and propagates.
 _IMPOSSIBLE: Final = (DoraError, LookupError, ValueError)
 
 
@@ -45,14 +45,14 @@ class Replay:
 
 
 def replay(settings: Settings, entries: Iterable[Entry]) -> Replay:
-    """Replay `entries` up to the first difference, for whose story they are iterated again."""
+    """Replay `entries` up to the first difference; they are iterated again for its story."""
     state = State(settings)
     index = -1
     for index, (event, recorded) in enumerate(entries):
         try:
             recomputed = handle(state, event)
         except _IMPOSSIBLE as err:
-            found = (subject_of(event), f"the core refuses it: {type(err).__name__}: {err}")
+            found = (subject_of(event), f"the core rejects it: {type(err).__name__}: {err}")
         else:
             if list(recorded) == recomputed:
                 continue
@@ -65,7 +65,7 @@ def replay(settings: Settings, entries: Iterable[Entry]) -> Replay:
 
 
 def _compare(event: Event, recorded: Sequence[Command], recomputed: Sequence[Command]) -> tuple[Subject, str]:
-    """The subject of the first difference, and its description."""
+    """Return the subject of the first difference, and its description."""
     for mine, theirs in zip_longest(recomputed, recorded):
         if mine != theirs:
             about = theirs if theirs is not None else mine

@@ -1,7 +1,7 @@
 """The paths inside a run folder.
 
-Invariant: a run folder is created once, empty, under a unique name, which is the run id. No other module joins a path
-below it.
+Invariant: a run folder is created once, empty, with a unique name, which is the run id. No other module builds paths
+inside it.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class RunFolder:
         self.metrics = root / "metrics.jsonl"  #: one line per step and per evaluation
         self.trajectories = root / "trajectories.jsonl"  #: a sample of trajectories with their text
         self.log = root / "log.jsonl"
-        self.status_token = root / "status-token"  #: drawn for the run, readable by its owner only
+        self.status_token = root / "status-token"  #: random, readable by its owner only
         self.lock = root / "lock"  #: held by the process that may write here
         self.fence = root / "epoch"  #: of the controller whose ranks may publish and save
         self.checkpoints = root / "checkpoints"  #: of the trainer
         self.versions = root / "versions"  #: the durable version store
         self.rollouts = root / "rollouts"  #: whole steps written by --rollout-only, read by --train-only
-        self.logs = root / "logs"  #: output of child processes
+        self.logs = root / "logs"  #: output of child processes, one file each
 
     @property
     def run_id(self) -> str:
@@ -45,7 +45,7 @@ class RunFolder:
         return self.root.name
 
     def lease(self, epoch: int) -> Path:
-        """The lock file that the children of this controller process watch; every process has its own."""
+        """Return the lock file that this controller process's children watch; each controller process has its own."""
         return self.root.resolve() / f"lease-{epoch}-{os.getpid()}"
 
     def remove_leases(self) -> None:
@@ -58,24 +58,20 @@ class RunFolder:
         return (self.checkpoints, self.versions, self.rollouts, self.logs)
 
     def restrict(self, *, group: str | None) -> None:
-        """Close it to everyone but its owner and `group`."""
+        """Deny access to all but its owner and `group`."""
         for path in (self.root, *self._folders):
             if path.is_dir():
                 restrict(path, group=group)
 
-    def process_log(self, name: str) -> Path:
-        """The file for the output of child process `name`."""
-        return self.logs / f"{name}.log"
-
     @classmethod
     def create(cls, parent: Path, *, name: str, group: str | None = None) -> RunFolder:
-        """Create a run folder under `parent`, closed to everyone but its owner and `group`.
+        """Create a run folder under `parent`, accessible only to its owner and `group`.
 
         Its id also names weights on servers and in shared memory, so it must differ from the ids of runs with other
-        parents: hence the random digits after the time.
+        parents; that is why it ends in random digits.
         """
         if not _NAME.fullmatch(name) or name.startswith("."):
-            raise ConfigError(f"run.name: {name!r} cannot name a folder; use letters, digits, '-', '_' and '.'")
+            raise ConfigError(f"run.name: {name!r} is not a valid folder name; use letters, digits, '-', '_' and '.'")
         run_id = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
         try:
             parent.mkdir(parents=True, exist_ok=True)
@@ -90,14 +86,14 @@ class RunFolder:
 
     @classmethod
     def require_possible(cls, parent: Path) -> None:
-        """ConfigError if `create` would fail for `parent`, as far as can be told without trying."""
-        there = next(folder for folder in (parent, *parent.absolute().parents) if folder.exists())
-        if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-            raise ConfigError(f"run.folder: cannot create {parent}: {there} is not a writable folder")
+        """Raise ConfigError if `create` would fail for `parent`, as far as is known without trying."""
+        existing = next(folder for folder in (parent, *parent.absolute().parents) if folder.exists())
+        if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+            raise ConfigError(f"run.folder: cannot create {parent}: {existing} is not a writable folder")
 
     @classmethod
     def open(cls, path: Path) -> RunFolder:
-        """The folder of an earlier run."""
+        """Return the folder of an earlier run."""
         folder = cls(path.resolve())
         if not path.exists():
             raise ConfigError(f"{path}: no such run folder")
@@ -105,7 +101,7 @@ class RunFolder:
             raise ConfigError(f"{path}: is a file; give the run folder that contains it")
         missing = [file.name for file in (folder.config, folder.journal) if not file.is_file()]
         if missing:
-            raise ConfigError(f"{path}: is not a run folder, it has no {' and no '.join(missing)}")
+            raise ConfigError(f"{path}: is not a run folder: it has no {' and no '.join(missing)}")
         return folder
 
 

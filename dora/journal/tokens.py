@@ -1,12 +1,12 @@
 """The token store: the prompt of each group, and the tokens of each trajectory as they arrived.
 
 It is a file of records in frames (frames.py). A record is a prompt or a chunk of an answer: a little-endian head, then
-raw arrays. Every record has the epoch of the controller that wrote it, and a chunk the position at which it starts.
+raw arrays. Every record has the epoch of the controller that wrote it; a chunk also has its start position.
 
 Invariant: an answer is the sequence of its chunks, where a later chunk replaces everything from its position on. A
-chunk of an older attempt that follows one of a newer attempt is ignored and counted, because a server that was given up
-may still send tokens. A chunk that starts beyond the end of its answer means that tokens are missing: JournalError. A
-prompt resets its group, so that records of a group whose admission the journal has lost do not mix with later ones.
+chunk of an older attempt after one of a newer attempt is ignored, because a server treated as lost may still send
+tokens. A chunk that starts after the end of its answer is a JournalError, because tokens are missing. A
+prompt resets its group, so that records of a group whose admission the journal lost do not mix with later ones.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ _PROMPT: Final = 0
 _CHUNK: Final = 1  #: every token was sampled by the policy
 _MASKED_CHUNK: Final = 2  #: with a loss mask
 DIGEST_BYTES: Final = 16  #: after the tokens of a prompt
+_MAX_SIBLINGS: Final = 1 << 16  #: larger than any group, so that a damaged head does not cause billions of iterations
 
 _TOKENS: Final = np.dtype("<i4")
 _LOGPROBS: Final = np.dtype("<f4")
@@ -45,10 +46,10 @@ _SIZES: Final = {
 
 
 class TokenWriter(FrameWriter):
-    """Appends prompts and chunks."""
+    """Writer of prompts and chunks."""
 
     def __init__(self, path: Path, *, epoch: int = 0) -> None:
-        """`epoch`: of the controller that writes."""
+        """`epoch`: of this controller."""
         super().__init__(path)
         self._epoch = epoch
 
@@ -80,7 +81,7 @@ class TokenWriter(FrameWriter):
 
 
 def _bytes(values: Sequence[float], dtype: np.dtype[Any]) -> bytes:
-    """`values` in little-endian order, without conversion if they are an array of that type already."""
+    """Encode `values` in little-endian order, without conversion if they are an array of that type."""
     if type(values) is array and sys.byteorder == "little" and values.typecode == dtype.char:
         return values.tobytes()
     return np.asarray(values, dtype).tobytes()
@@ -110,12 +111,11 @@ class TokenStore:
     prompts: dict[GroupId, StoredPrompt] = field(default_factory=dict)
     answers: dict[TrajectoryId, StoredAnswer] = field(default_factory=dict)
     counts: dict[TrajectoryId, int] = field(default_factory=dict)  #: tokens of every trajectory, wanted or not
-    late_chunks: int = 0  #: of older attempts, ignored
     torn_bytes: int = 0  #: of a torn end
 
 
 def read_tokens(path: Path, *, wanted: Container[int] | None = None) -> TokenStore:
-    """Read the store in `path`. Trajectories that are not `wanted` (None: all are) are only counted."""
+    """Read the store in `path`. Trajectories that are not `wanted` (None: all) are only counted."""
     store = TokenStore()
     attempts: dict[TrajectoryId, tuple[int, int]] = {}  # (epoch, attempt) of the latest chunk
     chunks: dict[TrajectoryId, list[tuple[int, StoredAnswer]]] = {}
@@ -131,14 +131,13 @@ def read_tokens(path: Path, *, wanted: Container[int] | None = None) -> TokenSto
             continue
         trajectory = TrajectoryId(number)
         if (epoch, attempt) < attempts.get(trajectory, (0, 0)):
-            store.late_chunks += 1
             continue
         attempts[trajectory] = (epoch, attempt)
         known = store.counts.get(trajectory, 0)
         if start > known:
             raise JournalError(
                 f"{path}: the record at byte {offset} continues trajectory {number} at token {start}, "
-                f"but there are only {known}: records are missing"
+                f"but only {known} are known: records are missing"
             )
         store.counts[trajectory] = start + count
         if wanted is None or trajectory in wanted:
@@ -150,17 +149,13 @@ def read_tokens(path: Path, *, wanted: Container[int] | None = None) -> TokenSto
 
 
 def _parse_head(record: bytes, *, path: Path, offset: int) -> tuple[int, int, int, int, int, int]:
-    """The head of a record; JournalError unless it agrees with the record's length."""
+    """Return the head of a record; JournalError unless it agrees with the record's length."""
     if len(record) >= _HEAD.size:
         kind, number, epoch, attempt, start, count = _HEAD.unpack_from(record)
         width, rest = _SIZES.get(kind, (0, -1))
         if len(record) == _HEAD.size + width * count + rest and (kind != _PROMPT or start <= _MAX_SIBLINGS):
             return kind, number, epoch, attempt, start, count
     raise JournalError(f"{path}: the record at byte {offset} is neither a prompt nor a chunk of tokens")
-
-
-#: Larger than any group, so that a damaged head does not cause a loop of billions.
-_MAX_SIBLINGS: Final = 1 << 16
 
 
 def _parse_chunk(record: bytes, *, masked: bool, count: int) -> StoredAnswer:
@@ -174,7 +169,7 @@ def _parse_chunk(record: bytes, *, masked: bool, count: int) -> StoredAnswer:
 
 
 def _join(parts: list[tuple[int, StoredAnswer]]) -> StoredAnswer:
-    """The answer that consists of `parts`, each of which replaces everything from its position on."""
+    """Return the answer that consists of `parts`, each of which replaces everything from its position on."""
     kept: list[StoredAnswer] = []
     num_tokens = 0
     for start, part in parts:

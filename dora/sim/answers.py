@@ -1,8 +1,8 @@
 """The answers of the simulated policy: prompt sizes, answer lengths, tool calls and rewards, by group.
 
-Invariant: an answer depends on (seed, group, sibling) alone, so that every strategy, split and fleet gets the same
-ones. Lengths come from a regime (docs/SIMULATION.md) or from an earlier run. A regime gives the length of a turn; an
-answer without tool calls is one turn.
+Invariant: an answer depends on (seed, group, sibling) alone, so every strategy, split and fleet gets the same answers.
+Lengths come from a regime (docs/SIMULATION.md) or from a recorded run. A regime gives the length of a turn; an answer
+without tool calls is one turn.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ REGIMES: Final = {
     "A": Regime(_early_base_model, shared=0.22, cap=30_000),
     "B": Regime(_reasoner_at_a_cap, shared=0.95, cap=16_000),
     "D": Regime(_headline, shared=0.4, cap=30_000),
-    "S": Regime(_search_agent, shared=0.22, cap=4096),  # share and cap are not published, but chosen
+    "S": Regime(_search_agent, shared=0.22, cap=4096),  # share and cap are not published; these are our choice
 }
 
 #: C: normal components (not log-normal), one drawn per prompt: weights, means, deviations, and the cap.
@@ -90,12 +90,12 @@ class SimulatedGroup:
     calls: Sequence[tuple[Call, ...]] = ()  #: by sibling; empty if there are no tool calls
 
     def calls_of(self, sibling: int) -> tuple[Call, ...]:
-        """The tool calls of one answer."""
+        """Return the tool calls of one answer."""
         return self.calls[sibling] if self.calls else ()
 
 
 class Answers:
-    """Groups by number, drawn in blocks and kept until `forget_before`."""
+    """Groups by number, drawn in blocks, and kept until `forget_before`."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class Answers:
         self._blocks: dict[int, list[SimulatedGroup]] = {}
 
     def group(self, number: int) -> SimulatedGroup:
-        """The answers of group `number`."""
+        """Return the answers of group `number`."""
         if self.recorded:
             return self.recorded[number % len(self.recorded)]
         block, place = divmod(number, BLOCK)
@@ -158,5 +158,5 @@ def _mixture(z_turn: Floats, component: Floats) -> Floats:
 
 
 def cap_of(regime: str) -> int:
-    """The longest answer of a regime."""
+    """Return the longest answer of a regime."""
     return MIXTURE[3] if regime == "C" else REGIMES[regime].cap

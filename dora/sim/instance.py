@@ -11,8 +11,8 @@ longest idle is dropped first. When the result has arrived, the request queues l
 prefilled, or all its tokens if its KV was dropped.
 
 Invariant: `used` is the KV of running and idle requests, with prompts shared by siblings counted once, and never above
-`kv_tokens` while more than one request has KV. `use` accounts for all time until the anchor. `next_at()` tells when
-something will happen without further input.
+`kv_tokens` while more than one request has KV. `use` accounts for all time until the anchor. `next_at()` is the time of
+the next change without further input.
 """
 
 from __future__ import annotations
@@ -92,34 +92,34 @@ class SimulatedInstance:
         self._idle: dict[TrajectoryId, Request] = {}  # requests that have KV and do not run, the longest idle first
 
     def tokens(self, request: Request) -> int:
-        """The number of tokens of a request's answer so far."""
+        """Return the number of tokens of a request's answer so far."""
         return request.offset + self.steps if request.running else request.offset
 
     def counts(self) -> dict[TrajectoryId, int]:
-        """The number of tokens of every answer so far."""
+        """Return the number of tokens of every answer so far."""
         steps = self.steps
         return {id: r.offset + steps if r.running else r.offset for id, r in self.requests.items()}
 
     def slots_s(self) -> tuple[float, float]:
-        """Slot-seconds until the anchor: held by requests, and the part held during tool calls."""
+        """Return the slot-seconds until the anchor: held by requests, and the part held during tool calls."""
         return self.held_s + len(self.requests) * self.anchor, self.called_s + len(self._calls) * self.anchor
 
     # -- time -----------------------------------------------------------------------------------------------------
 
     def next_at(self) -> float:
-        """When the next answer ends or calls a tool, a result arrives, or the KV is full; infinity if nothing runs."""
+        """Return when the next answer ends or calls a tool, a result arrives, or the KV is full; infinity if never."""
         decodes = self.num_running and not self.halted
         at = self.anchor + self._duration(self._steps_ahead()) if decodes else math.inf
         return min(at, self._calls[0][0]) if self._calls else at
 
     def after(self, steps: int) -> float:
-        """The time after `steps` more steps of the same batch; infinity if nothing runs."""
+        """Return the time after `steps` more steps of the same batch; infinity if nothing runs."""
         return self.anchor + self._duration(steps) if self.num_running else math.inf
 
     def reach(self, now: float) -> None:
-        """Do all steps that end by `now`, and queue the requests whose results have arrived."""
+        """Run all steps that end by `now`, and queue the requests whose results have arrived."""
         if not self.num_running or self.halted:
-            self._rest(now)
+            self._idle_until(now)
         elif now > self.anchor:
             ahead = self._steps_ahead()
             taken = self._duration(ahead)
@@ -127,14 +127,14 @@ class SimulatedInstance:
                 ahead = min(ahead, self._steps_in(now))
                 taken = self._duration(ahead)
             if ahead:
-                self._go(ahead, taken)
+                self._advance(ahead, taken)
         while self._calls and self._calls[0][0] <= now:
             at, id = heappop(self._calls)
             self.called_s += at
-            self.requests[id].hear()
+            self.requests[id].receive_result()
             self.waiting.append(self.requests[id])
 
-    def _rest(self, now: float) -> None:
+    def _idle_until(self, now: float) -> None:
         if now > self.anchor:
             if self.up:
                 self.use.empty_s += now - self.anchor
@@ -143,7 +143,7 @@ class SimulatedInstance:
             self.anchor = now
 
     def _steps_ahead(self) -> int:
-        """Number of steps until an answer ends or calls a tool, or the KV is full."""
+        """Return the number of steps until an answer ends or calls a tool, or the KV is full."""
         if self._ahead is None:
             self._drop_stale()
             self._ahead = self._ending[0][0] - self.steps
@@ -162,13 +162,13 @@ class SimulatedInstance:
             heappop(heap)
 
     def _duration(self, steps: int) -> float:
-        """Seconds of the next `steps`, with the batch as it is."""
+        """Return the seconds of the next `steps`, with the batch as it is."""
         decode, running = self.server.decode, self.num_running
         first = decode.base_s + decode.per_request_s * running + decode.per_token_s * self.context
         return self.slowness * steps * (first + decode.per_token_s * running * (steps - 1) / 2)
 
     def _steps_in(self, now: float) -> int:
-        """Whole steps between the anchor and `now`: the inverse of `_duration`."""
+        """Return the number of whole steps between the anchor and `now`: the inverse of `_duration`."""
         decode, running = self.server.decode, self.num_running
         span = (now - self.anchor) / self.slowness
         slope = decode.per_token_s * running / 2
@@ -177,8 +177,8 @@ class SimulatedInstance:
             int(span / first) if slope == 0 else int(2 * span / (first + math.sqrt(first * first + 4 * slope * span)))
         )
 
-    def _go(self, steps: int, taken: float) -> None:
-        """Do the next `steps`, which take `taken` seconds."""
+    def _advance(self, steps: int, taken: float) -> None:
+        """Run the next `steps`, which take `taken` seconds."""
         running, server = self.num_running, self.server
         self.anchor += taken
         self.steps += steps
@@ -212,19 +212,20 @@ class SimulatedInstance:
         self.called_s -= self.anchor
 
     def settle(self) -> list[Request]:
-        """At a step boundary: remove answers that have ended, make the KV fit, and admit queued requests."""
+        """Remove answers that have ended, free KV until it fits, and admit queued requests; at a step boundary."""
         ended = self.end()
         while self.used + self.num_running > self.server.kv_tokens and (self._idle or self.num_running > 1):
             if self._idle:
                 self._free(next(iter(self._idle.values())))
             else:
-                self._evict()
+                self._retract(max((r for r in self.requests.values() if r.running), key=lambda r: r.age))
+                self.evictions += 1
         while self.waiting and not self.halted and self._fits(self.waiting[0]):
             self._start(self.waiting.popleft())
         return ended
 
     def end(self) -> list[Request]:
-        """At a step boundary: remove answers that have ended, and let others begin their tool calls. Call `settle`
+        """Remove answers that have ended, and begin the tool calls that are due; at a step boundary. Call `settle`
         before time advances."""
         ended = []
         while self._ending and self.num_running:
@@ -260,7 +261,7 @@ class SimulatedInstance:
         self.version = version
 
     def spans(self, request: Request) -> tuple[Span, ...]:
-        """The versions of the request's tokens."""
+        """Return the versions of the request's tokens."""
         assert self.version is not None
         start = request.spans[-1][2] if request.spans else request.order.num_tokens
         end = self.tokens(request)
@@ -303,13 +304,13 @@ class SimulatedInstance:
         return lost
 
     def _need(self, request: Request) -> int:
-        """The KV tokens that a request needs in addition."""
+        """Return the additional KV tokens that a request needs."""
         if self._idle and request.order.trajectory in self._idle:
             return request.unread
         return request.offset + (0 if request.group in self._sharing else request.prompt_tokens)
 
     def _fits(self, request: Request) -> bool:
-        """Whether a request can be admitted; drops idle KV if that suffices, or if nothing runs."""
+        """Return whether a request can be admitted; drop idle KV if that makes it fit, or if nothing runs."""
         running, limit = self.num_running, self.server.kv_tokens
         growth = HEADROOM_TOKENS * (running + 1)
         if running >= self.server.slots:
@@ -323,18 +324,18 @@ class SimulatedInstance:
         return True
 
     def _spare(self, idle: Sequence[Request], group: int) -> int:
-        """The KV tokens that `idle` requests hold and a request of `group` does not share."""
+        """Return the KV tokens that `idle` requests hold and a request of `group` does not share."""
         siblings = Counter(r.group for r in idle)
         prompts = {r.group: r.prompt_tokens for r in idle if siblings[r.group] == self._sharing[r.group]}
         prompts.pop(group, None)
         return sum(r.offset - r.unread for r in idle) + sum(prompts.values())
 
     def _start(self, request: Request) -> None:
-        """Prefill what is not in KV, or wait until it is transferred, and then decode from the next step on."""
+        """Prefill or transfer the tokens that are not in KV, and decode from the next step on."""
         need = self._need(request)
         was_idle = bool(self._idle) and self._idle.pop(request.order.trajectory, None) is not None
         new = request.unread if request.offset else need
-        old = need - new  # it was in KV before
+        old = need - new  # tokens that were in KV before
         known = request.prompt_tokens + request.offset - need
         if old:
             old_s = self.server.copy_s(old) if request.brings_kv else self._prefill_s(old, cached=known)
@@ -381,12 +382,7 @@ class SimulatedInstance:
             self.used -= request.prompt_tokens
 
     def _retract(self, request: Request) -> None:
-        """Put a running request back to the head of the queue, and drop its KV."""
+        """Move a running request to the head of the queue, and drop its KV."""
         self._leave_batch(request)
         self._free(request)
         self.waiting.appendleft(request)
-
-    def _evict(self) -> None:
-        """Retract the youngest request."""
-        self._retract(max((r for r in self.requests.values() if r.running), key=lambda r: r.age))
-        self.evictions += 1

@@ -1,10 +1,10 @@
-"""The limit: the step time that no scheduler can beat, from the workload and its length table (docs/SIMULATION.md).
+"""The limit: a lower bound of the step time of any scheduler, from the workload and its lengths (docs/SIMULATION.md).
 
-For `dora` it is T >= max(T_train, W / C, (L + tau) / (K + 1)); the strategies with barriers have other limits. Every
-term is a bound: T_train is that of a perfectly balanced trainer; W / C has every instance always at the batch that
-fills its KV or its slots, and reads each prompt once per group; L is the slowest answer alone, without a queue, with
-its tool calls and the reading of their results. Results are read, not decoded; a call holds a slot and no KV. tau is
-the time between the slowest answer and the next version: its own micro-batch, one update, and writing the version.
+For `dora` it is T >= max(T_train, W / C, (L + tau) / (K + 1)); strategies with barriers have other limits. Every term
+is a bound: T_train assumes a perfectly balanced trainer; W / C assumes that every instance always has the batch that
+fills its KV or its slots, and reads each prompt once per group; L is the time of the slowest answer alone, without a
+queue, with its tool calls and the reading of their results. Results are read, not decoded; a call holds a slot and no
+KV. tau is the time from the slowest answer to the next version: its micro-batch, one update, and writing the version.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class Limit(msgspec.Struct, frozen=True):
     decode_s: float  #: W / C
     slowest_s: float  #: L
     last_s: float  #: tau
-    step_s: float  #: what the strategy cannot beat
+    step_s: float  #: the limit of the strategy
     rule: str  #: the largest term: train, decode or slowest
 
 
 def limit(workload: Workload, *, seed: int) -> Limit:
-    """The limit of a workload under its strategy."""
+    """Return the limit of a workload under its strategy."""
     answers, n = workload.answers(seed=seed), _num_asked(workload)
     blocks = [_trained(workload, answers, first=block * n) for block in range(min(MAX_BLOCKS, workload.job.steps))]
     terms = [_terms(workload, groups) for groups in blocks]
@@ -70,7 +70,7 @@ def _bounds(
 
 
 def _terms(workload: Workload, groups: Sequence[SimulatedGroup]) -> tuple[float, float, float, float, float]:
-    """T_train, W / C, L, tau and the time of the first complete group, for one block of N groups."""
+    """Return T_train, W / C, L, tau and the time of the first complete group, for one block of N groups."""
     block = _Block(groups)
     prompts, lengths = block.prompts, block.lengths
     train, server = workload.train, workload.fleet.server
@@ -103,7 +103,7 @@ class _Block:
             self.waited_s[row, sibling] += call.latency_s
 
     def results_s(self, server: SimulatedServer) -> Floats:
-        """Seconds that each answer's server takes to read its tool results."""
+        """Return the seconds that each answer's server takes to read its tool results."""
         seconds = np.zeros_like(self.lengths)
         for row, sibling, call in self._calls:
             seconds[row, sibling] += server.prefill_s(call.num_tokens, cached=int(self.prompts[row]) + call.at)
@@ -111,13 +111,13 @@ class _Block:
 
 
 def _num_asked(workload: Workload) -> int:
-    """Number of groups generated for one step, discarded ones included."""
+    """Return the number of groups generated for one step, discarded ones included."""
     n, rules = workload.job.groups_per_step, workload.rules
     return math.ceil(rules.oversample * n) if rules.discards else n
 
 
 def _trained(workload: Workload, answers: Answers, *, first: int) -> list[SimulatedGroup]:
-    """N groups; with over-sampling, the N that would be complete first if each had the fleet to itself."""
+    """Return N groups; with over-sampling, the N that would complete first if each had the fleet to itself."""
     n = workload.job.groups_per_step
     groups = [answers.group(first + i) for i in range(_num_asked(workload))]
     if len(groups) > n:
@@ -127,7 +127,7 @@ def _trained(workload: Workload, answers: Answers, *, first: int) -> list[Simula
 
 
 def _alone_s(block: _Block, *, server: SimulatedServer) -> Floats:
-    """Seconds of prefill, decoding and tool calls of each answer at batch 1."""
+    """Return the seconds of prefill, decoding and tool calls of each answer at batch 1."""
     prompts, decode = block.prompts, server.decode
     read_s = prompts * (server.prefill_s_per_token + server.prefill_s_per_token2 * prompts / 2)
     context = block.decoded * prompts[:, None] + block.before
@@ -136,7 +136,7 @@ def _alone_s(block: _Block, *, server: SimulatedServer) -> Floats:
 
 
 def _decode_s(block: _Block, *, server: SimulatedServer) -> float:
-    """Instance-seconds of decoding, if the batch always fills the KV, or the slots that tool calls leave."""
+    """Return the instance-seconds of decoding, if the batch always fills the KV, or the slots that tool calls leave."""
     grown, decoded, prompts = float(block.before.sum()), block.decoded, block.prompts
     shared = float((decoded.max(axis=1) * prompts).sum())  # a prompt is in KV once, until its slowest sibling ends
     read = grown + float((decoded.sum(axis=1) * prompts).sum())
@@ -149,6 +149,6 @@ def _decode_s(block: _Block, *, server: SimulatedServer) -> float:
 
 
 def _speed(workload: Workload) -> float:
-    """Number of instances, with slow ones weighted by their speed."""
+    """Return the number of instances, with slow ones weighted by their speed."""
     slow = min(workload.fleet.slow_instances, workload.num_instances)
     return workload.num_instances - slow * (1 - workload.fleet.slow_speed)

@@ -1,14 +1,14 @@
 """The counts of a simulation, and its result over the steady state.
 
-Warm-up and run-out are left out: the first 2 (K + 1) steps, and the last K + 1, whose deadlines are shortened by the
-end of the job.
+The steady state leaves out the first 2 (K + 1) steps (warm-up) and the last K + 1, whose deadlines are shortened by
+the end of the job.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 
 import msgspec
@@ -21,23 +21,23 @@ from dora.sim.workload import Workload
 
 
 @dataclass(slots=True)
-class Mark:
-    """All counts at the moment when a step was trained."""
+class SimulatedCounts:
+    """All counts at the moment when a step was trained; those before `at` are kept up to date in between."""
 
-    at: float
-    tokens: int
-    busy_s: float
-    unbalanced_s: float
-    migrations: int
-    evictions: int
-    recovered: int
-    dropped: int
-    discarded: int
-    answers: int
-    mixed: int
-    use: Use
-    slots_s: float
-    called_s: float
+    tokens: int = 0
+    busy_s: float = 0.0
+    unbalanced_s: float = 0.0
+    dropped: int = 0  #: groups filtered or failed
+    discarded: int = 0  #: groups that were over-sampled
+    answers: int = 0
+    at: float = 0.0
+    migrations: int = 0
+    evictions: int = 0
+    recovered: int = 0
+    mixed: int = 0
+    use: Use = field(default_factory=Use)
+    slots_s: float = 0.0
+    called_s: float = 0.0
 
 
 class Measure:
@@ -45,17 +45,12 @@ class Measure:
 
     def __init__(self, workload: Workload, instances: list[SimulatedInstance]) -> None:
         self.workload = workload
-        self.marks: list[Mark] = []  #: by step
+        self.counts = SimulatedCounts()
+        self.marks: list[SimulatedCounts] = []  #: by step
         self.staleness: dict[int, list[int]] = {}  #: by step: groups committed at staleness i
-        self.num_dropped = 0  #: groups filtered or failed
-        self.num_discarded = 0  #: groups that were over-sampled
         self.trained = [0, 0]  #: answers of committed groups, and their tokens
         self.thrown_away = [0, 0]  #: answers of discarded groups, and their tokens at full length
-        self._answers = 0
         self._instances = instances
-        self._tokens = 0
-        self._busy_s = 0.0
-        self._unbalanced_s = 0.0
         self._published: list[float] = []
         self._last_answer: dict[int, float] = {}  # by version
 
@@ -67,7 +62,7 @@ class Measure:
     def answered(self, version: int, *, at: float) -> None:
         """Record that an answer of this version is complete."""
         self._last_answer[version] = at
-        self._answers += 1
+        self.counts.answers += 1
 
     def committed(self, step: int, *, staleness: int, lengths: Sequence[int]) -> None:
         """Record that a group was committed to a step."""
@@ -78,14 +73,14 @@ class Measure:
 
     def discarded(self, lengths: Sequence[int]) -> None:
         """Record that a group was discarded."""
-        self.num_discarded += 1
+        self.counts.discarded += 1
         _add(self.thrown_away, lengths)
 
     def trained_wave(self, *, num_tokens: int, busy_s: float, unbalanced_s: float) -> None:
         """Record that a wave was sent to the trainer."""
-        self._tokens += num_tokens
-        self._busy_s += busy_s
-        self._unbalanced_s += unbalanced_s
+        self.counts.tokens += num_tokens
+        self.counts.busy_s += busy_s
+        self.counts.unbalanced_s += unbalanced_s
 
     def step_trained(self, step: int, *, at: float, state: State) -> None:
         """Record that a step was trained."""
@@ -94,20 +89,14 @@ class Measure:
         for instance in self._instances:
             use = use.plus(instance.use)
         slots = [instance.slots_s() for instance in self._instances]
-        counters = state.counters
         self.marks.append(
-            Mark(
+            replace(
+                self.counts,
                 at=at,
-                tokens=self._tokens,
-                busy_s=self._busy_s,
-                unbalanced_s=self._unbalanced_s,
-                migrations=counters.migrations,
+                migrations=state.counters.migrations,
                 evictions=sum(i.evictions for i in self._instances),
-                recovered=counters.recovered,
-                dropped=self.num_dropped,
-                discarded=self.num_discarded,
-                answers=self._answers,
-                mixed=counters.version_conflicts,
+                recovered=state.counters.recovered,
+                mixed=state.counters.version_conflicts,
                 use=use,
                 slots_s=sum(held for held, _ in slots),
                 called_s=sum(called for _, called in slots),
@@ -115,12 +104,12 @@ class Measure:
         )
 
     def result(self, *, seed: int, limit: Limit, state: State, num_events: int) -> Result:
-        """The result over the steady state."""
+        """Return the result over the steady state."""
         first, last = self.window()
         a, b = self.marks[first], self.marks[last]
         steps, span = last - first, b.at - a.at
         use = b.use.plus(a.use, sign=-1)
-        fleet_s = sum(getattr(use, name) for name in Use.__slots__) or math.inf  # 0 if all of it lies within one push
+        fleet_s = sum(getattr(use, name) for name in Use.__slots__) or math.inf  # 0 if all of it is within one push
         slots_s = fleet_s * self.workload.fleet.server.slots
         shares = {name.removesuffix("_s"): getattr(use, name) / fleet_s for name in Use.__slots__}
         by_step = (self.staleness[s] for s in range(first + 1, last + 1))
@@ -165,17 +154,17 @@ class Measure:
         )
 
     def _length_bias(self) -> float:
-        """Mean length trained over mean length of all that was admitted, discarded groups at their full length."""
+        """Return the mean trained length over the mean admitted length; discarded groups count at full length."""
         answers, tokens = (x + y for x, y in zip(self.trained, self.thrown_away, strict=True))
         return self.trained[1] * answers / (self.trained[0] * tokens)
 
     def window(self) -> tuple[int, int]:
-        """The steps (first, last] that are measured."""
+        """Return the steps (first, last] that are measured."""
         return window(len(self.marks), max_staleness=self.workload.rules.max_staleness)
 
 
 def window(steps: int, *, max_staleness: int) -> tuple[int, int]:
-    """The steps (first, last] that are the steady state of a job of at least two steps."""
+    """Return the steps (first, last] that are the steady state of a job of at least two steps."""
     margin = max_staleness + 1
     first = min(2 * margin - 1, (steps - 1) // 3)
     return first, max(first + 1, steps - 1 - margin)
@@ -187,7 +176,7 @@ def _add(sums: list[int], lengths: Sequence[int]) -> None:
 
 
 def _violations(state: State) -> int:
-    """Number of violations of the constraints that the strategy keeps."""
+    """Return the number of violations of the constraints that the strategy keeps."""
     counters = state.counters
     counts = {
         "C1": counters.version_conflicts,
@@ -226,7 +215,7 @@ class Result(msgspec.Struct, frozen=True):
     evictions: float
     recovered: int
     dropped: float
-    mixed_share: float  #: share of answers with tokens of another version than their group's tag (C1)
+    mixed_share: float  #: share of answers with tokens of a version other than their tag (C1)
     discarded_share: float  #: share of groups that are discarded because their step is full (C2)
     beyond_share: float  #: share of groups trained more than K steps after their tag (C3)
     length_bias: float  #: mean length trained over mean length generated, whole job; 1 unless something is discarded

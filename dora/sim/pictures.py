@@ -13,7 +13,7 @@ from dora.sim.sweep import Case
 from dora.sim.trace import Period, Trace, trace
 from dora.sim.workload import Workload
 
-#: Maximum number of instances to draw; of a larger fleet, an evenly spaced part is drawn.
+#: Maximum number of instances to draw; of a larger fleet, an evenly spaced sample is drawn.
 MAX_ROWS: Final = 64
 ROWS_HEIGHT: Final = 480.0  #: pixels of all instances together
 TRAINER_HEIGHT: Final = 16.0
@@ -28,8 +28,8 @@ KEY: Final = (
 
 
 def draw(rows: Sequence[ReportRow], cases: Iterable[Case]) -> dict[str, str]:
-    """The charts that a sweep has points for, and a timeline of each setting (a short job with its first seed), by
-    name."""
+    """Return pictures by name: the charts for which the sweep has points, and a timeline of each setting (a short job
+    with its first seed)."""
     drawn = {"staleness": staleness(rows), "step-time": step_time(rows)}
     if len({row.devices for row in rows}) > 1:
         drawn["scaling"] = scaling(rows)
@@ -92,7 +92,7 @@ class _Window:
         return svg.LEFT + (at - self.begin) * self.scale
 
     def bars(self, spans: Iterable[Period], *, y: float, height: float, opacity: float = 1.0) -> list[str]:
-        """Bars for the spans inside the window; gaps narrower than a third of a pixel are closed."""
+        """Return bars for the spans inside the window; gaps below a third of a pixel are closed."""
         inside = [s for s in spans if s.end > self.begin and s.begin < self.end]
         shapes = []
         for s in _merged(inside, gap=1 / (3 * self.scale)):
@@ -112,7 +112,7 @@ def _merged(spans: Iterable[Period], *, gap: float) -> list[Period]:
 
 
 def staleness(rows: Sequence[ReportRow]) -> str:
-    """Share of the trained groups by staleness, for the fastest split of every strategy and K."""
+    """Draw the share of the trained groups by staleness, for the fastest split of every strategy and K."""
     rows = _fastest(rows)
     longest = max(len(row.staleness) for row in rows)
     frame = svg.Frame(-0.5, longest - 0.5, 1.0)
@@ -132,7 +132,7 @@ def staleness(rows: Sequence[ReportRow]) -> str:
 
 
 def step_time(rows: Sequence[ReportRow]) -> str:
-    """Seconds per step against K, with the limit dashed."""
+    """Draw the seconds per step against K, with the limit dashed."""
     fastest = _fastest(rows)
     ks = sorted({row.max_staleness for row in fastest})
     frame = svg.Frame(ks[0] - 0.3, ks[-1] + 0.3, 1.1 * max(row.step_s for row in fastest))
@@ -150,7 +150,7 @@ def step_time(rows: Sequence[ReportRow]) -> str:
 
 
 def scaling(rows: Sequence[ReportRow]) -> str:
-    """Step time over the limit against the size of the fleet, on a logarithmic axis."""
+    """Draw the step time over the limit against the size of the fleet, on a logarithmic axis."""
     fastest = _fastest(rows)
     sizes = sorted({row.devices for row in fastest})
     frame = svg.Frame(math.log2(sizes[0]), math.log2(sizes[-1]), 1.1 * max(row.ratio for row in fastest))
@@ -167,7 +167,7 @@ def scaling(rows: Sequence[ReportRow]) -> str:
 
 
 def _fastest(rows: Sequence[ReportRow]) -> list[ReportRow]:
-    """The fastest split of every fleet, strategy and K."""
+    """Return the fastest split of every fleet, strategy and K."""
     best: dict[tuple[int, str, int], ReportRow] = {}
     for row in rows:
         key = (row.devices, row.strategy, row.max_staleness)

@@ -1,9 +1,9 @@
-"""A workload from the journal of a finished run: its own lengths, latencies and rates.
+"""A workload with the lengths, latencies and rates that the journal of a finished run shows.
 
-Measured are: lengths and rewards of complete groups; the times of decoding, prefill and the round trip, fitted to the
-duration of every undisturbed request (non-negative least squares over its tokens, the mean number of residents and the
-tokens prefilled meanwhile); grading, as a queue before the run's graders; pushes, publications and updates; and the
-trainer's tokens per second. These figures include whatever slowed the run down, such as other processes on its cores.
+The measurements are: lengths and rewards of complete groups; the times of decoding, prefill and the round trip, fitted
+to the duration of every undisturbed request (non-negative least squares over its tokens, the mean number of residents
+and the tokens prefilled meanwhile); grading, as a queue for the run's graders; pushes, publications and updates; and
+the trainer's tokens per second. They include anything that slowed the run down, such as other processes on its cores.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Timed(NamedTuple):
 
     tokens: int
     batch: float  #: mean number of residents on its instance, itself included
-    read: int  #: tokens that the instance prefilled meanwhile, halting the batch; its own prompt included
+    read: int  #: tokens that the instance prefilled meanwhile, its own prompt included; a prefill halts the batch
     seconds: float
 
 
@@ -83,7 +83,7 @@ class RecordedRun:
     servers: dict[InstanceId, ev.InstanceUp] = field(default_factory=dict)
     requests: list[Timed] = field(default_factory=list)
     graders: int = 1
-    grading_s: list[float] = field(default_factory=list)  #: time of one grader over one answer, without queueing
+    grading_s: list[float] = field(default_factory=list)  #: time of one grader for one answer, without queueing
     push_s: list[float] = field(default_factory=list)
     publish_s: list[float] = field(default_factory=list)
     update_s: list[float] = field(default_factory=list)
@@ -109,12 +109,12 @@ class _Reader:
 
     def read(self, entries: Iterable[tuple[ev.Event, Sequence[cmd.Command]]]) -> RecordedRun:
         for event, commands in entries:
-            self._take_fact(event)
+            self._on_event(event)
             for command in commands:
-                self._take_order(command, at=event.at)
+                self._on_command(command, at=event.at)
         return self.record
 
-    def _take_fact(self, event: ev.Event) -> None:
+    def _on_event(self, event: ev.Event) -> None:
         record = self.record
         match event:
             case ev.PromptsArrived():
@@ -129,7 +129,7 @@ class _Reader:
                 self._batches.pop(event.instance, None)
             case ev.ControllerRestarted():
                 for under_way in (self._running, self._batches, self._grading, self._pushing, self._waves):
-                    under_way.clear()  # their ends are not recorded
+                    under_way.clear()  # their ends are not in the journal
             case ev.TrajectoryGraded() if event.trajectory in self._grading:
                 begun = max(self._grading.pop(event.trajectory), heapreplace(self._graders, event.at))
                 record.grading_s.append(event.at - begun)
@@ -138,7 +138,7 @@ class _Reader:
             case ev.WeightPushFinished() if event.instance in self._pushing:
                 record.push_s.append(event.at - self._pushing.pop(event.instance))
             case ev.MicroBatchTrained() | ev.StepTrained() | ev.VersionPublished():
-                self._take_training(event)
+                self._on_training(event)
             case _:
                 pass
 
@@ -156,7 +156,7 @@ class _Reader:
             beside = (batch.integral - integral) / span
             self.record.requests.append(Timed(event.num_tokens, beside, batch.read - read, span))
 
-    def _take_training(self, event: ev.MicroBatchTrained | ev.StepTrained | ev.VersionPublished) -> None:
+    def _on_training(self, event: ev.MicroBatchTrained | ev.StepTrained | ev.VersionPublished) -> None:
         record = self.record
         if isinstance(event, ev.MicroBatchTrained):
             sent, wave = self._waves.pop((event.step, event.index))
@@ -175,7 +175,7 @@ class _Reader:
     def _size(self, id: TrajectoryId) -> int:
         return self.record.prompts[id // self.record.settings.group_size] + self.record.lengths[id]
 
-    def _take_order(self, command: cmd.Command, *, at: float) -> None:
+    def _on_command(self, command: cmd.Command, *, at: float) -> None:
         match command:
             case cmd.Generate():
                 batch = self._batches.setdefault(command.instance, _Batch(at=at))
@@ -194,13 +194,13 @@ class _Reader:
 
 
 def read_run(folder: Path) -> tuple[Workload, RecordedRun]:
-    """The workload of a finished run, and its measurements."""
+    """Return the workload of a finished run, and its measurements."""
     run = RunFolder.open(folder)
     journal = Journal(run.journal)
     task = read_toml(run.config).get("task", {})
     record = _Reader(journal.header.settings, graders=task.get("graders", 1)).read(journal)
     if len(record.trained) < 2 or not record.requests:
-        raise ConfigError(f"{folder}: has trained {len(record.trained)} steps; a simulation needs at least 2 of them")
+        raise ConfigError(f"{folder}: has trained {len(record.trained)} steps; a simulation needs at least 2")
     return checked(_workload(record), origin=str(folder)), record
 
 
@@ -241,7 +241,7 @@ def _workload(record: RecordedRun) -> Workload:
 
 
 def _grade(record: RecordedRun) -> GradingModel:
-    """The log-normal with the measured mean and deviation, which together determine the length of a queue."""
+    """Fit a log-normal to the measured mean and deviation, which determine the length of a queue."""
     mean_s = mean(record.grading_s)
     sigma = math.sqrt(math.log1p((pstdev(record.grading_s) / mean_s) ** 2))
     return GradingModel(median_s=mean_s * math.exp(-(sigma**2) / 2), sigma=sigma, workers=record.graders)

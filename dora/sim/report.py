@@ -6,31 +6,20 @@ import math
 from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 from statistics import fmean, median
+from typing import Final
 
 import msgspec
 
 from dora.sim.measure import Result
 
 _Setting = tuple[int, int, str, str, int, int]
-
-COLUMNS = (
-    *(
-        "strategy",
-        "rules",
-        "K",
-        "split",
-        "seeds",
-        "step s",
-        "range",
-        "tokens/s",
-        "limit s",
-        "rule",
-        "x limit",
-        "sync/x",
-    ),
-    *("trainer idle", "uneven", "full", "thin new", "thin old", "prefill", "push", "empty", "slots", "tools"),
-    *("stale", "max", "moves", "evict", "bias", "viol", "by design"),
+#: Fields of a row that are means over the seeds.
+_MEANS: Final = (
+    *("tokens_s", "trainer_idle", "trainer_unbalanced", "slot_load", "tool_load", "staleness_mean", "migrations"),
+    *("evictions", "mixed_share", "discarded_share", "beyond_share", "length_bias"),
 )
+#: Shares of the instances' time that the table shows.
+_SHOWN_SHARES: Final = ("full", "thin_new", "thin_old", "prefill", "push", "empty")
 
 
 class ReportRow(msgspec.Struct, frozen=True):
@@ -68,21 +57,21 @@ class ReportRow(msgspec.Struct, frozen=True):
 
 
 def rows(results: Iterable[Result]) -> list[ReportRow]:
-    """One row per setting, in order of appearance."""
+    """Return one row per setting, in order of appearance."""
     by_setting: dict[_Setting, list[Result]] = {}
     for r in results:
         setting = (r.devices, r.instances, r.strategy, r.rules, r.max_staleness, r.rollout_devices)
         by_setting.setdefault(setting, []).append(r)
     sync: dict[int, float] = {}  # by devices, at the fastest of its splits
-    for (devices, _, strategy, *_), found in by_setting.items():
+    for (devices, _, strategy, *_), group in by_setting.items():
         if strategy == "sync":
-            sync[devices] = min(median(r.step_s for r in found), sync.get(devices, math.inf))
-    return [_row(setting, found, sync_s=sync.get(setting[0])) for setting, found in by_setting.items()]
+            sync[devices] = min(median(r.step_s for r in group), sync.get(devices, math.inf))
+    return [_row(setting, group, sync_s=sync.get(setting[0])) for setting, group in by_setting.items()]
 
 
-def _row(setting: _Setting, found: Sequence[Result], *, sync_s: float | None) -> ReportRow:
+def _row(setting: _Setting, results: Sequence[Result], *, sync_s: float | None) -> ReportRow:
     devices, instances, strategy, rules, max_staleness, rollout_devices = setting
-    step_s = median(r.step_s for r in found)
+    step_s = median(r.step_s for r in results)
     return ReportRow(
         devices=devices,
         instances=instances,
@@ -90,81 +79,74 @@ def _row(setting: _Setting, found: Sequence[Result], *, sync_s: float | None) ->
         rules=rules,
         max_staleness=max_staleness,
         rollout_devices=rollout_devices,
-        seeds=len(found),
+        seeds=len(results),
         step_s=step_s,
-        step_s_range=(min(r.step_s for r in found), max(r.step_s for r in found)),
-        tokens_s=fmean(r.tokens_s for r in found),
-        limit_s=fmean(r.limit.step_s for r in found),
-        rule=found[0].limit.rule,
-        ratio=median(r.ratio for r in found),
+        step_s_range=(min(r.step_s for r in results), max(r.step_s for r in results)),
+        limit_s=fmean(r.limit.step_s for r in results),
+        rule=results[0].limit.rule,
+        ratio=median(r.ratio for r in results),
         sync_ratio=sync_s / step_s if sync_s is not None else None,
-        trainer_idle=fmean(r.trainer_idle for r in found),
-        trainer_unbalanced=fmean(r.trainer_unbalanced for r in found),
-        instance_shares=_shares(found),
-        slot_load=fmean(r.slot_load for r in found),
-        tool_load=fmean(r.tool_load for r in found),
-        staleness=tuple(map(sum, zip_longest(*(r.staleness for r in found), fillvalue=0))),
-        staleness_mean=fmean(r.staleness_mean for r in found),
-        staleness_max=max(r.staleness_max for r in found),
-        migrations=fmean(r.migrations for r in found),
-        evictions=fmean(r.evictions for r in found),
-        mixed_share=fmean(r.mixed_share for r in found),
-        discarded_share=fmean(r.discarded_share for r in found),
-        beyond_share=fmean(r.beyond_share for r in found),
-        length_bias=fmean(r.length_bias for r in found),
-        violations=sum(r.violations for r in found),
+        instance_shares=_shares(results),
+        staleness=tuple(map(sum, zip_longest(*(r.staleness for r in results), fillvalue=0))),
+        staleness_max=max(r.staleness_max for r in results),
+        violations=sum(r.violations for r in results),
+        **{name: fmean(getattr(r, name) for r in results) for name in _MEANS},
     )
 
 
-def _shares(found: Sequence[Result]) -> dict[str, float]:
-    """Means over the seeds, with all prefill in one share."""
-    shares = {name: fmean(r.instance_shares[name] for r in found) for name in found[0].instance_shares}
+def _shares(results: Sequence[Result]) -> dict[str, float]:
+    """Return the means over the seeds, with all prefill in one share."""
+    shares = {name: fmean(r.instance_shares[name] for r in results) for name in results[0].instance_shares}
     shares["prefill"] += shares.pop("again")
     return shares
 
 
 def table(found: Sequence[ReportRow]) -> str:
-    """An aligned Markdown table; `*` marks the fastest split of a strategy."""
+    """Return an aligned Markdown table; `*` marks the fastest split of a strategy."""
     best: dict[tuple[int, str, str, int], float] = {}
     for row in found:
         key = (row.devices, row.strategy, row.rules, row.max_staleness)
         best[key] = min(best.get(key, row.step_s), row.step_s)
-    cells = [COLUMNS, *(_cells(r, r.step_s == best[r.devices, r.strategy, r.rules, r.max_staleness]) for r in found)]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(COLUMNS))]
+    columns = [_cells(r, is_best=r.step_s == best[r.devices, r.strategy, r.rules, r.max_staleness]) for r in found]
+    cells = [tuple(columns[0]), *(tuple(row.values()) for row in columns)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = ["| " + " | ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) + " |" for row in cells]
     return "\n".join([lines[0], "|" + "|".join("-" * (w + 2) for w in widths) + "|", *lines[1:]])
 
 
-def _cells(row: ReportRow, is_best: bool) -> tuple[str, ...]:
+def _cells(row: ReportRow, *, is_best: bool) -> dict[str, str]:
+    """Return a row's text by column."""
     shares = row.instance_shares
     low, high = row.step_s_range
-    return (
-        row.strategy,
-        row.rules,
-        str(row.max_staleness),
-        f"{row.rollout_devices}/{row.devices}{'*' if is_best else ''}",
-        str(row.seeds),
-        f"{row.step_s:.4g}",
-        f"{low:.4g}-{high:.4g}",
-        f"{row.tokens_s:,.0f}",
-        f"{row.limit_s:.4g}",
-        row.rule,
-        f"{row.ratio:.3f}",
-        f"{row.sync_ratio:.2f}" if row.sync_ratio is not None else "-",
-        *(f"{share:.1%}" for share in (row.trainer_idle, row.trainer_unbalanced, shares["full"], shares["thin_new"])),
-        *(f"{shares[name]:.1%}" for name in ("thin_old", "prefill", "push", "empty")),
-        *(f"{load:.1%}" for load in (row.slot_load, row.tool_load)),
-        f"{row.staleness_mean:.2f}",
-        str(row.staleness_max),
-        f"{row.migrations:.1f}",
-        f"{row.evictions:.1f}",
-        f"{row.length_bias:.2f}",
-        str(row.violations),
-        _by_design(row),
-    )
+    return {
+        "strategy": row.strategy,
+        "rules": row.rules,
+        "K": str(row.max_staleness),
+        "split": f"{row.rollout_devices}/{row.devices}{'*' if is_best else ''}",
+        "seeds": str(row.seeds),
+        "step s": f"{row.step_s:.4g}",
+        "range": f"{low:.4g}-{high:.4g}",
+        "tokens/s": f"{row.tokens_s:,.0f}",
+        "limit s": f"{row.limit_s:.4g}",
+        "rule": row.rule,
+        "x limit": f"{row.ratio:.3f}",
+        "sync/x": f"{row.sync_ratio:.2f}" if row.sync_ratio is not None else "-",
+        "trainer idle": f"{row.trainer_idle:.1%}",
+        "uneven": f"{row.trainer_unbalanced:.1%}",
+        **{name.replace("_", " "): f"{shares[name]:.1%}" for name in _SHOWN_SHARES},
+        "slots": f"{row.slot_load:.1%}",
+        "tools": f"{row.tool_load:.1%}",
+        "stale": f"{row.staleness_mean:.2f}",
+        "max": str(row.staleness_max),
+        "moves": f"{row.migrations:.1f}",
+        "evict": f"{row.evictions:.1f}",
+        "bias": f"{row.length_bias:.2f}",
+        "viol": str(row.violations),
+        "by design": _by_design(row),
+    }
 
 
 def _by_design(row: ReportRow) -> str:
-    """How often the strategy breaks constraints by design: shares of answers (C1) and of groups (C2, C3)."""
+    """Return the shares of answers (C1) and of groups (C2, C3) that break a constraint by design."""
     shares = {"C1": row.mixed_share, "C2": row.discarded_share, "C3": row.beyond_share}
     return ", ".join(f"{name} {share:.1%}" for name, share in shares.items() if share) or "-"

@@ -1,4 +1,4 @@
-"""A simulated server's capabilities, a request on it, and an account of its time. Data only; see instance.py."""
+"""Data of a simulated server: its capabilities, a request, and an account of its time."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class SimulatedServer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prefill_s_per_token: float = 1e-5
     prefill_s_per_token2: float = 0.0  #: attention: multiplied by the tokens and by the context that they attend to
     kv_bytes_per_token: int = 0
-    kv_bytes_s: float = 0.0  #: bytes/s at which the KV of a moved answer is transferred; 0: its tokens are read again
+    kv_bytes_s: float = 0.0  #: bytes/s for the transfer of a moved answer's KV; 0: its tokens are prefilled again
 
     def prefill_s(self, num_tokens: int, *, cached: int = 0) -> float:
-        """Seconds to read `num_tokens` after `cached` tokens that are already in KV."""
+        """Return the seconds to read `num_tokens` after `cached` tokens that are already in KV."""
         return num_tokens * (self.prefill_s_per_token + self.prefill_s_per_token2 * (cached + num_tokens / 2))
 
     def copy_s(self, num_tokens: int) -> float:
-        """Seconds to transfer the KV of `num_tokens` from another server."""
+        """Return the seconds to transfer the KV of `num_tokens` from another server."""
         return num_tokens * self.kv_bytes_per_token / self.kv_bytes_s
 
 
@@ -40,8 +40,8 @@ class Request:
     group: int
     prompt_tokens: int
     total: int  #: tokens of the whole answer
-    offset: int  #: its number of tokens is offset + steps of the server while it runs, and offset while it does not
-    brings_kv: bool = False  #: it was stopped elsewhere and its KV is transferred
+    offset: int  #: number of tokens, minus the server's `steps` while the request runs
+    brings_kv: bool = False  #: it was stopped elsewhere, and its KV is transferred
     calls: tuple[Call, ...] = ()  #: the tool call under way and those still to be made
     back_at: float | None = None  #: when the result of the call under way arrives; None if there is no call
     unread: int = 0  #: tokens of a result that is still to be read
@@ -54,14 +54,14 @@ class Request:
         """Its number of tokens when it ends or makes its next call."""
         return self.calls[0].at if self.calls else self.total
 
-    def hear(self) -> None:
-        """Take the result of the call under way, which is still to be read."""
+    def receive_result(self) -> None:
+        """Take the result of the call under way, which is read later."""
         self.unread = self.calls[0].num_tokens
         self.offset += self.unread
         self.calls, self.back_at = self.calls[1:], None
 
     def resent(self, order: Generate) -> Request:
-        """The same answer in another request, from all its tokens; a call under way continues."""
+        """Return the same answer in another request, from all its tokens; a call under way continues."""
         return replace(self, order=order, age=0, running=False, spans=())
 
 
@@ -70,7 +70,7 @@ class Use:
     """An account of an instance's time until its anchor, in seconds."""
 
     full_s: float = 0.0  #: decoding: what a full batch would have taken for the same tokens
-    thin_new_s: float = 0.0  #: additional decoding time, because the batch was small, under the newest version
+    thin_new_s: float = 0.0  #: additional decoding time because the batch was small, under the newest version
     thin_old_s: float = 0.0  #: the same under older versions
     prefill_s: float = 0.0
     again_s: float = 0.0  #: prefill or transfer of tokens that were in KV before: evictions and migrations
@@ -79,5 +79,5 @@ class Use:
     empty_s: float = 0.0  #: nothing ran, or training had its device
 
     def plus(self, other: Use, *, sign: int = 1) -> Use:
-        """The sum; with sign = -1 the difference."""
+        """Return the sum; with sign = -1 the difference."""
         return Use(*(getattr(self, n) + sign * getattr(other, n) for n in Use.__slots__))

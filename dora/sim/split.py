@@ -1,9 +1,9 @@
-"""Searches the best split of the devices between rollout and training with few short simulations.
+"""A search for the best split of the devices between rollout and training, with a few short simulations.
 
-The search starts at the split with the smallest limit and, among equal ones, with the least training and decoding time.
-It simulates the splits at one and two distances on both sides, moves to the fastest, and halves the distance when the
-middle is the fastest. One distance does not suffice, because whole answers on whole instances make the step time
-jagged. `sync` uses all devices in both phases and has no split.
+The search starts at the split with the smallest limit and, among equal ones, the least training and decoding time. It
+simulates the splits at one and two distances on both sides, moves to the fastest, and halves the distance when the
+middle is the fastest. One distance is not enough, because the step time is not smooth in the number of instances.
+`sync` uses all devices in both phases and has no split.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dora.sim.workload import Workload
 MEASURED_STEPS: Final = 8
 #: Number of splits, evenly spaced, for which the limit is computed.
 STARTS: Final = 16
-#: The smallest distance is this fraction of the whole range; finer differences are lost in noise.
+#: The smallest distance is the range over this number; smaller differences are noise.
 FINEST: Final = 64
 
 
@@ -43,15 +43,15 @@ class Search:
 
 
 def search(workload: Workload, *, seed: int, processes: int) -> Search:
-    """The fastest split of a workload; its own `rollout_devices` is ignored."""
+    """Search for the fastest split of a workload; its own `rollout_devices` is ignored."""
     splits = _feasible(workload)
     if not splits:
-        raise ConfigError(f"fleet.devices: {workload.fleet.devices} leave no split with K + 1 instances and a trainer")
+        raise ConfigError(f"fleet.devices: no split of {workload.fleet.devices} has K + 1 instances and a trainer")
     steps = 3 * (workload.rules.max_staleness + 1) + MEASURED_STEPS
     short = workload.with_changes(job={"steps": steps})
     step_s: dict[int, float] = {}
     coarse = range(0, len(splits), max(1, len(splits) // STARTS))
-    best = min(coarse, key=lambda i: _promise(_split(short, splits[i]), seed=seed))
+    best = min(coarse, key=lambda i: _limit(_split(short, splits[i]), seed=seed))
     distance = max(1, len(splits) // STARTS)
     while distance >= max(1, len(splits) // FINEST):
         near = [i for i in range(best - 2 * distance, best + 2 * distance + 1, distance) if 0 <= i < len(splits)]
@@ -62,13 +62,13 @@ def search(workload: Workload, *, seed: int, processes: int) -> Search:
     return Search(_split(workload, splits[best]), steps, step_s)
 
 
-def _promise(workload: Workload, *, seed: int) -> tuple[float, float]:
+def _limit(workload: Workload, *, seed: int) -> tuple[float, float]:
     bound = limit(workload, seed=seed)
     return bound.step_s, bound.train_s + bound.decode_s
 
 
 def _feasible(workload: Workload) -> list[int]:
-    """Possible numbers of rollout devices: at least K + 1 instances, and at least one rank left."""
+    """Return the possible numbers of rollout devices: at least K + 1 instances, and at least one rank left."""
     fleet = workload.fleet
     size = fleet.devices_per_instance
     first = size * (workload.rules.max_staleness + 1)

@@ -25,32 +25,32 @@ Point = tuple[float, float]
 
 
 def color(number: int) -> str:
-    """The color of a version or a series."""
+    """Return the color of a version or a series."""
     return COLORS[number % len(COLORS)]
 
 
 def text(x: float, y: float, words: str, *, anchor: str = "start", fill: str = INK, size: int = 12) -> str:
-    """One line of text; `y` is its baseline."""
+    """Return one line of text; `y` is its baseline."""
     return (
         f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="{size}" fill="{fill}">{escape(words)}</text>'
     )
 
 
 def rect(x: float, y: float, width: float, height: float, *, fill: str, opacity: float = 1.0) -> str:
-    """A filled rectangle."""
+    """Return a filled rectangle."""
     shade = "" if opacity == 1 else f' fill-opacity="{opacity:g}"'
     return f'<rect x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}" fill="{fill}"{shade}/>'
 
 
 def line(a: Point, b: Point, *, stroke: str = INK, width: float = 1.0, dashes: str = "") -> str:
-    """A straight line."""
+    """Return a straight line."""
     dashed = f' stroke-dasharray="{dashes}"' if dashes else ""
     ends = f'x1="{a[0]:.1f}" y1="{a[1]:.1f}" x2="{b[0]:.1f}" y2="{b[1]:.1f}"'
     return f'<line {ends} stroke="{stroke}" stroke-width="{width:g}"{dashed}/>'
 
 
 def document(shapes: Sequence[str], *, title: str, height: float, width: float = WIDTH) -> str:
-    """The whole picture."""
+    """Return the whole picture."""
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}" '
         f'viewBox="0 0 {width:.0f} {height:.0f}" font-family="sans-serif">'
@@ -61,7 +61,7 @@ def document(shapes: Sequence[str], *, title: str, height: float, width: float =
 
 
 def ticks(low: float, high: float) -> list[float]:
-    """Round numbers from `low` to `high`, about five."""
+    """Return round numbers from `low` to `high`, about five."""
     raw = (high - low) / 5
     unit = 10 ** math.floor(math.log10(raw))
     step = next(factor * unit for factor in (1, 2, 5, 10) if factor * unit >= raw)
@@ -79,12 +79,12 @@ class Frame:
     height: float = 420.0
 
     def x(self, value: float) -> float:
-        """Pixels from the left."""
+        """Return the pixels from the left."""
         share = (value - self.x_low) / (self.x_high - self.x_low) if self.x_high > self.x_low else 0.5
         return LEFT + share * (WIDTH - LEFT - RIGHT)
 
     def y(self, value: float) -> float:
-        """Pixels from the top."""
+        """Return the pixels from the top."""
         return self.height - BOTTOM - value / self.y_high * (self.height - TOP - BOTTOM)
 
     def axes(self, *, x_ticks: Sequence[tuple[float, str]], x_label: str, y_label: str) -> list[str]:
@@ -104,7 +104,7 @@ class Frame:
         return shapes
 
     def legend(self, names: Sequence[str]) -> list[str]:
-        """One line per series, right of the plot."""
+        """Return one line per series, right of the plot."""
         shapes = []
         for i, name in enumerate(names):
             y = TOP + 18 * i
@@ -112,7 +112,7 @@ class Frame:
         return shapes
 
     def curve(self, points: Sequence[Point], *, stroke: str, dashes: str = "") -> list[str]:
-        """A line through the points, which are marked unless the line is dashed."""
+        """Return a line through the points, which are marked unless the line is dashed."""
         at = [(self.x(x), self.y(y)) for x, y in points]
         shapes = [line(a, b, stroke=stroke, width=2, dashes=dashes) for a, b in pairwise(at)]
         if not dashes:

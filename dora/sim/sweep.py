@@ -1,4 +1,4 @@
-"""Many simulations: the settings of a sweep, and the processes that run them."""
+"""Sweeps: combinations of settings, and the processes that simulate them."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def cases(
     rules: Sequence[str] = (),
     ablate: bool = False,
 ) -> list[Case]:
-    """Every combination once; an empty list keeps the workload's value. K applies to `dora` and `partial`; splits do
-    not apply to `sync`, which uses all devices in both phases. Changing the number of instances keeps the trainer's
-    devices. `ablate` adds to each case of `dora` one case per placement rule, with that rule turned off."""
+    """Return every combination once; an empty list keeps the workload's value. K applies to `dora` and `partial`;
+    splits do not apply to `sync`, which uses all devices in both phases. Changing the number of instances keeps the
+    trainer's devices. `ablate` adds to each case of `dora` one case per placement rule, with that rule turned off."""
     job, fleet = workload.job, workload.fleet
     variants = [(name, job.without) for name in rules or [job.rules]]
     if ablate:
@@ -55,7 +55,7 @@ def cases(
 
 
 def simulate(case: Case) -> Result:
-    """Run one simulation to its end. Raises InvariantViolation, and RunFailed if the run fails."""
+    """Run one simulation to its end. Raise InvariantViolation, and RunFailed if the run fails."""
     workload, seed = case
     world = World(workload, seed=seed)
     world.run()
@@ -64,7 +64,7 @@ def simulate(case: Case) -> Result:
 
 
 def run(found: Sequence[Case], *, processes: int) -> Iterator[Result]:
-    """Results in the order of the cases, each as soon as it and all before it are ready."""
+    """Yield the results in the order of the cases, each when it and all before it are ready."""
     if processes == 1 or len(found) == 1:
         yield from map(simulate, found)
         return
@@ -73,5 +73,5 @@ def run(found: Sequence[Case], *, processes: int) -> Iterator[Result]:
 
 
 def as_json(results: Sequence[Result]) -> bytes:
-    """All results as a JSON list."""
+    """Return all results as a JSON list."""
     return msgspec.json.format(msgspec.json.encode(results), indent=1) + b"\n"

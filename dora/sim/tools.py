@@ -1,9 +1,9 @@
 """Tool calls of answers: how many, how long they take, and how much they return (docs/SIMULATION.md).
 
-An answer of n calls has n + 1 turns: it decodes, calls a tool and waits for it, reads the result, and decodes on. The
-tokens of results belong to the answer's context, its length and what is trained; they are not decoded.
+An answer with n calls has n + 1 turns. After each turn but the last it calls a tool, waits for it and reads the result.
+The tokens of results count towards the answer's context, its length and the trained tokens; they are not decoded.
 
-Invariant: every turn, the last one included, has at least one decoded token, and the answer keeps to its token budget.
+Invariant: every turn has at least one decoded token, and the answer keeps to its token budget.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Tools(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def draw(
         self, turns: NDArray[np.int64], *, random: np.random.Generator, cap: int
     ) -> tuple[list[list[int]], list[list[tuple[Call, ...]]]]:
-        """Lengths and calls of answers, by group and sibling. `turns`: lengths of `max_turns` turns for each answer."""
+        """Return lengths and calls by group and sibling. `turns`: lengths of `max_turns` turns per answer."""
         groups, siblings, most = turns.shape
         weights = np.asarray(self.calls) / sum(self.calls)
         num_calls = random.choice(most, size=(groups, siblings), p=weights)
@@ -71,7 +71,7 @@ class Tools(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def lay_out(turns: Sequence[int], *, called: Iterable[tuple[float, int]], cap: int) -> tuple[int, tuple[Call, ...]]:
-    """The length of one answer, and its calls. The answer is cut at `cap`, a result so that a token can follow it."""
+    """Return the length and the calls of one answer, cut at `cap`. A result is cut so that one token can follow."""
     tokens, calls = turns[0], []
     for turn, (latency_s, result) in zip(turns[1:], called, strict=True):
         if tokens >= cap:

@@ -1,4 +1,4 @@
-"""A simulation over time: which version each instance held, when it decoded, and when the trainer worked."""
+"""The trace of a simulation: the version of each instance over time, when it decoded, and when the trainer worked."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dora.core.ids import InstanceId, TrajectoryId
 from dora.sim.workload import Workload
 from dora.sim.world import World
 
-#: Number of steps after the warm-up of a traced job; a picture has no space for more.
+#: Number of steps of a traced job after its warm-up; more do not fit in a picture.
 TRACED_STEPS: Final = 6
 
 
@@ -38,13 +38,13 @@ class InstanceTrace:
     requests: int = 0
 
     def empty(self, at: float) -> None:
-        """Record that nothing runs here any more."""
+        """Record that the last request has left."""
         if self.decoding_since is not None:
             self.decoding.append(Period(self.decoding_since, at, self.version))
             self.decoding_since = None
 
     def unload(self, at: float) -> None:
-        """Record that it no longer holds its version."""
+        """Record that the instance no longer holds its version."""
         self.empty(at)
         if self.held_since is not None:
             self.held.append(Period(self.held_since, at, self.version))
@@ -105,13 +105,13 @@ class Trace:
         self._trainer_free = end
 
     def finish(self, at: float) -> None:
-        """Close all spans at the end of the job."""
+        """Close all periods at the end of the job."""
         for row in self.rows:
             row.unload(at)
 
 
 def trace(workload: Workload, *, seed: int) -> tuple[Trace, float, float]:
-    """The trace of a short job of this kind, and the begin and end of its steady state."""
+    """Return the trace of a short job of this kind, and the begin and end of its steady state."""
     steps = 3 * (workload.rules.max_staleness + 1) + TRACED_STEPS
     traced = Trace(workload.num_instances)
     world = World(workload.with_changes(job={"steps": steps}), seed=seed, sink=traced)

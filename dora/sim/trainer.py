@@ -1,6 +1,6 @@
 """The time that the trainer takes for its waves.
 
-Ranks work in lockstep, so that the fullest one sets the pace. The optimizer updates of a step are spread evenly over
+Ranks work in lockstep, so the fullest one determines the time. The optimizer updates of a step are spread evenly over
 its answers.
 """
 
@@ -22,7 +22,7 @@ class WaveTime(msgspec.Struct, frozen=True):
 
 
 class TrainerTime:
-    """The times of one trainer; it counts the answers and updates of the current step."""
+    """The times of one trainer, which counts the answers and updates of the current step."""
 
     def __init__(self, workload: Workload) -> None:
         self._workload = workload
@@ -30,7 +30,7 @@ class TrainerTime:
         self._updates = 0
 
     def wave(self, loads: Sequence[int], *, num_answers: int, last: bool) -> WaveTime:
-        """The time of the next wave. `loads`: tokens by rank; `last`: the wave closes the step."""
+        """Return the time of the next wave. `loads`: tokens by rank; `last`: the wave closes the step."""
         job, train = self._workload.job, self._workload.train
         self._answers += num_answers
         due = self._answers * train.updates // (job.groups_per_step * job.group_size)

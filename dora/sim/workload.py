@@ -1,4 +1,4 @@
-"""A simulated workload: job, answers, fleet, trainer, faults. One frozen struct per part; files are TOML.
+"""A simulated workload: job, answers, fleet, trainer and faults, each a frozen struct; files are TOML.
 
 Invariant: all seconds are virtual, and nothing depends on the machine that simulates.
 """
@@ -21,7 +21,7 @@ from dora.sim.server import SimulatedServer
 from dora.sim.tools import Tools
 
 _NEVER: Final = 1e12
-#: Margin of the watchdog, in reports: one before an answer stops growing, one after that, one to spare.
+#: Margin of the watchdog, in reports: one before an answer stops growing, one after, and one to spare.
 SILENT_REPORTS: Final = 3
 _AT_LEAST: Final = {"job.steps": 2, "job.group_size": 2, "job.groups_per_step": 1, "fleet.devices_per_instance": 1}
 _DIVISORS: Final = (
@@ -182,7 +182,7 @@ class Workload(_Part, frozen=True):
         return self.lengths.cap or cap_of(self.lengths.regime)
 
     def answers(self, *, seed: int) -> Answers:
-        """The answers of one seed."""
+        """Return the answers of one seed."""
         lengths = self.lengths
         recorded = [
             SimulatedGroup(tokens, list(row), list(rewards))
@@ -200,7 +200,7 @@ class Workload(_Part, frozen=True):
         )
 
     def settings(self) -> Settings:
-        """The settings of the decision core."""
+        """Return the settings of the decision core."""
         job, together = self.job, self.rules.batched or self.rules.max_staleness == 0
         return Settings(
             rules=self.rules,
@@ -221,13 +221,13 @@ class Workload(_Part, frozen=True):
         )
 
     def with_changes(self, **changes: dict[str, Any]) -> Workload:
-        """A copy with changed fields of its parts: with_changes(job={"strategy": "sync"})."""
+        """Return a copy with changed fields of its parts: with_changes(job={"strategy": "sync"})."""
         parts = {name: msgspec.structs.replace(getattr(self, name), **values) for name, values in changes.items()}
         return msgspec.structs.replace(self, **parts)
 
 
 def load(path: Path) -> Workload:
-    """Read a workload file; ConfigError if it cannot work."""
+    """Read a workload file; ConfigError if it is invalid."""
     try:
         return checked(msgspec.convert(read_toml(path), Workload), origin=str(path))
     except (msgspec.ValidationError, RecursionError) as err:
@@ -235,7 +235,7 @@ def load(path: Path) -> Workload:
 
 
 def with_overrides(workload: Workload, overrides: Sequence[str]) -> Workload:
-    """The workload with some keys changed, each as in `--set`."""
+    """Return the workload with the changes of `--set` options."""
     data, origin = msgspec.to_builtins(workload), " ".join(f"--set {override}" for override in overrides)
     for override in overrides:
         set_key(data, override)
@@ -246,7 +246,7 @@ def with_overrides(workload: Workload, overrides: Sequence[str]) -> Workload:
 
 
 def checked(workload: Workload, *, origin: str) -> Workload:
-    """The same workload; ConfigError with one line per problem."""
+    """Return `workload`; ConfigError with one line per problem."""
     problems = list(_problems(workload))
     if problems:
         raise ConfigError(*(f"{origin}: {problem}" for problem in problems))
@@ -258,7 +258,7 @@ def _problems(workload: Workload) -> list[str]:
     if job.strategy not in STRATEGIES:
         return [f"job.strategy: {job.strategy!r} is not simulated; use one of {', '.join(STRATEGIES)}"]
     if job.rules not in ("dora", "paper") or not set(job.without) <= set(SWITCHES):
-        return [f"job.rules: must be `dora` or `paper`; job.without: must be among {', '.join(SWITCHES)}"]
+        return [f"job.rules: must be `dora` or `paper`; job.without: use any of {', '.join(SWITCHES)}"]
     if lengths.regime not in {*REGIMES, "C", "recorded"}:
         return [f"lengths.regime: unknown regime {lengths.regime!r}; use A, B, C, D, S or recorded"]
     sizes = {len(lengths.prompts), len(lengths.answers), len(lengths.rewards)}
@@ -280,7 +280,7 @@ def _problems(workload: Workload) -> list[str]:
         )
     found += _tool_problems(workload)
     if fleet.answer_s and workload.faults.instance_hours:
-        found.append("fleet.answer_s: answers under way are not lost with their instance; leave out one of the two")
+        found.append("fleet.answer_s, faults.instance_hours: a delayed answer would survive a loss; set one to 0")
     if workload.train_devices < 1:
         found.append("fleet.rollout_devices: leaves no device for the trainer")
     longest = max(lengths.prompt_tokens, *lengths.prompts, 0) + workload.cap
@@ -293,7 +293,7 @@ def _problems(workload: Workload) -> list[str]:
 
 
 def _number_problems(workload: Workload) -> list[str]:
-    """Problems of single numbers: below 0, or 0 where the simulation divides."""
+    """Return the problems of single numbers: below 0, or 0 where the simulation divides."""
     numbers = dict(_numbers(workload))
     odd = [name for name, value in numbers.items() if (value >= 2**53 if isinstance(value, int) else math.isnan(value))]
     if odd:
@@ -302,7 +302,7 @@ def _number_problems(workload: Workload) -> list[str]:
     found += [f"{name}: must be at least {least}" for name, least in _AT_LEAST.items() if numbers[name] < least]
     found += [f"{name}: must be above 0" for name in _DIVISORS if numbers[name] == 0]
     if workload.faults.push_failure_share >= 1:
-        found.append("faults.push_failure_share: must be below 1, else no server ever holds a version")
+        found.append("faults.push_failure_share: must be below 1; otherwise no server ever holds a version")
     return found
 
 
@@ -320,7 +320,7 @@ def _tool_problems(workload: Workload) -> list[str]:
     if tools.calls and (min(tools.calls) < 0 or not 0 < sum(tools.calls) < math.inf):
         found.append("tools.calls: weights of 0, 1, 2, ... calls must be finite, at least 0, and not all 0")
     if tools.max_turns > 1 and workload.lengths.regime == "recorded":
-        found.append("tools.calls: recorded answers have no turns; leave out the calls, or use another lengths.regime")
+        found.append("tools.calls: recorded answers have no turns; remove the calls, or use another lengths.regime")
     silent_s = tools.longest_s + SILENT_REPORTS * workload.fleet.report_s
     if tools.max_turns > 1 and silent_s > workload.watchdog_s:
         found.append(

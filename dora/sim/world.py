@@ -1,14 +1,13 @@
-"""A virtual clock around the controller's own decision core.
+"""The simulator: the controller's own decision core, in virtual time.
 
-A heap of (time, number, action) stands for servers, trainer, graders and store. An action gives at most one fact;
-`core.handle` answers with commands, and the handler of each command puts its consequences on the heap.
-Nothing reads a clock, opens a socket or draws from a shared random state, so that the same workload and seed give the
-same journal.
+Servers, trainer, graders and store are a heap of (time, number, action). An action returns at most one event;
+`core.handle` returns commands, and the handler of each command puts its consequences on the heap. Nothing reads a
+clock, opens a socket or uses a shared random state, so the same workload and seed give the same journal.
 
 Invariant: the world keeps its own accounts (the version of each server, the tokens of each answer, the tag of each
 group) and checks every command against them in O(1): C1 when a request is sent or weights are pushed, C2 when an answer
-continues, C3 when a group is committed, and conservation after every event. `invariants.check` recounts everything
-every RECOUNT_EVENTS events and at the end.
+continues, C3 when a group is committed, and the sum of the ledger after every event. `invariants.check` recounts
+everything every RECOUNT_EVENTS events and at the end.
 """
 
 from __future__ import annotations
@@ -44,10 +43,8 @@ FETCH_S: Final = 0.01
 RELIEVED: Final = 0.8
 #: Added to the seed for the held-out answers.
 HELD_OUT: Final = 1_000_003
-#: Time without a command after which the simulation is stuck; a sample, a step or a call takes far less.
+#: Time without a command after which the simulation counts as stuck; a sample, a step or a call takes far less.
 SILENT_S: Final = 100_000.0
-#: Steps between two checkpoints. The core keeps the waves since the last one, for a restarted trainer.
-CHECKPOINT_STEPS: Final = 1
 
 Sink = Callable[[ev.Event, Sequence[cmd.Command]], None]
 Action = Callable[[], ev.Event | None]
@@ -78,10 +75,10 @@ class World:
         self.newest = -1
         self._heap: list[tuple[float, int, Action]] = []
         self._number = 0
-        self._ready: deque[ev.Event] = deque()  # facts at the current time, before anything on the heap
+        self._ready: deque[ev.Event] = deque()  # events at the current time, which precede the heap
         self._touched: dict[InstanceId, SimulatedInstance] = {}  # instances whose batch has changed
         self._tags: dict[GroupId, int] = {}  # version of each admitted group that has not left
-        self._interrupted: dict[TrajectoryId, Request] = {}  # state at their stop or at the loss of their server
+        self._interrupted: dict[TrajectoryId, Request] = {}  # as they were when stopped, or when their server was lost
         self._graders = [0.0] * workload.grade.workers  # a heap of the times when each becomes free
         self._trainer = TrainerTime(workload)
         self._trainer_free = 0.0
@@ -100,7 +97,7 @@ class World:
             elif self._touched:
                 self._settle(self._touched.popitem()[1])
             else:
-                self.now, _, action = heappop(self._heap)  # never empty: the clock ticks
+                self.now, _, action = heappop(self._heap)  # never empty: it has a tick
                 event = action()
                 if event is not None:
                     self._deliver(event)
@@ -150,9 +147,9 @@ class World:
     # -- servers ------------------------------------------------------------------------------------------------------
 
     def _settle(self, instance: SimulatedInstance) -> None:
-        """Plan the next end on an instance whose batch has changed, when all facts of this moment are handled."""
+        """Schedule the next change on an instance whose batch has changed, after all events of this moment."""
         for request in instance.settle():
-            self._tell(request)
+            self._report_answer(request)
         instance.wake += 1
         at = instance.next_at()
         if at < math.inf:
@@ -162,10 +159,10 @@ class World:
         if number == instance.wake:
             instance.reach(self.now)
             for request in instance.end():
-                self._tell(request)
-            self._touched[instance.id] = instance  # settled after the commands that answer these facts
+                self._report_answer(request)
+            self._touched[instance.id] = instance  # settled after the commands that answer these events
 
-    def _tell(self, request: Request) -> None:
+    def _report_answer(self, request: Request) -> None:
         """Report a complete answer, which the controller receives after `answer_s`."""
         order, late_s = request.order, self.workload.fleet.answer_s
         _require(request.offset == request.total, "C2: it ended after {} tokens: {}", request.offset, order)
@@ -213,7 +210,7 @@ class World:
         return ev.ProgressReported(self.now, instance.id, instance.counts())
 
     def _report_pressure(self, instance: SimulatedInstance) -> None:
-        """An instance is pressed if it has evicted since the last report, and until it has space again."""
+        """Report an instance as pressed if it has evicted since the last report, and until it has space again."""
         evicted = instance.evictions > self._evictions[instance.id]
         self._evictions[instance.id] = instance.evictions
         if instance.id not in self._pressed:
@@ -242,13 +239,13 @@ class World:
         else:
             request = old.resent(order)
             if request.back_at is not None and request.back_at <= self.now:
-                request.hear()
+                request.receive_result()
         instance.take(request)
         self._touched[instance.id] = instance
 
     def _answer(self, id: TrajectoryId) -> tuple[int, SimulatedGroup, int]:
-        """Number of a trajectory's group, the group, and its index there. A sample of an evaluation is a group by
-        itself, with a number below 0."""
+        """Return the number of a trajectory's group, the group, and its index there. A sample of an evaluation is a
+        group of its own, with a number below 0."""
         if id >= 0:
             number, place = divmod(id, self.settings.group_size)
             return number, self.answers.group(number), place
@@ -348,9 +345,9 @@ class World:
     def _on_drop_group(self, order: cmd.DropGroup) -> None:
         if order.outcome == "discarded":
             self.measure.discarded(self.answers.group(order.group).lengths)
-            return  # it may still run; ForgetGroups tells when it does not
+            return  # it may run on until ForgetGroups
         del self._tags[order.group]
-        self.measure.num_dropped += 1
+        self.measure.counts.dropped += 1
 
     def _on_forget_groups(self, order: cmd.ForgetGroups) -> None:
         for group in order.groups:
@@ -386,8 +383,7 @@ class World:
         for instance in self.instances:
             instance.reach(self.now)
         self.measure.step_trained(step, at=self.now, state=self.state)
-        if step % CHECKPOINT_STEPS == CHECKPOINT_STEPS - 1:
-            self._at(0.0, lambda: ev.CheckpointSaved(self.now, StepId(step + 1), ""))
+        self._at(0.0, lambda: ev.CheckpointSaved(self.now, StepId(step + 1), ""))  # lets the core forget older waves
         return ev.StepTrained(self.now, step)
 
     def _publish(self, version: VersionId) -> ev.Event:

@@ -1,11 +1,11 @@
-"""The built-in task: sums of small labelled numbers, most of them short, a few very long.
+"""The built-in task: sums of labelled one-digit numbers, most of them short, a few very long.
 
-"a3b4c2=" asks for 3 + 4 + 2; totals are written with two digits, so the answer is "09". The label of a term lets a
-worked answer say how far it has come: "a03b07c09". Its length grows with the number of terms, which has a heavy tail,
-so rollout meets here the long tail that it meets in real training.
+"a3b4c2=" asks for 3 + 4 + 2; totals are written with two digits, so the answer is "09". The labels let a worked answer
+show its progress: "a03b07c09". Its length grows with the number of terms, which has a heavy tail, as answer lengths do
+in real training.
 
-A problem is a pure function of (seed, split, index): the stream is endless, needs no file, and is resumed by its index
-alone. Invariant: no text is in both splits, because one bit of its own hash decides which split it may be in.
+A problem is a pure function of (seed, split, index), so the stream is endless, needs no file, and resumes from an
+index. Invariant: no text is in both splits, because one bit of its hash determines its split.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ TAIL_SCALE: Final = 2.5
 
 
 def problem(index: int, *, seed: int, split: str, min_terms: int = 3, max_terms: int = 32) -> tuple[str, str]:
-    """Problem number `index` of a split as (prompt, answer), for example ("a3b4c2=", "09")."""
+    """Return problem number `index` of a split as (prompt, answer), for example ("a3b4c2=", "09")."""
     if split not in SPLITS:
         raise ConfigError(f"arithmetic: unknown split '{split}'; use one of {', '.join(SPLITS)}")
     if not 2 <= min_terms <= max_terms <= len(LABELS):
@@ -50,23 +50,23 @@ def problem(index: int, *, seed: int, split: str, min_terms: int = 3, max_terms:
         prompt = "".join(f"{label}{term}" for label, term in zip(LABELS, terms, strict=False)) + "="
         if split_of(prompt) == split:
             return prompt, f"{sum(terms):02d}"
-    raise AssertionError("unreachable: count() has no end")
+    raise AssertionError("unmassable: count() has no end")
 
 
 def split_of(prompt: str) -> str:
-    """The only split in which this text can occur."""
+    """Return the only split in which this text can occur."""
     bit = blake2b(prompt.encode(), digest_size=1).digest()[0] & 1
     return next(split for split, required in SPLITS.items() if required == bit)
 
 
 def _size(uniform: float, *, min_terms: int, max_terms: int) -> int:
-    """Inverse distribution function of the Lomax law, cut at max_terms."""
-    reach = 1 - (1 + (max_terms - min_terms + 1) / TAIL_SCALE) ** -TAIL_SHAPE
-    return min_terms + int(TAIL_SCALE * ((1 - uniform * reach) ** (-1 / TAIL_SHAPE) - 1))
+    """Return the size at quantile `uniform` of the Lomax law, truncated at `max_terms`."""
+    mass = 1 - (1 + (max_terms - min_terms + 1) / TAIL_SCALE) ** -TAIL_SHAPE
+    return min_terms + int(TAIL_SCALE * ((1 - uniform * mass) ** (-1 / TAIL_SHAPE) - 1))
 
 
 def _uniforms(key: str) -> Iterator[float]:
-    """Endless numbers in [0, 1), a function of the key alone: equal on every machine and Python version."""
+    """Yield numbers in [0, 1) without end; they depend on the key alone, on every machine and Python version."""
     for block in count():
         digest = blake2b(f"{key}/{block}".encode()).digest()
         for start in range(0, len(digest), 4):

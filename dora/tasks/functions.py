@@ -1,4 +1,4 @@
-"""Find the `module:function` that a configuration names."""
+"""Loading of the `module:function` that a configuration names."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from dora.errors import ConfigError
 
 
 def load_function(spec: str, *, field: str) -> Callable[..., Any]:
-    """Import `module:function`, the working directory included; `field` is the config key an error names."""
+    """Import `module:function`, also from the working directory. Errors name the config key `field`."""
     module_name, _, name = spec.partition(":")
     if not module_name or not name:
-        raise ConfigError(f"{field}: '{spec}' is not module:function")
-    if os.getcwd() not in sys.path:  # an installed command does not search where it was called
+        raise ConfigError(f"{field}: expected module:function, got '{spec}'")
+    if os.getcwd() not in sys.path:  # console scripts do not search the working directory
         sys.path.append(os.getcwd())
     try:
         module = importlib.import_module(module_name)
-    except Exception as err:  # a module of the user may fail in any way
+    except Exception as err:  # user code may raise anything
         raise ConfigError(f"{field}: cannot import '{module_name}' ({type(err).__name__}: {err})") from err
     function = getattr(module, name, None)
     if not callable(function):

@@ -1,13 +1,12 @@
-"""One grader process, forked by its guard (guard.py): one request at a time.
+"""A grader process, forked by its guard (guard.py). It handles one request at a time.
 
-Frames on stdin and stdout: 4 bytes of length (big endian), then msgpack. The first frame in is the set-up
-(`GraderPool` writes it), answered by `{}` (ready) or `{"config_error": text}`; each later one is a `GradeRequest`,
-answered by `{"reward": x}` or `{"error": text}`.
+Frames on stdin and stdout: 4 bytes of length (big endian), then msgpack. The first request is the set-up written by
+`GraderPool`; the reply is `{}` (ready) or `{"config_error": text}`. Each later one is a `GradeRequest`; the reply is
+`{"reward": x}` or `{"error": text}`.
 
-Invariant: nothing but frames reaches the pipes: stdin and stdout are moved away before any code of the user is
-imported, so a reward may print and read what it likes. Grading runs in the main thread, where libraries may use
-signals. The process ends when its stdin closes; its guard ends it when it hangs. Memory is limited; this is protection
-from accidents, no sandbox for hostile code.
+Invariant: only frames reach the pipes. Stdin and stdout are moved to other descriptors before user code is imported, so
+a reward may print and read freely. Grading runs in the main thread, so that libraries may use signals. The process
+exits when its stdin closes. Its memory is limited, which protects from accidents but is not a sandbox.
 """
 
 from __future__ import annotations
@@ -25,7 +24,8 @@ from dora.tasks.rewards import GradeRequest, RewardFailed, Scorer, build_scorer
 
 HEADER = struct.Struct(">I")
 
-#: Share of the time limit that an HTTP endpoint gets: its silence is then an error with a name, not a killed process.
+#: Timeout of an HTTP endpoint, as a share of the time limit: an error that names the endpoint, before the process is
+#: killed.
 _HTTP_SHARE = 0.8
 
 
@@ -34,7 +34,8 @@ def main() -> None:
     setup = _read(requests)
     if setup is None:
         return
-    _limit(memory_mb=setup["memory_mb"])
+    memory = setup["memory_mb"] << 20
+    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     try:
         scorer = build_scorer(
             [RewardConfig(**reward) for reward in setup["rewards"]],
@@ -54,22 +55,18 @@ def _grade(scorer: Scorer, request: GradeRequest) -> dict[str, Any]:
         return {"reward": scorer(request)}
     except RewardFailed as err:
         return {"error": str(err)}
-    except Exception as err:  # noqa: BLE001  the terms may have no sum; the reply says why
+    except Exception as err:  # noqa: BLE001  the sum may overflow or be undefined
         return {"error": f"{type(err).__name__}: {err}"}
 
 
 def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """Our two pipes under new numbers; fd 0 reads nothing and fd 1 is stderr from here on."""
+    """Move both pipes to new descriptors; redirect fd 0 from /dev/null and fd 1 to stderr."""
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.dup2(2, 1)
     os.close(nothing)
     return requests, replies
-
-
-def _limit(*, memory_mb: int) -> None:
-    resource.setrlimit(resource.RLIMIT_AS, (memory_mb << 20, memory_mb << 20))
 
 
 def _read(pipe: BinaryIO) -> Any | None:

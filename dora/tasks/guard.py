@@ -1,11 +1,11 @@
-"""The parent of one grader: `python -m dora.tasks.guard PID`, started by `pool`, whose process id is PID.
+"""The parent process of a grader: `python -m dora.tasks.guard PID`, where PID is the process of the pool.
 
-Invariant: it ends after all that its grader ever started, processes in sessions of their own included: the kernel gives
-it every descendant whose own parent ends (Linux). It begins to end them when the grader ends, on SIGTERM, which is how
-the pool kills a grader, and when the pool's process dies. Its exit status is the grader's. SIGKILL of the guard itself
-takes the grader along, but not what the grader started.
+Invariant: it outlives every process that its grader starts, even in another session, because the kernel makes orphaned
+descendants its children (Linux). It kills them when the grader exits, when the pool's process dies, and on SIGTERM,
+which the pool sends to kill a grader. Its exit status is the grader's. SIGKILL of the guard also kills the grader, but
+not the processes that the grader started.
 
-It has no threads and imports little before it forks the grader, so it costs a few milliseconds of a start.
+It starts no thread and imports little before the fork, so it adds only a few milliseconds to the start of a grader.
 """
 
 from __future__ import annotations
@@ -19,49 +19,45 @@ from contextlib import suppress
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-_HEARD = {signal.SIGTERM, signal.SIGCHLD}
+_SIGNALS = {signal.SIGTERM, signal.SIGCHLD}
 
 
 def main() -> None:
     libc = ctypes.CDLL(None)
-    signal.pthread_sigmask(signal.SIG_BLOCK, _HEARD)
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     if sys.platform == "linux":
         libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != int(sys.argv[1]):
-        return  # the pool died before the kernel was told
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # two processes end by the signal that ends a grader
+        return  # the pool died before the call above
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a grader's fatal signal ends both processes
     grader = os.fork()
     if grader == 0:
         if sys.platform == "linux":
             libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _HEARD)
-        _grade()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+        from dora.tasks.grader import main as grade
+
+        grade()
+        sys.exit(0)
     for pipe in (0, 1):
-        os.close(pipe)  # the pool and the grader alone hold them
+        os.close(pipe)  # only the pool and the grader may keep them open
     status = _wait(grader)
-    _end_all()
-    _end_like(status)
-
-
-def _grade() -> None:
-    from dora.tasks.grader import main as grade
-
-    grade()
-    sys.exit(0)
+    _kill_descendants()
+    _exit_like(status)
 
 
 def _wait(grader: int) -> int:
-    """The status with which the grader ended; 0 if it is to be ended. Reaps what others leave behind."""
-    while signal.sigwait(_HEARD) != signal.SIGTERM:
+    """Return the wait status of the grader when it exits, or 0 on SIGTERM. Reap other processes meanwhile."""
+    while signal.sigwait(_SIGNALS) != signal.SIGTERM:
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
             if ended[0] == grader:
                 return ended[1]
     return 0
 
 
-def _end_all() -> None:
-    """Kill generation by generation: the children of those killed become children of this process."""
+def _kill_descendants() -> None:
+    """Kill all descendants: the children of a killed process become children of this one, and are next."""
     import psutil
 
     while children := psutil.Process().children():
@@ -72,7 +68,7 @@ def _end_all() -> None:
             os.wait()
 
 
-def _end_like(status: int) -> None:
+def _exit_like(status: int) -> None:
     code = os.waitstatus_to_exitcode(status)
     if code < 0:
         with suppress(OSError):  # SIGKILL has no handler

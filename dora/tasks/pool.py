@@ -1,11 +1,11 @@
-"""Grading off the event loop, in limited processes, with a time limit per answer.
+"""Grading in separate processes with a memory limit and a timeout per answer.
 
-Invariant: every request ends as exactly one outcome, and trouble is never a reward. A grader that is late, dies or
-breaks the protocol is killed with all that it started (guard.py) and replaced before the next request; the request it
-had is `GradingFailed` and is not tried again: a retry would only hang the next grader.
+Invariant: every request has exactly one outcome, and a failure is never a reward. A grader that times out, dies or
+breaks the protocol is killed with every process it started (guard.py), and replaced before the next request. Its
+request is `GradingFailed` without a retry, which would only hang the next grader.
 
-Each `grade` call waits for an idle grader, at most the start limit plus `timeout_s` for each call before it. There is
-no other queue: the trajectories in flight bound the number of calls.
+Each `grade` call waits for an idle grader, at most the start timeout plus `timeout_s` for each call before it. There is
+no other queue: the number of calls is bounded by the trajectories in flight.
 """
 
 from __future__ import annotations
@@ -30,47 +30,47 @@ from dora.tasks.rewards import GradeRequest
 if TYPE_CHECKING:
     from dora.config.schema import RewardConfig
 
-#: How long a grader may take until it is ready; a reward's module may import torch.
+#: Timeout of a grader's start; a reward's module may import torch.
 START_TIMEOUT_S = 60.0
 
-#: Starts that may fail in a row before the run gives up.
+#: Number of consecutive failed starts after which the run fails.
 START_ATTEMPTS = 3
 
-#: How long a guard may take to end everything; only one that was stopped itself takes longer.
+#: Timeout for a guard to kill its descendants, which only a stopped guard exceeds.
 _KILL_TIMEOUT_S = 5.0
 
-#: How long reading a reply may take that is in the pipe already.
+#: Timeout for reading a reply that is already in the pipe.
 _UNREAD_S = 0.1
 
-#: How long a process that closed its pipe may take to end by itself, so that its own exit status is seen.
+#: Time for a process that closed its pipe to exit by itself, so that its own exit status is reported.
 _EXIT_GRACE_S = 1.0
 
 #: A reply is one number or one error line.
 _MAX_REPLY_BYTES = 1 << 20
 
-#: What is kept of a grader's stderr, to say why it died.
+#: Bytes kept of a grader's stderr, to explain its death.
 _STDERR_TAIL_BYTES = 4_096
 
 
 @dataclass(frozen=True, slots=True)
 class Graded:
-    """The answer was judged."""
+    """The outcome of an answer that was judged."""
 
     reward: float  # finite
 
 
 @dataclass(frozen=True, slots=True)
 class GradingFailed:
-    """The answer could not be judged, which is not reward 0."""
+    """The outcome of an answer that could not be judged; not a reward of 0."""
 
     reason: str  # `timeout`, `not finite`, `crashed: <how it ended>` or `error: <what the reward raised>`
 
 
 class GraderPool:
-    """`graders` processes that score by the same `rewards`; `field` is their config key in errors.
+    """`graders` processes with the same `rewards`; errors name their config key `field`.
 
-    Entering starts the first one, so that a reward that cannot be built is a `ConfigError` before anything else
-    starts; the others start when they are first needed.
+    Entering the pool starts one process, so that a reward that cannot be built is a `ConfigError` before anything else
+    starts. The others start on first use.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class GraderPool:
             "memory_mb": memory_mb,
         }
         self._graders = [_Grader(setup, timeout_s=timeout_s) for _ in range(graders)]
-        self._idle: asyncio.LifoQueue[_Grader] = asyncio.LifoQueue()  # holds at most the graders; last used is warm
+        self._idle: asyncio.LifoQueue[_Grader] = asyncio.LifoQueue()  # at most all graders; the last used one is warm
 
     async def __aenter__(self) -> GraderPool:
         try:
@@ -101,7 +101,7 @@ class GraderPool:
         await asyncio.gather(*(grader.kill() for grader in self._graders))
 
     async def grade(self, request: GradeRequest) -> Graded | GradingFailed:
-        """Judge one answer; raises `RunFailed` or `ConfigError` only if a grader that ended cannot be replaced."""
+        """Judge one answer; raise `RunFailed` or `ConfigError` only if a dead grader cannot be replaced."""
         try:
             frame = _pack(asdict(request))
         except (TypeError, ValueError, OverflowError) as err:  # metadata that msgpack cannot hold
@@ -114,7 +114,7 @@ class GraderPool:
 
 
 class _Grader:
-    """One place in the pool: a process that is started when needed and killed when in doubt."""
+    """A slot of the pool, whose process is started on demand, and killed after any failure."""
 
     def __init__(self, setup: dict[str, Any], *, timeout_s: float) -> None:
         self._setup = setup
@@ -126,21 +126,21 @@ class _Grader:
     async def grade(self, frame: bytes) -> Graded | GradingFailed:
         if self._process is None or self._process.returncode is not None:
             await self.start()
-        in_step = False  # the pipes hold no half of an exchange
+        is_complete = False  # if not, the pipes may contain part of an exchange
         try:
             outcome = outcome_of(await self._exchange_in_time(frame))
-            in_step = True
+            is_complete = True
             return outcome
         except TimeoutError:
             return GradingFailed("timeout")
         except (asyncio.IncompleteReadError, ConnectionError, ProtocolError) as err:
             return GradingFailed(f"crashed: {await self._ending(err)}")
         finally:
-            if not in_step:
+            if not is_complete:
                 await self.kill()
 
     async def start(self) -> None:
-        """Start until ready; a refused configuration is final, a death is tried again a few times."""
+        """Start the process and wait until it is ready. Retry unless it rejects the configuration."""
         ending = ""
         for _ in range(START_ATTEMPTS):
             await self.kill()
@@ -162,11 +162,11 @@ class _Grader:
         raise RunFailed(f"{self._setup['field']}: no grader started in {START_ATTEMPTS} attempts ({ending})")
 
     async def kill(self) -> None:
-        """End the process and whatever it started, in other sessions too."""
+        """Kill the process and every process it started, even in other sessions."""
         process, self._process = self._process, None
         if process is None or self._stderr is None:
             return
-        with contextlib.suppress(ProcessLookupError):  # gone already
+        with contextlib.suppress(ProcessLookupError):  # already gone
             process.terminate()
         try:
             async with asyncio.timeout(_KILL_TIMEOUT_S):
@@ -179,7 +179,7 @@ class _Grader:
             self._stderr.cancel()
 
     async def _spawn(self) -> None:
-        """A new session, so that Ctrl-C in the terminal leaves grading to the controller's own shutdown."""
+        """Start the process in a session of its own, so that Ctrl-C reaches the controller only."""
         environment = {name: value for name, value in os.environ.items() if not name.startswith("DORA_")}  # no tokens
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
@@ -220,18 +220,18 @@ class _Grader:
         return read_reply(await self._process.stdout.readexactly(size))
 
     async def _drain_stderr(self, process: asyncio.subprocess.Process) -> None:
-        """Read stderr to its end, so that a talkative reward never blocks on a full pipe."""
+        """Read stderr to its end, so that a verbose reward never blocks on a full pipe."""
         assert process.stderr is not None
         while chunk := await process.stderr.read(_STDERR_TAIL_BYTES):
             self._stderr_tail = (self._stderr_tail + chunk)[-_STDERR_TAIL_BYTES:]
 
     async def _ending(self, err: Exception) -> str:
-        """How the process ended, and its last words."""
+        """Return how the process ended, with its last line of stderr."""
         process = self._process
         assert process is not None
         if isinstance(err, ProtocolError):
             return str(err)
-        with contextlib.suppress(TimeoutError):  # closed its pipe, but lives: killed below
+        with contextlib.suppress(TimeoutError):  # it closed its pipe but is alive: killed below
             async with asyncio.timeout(_EXIT_GRACE_S):
                 await process.wait()
         await self.kill()
@@ -242,7 +242,7 @@ class _Grader:
 
 
 def read_reply(body: bytes) -> dict[str, Any]:
-    """The map that a grader's reply is."""
+    """Decode a grader's reply."""
     try:
         reply = msgpack.unpackb(body)
     except (ValueError, OverflowError) as err:
@@ -253,12 +253,12 @@ def read_reply(body: bytes) -> dict[str, Any]:
 
 
 def outcome_of(reply: dict[str, Any]) -> Graded | GradingFailed:
-    """What a reply to a request says."""
+    """Return the outcome that a reply reports."""
     if "error" in reply:
         return GradingFailed(one_line(f"error: {reply['error']}"))
     reward = reply.get("reward")
     if not isinstance(reward, float):
-        raise ProtocolError("grader's reply holds neither a reward nor an error")
+        raise ProtocolError("grader's reply has neither a reward nor an error")
     return Graded(reward) if math.isfinite(reward) else GradingFailed("not finite")
 
 

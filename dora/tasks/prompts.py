@@ -1,7 +1,7 @@
-"""The prompt stream: which prompt stands at which position of a run.
+"""The prompt stream: the prompt at each position of a run.
 
-Invariant: `stream.at(position)` is a pure function of (task config, tokenizer, seed, position). The resumable cursor
-is therefore one integer, the prompt cursor cannot run ahead of consumption, and nothing is replayed to find a place:
+Invariant: `stream.at(position)` is a pure function of (task config, tokenizer, seed, position). So the cursor that a
+resume needs is one integer, prefetching cannot move it, and it is found without replaying earlier draws:
 
     position --mixture--> (source, n-th draw from it) --epoch, shuffle--> row --render, encode--> Prompt
 """
@@ -27,17 +27,17 @@ from dora.tasks.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from dora.config.schema import EvalSetConfig, SourceConfig, TaskConfig
 
-#: Rows of a finite source rendered and measured when it is opened (a few seconds at most). Later rows are measured
-#: when drawn, with the same error; the syntax of every JSONL line is checked at the start whatever its number.
+#: Rows of a finite source that are rendered and measured when it is opened (a few seconds at most). Later rows are
+#: measured when drawn, with the same error; the syntax of all JSONL lines is checked at the start.
 CHECKED_ROWS = 10_000
 
-#: Rows of a source, and prompts of the stream, of which at most half may be over the limit.
+#: At most half of this many first rows of a source, or first prompts of the stream, may be over the limit.
 JUDGED_ROWS = 1_000
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One question, as the model reads it and as the rewards need it."""
+    """A prompt, as the model reads it, with the data that rewards need."""
 
     position: int  # place in the stream
     source: str
@@ -45,13 +45,13 @@ class Prompt:
     tokens: tuple[int, ...]
     answer: str  # reference answer, "" if there is none
     metadata: Mapping[str, Any]  # the other columns of the row, as plain JSON values
-    skipped: str = ""  # why it is not asked: it is over the limit, and `tokens` is empty
+    skipped: str = ""  # not empty if it is over the limit: the reason; `tokens` is then empty
 
     @property
     def digest(self) -> bytes:
-        """16 bytes of all that an answer depends on: another digest is another question."""
-        told = msgspec.json.encode([self.text, self.tokens, self.answer, self.metadata], order="deterministic")
-        return hashlib.blake2b(told, digest_size=16).digest()
+        """16 bytes over everything that an answer depends on."""
+        content = msgspec.json.encode([self.text, self.tokens, self.answer, self.metadata], order="deterministic")
+        return hashlib.blake2b(content, digest_size=16).digest()
 
 
 class PromptStream:
@@ -64,14 +64,14 @@ class PromptStream:
         self._tokenizer = tokenizer
         self._seed = seed
         self._overlong: set[int] = set()  # positions drawn so far, below JUDGED_ROWS
-        #: Prompts in the stream, None if it never ends. It ends when its first source does: going on with the others
-        #: would change the mixture.
+        #: Prompts in the stream; None if it is endless. It ends with the first source that ends, because continuing
+        #: with the others would change the mixture.
         self.num_prompts = _mixture_length([self._num_draws(source) for source in sources], shares=self._shares)
 
     def at(self, position: int) -> Prompt | None:
-        """The prompt at `position`, in any order, as often as wanted.
+        """Return the prompt at `position`; calls may come in any order, and repeat.
 
-        Microseconds to a millisecond, but some reasoning_gym items take a second: call it in a thread.
+        Takes up to a millisecond, but a second for some reasoning_gym items: call it in a thread.
         """
         if self.num_prompts is not None and position >= self.num_prompts:
             return None
@@ -95,7 +95,7 @@ class PromptStream:
 
 
 def open_stream(task: TaskConfig, *, tokenizer: Tokenizer, seed: int) -> PromptStream:
-    """Open and check all training sources; `ConfigError` names the field, or file and line, that cannot work."""
+    """Open and check all training sources; `ConfigError` names the field, or file and line, that is wrong."""
     if task.system_prompt and not task.chat_template:
         raise ConfigError("task.system_prompt: needs task.chat_template = true; plain text has no system message")
     sources = []
@@ -108,12 +108,12 @@ def open_stream(task: TaskConfig, *, tokenizer: Tokenizer, seed: int) -> PromptS
 
 
 def open_eval_prompts(eval_set: EvalSetConfig, *, task: TaskConfig, tokenizer: Tokenizer, seed: int) -> list[Prompt]:
-    """The first `eval_set.prompts` rows of a held-out source, in its own order; fewer if it has fewer. Those that are
-    `skipped` are among them."""
+    """Return the first `eval_set.prompts` rows of a held-out source in its own order, or all if it has fewer. They
+    include rows that are `skipped`."""
     field = f"eval.sets.{eval_set.name}.source"
     for index, config in enumerate(task.sources):
         if _same_rows(config, eval_set.source):
-            raise ConfigError(f"{field}: the same rows are trained on (task.sources.{index}); name other ones")
+            raise ConfigError(f"{field}: task.sources.{index} trains on the same rows; choose other rows")
     seed = derive_seed(seed, "eval", eval_set.name)
     source = open_source(eval_set.source, field=field, seed=seed, split="heldout")
     count = eval_set.prompts if source.num_rows is None else min(eval_set.prompts, source.num_rows)
@@ -124,16 +124,16 @@ def open_eval_prompts(eval_set: EvalSetConfig, *, task: TaskConfig, tokenizer: T
 
 
 def nested_shares(weights: Sequence[float]) -> tuple[Fraction, ...]:
-    """The share of each source in what its predecessors leave; the last one is 1."""
+    """Return the share of each source in what its predecessors leave; the last one is 1."""
     exact = [Fraction(str(weight)) for weight in weights]
     return tuple(weight / sum(exact[source:]) for source, weight in enumerate(exact))
 
 
 def mix(position: int, *, shares: Sequence[Fraction]) -> tuple[int, int]:
-    """(source, how many earlier positions drew from it): each source gets its share of every prefix.
+    """Return (source, number of earlier draws from it). Each source gets its share of every prefix.
 
-    A source with share a takes position p when floor((p + 1)a) > floor(p a), so it has had floor(p a) before; the
-    positions it leaves are shared by the rest in the same way.
+    A source with share a takes position p when floor((p + 1)a) > floor(p a), after floor(p a) earlier ones. The
+    other positions are shared in the same way by the sources after it.
     """
     for source, share in enumerate(shares):
         taken = int(position * share)
@@ -150,7 +150,7 @@ def _draws_before(position: int, *, source: int, shares: Sequence[Fraction]) -> 
 
 
 def _mixture_length(num_draws: Sequence[int | None], *, shares: Sequence[Fraction]) -> int | None:
-    """First position whose source has no draw left; None if there is none."""
+    """Return the first position whose source is exhausted; None if there is none."""
     ends = [
         bisect_right(range(2**62), draws, key=partial(_draws_before, source=source, shares=shares)) - 1
         for source, draws in enumerate(num_draws)
@@ -161,22 +161,22 @@ def _mixture_length(num_draws: Sequence[int | None], *, shares: Sequence[Fractio
 
 @lru_cache(maxsize=16)  # the current epoch of every source and its neighbor
 def permutation(size: int, *, key: int) -> npt.NDArray[np.int64]:
-    """Row order of one epoch. Only Philox's raw stream is used: numpy keeps that, unlike `shuffle`, across versions."""
+    """Return the row order of one epoch. Philox's raw stream, unlike `shuffle`, is the same in all numpy versions."""
     return np.argsort(np.random.Philox(key=key).random_raw(size), kind="stable")
 
 
 def render(source: Source, row_index: int, *, position: int, task: TaskConfig, tokenizer: Tokenizer) -> Prompt:
-    """Row `row_index` as a prompt; `ConfigError` names the row if it is not usable.
+    """Return row `row_index` as a prompt; `ConfigError` names the row if it is unusable.
 
-    A row over the limit is one that is `skipped`, unless `task.overlong` has it fail.
+    A row over the limit is `skipped`, or unusable if `task.overlong` is "fail".
     """
     row, where = source.row(row_index), source.where(row_index)
     text = _text(row, source=source, where=where, task=task, tokenizer=tokenizer)
     tokens = tokenizer.encode(text, special_tokens=not task.chat_template)
     skipped = ""
     if not 0 < len(tokens) <= task.max_prompt_tokens:
-        wrong = f"{where}: the prompt has {len(tokens)} tokens, task.max_prompt_tokens allows 1 to "
-        skipped = f"{wrong}{task.max_prompt_tokens}"
+        limit = task.max_prompt_tokens
+        skipped = f"{where}: the prompt has {len(tokens)} tokens, task.max_prompt_tokens allows 1 to {limit}"
         if not tokens or task.overlong == "fail":
             raise ConfigError(skipped)
     answer = _column(row, source.answer, where=where, field="answer") if source.answer else None
@@ -200,11 +200,11 @@ def _text(row: Row, *, source: Source, where: str, task: TaskConfig, tokenizer: 
     else:
         text = _column(row, source.prompt, where=where, field="prompt")
         if not isinstance(text, str):
-            raise ConfigError(f"{where}: column '{source.prompt}' holds {type(text).__name__}, a prompt is text")
+            raise ConfigError(f"{where}: column '{source.prompt}' has {type(text).__name__}, but a prompt is text")
         if not task.chat_template:
             return text
         messages = [{"role": "user", "content": text}]
-    if task.system_prompt and messages[0]["role"] != "system":  # a row's own system message stands
+    if task.system_prompt and messages[0]["role"] != "system":  # a row's own system message takes precedence
         messages = [{"role": "system", "content": task.system_prompt}, *messages]
     return tokenizer.render_chat(messages)
 
@@ -226,7 +226,7 @@ def _column(row: Row, name: str, *, where: str, field: str) -> Any:
 
 
 def _as_text(value: object) -> str:
-    """Text stays, nothing is empty, numbers and lists are written as JSON."""
+    """Return text unchanged, None as "", and anything else as JSON."""
     if value is None:
         return ""
     return value if isinstance(value, str) else msgspec.json.encode(value).decode()
@@ -236,12 +236,12 @@ def _as_json(columns: dict[str, Any], *, where: str) -> dict[str, Any]:
     try:
         plain: dict[str, Any] = msgspec.to_builtins(columns, str_keys=True)
     except TypeError as err:
-        raise ConfigError(f"{where}: a column cannot be handed to the rewards ({err})") from err
+        raise ConfigError(f"{where}: a column cannot be passed to the rewards ({err})") from err
     return plain
 
 
 def _check_rows(source: Source, *, limit: int, task: TaskConfig, tokenizer: Tokenizer) -> None:
-    """Rows of a generator are judged as they are drawn: to make a thousand of them may take minutes."""
+    """Render and measure the first `limit` rows, but only one of a generator, where a thousand may take minutes."""
     num_overlong = 0
     for row in range(min(source.num_rows or 1, limit)):
         prompt = render(source, row, position=row, task=task, tokenizer=tokenizer)
@@ -252,16 +252,16 @@ def _check_rows(source: Source, *, limit: int, task: TaskConfig, tokenizer: Toke
 
 
 def _require_half(num_overlong: int, *, of: int, what: str, task: TaskConfig) -> None:
-    """A few long rows are skipped; if most are, the limit is not what was meant."""
+    """Raise ConfigError if more than half are over the limit, which is then probably a mistake."""
     if 2 * num_overlong > of:
         raise ConfigError(
             f"task.max_prompt_tokens: {num_overlong} of the first {of:,} {what} have more than "
-            f"{task.max_prompt_tokens} tokens; raise it, or take other rows"
+            f"{task.max_prompt_tokens} tokens; raise the limit, or choose other rows"
         )
 
 
 def _same_rows(left: SourceConfig, right: SourceConfig) -> bool:
-    """Do two finite sources read the same rows? Generators keep their splits apart themselves."""
+    """Return whether two finite sources have the same rows. Generators separate their splits themselves."""
     if left.kind in ("arithmetic", "reasoning_gym"):
         return False
     keys = [(source.kind, source.name, source.path, source.split, repr(source.options)) for source in (left, right)]

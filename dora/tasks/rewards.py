@@ -1,14 +1,14 @@
-"""Scoring rules: how one answer becomes one number.
+"""Scoring functions, from one answer to one number.
 
-Invariant: a scorer is a plain function of one request; it keeps nothing, retries nothing and never turns trouble
-into a reward: what it cannot judge is an exception, which the pool reports as `grading_failed`. `build_scorer` runs
-inside grader processes (`grader`); the controller only takes the `GradeRequest` from here. Imports that a rule needs
-are made when it is built, so that a grader starts as fast as its own rules allow.
+Invariant: a scorer is a function of one request. It has no state, does not retry, and never turns a failure into a
+reward: if it cannot judge an answer it raises an exception, which the pool reports as `grading_failed`. `build_scorer`
+runs in grader processes (`grader`); the controller imports only `GradeRequest`. The packages that a scorer needs are
+imported when it is built, to keep the start of a grader fast.
 
-Conventions of `math` (math-verify 0.9, tests/tasks/test_rewards.py holds them): values count, not notation, so .5,
-0.5, 1/2, 2/4 and \\frac{1}{2} are equal, and so are 50\\% and 0.5; floats agree to 6 decimals; 1,000 is a thousand;
-units and a leading `x =` are ignored; sets ignore order, tuples do not. The last \\boxed{} of an answer is judged
-(boxes less than 70 characters apart may be read as one set), in its absence the last formula or number.
+Conventions of `math` (math-verify 0.9, tested in tests/tasks/test_rewards.py): values count, not notation, so .5, 0.5,
+1/2, 2/4 and \\frac{1}{2} are equal, and so are 50\\% and 0.5; floats agree to 6 decimals; 1,000 is a thousand; units
+and a leading `x =` are ignored; sets ignore order, tuples do not. The last \\boxed{} of an answer is judged (boxes less
+than 70 characters apart may be read as one set), or else the last formula or number.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from dora.tasks.functions import load_function
 if TYPE_CHECKING:
     from dora.config.schema import RewardConfig
 
-#: An endpoint answers with one number; more than this is not one.
+#: Size limit of an endpoint's answer, which is one number.
 _MAX_HTTP_ANSWER_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class GradeRequest:
-    """What a reward may look at."""
+    """The input of a reward."""
 
     prompt: str  # as the model read it
     response: str  # decoded, without special tokens
@@ -50,16 +50,16 @@ Scorer = Callable[[GradeRequest], float]
 
 
 class RewardFailed(Exception):
-    """A term raised; the text names it and says what a traceback would end with, and where."""
+    """A term raised an exception; the message names the term, the exception, file and line."""
 
     def __init__(self, term: str, err: Exception) -> None:
-        said = traceback.format_exception_only(err)[-1].strip()
+        error = traceback.format_exception_only(err)[-1].strip()
         frame = traceback.extract_tb(err.__traceback__)[-1]
-        super().__init__(f"{term}: {said} ({Path(frame.filename).name}:{frame.lineno})")
+        super().__init__(f"{term}: {error} ({Path(frame.filename).name}:{frame.lineno})")
 
 
 def build_scorer(rewards: Sequence[RewardConfig], *, field: str, http_timeout_s: float) -> Scorer:
-    """The weighted sum of `rewards`; `ConfigError` names the term (`field`.i) that cannot work."""
+    """Return the weighted sum of `rewards`; `ConfigError` names a term (`field`.i) that cannot be built."""
     if not rewards:
         raise ConfigError(f"{field}: at least one reward is needed")
     terms = [
@@ -70,14 +70,14 @@ def build_scorer(rewards: Sequence[RewardConfig], *, field: str, http_timeout_s:
 
 
 def _named(reward: RewardConfig, *, field: str, http_timeout_s: float) -> Scorer:
-    """A term whose exceptions say which term it is: `task.rewards.0 (function rewards:score)`."""
+    """Return a term whose exceptions name it: `task.rewards.0 (function rewards:score)`."""
     term = _build_term(reward, field=field, http_timeout_s=http_timeout_s)
     name = f"{field} ({' '.join(word for word in (reward.kind, reward.name or reward.url) if word)})"
 
     def score(request: GradeRequest) -> float:
         try:
             return term(request)
-        except Exception as err:  # code of the user may fail in any way
+        except Exception as err:  # user code may raise anything
             raise RewardFailed(name, err) from err
 
     return score
@@ -100,7 +100,7 @@ def _build_term(reward: RewardConfig, *, field: str, http_timeout_s: float) -> S
 
 
 def score_exact(request: GradeRequest) -> float:
-    """1 if the answer is the reference, white space around both left out."""
+    """Return 1 if the answer equals the reference, ignoring white space around both, else 0."""
     return float(request.response.strip() == request.answer.strip())
 
 
@@ -122,8 +122,8 @@ def _build_regex(pattern: str, *, field: str) -> Scorer:
 def _build_math() -> Scorer:
     from math_verify import parse, verify
 
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own time limit is off
-    # That limit is off because it calls a late answer wrong; here the pool kills the process and says `timeout`.
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own timeout is off
+    # Its timeout is off because it would score the answer as wrong; the pool kills the process and reports `timeout`.
     read = partial(parse, parsing_timeout=None)
 
     def score_math(request: GradeRequest) -> float:
@@ -136,7 +136,7 @@ def _build_math() -> Scorer:
 
 
 def score_reasoning_gym(request: GradeRequest) -> float:
-    """The data set's own scorer, on the entry made again from its seed: nothing is lost in passing it on."""
+    """Score with the data set's own scorer, on the complete entry, recreated from its seed."""
     from dora.tasks.sources import reasoning_gym_dataset
 
     source = request.metadata
@@ -168,6 +168,6 @@ def _build_function(spec: str, *, field: str) -> Scorer:
         inspect.signature(function).bind(prompt="", response="", answer="", metadata={})
     except TypeError as err:
         raise ConfigError(
-            f"{field}: {spec} is called with prompt=, response=, answer=, metadata= and does not take them ({err})"
+            f"{field}: {spec} must accept the arguments prompt=, response=, answer= and metadata= ({err})"
         ) from err
     return lambda request: float(function(**asdict(request)))

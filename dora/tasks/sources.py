@@ -1,8 +1,8 @@
-"""Sources of task rows: files, data sets, generators and user functions behind one shape.
+"""Sources of task rows: files, data sets, generators and user functions with one interface.
 
-Invariant: `row(index)` is a pure function of (config, seed, index), in any process and any order; a source keeps no
-place. Generators are endless; the others are finite and were read once, completely, so that a malformed line is
-found before anything starts.
+Invariant: `row(index)` is a pure function of (config, seed, index), in any process and any order; a source has no
+position. Generators are endless. All other sources are finite and are read completely when they are opened, so that a
+malformed line is found before anything starts.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ if TYPE_CHECKING:
     from dora.config.schema import SourceConfig
 
 Row = Mapping[str, Any]
-Split = Literal["train", "heldout"]  # which side of a generator; files say it by being different files
+Split = Literal["train", "heldout"]  # of a generator's items; other sources use separate files or data sets
 
-#: reasoning_gym item seeds lie below 2**30 (training) or between it and 2**31 (held out), so the two never meet.
+#: reasoning_gym item seeds lie below 2**30 (training) or between it and 2**31 (held out), so they never overlap.
 _GENERATOR_SEEDS = 2**29
 
-#: Items made per reasoning_gym data set object: its default size, which every data set there accepts.
+#: Items per reasoning_gym data set object: the default size, which every data set accepts.
 _CHUNK = 500
 
-#: Data sets of reasoning_gym 0.1.x that draw from the order of Python sets, which changes with the hash seed.
+#: Data sets of reasoning_gym 0.1.x that depend on the order of Python sets, which changes with the hash seed.
 HASH_DEPENDENT = frozenset(
     {"isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note", "word_ladder"}
 )
@@ -47,14 +47,14 @@ class Source:
     name: str
     num_rows: int | None  # None: endless
     row: Callable[[int], Row]
-    where: Callable[[int], str]  # names a row in an error: file and line where there is one
-    prompt: str  # column names; messages, if set, is used in place of prompt; answer may be ""
+    where: Callable[[int], str]  # name of a row in errors: file and line if it has them
+    prompt: str  # column names; messages, if set, replaces prompt; answer may be ""
     messages: str
     answer: str
 
 
 def open_source(config: SourceConfig, *, field: str, seed: int, split: Split) -> Source:
-    """Open what `config` (found at `field` of the configuration) names; `seed` is this source's own."""
+    """Open the source that `config`, at `field` of the configuration, describes; `seed` is for this source alone."""
     match config.kind:
         case "arithmetic":
             return _arithmetic(config, field=field, seed=seed, split=split)
@@ -71,7 +71,7 @@ def open_source(config: SourceConfig, *, field: str, seed: int, split: Split) ->
 
 
 def derive_seed(*parts: object) -> int:
-    """128 bits that depend on all parts and on nothing else (Python's own hash changes between processes)."""
+    """Return 128 bits that depend on `parts` alone (Python's own hash differs between processes)."""
     return int.from_bytes(hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=16).digest(), "little")
 
 
@@ -105,7 +105,7 @@ def _reasoning_gym(config: SourceConfig, *, field: str, seed: int, split: Split)
     try:
         row(0)
     except (TypeError, ValueError, AssertionError) as err:
-        raise ConfigError(f"{field}.options: reasoning_gym '{config.name}' refuses them ({err})") from err
+        raise ConfigError(f"{field}.options: reasoning_gym '{config.name}' rejects them ({err})") from err
     return _generator(f"reasoning_gym:{config.name}", row)
 
 
@@ -113,8 +113,8 @@ def _check_reasoning_gym(config: SourceConfig, *, field: str) -> None:
     from reasoning_gym.factory import DATASETS
 
     if config.name not in DATASETS:
-        near = get_close_matches(config.name, DATASETS, n=1) or sorted(DATASETS)[:1]
-        raise ConfigError(f"{field}.name: reasoning_gym has no data set '{config.name}'; did you mean '{near[0]}'?")
+        close = get_close_matches(config.name, DATASETS, n=1) or sorted(DATASETS)[:1]
+        raise ConfigError(f"{field}.name: reasoning_gym has no data set '{config.name}'; did you mean '{close[0]}'?")
     if {"seed", "size"} & config.options.keys():
         raise ConfigError(f"{field}.options: seed and size of a reasoning_gym data set are set by the run; remove them")
     if config.name in HASH_DEPENDENT and sys.flags.hash_randomization:
@@ -217,7 +217,7 @@ def _function(config: SourceConfig, *, field: str) -> Source:
     function = load_function(config.name, field=f"{field}.name")
     try:
         rows = list(function(**config.options))
-    except Exception as err:  # code of the user may fail in any way
+    except Exception as err:  # user code may raise anything
         raise ConfigError(f"{field}.name: {config.name} failed ({type(err).__name__}: {err})") from err
     return _listed(rows, config, field=field, name=config.name)
 
@@ -226,7 +226,7 @@ def _listed(rows: Sequence[Any], config: SourceConfig, *, field: str, name: str)
     def row(index: int) -> Row:
         found = rows[index]
         if not isinstance(found, Mapping):
-            raise ConfigError(f"{name} row {index}: a row is a dict of columns, not {type(found).__name__}")
+            raise ConfigError(f"{name} row {index}: a row must be a dict of columns, not {type(found).__name__}")
         return found
 
     return _table(
@@ -244,7 +244,7 @@ def _table(
     where: Callable[[int], str],
 ) -> Source:
     if num_rows == 0:
-        raise ConfigError(f"{field}: {name} holds no row")
+        raise ConfigError(f"{field}: {name} has no rows")
     return Source(
         name=name,
         num_rows=num_rows,

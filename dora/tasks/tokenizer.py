@@ -1,9 +1,8 @@
-"""Text to token ids and back, from a Hugging Face model folder, without transformers.
+"""Conversion between text and token ids for a Hugging Face model folder, without transformers.
 
-Importing transformers' tokenizers brings in torch (1.6-4 s, some hundred MB); the controller needs neither. A
-model folder's `tokenizer.json` is read by the `tokenizers` package, the library transformers calls itself, and
-its chat template is rendered by jinja2 in the sandbox and with the settings transformers uses.
-tests/tasks/test_tokenizer.py compares both with transformers.
+Transformers' tokenizers import torch (1.6-4 s, several hundred MB), which the controller does not need. So
+`tokenizer.json` is read by the `tokenizers` package, which transformers uses as well, and the chat template is rendered
+by jinja2 in the same sandbox and with the same settings. tests/tasks/test_tokenizer.py compares both with transformers.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class Tokenizer:
     """One model folder's tokenizer; `thinking` is the chat template's switch (None leaves it to the template)."""
 
     folder: Path
-    eos_ids: tuple[int, ...]  # every id at which the model may end an answer
+    eos_ids: tuple[int, ...]  # every id that may end an answer
     thinking: bool | None
     _codec: tokenizers.Tokenizer
     _template: jinja2.Template | None  # None: the folder has no chat template
@@ -47,17 +46,17 @@ class Tokenizer:
         return size
 
     def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
-        """Ids of `text`; `special_tokens` lets the tokenizer add its own (BOS), which rendered chats already hold."""
+        """Return the ids of `text`. `special_tokens`: add the tokenizer's own (BOS); rendered chats have them."""
         ids: list[int] = self._codec.encode(text, add_special_tokens=special_tokens).ids
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of `ids` without special tokens: what a reward gets to see."""
+        """Return the text of `ids` without special tokens, as rewards receive it."""
         text: str = self._codec.decode(list(ids), skip_special_tokens=True)
         return text
 
     def render_chat(self, messages: Sequence[Message]) -> str:
-        """The conversation as the model was taught to read it, up to where its answer begins."""
+        """Render the conversation with the chat template, up to the start of the answer."""
         if self._template is None:
             raise ConfigError(f"task.chat_template: {self.folder} has no chat template; set it to false or add one")
         switch = {} if self.thinking is None else {"enable_thinking": self.thinking}
@@ -66,11 +65,11 @@ class Tokenizer:
                 messages=messages, add_generation_prompt=True, **self._special_tokens, **switch
             )
         except jinja2.TemplateError as err:
-            raise ConfigError(f"chat template of {self.folder} refused the messages: {err}") from err
+            raise ConfigError(f"chat template of {self.folder} rejected the messages: {err}") from err
 
 
 def load_tokenizer(folder: Path, *, thinking: bool | None = None) -> Tokenizer:
-    """The tokenizer of a model folder; `ConfigError` says what the folder lacks."""
+    """Return the tokenizer of a model folder; `ConfigError` names what the folder lacks."""
     file = folder / "tokenizer.json"
     if not file.is_file():
         raise ConfigError(
@@ -106,19 +105,19 @@ def _read_json(path: Path) -> dict[str, Any]:
     except ValueError as err:
         raise ConfigError(f"model.path: {path} is not JSON ({err})") from err
     if not isinstance(content, dict):
-        raise ConfigError(f"model.path: {path} must hold a JSON object")
+        raise ConfigError(f"model.path: {path} must contain a JSON object")
     return content
 
 
 def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Special tokens by role; the file holds plain strings or, from older versions, {"content": ...}."""
+    """Return the special tokens by role; the file has strings or, if written by older versions, {"content": ...}."""
     entries = {role: settings.get(role) for role in _SPECIAL_TOKENS}
     texts = {role: entry.get("content") if isinstance(entry, dict) else entry for role, entry in entries.items()}
     return {role: text for role, text in texts.items() if isinstance(text, str)}
 
 
 def _eos_ids(folder: Path, codec: tokenizers.Tokenizer, special: Mapping[str, str]) -> tuple[int, ...]:
-    """Union over the three files that may name an end token, as inference servers take it; first mention first."""
+    """Return the end tokens that the three files name, as inference servers do, in order of first mention."""
     found: list[int] = []
     for name in ("generation_config.json", "config.json"):
         ids = _read_json(folder / name).get("eos_token_id")
@@ -128,7 +127,7 @@ def _eos_ids(folder: Path, codec: tokenizers.Tokenizer, special: Mapping[str, st
 
 
 def _template_source(folder: Path, settings: Mapping[str, Any]) -> str:
-    """The folder's chat template, "" if none: its own file first, then tokenizer_config.json (maybe by name)."""
+    """Return the folder's chat template, "" if there is none: a file of its own comes before tokenizer_config.json."""
     file = folder / "chat_template.jinja"
     if file.is_file():
         return file.read_text(encoding="utf-8")
@@ -143,7 +142,7 @@ def _compile(source: str, folder: Path) -> jinja2.Template:
         trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
     )
     environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _refuse
+    environment.globals["raise_exception"] = _raise_template_error
     environment.globals["strftime_now"] = lambda layout: datetime.now().strftime(layout)
     try:
         return environment.from_string(source)
@@ -151,17 +150,17 @@ def _compile(source: str, folder: Path) -> jinja2.Template:
         raise ConfigError(f"model.path: the chat template of {folder} does not parse ({err})") from err
 
 
-def _to_json(value: object, ensure_ascii: bool = False, **layout: Any) -> str:  # templates pass these by place too
-    """jinja2's own `tojson` escapes HTML; models were trained on text without that."""
+def _to_json(value: object, ensure_ascii: bool = False, **layout: Any) -> str:  # templates also pass these by position
+    """Encode without escaping HTML, unlike jinja2's own `tojson`: models were trained on unescaped text."""
     return json.dumps(value, ensure_ascii=ensure_ascii, **layout)
 
 
-def _refuse(message: str) -> NoReturn:
+def _raise_template_error(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
 
 
 class _GenerationBlock(Extension):
-    """`{% generation %}...{% endgeneration %}` marks what an assistant wrote; for a prompt it is plain content."""
+    """`{% generation %}...{% endgeneration %}`, which marks an assistant's text. In a prompt it has no effect."""
 
     tags = {"generation"}  # noqa: RUF012  jinja2 declares it so
 

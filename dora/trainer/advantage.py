@@ -16,7 +16,7 @@ EPSILON = 1e-6  # keeps the advantage of a group without variance at 0 instead o
 def group_advantages(
     rewards_n: NDArray[np.floating], group_rewards_nG: NDArray[np.floating], *, kind: str
 ) -> NDArray[np.float64]:
-    """One advantage per trajectory; row i of `group_rewards_nG` holds the rewards of its whole group."""
+    """Return one advantage per trajectory; row i of `group_rewards_nG` holds the rewards of its whole group."""
     rewards = rewards_n.astype(np.float64)
     siblings = group_rewards_nG.astype(np.float64)
     graded = ~np.isnan(siblings)

@@ -77,7 +77,7 @@ def attend(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention interface: query [1, H, T, D], key and value [1, H_kv, T, D] -> [1, T, H, D]."""
+    """Transformers' attention interface: query [1, H, T, D], key and value [1, H_kv, T, D] -> [1, T, H, D]."""
     if softcap is not None or s_aux is not None:
         raise ConfigError(f"model.path: {type(module).__name__} uses soft-capped scores or sinks; not supported")
     repeats = query.shape[1] // key.shape[1]
@@ -95,7 +95,7 @@ def attend(
 
 
 def _window_mask(length: int, window: int | None, device: torch.device) -> Tensor | None:
-    """Causal mask of a sliding window; None if the window covers the whole segment."""
+    """Return the causal mask of a sliding window; None if the window covers the whole segment."""
     if window is None or length <= window:
         return None
     position = torch.arange(length, device=device)

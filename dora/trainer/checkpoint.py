@@ -1,9 +1,9 @@
 """Resumable checkpoints: one safetensors file per rank and a manifest, no pickle.
 
-Invariant: a checkpoint is written under a temporary name, synced, its manifest last, and then renamed. Loaded tensors
-are compared with a hash of weights and moments that was taken from the live tensors when saving, so that a checkpoint
-that loads is the state that was saved. There is no generator state, because the trainer draws no random numbers. A
-checkpoint can be loaded only by the number of ranks that wrote it.
+Invariant: a checkpoint is written under a temporary name, with the manifest last, synced, and then renamed. Loaded
+tensors are compared with a hash of the live weights and moments at the time of saving, so that a checkpoint that loads
+is the state that was saved. There is no generator state, because the trainer draws no random numbers. A checkpoint can
+only be loaded by as many ranks as wrote it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 from dora import files
 from dora.core.ids import StepId
 from dora.errors import ConfigError
-from dora.trainer.room import save_tensors, until_there_is_room
+from dora.trainer.room import save_tensors, wait_for_space
 from dora.weights.checkpoints import (
     CheckpointManifest,
     folder_of,
@@ -36,7 +36,7 @@ from dora.weights.store import clear_errors
 
 
 class Damaged(ConfigError):
-    """A checkpoint does not contain what was saved."""
+    """A checkpoint is incomplete, or differs from what was saved."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ def save(
     device: torch.device,
     fence: Callable[[], None],
 ) -> Path:
-    """Write this rank's `tensors` for the boundary before `step`. A collective: returns when all ranks have synced."""
+    """Write this rank's `tensors` for the boundary before `step`. A collective: return when all ranks have synced."""
     target = folder_of(parent, step=step, chain=chain)
     written = target.with_name(f".{target.name}")
     rank = dist.get_rank()
@@ -67,13 +67,13 @@ def save(
         return target  # requested twice, or a replayed step
     what = f"cannot write the checkpoint {target}"
     if rank == 0:
-        until_there_is_room(partial(_begin, written, what))
+        wait_for_space(partial(_begin, written, what))
     dist.barrier()
     mine = {name: tensor.contiguous().cpu() for name, tensor in tensors.items()}
-    until_there_is_room(partial(_write, rank_file(written, rank), mine, what))
+    wait_for_space(partial(_write, rank_file(written, rank), mine, what))
     dist.barrier()
     if rank == 0:
-        until_there_is_room(partial(_complete, written, step, chain, checksums, what))
+        wait_for_space(partial(_complete, written, step, chain, checksums, what))
         with clear_errors(what):
             fence()
             files.remove(target)  # damaged
@@ -111,7 +111,7 @@ def load(
     may_start_over: bool,
     fence: Callable[[], None],
 ) -> Loaded:
-    """Copy this rank's state from the first checkpoint that is whole on every rank; a collective.
+    """Copy this rank's state from the first checkpoint that is undamaged on every rank; a collective.
 
     Damaged ones are set aside. If none is left and `may_start_over`, `tensors` stay as they are, for step 0.
     """
@@ -126,7 +126,7 @@ def load(
             for name, tensor in tensors.items():
                 tensor.copy_(stored[name])
             if state_hash(tensors) != manifest.state_checksums[dist.get_rank()]:
-                raise ConfigError(f"{path}: the loaded state differs from the saved one, although the file is whole")
+                raise ConfigError(f"{path}: the loaded state differs from the saved one, but the file is undamaged")
             return Loaded(StepId(manifest.step), manifest.chain, tuple(skipped))
         if reason:
             skipped.append(reason)  # otherwise it is damaged on another rank, which names it
@@ -140,7 +140,7 @@ def load(
 
 
 def _read(path: Path, *, tensors: Mapping[str, Tensor]) -> tuple[CheckpointManifest, dict[str, Tensor]]:
-    """This rank's part of a checkpoint, verified against its checksum."""
+    """Return this rank's part of a checkpoint, verified against its checksum."""
     rank = dist.get_rank()
     manifest = read_manifest(path)
     if manifest is None:
@@ -164,7 +164,7 @@ def _read(path: Path, *, tensors: Mapping[str, Tensor]) -> tuple[CheckpointManif
 
 
 def state_hash(tensors: Mapping[str, Tensor]) -> str:
-    """XXH3 (128 bits) over names and bytes."""
+    """Return the XXH3 hash (128 bits) of names and bytes."""
     digest = xxhash.xxh3_128()
     for name in sorted(tensors):
         digest.update(name.encode())
@@ -173,14 +173,14 @@ def state_hash(tensors: Mapping[str, Tensor]) -> str:
 
 
 def _agree(holds: bool, *, device: torch.device) -> bool:
-    """Whether `holds` is true on every rank; a collective."""
+    """Return whether `holds` is true on every rank; a collective."""
     flag = torch.tensor([int(holds)], device=device)
     dist.all_reduce(flag, op=dist.ReduceOp.MIN)
     return bool(flag.item())
 
 
 def _gather_hashes(own: str, *, device: torch.device) -> list[str]:
-    """The hashes of all ranks; gathered as tensors, because gathering objects would pickle them."""
+    """Return the hashes of all ranks; gathered as tensors, because gathering objects would pickle them."""
     mine = torch.tensor(list(bytes.fromhex(own)), dtype=torch.uint8, device=device)
     gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, mine)

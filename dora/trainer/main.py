@@ -1,8 +1,8 @@
 """Entry point of a trainer rank: `torchrun ... -m dora.trainer.main`.
 
-DORA_CONTROLLER (address) and DORA_TOKEN tell how to reach the controller; rank and world size come from torchrun, and
-everything else from Configure. A rank that fails before Stop sends TrainerFailed and exits with code 1; torchrun then
-ends the other ranks.
+DORA_CONTROLLER (address) and DORA_TOKEN come from the controller, rank and world size from torchrun, and everything
+else from the Configure message. A rank that fails before Stop sends TrainerFailed and exits with code 1; torchrun then
+terminates the other ranks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from dora.weights.fence import pass_fence
 from dora.weights.store import VersionStore
 
 CONNECT_TIMEOUT_S = 120.0  # ranks may be started before the controller
-MESSAGE_TIMEOUT_S = 24 * 3600.0  # rollout may be slow; the controller has its own time limit
+MESSAGE_TIMEOUT_S = 24 * 3600.0  # rollout may be slow; the controller has its own timeout
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)  # a rank that hangs must not block the others forever
 
 
@@ -87,8 +87,8 @@ def run(end: TrainerEnd, *, local_rank: int) -> None:
 
 
 def _join(backend: str) -> None:
-    """Join the process group of all ranks, as torchrun's environment describes it. Ranks that the run started on this
-    host use a file beside their lease as the store: a TCPStore accepts commands from anyone who reaches its port."""
+    """Join the process group that torchrun's environment describes. Ranks that the run started on this host use a file
+    beside their lease as the store, because a TCPStore accepts commands from anyone who can reach its port."""
     lease = os.environ.get("DORA_LEASE")
     if lease is None or os.environ["MASTER_ADDR"] != "127.0.0.1":
         dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
@@ -110,7 +110,7 @@ def _stop_listening() -> None:
 
 def _publisher(order: Configure, end: TrainerEnd) -> Publisher:
     def fail(err: BaseException) -> None:
-        """End the process from this thread: the main thread may be waiting for work that never comes."""
+        """Exit from this thread, because the main thread may be waiting for a message."""
         _report_failure(end, 0, err)
         end.close()
         os._exit(1)
@@ -129,13 +129,13 @@ def _publisher(order: Configure, end: TrainerEnd) -> Publisher:
 
 
 def _report_failure(end: TrainerEnd, rank: int, err: BaseException) -> None:
-    """Write the error in full to this process's log, and send it to the controller as one line."""
+    """Print the whole error to this process's log, and send it to the controller as one line."""
     print(f"dora trainer rank {rank}: {' '.join(repr(err).split())}", file=sys.stderr)  # noqa: T201
     end.try_send(TrainerFailed(rank=rank, reason=reason_of(err)))
 
 
 def reason_of(err: BaseException) -> str:
-    """One line for a user. Errors of gloo and NCCL, which speak of sockets, are put into words."""
+    """Return one line for a user. Errors of gloo and NCCL only mention sockets, so they are replaced."""
     if isinstance(err, DoraError):
         return " ".join(str(err).split())
     if isinstance(err, RuntimeError) and any(name in str(err) for name in ("gloo", "NCCL")):

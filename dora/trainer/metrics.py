@@ -80,7 +80,7 @@ class StepSums:
         self._sums[:, len(_TOKEN_SUMS) :].index_add_(0, lag.to(self._sums.device), values.to(self._sums.device))
 
     def reduce(self) -> ReducedSums:
-        """The sums of all ranks; a collective."""
+        """Return the sums of all ranks; a collective."""
         extra = torch.tensor([self.step_tokens, self.busy_s], dtype=torch.float64, device=self._sums.device)
         flat = torch.cat([self._sums.flatten(), extra])
         dist.all_reduce(flat)
@@ -103,7 +103,7 @@ class ReducedSums:
         return float(self._column("tokens").sum())
 
     def metrics(self, **whole: float) -> dict[str, float]:
-        """All metrics; `whole` are those of WHOLE that the caller knows."""
+        """Return all metrics; `whole` are those of WHOLE that the caller knows."""
         result = {
             "denominator": self.denominator,
             "loss": float(self._column("loss").sum()) / max(self.denominator, 1.0),
@@ -123,7 +123,7 @@ class ReducedSums:
 
 
 def _lagged(row: Tensor, abs_max: Tensor) -> dict[str, float]:
-    """The metrics of LAGGED from one row of sums; 0 if nothing was trained."""
+    """Return the metrics of LAGGED from one row of sums; 0 if nothing was trained."""
     total: dict[str, Any] = {name: float(row[i]) for name, i in _COLUMNS.items()}
     n, sequences = max(total["tokens"], 1.0), max(total["sequences"], 1.0)
     mean = {name: total[name] / n for name in _TOKEN_SUMS}

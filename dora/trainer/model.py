@@ -1,12 +1,12 @@
-"""The policy: any transformers causal LM, sharded by FSDP2, each rank reading only its own rows of the safetensors.
+"""The policy: any causal LM of transformers, sharded by FSDP2; each rank reads only its own rows of the safetensors.
 
 Invariant: weights and gradients that persist are float32; `dtype` is the compute type only. Tied parameters are one
 parameter throughout.
 
-A model below GATHERED_BYTES stays gathered during a step, and its gradients are reduced once, in the last micro-batch:
-a small model on a CPU would otherwise spend its time in collectives. The layers of a larger one are gathered when they
-are needed and its gradients are reduce-scattered in every micro-batch, so that no rank ever holds the whole model. Both
-ways are correct, because every rank gets the same number of micro-batches.
+A model below GATHERED_BYTES stays gathered during a step, and its gradients are reduced once, in the last micro-batch,
+because a small model on a CPU would otherwise spend most of its time in collectives. The layers of a larger model are
+gathered on demand and its gradients are reduce-scattered in every micro-batch, so no rank ever has the whole model.
+Both are correct, because every rank gets the same number of micro-batches.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ class Policy:
         self.model.eval()  # no dropout: the engine has none
 
     def shards(self) -> dict[str, Tensor]:
-        """This rank's rows of every parameter: plain tensors that share memory with the model."""
+        """Return this rank's rows of every parameter: plain tensors that share memory with the model."""
         return {name: parameter.to_local().detach() for name, parameter in self.model.named_parameters()}
 
     def gradients(self) -> dict[str, Tensor]:
-        """The gradients of `shards`: averages over the ranks (FSDP divides by the world size)."""
+        """Return the gradients of `shards`: averages over the ranks (FSDP divides by the world size)."""
         return {name: p.grad.to_local() for name, p in self.model.named_parameters() if p.grad is not None}
 
     def clear_gradients(self) -> None:
@@ -78,7 +78,7 @@ class Policy:
             module.reshard()
 
     def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter and persistent buffer, whole, one at a time; a collective."""
+        """Yield every parameter and persistent buffer, whole, one at a time; a collective."""
         for name, parameter in self.model.named_parameters():
             yield name, parameter.full_tensor().detach()
         persistent = self.model.state_dict().keys()
@@ -89,7 +89,7 @@ class Policy:
 
 
 def logprobs(model: nn.Module, row: Row, *, temperature: float) -> tuple[Tensor, Tensor]:
-    """Log-prob of every target under softmax(logits / temperature), and the entropy there (no gradient): both [P]."""
+    """Return [P] log-probs of the targets under softmax(logits / temperature), and [P] entropies (no gradient)."""
     logits_PV = model(
         input_ids=row.tokens_T[None],
         position_ids=row.positions_T[None],
@@ -117,7 +117,7 @@ def _select(logits_PV: Tensor, targets_P: Tensor, temperature: float) -> tuple[T
 
 
 def require_device(device: str, *, index: int = 0) -> None:
-    """ConfigError unless torch can use device `index` of this kind."""
+    """Raise ConfigError unless torch can use device `index` of this kind."""
     if device == "cuda" and torch.cuda.device_count() <= index:
         raise ConfigError(
             f"trainer.device: torch can use {torch.cuda.device_count()} CUDA devices here, and rank {index} of this "
@@ -126,7 +126,7 @@ def require_device(device: str, *, index: int = 0) -> None:
 
 
 def make_mesh(device: str) -> DeviceMesh:
-    """One dimension with all ranks, along which the weights are sharded."""
+    """Return the mesh of all ranks, with one dimension, along which the weights are sharded."""
     return init_device_mesh(device, (dist.get_world_size(),))
 
 
@@ -134,7 +134,7 @@ def make_mesh(device: str) -> DeviceMesh:
 
 
 def _on_meta(model_path: Path) -> Any:
-    """The model without memory for its parameters."""
+    """Build the model without memory for its parameters."""
     if not (model_path / "config.json").is_file():
         raise ConfigError(f"model.path: {model_path} has no config.json; give a Hugging Face model folder")
     config = AutoConfig.from_pretrained(model_path, local_files_only=True, trust_remote_code=False)
@@ -145,7 +145,7 @@ def _on_meta(model_path: Path) -> Any:
 
 
 def _layers(model: Any) -> nn.ModuleList:
-    """The decoder layers, which are the units of sharding."""
+    """Return the decoder layers, which are the units of sharding."""
     found = [child for child in model.get_decoder().children() if isinstance(child, nn.ModuleList)]
     if len(found) != 1:
         raise ConfigError(f"model.path: {type(model).__name__} has no single list of decoder layers; not supported")
@@ -196,7 +196,7 @@ def _load_shards(model: Any, model_path: Path, *, rank: int, world_size: int) ->
 
 
 def _files_by_name(model_path: Path) -> dict[str, Path]:
-    """Tensor name -> the safetensors file that contains it."""
+    """Map each tensor name to the safetensors file that contains it."""
     index = model_path / "model.safetensors.index.json"
     if index.is_file():
         return {name: model_path / file for name, file in json.loads(index.read_text())["weight_map"].items()}

@@ -1,4 +1,4 @@
-"""From a micro-batch message to one packed row of tensors, after checking everything that the trainer relies on.
+"""Conversion of a micro-batch message into one packed row of tensors, with checks of all that the trainer relies on.
 
 Invariant: only positions that predict a trained token reach the loss, so that values at masked positions (NaN included)
 have no effect. C3 is asserted for every group, independently of the controller.
@@ -39,7 +39,7 @@ class Targets:
 
 
 def make_row(tokens: np.ndarray, *, lengths: np.ndarray, trained: np.ndarray, device: torch.device) -> Row:
-    """The row in which the tokens at positions `trained` are predicted.
+    """Return the row in which the tokens at positions `trained` are predicted.
 
     An empty micro-batch becomes a row of one token that is not trained, so that its rank takes part in the collectives
     of the others.
@@ -59,7 +59,7 @@ def make_row(tokens: np.ndarray, *, lengths: np.ndarray, trained: np.ndarray, de
 
 
 def pack(batch: MicroBatch, *, advantage: str, device: torch.device) -> tuple[Row, Targets]:
-    """The row and the loss inputs of a checked micro-batch."""
+    """Return the row and the loss inputs of a checked micro-batch."""
     trained = np.flatnonzero(batch.loss_mask)
     owner_P = np.repeat(np.arange(len(batch.lengths)), batch.lengths)[trained]
     advantages_n = group_advantages(batch.rewards, batch.group_rewards, kind=advantage)

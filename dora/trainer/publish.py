@@ -1,7 +1,7 @@
-"""Publication of a version: gathered weights -> a complete Hugging Face folder in the version store.
+"""Publication of versions: each is written as a complete Hugging Face folder into the version store.
 
-Invariant: a version number is published once. If the store already has it (steps replayed after a resume), its bytes
-stay and are only compared with the new ones. On a full disk, publication waits for space.
+Invariant: a version number is published once. If the store already has it (a step replayed after a resume), the
+new bytes are only compared with the stored ones. On a full disk, publication waits for space.
 
 A thread writes one version while the next step is trained; `publish` waits for the previous version, so that at most
 one is being written.
@@ -21,11 +21,11 @@ from torch import Tensor
 
 from dora.core.ids import VersionId
 from dora.trainer.model import Policy
-from dora.trainer.room import save_tensors, until_there_is_room
+from dora.trainer.room import save_tensors, wait_for_space
 from dora.transport.messages import VersionWritten
 from dora.weights.store import MANIFEST, VersionStore, checksum_of, checksum_of_files, clear_errors
 
-PUBLISH_TIMEOUT_S = 900.0  # for one version, against a file system that hangs; longer than FULL_TIMEOUT_S
+PUBLISH_TIMEOUT_S = 900.0  # for one version, in case the file system hangs; longer than FULL_TIMEOUT_S
 
 
 class Publisher:
@@ -40,7 +40,7 @@ class Publisher:
         report: Callable[[VersionWritten], None],
         on_failure: Callable[[BaseException], None],
     ) -> None:
-        """`on_failure` is called in the writing thread: the main thread may be waiting for work that never comes."""
+        """`on_failure` is called in the writing thread, because the main thread may be waiting for a message."""
         self._store = store
         self._model_path = model_path
         self._dtype = dtype
@@ -50,7 +50,7 @@ class Publisher:
         self._under_way: Future[None] | None = None
 
     def publish(self, version: VersionId, weights: dict[str, Tensor], *, chain: str) -> None:
-        """Start writing; raises the error of the previous version, if it failed. `chain`: lineage of the weights."""
+        """Start writing; raise the error of the previous version if that failed. `chain`: lineage of the weights."""
         self.wait()
         self._under_way = self._pool.submit(self._write, version, weights, chain)
         self._under_way.add_done_callback(self._on_done)
@@ -72,7 +72,7 @@ class Publisher:
     def _write(self, version: VersionId, weights: dict[str, Tensor], chain: str) -> None:
         """Write to the first root with enough space; wait for space if none has."""
         attempts = [partial(self._write_in, root, version, weights, chain) for root in self._store.roots]
-        self._report(until_there_is_room(*attempts))
+        self._report(wait_for_space(*attempts))
 
     def _write_in(self, root: Path, version: VersionId, weights: dict[str, Tensor], chain: str) -> VersionWritten:
         replayed = version in {*self._store.live(), *self._store.durable()}
@@ -80,7 +80,7 @@ class Publisher:
         with clear_errors(f"cannot write version {version} to {root}", remove=staged):
             save_tensors(weights, staged / "model.safetensors")
             copy_model_files(self._model_path, staged, dtype=self._dtype)
-        made = _checksums(staged) if replayed else {}
+        made = {path.name: checksum_of(path) for path in sorted(staged.iterdir())} if replayed else {}
         manifest = self._store.seal(version, staged, chain=chain)
         differs = checksum_of_files(made) if replayed and made != manifest.files else ""
         return VersionWritten(
@@ -93,7 +93,7 @@ class Publisher:
 
 
 def gather(policy: Policy, *, dtype: str, keep: bool) -> dict[str, Tensor]:
-    """The whole model in host memory, as `dtype`; empty unless `keep`. A collective, one tensor at a time."""
+    """Return the whole model in host memory, as `dtype`; empty unless `keep`. A collective, one tensor at a time."""
     kept = {}
     for name, tensor in policy.full_tensors():
         if keep:
@@ -109,10 +109,6 @@ def copy_model_files(source: Path, target: Path, *, dtype: str) -> None:
         if path.is_file() and not is_weights and path.suffix in {".json", ".txt", ".model", ".jinja"}:
             shutil.copyfile(path, target / path.name)
     config = json.loads((target / "config.json").read_text())
-    config.pop("torch_dtype", None)  # its name before transformers 5
+    config.pop("torch_dtype", None)  # the name before transformers 5
     config["dtype"] = dtype
     (target / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True))
-
-
-def _checksums(folder: Path) -> dict[str, str]:
-    return {path.name: checksum_of(path) for path in sorted(folder.iterdir())}

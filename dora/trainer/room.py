@@ -1,4 +1,4 @@
-"""Writing to a disk that may be full: a write that does not fit waits for space."""
+"""Writes that wait for space when the disk is full."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dora.weights.store import StoreFull
 
-#: How long to wait for space. The other ranks wait in a collective meanwhile, so it is less than that one's time limit.
+#: Timeout. The other ranks wait in a collective meanwhile, so this must be below the timeout of collectives.
 FULL_TIMEOUT_S = 540.0
 _PAUSE_S = 2.0
 _T = TypeVar("_T")
@@ -23,15 +23,15 @@ _NO_SPACE = f"os error {errno.ENOSPC}"
 
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Write a safetensors file; raises OSError with the system's error number."""
+    """Write a safetensors file; raise OSError with the system's error number."""
     try:
         save_file(dict(tensors), path, metadata={"format": "pt"})
     except SafetensorError as err:  # the library reports the system's error only as text
         raise OSError(errno.ENOSPC if _NO_SPACE in str(err) else errno.EIO, str(err)) from err
 
 
-def until_there_is_room(*attempts: Callable[[], _T]) -> _T:
-    """The result of the first attempt that finds space; while none does, try all of them every two seconds."""
+def wait_for_space(*attempts: Callable[[], _T]) -> _T:
+    """Return the result of the first attempt that finds space; retry all of them every two seconds until one does."""
     deadline = time.monotonic() + FULL_TIMEOUT_S
     while True:
         for attempt in attempts:

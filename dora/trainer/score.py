@@ -30,7 +30,7 @@ def score(
     device: str = "cpu",
     dtype: str = "float32",
 ) -> list[NDArray[np.float32]]:
-    """For each sequence, the log-probs of its tokens after the prompt, under softmax(logits / temperature)."""
+    """Return the log-probs of each sequence's tokens after the prompt, under softmax(logits / temperature)."""
     if min(prompt_lengths, default=1) < 1:
         raise ValueError("the first token of a sequence has no log-prob; prompts have at least one token")
     require_device(device)
@@ -59,7 +59,7 @@ def score(
 
 
 def _parts(sequences: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Indices of consecutive sequences, TOKENS_PER_ROW tokens at most in each part."""
+    """Split into consecutive sequences with at most TOKENS_PER_ROW tokens together; return their indices."""
     parts: list[list[int]] = []
     used = TOKENS_PER_ROW + 1
     for number, sequence in enumerate(sequences):

@@ -1,12 +1,12 @@
 """A streamed training step: receive -> pack -> forward/backward -> close -> publish.
 
-Micro-batches are trained as they arrive; their gradients of unnormalized sums are accumulated, and the sum is divided
-once, when the step closes, by D, the number of trained tokens on all ranks. So the result depends neither on how a step
-is cut into micro-batches nor on which rank got which. There is one optimizer update per step, so π_o = sg(π).
+Micro-batches are trained as they arrive. Their gradients of unnormalized sums are accumulated, and divided once, when
+the step closes, by D, the number of trained tokens on all ranks. So the result does not depend on how a step is cut
+into micro-batches, or on which rank gets which. There is one optimizer update per step, so π_o = sg(π).
 
 Invariant: step s is trained under version s and publishes s + 1, exactly once; every rank gets the same number of
-micro-batches, in order; weights do not change between two closes, so a checkpoint may be written at any moment and is
-the state at the boundary before the current step.
+micro-batches, in order; weights change only when a step closes, so a checkpoint may be written at any time and contains
+the state before the current step.
 """
 
 from __future__ import annotations
@@ -63,13 +63,15 @@ class Trainer:
 
     def start(self) -> None:
         """Publish the version of the current step (no effect if the store has it), then report READY."""
-        self._publish(VersionId(self._step))
+        weights = self._gather()
+        if self._publisher is not None:
+            self._publisher.publish(VersionId(self._step), weights, chain=self._chain)
         self._end.send(RankReady(rank=self._rank, next_step=self._step, skipped=self._skipped))
 
     # ---- one micro-batch --------------------------------------------------------------------------------------------
 
     def train(self, batch: MicroBatch) -> None:
-        """Forward and backward; the last micro-batch of a step also closes it."""
+        """Run forward and backward on a micro-batch; the last one of a step also closes the step."""
         if (batch.step, batch.index) != (self._step, self._next_index):
             raise ProtocolError(
                 f"micro-batch {batch.step}/{batch.index} arrived, expected {self._step}/{self._next_index}"
@@ -173,7 +175,7 @@ class Trainer:
         self._optimizer.zero_grad(set_to_none=True)
 
     def _warmed_up_rate(self) -> float:
-        """Linear warm-up, from 1 / warmup_steps of the peak in the first step."""
+        """Return the rate under linear warm-up, which starts at 1 / warmup_steps of the peak."""
         return self._settings.learning_rate * min(1.0, (self._step + 1) / max(self._settings.warmup_steps, 1))
 
     def _begin_step(self) -> None:
@@ -206,16 +208,11 @@ class Trainer:
         self._step, self._skipped = loaded.step, loaded.skipped
         self._chain = loaded.chain or order.chain
 
-    def _publish(self, version: VersionId) -> None:
-        weights = self._gather()
-        if self._publisher is not None:
-            self._publisher.publish(version, weights, chain=self._chain)
-
     def _gather(self) -> dict[str, Tensor]:
         return gather(self._policy, dtype=self._settings.publish_dtype, keep=self._publisher is not None)
 
     def _state(self) -> dict[str, Tensor]:
-        """The tensors of a checkpoint: weights, moments and the update count, by name; not copies."""
+        """Return the tensors of a checkpoint: weights, moments and the update count, by name; not copies."""
         state = dict(self._shards)
         for name, parameter in zip(self._shards, self._optimizer.param_groups[0]["params"], strict=True):
             state |= {f"{key}/{name}": value for key, value in self._optimizer.state[parameter].items()}
@@ -223,7 +220,7 @@ class Trainer:
 
 
 def make_optimizer(shards: dict[str, Tensor], order: Configure) -> torch.optim.AdamW:
-    """AdamW over this rank's rows as plain tensors; it is elementwise, so sharding does not change it.
+    """Build AdamW over this rank's rows as plain tensors; it is elementwise, so sharding does not change it.
 
     Its moments exist from the start, so that all checkpoints have the same format.
     """

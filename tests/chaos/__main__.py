@@ -1,6 +1,6 @@
-"""The long profile: `python -m tests.chaos --faults 200 --seed 1` hits small jobs until so many faults are done.
+"""The long profile: `python -m tests.chaos --faults 200 --seed 1` injects 200 faults into small jobs.
 
-Prints each fault as it comes and a summary at the end; exit code 3 if anything was lost, done twice or violated.
+Prints each fault and a final summary; exit code 3 if anything was lost, done twice or violated.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tests.chaos.faults import Driver, Report
 
 
 def summary(report: Report) -> dict[str, object]:
-    """In figures."""
+    """Return the figures of a report."""
     recovery = sorted(report.recovery_s)
     return {
         "faults": report.num_faults,

@@ -1,9 +1,9 @@
-"""What a local user without keys can do to a port: HTTP, raw bytes and ZeroMQ, bounded in count and in time.
+"""Attacks on a port by a local user without keys: HTTP, raw bytes and ZeroMQ, bounded in number and time.
 
     python -m tests.chaos.attacks --seconds 30 PORT...
 
-Loopback alone. Prints one JSON object as its last line: attack -> what came back -> how often (a status code, `closed`
-where the other side hung up, `silence`, `refused` where nothing listened any more).
+Loopback only. The last line is a JSON object: attack -> outcome -> count. An outcome is a status code, `closed` (by the
+peer), `silence`, or `refused` (nothing listens any more).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import zmq.asyncio
 
 HOST = "127.0.0.1"
 SILENCE_S = 2.0
-IDLE = 200  # connections to each port that say nothing
+IDLE = 200  # silent connections to each port
 SLOW = 20  # connections to each port that send a byte at a time
 SMALL_MESSAGES = 10_000  # to each port, over ZeroMQ
 PAUSE_S = 0.02  # between two short attacks on one port
@@ -40,7 +40,7 @@ ENGINE = (
     *("/update_weights_from_distributed", "/destroy_weights_update_group", "/weights_checker", "/flush_cache"),
     *("/health", "/health_generate", "/ready", "/model_info", "/server_info", "/v1/loads", "/get_load"),
 )
-#: What may be answered with 200 to anybody, by a GET or HEAD.
+#: Paths that may answer a GET or HEAD with 200 without a key.
 OPEN = frozenset({"/", "/status", "/metrics", "/healthz", "/health", "/health_generate", "/ready"})
 BODIES = {
     "JSON": b'{"instance": "0", "rid": "", "abort_all": true, "input_ids": [1], "model_path": "/etc", "mode": "abort"}',
@@ -55,7 +55,7 @@ HEADERS = {
 
 
 class Tally:
-    """Attack -> outcome -> how often."""
+    """Counts by attack and outcome."""
 
     def __init__(self) -> None:
         self.found: dict[str, Counter[str]] = defaultdict(Counter)
@@ -66,7 +66,7 @@ class Tally:
 
 
 async def exchange(port: int, data: bytes, *, limit: int = 64) -> str:
-    """Send and read the first bytes of an answer."""
+    """Send, and read the first bytes of the answer."""
     writer = None
     try:
         reader, writer = await asyncio.open_connection(HOST, port)
@@ -102,7 +102,7 @@ def request(method: str, path: str, *headers: bytes, body: bytes = b"", kind: by
 
 
 def requests() -> Iterator[tuple[str, str, str, bytes]]:
-    """Attack, method, path, bytes: every route with every method, header and body."""
+    """Yield attack, method, path and bytes of every route with every method, header and body."""
     for path in (*STATUS, *ENGINE, "/nowhere", "/../../etc/passwd"):
         for method in ("GET", "HEAD", "PUT", "DELETE", "OPTIONS", "PATCH"):
             yield f"{method} on all routes", method, path, request(method, path)
@@ -136,7 +136,7 @@ MALFORMED: dict[str, bytes] = {
 
 
 async def unread(port: int, seconds: float) -> str:
-    """Asks for 2,000 pages and reads none of them."""
+    """Request 2,000 pages and read none of them."""
     try:
         _, writer = await asyncio.open_connection(HOST, port)
     except OSError:
@@ -151,7 +151,7 @@ async def unread(port: int, seconds: float) -> str:
 
 
 async def hold(port: int, seconds: float, *, slowly: bool) -> str:
-    """A connection that says nothing, or a byte of a header each second."""
+    """Hold a connection that sends nothing, or one byte of a header per second."""
     try:
         reader, writer = await asyncio.open_connection(HOST, port)
     except OSError:
@@ -198,7 +198,7 @@ ZMTP: dict[str, bytes] = {
 
 
 async def send_small(context: zmq.asyncio.Context, port: int, *, keys: bool, seconds: float) -> str:
-    """Small messages by a DEALER without keys, or with its own."""
+    """Send small messages from a DEALER without keys, or with keys of its own."""
     with context.socket(zmq.DEALER) as dealer:
         for option, value in ((zmq.LINGER, 0), (zmq.SNDHWM, SMALL_MESSAGES), (zmq.RECONNECT_IVL, 500)):
             dealer.setsockopt(option, value)
@@ -217,7 +217,7 @@ async def send_small(context: zmq.asyncio.Context, port: int, *, keys: bool, sec
 
 
 class Attack:
-    """Everything at once on some ports, for so long."""
+    """Run all attacks on some ports at once."""
 
     def __init__(self, ports: list[int], *, seconds: float) -> None:
         self.ports = ports
@@ -249,7 +249,7 @@ class Attack:
         self.tally.add(name, await work())
 
     async def _in_turn(self, port: int) -> None:
-        """Short attacks one after the other, again and again, in an order of this port's own: every kind comes soon."""
+        """Repeat the short attacks on one port, in a random order that depends on the port."""
         raw, well_formed = [("", "", name, data) for name, data in {**MALFORMED, **ZMTP}.items()], [*requests()]
         for kind in (raw, well_formed):
             random.Random(port).shuffle(kind)
@@ -269,7 +269,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, required=True)
     parser.add_argument("ports", type=int, nargs="+", metavar="PORT")
     options = parser.parse_args()
-    logging.getLogger("asyncio").setLevel(logging.ERROR)  # a victim that hangs up is no news
+    logging.getLogger("asyncio").setLevel(logging.ERROR)  # the victim may hang up
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     attack = Attack(options.ports, seconds=options.seconds)

@@ -1,7 +1,7 @@
-"""An independent verdict on a run folder: what every run must hold, whatever was done to its processes and disk.
+"""An independent check of a run folder: the rules that hold whatever was done to the run's processes and disk.
 
-It shares no code with the run (recorded.py), and keeps tables of its own, so that a mistake in the run's own audit
-does not hide here as well. `check(folder)` returns the violations; a run that is not finished may have work in flight.
+It shares no code with the run (recorded.py) and has its own tables, so that a mistake in the run's own audit cannot
+hide here as well. `check(folder)` returns the violations; an unfinished run may have work in flight.
 
     python -m tests.chaos.checker RUN_DIR     prints them; exit code 3 if there are any
 """
@@ -34,7 +34,7 @@ class Violation:
 
 @dataclass
 class Verdict:
-    """What was found in a run folder."""
+    """The result of checking a run folder."""
 
     violations: list[Violation] = field(default_factory=list)
     finished: bool = False
@@ -46,7 +46,7 @@ class Verdict:
 
 @dataclass
 class Server:
-    """What one inference server holds."""
+    """The state of one inference server."""
 
     version: int | None = None
     pushed: tuple[int, int] | None = None  # attempt and version of the push under way
@@ -62,7 +62,7 @@ class Checker:
         self.steps = 0
         self.epoch = -1
         self.admitted: dict[int, tuple[int, int]] = {}  # group -> version, epoch
-        self.ended: Counter[int] = Counter()  # how often a group was trained or dropped
+        self.ended: Counter[int] = Counter()  # number of times that a group was trained or dropped
         self.committed: dict[int, int] = {}  # group -> step
         self.by_step: dict[int, list[int]] = defaultdict(list)
         self.closed: dict[int, int] = {}
@@ -72,7 +72,7 @@ class Checker:
         self.version_chains: dict[int, str] = {}
         self.checkpoints: dict[str, tuple[int, str]] = {}  # folder name -> step, chain
         self.servers: dict[int, Server] = defaultdict(Server)
-        self.known: dict[int, int] = {}  # trajectory -> tokens that are known to be there
+        self.known: dict[int, int] = {}  # trajectory -> known number of tokens
         self.orders: dict[int, Record] = {}  # trajectory -> its latest Generate
         self.lengths: dict[int, int] = {}  # of finished answers
         self.rewards: dict[int, tuple[int, float | None]] = {}  # trajectory -> attempt, reward
@@ -200,7 +200,7 @@ class Checker:
             self.know(trajectory, num_tokens, "a report", exactly=False)
 
     def know(self, trajectory: int, num_tokens: int, what: str, *, exactly: bool = True) -> None:
-        """The tokens of an answer never become fewer."""
+        """Check that an answer does not lose tokens."""
         if trajectory < 0:
             return
         before = self.known.get(trajectory, 0)
@@ -209,10 +209,10 @@ class Checker:
         self.known[trajectory] = max(before, num_tokens)
 
     def on_answer(self, event: Record) -> None:
-        """A whole answer, or one that was stopped: the server names the version of every token."""
+        """Check the versions of the tokens of a complete or stopped answer."""
         trajectory, order = event["trajectory"], self.orders.get(event["trajectory"])
         if order is None or order["attempt"] != event["attempt"] or trajectory in self.lengths:
-            return  # of an attempt that was given up
+            return  # of an old attempt
         self.know(trajectory, event["num_tokens"], event["type"])
         place = order["num_tokens"]
         for version, start, end in event["spans"]:
@@ -290,7 +290,7 @@ class Checker:
             self.require(self.steps in self.files, "version", f"the last version, {self.steps}, was never published")
 
     def check_waves(self, step: int) -> None:
-        """Every committed trajectory with a reward is in exactly one wave, and the last wave says so."""
+        """Check that committed trajectories with a reward are in exactly one wave each, and the last wave is marked."""
         sent = Counter(t for (s, _), wave in self.waves.items() if s == step for rank in wave["ranks"] for t in rank)
         size = self.settings["group_size"]
         siblings = [g * size + i for g in self.by_step[step] for i in range(size)]
@@ -332,7 +332,7 @@ HANDLERS: Mapping[str, Callable[[Checker, Record], None]] = {
 
 
 def check_tokens(checker: Checker) -> Iterator[Violation]:
-    """Every answer is joined from chunks of its own admission, without a gap, and is as long as the journal says."""
+    """Check that every answer has only chunks of its own admission, no gap, and the length in the journal."""
     prompts: dict[int, int] = {}  # group -> epoch of its latest prompt
     latest: dict[int, tuple[int, int]] = {}
     answers: dict[int, list[Chunk]] = defaultdict(list)
@@ -367,7 +367,7 @@ def check_tokens(checker: Checker) -> Iterator[Violation]:
 
 
 def check_metrics(checker: Checker) -> Iterator[Violation]:
-    """A row per step at most, in whole lines, about steps that were trained; a kill may cost one, nothing else may."""
+    """Check that there is at most one complete row per trained step; only a kill may lose one."""
     seen: Counter[Any] = Counter()
     for number, row in _lines(checker, "metrics.jsonl"):
         if row is None:
@@ -397,7 +397,7 @@ def check_metrics(checker: Checker) -> Iterator[Violation]:
 
 
 def _lines(checker: Checker, name: str) -> Iterator[tuple[int, Record | None]]:
-    """Rows; None for one that is torn. A run that may go on may have a torn last line: it was killed while writing."""
+    """Yield rows, None for a torn one. An unfinished run may have a torn last line: it was killed while writing."""
     path = checker.folder / name
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
     if lines and not lines[-1].endswith(b"\n") and not checker.found.finished:
@@ -410,7 +410,7 @@ def _lines(checker: Checker, name: str) -> Iterator[tuple[int, Record | None]]:
 
 
 def check_versions(checker: Checker) -> Iterator[Violation]:
-    """Durable versions hold the bytes that were published; a finished run has its last one."""
+    """Check that durable versions have the published bytes, and that a finished run has its last one."""
     for path in sorted((checker.folder / "versions").glob("v*")):
         manifest = _manifest(path)
         if manifest is None:
@@ -418,7 +418,7 @@ def check_versions(checker: Checker) -> Iterator[Violation]:
             continue
         version = manifest["version"]
         if version not in checker.files and not checker.found.finished:
-            continue  # its news was on the way
+            continue  # killed before the message arrived
         if path.name != f"v{version:06d}" or manifest["files"] != checker.files.get(version):
             yield Violation("version", f"{path.name} is not what the journal published")
         elif manifest["chain"] != checker.version_chains[version]:
@@ -432,7 +432,7 @@ def check_versions(checker: Checker) -> Iterator[Violation]:
 
 
 def check_checkpoints(checker: Checker) -> Iterator[Violation]:
-    """Checkpoints belong to the history, and a finished run has one of its end."""
+    """Check that checkpoints belong to the history, and that a finished run has one of its last step."""
     steps = set()
     for path in sorted((checker.folder / "checkpoints").glob("step-*")):
         manifest = _manifest(path)
@@ -440,7 +440,7 @@ def check_checkpoints(checker: Checker) -> Iterator[Violation]:
         if manifest is None:
             yield Violation("checkpoint", f"{path.name} has no manifest")
         elif known is None and not checker.found.finished:
-            continue  # its news was on the way
+            continue  # killed before the message arrived
         elif known != (manifest["step"], manifest["chain"]) or not path.name.endswith(manifest["chain"][:8]):
             yield Violation("checkpoint", f"{path.name} is not what the journal knows: {known}")
         else:
@@ -458,7 +458,7 @@ def _manifest(path: Path) -> Record | None:
 
 
 def check(folder: Path) -> Verdict:
-    """All of it."""
+    """Check a run folder."""
     checker = Checker(folder)
     try:
         checker.read_journal()

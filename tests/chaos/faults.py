@@ -1,7 +1,7 @@
-"""What can be done to a run, by the dice of a seed, and a driver that does it until the run has ended.
+"""Faults, drawn from a seed, and a driver that injects them until the run has ended.
 
-A plan is a list of rounds. In a round the run is hit a few times where it must go on, then killed, then its files are
-damaged as a crash or a bad disk does it, and then it is resumed, which may be disturbed as well.
+A plan is a sequence of rounds. A round has a few faults that the run must survive, then one that kills it, then damage
+to its files as by a crash or a bad disk, and then a resume, which may be disturbed as well.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from tests.chaos.phases import until_asked, wait_for
 from tests.chaos.recorded import read_frames, unpack
 from tests.chaos.session import DEADLY, LIVE, Session, Unexpected, intrude
 
-#: The end of a run is no moment for a fault that is to be survived, and it comes once.
+#: Moments for faults that the run must survive; its end comes only once.
 MOMENTS = ("generating", "grading", "committing", "training", "publishing", "pushing", "checkpointing")
 STOPPED = ("controller", "trainer rank", "torchrun", "an engine", "grader")
-#: What a resume has done by the time it is killed.
+#: Progress of a resume at which it is killed.
 BEGUN = ("a child", "an epoch", "a rank", "a server", "a trainer")
 
 
 @dataclass(frozen=True)
 class Round:
-    """Faults in their order, with the moments of those that need one."""
+    """Faults in order, with the moments of those that need one."""
 
     live: tuple[tuple[str, str], ...]  # what, when
     deadly: tuple[str, str]
     damage: tuple[str, ...]
-    resume: tuple[str, ...]  # "two resumes", or what a resume that is killed has begun
+    resume: tuple[str, ...]  # "two resumes", or the progress at which a resume is killed
 
 
 def plan(seed: int) -> Iterator[Round]:
-    """Rounds without end; every kind comes before any comes again."""
+    """Yield rounds without end; all kinds occur before any occurs again."""
     dice = random.Random(seed)
 
     def deal(kinds: list[str]) -> Iterator[str]:
@@ -67,7 +67,7 @@ def plan(seed: int) -> Iterator[Round]:
 
 
 def _tear(session: Session, name: str, dice: random.Random) -> bool:
-    """A record whose write was cut off."""
+    """Append a torn record, or truncate the last one."""
     assert session.folder is not None
     path = session.folder / name
     if name.endswith(".jsonl"):
@@ -96,7 +96,7 @@ def _facts(session: Session, kind: str) -> list[dict[str, object]]:
 
 
 def _flip_version(session: Session, dice: random.Random) -> bool:
-    """In the newest version, which is always needed."""
+    """Flip a bit of the newest version, which is always needed."""
     assert session.folder is not None
     newest = max((int(str(e["version"])) for e in _facts(session, "VersionPublished")), default=-1)
     path = session.folder / "versions" / f"v{newest:06d}"
@@ -107,7 +107,7 @@ def _flip_version(session: Session, dice: random.Random) -> bool:
 
 
 def _newest_checkpoint(session: Session) -> Path | None:
-    """The newest one, if another one is there to fall back on."""
+    """Return the newest checkpoint, if there is another one to fall back on."""
     assert session.folder is not None
     known = [Path(str(e["folder"])).name for e in _facts(session, "CheckpointSaved")]
     folder = session.folder / "checkpoints"
@@ -147,7 +147,7 @@ DAMAGE: Mapping[str, Callable[[Session, random.Random], bool]] = {
     "deleted checkpoint": lambda s, dice: _hurt_checkpoint(s, _delete),
     "rank file missing": lambda s, dice: _hurt_checkpoint(s, lambda p: (p / "rank-0.safetensors").unlink()),
 }
-#: At most one of these between two lives: two would take both checkpoints.
+#: At most one of these between two lives: two would damage both checkpoints.
 CHECKPOINT_DAMAGE = ("flipped checkpoint", "deleted checkpoint", "rank file missing")
 
 
@@ -156,7 +156,7 @@ CHECKPOINT_DAMAGE = ("flipped checkpoint", "deleted checkpoint", "rank file miss
 
 @dataclass
 class Report:
-    """What was done and what came of it."""
+    """The faults and their results."""
 
     faults: Counter[str] = field(default_factory=Counter)
     lives: int = 0
@@ -175,7 +175,7 @@ class Report:
 
 @dataclass
 class Driver:
-    """Faults by a seed, over as many runs as they take."""
+    """Injects faults drawn from a seed, over as many runs as necessary."""
 
     base: Path
     seed: int
@@ -183,7 +183,7 @@ class Driver:
     tell: Callable[[str], None] = lambda line: None
 
     def drive(self, num_faults: int, *, steps: int) -> Report:
-        """At least that many faults; each run goes to its end and is judged."""
+        """Inject at least `num_faults` faults; each run is completed and judged."""
         rounds = plan(self.seed)
         dice = random.Random(~self.seed)
         for number in range(num_faults):
@@ -222,7 +222,7 @@ class Driver:
             self._resume(session, now.resume)
 
     def _judge_between(self, session: Session) -> None:
-        """Nothing may be wrong in what a killed run leaves either."""
+        """Check what a killed run has left."""
         assert session.folder is not None
         if found := check(session.folder).violations:
             raise Unexpected(f"after a kill: {[str(v) for v in found]}")
@@ -235,7 +235,7 @@ class Driver:
         for process in session.targets(what.removeprefix("stop ")):
             try:
                 process.suspend()
-                time.sleep(dice.uniform(0.1, 2.0))  # that is the fault
+                time.sleep(dice.uniform(0.1, 2.0))  # the injected fault
                 process.send_signal(signal.SIGCONT)
             except psutil.NoSuchProcess:
                 continue
@@ -265,7 +265,7 @@ class Driver:
         session.wake()
 
     def _intrude(self, session: Session) -> None:
-        """The second one is refused in one line, and does no harm."""
+        """Resume a second time, which must be rejected in one line without effect."""
         assert session.folder is not None
         if session.wait(lambda: bool(session.children()), what="a child of the resume"):
             self._count("two resumes", "during the resume")
@@ -280,7 +280,7 @@ class Driver:
 
 
 def _shape(number: int) -> dict[str, object]:
-    """Every other job has a single server, and trains what that has just made."""
+    """Return the settings of a job; every other one has a single server and trains on policy."""
     return {"engine__instances": 1, "rollout__max_staleness": 0} if number % 2 else {}
 
 

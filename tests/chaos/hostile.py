@@ -3,10 +3,10 @@
     python -m tests.chaos.hostile --seconds 60              paced servers and a paced trainer
     python -m tests.chaos.hostile --seconds 60 --job real   embedded engines and torchrun ranks; no bound on step time
 
-Every TCP port on which a process of the run listens, found from outside, is attacked (attacks.py). The run must do what
-it does undisturbed: no fact that tells of trouble, no answer that differs in length or reward from the other run's,
-checker and audit clean, no open door, the controller's memory within MEMORY_SHARE, steps within STEP_SHARE, logs within
-LOG_BYTES of the undisturbed run. Exit code 1 if a bound is missed.
+Every TCP port on which a process of the run listens is attacked (attacks.py). The run must do the same as undisturbed:
+no event of trouble, no answer with another length or reward, no violation in checker or audit, no request granted
+without a key, and the controller's memory within MEMORY_SHARE, steps within STEP_SHARE and logs within LOG_BYTES of the
+undisturbed run. Exit code 1 if a bound is exceeded.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from tests.e2e.runs import command, environment, heed_ctrl_c, run_to_end, small
 
 SEED = 3
 PACED = ROOT / "launch" / "workloads" / "paced-8.toml"
-PACED_S = 120.0  # of that workload
+PACED_S = 120.0  # duration of that workload
 MEMORY_SHARE = 0.05
 STEP_SHARE = 0.10
 LOG_BYTES = 1_000_000
 SAMPLE_S = 0.5
 END_S = 600.0
-#: Facts that trouble alone makes.
+#: Events that occur only in case of trouble.
 TROUBLE = frozenset(
     {"InstanceLost", "GenerationFailed", "WeightPushFailed", "InstanceDrainRequested", "InstanceRecalled"}
     | {"InstanceRemoved", "ControllerRestarted", "KvPressureReported"}
@@ -49,12 +49,12 @@ TROUBLE = frozenset(
 
 
 class Broken(AssertionError):
-    """A run did not end as it must."""
+    """A run did not end as expected."""
 
 
 @dataclass
 class Seen:
-    """What was seen of one run."""
+    """The observations of one run."""
 
     folder: Path
     ports: dict[int, str] = field(default_factory=dict)  # port -> role of the process that listens
@@ -79,13 +79,13 @@ class Seen:
 
     @property
     def step_s(self) -> float:
-        """Mean of the workload's seconds between steps."""
+        """Mean seconds between steps, in the workload's time."""
         gaps: list[float] = [after["at"] - before["at"] for before, after in pairwise(self.facts("StepTrained"))]
         return sum(gaps) / len(gaps)
 
     @property
     def answers(self) -> dict[int, tuple[int, float | None]]:
-        """Trajectory -> length, reward; of those that the trainer may have seen."""
+        """Length and reward by trajectory, of those that the trainer may have seen."""
         lengths = {e["trajectory"]: e["num_tokens"] for e in self.facts("GenerationFinished")}
         rewards = {e["trajectory"]: e["reward"] for e in self.facts("TrajectoryGraded")}
         return {t: (lengths[t], rewards[t]) for t in lengths.keys() & rewards.keys() if t >= 0}
@@ -102,7 +102,7 @@ def real_job(base: Path, *, steps: int) -> list[str]:
 
 
 def watch(line: list[str], base: Path, *, attack_s: float) -> Seen:
-    """Run it to its end, from its first step under attack if `attack_s` is not 0."""
+    """Run a command to its end, under attack from its first step on if `attack_s` is not 0."""
     base.mkdir(parents=True)
     printed = base / "printed.log"
     with printed.open("wb") as out:
@@ -119,7 +119,7 @@ def watch(line: list[str], base: Path, *, attack_s: float) -> Seen:
         if process.returncode != 0:
             raise Broken(f"the run ended with {process.returncode}:\n{printed.read_text()[-3000:]}")
         if attacker is not None:
-            _tell(attacker, seen)
+            _take_result(attacker, seen)
     finally:
         for started in (process, attacker):
             if started is not None and started.poll() is None:
@@ -134,7 +134,7 @@ def watch(line: list[str], base: Path, *, attack_s: float) -> Seen:
 
 
 def _until_training(process: subprocess.Popen[bytes], base: Path) -> Path:
-    """The run folder, once a step is trained."""
+    """Wait until a step is trained; return the run folder."""
     deadline = time.monotonic() + END_S
     follower: Follower | None = None
     while process.poll() is None and time.monotonic() < deadline:
@@ -148,7 +148,7 @@ def _until_training(process: subprocess.Popen[bytes], base: Path) -> Path:
 
 
 def listening(controller: int) -> dict[int, str]:
-    """Every TCP port of the run's processes."""
+    """Return every TCP port of the run's processes, with the role."""
     found = {}
     for process in _processes(controller):
         try:
@@ -175,11 +175,11 @@ def _attack(ports: Iterable[int], *, seconds: float) -> subprocess.Popen[bytes]:
 
 
 def _follow(process: subprocess.Popen[bytes], seen: Seen) -> None:
-    """To its end; peaks are noted by role."""
+    """Follow the run to its end, and record peaks by role."""
     deadline = time.monotonic() + END_S
     while process.poll() is None:
         if time.monotonic() > deadline:
-            raise Broken(f"not at its end within {END_S:g} s")
+            raise Broken(f"the run did not end within {END_S:g} s")
         for name, now in look_at(_processes(process.pid), controller=process.pid).items():
             peak = seen.peaks.setdefault(name, Vitals())
             for what in ("processes", "memory_mb", "descriptors", "threads"):
@@ -187,12 +187,12 @@ def _follow(process: subprocess.Popen[bytes], seen: Seen) -> None:
         time.sleep(SAMPLE_S)
 
 
-def _tell(attacker: subprocess.Popen[bytes], seen: Seen) -> None:
+def _take_result(attacker: subprocess.Popen[bytes], seen: Seen) -> None:
     out, _ = attacker.communicate(timeout=END_S)
     if attacker.returncode:
         raise Broken(f"the attacker failed with {attacker.returncode}")
-    told = json.loads(out.splitlines()[-1])
-    seen.attacks, seen.breaches = told["attacks"], told["breaches"]
+    result = json.loads(out.splitlines()[-1])
+    seen.attacks, seen.breaches = result["attacks"], result["breaches"]
 
 
 # -- judgement ---------------------------------------------------------------------------------------------------------
@@ -210,7 +210,7 @@ class Bound:
 
 
 def state_bounds(calm: Seen, hit: Seen) -> list[Bound]:
-    """What the run is, knows and decides."""
+    """Compare the states and decisions of both runs."""
     both = calm.answers.keys() & hit.answers.keys()
     differ = [t for t in both if calm.answers[t] != hit.answers[t]]
     troubles = [Counter(event["type"] for event in seen.facts(*TROUBLE)) for seen in (calm, hit)]
@@ -261,7 +261,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--job", choices=("paced", "real"), default="paced")
-    parser.add_argument("--folder", type=Path, help="where the runs lie (default: a temporary folder)")
+    parser.add_argument("--folder", type=Path, help="folder of the runs (default: a temporary folder)")
     options = parser.parse_args()
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     base = options.folder or Path(tempfile.mkdtemp(prefix="hostile-"))
@@ -277,7 +277,7 @@ def main() -> None:
     if options.job == "paced":
         bounds.append(step_bound(calm, hit))
     else:
-        bounds = [bound for bound in bounds if not bound.what.startswith("answers")]  # they depend on the time
+        bounds = [bound for bound in bounds if not bound.what.startswith("answers")]  # they depend on timing
     _print(calm, hit, bounds)
     sys.exit(0 if all(bound.holds for bound in bounds) else 1)
 

@@ -3,11 +3,10 @@
     python -m tests.chaos.matrix --out FILE.json      runs what FILE.json does not have
     python -m tests.chaos.matrix --table FILE.json    prints it for docs/RELIABILITY.md
 
-A row is one job: it is killed at the same moment for each target in turn, and gone on with by a resume where it ended.
-After each kill the folder is checked, at the end of the row the whole history. The last moments need a job for each.
-Per cell it is written down how many seconds pass from the resume command (or, where the run lives on, from the kill)
-to the first request and to the next step or the end. The first request is seen when the journal has it on the disk, so
-up to a second late.
+A row is one job, in which each target in turn is killed at the same moment; if that ends the run, it is resumed. The
+folder is checked after each kill, and the whole history at the end of the row. The last moments need one job per kill.
+A cell has the seconds from the resume command (or from the kill, if the run survives) to the first request and to the
+next step or the end. The first request is seen when it is in the journal on the disk, up to a second late.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ from tests.chaos.phases import PHASES, until_asked, until_counted, wait_for
 from tests.chaos.session import DEADLY, LIVE, Session, Unexpected
 
 TARGETS = (*DEADLY[:3], *LIVE, *DEADLY[3:])
-#: A job comes to these once.
+#: Moments that a job reaches only once.
 LAST = ("evaluating", "ending")
 Cell = dict[str, object]
 
 
 class Matrix:
-    """The cells, written after each one."""
+    """The cells; the file is written after each one."""
 
     def __init__(self, base: Path, out: Path) -> None:
         self.base = base
@@ -37,7 +36,7 @@ class Matrix:
         self.cells: dict[str, dict[str, Cell]] = json.loads(out.read_text()) if out.exists() else {}
 
     def fill(self, phase: str) -> None:
-        """A row; cells that are filled are left out, those that went wrong are not."""
+        """Run a row; skip cells that are filled, but not failed ones."""
         filled = [target for target, cell in self.cells.get(phase, {}).items() if "wrong" not in cell]
         left = [target for target in TARGETS if target not in filled]
         jobs = [[target] for target in left] if phase in LAST else [left] if left else []
@@ -73,7 +72,7 @@ class Matrix:
             raise Unexpected(f"at the end: {violations}")
 
     def _resume(self, session: Session, phase: str, cell: Cell) -> float:
-        """The next life; returns when it was asked for. A run that had ended has none."""
+        """Start the next life and return its time. A run that has ended has none."""
         code = session.end()
         assert session.folder is not None
         verdict = check(session.folder)
@@ -110,7 +109,7 @@ class Matrix:
 
 
 def _shape(phase: str, num_targets: int) -> dict[str, object]:
-    """A job long enough for all kills of its row, in which the moment takes long enough to be seen."""
+    """Return a job that is long enough for all kills of its row, and whose moments last long enough to be seen."""
     if phase == "ending":
         return {"steps": 1, "grade_s": 0.0}
     if phase == "evaluating":
@@ -119,7 +118,7 @@ def _shape(phase: str, num_targets: int) -> dict[str, object]:
 
 
 def table(cells: dict[str, dict[str, Cell]]) -> str:
-    """For people: a cell is the seconds to the first request / to the next step or the end."""
+    """Return a Markdown table; a cell has the seconds to the first request / to the next step or the end."""
     lines = ["| killed | " + " | ".join(PHASES) + " |", "|---" * (len(PHASES) + 1) + "|"]
     for target in TARGETS:
         lines.append(f"| {target} | " + " | ".join(_text(cells.get(phase, {}).get(target)) for phase in PHASES) + " |")

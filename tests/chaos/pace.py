@@ -1,7 +1,7 @@
-"""A reward that takes its time and can be seen at work: it adds 0 to the reward of the job under test.
+"""A slow, observable reward of 0 for jobs under test.
 
-`CHAOS_FOLDER` names a folder in which every grader that is busy keeps a file. The pauses give a job of a few steps the
-length that it takes to hit it, without work for the processor.
+Every busy grader has a file in the folder `CHAOS_FOLDER`. The pauses make a job of a few steps long enough for faults,
+without load on the CPU.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 def score(*, prompt: str, response: str, answer: str, metadata: dict[str, object]) -> float:
-    """0, a moment later."""
+    """Return 0 after `CHAOS_GRADE_S`."""
     busy = Path(os.environ["CHAOS_FOLDER"]) / f"grading-{os.getpid()}"
     busy.touch()
     time.sleep(float(os.environ["CHAOS_GRADE_S"]))

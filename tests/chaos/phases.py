@@ -1,7 +1,7 @@
-"""Moments of a run, as somebody outside sees them.
+"""Detection of moments of a run from outside.
 
-What a run writes before it acts (a wave, a push, the last order) shows in the journal; what takes a while shows as a
-file or a folder with a temporary name; what is decoded shows at the status endpoint.
+Actions that the run records first (a wave, a push, the last command) are seen in the journal; longer ones as a file or
+folder with a temporary name; decoding at the status endpoint.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tests.chaos.session import Session
 
 
 class Watch:
-    """What is new since the watch began: moments are hit once they come, not while they have passed."""
+    """Records since the watch began, so that a moment that has passed is not taken for a new one."""
 
     def __init__(self, session: Session) -> None:
         self.session = session
@@ -26,7 +26,7 @@ class Watch:
         self._take(session.seen)
 
     def fresh(self) -> list[Record]:
-        """What has come since the last call."""
+        """Return the records since the last call."""
         self.session.look()
         new, self._from = self.session.seen[self._from :], len(self.session.seen)
         self._take(new)
@@ -66,7 +66,7 @@ class Watch:
         return any((self.session.folder / "checkpoints").glob(".step-*"))
 
     def evaluating(self) -> bool:
-        """The last version's samples are asked for, and not all of them are graded."""
+        """Return whether the last evaluation has begun, and not all of its samples are graded."""
         self.fresh()
         return self._evaluates
 
@@ -96,13 +96,13 @@ PHASES: Mapping[str, Callable[[Watch], bool]] = {
 
 
 def wait_for(session: Session, phase: str, *, timeout_s: float = 180.0) -> bool:
-    """True at the moment, False if the run ended before it came."""
+    """Wait for the moment; False if the run ends first."""
     watch = Watch(session)
     return session.wait(lambda: PHASES[phase](watch), what=phase, timeout_s=timeout_s)
 
 
 def until_counted(session: Session, kind: str, *, more: int = 1) -> bool:
-    """So many more facts or orders of a kind; False if the run ended first."""
+    """Wait for `more` events or commands of a kind; False if the run ends first."""
     session.look()
     wanted = session.counts[kind] + more
 
@@ -114,7 +114,7 @@ def until_counted(session: Session, kind: str, *, more: int = 1) -> bool:
 
 
 def until_asked(session: Session) -> bool:
-    """Until the first request of this life."""
+    """Wait for the first request of this life."""
 
     def has_asked() -> bool:
         session.look()

@@ -1,7 +1,7 @@
-"""What a run has written, read without any code of the run's own: `struct`, `zlib` and `msgpack` do it.
+"""An independent reader of run folders, with `struct`, `zlib` and `msgpack`.
 
-Two readers that share a misunderstanding find nothing, so this file follows the description of the format and imports
-nothing of dora. Invariant: reading changes no file, and a run that is alive may be read.
+It follows the description of the format and imports nothing from dora, so that both readers cannot share a mistake.
+Invariant: reading changes no file, and an active run can be read.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ FRAME = struct.Struct("<III")  # payload bytes, CRC-32 of these four bytes, CRC-
 CHUNK = struct.Struct("<BqIIII")  # kind, trajectory or group, epoch, attempt, start or siblings, tokens
 PROMPT, SAMPLED, MASKED = 0, 1, 2
 BYTES_PER_TOKEN = {PROMPT: 4, SAMPLED: 8, MASKED: 9}
-DIGEST_BYTES = 16  # behind a prompt's tokens
+DIGEST_BYTES = 16  # after a prompt's tokens
 
 Record = dict[str, Any]
 
 
 class Damaged(Exception):
-    """A file that no crash leaves behind; the message names file and byte."""
+    """Damage that no crash causes; the message names file and byte."""
 
 
 @dataclass(frozen=True)
 class Frames:
-    """The whole frames of a file."""
+    """The intact frames of a file."""
 
     records: list[bytes]
-    num_bytes: int  # of whole frames
-    torn_bytes: int  # behind them
+    num_bytes: int  # of intact frames
+    torn_bytes: int  # after them
 
 
 def frame_at(data: bytes, offset: int) -> bytes | None:
-    """The payload of a whole frame that begins there."""
+    """Return the payload of an intact frame at this offset."""
     if offset + FRAME.size > len(data):
         return None
     length, length_crc, payload_crc = FRAME.unpack_from(data, offset)
@@ -49,7 +49,7 @@ def frame_at(data: bytes, offset: int) -> bytes | None:
 
 
 def read_frames(path: Path) -> Frames:
-    """Every record; Damaged where a bad frame has a good one behind it."""
+    """Read every record; Damaged if an intact frame follows a damaged one."""
     data = path.read_bytes()
     records: list[bytes] = []
     offset = 0
@@ -73,19 +73,19 @@ def split_payload(payload: bytes, where: str) -> Iterator[bytes]:
 
 
 def unpack(record: bytes) -> Record:
-    """A journal record as plain data, its kind under `type`."""
+    """Decode a journal record as plain data, with its kind under `type`."""
     return dict(msgpack.unpackb(record, strict_map_key=False))
 
 
 class Follower:
-    """A journal, read as it grows."""
+    """A reader of a growing journal."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._offset = 0
 
     def poll(self) -> list[Record]:
-        """Records of the frames that have become whole since the last call."""
+        """Return the records of the frames completed since the last call."""
         if not self.path.exists():
             return []
         with self.path.open("rb") as file:
@@ -113,7 +113,7 @@ class Chunk:
 
 
 def read_chunks(path: Path) -> list[Chunk]:
-    """Every record of a token store; Damaged where a length does not fit its head."""
+    """Read every record of a token store; Damaged if a length does not match its head."""
     found = []
     for record in read_frames(path).records:
         chunk = Chunk(*CHUNK.unpack_from(record))

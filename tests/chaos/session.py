@@ -1,6 +1,6 @@
-"""A small job under attack: how it is started, watched, hit, and gone on with until it ends.
+"""A small job for fault injection: start it, watch it, inject faults, and resume it until it ends.
 
-Everything is observed from outside: processes, files, the status endpoint, and the journal by our own reader.
+Everything is observed from outside: processes, files, the status endpoint, and the journal with an independent reader.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ REWARDS = '[{kind="regex", pattern="(?:^|\\\\D)(\\\\d\\\\d)$"}, {kind="function"
 
 
 class Unexpected(AssertionError):
-    """A run did not do what it must after a fault."""
+    """A run did not react to a fault as it must."""
 
 
 @dataclass
 class Session:
-    """One job, over as many lives as it takes."""
+    """One job, over as many lives as necessary."""
 
-    base: Path  # an empty folder of its own
+    base: Path  # an empty folder
     steps: int
     grade_s: float = 0.03
     changes: dict[str, object] = field(default_factory=dict)
@@ -45,11 +45,11 @@ class Session:
     follower: Follower | None = None
     folder: Path | None = None
     memory: Path | None = None
-    seen: list[Record] = field(default_factory=list)  # facts and orders of this life
+    seen: list[Record] = field(default_factory=list)  # events and commands of this life
     counts: Counter[str] = field(default_factory=Counter)  # of them, by type; `Epoch` as well
     codes: list[int] = field(default_factory=list)  # exit codes of all lives
-    told: list[str] = field(default_factory=list)  # what the lives that failed said
-    is_over: bool = False  # the life is, and its exit code is noted
+    told: list[str] = field(default_factory=list)  # output of the lives that failed
+    is_over: bool = False  # this life is over, and its exit code is in `codes`
     stopped: list[psutil.Process] = field(default_factory=list)  # of earlier lives, by SIGSTOP
 
     def arguments(self) -> list[str]:
@@ -73,7 +73,7 @@ class Session:
 
     @property
     def memory_folder(self) -> Path:
-        """Where this job's memory store is: nobody else's run sweeps it."""
+        """The memory store of this job, which no other run deletes."""
         return Path("/dev/shm") / f"chaos-{self.base.name}-{os.getpid()}"
 
     def __enter__(self) -> Session:
@@ -99,7 +99,7 @@ class Session:
     # -- lives --------------------------------------------------------------------------------------------------------
 
     def start(self, *more: str) -> Run:
-        """The run, or its resume."""
+        """Start the run or, later, a resume."""
         os.environ["CHAOS_FOLDER"] = str(self.busy_folder)
         os.environ["CHAOS_GRADE_S"] = str(self.grade_s)
         for path in self.busy_folder.iterdir():
@@ -118,7 +118,7 @@ class Session:
 
     @property
     def life(self) -> Run:
-        """The one under way, or the last one."""
+        """The current life, or the last one."""
         assert self.run is not None
         return self.run
 
@@ -126,7 +126,7 @@ class Session:
         return self.run is not None and self.run.process.poll() is None
 
     def look(self) -> None:
-        """Take in what this life has brought to the disk by now."""
+        """Read what this life has written to the disk so far."""
         assert self.follower is not None
         for record in self.follower.poll():
             facts = [record["event"], *record["commands"]] if record["type"] == "Handled" else [record]
@@ -134,7 +134,7 @@ class Session:
             self.counts.update(fact["type"] for fact in facts)
 
     def wait(self, holds: Callable[[], bool], *, what: str, timeout_s: float = 120.0) -> bool:
-        """Asks often; False if the run ends first."""
+        """Poll until `holds`; False if the run ends first."""
         deadline = time.monotonic() + timeout_s
         while not holds():
             if not self.is_alive():
@@ -145,7 +145,7 @@ class Session:
         return True
 
     def end(self) -> int:
-        """The exit code of this life; no child outlives it."""
+        """Wait for the end of this life, which no child may outlive; return its exit code."""
         children = self.children()
         code = self.life.end(timeout_s=END_S)
         self._require_gone([child for child in children if child not in self.stopped])
@@ -156,7 +156,7 @@ class Session:
         return code
 
     def wake(self) -> None:
-        """What was stopped while its controller died goes on, and ends at once."""
+        """Continue the processes that were stopped while their controller died; they must exit at once."""
         for process in self.stopped:
             with suppress(psutil.NoSuchProcess):
                 process.resume()
@@ -171,7 +171,7 @@ class Session:
             raise Unexpected(f"processes outlive their run: {left}")
 
     def finish(self) -> None:
-        """To the end of the job: the life under way or, where it was ended, one resume that nothing disturbs."""
+        """Complete the job, with this life or, if that has ended, with one undisturbed resume."""
         if self.is_over:
             if self.codes[-1] == 0:
                 return
@@ -188,7 +188,7 @@ class Session:
             return []
 
     def named(self, *words: str) -> list[psutil.Process]:
-        """Children whose command line has all of these words."""
+        """Return the children whose command line has all of these words."""
         found = []
         for child in self.children():
             try:
@@ -203,7 +203,7 @@ class Session:
         return self.named("dora", "serve")
 
     def graders(self) -> list[psutil.Process]:
-        """Each is the fork of a guard, which ends with it."""
+        """Return the graders; each is the fork of a guard, which ends with it."""
         guards = self.named("dora.tasks.guard")
         known = {process.pid for process in guards}
         return [process for process in guards if process.ppid() in known]
@@ -216,7 +216,7 @@ class Session:
         return [process for process in self.named("dora", "train") if process.pid not in known]
 
     def targets(self, name: str) -> list[psutil.Process]:
-        """Processes of a kind, the engines by their age."""
+        """Return the processes of a kind, the oldest engine first."""
         match name:
             case "controller":
                 return [psutil.Process(self.life.process.pid)]
@@ -234,7 +234,7 @@ class Session:
                 return [psutil.Process(self.life.process.pid), *self.children()]
 
     def hit(self, name: str) -> int:
-        """Kill -9 what is named; returns how many processes. All are stopped first, so that none sees another die."""
+        """Send SIGKILL to processes; return their number. All are stopped first, so that none sees another die."""
         if name == "controller over stopped children":
             self.stopped += self.children()
             for child in self.stopped:
@@ -259,7 +259,7 @@ class Session:
     # -- judgement ----------------------------------------------------------------------------------------------------
 
     def judge(self) -> Verdict:
-        """The checker's verdict, and the run's own audit as one more rule."""
+        """Return the checker's verdict; the run's own audit must succeed too."""
         assert self.folder is not None
         verdict = check(self.folder)
         audit = run_to_end("audit", str(self.folder))
@@ -271,7 +271,7 @@ class Session:
 
 
 def intrude(folder: Path) -> subprocess.CompletedProcess[str]:
-    """A second resume of a run that is alive."""
+    """Try to resume a run that is alive."""
     line = [*command("run", "--resume", str(folder)), *settings(status__port=0)]
     return subprocess.run(line, capture_output=True, text=True, check=False, timeout=120, env=environment(), cwd=ROOT)
 

@@ -1,14 +1,14 @@
-"""A long run of many short steps, and whether it holds more and more of anything.
+"""A long run of many short steps, with a check for resource leaks.
 
     python -m tests.chaos.soak --minutes 30
 
-A job like the default one, with steps of a second or two, a checkpoint each other step and two durable versions kept;
-in the middle its controller is killed with -9, and a resume goes on. Each 10 s everything is counted from outside. A
-life is judged by the medians of the first and the last third of its samples, from a minute after its first step on.
-Descriptors of controller and engines are counted without those of answers under way: faster steps have more of these.
-Exit code 1 if descriptors or threads of a role grow by more than GROWTH, files by more than FILES, memory by more than
-MEMORY_SHARE and MEMORY_MB, if more versions or checkpoints lie there than are kept and needed, or if checker or audit
-object.
+The job is like the default one, with steps of one or two seconds, a checkpoint every second step and two durable
+versions; in the middle its controller is killed with SIGKILL and the run is resumed. Every 10 s all resources are
+counted from outside. A life is judged by the medians of the first and the last third of its samples, beginning a minute
+after its first step. Descriptors of answers in flight, of which faster steps have more, are left out in controller and
+engines. Exit code 1 if descriptors or threads of a role grow by more than GROWTH, files by more than FILES or
+memory by more than MEMORY_SHARE and MEMORY_MB, if there are more versions or checkpoints than are kept and needed, or
+if checker or audit find a violation.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from tests.e2e.runs import heed_ctrl_c
 
 SAMPLE_S = 10.0
 WARM_UP_S = 60.0
-#: So many descriptors or threads more are no growth: control calls come and go.
+#: Additional descriptors or threads that are not a leak: control calls come and go.
 GROWTH = 3
 #: A version or a checkpoint that is just being written or deleted has up to five files.
 FILES = 10
-#: Growth of a role's memory that is a leak is more than both.
+#: A leak is growth of a role's memory by more than both.
 MEMORY_SHARE = 0.10
 MEMORY_MB = 10.0
 KEEP = 2
 STALENESS = 2
-#: Kept ones, the window (K + 1), one under evaluation, and one on its way in or out.
+#: Kept ones, the window (K + 1), one under evaluation, and one being written or deleted.
 MOST_VERSIONS = KEEP + STALENESS + 1 + 2
-#: Two that are kept, one that is being written, one whose deletion waits for the journal.
+#: Two kept ones, one being written, and one whose deletion waits for the journal.
 MOST_CHECKPOINTS = 4
 
 CHANGES: dict[str, object] = {
@@ -51,7 +51,7 @@ CHANGES: dict[str, object] = {
     "engine__instances": 3,
     "trainer__ranks": 2,
     "trainer__checkpoint_every": 2,
-    "trainer__learning_rate": 1e-6,  # so that answers stay as long as they are
+    "trainer__learning_rate": 1e-6,  # so that answers keep their length
     "weights__keep": KEEP,
     "eval__every": 10,
     "task__rewards": '[{kind="regex", pattern="(?:^|\\\\D)(\\\\d\\\\d)$"}]',
@@ -60,7 +60,7 @@ CHANGES: dict[str, object] = {
 
 @dataclass
 class Soak:
-    """One run, its samples, and what is wrong with them."""
+    """One run, its samples and their problems."""
 
     session: Session
     began: float = field(default_factory=time.monotonic)
@@ -68,7 +68,7 @@ class Soak:
     life: int = 0
 
     def live(self, seconds: float, *, tell: Callable[[Sample], None]) -> None:
-        """Start the run or resume it, and watch it for so long."""
+        """Start or resume the run, and watch it for a time."""
         self.life += 1
         self.session.start()
         until = time.monotonic() + seconds
@@ -110,7 +110,7 @@ class Soak:
         self.session.end()
 
     def stop(self) -> None:
-        """By Ctrl-C, then the verdicts."""
+        """Stop the run by Ctrl-C, and check it."""
         self.session.life.interrupt()
         code = self.session.end()
         if code != 130:
@@ -125,7 +125,7 @@ def _count(folder: Path, pattern: str) -> int:
 
 @dataclass(frozen=True)
 class Trend:
-    """One figure over one life."""
+    """A figure over one life."""
 
     life: int
     what: str
@@ -144,7 +144,7 @@ class Trend:
 
 
 def trends(samples: list[Sample]) -> Iterator[Trend]:
-    """Of every figure of every life that has samples enough."""
+    """Return every figure of every life with enough samples."""
     for life in sorted({sample.life for sample in samples}):
         own = [sample for sample in samples if sample.life == life]
         answered = [sample for sample in own if sample.steps >= 0]
@@ -185,7 +185,7 @@ def _trend(what: str, samples: list[Sample], value: Callable[[Sample], float], *
 
 
 def problems(samples: list[Sample]) -> list[str]:
-    """What exceeds its bound."""
+    """Return the figures that exceed their bounds."""
     found = [f"grows: {trend}" for trend in trends(samples) if trend.grows]
     for what, most in (("versions on disk", MOST_VERSIONS), ("checkpoints", MOST_CHECKPOINTS)):
         seen = max(sample.files[what] for sample in samples)
@@ -228,7 +228,7 @@ def _sample(row: dict[str, Any]) -> Sample:
 
 
 def report(samples: list[Sample]) -> int:
-    """Print what was seen; the exit code."""
+    """Print the figures; return the exit code."""
     print(f"\nsteps: {max(sample.steps for sample in samples)}, samples: {len(samples)}")
     for trend in trends(samples):
         print(trend)

@@ -1,4 +1,4 @@
-"""At least twenty faults over real processes, by a seed: nothing is lost, nothing happens twice."""
+"""Twenty faults in real processes, drawn from a seed: nothing is lost, and nothing happens twice."""
 
 from __future__ import annotations
 

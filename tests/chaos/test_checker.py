@@ -1,4 +1,4 @@
-"""The checker finds what it is there for: a good run folder is tampered with, each rule in turn."""
+"""The checker finds the violation of each rule in a run folder that was altered."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STEPS = 3
 
 @pytest.fixture(scope="module")
 def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that nothing has disturbed."""
+    """An undisturbed run."""
     with Session(tmp_path_factory.mktemp("good"), steps=STEPS, grade_s=0.0) as session:
         session.start()
         assert session.end() == 0, session.told
@@ -56,21 +56,21 @@ def facts(journal: Journal, kind: str) -> list[Record]:
 
 
 def without(journal: Journal, kind: str, *, last: bool = False) -> None:
-    """Take the first or last order of a kind away."""
+    """Remove the first or last command of a kind."""
     holding = [r for r in journal if r["type"] == "Handled" and any(o["type"] == kind for o in r["commands"])]
     record = holding[-1 if last else 0]
     record["commands"].remove(next(o for o in record["commands"] if o["type"] == kind))
 
 
 def again(journal: Journal, kind: str) -> None:
-    """Give an order a second time, at the end."""
+    """Repeat a command at the end."""
     order = orders(journal, kind)[0]
     handled = [r for r in journal if r["type"] == "Handled"]
     handled[-1]["commands"].insert(0, dict(order))
 
 
 def repeat_fact(journal: Journal, kind: str, **changes: object) -> None:
-    """The same fact again right behind itself, altered."""
+    """Repeat an event directly after itself, altered."""
     place = next(i for i, r in enumerate(journal) if r["type"] == "Handled" and r["event"]["type"] == kind)
     journal.insert(place + 1, {"type": "Handled", "event": journal[place]["event"] | changes, "commands": []})
 
@@ -85,7 +85,7 @@ def span_of(journal: Journal, change: Callable[[list[list[int]]], object]) -> No
 
 
 def split_wave(journal: Journal) -> None:
-    """One trajectory leaves its wave."""
+    """Remove one trajectory from its wave."""
     wave = next(w for w in orders(journal, "TrainMicroBatch") if w["ranks"][0])
     wave["ranks"][0].pop()
 
@@ -178,7 +178,7 @@ def first_chunk(records: list[bytes]) -> int:
 
 
 def mix_admissions(records: list[bytes]) -> None:
-    """The first half of an answer is of an earlier controller than its prompt."""
+    """Give the first half of an answer an older epoch than its prompt."""
     for i, record in enumerate(records):
         kind, *rest = CHUNK.unpack_from(record)
         rest[1] += kind == PROMPT

@@ -1,4 +1,4 @@
-"""A local user without keys, against every port of a run: nothing changes, and neither memory nor logs grow."""
+"""A local user without keys attacks every port of a run: nothing changes, and neither memory nor logs grow."""
 
 from __future__ import annotations
 
@@ -7,40 +7,18 @@ import pytest
 from tests.chaos import hostile
 from tests.chaos.attacks import IDLE, MALFORMED, ZMTP
 from tests.chaos.hostile import Seen
+from tests.e2e.runs import paced_workload
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
 
 ATTACK_S = 6.0
 SCALE = 10.0
-WORKLOAD = """
-[job]
-max_staleness = 1
-steps = 8
-groups_per_step = 8
-group_size = 4
-[lengths]
-regime = "A"
-scale = 0.2
-cap = 300
-prompt_tokens = 50
-[fleet]
-devices = 4
-rollout_devices = 3
-push_fixed_s = 0.5
-[fleet.server]
-slots = 16
-kv_tokens = 8000
-prefill_s_per_token = 7e-5
-decode = { base_s = 0.02, per_request_s = 4e-5, per_token_s = 5e-8 }
-[train]
-tokens_s_per_device = 600.0
-micro_batch_tokens = 2048
-"""
+WORKLOAD = paced_workload(steps=8, devices=4, rollout_devices=3, slots=16, kv_tokens=8000, tokens_s_per_device=600.0)
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Seen, Seen]:
-    """Undisturbed, attacked."""
+    """Return an undisturbed and an attacked run."""
     base = tmp_path_factory.mktemp("hostile")
     (base / "workload.toml").write_text(WORKLOAD)
     seen = []

@@ -1,4 +1,4 @@
-"""Whole runs that a resume used to spoil or refuse, one story after the other, and files that it must not trust."""
+"""Whole runs that a resume once damaged or rejected, and files that a resume must not trust."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MORE_STEPS = 8
 
 @dataclass
 class Story:
-    """The lives of one run, and what was found between them."""
+    """The lives of one run, with the findings between them."""
 
     folder: Path
     codes: dict[str, int] = field(default_factory=dict)
@@ -36,7 +36,7 @@ class Story:
     asked: dict[str, subprocess.CompletedProcess[str]] = field(default_factory=dict)
 
     def note(self, life: str, session: Session) -> None:
-        """How a life ended."""
+        """Record the end of a life."""
         self.codes[life] = session.end()
         self.told[life] = session.life.told()
         self.versions[life] = sorted(path.name for path in (self.folder / "versions").glob("v*"))
@@ -48,7 +48,7 @@ class Story:
 
 
 def resume(folder: Path, *more: str) -> subprocess.CompletedProcess[str]:
-    """One that is refused."""
+    """Try a resume that is rejected."""
     line = [*command("run", "--resume", str(folder)), *settings(status__port=0), *more]
     return subprocess.run(line, capture_output=True, text=True, check=False, timeout=120, env=environment(), cwd=ROOT)
 
@@ -159,7 +159,7 @@ def write_sums(path: Path, *, second: int) -> None:
 
 
 def damage_and_ask(story: Story, copies: Path, data: Path, held_out: Path) -> None:
-    """Resumes of copies, which are refused before anything is started."""
+    """Try resumes of copies, which are rejected before anything is started."""
     copy = Path(shutil.copytree(story.folder, copies / "tokens" / story.folder.name))
     cut_a_frame_out(copy / "tokens.bin")
     story.asked["tokens that are missing"] = resume(copy)
@@ -174,7 +174,7 @@ def damage_and_ask(story: Story, copies: Path, data: Path, held_out: Path) -> No
 
 
 def cut_a_frame_out(path: Path) -> None:
-    """The one with the most tokens that are not yet trained: the last but one."""
+    """Remove the last frame but one, which has the most tokens that are not trained yet."""
     data, places, offset = path.read_bytes(), [], 0
     while offset < len(data):
         places.append(offset)

@@ -1,6 +1,6 @@
-"""What a run holds, seen from outside: memory, descriptors and threads of its processes, and what its folders contain.
+"""Resources of a run, measured from outside: memory, descriptors, threads of its processes, and files in its folders.
 
-A process counts under its role, so that what restarts (a grader, a server) is still compared with what it replaces.
+Processes are grouped by role, so that a restarted one (a grader, a server) is compared with its predecessor.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 
 MB = 2**20
-#: In the command line of a role; the first that is found counts.
+#: Words in the command line of a role; the first match counts.
 _WORDS = {
     "torchrun": "torch.distributed.run",
     "grader": "dora.tasks.grader",
@@ -28,7 +28,7 @@ _WORDS = {
 
 @dataclass
 class Vitals:
-    """Of all processes of one role, at one moment."""
+    """The resources of all processes of one role at one moment."""
 
     processes: int = 0
     memory_mb: float = 0.0  # resident
@@ -38,19 +38,19 @@ class Vitals:
 
 @dataclass
 class Sample:
-    """One look at a run."""
+    """One measurement of a run."""
 
     at: float  # seconds since the first one
     life: int
     steps: int  # trained, by the status endpoint; -1: it does not answer
-    streams: int  # answers under way: each takes a descriptor at both of its ends
+    streams: int  # answers in flight: each needs a descriptor at both ends
     roles: dict[str, Vitals] = field(default_factory=dict)
-    files: dict[str, int] = field(default_factory=dict)  # what is counted -> how many
+    files: dict[str, int] = field(default_factory=dict)  # counts by kind
     log_bytes: int = 0
 
 
 def role(process: psutil.Process, *, controller: int) -> str:
-    """What the process is for the run."""
+    """Return the role of a process."""
     if process.pid == controller:
         return "controller"
     words = process.cmdline()
@@ -61,7 +61,7 @@ def role(process: psutil.Process, *, controller: int) -> str:
 
 
 def look_at(processes: Iterable[psutil.Process], *, controller: int) -> dict[str, Vitals]:
-    """By role; a process that ends while it is looked at is left out."""
+    """Measure processes by role; one that ends meanwhile is left out."""
     found: dict[str, Vitals] = defaultdict(Vitals)
     for process in processes:
         try:
@@ -79,12 +79,12 @@ def look_at(processes: Iterable[psutil.Process], *, controller: int) -> dict[str
 
 
 def count_files(folder: Path) -> int:
-    """Below the folder, hidden ones included; what is deleted meanwhile may or may not count."""
+    """Count the files below a folder, hidden ones included; one that is deleted meanwhile may or may not count."""
     return sum(len(names) for _, _, names in os.walk(folder))
 
 
 def size_of_logs(folder: Path) -> int:
-    """Bytes of the run's own log and those of its processes."""
+    """Return the bytes of the logs of the run and its processes."""
     total = 0
     for path in (folder / "log.jsonl", *(folder / "logs").glob("*")):
         try:

@@ -76,6 +76,15 @@ async def keeping(kept: Kept) -> AsyncIterator[Kept]:
     await asyncio.gather(fleet, return_exceptions=True)
 
 
+@asynccontextmanager
+async def serving(kept: Kept) -> AsyncIterator[Kept]:
+    """As `keeping`, once every server is up."""
+    async with keeping(kept):
+        for _ in kept.servers:
+            assert isinstance(await kept.next(), InstanceUp)
+        yield kept
+
+
 async def test_an_instance_comes_up_with_the_lesser_of_its_room_and_the_configured_one() -> None:
     async with keeping(Kept(1)) as kept:
         assert await kept.next() == InstanceUp(0.0, ZERO, 1, slots=4, kv_tokens=1024)
@@ -85,8 +94,7 @@ async def test_an_instance_comes_up_with_the_lesser_of_its_room_and_the_configur
 
 
 async def test_a_server_that_dies_is_lost_with_its_counts_and_comes_back_as_another_incarnation() -> None:
-    async with keeping(Kept(1)) as kept:
-        await kept.next()
+    async with serving(Kept(1)) as kept:
         for incarnation in (1, 2, 3):
             kept.residents = {ZERO: {TrajectoryId(7): 40 + incarnation}}
             kept.servers[0].die()
@@ -100,8 +108,7 @@ async def test_a_server_that_dies_is_lost_with_its_counts_and_comes_back_as_anot
 
 
 async def test_a_condemned_server_is_lost_killed_and_started_again() -> None:
-    async with keeping(Kept(1)) as kept:
-        await kept.next()
+    async with serving(Kept(1)) as kept:
         kept.fleet.condemn(ZERO, incarnation=1, reason="no token for 120 s")
         assert await kept.next() == InstanceLost(0.0, ZERO, 1, {}, "no token for 120 s")
         assert (await kept.next()).incarnation == 2  # type: ignore[attr-defined]
@@ -109,8 +116,7 @@ async def test_a_condemned_server_is_lost_killed_and_started_again() -> None:
 
 
 async def test_a_condemnation_of_an_earlier_incarnation_is_ignored() -> None:
-    async with keeping(Kept(1)) as kept:
-        await kept.next()
+    async with serving(Kept(1)) as kept:
         kept.servers[0].die()
         await kept.next()
         await kept.next()
@@ -123,8 +129,7 @@ async def test_a_condemnation_of_an_earlier_incarnation_is_ignored() -> None:
 
 async def test_a_lost_instance_has_no_address_until_it_is_back() -> None:
     kept = Kept(1)
-    async with keeping(kept):
-        await kept.next()
+    async with serving(kept):
         kept.servers[0].die()
         await kept.next()
         assert kept.urls_at_fences == [{}]
@@ -181,8 +186,7 @@ async def test_a_config_error_at_the_start_ends_the_run() -> None:
 class Checked:
     """Health checks of one server: how the next ones end, how often it was asked, and its KV in use."""
 
-    def __init__(self, kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(fleet_module, "HEALTH_INTERVAL_S", 0.0)
+    def __init__(self, kept: Kept) -> None:
         self.kept = kept
         self.row = kept.rows[ZERO] = Instance(ZERO)
         self.answers: list[bool] = []
@@ -204,27 +208,28 @@ class Checked:
             await asyncio.sleep(0)
 
 
-async def test_a_server_is_lost_after_three_missed_checks_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = Kept(1)
-    checked = Checked(kept, monkeypatch)
+@pytest.fixture
+def checked(monkeypatch: pytest.MonkeyPatch) -> Checked:
+    """One server, whose health is checked without pauses."""
+    monkeypatch.setattr(fleet_module, "HEALTH_INTERVAL_S", 0.0)
+    return Checked(Kept(1))
+
+
+async def test_a_server_is_lost_after_three_missed_checks_in_a_row(checked: Checked) -> None:
+    kept = checked.kept
     checked.answers = [True, False, False, True, False, False, False]
-    async with keeping(kept):
-        await kept.next()
+    async with serving(kept):
         lost = await kept.next()
         assert lost == InstanceLost(0.0, ZERO, 1, {}, "http://engine-0: missed 3 health checks in a row")
         assert kept.servers[0].kills == 1
         assert (await kept.next()).incarnation == 2  # type: ignore[attr-defined]
 
 
-async def test_a_server_is_not_asked_for_its_health_while_a_push_may_have_paused_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    kept = Kept(1)
-    checked = Checked(kept, monkeypatch)
+async def test_a_server_is_not_asked_for_its_health_while_a_push_may_have_paused_it(checked: Checked) -> None:
+    kept = checked.kept
     checked.answers = [False] * 100
     checked.row.pushing = 3
-    async with keeping(kept):
-        await kept.next()
+    async with serving(kept):
         await checked.turns()
         assert (checked.asked, kept.is_silent) == (0, True)
         checked.row.pushing, checked.row.weights = None, WeightsPhase.QUARANTINED
@@ -234,29 +239,22 @@ async def test_a_server_is_not_asked_for_its_health_while_a_push_may_have_paused
         assert isinstance(await kept.next(), InstanceLost)
 
 
-async def test_a_server_that_is_gone_in_a_push_is_lost_long_before_the_push_is_given_up(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    kept = Kept(1)
-    checked = Checked(kept, monkeypatch)
+async def test_a_server_that_is_gone_in_a_push_is_lost_long_before_the_push_is_given_up(checked: Checked) -> None:
+    kept = checked.kept
 
     async def refused(url: str) -> str:
         checked.asked += 1
         raise ServerGone(f"{url}: cannot connect")
 
-    async with keeping(kept):
-        await kept.next()
+    async with serving(kept):
         checked.row.pushing = 3
         kept.engines.label = refused  # type: ignore[method-assign]
         assert isinstance(await kept.next(), InstanceLost)
         assert checked.asked == 3
 
 
-async def test_a_check_that_fails_because_a_push_began_meanwhile_does_not_count(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    kept = Kept(1)
-    checked = Checked(kept, monkeypatch)
+async def test_a_check_that_fails_because_a_push_began_meanwhile_does_not_count(checked: Checked) -> None:
+    kept = checked.kept
 
     async def fails_at_last_in_a_pause(url: str, *, timeout_s: float) -> bool:
         checked.asked += 1
@@ -265,8 +263,7 @@ async def test_a_check_that_fails_because_a_push_began_meanwhile_does_not_count(
         return False
 
     kept.engines.is_alive = fails_at_last_in_a_pause  # type: ignore[method-assign]
-    async with keeping(kept):
-        await kept.next()
+    async with serving(kept):
         for number in (3, 6, 9):
             await checked.turns()
             assert checked.asked == number
@@ -274,12 +271,12 @@ async def test_a_check_that_fails_because_a_push_began_meanwhile_does_not_count(
             checked.row.pushing = None
 
 
-async def test_concurrent_inquiries_about_a_server_are_shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = Kept(1)
-    checked = Checked(kept, monkeypatch)
+async def test_concurrent_inquiries_about_a_server_are_shared(
+    checked: Checked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = checked.kept
     monkeypatch.setattr(fleet_module, "HEALTH_INTERVAL_S", 3600.0)
-    async with keeping(kept):
-        await kept.next()
+    async with serving(kept):
         checked.answers = [True, False]
         assert await asyncio.gather(*(kept.fleet.inquire(ZERO) for _ in range(64))) == ["default"] * 64
         assert checked.asked == 1
@@ -287,12 +284,12 @@ async def test_concurrent_inquiries_about_a_server_are_shared(monkeypatch: pytes
         assert checked.asked == 2
 
 
-async def test_a_cancelled_inquiry_is_repeated_for_the_next_caller(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = Kept(1)
-    checked = Checked(kept, monkeypatch)
+async def test_a_cancelled_inquiry_is_repeated_for_the_next_caller(
+    checked: Checked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = checked.kept
     monkeypatch.setattr(fleet_module, "HEALTH_INTERVAL_S", 3600.0)
-    async with keeping(kept):
-        await kept.next()
+    async with serving(kept):
         first, second = (asyncio.create_task(kept.fleet.inquire(ZERO)) for _ in range(2))
         await checked.turns(1)
         assert checked.asked == 1
@@ -301,15 +298,11 @@ async def test_a_cancelled_inquiry_is_repeated_for_the_next_caller(monkeypatch: 
         assert checked.asked == 2
 
 
-async def test_a_server_that_a_push_may_have_paused_is_asked_for_its_label_alone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    kept = Kept(1)
-    checked = Checked(kept, monkeypatch)
+async def test_a_server_that_a_push_may_have_paused_is_asked_for_its_label_alone(checked: Checked) -> None:
+    kept = checked.kept
     checked.answers = [False] * 100
     checked.row.pushing = 3
-    async with keeping(kept):
-        await kept.next()
+    async with serving(kept):
         assert await kept.fleet.inquire(ZERO) == "default"
         assert checked.asked == 0
 
@@ -320,24 +313,19 @@ def with_a_resident(checked: Checked) -> None:
     checked.row.add(group.trajectories[0])
 
 
-async def test_a_prefill_longer_than_the_health_check_is_reported_and_counts_as_healthy(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    kept = Kept(1)
-    checked = Checked(kept, monkeypatch)
+async def test_a_prefill_longer_than_the_health_check_is_reported_and_counts_as_healthy(checked: Checked) -> None:
+    kept = checked.kept
     checked.answers = [False] * 1000
     checked.kv = [100, 200, 300, 400, 500]
     with_a_resident(checked)
-    async with keeping(kept):
-        await kept.next()
+    async with serving(kept):
         said = [await kept.next() for _ in range(5)]
         assert said[:4] == [PrefillReported(0.0, ZERO)] * 4
         assert isinstance(said[4], InstanceLost)  # it has stopped growing: three checks later it is gone
 
 
-async def test_kv_that_rises_while_tokens_come_is_no_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = Kept(1)
-    checked = Checked(kept, monkeypatch)
+async def test_kv_that_rises_while_tokens_come_is_no_prefill(checked: Checked) -> None:
+    kept = checked.kept
     checked.kv = list(range(1, 1000))
     with_a_resident(checked)
 
@@ -348,8 +336,7 @@ async def test_kv_that_rises_while_tokens_come_is_no_prefill(monkeypatch: pytest
         return True
 
     kept.engines.is_alive = grow  # type: ignore[method-assign]
-    async with keeping(kept):
-        await kept.next()
+    async with serving(kept):
         await checked.turns()
         assert checked.asked > 5
         assert kept.is_silent
@@ -359,18 +346,14 @@ async def test_kv_that_rises_while_tokens_come_is_no_prefill(monkeypatch: pytest
 
 
 async def test_a_server_that_joins_gets_an_id_that_was_never_given() -> None:
-    async with keeping(Kept(2)) as kept:
-        await kept.next()
-        await kept.next()
+    async with serving(Kept(2)) as kept:
         await kept.fleet.dismiss(InstanceId(1))
         assert kept.fleet.join("http://engine-1") == 2
         assert kept.fleet.join("http://engine-2") == 3
 
 
 async def test_a_server_that_leaves_is_stopped_and_reported_no_more() -> None:
-    async with keeping(Kept(2)) as kept:
-        await kept.next()
-        await kept.next()
+    async with serving(Kept(2)) as kept:
         await kept.fleet.dismiss(ZERO)
         assert (kept.servers[0].stops, kept.servers[0].kills) == (1, 0)
         assert kept.fleet.urls == {InstanceId(1): "http://engine-1"}
@@ -381,8 +364,7 @@ async def test_a_server_that_leaves_is_stopped_and_reported_no_more() -> None:
 
 
 async def test_no_more_servers_join_than_the_limit() -> None:
-    async with keeping(Kept(2)) as kept:
-        await kept.next()
+    async with serving(Kept(2)) as kept:
         kept.fleet.join("http://engine-2")
         with pytest.raises(ConfigError, match="http://engine-3: the run already has 3 instances, the maximum"):
             kept.fleet.join("http://engine-3")
@@ -390,8 +372,7 @@ async def test_no_more_servers_join_than_the_limit() -> None:
 
 async def test_a_server_that_joined_and_turns_out_unfit_does_not_end_the_run() -> None:
     kept = Kept(1)
-    async with keeping(kept):
-        await kept.next()
+    async with serving(kept):
         kept.fleet._limits = replace(kept.fleet._limits, context_tokens=5000)
         instance = kept.fleet.join("http://engine-9")
         member = kept.fleet._members[instance]

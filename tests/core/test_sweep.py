@@ -14,9 +14,8 @@ from collections import Counter
 from pathlib import Path
 
 from dora.core import commands as cmd
-from dora.core.orchestration import SWITCHES, orchestration_of
 from dora.core.phases import GroupPhase
-from tests.core.world import Faults, World, replay, settings
+from tests.core.world import Faults, World, draw_orchestration, replay, settings
 
 IN_FLIGHT = ["partial", "partial_bounded", "partial_sync"]
 _ROOT = Path(__file__).parents[2]
@@ -51,11 +50,7 @@ def world(seed: int) -> World:
         micro_batch_tokens=r.choice([32, 256]),
         filter_zero_variance=r.random() < 0.8,
         max_top_up=r.choice([1.0, 10.0]),
-        orchestration=orchestration_of(
-            r.choice(["dora", "dora", "paper"]),
-            without=r.sample(list(SWITCHES), r.choice([0, 0, 1, 3])),
-            refill=r.random() < 0.3,
-        ),
+        orchestration=draw_orchestration(r),
         max_parallel_pushes=r.randint(1, 4),
         eval_prompt_tokens=(3,) * r.choice([0, 0, 1, 6]),
         eval_every=r.randint(0, 2),

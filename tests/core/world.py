@@ -17,7 +17,7 @@ from dora.core.core import handle
 from dora.core.ids import InstanceId, TrajectoryId
 from dora.core.invariants import check
 from dora.core.on_run import culprit
-from dora.core.orchestration import Orchestration
+from dora.core.orchestration import SWITCHES, Orchestration, orchestration_of
 from dora.core.state import State
 from dora.core.strategies import Settings, rules_of
 
@@ -36,6 +36,15 @@ def settings(strategy: str = "dora", *, max_staleness: int = 2, **changes: objec
     }
     values.update(changes)
     return Settings(**values)  # type: ignore[arg-type]
+
+
+def draw_orchestration(r: random.Random) -> Orchestration:
+    """Placement rules at random, mostly those of `dora`."""
+    return orchestration_of(
+        r.choice(["dora", "dora", "paper"]),
+        without=r.sample(list(SWITCHES), r.choice([0, 0, 1, 3])),
+        refill=r.random() < 0.3,
+    )
 
 
 @dataclass

@@ -75,6 +75,36 @@ def small(folder: Path, **changes: object) -> list[str]:
     return [argument for key, value in values.items() for argument in ("--set", f"{key}={_toml(value)}")]
 
 
+def paced_workload(
+    *, steps: int, devices: int, rollout_devices: int, slots: int, kv_tokens: int, tokens_s_per_device: float
+) -> str:
+    """A workload file of small steps for `dora pace`."""
+    return f"""
+[job]
+max_staleness = 1
+steps = {steps}
+groups_per_step = 8
+group_size = 4
+[lengths]
+regime = "A"
+scale = 0.2
+cap = 300
+prompt_tokens = 50
+[fleet]
+devices = {devices}
+rollout_devices = {rollout_devices}
+push_fixed_s = 0.5
+[fleet.server]
+slots = {slots}
+kv_tokens = {kv_tokens}
+prefill_s_per_token = 7e-5
+decode = {{ base_s = 0.02, per_request_s = 4e-5, per_token_s = 5e-8 }}
+[train]
+tokens_s_per_device = {tokens_s_per_device}
+micro_batch_tokens = 2048
+"""
+
+
 def run_to_end(*arguments: str, cwd: Path | None = None, timeout_s: float = END_S) -> subprocess.CompletedProcess[str]:
     """A command that ends by itself."""
     return subprocess.run(
@@ -202,7 +232,7 @@ class Run:
     def engine(self, index: int) -> psutil.Process:
         """The process of one embedded engine, found by the port in its ready line."""
         port = int(
-            re.findall(r"ready http://127.0.0.1:(\d+)", self.folder.process_log(f"engine-{index}").read_text())[-1]
+            re.findall(r"ready http://127.0.0.1:(\d+)", (self.folder.logs / f"engine-{index}.log").read_text())[-1]
         )
         for child in self.children():
             if "serve" in child.cmdline() and any(c.laddr.port == port for c in child.net_connections("tcp4")):

@@ -133,7 +133,7 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path: Path, command: str) -> Non
     result = run_to_end(*command.split(), str(tmp_path / "none"))
     assert_one_clear_error(result, code=2, says="no such run folder")
     result = run_to_end(*command.split(), str(tmp_path))
-    assert_one_clear_error(result, code=2, says="is not a run folder, it has no config.toml and no journal.msgpack")
+    assert_one_clear_error(result, code=2, says="is not a run folder: it has no config.toml and no journal.msgpack")
 
 
 def test_a_status_address_where_nobody_listens_is_one_line(taken_port: int) -> None:

@@ -30,7 +30,7 @@ def test_a_run_outlives_its_senders_and_its_servers_never_read_the_store(tmp_pat
         until_gone(first)
         run.until_trained(3)
         folder = run.folder
-        log = folder.process_log("engine-0").read_text()
+        log = (folder.logs / "engine-0.log").read_text()
         [url] = re.findall(r"^ready (http://\S+)$", log, re.MULTILINE)
         key = run.engine(0).environ()[SERVE_KEY]
         info = msgspec.json.decode(get(f"{url}/model_info", Authorization=f"Bearer {key}")[2])

@@ -70,7 +70,7 @@ def test_versions_go_to_disk_while_the_memory_folder_is_full(tmp_path: Path) -> 
     with Run(*arguments, prefix=mounting(memory)) as run:
         folder = run.folder
         run.until_trained(1)
-        log, there = folder.process_log("trainer"), as_seen_by(run, memory)
+        log, there = folder.logs / "trainer.log", as_seen_by(run, memory)
         until(lambda: fill(there) and has_no_room(log), what="a version that finds no room")  # old ones make room
         code = run.end()
     assert code == 0, run.told()
@@ -85,7 +85,7 @@ def test_a_run_waits_for_room_on_its_only_disk_and_loses_nothing(tmp_path: Path)
     with Run(*arguments, prefix=mounting(disk)) as run:
         run.until_trained(1)
         filler = fill(as_seen_by(run, disk))
-        log = as_seen_by(run, run.folder.process_log("trainer"))
+        log = as_seen_by(run, run.folder.logs / "trainer.log")
         until(lambda: has_no_room(log), what="the trainer finds no room")
         filler.unlink()
         code = run.end()

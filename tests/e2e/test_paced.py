@@ -15,35 +15,12 @@ from dora.journal.reader import Journal
 from dora.journal.run_folder import RunFolder
 from dora.sim.workload import Workload, load
 from dora.sim.world import World
-from tests.e2e.runs import assert_audit_clean, assert_one_clear_error, orders_of, run_to_end
+from tests.e2e.runs import assert_audit_clean, assert_one_clear_error, orders_of, paced_workload, run_to_end
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 SEED, SCALE = 3, 20.0
-WORKLOAD = """
-[job]
-max_staleness = 1
-steps = 5
-groups_per_step = 8
-group_size = 4
-[lengths]
-regime = "A"
-scale = 0.2
-cap = 300
-prompt_tokens = 50
-[fleet]
-devices = 10
-rollout_devices = 8
-push_fixed_s = 0.5
-[fleet.server]
-slots = 4
-kv_tokens = 4000
-prefill_s_per_token = 7e-5
-decode = { base_s = 0.02, per_request_s = 4e-5, per_token_s = 5e-8 }
-[train]
-tokens_s_per_device = 3000.0
-micro_batch_tokens = 2048
-"""
+WORKLOAD = paced_workload(steps=5, devices=10, rollout_devices=8, slots=4, kv_tokens=4000, tokens_s_per_device=3000.0)
 
 
 @dataclass

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,14 +35,11 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 PROMPT = [3, 9, 27, 17, 51, 25]
 PUSH_S = 60.0
 SMALL_BUCKETS = 4096  # several for the tiny model
+Give = Callable[..., Awaitable[None]]
+Require = Callable[[str], Awaitable[None]]
 
 
 senders, client = pushing.senders, pushing.client
-
-
-@pytest.fixture
-def transfer(senders: Senders) -> Distributed:
-    return Distributed(senders, otherwise=Disk(), dtype="float32", use_nccl=False, bucket_bytes=SMALL_BUCKETS)
 
 
 @asynccontextmanager
@@ -50,7 +47,7 @@ async def engine(folder: Path, **changes: Any) -> AsyncIterator[str]:
     options = ServeOptions(model_path=folder, slots=4, kv_tokens=2048, skip_tokenizer_init=True, **changes)
     async with running(options, decoder_of(folder, slots=4, kv_tokens=2048), None) as (running_engine, url, _):
         yield url
-        assert not running_engine.groups  # whatever became of the pushes
+        assert not running_engine.groups  # even after failed pushes
 
 
 @dataclass(frozen=True)
@@ -83,47 +80,52 @@ class Recorded(PushTarget):
         await self._note("leave")
 
 
-async def give(server: PushTarget, folder: Path, label: str, transfer: Distributed) -> None:
-    await push(server, folder=folder, label=label, timeout_s=PUSH_S, transfer=transfer)
+@pytest.fixture
+def give(senders: Senders, model_b: Path) -> Give:
+    """Push model b, or the weights of another folder, as version 1 of a run."""
+    transfer = Distributed(senders, otherwise=Disk(), dtype="float32", use_nccl=False, bucket_bytes=SMALL_BUCKETS)
+
+    async def to(server: PushTarget, folder: Path = model_b) -> None:
+        await push(server, folder=folder, label="run/1", timeout_s=PUSH_S, transfer=transfer)
+
+    return to
+
+
+@pytest.fixture
+def require_b(client: EngineClient, reference_b: Reference) -> Require:
+    """Assert that the server at a URL answers with model b."""
+
+    async def require(url: str) -> None:
+        served = await client.prompt_logprobs(url, PROMPT, timeout_s=10)
+        assert served == pytest.approx(reference_b.logprobs(PROMPT), abs=1e-4)
+
+    return require
 
 
 async def test_a_version_moves_and_its_label_comes_with_the_last_bucket(
-    client: EngineClient,
-    transfer: Distributed,
-    model_a: Path,
-    model_b: Path,
-    reference_b: Reference,
+    client: EngineClient, give: Give, require_b: Require, model_a: Path
 ) -> None:
     async with engine(model_a, weight_version="start") as url:
         server = Recorded(client, url)
-        await give(server, model_b, "run/1", transfer)
-        assert await client.prompt_logprobs(url, PROMPT, timeout_s=10) == pytest.approx(
-            reference_b.logprobs(PROMPT), abs=1e-4
-        )
+        await give(server)
+        await require_b(url)
     buckets = len(server.calls) - 2
     assert buckets > 3
     assert server.calls == [*[("bucket", "start")] * buckets, ("bucket", "run/1"), ("leave", "run/1")]
 
 
 async def test_a_server_with_an_update_gate_gets_its_buckets_between_begin_and_end(
-    client: EngineClient,
-    transfer: Distributed,
-    model_a: Path,
-    model_b: Path,
+    client: EngineClient, give: Give, model_a: Path
 ) -> None:
     async with engine(model_a, dialect="0.5.23") as url:
         server = Recorded(client, url)
-        await give(server, model_b, "run/1", transfer)
+        await give(server)
     names = [name for name, _ in server.calls]
     assert names == ["begin", *["bucket"] * (len(names) - 3), "end", "leave"]
 
 
 async def test_the_gate_is_closed_after_a_failure_so_that_the_next_push_can_open_it(
-    client: EngineClient,
-    transfer: Distributed,
-    model_a: Path,
-    model_b: Path,
-    reference_b: Reference,
+    client: EngineClient, give: Give, require_b: Require, model_a: Path
 ) -> None:
     class FailsOnce(Recorded):
         async def receive(self, group: str, **bucket: Any) -> None:
@@ -135,20 +137,14 @@ async def test_the_gate_is_closed_after_a_failure_so_that_the_next_push_can_open
     async with engine(model_a, dialect="0.5.23") as url:
         server = FailsOnce(client, url)
         with pytest.raises(PushFailed, match="connection lost; the sender") as failed:
-            await give(server, model_b, "run/1", transfer)
+            await give(server)
         assert (failed.value.stage, failed.value.doubtful) == ("update", True)
-        await give(server, model_b, "run/1", transfer)
-        assert await client.prompt_logprobs(url, PROMPT, timeout_s=10) == pytest.approx(
-            reference_b.logprobs(PROMPT), abs=1e-4
-        )
+        await give(server)
+        await require_b(url)
 
 
 async def test_a_server_that_cannot_join_a_group_reads_the_folder(
-    client: EngineClient,
-    transfer: Distributed,
-    model_a: Path,
-    model_b: Path,
-    reference_b: Reference,
+    client: EngineClient, give: Give, require_b: Require, model_a: Path
 ) -> None:
     class DataParallel(Recorded):
         async def shape(self) -> ServerShape:
@@ -156,18 +152,13 @@ async def test_a_server_that_cannot_join_a_group_reads_the_folder(
 
     async with engine(model_a) as url:
         server = DataParallel(client, url)
-        await give(server, model_b, "run/1", transfer)
-        assert await client.prompt_logprobs(url, PROMPT, timeout_s=10) == pytest.approx(
-            reference_b.logprobs(PROMPT), abs=1e-4
-        )
+        await give(server)
+        await require_b(url)
     assert server.calls == [("disk", "run/1")]
 
 
 async def test_weights_that_lack_a_bucket_are_found_by_their_log_probs(
-    client: EngineClient,
-    transfer: Distributed,
-    model_a: Path,
-    model_b: Path,
+    client: EngineClient, give: Give, model_a: Path
 ) -> None:
     class Forgets(PushTarget):
         """Takes every bucket, and keeps what it had in place of one tensor."""
@@ -181,14 +172,12 @@ async def test_weights_that_lack_a_bucket_are_found_by_their_log_probs(
 
     async with engine(model_a) as url:
         with pytest.raises(PushFailed, match=r"the log-probs differ by up to .* from those under") as failed:
-            await give(Forgets(client, url), model_b, "run/1", transfer)
+            await give(Forgets(client, url))
         assert (failed.value.stage, failed.value.doubtful) == ("verify", True)
         assert await client.weight_version(url) == "run/1"  # which is why the label is no proof
 
 
-async def test_nan_log_probs_are_not_equal(
-    client: EngineClient, transfer: Distributed, model_a: Path, model_b: Path
-) -> None:
+async def test_nan_log_probs_are_not_equal(client: EngineClient, give: Give, model_a: Path) -> None:
     class Nan(PushTarget):
         async def weights_checksum(self, *, timeout_s: float) -> str | None:
             return None
@@ -199,14 +188,11 @@ async def test_nan_log_probs_are_not_equal(
 
     async with engine(model_a) as url:
         with pytest.raises(PushFailed, match="the log-probs differ"):
-            await give(Nan(client, url), model_b, "run/1", transfer)
+            await give(Nan(client, url))
 
 
 async def test_later_servers_of_a_version_are_held_to_the_checksum_of_the_first(
-    client: EngineClient,
-    transfer: Distributed,
-    model_a: Path,
-    model_b: Path,
+    client: EngineClient, give: Give, model_a: Path
 ) -> None:
     class Torn(PushTarget):
         async def weights_checksum(self, *, timeout_s: float) -> str | None:
@@ -218,23 +204,20 @@ async def test_later_servers_of_a_version_are_held_to_the_checksum_of_the_first(
             raise AssertionError("the checksum decides")
 
     async with engine(model_a) as first, engine(model_a) as second:
-        await give(PushTarget(client, first), model_b, "run/1", transfer)
+        await give(PushTarget(client, first))
         with pytest.raises(PushFailed, match=r"but \w+ on the first server") as failed:
-            await give(Torn(client, second), model_b, "run/1", transfer)
+            await give(Torn(client, second))
         assert failed.value.stage == "verify"
-        await give(PushTarget(client, second), model_b, "run/1", transfer)
+        await give(PushTarget(client, second))
 
 
 async def test_a_folder_without_weights_is_refused_in_the_sender_s_words(
-    client: EngineClient,
-    transfer: Distributed,
-    model_a: Path,
-    tmp_path: Path,
+    client: EngineClient, give: Give, model_a: Path, tmp_path: Path
 ) -> None:
     shutil.copy(model_a / "config.json", tmp_path)
     async with engine(model_a) as url:
         with pytest.raises(PushFailed, match=r"the sender failed: ValueError: .* holds no safetensors files"):
-            await give(PushTarget(client, url), tmp_path, "run/1", transfer)
+            await give(PushTarget(client, url), tmp_path)
 
 
 # --- senders

@@ -1,11 +1,11 @@
-"""`python -m tests.identity`: the core decides as it did when tests/identity/digests.json was recorded.
+"""`python -m tests.identity`: check that the core decides as it did when tests/identity/digests.json was recorded.
 
     python -m tests.identity                   compare every run with its digest, under two hash seeds
-    python -m tests.identity --record          write the digests: with a change of behavior, and its reason
+    python -m tests.identity --record          write new digests, for an intended change of behavior
     python -m tests.identity --run NAME --against COMMIT    the first event that differs, and its story
 
-A digest is over every event with its commands, and over a snapshot of the state every 64 (of a
-workload, 4,096).
+A digest is over every event with its commands, and over a snapshot of the state after every 64 events (4,096 in a
+workload).
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from tests.identity.snapshot import snapshot
 
 DIGESTS: Final = Path(__file__).parent / "digests.json"
 ROOT: Final = Path(__file__).parents[2]
-#: A workload has up to a million trajectories: every so many events would be too many.
+#: A workload has up to a million trajectories, so snapshots are rarer.
 SNAPSHOT_EVENTS: Final = {"workload": 4096}
 DEFAULT_SNAPSHOT_EVENTS: Final = 64
 HASH_SEEDS: Final = ("1", "4711")
-#: Events of a story before the one that differs.
+#: Number of events of the story before the one that differs.
 SHOWN: Final = 40
 
 
 def digest(name: str) -> str:
-    """Of one run."""
+    """Return the digest of one run."""
     found, count = xxhash.xxh3_128(), 0
     every = SNAPSHOT_EVENTS.get(name.partition(":")[0], DEFAULT_SNAPSHOT_EVENTS)
 
@@ -59,7 +59,7 @@ def digest(name: str) -> str:
 
 
 def digests(chosen: Sequence[str], *, hash_seed: str) -> dict[str, str]:
-    """In a process of its own, with its own order of sets."""
+    """Compute digests in a child process, whose sets have another order."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.identity", "--print", *chosen],
         env={**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(ROOT)},
@@ -72,12 +72,12 @@ def digests(chosen: Sequence[str], *, hash_seed: str) -> dict[str, str]:
 
 
 def recorded() -> dict[str, str]:
-    """What the runs gave."""
+    """The results of the runs."""
     return json.loads(DIGESTS.read_text())  # type: ignore[no-any-return]
 
 
 def main() -> int:
-    """Exit code 1 if a run differs."""
+    """Return exit code 1 if a run differs."""
     parser = argparse.ArgumentParser(prog="python -m tests.identity", description=__doc__.partition("\n")[0])
     parser.add_argument("--record", action="store_true", help="write the digests")
     parser.add_argument("--run", metavar="NAME", help="compare one run event by event")
@@ -143,7 +143,7 @@ def _lines(name: str, *, root: Path) -> Iterator[bytes]:
         env={**os.environ, "PYTHONPATH": str(root)},
         cwd=root,
         stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,  # a comparison that is over closes the pipe
+        stderr=subprocess.DEVNULL,  # the comparison closes the pipe when it is done
     )
     assert process.stdout is not None
     with process:

@@ -1,6 +1,7 @@
-"""Runs of the core that are the same every time: random jobs, random outsides, the shipped workloads, live journals.
+"""Reproducible runs of the core: random jobs, random environments, the shipped workloads and recorded journals.
 
-Each is a function of its name alone. `play(name, tell)` tells every event with its commands and the state after it.
+Each is a function of its name alone. `play(name, tell)` calls `tell` with every event, its commands and the state
+after it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import msgspec
 from dora.core import events as ev
 from dora.core.commands import Command
 from dora.core.core import handle
-from dora.core.orchestration import SWITCHES, orchestration_of
 from dora.core.state import State
 from dora.core.strategies import Settings, rules_of
 from dora.journal.codec import Handled
@@ -24,20 +24,21 @@ from dora.sim.workload import load
 from dora.sim.world import World as Simulation
 from tests.core.outside import Outside
 from tests.core.test_sweep import world
+from tests.core.world import draw_orchestration
 
-#: Told after every event.
+#: Called after every event.
 Tell = Callable[[ev.Event, Sequence[Command], State], None]
 
 WORLDS: Final = 1500
 OUTSIDES: Final = 1500
 JOURNALS: Final = Path(__file__).parent / "journals"
 WORKLOADS: Final = Path(__file__).parents[2] / "launch" / "workloads"
-#: Of a workload: a few steps of all but the largest.
+#: Events of a workload: a few steps of all but the largest.
 SIMULATED_EVENTS: Final = 60_000
 
 
 def names() -> list[str]:
-    """Of all runs."""
+    """Return the names of all runs."""
     return [
         *(f"journal:{path.stem}" for path in sorted(JOURNALS.glob("*.msgpack"))),
         *(f"workload:{path.stem}:{s}" for path in sorted(WORKLOADS.glob("*.toml")) for s in _strategies_for(path)),
@@ -51,7 +52,7 @@ def _strategies_for(path: Path) -> tuple[str, ...]:
 
 
 def play(name: str, tell: Tell) -> None:
-    """One run, from its name."""
+    """Play one run."""
     kind, _, rest = name.partition(":")
     {"journal": _journal, "workload": _workload, "world": _world, "outside": _outside}[kind](rest, tell)
 
@@ -78,7 +79,7 @@ def _world(seed: str, tell: Tell) -> None:
     drawn.run()
 
 
-# -- an outside that does anything -------------------------------------------------------------------------------------
+# -- a random environment ----------------------------------------------------------------------------------------------
 
 
 def _outside(seed: str, tell: Tell) -> None:
@@ -113,11 +114,7 @@ def _job(r: random.Random) -> Settings:
         micro_batch_tokens=r.choice([16, 64]),
         filter_zero_variance=r.random() < 0.5,
         max_top_up=r.choice([0.5, 10.0]),
-        orchestration=orchestration_of(
-            r.choice(["dora", "dora", "paper"]),
-            without=r.sample(list(SWITCHES), r.choice([0, 0, 1, 3])),
-            refill=r.random() < 0.3,
-        ),
+        orchestration=draw_orchestration(r),
         watchdog_s=30.0,
         no_progress_s=1e9,
         max_attempts=r.randint(1, 3),
@@ -129,7 +126,7 @@ def _job(r: random.Random) -> Settings:
 
 
 def _happenings(o: Outside, r: random.Random) -> Iterator[Callable[[], Any]]:
-    """What may happen next, with everything that is to be drawn drawn."""
+    """Yield everything that may happen next, with all its random choices made."""
     yield lambda: o.work(r.randint(1, 120))
     yield lambda: o.work(r.randint(1, 60), mishap_share=r.choice([0.03, 0.1, 0.3]))
     yield lambda: o.tick(r.choice([0.0, 0.2, 1.0, 4.0, 31.0, 70.0]))
@@ -189,5 +186,5 @@ def _of_servers(o: Outside, r: random.Random) -> Iterator[Callable[[], Any]]:
 
 
 def encoded(event: ev.Event, commands: Sequence[Command]) -> bytes:
-    """As the journal holds them."""
+    """Return the bytes of the journal's record."""
     return msgspec.json.encode(Handled(event, tuple(commands)))

@@ -1,7 +1,7 @@
-"""A state as plain values, in words that do not change when the code of the core does.
+"""A state as plain values, with names that do not change when the code of the core does.
 
-It names every fact that a decision may depend on. When fields move, this module is what is adapted, so that the digests
-go on meaning the same.
+It contains everything that a decision may depend on. When fields of the core move, adapt this module, so that the
+digests stay the same.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dora.core.versions import Version
 
 
 def snapshot(state: State) -> dict[str, Any]:
-    """Everything, in order."""
+    """Return everything, in order."""
     return {
         "now": state.now,
         "group_size": state.settings.group_size,
@@ -82,7 +82,7 @@ def _instance(i: Instance) -> list[Any]:
 
 
 def _phase(i: Instance) -> str:
-    """In the words of the table that the digests were recorded with: weights and membership in one."""
+    """Return weights phase and membership as the one phase with which the digests were recorded."""
     if i.weights is WeightsPhase.BLANK:
         return "loading"
     return "draining" if i.weights is WeightsPhase.SERVING and not i.is_member else i.weights.value

@@ -1,4 +1,4 @@
-"""The core decides as it did when the digests were recorded: a sample; `python -m tests.identity` compares all."""
+"""The core decides as it did when the digests were recorded (a sample; `python -m tests.identity` compares all)."""
 
 from __future__ import annotations
 

@@ -368,7 +368,7 @@ def test_an_order_given_twice_or_to_nobody_is_named(entries: Entries, found: Fou
     last = len(entries) - 1
     for index, extra, key, said in (
         (at, order, f"C2 tokens: {id}", "still runs on instance"),
-        (last, order, f"C2 ledger: {id}", "no admitted group has it"),
+        (last, order, f"C2 ledger: {id}", "belongs to no admitted group"),
         (at, cmd.GradeTrajectory(order.trajectory, 9), f"C2 ledger: {id}", "is not a finished, ungraded answer"),
         (
             last,

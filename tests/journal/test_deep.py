@@ -95,7 +95,7 @@ def test_versions_that_are_no_longer_stored_are_listed_as_not_checked() -> None:
 @pytest.mark.parametrize(
     ("trajectories", "why"),
     [
-        pytest.param([kept(0, version=3, sampled_by=3)], "have more versions kept", id="no version is stored"),
+        pytest.param([kept(0, version=3, sampled_by=3)], "keep more versions", id="no version is stored"),
         pytest.param([], "no trajectory with tokens was kept", id="nothing was kept"),
     ],
 )

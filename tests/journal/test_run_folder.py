@@ -16,7 +16,6 @@ def test_a_run_id_is_the_name_the_time_and_random_digits_and_names_the_folder(tm
     assert re.fullmatch(r"my\.run-1-\d{8}-\d{6}-[0-9a-f]{4}", folder.run_id)
     assert folder.root == tmp_path / "runs" / folder.run_id
     assert all(path.is_dir() for path in (folder.checkpoints, folder.versions, folder.rollouts, folder.logs))
-    assert folder.process_log("engine-0").parent == folder.logs
 
 
 def test_runs_of_one_second_get_different_ids(tmp_path: Path) -> None:

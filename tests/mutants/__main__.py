@@ -1,6 +1,6 @@
-"""`python -m tests.mutants [--only NAME]`: apply every mutation to a copy, and see that the tests named notice it.
+"""`python -m tests.mutants [--only NAME]`: apply every mutation to a copy, and check that its tests fail.
 
-The tests are run on the unchanged copy first: one that fails there says nothing. Exit code 1 if a mutation survives.
+The tests are first run on the unchanged copy, where they must pass. Exit code 1 if a mutation survives.
 """
 
 from __future__ import annotations

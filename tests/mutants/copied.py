@@ -1,6 +1,6 @@
-"""A copy of the repository in which one mutation at a time is applied, and the tests that must notice it are run.
+"""A copy of the repository in which one mutation at a time is applied and tested.
 
-Invariant: between two mutations the copy has the text of the repository, and no compiled file outlives its source.
+Invariant: between two mutations the copy equals the repository, and no compiled file outlives its source.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from tests.mutants.mutants import Mutant
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 300
-#: Of pytest: some tests failed. Anything else but 0 says that they did not run as they should.
+#: Exit code of pytest if tests failed. Any other code but 0 means that they did not run properly.
 FAILED = 1
 
 
 class NotApplied(ValueError):
-    """The text that a mutation replaces is not in its file exactly once."""
+    """The text that a mutation replaces does not occur exactly once in its file."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What the tests said of a mutation."""
+    """The result of the tests for a mutation."""
 
     code: int  # pytest's
     seconds: float
-    tail: str  # of what pytest printed
+    tail: str  # of pytest's output
 
     @property
     def killed(self) -> bool:
@@ -44,7 +44,7 @@ class Outcome:
 
 
 def mutated(text: str, mutant: Mutant) -> str:
-    """NotApplied unless the mutation changes exactly one place."""
+    """Apply a mutation; raise NotApplied unless it changes exactly one place."""
     found = text.count(mutant.old)
     if found != 1 or mutant.old == mutant.new:
         raise NotApplied(f"{mutant.name}: its text is in {mutant.file} {found} times, not once")
@@ -52,7 +52,7 @@ def mutated(text: str, mutant: Mutant) -> str:
 
 
 class Copy:
-    """The files that git tracks, as they are in the working tree."""
+    """Copy the files that git tracks, as they are in the working tree."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -64,12 +64,12 @@ class Copy:
                 shutil.copy2(ROOT / name, folder / name)
 
     def run(self, mutant: Mutant) -> Outcome:
-        """Apply it, run its tests, and take it back."""
+        """Apply a mutation, run its tests, and revert it."""
         with self._applied(mutant):
             return self.test(mutant.killers)
 
     def test(self, nodes: Sequence[str]) -> Outcome:
-        """Run these tests on the copy as it stands."""
+        """Run tests on the copy in its present state."""
         environment = {name: value for name, value in os.environ.items() if not name.startswith(("DORA_", "PYTEST_"))}
         options = ["-x", "-q", "-p", "no:cacheprovider", "--timeout=100"]
         began = time.monotonic()
@@ -95,7 +95,7 @@ class Copy:
             self._write(path, original)
 
     def _write(self, path: Path, text: str) -> None:
-        """With a time of its own: compiled files are told from stale ones by whole seconds and the size."""
+        """Write with a unique modification time: Python recognizes stale compiled files by whole seconds and size."""
         path.write_text(text)
         self._written += 2
         os.utime(path, (self._written, self._written))

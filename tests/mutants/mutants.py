@@ -1,7 +1,6 @@
-"""Mutations of durability, lineage, resume and access: what is broken, and the tests that must notice.
+"""Mutations of durability, lineage, resume and access, each with the tests that must fail.
 
-Invariant: each replaces a text that is in its file exactly once, so that a table which no longer fits the code is found
-out (test_mutants.py).
+Invariant: each replaces a text that occurs exactly once in its file; test_mutants.py fails if the code has changed.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ class Mutant:
     file: str
     old: str
     new: str
-    killers: tuple[str, ...]  # pytest node ids; one that fails is enough
+    killers: tuple[str, ...]  # pytest node ids, at least one of which must fail
 
 
 def _of(file: str, killed_by: str, *mutations: tuple[str, str, str, str]) -> Iterator[Mutant]:
-    """Mutations (name, old, new, test) of one file, noticed by tests of one file."""
+    """Mutations (name, old, new, test) of one file, killed by tests in one file."""
     for name, old, new, test in mutations:
         yield Mutant(name, file, old, new, (f"{killed_by}::{test}",))
 
@@ -844,8 +843,8 @@ _ACCESS: Final = (
         "tests/tasks/test_pool.py",
         (
             "what-a-grader-started-lives-on",
-            "    _end_all()\n    _end_like",
-            "    _end_like",
+            "    _kill_descendants()\n    _exit_like",
+            "    _exit_like",
             "test_what_a_grader_started_in_other_sessions_ends_with_it",
         ),
     ),
@@ -861,7 +860,7 @@ _ACCESS: Final = (
     ),
 )
 
-#: What the crash points have found, each with the point that shows it.
+#: Bugs that the crash points found, each with the point that shows it.
 _FOUND: Final = tuple(
     Mutant(name, file, old, new, (f"tests/crash/test_found.py::{test}",))
     for name, file, old, new, test in (
@@ -896,8 +895,8 @@ _FOUND: Final = tuple(
         (
             "what-is-read-not-synced",
             "dora/journal/frames.py",
-            "            files.sync(path)  # what follows",
-            "            # what follows",
+            "            files.sync(path)  # later records",
+            "            # later records",
             "test_what_a_resume_has_read_survives_a_power_failure",
         ),
         (

@@ -1,4 +1,4 @@
-"""The table of mutations fits the present code, and its tests really notice."""
+"""The table of mutations fits the present code, and the tests kill a sample of them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from tests.mutants.copied import ROOT, Copy, NotApplied, mutated
 from tests.mutants.mutants import MUTANTS, Mutant
 
-#: Quick to notice: of the journal, of the lineage, of access.
+#: Mutations with quick tests, of journal, lineage and access.
 QUICK = ("journal-not-synced", "chain-without-waves", "run-folder-open-to-all")
 
 

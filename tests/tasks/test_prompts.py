@@ -192,7 +192,7 @@ def test_an_evaluation_file_is_read_from_its_beginning_and_may_be_short(tokenize
 
 def test_evaluating_on_the_training_file_is_refused(tokenizer, tmp_path):
     source = SourceConfig(kind="jsonl", path=write_jsonl(tmp_path / "rows.jsonl"))
-    with pytest.raises(ConfigError, match=r"the same rows are trained on \(task.sources.0\)"):
+    with pytest.raises(ConfigError, match=r"task\.sources\.0 trains on the same rows"):
         open_eval_prompts(EvalSetConfig(source=source), task=TaskConfig(sources=(source,)), tokenizer=tokenizer, seed=0)
 
 
@@ -267,7 +267,7 @@ def test_more_than_half_of_the_first_rows_over_the_limit_are_an_error_that_names
     path = write_jsonl(tmp_path / "rows.jsonl", half)
     assert open_with(SourceConfig(kind="jsonl", path=path)).num_prompts is None
     write_jsonl(path, [*half, LONG])
-    says = r"task\.max_prompt_tokens: 11 of the first 21 rows of rows\.jsonl have more than 256 tokens; raise it"
+    says = r"task\.max_prompt_tokens: 11 of the first 21 rows of rows\.jsonl have more than 256 tokens; raise the limit"
     with pytest.raises(ConfigError, match=says):
         open_with(SourceConfig(kind="jsonl", path=path))
     write_jsonl(path, [*short * 50, *[LONG] * 501])  # of which the first 1,000 are judged
@@ -299,7 +299,7 @@ def test_a_long_row_of_a_held_out_set_is_skipped_too(tokenizer, tmp_path):
     [
         ({"question": "q", "gold": 1}, {}, r"rows.jsonl:1: no column 'prompt' .*; present: gold, question"),
         ({"prompt": "q"}, {}, r"rows.jsonl:1: no column 'answer' .*; present: prompt"),
-        ({"prompt": 3, "answer": 1}, {}, r"rows.jsonl:1: column 'prompt' holds int"),
+        ({"prompt": 3, "answer": 1}, {}, r"rows.jsonl:1: column 'prompt' has int"),
         (LONG, {"overlong": "fail"}, r"rows.jsonl:1: the prompt has 301 tokens, .* allows 1 to 256"),
         ({"chat": [], "answer": 1}, {"messages": "chat"}, "messages must be a non-empty list"),
         ({"chat": [{"role": "user"}], "answer": 1}, {"messages": "chat"}, "each with role and content"),
@@ -321,15 +321,15 @@ def test_a_row_that_cannot_be_a_prompt_is_named_with_what_is_wrong(open_with, tm
         ({"kind": "parquet", "path": "nowhere"}, "nowhere is not a file"),
         ({"kind": "parquet", "path": __file__}, "is not a Parquet file"),
         ({"kind": "reasoning_gym", "name": "leg_count"}, "did you mean 'leg_counting'"),
-        ({"kind": "reasoning_gym", "name": "leg_counting", "options": {"legs": 3}}, "refuses them"),
+        ({"kind": "reasoning_gym", "name": "leg_counting", "options": {"legs": 3}}, "rejects them"),
         ({"kind": "reasoning_gym", "name": "leg_counting", "options": {"seed": 3}}, "are set by the run"),
         ({"kind": "arithmetic", "options": {"legs": 3}}, "unexpected keyword argument 'legs'"),
-        ({"kind": "function", "name": "nomodule"}, "is not module:function"),
+        ({"kind": "function", "name": "nomodule"}, "expected module:function, got 'nomodule'"),
         ({"kind": "function", "name": "no_such_module:f"}, "cannot import 'no_such_module'"),
         ({"kind": "function", "name": "rows_module:nothing"}, "has no function 'nothing'"),
         ({"kind": "function", "name": "rows_module:make"}, "rows_module:make failed"),
-        ({"kind": "function", "name": "rows_module:make", "options": {"count": 0}}, "holds no row"),
-        ({"kind": "function", "name": "rows_module:listed"}, "a row is a dict of columns, not list"),
+        ({"kind": "function", "name": "rows_module:make", "options": {"count": 0}}, "has no rows"),
+        ({"kind": "function", "name": "rows_module:listed"}, "a row must be a dict of columns, not list"),
     ],
 )
 @pytest.mark.usefixtures("module_of_rows")

@@ -128,7 +128,7 @@ def test_a_function_gets_the_four_values_by_name(tmp_path, monkeypatch):
         ({"kind": "regex", "pattern": "("}, r"task.rewards.0.pattern: '\(' is not a regular expression"),
         ({"kind": "regex", "pattern": "a"}, r"task.rewards.0.pattern: 'a' has no group"),
         ({"kind": "http", "url": "file:///etc/passwd"}, r"task.rewards.0.url: .* is not an http:// or https://"),
-        ({"kind": "function"}, r"task.rewards.0.name: '' is not module:function"),
+        ({"kind": "function"}, r"task.rewards.0.name: expected module:function, got ''"),
         ({"kind": "function", "name": "no_such_module:f"}, r"task.rewards.0.name: cannot import 'no_such_module'"),
     ],
 )

@@ -36,7 +36,7 @@ def test_ids_and_rendered_chats_equal_those_of_transformers(model_folder):
 
 def test_importing_all_that_the_controller_needs_of_tasks_leaves_torch_and_transformers_out():
     code = (
-        "import sys, dora.tasks.prompts, dora.tasks.tokenizer, dora.tasks.pool, dora.tasks.episode;"
+        "import sys, dora.tasks.prompts, dora.tasks.tokenizer, dora.tasks.pool;"
         "print([name for name in ('torch', 'transformers', 'math_verify') if name in sys.modules])"
     )
     assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
@@ -79,9 +79,9 @@ def test_a_template_file_stands_above_the_tokenizer_settings(model_folder, tmp_p
 @pytest.mark.parametrize(
     ("template", "message"),
     [
-        ("{{ raise_exception('no system role here') }}", "refused the messages: no system role here"),
+        ("{{ raise_exception('no system role here') }}", "rejected the messages: no system role here"),
         ("{% for %}", "does not parse"),
-        ("{{ messages.__class__.__mro__ }}", "refused the messages"),
+        ("{{ messages.__class__.__mro__ }}", "rejected the messages"),
         (None, "has no chat template"),
     ],
 )
