@@ -1,4 +1,4 @@
-"""Which version an answer came from, as its log-probs tell: recomputed by the trainer's own forward pass."""
+"""Recomputes the log-probs of kept answers, which shows the version that each came from."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from dora.weights.store import StoreError, VersionStore
 
 
 def recompute(run: RunFolder, config: Config) -> DeepReport:
-    """Log-probs of the kept trajectories under their version and the next, by the trainer's own forward pass."""
+    """Compare the log-probs of kept trajectories with the trainer's, under their version and the next."""
     if not run.trajectories.is_file():
-        raise ConfigError(f"{run.trajectories}: there are no kept trajectories; set log.trajectories_per_step")
+        raise ConfigError(f"{run.trajectories}: no trajectories were kept; set log.trajectories_per_step")
     from dora.trainer.score import score
 
     def score_responses(

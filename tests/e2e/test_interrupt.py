@@ -82,7 +82,7 @@ def test_ctrl_c_stops_cleanly_and_leaves_no_process(interrupted: Interrupted) ->
     assert interrupted.stopped_within_s < STOP_LIMIT_S
     assert interrupted.left == 0
     assert "dora: stopping; everything in flight is kept" in interrupted.said
-    assert f"  go on with it: dora run --resume {interrupted.folder.root}\n" in interrupted.said
+    assert f"  to continue it: dora run --resume {interrupted.folder.root}\n" in interrupted.said
     assert f"audit of C1, C2, C3: dora audit {interrupted.folder.root}" in interrupted.said
     assert "Traceback" not in interrupted.said
 

@@ -952,8 +952,8 @@ _FOUND: Final = tuple(
         (
             "fence-raised-after-a-look-at-the-folder",
             "dora/app/opening.py",
-            "        raise_fence(folder.fence, epoch=job.epoch)  # before anything is looked at that a rank could "
-            "still add to\n        model_chain = base_chain(model_digest(job.inputs.model))\n"
+            "        raise_fence(folder.fence, epoch=job.epoch)  # before reading anything that an old rank could "
+            "still change\n        model_chain = base_chain(model_digest(job.inputs.model))\n"
             "        self.start = self._restore(model_chain)  #: where the trainer starts\n",
             "        model_chain = base_chain(model_digest(job.inputs.model))\n"
             "        self.start = self._restore(model_chain)\n"
