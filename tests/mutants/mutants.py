@@ -737,7 +737,7 @@ _ACCESS: Final = (
         ),
         (
             "forms-taken",
-            '        if checked is None and request.body_exists and request.content_type != "application/json":',
+            '        if refusal is None and request.body_exists and request.content_type != "application/json":',
             "        if False:",
             "test_a_request_of_another_sites_page_is_refused_even_with_the_token",
         ),
