@@ -30,14 +30,14 @@ LIMIT_S = 1800.0  # of each step, and of waiting for another builder
 
 
 def cache_folder() -> Path:
-    """The folder of all environments: $DORA_SGLANG_CPU, else in the user's cache."""
+    """Return the folder of all environments: $DORA_SGLANG_CPU, else one in the user's cache."""
     if chosen := os.environ.get("DORA_SGLANG_CPU"):
         return Path(chosen)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dora" / "sglang-cpu"
 
 
 def release_pins(recipe: Path = RECIPE) -> list[Path]:
-    """The file of pins for another release than the recipe's own, if one is asked for."""
+    """Return the pins of the selected release; none for the recipe's own."""
     release = os.environ.get("DORA_SGLANG_RELEASE", RELEASE)
     if release == RELEASE:
         return []
@@ -49,7 +49,7 @@ def release_pins(recipe: Path = RECIPE) -> list[Path]:
 
 
 def environment_folder(recipe: Path = RECIPE) -> Path:
-    """The folder for this recipe, release and interpreter, built or not."""
+    """Return the folder for this recipe, release and interpreter, built or not."""
     digest = hashlib.sha256(f"{platform.python_version()} {platform.machine()}\n".encode())
     pins = [*sorted(recipe.glob("requirements*.txt")), *release_pins(recipe)]
     for path in [*pins, *sorted((recipe / "shims").glob("*.p*"))]:
@@ -62,7 +62,7 @@ def is_built(folder: Path) -> bool:
 
 
 def build(recipe: Path = RECIPE, *, proof: str = PROOF) -> Path:
-    """The environment's folder, after building it if need be."""
+    """Build the environment unless it exists, and return its folder."""
     folder = environment_folder(recipe)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with _locked(folder.with_suffix(".lock")):
@@ -74,7 +74,7 @@ def build(recipe: Path = RECIPE, *, proof: str = PROOF) -> Path:
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """Holds the lock file; unblocked by the end of the builder that holds it, however that ends."""
+    """Hold the lock file, after waiting for another builder to finish or die."""
     deadline = time.monotonic() + LIMIT_S
     with path.open("wb") as lock:
         while True:
@@ -83,7 +83,7 @@ def _locked(path: Path) -> Iterator[None]:
                 break
             except BlockingIOError:
                 if time.monotonic() > deadline:
-                    sys.exit(f"{path} is held by another builder for more than {LIMIT_S:g} s; end that builder first")
+                    sys.exit(f"{path} has been held by another builder for {LIMIT_S:g} s; end that builder first")
                 time.sleep(0.5)
         yield
 
@@ -108,7 +108,7 @@ def _run(*command: str) -> None:
     try:
         done = subprocess.run(command, stdout=sys.stderr, timeout=LIMIT_S)
     except subprocess.TimeoutExpired:
-        sys.exit(f"{' '.join(command)}: not done after {LIMIT_S:g} s")
+        sys.exit(f"{' '.join(command)}: not finished after {LIMIT_S:g} s")
     if done.returncode:
         sys.exit(f"{' '.join(command)}: failed with exit code {done.returncode}; see its output above")
 

@@ -34,7 +34,7 @@ CPU_FLAGS = [
 #: Flags that DORA requires of every SGLang server.
 DORA_FLAGS = ["--skip-tokenizer-init", "--enable-metrics"]
 INCREMENTAL_FLAG = "--incremental-streaming-output"  # likewise, unless --cumulative is given
-#: With DORA_SERVE_API_KEY, that is the servers' key: added inside, since every user can read a command line.
+#: Environment variable with the servers' key. The flag is added inside the process, since all users can read command lines.
 KEY = "DORA_SERVE_API_KEY"
 WITH_KEY = (
     f"import os, runpy, sys; sys.argv += ['--api-key', os.environ.pop('{KEY}')]; "
@@ -59,7 +59,7 @@ def main() -> None:
     try:
         for port in options.ports or _free_ports(options.servers):
             servers[port] = _start(python, port, logs=logs, options=options, more_flags=more_flags)
-        _wait_until_well(servers, logs=logs)
+        _wait_until_healthy(servers, logs=logs)
         for port in servers:
             sys.stdout.write(f"ready http://127.0.0.1:{port}\n")
         sys.stdout.flush()
@@ -71,20 +71,20 @@ def main() -> None:
 def _options() -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path, help="Hugging Face model folder")
-    parser.add_argument("--servers", type=int, default=1, help="how many, on free ports")
+    parser.add_argument("--servers", type=int, default=1, help="number of servers, on free ports")
     parser.add_argument("--ports", type=int, nargs="+", help="one server on each, in place of --servers")
     parser.add_argument("--dtype", default="float32", help="float32 or bfloat16")
     parser.add_argument("--slots", type=int, default=24, help="requests that one server decodes at the same time")
-    parser.add_argument("--kv-tokens", type=int, default=16_384, help="tokens of KV room in one server")
-    parser.add_argument("--weight-version", default="default", help="label of the weights they start with")
+    parser.add_argument("--kv-tokens", type=int, default=16_384, help="KV capacity of one server, in tokens")
+    parser.add_argument("--weight-version", default="default", help="label of the initial weights")
     parser.add_argument("--cumulative", action="store_true", help="chunks of a stream repeat the answer so far")
-    parser.add_argument("--logs", type=Path, help="folder of the servers' logs; a temporary one without it")
-    parser.epilog = "Any other flag is handed on to SGLang."
+    parser.add_argument("--logs", type=Path, help="folder of the servers' logs (default: a temporary one)")
+    parser.epilog = "Any other flag is passed on to SGLang."
     return parser.parse_known_args()
 
 
 def _free_ports(count: int) -> list[int]:
-    """Ports that were free a moment ago; SGLang cannot be asked to choose its own."""
+    """Return ports that were free a moment ago; SGLang cannot choose a free port itself."""
     probes = [socket.socket() for _ in range(count)]
     try:
         for probe in probes:
@@ -119,21 +119,21 @@ def _start(
 
 
 def _die_with_parent() -> None:
-    """Linux: a SIGTERM when the parent is gone, however it went. SGLang ends its own children."""
+    """Have Linux send SIGTERM to this process when its parent ends, for any reason. SGLang ends its own children."""
     ctypes.CDLL(None).prctl(1, signal.SIGTERM)
 
 
-def _wait_until_well(servers: dict[int, subprocess.Popen[bytes]], *, logs: Path) -> None:
+def _wait_until_healthy(servers: dict[int, subprocess.Popen[bytes]], *, logs: Path) -> None:
     deadline = time.monotonic() + START_LIMIT_S
     for port in servers:
-        while not _is_well(port):
+        while not _is_healthy(port):
             _require_alive(servers, logs=logs)
             if time.monotonic() > deadline:
-                sys.exit(f"the server on port {port} is not well after {START_LIMIT_S:g} s; see {_log(logs, port)}")
+                sys.exit(f"the server on port {port} is not healthy after {START_LIMIT_S:g} s; see {_log(logs, port)}")
             time.sleep(0.5)
 
 
-def _is_well(port: int) -> bool:
+def _is_healthy(port: int) -> bool:
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=30) as answer:
             return bool(answer.status == 200)
@@ -142,7 +142,7 @@ def _is_well(port: int) -> bool:
 
 
 def _watch(servers: dict[int, subprocess.Popen[bytes]], *, logs: Path) -> None:
-    """Until the last server has died."""
+    """Report servers that end, until none is left."""
     living = dict(servers)
     while living:
         for port in [port for port, server in living.items() if server.poll() is not None]:
@@ -161,7 +161,7 @@ def _require_alive(servers: dict[int, subprocess.Popen[bytes]], *, logs: Path) -
 
 
 def _end(servers: dict[int, subprocess.Popen[bytes]]) -> None:
-    """Asks each server to drain and end, then kills what is left, its workers included."""
+    """Ask each server to drain and end, then kill what is left, including its workers."""
     for server in servers.values():
         server.terminate()
     deadline = time.monotonic() + STOP_LIMIT_S
