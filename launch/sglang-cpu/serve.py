@@ -34,7 +34,7 @@ CPU_FLAGS = [
 #: Flags that DORA requires of every SGLang server.
 DORA_FLAGS = ["--skip-tokenizer-init", "--enable-metrics"]
 INCREMENTAL_FLAG = "--incremental-streaming-output"  # likewise, unless --cumulative is given
-#: Environment variable with the servers' key. The flag is added inside the process, since all users can read command lines.
+#: Environment variable with the servers' key, which is added inside the process: all users can read command lines.
 KEY = "DORA_SERVE_API_KEY"
 WITH_KEY = (
     f"import os, runpy, sys; sys.argv += ['--api-key', os.environ.pop('{KEY}')]; "
