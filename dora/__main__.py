@@ -1,6 +1,6 @@
-"""The command `dora`, and `python -m dora`.
+"""Entry point of `dora` and `python -m dora`.
 
-Invariant: Ctrl-C ends it with exit code 130 and no traceback, however early it comes.
+Invariant: Ctrl-C at any time, even during imports, ends the process with exit code 130 and no traceback.
 """
 
 import os
@@ -10,7 +10,7 @@ _INTERRUPTED = 130
 
 
 def main() -> None:
-    """Entry point."""
+    """Run the command line."""
     try:
         from dora.cli.app import main as command_line
 

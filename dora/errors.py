@@ -18,9 +18,9 @@ from typing import Final
 _LONGEST: Final = 1_000
 
 
-def one_line(said: object) -> str:
-    """A text from a file or another process as one line of printable characters, of limited length."""
-    line = " ".join(piece.strip() for piece in str(said)[: 2 * _LONGEST].splitlines())
+def one_line(text: object) -> str:
+    """Turn text from a file or another process into one line of printable characters, of limited length."""
+    line = " ".join(piece.strip() for piece in str(text)[: 2 * _LONGEST].splitlines())
     line = "".join(c if c.isprintable() else " " if c.isspace() else "\N{REPLACEMENT CHARACTER}" for c in line)
     return line if len(line) <= _LONGEST else f"{line[: _LONGEST - 3]}..."
 

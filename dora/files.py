@@ -149,7 +149,7 @@ def open_lines(path: Path, *, is_known: Callable[[bytes], bool] = lambda line: T
 
 
 def read_lines(path: Path) -> Iterator[bytes]:
-    """The whole lines of a file; a torn last line is left out."""
+    """Yield the complete lines of a file, without a torn last one."""
     with path.open("rb") as file:
         for line in file:
             if line.endswith(b"\n"):

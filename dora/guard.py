@@ -29,45 +29,45 @@ _READS: Final = frozenset({"GET", "HEAD"})
 _OWN_SITES: Final = frozenset({None, "none", "same-origin"})
 
 
-def _is_worth_a_line(record: logging.LogRecord) -> bool:
-    """False for a request that cannot be parsed: it is answered with 400, and its traceback has all of its bytes."""
+def _is_worth_logging(record: logging.LogRecord) -> bool:
+    """Return False for a malformed request: it is answered with 400, and its traceback would contain all its bytes."""
     return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
 
 
 #: aiohttp's log of connections, for every server.
 CONNECTION_LOG: Final = logging.getLogger("dora.connections")
-CONNECTION_LOG.addFilter(_is_worth_a_line)
+CONNECTION_LOG.addFilter(_is_worth_logging)
 
 
 def guard(*, name: str, open_reads: bool, refuse: Refuse) -> Middleware:
-    """The middleware with the checks. `name`: the host that the server binds. `open_reads`: web pages may send a GET,
-    which changes nothing and whose answer they cannot read."""
+    """Return the middleware with the checks. `name`: the host that the server binds. `open_reads`: web pages may send a
+    GET, which changes nothing and whose answer they cannot read."""
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        checked = _refusal_of_host(request, name=name)
-        if checked is None and not (open_reads and request.method in _READS):
-            checked = _refusal_of_site(request.headers)
-        if checked is None and request.body_exists and request.content_type != "application/json":
-            checked = 415, "a body must be JSON: send Content-Type: application/json"
-        return refuse(*checked) if checked is not None else await handler(request)
+        refusal = _refusal_of_host(request, name=name)
+        if refusal is None and not (open_reads and request.method in _READS):
+            refusal = _refusal_of_site(request.headers)
+        if refusal is None and request.body_exists and request.content_type != "application/json":
+            refusal = 415, "a body must be JSON: send Content-Type: application/json"
+        return refuse(*refusal) if refusal is not None else await handler(request)
 
     return check
 
 
 def knows(key: str, headers: Mapping[str, str]) -> bool:
-    """Whether a request has `key`, compared in constant time."""
+    """Return whether a request has `key` as its bearer token, compared in constant time."""
     scheme, _, given = headers.get("Authorization", "").partition(" ")
     return scheme.lower() == "bearer" and hmac.compare_digest(_bytes(given), _bytes(key))
 
 
 def _bytes(text: str) -> bytes:
-    """Headers and environment variables may hold any bytes."""
+    """Encode a header or an environment variable, which may contain any bytes."""
     return text.encode("utf-8", "surrogateescape")
 
 
 def _refusal_of_host(request: web.Request, *, name: str) -> tuple[int, str] | None:
-    """Refuse a page whose host name now resolves to this machine (DNS rebinding): `Host` has that name.
+    """Detect a page whose host name now resolves to this machine (DNS rebinding): `Host` has that name.
 
     Only connections on loopback are checked: other addresses may have names, proxies and port mappings that this
     process cannot know.
@@ -79,7 +79,7 @@ def _refusal_of_host(request: web.Request, *, name: str) -> tuple[int, str] | No
     host = found[1].strip("[]").lower() if found else ""
     if host in {"localhost", name.lower(), socket.gethostname().lower()} or is_loopback(host):
         return None
-    return 421, "the Host header does not name this machine: ask at 127.0.0.1 or localhost"
+    return 421, "the Host header does not name this machine: use 127.0.0.1 or localhost"
 
 
 def _refusal_of_site(headers: Mapping[str, str]) -> tuple[int, str] | None:

@@ -52,7 +52,7 @@ class _Bind:
 
 
 def _show_warnings(logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
-    """Print a plain line per warning. sys.stderr is looked up each time, because a live view may have replaced it."""
+    """Print one plain line per warning. sys.stderr is looked up each time because a live view may have replaced it."""
     if logging.getLevelNamesMapping()[event["level"].upper()] >= CONSOLE_LEVEL:
         known = {"event", "level", "timestamp", "exception", "run", "role", "rank"}
         details = " ".join(f"{key}={value}" for key, value in event.items() if key not in known)

@@ -1,7 +1,6 @@
-"""The parts of a run, made and tied together: siblings that never import each other meet here.
+"""Builds the parts of a run and connects packages that do not import each other.
 
-The node's processes become the controller's servers, the store the trainer's folder, the inbox everybody's way to the
-core. Invariant: a part is given what it uses when it is made, so nothing is filled in later.
+Invariant: every part receives its dependencies in its constructor; nothing is filled in later.
 """
 
 from __future__ import annotations
@@ -45,13 +44,13 @@ from dora.node.plan import plan_engines, plan_sender, plan_trainer
 from dora.node.supervise import Child, Node
 from dora.transport.controller_end import ControllerEnd
 
-#: Instances that may join at run time: their streams are counted too.
+#: Maximum number of instances that may join at run time; connections are reserved for them.
 MAX_JOINED = 32
 REACH_TIMEOUT_S = 30.0
 
 
 def make_fleet(opened: Opened, node: Node, *, engine: InferenceEngine, lease: Path) -> Fleet:
-    """The servers that others started, then those that this run starts."""
+    """Create the fleet: external servers first, then managed ones."""
     config, model = opened.job.config, opened.job.inputs.model
     servers: list[Server] = [ExternalServer(url, engine=engine) for url in config.engine.urls]
     for plan in plan_engines(config, model=model, lease=lease, environ=os.environ):
@@ -78,7 +77,7 @@ def make_fleet(opened: Opened, node: Node, *, engine: InferenceEngine, lease: Pa
 async def enter_pushing(
     stack: AsyncExitStack, config: Config, engine: InferenceEngine, *, logs: Path, lease: Path
 ) -> InferenceEngine:
-    """The engine whose servers read versions from folders, or are sent them by processes of this run."""
+    """Return the engine that pushes versions the way `weights.transfer` says: through folders or sender processes."""
     if config.weights.transfer == "disk":
         return engine
     plan = plan_sender(config, lease=lease, environ=os.environ)
@@ -90,7 +89,7 @@ async def enter_pushing(
 async def start_ranks(
     config: Config, node: Node, stack: AsyncExitStack, *, lease: Path, now: Callable[[], float], epoch: int = 0
 ) -> tuple[ControllerEnd, str, Child | None]:
-    """Where the ranks meet the controller, its address, and their process; None: others start them."""
+    """Listen for the ranks and start them; return the endpoint, its address, and the process (None if external)."""
     token = config.trainer.token or secrets.token_hex(16)
     end = ControllerEnd(
         address=config.trainer.address, token=token, world_size=config.trainer.ranks, now=now, epoch=epoch
@@ -107,7 +106,7 @@ async def start_ranks(
 async def start_trainer(
     opened: Opened, node: Node, stack: AsyncExitStack, *, observer: RunObserver, lease: Path
 ) -> TrainerLink:
-    """Listen, start the ranks (or wait for those that others start), and have their orders ready."""
+    """Start the ranks, or wait for external ones, and return the link to them."""
     job, config = opened.job, opened.job.config
     end, address, child = await start_ranks(config, node, stack, lease=lease, now=opened.now, epoch=job.epoch)
     if child is None:
@@ -124,7 +123,7 @@ def make_controller(
     trainer: TrainerLink | RolloutWriter,
     observer: RunObserver,
 ) -> Controller:
-    """The controller, with all that it reaches outside with."""
+    """Create the controller and everything through which it acts."""
     job, config = opened.job, opened.job.config
     published = Published(
         opened.folder.run_id,

@@ -1,6 +1,6 @@
-"""Which version an answer came from, as its log-probs tell: recomputed by the trainer's own forward pass.
+"""Recomputes the log-probs of kept answers, which shows the version that each came from.
 
-Versions and kept trajectories are compared with what the run recorded first, because altered ones prove nothing.
+Versions and kept trajectories are first compared with what the run recorded, because altered ones prove nothing.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from dora.weights.store import StoreError, VersionStore, checksum_of
 
 
 def recompute(run: RunFolder, config: Config) -> DeepReport:
-    """Log-probs of the kept trajectories under their version and the next, by the trainer's own forward pass.
+    """Compare the log-probs of kept trajectories with the trainer's, under their version and the next.
 
-    Journal and token store have to be whole.
+    The journal and the token store must be undamaged.
     """
     if not run.trajectories.is_file():
-        raise ConfigError(f"{run.trajectories}: there are no kept trajectories; set log.trajectories_per_step")
+        raise ConfigError(f"{run.trajectories}: no trajectories were kept; set log.trajectories_per_step")
     from dora.trainer.score import score
 
     def score_responses(

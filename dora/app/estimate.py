@@ -1,9 +1,8 @@
-"""What a run will need and how its GPUs are best split, from the model folder's shapes.
+"""Estimates memory, step time and the best split of GPUs from the shapes in a model folder.
 
-Estimates, not promises: the memory of weights, optimizer and KV is arithmetic, that of activations a rule of thumb;
-times assume an H100 and that prompts and answers have half their longest length on average.
-The time of a step is the limit of docs/SIMULATION.md: the slower of training and decoding, or the longest answer alone
-shared by K + 1 steps. Nothing here decides anything.
+The memory of weights, optimizer and KV is exact arithmetic; that of activations is a rule of thumb. Times assume an
+H100, and prompts and answers of half their maximum length on average. The time of a step is the limit of
+docs/SIMULATION.md. The estimates are only displayed.
 """
 
 from __future__ import annotations
@@ -18,21 +17,21 @@ from safetensors import safe_open
 
 from dora.config.schema import Config
 
-#: An H100: what it reads from memory, what it computes in bf16 at the utilization a trainer reaches, and the time of a
-#: decoding step that neither explains (fitted to 7.2 ms per token of Qwen3-8B at concurrency 4).
+#: An H100: memory bandwidth, bf16 throughput at a trainer's typical utilization, and the constant part of a decoding
+#: step (fitted to 7.2 ms per token of Qwen3-8B at concurrency 4).
 BANDWIDTH: Final = 3.35e12  # bytes per second
 FLOPS: Final = 4e14  # per second
 STEP_BASE_S: Final = 2.3e-3
 BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
-#: Bytes per parameter that training keeps: weight, gradient and two moments in float32.
+#: Bytes per parameter in training: weight, gradient and two moments in float32.
 STATE_BYTES: Final = 16
-#: A better split is told if it saves at least this share of a step.
-WORTH_TELLING: Final = 0.15
+#: Smallest saving, as a share of the step time, for which another split is suggested.
+MIN_SAVING: Final = 0.15
 
 
 @dataclass(frozen=True, slots=True)
 class Shapes:
-    """The numbers of a dense or mixture-of-experts decoder that memory and time follow from."""
+    """The dimensions of a dense or mixture-of-experts decoder."""
 
     parameters: int
     layers: int
@@ -43,7 +42,7 @@ class Shapes:
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """From config.json and the headers of the safetensors; a folder that transformers loads has both."""
+        """Read config.json and the headers of the safetensors files."""
         config: dict[str, Any] = json.loads((folder / "config.json").read_bytes())
         config = config.get("text_config", config)
         parameters = 0
@@ -70,7 +69,7 @@ class Shapes:
 
 
 class Memory(msgspec.Struct, frozen=True):
-    """Bytes on each GPU (or, on a CPU, of each process)."""
+    """Bytes per GPU (on a CPU, per process)."""
 
     engine_weights: float
     engine_kv: float
@@ -79,7 +78,7 @@ class Memory(msgspec.Struct, frozen=True):
 
 
 def memory(config: Config, shapes: Shapes) -> Memory:
-    """Of one instance's share of a GPU, and of one rank."""
+    """Estimate the memory of one GPU of an instance and of one trainer rank."""
     served, computed = BYTES[config.trainer.publish_dtype], BYTES[config.trainer.dtype]
     tp, tokens = config.engine.tensor_parallel, config.trainer.micro_batch_tokens
     kept_per_layer = 10 * shapes.hidden + 2 * shapes.kv_width + 4 * shapes.intermediate  # for the backward pass
@@ -92,13 +91,13 @@ def memory(config: Config, shapes: Shapes) -> Memory:
 
 
 def kv_bytes_per_token(shapes: Shapes, *, dtype_bytes: int) -> int:
-    """Keys and values of one token in all layers."""
+    """Return the size of one token's keys and values in all layers."""
     return 2 * shapes.layers * shapes.kv_width * dtype_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """Seconds that one training step takes at least, by what limits it."""
+    """Lower bounds of the time of a training step, in seconds."""
 
     decode_s: float  # all answers, the instances' best batch
     train_s: float
@@ -110,7 +109,7 @@ class StepTime:
 
 
 def step_time(config: Config, shapes: Shapes, *, instances: int, ranks: int) -> StepTime:
-    """With `instances` of `tensor_parallel` GPUs each and `ranks` GPUs for training."""
+    """Estimate the step time with `instances` of `tensor_parallel` GPUs each and `ranks` training GPUs."""
     rollout, tp = config.rollout, config.engine.tensor_parallel
     served = BYTES[config.trainer.publish_dtype]
     answers = rollout.groups_per_step * rollout.group_size
@@ -131,7 +130,7 @@ def step_time(config: Config, shapes: Shapes, *, instances: int, ranks: int) -> 
 
 
 def best_split(config: Config, shapes: Shapes) -> tuple[int, int]:
-    """(instances, ranks) of the same number of GPUs with the shortest step; `dora` wants K + 1 instances."""
+    """Return the (instances, ranks) with the shortest step on the same GPUs; `dora` needs K + 1 instances."""
     tp = config.engine.tensor_parallel
     gpus = config.num_managed * tp + config.trainer.ranks
     least = config.max_staleness + 1 if config.rollout.strategy == "dora" else 1
@@ -141,31 +140,31 @@ def best_split(config: Config, shapes: Shapes) -> tuple[int, int]:
 
 
 def lines(config: Config, shapes: Shapes) -> list[tuple[str, str]]:
-    """(what, text) for the plan of `dora check`."""
+    """Return (topic, text) lines for the plan of `dora check`."""
     need = memory(config, shapes)
-    told = [
+    found = [
         ("memory", f"one instance: {_size(need.engine_weights)} weights + {_size(need.engine_kv)} KV"
                    f"{' per GPU' if config.engine.tensor_parallel > 1 else ''}; one rank: "
                    f"{_size(need.trainer_states)} weights and optimizer + about {_size(need.trainer_activations)} "
                    f"activations ({shapes.parameters / 1e6:,.1f} M parameters)"),
     ]  # fmt: skip
-    both_ours = config.num_managed and not config.engine.urls and not config.trainer.external
-    if config.engine.device == "cpu" or config.trainer.device == "cpu" or not both_ours:
-        return told
+    all_here = config.num_managed and not config.engine.urls and not config.trainer.external
+    if config.engine.device == "cpu" or config.trainer.device == "cpu" or not all_here:
+        return found
     now = step_time(config, shapes, instances=config.num_managed, ranks=config.trainer.ranks)
     limits = {"decoding": now.decode_s, "training": now.train_s, "the longest answer": now.longest_s}
-    told.append(
+    found.append(
         ("split", f"a step takes at least {now.limit_s:,.0f} s, limited by {max(limits, key=limits.__getitem__)}: "
                   f"decoding {now.decode_s:,.0f} s, training {now.train_s:,.0f} s, the longest answer "
                   f"{now.longest_s:,.0f} s over K + 1 steps (H100s, texts of half the longest length)")
     )  # fmt: skip
     instances, ranks = best_split(config, shapes)
     other = step_time(config, shapes, instances=instances, ranks=ranks).limit_s
-    if other < (1 - WORTH_TELLING) * now.limit_s:
-        told.append(
+    if other < (1 - MIN_SAVING) * now.limit_s:
+        found.append(
             ("", f"better: engine.instances = {instances}, trainer.ranks = {ranks} ({other:,.0f} s on the same GPUs)")
         )
-    return told
+    return found
 
 
 def _size(num_bytes: float) -> str:

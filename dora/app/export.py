@@ -1,4 +1,4 @@
-"""A policy version of a run as a Hugging Face model folder, verified against its checksums."""
+"""Exports a policy version as a Hugging Face model folder and verifies its checksums."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from dora.weights.store import StoreError, VersionStore, checksum_of, clear_erro
 
 
 def export(run: RunFolder, *, version: VersionId | None, to: Path | None) -> tuple[VersionId, Path]:
-    """Copy `version`, or the newest, to `to`, or into the run folder; returns which one, and where it is."""
+    """Copy `version` (default: the newest) to `to` (default: the run folder); return the version and its folder."""
     store = VersionStore(memory_root=run.versions, durable_root=run.versions)
     durable = store.durable()
     if not durable:
-        raise ConfigError(f"{run.versions}: holds no complete version; did the run end before its first publication?")
+        raise ConfigError(f"{run.versions}: no complete version; did the run end before it published one?")
     chosen = durable[-1] if version is None else version
     if chosen not in durable:
         known = f"{durable[0]} to {durable[-1]}" if len(durable) > 1 else str(durable[0])
-        raise ConfigError(f"--version {chosen}: {run.versions} holds {known}; weights.keep decides which are kept")
+        raise ConfigError(f"--version {chosen}: {run.versions} has {known}; weights.keep decides which are kept")
     target = to or run.root / f"export-v{chosen}"
     if target.exists():
-        raise ConfigError(f"{target}: exists already; name another folder with --to")
+        raise ConfigError(f"{target}: already exists; choose another folder with --to")
     source, manifest = store.folder(chosen), store.manifest(chosen)
     with clear_errors(f"--to {target}: cannot be written", remove=target):
         target.mkdir(parents=True)

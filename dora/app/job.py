@@ -1,8 +1,7 @@
-"""One run from its checked inputs to its end: build the parts, start what is ours, drive the controller.
+"""Runs one job from start to end: check, build the parts, start processes, drive the controller.
 
-Order: everything that can be refused is checked before a folder or a process exists. At the end, whatever the reason,
-the exit stack undoes everything in reverse: processes first, then sockets and files. Nothing is printed: what there is
-to say goes to a `Frontend`.
+Invalid input is refused before a folder or a process exists. At the end, whatever the reason, the exit stack closes
+everything in reverse order: processes first, then sockets and files. Messages go to a `Frontend`; nothing is printed.
 """
 
 from __future__ import annotations
@@ -52,39 +51,39 @@ from dora.tasks.pool import GraderPool
 
 log = structlog.get_logger(__name__)
 
-#: A search of everything takes 0.3 s at 10,000 instances and halts the event loop; the core makes no garbage in cycles,
-#: so it comes a hundred times less often than Python's own rule has it.
+#: A full garbage collection takes 0.3 s at 10,000 instances and blocks the event loop. The core creates no reference
+#: cycles, so full collections run a hundred times less often than by Python's default.
 GC_THRESHOLDS = (700, 10, 1000)
-#: How long the ranks may take to end after Stop; the node's exit kills what is left.
+#: Time in which the ranks must exit after Stop; then they are killed.
 STOP_TIMEOUT_S = 30.0
-#: Open streams beyond one per slot: for requests that are just ending, and probes.
+#: Connections beyond one per slot, for requests that are ending and for probes.
 STREAM_MARGIN = 64
 
 
 @dataclass(frozen=True)
 class Running:
-    """A run under way, as whoever watches it sees it."""
+    """A running job, as given to its frontend."""
 
     folder: RunFolder
     status_url: str
-    token_file: Path | None  # holds the token of the status endpoint, where one was drawn
-    stop_timeout_s: float  # that a clean stop may take
+    token_file: Path | None  # the generated token of the status endpoint; None if the user configured one
+    stop_timeout_s: float  # maximum duration of a clean stop
     snapshot: Callable[[], Snapshot]
     interrupt: Callable[[], None]  # stop cleanly
-    kill: Callable[[], None]  # end every process at once
+    kill: Callable[[], None]  # kill all processes
 
 
 class Frontend(Protocol):
-    """Whoever asked for a run, and is told of it."""
+    """The user interface of a run."""
 
     def tell(self, line: str) -> None:
-        """Something that the user should know."""
+        """Show a message to the user."""
 
     def watch(self, run: Running) -> AbstractAsyncContextManager[None]:
-        """Entered when the parts are made, left when the controller has ended."""
+        """Show progress while the controller runs."""
 
     def ended(self, snapshot: Snapshot, *, folder: RunFolder, violations: int) -> None:
-        """How it ended; `violations` that the audit of a finished run found."""
+        """Show the result; `violations`: the number found by the audit of a finished run."""
 
 
 async def run_job(
@@ -96,7 +95,7 @@ async def run_job(
     accept_changes: bool = False,
     time_scale: float = 1.0,
 ) -> Outcome:
-    """Check, build, drive. `earlier`: the folder of a run to be resumed, whose lock is held."""
+    """Run a job to its end. `earlier`: the folder of the run to resume; the caller holds its lock."""
     require_group(config.run.group)
     set_umask(config.run.group)
     recorded = resuming.take_up(earlier, config) if earlier is not None else None
@@ -122,7 +121,7 @@ async def run_job(
 
 
 async def enter_graders(stack: AsyncExitStack, config: Config, inputs: Inputs) -> Graders:
-    """One pool for training, and one for each held-out set that has rewards of its own."""
+    """Start a pool for training, and one for each held-out set with its own rewards."""
     task = config.task
 
     def pool(rewards: Sequence[RewardConfig], field: str) -> GraderPool:
@@ -136,14 +135,14 @@ async def enter_graders(stack: AsyncExitStack, config: Config, inputs: Inputs) -
 
     training = await stack.enter_async_context(pool(task.rewards, "task.rewards"))
     held_out = []
-    for index, one in enumerate(config.eval.sets):
-        own = pool(one.rewards, f"eval.sets.{index}.rewards") if one.rewards else None
+    for index, eval_set in enumerate(config.eval.sets):
+        own = pool(eval_set.rewards, f"eval.sets.{index}.rewards") if eval_set.rewards else None
         held_out.append(await stack.enter_async_context(own) if own is not None else training)
     return Graders(training, held_out, inputs.evaluations)
 
 
 async def _enter_engine(stack: AsyncExitStack, config: Config, inputs: Inputs) -> InferenceEngine:
-    """With a stream for every slot; ConfigError if a server that others started does not answer."""
+    """Open the engine, with a connection per slot; ConfigError if an external server does not answer."""
     connections = (config.num_instances + MAX_JOINED) * config.engine.slots + STREAM_MARGIN
     engine = await stack.enter_async_context(
         open_engine(config, max_connections=connections, vocab_size=inputs.vocab_size)
@@ -155,7 +154,7 @@ async def _enter_engine(stack: AsyncExitStack, config: Config, inputs: Inputs) -
 
 
 class _Run:
-    """One run from its folder to its end."""
+    """A run whose folder exists."""
 
     def __init__(self, job: Job, folder: RunFolder, stack: AsyncExitStack, frontend: Frontend) -> None:
         self._job = job
@@ -169,7 +168,7 @@ class _Run:
         return (time.monotonic() - self._began) * self._job.time_scale
 
     async def drive(self, engine: InferenceEngine, graders: Graders) -> Outcome:
-        """Build, run, end."""
+        """Build the parts, run the controller, and end."""
         job, folder = self._job, self._folder
         configure_logging(folder.log, level=job.config.log.level, run=folder.run_id, role="controller")
         folder.remove_leases()
@@ -213,7 +212,7 @@ class _Run:
         return server.url
 
     def _draw_token(self) -> str:
-        """A token for this run, in a file that nobody else may read."""
+        """Generate a token for this run and store it in a file that only the owner can read."""
         token = secrets.token_hex(16)
         path = self._folder.status_token
         path.touch(mode=0o600)
@@ -224,7 +223,7 @@ class _Run:
     async def _watch(
         self, controller: Controller, first: list[Event], node: Node, observer: RunObserver, status_url: str
     ) -> Outcome:
-        """The controller's run, before the user's eyes."""
+        """Run the controller while the frontend shows it."""
         config, folder = self._job.config, self._folder
         running = Running(
             folder=folder,
@@ -235,7 +234,7 @@ class _Run:
             interrupt=controller.interrupt,
             kill=node.kill_all,
         )
-        gc.freeze()  # what the start made stays
+        gc.freeze()  # objects made at startup stay alive
         gc.set_threshold(*GC_THRESHOLDS)
         async with self._frontend.watch(running):
             try:
@@ -248,33 +247,33 @@ class _Run:
         return outcome
 
     def _explain(self, err: DoraError) -> RunFailed | None:
-        """The error with what the user can do now; None if it says that itself."""
+        """Add to the error what the user can do; None if it already says so."""
         state, folder = self._job.state, self._folder
         if not folder.root.is_dir():
-            return RunFailed(f"{folder.root} was deleted while the run wrote to it ({err})")
+            return RunFailed(f"{folder.root} was deleted during the run ({err})")
         if not isinstance(err, RunFailed):
             return None
-        go_on = "" if state.finished and not state.stalled else f"; go on with dora run --resume {folder.root}"
-        return RunFailed(f"{err}; its logs are in {folder.logs}{go_on}")
+        resume = "" if state.finished and not state.stalled else f"; continue with dora run --resume {folder.root}"
+        return RunFailed(f"{err}; logs: {folder.logs}{resume}")
 
     def _end(self, outcome: Outcome, observer: RunObserver, opened: Opened) -> Outcome:
-        """A run that finished is audited; a stop is quick however long the journal is."""
+        """Audit a finished run and show the result. An interrupted run is not audited, so that stopping is fast."""
         folder, snapshot = self._folder, observer.snapshot()
         violations = len(audit(folder).violations) if outcome.finished else 0
         self._frontend.ended(snapshot, folder=folder, violations=violations)
         if outcome.finished and (lost := opened.store.stranded(self._job.state.window.entries)):
             raise RunFailed(
-                f"{folder.versions} has no room for the last version, {lost[-1]}; it is in {opened.store.memory_root} "
-                "alone, which is memory: copy it from there"
+                f"{folder.versions} has no room for the last version, {lost[-1]}, which is only in memory "
+                f"({opened.store.memory_root}): copy it from there"
             )
         return replace(outcome, violations=violations)
 
 
 async def _end_trainer(link: TrainerLink, node: Node, reason: str) -> None:
-    """Let the ranks end by themselves; the node's exit ends what does not."""
-    is_told = await link.stop(reason)
+    """Wait until the ranks exit by themselves; the node kills those that do not."""
+    is_notified = await link.stop(reason)
     child = node.children.get("trainer")
-    if child is None or not is_told:
+    if child is None or not is_notified:
         return
     try:
         async with asyncio.timeout(STOP_TIMEOUT_S):

@@ -1,4 +1,4 @@
-"""A run as its folder tells it, for people who want to know what it did."""
+"""Opens a run folder for inspection."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from dora.journal.run_folder import RunFolder
 
 
 def open_run(folder: Path | str) -> tuple[State, list[Entry]]:
-    """The state of the core after the last event in the journal, and every event with the commands it led to.
+    """Return the core's state after the last event in the journal, and every event with the resulting commands.
 
-    Reads only: the run may have ended or still be going on. ReplayDifference if this core decides otherwise.
+    Read-only; the run may still be active. ReplayDifference if this core makes different decisions.
     """
     journal = Journal(RunFolder.open(Path(folder)).journal)
     entries = list(journal)

@@ -1,7 +1,7 @@
-"""A server that this run starts, and the key that it demands.
+"""A server started by the run, and its API key.
 
-Invariant: unless one is configured, every start has a key of its own, and it is sent to the server so started alone.
-So a key that was told to whoever took the port of a dead server opens nothing.
+Invariant: unless a key is configured, each start has a new one, which is sent to that server only. A process that takes
+over the port of a dead server therefore learns no valid key.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dora.node.supervise import Child
 
 
 class ManagedServer:
-    """A child with a key; the shape of `controller.fleet.Server`."""
+    """A child process with an API key; implements `controller.fleet.Server`."""
 
     def __init__(self, child: Child, *, engine: InferenceEngine, api_key: str | None) -> None:
         self._child = child

@@ -1,24 +1,27 @@
-"""The run folder, opened: what an earlier controller left, checked and taken over, and the parts that write to it.
+"""Opens a run folder: checks and restores the state of an earlier controller, and creates the parts that write to it.
 
-Invariant: when an `Opened` exists, the disk has all that was read to make it and the journal names this controller's
-epoch; nothing has been started yet. Everything is closed with the stack, in reverse.
+Invariant: once an `Opened` exists, everything read from the folder is durable and the journal has this controller's
+epoch; no process has been started. The exit stack closes everything in reverse order.
 """
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack, suppress
 from datetime import UTC, datetime
 from importlib.metadata import version as package_version
+from pathlib import Path
 
 import structlog
 
 from dora import files
 from dora.app import resume as resuming
-from dora.app.inputs import model_bytes, model_digest
+from dora.app.inputs import model_bytes, model_digest, model_files
 from dora.app.prepare import Job
 from dora.app.settings import SPARE_VERSIONS, configure_message, lineage_settings
 from dora.config.load import dump
+from dora.config.schema import Config
 from dora.controller.fleet import Fleet
 from dora.controller.in_flight import InFlight
 from dora.controller.inbox import Inbox
@@ -38,13 +41,35 @@ from dora.journal.writer import JournalWriter
 from dora.status.facts import ShellFacts
 from dora.transport.controller_end import ControllerEnd
 from dora.weights.fence import raise_fence
-from dora.weights.store import StoreError, VersionStore, choose_memory_root, claim, sweep_orphans
+from dora.weights.store import Manifest, StoreError, VersionStore, choose_memory_root, claim, sweep_orphans
 
 log = structlog.get_logger(__name__)
 
 
+def open_store(config: Config, folder: RunFolder, model: Path, stack: AsyncExitStack) -> VersionStore:
+    """Open the version store: in memory if all live versions fit there, else in the run folder."""
+    root = choose_memory_root(
+        config.weights.memory_folder,
+        run_id=folder.run_id,
+        needed_bytes=(config.max_staleness + 1 + SPARE_VERSIONS) * 2 * model_bytes(model),
+        fallback=folder.versions,
+        group=config.run.group,
+    )
+    if root != folder.versions:
+        stack.enter_context(claim(root, durable_root=folder.versions))
+    return VersionStore(memory_root=root, durable_root=folder.versions)
+
+
+def publish_model(store: VersionStore, model: Path, *, chain: str = "") -> Manifest:
+    """Publish the files of the model folder as version 0."""
+    staged = store.stage(FIRST_VERSION)
+    for path in model_files(model):
+        shutil.copyfile(path, staged / path.name)
+    return store.seal(FIRST_VERSION, staged, chain=chain)
+
+
 class Opened:
-    """The parts of one run that its folder holds."""
+    """The parts of a run that use its folder."""
 
     def __init__(
         self,
@@ -55,22 +80,24 @@ class Opened:
         now: Callable[[], float],
         tell: Callable[[str], None],
     ) -> None:
-        """Blocks while it reads. `tell` is given what the user should know, a line at a time."""
+        """Read the folder; this blocks. `tell` receives messages for the user, one line each."""
         self.job = job
         self.folder = folder
         self.now = now
         self.tell = tell
-        self.first: list[ev.Event] = []  #: facts known before the start
+        self.first: list[ev.Event] = []  #: events that precede the start
         self._stack = stack
-        self.missing: list[VersionId] = []  #: versions that the trainer has to make again
-        self.store = self._open_store()
+        self.missing: list[VersionId] = []  #: versions that the trainer must recompute
+        sweep_orphans(job.config.weights.memory_folder, run_id=folder.run_id)
+        self.store = open_store(job.config, folder, job.inputs.model, stack)
+        stack.callback(self._close_store)
         tokens = stack.enter_context(TokenWriter(folder.tokens, epoch=job.epoch))
         self.journal = stack.enter_context(JournalWriter(folder.journal))
         self.commits = Commits(journal=self.journal, tokens=tokens)
         self.trajectories = Trajectories(tokens, group_size=job.settings.group_size)
         self.inbox = Inbox()
         self.in_flight = InFlight(self.trajectories, rows=job.state.instances)
-        raise_fence(folder.fence, epoch=job.epoch)  # before anything is looked at that a rank could still add to
+        raise_fence(folder.fence, epoch=job.epoch)  # before reading anything that an old rank could still change
         model_chain = base_chain(model_digest(job.inputs.model))
         self.start = self._restore(model_chain)  #: where the trainer starts
         self.lineage = Lineage(
@@ -80,33 +107,15 @@ class Opened:
         )
         self._begin_journal()
 
-    def _open_store(self) -> VersionStore:
-        """Live versions in memory where there is room for all of them, else in the run folder."""
-        config, folder = self.job.config, self.folder
-        sweep_orphans(config.weights.memory_folder, run_id=folder.run_id)
-        needed = (config.max_staleness + 1 + SPARE_VERSIONS) * 2 * model_bytes(self.job.inputs.model)
-        root = choose_memory_root(
-            config.weights.memory_folder,
-            run_id=folder.run_id,
-            needed_bytes=needed,
-            fallback=folder.versions,
-            group=config.run.group,
-        )
-        if root != folder.versions:
-            self._stack.enter_context(claim(root, durable_root=folder.versions))
-        store = VersionStore(memory_root=root, durable_root=folder.versions)
-        self._stack.callback(self._close_store, store)
-        return store
-
-    def _close_store(self, store: VersionStore) -> None:
-        """What a full disk had no room for is neither deleted nor passed over in silence."""
+    def _close_store(self) -> None:
+        """Close the store, but keep and report versions that did not fit on the disk."""
         needed = list(self.job.state.window.entries)
-        if stranded := store.stranded(needed):
-            log.error("versions_in_memory_only", versions=stranded, kept_in=str(store.memory_root))
-        store.close(needed=needed)
+        if stranded := self.store.stranded(needed):
+            log.error("versions_in_memory_only", versions=stranded, kept_in=str(self.store.memory_root))
+        self.store.close(needed=needed)
 
     def _restore(self, model_chain: str) -> resuming.Start:
-        """What an earlier controller left; returns where the trainer starts."""
+        """Restore the state of an earlier controller; return where the trainer starts."""
         job, recorded, store = self.job, self.job.recorded, self.store
         if recorded is None:
             return resuming.Start((), may_start_over=True, step=0)
@@ -121,12 +130,12 @@ class Opened:
         added = job.settings.steps if job.settings.steps > recorded.settings.steps else 0
         self.first.append(ev.ControllerRestarted(self.now(), job.epoch, counts, added, tuple(self.missing)))
         for instance in [i for i in job.state.instances if i >= job.config.num_instances]:
-            self.tell(f"instance {instance} had joined at run time and is forgotten; add it again")
+            self.tell(f"instance {instance} had joined at run time and is no longer in the fleet; add it again")
             self.first.append(ev.InstanceRemoved(self.now(), instance))
         return start
 
     def _keep_live(self, store: VersionStore) -> None:
-        """What a killed controller had in memory gets its durable copy; what nothing needs any more leaves."""
+        """Copy needed versions from memory to disk, and release those that nothing needs any more."""
         needed = self.job.state.window.entries
         for version in store.stranded(needed):
             store.copy_durable(version)
@@ -137,10 +146,10 @@ class Opened:
                 store.release(version)
 
     def _begin_journal(self) -> None:
-        """On the disk before anything starts: an epoch is never used twice."""
+        """Record the epoch durably before any process starts, so that no epoch is used twice."""
         job, folder = self.job, self.folder
         if self.journal.torn_bytes:
-            self.tell(f"{self.journal.path}: a torn end of {self.journal.torn_bytes} bytes is cut off")
+            self.tell(f"{self.journal.path}: removed a torn end of {self.journal.torn_bytes} bytes")
         config = dump(job.config)
         if job.recorded is not None:
             for change in job.changes:
@@ -154,10 +163,10 @@ class Opened:
         self.journal.append(Epoch(job.epoch, job.started_at, config, job.changes))
         self.commits.sync()
 
-    # -- parts that write to it ---------------------------------------------------------------------------------------
+    # -- parts that write to the folder -------------------------------------------------------------------------------
 
     def observer(self, fleet: Fleet) -> RunObserver:
-        """Metrics and status."""
+        """Create the observer, which keeps metrics and status."""
         job = self.job
         observer = RunObserver(
             folder=self.folder,
@@ -174,13 +183,9 @@ class Opened:
         return observer
 
     def rollout_writer(self, observer: RunObserver) -> RolloutWriter:
-        """Without a trainer, version 0 is published here: it is the model folder as it lies."""
-        staged = self.store.stage(FIRST_VERSION)
-        for path in sorted(self.job.inputs.model.iterdir()):
-            if path.is_file():
-                (staged / path.name).write_bytes(path.read_bytes())
+        """Create the rollout writer and publish the model as version 0, since there is no trainer to do so."""
         base = self.lineage.base
-        manifest = self.store.seal(FIRST_VERSION, staged, chain=base)
+        manifest = publish_model(self.store, self.job.inputs.model, chain=base)
         at = self.now()
         self.first.append(ev.VersionPublished(at, FIRST_VERSION, manifest.num_bytes, dict(manifest.files), base))
         self.first.append(ev.TrainerReady(at, StepId(0)))
@@ -201,7 +206,7 @@ class Opened:
         *,
         process_ended: Callable[[], Awaitable[str]] | None,
     ) -> TrainerLink:
-        """The ranks that meet at `end`, with their orders ready."""
+        """Create the link to the ranks that connect to `end`."""
         job, config, folder = self.job, self.job.config, self.folder
         return TrainerLink(
             end=end,

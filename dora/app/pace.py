@@ -1,9 +1,9 @@
-"""A workload file as a live run. The controller, HTTP and ZeroMQ are real; servers and trainer are paced.
+"""Runs a workload file live: the controller, HTTP and ZeroMQ are real; servers and trainer are simulated.
 
-What the simulator computes in virtual time happens here in time that runs `time_scale` times faster than the wall's,
-under the same answers and the same models of decoding and training: the two differ by what the controller costs. The
-controller's clock and ticks run as fast, so that its timers, journal and metrics are in seconds of the workload.
-Graders are the run's own and take the time they take; faults are not paced.
+The run uses the simulator's answers and its models of decoding and training, in time that passes `time_scale` times
+faster than the wall clock, so that the difference from a simulation is the cost of the controller. The controller's
+clock is scaled too: its timers, journal and metrics are in seconds of the workload. Graders are real and not scaled;
+faults are not supported.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -33,38 +33,38 @@ from dora.seed.policy import path as seed_path
 from dora.sim.workload import Faults, Workload, load
 
 START_TIMEOUT_S: Final = 120.0
-#: Between two checkpoints, as in the simulator.
+#: Steps between two checkpoints, as in the simulator.
 CHECKPOINT_STEPS: Final = 5
-#: What one grader process keeps up with: a scaled run has as many answers a second as a far larger fleet.
+#: Instances for which one grader process suffices; a scaled run has as many answers per second as a far larger fleet.
 INSTANCES_PER_GRADER: Final = 16
-#: Wall-clock seconds for which a server, or the whole run, may be silent.
+#: Wall-clock seconds without progress after which a server is lost, or the run fails.
 WATCHDOG_S: Final = 120.0
 NO_PROGRESS_S: Final = 1_800.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pace:
-    """What was asked for."""
+    """A paced run, checked and ready to start."""
 
     path: Path  # of the workload
     workload: Workload
     seed: int
     time_scale: float
-    processes: int  # that the servers share
-    home: Path  # of what the run needs besides its folder; beside it
+    processes: int  # over which the servers are spread
+    home: Path  # folder of the model, prompts and server logs; beside the run folder
     longest_prompt: int  # tokens
 
 
 def prepare(path: Path, *, seed: int, time_scale: float, processes: int, folder: Path) -> Pace:
-    """Check what is asked for, and write what the run will read; its run folder is to be made in `folder`."""
+    """Check the workload and write the model and prompts; the run folder will be created in `folder`."""
     workload = load(path)
     if workload.faults != Faults():
-        raise ConfigError(f"{path}: faults: are simulated, not paced; leave the section out")
+        raise ConfigError(f"{path}: faults: are simulated, not paced; remove the section")
     if workload.tools.max_turns > 1:
-        raise ConfigError(f"{path}: tools: are simulated, not paced: a live answer is one turn; leave the section out")
+        raise ConfigError(f"{path}: tools: are simulated, not paced: a live answer is one turn; remove the section")
     if workload.is_shared and workload.rules.in_flight:
         raise ConfigError(
-            f"{path}: fleet.time_shared: paced servers do not take turns with the trainer; set it to false"
+            f"{path}: fleet.time_shared: paced servers cannot share devices with the trainer; set it to false"
         )
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -84,37 +84,41 @@ def prepare(path: Path, *, seed: int, time_scale: float, processes: int, folder:
     )
 
 
-async def drive(asked: Pace, frontend: Frontend) -> Outcome:
-    """Servers first, since the run asks them what they are; it starts the ranks itself."""
-    async with Node(logs=asked.home, lease=asked.home / "lease") as node:
+async def drive(pace: Pace, frontend: Frontend) -> Outcome:
+    """Start the servers, which the run treats as external, then the run, which starts the ranks."""
+    async with Node(logs=pace.home, lease=pace.home / "lease") as node:
         key = draw_key()
-        env = child_env(os.environ, lease=asked.home / "lease", threads=1) | {SERVE_KEY: key}
+        env = child_env(os.environ, lease=pace.home / "lease", threads=1) | {SERVE_KEY: key}
         urls: list[str] = []
-        for plan in _server_plans(asked, env=env):
+        for plan in _server_plans(pace, env=env):
             urls += (await node.add(plan).start()).split(",")
-        config = _config(asked, urls=urls, api_key=key)
-        return await run_job(config, frontend, time_scale=asked.time_scale)
+        config = _config(pace, urls=urls, api_key=key)
+        return await run_job(config, frontend, time_scale=pace.time_scale)
 
 
 def _write_prompts(path: Path, workload: Workload) -> int:
-    """One line per prompt, in the order of the groups; returns the tokens of the longest. A digit is a token of the
-    seed's tokenizer, and the reference answer is what a paced answer begins with if it is to be rewarded."""
+    """Write one prompt per line, in the order of the groups; return the number of tokens of the longest.
+
+    A digit is one token of the seed's tokenizer. Paced answers begin with the reference answer if they are rewarded.
+    """
     sizes = workload.lengths.prompts or (workload.lengths.prompt_tokens,)
     rows = [json.dumps({"prompt": "7" * size, "answer": "1"}) for size in sizes]
     path.write_text("\n".join(rows) + "\n", encoding="utf-8")
     return max(sizes)
 
 
-def _server_plans(asked: Pace, *, env: Mapping[str, str]) -> list[ProcessPlan]:
-    """The instances, spread over the processes as evenly as can be."""
-    total = asked.workload.num_instances
-    processes = min(asked.processes, total)
+def _server_plans(pace: Pace, *, env: Mapping[str, str]) -> list[ProcessPlan]:
+    """Spread the instances evenly over the processes."""
+    total = pace.workload.num_instances
+    processes = min(pace.processes, total)
     bounds = [total * i // processes for i in range(processes + 1)]
     return [
         ProcessPlan(
             name=f"servers-{first}",
             argv=_command(
-                asked, "pace-servers", "--model", asked.home / "model", "--first", first, "--count", end - first
+                pace,
+                "pace-servers",
+                *("--seed", pace.seed, "--model", pace.home / "model", "--first", first, "--count", end - first),
             ),
             env=env,
             ready_timeout_s=START_TIMEOUT_S,
@@ -123,25 +127,24 @@ def _server_plans(asked: Pace, *, env: Mapping[str, str]) -> list[ProcessPlan]:
     ]
 
 
-def _command(asked: Pace, name: str, *words: object) -> tuple[str, ...]:
-    seed = ("--seed", asked.seed) if name == "pace-servers" else ()
-    given: Sequence[object] = (asked.path, "--time-scale", asked.time_scale, *seed, *words)
-    return (sys.executable, "-m", "dora", name, *map(str, given))
+def _command(pace: Pace, name: str, *options: object) -> tuple[str, ...]:
+    arguments = (pace.path, "--time-scale", pace.time_scale, *options)
+    return (sys.executable, "-m", "dora", name, *map(str, arguments))
 
 
-def _config(asked: Pace, *, urls: list[str], api_key: str) -> Config:
-    """The workload as the settings of a run."""
-    job, server, settings = asked.workload.job, asked.workload.fleet.server, asked.workload.settings()
+def _config(pace: Pace, *, urls: list[str], api_key: str) -> Config:
+    """Return the configuration of a run of the workload."""
+    job, server, settings = pace.workload.job, pace.workload.fleet.server, pace.workload.settings()
     config: Config = Config.model_validate(
         {
             "run": {
-                **{"name": "paced", "folder": asked.home.parent, "seed": asked.seed},
-                **{"steps": job.steps, "no_progress_s": NO_PROGRESS_S * asked.time_scale},
+                **{"name": "paced", "folder": pace.home.parent, "seed": pace.seed},
+                **{"steps": job.steps, "no_progress_s": NO_PROGRESS_S * pace.time_scale},
             },
-            "model": {"path": str(asked.home / "model")},
+            "model": {"path": str(pace.home / "model")},
             "rollout": {
                 **rollout_section(job),
-                **{"max_new_tokens": asked.workload.cap, "watchdog_s": WATCHDOG_S * asked.time_scale},
+                **{"max_new_tokens": pace.workload.cap, "watchdog_s": WATCHDOG_S * pace.time_scale},
             },
             "engine": {
                 **{"urls": tuple(urls), "slots": server.slots, "kv_tokens": server.kv_tokens},
@@ -149,14 +152,14 @@ def _config(asked: Pace, *, urls: list[str], api_key: str) -> Config:
                 **{"decode": to_builtins(server.decode), "api_key": api_key},
             },
             "trainer": {
-                **{"ranks": settings.num_ranks, "command": _command(asked, "pace-ranks")},
+                **{"ranks": settings.num_ranks, "command": _command(pace, "pace-ranks")},
                 **{"micro_batch_tokens": settings.micro_batch_tokens, "checkpoint_every": CHECKPOINT_STEPS},
             },
             "task": {
-                "sources": ({"kind": "jsonl", "path": asked.home / "prompts.jsonl"},),
+                "sources": ({"kind": "jsonl", "path": pace.home / "prompts.jsonl"},),
                 "rewards": ({"kind": "regex", "pattern": "^(.)"},),
-                **{"shuffle": False, "max_prompt_tokens": asked.longest_prompt},
-                "graders": 1 + asked.workload.num_instances // INSTANCES_PER_GRADER,
+                **{"shuffle": False, "max_prompt_tokens": pace.longest_prompt},
+                "graders": 1 + pace.workload.num_instances // INSTANCES_PER_GRADER,
             },
             "eval": {"sets": ()},
             "status": {"port": 0},

@@ -1,4 +1,4 @@
-"""What is asked for, checked: everything that can be refused is, before a folder or a process exists."""
+"""Prepares a job: whatever can be refused is refused before a folder or a process exists."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from dora.journal.run_folder import RunFolder
 
 @dataclass(frozen=True)
 class Job:
-    """What is known before anything starts."""
+    """A checked job, before anything starts."""
 
     config: Config
     inputs: Inputs
     settings: Settings
     state: State
-    recorded: resuming.Recorded | None  # of a run that is resumed
-    changes: tuple[str, ...]  # of the configuration, since the epoch before
+    recorded: resuming.Recorded | None  # the journaled run; None unless this is a resume
+    changes: tuple[str, ...]  # of the configuration, since the previous epoch
     rollout_only: bool
-    time_scale: float  # seconds of the run in one of the wall clock; only paced runs have another than 1
+    time_scale: float  # seconds of the run per second of the wall clock; 1 unless the run is paced
 
     @property
     def epoch(self) -> int:
-        """Number of this controller in the life of the run; 0 for the first."""
+        """Number of this controller process within the run; 0 for the first."""
         return self.recorded.next_epoch if self.recorded is not None else 0
 
     @property
     def started_at(self) -> float:
-        """Seconds since the run began; above 0 when it is resumed."""
+        """Start of this epoch, in seconds since the run began; above 0 only in a resume."""
         return self.recorded.last_at if self.recorded is not None else 0.0
 
 
@@ -48,7 +48,7 @@ def prepare(
     accept_changes: bool = False,
     time_scale: float = 1.0,
 ) -> Job:
-    """A new job, or with `recorded` the rest of one; ConfigError if a resume must not change what has changed."""
+    """Prepare a new job or, with `recorded`, the rest of one; ConfigError if a resume does not allow the changes."""
     rollout_only = recorded.rollout_only if recorded is not None else rollout_only
     settings = settings_of(config, eval_prompt_tokens=inputs.evaluations.prompt_tokens)
     if rollout_only:
@@ -66,7 +66,7 @@ def prepare(
 
 
 def new_folder(config: Config) -> RunFolder:
-    """The folder of a new run, with its configuration in it."""
+    """Create a run folder and write the configuration into it."""
     folder = RunFolder.create(config.run.folder, name=config.run.name, group=config.run.group)
     files.replace(folder.config, dump(config).encode())
     return folder

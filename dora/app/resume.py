@@ -1,8 +1,7 @@
-"""What `--resume` finds in a run folder, and how much of it can be trusted.
+"""Reads a run folder for `--resume` and checks it against the journal.
 
-Invariant: the journal decides. A resume changes nothing that was decided; it continues the fold of events with
-ControllerRestarted. Whatever else lies in the folder is compared with the journal first: tokens and prompts must be
-those it speaks of, versions and checkpoints of which it knows nothing are set aside, damaged ones are passed over.
+Invariant: the journal is authoritative. A resume replays its events and continues with ControllerRestarted. Tokens and
+prompts must match the journal; versions and checkpoints that it does not know are set aside, damaged ones are skipped.
 """
 
 from __future__ import annotations
@@ -41,28 +40,28 @@ HELD_OUT = "held-out"
 
 @dataclass(frozen=True)
 class Recorded:
-    """A run as its journal tells it."""
+    """A run, as recorded in its journal."""
 
     settings: Settings  # with the steps of the latest epoch
     state: State
-    last_at: float  # of the last event
+    last_at: float  # time of the last event
     next_epoch: int
     config: str  # of the latest epoch, as TOML
     rollout_only: bool
     files: Mapping[VersionId, Mapping[str, str]]  # of every version, as first published
     chains: Mapping[StepId, str]  # of every trained step
-    base_chain: str | None  # that of version 0; None: it was not published
-    held_out: str | None  # digest of the held-out prompts; None: not recorded
-    saved: Collection[str]  # names of all checkpoint folders that were ever reported
-    end: FinishRun | FailRun | None
+    base_chain: str | None  # of version 0; None if it was not published
+    held_out: str | None  # digest of the held-out prompts; None if it was not recorded
+    saved: Collection[str]  # names of all checkpoint folders ever reported
+    end: FinishRun | FailRun | None  # None unless the run has ended
 
     def chain_of(self, version: VersionId) -> str:
-        """Lineage of a version's weights."""
+        """Return the chain of a version's weights; "" if it is unknown."""
         return (self.chains.get(StepId(version - 1)) if version else self.base_chain) or ""
 
 
 def read_run(folder: RunFolder) -> Recorded:
-    """Replay the journal."""
+    """Replay the journal; RunFailed if the decision core decides differently now."""
     journal = Journal(folder.journal)
     found = replay(journal.header.settings, journal)
     if found.difference is not None:
@@ -108,7 +107,7 @@ def read_run(folder: RunFolder) -> Recorded:
 
 
 def take_up(folder: RunFolder, config: Config) -> Recorded:
-    """What there is to go on with; ConfigError if the run has ended."""
+    """Read a run to continue it, and restrict access to its folder; ConfigError if it has ended."""
     recorded = read_run(folder)
     require_unfinished(folder, recorded, steps=config.run.steps)
     folder.restrict(group=config.run.group)
@@ -116,32 +115,35 @@ def take_up(folder: RunFolder, config: Config) -> Recorded:
 
 
 def require_unfinished(folder: RunFolder, recorded: Recorded, *, steps: int) -> None:
-    """ConfigError if there is nothing to go on with; a finished run can be given more steps."""
+    """Raise ConfigError if the run has ended; a finished run may continue with more steps."""
     end = recorded.end
     if isinstance(end, FinishRun) and (recorded.rollout_only or steps <= recorded.settings.steps):
         more = "" if recorded.rollout_only else " (--set run.steps=N adds steps)"
         raise ConfigError(f"{folder.root}: the run has ended: {end.reason}; there is nothing to resume{more}")
     if isinstance(end, FailRun) and not recorded.state.stalled:
         raise ConfigError(
-            f"{folder.root}: the run has failed and cannot go on: {end.reason}; start a new one, from its newest "
-            "version if you like (dora export, then model.path)"
+            f"{folder.root}: the run has failed and cannot be resumed: {end.reason}; start a new one, for example "
+            "from its newest version (dora export, then model.path)"
         )
 
 
 def accept(recorded: Recorded, config: Config, settings: Settings, *, is_accepted: bool) -> tuple[str, ...]:
-    """What differs from the configuration of the epoch before, a line each. ConfigError for what cannot change within a
-    run, and, unless `is_accepted`, for what alters the experiment."""
+    """Return the changes since the previous epoch's configuration, one line each.
+
+    ConfigError for settings that cannot change within a run and, unless `is_accepted`, for changes that alter the
+    experiment.
+    """
     fixed = [n for n in settings.__struct_fields__ if getattr(settings, n) != getattr(recorded.settings, n)]
     if "steps" in fixed and not recorded.rollout_only and settings.steps > recorded.settings.steps:
         fixed.remove("steps")
     if "steps" in fixed:
-        raise ConfigError(f"run.steps: the run has {recorded.settings.steps} steps, of which none can be taken back")
+        raise ConfigError(f"run.steps: the run has {recorded.settings.steps} steps; the number can only be raised")
     if fixed:
         raise ConfigError(f"--resume: {', '.join(fixed)} cannot change within a run; start a new one for that")
     found = changes(parse(recorded.config), config)
     if altering := [str(change) for change in found if change.alters_experiment and not is_accepted]:
         raise ConfigError(
-            *(f"--resume: {line}: alters the experiment; --accept-changes goes on with it" for line in altering)
+            *(f"--resume: {line}: alters the experiment; --accept-changes allows it" for line in altering)
         )
     return tuple(str(change) for change in found)
 
@@ -159,9 +161,9 @@ def require_same_held_out(recorded: Recorded, evaluations: Evaluations) -> None:
 
 
 def restore(folder: RunFolder, state: State, *, trajectories: Trajectories, inputs: Inputs) -> dict[TrajectoryId, int]:
-    """Fill `trajectories` with what the run had in flight, and with what the trainer may have to be fed again.
+    """Fill `trajectories` with those in flight and those that the trainer may need again.
 
-    Returns the token counts of what is in flight. RunFailed if tokens or prompts are not those that the journal knows.
+    Returns the token counts of those in flight. RunFailed if tokens or prompts differ from the journal.
     """
     needed = _needed(state)
     stored = read_tokens(folder.tokens, wanted=needed)
@@ -186,14 +188,14 @@ def restore(folder: RunFolder, state: State, *, trajectories: Trajectories, inpu
 
 
 def _needed(state: State) -> dict[TrajectoryId, Trajectory]:
-    """Unfinished and ungraded ones, the siblings that wait for these, evaluations, and what may be trained again."""
+    """Return all trajectories of untrained groups, of evaluations, and of steps that may be trained again."""
     groups = [*state.ledger.groups.values(), *(g for feed in state.feed.steps.values() for g in feed.groups)]
     siblings = {t.id: t for group in groups for t in group.trajectories}
     return {**state.trajectories, **state.evaluation.trajectories, **siblings}
 
 
 def _require_tokens(folder: RunFolder, state: State, trajectory: Trajectory, stored: TokenStore) -> None:
-    """The token store holds what the journal says: all of a finished answer, and no less than is known of others."""
+    """Check that the token store has all tokens of a finished answer, and at least the journaled ones of others."""
     found = stored.counts.get(trajectory.id, 0)
     known = trajectory.num_tokens
     if trajectory.instance is not None:
@@ -201,24 +203,24 @@ def _require_tokens(folder: RunFolder, state: State, trajectory: Trajectory, sto
     is_finished = trajectory.phase in (TrajectoryPhase.GRADING, TrajectoryPhase.GRADED)
     if found < known or (is_finished and trajectory.id >= 0 and found != known):
         raise RunFailed(
-            f"{folder.tokens}: holds {found} tokens of trajectory {trajectory.id}, the journal knows {known}; the file "
-            "is damaged or was replaced: restore it from a backup"
+            f"{folder.tokens}: has {found} tokens of trajectory {trajectory.id}, but the journal counts {known}; the "
+            "file is damaged or was replaced: restore it from a backup"
         )
 
 
 def _restore_prompt(
     folder: RunFolder, group: GroupId, stored: TokenStore, *, trajectories: Trajectories, inputs: Inputs
 ) -> None:
-    """The prompt of a group, from the data, compared with what it was when the group was admitted."""
+    """Read a group's prompt again; RunFailed unless it is what it was when the group was admitted."""
     prompt = inputs.stream.at(group)
     known = stored.prompts.get(group)
     if known is None:
-        raise RunFailed(f"{folder.tokens}: holds no prompt of group {group}, which the journal knows; it is damaged")
+        raise RunFailed(f"{folder.tokens}: has no prompt of group {group}, which was admitted; the file is damaged")
     if prompt is None or prompt.digest != known.digest:
-        what = "is gone" if prompt is None else f"is not what it was (source {prompt.source})"
+        problem = "is missing" if prompt is None else f"has changed (source {prompt.source})"
         raise RunFailed(
-            f"task.sources: the prompt of group {group} {what}; the run can only go on with the data, reward columns "
-            "and tokenizer that it began with: restore them"
+            f"task.sources: the prompt of group {group} {problem}; a resume needs the data, reward columns and "
+            "tokenizer that the run began with: restore them"
         )
     trajectories.prompts[group] = prompt
 
@@ -227,14 +229,14 @@ def _restore_prompt(
 
 
 def recover_versions(store: VersionStore, recorded: Recorded, *, tell: Callable[[str], None]) -> list[VersionId]:
-    """Set aside what the journal does not know, and read what is needed against its checksums.
+    """Set aside versions that the journal does not know, and verify the checksums of those still needed.
 
-    Returns the versions that unfinished work needs and no folder holds: the trainer has to make them again.
+    Returns the versions that unfinished work needs but no folder holds; the trainer must recompute them.
     """
     store.sweep()
     known = {version: (files, recorded.chain_of(version)) for version, files in recorded.files.items()}
     if aside := store.set_aside(known):
-        tell(f"set aside, since the journal does not know it: {', '.join(aside)}")
+        tell(f"set aside, not in the journal: {', '.join(aside)}")
     needed = list(recorded.state.window.entries)
     for version in needed:
         for path in store.damaged(version):
@@ -255,18 +257,20 @@ def _holds(store: VersionStore, version: VersionId) -> bool:
 
 @dataclass(frozen=True)
 class Start:
-    """Where the trainer may start."""
+    """The states from which the trainer may start."""
 
     folders: tuple[Path, ...]  # checkpoints, newest first
     may_start_over: bool  # from the model, at step 0
-    step: int  # of the best of them
+    step: int  # of the newest checkpoint; 0 without one
 
 
 def choose_start(
     folder: RunFolder, recorded: Recorded, *, missing: Collection[int], tell: Callable[[str], None]
 ) -> Start:
-    """Checkpoints that the journal knows, whole and of its history. `missing` versions have to be made again: a start
-    behind one of them would not."""
+    """Choose the complete checkpoints that belong to the journal's history.
+
+    The trainer must start early enough to recompute the `missing` versions. RunFailed if it cannot start at all.
+    """
     kept = recorded.state.feed.checkpoints
     checkpoints.sweep(folder.checkpoints)
     _clear(folder, recorded, tell=tell)
@@ -279,33 +283,33 @@ def choose_start(
         manifest = checkpoints.read_manifest(path)
         chain = recorded.chain_of(VersionId(step))
         if manifest is None:
-            tell(f"{path} is gone or incomplete; an older checkpoint is used")
+            tell(f"{path} is missing or incomplete; using an older checkpoint")
         elif (manifest.step, manifest.chain) != (step, chain):
             aside = checkpoints.set_aside(path, why="aside")
-            tell(f"{path} belongs to another history; it is in {aside} now, and an older checkpoint is used")
+            tell(f"{path} belongs to another history and was moved to {aside}; using an older checkpoint")
         else:
             usable.append((step, path))
     may_start_over = 0 in kept
     if not usable and not may_start_over:
-        lost = f"version {min(missing)}, which unfinished answers need, and " if missing else ""
-        raise RunFailed(f"{folder.checkpoints}: {lost}no usable checkpoint: the run cannot go on")
+        needed = f" from which to recompute version {min(missing)}, which unfinished answers need" if missing else ""
+        raise RunFailed(f"{folder.checkpoints}: no usable checkpoint{needed}; the run cannot be resumed")
     step = usable[0][0] if usable else StepId(0)
     return Start(tuple(path for _, path in usable), may_start_over, step)
 
 
 def require_same_history(recorded: Recorded, start: Start, *, settings: bytes, config: Config) -> None:
-    """ConfigError if steps have to be trained again, but under other settings than the first time."""
+    """Raise ConfigError if steps must be trained again, but with other settings than the first time."""
     if start.step < recorded.state.feed.trained and settings != lineage_settings(parse(recorded.config)):
         altered = ", ".join(c.key for c in changes(parse(recorded.config), config) if c.key.startswith("trainer."))
         raise ConfigError(
-            f"--resume: {altered}: cannot change now: steps {start.step} to {recorded.state.feed.trained - 1} are to "
-            "be trained again, as they were; resume without the change, stop with Ctrl-C, which writes a checkpoint, "
-            "and change it then"
+            f"--resume: {altered}: cannot change now: steps {start.step} to {recorded.state.feed.trained - 1} must be "
+            "trained again with the same settings; resume without the change, stop with Ctrl-C, which writes a "
+            "checkpoint, and change it then"
         )
 
 
 def _clear(folder: RunFolder, recorded: Recorded, *, tell: Callable[[str], None]) -> None:
-    """Checkpoints that were to be deleted go; those that the journal has never heard of are set aside."""
+    """Delete checkpoints that are no longer needed, and set aside those that the journal does not know."""
     kept = {Path(path).name for path in recorded.state.feed.checkpoints.values()}
     aside = []
     for path in checkpoints.checkpoints_in(folder.checkpoints):
@@ -314,4 +318,4 @@ def _clear(folder: RunFolder, recorded: Recorded, *, tell: Callable[[str], None]
         elif path.name not in kept:
             aside.append(str(checkpoints.set_aside(path, why="aside")))
     if aside:
-        tell(f"set aside, since the journal does not know it: {', '.join(aside)}")
+        tell(f"set aside, not in the journal: {', '.join(aside)}")

@@ -1,4 +1,4 @@
-"""What the configuration says, in the words of the core, the trainer and the simulator: each is mapped here, once."""
+"""Maps the configuration to the settings of the core, the trainer and the simulator."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from dora.sim.server import SimulatedServer
 from dora.sim.workload import FleetModel, JobModel, LengthModel, TrainerModel, Workload
 from dora.transport.messages import Configure, TrainerSettings
 
-#: Versions that the store must have room for beside K + 1 live ones: one under evaluation, one being published, one
-#: that a push under way still reads.
+#: Versions for which the store needs room besides the K + 1 live ones: one being evaluated, one being published, one
+#: being read by a push.
 SPARE_VERSIONS = 3
 
 
 def settings_of(config: Config, *, eval_prompt_tokens: Sequence[int]) -> Settings:
-    """The part of a config that decisions depend on."""
+    """Return the settings of the decision core."""
     rollout, trainer = config.rollout, config.trainer
     return Settings(
         rules=config.rules,
@@ -50,7 +50,7 @@ def settings_of(config: Config, *, eval_prompt_tokens: Sequence[int]) -> Setting
 
 
 def rollout_only_settings(settings: Settings) -> Settings:
-    """Version 0 generates everything: the whole job is one step, and nothing is evaluated."""
+    """Turn the whole job into one step under version 0, without evaluation."""
     return msgspec.structs.replace(
         settings,
         rules=rules_of("periodic", max_staleness=0),
@@ -62,7 +62,7 @@ def rollout_only_settings(settings: Settings) -> Settings:
 
 
 def trainer_settings(config: Config, *, max_staleness: int) -> TrainerSettings:
-    """What the ranks are told."""
+    """Return the settings of the trainer ranks."""
     return TrainerSettings(
         **_common(config.trainer, TrainerSettings),
         steps=config.run.steps,
@@ -71,12 +71,12 @@ def trainer_settings(config: Config, *, max_staleness: int) -> TrainerSettings:
     )
 
 
-#: Settings of the trainer that do not change what it makes of a wave.
+#: Trainer settings that do not affect the result of a wave.
 _WITHOUT_EFFECT = ("threads", "steps", "max_staleness", "checkpoint_every")
 
 
 def lineage_settings(config: Config) -> bytes:
-    """What of the configuration decides what the trainer makes of the waves that it is sent."""
+    """Return the settings that affect the result of a wave, as canonical JSON."""
     settings = msgspec.to_builtins(trainer_settings(config, max_staleness=0))
     return msgspec.json.encode({k: v for k, v in settings.items() if k not in _WITHOUT_EFFECT}, order="sorted")
 
@@ -93,7 +93,7 @@ def configure_message(
     epoch: int,
     max_staleness: int,
 ) -> Configure:
-    """The first message to every rank."""
+    """Return the first message to every rank."""
     return Configure(
         run_id=folder.run_id,
         model_path=str(model),
@@ -109,13 +109,13 @@ def configure_message(
     )
 
 
-#: A config says nothing of lengths: this regime, scaled so that the token budget cuts one answer in a hundred.
+#: Regime of answer lengths for a configuration, which gives none; scaled so that the token budget cuts 1 % of answers.
 CONFIG_REGIME: Final = "A"
 REGIME_P99: Final = 2_447
 
 
 def workload_of(config: Config) -> Workload:
-    """What the simulator takes; nobody has measured the lengths and rates (`dora simulate --from` does)."""
+    """Return a workload for the simulator, with example lengths and rates (`dora simulate --from` measures them)."""
     rollout, engine, trainer = config.rollout, config.engine, config.trainer
     rollout_devices = config.num_instances * engine.tensor_parallel
     return Workload(
@@ -138,10 +138,10 @@ def workload_of(config: Config) -> Workload:
 
 
 def rollout_section(job: JobModel) -> dict[str, Any]:
-    """The way back: a workload's job as settings of `rollout`."""
+    """Return a workload's job as settings of `rollout`; the inverse of `workload_of`."""
     return {name: getattr(job, name) for name in job.__struct_fields__ if name in RolloutConfig.model_fields}
 
 
 def _common(section: Section, target: type[msgspec.Struct]) -> dict[str, Any]:
-    """The settings that have the same name and meaning in both."""
+    """Return the settings of `section` that `target` has under the same name."""
     return {name: getattr(section, name) for name in target.__struct_fields__ if name in type(section).model_fields}

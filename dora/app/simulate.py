@@ -1,4 +1,4 @@
-"""What is simulated: a workload file, a run's config or a finished run, each as a workload."""
+"""Makes workloads for the simulator from workload files, configurations and finished runs."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from dora.sim.workload import Workload, checked
 from dora.sim.workload import load as load_workload
 
 
-def at_best_splits(found: Sequence[Case], *, processes: int, told: Callable[[Search], object]) -> list[Case]:
-    """The same cases, each setting at the split that its first seed finds; `told` is given each search's result."""
+def at_best_splits(found: Sequence[Case], *, processes: int, report: Callable[[Search], object]) -> list[Case]:
+    """Return the cases with each setting at its best split, searched with its first seed; report each search."""
     best: dict[Workload, Workload] = {}
     for workload, seed in found:
         if workload not in best and workload.is_shared:
             best[workload] = workload
         elif workload not in best:
             result = search(workload, seed=seed, processes=processes)
-            told(result)
+            report(result)
             best[workload] = result.workload
     return [(best[workload], seed) for workload, seed in found]
 
 
 def from_run(folder: Path) -> tuple[Workload, str]:
-    """A finished run as a workload, and what was read of it."""
+    """Return a finished run as a workload, and a description."""
     workload, record = read_run(folder)
     return workload, (
         f"{folder}: {len(workload.lengths.answers)} groups recorded, {workload.num_instances} instances; "
@@ -40,24 +40,23 @@ def from_run(folder: Path) -> tuple[Workload, str]:
 
 
 def _measured(workload: Workload) -> str:
-    """What was read of it, and what it holds besides."""
     fleet, server, decode = workload.fleet, workload.fleet.server, workload.fleet.server.decode
     return (
-        f"measured: a decoding step {1e3 * decode.base_s:.3g} ms and {1e3 * decode.per_request_s:.3g} ms a request, "
-        f"prefill {1e6 * server.prefill_s_per_token:.3g} us a token, a request {1e3 * fleet.answer_s:.3g} ms besides, "
-        f"a push {workload.push_s:.3g} s, training {workload.train.tokens_s_per_device:.0f} tokens/s a rank; processes "
-        "that shared cores contended for them, and the prediction holds where they would as much"
+        f"measured: decoding step {1e3 * decode.base_s:.3g} ms + {1e3 * decode.per_request_s:.3g} ms per request, "
+        f"prefill {1e6 * server.prefill_s_per_token:.3g} us per token, overhead {1e3 * fleet.answer_s:.3g} ms per "
+        f"request, push {workload.push_s:.3g} s, training {workload.train.tokens_s_per_device:.0f} tokens/s per rank; "
+        "contention for shared cores is included, so the prediction assumes the same contention"
     )
 
 
 def _own_step_s(record: RecordedRun, workload: Workload) -> float:
-    """Over the same window as a simulation's, so that the two can be compared."""
+    """Return the run's own step time, over the window that a simulation measures."""
     first, last = window(len(record.trained), max_staleness=workload.rules.max_staleness)
     return (record.trained[last] - record.trained[first]) / (last - first)
 
 
 def from_file(path: Path | None) -> tuple[Workload, str]:
-    """A workload file, a run's config or the built-in example as a workload, and where it comes from."""
+    """Return a workload file, a configuration or the built-in example (None) as a workload, and a description."""
     if path is None:
         return Workload(), "the built-in example: regime A, 16 devices\n"
     keys = set(read_toml(path))
@@ -65,6 +64,7 @@ def from_file(path: Path | None) -> tuple[Workload, str]:
         workload = load_workload(path)
         return workload, f"{path}: regime {workload.lengths.regime}, {workload.fleet.devices} devices\n"
     note = (
-        f"{path}: a config; lengths of regime {CONFIG_REGIME} scaled to its token budget, times of an example server\n"
+        f"{path}: a configuration; lengths of regime {CONFIG_REGIME}, scaled to its token budget; times of an example "
+        "server\n"
     )
     return checked(workload_of(load_config(path, environ=os.environ)), origin=str(path)), note

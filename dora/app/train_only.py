@@ -1,6 +1,6 @@
-"""Train on rollouts from disk. No servers, no decisions; for debugging the trainer alone.
+"""Trains on rollouts from disk, without servers or decisions, to debug the trainer alone.
 
-Every rank gets what it would have got; the staleness bound does not apply, since nothing was waiting for it.
+Every rank receives the same micro-batches as in a run; the staleness bound does not apply.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from dora.weights.fence import raise_fence
 
 
 class _Listener:
-    """What the ranks say, as far as it matters here."""
+    """Handles the events of the ranks: deletes old checkpoints, writes metrics, and detects the last version."""
 
-    def __init__(self, folder: RunFolder, *, steps: int, told: Callable[[StepReport, int], None]) -> None:
+    def __init__(self, folder: RunFolder, *, steps: int, report: Callable[[StepReport, int], None]) -> None:
         self.done = asyncio.Event()  #: the last version is published
         self._folder = folder
         self._steps = steps
-        self._told = told
+        self._report = report
         self._checkpoints = Feed(num_ranks=1, budget=1)
 
     async def on_event(self, event: ev.Event) -> None:
@@ -51,17 +51,16 @@ class _Listener:
         if isinstance(event, ev.VersionPublished) and event.version == self._steps:
             self.done.set()
 
-    def on_step(self, report: StepReport) -> None:
-        self._told(report, self._steps)
+    def on_step(self, step: StepReport) -> None:
+        self._report(step, self._steps)
         with self._folder.metrics.open("a", encoding="utf-8") as metrics:
-            metrics.write(json.dumps({"kind": "step", "step": report.step, "trainer": report.metrics}) + "\n")
+            metrics.write(json.dumps({"kind": "step", "step": step.step, "trainer": step.metrics}) + "\n")
 
 
-async def train(config: Config, rollouts: Path, *, told: Callable[[StepReport, int], None]) -> tuple[int, RunFolder]:
-    """Feed every step of the folder to the ranks and wait for the last one.
+async def train(config: Config, rollouts: Path, *, report: Callable[[StepReport, int], None]) -> tuple[int, RunFolder]:
+    """Feed every step in the folder to the ranks and wait for the last one.
 
-    `told` is given each step as it is trained, with how many there are. Returns that number, and where the versions
-    are.
+    `report` receives each trained step and the number of steps. Returns that number and the run folder.
     """
     require_group(config.run.group)
     set_umask(config.run.group)
@@ -72,7 +71,7 @@ async def train(config: Config, rollouts: Path, *, told: Callable[[StepReport, i
     raise_fence(folder.fence, epoch=0)
     model_chain = base_chain(await asyncio.to_thread(model_digest, inputs.model))
     configure_logging(folder.log, level=config.log.level, run=folder.run_id, role="controller")
-    listener = _Listener(folder, steps=len(rollout), told=told)
+    listener = _Listener(folder, steps=len(rollout), report=report)
     lease = folder.lease(0)
     async with AsyncExitStack() as stack:
         stack.callback(folder.remove_leases)
@@ -106,11 +105,11 @@ async def train(config: Config, rollouts: Path, *, told: Callable[[StepReport, i
 
 
 async def _at_once(position: int) -> None:
-    """There is no journal to wait for."""
+    """Return at once: there is no journal to wait for."""
 
 
 async def _run(link: TrainerLink, rollout: list[Path], *, config: Config, done: asyncio.Event) -> None:
-    """The link's loops beside the feed; ended when the last version is published."""
+    """Run the link's loops and the feed until the last version is published."""
     loops = [asyncio.ensure_future(loop) for _, loop in link.loops()]
     feed = asyncio.create_task(
         train_rollouts(

@@ -1,8 +1,8 @@
-"""The command line: one function per command, help texts, exit codes. No logic: each command lives in its own file.
+"""Defines the command line: commands, options, help texts and exit codes. Each command is implemented in its own file.
 
-Exit codes: 0 done, 1 it failed, 2 the input cannot work, 3 the audit (of `dora audit`, or at the end of `dora run`)
-found C1, C2 or C3 broken otherwise than by the strategy's design, 130 interrupted. Every error a user can meet is one
-line per problem; a traceback is a bug of ours.
+Exit codes: 0 success, 1 failure, 2 invalid input, 3 the audit (in `dora audit`, or at the end of `dora run`) found a
+violation of C1, C2 or C3 that is not by design of the strategy, 130 interrupted. Errors are printed as one line per
+problem; a traceback is a bug.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ app = typer.Typer(
 )
 
 
-def _print_version(is_asked: bool) -> None:
-    if is_asked:
+def _print_version(requested: bool) -> None:
+    if requested:
         from importlib.metadata import version
 
         sys.stdout.write(f"dora {version('dora-rl')}\n")
@@ -38,14 +38,18 @@ def dora(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
-    """Train a language model by reinforcement learning while it generates: several policy versions alive at once."""
+    """Reinforcement learning of language models, with several policy versions served at once."""
 
 
 Overrides = Annotated[
     list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Change one setting, e.g. --set rollout.max_staleness=1."),
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="Change a setting, e.g. --set rollout.max_staleness=1. May be repeated."
+    ),
 ]
-ConfigPath = Annotated[Path | None, typer.Argument(metavar="CONFIG.toml", help="Settings; none: the embedded default.")]
+ConfigPath = Annotated[
+    Path | None, typer.Argument(metavar="CONFIG.toml", help="Configuration file (default: the CPU example).")
+]
 
 
 @app.command()
@@ -53,26 +57,24 @@ def run(
     config: ConfigPath = None,
     overrides: Overrides = None,
     resume: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="Go on with the run in this folder, under its own settings.")
+        Path | None, typer.Option(metavar="DIR", help="Continue the run in this folder, with its own configuration.")
     ] = None,
     accept_changes: Annotated[
         bool,
-        typer.Option(
-            "--accept-changes", help="With --resume: go on although settings that alter the experiment differ."
-        ),
+        typer.Option("--accept-changes", help="With --resume: allow changes of settings that alter the experiment."),
     ] = False,
     rollout_only: Annotated[
         bool,
         typer.Option(
-            "--rollout-only", help="Generate and grade the answers of all steps with version 0, train nothing."
+            "--rollout-only", help="Generate and grade the answers of all steps with version 0, without training."
         ),
     ] = False,
     train_only: Annotated[
         Path | None,
-        typer.Option(metavar="ROLLOUT", help="Train on answers that --rollout-only wrote; start no server."),
+        typer.Option(metavar="ROLLOUT", help="Train on the answers written by --rollout-only, without servers."),
     ] = None,
 ) -> None:
-    """Train a policy. Without a config: the small arithmetic job on this machine's CPU."""
+    """Train a policy. Without a configuration file: the small arithmetic example, on this machine's CPU."""
     from dora.cli.run import run as command
 
     command(
@@ -93,11 +95,14 @@ def check(
         bool,
         typer.Option(
             "--push",
-            help="Also have each server load the model from the version store, once. Not while others use the servers.",
+            help="Also push the model to each server once. This interrupts other users of the servers.",
         ),
     ] = False,
 ) -> None:
-    """Validate everything, reach every server, print the plan. Changes nothing."""
+    """Validate a configuration, contact its servers, print the plan.
+
+    Nothing is changed.
+    """
     from dora.cli.check import check as command
 
     command(config, overrides or [], push=push)
@@ -107,17 +112,17 @@ def check(
 def status(
     url: Annotated[str, typer.Argument(help="Address of a run's status endpoint.")] = "http://127.0.0.1:8421",
 ) -> None:
-    """Show how a run is doing."""
+    """Show the state of a run."""
     from dora.cli.status import status as command
 
     command(url)
 
 
-#: Options may stand anywhere on the line, not only before the address.
+#: Options may appear anywhere on the line, not only before the address.
 instances = typer.Typer(no_args_is_help=True, rich_markup_mode=None, context_settings={"allow_interspersed_args": True})
 app.add_typer(instances, name="instances")
 
-Instance = Annotated[str, typer.Argument(metavar="ID|URL", help="An instance's number or address.")]
+Instance = Annotated[str, typer.Argument(metavar="ID|URL", help="Number or address of the instance.")]
 
 
 @instances.callback()
@@ -125,16 +130,16 @@ def at(
     context: typer.Context,
     url: Annotated[str, typer.Argument(metavar="STATUS_URL", help="Address of a run's status endpoint.")],
     token_file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Holds the run's token; without it, DORA_STATUS_TOKEN does.")
+        Path | None, typer.Option(metavar="FILE", help="File with the run's token (default: DORA_STATUS_TOKEN).")
     ] = None,
 ) -> None:
-    """The servers of a running job: list, add, drain, remove."""
+    """List, add, drain and remove the servers of a running job."""
     context.obj = (url, token_file)
 
 
 @instances.command(name="list")
 def show_instances(context: typer.Context) -> None:
-    """Every instance: what it holds and does, and what was asked of it."""
+    """List all instances with their version, load, and pending request."""
     from dora.cli.instances import show
 
     show(context.obj[0])
@@ -142,27 +147,24 @@ def show_instances(context: typer.Context) -> None:
 
 @instances.command()
 def add(context: typer.Context, instance: Instance) -> None:
-    """Have a server take part.
-
-    A new one by its address, a drained one by its number or address.
-    """
+    """Add a server by its address, or recall a drained one."""
     _request(context, "add", instance)
 
 
 @instances.command()
 def drain(context: typer.Context, instance: Instance) -> None:
-    """Give it no more work.
+    """Stop giving an instance work.
 
-    What runs there moves to peers that have room, or ends there.
+    Its requests move to peers with free capacity, or finish there.
     """
     _request(context, "drain", instance)
 
 
 @instances.command()
 def remove(context: typer.Context, instance: Instance) -> None:
-    """Drain it, then let it leave the run.
+    """Drain an instance, then remove it from the run.
 
-    It is ended if the run started it, and left running if not.
+    Its server is stopped if the run started it, and left running otherwise.
     """
     _request(context, "remove", instance)
 
@@ -176,15 +178,15 @@ def _request(context: typer.Context, verb: str, instance: str) -> None:
 
 @app.command()
 def audit(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A run folder.")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Run folder.")],
     deep: Annotated[
         bool,
         typer.Option(
-            "--deep", help="Also recompute log-probs of kept trajectories under their version and the next one."
+            "--deep", help="Also recompute the log-probs of kept trajectories under their version and the next one."
         ),
     ] = False,
 ) -> None:
-    """Prove from the journal that C1, C2 and C3 held."""
+    """Prove C1, C2 and C3 from the journal of a run."""
     from dora.cli.audit import audit as command
 
     command(folder, deep=deep)
@@ -193,30 +195,40 @@ def audit(
 @app.command()
 def simulate(
     workload: Annotated[
-        Path | None, typer.Argument(metavar="WORKLOAD.toml|CONFIG.toml", help="None: a built-in example.")
+        Path | None,
+        typer.Argument(
+            metavar="WORKLOAD.toml|CONFIG.toml", help="Workload or configuration file (default: a built-in example)."
+        ),
     ] = None,
     recorded: Annotated[
-        Path | None, typer.Option("--from", metavar="DIR", help="A finished run: its own lengths, latencies and rates.")
+        Path | None,
+        typer.Option("--from", metavar="DIR", help="Simulate a finished run, with its own lengths and rates."),
     ] = None,
-    strategy: Annotated[str, typer.Option(help="One or more of rollout.strategy, with commas.")] = "",
-    k: Annotated[str, typer.Option(help="max_staleness of dora, one or more.")] = "",
-    split: Annotated[str, typer.Option(help="Devices that roll out, one or more; 'best' searches them.")] = "",
-    instances: Annotated[str, typer.Option(help="Fleet sizes, one or more; the trainer keeps its devices.")] = "",
+    strategy: Annotated[str, typer.Option(help="Values of rollout.strategy, separated by commas.")] = "",
+    k: Annotated[str, typer.Option(help="Values of max_staleness, separated by commas.")] = "",
+    split: Annotated[
+        str, typer.Option(help="Numbers of devices for rollout, separated by commas, or 'best' to search.")
+    ] = "",
+    instances: Annotated[
+        str, typer.Option(help="Numbers of instances, separated by commas; the trainer keeps its devices.")
+    ] = "",
     overrides: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="Change a key of the workload, e.g. fleet.push_fixed_s=10."),
     ] = None,
-    rules: Annotated[str, typer.Option(help="The orchestrator's, dora or paper, or both.")] = "",
-    ablate: Annotated[bool, typer.Option("--ablate", help="Also without each of the orchestrator's rules.")] = False,
-    seeds: Annotated[int, typer.Option(min=1, help="Seeds 0, 1, ...")] = 1,
-    steps: Annotated[int | None, typer.Option(min=2, help="Length of the job.")] = None,
-    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write every result there.")] = None,
-    pictures: Annotated[Path | None, typer.Option(metavar="DIR", help="Draw them there, as SVG.")] = None,
-    processes: Annotated[int | None, typer.Option(min=1, help="At most 2 without it.")] = None,
+    rules: Annotated[str, typer.Option(help="Placement rules: dora, paper, or both, separated by a comma.")] = "",
+    ablate: Annotated[
+        bool, typer.Option("--ablate", help="Also simulate with each placement rule turned off.")
+    ] = False,
+    seeds: Annotated[int, typer.Option(min=1, help="Number of seeds: 0, 1, ...")] = 1,
+    steps: Annotated[int | None, typer.Option(min=2, help="Number of training steps.")] = None,
+    json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write all results to this file.")] = None,
+    pictures: Annotated[Path | None, typer.Option(metavar="DIR", help="Write SVG pictures to this folder.")] = None,
+    processes: Annotated[int | None, typer.Option(min=1, help="Worker processes (default: up to 2).")] = None,
 ) -> None:
-    """Simulate a job in virtual time; lists sweep.
+    """Simulate a job in virtual time with the real decision core.
 
-    Under the controller's own decision core.
+    Every combination of the listed values is simulated.
     """
     from dora.cli.simulate import simulate as command
 
@@ -243,16 +255,18 @@ def _numbers(text: str, option: str) -> list[int]:
     try:
         return [int(word) for word in text.split(",") if word]
     except ValueError:
-        raise ConfigError(f"{option} {text}: is not a list of whole numbers with commas") from None
+        raise ConfigError(f"{option} {text}: expected integers separated by commas") from None
 
 
 @app.command()
 def export(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="A run folder.")],
-    version: Annotated[int | None, typer.Option(help="Policy version; without it, the newest.")] = None,
-    to: Annotated[Path | None, typer.Option(metavar="OUT", help="Where to; without it, DIR/export-v<version>.")] = None,
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Run folder.")],
+    version: Annotated[int | None, typer.Option(help="Policy version (default: the newest).")] = None,
+    to: Annotated[
+        Path | None, typer.Option(metavar="OUT", help="Folder to create (default: DIR/export-v<version>).")
+    ] = None,
 ) -> None:
-    """Copy a policy version out, as a Hugging Face model folder."""
+    """Export a policy version as a Hugging Face model folder."""
     from dora.cli.export import export as command
 
     command(folder, version=version, to=to)
@@ -260,26 +274,30 @@ def export(
 
 @app.command()
 def serve(
-    model: Annotated[Path, typer.Option(help="Hugging Face model folder, or 'seed'.")] = Path("seed"),
+    model: Annotated[Path, typer.Option(help="Hugging Face model folder, or 'seed': the shipped policy.")] = Path(
+        "seed"
+    ),
     host: Annotated[str, typer.Option(help="Address to bind.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free port.")] = 30_000,
-    slots: Annotated[int, typer.Option(min=1, help="Requests decoded at the same time.")] = 64,
-    kv_tokens: Annotated[int, typer.Option(min=16, help="Tokens of KV room.")] = 65_536,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to bind; 0: any free port.")] = 30_000,
+    slots: Annotated[int, typer.Option(min=1, help="Number of requests decoded at the same time.")] = 64,
+    kv_tokens: Annotated[int, typer.Option(min=16, help="KV capacity in tokens.")] = 65_536,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
-    threads: Annotated[int, typer.Option(min=1, help="Torch threads.")] = 1,
-    weight_version: Annotated[str, typer.Option(help="Label of the weights it starts with.")] = "default",
+    threads: Annotated[int, typer.Option(min=1, help="Number of torch threads.")] = 1,
+    weight_version: Annotated[str, typer.Option(help="Label of the initial weights.")] = "default",
     incremental_streaming_output: Annotated[
-        bool, typer.Option("--incremental-streaming-output", help="Stream new tokens only.")
+        bool, typer.Option("--incremental-streaming-output", help="Stream only the new tokens in each chunk.")
     ] = False,
     skip_tokenizer_init: Annotated[
-        bool, typer.Option("--skip-tokenizer-init", help="Token ids only, no text.")
+        bool, typer.Option("--skip-tokenizer-init", help="Accept and return token ids only, no text.")
     ] = False,
-    max_queued_requests: Annotated[int | None, typer.Option(min=0, help="Maximum number of queued requests.")] = None,
-    seed: Annotated[int, typer.Option(help="Of requests that bring none.")] = 0,
-    dialect: Annotated[str, typer.Option(help="SGLang release to behave as, 0.5.18 to 0.5.23; for tests.")] = "0.5.20",
+    max_queued_requests: Annotated[
+        int | None, typer.Option(min=0, help="Maximum number of queued requests (default: unlimited).")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Seed for requests without one.")] = 0,
+    dialect: Annotated[str, typer.Option(help="SGLang release to imitate, 0.5.18 to 0.5.23; for tests.")] = "0.5.20",
 ) -> None:
-    """Serve a small model as SGLang does: the embedded engine."""
+    """Run the embedded engine, which speaks SGLang's protocol."""
     from dora.cli.serve import serve as command
 
     command(
@@ -300,22 +318,24 @@ def serve(
     )
 
 
-WorkloadPath = Annotated[Path, typer.Argument(metavar="WORKLOAD.toml", help="What is to be answered and trained.")]
-TimeScale = Annotated[float, typer.Option(min=1e-3, help="Seconds of the workload in one second of the wall clock.")]
-Seed = Annotated[int, typer.Option(help="Of the answers, as in `dora simulate`.")]
+WorkloadPath = Annotated[Path, typer.Argument(metavar="WORKLOAD.toml", help="Workload file.")]
+TimeScale = Annotated[float, typer.Option(min=1e-3, help="Seconds of the workload per second of the wall clock.")]
+Seed = Annotated[int, typer.Option(help="Seed of the answers, as in `dora simulate`.")]
 
 
 @app.command()
 def pace(
     workload: WorkloadPath,
     time_scale: TimeScale = 10.0,
-    processes: Annotated[int, typer.Option(min=1, help="The servers share so many.")] = 4,
+    processes: Annotated[int, typer.Option(min=1, help="Processes to spread the servers over.")] = 4,
     seed: Seed = 0,
-    folder: Annotated[Path, typer.Option(metavar="DIR", help="Where run folders are created.")] = Path("runs"),
+    folder: Annotated[Path, typer.Option(metavar="DIR", help="Folder in which run folders are created.")] = Path(
+        "runs"
+    ),
 ) -> None:
-    """Run a workload live, on servers that only take their time.
+    """Run a workload live with simulated servers and trainer.
 
-    Controller, HTTP and ZeroMQ are the real ones; servers and trainer take the time that the workload's model says.
+    The controller, HTTP and ZeroMQ are real; servers and trainer take the time that the workload's model gives.
     """
     from dora.cli.pace import pace as command
 
@@ -331,7 +351,7 @@ def pace_servers(
     time_scale: TimeScale,
     seed: Seed,
 ) -> None:
-    """A process of paced servers, started by `pace`."""
+    """Run one process of paced servers; started by `pace`."""
     from dora.cli.pace import serve_paced as command
 
     command(workload, model=model, first=first, count=count, seed=seed, time_scale=time_scale)
@@ -339,7 +359,7 @@ def pace_servers(
 
 @app.command(hidden=True)
 def pace_ranks(workload: WorkloadPath, time_scale: TimeScale) -> None:
-    """All ranks of a paced trainer, started by `pace`."""
+    """Run all ranks of a paced trainer; started by `pace`."""
     from dora.cli.pace import train_paced as command
 
     command(workload, time_scale=time_scale)
@@ -347,7 +367,7 @@ def pace_ranks(workload: WorkloadPath, time_scale: TimeScale) -> None:
 
 @app.command(hidden=True)
 def train() -> None:
-    """One trainer rank, started by torchrun; finds its run by DORA_CONTROLLER and DORA_TOKEN."""
+    """Run one trainer rank; started by torchrun with DORA_CONTROLLER and DORA_TOKEN in the environment."""
     from dora.cli.serve import train as command
 
     command()
@@ -355,14 +375,14 @@ def train() -> None:
 
 @app.command(hidden=True)
 def send() -> None:
-    """A sender of weights, started by the controller; takes its orders from standard input."""
+    """Run a sender of weights; started by the controller, which sends orders to its standard input."""
     from dora.cli.serve import send as command
 
     command()
 
 
 def main() -> None:
-    """Entry point: errors become one line and an exit code."""
+    """Run the command line; print errors as one line per problem, and exit with their code."""
     try:
         app()
     except ConfigError as err:

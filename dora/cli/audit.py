@@ -1,4 +1,4 @@
-"""`dora audit`: prove C1, C2 and C3 from a run's journal. Exit code 3 if they do not hold, 1 if --deep cannot tell."""
+"""`dora audit`: proves C1, C2 and C3 from a run's journal. Exit code 3: violated; 1: --deep had nothing to compare."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from dora.journal.run_folder import RunFolder
 
 
 def audit(folder: Path, *, deep: bool) -> None:
-    """The command."""
     run = RunFolder.open(folder)
     report = audit_folder(run)
     sys.stdout.write(render(report) + "\n")
@@ -26,7 +25,7 @@ def audit(folder: Path, *, deep: bool) -> None:
         sys.stdout.write("--deep is left out: it needs the whole journal and token store\n")
     elif deep:
         if "C1" in report.broken_by_design:
-            raise ConfigError(f"{folder}: --deep asks which version an answer came from; here it may be several")
+            raise ConfigError(f"{folder}: --deep needs answers of one version each; this strategy breaks C1 by design")
         found = recompute(run, load(run.config, environ={}, is_dump=True))
         sys.stdout.write(render_deep(found) + "\n")
         is_violated, is_compared = is_violated or bool(found.violations or found.altered), bool(found.checks)

@@ -1,4 +1,4 @@
-"""`dora check`: validate everything, reach every server, print the plan."""
+"""`dora check`: validates a configuration, contacts its servers, and prints the plan."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from dora.config.load import load
 
 
 def check(config_path: Path | None, overrides: Sequence[str], *, push: bool = False) -> None:
-    """The command."""
-    uvloop.run(check_config(load(config_path, overrides, environ=os.environ), _say, push=push))
-    sys.stdout.write("everything is in order; nothing was changed\n")
+    uvloop.run(check_config(load(config_path, overrides, environ=os.environ), _print, push=push))
+    sys.stdout.write("all checks passed; nothing was changed\n")
 
 
-def _say(what: str, text: str) -> None:
-    sys.stdout.write(f"{what:<11}{text}\n")
+def _print(topic: str, text: str) -> None:
+    sys.stdout.write(f"{topic:<11}{text}\n")

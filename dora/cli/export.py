@@ -1,4 +1,4 @@
-"""`dora export`: a policy version of a run as a Hugging Face model folder."""
+"""`dora export`: exports a policy version as a Hugging Face model folder."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from dora.journal.run_folder import RunFolder
 
 
 def export(folder: Path, *, version: int | None, to: Path | None) -> None:
-    """The command."""
     run = RunFolder.open(folder)
     chosen, target = copy_out(run, version=None if version is None else VersionId(version), to=to)
     sys.stdout.write(f"version {chosen} of {run.run_id} is in {target}\n")

@@ -1,4 +1,4 @@
-"""`dora instances`: the servers of a running job, listed, added, drained and removed through its status endpoint."""
+"""`dora instances`: lists, adds, drains and removes the servers of a running job, through its status endpoint."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from dora.status.snapshot import InstanceRow
 
 
 def show(url: str) -> None:
-    """One line an instance."""
+    """Print one line per instance."""
     Console().print(draw(asyncio.run(fetch(url)).instances))
 
 
 def request(url: str, verb: str, instance: str, *, token_file: Path | None) -> None:
-    """Add, drain or remove one; what the run says to that."""
+    """Add, drain or remove an instance, and print the run's answer."""
     sys.stdout.write(asyncio.run(ask(url, verb, instance, token=_token(token_file))) + "\n")
 
 
 def draw(rows: tuple[InstanceRow, ...]) -> Table:
-    """As a table."""
+    """Return the table of the instances."""
     table = Table("instance", "address", "phase", "version", "requests", "KV", "asked", box=None)
     for row in sorted(rows, key=lambda row: row.instance):
         version = f"→ {row.pushing}" if row.pushing is not None else "" if row.version is None else str(row.version)

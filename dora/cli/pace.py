@@ -1,4 +1,4 @@
-"""`dora pace`, and the hidden commands that are its processes."""
+"""`dora pace`, and the hidden commands of its child processes."""
 
 from __future__ import annotations
 
@@ -16,13 +16,12 @@ from dora.sim.workload import load
 
 
 def pace(path: Path, *, seed: int, time_scale: float, processes: int, folder: Path) -> None:
-    """The command."""
-    asked = prepare(path, seed=seed, time_scale=time_scale, processes=processes, folder=folder)
-    end(uvloop.run(drive(asked, Terminal())))
+    paced = prepare(path, seed=seed, time_scale=time_scale, processes=processes, folder=folder)
+    end(uvloop.run(drive(paced, Terminal())))
 
 
 def serve_paced(path: Path, *, model: Path, first: int, count: int, seed: int, time_scale: float) -> None:
-    """A process of paced servers."""
+    """Serve instances `first` to `first + count - 1`."""
     watch_own_lease()
     from dora.paced.servers import run_servers
 
@@ -38,7 +37,7 @@ def serve_paced(path: Path, *, model: Path, first: int, count: int, seed: int, t
 
 
 def train_paced(path: Path, *, time_scale: float) -> None:
-    """The process of all paced ranks."""
+    """Run all ranks of the paced trainer."""
     watch_own_lease()
     from dora.paced.ranks import run_ranks
 

@@ -1,4 +1,4 @@
-"""`dora serve`, the hidden `dora train` and `dora send`: long-lived processes that end with their run."""
+"""`dora serve` and the hidden `dora train` and `dora send`: processes that end with their run."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from dora.seed.policy import model_folder
 
 
 def serve(model: Path, **options: Any) -> None:
-    """Serve until a signal, or until the holder of DORA_LEASE is gone."""
+    """Serve until a signal arrives or the holder of DORA_LEASE ends."""
     watch_own_lease()
     from dora.embedded.server import ServeOptions, run_server
 
     api_key = os.environ.get(SERVE_KEY) or None
     if api_key is None:
         _require_local(options["host"])
-        sys.stderr.write(f"dora: no {SERVE_KEY} is set: every user of this machine can steer this server\n")
+        sys.stderr.write(f"dora: {SERVE_KEY} is not set: every user of this machine can control this server\n")
     run_server(ServeOptions(model_path=model_folder(str(model)), api_key=api_key, **options))
 
 
 def _require_local(host: str) -> None:
-    """Without a key, a server is not offered to other machines."""
-    from dora.guard import is_loopback  # with aiohttp, which ranks and senders have no use for
+    """Raise ConfigError if other machines could reach the server, which has no key."""
+    from dora.guard import is_loopback  # imports aiohttp, which ranks and senders do not need
 
     if host != "localhost" and not is_loopback(host):
-        raise ConfigError(f"--host {host}: other machines could steer a server without a key; set {SERVE_KEY}")
+        raise ConfigError(f"--host {host}: other machines could control a server without a key; set {SERVE_KEY}")
 
 
 def train() -> None:
-    """One trainer rank."""
+    """Run one trainer rank."""
     watch_own_lease()
     from dora.trainer.main import main
 
@@ -44,20 +44,20 @@ def train() -> None:
 
 
 def send() -> None:
-    """One sender of weights, under the controller that holds its pipes."""
+    """Run one sender of weights, with the controller at its standard input and output."""
     watch_own_lease()
     run_sender(_score_prompt)
 
 
 def _score_prompt(folder: Path, token_ids: Sequence[int]) -> list[float]:
-    from dora.trainer.score import score  # transformers takes seconds to import, and few senders are asked
+    from dora.trainer.score import score  # transformers takes seconds to import, and few senders need it
 
     [logprobs] = score(folder, [token_ids], prompt_lengths=[1], temperature=1.0)
     return [float(logprob) for logprob in logprobs]
 
 
 def watch_own_lease() -> None:
-    """End with the holder of DORA_LEASE."""
+    """End this process when the holder of DORA_LEASE ends."""
     lease = os.environ.get("DORA_LEASE")
     if lease:
         watch_lease(Path(lease))

@@ -1,4 +1,4 @@
-"""`dora simulate`: a workload file, a run's config or a finished run, swept and tabulated."""
+"""`dora simulate`: simulates a workload, a configuration or a finished run, and prints a table."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def simulate(
     if instances and min(instances) < 1:
         raise ConfigError(f"--instances {min(instances)}: a fleet has at least one instance")
     if path is not None and recorded is not None:
-        raise ConfigError(f"--from {recorded}: a finished run says everything; leave {path} away")
+        raise ConfigError(f"--from {recorded}: a finished run needs no other file; omit {path}")
     workload, note = from_run(recorded) if recorded is not None else from_file(path)
     if overrides:
         workload = with_overrides(workload, overrides)
@@ -59,7 +59,7 @@ def simulate(
     sys.stdout.write(note)
     processes = processes or min(2, os.cpu_count() or 1)
     if best_split:
-        found = at_best_splits(found, processes=processes, told=lambda best: sys.stdout.write(f"{best}\n"))
+        found = at_best_splits(found, processes=processes, report=lambda best: sys.stdout.write(f"{best}\n"))
     results: list[Result] = []
     for result in run(found, processes=processes):
         results.append(result)
@@ -67,10 +67,10 @@ def simulate(
             sys.stderr.write(f"\r{len(results)} of {len(found)} simulations\x1b[K")
     if sys.stderr.isatty():
         sys.stderr.write("\r\x1b[K")
-    made = rows(results)
-    sys.stdout.write(f"{table(made)}\n")
+    summary = rows(results)
+    sys.stdout.write(f"{table(summary)}\n")
     if pictures is not None:
-        drawn = draw(made, found)
+        drawn = draw(summary, found)
         with _writing("--pictures", pictures):
             for name, picture in drawn.items():
                 (pictures / f"{name}.svg").write_text(picture, encoding="utf-8")
@@ -80,7 +80,7 @@ def simulate(
 
 
 def _require_writable(json: Path | None, pictures: Path | None) -> None:
-    """Found out before the first simulation, not after the last."""
+    """Raise ConfigError now, not after the last simulation, if the outputs cannot be written."""
     if pictures is not None:
         with _writing("--pictures", pictures):
             pictures.mkdir(parents=True, exist_ok=True)

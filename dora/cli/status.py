@@ -1,4 +1,4 @@
-"""`dora status`: how a run is doing, drawn from its status endpoint."""
+"""`dora status`: shows the state of a run, from its status endpoint."""
 
 from __future__ import annotations
 
@@ -11,5 +11,4 @@ from dora.status.terminal import draw
 
 
 def status(url: str) -> None:
-    """The command."""
     Console().print(draw(asyncio.run(fetch(url))))

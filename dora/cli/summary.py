@@ -1,4 +1,4 @@
-"""What is said when a run has ended."""
+"""The summary at the end of a run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dora.status.snapshot import Snapshot
 
 
 def summary(now: Snapshot, *, folder: RunFolder, violations: int) -> list[str]:
-    """Accuracy before and after, throughput, idle shares, staleness, audit, and where everything lies, line by line."""
+    """Return the lines: accuracy before and after, throughput, idle time, staleness, audit, and the run folder."""
     lines = [f"{now.phase}: {now.reason}", f"  {now.steps_trained} of {now.num_steps} steps in {now.uptime_s:.0f} s"]
     for name in dict.fromkeys(score.name for score in now.scores):
         scores = [score for score in now.scores if score.name == name]
@@ -27,13 +27,13 @@ def summary(now: Snapshot, *, folder: RunFolder, violations: int) -> list[str]:
         total = sum(now.staleness)
         shares = ", ".join(f"{i}: {n / total:.0%}" for i, n in enumerate(now.staleness))
         lines.append(f"  staleness of trained groups: {shares} (mean {now.staleness_mean:.2f})")
-    lines += [f"  {constraint} is broken by design: {told}" for constraint, told in now.by_design.items()]
+    lines += [f"  {constraint} is broken by design: {counts}" for constraint, counts in now.by_design.items()]
     lines.append(f"  {now.counts.migrations} migrations, {now.counts.recovered} recovered after losses")
     kept = ", ".join(name for name in ("C1", "C2", "C3") if name not in now.by_design)
     lines.append(f"  audit of {kept}: {_verdict(now, violations, folder=folder)}")
     lines.append(f"  everything is in {folder.root}")
     if now.phase == "interrupted":
-        lines.append(f"  go on with it: dora run --resume {folder.root}")
+        lines.append(f"  to continue it: dora run --resume {folder.root}")
     return lines
 
 

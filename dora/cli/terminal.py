@@ -1,4 +1,4 @@
-"""A run as its user sees it in a terminal: lines, progress, Ctrl-C, and the summary at the end."""
+"""The terminal frontend of a run: messages, progress, Ctrl-C, and the summary at the end."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from dora.app.job import Running
+from dora.cli.run import INTERRUPTED
 from dora.cli.summary import summary
 from dora.journal.run_folder import RunFolder
 from dora.status.snapshot import Snapshot
@@ -24,7 +25,7 @@ class Terminal:
 
     @asynccontextmanager
     async def watch(self, run: Running) -> AsyncIterator[None]:
-        """Signals are heeded from here on until the process ends."""
+        """Show progress; from here on, handle SIGINT and SIGTERM until the process ends."""
         _stop_on_signals(run)
         folder, token = run.folder.root, run.token_file
         async with show_progress(run.snapshot, status_url=run.status_url, folder=folder, token=token):
@@ -35,7 +36,7 @@ class Terminal:
 
 
 def _stop_on_signals(run: Running) -> None:
-    """The first Ctrl-C stops cleanly, the second ends at once."""
+    """Stop cleanly at the first signal, and at once at the second."""
     signals = 0
 
     def stop() -> None:
@@ -43,10 +44,10 @@ def _stop_on_signals(run: Running) -> None:
         signals += 1
         if signals > 1:
             run.kill()
-            os._exit(130)
+            os._exit(INTERRUPTED)
         sys.stderr.write(
-            "\ndora: stopping; everything in flight is kept. Waiting for the trainer's checkpoint, for at most "
-            f"{run.stop_timeout_s:g} s; press Ctrl-C again to end at once\n"
+            "\ndora: stopping; everything in flight is kept. Waiting at most "
+            f"{run.stop_timeout_s:g} s for the trainer's checkpoint; press Ctrl-C again to end at once\n"
         )
         run.interrupt()
 

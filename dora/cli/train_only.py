@@ -1,4 +1,4 @@
-"""`dora run --train-only`: train on rollouts from disk."""
+"""`dora run --train-only`: trains on rollouts from disk."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from dora.controller.trainer_link import StepReport
 
 
 def train_only(config: Config, rollouts: Path) -> None:
-    """The command."""
-    steps, folder = uvloop.run(train(config, rollouts, told=_tell))
+    steps, folder = uvloop.run(train(config, rollouts, report=_print))
     sys.stdout.write(f"{steps} steps are trained; versions and metrics are in {folder.root}\n")
 
 
-def _tell(report: StepReport, steps: int) -> None:
-    reward, norm = report.metrics.get("all/reward_mean", 0.0), report.metrics["grad_norm"]
-    sys.stdout.write(f"step {report.step + 1}/{steps}  reward {reward:.3f}  gradient norm {norm:.3f}\n")
+def _print(step: StepReport, steps: int) -> None:
+    reward, norm = step.metrics.get("all/reward_mean", 0.0), step.metrics["grad_norm"]
+    sys.stdout.write(f"step {step.step + 1}/{steps}  reward {reward:.3f}  gradient norm {norm:.3f}\n")

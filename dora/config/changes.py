@@ -52,7 +52,7 @@ class Change:
 
 
 def changes(before: Config, after: Config) -> list[Change]:
-    """Every key whose value differs, in the order of the schema; secrets are left out."""
+    """Return every key whose value differs, in the order of the schema, without secrets."""
     old, new = dict(_flat(before.model_dump(mode="json"))), dict(_flat(after.model_dump(mode="json")))
     keys = dict.fromkeys([*old, *new])
     return [Change(k, old.get(k, "unset"), new.get(k, "unset")) for k in keys if old.get(k) != new.get(k)]

@@ -44,7 +44,7 @@ _DEFAULT_JOB = """\
 
 
 def render() -> dict[str, str]:
-    """The text of every generated file, by its path in the repository."""
+    """Return the text of every generated file, by its path in the repository."""
     return {
         "docs/CONFIG.md": "\n".join([_HEAD, *_sections(Config, prefix="")]),
         "launch/configs/arithmetic-cpu.toml": f"{_DEFAULT_JOB}\n{dump(Config())}",
@@ -52,7 +52,7 @@ def render() -> dict[str, str]:
 
 
 def _sections(model: type[BaseModel], *, prefix: str) -> Iterator[str]:
-    """A heading, a sentence and a table for each section, in schema order; nested sections come after their parent."""
+    """Yield heading, sentence and table of each section, in schema order; nested sections follow their parent."""
     for name, field in model.model_fields.items():
         inner, is_list = _section_of(field)
         if inner is None:
@@ -69,7 +69,7 @@ def _sections(model: type[BaseModel], *, prefix: str) -> Iterator[str]:
 
 
 def _section_of(field: FieldInfo) -> tuple[type[BaseModel] | None, bool]:
-    """The section type of a field, and whether the field is a list of them."""
+    """Return the section type of a field, and whether the field is a list of them."""
     candidates = (field.annotation, *get_args(field.annotation))
     for candidate in candidates:
         if isinstance(candidate, type) and issubclass(candidate, BaseModel):

@@ -1,8 +1,7 @@
 """Reads TOML, `--set` and the environment into one frozen `Config`, and writes it back as TOML.
 
-Invariant: all problems are reported in one `ConfigError`, one line each, that names the origin (file or --set), the
-full dotted key, and what to change. Secrets are read from environment variables only, and no function here returns
-them as text.
+Invariant: all problems are reported in one `ConfigError`, one line each, with the origin (file or --set), the dotted
+key, and what to change. Secrets are read from environment variables only and are never dumped.
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ _WANTED = {
     "string_pattern_mismatch": "text that matches {pattern}",
 }
 
-#: Likeness (0 to 1) from which a key of another section is suggested: of few letters, unrelated words are alike.
-_NEARLY_THE_SAME = 0.85
+#: Similarity (0 to 1) from which a key of another section is suggested; high, because short words are often similar.
+_MIN_SIMILARITY = 0.85
 
 #: tomllib takes time quadratic in the number of parts of a key.
 _PART = r"""(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')"""
@@ -53,9 +52,9 @@ _LONG_KEY = re.compile(rf"(?<![\w.-]){_PART}(?:[ \t]*+\.[ \t]*+{_PART}){{100}}")
 def load(
     path: Path | None, overrides: Sequence[str] = (), *, environ: Mapping[str, str], is_dump: bool = False
 ) -> Config:
-    """The defaults, overlaid by the file at `path`, then by each `a.b=value`, then by the secrets of `environ`.
+    """Return the defaults, overlaid in turn by the file at `path`, each `a.b=value`, and the secrets in `environ`.
 
-    `is_dump`: the file is what `dump` has written, perhaps that of an earlier release.
+    `is_dump`: the file was written by `dump`, perhaps by that of an earlier release.
     """
     data = Config().model_dump(mode="json")
     if path is not None:
@@ -71,22 +70,22 @@ def load(
         if value and isinstance(data[section], dict):
             data[section][name] = value
     try:
-        # JSON's strict mode takes lists for tuples and text for paths, but never text for a number.
+        # Strict JSON mode accepts lists for tuples and text for paths, but not text for numbers.
         return Config.model_validate_json(json.dumps(data, default=str), strict=True)
     except ValidationError as err:
         lines = [line for problem in err.errors() for line in _describe(problem, origins=origins, path=path)]
         raise ConfigError(*lines) from None
     except (ValueError, RecursionError):
-        raise ConfigError(f"{path or '--set'}: a number of thousands of digits, or tables nested as deeply") from None
+        raise ConfigError(f"{path or '--set'}: a number has too many digits, or tables are nested too deeply") from None
 
 
 def parse(text: str) -> Config:
-    """What `dump` has written, perhaps that of an earlier release."""
+    """Parse the output of `dump`, perhaps of that of an earlier release."""
     return Config.model_validate_json(json.dumps(_without_retired(tomllib.loads(text))), strict=True)
 
 
 def dump(config: Config) -> str:
-    """The whole config as TOML, secrets left out; `load` of it gives the same config."""
+    """Return the whole config as TOML, without secrets; `parse` of it gives the same config."""
     return tomli_w.dumps(_without_unset(config.model_dump(mode="json")))
 
 
@@ -94,7 +93,7 @@ def dump(config: Config) -> str:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The tables of a TOML file."""
+    """Read a TOML file; ConfigError names the line that is invalid."""
     try:
         return _parse(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -102,12 +101,12 @@ def read_toml(path: Path) -> dict[str, Any]:
     except OSError as err:
         raise ConfigError(f"{path}: cannot be read ({err.strerror})") from err
     except UnicodeDecodeError as err:
-        raise ConfigError(f"{path}: is not UTF-8 text (byte {err.start})") from err
+        raise ConfigError(f"{path}: not UTF-8 text (byte {err.start})") from err
     except tomllib.TOMLDecodeError as err:
         found = re.search(r"^(.*) \(at line (\d+), column (\d+)\)$", str(err))
         text = f"{path}:{found[2]}:{found[3]}: {found[1]}" if found else f"{path}: {err}"
         raise ConfigError(text) from err
-    except (ValueError, RecursionError) as err:  # a number of thousands of digits; lists within lists
+    except (ValueError, RecursionError) as err:  # a number with thousands of digits; deeply nested lists
         raise ConfigError(f"{path}: {err}") from err
 
 
@@ -118,7 +117,7 @@ def _parse(text: str) -> dict[str, Any]:
 
 
 def _without_retired(data: dict[str, Any]) -> dict[str, Any]:
-    """A resolved config names every key, those without effect too; leaving them out changes nothing."""
+    """Remove the keys without effect, which dumps of earlier releases contain."""
     return {
         section: {key: value for key, value in table.items() if f"{section}.{key}" not in WITHOUT_EFFECT}
         if isinstance(table, dict)
@@ -128,7 +127,7 @@ def _without_retired(data: dict[str, Any]) -> dict[str, Any]:
 
 
 def _overlay(data: dict[str, Any], given: Mapping[str, Any]) -> None:
-    """Merge tables; replace everything else, lists included."""
+    """Merge `given` into `data`: tables are merged, everything else is replaced, lists included."""
     for key, value in given.items():
         if isinstance(value, dict) and isinstance(data.get(key), dict):
             _overlay(data[key], value)
@@ -141,7 +140,7 @@ def set_key(data: dict[str, Any], override: str) -> str:
     key, equals, text = override.partition("=")
     key = key.strip()
     if any("\ud800" <= character <= "\udfff" for character in override):
-        raise ConfigError(f"--set {override}: is not UTF-8 text")
+        raise ConfigError(f"--set {override}: not UTF-8 text")
     if not equals or not all(key.split(".")):
         raise ConfigError(f"--set {override}: expected SECTION.NAME=VALUE")
     *parents, last = key.split(".")
@@ -159,7 +158,7 @@ def set_key(data: dict[str, Any], override: str) -> str:
 
 
 def _step_into(node: Any, key: str, *, override: str) -> Any:
-    """The child of a table, or of a list by its index; the first index past the end appends."""
+    """Return the child of a table, or of a list by its index; the first index past the end appends."""
     if isinstance(node, dict):
         return node.setdefault(key, {})
     if not isinstance(node, list):
@@ -172,7 +171,7 @@ def _step_into(node: Any, key: str, *, override: str) -> Any:
 
 
 def _value(text: str) -> Any:
-    """`text` as a TOML value, or as it is if it is not one."""
+    """Parse `text` as a TOML value; return it unchanged if it is not one."""
     try:
         parsed = _parse(f"value = {text}")
     except (ValueError, RecursionError):
@@ -184,7 +183,7 @@ def _value(text: str) -> Any:
 
 
 def _secrets() -> Iterator[tuple[str, str, FieldInfo]]:
-    """(section, name, field) of every secret."""
+    """Yield (section, name, field) for every secret."""
     for section, outer in Config.model_fields.items():
         assert isinstance(outer.annotation, type)
         assert issubclass(outer.annotation, BaseModel)
@@ -199,7 +198,7 @@ def _environment(field: FieldInfo) -> str:
 
 
 def _refuse_secrets(data: Mapping[str, Any]) -> None:
-    """Files are shared, and every user of a machine sees its command lines."""
+    """Refuse secrets in files and options: files are shared, and all users of a machine can see its command lines."""
     for section, name, field in _secrets():
         if isinstance(data[section], dict) and name in data[section]:
             variable = _environment(field)
@@ -210,13 +209,13 @@ def _refuse_secrets(data: Mapping[str, Any]) -> None:
 
 
 def _describe(problem: ErrorDetails, *, origins: Mapping[str, str], path: Path | None) -> list[str]:
-    """One pydantic problem as lines of text; only the rules that span sections give more than one."""
+    """Describe a pydantic error, in one line unless it comes from the checks across sections."""
     where = f"{path}: " if path is not None else ""
     key = ".".join(map(str, problem["loc"]))
     if not key:
         return [where + line for line in str(problem["ctx"]["error"]).splitlines()]
-    for said, override in origins.items():
-        if f"{key}.".startswith(f"{said}.") or f"{said}.".startswith(f"{key}."):
+    for overridden, override in origins.items():
+        if f"{key}.".startswith(f"{overridden}.") or f"{overridden}.".startswith(f"{key}."):
             where = f"{override}: "
     if key in WITHOUT_EFFECT:
         return [f"{where}{key}: {WITHOUT_EFFECT[key]}"]
@@ -232,24 +231,24 @@ def _shown(value: Any) -> str:
 
 
 def _nearest(key: str, *, loc: tuple[int | str, ...]) -> str:
-    """The valid key that was probably meant: alike within its table, else nearly the same in another section."""
+    """Suggest a valid key: a similar one in the same table, else a very similar one in another section."""
     parent, _, name = key.rpartition(".")
     siblings = _keys(_model_at(loc[:-1]))
     if near := get_close_matches(name, siblings, n=1):
         return f"did you mean {parent + '.' if parent else ''}{near[0]}?"
     home = {n: f"{section}.{n}" for section in Config.model_fields for n in _keys(_model_at((section,)))}
-    if near := get_close_matches(name, home, n=1, cutoff=_NEARLY_THE_SAME):
+    if near := get_close_matches(name, home, n=1, cutoff=_MIN_SIMILARITY):
         return f"did you mean {home[near[0]]}?"
     return f"valid here: {', '.join(siblings)}"
 
 
 def _keys(model: type[BaseModel]) -> list[str]:
-    """What a file may say of a section: all but its secrets."""
+    """Return the keys that a file may set: all but secrets."""
     return [name for name, field in model.model_fields.items() if not field.exclude]
 
 
 def _model_at(loc: Sequence[int | str]) -> type[BaseModel]:
-    """The section that contains the location of a problem."""
+    """Return the section at the location of a problem."""
     model: type[BaseModel] = Config
     for part in loc:
         if isinstance(part, str):
@@ -265,7 +264,7 @@ def _model_at(loc: Sequence[int | str]) -> type[BaseModel]:
 
 
 def _without_unset(value: Any) -> Any:
-    """TOML has no null: a key that is unset is left out."""
+    """Remove unset keys, because TOML has no null."""
     if isinstance(value, dict):
         return {key: _without_unset(item) for key, item in value.items() if item is not None}
     return [_without_unset(item) for item in value] if isinstance(value, list) else value

@@ -26,11 +26,11 @@ DEFAULT_INSTANCES = 4
 #: The address of a server, and the one the controller listens on (ZeroMQ resolves wildcards and interface names).
 _SERVER_URL = re.compile(r"https?://[^\s/]+(/\S*)?")
 _LISTEN_ADDRESS = re.compile(r"tcp://\S+:(\d+|\*)")
-#: Keys that nothing reads: refused with the reason in place of being taken for an effect.
+#: Keys that would have no effect, and why; they are refused.
 WITHOUT_EFFECT = dict.fromkeys(
     ("trainer.clip_low", "trainer.clip_high"),
-    "has no effect: a step makes one update, so the policy is still the one that the ratio is taken to, and nothing is "
-    "clipped; trainer.tis_cap bounds the weights of off-policy tokens. Leave it out",
+    "has no effect: with one update per step the policy ratio is always 1 and is never clipped; trainer.tis_cap bounds "
+    "the weights of off-policy tokens. Remove the key",
 )
 #: Placeholders that `engine.command` may use.
 PLACEHOLDERS = ("model", "host", "port", "tp", "slots", "kv_tokens", "dtype", "device", "threads")
@@ -43,7 +43,7 @@ class Section(BaseModel):
 
 
 def secret(variable: str) -> Any:
-    """A text that is read from the environment only, and appears in no dump and no repr."""
+    """Declare a text that is read from the environment only, and appears in no dump and no repr."""
     return Field(default=None, exclude=True, repr=False, json_schema_extra={"environment": variable})
 
 
@@ -119,7 +119,7 @@ class RolloutConfig(Section):
         ],
         ...,
     ] = ()
-    """Placement rules to turn off. docs/SIMULATION.md says what each of them is worth."""
+    """Placement rules to turn off. docs/SIMULATION.md shows what each of them gains."""
     refill: bool = False
     """Admit new prompts under old versions too, where rule F allows it. 3-10 % slower in simulation."""
     watchdog_s: Seconds = 120.0
@@ -191,7 +191,7 @@ class EngineConfig(Section):
     """Maximum number of pushes at the same time; further ones wait their turn."""
     api_key: str | None = secret("DORA_ENGINE_API_KEY")
     """Bearer token that the servers require. A managed instance finds its own in DORA_SERVE_API_KEY. Unset: one is
-    drawn at each start and sent to managed instances only."""
+    generated at each start and sent to managed instances only."""
     path_map: dict[str, str] = {}
     """Path prefix of the version store on this host -> prefix under which servers see it, for shared file systems that
     are mounted elsewhere."""
@@ -209,7 +209,7 @@ class TrainerConfig(Section):
     """The run starts no ranks. Start them yourself, with DORA_CONTROLLER (address) and DORA_TOKEN in their
     environment."""
     token: str | None = secret("DORA_TOKEN")
-    """Secret shared by the controller and its ranks. Unset: one is drawn for every run. External ranks need it."""
+    """Secret shared by the controller and its ranks. Unset: one is generated for every run. External ranks need it."""
     address: str = "tcp://127.0.0.1:0"
     """Address on which the controller listens for ranks; port 0 picks a free port."""
     device: Literal["cpu", "cuda"] = "cpu"
@@ -307,11 +307,11 @@ class TaskConfig(Section):
     epochs: Annotated[int, Field(ge=0)] = 0
     """Number of passes over finite sources; 0: as many as the job needs. The prompts end when the first source does."""
     max_prompt_tokens: Positive = 256
-    """Tokens of the longest prompt that is asked; `overlong` says what becomes of longer ones."""
+    """Maximum number of tokens in a prompt; `overlong` decides what happens to longer ones."""
     overlong: Literal["skip", "fail"] = "skip"
-    """What a row over `max_prompt_tokens` does. `skip`: it keeps its position in the stream and is not asked; more than
-    half of the first 1,000 rows over the limit are an error all the same. `fail`: it ends the command, file and line
-    named: one of the first 10,000 rows at the start, a later one when it is drawn."""
+    """How a row over `max_prompt_tokens` is handled. `skip`: it keeps its position in the stream but is not used; if
+    more than half of the first 1,000 rows are over the limit, that is still an error. `fail`: the command fails with
+    file and line: at the start for one of the first 10,000 rows, otherwise when the row is drawn."""
     graders: Positive = 1
     """Number of grader processes."""
     grade_timeout_s: Seconds = 10.0
@@ -372,7 +372,7 @@ class StatusConfig(Section):
     """Port of /status, /metrics, /healthz and the page at /; 0 picks a free port."""
     token: str | None = secret("DORA_STATUS_TOKEN")
     """Bearer token required to add, drain and remove instances (`dora instances`); reading needs none. Unset: one is
-    drawn for every run and written into its folder, readable by its owner only."""
+    generated for every run and written into its folder, readable by its owner only."""
 
 
 class LogConfig(Section):
@@ -400,7 +400,7 @@ class Config(Section):
 
     @property
     def max_staleness(self) -> int:
-        """K in force: the strategy may fix its own."""
+        """K in force; some strategies fix it."""
         return self.rules.max_staleness
 
     @property
@@ -448,12 +448,12 @@ class Config(Section):
         if self.rollout.group_size < 2:
             yield (
                 f"rollout.group_size: {self.rollout.group_size} answer per prompt has no siblings to be compared with, "
-                f"and advantage '{self.trainer.advantage}' is group-relative; use at least 2"
+                f"but advantage '{self.trainer.advantage}' is group-relative; use at least 2"
             )
         if SILENCE * self.rollout.watchdog_s >= self.run.no_progress_s:
             yield (
                 f"rollout.watchdog_s: {SILENCE:g} x {self.rollout.watchdog_s:g} s must be below run.no_progress_s "
-                f"({self.run.no_progress_s:g} s), else a stuck request ends the run before it is moved elsewhere"
+                f"({self.run.no_progress_s:g} s), otherwise a stuck request ends the run before it can be moved"
             )
 
     def _capacity_problems(self) -> Iterator[str]:
@@ -473,7 +473,7 @@ class Config(Section):
     def _address_problems(self) -> Iterator[str]:
         for url in self.engine.urls:
             if not _SERVER_URL.fullmatch(url):
-                yield f"engine.urls: {url} is not a server's address; write it as http://HOST:PORT"
+                yield f"engine.urls: {url} is not a server address; write it as http://HOST:PORT"
         for url in sorted({url for url in self.engine.urls if self.engine.urls.count(url) > 1}):
             yield f"engine.urls: {url} is listed twice; a server is one instance and holds one version at a time"
         if not self.num_instances:
@@ -483,7 +483,7 @@ class Config(Section):
         if not _LISTEN_ADDRESS.fullmatch(self.trainer.address):
             yield f"trainer.address: cannot listen on {self.trainer.address}; write it as tcp://HOST:PORT"
         if self.trainer.external and self.trainer.token is None:
-            yield "trainer.external: external ranks need the run's token; set DORA_TOKEN here and for them"
+            yield "trainer.external: external ranks need the run's token; set DORA_TOKEN here and in their environment"
 
     def _template_problems(self) -> Iterator[str]:
         engine = self.engine
@@ -504,12 +504,12 @@ class Config(Section):
         names = [s.name for s in self.eval.sets]
         for name in sorted({name for name in names if names.count(name) > 1}):
             yield f"eval.sets: two sets are named '{name}'"
-        asked = {source.kind for source in self.task.sources}
-        if not asked:
+        trained = {source.kind for source in self.task.sources}
+        if not trained:
             yield "task.sources: at least one source is needed"
             return
         for index, held_out in enumerate(self.eval.sets):
-            if held_out.source.kind == "arithmetic" and "arithmetic" not in asked:
+            if held_out.source.kind == "arithmetic" and "arithmetic" not in trained:
                 yield (
                     f"eval.sets.{index}: evaluates the built-in arithmetic, which is not the task; "
                     "give a held-out set of the task, or turn evaluation off with eval.sets = []"

@@ -11,7 +11,7 @@ from dora.status.snapshot import Snapshot, decode
 
 
 async def fetch(url: str, *, timeout_s: float = 10.0) -> Snapshot:
-    """The status of the run at `url`; ConfigError if nothing answers there."""
+    """Return the status of the run at `url`; ConfigError if nothing answers there."""
     status, body = await _send("GET", url, "/status", timeout_s=timeout_s)
     if status != 200:
         raise RemoteError(f"{_base(url)}/status: answered {status}; is this a run's status address?")
@@ -24,14 +24,14 @@ async def ask(url: str, verb: str, instance: str, *, token: str, timeout_s: floa
     headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
     body = msgspec.json.encode(InstanceRequest(instance))
     status, answer = await _send("POST", url, path, timeout_s=timeout_s, headers=headers, body=body)
-    said = read_said(answer, address=_base(url) + path, status=status)
+    reply = reply_text(answer, address=_base(url) + path, status=status)
     if status != 200:
-        raise ConfigError(said)
-    return said
+        raise ConfigError(reply)
+    return reply
 
 
-def read_said(body: bytes, *, address: str, status: int) -> str:
-    """The sentence in an answer of `ask`."""
+def reply_text(body: bytes, *, address: str, status: int) -> str:
+    """Return the sentence in the body of a reply; ProtocolError if there is none."""
     try:
         return one_line(msgspec.json.decode(body, type=InstanceReply).said)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as err:
@@ -42,7 +42,7 @@ async def _send(
     method: str, url: str, path: str, *, timeout_s: float, headers: dict[str, str] | None = None, body: bytes = b""
 ) -> tuple[int, bytes]:
     if not url.startswith(("http://", "https://")):
-        raise ConfigError(f"{url}: is not an address; write it as http://HOST:PORT")
+        raise ConfigError(f"{url}: not an address; write it as http://HOST:PORT")
     address = _base(url) + path
     try:
         async with (

@@ -11,11 +11,11 @@ from typing import Literal
 
 from dora.core.ids import InstanceId, StepId, VersionId
 
-#: Why the group of a row over the limit fails: such groups are counted by it.
+#: Failure reason of a group whose prompt is over the limit; such groups are counted by it.
 SKIPPED = "the prompt is longer than task.max_prompt_tokens"
 #: Number of steps to keep.
 RECENT_STEPS = 20
-#: Number of problems to show: a run whose every answer fails in its own way has as many as answers.
+#: Number of problems to show; there could otherwise be one for every answer.
 MAX_PROBLEMS = 20
 #: Number of event-loop lags to keep for the quantiles: two minutes, at ten per second.
 RECENT_LAGS = 1200
@@ -88,7 +88,7 @@ class ShellFacts:
     max_lag_s: float = 0.0  #: since the start
 
     def note_problem(self, text: str) -> bool:
-        """Something that the run goes on with, but that a person should know now; False if it is already told."""
+        """Record a problem that does not stop the run; return False if it is already known or there are too many."""
         if text in self.problems or len(self.problems) > MAX_PROBLEMS:
             return False
         is_last = len(self.problems) == MAX_PROBLEMS

@@ -21,14 +21,14 @@ _COUNTER_HELP = {
     "version_conflicts": "C1: answers with tokens of a version other than their tag; 0 unless the strategy is partial.",
     "scheduling_aborts": "C2: trajectories stopped and not resumed with all their tokens; 0 unless oversample.",
     "staleness_violations": "C3: groups committed outside the staleness bound; must stay 0.",
-    "late_completions": "Completions of an old attempt; they are ignored.",
+    "late_completions": "Completions of an old attempt, which are ignored.",
     "migrations": "Trajectories moved to another instance of their version.",
     "recovered": "Trajectories continued elsewhere after the loss of their instance.",
 }
 
 
 def render(snapshot: Snapshot) -> str:
-    """All metrics."""
+    """Return all metrics."""
     return "".join(line for part in (_progress, _fleet, _groups, _learning, _health) for line in part(snapshot))
 
 

@@ -37,7 +37,7 @@ _PAGE_POLICY = (
 
 
 class Requests(Protocol):
-    """Requests about an instance, given by its number or address. They return a sentence; ConfigError is a refusal."""
+    """Requests about an instance, given by its number or address. They return a sentence, or refuse by ConfigError."""
 
     async def add(self, which: str) -> str: ...
 
@@ -99,13 +99,13 @@ class StatusServer:
         self._port = port
         self.url = ""  #: with the real port; "" until it listens
         app = web.Application(
-            middlewares=[guard(name=host, open_reads=True, refuse=_said)], client_max_size=MAX_BODY_BYTES
+            middlewares=[guard(name=host, open_reads=True, refuse=_reply)], client_max_size=MAX_BODY_BYTES
         )
         app.router.add_get("/status", self._status)
         app.router.add_get("/metrics", self._metrics)
         app.router.add_get("/healthz", self._healthz)
         app.router.add_get("/", self._page)
-        app.router.add_post("/instances/{verb:add|drain|remove}", self._ask)
+        app.router.add_post("/instances/{verb:add|drain|remove}", self._request)
         self._listener: asyncio.Server | None = None
         self._runner = web.AppRunner(app, access_log=None, logger=CONNECTION_LOG, shutdown_timeout=1.0)
 
@@ -133,8 +133,8 @@ class StatusServer:
     def _connect(self) -> asyncio.BaseProtocol:
         """The protocol of a new connection; closes the oldest ones if there are too many."""
         assert self._runner.server is not None
-        held = [one for one in self._runner.server.connections if one.transport is not None]
-        for oldest in held[: max(0, len(held) - MAX_CONNECTIONS + 1)]:
+        open_ones = [handler for handler in self._runner.server.connections if handler.transport is not None]
+        for oldest in open_ones[: max(0, len(open_ones) - MAX_CONNECTIONS + 1)]:
             _cut(oldest)
         return _Connection(self._runner.server())
 
@@ -145,29 +145,29 @@ class StatusServer:
         return web.Response(text=metrics.render(self._snapshot()), headers={"Content-Type": metrics.CONTENT_TYPE})
 
     async def _healthz(self, request: web.Request) -> web.Response:
-        """200 unless the run has failed."""
+        """Answer 200, or 503 if the run has failed."""
         now = self._snapshot()
         return web.Response(text=f"{now.phase}\n", status=503 if now.phase == "failed" else 200)
 
-    async def _ask(self, request: web.Request) -> web.Response:
-        """401 without the token, 400 if the body is not a request, 409 if the run refuses it."""
+    async def _request(self, request: web.Request) -> web.Response:
+        """Answer 401 without the token, 400 if the body is not a request, 413 if too long, 409 if the run refuses."""
         if not knows(self._token, request.headers):
-            return _said(401, "the token is missing or wrong")
+            return _reply(401, "the token is missing or wrong")
         try:
-            ask = msgspec.json.decode(await request.read(), type=InstanceRequest)
+            body = msgspec.json.decode(await request.read(), type=InstanceRequest)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as err:
-            return _said(400, f"not a request: {err}")
+            return _reply(400, f"not a request: {err}")
         except web.HTTPRequestEntityTooLarge:
-            return _said(413, f"not a request: longer than {MAX_BODY_BYTES} bytes")
+            return _reply(413, f"not a request: longer than {MAX_BODY_BYTES} bytes")
         try:
-            return _said(200, await self._verbs[request.match_info["verb"]](ask.instance))
+            return _reply(200, await self._verbs[request.match_info["verb"]](body.instance))
         except DoraError as err:
-            return _said(409, str(err))
+            return _reply(409, str(err))
 
     async def _page(self, request: web.Request) -> web.Response:
         page = files("dora.status").joinpath("page.html").read_text(encoding="utf-8")
         return web.Response(text=page, content_type="text/html", headers={"Content-Security-Policy": _PAGE_POLICY})
 
 
-def _said(status: int, text: str) -> web.Response:
+def _reply(status: int, text: str) -> web.Response:
     return web.Response(body=msgspec.json.encode(InstanceReply(text)), content_type="application/json", status=status)

@@ -22,7 +22,7 @@ from dora.core.versions import Version
 from dora.errors import ProtocolError
 from dora.status.facts import SKIPPED, Score, ShellFacts, StepFacts
 
-#: What people have asked an instance to do.
+#: The user's request about an instance, by its membership.
 _ASKED = {
     Membership.MEMBER: "",
     Membership.DRAINED: "drain",
@@ -35,7 +35,7 @@ AVERAGED_STEPS = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionRow:
-    """One policy version that something needs."""
+    """One policy version that is still needed."""
 
     version: int
     is_newest: bool
@@ -118,13 +118,13 @@ class Snapshot:
     staleness_mean: float | None
     steps: tuple[StepFacts, ...]  #: the latest, oldest first
     scores: tuple[Score, ...]  #: held-out, in the order of evaluation
-    evaluations_skipped: tuple[int, ...]  #: versions that were to be evaluated, had newer ones not been there first
+    evaluations_skipped: tuple[int, ...]  #: versions not evaluated because a newer one was published before their turn
     num_tokens: int  #: sampled since the start, evaluation included
     num_trained_tokens: int  #: response tokens trained
     tokens_per_s: float  #: sampled, over the last ten seconds
     trained_tokens_per_s: float  #: over the last steps
     counts: Counts
-    problems: tuple[str, ...]  #: that the run goes on with, such as a reward that raises; each once, oldest first
+    problems: tuple[str, ...]  #: that do not stop the run, such as a reward that raises; each once, oldest first
     by_design: dict[str, str]  #: constraint (C1, C2, C3) that the strategy breaks by design -> how often it broke it
     lag_p50_s: float  #: event-loop lag, latest samples
     lag_p99_s: float
@@ -132,7 +132,7 @@ class Snapshot:
 
 
 def snapshot(state: State, shell: ShellFacts) -> Snapshot:
-    """The run after the state's latest event."""
+    """Return the state of the run after the latest event."""
     ledger, settings = state.ledger, state.settings
     staleness = state.counters.staleness
     live = set(state.window.live())
@@ -180,7 +180,7 @@ def snapshot(state: State, shell: ShellFacts) -> Snapshot:
 
 
 def trainer_waits_for(state: State) -> str:
-    """What the trainer waits for, in words; "" while it works and when it has nothing left to do."""
+    """Describe what the trainer waits for; "" while it works, and at the end."""
     feed = state.feed
     if state.finished or feed.trained >= state.settings.steps:
         return ""
@@ -205,12 +205,12 @@ def trainer_waits_for(state: State) -> str:
 
 
 def encode(snapshot: Snapshot) -> bytes:
-    """As JSON."""
+    """Encode as JSON."""
     return msgspec.json.encode(snapshot)
 
 
 def decode(body: bytes) -> Snapshot:
-    """From JSON, as another process sent it."""
+    """Decode the JSON of another process; ProtocolError if it is not a snapshot."""
     try:
         return msgspec.json.decode(body, type=Snapshot)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as err:
@@ -256,7 +256,7 @@ def _instance_row(instance: Instance, *, shell: ShellFacts) -> InstanceRow:
 
 
 def _phase_of(instance: Instance) -> WeightsPhase:
-    """What it may be used for: one that was drained takes nothing new, whatever its weights."""
+    """Return the phase to show: a drained instance with a version is draining."""
     drains = instance.weights in HOLDS_VERSION and not instance.is_member
     return WeightsPhase.DRAINING if drains else instance.weights
 

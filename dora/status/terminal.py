@@ -1,7 +1,4 @@
-"""The run in a terminal: a live view, or one line per step and per evaluation if the output is not a terminal.
-
-Invariant: drawn from snapshots alone.
-"""
+"""The run in a terminal: a live view, or one line per step and per evaluation if the output is not a terminal."""
 
 from __future__ import annotations
 
@@ -9,7 +6,6 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Protocol
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -21,15 +17,9 @@ from dora.status.facts import Score, StepFacts
 from dora.status.snapshot import Snapshot, VersionRow
 
 REFRESH_S = 1.0
-#: Of the problems so far, in the picture.
+#: Number of problems in the live view: the latest ones.
 SHOWN_PROBLEMS = 3
 _BAR_WIDTH = 32
-
-
-class View(Protocol):
-    """Shows a run while it goes on."""
-
-    def show(self, snapshot: Snapshot) -> None: ...
 
 
 @asynccontextmanager
@@ -41,52 +31,41 @@ async def show_progress(
     token: Path | None = None,
     console: Console | None = None,
 ) -> AsyncIterator[None]:
-    """Show the run while the context is open, and its state at the end; `token`: the file with the status token."""
+    """Show the run while the context is open, and its state at the end. `token`: the file with the status token."""
     console = console or Console()
     lines = [f"run folder {folder}", f"status     {status_url}", *([f"token      {token}"] if token else [])]
     console.print("\n".join(lines), highlight=False, soft_wrap=True)
     if not console.is_terminal:
-        async with _refreshed(PlainView(console), snapshot):
+        async with _refreshed(PlainView(console).show, snapshot):
             yield
         return
-    # The refresh loop draws, so that the view needs no thread beside the event loop.
+    # The refresh task draws, so that no thread is needed.
     with Live(console=console, auto_refresh=False) as live:
-        async with _refreshed(LiveView(live), snapshot):
+        async with _refreshed(lambda now: live.update(draw(now), refresh=True), snapshot):
             yield
 
 
 @asynccontextmanager
-async def _refreshed(view: View, snapshot: Callable[[], Snapshot]) -> AsyncIterator[None]:
+async def _refreshed(show: Callable[[Snapshot], None], snapshot: Callable[[], Snapshot]) -> AsyncIterator[None]:
     async def refresh() -> None:
         while True:
             await asyncio.sleep(REFRESH_S)
-            view.show(snapshot())
+            show(snapshot())
 
-    view.show(snapshot())
+    show(snapshot())
     task = asyncio.create_task(refresh(), name="progress-view")
     try:
         yield
     finally:
         task.cancel()
         await asyncio.wait({task})
-        view.show(snapshot())
+        show(snapshot())
         if not task.cancelled():
-            task.result()  # raises the error: the loop ends by itself only if it cannot draw
-
-
-class LiveView:
-    """Redraws the view in place."""
-
-    def __init__(self, live: Live) -> None:
-        self._live = live
-
-    def show(self, snapshot: Snapshot) -> None:
-        """Draw the snapshot."""
-        self._live.update(draw(snapshot), refresh=True)
+            task.result()  # the task ends by itself only if drawing failed: raise that error
 
 
 class PlainView:
-    """Prints a line for each new step and each new evaluation; problems appear as warnings of the log."""
+    """Prints a line for each new step and each new evaluation; problems appear as log warnings."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -108,7 +87,7 @@ class PlainView:
 
 
 def step_line(step: StepFacts, snapshot: Snapshot) -> str:
-    """One step in one line."""
+    """Format a step as one line."""
     versions = " ".join(f"{row.version}:{row.serving}" for row in snapshot.versions if row.is_live)
     parts = [
         f"step {step.step + 1}/{snapshot.num_steps}",
@@ -124,12 +103,12 @@ def step_line(step: StepFacts, snapshot: Snapshot) -> str:
 
 
 def score_line(score: Score) -> str:
-    """One evaluation in one line."""
+    """Format an evaluation as one line."""
     return f"version {score.version}: {score.name} {score.mean:.3f} ({score.num_samples} answers)"
 
 
 def draw(snapshot: Snapshot) -> RenderableType:
-    """The whole view."""
+    """Return the live view."""
     return Group(_title(snapshot), _progress(snapshot), _figures(snapshot), _versions(snapshot))
 
 

@@ -1,4 +1,4 @@
-"""A run folder, opened to be looked at."""
+"""Opening a run folder for inspection."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.core.world import run
 from tests.journal.recorded import first_event, full_run, new_folder, with_event, write
 
 
-def test_a_run_is_opened_as_its_state_and_its_events_with_their_commands(tmp_path: Path) -> None:
+def test_opening_a_run_gives_its_state_and_its_events_with_their_commands(tmp_path: Path) -> None:
     world = full_run()
     folder = write(new_folder(tmp_path), world.settings, world.journal)
     state, entries = app.open_run(folder.root)
@@ -30,7 +30,7 @@ def test_a_run_can_be_opened_before_its_end(tmp_path: Path) -> None:
     assert not state.finished
 
 
-def test_a_journal_that_the_core_does_not_agree_with_is_not_passed_off_as_a_state(tmp_path: Path) -> None:
+def test_a_journal_of_other_decisions_than_the_cores_is_refused(tmp_path: Path) -> None:
     world = run(seed=3, steps=2)
     at, _ = first_event(world.journal, ev.InstanceUp, lambda e: True)
     folder = write(new_folder(tmp_path), world.settings, with_event(world.journal, at, slots=1))

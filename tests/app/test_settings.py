@@ -1,4 +1,4 @@
-"""The configuration in the words of the core, the trainer and the simulator."""
+"""Mapping the configuration to the settings of the core, the trainer and the simulator."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ def config(*changes: str) -> Config:
     return load(None, changes, environ={})
 
 
-def test_a_config_is_simulated_under_the_settings_that_it_runs_under() -> None:
-    """But for a timeout that no simulation has, and for what depends on the trainer's device."""
+def test_a_config_is_simulated_with_the_settings_of_its_run() -> None:
+    """Except a timeout that simulations do not have, and what depends on the trainer's device."""
     ours = settings_of(config(*CHANGED), eval_prompt_tokens=())
     simulated = workload_of(config(*CHANGED)).settings()
     differing = {name for name in ours.__struct_fields__ if getattr(ours, name) != getattr(simulated, name)}
     assert differing == {"no_progress_s", "deterministic"}
 
 
-def test_what_a_job_has_in_common_with_the_rollout_section_goes_there_and_back() -> None:
+def test_the_rollout_section_of_a_job_is_that_of_its_config() -> None:
     rollout = config(*CHANGED).rollout
     there = rollout_section(workload_of(config(*CHANGED)).job)
     assert there == {name: getattr(rollout, name) for name in there}
     assert len(there) == 10
 
 
-def test_the_ranks_are_told_what_the_trainer_section_says() -> None:
-    told = trainer_settings(config("trainer.beta2=0.5", "run.steps=9", "rollout.temperature=0.7"), max_staleness=4)
-    assert (told.beta2, told.steps, told.temperature, told.max_staleness) == (0.5, 9, 0.7, 4)
-    assert told.micro_batch_tokens == config().trainer.micro_batch_tokens
+def test_the_ranks_receive_the_trainer_section() -> None:
+    received = trainer_settings(config("trainer.beta2=0.5", "run.steps=9", "rollout.temperature=0.7"), max_staleness=4)
+    assert (received.beta2, received.steps, received.temperature, received.max_staleness) == (0.5, 9, 0.7, 4)
+    assert received.micro_batch_tokens == config().trainer.micro_batch_tokens
 
 
 def test_every_shipped_config_can_be_simulated() -> None:

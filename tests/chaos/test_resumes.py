@@ -208,7 +208,7 @@ def test_a_run_killed_in_its_last_evaluation_evaluates_and_ends(interrupted: Sto
 
 
 def test_other_data_is_refused(interrupted: Story) -> None:
-    says = r"task.sources: the prompt of group \d+ is not what it was"
+    says = r"task.sources: the prompt of group \d+ has changed"
     assert_one_clear_error(interrupted.asked["other data"], code=1, says=says)
 
 
@@ -218,7 +218,7 @@ def test_other_held_out_answers_are_refused(interrupted: Story) -> None:
 
 
 def test_a_token_store_with_a_frame_missing_is_refused(interrupted: Story) -> None:
-    says = r"tokens\.bin: .*(records are missing|the journal knows|holds no prompt)"
+    says = r"tokens\.bin: .*(records are missing|the journal counts|has no prompt)"
     assert_one_clear_error(interrupted.asked["tokens that are missing"], code=1, says=says)
 
 

@@ -1,4 +1,4 @@
-"""Loading a run's configuration: what wins, what is refused, and how it is said."""
+"""Loading a configuration: precedence, refusals, and error messages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dora.errors import ConfigError
 
 
 def refused(*overrides: str, path: Path | None = None) -> list[str]:
-    """The lines of the error that these settings give."""
+    """Load the settings, which must fail; return the lines of the error."""
     with pytest.raises(ConfigError) as caught:
         load(path, overrides, environ={})
     return str(caught.value).splitlines()
@@ -27,7 +27,7 @@ def written(folder: Path, text: str) -> Path:
     return path
 
 
-def test_without_a_file_the_defaults_are_the_config():
+def test_without_a_file_the_defaults_apply():
     assert load(None, environ={}) == Config()
 
 
@@ -73,7 +73,7 @@ def test_a_set_value_is_toml_or_else_text(override: str, value: object):
     assert getattr(getattr(load(None, [override], environ={}), section), name) == value
 
 
-def test_a_set_value_cannot_bring_a_second_key_along():
+def test_a_set_value_cannot_add_a_second_key():
     assert load(None, ["task.system_prompt=1\nrun = 2"], environ={}).task.system_prompt == "1\nrun = 2"
 
 
@@ -116,12 +116,12 @@ def test_a_set_below_a_plain_value_is_refused():
         ("task.sources.0.zzzzzzzz", "valid here: kind, name, path, split, prompt, messages, answer, options, weight"),
     ],
 )
-def test_an_unknown_key_is_answered_with_the_nearest_valid_one(given: str, meant: str):
+def test_the_error_for_an_unknown_key_suggests_the_nearest_valid_one(given: str, meant: str):
     assert refused(f"{given}=1") == [f"--set {given}=1: unknown key {given}; {meant}"]
 
 
 @pytest.mark.parametrize("given", ["trainer.loss", "trainer.los", "trainer.losses"])
-def test_an_unknown_key_is_not_taken_for_one_of_another_section_that_is_hardly_alike(given: str):
+def test_a_dissimilar_key_of_another_section_is_not_suggested(given: str):
     (line,) = refused(f"{given}=grpo")
     assert line.startswith(f"--set {given}=grpo: unknown key {given}; valid here: ranks, command, external, address, ")
     assert "token" not in line.partition("valid here")[2].split(", ")
@@ -159,7 +159,7 @@ def test_every_problem_has_a_line_of_its_own_and_its_own_origin(tmp_path: Path):
         ("run=3", "got 3, expected a table"),
     ],
 )
-def test_a_wrong_type_says_what_was_given_and_what_is_wanted(override: str, wanted: str):
+def test_a_wrong_type_names_the_given_value_and_the_expected_type(override: str, wanted: str):
     assert refused(override) == [f"--set {override}: {override.partition('=')[0]}: {wanted}"]
 
 
@@ -169,7 +169,7 @@ def test_a_file_that_is_missing_unreadable_or_not_text_is_named(tmp_path: Path):
     assert refused(path=tmp_path) == [f"{tmp_path}: cannot be read (Is a directory)"]
     binary = tmp_path / "b.toml"
     binary.write_bytes(b"a = '\xff'")
-    assert refused(path=binary) == [f"{binary}: is not UTF-8 text (byte 5)"]
+    assert refused(path=binary) == [f"{binary}: not UTF-8 text (byte 5)"]
 
 
 def test_a_syntax_error_names_file_line_and_column(tmp_path: Path):
@@ -194,7 +194,7 @@ def test_a_syntax_error_names_file_line_and_column(tmp_path: Path):
         (['engine.urls=["http://a", "http://b", "http://a"]'], "engine.urls: http://a is listed twice"),
         (
             ['engine.urls=["10.0.0.5:30000"]', "rollout.strategy=sync"],
-            "engine.urls: 10.0.0.5:30000 is not a server's address",
+            "engine.urls: 10.0.0.5:30000 is not a server address",
         ),
         (["trainer.address=0.0.0.0:5000"], "trainer.address: cannot listen on 0.0.0.0:5000; write it as tcp://"),
         (["engine.base_port=65533"], "engine.base_port: 65533 leaves no room for 4 ports"),
@@ -221,11 +221,11 @@ def test_a_contradiction_between_sections_is_found_before_anything_starts(overri
     assert line.startswith(beginning)
 
 
-def test_all_contradictions_are_told_at_once():
+def test_all_contradictions_are_reported_at_once():
     assert len(refused("rollout.group_size=1", "rollout.max_staleness=9", "run.no_progress_s=1")) == 3
 
 
-def test_strategies_with_a_staleness_of_their_own_need_no_more_instances():
+def test_strategies_that_fix_the_staleness_need_no_more_instances():
     assert load(None, ["rollout.strategy=sync", "engine.instances=1"], environ={}).max_staleness == 0
 
 
@@ -238,7 +238,7 @@ def test_a_setting_without_effect_is_refused_with_the_reason(tmp_path: Path, key
     assert refused(path=path)[0].startswith(f"{path}: {key}: has no effect: ")
 
 
-def test_a_run_of_an_earlier_release_goes_on_without_its_settings_that_had_no_effect(tmp_path: Path):
+def test_a_resume_ignores_settings_without_effect_of_an_earlier_release(tmp_path: Path):
     text = dump(Config()).replace("[trainer]\n", "[trainer]\nclip_low = 0.1\nclip_high = 0.3\n")
     assert parse(text) == load(written(tmp_path, text), environ={}, is_dump=True) == Config()
 

@@ -159,7 +159,7 @@ def test_a_token_count_that_differs_from_the_journal_is_refused(
     write(tree, path.read_bytes(), "tokens.bin")
     said = stopped.refusal(tree, RunFailed)
     counts = (
-        f"holds {answer.num_tokens + change} tokens of trajectory {answer.id}, the journal knows {answer.num_tokens}"
+        f"has {answer.num_tokens + change} tokens of trajectory {answer.id}, but the journal counts {answer.num_tokens}"
     )
     assert counts in said, which
 
@@ -168,7 +168,7 @@ def test_other_data_under_the_same_name_is_refused(stopped: Stopped, monkeypatch
     world = stopped.world
     other = open_stream(world.config.task, tokenizer=world.inputs.tokenizer, seed=99)
     monkeypatch.setattr(world, "inputs", replace(world.inputs, stream=other))
-    assert re.search(r"the prompt of group \d+ is not what it was", stopped.refusal(stopped.copy(), RunFailed))
+    assert re.search(r"the prompt of group \d+ has changed", stopped.refusal(stopped.copy(), RunFailed))
 
 
 def test_another_model_is_refused(stopped: Stopped, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,7 +216,7 @@ def test_steps_that_must_be_trained_again_are_trained_as_they_were(stopped: Stop
     recorded, trained = stopped.recorded, stopped.recorded.state.feed.trained
     config = load(None, [*stopped.world._overrides(), "trainer.learning_rate=0.5"], environ={})
     start = resuming.Start((), may_start_over=True, step=trained - 1)
-    with pytest.raises(ConfigError, match=r"trainer\.learning_rate: cannot change now: steps \d+ to \d+ are to be"):
+    with pytest.raises(ConfigError, match=r"trainer\.learning_rate: cannot change now: steps \d+ to \d+ must be"):
         resuming.require_same_history(recorded, start, settings=lineage_settings(config), config=config)
     resuming.require_same_history(
         recorded, replace(start, step=trained), settings=lineage_settings(config), config=config
@@ -234,7 +234,7 @@ def test_a_version_that_the_journal_does_not_know_is_set_aside(stopped: Stopped)
     tree = stopped.copy()
     copy_folder(tree, folder_of(stopped.versions[0]), folder_of(99))
     edit_manifest(tree, folder_of(99), version=99)
-    assert "set aside, since the journal does not know it: version 99" in stopped.go_on(tree)
+    assert "set aside, not in the journal: version 99" in stopped.go_on(tree)
     assert "v000099" not in names(stopped.world.folder.versions)
 
 
@@ -246,7 +246,7 @@ def test_a_version_with_other_bytes_than_in_the_journal_is_set_aside_and_recompu
     write(tree, b"f" * 32, *folder_of(version), POLICY)
     files = json.loads(data_of(tree, *folder_of(version), "manifest.json"))["files"]
     edit_manifest(tree, folder_of(version), files=files | {POLICY: checksum_of(tmp_path / POLICY)})
-    assert f"set aside, since the journal does not know it: version {version}" in stopped.go_on(tree)
+    assert f"set aside, not in the journal: version {version}" in stopped.go_on(tree)
 
 
 def test_a_damaged_copy_of_a_version_is_deleted_and_recomputed(stopped: Stopped) -> None:
@@ -270,9 +270,7 @@ def test_a_checkpoint_that_the_journal_does_not_know_is_set_aside(stopped: Stopp
     stranger = newest[:-8] + "ffffffff"
     copy_folder(tree, ("checkpoints", newest), ("checkpoints", stranger))
     said = stopped.go_on(tree)
-    assert (
-        f"set aside, since the journal does not know it: {stopped.world.folder.checkpoints}/.aside-{stranger}" in said
-    )
+    assert f"set aside, not in the journal: {stopped.world.folder.checkpoints}/.aside-{stranger}" in said
     assert stranger not in names(stopped.world.folder.checkpoints)
 
 
@@ -287,7 +285,7 @@ def test_a_damaged_checkpoint_costs_steps_and_not_the_run(stopped: Stopped, dama
     tree, path = stopped.copy(), ("checkpoints", stopped.checkpoints[-1], "rank-1.safetensors")
     write(tree, damage(data_of(tree, *path)), *path)
     said = stopped.go_on(tree)
-    assert "an older checkpoint is used" in said or "the trainer continues from step" in said
+    assert "using an older checkpoint" in said or "the trainer continues from step" in said
 
 
 def test_a_journal_that_was_altered_is_not_continued(stopped: Stopped) -> None:

@@ -39,7 +39,7 @@ def test_check_prints_the_plan_and_changes_nothing(tmp_path: Path) -> None:
     assert "dora, K = 2 in force" in result.stdout
     assert "7 steps of " in result.stdout
     assert "server and trainer agree" in result.stdout
-    assert result.stdout.endswith("everything is in order; nothing was changed\n")
+    assert result.stdout.endswith("all checks passed; nothing was changed\n")
     assert files_below(tmp_path) == set()
     assert {p.pid for p in psutil.process_iter() if _is_ours(p)} <= before
 
@@ -53,7 +53,7 @@ def _is_ours(process: psutil.Process) -> bool:
 
 @pytest.fixture
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """One that somebody else has started with the model of the run; it holds it under a label of their own."""
+    """An external server that serves the run's model under the label 'theirs'."""
     log = tmp_path_factory.mktemp("server") / "log"
     words = ("serve", "--model", "seed", "--port", "0", "--weight-version", "theirs", "--incremental-streaming-output")
     with log.open("wb") as output:
@@ -82,7 +82,7 @@ def label_of(url: str) -> str:
 def test_a_push_is_tried_and_taken_back(tmp_path: Path, server: str, transfer: str) -> None:
     result = run_to_end("check", "--push", *external(server, tmp_path, weights__transfer=transfer))
     assert (result.returncode, result.stderr) == (0, "")
-    assert f"\npush       {server}: loaded the model from the version store, and holds what it held" in result.stdout
+    assert f"\npush       {server}: loaded the model from the version store; its label is restored" in result.stdout
     assert label_of(server) == "theirs"
     assert files_below(tmp_path) == {tmp_path / "memory"}
 
@@ -95,7 +95,7 @@ def test_a_store_that_a_server_does_not_see_is_named_and_the_server_left_as_it_w
     assert run_to_end("check", *arguments).returncode == 0  # nothing else tells
     result = run_to_end("check", "--push", *arguments)
     says = (
-        rf"engine.urls: {server}: weight push failed at 'update': .*; it has to read "
+        rf"engine.urls: {server}: weight push failed at 'update': .*; it must be able to read "
         r"/not/mounted/memory/dora-dora-check-\S+/v000000: mount the folder there"
     )
     assert_one_clear_error(result, code=2, says=says)

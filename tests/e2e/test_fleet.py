@@ -200,7 +200,10 @@ def test_a_server_that_joins_gets_work_and_is_left_running_when_it_leaves(story:
 
 
 def test_a_resumed_run_begins_with_the_configured_fleet(story: Story) -> None:
-    assert story.warned == f"dora: instance {REJOINED} had joined at run time and is forgotten; add it again\n"
+    assert (
+        story.warned
+        == f"dora: instance {REJOINED} had joined at run time and is no longer in the fleet; add it again\n"
+    )
     restarted = next(e.at for e in events_of(story.folder, ev.ControllerRestarted))
     back = [e for e in events_of(story.folder, ev.InstanceUp) if e.at > restarted]
     assert {e.instance: e.incarnation for e in back} == {FROZEN: 3, REMOVED: 1, InstanceId(2): 2}

@@ -82,7 +82,7 @@ def test_ctrl_c_stops_cleanly_and_leaves_no_process(interrupted: Interrupted) ->
     assert interrupted.stopped_within_s < STOP_LIMIT_S
     assert interrupted.left == 0
     assert "dora: stopping; everything in flight is kept" in interrupted.said
-    assert f"  go on with it: dora run --resume {interrupted.folder.root}\n" in interrupted.said
+    assert f"  to continue it: dora run --resume {interrupted.folder.root}\n" in interrupted.said
     assert f"audit of C1, C2, C3: dora audit {interrupted.folder.root}" in interrupted.said
     assert "Traceback" not in interrupted.said
 
@@ -154,7 +154,7 @@ def test_a_stop_whose_checkpoint_does_not_come_in_time_says_so_and_is_resumed_fr
         run.interrupt()
         assert run.end() == 130, run.told()
     said = "".join(run.err)
-    assert "Waiting for the trainer's checkpoint, for at most 0.5 s; press Ctrl-C again to end at once\n" in said
+    assert "Waiting at most 0.5 s for the trainer's checkpoint; press Ctrl-C again to end at once\n" in said
     assert "warning: no_checkpoint after_s=0.5\n" in said
     with Run("--resume", str(folder.root), "--set", "status.port=0") as run:
         assert run.end() == 0, run.told()

@@ -184,7 +184,7 @@ def test_a_server_started_by_hand_says_that_it_has_no_key_and_is_not_offered_to_
         env = {**environment(), **variables}
         return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
 
-    hint = f"dora: no {SERVE_KEY} is set: every user of this machine can steer this server\n"
+    hint = f"dora: {SERVE_KEY} is not set: every user of this machine can control this server\n"
     for variables, said in (({}, hint), ({SERVE_KEY: "sesame"}, "")):
         with serve("127.0.0.1", **variables) as process:
             assert process.stdout is not None
@@ -195,4 +195,4 @@ def test_a_server_started_by_hand_says_that_it_has_no_key_and_is_not_offered_to_
     with serve("0.0.0.0") as refused:
         _, said = refused.communicate(timeout=60)
     assert refused.returncode == 2
-    assert said == f"dora: --host 0.0.0.0: other machines could steer a server without a key; set {SERVE_KEY}\n"
+    assert said == f"dora: --host 0.0.0.0: other machines could control a server without a key; set {SERVE_KEY}\n"

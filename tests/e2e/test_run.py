@@ -204,7 +204,7 @@ def test_an_exported_version_loads_with_transformers(finished: Finished, tmp_pat
     assert model.generate(**prompt, max_new_tokens=4).shape[1] > prompt["input_ids"].shape[1]
     again = run_to_end("export", str(finished.folder.root), "--version", str(STEPS), "--to", str(target))
     assert again.returncode == 2
-    assert "exists already" in again.stderr
+    assert "already exists" in again.stderr
 
 
 def test_a_version_that_was_never_published_is_not_exported(finished: Finished) -> None:

@@ -161,7 +161,9 @@ def test_a_reward_without_variance_stops_the_job_and_shows_the_rewards(tmp_path:
     assert_one_clear_error(result, code=1, says=says)
     [folder] = (tmp_path / "runs").iterdir()
     result = run_to_end("run", "--resume", str(folder), *settings(status__port=0))
-    assert_one_clear_error(result, code=2, says="the run has failed and cannot go on: step 0 had to top up 5 groups")
+    assert_one_clear_error(
+        result, code=2, says="the run has failed and cannot be resumed: step 0 had to top up 5 groups"
+    )
 
 
 def test_rollouts_are_trained_from_disk(tmp_path: Path) -> None:

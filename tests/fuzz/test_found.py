@@ -128,5 +128,5 @@ def test_a_quoted_value_cannot_look_like_another_problem() -> None:
 
 
 def test_a_setting_that_is_not_text_is_an_error_that_names_it() -> None:
-    with pytest.raises(ConfigError, match=r"^--set run\.name=.: is not UTF-8 text$"):
+    with pytest.raises(ConfigError, match=r"^--set run\.name=.: not UTF-8 text$"):
         load(None, ["run.name=\udcff"], environ={})

@@ -27,7 +27,7 @@ from dora.engine.sglang.answers import (
 )
 from dora.engine.sglang.stream import StreamParser, refusal
 from dora.errors import DoraError
-from dora.status.client import read_said
+from dora.status.client import reply_text
 from dora.status.facts import Score, ShellFacts
 from dora.status.snapshot import decode as decode_status
 from dora.status.snapshot import encode as encode_status
@@ -158,7 +158,7 @@ def parse_status(data: bytes, _scratch: Path) -> None:
 
 
 def parse_said(data: bytes, _scratch: Path) -> None:
-    assert isinstance(read_said(data, status=200, address="http://run/instances/add"), str)
+    assert isinstance(reply_text(data, status=200, address="http://run/instances/add"), str)
 
 
 def parse_reply(data: bytes, _scratch: Path) -> None:

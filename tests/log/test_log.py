@@ -1,4 +1,4 @@
-"""Logging, in a process that has configured it."""
+"""Logging, in processes that configure it."""
 
 from __future__ import annotations
 

@@ -736,7 +736,7 @@ _ACCESS: Final = (
         ),
         (
             "forms-taken",
-            '        if checked is None and request.body_exists and request.content_type != "application/json":',
+            '        if refusal is None and request.body_exists and request.content_type != "application/json":',
             "        if False:",
             "test_a_request_of_another_sites_page_is_refused_even_with_the_token",
         ),
@@ -951,8 +951,8 @@ _FOUND: Final = tuple(
         (
             "fence-raised-after-a-look-at-the-folder",
             "dora/app/opening.py",
-            "        raise_fence(folder.fence, epoch=job.epoch)  # before anything is looked at that a rank could "
-            "still add to\n        model_chain = base_chain(model_digest(job.inputs.model))\n"
+            "        raise_fence(folder.fence, epoch=job.epoch)  # before reading anything that an old rank could "
+            "still change\n        model_chain = base_chain(model_digest(job.inputs.model))\n"
             "        self.start = self._restore(model_chain)  #: where the trainer starts\n",
             "        model_chain = base_chain(model_digest(job.inputs.model))\n"
             "        self.start = self._restore(model_chain)\n"

@@ -30,7 +30,7 @@ _TABLES: Final[tuple[tuple[str, type[enum.Enum], Any, str], ...]] = (
 
 
 def render() -> str:
-    """The page."""
+    """Return the text of the page."""
     parts = [_HEAD]
     for title, kind, table, note in _TABLES:
         arrows = [f"    {a.value} --> {b.value}" for a in kind for b in kind if b in table[a]]
@@ -42,7 +42,7 @@ def render() -> str:
 
 
 def _meanings(kind: type[enum.Enum]) -> list[tuple[str, str]]:
-    """Each phase with the comment behind it."""
+    """Return each phase with its comment."""
     return re.findall(r'^    [A-Z]+ = "(\w+)"(?:  #: (.*))?$', inspect.getsource(kind), re.MULTILINE)
 
 

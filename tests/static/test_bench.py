@@ -1,4 +1,4 @@
-"""bench/README.md is what the results render to, and a bar is judged as it is written."""
+"""bench/README.md matches the recorded results, and its bars are judged correctly."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SCRIPTS = sorted(path for path in BENCH.glob("*.py") if path.stem != "result")
 
 
 def load_module(path: Path) -> ModuleType:
-    """A file of bench/, which is no package."""
+    """Import a file of bench/, which is not a package."""
     spec = importlib.util.spec_from_file_location(f"bench_{path.stem}", path)
     assert spec is not None
     assert spec.loader is not None

@@ -1,4 +1,4 @@
-"""Every document that is cited exists in the repository, and every section sign belongs to a document that is named."""
+"""Every cited document exists in the repository, and every section sign follows the name of a document."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def is_there(name: str, file: Path) -> bool:
 
 
 def dangling(text: str, file: Path) -> list[str]:
-    """Cited pages that do not exist, and section signs without a paper or a page on the same or the previous line."""
+    """Find cited pages that do not exist, and section signs without a paper or page on the same or previous line."""
     found = []
     before = ""
     for line in text.splitlines():
@@ -48,7 +48,7 @@ def test_every_cited_document_exists() -> None:
     assert {str(path.relative_to(ROOT)): found for path, text in texts.items() if (found := dangling(text, path))} == {}
 
 
-def test_nobody_keeps_a_list_of_callers() -> None:
+def test_no_docstring_lists_callers() -> None:
     stale = re.compile(r"\b(?:Called|Inherited|Read) by\b")
     sources = {p.relative_to(ROOT): p.read_text() for p in (ROOT / "dora").rglob("*.py")}
     assert [str(path) for path, text in sources.items() if stale.search(text)] == []

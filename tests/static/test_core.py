@@ -1,4 +1,4 @@
-"""Outside the core its state is read, and `handle` alone changes it."""
+"""Outside the core its state is only read; `handle` alone changes it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MUTATORS = {
 
 
 def of_the_state(node: ast.AST) -> bool:
-    """`state.x`, `self.state.x`, `self._state.x[i].y`: whatever is reached through a state."""
+    """Return whether an expression is reached through a state, such as `state.x` or `self._state.x[i].y`."""
     while isinstance(node, ast.Attribute | ast.Subscript):
         node = node.value
         if isinstance(node, ast.Attribute | ast.Name) and name_of(node) in ("state", "_state"):
@@ -31,7 +31,7 @@ def name_of(node: ast.Attribute | ast.Name) -> str:
 
 
 def changes(tree: ast.AST) -> list[int]:
-    """Lines that change a state."""
+    """Find the lines that change a state."""
     found = []
     for node in ast.walk(tree):
         targets: list[ast.expr] = []

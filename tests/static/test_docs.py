@@ -1,4 +1,4 @@
-"""What README and docs name is there: files, commands, settings, and an example that loads."""
+"""Files, commands and settings named in README and docs exist, and the README's example loads."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def test_the_example_of_the_readme_is_a_config(tmp_path: Path) -> None:
 
 
 def test_the_table_of_the_readme_has_every_command() -> None:
-    told = set(re.findall(r"^\| `dora (\w+)", (ROOT / "README.md").read_text(), re.MULTILINE))
+    listed = set(re.findall(r"^\| `dora (\w+)", (ROOT / "README.md").read_text(), re.MULTILINE))
     commands = get_command(app).commands.items()  # type: ignore[attr-defined]
-    assert told == {name for name, command in commands if not command.hidden}
+    assert listed == {name for name, command in commands if not command.hidden}
 
 
 def test_the_example_of_a_rule_in_contributing_is_a_test_that_passes() -> None:

@@ -1,4 +1,4 @@
-"""What SGLang calls things is known in its folder, to the servers that speak its protocol, and to nobody else."""
+"""SGLang's terms appear only in its folder and in the servers that speak its protocol."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ def test_a_word_of_sglang_is_found(line: str) -> None:
 
 
 @pytest.mark.parametrize("line", ["request_id", "controller/generate.py", '"/health"', "a grid", "dora/engine/api.py"])
-def test_words_of_dora_are_not_taken_for_its(line: str) -> None:
+def test_words_of_dora_are_not_reported(line: str) -> None:
     assert not SAID.search(line)
 
 
-def test_there_are_words_to_look_for_and_files_to_look_into() -> None:
+def test_there_are_words_and_files_to_search() -> None:
     assert {"/generate", "/update_weights_from_distributed", "/v1/loads"} <= ROUTES
     assert {"--tp-size", "--skip-tokenizer-init", "--max-running-requests"} <= FLAGS
     assert len(sources()) > 100

@@ -1,4 +1,4 @@
-"""Files made from the schema are what the schema gives, and every example configuration loads."""
+"""Files generated from the schema are up to date, and every example configuration loads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One public class name is one thing: whoever searches for a class finds one."""
+"""Public class names are unique, so that a search for a class finds one definition."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def repeated(sources: list[str]) -> list[str]:
     return sorted(name for name, count in counts.items() if count > 1)
 
 
-def test_no_public_class_name_stands_for_two_things() -> None:
+def test_no_public_class_name_is_used_twice() -> None:
     assert repeated([path.read_text() for path in ROOT.rglob("*.py")]) == []
 
 

@@ -1,4 +1,4 @@
-"""docs/STATES.md is what the tables say."""
+"""docs/STATES.md matches the transition tables."""
 
 from __future__ import annotations
 

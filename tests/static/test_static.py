@@ -1,4 +1,4 @@
-"""The static checks as tests, so that the one test command is the whole truth, locally and in CI."""
+"""The static checks, as tests, so that one command runs every check, locally and in CI."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def run(*argv: str) -> subprocess.CompletedProcess[str]:
-    """A tool from the running environment, over the whole repository."""
+    """Run a tool of this environment on the whole repository."""
     return subprocess.run([sys.executable, *argv], cwd=ROOT, capture_output=True, text=True, check=False)
 
 

@@ -94,10 +94,10 @@ def test_what_the_trainer_waits_for_is_the_stage_of_the_pending_work(job: Watche
     assert {wait.lstrip("0123456789 ").split(" ")[0] for wait in idle} >= {"the", "answers"}
 
 
-def test_why_no_group_is_admitted_is_told(job: Watched):
-    told = {s.not_admitting for s in job.snapshots}
-    assert told <= {"", *(refusal.value for refusal in Refusal)}
-    assert {Refusal.BASELINE.value, Refusal.RULE_F.value} <= told
+def test_the_reason_for_not_admitting_is_shown(job: Watched):
+    reasons = {s.not_admitting for s in job.snapshots}
+    assert reasons <= {"", *(refusal.value for refusal in Refusal)}
+    assert {Refusal.BASELINE.value, Refusal.RULE_F.value} <= reasons
     assert job.snapshots[-1].not_admitting == Refusal.ENDED.value
 
 

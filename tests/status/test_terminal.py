@@ -29,7 +29,7 @@ def plain() -> tuple[Console, io.StringIO]:
     return Console(file=file, width=40, force_terminal=False), file
 
 
-def test_the_picture_shows_steps_scores_speed_staleness_trainer_and_versions(middle: Snapshot):
+def test_the_view_shows_steps_scores_speed_staleness_trainer_and_versions(middle: Snapshot):
     text = shown(middle)
     assert f"step {middle.steps_trained}/8" in text
     assert "heldout 0.250 (version 0) -> 0.500 (version 4)" in text
@@ -46,7 +46,7 @@ def test_a_counter_that_must_stay_0_is_shown_if_it_does_not(middle: Snapshot):
     assert "3 scheduling aborts" in shown(replace(middle, counts=replace(middle.counts, scheduling_aborts=3)))
 
 
-def test_the_picture_can_be_drawn_at_every_moment_of_a_job(job):
+def test_the_view_can_be_drawn_at_every_moment_of_a_job(job):
     for snapshot in job.snapshots[::25]:
         assert "job-1" in shown(snapshot)
 
@@ -75,22 +75,22 @@ def test_the_plain_view_prints_each_step_and_each_score_once(middle: Snapshot):
     ]
 
 
-def test_a_problem_is_told_once_and_stays_in_the_picture(middle: Snapshot):
+def test_a_problem_is_recorded_once_and_stays_in_the_view(middle: Snapshot):
     facts = ShellFacts(run_id="job-1", strategy="dora")
-    told = [facts.note_problem(f"not graded: {reason}") for reason in ("[a]", "[a]", "b")]
-    assert told == [True, False, True]
+    is_new = [facts.note_problem(f"not graded: {reason}") for reason in ("[a]", "[a]", "b")]
+    assert is_new == [True, False, True]
     text = shown(replace(middle, problems=tuple(facts.problems)))
     assert "not graded: [a]\nnot graded: b\n" in re.sub(r" +\n", "\n", text)
 
 
-def test_a_run_that_has_a_problem_with_every_answer_says_so_and_no_more():
+def test_the_number_of_problems_is_limited():
     facts = ShellFacts(run_id="job-1", strategy="dora")
-    told = [facts.note_problem(f"answer {i}") for i in range(3 * MAX_PROBLEMS)]
-    assert told == [True] * (MAX_PROBLEMS + 1) + [False] * (2 * MAX_PROBLEMS - 1)
+    is_new = [facts.note_problem(f"answer {i}") for i in range(3 * MAX_PROBLEMS)]
+    assert is_new == [True] * (MAX_PROBLEMS + 1) + [False] * (2 * MAX_PROBLEMS - 1)
     assert facts.problems[-1] == "more problems: they are in the journal"
 
 
-def test_a_resumed_runs_steps_are_not_printed_twice_when_old_ones_leave_the_window(middle: Snapshot):
+def test_steps_of_a_resumed_run_are_printed_once_although_old_ones_leave_the_window(middle: Snapshot):
     console, file = plain()
     view = PlainView(console)
     view.show(replace(middle, scores=(), steps=tuple(step_facts(i) for i in range(5, 25))))
@@ -115,7 +115,7 @@ async def test_progress_shows_address_folder_and_the_last_state(middle: Snapshot
     assert "0.875" in text
 
 
-async def test_progress_names_the_file_of_a_drawn_token_and_not_the_token(middle: Snapshot):
+async def test_progress_shows_the_file_of_a_generated_token_but_not_the_token(middle: Snapshot):
     console = Console(file=io.StringIO(), width=120)
     paths = {"folder": Path("/runs/job-1"), "token": Path("/runs/job-1/status-token")}
     async with show_progress(lambda: middle, status_url="http://127.0.0.1:8421", **paths, console=console):
