@@ -46,6 +46,15 @@ def encode(message: Message) -> list[Buffer]:
     return [header, b"".join(small), *large] if small or large else [header]
 
 
+def require_size(message: Message, frames: Sequence[Buffer], *, max_bytes: int, receiver: str) -> None:
+    """ProtocolError if a frame exceeds the receiver's limit: the receiver would close the connection without a reason."""
+    longest = max(memoryview(frame).nbytes for frame in frames)
+    if longest > max_bytes:
+        raise ProtocolError(
+            f"{type(message).__name__} has a frame of {longest:,} bytes; {receiver} accepts at most {max_bytes:,}"
+        )
+
+
 def decode(frames: Sequence[Buffer], kind: Any) -> Any:
     """Return the message in `frames`, which must belong to `kind`, a union of message types."""
     if not frames:

@@ -21,8 +21,8 @@ from itertools import islice
 import zmq
 
 from dora.errors import ConfigError, ProtocolError, RemoteError
-from dora.transport.codec import Buffer, decode, encode
-from dora.transport.curve import guard_controller
+from dora.transport.codec import Buffer, decode, encode, require_size
+from dora.transport.curve import MAX_TO_TRAINER_BYTES, guard_controller
 from dora.transport.link import MAX_UNACKED, Link
 from dora.transport.messages import (
     PROTOCOL_VERSION,
@@ -140,6 +140,7 @@ class ControllerEnd:
         if peer.link.full:
             await self._room(peer)
         frames = encode(TrainerData(epoch=self._epoch, id=peer.link.next_id, message=message))
+        require_size(message, frames, max_bytes=MAX_TO_TRAINER_BYTES, receiver=f"trainer rank {rank}")
         peer.link.keep(frames)
         self._transmit(peer.identity, frames)
 

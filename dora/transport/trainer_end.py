@@ -21,7 +21,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from dora.errors import ProtocolError, RemoteError
-from dora.transport.codec import Buffer, decode, encode
+from dora.transport.codec import Buffer, decode, encode, require_size
 from dora.transport.controller_end import FAILED_HANDSHAKES, HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS
 from dora.transport.curve import MAX_TO_CONTROLLER_BYTES, guard_trainer
 from dora.transport.link import MAX_UNACKED, Link
@@ -112,11 +112,7 @@ class TrainerEnd:
             self._raise_fault()
             assert self._epoch is not None, "send before connect"
             frames = encode(ControllerData(epoch=self._epoch, id=self._link.next_id, message=message))
-            if len(frames[0]) > MAX_TO_CONTROLLER_BYTES:
-                raise ProtocolError(
-                    f"{type(message).__name__} has {len(frames[0]):,} bytes; "
-                    f"the controller accepts at most {MAX_TO_CONTROLLER_BYTES:,}"
-                )
+            require_size(message, frames, max_bytes=MAX_TO_CONTROLLER_BYTES, receiver="the controller")
             self._link.keep(frames)
             self._outgoing.append(frames)
             self._call()

@@ -125,11 +125,26 @@ async def test_a_message_too_long_for_the_controller_is_an_error_at_its_sender()
         files = {f"model-{number:05}.safetensors": "f" * 64 for number in range(12_000)}
         published = VersionWritten(version=1, num_bytes=1, files=files, chain="0" * 32)
         with pytest.raises(
-            ProtocolError, match=r"VersionWritten has 1,080,\d\d\d bytes; the controller accepts at most 1,048,576"
+            ProtocolError,
+            match=r"VersionWritten has a frame of 1,080,\d\d\d bytes; the controller accepts at most 1,048,576",
         ):
             trainer.send(published)
         trainer.send(longest)
         assert await end.receive() == (0, longest)
+
+
+async def test_a_micro_batch_too_long_for_a_rank_is_an_error_at_its_sender(monkeypatch: pytest.MonkeyPatch):
+    """Sent, it would make the rank close the connection, and report an unreachable controller a minute later."""
+    monkeypatch.setattr(controller_end, "MAX_TO_TRAINER_BYTES", 100_000)
+    batch = empty_micro_batch(step=0, index=0, last=True, group_size=2)
+    async with controller() as (end, address), rank(address) as trainer:
+        await end.wait_ready(WAIT_S)
+        with pytest.raises(
+            ProtocolError, match="MicroBatch has a frame of 100,004 bytes; trainer rank 0 accepts at most 100,000"
+        ):
+            await end.send(0, msgspec.structs.replace(batch, tokens=np.zeros(25_001, np.int32)))
+        await end.send(0, batch)
+        assert (await asyncio.to_thread(trainer.receive, WAIT_S)).step == 0
 
 
 def test_a_frame_beyond_the_limit_closes_the_connection_even_of_a_holder_of_the_token():
