@@ -47,7 +47,7 @@ def encode(message: Message) -> list[Buffer]:
 
 
 def require_size(message: Message, frames: Sequence[Buffer], *, max_bytes: int, receiver: str) -> None:
-    """ProtocolError if a frame exceeds the receiver's limit: the receiver would close the connection without a reason."""
+    """ProtocolError if a frame exceeds the receiver's limit: it would close the connection without a reason."""
     longest = max(memoryview(frame).nbytes for frame in frames)
     if longest > max_bytes:
         raise ProtocolError(
