@@ -264,7 +264,7 @@ def _is_known(line: bytes, *, state: State) -> bool:
     try:
         row = msgspec.json.decode(line, type=_Row)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return True  # damaged: nobody can say
+        return True  # a damaged line is kept
     if row.kind == "evaluation":
         return state.evaluated is not None and row.version <= state.evaluated
     return row.kind != "step" or row.step < state.feed.trained

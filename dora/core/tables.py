@@ -69,9 +69,7 @@ class Group:
     phase: GroupPhase = GroupPhase.GENERATING
     step: StepId | None = None  #: the step it is committed to
     home: Instance | None = None  #: where a sibling was last dispatched, so that the prompt's prefix is cached
-    current: VersionId = field(
-        init=False
-    )  #: the version it continues under: the tag or, with updates in flight, the newest
+    current: VersionId = field(init=False)  #: it continues under the tag or, with updates in flight, the newest
     waiting: list[Trajectory] = field(default_factory=list)  #: siblings queued for a slot; the last one is next
     unfinished: int = field(init=False)
     ungraded: int = field(init=False)

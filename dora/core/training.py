@@ -65,9 +65,7 @@ class Feed:
     #: Folder by step. The start counts as a checkpoint without a folder.
     checkpoints: dict[StepId, str] = field(default_factory=lambda: {StepId(0): ""})
     open_step: StepId | None = None  #: the step the trainer works on or waits for; None until it is ready
-    trained: StepId = field(
-        default=StepId(0)
-    )  #: steps trained so far; the open step is below it while steps are trained again
+    trained: StepId = field(default=StepId(0))  #: steps trained; the open step is below it while some are repeated
     waves_done: int = 0  #: of the open step
     idle_since: float | None = None  #: start of the trainer's idle time; None while it works
     busy_since: float = 0.0  #: when it began the current wave

@@ -316,7 +316,7 @@ def sweep_orphans(folder: Path, *, run_id: str) -> list[Path]:
                 if durable_root.is_absolute() and durable_root.is_dir() and _held(root) - _held(durable_root):
                     continue
                 files.remove(root)
-        except (OSError, StoreError):  # busy, somebody else's, or still written to: it can wait
+        except (OSError, StoreError):  # locked, of another user, or still being written to: left for a later start
             continue
         orphans.append(root)
     return orphans
