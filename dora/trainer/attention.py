@@ -69,7 +69,7 @@ def attend(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    segments: Segments,
+    segments: Segments | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -78,6 +78,8 @@ def attend(
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Transformers' attention interface: query [1, H, T, D], key and value [1, H_kv, T, D] -> [1, T, H, D]."""
+    if segments is None:
+        raise ConfigError(f"model.path: {type(module).__name__} gets no arguments of packing; not supported")
     if softcap is not None or s_aux is not None:
         raise ConfigError(f"model.path: {type(module).__name__} uses soft-capped scores or sinks; not supported")
     repeats = query.shape[1] // key.shape[1]

@@ -44,7 +44,7 @@ class Policy:
         self.vocab_size: int = self.model.config.get_text_config().vocab_size
         self.gathered = 8 * sum(p.numel() for p in self.model.parameters()) <= GATHERED_BYTES
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-        for layer in _layers(self.model):
+        for layer in decoder_layers(self.model):
             fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=not self.gathered)
         fully_shard(self.model, mesh=mesh, mp_policy=policy, reshard_after_forward=not self.gathered)
         _materialize(self.model, device=self.device)
@@ -144,7 +144,7 @@ def _on_meta(model_path: Path) -> Any:
         )
 
 
-def _layers(model: Any) -> nn.ModuleList:
+def decoder_layers(model: Any) -> nn.ModuleList:
     """Return the decoder layers, which are the units of sharding."""
     found = [child for child in model.get_decoder().children() if isinstance(child, nn.ModuleList)]
     if len(found) != 1:

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from dora.trainer import attention
+from dora.trainer.forward_check import require_exact_forward
 from dora.trainer.model import logprobs, require_device
 from dora.trainer.packing import make_row
 
@@ -44,6 +45,7 @@ def score(
         use_safetensors=True,
     )
     model = model.to(device).eval()
+    require_exact_forward(model, device=torch.device(device), dtype=dtype)
     scored: list[NDArray[np.float32]] = []
     for part in _parts(sequences):
         lengths = np.array([len(sequences[i]) for i in part])

@@ -1,0 +1,50 @@
+"""A model folder is checked against the job before anything starts."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from dora.app.inputs import open_inputs
+from dora.config.load import load
+from dora.errors import ConfigError
+from dora.seed.policy import model_folder
+
+
+@pytest.fixture
+def altered(tmp_path: Path):
+    """The seed policy with changed entries in its config.json."""
+
+    def alter(**changes: object) -> Path:
+        shutil.copytree(model_folder("seed"), tmp_path, dirs_exist_ok=True)
+        config = tmp_path / "config.json"
+        config.write_text(json.dumps({**json.loads(config.read_bytes()), **changes}))
+        return tmp_path
+
+    return alter
+
+
+def open_with(model: Path) -> None:
+    open_inputs(load(None, [f"model.path={model}"], environ={}))
+
+
+def test_a_request_longer_than_the_context_is_refused(altered) -> None:
+    with pytest.raises(ConfigError, match=r"^rollout\.max_new_tokens: .* but the model has 16 positions; lower one"):
+        open_with(altered(max_position_embeddings=16))
+
+
+@pytest.mark.parametrize("key", ["rope_parameters", "rope_scaling"])
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_a_request_beyond_the_context_that_a_length_dependent_rope_was_made_for_is_refused(altered, kind, key) -> None:
+    rope = {"rope_type": kind, "original_max_position_embeddings": 16}
+    with pytest.raises(
+        ConfigError, match=f"beyond 16, the {kind} rotary embedding of .* depends on the longest sequence"
+    ):
+        open_with(altered(**{"rope_parameters": None, key: rope}))
+
+
+def test_one_within_that_context_is_not(altered) -> None:
+    open_with(altered(rope_parameters={"rope_type": "longrope", "original_max_position_embeddings": 100_000}))
