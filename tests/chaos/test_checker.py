@@ -142,7 +142,7 @@ JOURNAL: dict[str, tuple[str, Callable[[Journal], object]]] = {
         lambda j: repeat_fact(j, "VersionPublished", files={"model.safetensors": "0"}),
     ),
     "a version made again differently": ("version", lambda j: alter(facts(j, "VersionPublished")[0], differs="0")),
-    "an epoch that is missing": ("journal", lambda j: alter(j[1], epoch=1)),
+    "an epoch that is missing": ("journal", lambda j: alter(next(r for r in j if r["type"] == "Epoch"), epoch=1)),
     "facts after the end": ("journal", lambda j: j.append({**j[-1], "commands": [orders(j, "AdmitGroup")[0]]})),
 }
 

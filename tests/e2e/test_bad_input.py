@@ -144,4 +144,4 @@ def test_a_status_address_where_nobody_listens_is_one_line(taken_port: int) -> N
 
 def test_ways_of_running_exclude_each_other(tmp_path: Path) -> None:
     refused(tmp_path, "--rollout-only", "--train-only", str(tmp_path), says="exclude each other; choose one")
-    refused(tmp_path, "--train-only", str(tmp_path), says=r"holds no step-\*.rollout")
+    refused(tmp_path, "--train-only", str(tmp_path), says=r"no step-\*.rollout")

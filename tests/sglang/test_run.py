@@ -126,12 +126,14 @@ def test_server_and_trainer_agree_under_the_version_and_not_under_the_next(ended
 def test_that_check_fails_for_answers_of_another_version(ended: Ended, tmp_path: Path) -> None:
     """Every version judged by its successor's weights."""
     lying = RunFolder(tmp_path)
-    lying.versions.symlink_to(ended.folder.versions)
+    for name in ("versions", "journal", "tokens"):
+        getattr(lying, name).symlink_to(getattr(ended.folder, name))
     kept = [msgspec.structs.replace(one, version=one.version + 1) for one in read_kept(ended.folder.trajectories)]
     lying.trajectories.write_bytes(b"".join(map(encode_kept, kept)))
-    checks = recompute(lying, load(ended.folder.config, environ={})).checks
-    assert checks
-    assert agreeing(checks) < SHARE * len(checks)
+    report = recompute(lying, load(ended.folder.config, environ={}))
+    assert report.checks
+    assert agreeing(report.checks) < SHARE * len(report.checks)
+    assert len(report.altered) == len(kept)
 
 
 def agreeing(checks: tuple[VersionCheck, ...]) -> int:

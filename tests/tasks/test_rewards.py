@@ -118,7 +118,9 @@ def test_a_function_gets_the_four_values_by_name(tmp_path, monkeypatch):
     )
     monkeypatch.syspath_prepend(tmp_path)
     assert score("abc", metadata={"limit": 10}, kind="function", name="own_reward:shorter") == 7.0
-    with pytest.raises(ConfigError, match=r"task.rewards.0.name: own_reward:wrong is called with prompt="):
+    with pytest.raises(
+        ConfigError, match=r"task.rewards.0.name: own_reward:wrong must accept the arguments prompt=, response="
+    ):
         score("abc", kind="function", name="own_reward:wrong")
 
 
