@@ -147,7 +147,7 @@ class Book:
 
 
 def bare(folder: Path, seconds: float, *, num_files: int) -> list[float]:
-    """Seconds that it takes to write and sync so many files one after the other, each time."""
+    """Time the writing and syncing of files, one after the other; return the seconds of each."""
     delays_s, begun = [], time.monotonic()
     with ExitStack() as stack:
         opened = [stack.enter_context((folder / f"bare-{n}").open("ab", buffering=0)) for n in range(num_files)]

@@ -77,7 +77,7 @@ class Watcher(RunObserver):
 
 
 class Servers(Fleet):
-    """Instances that are up at once, all at one address, and that nobody looks after."""
+    """Instances that are up from the start, all at one address, and unsupervised."""
 
     def __init__(self, url: str, case: Case, *, inbox: Inbox, now: Callable[[], float]) -> None:
         self.urls = {InstanceId(i): url for i in range(-(-case.streams // SLOTS))}

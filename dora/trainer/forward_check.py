@@ -25,11 +25,13 @@ from dora.trainer.packing import Row, make_row
 LENGTHS: Final = (5, 40, 17, 64, 9)
 #: Largest mean |Δ log-prob| between packed sequences and the same ones alone. Measured on a CPU with small random
 #: models: where packing is exact, at most 5e-7 in float32 and 3e-4 in bfloat16; where it is not, at least 1e-2.
-PACKING: Final = {"float64": 1e-4, "float32": 1e-4, "float16": 5e-3, "bfloat16": 5e-3}
-#: The same between this package's attention and transformers' own; in bfloat16 at most 0.016 was measured.
-ATTENTION: Final = {"float64": 1e-4, "float32": 1e-4, "float16": 0.1, "bfloat16": 0.1}
+PACKING: Final = {"float64": 1e-3, "float32": 1e-3, "float16": 5e-3, "bfloat16": 5e-3}
+#: A large model rounds more: in 16 bits, this multiple of the difference between the two attentions is allowed too.
+ROUNDING: Final = 2.0
+#: Largest difference between this package's attention and transformers' own; at most 0.016 was measured in bfloat16.
+ATTENTION: Final = {"float64": 1e-3, "float32": 1e-3, "float16": 0.1, "bfloat16": 0.1}
 #: Largest |Δ gradient| / |gradient| between packed sequences and the same ones alone, norms over all parameters.
-GRADIENT: Final = {"float32": 1e-3, "float16": 0.05, "bfloat16": 0.05}
+GRADIENT: Final = {"float32": 1e-3, "float16": 0.3, "bfloat16": 0.3}
 
 
 def require_exact_forward(model: Any, *, device: torch.device, dtype: str) -> None:
@@ -40,11 +42,13 @@ def require_exact_forward(model: Any, *, device: torch.device, dtype: str) -> No
         alone_P = torch.cat([logprobs(model, row, temperature=1.0)[0] for row in alone])
         with _own_attention(model):
             plain_P = torch.cat([_plain_logprobs(model, row) for row in alone])
-    error = float((alone_P - plain_P).abs().mean())
-    if not error <= ATTENTION[dtype]:
-        raise _refusal(model, f"under the trainer's attention, log-probs differ by {error:.2g} from transformers' own")
+    rounding = float((alone_P - plain_P).abs().mean())
+    if not rounding <= ATTENTION[dtype]:
+        raise _refusal(
+            model, f"under the trainer's attention, log-probs differ by {rounding:.2g} from transformers' own"
+        )
     error = float((packed_P - alone_P).abs().mean())
-    if not error <= PACKING[dtype]:
+    if not error <= max(PACKING[dtype], ROUNDING * rounding):
         raise _refusal(model, f"log-probs of packed sequences differ by {error:.2g} from those of each alone")
 
 

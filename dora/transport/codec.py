@@ -34,7 +34,7 @@ def encode(message: Message) -> list[Buffer]:
 
     def refer(array: Any) -> tuple[str, tuple[int, ...]]:
         if not isinstance(array, np.ndarray):
-            raise NotImplementedError(f"{type(array).__name__} cannot be encoded")
+            raise TypeError(f"{type(array).__name__} cannot be encoded")
         little = np.asarray(array, dtype=array.dtype.newbyteorder("<"), order="C")
         if little.nbytes < OWN_FRAME_BYTES:
             small.extend((little.data, bytes(-little.nbytes % ALIGN)))

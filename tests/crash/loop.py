@@ -72,7 +72,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
                 return
             try:
                 future.set_result(func(*args))
-            except BaseException as err:  # noqa: BLE001 - it belongs to whoever waits
+            except BaseException as err:  # noqa: BLE001 - raised again in the caller
                 future.set_exception(err)
 
         self.call_later(self._rng.choice(DELAYS), run)

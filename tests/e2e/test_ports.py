@@ -145,7 +145,7 @@ def test_with_a_group_its_members_read_all_of_a_run_but_its_token_lock_and_check
     assert {path.group() for path in (root, *root.rglob("*"))} == {group}
     assert open_to_others(root, bits=0o027) == []
     closed = {path.name for path in (root, *root.rglob("*")) if not path.stat().st_mode & 0o040}
-    # The trainer's own state is nobody else's, and who can open a lock can hold it.
+    # Only the trainer needs its state, and whoever can open a lock file can hold the lock.
     assert closed == {"status-token", "lock", "rank-0.safetensors"}
 
 

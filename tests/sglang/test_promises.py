@@ -23,7 +23,7 @@ from tests.embedded.conftest import CONTEXT, VOCAB, Reference
 from tests.sglang.conftest import KV_TOKENS, PROMPT, SETTLE_S, SLOTS, START_LABEL, Tokens, Wire, request
 
 LIMIT_S = 30.0
-NOBODY = "http://127.0.0.1:9"
+UNUSED_URL = "http://127.0.0.1:9"
 
 
 @pytest.fixture
@@ -142,11 +142,11 @@ async def test_to_resume_a_server_that_is_not_paused_changes_nothing(engine: Inf
 
 async def test_an_address_without_a_server_is_not_alive(engine: InferenceEngine, url: str) -> None:
     assert await engine.is_alive(url, timeout_s=LIMIT_S)
-    assert not await engine.is_alive(NOBODY, timeout_s=LIMIT_S)
-    with pytest.raises(ServerGone, match=NOBODY):
-        await engine.label(NOBODY)
-    with pytest.raises(ServerGone, match=NOBODY):
-        await engine.generate(NOBODY, request("nobody-0"), Tokens())
+    assert not await engine.is_alive(UNUSED_URL, timeout_s=LIMIT_S)
+    with pytest.raises(ServerGone, match=UNUSED_URL):
+        await engine.label(UNUSED_URL)
+    with pytest.raises(ServerGone, match=UNUSED_URL):
+        await engine.generate(UNUSED_URL, request("nobody-0"), Tokens())
 
 
 # -- weights ----------------------------------------------------------------------------------------------------------
