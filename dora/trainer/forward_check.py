@@ -19,7 +19,8 @@ from torch import Tensor
 
 from dora.errors import ConfigError
 from dora.trainer import attention
-from dora.trainer.model import Policy, decoder_layers, logprobs
+from dora.trainer.logprobs import logprobs
+from dora.trainer.model import Policy, decoder_layers
 from dora.trainer.packing import Row, make_row
 
 LENGTHS: Final = (5, 40, 17, 64, 9)

@@ -11,26 +11,22 @@ Both are correct, because every rank gets the same number of micro-batches.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from dora.errors import ConfigError
 from dora.trainer import attention
-from dora.trainer.packing import Row
+from dora.trainer.loading import load_shards
 
 GATHERED_BYTES = 2 * 2**30  # float32 weights + gradients of the whole model on every rank
-LOGITS_CHUNK = 2**24  # logits converted to log-probs at a time (64 MiB in float32)
 
 
 class Policy:
@@ -48,7 +44,7 @@ class Policy:
             fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=not self.gathered)
         fully_shard(self.model, mesh=mesh, mp_policy=policy, reshard_after_forward=not self.gathered)
         _materialize(self.model, device=self.device)
-        _load_shards(self.model, model_path, rank=mesh.get_local_rank(), world_size=mesh.size())
+        load_shards(self.model, model_path, rank=mesh.get_local_rank(), world_size=mesh.size())
         for module in self._sharded_modules():  # lazy initialization allocates the shards; see shards()
             module.unshard()
             module.reshard()
@@ -86,34 +82,6 @@ class Policy:
 
     def _sharded_modules(self) -> Iterator[FSDPModule]:
         return (module for module in self.model.modules() if isinstance(module, FSDPModule))
-
-
-def logprobs(model: nn.Module, row: Row, *, temperature: float) -> tuple[Tensor, Tensor]:
-    """Return [P] log-probs of the targets under softmax(logits / temperature), and [P] entropies (no gradient)."""
-    logits_PV = model(
-        input_ids=row.tokens_T[None],
-        position_ids=row.positions_T[None],
-        use_cache=False,
-        logits_to_keep=row.predictors_P,
-        segments=attention.make_segments(row.lengths, device=row.tokens_T.device),
-    ).logits[0]
-    rows = max(1, LOGITS_CHUNK // logits_PV.shape[1])
-    if len(logits_PV) <= rows:
-        return _select(logits_PV, row.targets_P, temperature)
-    parts = [
-        checkpoint(_select, part, targets, temperature, use_reentrant=False)
-        for part, targets in zip(logits_PV.split(rows), row.targets_P.split(rows), strict=True)
-    ]
-    chosen, entropy = zip(*parts, strict=True)
-    return torch.cat(chosen), torch.cat(entropy)
-
-
-def _select(logits_PV: Tensor, targets_P: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    wide = torch.promote_types(logits_PV.dtype, torch.float32)
-    log_softmax_PV = (logits_PV.to(wide) / temperature).log_softmax(-1)
-    with torch.no_grad():
-        entropy_P = -(log_softmax_PV.exp() * log_softmax_PV).sum(-1)
-    return log_softmax_PV.gather(-1, targets_P[:, None])[:, 0], entropy_P
 
 
 def require_device(device: str, *, index: int = 0) -> None:
@@ -170,43 +138,3 @@ def _materialize(model: Any, *, device: torch.device) -> None:
                 model._init_weights(module)
             if any(torch.isnan(buffer).any() for buffer in module._buffers.values() if buffer is not None):
                 raise ConfigError(f"model.path: the buffers of {type(module).__name__} cannot be built; not supported")
-
-
-def _load_shards(model: Any, model_path: Path, *, rank: int, world_size: int) -> None:
-    """Fill this rank's rows (dim 0, in chunks of ceil(rows / world size)) and all persistent buffers."""
-    files = _files_by_name(model_path)
-    buffers = dict(model.named_buffers())
-    wanted = dict(model.named_parameters()) | {name: buffers[name] for name in model.state_dict() if name in buffers}
-    missing = sorted(wanted.keys() - files.keys())
-    if missing:
-        raise ConfigError(f"model.path: {model_path} lacks {missing[0]} and {len(missing) - 1} other tensors")
-    for path in sorted({files[name] for name in wanted}):
-        with safe_open(path, framework="pt") as opened, torch.no_grad():
-            for name in (name for name in wanted if files[name] == path):
-                stored, target = opened.get_slice(name), wanted[name]
-                if tuple(stored.get_shape()) != tuple(target.shape):
-                    raise ConfigError(f"{path}: {name} has shape {stored.get_shape()}, expected {tuple(target.shape)}")
-                if name in buffers:
-                    target.copy_(opened.get_tensor(name))
-                    continue
-                rows = -(-target.shape[0] // world_size)
-                start, stop = (min(rows * r, target.shape[0]) for r in (rank, rank + 1))
-                if start < stop:
-                    target.to_local().copy_(stored[start:stop])
-
-
-def _files_by_name(model_path: Path) -> dict[str, Path]:
-    """Map each tensor name to the safetensors file that contains it."""
-    index = model_path / "model.safetensors.index.json"
-    if index.is_file():
-        return {name: model_path / file for name, file in json.loads(index.read_text())["weight_map"].items()}
-    found: dict[str, Path] = {}
-    for path in sorted(model_path.glob("*.safetensors")):
-        try:
-            with safe_open(path, framework="pt") as opened:
-                found |= dict.fromkeys(opened.keys(), path)
-        except SafetensorError as err:
-            raise ConfigError(f"model.path: {path} is not a readable safetensors file: {err}") from err
-    if not found:
-        raise ConfigError(f"model.path: {model_path} has no safetensors file; give a Hugging Face model folder")
-    return found

@@ -16,7 +16,8 @@ from transformers.utils.logging import disable_progress_bar
 
 from dora.trainer import attention
 from dora.trainer.forward_check import require_exact_forward
-from dora.trainer.model import logprobs, require_device
+from dora.trainer.logprobs import logprobs
+from dora.trainer.model import require_device
 from dora.trainer.packing import make_row
 
 TOKENS_PER_ROW = 4_096  # sequences are packed up to this many tokens; a longer one is a row by itself

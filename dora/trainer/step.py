@@ -23,9 +23,11 @@ from torch import Tensor
 from dora.core.ids import StepId, VersionId
 from dora.errors import ProtocolError
 from dora.trainer import checkpoint
+from dora.trainer.logprobs import logprobs
 from dora.trainer.loss import decoupled_ppo
 from dora.trainer.metrics import StepSums
-from dora.trainer.model import Policy, logprobs
+from dora.trainer.model import Policy
+from dora.trainer.optimizer import make_optimizer
 from dora.trainer.packing import Row, Targets, check, pack
 from dora.trainer.publish import Publisher, gather
 from dora.transport.messages import (
@@ -217,25 +219,3 @@ class Trainer:
         for name, parameter in zip(self._shards, self._optimizer.param_groups[0]["params"], strict=True):
             state |= {f"{key}/{name}": value for key, value in self._optimizer.state[parameter].items()}
         return state
-
-
-def make_optimizer(shards: dict[str, Tensor], order: Configure) -> torch.optim.AdamW:
-    """Build AdamW over this rank's rows as plain tensors; it is elementwise, so sharding does not change it.
-
-    Its moments exist from the start, so that all checkpoints have the same format.
-    """
-    settings = order.settings
-    optimizer = torch.optim.AdamW(
-        [torch.nn.Parameter(shard) for shard in shards.values()],
-        lr=settings.learning_rate,
-        betas=(settings.beta1, settings.beta2),
-        weight_decay=settings.weight_decay,
-        fused=True,
-    )
-    for parameter in optimizer.param_groups[0]["params"]:
-        optimizer.state[parameter] = {
-            "step": torch.zeros((), device=parameter.device),
-            "exp_avg": torch.zeros_like(parameter),
-            "exp_avg_sq": torch.zeros_like(parameter),
-        }
-    return optimizer

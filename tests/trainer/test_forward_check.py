@@ -15,7 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from dora.errors import ConfigError
 from dora.trainer import attention, forward_check
 from dora.trainer.forward_check import require_exact_forward, require_exact_training
-from dora.trainer.model import Policy, logprobs, make_mesh
+from dora.trainer.logprobs import logprobs
+from dora.trainer.model import Policy, make_mesh
 from dora.trainer.packing import Row
 from dora.trainer.score import score
 

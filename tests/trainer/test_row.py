@@ -10,9 +10,10 @@ from conftest import VOCAB, make_batch, make_groups
 from transformers import Qwen3ForCausalLM
 
 from dora.errors import InvariantViolation, ProtocolError
-from dora.trainer import attention, model
+from dora.trainer import attention
+from dora.trainer import logprobs as logprobs_module
+from dora.trainer.logprobs import logprobs
 from dora.trainer.loss import decoupled_ppo
-from dora.trainer.model import logprobs
 from dora.trainer.packing import check, pack
 from dora.trainer.score import score
 
@@ -102,7 +103,7 @@ def test_chunked_logits_change_nothing(model_path, monkeypatch):
     network = load(model_path, attention.NAME)
     batch = make_batch(make_groups(2, version=0, seed=5), step=0, index=0, last=True)
     whole = gradient(network, [batch])
-    monkeypatch.setattr(model, "LOGITS_CHUNK", 3 * VOCAB)
+    monkeypatch.setattr(logprobs_module, "LOGITS_CHUNK", 3 * VOCAB)
     torch.testing.assert_close(gradient(network, [batch]), whole, rtol=0, atol=1e-12)
 
 
