@@ -14,13 +14,13 @@ LOGITS_CHUNK = 2**24  # logits converted to log-probs at a time (64 MiB in float
 
 def logprobs(model: nn.Module, row: Row, *, temperature: float) -> tuple[Tensor, Tensor]:
     """Return [P] log-probs of the targets under softmax(logits / temperature), and [P] entropies (no gradient)."""
-    logits_PV = model(
-        input_ids=row.tokens_T[None],
-        position_ids=row.positions_T[None],
-        use_cache=False,
-        logits_to_keep=row.predictors_P,
-        segments=attention.make_segments(row.lengths, device=row.tokens_T.device),
-    ).logits[0]
+    with attention.within(attention.Segments(row.lengths, row.tokens_T.device)):
+        logits_PV = model(
+            input_ids=row.tokens_T[None],
+            position_ids=row.positions_T[None],
+            use_cache=False,
+            logits_to_keep=row.predictors_P,
+        ).logits[0]
     rows = max(1, LOGITS_CHUNK // logits_PV.shape[1])
     if len(logits_PV) <= rows:
         return _select(logits_PV, row.targets_P, temperature)

@@ -37,6 +37,8 @@ EXACT = {
     "gemma3_text": {"head_dim": 8, "sliding_window": 16},
     "olmo3": {"sliding_window": 16},
     "granite": {},
+    "gemma2": {"head_dim": 8, "sliding_window": 16},
+    "nemotron": {},
     "mixtral": {"num_local_experts": 4},
     "qwen3_moe": {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
 }
@@ -59,8 +61,6 @@ REFUSED = {
         {"max_position_embeddings": 16, "rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}},
         "LlamaForCausalLM cannot be trained: log-probs of packed sequences differ by",
     ),
-    "gemma2": ({"head_dim": 8}, "Gemma2Attention uses soft-capped scores or sinks"),
-    "nemotron": ({}, "NemotronAttention gets no arguments of packing"),
 }
 
 
