@@ -105,7 +105,9 @@ class Trainer:
             self._close_step(batch.chain)
 
     def _accumulate(self, row: Row, targets: Targets) -> None:
-        current_P, entropy_P = logprobs(self._policy.model, row, temperature=self._settings.temperature)
+        current_P, entropy_P = logprobs(
+            self._policy.model, row, temperature=self._settings.temperature, fp32_head=self._settings.fp32_head
+        )
         loss_P = decoupled_ppo(
             current_P,
             proximal=current_P.detach(),
