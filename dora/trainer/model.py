@@ -106,6 +106,7 @@ def _on_meta(model_path: Path) -> Any:
     if not (model_path / "config.json").is_file():
         raise ConfigError(f"model.path: {model_path} has no config.json; give a Hugging Face model folder")
     config = AutoConfig.from_pretrained(model_path, local_files_only=True, trust_remote_code=False)
+    attention.require_interface(config)
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(
             config, dtype=torch.float32, attn_implementation=attention.NAME, trust_remote_code=False
