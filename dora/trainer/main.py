@@ -72,7 +72,7 @@ def run(end: TrainerEnd, *, local_rank: int) -> None:
     if settings.device != "cuda":
         _stop_listening()
     publisher = _publisher(order, end) if dist.get_rank() == 0 else None
-    device = torch.device(settings.device, local_rank if settings.device == "cuda" else None)
+    device = torch.device("cuda", local_rank) if settings.device == "cuda" else torch.device("cpu")
     with memory_errors(device, during="while the model was loaded", change="use a smaller model"):
         policy = Policy(Path(order.model_path), mesh=mesh, dtype=getattr(torch, settings.dtype))
         checked = check_training(policy, dtype=settings.dtype)
