@@ -11,7 +11,6 @@ from transformers import Qwen3ForCausalLM
 
 from dora.errors import InvariantViolation, ProtocolError
 from dora.trainer import attention
-from dora.trainer import logprobs as logprobs_module
 from dora.trainer.logprobs import logprobs
 from dora.trainer.loss import decoupled_ppo
 from dora.trainer.packing import Layout, check, pack, split_passes
@@ -75,27 +74,6 @@ def test_a_packed_row_has_the_logprobs_of_its_sequences_alone(model_path):
     assert not entropy.requires_grad
 
 
-@pytest.mark.parametrize("lengths", [(1,), (1, 2, 100), (100, 1, 30, 31, 29, 2), (7,) * 12])
-def test_every_position_of_a_row_is_restored(lengths):
-    segments = attention.make_segments(lengths, device=CPU)
-    value = torch.randn(1, 1, sum(lengths), 4)
-    query = torch.zeros_like(value)  # equal scores: the mean over the segment so far
-    out, _ = attention.attend(torch.nn.Identity(), query, query, value, None, segments=segments)
-    means = [part.cumsum(0) / torch.arange(1, len(part) + 1)[:, None] for part in value[0, 0].split(lengths)]
-    torch.testing.assert_close(out[0, :, 0], torch.cat(means))
-
-
-def test_a_sliding_window_is_respected():
-    segments = attention.make_segments((9, 3), device=CPU)
-    value = torch.randn(1, 1, 12, 4)
-    query = torch.zeros_like(value)
-    out, _ = attention.attend(torch.nn.Identity(), query, query, value, None, segments=segments, sliding_window=2)
-    expected = value[0, 0].clone()
-    for position in (*range(1, 9), 10, 11):
-        expected[position] = (value[0, 0, position] + value[0, 0, position - 1]) / 2
-    torch.testing.assert_close(out[0, :, 0], expected)
-
-
 def test_the_gradient_does_not_depend_on_order_split_or_empty_micro_batches(model_path):
     network = load(model_path, attention.NAME)
     answers = make_groups(6, version=0, seed=4)
@@ -104,14 +82,6 @@ def test_the_gradient_does_not_depend_on_order_split_or_empty_micro_batches(mode
     parts = [shuffled[:1], [], shuffled[1:10], shuffled[10:]]
     split = gradient(network, [make_batch(part, step=0, index=0, last=False) for part in parts])
     torch.testing.assert_close(split, whole, rtol=0, atol=1e-11 * whole.abs().max().item())
-
-
-def test_chunked_logits_change_nothing(model_path, monkeypatch):
-    network = load(model_path, attention.NAME)
-    batch = make_batch(make_groups(2, version=0, seed=5), step=0, index=0, last=True)
-    whole = gradient(network, [batch])
-    monkeypatch.setattr(logprobs_module, "LOGITS_CHUNK", 3 * VOCAB)
-    torch.testing.assert_close(gradient(network, [batch]), whole, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("padded", [False, True])
