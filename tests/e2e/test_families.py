@@ -33,9 +33,9 @@ def test_a_policy_of_another_kind_learns_and_its_engine_and_trainer_agree(family
     folder = RunFolder(root)
     rows = [json.loads(line) for line in folder.metrics.read_text().splitlines()]
     before, after = (row["mean"] for row in rows if row["kind"] == "evaluation")
-    assert after > before + 0.1
+    assert after > before + 0.2
     metric = "lag=0/log_ratio_abs_mean"
     differences = [row["trainer"][metric] for row in rows if row["kind"] == "step" and metric in row["trainer"]]
-    assert len(differences) >= 3
+    assert differences  # the first step, at least
     assert max(differences) <= 1e-5
     assert_audit_clean(folder)
