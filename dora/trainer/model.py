@@ -109,21 +109,31 @@ def make_mesh(device: str) -> DeviceMesh:
 
 def _planned(model_path: Path, opened: ExitStack) -> tuple[Any, ModelFolder, Plan]:
     """Build the model without memory for its parameters, and plan how the folder's tensors become its own."""
+    config = read_config(model_path)
+    folder = open_folder(model_path, config, opened)
+    model = build_on_meta(config)
+    return model, folder, plan(model, folder)
+
+
+def read_config(model_path: Path) -> Any:
+    """Return the config of a model folder."""
     if not (model_path / "config.json").is_file():
         raise ConfigError(f"model.path: {model_path} has no config.json; give a Hugging Face model folder")
-    config = AutoConfig.from_pretrained(model_path, local_files_only=True, trust_remote_code=False)
+    return AutoConfig.from_pretrained(model_path, local_files_only=True, trust_remote_code=False)
+
+
+def build_on_meta(config: Any) -> Any:
+    """Build the model of a config, without memory for its parameters."""
     attention.require_interface(config)
-    folder = open_folder(model_path, config, opened)
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # what is read is dequantised
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(
+            return AutoModelForCausalLM.from_config(
                 config, dtype=torch.float32, attn_implementation=attention.NAME, trust_remote_code=False
             )
     except Exception as err:  # anything that the class of a model raises
         raise ConfigError(f"model.path: transformers cannot build {config.model_type} for training: {err!r}") from err
-    return model, folder, plan(model, folder)
 
 
 def decoder_layers(model: Any) -> nn.ModuleList:
