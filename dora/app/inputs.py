@@ -6,7 +6,7 @@ import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from dora.config.schema import Config
 from dora.controller.evaluations import EvalSet, Evaluations
@@ -17,9 +17,6 @@ from dora.tasks.tokenizer import Tokenizer, load_tokenizer
 
 #: Bytes read from the start of a safetensors file; nearly all headers, which list every tensor, fit in them.
 _HEADER_BYTES = 1 << 20
-
-#: Rotary embeddings that change beyond the original context, by the longest sequence at hand.
-LENGTH_DEPENDENT_ROPE: Final = {"dynamic", "longrope"}
 
 
 @dataclass(frozen=True)
@@ -69,15 +66,15 @@ def _check_shapes(config: Config, model: Path, *, num_tokens: int) -> int:
 
 
 def _check_rope(shapes: dict[str, Any], model: Path, *, longest: int) -> None:
-    """ConfigError if rotary angles depend on the longest sequence of a row: packed ones would get each other's."""
+    """ConfigError if rotary angles can depend on the sequences computed before, so that no log-prob is reproducible."""
     rope = shapes.get("rope_parameters") or shapes.get("rope_scaling") or {}
     kind = rope.get("rope_type", rope.get("type"))
     keyword = "original_max_position_embeddings"
     original = rope.get(keyword) or shapes.get(keyword) or shapes.get("max_position_embeddings")
-    if kind in LENGTH_DEPENDENT_ROPE and original is not None and longest > original:
+    if kind == "dynamic" and original is not None and longest > original:
         raise ConfigError(
             f"rollout.max_new_tokens: with task.max_prompt_tokens a request has up to {longest} tokens; beyond "
-            f"{original}, the {kind} rotary embedding of {model} depends on the longest sequence of a row; lower one"
+            f"{original}, the dynamic rotary embedding of {model} depends on earlier sequences; lower one"
         )
 
 

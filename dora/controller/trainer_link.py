@@ -159,6 +159,8 @@ class TrainerLink:
         self._waves_done = [0] * self.num_ranks
         self._waves_emitted = 0
         self._all_ready.set()
+        if message.note:
+            self.tell(message.note)
         for reason in self._skipped:
             self.tell(f"{reason}; the trainer continues from step {message.next_step}")
         await self.emit(ev.TrainerReady(self.now(), steps.pop()))

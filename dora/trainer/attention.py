@@ -77,23 +77,30 @@ def attend(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Transformers' attention interface: query [1, H, T, D], key and value [1, H_kv, T, D] -> [1, T, H, D]."""
-    if segments is None:
-        raise ConfigError(f"model.path: {type(module).__name__} gets no arguments of packing; not supported")
+    """Transformers' attention interface: query [B, H, T, D], key and value [B, H_kv, T, D] -> [B, T, H, D].
+
+    Without `segments`, every line of the batch is one sequence.
+    """
     if softcap is not None or s_aux is not None:
         raise ConfigError(f"model.path: {type(module).__name__} uses soft-capped scores or sinks; not supported")
-    repeats = query.shape[1] // key.shape[1]
+    if segments is None:
+        return _attend_causally(query, key, value, scaling=scaling, window=sliding_window).transpose(1, 2), None
     query_THD, key_THD, value_THD = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     outputs = []
     for bucket in segments.buckets:
         # [b, L, heads, D] -> [b, heads, L, D]
         q, k, v = (tensor[bucket.gather_bL].transpose(1, 2) for tensor in (query_THD, key_THD, value_THD))
-        if repeats > 1:
-            k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
-        mask = _window_mask(q.shape[2], sliding_window, q.device)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling)
+        out = _attend_causally(q, k, v, scaling=scaling, window=sliding_window)
         outputs.append(out.transpose(1, 2)[bucket.valid_bL])
     return torch.cat(outputs)[segments.restore_T][None], None
+
+
+def _attend_causally(q: Tensor, k: Tensor, v: Tensor, *, scaling: float | None, window: int | None) -> Tensor:
+    """Return the attention of [b, H, L, D] over itself, every query up to its own position."""
+    if (repeats := q.shape[1] // k.shape[1]) > 1:
+        k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
+    mask = _window_mask(q.shape[2], window, q.device)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling)
 
 
 def _window_mask(length: int, window: int | None, device: torch.device) -> Tensor | None:

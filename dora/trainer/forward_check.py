@@ -1,15 +1,18 @@
-"""The check of the packed forward pass on the loaded model, before anything is trained.
+"""The check of the forward pass on the loaded model, before anything is trained; it chooses the layout of rows.
 
 Random sequences are packed into one row, as in training, and compared with the same sequences one by one under
 transformers' own attention: log-probs and gradients. A layer that accepts the arguments of packing proves nothing:
-linear attention, state-space and convolution layers accept them, and carry state from one sequence into the next.
+linear attention, state-space and convolution layers accept them, and carry state from one sequence into the next. A
+model with such layers is checked, and trained, in padded rows instead. A model that fails is refused.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -21,7 +24,7 @@ from dora.errors import ConfigError
 from dora.trainer import attention
 from dora.trainer.logprobs import logprobs
 from dora.trainer.model import Policy, decoder_layers
-from dora.trainer.packing import Row, make_row
+from dora.trainer.packing import Layout, Row, make_row, split_passes
 
 LENGTHS: Final = (5, 40, 17, 64, 9)
 #: Largest mean |Δ log-prob| between packed sequences and the same ones alone. Measured on a CPU with small random
@@ -33,61 +36,110 @@ ROUNDING: Final = 2.0
 ATTENTION: Final = {"float64": 1e-3, "float32": 1e-3, "float16": 0.1, "bfloat16": 0.1}
 #: Largest |Δ gradient| / |gradient| between packed sequences and the same ones alone, norms over all parameters.
 GRADIENT: Final = {"float32": 1e-3, "float16": 0.3, "bfloat16": 0.3}
+#: Parts of the class names of layers that mix tokens by other means than attention.
+MIXERS: Final = ("Delta", "Conv", "Mamba", "Mixer", "Recurrent", "Lightning")
 
 
-def require_exact_forward(model: Any, *, device: torch.device, dtype: str) -> None:
-    """ConfigError unless packed sequences have the log-probs they have alone, also under transformers' attention."""
-    packed, alone = _rows(model, device)
-    with torch.no_grad():
-        packed_P = logprobs(model, packed, temperature=1.0)[0]
-        alone_P = torch.cat([logprobs(model, row, temperature=1.0)[0] for row in alone])
-        with _own_attention(model):
-            plain_P = torch.cat([_plain_logprobs(model, row) for row in alone])
+@dataclass(frozen=True, slots=True)
+class CheckedLayout:
+    """A layout under which the forward pass is exact."""
+
+    layout: Layout
+    note: str = ""  # for the user, if sequences cannot be packed
+
+
+def check_forward(model: Any, *, device: torch.device, dtype: str) -> CheckedLayout:
+    """Return the layout under which sequences have the log-probs they have alone, also under transformers' attention.
+
+    ConfigError if there is none.
+    """
+    alone_P = _logprobs(_rows(model, None, device), partial(_packed_logprobs, model))
+    with _own_attention(model):
+        plain_P = _logprobs(_rows(model, None, device), partial(_plain_logprobs, model))
     rounding = float((alone_P - plain_P).abs().mean())
     if not rounding <= ATTENTION[dtype]:
         raise _refusal(
             model, f"under the trainer's attention, log-probs differ by {rounding:.2g} from transformers' own"
         )
-    error = float((packed_P - alone_P).abs().mean())
-    if not error <= max(PACKING[dtype], ROUNDING * rounding):
-        raise _refusal(model, f"log-probs of packed sequences differ by {error:.2g} from those of each alone")
+    for padded in (False, True):
+        layout = Layout(padded=padded, rope_limit=rope_limit(model.config.get_text_config()))
+        together_P = _logprobs(_rows(model, layout, device), partial(_packed_logprobs, model))
+        error = float((together_P - alone_P).abs().mean())
+        if error <= max(PACKING[dtype], ROUNDING * rounding):
+            return CheckedLayout(layout, _note(model) if padded else "")
+        if not _mixers(model):
+            break
+    raise _refusal(model, f"log-probs of {_kind(layout)} sequences differ by {error:.2g} from those of each alone")
 
 
-def require_exact_training(policy: Policy, *, dtype: str) -> None:
-    """Like `require_exact_forward`, and for the gradients. A collective: every rank computes the same."""
+def check_training(policy: Policy, *, dtype: str) -> CheckedLayout:
+    """Like `check_forward`, and for the gradients. A collective: every rank computes the same."""
     model = policy.model
-    require_exact_forward(model, device=policy.device, dtype=dtype)
-    packed, alone = _rows(model, policy.device)
-    together, expected = _gradients(policy, [packed]), _gradients(policy, alone)
+    found = check_forward(model, device=policy.device, dtype=dtype)
+    together, expected = (_gradients(policy, _rows(model, kind, policy.device)) for kind in (found.layout, None))
     error = _norm(together[name] - gradient for name, gradient in expected.items()) / _norm(expected.values())
     if not error <= GRADIENT[dtype]:
-        raise _refusal(model, f"the gradient of packed sequences differs by {error:.1%} from that of each alone")
+        raise _refusal(
+            model, f"the gradient of {_kind(found.layout)} sequences differs by {error:.1%} from that of each alone"
+        )
+    return found
 
 
-def _gradients(policy: Policy, rows: list[Row]) -> dict[str, Tensor]:
+def rope_limit(config: Any) -> int | None:
+    """Return the length beyond which all rotary angles of a row change (LongRoPE, arXiv 2402.13753), if any."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") != "longrope":
+        return None
+    limit = rope.get("original_max_position_embeddings") or config.original_max_position_embeddings
+    return int(limit)
+
+
+def _rows(model: Any, layout: Layout | None, device: torch.device) -> list[tuple[list[int], Row]]:
+    """Return rows of random sequences, with the sequences of each; without a layout, each has a row of its own.
+
+    Every token but a first one is trained.
+    """
+    vocab_size = model.config.get_text_config().vocab_size
+    sequences = [np.random.default_rng(length).integers(0, vocab_size, length) for length in LENGTHS]
+    if layout is None:
+        passes = [[n] for n in range(len(LENGTHS))]
+    else:
+        passes = split_passes(LENGTHS, layout=layout, budget=len(LENGTHS) * max(LENGTHS))
+    rows = []
+    for members in passes:
+        tokens = np.concatenate([sequences[n] for n in members])
+        trained = np.concatenate([np.arange(len(sequences[n])) > 0 for n in members]).nonzero()[0]
+        padded = layout is not None and layout.padded
+        lengths = [LENGTHS[n] for n in members]
+        rows.append((members, make_row(tokens, lengths=lengths, trained=trained, padded=padded, device=device)))
+    return rows
+
+
+@torch.no_grad()
+def _logprobs(rows: list[tuple[list[int], Row]], compute: Callable[[Row], Tensor]) -> Tensor:
+    """Return the [P] log-probs of all sequences, in their own order."""
+    parts: dict[int, Tensor] = {}
+    for members, row in rows:
+        parts |= zip(members, compute(row).split([LENGTHS[n] - 1 for n in members]), strict=True)
+    return torch.cat([parts[n] for n in range(len(LENGTHS))])
+
+
+def _gradients(policy: Policy, rows: list[tuple[list[int], Row]]) -> dict[str, Tensor]:
     """Return the gradients of all log-probs, each with another weight, and leave the policy as it was."""
-    weight_P = torch.linspace(-1.0, 1.0, sum(len(row.targets_P) for row in rows), device=policy.device)
-    for row, weight in zip(rows, weight_P.split([len(row.targets_P) for row in rows]), strict=True):
+    sizes = [length - 1 for length in LENGTHS]
+    weights = torch.linspace(-1.0, 1.0, sum(sizes), device=policy.device).split(sizes)
+    for members, row in rows:
         policy.prepare(closes_step=True)
-        (logprobs(policy.model, row, temperature=1.0)[0] * weight).sum().backward()
+        weight_P = torch.cat([weights[n] for n in members])
+        (logprobs(policy.model, row, temperature=1.0)[0] * weight_P).sum().backward()
     gradients = policy.gradients()
     policy.clear_gradients()
     policy.reshard()
     return gradients
 
 
-def _rows(model: Any, device: torch.device) -> tuple[Row, list[Row]]:
-    """Return random sequences as one packed row, and as rows of their own; every token but a first one is trained."""
-    vocab_size = model.config.get_text_config().vocab_size
-    sequences = [np.random.default_rng(length).integers(0, vocab_size, length) for length in LENGTHS]
-    ends = np.cumsum(LENGTHS)
-    trained = np.concatenate([np.arange(end - length + 1, end) for end, length in zip(ends, LENGTHS, strict=True)])
-    packed = make_row(np.concatenate(sequences), lengths=np.array(LENGTHS), trained=trained, device=device)
-    alone = [
-        make_row(tokens, lengths=np.array([len(tokens)]), trained=np.arange(1, len(tokens)), device=device)
-        for tokens in sequences
-    ]
-    return packed, alone
+def _packed_logprobs(model: Any, row: Row) -> Tensor:
+    return logprobs(model, row, temperature=1.0)[0]
 
 
 @contextmanager
@@ -102,20 +154,32 @@ def _own_attention(model: Any) -> Iterator[None]:
 
 def _plain_logprobs(model: Any, row: Row) -> Tensor:
     """Return the [P] log-probs of a row with a single sequence, without any argument of packing."""
-    logits_TV = model(input_ids=row.tokens_T[None], use_cache=False).logits[0]
+    logits_TV = model(input_ids=row.tokens_BT, use_cache=False).logits[0]
     return logits_TV[row.predictors_P].float().log_softmax(-1).gather(-1, row.targets_P[:, None])[:, 0]
 
 
 def _refusal(model: Any, reason: str) -> ConfigError:
-    """Name the layers, besides attention, through which one sequence can reach the next."""
-    mixers = {
-        type(child).__name__
-        for layer in decoder_layers(model)
-        for child in layer.children()
-        if any(word in type(child).__name__ for word in ("Delta", "Conv", "MambaLayer", "Mixer", "RecurrentBlock"))
-    }
-    layers = f" (with {', '.join(sorted(mixers))} layers)" if mixers else ""
+    mixers = _mixers(model)
+    layers = f" (with {mixers} layers)" if mixers else ""
     return ConfigError(f"model.path: {type(model).__name__}{layers} cannot be trained: {reason}")
+
+
+def _note(model: Any) -> str:
+    return (
+        f"{type(model).__name__} has {_mixers(model)} layers, which would carry state from one packed sequence into "
+        "the next, so it is trained in padded rows; the metric padding_frac is the share of the computation they cost"
+    )
+
+
+def _kind(layout: Layout) -> str:
+    return "padded" if layout.padded else "packed"
+
+
+def _mixers(model: Any) -> str:
+    """Name the kinds of layers, besides attention, through which one token can reach the next; empty if none."""
+    family = type(model).__name__.removesuffix("ForCausalLM")  # a prefix of the names, like Mamba2 or RecurrentGemma
+    kinds = {type(child).__name__ for layer in decoder_layers(model) for child in layer.children()}
+    return ", ".join(sorted(kind for kind in kinds if any(word in kind.removeprefix(family) for word in MIXERS)))
 
 
 def _norm(tensors: Iterable[Tensor]) -> float:

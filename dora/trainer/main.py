@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
 from dora.errors import ConfigError, DoraError, ProtocolError
-from dora.trainer.forward_check import require_exact_training
+from dora.trainer.forward_check import check_training
 from dora.trainer.model import Policy, make_mesh, require_device
 from dora.trainer.publish import Publisher
 from dora.trainer.step import Trainer
@@ -71,10 +71,10 @@ def run(end: TrainerEnd, *, local_rank: int) -> None:
     if settings.device != "cuda":
         _stop_listening()
     policy = Policy(Path(order.model_path), mesh=mesh, dtype=getattr(torch, settings.dtype))
-    require_exact_training(policy, dtype=settings.dtype)
+    checked = check_training(policy, dtype=settings.dtype)
     publisher = _publisher(order, end) if dist.get_rank() == 0 else None
-    trainer = Trainer(order, end=end, policy=policy, publisher=publisher)
-    trainer.start()
+    trainer = Trainer(order, end=end, policy=policy, layout=checked.layout, publisher=publisher)
+    trainer.start(note=checked.note)
     while not isinstance(message := end.receive(MESSAGE_TIMEOUT_S), Stop):
         match message:
             case MicroBatch():

@@ -42,6 +42,7 @@ WHOLE: dict[str, tuple[str, str]] = {
     "nonfinite_count": ("tokens", "trained tokens whose loss is NaN or infinite"),
     "update_skipped": ("0/1", "1: D = 0 or the gradient is not finite; the next version equals this one"),
     "step_tokens": ("tokens", "all tokens of the step, prompts included, all ranks"),
+    "padding_frac": ("fraction", "share of computed positions that hold no token; 0 if sequences are packed"),
     "busy_s": ("s", "time spent computing, summed over ranks; without waiting for micro-batches"),
     "close_s": ("s", "from the end of the last micro-batch to the gathered weights of the next version, rank 0"),
 }
@@ -59,6 +60,7 @@ class StepSums:
         self._sums = torch.zeros(max_staleness + 1, len(_COLUMNS), dtype=torch.float64, device=device)
         self._abs_max = torch.zeros(max_staleness + 1, dtype=torch.float64, device=device)
         self.step_tokens = 0
+        self.padding = 0  # positions without a token
         self.busy_s = 0.0
 
     @torch.no_grad()
@@ -81,20 +83,21 @@ class StepSums:
 
     def reduce(self) -> ReducedSums:
         """Return the sums of all ranks; a collective."""
-        extra = torch.tensor([self.step_tokens, self.busy_s], dtype=torch.float64, device=self._sums.device)
-        flat = torch.cat([self._sums.flatten(), extra])
+        extra = torch.tensor([self.step_tokens, self.padding, self.busy_s], dtype=torch.float64)
+        flat = torch.cat([self._sums.flatten(), extra.to(self._sums.device)])
         dist.all_reduce(flat)
         dist.all_reduce(self._abs_max, op=dist.ReduceOp.MAX)
-        return ReducedSums(flat[:-2].view_as(self._sums).cpu(), self._abs_max.cpu(), *flat[-2:].tolist())
+        return ReducedSums(flat[:-3].view_as(self._sums).cpu(), self._abs_max.cpu(), *flat[-3:].tolist())
 
 
 class ReducedSums:
     """The sums of a whole step."""
 
-    def __init__(self, sums: Tensor, abs_max: Tensor, step_tokens: float, busy_s: float) -> None:
+    def __init__(self, sums: Tensor, abs_max: Tensor, step_tokens: float, padding: float, busy_s: float) -> None:
         self._sums = sums
         self._abs_max = abs_max
         self._step_tokens = step_tokens
+        self._padding = padding
         self._busy_s = busy_s
 
     @property
@@ -109,6 +112,7 @@ class ReducedSums:
             "loss": float(self._column("loss").sum()) / max(self.denominator, 1.0),
             "nonfinite_count": float(self._column("nonfinite").sum()),
             "step_tokens": self._step_tokens,
+            "padding_frac": self._padding / max(self._step_tokens + self._padding, 1.0),
             "busy_s": self._busy_s,
             **whole,
         }

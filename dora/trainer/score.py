@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from dora.trainer import attention
-from dora.trainer.forward_check import require_exact_forward
+from dora.trainer.forward_check import check_forward
 from dora.trainer.logprobs import logprobs
 from dora.trainer.model import require_device
-from dora.trainer.packing import make_row
+from dora.trainer.packing import make_row, split_passes
 
 TOKENS_PER_ROW = 4_096  # sequences are packed up to this many tokens; a longer one is a row by itself
 
@@ -46,29 +46,17 @@ def score(
         use_safetensors=True,
     )
     model = model.to(device).eval()
-    require_exact_forward(model, device=torch.device(device), dtype=dtype)
-    scored: list[NDArray[np.float32]] = []
-    for part in _parts(sequences):
-        lengths = np.array([len(sequences[i]) for i in part])
+    layout = check_forward(model, device=torch.device(device), dtype=dtype).layout
+    scored: list[NDArray[np.float32]] = [np.empty(0, np.float32)] * len(sequences)
+    for members in split_passes([len(sequence) for sequence in sequences], layout=layout, budget=TOKENS_PER_ROW):
+        lengths = np.array([len(sequences[n]) for n in members])
         ends = np.cumsum(lengths)
-        response_lengths = lengths - np.array([prompt_lengths[i] for i in part])
+        response_lengths = lengths - np.array([prompt_lengths[n] for n in members])
         trained = np.concatenate([np.arange(end - n, end) for end, n in zip(ends, response_lengths, strict=True)])
-        tokens = np.concatenate([np.asarray(sequences[i], np.int64) for i in part])
-        row = make_row(tokens, lengths=lengths, trained=trained, device=torch.device(device))
+        tokens = np.concatenate([np.asarray(sequences[n], np.int64) for n in members])
+        row = make_row(tokens, lengths=lengths, trained=trained, padded=layout.padded, device=torch.device(device))
         with torch.no_grad():
             values = logprobs(model, row, temperature=temperature)[0].float().cpu().numpy()
-        scored += np.split(values, np.cumsum(response_lengths)[:-1])
+        for n, logprobs_P in zip(members, np.split(values, np.cumsum(response_lengths)[:-1]), strict=True):
+            scored[n] = logprobs_P
     return scored
-
-
-def _parts(sequences: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Split into consecutive sequences with at most TOKENS_PER_ROW tokens together; return their indices."""
-    parts: list[list[int]] = []
-    used = TOKENS_PER_ROW + 1
-    for number, sequence in enumerate(sequences):
-        if used + len(sequence) > TOKENS_PER_ROW:
-            parts.append([])
-            used = 0
-        parts[-1].append(number)
-        used += len(sequence)
-    return parts

@@ -28,7 +28,7 @@ from dora.trainer.loss import decoupled_ppo
 from dora.trainer.metrics import StepSums
 from dora.trainer.model import Policy
 from dora.trainer.optimizer import make_optimizer
-from dora.trainer.packing import Row, Targets, check, pack
+from dora.trainer.packing import Layout, check, pack, split_passes
 from dora.trainer.publish import Publisher, gather
 from dora.transport.messages import (
     CheckpointWritten,
@@ -45,12 +45,15 @@ from dora.weights.fence import pass_fence
 class Trainer:
     """One rank of the trainer between Configure and Stop."""
 
-    def __init__(self, order: Configure, *, end: TrainerEnd, policy: Policy, publisher: Publisher | None) -> None:
+    def __init__(
+        self, order: Configure, *, end: TrainerEnd, policy: Policy, layout: Layout, publisher: Publisher | None
+    ) -> None:
         """`publisher`: on rank 0 only."""
         self._settings = order.settings
         self._checkpoints = Path(order.checkpoints)
         self._end = end
         self._policy = policy
+        self._layout = layout
         self._publisher = publisher
         self._rank = dist.get_rank()
         self._shards = policy.shards()
@@ -63,12 +66,12 @@ class Trainer:
             self._load(order)
         self._begin_step()
 
-    def start(self) -> None:
+    def start(self, *, note: str = "") -> None:
         """Publish the version of the current step (no effect if the store has it), then report READY."""
         weights = self._gather()
         if self._publisher is not None:
             self._publisher.publish(VersionId(self._step), weights, chain=self._chain)
-        self._end.send(RankReady(rank=self._rank, next_step=self._step, skipped=self._skipped))
+        self._end.send(RankReady(rank=self._rank, next_step=self._step, skipped=self._skipped, note=note))
 
     # ---- one micro-batch --------------------------------------------------------------------------------------------
 
@@ -85,9 +88,9 @@ class Trainer:
             )
         check(batch, max_staleness=self._settings.max_staleness, vocab_size=self._policy.vocab_size)
         started = time.perf_counter()
-        row, targets = pack(batch, advantage=self._settings.advantage, device=self._policy.device)
-        self._policy.prepare(closes_step=batch.last)
-        self._accumulate(row, targets)
+        for number, members in enumerate(passes := self._passes(batch), start=1):
+            self._policy.prepare(closes_step=batch.last and number == len(passes))
+            self._accumulate(batch, members)
         self._sums.add_sequences(
             lag=torch.from_numpy(batch.step - batch.versions).long(),
             reward=torch.from_numpy(batch.rewards.copy()),
@@ -104,7 +107,25 @@ class Trainer:
         if batch.last:
             self._close_step(batch.chain)
 
-    def _accumulate(self, row: Row, targets: Targets) -> None:
+    def _passes(self, batch: MicroBatch) -> list[list[int]]:
+        """Return the sequences of each forward pass; as many passes on all ranks, if each of them is a collective."""
+        passes = split_passes(
+            batch.lengths.tolist(), layout=self._layout, budget=self._settings.micro_batch_tokens
+        ) or [[]]
+        if not self._policy.gathered:
+            most = torch.tensor(len(passes), device=self._policy.device)
+            dist.all_reduce(most, op=dist.ReduceOp.MAX)
+            passes += [[]] * (int(most) - len(passes))
+        return passes
+
+    def _accumulate(self, batch: MicroBatch, members: list[int]) -> None:
+        row, targets = pack(
+            batch,
+            members,
+            advantage=self._settings.advantage,
+            padded=self._layout.padded,
+            device=self._policy.device,
+        )
         current_P, entropy_P = logprobs(self._policy.model, row, temperature=self._settings.temperature)
         loss_P = decoupled_ppo(
             current_P,
@@ -125,6 +146,7 @@ class Trainer:
             lag=targets.lag_P,
             tis_cap=self._settings.tis_cap,
         )
+        self._sums.padding += row.num_padding
 
     # ---- the close --------------------------------------------------------------------------------------------------
 

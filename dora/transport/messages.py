@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from dora.core.ids import StepId, VersionId
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
@@ -116,6 +116,7 @@ class RankReady(Message, frozen=True):
     rank: int
     next_step: StepId
     skipped: tuple[str, ...] = ()  # checkpoints that could not be loaded, each with the reason
+    note: str = ""  # for the user: how this model is trained, if not as usual
 
 
 class MicroBatchDone(Message, frozen=True):

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,10 +15,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from dora.errors import ConfigError
 from dora.trainer import attention, forward_check
-from dora.trainer.forward_check import require_exact_forward, require_exact_training
+from dora.trainer.forward_check import CheckedLayout, check_forward, check_training
 from dora.trainer.logprobs import logprobs
 from dora.trainer.model import Policy, make_mesh
-from dora.trainer.packing import Row
+from dora.trainer.packing import Layout, Row
 from dora.trainer.score import score
 
 CPU = torch.device("cpu")
@@ -40,28 +41,30 @@ EXACT = {
     "mixtral": {"num_local_experts": 4},
     "qwen3_moe": {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
 }
-REFUSED = {
-    "qwen3_5_text": (DELTA, r"Qwen3_5ForCausalLM \(with Qwen3_5GatedDeltaNet layers\) cannot be trained: log-probs of"),
-    "lfm2": ({"layer_types": ["conv", "full_attention"] * 2}, r"Lfm2ShortConv layers\) cannot be trained"),
-    "mamba2": (
-        {"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 2, "expand": 2},
-        r"Mamba2Mixer layers\) cannot be trained",
-    ),
+#: Families with layers that carry state: changes, and the layers that are named.
+PADDED = {
+    "qwen3_5_text": (DELTA, "Qwen3_5GatedDeltaNet"),
+    "lfm2": ({"layer_types": ["conv", "full_attention"] * 2}, "Lfm2ShortConv"),
+    "mamba2": ({"num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 2, "expand": 2}, "Mamba2Mixer"),
     "recurrent_gemma": (
         {"head_dim": 8, "lru_width": 32, "attention_window_size": 16, "block_types": ["recurrent", "attention"]},
-        r"RecurrentGemmaRecurrentBlock layers\) cannot be trained",
+        "RecurrentGemmaRecurrentBlock",
     ),
     "granitemoehybrid": (
         {**MAMBA, "layer_types": ["mamba", "attention"] * 2, "num_local_experts": 4, "shared_intermediate_size": 16},
-        r"GraniteMoeHybridMambaLayer layers\) cannot be trained",
+        "GraniteMoeHybridMambaLayer",
     ),
-    "llama": (
-        {"max_position_embeddings": 16, "rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}},
-        "LlamaForCausalLM cannot be trained: log-probs of packed sequences differ by",
-    ),
-    "gemma2": ({"head_dim": 8}, "Gemma2Attention uses soft-capped scores or sinks"),
-    "nemotron": ({}, "NemotronAttention gets no arguments of packing"),
 }
+DYNAMIC_ROPE = {
+    "max_position_embeddings": 16, "rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4},
+}  # fmt: skip
+LONG_ROPE = {
+    "pad_token_id": 0, "original_max_position_embeddings": 16,
+    "rope_parameters": {
+        "rope_type": "longrope", "rope_theta": 1e4, "factor": 8.0, "short_factor": [1.0] * 4,
+        "long_factor": [1.0, 2.0, 4.0, 8.0],
+    },
+}  # fmt: skip
 
 
 def make(family: str, dtype: torch.dtype = torch.float32, **changes: object) -> Any:
@@ -74,6 +77,10 @@ def make(family: str, dtype: torch.dtype = torch.float32, **changes: object) -> 
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=0.15)
     return model
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 @pytest.fixture
@@ -89,32 +96,48 @@ def policy(alone: None, model_path: Path) -> Policy:
     return Policy(model_path, mesh=make_mesh("cpu"), dtype=torch.float32)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("family", EXACT)
-def test_a_family_that_attends_within_sequences_passes(family: str, dtype: torch.dtype) -> None:
-    require_exact_forward(make(family, dtype, **EXACT[family]), device=CPU, dtype=str(dtype).removeprefix("torch."))
+def test_a_family_that_attends_within_sequences_is_packed(family: str, dtype: torch.dtype) -> None:
+    found = check_forward(make(family, dtype, **EXACT[family]), device=CPU, dtype=name_of(dtype))
+    assert found == CheckedLayout(Layout())
 
 
-@pytest.mark.parametrize(
-    ("family", "dtype"),
-    # In bfloat16 this rope differs by no more than rounding does; `app.inputs` refuses it before.
-    [(f, d) for f in REFUSED for d in (torch.float32, torch.bfloat16) if (f, d) != ("llama", torch.bfloat16)],
-)
-def test_a_family_in_which_one_sequence_reaches_the_next_is_refused(family: str, dtype: torch.dtype) -> None:
-    changes, message = REFUSED[family]
-    with pytest.raises(ConfigError, match=message):
-        require_exact_forward(make(family, dtype, **changes), device=CPU, dtype=str(dtype).removeprefix("torch."))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", PADDED)
+def test_a_family_with_layers_that_carry_state_is_padded_and_says_so(family: str, dtype: torch.dtype) -> None:
+    changes, layers = PADDED[family]
+    found = check_forward(make(family, dtype, **changes), device=CPU, dtype=name_of(dtype))
+    assert found.layout == Layout(padded=True)
+    assert f"has {layers} layers, which would carry state" in found.note
 
 
-def test_the_scores_of_a_check_and_of_an_audit_are_refused_too(tmp_path: Path) -> None:
+def test_longrope_is_exact_since_long_and_short_sequences_share_no_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make("phi3", **LONG_ROPE)
+    assert check_forward(model, device=CPU, dtype="float32") == CheckedLayout(Layout(rope_limit=16))
+    monkeypatch.setattr(forward_check, "rope_limit", lambda config: 50)
+    with pytest.raises(ConfigError, match="Phi3ForCausalLM cannot be trained: log-probs of packed sequences differ"):
+        check_forward(model, device=CPU, dtype="float32")
+
+
+def test_a_rope_that_depends_on_the_whole_row_is_refused() -> None:
+    model = make("llama", **DYNAMIC_ROPE)
+    with pytest.raises(ConfigError, match="LlamaForCausalLM cannot be trained: log-probs of packed sequences differ"):
+        check_forward(model, device=CPU, dtype="float32")
+
+
+def test_scores_of_a_hybrid_are_those_of_each_sequence_alone(tmp_path: Path) -> None:
     make("qwen3_5_text", **DELTA).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="Qwen3_5GatedDeltaNet layers"):
-        score(tmp_path, [[1, 2, 3]], prompt_lengths=[1], temperature=1.0)
+    sequences = [[1, 2, 3, 4, 5], [6, 7], [8, 9, 10, 11]]
+    together = score(tmp_path, sequences, prompt_lengths=[1, 1, 2], temperature=0.7)
+    for sequence, length, logprobs_P in zip(sequences, [1, 1, 2], together, strict=True):
+        [alone_P] = score(tmp_path, [sequence], prompt_lengths=[length], temperature=0.7)
+        np.testing.assert_allclose(logprobs_P, alone_P, atol=1e-5)
 
 
 def test_the_check_of_a_trainer_leaves_no_gradient_and_the_same_weights(policy: Policy) -> None:
     before = {name: shard.clone() for name, shard in policy.shards().items()}
-    require_exact_training(policy, dtype="float32")
+    check_training(policy, dtype="float32")
     assert policy.gradients() == {}
     assert all(torch.equal(shard, before[name]) for name, shard in policy.shards().items())
     assert policy.model.config._attn_implementation == attention.NAME
@@ -131,7 +154,7 @@ def shifted_segments(row: Row) -> Row:
 
 
 def positions_of_the_row(row: Row) -> Row:
-    return replace(row, positions_T=torch.arange(len(row.tokens_T)))
+    return replace(row, positions_BT=torch.arange(row.tokens_BT.shape[1])[None])
 
 
 @pytest.mark.parametrize("fault", [shifted_segments, positions_of_the_row])
@@ -141,14 +164,25 @@ def test_a_row_that_is_laid_out_wrongly_is_found(fault: Any, monkeypatch: pytest
         model = make("gpt2", n_embd=32, n_layer=2, n_head=4, max_position_embeddings=256)
     monkeypatch.setattr(forward_check, "logprobs", lambda model, row, **kw: logprobs(model, fault(row), **kw))
     with pytest.raises(ConfigError, match="log-probs of packed sequences differ by"):
-        require_exact_forward(model, device=CPU, dtype="float32")
+        check_forward(model, device=CPU, dtype="float32")
+
+
+def one_line_to_the_next(_: Any, __: Any, out: torch.Tensor) -> torch.Tensor:
+    return out + 0.1 * out.roll(1, dims=0)
+
+
+def test_padded_lines_that_leak_are_found() -> None:
+    model = make("lfm2", **PADDED["lfm2"][0])
+    model.model.layers[1].register_forward_hook(one_line_to_the_next)
+    with pytest.raises(ConfigError, match=r"\(with Lfm2ShortConv layers\) cannot be trained: log-probs of padded"):
+        check_forward(model, device=CPU, dtype="float32")
 
 
 def test_a_layer_that_leaks_is_found() -> None:
     model = make("llama")
     model.model.layers[1].register_forward_hook(lambda _, __, out: out + 0.1 * out.roll(1, dims=1))
     with pytest.raises(ConfigError, match="log-probs of packed sequences differ by"):
-        require_exact_forward(model, device=CPU, dtype="float32")
+        check_forward(model, device=CPU, dtype="float32")
 
 
 def test_an_attention_that_ignores_a_setting_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,7 +198,7 @@ def test_an_attention_that_ignores_a_setting_is_found(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(forward_check, "_plain_logprobs", unscaled)
     with pytest.raises(ConfigError, match=r"log-probs differ by \S+ from transformers' own"):
-        require_exact_forward(model, device=CPU, dtype="float32")
+        check_forward(model, device=CPU, dtype="float32")
 
 
 def test_a_gradient_that_leaks_is_found(policy: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,4 +209,4 @@ def test_a_gradient_that_leaks_is_found(policy: Policy, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(forward_check, "logprobs", leaking)
     with pytest.raises(ConfigError, match="the gradient of packed sequences differs by"):
-        require_exact_training(policy, dtype="float32")
+        check_training(policy, dtype="float32")

@@ -13,6 +13,7 @@ from dora.errors import ProtocolError
 from dora.journal.run_folder import RunFolder
 from dora.seed.policy import path as seed_path
 from dora.trainer.model import Policy, make_mesh
+from dora.trainer.packing import Layout
 from dora.trainer.publish import Publisher
 from dora.trainer.step import Trainer
 from dora.transport.messages import MicroBatchDone, empty_micro_batch
@@ -53,7 +54,7 @@ def test_a_wave_of_another_history_is_not_trained(tmp_path):
     )
     end = End()
     policy = Policy(seed_path(), mesh=make_mesh("cpu"), dtype=torch.float32)
-    trainer = Trainer(order, end=end, policy=policy, publisher=None)
+    trainer = Trainer(order, end=end, policy=policy, layout=Layout(), publisher=None)
     batch = empty_micro_batch(step=0, index=0, last=False, group_size=2)
     with pytest.raises(ProtocolError, match="micro-batch 0/0 belongs to another history: it follows another"):
         trainer.train(msgspec.structs.replace(batch, parent="another"))

@@ -14,7 +14,7 @@ from dora.trainer import attention
 from dora.trainer import logprobs as logprobs_module
 from dora.trainer.logprobs import logprobs
 from dora.trainer.loss import decoupled_ppo
-from dora.trainer.packing import check, pack
+from dora.trainer.packing import Layout, check, pack, split_passes
 from dora.trainer.score import score
 
 CPU = torch.device("cpu")
@@ -30,24 +30,31 @@ def load(path, implementation):
     return Qwen3ForCausalLM.from_pretrained(path, dtype=torch.float64, attn_implementation=implementation).eval()
 
 
+def pack_whole(batch):
+    """The whole micro-batch in one packed row."""
+    return pack(batch, range(len(batch.lengths)), advantage="grpo", padded=False, device=CPU)
+
+
+def loss_of(network, row, targets):
+    """Σ l over the trained tokens of a row."""
+    current, _ = logprobs(network, row, temperature=0.7)
+    return decoupled_ppo(
+        current,
+        proximal=current.detach(),
+        behavior=targets.behavior_P.double(),
+        advantage=targets.advantage_P.double(),
+        clip_low=0.2,
+        clip_high=0.28,
+        tis_cap=1.5,
+    ).sum()
+
+
 def packed_loss(network, batches):
     """Σ l over all trained tokens, micro-batch by micro-batch."""
     total = torch.zeros((), dtype=torch.float64)
     for batch in batches:
-        row, targets = pack(batch, advantage="grpo", device=CPU)
-        current, _ = logprobs(network, row, temperature=0.7)
-        total = (
-            total
-            + decoupled_ppo(
-                current,
-                proximal=current.detach(),
-                behavior=targets.behavior_P.double(),
-                advantage=targets.advantage_P.double(),
-                clip_low=0.2,
-                clip_high=0.28,
-                tis_cap=1.5,
-            ).sum()
-        )
+        row, targets = pack_whole(batch)
+        total = total + loss_of(network, row, targets)
     return total
 
 
@@ -59,7 +66,7 @@ def gradient(network, batches):
 
 def test_a_packed_row_has_the_logprobs_of_its_sequences_alone(model_path):
     answers = make_groups(5, version=0, seed=3)
-    row, _ = pack(make_batch(answers, step=0, index=0, last=True), advantage="grpo", device=CPU)
+    row, _ = pack_whole(make_batch(answers, step=0, index=0, last=True))
     packed, entropy = logprobs(load(model_path, attention.NAME), row, temperature=0.7)
     plain = load(model_path, "sdpa")
     alone = torch.cat([plain_logprobs(plain, a.tokens, a.prompt_length, 0.7) for a in answers])
@@ -105,6 +112,30 @@ def test_chunked_logits_change_nothing(model_path, monkeypatch):
     whole = gradient(network, [batch])
     monkeypatch.setattr(logprobs_module, "LOGITS_CHUNK", 3 * VOCAB)
     torch.testing.assert_close(gradient(network, [batch]), whole, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("budget", [1, 30, 1000])
+def test_the_gradient_does_not_depend_on_the_passes(model_path, padded, budget):
+    network = load(model_path, attention.NAME)
+    batch = make_batch(make_groups(5, version=0, seed=9), step=0, index=0, last=True)
+    whole = gradient(network, [batch])
+    network.zero_grad()
+    passes = split_passes(batch.lengths.tolist(), layout=Layout(padded=padded), budget=budget)
+    for members in passes:
+        row, targets = pack(batch, members, advantage="grpo", padded=padded, device=CPU)
+        assert row.tokens_BT.numel() <= budget or len(members) == 1
+        loss_of(network, row, targets).backward()
+    assert sorted(n for members in passes for n in members) == list(range(len(batch.lengths)))
+    split = torch.cat([p.grad.flatten() for p in network.parameters()])
+    torch.testing.assert_close(split, whole, rtol=0, atol=1e-11 * whole.abs().max().item())
+
+
+def test_padded_passes_have_similar_lengths_and_long_sequences_passes_of_their_own():
+    lengths = [90, 3, 10, 100, 120, 4, 200]
+    assert split_passes(lengths, layout=Layout(padded=True), budget=400) == [[1, 5, 2], [0, 3, 4], [6]]
+    assert split_passes(lengths, layout=Layout(padded=True), budget=300) == [[1, 5, 2], [0, 3], [4], [6]]
+    assert split_passes(lengths, layout=Layout(rope_limit=99), budget=1000) == [[0, 1, 2, 5], [3, 4, 6]]
 
 
 @pytest.mark.parametrize("poison", [np.nan, -np.inf])
