@@ -49,6 +49,8 @@ from clients.steps import (
     make_trainer,
     micro_batches,
     one_rank,
+    peak,
+    reset_peak,
     settings,
     update,
 )
@@ -241,18 +243,6 @@ def measure_here(name: str, folder: Path, answers: int, num_tokens: int) -> Foun
         begun = time.process_time()
         grad_norm = step(work)
         return Found(cpu_s=time.process_time() - begun, peak_bytes=peak() - before, grad_norm=grad_norm)
-
-
-def reset_peak() -> int:
-    """The resident memory, from which the peak is counted from now on."""
-    Path("/proc/self/clear_refs").write_text("5")
-    return peak()
-
-
-def peak() -> int:
-    """The largest resident memory since `reset_peak`, in bytes."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
-    return int(line.split()[1]) * 1024
 
 
 # --- all of them

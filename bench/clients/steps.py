@@ -8,9 +8,11 @@ Legend: n answers, b rows, L padded length, P trained tokens, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import NormalDist
 from typing import Any, cast
@@ -25,8 +27,9 @@ from torch._C._distributed_c10d import HashStore
 from dora.core.ids import TrajectoryId
 from dora.core.training import split_wave
 from dora.trainer.advantage import group_advantages
-from dora.trainer.forward_check import require_exact_training
+from dora.trainer.forward_check import check_training
 from dora.trainer.model import Policy, make_mesh
+from dora.trainer.packing import Layout
 from dora.trainer.publish import Publisher
 from dora.trainer.step import Trainer
 from dora.transport.messages import Configure, MicroBatch, TrainerSettings
@@ -39,7 +42,6 @@ BEHAVIOR = -18.0  # log μ; below every log π of a random model
 SEED = 0
 LEARNING_RATE = 1e-4
 MAX_GRAD_NORM = 1.0
-WAIT_S = 300.0
 
 
 @dataclass(frozen=True)
@@ -87,23 +89,67 @@ def draw_answers(count: int, *, num_tokens: int, vocab_size: int) -> Answers:
 
 
 class Reports:
-    """In place of a connection to the controller: keeps what the trainer reports."""
+    """In place of a connection to the controller: keeps what the trainer reports, and when."""
 
     def __init__(self) -> None:
-        self.sent: list[object] = []
+        self.sent: list[tuple[float, object]] = []
 
     def send(self, message: object) -> None:
-        self.sent.append(message)
+        self.sent.append((time.perf_counter(), message))
+
+    def when(self, kind: type) -> float | None:
+        """When the last message of a kind was sent."""
+        return next((moment for moment, message in reversed(self.sent) if isinstance(message, kind)), None)
 
 
 class WatchedTrainer(Trainer):
-    """Notes the norm of the last gradient."""
+    """Notes the norm of the last gradient, and how long its step took to close."""
 
     grad_norm = math.nan
+    gather_from = math.nan  # when the weights of the next version began to be gathered
+    gather_s = math.nan
+    update_s = math.nan  # of the close: without the gathering
 
     def _normalize_gradients(self, denominator: float) -> float:
         self.grad_norm = super()._normalize_gradients(denominator)
         return self.grad_norm
+
+    def _gather(self) -> dict[str, Tensor]:
+        synchronize()
+        self.gather_from = time.perf_counter()
+        weights = super()._gather()
+        self.gather_s = time.perf_counter() - self.gather_from
+        return weights
+
+    def _close_step(self, chain: str) -> None:
+        self.update_s = timed(partial(super()._close_step, chain)) - self.gather_s
+
+
+def synchronize() -> None:
+    """Wait for the GPU, if there is one."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def timed(act: Callable[[], object]) -> float:
+    """Seconds, those on a GPU included."""
+    synchronize()
+    begun = time.perf_counter()
+    act()
+    synchronize()
+    return time.perf_counter() - begun
+
+
+def reset_peak() -> int:
+    """Count the peak of the resident memory from now on; returns that memory, in bytes."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return peak()
+
+
+def peak() -> int:
+    """The largest resident memory since `reset_peak`, in bytes."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024
 
 
 @contextmanager
@@ -158,14 +204,18 @@ def configure(model_path: Path, settings: TrainerSettings, *, store: Path) -> Co
 
 
 def make_trainer(
-    order: Configure, *, publisher: Publisher | None = None, reports: Reports | None = None
+    order: Configure,
+    *,
+    layout: Layout | None = None,
+    publisher: Publisher | None = None,
+    reports: Reports | None = None,
 ) -> WatchedTrainer:
-    """A trainer as dora/trainer/main.py makes it, without a controller."""
+    """A trainer as dora/trainer/main.py makes it, without a controller; with a layout, the model is not checked."""
     dtype = order.settings.dtype
     policy = Policy(Path(order.model_path), mesh=make_mesh(order.settings.device), dtype=getattr(torch, dtype))
-    require_exact_training(policy, dtype=dtype)
+    layout = layout or check_training(policy, dtype=dtype).layout
     end = cast(TrainerEnd, reports or Reports())
-    return WatchedTrainer(order, end=end, policy=policy, publisher=publisher)
+    return WatchedTrainer(order, end=end, policy=policy, layout=layout, publisher=publisher)
 
 
 def micro_batches(answers: Answers, *, step: int, budget: int) -> list[MicroBatch]:
@@ -234,6 +284,22 @@ def accumulate(model: Any, answers: Answers, chosen: Sequence[int]) -> None:
     ids_bL = ids_bL.to(device)
     logits_PV = model(input_ids=ids_bL, use_cache=False).logits[:, :-1][trained_bL[:, 1:]]
     logprob_P = logits_PV.float().log_softmax(-1).gather(-1, ids_bL[trained_bL][:, None])[:, 0]
+    plain_loss(logprob_P, advantage_P, denominator=answers.trained).backward()  # type: ignore[no-untyped-call]
+
+
+def accumulate_packed(model: Any, answers: Answers, chosen: Sequence[int]) -> None:
+    """Forward and backward of one batch in a row, which transformers takes apart by its positions."""
+    device = model.device
+    tokens_T = torch.from_numpy(np.concatenate([answers.tokens[i] for i in chosen])).to(device)
+    lengths = [len(answers.tokens[i]) for i in chosen]
+    position_T = torch.cat([torch.arange(length) for length in lengths]).to(device)
+    target_P = torch.nonzero(position_T >= PROMPT_TOKENS)[:, 0]
+    advantage_b = torch.from_numpy(answers.advantages[list(chosen)]).float()
+    advantage_P = advantage_b.repeat_interleave(torch.tensor(lengths) - PROMPT_TOKENS).to(device)
+    logits_PV = model(
+        input_ids=tokens_T[None], position_ids=position_T[None], use_cache=False, logits_to_keep=target_P - 1
+    ).logits[0]
+    logprob_P = logits_PV.float().log_softmax(-1).gather(-1, tokens_T[target_P][:, None])[:, 0]
     plain_loss(logprob_P, advantage_P, denominator=answers.trained).backward()  # type: ignore[no-untyped-call]
 
 
