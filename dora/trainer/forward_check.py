@@ -161,14 +161,18 @@ def _plain_logprobs(model: Any, row: Row) -> Tensor:
 def _refusal(model: Any, reason: str) -> ConfigError:
     mixers = _mixers(model)
     layers = f" (with {mixers} layers)" if mixers else ""
-    return ConfigError(f"model.path: {type(model).__name__}{layers} cannot be trained: {reason}")
+    return ConfigError(f"model.path: {_name(model)}{layers} cannot be trained: {reason}")
 
 
 def _note(model: Any) -> str:
     return (
-        f"{type(model).__name__} has {_mixers(model)} layers, which would carry state from one packed sequence into "
+        f"{_name(model)} has {_mixers(model)} layers, which would carry state from one packed sequence into "
         "the next, so it is trained in padded rows; the metric padding_frac is the share of the computation they cost"
     )
+
+
+def _name(model: Any) -> str:
+    return type(model).__name__.removeprefix("FSDP")  # FSDP2 makes a subclass of this name
 
 
 def _kind(layout: Layout) -> str:
@@ -177,7 +181,7 @@ def _kind(layout: Layout) -> str:
 
 def _mixers(model: Any) -> str:
     """Name the kinds of layers, besides attention, through which one token can reach the next; empty if none."""
-    family = type(model).__name__.removesuffix("ForCausalLM")  # a prefix of the names, like Mamba2 or RecurrentGemma
+    family = _name(model).removesuffix("ForCausalLM")  # a prefix of the names, like Mamba2 or RecurrentGemma
     kinds = {type(child).__name__ for layer in decoder_layers(model) for child in layer.children()}
     return ", ".join(sorted(kind for kind in kinds if any(word in kind.removeprefix(family) for word in MIXERS)))
 

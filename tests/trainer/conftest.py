@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from dora.transport.controller_end import ControllerEnd
 from dora.transport.messages import (
@@ -229,7 +229,7 @@ class PlainTrainer:
     """A synchronous trainer written for these tests: whole batch, one sequence at a time, its own AdamW."""
 
     def __init__(self, model_path: Path) -> None:
-        self.model = Qwen3ForCausalLM.from_pretrained(model_path, dtype=torch.float64, attn_implementation="eager")
+        self.model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float64, attn_implementation="eager")
         self.parameters = dict(self.model.named_parameters())
         self.first = {name: torch.zeros_like(p) for name, p in self.parameters.items()}
         self.second = {name: torch.zeros_like(p) for name, p in self.parameters.items()}

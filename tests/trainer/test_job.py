@@ -1,13 +1,14 @@
 """Whole trainer jobs: torchrun ranks over gloo, fed through the real transport, compared with a plain trainer.
 
-Four launches serve all tests here: two ranks, the same work cut and ordered otherwise on one rank, two ranks that
-treat the model as a large one, and two ranks resumed from the first job's checkpoint.
+Five launches serve all tests here: two ranks, the same work cut and ordered otherwise on one rank, two ranks that
+treat the model as a large one, also with a hybrid model, and two ranks resumed from the first job's checkpoint.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import re
 import shutil
 import signal
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ import pytest
 import torch
 from conftest import (
     GROUP_SIZE,
+    VOCAB,
     Answer,
     Job,
     PlainTrainer,
@@ -35,6 +37,7 @@ from transformers import AutoModelForCausalLM
 from dora.trainer.metrics import METRICS
 from dora.transport.messages import MicroBatchDone, RankReady, TrainerFailed, VersionWritten
 from dora.weights.store import VersionStore
+from tests.families import make_model
 
 # Answers of each step with their versions: fresh, mixed lags up to K, none at all, mixed again.
 STEPS: list[list[Answer]] = [
@@ -125,14 +128,16 @@ async def run_one_rank(folder: Path, model_path: Path) -> Record:
     return record
 
 
-async def run_layerwise(folder: Path, model_path: Path) -> Record:
+async def run_layerwise(folder: Path, model_path: Path, *, steps: list[list[Answer]]) -> Record:
+    """Micro-batches of one rank need more passes than those of the other."""
     record = Record()
     entry = str(Path(__file__).parent / "layerwise_rank.py")
-    async with start_job(folder, model_path, entry=entry) as job:
+    async with start_job(folder, model_path, entry=entry, micro_batch_tokens=40) as job:
         await begin(job, record, folder, version=0)
-        for step, answers in enumerate(STEPS):
+        for step, answers in enumerate(steps):
             await train(job, record, folder, step=step, waves=two_rank_waves(answers))
         record.exit_code = await job.stop()
+        record.reports = job.reports
     return record
 
 
@@ -179,7 +184,20 @@ def one_rank(tmp_path_factory, model_path) -> Record:
 
 @pytest.fixture(scope="module")
 def layerwise(tmp_path_factory, model_path) -> Record:
-    return asyncio.run(run_layerwise(tmp_path_factory.mktemp("layerwise"), model_path))
+    return asyncio.run(run_layerwise(tmp_path_factory.mktemp("layerwise"), model_path, steps=STEPS))
+
+
+@pytest.fixture(scope="module")
+def hybrid_path(tmp_path_factory) -> Path:
+    """A random model of two convolutions and two attention layers."""
+    folder = tmp_path_factory.mktemp("hybrid")
+    make_model("lfm2", vocab_size=VOCAB).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory, hybrid_path) -> Record:
+    return asyncio.run(run_layerwise(tmp_path_factory.mktemp("layerwise"), hybrid_path, steps=STEPS[:2]))
 
 
 @pytest.fixture(scope="module")
@@ -199,6 +217,21 @@ def test_streamed_steps_equal_a_plain_synchronous_trainer_parameter_for_paramete
         assert_equal_weights(record.weights[step + 1], plain.parameters, atol=1e-5)
         if step < len(record.metrics):
             assert record.metrics[step]["grad_norm"] == pytest.approx(norm, rel=1e-4)
+
+
+@pytest.mark.slow
+def test_so_do_steps_of_a_hybrid_in_padded_rows_and_the_user_is_told(hybrid, hybrid_path):
+    plain = PlainTrainer(hybrid_path)
+    assert_equal_weights(hybrid.weights[0], plain.parameters, atol=0)
+    for step, answers in enumerate(STEPS[:2]):
+        norm = plain.step(answers, step=step)
+        assert_equal_weights(
+            hybrid.weights[step + 1], plain.parameters, atol=1e-4
+        )  # 1 % of an update, whose size AdamW normalizes
+        assert hybrid.metrics[step]["grad_norm"] == pytest.approx(norm, rel=1e-4)
+        assert 0 < hybrid.metrics[step]["padding_frac"] < 1 / 3
+    [note] = {message.note for message in hybrid.reports if isinstance(message, RankReady)}
+    assert re.match("Lfm2ForCausalLM has Lfm2ShortConv layers, .* padded rows", note)
 
 
 @pytest.mark.slow

@@ -1,0 +1,182 @@
+"""Writes docs/MODELS.md: what the trainer does with each family of models, measured.
+
+    python -m tests.models [FAMILY ...]
+
+Every family is a tiny random model of its own transformers classes. It is saved as its publishers do, loaded and
+checked by the trainer, and then compared with plain transformers, which this module calls itself: each sequence alone,
+under transformers' own attention, without any code of the trainer.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar, set_verbosity_error
+
+from dora.errors import ConfigError
+from dora.trainer.forward_check import CheckedLayout, check_training
+from dora.trainer.logprobs import logprobs
+from dora.trainer.model import Policy, make_mesh
+from dora.trainer.packing import make_row, split_passes
+from dora.trainer.publish import gather
+from tests.families import FAMILIES, make_model
+
+DOCUMENT: Final = Path(__file__).parents[1] / "docs" / "MODELS.md"
+#: Lengths of the sequences; some beyond the sliding window and the LongRoPE limit of the tiny configurations.
+LENGTHS: Final = (3, 70, 33, 18, 90, 41, 4)
+LARGEST_ERROR: Final = 1e-4
+LARGEST_GRADIENT_ERROR: Final = 1e-3
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One row of the table."""
+
+    family: str
+    rows: str = ""  # packed or padded
+    error: float = 0.0  # max |Δ log-prob|
+    gradient_error: float = 0.0  # |Δ gradient| / |gradient|
+    published: str = ""  # what was published, against the folder that was loaded
+    problem: str = ""  # why it is refused
+
+    @property
+    def is_right(self) -> bool:
+        """Whether it is either exact or refused, rather than silently wrong."""
+        exact = self.error <= LARGEST_ERROR and self.gradient_error <= LARGEST_GRADIENT_ERROR
+        return bool(self.problem) or (exact and self.published == "identical")
+
+    def line(self) -> str:
+        """Return the row in Markdown."""
+        if self.problem:
+            return f"| {self.family} | refused | | | | {self.problem.replace('|', chr(92) + '|')} |"
+        verdict = "trained" if self.is_right else "WRONG"
+        errors = f"{self.error:.0e} | {self.gradient_error:.0e}"
+        return f"| {self.family} | {self.rows} | {errors} | {self.published} | {verdict} |"
+
+
+def examine(family: str) -> Verdict:
+    """Measure a family. Needs a process group of one rank."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        try:
+            make_model(family).save_pretrained(folder)
+            policy = Policy(folder, mesh=make_mesh("cpu"), dtype=torch.float32)
+            checked = check_training(policy, dtype="float32")
+        except ConfigError as err:
+            return Verdict(family, problem=str(err).removeprefix("model.path: ").replace(name, "the folder"))
+        except Exception as err:  # noqa: BLE001 - a refusal must be a ConfigError
+            return Verdict(family, published=f"raw {err!r}".splitlines()[0])
+        rows = "padded" if checked.layout.padded else "packed"
+        if checked.layout.rope_limit is not None:
+            rows += ", long apart"
+        error, gradient_error = compare(policy, checked, folder)
+        return Verdict(family, rows, error, gradient_error, published(policy, folder))
+
+
+def compare(policy: Policy, checked: CheckedLayout, folder: Path) -> tuple[float, float]:
+    """Return the largest difference of a log-prob, and the relative one of the gradient, from plain transformers."""
+    vocab_size = policy.vocab_size
+    sequences = [np.random.default_rng(n).integers(0, vocab_size, n) for n in LENGTHS]
+    weights = [torch.from_numpy(np.random.default_rng(n).normal(size=n - 1)).float() for n in LENGTHS]
+    plain: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    expected = []
+    for tokens, weight_P in zip(sequences, weights, strict=True):
+        tokens_T = torch.from_numpy(tokens)
+        logits_TV = plain(input_ids=tokens_T[None], use_cache=False).logits[0]
+        expected.append(logits_TV[:-1].log_softmax(-1).gather(-1, tokens_T[1:, None])[:, 0])
+        (expected[-1] * weight_P).sum().backward()
+    error = 0.0
+    for members in split_passes(LENGTHS, layout=checked.layout, budget=1000):
+        row = make_row(
+            np.concatenate([sequences[n] for n in members]),
+            lengths=[LENGTHS[n] for n in members],
+            trained=np.concatenate([np.arange(LENGTHS[n]) > 0 for n in members]).nonzero()[0],
+            padded=checked.layout.padded,
+            device=policy.device,
+        )
+        policy.prepare(closes_step=True)
+        found_P = logprobs(policy.model, row, temperature=1.0)[0]
+        error = max(error, float((found_P - torch.cat([expected[n] for n in members])).abs().max()))
+        (found_P * torch.cat([weights[n] for n in members])).sum().backward()
+    wanted = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+    return error, relative_difference(policy.gradients(), wanted)
+
+
+def relative_difference(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
+    """Return |found - wanted| / |wanted| over all tensors; a tensor without a gradient counts as zero."""
+    names = found.keys() | wanted.keys()
+    zero = torch.zeros(())
+    difference = sum(float((found.get(n, zero) - wanted.get(n, zero)).double().square().sum()) for n in names)
+    return float((difference / sum(float(t.double().square().sum()) for t in wanted.values())) ** 0.5)
+
+
+def published(policy: Policy, folder: Path) -> str:
+    """Compare what would be published, in names and bits, with the folder that was loaded."""
+    loaded = {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    written = gather(policy, dtype="float32", keep=True)
+    if differing := sorted(written.keys() ^ loaded.keys()):
+        return f"{differing[0]} and {len(differing) - 1} other names differ"
+    changed = sorted(name for name in loaded if not torch.equal(written[name], loaded[name].float()))
+    return f"{changed[0]} and {len(changed) - 1} others changed" if changed else "identical"
+
+
+def document(verdicts: Sequence[Verdict]) -> str:
+    """Return the text of docs/MODELS.md."""
+    trained = sum(not v.problem for v in verdicts)
+    lines = "\n".join(verdict.line() for verdict in verdicts)
+    return f"""# Models
+
+Which families of models the trainer accepts, and how it trains them. Written by `python -m tests.models` on a CPU; do
+not edit. {trained} of {len(verdicts)} families are trained; the others are refused before anything is trained, with
+the message shown. No GPU has run this table.
+
+Each family is a tiny model with random weights, built from the classes of transformers, saved as its publishers save
+it, and loaded by the trainer. Its log-probs and gradients (float32; sequences of {min(LENGTHS)} to {max(LENGTHS)} tokens) are compared
+with those of each sequence alone in plain transformers, under its own attention. The same comparison, on the loaded
+model and its device, runs whenever a trainer starts and in `dora check`.
+
+- *packed*: all sequences of a forward pass follow each other in one row.
+- *padded*: a row per sequence, for models with layers that carry state from token to token (linear attention, state
+  space, convolution). Sequences of similar length share a pass; the metric `padding_frac` is the cost.
+- *long apart*: sequences beyond the original context, whose rotary embedding (LongRoPE) differs, have passes of their
+  own.
+- *published*: whether a version published without training has the names and the bits of the folder that was loaded.
+
+| family | rows | max. difference of a log-prob | of the gradient | published | verdict |
+|---|---|---|---|---|---|
+{lines}
+"""
+
+
+def main(families: Sequence[str]) -> None:
+    """Examine the families given, or all of them and write the document."""
+    warnings.simplefilter("ignore")
+    disable_progress_bar()
+    set_verbosity_error()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    verdicts = []
+    for family in families or sorted(FAMILIES):
+        verdicts.append(examine(family))
+        print(verdicts[-1].line(), flush=True)  # noqa: T201
+    dist.destroy_process_group()
+    if not families:
+        DOCUMENT.write_text(document(verdicts))
+    if wrong := [verdict.family for verdict in verdicts if not verdict.is_right]:
+        sys.exit(f"silently wrong: {', '.join(wrong)}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
