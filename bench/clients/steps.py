@@ -17,6 +17,7 @@ from pathlib import Path
 from statistics import NormalDist
 from typing import Any, cast
 
+import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -24,6 +25,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
 
+from dora.app.settings import trainer_settings
+from dora.config.schema import Config
 from dora.core.ids import TrajectoryId
 from dora.core.training import split_wave
 from dora.trainer.advantage import group_advantages
@@ -162,32 +165,30 @@ def one_rank(device: str) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def settings(*, device: str, dtype: str, micro_batch_tokens: int, **changes: Any) -> TrainerSettings:
-    """Of one rank; gradients are clipped as in the plain loops."""
-    return TrainerSettings(
-        device=device,  # type: ignore[arg-type]
-        dtype=dtype,  # type: ignore[arg-type]
-        publish_dtype=dtype,  # type: ignore[arg-type]
+def settings(*, device: str, dtype: str, micro_batch_tokens: int) -> TrainerSettings:
+    """The defaults of a run, with the optimizer of the plain loops."""
+    return msgspec.structs.replace(
+        trainer_settings(Config(), max_staleness=0),
+        device=device,
+        dtype=dtype,
+        publish_dtype=dtype,
         threads=torch.get_num_threads(),
         micro_batch_tokens=micro_batch_tokens,
         steps=1_000_000,
+        checkpoint_every=1_000_000,
         learning_rate=LEARNING_RATE,
         warmup_steps=0,
         weight_decay=0.0,
         beta1=0.9,
         beta2=0.95,
         max_grad_norm=MAX_GRAD_NORM,
-        advantage="grpo",
         tis_cap=1.0,
         temperature=1.0,
-        max_staleness=0,
-        checkpoint_every=1_000_000,
-        **changes,
     )
 
 
 def configure(model_path: Path, settings: TrainerSettings, *, store: Path) -> Configure:
-    """The controller's order, with the version store under `store`."""
+    """The controller's order, with everything else under `store`."""
     return Configure(
         run_id="bench",
         model_path=str(model_path),
