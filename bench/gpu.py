@@ -26,6 +26,7 @@ from __future__ import annotations
 import argparse
 import gc
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -63,6 +64,7 @@ from clients.steps import (
 )
 from result import Report, keep, number, parser
 
+from dora.errors import ConfigError
 from dora.trainer.packing import Layout
 from dora.trainer.publish import Publisher
 from dora.transport.messages import VersionWritten
@@ -74,7 +76,7 @@ CASE_S = 150.0
 LEAST_S = 15.0  # no case is begun with less left
 PUBLISH_S = 120.0
 BYTES_PER_PARAMETER = 16  # float32 weights, gradients and two moments
-NO_GPU = "no GPU here; unverified without a GPU"
+NO_GPU = "no GPU here: «unverified without a GPU»"
 #: Dense bfloat16 TFLOP/s and GB/s of the vendor's datasheets, by a part of the device's name; the first match counts.
 DATASHEET = {
     "H200": (989.0, 4_800.0),
@@ -342,12 +344,14 @@ def measure_ours(case: Case, answers: Answers, *, checkpointed: bool, folder: Pa
         stack.enter_context(patch("dora.trainer.model.load_shards", fill))
         if not moments:
             stack.enter_context(patch("dora.trainer.step.make_optimizer", without_moments))
-        trainer = make_trainer(
-            order,
-            layout=None if moments else Layout(),
-            publisher=publisher if case.publish else None,
-            reports=reports,
-        )
+        make = partial(make_trainer, order, publisher=publisher if case.publish else None, reports=reports)
+        try:
+            trainer = make(layout=None if moments else Layout())
+        except ConfigError as err:  # worth knowing, but no reason to measure nothing
+            reason = str(err)
+            free()
+            yield Failed(f"the check of the forward pass: {reason}")
+            trainer = make(layout=Layout())
         everyone = list(range(len(answers)))
         index = count()
 
@@ -441,8 +445,7 @@ def best(act: Callable[[], object]) -> float:
 
 def in_process(case: Case, *, limit_s: float) -> list[Found]:
     """The findings of a case; the last one is Failed if it did not end well."""
-    store = "/dev/shm" if Path("/dev/shm").is_dir() else None  # as versions are kept in memory in a run
-    with tempfile.TemporaryDirectory(dir=store, prefix="dora-bench-") as folder:
+    with tempfile.TemporaryDirectory(dir=store_for(case), prefix="dora-bench-") as folder:
         command = [sys.executable, __file__, "--case", msgspec.json.encode(case).decode(), folder]
         env = {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1", **os.environ}
         env.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
@@ -461,6 +464,14 @@ def in_process(case: Case, *, limit_s: float) -> list[Found]:
     elif child.returncode and not ending:
         ending = (err.split("\n\n")[-1].strip().splitlines() or ["failed"])[-1]
     return [*found, Failed(ending)] if ending else found
+
+
+def store_for(case: Case) -> str:
+    """Where versions are kept: in memory as in a run, if there is enough of it."""
+    needed = 4 * SHAPES[case.model].parameters if case.publish else 2 << 30
+    memory = Path("/dev/shm")
+    has_room = memory.is_dir() and shutil.disk_usage(memory).free > needed
+    return str(memory) if has_room else tempfile.gettempdir()
 
 
 class Table:

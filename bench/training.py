@@ -1,6 +1,6 @@
 """One training step of the trainer on one core: CPU time and peak memory beside TRL's GRPO step and plain loops.
 
-Run: python bench/training.py [--full], after pip install -e '.[bench]' for TRL's rows. Random weights; answers whose
+Run: python bench/training.py [--full] [--rounds N], after pip install -e '.[bench]' for TRL's rows. Random weights; answers whose
 lengths are the quantiles of a log-normal distribution, so that the longest has ten times the median, in groups of 8
 with prompts of 32 tokens. Every way takes the same step, from the answers to the updated weights (AdamW), in float32 on
 one thread, in its own process; the norms of their gradients must agree within 0.1 %, or the script fails. Ratios are
@@ -276,6 +276,7 @@ def compare(report: Report, what: str, ours: list[Found], theirs: list[Found], *
 
 def main() -> None:
     arguments = parser(__doc__)
+    arguments.add_argument("--rounds", type=int, help="1, or 3 with --full")
     arguments.add_argument("--way", nargs=4, help=argparse.SUPPRESS)
     options = arguments.parse_args()
     if options.way:
@@ -284,6 +285,7 @@ def main() -> None:
         print(msgspec.json.encode(found).decode())
         return
     rounds, answers, num_tokens = (3, 64, 22_000) if options.full else (1, 32, 5_500)
+    rounds = options.rounds or rounds
     lengths = draw_answers(answers, num_tokens=num_tokens, vocab_size=VOCAB).lengths
     median = statistics.median(lengths)
     sizes = f"Qwen3, 20 M; {num_tokens:,} tokens in {answers} answers, median {median:.0f}, longest {max(lengths):,}"
