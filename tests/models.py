@@ -143,7 +143,7 @@ not edit. {trained} of {len(verdicts)} families are trained; the others are refu
 the message shown. No GPU has run this table.
 
 Each family is a tiny model with random weights, built from the classes of transformers, saved as its publishers save
-it, and loaded by the trainer. Its log-probs and gradients (float32; sequences of {min(LENGTHS)} to {max(LENGTHS)} tokens) are compared
+it, and loaded by the trainer. Its log-probs and gradients (float32, up to {max(LENGTHS)} tokens) are compared
 with those of each sequence alone in plain transformers, under its own attention. The same comparison, on the loaded
 model and its device, runs whenever a trainer starts and in `dora check`.
 

@@ -1,65 +1,131 @@
-"""Attention over a packed row: every segment attends to itself only, without a T x T mask.
+"""Attention over rows of sequences: every sequence attends to itself only, and no mask of [T, T] is built.
 
-Segments of similar length share one SDPA call, padded at the end: under a causal mask no real query sees the padding,
-so it needs no mask of its own. A segment without one of similar length gets its own call. On one CPU core, 64 segments
-of 15-130 tokens take 24 ms for forward and backward of one layer, against 72 ms with a call per segment and 176 ms with
-a dense block mask. Registered with transformers as "dora_segments"; the model is called with `segments=Segments(...)`.
+A row is either packed, [1, T] with several sequences one after another, or each batch row of [B, L] is one sequence,
+padded at the end: under a causal mask no real query sees the padding. `within(segments)` says which while the model
+runs. Registered with transformers as "dora_segments", both as attention and as the maker of its masks: in place of a
+mask a layer gets a `Pattern`, which says what transformers would have masked there, and in which segments. It reaches
+layers that pass no other arguments on, and stays what it was when a layer is run again for its backward pass.
+Legend: B batch rows, L their length, T tokens of a packed row, H heads, D head size, b sequences of a bucket.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cached_property
+from typing import Any, Final
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AttentionMaskInterface
 
 from dora.errors import ConfigError
+from dora.trainer import attention_kernels as kernels
 
-NAME = "dora_segments"
+NAME: Final = "dora_segments"
 # Segments share a call while the longest is at most this much longer than the shortest, plus SLACK tokens.
-MAX_STRETCH = 1.5
-SLACK = 8
+MAX_STRETCH: Final = 1.5
+SLACK: Final = 8
+#: Tensors that some models pass on to their attention, and that change nothing there: positions are already applied.
+POSITIONS: Final = frozenset({"position_ids", "cache_position"})
 
 
-@dataclass(frozen=True, slots=True)
-class Bucket:
-    """Segments of one SDPA call."""
-
-    gather_bL: Tensor  # int64 positions in the row; padded with a segment's last position
-    valid_bL: Tensor  # bool: not padding
-    row_b: Tensor  # int64, the valid entries of gather_bL in order
-
-
-@dataclass(frozen=True, slots=True)
 class Segments:
-    """The segments of a row, computed once per micro-batch and used by all layers."""
+    """The sequences of a packed row, laid out once per micro-batch for all layers.
 
-    buckets: tuple[Bucket, ...]
-    restore_T: Tensor  # int64: index of each position of the row in the concatenated outputs of the buckets
+    No dataclass, because FSDP makes a copy of each dataclass among the arguments of each layer.
+    """
+
+    def __init__(self, lengths: tuple[int, ...], device: torch.device) -> None:
+        self.lengths = lengths
+        self.device = device
+        self._chunked: dict[int, Segments] = {}
+
+    @cached_property
+    def buckets(self) -> kernels.Buckets:
+        """The segments sorted by length into buckets of similar length."""
+        sizes = torch.tensor(self.lengths)
+        starts, total = sizes.cumsum(0) - sizes, sum(self.lengths)
+        groups: list[list[int]] = []
+        for segment in torch.argsort(sizes, stable=True).tolist():
+            if groups and self.lengths[segment] <= MAX_STRETCH * self.lengths[groups[-1][0]] + SLACK:
+                groups[-1].append(segment)
+            else:
+                groups.append([segment])
+        buckets, rows = [], []
+        for group in groups:
+            size_b = sizes[group]
+            offset_L = torch.arange(int(size_b.max()))
+            gather_bL = starts[group][:, None] + torch.minimum(offset_L, size_b[:, None] - 1)
+            padding_bL = offset_L >= size_b[:, None]
+            buckets.append(kernels.Bucket(gather_bL.to(self.device), padding_bL.to(self.device)))
+            rows.append(gather_bL.masked_fill(padding_bL, total).flatten())
+        restore_T = torch.cat(rows).argsort()[:total]  # padding comes last
+        return kernels.Buckets(tuple(buckets), restore_T.to(self.device))
+
+    def chunked(self, size: int) -> Segments:
+        """Return each segment cut into pieces of at most `size`: Llama 4's chunked attention is attention in these."""
+        if size not in self._chunked:
+            pieces = (min(size, n - start) for n in self.lengths for start in range(0, n, size))
+            self._chunked[size] = Segments(tuple(pieces), self.device)
+        return self._chunked[size]
 
 
-def make_segments(lengths: tuple[int, ...], *, device: torch.device) -> Segments:
-    """Sort the segments by length into buckets of similar length."""
-    sizes = torch.tensor(lengths)
-    starts = sizes.cumsum(0) - sizes
-    order = torch.argsort(sizes, stable=True).tolist()
-    groups: list[list[int]] = []
-    for segment in order:
-        if groups and lengths[segment] <= MAX_STRETCH * lengths[groups[-1][0]] + SLACK:
-            groups[-1].append(segment)
-        else:
-            groups.append([segment])
-    buckets = []
-    for group in groups:
-        size_b = sizes[group]
-        offset_L = torch.arange(int(size_b.max()))
-        gather_bL = starts[group][:, None] + torch.minimum(offset_L, size_b[:, None] - 1)
-        valid_bL = offset_L < size_b[:, None]
-        buckets.append(Bucket(gather_bL.to(device), valid_bL.to(device), gather_bL[valid_bL].to(device)))
-    return Segments(tuple(buckets), torch.cat([bucket.row_b for bucket in buckets]).argsort())
+class Pattern:
+    """What a layer gets in place of a mask: causal attention within the segments. No dataclass, like `Segments`."""
+
+    def __init__(self, segments: Segments | None, *, window: int | None = None, chunk: int | None = None) -> None:
+        self.segments = segments  # None: every batch row is one sequence, padded at the end
+        self.window = window  # a query sees this many keys, its own among them
+        self.chunk = chunk  # a query sees the keys of its chunk; chunks start every so many tokens of a sequence
+
+
+_segments: ContextVar[Segments | None] = ContextVar("segments", default=None)
+
+
+@contextmanager
+def within(segments: Segments | None) -> Iterator[None]:
+    """Run models on a packed row of these segments meanwhile; without it, every batch row is one sequence."""
+    token = _segments.set(segments)
+    try:
+        yield
+    finally:
+        _segments.reset(token)
+
+
+def pattern_of(*, mask_function: Callable[..., Any], attention_mask: Tensor | None = None, **_: Any) -> Pattern:
+    """Transformers' mask interface: read which parts the mask would have, instead of building it.
+
+    The parts are the functions of `transformers.masking_utils`, recognised by name; a part without an equivalent here
+    (bidirectional, prefixes, blocks of an image) is a ConfigError.
+    """
+    segments, window, chunk, causal = _segments.get(), None, None, False
+    if attention_mask is not None:
+        raise ValueError("rows are padded at the end and need no attention mask")
+    parts = [mask_function]
+    while parts:
+        part = parts.pop()
+        name, bound = part.__qualname__.partition(".")[0], inspect.getclosurevars(part).nonlocals
+        match name:
+            case "and_masks":
+                parts.extend(bound["mask_functions"])
+            case "causal_mask_function":
+                causal = True
+            case "sliding_window_overlay":
+                window = bound["sliding_window"]
+            case "chunked_overlay":
+                chunk = bound["chunk_size"]
+            case "packed_sequence_mask_function":
+                if segments is None:
+                    raise ValueError("positions start again within a row, but the row has no segments")
+            case _:
+                raise ConfigError(f"model.path: attention with {name} of transformers is not supported")
+    if not causal:
+        raise ConfigError("model.path: attention that is not causal is not supported")
+    return Pattern(segments, window=window, chunk=chunk)
 
 
 def attend(
@@ -67,49 +133,46 @@ def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Pattern | Tensor | None,
     *,
-    segments: Segments | None = None,
     scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    **_: Any,
+    is_causal: bool | None = None,
+    **others: Any,
 ) -> tuple[Tensor, None]:
-    """Transformers' attention interface: query [B, H, T, D], key and value [B, H_kv, T, D] -> [B, T, H, D].
+    """Transformers' attention interface: query [B, H, L, D], key and value [B, H_kv, L, D or D_v] -> [B, L, H, D_v].
 
-    Without `segments`, every line of the batch is one sequence.
+    `softcap` c replaces a score s by c tanh(s / c) (Gemma 2, arXiv:2408.00118, section 2). `s_aux` [H] adds one key per
+    head with this score and no value (gpt-oss, "attention sinks", arXiv:2309.17453). `sliding_window` is not read: the
+    pattern has the window that transformers' own mask would have had.
     """
-    if softcap is not None or s_aux is not None:
-        raise ConfigError(f"model.path: {type(module).__name__} uses soft-capped scores or sinks; not supported")
-    if segments is None:
-        return _attend_causally(query, key, value, scaling=scaling, window=sliding_window).transpose(1, 2), None
-    query_THD, key_THD, value_THD = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    outputs = []
-    for bucket in segments.buckets:
-        # [b, L, heads, D] -> [b, heads, L, D]
-        q, k, v = (tensor[bucket.gather_bL].transpose(1, 2) for tensor in (query_THD, key_THD, value_THD))
-        out = _attend_causally(q, k, v, scaling=scaling, window=sliding_window)
-        outputs.append(out.transpose(1, 2)[bucket.valid_bL])
-    return torch.cat(outputs)[segments.restore_T][None], None
-
-
-def _attend_causally(q: Tensor, k: Tensor, v: Tensor, *, scaling: float | None, window: int | None) -> Tensor:
-    """Return the attention of [b, H, L, D] over itself, every query up to its own position."""
-    if (repeats := q.shape[1] // k.shape[1]) > 1:
-        k, v = k.repeat_interleave(repeats, dim=1), v.repeat_interleave(repeats, dim=1)
-    mask = _window_mask(q.shape[2], window, q.device)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling)
-
-
-def _window_mask(length: int, window: int | None, device: torch.device) -> Tensor | None:
-    """Return the causal mask of a sliding window; None if the window covers the whole segment."""
-    if window is None or length <= window:
-        return None
-    position = torch.arange(length, device=device)
-    distance = position[:, None] - position[None, :]
-    return (distance >= 0) & (distance < window)
+    name = type(module).__name__
+    if not isinstance(attention_mask, Pattern):
+        raise ConfigError(f"model.path: {name} attends with a mask of its own; not supported")
+    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+        raise ConfigError(f"model.path: {name} is not causal; not supported")
+    for other, given in others.items():
+        if isinstance(given, Tensor) and other not in POSITIONS:
+            raise ConfigError(f"model.path: {name} attends with {other}; not supported")
+    segments, chunk, length = attention_mask.segments, attention_mask.chunk, query.shape[2]
+    rule = kernels.Rule(
+        scale=query.shape[3] ** -0.5 if scaling is None else scaling, window=attention_mask.window, softcap=softcap
+    )
+    if segments is not None:
+        segments = segments if chunk is None else segments.chunked(chunk)
+        return kernels.attend_packed(query, key, value, s_aux, rule, segments.buckets), None
+    if chunk is None or length <= chunk:
+        return kernels.attend_rows(query, key, value, s_aux, rule), None
+    # [B, heads, L, D] -> [B x chunks, heads, chunk, D]
+    missing = -length % chunk
+    query, key, value = (
+        F.pad(t, (0, 0, 0, missing)).unflatten(2, (-1, chunk)).transpose(1, 2).flatten(0, 1)
+        for t in (query, key, value)
+    )
+    out = kernels.attend_rows(query, key, value, s_aux, rule)
+    return out.unflatten(0, (-1, (length + missing) // chunk)).flatten(1, 2)[:, :length], None
 
 
 AttentionInterface.register(NAME, attend)
+AttentionMaskInterface.register(NAME, pattern_of)

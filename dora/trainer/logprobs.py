@@ -14,13 +14,14 @@ LOGITS_CHUNK = 2**24  # logits converted to log-probs at a time (64 MiB in float
 
 def logprobs(model: nn.Module, row: Row, *, temperature: float) -> tuple[Tensor, Tensor]:
     """Return [P] log-probs of the targets under softmax(logits / temperature), and [P] entropies (no gradient)."""
-    logits_BPV = model(
-        input_ids=row.tokens_BT,
-        position_ids=row.positions_BT,
-        use_cache=False,
-        logits_to_keep=0 if row.padded else row.predictors_P,
-        segments=None if row.padded else attention.make_segments(row.lengths, device=row.tokens_BT.device),
-    ).logits
+    segments = None if row.padded else attention.Segments(row.lengths, row.tokens_BT.device)
+    with attention.within(segments):
+        logits_BPV = model(
+            input_ids=row.tokens_BT,
+            position_ids=row.positions_BT,
+            use_cache=False,
+            logits_to_keep=0 if row.padded else row.predictors_P,
+        ).logits
     logits_PV = logits_BPV.flatten(0, 1)[row.predictors_P] if row.padded else logits_BPV[0]
     rows = max(1, LOGITS_CHUNK // logits_PV.shape[1])
     if len(logits_PV) <= rows:

@@ -38,6 +38,8 @@ EXACT = {
     "gemma3_text": {"head_dim": 8, "sliding_window": 16},
     "olmo3": {"sliding_window": 16},
     "granite": {},
+    "gemma2": {"head_dim": 8, "sliding_window": 16},
+    "nemotron": {},
     "mixtral": {"num_local_experts": 4},
     "qwen3_moe": {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
 }

@@ -75,27 +75,6 @@ def test_a_packed_row_has_the_logprobs_of_its_sequences_alone(model_path):
     assert not entropy.requires_grad
 
 
-@pytest.mark.parametrize("lengths", [(1,), (1, 2, 100), (100, 1, 30, 31, 29, 2), (7,) * 12])
-def test_every_position_of_a_row_is_restored(lengths):
-    segments = attention.make_segments(lengths, device=CPU)
-    value = torch.randn(1, 1, sum(lengths), 4)
-    query = torch.zeros_like(value)  # equal scores: the mean over the segment so far
-    out, _ = attention.attend(torch.nn.Identity(), query, query, value, None, segments=segments)
-    means = [part.cumsum(0) / torch.arange(1, len(part) + 1)[:, None] for part in value[0, 0].split(lengths)]
-    torch.testing.assert_close(out[0, :, 0], torch.cat(means))
-
-
-def test_a_sliding_window_is_respected():
-    segments = attention.make_segments((9, 3), device=CPU)
-    value = torch.randn(1, 1, 12, 4)
-    query = torch.zeros_like(value)
-    out, _ = attention.attend(torch.nn.Identity(), query, query, value, None, segments=segments, sliding_window=2)
-    expected = value[0, 0].clone()
-    for position in (*range(1, 9), 10, 11):
-        expected[position] = (value[0, 0, position] + value[0, 0, position - 1]) / 2
-    torch.testing.assert_close(out[0, :, 0], expected)
-
-
 def test_the_gradient_does_not_depend_on_order_split_or_empty_micro_batches(model_path):
     network = load(model_path, attention.NAME)
     answers = make_groups(6, version=0, seed=4)
