@@ -1,12 +1,12 @@
 """One training step of the trainer on one core: CPU time and peak memory beside TRL's GRPO step and plain loops.
 
-Run: python bench/training.py [--full] [--rounds N], after pip install -e '.[bench]' for TRL's rows. Random weights; answers whose
-lengths are the quantiles of a log-normal distribution, so that the longest has ten times the median, in groups of 8
-with prompts of 32 tokens. Every way takes the same step, from the answers to the updated weights (AdamW), in float32 on
-one thread, in its own process; the norms of their gradients must agree within 0.1 %, or the script fails. Ratios are
-medians over rounds of CPU seconds within a round; the first, small step of each process, which warms up, is not
-counted. Memory is the largest resident memory during the step less that before it, when weights and the optimizer's
-state are in place.
+Run: python bench/training.py [--full] [--rounds N], after pip install -e '.[bench]' for TRL's row. Random weights;
+answers whose lengths are the quantiles of a log-normal distribution, so that the longest has six to ten times the
+median, in groups of 8 with prompts of 32 tokens. Every way takes the same step, from the answers to the updated weights
+(AdamW), in float32 on one thread, in its own process; the norms of their gradients must agree within 0.1 %, or the
+script fails. Ratios are medians over rounds of CPU seconds within a round; the first, small step of each process, which
+warms up, is not counted. Memory is the largest resident memory during the step less that before it, when weights and
+the optimizer's state are in place.
 
 The ways: the trainer's own (micro-batches of at most 4,096 tokens as the controller cuts them, `Trainer.train`);
 `compute_loss` of TRL's GRPOTrainer, on batches padded and shuffled as it does itself, 8 answers each, without
