@@ -62,7 +62,7 @@ BUDGET = 4_096
 ROWS = 8
 VOCAB = 12_288
 HYBRID_VOCAB = 4_096
-WARM_UP = 16  # answers of the step that warms up, of 64 tokens
+WARM_UP = 8  # answers of the step that warms up, of 64 tokens
 AGREE = 1e-3
 ENV = {"OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
 NO_TRL = "TRL is not installed: pip install -e '.[bench]'"
@@ -284,7 +284,7 @@ def main() -> None:
         found = measure_here(name, Path(folder), int(answers), int(num_tokens))
         print(msgspec.json.encode(found).decode())
         return
-    rounds, answers, num_tokens = (3, 64, 22_000) if options.full else (1, 32, 5_500)
+    rounds, answers, num_tokens = (3, 64, 22_000) if options.full else (1, 24, 3_000)
     rounds = options.rounds or rounds
     lengths = draw_answers(answers, num_tokens=num_tokens, vocab_size=VOCAB).lengths
     median = statistics.median(lengths)
