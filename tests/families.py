@@ -1,4 +1,4 @@
-"""Families of language models as tiny random configurations: plain data for tests and for docs/MODELS.md.
+"""Families of language models as tiny random configurations: plain data for tests and for the table of families.
 
 `FAMILIES` maps a model type of transformers to what its config gets besides `SHAPE`. A hybrid has a layer of each kind.
 """

@@ -201,6 +201,7 @@ async def _compare_logprobs(config: Config, inputs: Inputs, engine: InferenceEng
         temperature=config.rollout.temperature,
         device=config.trainer.device,
         dtype=config.trainer.dtype,
+        fp32_head=config.trainer.fp32_head,
     )
     return max(
         float(np.abs(np.asarray(mine) - theirs).max()) for mine, (_, theirs) in zip(scored, answers, strict=True)

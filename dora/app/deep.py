@@ -43,6 +43,7 @@ def recompute(run: RunFolder, config: Config) -> DeepReport:
             temperature=config.rollout.temperature,
             device=config.trainer.device,
             dtype=config.trainer.dtype,
+            fp32_head=config.trainer.fp32_head,
         )
 
     store = VersionStore(memory_root=run.versions, durable_root=run.versions)

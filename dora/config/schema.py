@@ -218,6 +218,9 @@ class TrainerConfig(Section):
     """Data type of the computation. Master weights and gradient sums stay in float32."""
     publish_dtype: Literal["float32", "bfloat16"] = "float32"
     """Data type of the published safetensors."""
+    fp32_head: bool = False
+    """Compute the logits in float32 where `dtype` is bfloat16, so that they are not rounded to 16 bits. Use it if the
+    log-probs of trainer and engine differ too much."""
     threads: Positive = 1
     """Number of torch threads per rank."""
     micro_batch_tokens: Positive = 4_096

@@ -1,42 +1,239 @@
-"""Log-probs of the trained tokens of a row under the model."""
+"""Log-probs of the trained tokens of a row under the model, without its [tokens x vocabulary] logits.
+
+During one call the model's output head computes log-probs in place of logits, tile by tile, and computes every tile
+again in the backward pass. The head is replaced, and not called from outside, because FSDP2 gathers its weight only in
+the forward pass of the root module; a hook hands the log-probs out as the root's output, because FSDP2 prepares the
+backward pass where a gradient reaches that output.
+
+Many families scale or cap the logits after the head. What they do is measured, once for each model: known values in
+place of logits are followed through the model's own code.
+
+Legend: P trained tokens, V vocabulary, H hidden size, n tokens and v words of a tile.
+"""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.autograd.function import once_differentiable
 
+from dora.errors import ConfigError
 from dora.trainer import attention
 from dora.trainer.packing import Row
 
-LOGITS_CHUNK = 2**24  # logits converted to log-probs at a time (64 MiB in float32)
+TILE = 2**22  # logits that exist at a time (16 MiB in float32), up to three times; on a CPU faster than 64 MiB
+TILE_TOKENS = 2**11  # at most; square tiles read hidden states and weight least often
+
+Span = tuple[int, int]
 
 
-def logprobs(model: nn.Module, row: Row, *, temperature: float) -> tuple[Tensor, Tensor]:
-    """Return [P] log-probs of the targets under softmax(logits / temperature), and [P] entropies (no gradient)."""
-    segments = None if row.padded else attention.Segments(row.lengths, row.tokens_BT.device)
-    with attention.within(segments):
-        logits_BPV = model(
-            input_ids=row.tokens_BT,
-            position_ids=row.positions_BT,
-            use_cache=False,
-            logits_to_keep=0 if row.padded else row.predictors_P,
-        ).logits
-    logits_PV = logits_BPV.flatten(0, 1)[row.predictors_P] if row.padded else logits_BPV[0]
-    rows = max(1, LOGITS_CHUNK // logits_PV.shape[1])
-    if len(logits_PV) <= rows:
-        return _select(logits_PV, row.targets_P, temperature)
-    parts = [
-        checkpoint(_select, part, targets, temperature, use_reentrant=False)
-        for part, targets in zip(logits_PV.split(rows), row.targets_P.split(rows), strict=True)
-    ]
-    chosen, entropy = zip(*parts, strict=True)
-    return torch.cat(chosen), torch.cat(entropy)
+def logprobs(model: nn.Module, row: Row, *, temperature: float, fp32_head: bool = False) -> tuple[Tensor, Tensor]:
+    """Return [P] log-probs of the targets under softmax(logits / temperature), and [P] entropies (no gradient).
+
+    They are in float32 (float64 if the model is). `fp32_head`: logits are never rounded to 16 bits, as in MiniMax-M1
+    (arXiv 2506.13585, section 3.2).
+    """
+    if model not in _FINISHES:
+        _FINISHES[model] = _measure_finish(model, row)
+    finish = _FINISHES[model]
+    found: list[tuple[Tensor, Tensor]] = []
+
+    def select(head: nn.Linear, hidden: Tensor) -> Tensor:
+        hidden_PH = hidden.flatten(0, -2).index_select(0, row.predictors_P)
+        arguments = (hidden_PH, head.weight, head.bias, row.targets_P, finish, temperature, fp32_head)
+        found.append(_TiledLogProbs.apply(*arguments))
+        return hidden.new_zeros(1, 1, 1)  # the model finishes it, and the hook drops it
+
+    hook = model.register_forward_hook(lambda *_: found[0], prepend=True)  # before FSDP2's hook
+    try:
+        output: tuple[Tensor, Tensor] = _run(model, row, select)
+    finally:
+        hook.remove()
+    return output
 
 
-def _select(logits_PV: Tensor, targets_P: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    wide = torch.promote_types(logits_PV.dtype, torch.float32)
-    log_softmax_PV = (logits_PV.to(wide) / temperature).log_softmax(-1)
+def _run(model: Any, row: Row, forward: Callable[[nn.Linear, Tensor], Tensor]) -> Any:
+    """Run the model on a row with `forward` in place of the one of its output head."""
+    head: Any = model.get_output_embeddings()
+    kind = type(head)
+    if kind is not nn.Linear:
+        raise ConfigError(
+            f"model.path: the output head of {type(model).__name__} is {kind.__name__}, not Linear; not supported"
+        )
+    head.forward = lambda hidden: forward(head, hidden)
+    try:
+        with attention.within(None if row.padded else attention.Segments(row.lengths, row.tokens_BT.device)):
+            return model(input_ids=row.tokens_BT, position_ids=row.positions_BT, use_cache=False)
+    finally:
+        del head.forward
+
+
+# ---- what follows the head ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """What the model does to the logits after its head: x -> cap tanh(scale x / cap); without a cap, scale x."""
+
+    scale: float
+    cap: float  # inf: none
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """Apply it in place."""
+        logits.mul_(self.scale)
+        return logits if math.isinf(self.cap) else logits.div_(self.cap).tanh_().mul_(self.cap)
+
+
+_FINISHES: WeakKeyDictionary[nn.Module, Finish] = WeakKeyDictionary()
+_TINY, _HUGE = 2.0**-40, 1e30  # so small that the cap, and so large that the scale has no effect
+_PROBES = (0.0, _TINY, _HUGE, -_HUGE, 1.0, -3.0, 10.0, 100.0)
+
+
+def _measure_finish(model: nn.Module, row: Row) -> Finish:
+    """Return what follows the model's head; ConfigError if that is anything but a scale and a cap for every word."""
+    sent: list[Tensor] = []
+
+    def send(head: nn.Linear, hidden: Tensor) -> Tensor:
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        probes = torch.tensor(_PROBES, dtype=wide, device=hidden.device)
+        sent.append(probes[None, :, None].expand(1, -1, head.out_features))
+        return sent[0].clone()
+
     with torch.no_grad():
-        entropy_P = -(log_softmax_PV.exp() * log_softmax_PV).sum(-1)
-    return log_softmax_PV.gather(-1, targets_P[:, None])[:, 0], entropy_P
+        got = _run(model, row, send).logits
+    if len(sent) == 1 and got.shape == sent[0].shape:
+        scale, most = float(got[0, 1, 0]) / _TINY, float(got[0, 2, 0])
+        finish = Finish(scale, most if most < 0.5 * scale * _HUGE else math.inf)
+        if scale > 0 and torch.allclose(got.to(sent[0].dtype), finish(sent[0].clone()), rtol=1e-5, atol=0.0):
+            return finish
+    raise ConfigError(
+        f"model.path: {type(model).__name__} changes the logits of its head by more than a scale and a cap, "
+        "or calls it more than once; not supported"
+    )
+
+
+# ---- tiles ----------------------------------------------------------------------------------------------------------
+
+
+class _TiledLogProbs(torch.autograd.Function):
+    """(hidden [P, H], weight [V, H], bias [V] or None, targets [P], ...) -> log-probs [P], entropies [P].
+
+    Kept for the backward pass: the inputs, and a float32 number for each token. The gradient of the weight is summed
+    over tokens in float32 one block of words after the other, so that no float32 copy of a 16-bit weight's gradient
+    exists; that of the hidden states is summed in float32 as a whole, and is small beside what the layers keep.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_PH: Tensor,
+        weight_VH: Tensor,
+        bias_V: Tensor | None,
+        targets_P: Tensor,
+        finish: Finish,
+        temperature: float,
+        fp32_head: bool,
+    ) -> tuple[Tensor, Tensor]:
+        wide = torch.promote_types(hidden_PH.dtype, torch.float32)
+        chosen_P, lse_P, entropy_P = (hidden_PH.new_zeros(len(hidden_PH), dtype=wide) for _ in range(3))
+        tokens, words = _spans(len(hidden_PH), len(weight_VH))
+        for at in tokens:
+            target_n = targets_P[slice(*at)]
+            # of the words so far: the largest logit; Σ w and Σ w d, where d = logit - largest and w = exp d
+            most_n = torch.full_like(target_n, torch.finfo(wide).min, dtype=wide)
+            sum_n, moment_n, chosen_n = most_n.new_zeros(3, len(target_n))
+            for block in words:
+                tile_nv = _head(hidden_PH, weight_VH, bias_V, at=at, block=block, fp32=fp32_head)
+                tile_nv = finish(tile_nv).div_(temperature)
+                inside_n, index_n = _locate(target_n, block)
+                chosen_n = torch.where(inside_n, tile_nv.gather(1, index_n[:, None])[:, 0], chosen_n)
+                before_n, most_n = most_n, torch.maximum(most_n, tile_nv.amax(-1))
+                shift_n = before_n - most_n
+                moment_n = (moment_n + sum_n * shift_n) * shift_n.exp()
+                sum_n = sum_n * shift_n.exp()
+                weight_nv = tile_nv.sub_(most_n[:, None]).exp()
+                sum_n = sum_n + weight_nv.sum(-1)
+                moment_n = moment_n + weight_nv.mul_(tile_nv).sum(-1)
+            chosen_P[slice(*at)] = (chosen_n - most_n) - sum_n.log()
+            lse_P[slice(*at)] = most_n + sum_n.log()
+            entropy_P[slice(*at)] = sum_n.log() - moment_n / sum_n
+        ctx.save_for_backward(hidden_PH, weight_VH, bias_V, targets_P, lse_P)
+        ctx.settings = finish, temperature, fp32_head
+        ctx.mark_non_differentiable(entropy_P)
+        return chosen_P, entropy_P
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_P: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_PH, weight_VH, bias_V, targets_P, lse_P = ctx.saved_tensors
+        finish, temperature, fp32_head = ctx.settings
+        wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        wide = lse_P.dtype
+        grad_hidden_PH = torch.zeros_like(hidden_PH, dtype=wide) if wants_hidden else None
+        grad_weight_VH = torch.zeros_like(weight_VH) if wants_weight else None
+        grad_bias_V = torch.zeros_like(bias_V) if wants_bias else None
+        slope_P = grad_P * (finish.scale / temperature)
+        tokens, words = _spans(len(hidden_PH), len(weight_VH))
+        for block in words:
+            sum_vH = weight_VH.new_zeros(block[1] - block[0], weight_VH.shape[1], dtype=wide) if wants_weight else None
+            for at in tokens:
+                tile_nv = finish(_head(hidden_PH, weight_VH, bias_V, at=at, block=block, fp32=fp32_head))
+                slope_n = slope_P[slice(*at)]
+                inside_n, index_n = _locate(targets_P[slice(*at)], block)
+                # d logprob / d logit = [word is target] - p, and the cap's derivative is 1 - (capped / cap)²
+                grad_nv = tile_nv.div(temperature).sub_(lse_P[slice(*at), None]).exp_().mul_(-slope_n[:, None])
+                grad_nv.scatter_add_(1, index_n[:, None], torch.where(inside_n, slope_n, 0.0)[:, None])
+                if not math.isinf(finish.cap):
+                    grad_nv.mul_(tile_nv.div_(finish.cap).square_().neg_().add_(1.0))
+                del tile_nv
+                narrow_nv = grad_nv.to(weight_VH.dtype)
+                if grad_hidden_PH is not None:
+                    _add_product(grad_hidden_PH[slice(*at)], narrow_nv, weight_VH[slice(*block)])
+                if sum_vH is not None:
+                    _add_product(sum_vH, narrow_nv.T, hidden_PH[slice(*at)])
+                if grad_bias_V is not None:
+                    grad_bias_V[slice(*block)] += grad_nv.sum(0)
+            if grad_weight_VH is not None and sum_vH is not None:
+                grad_weight_VH[slice(*block)] = sum_vH
+        grad_hidden_PH = grad_hidden_PH.to(hidden_PH.dtype) if grad_hidden_PH is not None else None
+        return grad_hidden_PH, grad_weight_VH, grad_bias_V, None, None, None, None
+
+
+def _spans(tokens: int, words: int) -> tuple[list[Span], list[Span]]:
+    """Return the borders of the tiles along both dimensions."""
+    n = max(1, min(tokens, TILE_TOKENS, TILE))
+    return _cut(tokens, n), _cut(words, max(1, TILE // n))
+
+
+def _cut(total: int, size: int) -> list[Span]:
+    return [(start, min(start + size, total)) for start in range(0, total, size)]
+
+
+def _head(hidden_PH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, *, at: Span, block: Span, fp32: bool) -> Tensor:
+    """Return a tile of the head's output, in at least float32."""
+    hidden_nH, weight_vH = hidden_PH[slice(*at)], weight_VH[slice(*block)]
+    wide = torch.promote_types(hidden_PH.dtype, torch.float32)
+    if fp32:
+        hidden_nH, weight_vH = hidden_nH.to(wide), weight_vH.to(wide)
+    tile_nv = (hidden_nH @ weight_vH.T).to(wide)
+    return tile_nv if bias_V is None else tile_nv.add_(bias_V[slice(*block)])
+
+
+def _locate(target_n: Tensor, block: Span) -> tuple[Tensor, Tensor]:
+    """Return whether each target is a word of the block, and its index there (any, if it is not)."""
+    start, stop = block
+    return (target_n >= start) & (target_n < stop), (target_n - start).clamp(0, stop - start - 1)
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add left @ right in place; 16-bit factors have 16-bit products, which are summed in float32."""
+    if total.dtype == left.dtype:
+        total.addmm_(left, right)
+    else:
+        total.add_(left @ right)

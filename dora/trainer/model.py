@@ -12,6 +12,7 @@ Both are correct, because every rank gets the same number of micro-batches.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from transformers import AutoConfig, AutoModelForCausalLM
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from dora.errors import ConfigError
 from dora.trainer import attention
-from dora.trainer.loading import load_shards
+from dora.trainer.loading import ModelFolder, Plan, load_shards, open_folder, plan, together
 
 GATHERED_BYTES = 2 * 2**30  # float32 weights + gradients of the whole model on every rank
 
@@ -36,15 +38,21 @@ class Policy:
         is_cuda = mesh.device_type == "cuda"
         self.device = torch.device(f"cuda:{torch.cuda.current_device()}") if is_cuda else torch.device("cpu")
         self.mesh = mesh
-        self.model: Any = _on_meta(model_path)  # a transformers model whose class FSDP2 extends
-        self.vocab_size: int = self.model.config.get_text_config().vocab_size
-        self.gathered = 8 * sum(p.numel() for p in self.model.parameters()) <= GATHERED_BYTES
-        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-        for layer in decoder_layers(self.model):
-            fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=not self.gathered)
-        fully_shard(self.model, mesh=mesh, mp_policy=policy, reshard_after_forward=not self.gathered)
-        _materialize(self.model, device=self.device)
-        load_shards(self.model, model_path, rank=mesh.get_local_rank(), world_size=mesh.size())
+        with ExitStack() as opened:
+            self.model: Any  # a transformers model whose class FSDP2 extends
+            self.model, folder, self.plan = together(lambda: _planned(model_path, opened), device=self.device)
+            self.vocab_size: int = self.model.config.get_text_config().vocab_size
+            self.gathered = 8 * sum(p.numel() for p in self.model.parameters()) <= GATHERED_BYTES
+            policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+            for layer in _sharding_units(self.model):
+                fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=not self.gathered)
+            fully_shard(self.model, mesh=mesh, mp_policy=policy, reshard_after_forward=not self.gathered)
+            _materialize(self.model, device=self.device)
+            rank, world_size = mesh.get_local_rank(), mesh.size()
+            together(
+                lambda: load_shards(self.model, folder, self.plan, rank=rank, world_size=world_size),
+                device=self.device,
+            )
         for module in self._sharded_modules():  # lazy initialization allocates the shards; see shards()
             module.unshard()
             module.reshard()
@@ -73,12 +81,10 @@ class Policy:
         for module in self._sharded_modules():
             module.reshard()
 
-    def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every parameter and persistent buffer, whole, one at a time; a collective."""
-        for name, parameter in self.model.named_parameters():
-            yield name, parameter.full_tensor().detach()
-        persistent = self.model.state_dict().keys()
-        yield from ((name, buffer) for name, buffer in self.model.named_buffers() if name in persistent)
+    def full_tensor(self, name: str) -> Tensor:
+        """Return a parameter or persistent buffer, whole; a collective."""
+        tensor = self.model.get_parameter_or_buffer(name).detach()
+        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
     def _sharded_modules(self) -> Iterator[FSDPModule]:
         return (module for module in self.model.modules() if isinstance(module, FSDPModule))
@@ -101,40 +107,82 @@ def make_mesh(device: str) -> DeviceMesh:
 # ---- building -------------------------------------------------------------------------------------------------------
 
 
-def _on_meta(model_path: Path) -> Any:
-    """Build the model without memory for its parameters."""
+def _planned(model_path: Path, opened: ExitStack) -> tuple[Any, ModelFolder, Plan]:
+    """Build the model without memory for its parameters, and plan how the folder's tensors become its own."""
     if not (model_path / "config.json").is_file():
         raise ConfigError(f"model.path: {model_path} has no config.json; give a Hugging Face model folder")
     config = AutoConfig.from_pretrained(model_path, local_files_only=True, trust_remote_code=False)
-    with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(
-            config, dtype=torch.float32, attn_implementation=attention.NAME, trust_remote_code=False
-        )
+    folder = open_folder(model_path, config, opened)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config  # what is read is dequantised
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=torch.float32, attn_implementation=attention.NAME, trust_remote_code=False
+            )
+    except Exception as err:  # anything that the class of a model raises
+        raise ConfigError(f"model.path: transformers cannot build {config.model_type} for training: {err!r}") from err
+    return model, folder, plan(model, folder)
 
 
 def decoder_layers(model: Any) -> nn.ModuleList:
-    """Return the decoder layers, which are the units of sharding."""
-    found = [child for child in model.get_decoder().children() if isinstance(child, nn.ModuleList)]
-    if len(found) != 1:
-        raise ConfigError(f"model.path: {type(model).__name__} has no single list of decoder layers; not supported")
-    return found[0]
+    """Return the decoder layers: the list of modules with the most parameters."""
+    lists = [module for module in model.get_decoder().modules() if isinstance(module, nn.ModuleList)]
+    if not lists:
+        raise ConfigError(f"model.path: {type(model).__name__} has no list of decoder layers; not supported")
+    return max(lists, key=lambda layers: sum(parameter.numel() for parameter in layers.parameters()))
+
+
+def _sharding_units(model: Any) -> list[nn.Module]:
+    """Return the modules that are gathered one at a time: the layers, unless they share parameters (Zamba 2)."""
+    layers = list(decoder_layers(model))
+    parameters = [parameter for layer in layers for parameter in layer.parameters()]
+    return layers if len(parameters) == len(set(parameters)) else []
 
 
 def _materialize(model: Any, *, device: torch.device) -> None:
     """Allocate every shard and buffer; tied parameters stay tied. Buffers that no file contains are computed here."""
     seen: dict[nn.Parameter, nn.Parameter] = {}
-    persistent = set(model.state_dict())
-    for prefix, module in model.named_modules():
+    for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter not in seen:
                 seen[parameter] = nn.Parameter(torch.empty_like(parameter, device=device))
+                seen[parameter]._is_hf_initialized = True  # type: ignore[attr-defined]  # not by `_init_weights`
             if parameter is not None:
                 setattr(module, name, seen[parameter])
-        for name, buffer in list(module._buffers.items()):
+        for name, buffer in module._buffers.items():
             if buffer is not None:
-                module._buffers[name] = torch.full_like(buffer, torch.nan, device=device)
-        if any(f"{prefix}.{name}" not in persistent for name in module._buffers):
-            with torch.no_grad():
-                model._init_weights(module)
-            if any(torch.isnan(buffer).any() for buffer in module._buffers.values() if buffer is not None):
-                raise ConfigError(f"model.path: the buffers of {type(module).__name__} cannot be built; not supported")
+                module._buffers[name] = torch.zeros_like(buffer, device=device)
+    _build_buffers(model)
+
+
+def _build_buffers(model: Any) -> None:
+    """Compute the buffers that no file contains as transformers does: by `_init_weights`, from the inside out."""
+    persistent = model.state_dict().keys()
+    modules = list(_with_owners(model))
+    places = [
+        (f"{prefix}{name}", module._buffers, name)
+        for _, prefix, module in modules
+        for name, buffer in module._buffers.items()
+        if buffer is not None and f"{prefix}{name}" not in persistent
+    ]
+    built = []
+    for filling in (0, 1):  # what `_init_weights` leaves out keeps its filling
+        for _, buffers, name in places:
+            buffers[name].fill_(filling)
+        for owner, prefix, module in reversed(modules):
+            if any(path.startswith(prefix) for path, _, _ in places):
+                with torch.no_grad():
+                    owner._init_weights(module)
+        built.append([buffers[name].clone() for _, buffers, name in places])
+    for (path, _, _), zeros, ones in zip(places, *built, strict=True):
+        if not torch.equal(zeros, ones):
+            raise ConfigError(f"model.path: {path} of {type(model).__name__} cannot be built; not supported")
+
+
+def _with_owners(module: Any, *, owner: Any = None, prefix: str = "") -> Iterator[tuple[Any, str, Any]]:
+    """Yield each module after the nearest transformers model around it (its `_init_weights` applies) and its prefix."""
+    owner = module if isinstance(module, PreTrainedModel) else owner
+    yield owner, prefix, module
+    for name, child in module.named_children():
+        yield from _with_owners(child, owner=owner, prefix=f"{prefix}{name}.")

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from dora.core.ids import VersionId
+from dora.trainer.loading import as_published
 from dora.trainer.model import Policy
 from dora.trainer.room import save_tensors, wait_for_space
 from dora.transport.messages import VersionWritten
@@ -93,11 +94,19 @@ class Publisher:
 
 
 def gather(policy: Policy, *, dtype: str, keep: bool) -> dict[str, Tensor]:
-    """Return the whole model in host memory, as `dtype`; empty unless `keep`. A collective, one tensor at a time."""
+    """Return the whole model in host memory, named and laid out as its folder was; empty unless `keep`. A collective,
+    one conversion (at most the experts of one layer) at a time.
+
+    Floating-point tensors get `dtype`, except those that a 16-bit or FP8 folder keeps in float32.
+    """
     kept = {}
-    for name, tensor in policy.full_tensors():
-        if keep:
-            converted = tensor.to(getattr(torch, dtype)) if tensor.is_floating_point() else tensor
+    for conversion in policy.plan.conversions:
+        tensors = {target: policy.full_tensor(target) for target in conversion.targets}
+        if not keep:
+            continue
+        for name, tensor in as_published(policy.model, conversion, tensors).items():
+            to = torch.float32 if name in policy.plan.float32 else getattr(torch, dtype)
+            converted = tensor.to(to) if tensor.is_floating_point() else tensor
             kept[name] = converted.to("cpu", copy=True).contiguous()
     return kept
 
@@ -110,5 +119,6 @@ def copy_model_files(source: Path, target: Path, *, dtype: str) -> None:
             shutil.copyfile(path, target / path.name)
     config = json.loads((target / "config.json").read_text())
     config.pop("torch_dtype", None)  # the name before transformers 5
+    config.pop("quantization_config", None)  # FP8 was dequantised
     config["dtype"] = dtype
     (target / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True))

@@ -31,6 +31,7 @@ def score(
     temperature: float,
     device: str = "cpu",
     dtype: str = "float32",
+    fp32_head: bool = False,
 ) -> list[NDArray[np.float32]]:
     """Return the log-probs of each sequence's tokens after the prompt, under softmax(logits / temperature)."""
     if min(prompt_lengths, default=1) < 1:
@@ -56,7 +57,7 @@ def score(
         tokens = np.concatenate([np.asarray(sequences[n], np.int64) for n in members])
         row = make_row(tokens, lengths=lengths, trained=trained, padded=layout.padded, device=torch.device(device))
         with torch.no_grad():
-            values = logprobs(model, row, temperature=temperature)[0].float().cpu().numpy()
+            values = logprobs(model, row, temperature=temperature, fp32_head=fp32_head)[0].float().cpu().numpy()
         for n, logprobs_P in zip(members, np.split(values, np.cumsum(response_lengths)[:-1]), strict=True):
             scored[n] = logprobs_P
     return scored

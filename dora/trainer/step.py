@@ -126,7 +126,9 @@ class Trainer:
             padded=self._layout.padded,
             device=self._policy.device,
         )
-        current_P, entropy_P = logprobs(self._policy.model, row, temperature=self._settings.temperature)
+        current_P, entropy_P = logprobs(
+            self._policy.model, row, temperature=self._settings.temperature, fp32_head=self._settings.fp32_head
+        )
         loss_P = decoupled_ppo(
             current_P,
             proximal=current_P.detach(),

@@ -34,6 +34,7 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     device: Literal["cpu", "cuda"]
     dtype: Literal["float32", "bfloat16"]
     publish_dtype: Literal["float32", "bfloat16"]
+    fp32_head: bool
     threads: int
     micro_batch_tokens: int
     steps: int  # T of the job: the last step writes a checkpoint

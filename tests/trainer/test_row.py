@@ -11,7 +11,6 @@ from transformers import Qwen3ForCausalLM
 
 from dora.errors import InvariantViolation, ProtocolError
 from dora.trainer import attention
-from dora.trainer import logprobs as logprobs_module
 from dora.trainer.logprobs import logprobs
 from dora.trainer.loss import decoupled_ppo
 from dora.trainer.packing import Layout, check, pack, split_passes
@@ -83,14 +82,6 @@ def test_the_gradient_does_not_depend_on_order_split_or_empty_micro_batches(mode
     parts = [shuffled[:1], [], shuffled[1:10], shuffled[10:]]
     split = gradient(network, [make_batch(part, step=0, index=0, last=False) for part in parts])
     torch.testing.assert_close(split, whole, rtol=0, atol=1e-11 * whole.abs().max().item())
-
-
-def test_chunked_logits_change_nothing(model_path, monkeypatch):
-    network = load(model_path, attention.NAME)
-    batch = make_batch(make_groups(2, version=0, seed=5), step=0, index=0, last=True)
-    whole = gradient(network, [batch])
-    monkeypatch.setattr(logprobs_module, "LOGITS_CHUNK", 3 * VOCAB)
-    torch.testing.assert_close(gradient(network, [batch]), whole, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("padded", [False, True])

@@ -1,0 +1,46 @@
+"""Bytes kept for backward and the peak, against counts by hand."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from dora.trainer.kept import LiveBytes, kept_bytes
+
+FLOAT = 4
+
+
+def test_a_linear_layer_and_an_activation_keep_input_and_output() -> None:
+    layer, x = nn.Linear(8, 16), torch.randn(5, 8)
+    assert kept_bytes(lambda: layer(x)) == 5 * 16 * FLOAT  # the input existed before
+    assert kept_bytes(lambda: layer(2 * x)) == (5 * 16 + 5 * 8) * FLOAT
+    assert kept_bytes(lambda: torch.relu(layer(x)).view(-1)[3:]) == 5 * 16 * FLOAT  # relu keeps its output only
+
+
+def test_what_is_held_beside_the_graph_counts_too() -> None:
+    first, second, x = nn.Linear(8, 64), nn.Linear(64, 8), torch.randn(5, 8)
+
+    def middle(x: torch.Tensor) -> torch.Tensor:
+        return second(first(x).exp())
+
+    full = kept_bytes(lambda: checkpoint(middle, x, use_reentrant=False))
+    selective = kept_bytes(
+        lambda: checkpoint(
+            middle, x, use_reentrant=False,
+            context_fn=lambda: create_selective_checkpoint_contexts([torch.ops.aten.addmm.default]),
+        )
+    )  # fmt: skip
+    assert full == 5 * 8 * FLOAT
+    assert selective == (5 * 64 + 5 * 8) * FLOAT
+
+
+def test_the_peak_includes_what_was_freed_and_the_gradients() -> None:
+    x = torch.randn(100, requires_grad=True)
+    with LiveBytes() as live:
+        y = (x * 2).exp().sum()
+        assert live.now == 100 * FLOAT + FLOAT  # the product is freed, exp's output kept
+        y.backward()
+        del y
+        assert live.now == 100 * FLOAT  # the gradient of x
+    assert live.peak == (100 + 100 + 1 + 1) * FLOAT  # exp's output and its gradient; the sum and its gradient

@@ -1,0 +1,146 @@
+"""Log-probs computed in tiles inside the head: equal to the plain form, for every way in which logits are finished."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_forward_check import MAMBA, make
+from torch import Tensor, nn
+
+from dora.errors import ConfigError
+from dora.trainer import logprobs as logprobs_module
+from dora.trainer.kept import LiveBytes
+from dora.trainer.logprobs import Finish, logprobs
+from dora.trainer.packing import Row, make_row
+
+CPU = torch.device("cpu")
+#: Families whose models finish the logits of the head in another way, with settings that make it matter.
+FINISHED = {
+    "qwen3": ({"head_dim": 8}, Finish(1.0, math.inf)),
+    "phi": ({}, Finish(1.0, math.inf)),  # its head has a bias
+    "granite": ({"logits_scaling": 0.5}, Finish(2.0, math.inf)),
+    "cohere": ({"logit_scale": 3.0}, Finish(3.0, math.inf)),
+    "gemma3_text": ({"head_dim": 8, "final_logit_softcapping": 1.5}, Finish(1.0, 1.5)),
+    "falcon_h1": (
+        {**MAMBA, "mamba_d_ssm": 64, "mamba_n_groups": 1, "lm_head_multiplier": 0.25},
+        Finish(0.25, math.inf),
+    ),
+}
+
+
+def make_tokens(model: Any, *, count: int) -> tuple[Row, Tensor]:
+    tokens = np.random.default_rng(0).integers(0, model.config.vocab_size, count)
+    row = make_row(tokens, lengths=np.array([count]), trained=np.arange(2, count), device=CPU)
+    return row, torch.linspace(-1, 1, count - 2, dtype=torch.float64)
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("tile", [2**24, 97, 5, 1])
+@pytest.mark.parametrize("family", FINISHED)
+def test_tiles_equal_the_plain_form(family: str, tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    changes, finish = FINISHED[family]
+    model = make(family, torch.float64, **changes)
+    row, weight_P = make_tokens(model, count=9)
+    logits = model(input_ids=row.tokens_BT, use_cache=False).logits[0, 1:-1] / 0.7
+    plain = logits.log_softmax(-1).gather(1, row.targets_P[:, None])[:, 0]
+    (plain * weight_P).sum().backward()
+    expected = gradients(model)
+    monkeypatch.setattr(logprobs_module, "TILE", tile)
+    monkeypatch.setattr(logprobs_module, "TILE_TOKENS", 3)
+    chosen, entropy = logprobs(model, row, temperature=0.7)
+    (chosen * weight_P).sum().backward()
+    found = logprobs_module._FINISHES[model]
+    assert (found.scale, found.cap) == pytest.approx((finish.scale, finish.cap), rel=1e-14)
+    torch.testing.assert_close(chosen, plain, rtol=0, atol=1e-12)
+    torch.testing.assert_close(entropy, torch.distributions.Categorical(logits=logits).entropy(), rtol=0, atol=1e-12)
+    assert not entropy.requires_grad
+    torch.testing.assert_close(gradients(model), expected, rtol=0, atol=1e-10)
+
+
+def test_the_model_is_plain_again_after_a_call() -> None:
+    model = make("qwen3", head_dim=8)
+    row, _ = make_tokens(model, count=9)
+    logprobs(model, row, temperature=1.0)
+    assert model(input_ids=row.tokens_BT).logits.shape == (1, 9, 97)
+    assert not model._forward_hooks
+
+
+def test_a_head_whose_words_are_treated_differently_is_refused() -> None:
+    model = make("qwen3", head_dim=8)
+    row, _ = make_tokens(model, count=9)
+
+    def hide_images(_: nn.Module, __: Any, output: Any) -> Any:
+        output.logits[..., 90:] = -1e9
+        return output
+
+    model.register_forward_hook(hide_images)
+    with pytest.raises(ConfigError, match=r"Qwen3ForCausalLM changes the logits of its head by more than a scale"):
+        logprobs(model, row, temperature=1.0)
+
+
+def test_a_head_that_is_not_linear_is_refused() -> None:
+    model = make("qwen3", head_dim=8)
+    row, _ = make_tokens(model, count=9)
+    model.lm_head = nn.Sequential(nn.Linear(32, 97))
+    with pytest.raises(ConfigError, match="the output head of Qwen3ForCausalLM is Sequential, not Linear"):
+        logprobs(model, row, temperature=1.0)
+
+
+@pytest.mark.parametrize("fp32_head", [False, True])
+def test_a_float32_head_does_not_round_logits(fp32_head: bool) -> None:
+    model = make("qwen3", torch.bfloat16, head_dim=8)
+    row, _ = make_tokens(model, count=60)
+    seen: list[Tensor] = []
+    model.lm_head.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    chosen, _ = logprobs(model, row, temperature=1.0, fp32_head=fp32_head)
+    exact = (seen[-1][0, 1:-1].double() @ model.lm_head.weight.double().T).log_softmax(-1)
+    error = (chosen - exact.gather(1, row.targets_P[:, None])[:, 0]).abs().max()
+    assert error < 1e-5 if fp32_head else error > 1e-3
+
+
+# -- a large vocabulary -----------------------------------------------------------------------------------------------
+
+
+def peak_bytes(tokens: int, *, words: int, hidden: int) -> int:
+    """Peak of forward and backward, less the gradients of hidden states and weight."""
+    hidden_PH = torch.randn(tokens, hidden, requires_grad=True)
+    weight_VH = torch.randn(words, hidden, requires_grad=True)
+    targets_P = torch.randint(words, (tokens,))
+    with LiveBytes() as live:
+        chosen, _ = logprobs_module._TiledLogProbs.apply(
+            hidden_PH, weight_VH, None, targets_P, Finish(0.5, 30.0), 0.7, False
+        )
+        chosen.sum().backward()
+    return live.peak - 4 * hidden_PH.numel() - 4 * weight_VH.numel()
+
+
+def test_the_peak_does_not_depend_on_the_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logprobs_module, "TILE", 2**18)
+    monkeypatch.setattr(logprobs_module, "TILE_TOKENS", 2**9)
+    short, long = (peak_bytes(tokens, words=9_500, hidden=16) for tokens in (512, 2_048))
+    assert long <= 1.05 * short
+    assert long < 2_048 * 9_500 * 4 / 10  # of the logits
+
+
+def test_a_large_vocabulary_with_scale_and_cap_equals_the_plain_form_in_float32() -> None:
+    """The whole size, 2,048 tokens, is in bench/memory.py."""
+    torch.manual_seed(0)
+    hidden_PH, weight_VH = (torch.randn(n, 32, requires_grad=True) for n in (48, 150_000))
+    targets_P = torch.randint(150_000, (48,))
+    capped = 30 * torch.tanh(1.5 * (hidden_PH @ weight_VH.T) / 30) / 0.7
+    plain = capped.log_softmax(-1).gather(1, targets_P[:, None])[:, 0]
+    expected = torch.autograd.grad(plain.sum(), (hidden_PH, weight_VH))
+    arguments = (hidden_PH, weight_VH, None, targets_P, Finish(1.5, 30.0), 0.7, False)
+    chosen, _ = logprobs_module._TiledLogProbs.apply(*arguments)
+    torch.testing.assert_close(chosen, plain, rtol=0, atol=1e-5)
+    for found, wanted in zip(torch.autograd.grad(chosen.sum(), (hidden_PH, weight_VH)), expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5 * float(wanted.abs().max()))
