@@ -553,7 +553,14 @@ class Table:
                 ratio=tflops / self.peaks.tflops,
                 bar=BARS.get((case.model, case.tokens), "") if case.side == "ours" else "",
             )
-        self.report.row(f"{what}: clip and update", found.update_s, "s")
+        if case.publish:
+            self.report.row(
+                f"{case.model}: clip and update",
+                found.update_s,
+                "s",
+                against=f"plain transformers, {number(plain.update_s)} s" if plain else "",
+                ratio=plain.update_s / found.update_s if plain else None,
+            )
 
     def published(self, model: str, found: Published) -> None:
         size = found.num_bytes / 1e9

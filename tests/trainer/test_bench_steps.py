@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 
 import gpu
 from clients import steps
+from result import Report
 
 BUDGET = 512
 
@@ -89,3 +90,17 @@ def test_both_sides_and_the_roofline_are_measured_on_a_cpu(tmp_path: Path) -> No
 def test_a_case_beyond_its_time_is_a_finding() -> None:
     found = gpu.in_process(gpu.Case("roofline", "cpu"), limit_s=0.01)
     assert found == [gpu.Failed("stopped after 0 s")]
+
+
+def test_mfu_is_that_of_the_datasheet_where_the_gpu_is_known() -> None:
+    report = Report("A title.", full=False, sizes="")
+    peaks = gpu.Peaks("NVIDIA H200", 141 << 30, 800.0, 4_300.0, 50.0, 2.0)
+    table = gpu.Table(report, peaks)
+    trained = gpu.Trained(seconds=2.0, peak_bytes=70 << 30, flops=2 * 0.5 * 989e12, how="packed", update_s=0.1)
+    table.add(gpu.Case("plain", "cuda", "8B", 16_384), gpu.Failed("out of memory"))
+    table.add(gpu.Case("ours", "cuda", "8B", 16_384), trained)
+    rows = {row.what: row for row in report.result().rows}
+    assert rows["8B, 16,384 tokens, plain transformers"].against == "out of memory"
+    assert rows["8B, 16,384 tokens (packed)"].figure == 8_192
+    mfu = rows["8B, 16,384 tokens: MFU"]
+    assert (mfu.figure, mfu.ratio, mfu.reached) == (pytest.approx(50), pytest.approx(494.5 / 800), True)
