@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
 from dora.errors import ConfigError, DoraError, ProtocolError
+from dora.trainer.attention_gpu import describe
 from dora.trainer.forward_check import check_training
 from dora.trainer.model import Policy, make_mesh, require_device
 from dora.trainer.publish import Publisher
@@ -70,6 +71,8 @@ def run(end: TrainerEnd, *, local_rank: int) -> None:
     mesh = make_mesh(settings.device)
     if settings.device != "cuda":
         _stop_listening()
+    if dist.get_rank() == 0:
+        print(describe(settings.device), flush=True)  # noqa: T201
     policy = Policy(Path(order.model_path), mesh=mesh, dtype=getattr(torch, settings.dtype))
     checked = check_training(policy, dtype=settings.dtype)
     publisher = _publisher(order, end) if dist.get_rank() == 0 else None

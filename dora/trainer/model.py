@@ -112,6 +112,7 @@ def _planned(model_path: Path, opened: ExitStack) -> tuple[Any, ModelFolder, Pla
     if not (model_path / "config.json").is_file():
         raise ConfigError(f"model.path: {model_path} has no config.json; give a Hugging Face model folder")
     config = AutoConfig.from_pretrained(model_path, local_files_only=True, trust_remote_code=False)
+    attention.require_interface(config)
     folder = open_folder(model_path, config, opened)
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # what is read is dequantised
