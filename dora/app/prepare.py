@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from msgspec.structs import replace
+
 from dora import files
 from dora.app import resume as resuming
 from dora.app.inputs import Inputs
@@ -53,6 +55,8 @@ def prepare(
     settings = settings_of(config, eval_prompt_tokens=inputs.evaluations.prompt_tokens)
     if rollout_only:
         settings = rollout_only_settings(settings)
+    if recorded is not None:  # waves keep their size; if the setting is lower now, ranks split them into passes
+        settings = replace(settings, micro_batch_tokens=recorded.settings.micro_batch_tokens)
     return Job(
         config=config,
         inputs=inputs,

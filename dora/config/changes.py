@@ -28,6 +28,7 @@ OPERATIONAL: Final = (
     "trainer.external",
     "trainer.address",
     "trainer.threads",
+    "trainer.micro_batch_tokens",
     "trainer.start_timeout_s",
     "trainer.stop_timeout_s",
     "trainer.checkpoint_every",

@@ -224,8 +224,8 @@ class TrainerConfig(Section):
     threads: Positive = 1
     """Number of torch threads per rank."""
     micro_batch_tokens: Positive = 4_096
-    """Maximum number of tokens in one micro-batch of one rank, prompts included. A longer answer is a micro-batch by
-    itself."""
+    """Maximum number of tokens in one forward pass of one rank, prompts included. A longer answer is a pass by itself.
+    Lower it, even in a resume, if a rank runs out of memory: the result differs by rounding only."""
     learning_rate: Annotated[float, Field(gt=0.0)] = 5e-4
     """Peak learning rate of AdamW."""
     warmup_steps: Annotated[int, Field(ge=0)] = 2

@@ -22,6 +22,7 @@ from torch._C._distributed_c10d import FileStore
 from dora.errors import ConfigError, DoraError, ProtocolError
 from dora.trainer.attention_gpu import describe
 from dora.trainer.forward_check import check_training
+from dora.trainer.memory import memory_errors, train_in_memory
 from dora.trainer.model import Policy, make_mesh, require_device
 from dora.trainer.publish import Publisher
 from dora.trainer.step import Trainer
@@ -73,15 +74,18 @@ def run(end: TrainerEnd, *, local_rank: int) -> None:
         _stop_listening()
     if dist.get_rank() == 0:
         print(describe(settings.device), flush=True)  # noqa: T201
-    policy = Policy(Path(order.model_path), mesh=mesh, dtype=getattr(torch, settings.dtype))
-    checked = check_training(policy, dtype=settings.dtype)
     publisher = _publisher(order, end) if dist.get_rank() == 0 else None
-    trainer = Trainer(order, end=end, policy=policy, layout=checked.layout, publisher=publisher)
-    trainer.start(note=checked.note)
+    device = torch.device("cuda", local_rank) if settings.device == "cuda" else torch.device("cpu")
+    with memory_errors(device, during="while the model was loaded", change="use a smaller model"):
+        policy = Policy(Path(order.model_path), mesh=mesh, dtype=getattr(torch, settings.dtype))
+        checked = check_training(policy, dtype=settings.dtype)
+        trainer = Trainer(order, end=end, policy=policy, layout=checked.layout, publisher=publisher)
+        trainer.start(note=checked.note)
     while not isinstance(message := end.receive(MESSAGE_TIMEOUT_S), Stop):
         match message:
             case MicroBatch():
-                trainer.train(message)
+                with train_in_memory(message, settings, device):
+                    trainer.train(message)
             case SaveCheckpoint():
                 trainer.save_checkpoint()
             case Configure():

@@ -1,0 +1,226 @@
+"""The memory of one trainer rank, forecast from the config of a model folder.
+
+The trainer's own forward and backward pass run on tensors without data, and every storage counts while it lives. So a
+forecast needs no weights, and no formula for a family or a kind of checkpointing. Of equal layers only the first runs:
+the others return their input, and what the first one keeps counts once more for each. Only the copies that FSDP2 makes
+of weights and gradients are arithmetic. What only a GPU has is not seen: its kernels' scratch memory, and the unused
+parts of the allocator's blocks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._pytree import tree_iter
+
+from dora.trainer import model as policy
+from dora.trainer.kept import LiveBytes
+from dora.trainer.logprobs import logprobs
+from dora.trainer.packing import Layout, Row, make_row
+
+#: Tokens of the two small rows from which a model that loops over tokens is extrapolated, because each of the loop's
+#: operations takes 0.1 ms even without data.
+SMALL: Final = (64, 128)
+_CPU: Final = torch.device("cpu")
+_aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """Bytes on the device of one rank, all alive early in the backward pass."""
+
+    states: int  # this rank's rows of weights, gradients and moments, float32
+    gathered: int  # whole weights and gradients, of the model or of a few layers
+    kept: int  # for the backward pass, at the end of the forward pass
+    working: int  # at most used by the backward pass besides
+
+    @property
+    def total(self) -> int:
+        return self.states + self.gathered + self.kept + self.working
+
+
+class Outline:
+    """A model without data, and the memory that training it takes."""
+
+    def __init__(self, model_path: Path, *, dtype: torch.dtype) -> None:
+        """`dtype`: of the computation. ConfigError if the folder has no model that can be trained."""
+        self._model = policy._on_meta(model_path)
+        layers = list(policy.decoder_layers(self._model))
+        self.parameters = _size(self._model)  #: number
+        self._largest_layer = max(map(_size, layers))
+        self._rest = self.parameters - sum(map(_size, layers))  # embeddings, head
+        self._width = dtype.itemsize
+        self._live = _LiveShapes()
+        self._repeated: list[int] = []  # bytes kept by the layers that do not run
+        _drop_data(self._model, dtype)
+        _run_one_of_each(layers, self._live, self._repeated)
+
+    def forecast(
+        self, *, tokens: int, longest: int, ranks: int, layout: Layout | None = None, moment_bytes: int = 8
+    ) -> Forecast:
+        """Forecast one pass over sequences of `longest` tokens, `tokens` in all (or one sequence, if that is longer).
+
+        `moment_bytes`: of the optimizer's state on the device, per parameter; 0 for a trial without an update.
+        """
+        if is_gathered := 8 * self.parameters <= policy.GATHERED_BYTES:  # all, and gradients until the step closes
+            gathered = self.parameters * (self._width + 4) + self._rest * self._width
+        else:  # embeddings and head, and two layers: one computes while the next is gathered
+            gathered = (self._rest + 2 * self._largest_layer) * self._width
+        kept, working = self._count(max(tokens, longest), longest, layout or Layout())
+        return Forecast(
+            states=-(-self.parameters // ranks) * (4 + 4 * (not is_gathered) + moment_bytes),
+            gathered=gathered,
+            kept=kept,
+            working=working,
+        )
+
+    def _count(self, tokens: int, longest: int, layout: Layout) -> tuple[int, int]:
+        """Return the bytes kept by the forward pass, and those that the backward pass uses besides."""
+        if tokens > 2 * SMALL[1]:
+            (kept, working, operations), second = (self._run(trial_row(n, longest=n, layout=layout)) for n in SMALL)
+            if second[2] > operations:  # a loop over tokens
+                steps = (tokens - SMALL[0]) / (SMALL[1] - SMALL[0])
+                return round(kept + steps * (second[0] - kept)), round(working + steps * (second[1] - working))
+        return self._run(trial_row(tokens, longest=longest, layout=layout))[:2]
+
+    def _run(self, row: Row) -> tuple[int, int, int]:
+        """Return the bytes kept, those used besides, and the number of operations."""
+        self._repeated.clear()
+        live = self._live
+        before, live.operations = live.now, 0
+        with live:
+            loss = logprobs(self._model, row, temperature=1.0)[0].sum()
+            kept = live.peak = live.now
+            loss.backward()
+        self._model.zero_grad()
+        return kept - before + sum(self._repeated), live.peak - kept, live.operations
+
+
+def trial_row(tokens: int, *, longest: int, layout: Layout | None = None, device: torch.device = _CPU) -> Row:
+    """Return a row of sequences of `longest` tokens, about `tokens` in all; all but their first ones are trained."""
+    padded = layout is not None and layout.padded
+    lengths = [longest] * max(1, tokens // longest)
+    rest = tokens - sum(lengths)
+    if rest > 0 and not padded:
+        lengths.append(rest)
+    trained = np.setdiff1d(np.arange(sum(lengths)), np.cumsum(lengths) - lengths)
+    return make_row(np.ones(sum(lengths), np.int64), lengths=lengths, trained=trained, padded=padded, device=device)
+
+
+# ---- a model without data -------------------------------------------------------------------------------------------
+
+
+def _size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _drop_data(model: Any, dtype: torch.dtype) -> None:
+    """Turn a model on meta into one whose tensors pass for a CPU's; its parameters become `dtype`, as FSDP2 casts them.
+
+    The gradients of layers are dropped at once, as FSDP2 reduces them; those of embeddings and head stay to the end.
+    """
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    for parameter in policy.decoder_layers(model).parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(_drop_gradient)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model.to_empty(device="cpu")
+    model.eval()
+
+
+def _drop_gradient(parameter: Tensor) -> None:
+    parameter.grad = None
+
+
+class _LiveShapes(LiveBytes):
+    """Counts operations too, and makes those work whose result depends on data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operations += 1
+        return super().__torch_dispatch__(partial(_without_data, func), types, args, kwargs)
+
+
+def _without_data(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call an operation on tensors without data: a scalar is 1, and shapes come from the arguments."""
+    is_fake = any(isinstance(tensor, FakeTensor) for tensor in tree_iter(args))
+    if is_fake and func is _aten._local_scalar_dense.default:
+        return 1
+    if is_fake and func is _aten.index.Tensor:
+        args = (args[0], [part for index in args[1] for part in _positions(index)])
+    if is_fake and func is _aten._grouped_mm.default:  # experts; torch knows the shape for bfloat16 only
+        left, right, ends = args[:3]
+        experts = ends.shape if left.dim() == right.dim() == 2 else ()
+        return left.new_empty(*experts, left.shape[0], right.shape[-1])
+    return func(*args, **kwargs)
+
+
+def _positions(index: Tensor | None) -> list[Tensor | None]:
+    """Return a mask with data as the positions where it is true; anything else as it is."""
+    if index is None or index.dtype is not torch.bool or isinstance(index, FakeTensor):
+        return [index]
+    return list(index.nonzero().unbind(1))
+
+
+# ---- one layer of each kind -----------------------------------------------------------------------------------------
+
+
+def _run_one_of_each(layers: list[nn.Module], live: LiveBytes, repeated: list[int]) -> None:
+    """Make all but the first of equal layers return their input, and add to `repeated` what they would keep."""
+    first: dict[object, _First] = {}
+    for layer in layers:
+        kind = _kind(layer)
+        if kind in first:
+            layer.forward = partial(first[kind].stand_in, repeated)
+        else:
+            first[kind] = _First(layer, live)
+
+
+class _First:
+    """The first of several equal layers: what it keeps, and the form of its result."""
+
+    def __init__(self, layer: nn.Module, live: LiveBytes) -> None:
+        self._live = live
+        self._before = self._kept = 0
+        self._rest: tuple[Any, ...] | None = None
+        layer.register_forward_pre_hook(self._begin, prepend=True)
+        layer.register_forward_hook(self._end)
+
+    def _begin(self, _layer: nn.Module, _args: Any) -> None:
+        self._before = self._live.now
+
+    def _end(self, _layer: nn.Module, _args: Any, out: Any) -> None:
+        self._kept = self._live.now - self._before
+        self._rest = out[1:] if isinstance(out, tuple) else None
+
+    def stand_in(self, repeated: list[int], hidden: Tensor, *_: Any, **__: Any) -> Any:
+        repeated.append(self._kept)
+        return hidden if self._rest is None else (hidden, *self._rest)
+
+
+def _kind(layer: nn.Module) -> object:
+    """Return what makes layers equal: classes, shapes and plain settings, such as a window, but not the index."""
+    return tuple(
+        (
+            name,
+            type(module),
+            tuple(parameter.shape for parameter in module._parameters.values() if parameter is not None),
+            tuple((key, value) for key, value in vars(module).items() if _is_setting(key, value)),
+        )
+        for name, module in layer.named_modules()
+    )
+
+
+def _is_setting(key: str, value: object) -> bool:
+    return not key.startswith("_") and "idx" not in key and isinstance(value, bool | int | str | None)

@@ -1,0 +1,118 @@
+"""The forecast of a rank's memory, from a config alone, against what the real model takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from dora.trainer import attention
+from dora.trainer import model as policy
+from dora.trainer.forecast import SMALL, Outline, trial_row
+from dora.trainer.kept import kept_bytes
+from dora.trainer.logprobs import logprobs
+from dora.trainer.model import Policy, make_mesh
+from tests.families import make_config, make_model
+
+TOLERANCE = 0.15
+FAMILIES = (
+    "qwen3", "llama", "gemma3_text", "olmo3", "phi", "mixtral", "qwen3_moe", "deepseek_v3", "qwen3_5_text", "lfm2",
+)  # fmt: skip
+TOKENS, LONGEST = 96, 40
+
+
+def saved_config(folder: Path, config: Any) -> Path:
+    config.save_pretrained(folder)
+    return folder
+
+
+def measure(model: Any, tokens: int, longest: int) -> int:
+    model.set_attn_implementation(attention.NAME)
+    row = trial_row(tokens, longest=longest)
+    return kept_bytes(lambda: logprobs(model.eval().requires_grad_(), row, temperature=1.0))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bytes_kept_are_those_of_the_real_model(family: str, tmp_path: Path) -> None:
+    outline = Outline(saved_config(tmp_path, make_config(family)), dtype=torch.float32)
+    assert outline.parameters == sum(p.numel() for p in make_model(family).parameters())
+    found = outline.forecast(tokens=TOKENS, longest=LONGEST, ranks=2)
+    assert found.kept == pytest.approx(measure(make_model(family), TOKENS, LONGEST), rel=TOLERANCE)
+
+
+def test_a_forecast_does_not_change_with_the_one_before(tmp_path: Path) -> None:
+    outline = Outline(saved_config(tmp_path, make_config("qwen3_moe")), dtype=torch.float32)
+    first = outline.forecast(tokens=TOKENS, longest=LONGEST, ranks=2)
+    longer = outline.forecast(tokens=2 * TOKENS, longest=LONGEST, ranks=2)
+    assert longer.kept == pytest.approx(2 * first.kept, rel=0.1)
+    assert outline.forecast(tokens=TOKENS, longest=LONGEST, ranks=2) == first
+
+
+def test_one_answer_longer_than_the_budget_is_a_pass_by_itself(tmp_path: Path) -> None:
+    outline = Outline(saved_config(tmp_path, make_config("qwen3")), dtype=torch.float32)
+    alone = outline.forecast(tokens=200, longest=200, ranks=2)
+    assert outline.forecast(tokens=64, longest=200, ranks=2) == alone
+
+
+def test_a_loop_over_tokens_is_extrapolated(tmp_path: Path) -> None:
+    tokens = 2 * SMALL[1] + 50
+    outline = Outline(saved_config(tmp_path, make_config("mamba", num_hidden_layers=1)), dtype=torch.float32)
+    found = outline.forecast(tokens=tokens, longest=tokens, ranks=1)
+    assert outline._live.operations < 130 * SMALL[1]  # of the last row, at 124 for each token
+    assert found.kept == pytest.approx(measure(make_model("mamba", num_hidden_layers=1), tokens, tokens), rel=TOLERANCE)
+
+
+# ---- the whole rank -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = Qwen3Config(
+        vocab_size=2000, hidden_size=128, intermediate_size=384, num_hidden_layers=6, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=32, tie_word_embeddings=True,
+    )  # fmt: skip
+    path = tmp_path_factory.mktemp("model")
+    Qwen3ForCausalLM(config).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("gathered_bytes", [0, policy.GATHERED_BYTES], ids=["layerwise", "gathered"])
+def test_the_total_is_the_peak_of_the_allocator(
+    one_rank: None, folder: Path, gathered_bytes: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(policy, "GATHERED_BYTES", gathered_bytes)
+    loaded = Policy(folder, mesh=make_mesh("cpu"), dtype=dtype)
+    held = sum(shard.nbytes for shard in loaded.shards().values())
+    row = trial_row(512, longest=200)
+    passes = [allocations(loaded, row, closes_step=closes) for closes in (False, True)]
+    peak = held + sum(passes[0]) + max(running_sums(passes[1]))  # of the second: the gradients of the first are there
+    found = Outline(folder, dtype=dtype).forecast(tokens=512, longest=200, ranks=1, moment_bytes=0)
+    assert found.total == pytest.approx(peak, rel=TOLERANCE)
+    assert found.kept == pytest.approx(kept_bytes(lambda: logprobs(loaded.model, row, temperature=1.0)), rel=0.05)
+
+
+def allocations(loaded: Policy, row: Any, *, closes_step: bool) -> list[int]:
+    """Bytes allocated (or, below 0, freed) during a forward and backward pass, in order."""
+    loaded.prepare(closes_step=closes_step)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        logprobs(loaded.model, row, temperature=1.0)[0].sum().backward()
+    assert profile.profiler is not None
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    return [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+
+
+def running_sums(values: list[int]) -> list[int]:
+    return [sum(values[: n + 1]) for n in range(len(values))]
