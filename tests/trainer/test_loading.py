@@ -16,16 +16,16 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, core_model_loading
 from transformers.conversion_mapping import get_model_conversion_mapping
 
 from dora.errors import ConfigError
 from dora.trainer.loading import ModelFolder, open_folder
-from dora.trainer.model import Policy, make_mesh
-from dora.trainer.publish import copy_model_files, gather
+from dora.trainer.model import Policy
 from tests.families import make_model
+from tests.trainer.publishing import load_policy, publish, write
 
 WORLD_SIZES = (1, 2, 3, 4)
 #: Loaded by all numbers of ranks. Tied heads, an odd vocabulary, as few experts as two, rows that are joined.
@@ -48,10 +48,6 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
     return load_file(folder / "model.safetensors")
 
 
-def write(folder: Path, tensors: dict[str, Tensor]) -> None:
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-
-
 def load(folder: Path, *, dtype: torch.dtype = torch.float32) -> Any:
     """The model as transformers loads it, without a tensor that is missing or too much."""
     model, info = AutoModelForCausalLM.from_pretrained(
@@ -59,20 +55,6 @@ def load(folder: Path, *, dtype: torch.dtype = torch.float32) -> Any:
     )
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"))
     return model
-
-
-def load_policy(folder: Path) -> Policy:
-    return Policy(folder, mesh=make_mesh("cpu"), dtype=torch.float32)
-
-
-def publish(policy: Policy, source: Path, target: Path, *, dtype: str) -> dict[str, Tensor]:
-    """Write what the trainer would publish, on rank 0."""
-    tensors = gather(policy, dtype=dtype, keep=dist.get_rank() == 0)
-    if dist.get_rank() == 0:
-        target.mkdir()
-        write(target, tensors)
-        copy_model_files(source, target, dtype=dtype)
-    return tensors
 
 
 def whole_state(policy: Policy) -> dict[str, Tensor]:
@@ -107,6 +89,7 @@ def folder(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
 # ---- any number of ranks --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_every_number_of_ranks_loads_and_publishes_the_same_weights(tmp_path: Path) -> None:
     for family in (*EVERYWHERE, *ONCE):
