@@ -72,7 +72,7 @@ def trainer_settings(config: Config, *, max_staleness: int) -> TrainerSettings:
 
 
 #: Trainer settings that do not affect the result of a wave.
-_WITHOUT_EFFECT = ("threads", "steps", "max_staleness", "checkpoint_every")
+_WITHOUT_EFFECT = ("threads", "activation_checkpointing", "steps", "max_staleness", "checkpoint_every")
 
 
 def lineage_settings(config: Config) -> bytes:

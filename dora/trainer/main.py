@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
 from dora.errors import ConfigError, DoraError, ProtocolError
+from dora.trainer import checkpointing
 from dora.trainer.forward_check import require_exact_training
 from dora.trainer.model import Policy, make_mesh, require_device
 from dora.trainer.publish import Publisher
@@ -70,7 +71,12 @@ def run(end: TrainerEnd, *, local_rank: int) -> None:
     mesh = make_mesh(settings.device)
     if settings.device != "cuda":
         _stop_listening()
-    policy = Policy(Path(order.model_path), mesh=mesh, dtype=getattr(torch, settings.dtype))
+    policy = Policy(
+        Path(order.model_path),
+        mesh=mesh,
+        dtype=getattr(torch, settings.dtype),
+        activation_checkpointing=checkpointing.resolve(settings.activation_checkpointing),
+    )
     require_exact_training(policy, dtype=settings.dtype)
     publisher = _publisher(order, end) if dist.get_rank() == 0 else None
     trainer = Trainer(order, end=end, policy=policy, publisher=publisher)

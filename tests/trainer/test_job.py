@@ -128,7 +128,7 @@ async def run_one_rank(folder: Path, model_path: Path) -> Record:
 async def run_layerwise(folder: Path, model_path: Path) -> Record:
     record = Record()
     entry = str(Path(__file__).parent / "layerwise_rank.py")
-    async with start_job(folder, model_path, entry=entry) as job:
+    async with start_job(folder, model_path, entry=entry, activation_checkpointing="selective") as job:
         await begin(job, record, folder, version=0)
         for step, answers in enumerate(STEPS):
             await train(job, record, folder, step=step, waves=two_rank_waves(answers))
@@ -146,7 +146,7 @@ async def run_resumed(folder: Path, model_path: Path, *, first_folder: Path, che
         shutil.copytree(first_folder / "memory" / f"v{content:06d}", staged, dirs_exist_ok=True)
         (staged / "manifest.json").unlink()
         store.seal(version, staged, chain=chain_of(version))
-    async with start_job(folder, model_path, resume_from=checkpoint) as job:
+    async with start_job(folder, model_path, resume_from=checkpoint, activation_checkpointing="full") as job:
         await begin(job, record, folder, version=CHECKPOINT_STEP + 1)
         step = CHECKPOINT_STEP + 1
         await train(job, record, folder, step=step, waves=two_rank_waves(STEPS[step]))
