@@ -18,6 +18,7 @@ floating-point operations a second (causal attention counted by half; recomputat
 over the bfloat16 peak of the GPU's datasheet, or over the measured peak where the GPU is not known. It is that of
 forward and backward; the rest of a step does not depend on its tokens, and has rows of its own. A publication stops the
 trainer while the weights are gathered in host memory, beside one copy from pinned memory; a thread then writes them.
+The memory that `dora check` forecasts stands beside that of a micro-batch.
 Measured peaks: square bfloat16 products of random numbers; a copy within the GPU, bytes read and written.
 """
 
@@ -65,6 +66,8 @@ from clients.steps import (
 from result import Report, keep, number, parser
 
 from dora.errors import ConfigError
+from dora.trainer.attention_gpu import kernels_present
+from dora.trainer.forecast import Outline
 from dora.trainer.packing import Layout
 from dora.trainer.publish import Publisher
 from dora.transport.messages import VersionWritten
@@ -185,6 +188,8 @@ class Trained(msgspec.Struct, tag=True):
     flops: float
     how: str  # attention, layers, moments
     update_s: float
+    micro_batch_bytes: int = 0  # the peak before the step closes
+    forecast_bytes: int = 0
 
 
 class Published(msgspec.Struct, tag=True):
@@ -328,6 +333,10 @@ def measure_ours(case: Case, answers: Answers, *, checkpointed: bool, folder: Pa
     moments = has_moments(case)
     model_path = folder / "model"
     make_outline(config_of(case), model_path)
+    forecast = Outline(model_path, dtype=getattr(torch, DTYPE)).forecast(
+        tokens=case.tokens, longest=max(answers.lengths), ranks=1, moment_bytes=8 if moments else 0
+    )
+    kernel = next(name for name, is_present in kernels_present(case.device).items() if is_present)
     reports = Reports()
     chosen = settings(device=case.device, dtype=DTYPE, micro_batch_tokens=case.tokens)
     order = configure(model_path, chosen, store=folder)
@@ -361,14 +370,17 @@ def measure_ours(case: Case, answers: Answers, *, checkpointed: bool, folder: Pa
         micro_batch(0)
         begin(case.device)
         seconds = statistics.median(timed(partial(micro_batch, 0)) for _ in range(case.repeats))
+        micro_batch_bytes = peak_of(case.device)
         micro_batch(0, last=True)
         published_from, stopped_s = trainer.gather_from, trainer.gather_s
         yield Trained(
             seconds=seconds,
             peak_bytes=peak_of(case.device),
             flops=SHAPES[case.model].flops(answers),
-            how=describe("packed", checkpointed, moments=moments),
+            how=describe(f"packed, {kernel}", checkpointed, moments=moments),
             update_s=trainer.update_s,
+            micro_batch_bytes=micro_batch_bytes,
+            forecast_bytes=forecast.total,
         )
         if not case.publish:
             return
@@ -541,6 +553,14 @@ class Table:
             against=f"plain transformers, {number(plain.peak_bytes / 1e9)} GB" if plain else "",
             ratio=found.peak_bytes / plain.peak_bytes if plain else None,
         )
+        if found.forecast_bytes and case.device == "cuda":
+            self.report.row(
+                f"{what}: memory of a micro-batch as forecast",
+                found.forecast_bytes / 1e9,
+                "GB",
+                against=f"measured, {number(found.micro_batch_bytes / 1e9)} GB",
+                ratio=found.forecast_bytes / found.micro_batch_bytes,
+            )
         if self.peaks is not None:
             known = datasheet(self.peaks.name)
             top, origin = (known[0], "datasheet") if known else (self.peaks.tflops, "measured")
