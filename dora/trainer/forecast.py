@@ -51,7 +51,7 @@ class Outline:
 
     def __init__(self, model_path: Path, *, dtype: torch.dtype) -> None:
         """`dtype`: of the computation. ConfigError if the folder has no model that can be trained."""
-        self._model = policy._on_meta(model_path)
+        self._model = policy.build_on_meta(policy.read_config(model_path))
         layers = list(policy.decoder_layers(self._model))
         self.parameters = _size(self._model)  #: number
         self._largest_layer = max(map(_size, layers))

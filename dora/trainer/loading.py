@@ -370,15 +370,16 @@ def _expert(name: str) -> int:
 
 def together(work: Callable[[], _T], *, device: torch.device) -> _T:
     """Return `work()`; if it raises ConfigError on any rank, raise the lowest rank's on every rank. A collective."""
-    problem = b""
+    own: ConfigError | None = None
     try:
         result = work()
     except ConfigError as err:
-        problem = str(err).encode()[:_MESSAGE_BYTES]
+        own = err
+    problem = str(own or "").encode()[:_MESSAGE_BYTES]
     mine = torch.tensor(list(problem.ljust(_MESSAGE_BYTES, b"\0")), dtype=torch.uint8, device=device)
     gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, mine)  # tensors, because gathering objects would pickle them
     for message in (bytes(one.tolist()).rstrip(b"\0").decode(errors="ignore") for one in gathered):
         if message:
-            raise ConfigError(message)
+            raise ConfigError(message) from own
     return result
