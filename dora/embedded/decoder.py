@@ -5,8 +5,8 @@ requests and always dense, so that a step reads views and copies nothing; when a
 place. A prefill stops before the last prompt token: like a sampled token, that one is pending and is computed in the
 next step with those of all other rows, so that a request whose prompt is cached needs no separate forward. Invariant:
 KV positions below a row's length hold its tokens in order, and the positions behind are masked and finite. An extra row
-receives the writes of padding. Layers with states see no padding: their rows are prefilled one at a time, and a prompt
-is taken from the prefix cache only where a state was saved at exactly its length. Not thread-safe.
+receives the writes of padding. A model whose layers have states sees no padding and continues no prompt, which not all
+families can: each row is prefilled alone and at once, and the prefix cache serves whole prompts. Not thread-safe.
 
 Legend: B rows, T new tokens per row, V vocabulary.
 """
@@ -177,7 +177,7 @@ class CausalDecoder:
     def _find(self, joiner: Joiner) -> _Found:
         held, saved = self._prefixes.match(joiner.namespace, joiner.token_ids[:-1])
         length = held if joiner.logprob_start is None else min(held, joiner.logprob_start)
-        if self._cache.stateful and (saved is None or saved.length != length):
+        if self._cache.stateful and (saved is None or not saved.length == length == len(joiner.token_ids) - 1):
             length = 0
         return _Found(saved, held=held, length=length, missing=len(joiner.token_ids) - 1 - length)
 
@@ -223,6 +223,7 @@ class CausalDecoder:
         length_B1 = self._length[first : first + len(found), None]
         wanted = any(joiner.logprob_start is not None for joiner in joiners)
         width = max(1, (min(CHUNK_TOKENS, LOGITS // self.vocab_size) if wanted else CHUNK_TOKENS) // len(joiners))
+        width = longest if self._cache.stateful else width
         tables = []
         for begin in range(0, longest, width):
             end = min(begin + width, longest)
@@ -243,7 +244,7 @@ class CausalDecoder:
         write_at = torch.where(position_BT < length_B1, self._row_ids[rows, None] * capacity + position_BT, trash)
         position_BT = torch.minimum(position_BT, length_B1)  # for padding, whose results are not used
         positions = int(position_BT.max()) + 1
-        self._cache.aim(write_at.flatten(), rows=rows, positions=positions)
+        self._cache.aim(write_at.flatten(), rows=rows, positions=positions, first=self._cache.stateful)
         readable = torch.arange(positions, device=self._device) <= position_BT[:, :, None]
         mask = torch.where(readable, 0.0, -torch.inf).to(self._mask.dtype)[:, None]
         return self._forward(token_BT, mask, position_BT, keep=0 if all_logits else 1)
@@ -297,6 +298,8 @@ def _build(folder: Path, *, device: str, dtype: str) -> Any:
     disable_progress_bar()
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        if getattr(config, "quantization_config", None) is not None:
+            raise ValueError("it is quantized; give a bfloat16 or float32 version of it, or use SGLang")
         model = AutoModelForCausalLM.from_pretrained(
             folder,
             config=config,

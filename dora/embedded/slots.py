@@ -114,14 +114,14 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is untyped
             [half[:, : heads * size] for half, (heads, size) in zip(layer, pair, strict=True)]
             for layer, pair in zip(flat, self._shapes, strict=True)
         ]
-        self._aimed: tuple[slice, int] | None = None
+        self._aimed: tuple[slice, int, bool] | None = None
 
-    def aim(self, write_at: Tensor, *, rows: slice, positions: int) -> None:
-        """`write_at`: flat (row, position) index of every new token."""
+    def aim(self, write_at: Tensor, *, rows: slice, positions: int, first: bool = False) -> None:
+        """`write_at`: flat (row, position) index of every new token; `first`: they begin their rows."""
         self.write_at = write_at
-        if self._aimed == (rows, positions):
+        if self._aimed == (rows, positions, first):
             return
-        self._aimed = (rows, positions)
+        self._aimed = (rows, positions, first)
         self._read = [
             [
                 half[rows, :positions, : heads * size].unflatten(-1, (heads, size)).transpose(1, 2)
@@ -132,7 +132,7 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is untyped
         for states, index, all_rows in self._states:
             states[index] = all_rows[rows]  # transformers writes to this view
         for layer in self._linear:
-            layer.has_previous_state = dict.fromkeys(layer.has_previous_state, True)  # zero in a new row
+            layer.has_previous_state = dict.fromkeys(layer.has_previous_state, not first)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -161,7 +161,7 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is untyped
         return Saved(self.kv[:, :, row, :length].clone(), [all_rows[row].clone() for _, _, all_rows in self._states])
 
     def restore(self, row: int, saved: Saved | None, *, length: int) -> None:
-        """Set up a row with the first `length` tokens of `saved`; an empty row if there are none."""
+        """Set up a row with the first `length` tokens of `saved`: all of them, where layers have states, or none."""
         if saved is not None:
             self.kv[:, :, row, :length] = saved.kv[:, :, :length]
         for at, (_, _, all_rows) in enumerate(self._states):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 from dataclasses import replace
@@ -20,8 +21,8 @@ from tests.embedded.rows import Row, churn, join, leave, prompt_of, step
 from tests.families import SHAPE, make_model
 
 VOCAB = SHAPE["vocab_size"]
-HYBRIDS = ["lfm2", "qwen3_5_text", "qwen3_next"]  # short convolutions, gated delta net, the same with experts
-SERVED = [*HYBRIDS, "granitemoehybrid", "qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "gemma2"]
+HYBRIDS = ["lfm2", "qwen3_5_text", "jamba"]  # short convolutions, gated delta net, state space
+SERVED = [*HYBRIDS, "qwen3_next", "granitemoehybrid", "qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "gemma2"]
 
 
 class Folders:
@@ -51,16 +52,15 @@ def test_logprobs_are_those_of_a_plain_forward_while_rows_join_and_leave(folders
 
 
 @pytest.mark.parametrize("family", HYBRIDS)
-def test_a_hybrid_takes_a_prompt_from_the_cache_only_where_its_state_was_saved(folders: Folders, family: str) -> None:
+def test_a_hybrid_takes_whole_prompts_from_the_cache(folders: Folders, family: str) -> None:
     rng, decoder, rows = random.Random(1), decoder_of(folders(family)), []
     ids = prompt_of(rng, 25, vocab=VOCAB)
     first = Joiner(token_ids=ids, namespace="", seed=1)
     assert join(decoder, rows, [first]) == [0]
     longer, branch = [*ids, 5, 6, 7], [*ids[:20], 9, 9, 9]
     assert join(decoder, rows, [replace(first, seed=2)]) == [24]
-    assert join(decoder, rows, [replace(first, token_ids=branch)]) == [0]  # 20 tokens are known, but not their state
-    assert join(decoder, rows, [replace(first, token_ids=longer)]) == [24]
-    assert join(decoder, rows, [replace(first, token_ids=ids[:1])]) == [0]
+    for other in (branch, longer, ids[:10], ids[:1]):
+        assert join(decoder, rows, [replace(first, token_ids=other)]) == [0]
     for _ in range(6):
         step(decoder, rows)
     reference = Reference(folders(family))
@@ -140,6 +140,12 @@ def test_an_expert_too_many_is_named(folders: Folders, tmp_path: Path) -> None:
         decoder_of(folders("qwen3_moe")).load(tmp_path)
 
 
+def test_tensors_that_a_family_leaves_out_on_purpose_are_skipped(folders: Folders, tmp_path: Path) -> None:
+    weights = load_file(folders("qwen3_next") / "model.safetensors")
+    save_file(weights | {"mtp.fc.weight": torch.zeros(1)}, tmp_path / "model.safetensors")
+    decoder_of(folders("qwen3_next")).load(tmp_path)
+
+
 # --- refused at the start
 
 
@@ -159,6 +165,14 @@ def test_a_layer_that_remembers_more_than_the_slots_hold_is_found_at_the_start(f
 def test_a_family_with_a_cache_of_its_own_is_refused(folders: Folders) -> None:
     with pytest.raises(ConfigError, match="MiniMaxForCausalLM is not served by the embedded engine: it has a cache"):
         decoder_of(folders("minimax"))
+
+
+def test_a_quantized_folder_is_refused(folders: Folders, tmp_path: Path) -> None:
+    config = json.loads((folders("qwen3_moe") / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [8, 8]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="cannot be loaded as a causal LM: it is quantized"):
+        decoder_of(tmp_path)
 
 
 def test_rope_that_depends_on_the_length_limits_the_context(folders: Folders) -> None:
