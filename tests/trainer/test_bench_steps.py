@@ -87,6 +87,14 @@ def test_both_sides_and_the_roofline_are_measured_on_a_cpu(tmp_path: Path) -> No
     assert min(peaks.tflops, peaks.gb_per_s, peaks.to_host_gb_per_s, peaks.to_store_gb_per_s) > 0
 
 
+def test_both_sides_checkpoint_layers_where_memory_is_short(answers: steps.Answers, tmp_path: Path) -> None:
+    case = gpu.Case("", "cpu", "tiny", 1_500, repeats=1)
+    (ours,) = gpu.measure_ours(case, answers, mode="full", folder=tmp_path)
+    assert gpu.measure_plain(case, answers, mode="full").how == "SDPA, padded, checkpointing full"
+    assert isinstance(ours, gpu.Trained)
+    assert ours.how == "packed, sdpa, checkpointing full"
+
+
 def test_a_case_beyond_its_time_is_a_finding() -> None:
     found = gpu.in_process(gpu.Case("roofline", "cpu"), limit_s=0.01)
     assert found == [gpu.Failed("stopped after 0 s")]
