@@ -72,7 +72,14 @@ def trainer_settings(config: Config, *, max_staleness: int) -> TrainerSettings:
 
 
 #: Trainer settings that do not affect the result of a wave, except for rounding.
-_WITHOUT_EFFECT = ("threads", "steps", "max_staleness", "checkpoint_every", "micro_batch_tokens")
+_WITHOUT_EFFECT = (
+    "threads",
+    "micro_batch_tokens",
+    "activation_checkpointing",
+    "steps",
+    "max_staleness",
+    "checkpoint_every",
+)
 
 
 def lineage_settings(config: Config) -> bytes:

@@ -29,6 +29,7 @@ OPERATIONAL: Final = (
     "trainer.address",
     "trainer.threads",
     "trainer.micro_batch_tokens",
+    "trainer.activation_checkpointing",
     "trainer.start_timeout_s",
     "trainer.stop_timeout_s",
     "trainer.checkpoint_every",

@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_iter
 
 from dora.trainer import model as policy
+from dora.trainer.checkpointing import Mode, apply_checkpointing
 from dora.trainer.kept import LiveBytes
 from dora.trainer.logprobs import logprobs
 from dora.trainer.packing import Layout, Row, make_row
@@ -49,18 +50,21 @@ class Forecast:
 class Outline:
     """A model without data, and the memory that training it takes."""
 
-    def __init__(self, model_path: Path, *, dtype: torch.dtype) -> None:
+    def __init__(self, model_path: Path, *, dtype: torch.dtype, checkpointing: Mode = "none") -> None:
         """`dtype`: of the computation. ConfigError if the folder has no model that can be trained."""
-        self._model = policy._on_meta(model_path)
+        self._model = policy.on_meta(policy.read_config(model_path))
         layers = list(policy.decoder_layers(self._model))
+        units = [_size(unit) for unit in policy.sharding_units(self._model)]
         self.parameters = _size(self._model)  #: number
-        self._largest_layer = max(map(_size, layers))
-        self._rest = self.parameters - sum(map(_size, layers))  # embeddings, head
+        self._largest_unit = max(units, default=0)
+        self._rest = self.parameters - sum(units)  # embeddings, head
         self._width = dtype.itemsize
         self._live = _LiveShapes()
         self._repeated: list[int] = []  # bytes kept by the layers that do not run
         _drop_data(self._model, dtype)
+        apply_checkpointing(layers, checkpointing)
         _run_one_of_each(layers, self._live, self._repeated)
+        self._run(trial_row(2, longest=2))  # the first pass also measures what follows the head
 
     def forecast(
         self, *, tokens: int, longest: int, ranks: int, layout: Layout | None = None, moment_bytes: int = 8
@@ -72,7 +76,7 @@ class Outline:
         if is_gathered := 8 * self.parameters <= policy.GATHERED_BYTES:  # all, and gradients until the step closes
             gathered = self.parameters * (self._width + 4) + self._rest * self._width
         else:  # embeddings and head, and two layers: one computes while the next is gathered
-            gathered = (self._rest + 2 * self._largest_layer) * self._width
+            gathered = (self._rest + 2 * self._largest_unit) * self._width
         kept, working = self._count(max(tokens, longest), longest, layout or Layout())
         return Forecast(
             states=-(-self.parameters // ranks) * (4 + 4 * (not is_gathered) + moment_bytes),
@@ -97,10 +101,10 @@ class Outline:
         before, live.operations = live.now, 0
         with live:
             loss = logprobs(self._model, row, temperature=1.0)[0].sum()
-            kept = live.peak = live.now
+            kept = live.most = live.now
             loss.backward()
         self._model.zero_grad()
-        return kept - before + sum(self._repeated), live.peak - kept, live.operations
+        return kept - before + sum(self._repeated), live.most - kept, live.operations
 
 
 def trial_row(tokens: int, *, longest: int, layout: Layout | None = None, device: torch.device = _CPU) -> Row:
@@ -146,10 +150,13 @@ class _LiveShapes(LiveBytes):
     def __init__(self) -> None:
         super().__init__()
         self.operations = 0
+        self.most = 0  #: bytes alive at a time since it was last set
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.operations += 1
-        return super().__torch_dispatch__(partial(_without_data, func), types, args, kwargs)
+        out = super().__torch_dispatch__(partial(_without_data, func), types, args, kwargs)
+        self.most = max(self.most, self.now)
+        return out
 
 
 def _without_data(func: Any, *args: Any, **kwargs: Any) -> Any:

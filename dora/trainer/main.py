@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
 from dora.errors import ConfigError, DoraError, ProtocolError
+from dora.trainer import checkpointing
 from dora.trainer.forward_check import check_training
 from dora.trainer.memory import memory_errors, train_in_memory
 from dora.trainer.model import Policy, make_mesh, require_device
@@ -74,7 +75,12 @@ def run(end: TrainerEnd, *, local_rank: int) -> None:
     publisher = _publisher(order, end) if dist.get_rank() == 0 else None
     device = torch.device("cuda", local_rank) if settings.device == "cuda" else torch.device("cpu")
     with memory_errors(device, during="while the model was loaded", change="use a smaller model"):
-        policy = Policy(Path(order.model_path), mesh=mesh, dtype=getattr(torch, settings.dtype))
+        policy = Policy(
+            Path(order.model_path),
+            mesh=mesh,
+            dtype=getattr(torch, settings.dtype),
+            activation_checkpointing=checkpointing.resolve(settings.activation_checkpointing),
+        )
         checked = check_training(policy, dtype=settings.dtype)
         trainer = Trainer(order, end=end, policy=policy, layout=checked.layout, publisher=publisher)
         trainer.start(note=checked.note)

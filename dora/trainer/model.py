@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from dora.errors import ConfigError
-from dora.trainer import attention
+from dora.trainer import attention, checkpointing
 from dora.trainer.loading import ModelFolder, Plan, load_shards, open_folder, plan, together
 
 GATHERED_BYTES = 2 * 2**30  # float32 weights + gradients of the whole model on every rank
@@ -34,7 +34,14 @@ GATHERED_BYTES = 2 * 2**30  # float32 weights + gradients of the whole model on 
 class Policy:
     """A sharded model: its log-probs, and access to its local shards."""
 
-    def __init__(self, model_path: Path, *, mesh: DeviceMesh, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        model_path: Path,
+        *,
+        mesh: DeviceMesh,
+        dtype: torch.dtype,
+        activation_checkpointing: checkpointing.Mode = "none",
+    ) -> None:
         is_cuda = mesh.device_type == "cuda"
         self.device = torch.device(f"cuda:{torch.cuda.current_device()}") if is_cuda else torch.device("cpu")
         self.mesh = mesh
@@ -43,8 +50,9 @@ class Policy:
             self.model, folder, self.plan = together(lambda: _planned(model_path, opened), device=self.device)
             self.vocab_size: int = self.model.config.get_text_config().vocab_size
             self.gathered = 8 * sum(p.numel() for p in self.model.parameters()) <= GATHERED_BYTES
+            checkpointing.apply_checkpointing(decoder_layers(self.model), activation_checkpointing)
             policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-            for layer in _sharding_units(self.model):
+            for layer in sharding_units(self.model):
                 fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=not self.gathered)
             fully_shard(self.model, mesh=mesh, mp_policy=policy, reshard_after_forward=not self.gathered)
             _materialize(self.model, device=self.device)
@@ -109,20 +117,30 @@ def make_mesh(device: str) -> DeviceMesh:
 
 def _planned(model_path: Path, opened: ExitStack) -> tuple[Any, ModelFolder, Plan]:
     """Build the model without memory for its parameters, and plan how the folder's tensors become its own."""
+    config = read_config(model_path)
+    folder = open_folder(model_path, config, opened)
+    model = on_meta(config)
+    return model, folder, plan(model, folder)
+
+
+def read_config(model_path: Path) -> Any:
+    """Return the config of a model folder; ConfigError if it has none."""
     if not (model_path / "config.json").is_file():
         raise ConfigError(f"model.path: {model_path} has no config.json; give a Hugging Face model folder")
-    config = AutoConfig.from_pretrained(model_path, local_files_only=True, trust_remote_code=False)
-    folder = open_folder(model_path, config, opened)
+    return AutoConfig.from_pretrained(model_path, local_files_only=True, trust_remote_code=False)
+
+
+def on_meta(config: Any) -> Any:
+    """Build a model without memory for its parameters."""
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # what is read is dequantised
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(
+            return AutoModelForCausalLM.from_config(
                 config, dtype=torch.float32, attn_implementation=attention.NAME, trust_remote_code=False
             )
     except Exception as err:  # anything that the class of a model raises
         raise ConfigError(f"model.path: transformers cannot build {config.model_type} for training: {err!r}") from err
-    return model, folder, plan(model, folder)
 
 
 def decoder_layers(model: Any) -> nn.ModuleList:
@@ -133,7 +151,7 @@ def decoder_layers(model: Any) -> nn.ModuleList:
     return max(lists, key=lambda layers: sum(parameter.numel() for parameter in layers.parameters()))
 
 
-def _sharding_units(model: Any) -> list[nn.Module]:
+def sharding_units(model: Any) -> list[nn.Module]:
     """Return the modules that are gathered one at a time: the layers, unless they share parameters (Zamba 2)."""
     layers = list(decoder_layers(model))
     parameters = [parameter for layer in layers for parameter in layer.parameters()]

@@ -35,6 +35,7 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     dtype: Literal["float32", "bfloat16"]
     publish_dtype: Literal["float32", "bfloat16"]
     fp32_head: bool
+    activation_checkpointing: Literal["none", "selective", "full", "auto"]
     threads: int
     micro_batch_tokens: int
     steps: int  # T of the job: the last step writes a checkpoint

@@ -132,7 +132,8 @@ async def run_layerwise(folder: Path, model_path: Path, *, steps: list[list[Answ
     """Micro-batches of one rank need more passes than those of the other."""
     record = Record()
     entry = str(Path(__file__).parent / "layerwise_rank.py")
-    async with start_job(folder, model_path, entry=entry, micro_batch_tokens=40) as job:
+    changes = {"micro_batch_tokens": 40, "activation_checkpointing": "selective"}
+    async with start_job(folder, model_path, entry=entry, **changes) as job:
         await begin(job, record, folder, version=0)
         for step, answers in enumerate(steps):
             await train(job, record, folder, step=step, waves=two_rank_waves(answers))
@@ -151,7 +152,7 @@ async def run_resumed(folder: Path, model_path: Path, *, first_folder: Path, che
         shutil.copytree(first_folder / "memory" / f"v{content:06d}", staged, dirs_exist_ok=True)
         (staged / "manifest.json").unlink()
         store.seal(version, staged, chain=chain_of(version))
-    async with start_job(folder, model_path, resume_from=checkpoint) as job:
+    async with start_job(folder, model_path, resume_from=checkpoint, activation_checkpointing="full") as job:
         await begin(job, record, folder, version=CHECKPOINT_STEP + 1)
         step = CHECKPOINT_STEP + 1
         await train(job, record, folder, step=step, waves=two_rank_waves(STEPS[step]))
