@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from dora.trainer import attention
+from dora.trainer import attention, forecast
 from dora.trainer import model as policy
 from dora.trainer.checkpointing import MODES, Mode, apply_checkpointing
 from dora.trainer.forecast import SMALL, Outline, trial_row
@@ -28,6 +28,12 @@ CASES: list[tuple[str, Mode]] = [
     ("deepseek_v3", "full"), ("qwen3_5_text", "full"), ("lfm2", "selective"),
 ]  # fmt: skip
 TOKENS, LONGEST = 96, 40
+
+
+@pytest.fixture(autouse=True)
+def _without_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forecast the tiny models of these tests as large ones."""
+    monkeypatch.setattr(forecast, "WITH_DATA", 0)
 
 
 def saved_config(folder: Path, config: Any) -> Path:
@@ -71,6 +77,15 @@ def test_a_loop_over_tokens_is_extrapolated(tmp_path: Path) -> None:
     found = outline.forecast(tokens=tokens, longest=tokens, ranks=1)
     assert outline._live.operations < 130 * SMALL[1]  # of the last row, at 124 for each token
     assert found.kept == pytest.approx(measure(make_model("mamba", num_hidden_layers=1), tokens, tokens), rel=TOLERANCE)
+
+
+def test_with_data_it_is_the_same(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small model runs with data, on short rows."""
+    without = Outline(folder, dtype=torch.float32).forecast(tokens=2000, longest=700, ranks=1)
+    monkeypatch.setattr(forecast, "WITH_DATA", 2**26)
+    found = Outline(folder, dtype=torch.float32).forecast(tokens=2000, longest=700, ranks=1)
+    assert found.kept == pytest.approx(without.kept, rel=0.01)
+    assert found.total == pytest.approx(without.total, rel=0.1)
 
 
 # ---- the whole rank -------------------------------------------------------------------------------------------------
