@@ -111,8 +111,7 @@ class Policy12:
         return (logprobs(self.model, row, temperature=TEMPERATURE)[0] if self.tiles else self._plain(row)).sum()
 
     def _plain(self, row: Row) -> Tensor:
-        segments = attention.make_segments(row.lengths, device=CPU)
-        output = self.model(input_ids=row.tokens_T[None], use_cache=False, segments=segments)
+        output = self.model(input_ids=row.tokens_BT, use_cache=False)
         log_softmax = (output.logits[0, :-1] / TEMPERATURE).log_softmax(-1)
         return log_softmax.gather(1, row.targets_P[:, None])[:, 0]
 

@@ -9,10 +9,11 @@ parts of the allocator's blocks.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -21,12 +22,16 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_iter
 
 from dora.trainer import model as policy
+from dora.trainer.checkpointing import Mode, apply_checkpointing
 from dora.trainer.kept import LiveBytes
 from dora.trainer.logprobs import logprobs
 from dora.trainer.packing import Layout, Row, make_row
 
-#: Tokens of the two small rows from which a model that loops over tokens is extrapolated, because each of the loop's
-#: operations takes 0.1 ms even without data.
+#: A model with no more bytes of weights runs with data, which takes a tenth of the time.
+WITH_DATA: Final = 2**26
+#: Tokens of two small rows, from which longer ones are extrapolated if the model runs with data or loops over tokens
+#: (each of the loop's operations takes 0.1 ms even without data).
+SMALL_WITH_DATA: Final = (128, 512)
 SMALL: Final = (64, 128)
 _CPU: Final = torch.device("cpu")
 _aten = torch.ops.aten
@@ -46,21 +51,33 @@ class Forecast:
         return self.states + self.gathered + self.kept + self.working
 
 
+class _Count(NamedTuple):
+    """What a forward and backward pass took."""
+
+    kept: int  # bytes for the backward pass
+    working: int  # bytes that the backward pass used besides
+    operations: int
+
+
 class Outline:
     """A model without data, and the memory that training it takes."""
 
-    def __init__(self, model_path: Path, *, dtype: torch.dtype) -> None:
+    def __init__(self, model_path: Path, *, dtype: torch.dtype, checkpointing: Mode = "none") -> None:
         """`dtype`: of the computation. ConfigError if the folder has no model that can be trained."""
-        self._model = policy.build_on_meta(policy.read_config(model_path))
+        self._model = policy.on_meta(policy.read_config(model_path))
         layers = list(policy.decoder_layers(self._model))
+        units = [_size(unit) for unit in policy.sharding_units(self._model)]
         self.parameters = _size(self._model)  #: number
-        self._largest_layer = max(map(_size, layers))
-        self._rest = self.parameters - sum(map(_size, layers))  # embeddings, head
+        self._largest_unit = max(units, default=0)
+        self._rest = self.parameters - sum(units)  # embeddings, head
         self._width = dtype.itemsize
         self._live = _LiveShapes()
         self._repeated: list[int] = []  # bytes kept by the layers that do not run
-        _drop_data(self._model, dtype)
+        self._has_data = self.parameters * self._width <= WITH_DATA
+        _allocate(self._model, dtype, nullcontext() if self._has_data else FakeTensorMode(allow_non_fake_inputs=True))
+        apply_checkpointing(layers, checkpointing)
         _run_one_of_each(layers, self._live, self._repeated)
+        self._run(trial_row(2, longest=2))  # the first pass also measures what follows the head
 
     def forecast(
         self, *, tokens: int, longest: int, ranks: int, layout: Layout | None = None, moment_bytes: int = 8
@@ -72,7 +89,7 @@ class Outline:
         if is_gathered := 8 * self.parameters <= policy.GATHERED_BYTES:  # all, and gradients until the step closes
             gathered = self.parameters * (self._width + 4) + self._rest * self._width
         else:  # embeddings and head, and two layers: one computes while the next is gathered
-            gathered = (self._rest + 2 * self._largest_layer) * self._width
+            gathered = (self._rest + 2 * self._largest_unit) * self._width
         kept, working = self._count(max(tokens, longest), longest, layout or Layout())
         return Forecast(
             states=-(-self.parameters // ranks) * (4 + 4 * (not is_gathered) + moment_bytes),
@@ -83,24 +100,25 @@ class Outline:
 
     def _count(self, tokens: int, longest: int, layout: Layout) -> tuple[int, int]:
         """Return the bytes kept by the forward pass, and those that the backward pass uses besides."""
-        if tokens > 2 * SMALL[1]:
-            (kept, working, operations), second = (self._run(trial_row(n, longest=n, layout=layout)) for n in SMALL)
-            if second[2] > operations:  # a loop over tokens
-                steps = (tokens - SMALL[0]) / (SMALL[1] - SMALL[0])
-                return round(kept + steps * (second[0] - kept)), round(working + steps * (second[1] - working))
+        sizes = SMALL_WITH_DATA if self._has_data else SMALL
+        if tokens > 2 * sizes[1]:
+            first, second = (self._run(trial_row(n, longest=n, layout=layout)) for n in sizes)
+            if self._has_data or second.operations > first.operations:
+                steps = (tokens - sizes[0]) / (sizes[1] - sizes[0])
+                kept, working = (round(a + steps * (b - a)) for a, b in zip(first[:2], second[:2], strict=True))
+                return kept, max(working, first.working, second.working)
         return self._run(trial_row(tokens, longest=longest, layout=layout))[:2]
 
-    def _run(self, row: Row) -> tuple[int, int, int]:
-        """Return the bytes kept, those used besides, and the number of operations."""
+    def _run(self, row: Row) -> _Count:
         self._repeated.clear()
         live = self._live
         before, live.operations = live.now, 0
         with live:
             loss = logprobs(self._model, row, temperature=1.0)[0].sum()
-            kept = live.peak = live.now
+            kept = live.most = live.now
             loss.backward()
         self._model.zero_grad()
-        return kept - before + sum(self._repeated), live.peak - kept, live.operations
+        return _Count(kept - before + sum(self._repeated), live.most - kept, live.operations)
 
 
 def trial_row(tokens: int, *, longest: int, layout: Layout | None = None, device: torch.device = _CPU) -> Row:
@@ -121,8 +139,8 @@ def _size(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def _drop_data(model: Any, dtype: torch.dtype) -> None:
-    """Turn a model on meta into one whose tensors pass for a CPU's; its parameters become `dtype`, as FSDP2 casts them.
+def _allocate(model: Any, dtype: torch.dtype, mode: AbstractContextManager[Any]) -> None:
+    """Give a model on meta the CPU's tensors of `mode`; its parameters become `dtype`, as FSDP2 casts them.
 
     The gradients of layers are dropped at once, as FSDP2 reduces them; those of embeddings and head stay to the end.
     """
@@ -131,8 +149,10 @@ def _drop_data(model: Any, dtype: torch.dtype) -> None:
     for parameter in policy.decoder_layers(model).parameters():
         if parameter.requires_grad:
             parameter.register_post_accumulate_grad_hook(_drop_gradient)
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with mode:
         model.to_empty(device="cpu")
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.detach().zero_()
     model.eval()
 
 
@@ -146,10 +166,13 @@ class _LiveShapes(LiveBytes):
     def __init__(self) -> None:
         super().__init__()
         self.operations = 0
+        self.most = 0  #: bytes alive at a time since it was last set
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.operations += 1
-        return super().__torch_dispatch__(partial(_without_data, func), types, args, kwargs)
+        out = super().__torch_dispatch__(partial(_without_data, func), types, args, kwargs)
+        self.most = max(self.most, self.now)
+        return out
 
 
 def _without_data(func: Any, *args: Any, **kwargs: Any) -> Any:

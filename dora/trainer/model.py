@@ -52,7 +52,7 @@ class Policy:
             self.gathered = 8 * sum(p.numel() for p in self.model.parameters()) <= GATHERED_BYTES
             checkpointing.apply_checkpointing(decoder_layers(self.model), activation_checkpointing)
             policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-            for layer in _sharding_units(self.model):
+            for layer in sharding_units(self.model):
                 fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=not self.gathered)
             fully_shard(self.model, mesh=mesh, mp_policy=policy, reshard_after_forward=not self.gathered)
             _materialize(self.model, device=self.device)
@@ -119,18 +119,18 @@ def _planned(model_path: Path, opened: ExitStack) -> tuple[Any, ModelFolder, Pla
     """Build the model without memory for its parameters, and plan how the folder's tensors become its own."""
     config = read_config(model_path)
     folder = open_folder(model_path, config, opened)
-    model = build_on_meta(config)
+    model = on_meta(config)
     return model, folder, plan(model, folder)
 
 
 def read_config(model_path: Path) -> Any:
-    """Return the config of a model folder."""
+    """Return the config of a model folder; ConfigError if it has none."""
     if not (model_path / "config.json").is_file():
         raise ConfigError(f"model.path: {model_path} has no config.json; give a Hugging Face model folder")
     return AutoConfig.from_pretrained(model_path, local_files_only=True, trust_remote_code=False)
 
 
-def build_on_meta(config: Any) -> Any:
+def on_meta(config: Any) -> Any:
     """Build the model of a config, without memory for its parameters."""
     attention.require_interface(config)
     if hasattr(config, "quantization_config"):
@@ -152,7 +152,7 @@ def decoder_layers(model: Any) -> nn.ModuleList:
     return max(lists, key=lambda layers: sum(parameter.numel() for parameter in layers.parameters()))
 
 
-def _sharding_units(model: Any) -> list[nn.Module]:
+def sharding_units(model: Any) -> list[nn.Module]:
     """Return the modules that are gathered one at a time: the layers, unless they share parameters (Zamba 2)."""
     layers = list(decoder_layers(model))
     parameters = [parameter for layer in layers for parameter in layer.parameters()]

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from test_forward_check import DELTA, MAMBA, make
 from torch import nn
 
-from dora.trainer import attention
 from dora.trainer import logprobs as logprobs_module
 from dora.trainer.checkpointing import MODES, Mode, apply_checkpointing
 from dora.trainer.forward_check import check_training
@@ -77,9 +76,8 @@ def test_three_times_as_long_an_answer_takes_less_than_without_it_and_with_plain
     """With 12 layers and 32,000 or 150,000 words: bench/memory.py."""
     monkeypatch.setattr(logprobs_module, "TILE", (256, 256))
     model = make("qwen3", head_dim=8, hidden_size=64, intermediate_size=192, vocab_size=2_000)
-    segments = attention.make_segments((128,), device=CPU)
     with LiveBytes() as plain:
-        logits = model(input_ids=torch.arange(128)[None], use_cache=False, segments=segments).logits
+        logits = model(input_ids=torch.arange(128)[None], use_cache=False).logits
         logits.log_softmax(-1)[0, :, 0].sum().backward()
         room = plain.peak(without=[p.grad for p in model.parameters()])
     model.zero_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,19 +12,28 @@ import torch
 import torch.distributed as dist
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from dora.trainer import attention
+from dora.trainer import attention, forecast
 from dora.trainer import model as policy
+from dora.trainer.checkpointing import MODES, Mode, apply_checkpointing
 from dora.trainer.forecast import SMALL, Outline, trial_row
 from dora.trainer.kept import kept_bytes
 from dora.trainer.logprobs import logprobs
-from dora.trainer.model import Policy, make_mesh
+from dora.trainer.model import Policy, decoder_layers, make_mesh
 from tests.families import make_config, make_model
 
 TOLERANCE = 0.15
-FAMILIES = (
-    "qwen3", "llama", "gemma3_text", "olmo3", "phi", "mixtral", "qwen3_moe", "deepseek_v3", "qwen3_5_text", "lfm2",
-)  # fmt: skip
+CASES: list[tuple[str, Mode]] = [
+    *(("qwen3", mode) for mode in MODES),
+    ("llama", "none"), ("gemma3_text", "full"), ("olmo3", "selective"), ("phi", "none"), ("qwen3_moe", "selective"),
+    ("deepseek_v3", "full"), ("qwen3_5_text", "full"), ("lfm2", "selective"),
+]  # fmt: skip
 TOKENS, LONGEST = 96, 40
+
+
+@pytest.fixture(autouse=True)
+def _without_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forecast the tiny models of these tests as large ones."""
+    monkeypatch.setattr(forecast, "WITH_DATA", 0)
 
 
 def saved_config(folder: Path, config: Any) -> Path:
@@ -37,12 +47,14 @@ def measure(model: Any, tokens: int, longest: int) -> int:
     return kept_bytes(lambda: logprobs(model.eval().requires_grad_(), row, temperature=1.0))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_bytes_kept_are_those_of_the_real_model(family: str, tmp_path: Path) -> None:
-    outline = Outline(saved_config(tmp_path, make_config(family)), dtype=torch.float32)
-    assert outline.parameters == sum(p.numel() for p in make_model(family).parameters())
+@pytest.mark.parametrize(("family", "mode"), CASES)
+def test_bytes_kept_are_those_of_the_real_model(family: str, mode: Mode, tmp_path: Path) -> None:
+    outline = Outline(saved_config(tmp_path, make_config(family)), dtype=torch.float32, checkpointing=mode)
+    model = make_model(family)
+    assert outline.parameters == sum(p.numel() for p in model.parameters())
+    apply_checkpointing(decoder_layers(model), mode)
     found = outline.forecast(tokens=TOKENS, longest=LONGEST, ranks=2)
-    assert found.kept == pytest.approx(measure(make_model(family), TOKENS, LONGEST), rel=TOLERANCE)
+    assert found.kept == pytest.approx(measure(model, TOKENS, LONGEST), rel=TOLERANCE)
 
 
 def test_a_forecast_does_not_change_with_the_one_before(tmp_path: Path) -> None:
@@ -67,6 +79,15 @@ def test_a_loop_over_tokens_is_extrapolated(tmp_path: Path) -> None:
     assert found.kept == pytest.approx(measure(make_model("mamba", num_hidden_layers=1), tokens, tokens), rel=TOLERANCE)
 
 
+def test_with_data_it_is_the_same(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small model runs with data, on short rows."""
+    without = Outline(folder, dtype=torch.float32).forecast(tokens=2000, longest=700, ranks=1)
+    monkeypatch.setattr(forecast, "WITH_DATA", 2**26)
+    found = Outline(folder, dtype=torch.float32).forecast(tokens=2000, longest=700, ranks=1)
+    assert found.kept == pytest.approx(without.kept, rel=0.01)
+    assert found.total == pytest.approx(without.total, rel=0.1)
+
+
 # ---- the whole rank -------------------------------------------------------------------------------------------------
 
 
@@ -88,18 +109,26 @@ def one_rank() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("gathered_bytes", [0, policy.GATHERED_BYTES], ids=["layerwise", "gathered"])
+@pytest.mark.parametrize(
+    ("gathered_bytes", "dtype", "mode"),
+    [
+        (0, torch.float32, "none"),
+        (0, torch.bfloat16, "full"),
+        (policy.GATHERED_BYTES, torch.float32, "selective"),
+        (policy.GATHERED_BYTES, torch.bfloat16, "none"),
+    ],
+)
 def test_the_total_is_the_peak_of_the_allocator(
-    one_rank: None, folder: Path, gathered_bytes: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    one_rank: None, folder: Path, gathered_bytes: int, dtype: torch.dtype, mode: Mode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    gc.collect()  # of other tests: what is freed during a pass would count
     monkeypatch.setattr(policy, "GATHERED_BYTES", gathered_bytes)
-    loaded = Policy(folder, mesh=make_mesh("cpu"), dtype=dtype)
+    loaded = Policy(folder, mesh=make_mesh("cpu"), dtype=dtype, activation_checkpointing=mode)
     held = sum(shard.nbytes for shard in loaded.shards().values())
     row = trial_row(512, longest=200)
     passes = [allocations(loaded, row, closes_step=closes) for closes in (False, True)]
     peak = held + sum(passes[0]) + max(running_sums(passes[1]))  # of the second: the gradients of the first are there
-    found = Outline(folder, dtype=dtype).forecast(tokens=512, longest=200, ranks=1, moment_bytes=0)
+    found = Outline(folder, dtype=dtype, checkpointing=mode).forecast(tokens=512, longest=200, ranks=1, moment_bytes=0)
     assert found.total == pytest.approx(peak, rel=TOLERANCE)
     assert found.kept == pytest.approx(kept_bytes(lambda: logprobs(loaded.model, row, temperature=1.0)), rel=0.05)
 
