@@ -37,7 +37,7 @@ def logprobs(model: nn.Module, row: Row, *, temperature: float, fp32_head: bool 
     """Return [P] log-probs of the targets under softmax(logits / temperature), and [P] entropies (no gradient).
 
     They are in float32 (float64 if the model is). `fp32_head`: logits are never rounded to 16 bits, as in MiniMax-M1
-    (arXiv 2506.13585, section 3.2).
+    (arXiv 2506.13585).
     """
     if model not in _FINISHES:
         _FINISHES[model] = _measure_finish(model, row)
