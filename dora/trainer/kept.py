@@ -18,14 +18,11 @@ from torch.utils._pytree import tree_iter
 
 
 class LiveBytes(TorchDispatchMode):
-    """While active: the bytes alive `now` that operations made since the start; at any time, their `peak`.
-
-    `highest` is the largest `now` since it was last set.
-    """
+    """While active: the bytes alive `now` that operations made since the start; at any time, their `peak`."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.now = self.highest = 0
+        self.now = 0
         self._made: dict[int, tuple[int, weakref.ref[Any]]] = {}  # alive: number of the storage in order of making
         self._changes: list[tuple[int, int]] = []  # this number, and the bytes that were made or (negative) freed
 
@@ -55,7 +52,6 @@ class LiveBytes(TorchDispatchMode):
 
         def change(by: int) -> None:
             self.now += by
-            self.highest = max(self.highest, self.now)
             self._changes.append((number, by))
 
         def freed(_: object) -> None:
