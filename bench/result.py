@@ -107,7 +107,9 @@ class Total(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Report:
     """Collects the rows of one run; notes the load when made and when printed."""
 
-    def __init__(self, doc: str | None, *, full: bool, sizes: str) -> None:
+    def __init__(self, doc: str | None, *, full: bool, sizes: str, accelerator: str = "") -> None:
+        """`accelerator`: name and memory of the GPU that was measured."""
+        self._hardware = ", ".join(filter(None, [accelerator, hardware()]))
         self._title = (doc or "").partition("\n")[0]
         self._profile = "full" if full else "short"
         self._sizes = sizes
@@ -128,21 +130,29 @@ class Report:
         self._rows.append(Row(what, None, against=reason))
         print(f"  {what}: not measured: {reason}", flush=True)
 
-    def print(self) -> None:
-        """Print the result, the last line of the script."""
-        result = Result(
+    def result(self) -> Result:
+        """Everything up to now."""
+        return Result(
             name=Path(sys.argv[0]).stem,
             title=self._title,
             profile=self._profile,
             sizes=self._sizes,
-            hardware=hardware(),
+            hardware=self._hardware,
             commit=commit(),
             date=today(),
             seconds=round(time.monotonic() - self._begun, 1),
             load=(round(self._load, 1), round(os.getloadavg()[0], 1)),
             rows=self._rows,
         )
-        print(msgspec.json.encode(result).decode(), flush=True)
+
+    def print(self) -> None:
+        """Print the result, the last line of the script."""
+        print(msgspec.json.encode(self.result()).decode(), flush=True)
+
+
+def keep(path: Path, result: Result | Total) -> None:
+    """Write a file of `results/`."""
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n")
 
 
 def parser(doc: str | None) -> argparse.ArgumentParser:

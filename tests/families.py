@@ -126,7 +126,7 @@ FAMILIES: Final[dict[str, dict[str, Any]]] = {
     },
     "jamba": {
         "mamba_d_state": 8, "mamba_dt_rank": 4, "num_experts": 4, "num_experts_per_tok": 2, "attn_layer_period": 2,
-        "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1, "use_mamba_kernels": False,
+        "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1,
     },
     "minimax": {**HEAD, **LOCAL, "layer_types": ["linear_attention", "full_attention"] * 2, "block_size": 16},
     "recurrent_gemma": {

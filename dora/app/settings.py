@@ -74,11 +74,11 @@ def trainer_settings(config: Config, *, max_staleness: int) -> TrainerSettings:
 #: Trainer settings that do not affect the result of a wave, except for rounding.
 _WITHOUT_EFFECT = (
     "threads",
-    "micro_batch_tokens",
     "activation_checkpointing",
     "steps",
     "max_staleness",
     "checkpoint_every",
+    "micro_batch_tokens",
 )
 
 

@@ -70,7 +70,8 @@ class ModelConfig(Section):
     """The policy to train."""
 
     path: str = "seed"
-    """A Hugging Face model folder (config, tokenizer, safetensors), or `seed`: the small policy shipped with DORA."""
+    """A Hugging Face model folder as published (config, tokenizer, safetensors in float32, bfloat16 or FP8), or `seed`:
+    the small policy shipped with DORA."""
     thinking: bool | None = None
     """Value of the chat template's `enable_thinking` switch. Unset: the template's own default."""
 

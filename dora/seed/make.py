@@ -1,6 +1,9 @@
 """Make the seed policy: a small Qwen3 model warmed up on noisy demonstrations of the arithmetic task.
 
-    python -m dora.seed.make OUT
+    python -m dora.seed.make OUT [--family qwen3_moe]
+
+`--family` makes a smaller policy in the same way: with experts (qwen3_moe), short convolutions (lfm2) or linear
+attention (qwen3_5_text). Two of them, with which the tests run the default job, are in `tests/e2e/policies/`.
 
 The model learns two kinds of answers. A worked answer ("a3b08c10" for "a3b5c2=") has a running total and is nearly
 always right; a guess ("12") is mostly wrong. It first learns worked answers alone and then both, with more guesses. So
@@ -13,18 +16,20 @@ changes, and commit the result under `dora/seed/checkpoint/`.
 
 from __future__ import annotations
 
+import argparse
 import math
 import random
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models
 from torch.nn import functional
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 from dora.tasks.arithmetic import LABELS, problem
 
@@ -38,6 +43,8 @@ class Recipe:
     """Everything that determines the result."""
 
     seed: int = 7
+    #: One of RECIPES.
+    family: str = "qwen3"
     #: Steps on worked answers alone, then steps on both kinds.
     worked_steps: int = 1400
     mixed_steps: int = 600
@@ -56,6 +63,16 @@ class Recipe:
     slip: float = 0.02
     hidden_size: int = 128
     num_layers: int = 3
+
+
+_SMALL = Recipe(worked_steps=700, mixed_steps=300, hidden_size=64)
+#: By family; the first one makes the shipped policy.
+RECIPES = {
+    "qwen3": Recipe(),
+    "qwen3_moe": Recipe(family="qwen3_moe", hidden_size=64, num_layers=2),
+    "lfm2": replace(_SMALL, family="lfm2"),
+    "qwen3_5_text": replace(_SMALL, family="qwen3_5_text"),
+}
 
 
 def make(out: Path, *, recipe: Recipe) -> None:
@@ -84,28 +101,50 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
-def build_model(tokenizer: PreTrainedTokenizerFast, *, recipe: Recipe) -> Qwen3ForCausalLM:
-    """A Qwen3 with random weights, drawn with the recipe's seed."""
+def build_model(tokenizer: PreTrainedTokenizerFast, *, recipe: Recipe) -> PreTrainedModel:
+    """A model with random weights, drawn with the recipe's seed."""
     torch.manual_seed(recipe.seed)
-    config = Qwen3Config(
+    config = AutoConfig.for_model(
+        recipe.family,
         vocab_size=len(tokenizer),
         hidden_size=recipe.hidden_size,
         intermediate_size=2 * recipe.hidden_size,
         num_hidden_layers=recipe.num_layers,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=recipe.hidden_size // 4,
         max_position_embeddings=1024,
         tie_word_embeddings=True,
         initializer_range=0.06,  # the usual 0.02 is for wide layers and learns slower here
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
+        **_of_family(recipe),
     )
-    return Qwen3ForCausalLM(config)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    return model
 
 
-def train(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, *, recipe: Recipe) -> None:
+def _of_family(recipe: Recipe) -> dict[str, Any]:
+    """What the config of a family has besides the shape. A hybrid ends with a layer of full attention."""
+    head = {"head_dim": recipe.hidden_size // 4}
+    match recipe.family:
+        case "qwen3":
+            return head
+        case "qwen3_moe":
+            experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": recipe.hidden_size // 2}
+            return {**head, **experts}
+        case "lfm2":
+            kinds = ["conv"] * (recipe.num_layers - 1)
+            return {"block_auto_adjust_ff_dim": False, "layer_types": [*kinds, "full_attention"]}
+        case "qwen3_5_text":
+            kinds = ["linear_attention"] * (recipe.num_layers - 1)
+            heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 2}
+            sizes = dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), recipe.hidden_size // 4)
+            return {**head, **heads, **sizes, "layer_types": [*kinds, "full_attention"]}
+    raise ValueError(f"unknown family {recipe.family!r}: choose one of {', '.join(RECIPES)}")
+
+
+def train(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, *, recipe: Recipe) -> None:
     """Supervised training; only the answer and its end have loss."""
     num_steps = recipe.worked_steps + recipe.mixed_steps
     optimizer = torch.optim.AdamW(
@@ -196,6 +235,8 @@ def _learning_rate_factor(step: int, num_steps: int) -> float:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        sys.exit("usage: python -m dora.seed.make OUT")
-    make(Path(sys.argv[1]), recipe=Recipe())
+    parser = argparse.ArgumentParser(prog="python -m dora.seed.make", description="Make the seed policy.")
+    parser.add_argument("out", type=Path, help="the folder to write")
+    parser.add_argument("--family", choices=RECIPES, default="qwen3", help="the model's family")
+    arguments = parser.parse_args()
+    make(arguments.out, recipe=RECIPES[arguments.family])

@@ -20,10 +20,13 @@ from typing import Any, Final
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface
+from torch.nn.attention.flex_attention import BlockMask
+from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
 
 from dora.errors import ConfigError
+from dora.trainer import attention_gpu as gpu
 from dora.trainer import attention_kernels as kernels
+from dora.trainer.attention_kernels import Rule
 
 NAME: Final = "dora_segments"
 # Segments share a call while the longest is at most this much longer than the shortest, plus SLACK tokens.
@@ -42,6 +45,8 @@ class Segments:
     def __init__(self, lengths: tuple[int, ...], device: torch.device) -> None:
         self.lengths = lengths
         self.device = device
+        # int32: the number of tokens before each segment, and of all; copied before any layer runs
+        self.ends = F.pad(torch.tensor(lengths).cumsum(0, dtype=torch.int32), (1, 0)).to(device)
         self._chunked: dict[int, Segments] = {}
 
     @cached_property
@@ -81,6 +86,22 @@ class Pattern:
         self.segments = segments  # None: every batch row is one sequence, padded at the end
         self.window = window  # a query sees this many keys, its own among them
         self.chunk = chunk  # a query sees the keys of its chunk; chunks start every so many tokens of a sequence
+        self._block_masks: dict[int, BlockMask] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise ConfigError("model.path: a layer of this model computes with its attention mask; not supported")
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.shape[index]  # refused likewise
+
+    def block_mask(self, segments: Segments | None, *, length: int, device: torch.device) -> BlockMask:
+        """FlexAttention's mask of a row of `length` tokens, built for the first layer."""
+        if length not in self._block_masks:
+            ends = None if segments is None else segments.ends
+            self._block_masks[length] = gpu.block_mask(ends, length=length, window=self.window, device=device)
+        return self._block_masks[length]
 
 
 _segments: ContextVar[Segments | None] = ContextVar("segments", default=None)
@@ -96,6 +117,13 @@ def within(segments: Segments | None) -> Iterator[None]:
         _segments.reset(token)
 
 
+def require_interface(config: Any) -> None:
+    """ConfigError if this family computes attention by itself, such as those with ALiBi (Bloom, MPT)."""
+    family = AutoModelForCausalLM._model_mapping.get(type(config), None)
+    if family is not None and not family._can_set_attn_implementation():
+        raise ConfigError(f"model.path: {family.__name__} has an attention of its own; not supported")
+
+
 def pattern_of(*, mask_function: Callable[..., Any], attention_mask: Tensor | None = None, **_: Any) -> Pattern:
     """Transformers' mask interface: read which parts the mask would have, instead of building it.
 
@@ -103,8 +131,8 @@ def pattern_of(*, mask_function: Callable[..., Any], attention_mask: Tensor | No
     (bidirectional, prefixes, blocks of an image) is a ConfigError.
     """
     segments, window, chunk, causal = _segments.get(), None, None, False
-    if attention_mask is not None:
-        raise ValueError("rows are padded at the end and need no attention mask")
+    if attention_mask is not None and bool((attention_mask[:, 1:] > attention_mask[:, :-1]).any()):
+        raise ValueError("rows are padded at the end, but the attention mask has padding before a token")
     parts = [mask_function]
     while parts:
         part = parts.pop()
@@ -155,23 +183,37 @@ def attend(
     for other, given in others.items():
         if isinstance(given, Tensor) and other not in POSITIONS:
             raise ConfigError(f"model.path: {name} attends with {other}; not supported")
-    segments, chunk, length = attention_mask.segments, attention_mask.chunk, query.shape[2]
-    rule = kernels.Rule(
+    rule = Rule(
         scale=query.shape[3] ** -0.5 if scaling is None else scaling, window=attention_mask.window, softcap=softcap
     )
-    if segments is not None:
-        segments = segments if chunk is None else segments.chunked(chunk)
-        return kernels.attend_packed(query, key, value, s_aux, rule, segments.buckets), None
-    if chunk is None or length <= chunk:
-        return kernels.attend_rows(query, key, value, s_aux, rule), None
-    # [B, heads, L, D] -> [B x chunks, heads, chunk, D]
-    missing = -length % chunk
-    query, key, value = (
-        F.pad(t, (0, 0, 0, missing)).unflatten(2, (-1, chunk)).transpose(1, 2).flatten(0, 1)
-        for t in (query, key, value)
-    )
-    out = kernels.attend_rows(query, key, value, s_aux, rule)
-    return out.unflatten(0, (-1, (length + missing) // chunk)).flatten(1, 2)[:, :length], None
+    return _attend(query, key, value, s_aux, rule, attention_mask), None
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, sink_H: Tensor | None, rule: Rule, pattern: Pattern) -> Tensor:
+    """Choose the kernel; chunks of padded rows become rows of their own."""
+    segments, (batch, _, length, _) = pattern.segments, query.shape
+    if segments is None and pattern.chunk is not None and length > pattern.chunk:
+        # [B, heads, L, D] -> [B x chunks, heads, chunk, D]
+        query, key, value = (
+            F.pad(t, (0, 0, 0, -length % pattern.chunk)).unflatten(2, (-1, pattern.chunk)).transpose(1, 2).flatten(0, 1)
+            for t in (query, key, value)
+        )
+        out = _attend(query, key, value, sink_H, rule, Pattern(None, window=pattern.window))
+        return out.unflatten(0, (batch, -1)).flatten(1, 2)[:, :length]
+    if segments is not None and pattern.chunk is not None:
+        segments = segments.chunked(pattern.chunk)
+    match gpu.choose(query, rule, sink_H):
+        case "flash":
+            if segments is not None:
+                return gpu.attend_flash(query, key, value, rule, ends=segments.ends, longest=max(segments.lengths))
+            ends = torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=query.device)
+            return gpu.attend_flash(query, key, value, rule, ends=ends, longest=length)
+        case "flex":
+            mask = pattern.block_mask(segments, length=length, device=query.device)
+            return gpu.attend_flex(query, key, value, sink_H, rule, mask=mask)
+    if segments is None:
+        return kernels.attend_rows(query, key, value, sink_H, rule)
+    return kernels.attend_packed(query, key, value, sink_H, rule, segments.buckets)
 
 
 AttentionInterface.register(NAME, attend)

@@ -64,7 +64,7 @@ class Outline:
 
     def __init__(self, model_path: Path, *, dtype: torch.dtype, checkpointing: Mode = "none") -> None:
         """`dtype`: of the computation. ConfigError if the folder has no model that can be trained."""
-        self._model = policy.on_meta(policy.read_config(model_path))
+        self._model = policy.build_on_meta(policy.read_config(model_path))
         layers = list(policy.decoder_layers(self._model))
         units = [_size(unit) for unit in policy.sharding_units(self._model)]
         self.parameters = _size(self._model)  #: number

@@ -44,8 +44,6 @@ from dora.errors import ConfigError
 _T = TypeVar("_T")
 _MESSAGE_BYTES = 1000
 _FP8: Final = ("F8_E4M3", "F8_E5M2")
-#: Suffixes of the scales of an FP8 tensor, after its name, or in place of its `.weight`.
-_SCALES: Final = ("_scale_inv", "_scale", ".scale", ".input_scale", ".activation_scale")
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,14 +137,15 @@ def open_folder(path: Path, config: Any, stack: ExitStack) -> ModelFolder:
         files[name] = opened[file]
     scales, unused = {}, set()
     for name in files:
-        candidates = [base + suffix for suffix in _SCALES for base in (name, name.removesuffix(".weight"))]
-        found = [candidate for candidate in candidates if candidate in files] if method == "fp8" else []
-        is_fp8 = files[name].get_slice(name).get_dtype() in _FP8
-        if is_fp8 and not found:
-            raise ConfigError(f"model.path: {name} in {path} is stored in FP8, without a scale for it")
-        if is_fp8:
-            scales[name] = found[0]
-            unused.update(found)
+        if files[name].get_slice(name).get_dtype() not in _FP8:
+            continue
+        module = name.removesuffix(".weight")
+        found = [scale for scale in (f"{name}_scale_inv", f"{module}.scale") if scale in files]
+        if not found or not method:
+            what = "without its scale" if method else "which its config.json does not say (quantization_config)"
+            raise ConfigError(f"model.path: {name} in {path} is stored in FP8, {what}")
+        scales[name] = found[0]
+        unused |= {found[0], f"{module}.activation_scale"}
     return ModelFolder(
         path=path,
         files={name: file for name, file in files.items() if name not in unused},
@@ -182,7 +181,7 @@ def plan(model: Any, folder: ModelFolder) -> Plan:
     for target, sources in found.items():
         converter = by_pattern.get(next(iter(sources.values())))
         try:
-            conversions.append(_conversion(model, folder, target, sources, converter))
+            conversions.append(_conversion(model, folder, wanted, target, sources, converter))
         except ConfigError:
             raise
         except Exception as err:  # anything that transformers' conversion raises
@@ -195,10 +194,14 @@ def plan(model: Any, folder: ModelFolder) -> Plan:
 
 
 def _conversion(
-    model: Any, folder: ModelFolder, target: str, sources: dict[str, str], converter: WeightConverter | None
+    model: Any,
+    folder: ModelFolder,
+    wanted: Mapping[str, Tensor],
+    target: str,
+    sources: dict[str, str],
+    converter: WeightConverter | None,
 ) -> Conversion:
-    """Apply a conversion and its reverse to shapes."""
-    wanted = model.state_dict()
+    """Apply a conversion and its reverse to shapes. `wanted`: the model's tensors."""
     shapes = {name: folder.shape(name) for name in sources}
     if converter is None:
         if len(sources) > 1:
@@ -370,15 +373,16 @@ def _expert(name: str) -> int:
 
 def together(work: Callable[[], _T], *, device: torch.device) -> _T:
     """Return `work()`; if it raises ConfigError on any rank, raise the lowest rank's on every rank. A collective."""
-    problem = b""
+    own: ConfigError | None = None
     try:
         result = work()
     except ConfigError as err:
-        problem = str(err).encode()[:_MESSAGE_BYTES]
+        own = err
+    problem = str(own or "").encode()[:_MESSAGE_BYTES]
     mine = torch.tensor(list(problem.ljust(_MESSAGE_BYTES, b"\0")), dtype=torch.uint8, device=device)
     gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, mine)  # tensors, because gathering objects would pickle them
     for message in (bytes(one.tolist()).rstrip(b"\0").decode(errors="ignore") for one in gathered):
         if message:
-            raise ConfigError(message)
+            raise ConfigError(message) from own
     return result

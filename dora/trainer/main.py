@@ -21,6 +21,7 @@ from torch._C._distributed_c10d import FileStore
 
 from dora.errors import ConfigError, DoraError, ProtocolError
 from dora.trainer import checkpointing
+from dora.trainer.attention_gpu import describe
 from dora.trainer.forward_check import check_training
 from dora.trainer.memory import memory_errors, train_in_memory
 from dora.trainer.model import Policy, make_mesh, require_device
@@ -72,6 +73,8 @@ def run(end: TrainerEnd, *, local_rank: int) -> None:
     mesh = make_mesh(settings.device)
     if settings.device != "cuda":
         _stop_listening()
+    if dist.get_rank() == 0:
+        print(describe(settings.device), flush=True)  # noqa: T201
     publisher = _publisher(order, end) if dist.get_rank() == 0 else None
     device = torch.device("cuda", local_rank) if settings.device == "cuda" else torch.device("cpu")
     with memory_errors(device, during="while the model was loaded", change="use a smaller model"):

@@ -21,6 +21,7 @@ LAGGED: dict[str, tuple[str, str]] = {
     "tokens": ("tokens", "Σ 1"),
     "mismatch_k3": ("nats", "mean of k - 1 - log k"),
     "log_ratio_mean": ("nats", "mean of log k"),
+    "log_ratio_abs_mean": ("nats", "mean of |log k|"),
     "log_ratio_abs_max": ("nats", "max |log k|"),
     "ess": ("fraction", "(Σ w)² / (n Σ w²)"),
     "chi2": ("1", "mean of w² - 1"),
@@ -48,7 +49,9 @@ WHOLE: dict[str, tuple[str, str]] = {
 }
 METRICS = WHOLE | {f"all/{name}": row for name, row in LAGGED.items()}
 
-_TOKEN_SUMS = ("tokens", "k", "k_squared", "log_k", "capped", "entropy", "adv", "adv_squared", "loss", "nonfinite")
+_TOKEN_SUMS = (
+    "tokens", "k", "k_squared", "log_k", "abs_log_k", "capped", "entropy", "adv", "adv_squared", "loss", "nonfinite",
+)  # fmt: skip
 _SEQUENCE_SUMS = ("sequences", "reward", "truncated")
 _COLUMNS = {name: i for i, name in enumerate((*_TOKEN_SUMS, *_SEQUENCE_SUMS))}
 
@@ -71,7 +74,8 @@ class StepSums:
         """Add the trained tokens of one micro-batch."""
         log_k = log_ratio(current, behavior).double()
         k, adv = log_k.exp(), advantage.double()
-        columns = (torch.ones_like(k), k, k * k, log_k, k > tis_cap, entropy, adv, adv * adv, loss, ~loss.isfinite())
+        ones, nonfinite = torch.ones_like(k), ~loss.isfinite()
+        columns = (ones, k, k * k, log_k, log_k.abs(), k > tis_cap, entropy, adv, adv * adv, loss, nonfinite)
         values = torch.stack([column.double() for column in columns], dim=1)
         self._sums[:, : len(_TOKEN_SUMS)].index_add_(0, lag, values)
         self._abs_max.scatter_reduce_(0, lag, log_k.abs(), "amax")
@@ -135,6 +139,7 @@ def _lagged(row: Tensor, abs_max: Tensor) -> dict[str, float]:
         "tokens": total["tokens"],
         "mismatch_k3": mean["k"] - mean["tokens"] - mean["log_k"],
         "log_ratio_mean": mean["log_k"],
+        "log_ratio_abs_mean": mean["abs_log_k"],
         "log_ratio_abs_max": float(abs_max),
         "ess": total["k"] ** 2 / (n * total["k_squared"]) if total["k_squared"] else 0.0,
         "chi2": mean["k_squared"] - mean["tokens"],

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from dora.trainer import attention
@@ -38,6 +38,7 @@ def score(
         raise ValueError("the first token of a sequence has no log-prob; prompts have at least one token")
     require_device(device)
     disable_progress_bar()
+    attention.require_interface(AutoConfig.from_pretrained(model_path, local_files_only=True, trust_remote_code=False))
     model = AutoModelForCausalLM.from_pretrained(
         model_path,
         dtype=getattr(torch, dtype),

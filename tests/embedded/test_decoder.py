@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,52 +14,8 @@ from safetensors.torch import load_file, save_file
 from dora.embedded.batcher import Joiner
 from dora.embedded.decoder import CausalDecoder
 from dora.errors import ConfigError
-from tests.embedded.conftest import CONTEXT, VOCAB, Reference, decoder_of, qwen3, save
-
-CLOSE = 1e-4  # fp32, required by the engine's promise
-
-
-@dataclass
-class Row:
-    """A running request and the decoder's results for it."""
-
-    joiner: Joiner
-    output_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-
-    def add(self, token: int, logprob: float) -> None:
-        self.output_ids.append(token)
-        self.logprobs.append(logprob)
-
-    def agrees_with(self, reference: Reference) -> None:
-        prompt = list(self.joiner.token_ids)
-        temperature = self.joiner.temperature or 1.0
-        expected = reference.logprobs(prompt + self.output_ids, temperature=temperature)[len(prompt) - 1 :]
-        assert self.logprobs == pytest.approx(expected, abs=CLOSE)
-
-
-def prompt_of(rng: random.Random, length: int) -> list[int]:
-    return [rng.randrange(VOCAB) for _ in range(length)]
-
-
-def join(decoder: CausalDecoder, rows: list[Row], joiners: list[Joiner]) -> list[int]:
-    """Join all of them; return the number of cached tokens of each, in the order of the new rows."""
-    joined = decoder.join(joiners)
-    rows += [Row(joiners[one.joiner]) for one in joined]
-    return [one.cached_tokens for one in joined]
-
-
-def step(decoder: CausalDecoder, rows: list[Row]) -> None:
-    for row, token, logprob in zip(rows, *decoder.step(), strict=True):
-        row.add(token, logprob)
-
-
-def leave(decoder: CausalDecoder, rows: list[Row], index: int) -> Row:
-    decoder.leave(index)
-    gone, last = rows[index], rows.pop()
-    if gone is not last:
-        rows[index] = last
-    return gone
+from tests.embedded.conftest import CONTEXT, Reference, decoder_of, qwen3, save
+from tests.embedded.rows import CLOSE, Row, churn, join, leave, prompt_of, step
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -67,28 +23,7 @@ def test_logprobs_are_those_of_a_plain_forward_while_rows_join_and_leave(
     model_a: Path, reference_a: Reference, seed: int
 ) -> None:
     rng, decoder = random.Random(seed), decoder_of(model_a)
-    rows: list[Row] = []
-    gone: list[Row] = []
-    for turn in range(120):
-        free = 8 - len(rows)
-        if free and rng.random() < 0.3:
-            joiners = [
-                Joiner(
-                    token_ids=prompt_of(rng, rng.choice([1, 2, 7, 40, 150])),
-                    namespace="",
-                    seed=rng.randrange(2**63),
-                    temperature=rng.choice([0.0, 0.7, 1.0, 1.3]),
-                    top_p=rng.choice([1.0, 0.8]),
-                )
-                for _ in range(rng.randint(1, free))
-            ]
-            join(decoder, rows, joiners)
-        if rows and rng.random() < 0.2:
-            gone.append(leave(decoder, rows, rng.randrange(len(rows))))
-        if rows:
-            step(decoder, rows)
-        assert turn < 119 or (len(gone) > 8 and rows)
-    for row in gone + rows:
+    for row in churn(decoder, rng, lengths=[1, 2, 7, 40, 150], turns=120):
         row.agrees_with(reference_a)
 
 

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from dora.seed.make import Recipe, demonstration, make
+from dora.seed.make import RECIPES, Recipe, build_model, build_tokenizer, demonstration, make
 
+POLICIES = Path(__file__).parents[1] / "e2e" / "policies"
 TINY = Recipe(worked_steps=3, mixed_steps=2, batch_tokens=128, hidden_size=16, num_layers=1)
 
 
 @pytest.fixture(autouse=True)
 def _quiet_threads():
     """`make` sets the thread count of this process; put it back for the tests that follow."""
-    import torch
-
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)
@@ -32,6 +34,25 @@ def test_the_same_recipe_gives_the_same_bytes(tmp_path):
         assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
     weights = (tmp_path / "one" / "model.safetensors").read_bytes()
     assert weights != (tmp_path / "other" / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("family", RECIPES)
+def test_a_policy_of_every_family_is_made_and_padding_reaches_no_token(tmp_path, family):
+    make(tmp_path, recipe=replace(TINY, family=family, num_layers=2))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert model.config.model_type == family
+    tokens, padded = torch.tensor([[5, 6, 7, 8]]), torch.tensor([[5, 6, 7, 8, 0, 0, 0]])
+    torch.testing.assert_close(model(padded).logits[:, :4], model(tokens).logits, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "lfm2"])
+def test_the_policies_of_the_tests_are_those_that_the_recipe_makes(family):
+    """Their shape; the weights take a minute each."""
+    shipped = AutoConfig.from_pretrained(POLICIES / family)
+    made = build_model(build_tokenizer(), recipe=RECIPES[family]).config
+    names = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size", "layer_types", "num_experts")
+    assert {n: getattr(made, n, None) for n in names} == {n: getattr(shipped, n, None) for n in names}
+    assert (POLICIES / family / "model.safetensors").stat().st_size < 1_000_000
 
 
 def test_a_worked_demonstration_without_a_slip_is_right():

@@ -1,0 +1,322 @@
+"""Training steps that bench/training.py and bench/gpu.py compare: the trainer's own, and plain loops over padded rows.
+
+All take the same answers, from the same weights, to the same gradient: the log-probs of the engine are so low that
+every importance weight is cut at `tis_cap` = 1, which leaves Σ A log π / D.
+Legend: n answers, b rows, L padded length, P trained tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import NormalDist
+from typing import Any, cast
+
+import msgspec
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+from torch._C._distributed_c10d import HashStore
+
+from dora.app.settings import trainer_settings
+from dora.config.schema import Config
+from dora.core.ids import TrajectoryId
+from dora.core.training import split_wave
+from dora.trainer.advantage import group_advantages
+from dora.trainer.forward_check import check_training
+from dora.trainer.model import Policy, make_mesh
+from dora.trainer.packing import Layout
+from dora.trainer.publish import Publisher
+from dora.trainer.step import Trainer
+from dora.transport.messages import Configure, MicroBatch, TrainerSettings
+from dora.transport.trainer_end import TrainerEnd
+
+GROUP_SIZE = 8
+PROMPT_TOKENS = 32
+TAIL = 1.0  # deviation of log(length)
+BEHAVIOR = -18.0  # log μ; below every log π of a random model
+SEED = 0
+LEARNING_RATE = 1e-4
+MAX_GRAD_NORM = 1.0
+
+
+@dataclass(frozen=True)
+class Answers:
+    """The trajectories of a step in the order in which they arrived."""
+
+    tokens: list[NDArray[np.int64]]  # prompt and answer
+    group_rewards: NDArray[np.float32]  # [n, G]
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def lengths(self) -> list[int]:
+        return [len(tokens) for tokens in self.tokens]
+
+    @property
+    def trained(self) -> int:
+        return sum(self.lengths) - PROMPT_TOKENS * len(self)
+
+    @property
+    def rewards(self) -> NDArray[np.float32]:
+        return self.group_rewards[np.arange(len(self)), np.arange(len(self)) % GROUP_SIZE]
+
+    @property
+    def advantages(self) -> NDArray[np.float64]:
+        return group_advantages(self.rewards, self.group_rewards, kind="grpo")
+
+
+def draw_answers(count: int, *, num_tokens: int, vocab_size: int) -> Answers:
+    """`count` random answers with `num_tokens` in all, prompts included; lengths are the quantiles of a log-normal."""
+    rng = np.random.default_rng(SEED)
+    quantiles = [math.exp(TAIL * NormalDist().inv_cdf((i + 0.5) / count)) for i in range(count)]
+    scale = (num_tokens - (PROMPT_TOKENS + 1) * count) / sum(quantiles)
+    lengths = PROMPT_TOKENS + 1 + (scale * np.array(quantiles)).astype(int)
+    lengths[-1] += num_tokens - lengths.sum()
+    rng.shuffle(lengths)
+    rewards = rng.random((-(-count // GROUP_SIZE), GROUP_SIZE), np.float32)
+    return Answers(
+        [rng.integers(0, vocab_size, length) for length in lengths], rewards.repeat(GROUP_SIZE, axis=0)[:count]
+    )
+
+
+# --- the trainer
+
+
+class Reports:
+    """In place of a connection to the controller: keeps what the trainer reports, and when."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[float, object]] = []
+
+    def send(self, message: object) -> None:
+        self.sent.append((time.perf_counter(), message))
+
+    def when(self, kind: type) -> float | None:
+        """When the last message of a kind was sent."""
+        return next((moment for moment, message in reversed(self.sent) if isinstance(message, kind)), None)
+
+
+class WatchedTrainer(Trainer):
+    """Notes the norm of the last gradient, and how long its step took to close."""
+
+    grad_norm = math.nan
+    gather_from = math.nan  # when the weights of the next version began to be gathered
+    gather_s = math.nan
+    update_s = math.nan  # of the close: without the gathering
+
+    def _normalize_gradients(self, denominator: float) -> float:
+        self.grad_norm = super()._normalize_gradients(denominator)
+        return self.grad_norm
+
+    def _gather(self) -> dict[str, Tensor]:
+        synchronize()
+        self.gather_from = time.perf_counter()
+        weights = super()._gather()
+        self.gather_s = time.perf_counter() - self.gather_from
+        return weights
+
+    def _close_step(self, chain: str) -> None:
+        self.update_s = timed(partial(super()._close_step, chain)) - self.gather_s
+
+
+def synchronize() -> None:
+    """Wait for the GPU, if there is one."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def timed(act: Callable[[], object]) -> float:
+    """Seconds, those on a GPU included."""
+    synchronize()
+    begun = time.perf_counter()
+    act()
+    synchronize()
+    return time.perf_counter() - begun
+
+
+def reset_peak() -> int:
+    """Count the peak of the resident memory from now on; returns that memory, in bytes."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return peak()
+
+
+def peak() -> int:
+    """The largest resident memory since `reset_peak`, in bytes."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024
+
+
+@contextmanager
+def one_rank(device: str) -> Iterator[None]:
+    """A process group of this process alone."""
+    dist.init_process_group("nccl" if device == "cuda" else "gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def settings(*, device: str, dtype: str, micro_batch_tokens: int) -> TrainerSettings:
+    """The defaults of a run, with the optimizer of the plain loops."""
+    return msgspec.structs.replace(
+        trainer_settings(Config(), max_staleness=0),
+        device=device,
+        dtype=dtype,
+        publish_dtype=dtype,
+        threads=torch.get_num_threads(),
+        micro_batch_tokens=micro_batch_tokens,
+        steps=1_000_000,
+        checkpoint_every=1_000_000,
+        learning_rate=LEARNING_RATE,
+        warmup_steps=0,
+        weight_decay=0.0,
+        beta1=0.9,
+        beta2=0.95,
+        max_grad_norm=MAX_GRAD_NORM,
+        tis_cap=1.0,
+        temperature=1.0,
+    )
+
+
+def configure(model_path: Path, settings: TrainerSettings, *, store: Path) -> Configure:
+    """The controller's order, with everything else under `store`."""
+    return Configure(
+        run_id="bench",
+        model_path=str(model_path),
+        settings=settings,
+        memory_root=str(store / "memory"),
+        durable_root=str(store / "durable"),
+        checkpoints=str(store / "checkpoints"),
+        resume_from=(),
+        may_start_over=False,
+        chain="",
+        epoch=0,
+        fence=str(store / "epoch"),
+    )
+
+
+def make_trainer(
+    order: Configure,
+    *,
+    layout: Layout | None = None,
+    publisher: Publisher | None = None,
+    reports: Reports | None = None,
+) -> WatchedTrainer:
+    """A trainer as dora/trainer/main.py makes it, without a controller; with a layout, the model is not checked."""
+    dtype = order.settings.dtype
+    policy = Policy(Path(order.model_path), mesh=make_mesh(order.settings.device), dtype=getattr(torch, dtype))
+    layout = layout or check_training(policy, dtype=dtype).layout
+    end = cast(TrainerEnd, reports or Reports())
+    return WatchedTrainer(order, end=end, policy=policy, layout=layout, publisher=publisher)
+
+
+def micro_batches(answers: Answers, *, step: int, budget: int) -> list[MicroBatch]:
+    """The waves that the controller would send to one rank."""
+    waiting = [(TrajectoryId(i), length) for i, length in enumerate(answers.lengths)]
+    waves: list[list[int]] = []
+    while waiting:
+        count = int(np.searchsorted(np.cumsum([length for _, length in waiting]), budget)) + 1
+        ranks, left = split_wave(waiting[:count], num_ranks=1, budget=budget)
+        waves.append([int(i) for i in sorted(ranks[0])])
+        waiting = sorted(left) + waiting[count:]
+    return [make_batch(answers, wave, step=step, index=i, last=i + 1 == len(waves)) for i, wave in enumerate(waves)]
+
+
+def make_batch(answers: Answers, chosen: Sequence[int], *, step: int, index: int, last: bool) -> MicroBatch:
+    rows = np.array(chosen)
+    lengths = np.array([len(answers.tokens[i]) for i in chosen])
+    mask = [np.arange(length) >= PROMPT_TOKENS for length in lengths]
+    return MicroBatch(
+        step=step,  # type: ignore[arg-type]
+        index=index,
+        last=last,
+        tokens=np.concatenate([answers.tokens[i] for i in chosen]).astype(np.int32),
+        loss_mask=np.concatenate(mask).astype(np.uint8),
+        behavior_logprobs=np.full(lengths.sum(), BEHAVIOR, np.float32),
+        lengths=lengths.astype(np.int32),
+        trajectories=rows.astype(np.int64),
+        groups=(rows // GROUP_SIZE).astype(np.int64),
+        versions=np.full(len(rows), step, np.int32),
+        rewards=answers.rewards[rows],
+        group_rewards=answers.group_rewards[rows],
+        truncated=np.zeros(len(rows), np.uint8),
+    )
+
+
+# --- plain transformers
+
+
+def in_order(answers: Answers, *, rows: int) -> list[list[int]]:
+    """Batches of `rows` answers in the order in which they arrived."""
+    order = list(range(len(answers)))
+    return [order[i : i + rows] for i in range(0, len(order), rows)]
+
+
+def by_length(answers: Answers, *, budget: int) -> list[list[int]]:
+    """Batches of answers of similar length, each of at most `budget` tokens with its padding, or of one answer."""
+    batches: list[list[int]] = []
+    lengths = answers.lengths
+    for i in sorted(range(len(answers)), key=lambda i: -lengths[i]):
+        if batches and (len(batches[-1]) + 1) * lengths[batches[-1][0]] <= budget:
+            batches[-1].append(i)
+        else:
+            batches.append([i])
+    return batches
+
+
+def accumulate(model: Any, answers: Answers, chosen: Sequence[int]) -> None:
+    """Forward and backward of one batch, padded on the right: causal attention needs no mask for that."""
+    device = model.device
+    ids_bL = torch.nn.utils.rnn.pad_sequence([torch.from_numpy(answers.tokens[i]) for i in chosen], batch_first=True)
+    lengths = torch.tensor([len(answers.tokens[i]) for i in chosen])
+    position = torch.arange(ids_bL.shape[1])
+    trained_bL = ((position >= PROMPT_TOKENS) & (position < lengths[:, None])).to(device)
+    advantage_b = torch.from_numpy(answers.advantages[list(chosen)]).float()
+    advantage_P = advantage_b.repeat_interleave(lengths - PROMPT_TOKENS).to(device)
+    ids_bL = ids_bL.to(device)
+    logits_PV = model(input_ids=ids_bL, use_cache=False).logits[:, :-1][trained_bL[:, 1:]]
+    logprob_P = logits_PV.float().log_softmax(-1).gather(-1, ids_bL[trained_bL][:, None])[:, 0]
+    plain_loss(logprob_P, advantage_P, denominator=answers.trained).backward()  # type: ignore[no-untyped-call]
+
+
+def accumulate_packed(model: Any, answers: Answers, chosen: Sequence[int]) -> None:
+    """Forward and backward of one batch in a row, which transformers takes apart by its positions."""
+    device = model.device
+    tokens_T = torch.from_numpy(np.concatenate([answers.tokens[i] for i in chosen])).to(device)
+    lengths = [len(answers.tokens[i]) for i in chosen]
+    position_T = torch.cat([torch.arange(length) for length in lengths]).to(device)
+    target_P = torch.nonzero(position_T >= PROMPT_TOKENS)[:, 0]
+    advantage_b = torch.from_numpy(answers.advantages[list(chosen)]).float()
+    advantage_P = advantage_b.repeat_interleave(torch.tensor(lengths) - PROMPT_TOKENS).to(device)
+    logits_PV = model(
+        input_ids=tokens_T[None], position_ids=position_T[None], use_cache=False, logits_to_keep=target_P - 1
+    ).logits[0]
+    logprob_P = logits_PV.float().log_softmax(-1).gather(-1, tokens_T[target_P][:, None])[:, 0]
+    plain_loss(logprob_P, advantage_P, denominator=answers.trained).backward()  # type: ignore[no-untyped-call]
+
+
+def plain_loss(logprob_P: Tensor, advantage_P: Tensor, *, denominator: int) -> Tensor:
+    """The clipped objective of one update per step, in which the ratio is 1."""
+    ratio_P = (logprob_P - logprob_P.detach()).exp()
+    return -torch.minimum(ratio_P * advantage_P, ratio_P.clamp(0.8, 1.28) * advantage_P).sum() / denominator
+
+
+def make_adamw(model: Any) -> torch.optim.AdamW:
+    return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+
+
+def update(model: Any, optimizer: torch.optim.Optimizer) -> float:
+    """Clip and update; returns the norm of the gradient before."""
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return float(norm)

@@ -1,0 +1,316 @@
+"""One training step of the trainer on one core: CPU time and peak memory beside TRL's GRPO step and plain loops.
+
+Run: python bench/training.py [--full] [--rounds N], after pip install -e '.[bench]' for TRL's row. Random weights;
+answers whose lengths are the quantiles of a log-normal distribution, so that the longest has six to ten times the
+median, in groups of 8 with prompts of 32 tokens. Every way takes the same step, from the answers to the updated weights
+(AdamW), in float32 on one thread, in its own process; the norms of their gradients must agree within 0.1 %, or the
+script fails. Ratios are medians over rounds of CPU seconds within a round; the first, small step of each process, which
+warms up, is not counted. Memory is the largest resident memory during the step less that before it, when weights and
+the optimizer's state are in place.
+
+The ways: the trainer's own (micro-batches of at most 4,096 tokens as the controller cuts them, `Trainer.train`);
+`compute_loss` of TRL's GRPOTrainer, on batches padded and shuffled as it does itself, 8 answers each, without
+checkpointing; and plain transformers with SDPA, padded on the right: 8 answers each in the order in which they arrived,
+or sorted by length into batches of at most 4,096 tokens with their padding. The last is the ceiling: it needs the whole
+step before it can start, while the trainer starts with the first answers. A hybrid (LFM2: convolutions and attention),
+which cannot be packed, is compared with a plain loop over its sequences one by one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import torch
+from clients.steps import (
+    GROUP_SIZE,
+    PROMPT_TOKENS,
+    Answers,
+    accumulate,
+    by_length,
+    configure,
+    draw_answers,
+    in_order,
+    make_adamw,
+    make_trainer,
+    micro_batches,
+    one_rank,
+    peak,
+    reset_peak,
+    settings,
+    update,
+)
+from result import Report, number, parser
+
+from dora.errors import ConfigError
+
+BUDGET = 4_096
+ROWS = 8
+VOCAB = 12_288
+HYBRID_VOCAB = 4_096
+WARM_UP = 8  # answers of the step that warms up, of 64 tokens
+AGREE = 1e-3
+ENV = {"OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
+NO_TRL = "TRL is not installed: pip install -e '.[bench]'"
+
+
+class Found(msgspec.Struct):
+    """What one process measured, or why it could not."""
+
+    cpu_s: float = 0.0
+    peak_bytes: int = 0
+    grad_norm: float = 0.0
+    refused: str = ""
+
+
+class Ceiling(NamedTuple):
+    """A way that the trainer's is compared with."""
+
+    way: str
+    words: str
+    bar: str
+
+
+CEILINGS = (
+    Ceiling("trl", "TRL's GRPO step", "ratio >= 3"),
+    Ceiling("padded", "a padded loop in order of arrival", ""),
+    Ceiling("sorted", "a loop sorted by length", "ratio >= 1"),
+)
+
+
+# --- the models
+
+
+def make_models(folder: Path) -> None:
+    """A Qwen3 with 20 M parameters and an LFM2 with 5 M, random."""
+    from transformers import Lfm2Config, Lfm2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    shared = {"num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 32_768}
+    ends = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None, "tie_word_embeddings": True}
+    dense = Qwen3Config(
+        vocab_size=VOCAB, hidden_size=384, intermediate_size=1_024, num_hidden_layers=10, head_dim=64, **shared, **ends
+    )
+    Qwen3ForCausalLM(dense).save_pretrained(folder / "dense")
+    hybrid = Lfm2Config(
+        vocab_size=HYBRID_VOCAB,
+        hidden_size=240,
+        intermediate_size=720,
+        block_auto_adjust_ff_dim=False,
+        num_hidden_layers=6,
+        layer_types=["conv", "conv", "full_attention", "conv", "conv", "full_attention"],
+        **shared,
+        **ends,
+    )
+    Lfm2ForCausalLM(hybrid).save_pretrained(folder / "hybrid")
+
+
+# --- one way, in a process of its own
+
+
+Step = Callable[[Answers], float]  #: a whole step; returns the norm of its gradient
+
+
+def ours(folder: Path, model: str) -> Step:
+    chosen = settings(device="cpu", dtype="float32", micro_batch_tokens=BUDGET)
+    trainer = make_trainer(configure(folder / model, chosen, store=folder))
+    steps = iter(range(1_000_000))
+
+    def step(answers: Answers) -> float:
+        for batch in micro_batches(answers, step=next(steps), budget=BUDGET):
+            trainer.train(batch)
+        return trainer.grad_norm
+
+    return step
+
+
+def plain(folder: Path, model: str, batches: Callable[[Answers], list[list[int]]]) -> Step:
+    from transformers import AutoModelForCausalLM
+
+    loaded = AutoModelForCausalLM.from_pretrained(folder / model, attn_implementation="sdpa", dtype=torch.float32)
+    optimizer = make_adamw(loaded)
+
+    def step(answers: Answers) -> float:
+        for batch in batches(answers):
+            accumulate(loaded, answers, batch)
+        return update(loaded, optimizer)
+
+    return step
+
+
+def trl(folder: Path) -> Step:
+    """GRPOTrainer's own loss and backward, on what it would have made of these answers."""
+    from datasets import Dataset
+    from tokenizers import Tokenizer, models
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+    from trl import GRPOConfig, GRPOTrainer
+
+    loaded = AutoModelForCausalLM.from_pretrained(folder / "dense", attn_implementation="sdpa", dtype=torch.float32)
+    words = Tokenizer(models.WordLevel({"a": 0, "<end>": 1}, unk_token="a"))
+    trainer = GRPOTrainer(
+        model=loaded,
+        reward_funcs=lambda completions, **_: [0.0] * len(completions),
+        args=GRPOConfig(
+            output_dir=str(folder / "trl"),
+            use_cpu=True,
+            bf16=False,
+            per_device_train_batch_size=ROWS,
+            num_generations=GROUP_SIZE,
+            beta=0.0,
+            loss_type="dapo",
+            gradient_checkpointing=False,
+            report_to=[],
+        ),
+        train_dataset=Dataset.from_dict({"prompt": ["a"] * GROUP_SIZE}),
+        processing_class=PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>", pad_token="<end>"),
+    )
+    optimizer = make_adamw(loaded)
+
+    def step(answers: Answers) -> float:
+        loaded.train()
+        batches = trl_batches(answers)
+        # As with steps_per_generation = gradient_accumulation_steps, TRL's default: a step trains what it generated.
+        trainer.current_gradient_accumulation_steps = trainer.args.steps_per_generation = len(batches)
+        for batch in batches:
+            trainer.accelerator.backward(trainer.compute_loss(trainer.model, batch))
+        return update(loaded, optimizer)
+
+    return step
+
+
+def trl_batches(answers: Answers) -> list[dict[str, torch.Tensor]]:
+    """The answers of a step, padded to the longest of them, shuffled, and split."""
+    from trl.trainer.utils import shuffle_sequence_dict, split_tensor_dict
+
+    completions = [torch.from_numpy(tokens[PROMPT_TOKENS:]) for tokens in answers.tokens]
+    pad = torch.nn.utils.rnn.pad_sequence
+    batch = {
+        "prompt_ids": torch.from_numpy(np.stack([tokens[:PROMPT_TOKENS] for tokens in answers.tokens])),
+        "prompt_mask": torch.ones(len(answers), PROMPT_TOKENS, dtype=torch.long),
+        "completion_ids": pad(completions, batch_first=True),
+        "completion_mask": pad([torch.ones_like(tokens) for tokens in completions], batch_first=True),
+        "advantages": torch.from_numpy(answers.advantages).float(),
+    }
+    whole = torch.tensor(answers.trained)
+    parts = split_tensor_dict(shuffle_sequence_dict(batch), -(-len(answers) // ROWS))
+    return [part | {"num_items_in_batch": whole} for part in parts]
+
+
+def make_way(name: str, folder: Path) -> Step:
+    match name:
+        case "ours":
+            return ours(folder, "dense")
+        case "trl":
+            return trl(folder)
+        case "padded":
+            return plain(folder, "dense", lambda answers: in_order(answers, rows=ROWS))
+        case "sorted":
+            return plain(folder, "dense", lambda answers: by_length(answers, budget=BUDGET))
+        case "hybrid":
+            return ours(folder, "hybrid")
+        case "hybrid alone":
+            return plain(folder, "hybrid", lambda answers: in_order(answers, rows=1))
+    raise ValueError(name)
+
+
+def measure_here(name: str, folder: Path, answers: int, num_tokens: int) -> Found:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    vocab = HYBRID_VOCAB if name.startswith("hybrid") else VOCAB
+    with one_rank("cpu"):
+        try:
+            step = make_way(name, folder)
+        except ConfigError as err:
+            return Found(refused=str(err))
+        step(draw_answers(WARM_UP, num_tokens=64 * WARM_UP, vocab_size=vocab))
+        work = draw_answers(answers, num_tokens=num_tokens, vocab_size=vocab)
+        gc.collect()
+        before = reset_peak()
+        begun = time.process_time()
+        grad_norm = step(work)
+        return Found(cpu_s=time.process_time() - begun, peak_bytes=peak() - before, grad_norm=grad_norm)
+
+
+# --- all of them
+
+
+def measure(name: str, folder: Path, *, answers: int, num_tokens: int) -> Found:
+    command = [sys.executable, __file__, "--way", name, str(folder), str(answers), str(num_tokens)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env={**os.environ, **ENV})
+    return msgspec.json.decode(done.stdout.splitlines()[-1], type=Found)
+
+
+def compare(report: Report, what: str, ours: list[Found], theirs: list[Found], *, words: str, bar: str = "") -> None:
+    """One row of time and one of memory."""
+    for found in theirs:
+        if not math.isclose(found.grad_norm, ours[0].grad_norm, rel_tol=AGREE):
+            raise SystemExit(f"{words}: its gradient is {found.grad_norm:.6g}, the trainer's {ours[0].grad_norm:.6g}")
+    cpu_s, their_s = (statistics.median(found.cpu_s for found in side) for side in (ours, theirs))
+    peak_mb, their_mb = (statistics.median(found.peak_bytes for found in side) / 1e6 for side in (ours, theirs))
+    report.row(
+        f"{what}: one step",
+        cpu_s,
+        "CPU s",
+        against=f"{words}, {number(their_s)} CPU s",
+        ratio=statistics.median(there.cpu_s / here.cpu_s for here, there in zip(ours, theirs, strict=True)),
+        bar=bar,
+    )
+    report.row(
+        f"{what}: peak memory", peak_mb, "MB", against=f"{words}, {number(their_mb)} MB", ratio=peak_mb / their_mb
+    )
+
+
+def main() -> None:
+    arguments = parser(__doc__)
+    arguments.add_argument("--rounds", type=int, help="1, or 3 with --full")
+    arguments.add_argument("--way", nargs=4, help=argparse.SUPPRESS)
+    options = arguments.parse_args()
+    if options.way:
+        name, folder, answers, num_tokens = options.way
+        found = measure_here(name, Path(folder), int(answers), int(num_tokens))
+        print(msgspec.json.encode(found).decode())
+        return
+    rounds, answers, num_tokens = (3, 64, 22_000) if options.full else (1, 24, 3_000)
+    rounds = options.rounds or rounds
+    lengths = draw_answers(answers, num_tokens=num_tokens, vocab_size=VOCAB).lengths
+    median = statistics.median(lengths)
+    sizes = f"Qwen3, 20 M; {num_tokens:,} tokens in {answers} answers, median {median:.0f}, longest {max(lengths):,}"
+    report = Report(__doc__, full=options.full, sizes=f"{sizes}; {rounds} round{'s' if rounds > 1 else ''}")
+    ceilings = [ceiling for ceiling in CEILINGS if ceiling.way != "trl" or find_spec("trl")]
+    ways = ["ours", *(ceiling.way for ceiling in ceilings), "hybrid", "hybrid alone"]
+    all_found: dict[str, list[Found]] = {name: [] for name in ways}
+    with tempfile.TemporaryDirectory() as folder:
+        make_models(Path(folder))
+        for _ in range(rounds):
+            for name in ways:
+                all_found[name].append(measure(name, Path(folder), answers=answers, num_tokens=num_tokens))
+    for ceiling in CEILINGS:
+        if ceiling not in ceilings:
+            report.skip(f"packed: beside {ceiling.words}", NO_TRL)
+            continue
+        compare(report, "packed", all_found["ours"], all_found[ceiling.way], words=ceiling.words, bar=ceiling.bar)
+    if refused := all_found["hybrid"][0].refused:
+        report.skip("hybrid, 5 M, right-padded rows", refused)
+    else:
+        compare(
+            report, "hybrid, 5 M", all_found["hybrid"], all_found["hybrid alone"], words="a loop over its sequences"
+        )
+    report.print()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""The weights of a served model, replaced in place under the names of published folders.
+
+A folder may store in several tensors what the model holds as one parameter: experts are stored one by one and computed
+together. Names and parts are those of transformers' own conversion (`core_model_loading`), so that a folder is read as
+`from_pretrained` reads it. Invariant: the parts of a parameter are kept until the last one has arrived, and are then
+written at once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from torch import Tensor, uint8
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+    revert_weight_conversion,
+)
+
+from dora.errors import ConfigError
+
+
+class LiveWeights:
+    """All parameters and persistent buffers of a model."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._live: dict[str, Tensor] = model.state_dict()
+        mapping = get_model_conversion_mapping(model)
+        self._renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+        self._converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+        published = revert_weight_conversion(model, {name: held.to("meta") for name, held in self._live.items()})
+        self._num_parts = Counter(self._target(name)[0] for name in published)
+        self._parts: dict[str, dict[str, Tensor]] = {}  # of parameters that are not complete, by published name
+        self._ignored = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
+
+    def load(self, folder: Path) -> None:
+        """Copy a whole folder of any safetensors sharding.
+
+        FileNotFoundError, with nothing changed, if there is no such file; ConfigError if a weight is unknown, missing,
+        or of another shape.
+        """
+        if not any(folder.glob("*.safetensors")):
+            raise FileNotFoundError(f"{folder} holds no safetensors files")
+        self._parts.clear()
+        written: set[str] = set()
+        for file, name, tensor in _tensors(folder):
+            targets = self._write(name, tensor, file=file)
+            if targets is None and not any(pattern.search(name) for pattern in self._ignored):
+                raise ConfigError(f"{file} holds {name}, which the served model does not have")
+            written.update(targets or ())
+        held = {self._live[name].data_ptr() for name in written}
+        # Tied weights are stored once.
+        missing = {name for name in self._live if name not in written and self._live[name].data_ptr() not in held}
+        if missing:
+            raise ConfigError(f"{folder} lacks {len(missing)} weights of the served model, first {min(missing)}")
+
+    def put(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Copy some of the weights; the parts of a parameter may come in several calls."""
+        for name, tensor in tensors:
+            self._write(name, tensor, file="the bucket")  # SGLang skips unknown names too
+
+    def checksums(self) -> dict[str, str]:
+        """Return the checksum of every tensor of the published folder, by name."""
+        return {name: _checksum(tensor) for name, tensor in revert_weight_conversion(self._model, self._live).items()}
+
+    def _target(self, name: str) -> tuple[str, str | None]:
+        """Return the (first) parameter that a published tensor becomes, and the pattern of its conversion, if any."""
+        prefix = self._model.base_model_prefix
+        target, pattern = rename_source_key(name, self._renamings, self._converters, prefix, self._live)
+        if target not in self._live and name in self._live:
+            return name, None
+        return target, pattern
+
+    def _write(self, name: str, tensor: Tensor, *, file: object) -> Iterable[str] | None:
+        """Return the parameters that are complete with this tensor; None if it belongs to none."""
+        target, pattern = self._target(name)
+        if target not in self._live:
+            return None
+        if pattern is None:
+            _copy(tensor, self._live[target], name=name, file=file)
+            return (target,)
+        parts = self._parts.setdefault(target, {})
+        parts[name] = tensor
+        if len(parts) < self._num_parts[target]:
+            return ()
+        complete = self._converted(target, self._parts.pop(target))
+        for made, value in complete.items():
+            _copy(value, self._live[made], name=made, file=file)
+        return complete
+
+    def _converted(self, target: str, parts: dict[str, Tensor]) -> dict[str, Tensor]:
+        patterns = {name: self._target(name)[1] for name in sorted(parts, key=dot_natural_key)}
+        first = next(iter(patterns.values()))
+        conversion = deepcopy(next(one for one in self._converters if first in one.source_patterns))
+        for name, pattern in patterns.items():
+            conversion.add_tensor(target, name, pattern, parts[name])
+        made = conversion.convert(target, model=self._model, config=self._model.config)
+        return {name: value[0] if isinstance(value, list) else value for name, value in made.items()}
+
+
+def _tensors(folder: Path) -> Iterator[tuple[Path, str, Tensor]]:
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt", device="cpu") as opened:
+            for name in opened.keys():  # noqa: SIM118  a safetensors file is not a mapping
+                yield file, name, opened.get_tensor(name)
+
+
+def _copy(source: Tensor, target: Tensor, *, name: str, file: object) -> None:
+    if source.shape != target.shape:
+        raise ConfigError(f"{file}: {name} has shape {list(source.shape)}, the served model has {list(target.shape)}")
+    target.copy_(source)
+
+
+def _checksum(tensor: Tensor) -> str:
+    """SGLang's checksum on a CPU: the first eight bytes of the SHA-256 of the tensor's bytes."""
+    data = tensor.detach().cpu().contiguous().reshape(-1).view(uint8).numpy()
+    return hashlib.sha256(data.data).hexdigest()[:16]
