@@ -10,7 +10,7 @@ import itertools
 import os
 import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from dora.app.inputs import Inputs, model_bytes, open_inputs
 from dora.app.job import enter_graders
 from dora.app.managed import ManagedServer
 from dora.app.settings import SPARE_VERSIONS, settings_of
+from dora.app.trainer_check import CheckedTrainer, check_trainer
 from dora.app.trial_push import Held, push_once
 from dora.config.schema import Config
 from dora.controller.effects import Graders
@@ -67,9 +68,12 @@ async def check(config: Config, report: Report, *, push: bool = False) -> None:
             "inputs", f"model {inputs.model}, {inputs.tokenizer.vocab_size} tokens, prompts and rewards are readable"
         )
         await _check_rewards(config, inputs, graders, report=report)
+        trained = await asyncio.to_thread(check_trainer, config, inputs.model, stack.enter_context(ExitStack()))
+        for topic, text in trained.lines:
+            report(topic, text)
         engine = await stack.enter_async_context(open_engine(config, max_connections=8))
         async with _servers(config, inputs, engine) as urls:
-            servers = [await _check_server(config, inputs, engine, url, report=report) for url in urls]
+            servers = [await _check_server(config, inputs, engine, url, trained, report=report) for url in urls]
             if push:
                 set_umask(config.run.group)
                 await push_once(config, model=inputs.model, engine=engine, servers=servers)
@@ -131,12 +135,14 @@ async def _servers(config: Config, inputs: Inputs, engine: InferenceEngine) -> A
             yield [*config.engine.urls, url]
 
 
-async def _check_server(config: Config, inputs: Inputs, engine: InferenceEngine, url: str, *, report: Report) -> Held:
+async def _check_server(
+    config: Config, inputs: Inputs, engine: InferenceEngine, url: str, trained: CheckedTrainer, *, report: Report
+) -> Held:
     try:
         found = await engine.examine(url, timeout_s=PROBE_TIMEOUT_S)
         _check_room(config, found, url)
         require_same_shapes(url, found.model_path, model=inputs.model, path_map=config.engine.path_map)
-        worst = await _compare_logprobs(config, inputs, engine, url)
+        worst = await _compare_logprobs(config, inputs, engine, url, trained)
     except RemoteError as err:
         raise ConfigError(f"{_field(config, url)}: {err}") from err
     context = found.context_tokens or "unstated"
@@ -166,7 +172,9 @@ def _check_room(config: Config, found: Capabilities, url: str) -> None:
         )
 
 
-async def _compare_logprobs(config: Config, inputs: Inputs, engine: InferenceEngine, url: str) -> float:
+async def _compare_logprobs(
+    config: Config, inputs: Inputs, engine: InferenceEngine, url: str, trained: CheckedTrainer
+) -> float:
     """Return the largest difference between the server's log-probs and the trainer's, over a few answers."""
     prompts = _first_prompts(inputs, COMPARED_PROMPTS)
 
@@ -191,17 +199,10 @@ async def _compare_logprobs(config: Config, inputs: Inputs, engine: InferenceEng
         return tokens, logprobs
 
     answers = [await answer(number, prompt) for number, prompt in enumerate(prompts)]
-    from dora.trainer.score import score
-
     scored = await asyncio.to_thread(
-        score,
-        inputs.model,
+        trained.score,
         [[*p.tokens, *tokens] for p, (tokens, _) in zip(prompts, answers, strict=True)],
         prompt_lengths=[len(p.tokens) for p in prompts],
-        temperature=config.rollout.temperature,
-        device=config.trainer.device,
-        dtype=config.trainer.dtype,
-        fp32_head=config.trainer.fp32_head,
     )
     return max(
         float(np.abs(np.asarray(mine) - theirs).max()) for mine, (_, theirs) in zip(scored, answers, strict=True)

@@ -1,8 +1,7 @@
-"""Estimates memory, step time and the best split of GPUs from the shapes in a model folder.
+"""Estimates the memory of an instance, step time and the best split of GPUs from the shapes in a model folder.
 
-The memory of weights, optimizer and KV is exact arithmetic; that of activations is a rule of thumb. Times assume an
-H100, and prompts and answers of half their maximum length on average. The time of a step is the limit of
-docs/SIMULATION.md. The estimates are only displayed.
+Times assume an H100, and prompts and answers of half their maximum length on average. The time of a step is the limit
+of docs/SIMULATION.md. The estimates are only displayed. What a trainer rank takes: dora/trainer/forecast.py.
 """
 
 from __future__ import annotations
@@ -23,22 +22,17 @@ BANDWIDTH: Final = 3.35e12  # bytes per second
 FLOPS: Final = 4e14  # per second
 STEP_BASE_S: Final = 2.3e-3
 BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
-#: Bytes per parameter in training: weight, gradient and two moments in float32.
-STATE_BYTES: Final = 16
 #: Smallest saving, as a share of the step time, for which another split is suggested.
 MIN_SAVING: Final = 0.15
 
 
 @dataclass(frozen=True, slots=True)
 class Shapes:
-    """The dimensions of a dense or mixture-of-experts decoder."""
+    """The dimensions of a decoder."""
 
     parameters: int
     layers: int
-    hidden: int
-    intermediate: int  # width of the MLP that one token passes through
-    kv_width: int  # KV heads x head size
-    vocabulary: int
+    kv_width: int  # KV heads x head size; 0 without attention
 
     @classmethod
     def read(cls, folder: Path) -> Self:
@@ -53,19 +47,10 @@ class Shapes:
                     for size in tensors.get_slice(name).get_shape():
                         count *= size
                     parameters += count
-        heads = config["num_attention_heads"]
+        heads = config.get("num_attention_heads", 0)
         kv_heads = config.get("num_key_value_heads") or heads
-        head_dim = config.get("head_dim") or config["hidden_size"] // heads
-        experts = config.get("num_experts_per_tok") or 1
-        intermediate = config.get("moe_intermediate_size", config.get("intermediate_size", 4 * config["hidden_size"]))
-        return cls(
-            parameters=parameters,
-            layers=config["num_hidden_layers"],
-            hidden=config["hidden_size"],
-            intermediate=intermediate * experts,
-            kv_width=kv_heads * head_dim,
-            vocabulary=config["vocab_size"],
-        )
+        head_dim = config.get("head_dim") or config["hidden_size"] // max(heads, 1)
+        return cls(parameters=parameters, layers=config["num_hidden_layers"], kv_width=kv_heads * head_dim)
 
 
 class Memory(msgspec.Struct, frozen=True):
@@ -73,20 +58,14 @@ class Memory(msgspec.Struct, frozen=True):
 
     engine_weights: float
     engine_kv: float
-    trainer_states: float
-    trainer_activations: float  # of the largest micro-batch
 
 
 def memory(config: Config, shapes: Shapes) -> Memory:
-    """Estimate the memory of one GPU of an instance and of one trainer rank."""
-    served, computed = BYTES[config.trainer.publish_dtype], BYTES[config.trainer.dtype]
-    tp, tokens = config.engine.tensor_parallel, config.trainer.micro_batch_tokens
-    kept_per_layer = 10 * shapes.hidden + 2 * shapes.kv_width + 4 * shapes.intermediate  # for the backward pass
+    """Return the memory of one GPU of an instance."""
+    served, tp = BYTES[config.trainer.publish_dtype], config.engine.tensor_parallel
     return Memory(
         engine_weights=shapes.parameters * served / tp,
         engine_kv=config.engine.kv_tokens * kv_bytes_per_token(shapes, dtype_bytes=served) / tp,
-        trainer_states=shapes.parameters * STATE_BYTES / config.trainer.ranks,
-        trainer_activations=tokens * computed * (shapes.layers * kept_per_layer + 2 * shapes.vocabulary),
     )
 
 
@@ -143,10 +122,8 @@ def lines(config: Config, shapes: Shapes) -> list[tuple[str, str]]:
     """Return (topic, text) lines for the plan of `dora check`."""
     need = memory(config, shapes)
     found = [
-        ("memory", f"one instance: {_size(need.engine_weights)} weights + {_size(need.engine_kv)} KV"
-                   f"{' per GPU' if config.engine.tensor_parallel > 1 else ''}; one rank: "
-                   f"{_size(need.trainer_states)} weights and optimizer + about {_size(need.trainer_activations)} "
-                   f"activations ({shapes.parameters / 1e6:,.1f} M parameters)"),
+        ("memory", f"one instance: {size_text(need.engine_weights)} weights + {size_text(need.engine_kv)} KV"
+                   f"{' per GPU' if config.engine.tensor_parallel > 1 else ''}"),
     ]  # fmt: skip
     all_here = config.num_managed and not config.engine.urls and not config.trainer.external
     if config.engine.device == "cpu" or config.trainer.device == "cpu" or not all_here:
@@ -167,5 +144,6 @@ def lines(config: Config, shapes: Shapes) -> list[tuple[str, str]]:
     return found
 
 
-def _size(num_bytes: float) -> str:
-    return f"{num_bytes / 2**30:,.1f} GB" if num_bytes >= 2**30 / 10 else f"{num_bytes / 2**20:,.1f} MB"
+def size_text(num_bytes: float) -> str:
+    """Return a size for people."""
+    return f"{num_bytes / 2**30:,.1f} GB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:,.1f} MB"

@@ -66,6 +66,7 @@ def trainer_settings(config: Config, *, max_staleness: int) -> TrainerSettings:
     return TrainerSettings(
         **_common(config.trainer, TrainerSettings),
         steps=config.run.steps,
+        longest_request=config.longest_request,
         temperature=config.rollout.temperature,
         max_staleness=max_staleness,
     )
@@ -79,6 +80,7 @@ _WITHOUT_EFFECT = (
     "max_staleness",
     "checkpoint_every",
     "micro_batch_tokens",
+    "longest_request",
 )
 
 

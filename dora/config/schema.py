@@ -225,7 +225,8 @@ class TrainerConfig(Section):
     activation_checkpointing: Literal["none", "selective", "full", "auto"] = "auto"
     """What the layers keep of a micro-batch for its backward pass; the rest is computed again. `selective`: the outputs
     of matrix products and attention (about half the memory, 6 % more time). `full`: the input of each layer (a
-    twentieth, 27 %). Results are the same. `auto`: at present `none`."""
+    twentieth, 27 %). Results are the same. `auto`: the first of them whose forecast fits in the memory of the GPU or,
+    on a CPU, in the rank's share of the host's free memory; `dora check` shows the forecast."""
     threads: Positive = 1
     """Number of torch threads per rank."""
     micro_batch_tokens: Positive = 4_096

@@ -36,11 +36,6 @@ KEPT_OPERATORS: Final = frozenset(
 )  # fmt: skip
 
 
-def resolve(mode: Literal["none", "selective", "full", "auto"]) -> Mode:
-    """Return the mode to apply."""
-    return "none" if mode == "auto" else mode
-
-
 def apply_checkpointing(layers: Iterable[nn.Module], mode: Mode) -> None:
     """Let each layer keep what `mode` says; names of parameters do not change.
 

@@ -9,6 +9,7 @@ parts of the allocator's blocks.
 
 from __future__ import annotations
 
+import math
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -22,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_iter
 
 from dora.trainer import model as policy
-from dora.trainer.checkpointing import Mode, apply_checkpointing
+from dora.trainer.checkpointing import MODES, Mode, apply_checkpointing
 from dora.trainer.kept import LiveBytes
 from dora.trainer.logprobs import logprobs
 from dora.trainer.packing import Layout, Row, make_row
@@ -33,6 +34,8 @@ WITH_DATA: Final = 2**26
 #: (each of the loop's operations takes 0.1 ms even without data).
 SMALL_WITH_DATA: Final = (128, 512)
 SMALL: Final = (64, 128)
+#: Largest share of the memory that a forecast may take: it is a few percent wrong, and allocators waste some.
+FITS: Final = 0.9
 _CPU: Final = torch.device("cpu")
 _aten = torch.ops.aten
 
@@ -64,7 +67,7 @@ class Outline:
 
     def __init__(self, model_path: Path, *, dtype: torch.dtype, checkpointing: Mode = "none") -> None:
         """`dtype`: of the computation. ConfigError if the folder has no model that can be trained."""
-        self._model = policy.on_meta(policy.read_config(model_path))
+        self._model = policy.build_on_meta(policy.read_config(model_path))
         layers = list(policy.decoder_layers(self._model))
         units = [_size(unit) for unit in policy.sharding_units(self._model)]
         self.parameters = _size(self._model)  #: number
@@ -119,6 +122,30 @@ class Outline:
             loss.backward()
         self._model.zero_grad()
         return _Count(kept - before + sum(self._repeated), live.most - kept, live.operations)
+
+
+def largest_pass(
+    outline: Outline, *, tokens: int, longest: int, ranks: int, memory: int, layout: Layout | None = None
+) -> int:
+    """Return how many tokens of one pass fit in `memory` bytes; below 1 if the weights alone do not."""
+    tokens = max(tokens, longest)
+    here, twice = (
+        outline.forecast(tokens=n, longest=longest, ranks=ranks, layout=layout).total for n in (tokens, 2 * tokens)
+    )
+    return tokens + math.floor((FITS * memory - here) / (twice - here) * tokens)
+
+
+def choose_mode(
+    model_path: Path, *, dtype: torch.dtype, tokens: int, longest: int, ranks: int, memory: int
+) -> tuple[Mode, Forecast]:
+    """Return the first mode of checkpointing whose forecast fits in `memory` bytes, or else the last one."""
+    for mode in MODES:
+        found = Outline(model_path, dtype=dtype, checkpointing=mode).forecast(
+            tokens=tokens, longest=longest, ranks=ranks
+        )
+        if found.total <= FITS * memory:
+            break
+    return mode, found
 
 
 def trial_row(tokens: int, *, longest: int, layout: Layout | None = None, device: torch.device = _CPU) -> Row:

@@ -20,10 +20,11 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
 from dora.errors import ConfigError, DoraError, ProtocolError
-from dora.trainer import checkpointing
 from dora.trainer.attention_gpu import describe
+from dora.trainer.checkpointing import MODES, Mode
+from dora.trainer.forecast import choose_mode
 from dora.trainer.forward_check import check_training
-from dora.trainer.memory import memory_errors, train_in_memory
+from dora.trainer.memory import memory_errors, rank_memory, train_in_memory
 from dora.trainer.model import Policy, make_mesh, require_device
 from dora.trainer.publish import Publisher
 from dora.trainer.step import Trainer
@@ -78,15 +79,13 @@ def run(end: TrainerEnd, *, local_rank: int) -> None:
     publisher = _publisher(order, end) if dist.get_rank() == 0 else None
     device = torch.device("cuda", local_rank) if settings.device == "cuda" else torch.device("cpu")
     with memory_errors(device, during="while the model was loaded", change="use a smaller model"):
+        mode, chosen = _checkpointing(order, device)
         policy = Policy(
-            Path(order.model_path),
-            mesh=mesh,
-            dtype=getattr(torch, settings.dtype),
-            activation_checkpointing=checkpointing.resolve(settings.activation_checkpointing),
+            Path(order.model_path), mesh=mesh, dtype=getattr(torch, settings.dtype), activation_checkpointing=mode
         )
         checked = check_training(policy, dtype=settings.dtype)
         trainer = Trainer(order, end=end, policy=policy, layout=checked.layout, publisher=publisher)
-        trainer.start(note=checked.note)
+        trainer.start(note="; ".join(note for note in (checked.note, chosen) if note))
     while not isinstance(message := end.receive(MESSAGE_TIMEOUT_S), Stop):
         match message:
             case MicroBatch():
@@ -99,6 +98,32 @@ def run(end: TrainerEnd, *, local_rank: int) -> None:
     if publisher is not None:
         publisher.close()
     dist.destroy_process_group()
+
+
+def _checkpointing(order: Configure, device: torch.device) -> tuple[Mode, str]:
+    """Return the kind of checkpointing of all ranks and, if it is not what a user expects, a note; a collective."""
+    settings = order.settings
+    if settings.activation_checkpointing != "auto":
+        return settings.activation_checkpointing, ""
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    memory = torch.tensor(rank_memory(device, ranks_here=ranks_here), device=device)
+    dist.all_reduce(memory, dist.ReduceOp.MIN)
+    chosen = torch.zeros((), dtype=torch.int64, device=device)
+    if dist.get_rank() == 0:
+        mode, found = choose_mode(
+            Path(order.model_path),
+            dtype=getattr(torch, settings.dtype),
+            tokens=settings.micro_batch_tokens,
+            longest=settings.longest_request,
+            ranks=dist.get_world_size(),
+            memory=int(memory),
+        )
+        chosen.fill_(MODES.index(mode))
+        figures = f"a rank is forecast to take {found.total / 2**30:.1f} of {int(memory) / 2**30:.1f} GB"
+        print(f"activation checkpointing: {mode}; {figures}", flush=True)  # noqa: T201
+    dist.broadcast(chosen, 0)
+    mode = MODES[int(chosen)]
+    return mode, f"trainer.activation_checkpointing: {mode}, chosen to save memory" if mode != "none" else ""
 
 
 def _join(backend: str) -> None:

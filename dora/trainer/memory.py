@@ -47,6 +47,12 @@ def device_memory(device: torch.device) -> DeviceMemory:
     return DeviceMemory(min(host.available, limit - used), limit)
 
 
+def rank_memory(device: torch.device, *, ranks_here: int) -> int:
+    """Return the bytes that one rank may use: its GPU, or its share of the memory that is free on this host."""
+    found = device_memory(device)
+    return found.total if device.type == "cuda" else found.free // ranks_here
+
+
 def _read_number(path: Path) -> int | None:
     """Return the number in a file; None if there is none (`max`: no limit)."""
     try:
@@ -75,5 +81,7 @@ def train_in_memory(batch: MicroBatch, settings: TrainerSettings, device: torch.
         change = f"lower trainer.micro_batch_tokens, which is {settings.micro_batch_tokens}"
     else:
         change = "lower rollout.max_new_tokens"
+    if settings.activation_checkpointing != "full":
+        change += ", set trainer.activation_checkpointing to full"
     during = f"in a micro-batch of {len(batch.tokens)} tokens, of which the longest sequence has {longest}"
     return memory_errors(device, during=during, change=change)

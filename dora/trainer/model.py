@@ -119,18 +119,18 @@ def _planned(model_path: Path, opened: ExitStack) -> tuple[Any, ModelFolder, Pla
     """Build the model without memory for its parameters, and plan how the folder's tensors become its own."""
     config = read_config(model_path)
     folder = open_folder(model_path, config, opened)
-    model = on_meta(config)
+    model = build_on_meta(config)
     return model, folder, plan(model, folder)
 
 
 def read_config(model_path: Path) -> Any:
-    """Return the config of a model folder; ConfigError if it has none."""
+    """Return the config of a model folder."""
     if not (model_path / "config.json").is_file():
         raise ConfigError(f"model.path: {model_path} has no config.json; give a Hugging Face model folder")
     return AutoConfig.from_pretrained(model_path, local_files_only=True, trust_remote_code=False)
 
 
-def on_meta(config: Any) -> Any:
+def build_on_meta(config: Any) -> Any:
     """Build the model of a config, without memory for its parameters."""
     attention.require_interface(config)
     if hasattr(config, "quantization_config"):

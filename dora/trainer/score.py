@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ from dora.trainer import attention
 from dora.trainer.forward_check import check_forward
 from dora.trainer.logprobs import logprobs
 from dora.trainer.model import require_device
-from dora.trainer.packing import make_row, split_passes
+from dora.trainer.packing import Layout, make_row, split_passes
 
 TOKENS_PER_ROW = 4_096  # sequences are packed up to this many tokens; a longer one is a row by itself
 
@@ -49,6 +50,28 @@ def score(
     )
     model = model.to(device).eval()
     layout = check_forward(model, device=torch.device(device), dtype=dtype).layout
+    return score_with(
+        model,
+        layout,
+        sequences,
+        prompt_lengths=prompt_lengths,
+        temperature=temperature,
+        device=torch.device(device),
+        fp32_head=fp32_head,
+    )
+
+
+def score_with(
+    model: Any,
+    layout: Layout,
+    sequences: Sequence[Sequence[int]],
+    *,
+    prompt_lengths: Sequence[int],
+    temperature: float,
+    device: torch.device,
+    fp32_head: bool = False,
+) -> list[NDArray[np.float32]]:
+    """Like `score`, under a loaded model; `layout` is the one under which its forward pass is exact."""
     scored: list[NDArray[np.float32]] = [np.empty(0, np.float32)] * len(sequences)
     for members in split_passes([len(sequence) for sequence in sequences], layout=layout, budget=TOKENS_PER_ROW):
         lengths = np.array([len(sequences[n]) for n in members])
@@ -56,7 +79,7 @@ def score(
         response_lengths = lengths - np.array([prompt_lengths[n] for n in members])
         trained = np.concatenate([np.arange(end - n, end) for end, n in zip(ends, response_lengths, strict=True)])
         tokens = np.concatenate([np.asarray(sequences[n], np.int64) for n in members])
-        row = make_row(tokens, lengths=lengths, trained=trained, padded=layout.padded, device=torch.device(device))
+        row = make_row(tokens, lengths=lengths, trained=trained, padded=layout.padded, device=device)
         with torch.no_grad():
             values = logprobs(model, row, temperature=temperature, fp32_head=fp32_head)[0].float().cpu().numpy()
         for n, logprobs_P in zip(members, np.split(values, np.cumsum(response_lengths)[:-1]), strict=True):

@@ -38,6 +38,7 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     activation_checkpointing: Literal["none", "selective", "full", "auto"]
     threads: int
     micro_batch_tokens: int
+    longest_request: int  # tokens of the longest prompt and answer
     steps: int  # T of the job: the last step writes a checkpoint
     learning_rate: float
     warmup_steps: int

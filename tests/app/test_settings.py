@@ -46,6 +46,7 @@ def test_the_ranks_receive_the_trainer_section() -> None:
     received = trainer_settings(config("trainer.beta2=0.5", "run.steps=9", "rollout.temperature=0.7"), max_staleness=4)
     assert (received.beta2, received.steps, received.temperature, received.max_staleness) == (0.5, 9, 0.7, 4)
     assert received.micro_batch_tokens == config().trainer.micro_batch_tokens
+    assert received.longest_request == config().longest_request
 
 
 def test_every_shipped_config_can_be_simulated() -> None:

@@ -15,7 +15,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from dora.trainer import attention, forecast
 from dora.trainer import model as policy
 from dora.trainer.checkpointing import MODES, Mode, apply_checkpointing
-from dora.trainer.forecast import SMALL, Outline, trial_row
+from dora.trainer.forecast import SMALL, Outline, choose_mode, trial_row
 from dora.trainer.kept import kept_bytes
 from dora.trainer.logprobs import logprobs
 from dora.trainer.model import Policy, decoder_layers, make_mesh
@@ -145,3 +145,12 @@ def allocations(loaded: Policy, row: Any, *, closes_step: bool) -> list[int]:
 
 def running_sums(values: list[int]) -> list[int]:
     return [sum(values[: n + 1]) for n in range(len(values))]
+
+
+def test_the_first_mode_that_fits_is_chosen(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forecast, "WITH_DATA", 2**26)
+    sizes = {"dtype": torch.float32, "tokens": 2000, "longest": 500, "ranks": 2}
+    needs = [choose_mode(folder, memory=memory, **sizes)[1].total for memory in (2**40, 0)]
+    assert needs[1] < needs[0] / 2
+    chosen = {memory: choose_mode(folder, memory=memory, **sizes)[0] for memory in (2**40, needs[0], needs[1], 1)}
+    assert list(chosen.values()) == ["none", "selective", "full", "full"]

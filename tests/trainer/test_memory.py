@@ -19,7 +19,8 @@ CPU = torch.device("cpu")
 END_S = 20.0  # on a busy machine; 1 s on an idle one
 SAYS = (
     "out of memory on cpu (N GB free) in a micro-batch of 30000 tokens, of which the longest sequence has 500; "
-    "lower trainer.micro_batch_tokens, which is 40000, or start more trainer.ranks"
+    "lower trainer.micro_batch_tokens, which is 40000, set trainer.activation_checkpointing to full, "
+    "or start more trainer.ranks"
 )
 
 

@@ -1,0 +1,208 @@
+"""The trainer's part of `dora check`: its forward pass, and the memory of a rank, forecast and measured.
+
+A rank is forecast from the model's config. Where its device is here and one rank alone can hold the model, the model is
+loaded as in a run, its forward pass is checked by the trainer's own code, and one pass is measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dora.app.estimate import size_text
+from dora.config.schema import Config
+
+if TYPE_CHECKING:  # torch takes seconds to import
+    from dora.trainer.checkpointing import Mode
+    from dora.trainer.forecast import Outline
+    from dora.trainer.packing import Layout
+    from dora.trainer.trial import Trial
+
+#: Most operations of a trial on a CPU, about 5 s on one core: a larger model is tried on fewer tokens.
+CPU_OPERATIONS: Final = 1e11
+MIN_TOKENS: Final = 64
+#: Largest number of ranks that is proposed.
+MAX_RANKS: Final = 1024
+
+
+@dataclass(frozen=True)
+class CheckedTrainer:
+    """What was found out, and the loaded model; None if it could not be tried."""
+
+    config: Config
+    model: Path
+    lines: list[tuple[str, str]]
+    trial: Trial | None
+
+    def score(self, sequences: Sequence[Sequence[int]], *, prompt_lengths: Sequence[int]) -> list[NDArray[np.float32]]:
+        """Return the log-probs of each sequence's tokens after the prompt, as the trainer computes them."""
+        trainer, temperature = self.config.trainer, self.config.rollout.temperature
+        if self.trial is not None:
+            return self.trial.score(
+                sequences, prompt_lengths=prompt_lengths, temperature=temperature, fp32_head=trainer.fp32_head
+            )
+        from dora.trainer.score import score
+
+        return score(
+            self.model,
+            sequences,
+            prompt_lengths=prompt_lengths,
+            temperature=temperature,
+            device=trainer.device,
+            dtype=trainer.dtype,
+            fp32_head=trainer.fp32_head,
+        )
+
+
+def check_trainer(config: Config, model: Path, stack: ExitStack) -> CheckedTrainer:
+    """Forecast a rank, and try one if possible; ConfigError if the model cannot be trained. It blocks."""
+    import torch
+
+    from dora.trainer.forecast import Outline
+
+    trainer = config.trainer
+    is_here = trainer.device == "cpu" or torch.cuda.is_available()
+    memory = _memory(config) if is_here and not trainer.external else None
+    mode = _mode(config, model, memory)
+    outline = Outline(model, dtype=getattr(torch, trainer.dtype), checkpointing=mode)
+    alone = outline.forecast(tokens=trainer.micro_batch_tokens, longest=config.longest_request, ranks=1, moment_bytes=0)
+    lines = []
+    trial = None
+    if trainer.external:
+        lines.append(("trial", "not tried: the ranks are started elsewhere"))
+    elif memory is None:
+        lines.append(("trial", "not tried: torch can use no CUDA device here"))
+    elif alone.total > memory:
+        lines.append(("trial", f"not tried: one rank alone would take {size_text(alone.total)}"))
+    else:
+        trial = _try(config, model, mode, stack)
+        note = trial.checked.note or "log-probs and gradients of packed sequences are those of each alone"
+        lines += [("forward", note), ("trial", _measure(config, outline, trial))]
+    layout = trial.checked.layout if trial is not None else None
+    lines += _memory_lines(config, model, outline, mode=mode, memory=memory, layout=layout)
+    return CheckedTrainer(config, model, lines, trial)
+
+
+def _memory(config: Config) -> int:
+    """Return the bytes that one rank may use."""
+    import torch
+
+    from dora.trainer.memory import rank_memory
+
+    device = torch.device("cuda", 0) if config.trainer.device == "cuda" else torch.device("cpu")
+    return rank_memory(device, ranks_here=config.trainer.ranks)
+
+
+def _mode(config: Config, model: Path, memory: int | None) -> Mode:
+    """Return the kind of checkpointing that the ranks will use; `none` for `auto` if their memory is unknown."""
+    import torch
+
+    from dora.trainer.forecast import choose_mode
+
+    trainer = config.trainer
+    if trainer.activation_checkpointing != "auto":
+        return trainer.activation_checkpointing
+    if memory is None:
+        return "none"
+    return choose_mode(
+        model,
+        dtype=getattr(torch, trainer.dtype),
+        tokens=trainer.micro_batch_tokens,
+        longest=config.longest_request,
+        ranks=trainer.ranks,
+        memory=memory,
+    )[0]
+
+
+def _try(config: Config, model: Path, mode: Mode, stack: ExitStack) -> Trial:
+    from dora.trainer.trial import Trial
+
+    trainer = config.trainer
+    with _memory_errors(config, during="while the model was loaded for a trial"):
+        return stack.enter_context(Trial(model, device=trainer.device, dtype=trainer.dtype, checkpointing=mode))
+
+
+def _memory_errors(config: Config, *, during: str) -> AbstractContextManager[None]:
+    import torch
+
+    from dora.trainer.memory import memory_errors
+
+    change = "lower trainer.micro_batch_tokens, set trainer.activation_checkpointing to full"
+    return memory_errors(torch.device(config.trainer.device), during=during, change=change)
+
+
+def _measure(config: Config, outline: Outline, trial: Trial) -> str:
+    """Return the memory of a pass, forecast beside measured."""
+    trainer = config.trainer
+    tokens, longest = trainer.micro_batch_tokens, config.longest_request
+    if is_cpu := trainer.device == "cpu":
+        most = max(MIN_TOKENS, int(CPU_OPERATIONS / (8 * outline.parameters)))
+        tokens, longest = min(tokens, most), min(longest, most)
+    forecast = outline.forecast(tokens=tokens, longest=longest, ranks=1, layout=trial.checked.layout, moment_bytes=0)
+    with _memory_errors(config, during=f"in a trial of {max(tokens, longest)} tokens"):
+        measured = trial.measure(tokens=tokens, longest=longest)
+    what = "kept for the backward pass" if is_cpu else "at most allocated, without the optimizer"
+    return (
+        f"{max(tokens, longest)} tokens, sequences of {longest}: forecast "
+        f"{size_text(forecast.kept if is_cpu else forecast.total)}, measured {size_text(measured)} {what}"
+    )
+
+
+def _memory_lines(
+    config: Config, model: Path, outline: Outline, *, mode: Mode, memory: int | None, layout: Layout | None
+) -> list[tuple[str, str]]:
+    """Return the forecast of a rank, and the longest answer that fits, or what to change."""
+    from dora.trainer.forecast import largest_pass
+
+    trainer = config.trainer
+    tokens, longest = max(trainer.micro_batch_tokens, config.longest_request), config.longest_request
+    need = outline.forecast(tokens=tokens, longest=longest, ranks=trainer.ranks, layout=layout)
+    available = f" of {size_text(memory)}" if memory is not None else ""
+    lines = [
+        (
+            "memory",
+            f"one rank: {size_text(need.total)}{available}: {size_text(need.states)} weights, gradients, optimizer, "
+            f"{size_text(need.gathered)} gathered, {size_text(need.kept + need.working)} for a pass of {tokens} "
+            f"tokens (activation checkpointing {mode}, {outline.parameters / 1e6:,.1f} M parameters)",
+        )
+    ]
+    if memory is not None:
+        most = largest_pass(outline, tokens=tokens, longest=longest, ranks=trainer.ranks, memory=memory, layout=layout)
+        if most >= tokens:
+            text = f"answers of up to {most - config.task.max_prompt_tokens:,} tokens would fit in this memory"
+        else:
+            change = _change(config, model, mode=mode, most=most, memory=memory)
+            text = f"DOES NOT FIT in {size_text(memory)}: {change}"
+        lines.append(("", text))
+    return lines
+
+
+def _change(config: Config, model: Path, *, mode: Mode, most: int, memory: int) -> str:
+    """Return what to change so that a pass fits, if `most` tokens do now."""
+    import torch
+
+    from dora.trainer.forecast import FITS, Outline, choose_mode, largest_pass
+
+    longest, ranks = config.longest_request, config.trainer.ranks
+    if most >= longest:
+        return f"set trainer.micro_batch_tokens to at most {most}"
+    dtype = getattr(torch, config.trainer.dtype)
+    if mode != "full":
+        other, need = choose_mode(model, dtype=dtype, tokens=longest, longest=longest, ranks=ranks, memory=memory)
+        if need.total <= FITS * memory:
+            return f"set trainer.activation_checkpointing to {other} and trainer.micro_batch_tokens to {longest}"
+    outline = Outline(model, dtype=dtype, checkpointing="full")
+    while ranks < MAX_RANKS:
+        ranks *= 2
+        if outline.forecast(tokens=longest, longest=longest, ranks=ranks).total <= FITS * memory:
+            return f"start at least {ranks} trainer.ranks with trainer.activation_checkpointing = full"
+    most = largest_pass(outline, tokens=longest, longest=longest, ranks=config.trainer.ranks, memory=memory)
+    if most > config.task.max_prompt_tokens:
+        return f"set rollout.max_new_tokens to at most {most - config.task.max_prompt_tokens}"
+    return "the model is too large for this device"
