@@ -189,8 +189,6 @@ class Trained(msgspec.Struct, tag=True):
     flops: float
     how: str  # attention, layers, moments
     update_s: float
-    micro_batch_bytes: int = 0  # the peak before the step closes
-    forecast_bytes: int = 0
 
 
 class Published(msgspec.Struct, tag=True):
@@ -202,13 +200,20 @@ class Published(msgspec.Struct, tag=True):
     slower: float  # micro-batches meanwhile, of those before
 
 
+class Foretold(msgspec.Struct, tag=True):
+    """The memory of a micro-batch."""
+
+    forecast_bytes: int
+    measured_bytes: int  # the peak before the step closes
+
+
 class Failed(msgspec.Struct, tag=True):
     """Why there are no figures."""
 
     reason: str
 
 
-Found = Peaks | Trained | Published | Failed
+Found = Peaks | Trained | Published | Foretold | Failed
 
 
 # --- one case, in a process of its own
@@ -334,9 +339,6 @@ def measure_ours(case: Case, answers: Answers, *, mode: Mode, folder: Path) -> I
     moments = has_moments(case)
     model_path = folder / "model"
     make_outline(config_of(case), model_path)
-    forecast = Outline(model_path, dtype=getattr(torch, DTYPE)).forecast(
-        tokens=case.tokens, longest=max(answers.lengths), ranks=1, moment_bytes=8 if moments else 0
-    )
     kernel = next(name for name, is_present in kernels_present(case.device).items() if is_present)
     reports = Reports()
     chosen = settings(device=case.device, dtype=DTYPE, micro_batch_tokens=case.tokens, mode=mode)
@@ -380,8 +382,6 @@ def measure_ours(case: Case, answers: Answers, *, mode: Mode, folder: Path) -> I
             flops=SHAPES[case.model].flops(answers),
             how=describe(f"packed, {kernel}", mode, moments=moments),
             update_s=trainer.update_s,
-            micro_batch_bytes=micro_batch_bytes,
-            forecast_bytes=forecast.total if mode == "none" else 0,
         )
         if not case.publish:
             return
@@ -399,6 +399,10 @@ def measure_ours(case: Case, answers: Answers, *, mode: Mode, folder: Path) -> I
             written_s=written - published_from,
             slower=statistics.median(meanwhile) / seconds if meanwhile else 1.0,
         )
+        outline = Outline(model_path, dtype=getattr(torch, DTYPE), checkpointing=mode)  # takes half a minute
+        longest, moment_bytes = max(answers.lengths), 8 if moments else 0
+        forecast = outline.forecast(tokens=case.tokens, longest=longest, ranks=1, moment_bytes=moment_bytes)
+        yield Foretold(forecast.total, micro_batch_bytes)
 
 
 def make_outline(config: Any, folder: Path) -> None:
@@ -537,6 +541,14 @@ class Table:
                 self.trained(what, case, found, self.plain.get((case.model, case.tokens)))
             case Published():
                 self.published(case.model, found)
+            case Foretold(forecast, measured) if case.device == "cuda":  # on a CPU a process has more than tensors
+                self.report.row(
+                    f"{what}: memory of a micro-batch as `dora check` forecasts it",
+                    forecast / 1e9,
+                    "GB",
+                    against=f"measured, {number(measured / 1e9)} GB",
+                    ratio=forecast / measured,
+                )
 
     def trained(self, what: str, case: Case, found: Trained, plain: Trained | None) -> None:
         rate = case.tokens / found.seconds
@@ -554,14 +566,6 @@ class Table:
             against=f"plain transformers, {number(plain.peak_bytes / 1e9)} GB" if plain else "",
             ratio=found.peak_bytes / plain.peak_bytes if plain else None,
         )
-        if found.forecast_bytes and case.device == "cuda":
-            self.report.row(
-                f"{what}: memory of a micro-batch as forecast",
-                found.forecast_bytes / 1e9,
-                "GB",
-                against=f"measured, {number(found.micro_batch_bytes / 1e9)} GB",
-                ratio=found.forecast_bytes / found.micro_batch_bytes,
-            )
         if self.peaks is not None:
             known = datasheet(self.peaks.name)
             top, origin = (known[0], "datasheet") if known else (self.peaks.tflops, "measured")
