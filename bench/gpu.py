@@ -355,7 +355,7 @@ def measure_ours(case: Case, answers: Answers, *, mode: Mode, folder: Path) -> I
         stack.enter_context(one_rank(case.device))
         stack.enter_context(patch("dora.trainer.model.load_shards", fill))
         if not moments:
-            stack.enter_context(patch("dora.trainer.step.make_optimizer", without_moments))
+            stack.enter_context(patch("dora.trainer.step.ShardOptimizer", WithoutMoments))
         make = partial(make_trainer, order, publisher=publisher if case.publish else None, reports=reports)
         try:
             trainer = make(layout=None if moments else Layout())
@@ -433,8 +433,19 @@ def fill(model: Any, *_: object, **__: object) -> None:
             shard.fill_(1.0)
 
 
-def without_moments(shards: dict[str, torch.Tensor], *_: object) -> torch.optim.Optimizer:
-    return torch.optim.SGD([torch.nn.Parameter(shard) for shard in shards.values()], lr=1e-4)
+class WithoutMoments:
+    """An optimizer in place of AdamW, whose moments would not fit."""
+
+    def __init__(self, shards: dict[str, torch.Tensor], _: object) -> None:
+        self._shards = shards
+
+    @torch.no_grad()
+    def update(self, gradients: dict[str, torch.Tensor], *, learning_rate: float) -> None:
+        for name, shard in self._shards.items():
+            shard.sub_(gradients[name], alpha=learning_rate)
+
+    def state(self) -> dict[str, torch.Tensor]:
+        return {}
 
 
 # --- the roofline

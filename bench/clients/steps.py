@@ -176,6 +176,7 @@ def settings(*, device: str, dtype: str, micro_batch_tokens: int, mode: Mode = "
         threads=torch.get_num_threads(),
         micro_batch_tokens=micro_batch_tokens,
         activation_checkpointing=mode,
+        optimizer_state="device",
         steps=1_000_000,
         checkpoint_every=1_000_000,
         learning_rate=LEARNING_RATE,

@@ -65,12 +65,14 @@ def check_trainer(config: Config, model: Path, stack: ExitStack) -> CheckedTrain
     import torch
 
     from dora.trainer.forecast import Outline
+    from dora.trainer.optimizer import MOMENT_BYTES
 
     trainer = config.trainer
     is_here = trainer.device == "cpu" or torch.cuda.is_available()
     memory = _memory(config) if is_here and not trainer.external else None
     mode = _mode(config, model, memory)
-    outline = Outline(model, dtype=getattr(torch, trainer.dtype), checkpointing=mode)
+    dtype, moment_bytes = getattr(torch, trainer.dtype), MOMENT_BYTES[trainer.optimizer_state]
+    outline = Outline(model, dtype=dtype, checkpointing=mode, moment_bytes=moment_bytes)
     alone = outline.forecast(tokens=trainer.micro_batch_tokens, longest=config.longest_request, ranks=1, moment_bytes=0)
     lines = []
     trial = None
@@ -104,6 +106,7 @@ def _mode(config: Config, model: Path, memory: int | None) -> Mode:
     import torch
 
     from dora.trainer.forecast import choose_mode
+    from dora.trainer.optimizer import MOMENT_BYTES
 
     trainer = config.trainer
     if trainer.activation_checkpointing != "auto":
@@ -117,6 +120,7 @@ def _mode(config: Config, model: Path, memory: int | None) -> Mode:
         longest=config.longest_request,
         ranks=trainer.ranks,
         memory=memory,
+        moment_bytes=MOMENT_BYTES[trainer.optimizer_state],
     )[0]
 
 
@@ -188,16 +192,25 @@ def _change(config: Config, model: Path, *, mode: Mode, most: int, memory: int) 
     import torch
 
     from dora.trainer.forecast import FITS, Outline, choose_mode, largest_pass
+    from dora.trainer.optimizer import MOMENT_BYTES
 
     longest, ranks = config.longest_request, config.trainer.ranks
     if most >= longest:
         return f"set trainer.micro_batch_tokens to at most {most}"
-    dtype = getattr(torch, config.trainer.dtype)
+    dtype, moment_bytes = getattr(torch, config.trainer.dtype), MOMENT_BYTES[config.trainer.optimizer_state]
     if mode != "full":
-        other, need = choose_mode(model, dtype=dtype, tokens=longest, longest=longest, ranks=ranks, memory=memory)
+        other, need = choose_mode(
+            model,
+            dtype=dtype,
+            tokens=longest,
+            longest=longest,
+            ranks=ranks,
+            memory=memory,
+            moment_bytes=moment_bytes,
+        )
         if need.total <= FITS * memory:
             return f"set trainer.activation_checkpointing to {other} and trainer.micro_batch_tokens to {longest}"
-    outline = Outline(model, dtype=dtype, checkpointing="full")
+    outline = Outline(model, dtype=dtype, checkpointing="full", moment_bytes=moment_bytes)
     while ranks < MAX_RANKS:
         ranks *= 2
         if outline.forecast(tokens=longest, longest=longest, ranks=ranks).total <= FITS * memory:

@@ -227,6 +227,9 @@ class TrainerConfig(Section):
     of matrix products and attention (about half the memory, 6 % more time). `full`: the input of each layer (a
     twentieth, 27 %). Results are the same. `auto`: the first of them whose forecast fits in the memory of the GPU or,
     on a CPU, in the rank's share of the host's free memory; `dora check` shows the forecast."""
+    optimizer_state: Literal["device", "host", "8bit"] = "device"
+    """Where the moments of AdamW are, 8 bytes for each parameter of a rank. `host`: in the memory of the host, with 16
+    bytes in all; the update is computed there too. `8bit`: on the device, quantized to a quarter; needs torchao."""
     threads: Positive = 1
     """Number of torch threads per rank."""
     micro_batch_tokens: Positive = 4_096
@@ -459,6 +462,8 @@ class Config(Section):
                 f"rollout.group_size: {self.rollout.group_size} answer per prompt has no siblings to be compared with, "
                 f"but advantage '{self.trainer.advantage}' is group-relative; use at least 2"
             )
+        if self.trainer.optimizer_state == "host" and self.trainer.device == "cpu":
+            yield "trainer.optimizer_state: with trainer.device = cpu, the moments are on the host anyway; use device"
         if SILENCE * self.rollout.watchdog_s >= self.run.no_progress_s:
             yield (
                 f"rollout.watchdog_s: {SILENCE:g} x {self.rollout.watchdog_s:g} s must be below run.no_progress_s "

@@ -65,8 +65,14 @@ class _Count(NamedTuple):
 class Outline:
     """A model without data, and the memory that training it takes."""
 
-    def __init__(self, model_path: Path, *, dtype: torch.dtype, checkpointing: Mode = "none") -> None:
-        """`dtype`: of the computation. ConfigError if the folder has no model that can be trained."""
+    def __init__(
+        self, model_path: Path, *, dtype: torch.dtype, checkpointing: Mode = "none", moment_bytes: float = 8
+    ) -> None:
+        """`dtype`: of the computation. `moment_bytes`: of the optimizer's moments on the device, per parameter.
+
+        ConfigError if the folder has no model that can be trained.
+        """
+        self._moment_bytes = moment_bytes
         self._model = policy.build_on_meta(policy.read_config(model_path))
         layers = list(policy.decoder_layers(self._model))
         units = [_size(unit) for unit in policy.sharding_units(self._model)]
@@ -83,19 +89,20 @@ class Outline:
         self._run(trial_row(2, longest=2))  # the first pass also measures what follows the head
 
     def forecast(
-        self, *, tokens: int, longest: int, ranks: int, layout: Layout | None = None, moment_bytes: int = 8
+        self, *, tokens: int, longest: int, ranks: int, layout: Layout | None = None, moment_bytes: float | None = None
     ) -> Forecast:
         """Forecast one pass over sequences of `longest` tokens, `tokens` in all (or one sequence, if that is longer).
 
-        `moment_bytes`: of the optimizer's state on the device, per parameter; 0 for a trial without an update.
+        `moment_bytes`: in place of the outline's; 0 for a trial without an update.
         """
+        moment_bytes = self._moment_bytes if moment_bytes is None else moment_bytes
         if is_gathered := 8 * self.parameters <= policy.GATHERED_BYTES:  # all, and gradients until the step closes
             gathered = self.parameters * (self._width + 4) + self._rest * self._width
         else:  # embeddings and head, and two layers: one computes while the next is gathered
             gathered = (self._rest + 2 * self._largest_unit) * self._width
         kept, working = self._count(max(tokens, longest), longest, layout or Layout())
         return Forecast(
-            states=-(-self.parameters // ranks) * (4 + 4 * (not is_gathered) + moment_bytes),
+            states=round(-(-self.parameters // ranks) * (4 + 4 * (not is_gathered) + moment_bytes)),
             gathered=gathered,
             kept=kept,
             working=working,
@@ -136,13 +143,12 @@ def largest_pass(
 
 
 def choose_mode(
-    model_path: Path, *, dtype: torch.dtype, tokens: int, longest: int, ranks: int, memory: int
+    model_path: Path, *, dtype: torch.dtype, tokens: int, longest: int, ranks: int, memory: int, moment_bytes: float = 8
 ) -> tuple[Mode, Forecast]:
     """Return the first mode of checkpointing whose forecast fits in `memory` bytes, or else the last one."""
     for mode in MODES:
-        found = Outline(model_path, dtype=dtype, checkpointing=mode).forecast(
-            tokens=tokens, longest=longest, ranks=ranks
-        )
+        outline = Outline(model_path, dtype=dtype, checkpointing=mode, moment_bytes=moment_bytes)
+        found = outline.forecast(tokens=tokens, longest=longest, ranks=ranks)
         if found.total <= FITS * memory:
             break
     return mode, found

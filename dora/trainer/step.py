@@ -27,7 +27,7 @@ from dora.trainer.logprobs import logprobs
 from dora.trainer.loss import decoupled_ppo
 from dora.trainer.metrics import StepSums
 from dora.trainer.model import Policy
-from dora.trainer.optimizer import make_optimizer
+from dora.trainer.optimizer import ShardOptimizer
 from dora.trainer.packing import Layout, check, pack, split_passes
 from dora.trainer.publish import Publisher, gather
 from dora.transport.messages import (
@@ -57,7 +57,7 @@ class Trainer:
         self._publisher = publisher
         self._rank = dist.get_rank()
         self._shards = policy.shards()
-        self._optimizer = make_optimizer(self._shards, order)
+        self._optimizer = ShardOptimizer(self._shards, order.settings)
         self._step = StepId(0)
         self._chain = order.chain
         self._fence = partial(pass_fence, Path(order.fence), epoch=order.epoch)
@@ -160,7 +160,7 @@ class Trainer:
         grad_norm = self._normalize_gradients(sums.denominator)
         skipped = sums.denominator == 0 or not math.isfinite(grad_norm)
         if not skipped:
-            self._update(learning_rate)
+            self._optimizer.update(self._policy.gradients(), learning_rate=learning_rate)
         self._policy.clear_gradients()
         weights = self._gather()
         trained, self._step, self._chain = self._step, StepId(self._step + 1), chain
@@ -190,15 +190,6 @@ class Trainer:
             for gradient in gradients.values():
                 gradient.mul_(self._settings.max_grad_norm / norm)
         return norm
-
-    def _update(self, learning_rate: float) -> None:
-        gradients = self._policy.gradients()
-        for group in self._optimizer.param_groups:
-            group["lr"] = learning_rate
-            for name, parameter in zip(self._shards, group["params"], strict=True):
-                parameter.grad = gradients[name]
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
 
     def _warmed_up_rate(self) -> float:
         """Return the rate under linear warm-up, which starts at 1 / warmup_steps of the peak."""
@@ -239,7 +230,4 @@ class Trainer:
 
     def _state(self) -> dict[str, Tensor]:
         """Return the tensors of a checkpoint: weights, moments and the update count, by name; not copies."""
-        state = dict(self._shards)
-        for name, parameter in zip(self._shards, self._optimizer.param_groups[0]["params"], strict=True):
-            state |= {f"{key}/{name}": value for key, value in self._optimizer.state[parameter].items()}
-        return state
+        return dict(self._shards) | self._optimizer.state()
