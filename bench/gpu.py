@@ -10,15 +10,16 @@ The trainer's side is `Trainer.train` as dora/trainer/main.py sets it up, with f
 type; the check of the forward pass runs first where its two gradients fit. Plain transformers has everything in
 bfloat16: packed rows with flash attention if it is installed, else rows of similar length, padded on the right, with
 SDPA. AdamW's moments exist on both sides, unless float32 weights, gradients and moments (16 bytes a parameter) need
-more than 80 % of the memory: then both sides update without moments (SGD). Layers are checkpointed where it does not
-fit otherwise; each row says so.
+more than 80 % of the memory: then both sides update without moments (SGD). Both keep everything for the backward pass
+if that fits; else the trainer checkpoints layers, selectively or in full, and transformers in full: each row says so.
 
 MFU = 6 (layer weights × tokens + head weights × trained tokens) + 6 × layers × heads × head size × Σ length²
 floating-point operations a second (causal attention counted by half; recomputation, embedding and norms not counted),
 over the bfloat16 peak of the GPU's datasheet, or over the measured peak where the GPU is not known. It is that of
 forward and backward; the rest of a step does not depend on its tokens, and has rows of its own. A publication stops the
 trainer while the weights are gathered in host memory, beside one copy from pinned memory; a thread then writes them.
-Measured peaks: square bfloat16 products of random numbers; a copy within the GPU, bytes read and written.
+The memory that `dora check` forecasts stands beside that of a micro-batch. Measured peaks: square
+bfloat16 products of random numbers; a copy within the GPU, bytes read and written.
 """
 
 from __future__ import annotations
@@ -65,6 +66,9 @@ from clients.steps import (
 from result import Report, keep, number, parser
 
 from dora.errors import ConfigError
+from dora.trainer.attention_gpu import kernels_present
+from dora.trainer.checkpointing import Mode
+from dora.trainer.forecast import Outline
 from dora.trainer.packing import Layout
 from dora.trainer.publish import Publisher
 from dora.transport.messages import VersionWritten
@@ -196,13 +200,20 @@ class Published(msgspec.Struct, tag=True):
     slower: float  # micro-batches meanwhile, of those before
 
 
+class Foretold(msgspec.Struct, tag=True):
+    """The memory of a micro-batch."""
+
+    forecast_bytes: int
+    measured_bytes: int  # the peak before the step closes
+
+
 class Failed(msgspec.Struct, tag=True):
     """Why there are no figures."""
 
     reason: str
 
 
-Found = Peaks | Trained | Published | Failed
+Found = Peaks | Trained | Published | Foretold | Failed
 
 
 # --- one case, in a process of its own
@@ -216,10 +227,13 @@ def measure_here(case: Case, folder: Path) -> Iterator[Found]:
         return
     shape = SHAPES[case.model]
     answers = draw_answers(max(4, case.tokens // MEAN_TOKENS), num_tokens=case.tokens, vocab_size=shape.vocab)
-    measure = measure_plain if case.side == "plain" else measure_ours
-    for checkpointed in (False, True):  # layers
+    modes: tuple[Mode, ...] = ("none", "full") if case.side == "plain" else ("none", "selective", "full")
+    for mode in modes:
         try:
-            yield from measure(case, answers, checkpointed=checkpointed, folder=folder)
+            if case.side == "plain":
+                yield measure_plain(case, answers, mode=mode)
+            else:
+                yield from measure_ours(case, answers, mode=mode, folder=folder)
             return
         except torch.OutOfMemoryError as err:
             reason = f"out of memory: {str(err).partition('. GPU')[0]}"
@@ -277,7 +291,7 @@ def config_of(case: Case) -> Any:
     )
 
 
-def measure_plain(case: Case, answers: Answers, *, checkpointed: bool, folder: Path) -> Iterator[Found]:
+def measure_plain(case: Case, answers: Answers, *, mode: Mode) -> Trained:
     from transformers import AutoModelForCausalLM
     from transformers.utils import is_flash_attn_2_available
 
@@ -289,7 +303,7 @@ def measure_plain(case: Case, answers: Answers, *, checkpointed: bool, folder: P
             attn_implementation="flash_attention_2" if flash else "sdpa",
         )
     model.train()  # under eval, checkpointing would silently do nothing; there is no dropout
-    if checkpointed:
+    if mode == "full":
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     moments = has_moments(case)
     optimizer = make_adamw(model) if moments else torch.optim.SGD(model.parameters(), lr=1e-4)
@@ -307,29 +321,27 @@ def measure_plain(case: Case, answers: Answers, *, checkpointed: bool, folder: P
     begin(case.device)
     seconds = [timed(micro_batch) for _ in range(case.repeats)]
     update_s = timed(lambda: update(model, optimizer))
-    yield Trained(
+    return Trained(
         seconds=statistics.median(seconds),
         peak_bytes=peak_of(case.device),
         flops=SHAPES[case.model].flops(answers),
-        how=describe("flash attention, packed" if flash else "SDPA, padded", checkpointed, moments=moments),
+        how=describe("flash attention, packed" if flash else "SDPA, padded", mode, moments=moments),
         update_s=update_s,
     )
 
 
-def describe(attention: str, checkpointed: bool, *, moments: bool) -> str:
-    return ", ".join(
-        [attention, *(["layers checkpointed"] if checkpointed else []), *([] if moments else ["without moments"])]
-    )
+def describe(attention: str, mode: Mode, *, moments: bool) -> str:
+    parts = [attention, "" if mode == "none" else f"checkpointing {mode}", "" if moments else "without moments"]
+    return ", ".join(filter(None, parts))
 
 
-def measure_ours(case: Case, answers: Answers, *, checkpointed: bool, folder: Path) -> Iterator[Found]:
-    if checkpointed:
-        raise torch.OutOfMemoryError("the trainer has no checkpointing of layers")
+def measure_ours(case: Case, answers: Answers, *, mode: Mode, folder: Path) -> Iterator[Found]:
     moments = has_moments(case)
     model_path = folder / "model"
     make_outline(config_of(case), model_path)
+    kernel = next(name for name, is_present in kernels_present(case.device).items() if is_present)
     reports = Reports()
-    chosen = settings(device=case.device, dtype=DTYPE, micro_batch_tokens=case.tokens)
+    chosen = settings(device=case.device, dtype=DTYPE, micro_batch_tokens=case.tokens, mode=mode)
     order = configure(model_path, chosen, store=folder)
     publisher = Publisher(
         VersionStore(memory_root=folder / "memory", durable_root=folder / "durable"),
@@ -361,13 +373,14 @@ def measure_ours(case: Case, answers: Answers, *, checkpointed: bool, folder: Pa
         micro_batch(0)
         begin(case.device)
         seconds = statistics.median(timed(partial(micro_batch, 0)) for _ in range(case.repeats))
+        micro_batch_bytes = peak_of(case.device)
         micro_batch(0, last=True)
         published_from, stopped_s = trainer.gather_from, trainer.gather_s
         yield Trained(
             seconds=seconds,
             peak_bytes=peak_of(case.device),
             flops=SHAPES[case.model].flops(answers),
-            how=describe("packed", checkpointed, moments=moments),
+            how=describe(f"packed, {kernel}", mode, moments=moments),
             update_s=trainer.update_s,
         )
         if not case.publish:
@@ -386,6 +399,10 @@ def measure_ours(case: Case, answers: Answers, *, checkpointed: bool, folder: Pa
             written_s=written - published_from,
             slower=statistics.median(meanwhile) / seconds if meanwhile else 1.0,
         )
+        outline = Outline(model_path, dtype=getattr(torch, DTYPE), checkpointing=mode)  # takes half a minute
+        longest, moment_bytes = max(answers.lengths), 8 if moments else 0
+        forecast = outline.forecast(tokens=case.tokens, longest=longest, ranks=1, moment_bytes=moment_bytes)
+        yield Foretold(forecast.total, micro_batch_bytes)
 
 
 def make_outline(config: Any, folder: Path) -> None:
@@ -524,6 +541,14 @@ class Table:
                 self.trained(what, case, found, self.plain.get((case.model, case.tokens)))
             case Published():
                 self.published(case.model, found)
+            case Foretold(forecast, measured) if case.device == "cuda":  # on a CPU a process has more than tensors
+                self.report.row(
+                    f"{what}: memory of a micro-batch as `dora check` forecasts it",
+                    forecast / 1e9,
+                    "GB",
+                    against=f"measured, {number(measured / 1e9)} GB",
+                    ratio=forecast / measured,
+                )
 
     def trained(self, what: str, case: Case, found: Trained, plain: Trained | None) -> None:
         rate = case.tokens / found.seconds

@@ -57,6 +57,7 @@ from clients.steps import (
 from result import Report, number, parser
 
 from dora.errors import ConfigError
+from dora.trainer.checkpointing import Mode
 
 BUDGET = 4_096
 ROWS = 8
@@ -89,6 +90,7 @@ CEILINGS = (
     Ceiling("trl", "TRL's GRPO step", "ratio >= 3"),
     Ceiling("padded", "a padded loop in order of arrival", ""),
     Ceiling("sorted", "a loop sorted by length", "ratio >= 1"),
+    Ceiling("full", "the same with all layers checkpointed", ""),
 )
 
 
@@ -125,8 +127,8 @@ def make_models(folder: Path) -> None:
 Step = Callable[[Answers], float]  #: a whole step; returns the norm of its gradient
 
 
-def ours(folder: Path, model: str) -> Step:
-    chosen = settings(device="cpu", dtype="float32", micro_batch_tokens=BUDGET)
+def ours(folder: Path, model: str, mode: Mode = "none") -> Step:
+    chosen = settings(device="cpu", dtype="float32", micro_batch_tokens=BUDGET, mode=mode)
     trainer = make_trainer(configure(folder / model, chosen, store=folder))
     steps = iter(range(1_000_000))
 
@@ -214,6 +216,8 @@ def make_way(name: str, folder: Path) -> Step:
     match name:
         case "ours":
             return ours(folder, "dense")
+        case "full":
+            return ours(folder, "dense", "full")
         case "trl":
             return trl(folder)
         case "padded":

@@ -108,7 +108,7 @@ def compare(policy: Policy, checked: CheckedLayout, folder: Path) -> tuple[float
         )
         policy.prepare(closes_step=True)
         found_P = logprobs(policy.model, row, temperature=1.0)[0]
-        error = max(error, float((found_P - torch.cat([expected[n] for n in members])).abs().max()))
+        error = max(error, float((found_P - torch.cat([expected[n] for n in members])).detach().abs().max()))
         (found_P * torch.cat([weights[n] for n in members])).sum().backward()
     wanted = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
     return error, relative_difference(policy.gradients(), wanted)

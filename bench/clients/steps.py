@@ -30,6 +30,7 @@ from dora.config.schema import Config
 from dora.core.ids import TrajectoryId
 from dora.core.training import split_wave
 from dora.trainer.advantage import group_advantages
+from dora.trainer.checkpointing import Mode
 from dora.trainer.forward_check import check_training
 from dora.trainer.model import Policy, make_mesh
 from dora.trainer.packing import Layout
@@ -165,8 +166,8 @@ def one_rank(device: str) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def settings(*, device: str, dtype: str, micro_batch_tokens: int) -> TrainerSettings:
-    """The defaults of a run, with the optimizer of the plain loops."""
+def settings(*, device: str, dtype: str, micro_batch_tokens: int, mode: Mode = "none") -> TrainerSettings:
+    """The defaults of a run, with the optimizer of the plain loops; `mode`: what layers keep for the backward pass."""
     return msgspec.structs.replace(
         trainer_settings(Config(), max_staleness=0),
         device=device,
@@ -174,6 +175,7 @@ def settings(*, device: str, dtype: str, micro_batch_tokens: int) -> TrainerSett
         publish_dtype=dtype,
         threads=torch.get_num_threads(),
         micro_batch_tokens=micro_batch_tokens,
+        activation_checkpointing=mode,
         steps=1_000_000,
         checkpoint_every=1_000_000,
         learning_rate=LEARNING_RATE,
@@ -212,8 +214,9 @@ def make_trainer(
     reports: Reports | None = None,
 ) -> WatchedTrainer:
     """A trainer as dora/trainer/main.py makes it, without a controller; with a layout, the model is not checked."""
-    dtype = order.settings.dtype
-    policy = Policy(Path(order.model_path), mesh=make_mesh(order.settings.device), dtype=getattr(torch, dtype))
+    dtype, mode = order.settings.dtype, cast(Mode, order.settings.activation_checkpointing)
+    mesh = make_mesh(order.settings.device)
+    policy = Policy(Path(order.model_path), mesh=mesh, dtype=getattr(torch, dtype), activation_checkpointing=mode)
     layout = layout or check_training(policy, dtype=dtype).layout
     end = cast(TrainerEnd, reports or Reports())
     return WatchedTrainer(order, end=end, policy=policy, layout=layout, publisher=publisher)

@@ -175,7 +175,7 @@ def _memory_lines(
     if memory is not None:
         most = largest_pass(outline, tokens=tokens, longest=longest, ranks=trainer.ranks, memory=memory, layout=layout)
         if most >= tokens:
-            text = f"answers of up to {most - config.task.max_prompt_tokens:,} tokens would fit"
+            text = f"answers of up to {most - config.task.max_prompt_tokens:,} tokens would fit in this memory"
         else:
             change = _change(config, model, mode=mode, most=most, memory=memory)
             text = f"DOES NOT FIT in {size_text(memory)}: {change}"

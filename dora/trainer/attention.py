@@ -5,7 +5,7 @@ padded at the end: under a causal mask no real query sees the padding. `within(s
 runs. Registered with transformers as "dora_segments", both as attention and as the maker of its masks: in place of a
 mask a layer gets a `Pattern`, which says what transformers would have masked there, and in which segments. It reaches
 layers that pass no other arguments on, and stays what it was when a layer is run again for its backward pass.
-Legend: B batch rows, L their length, T tokens of a packed row, H heads, D head size, b sequences of a bucket.
+Legend: B batch rows, L their length (T of a packed row), H heads, H_kv heads of keys, D head size, D_v that of values.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cached_property
 from typing import Any, Final
 
 import torch
@@ -29,47 +28,23 @@ from dora.trainer import attention_kernels as kernels
 from dora.trainer.attention_kernels import Rule
 
 NAME: Final = "dora_segments"
-# Segments share a call while the longest is at most this much longer than the shortest, plus SLACK tokens.
-MAX_STRETCH: Final = 1.5
-SLACK: Final = 8
 #: Tensors that some models pass on to their attention, and that change nothing there: positions are already applied.
 POSITIONS: Final = frozenset({"position_ids", "cache_position"})
 
 
 class Segments:
-    """The sequences of a packed row, laid out once per micro-batch for all layers.
+    """The sequences of a packed row, made once per micro-batch for all layers.
 
     No dataclass, because FSDP makes a copy of each dataclass among the arguments of each layer.
     """
 
     def __init__(self, lengths: tuple[int, ...], device: torch.device) -> None:
         self.lengths = lengths
+        self.longest = max(lengths)
         self.device = device
         # int32: the number of tokens before each segment, and of all; copied before any layer runs
         self.ends = F.pad(torch.tensor(lengths).cumsum(0, dtype=torch.int32), (1, 0)).to(device)
         self._chunked: dict[int, Segments] = {}
-
-    @cached_property
-    def buckets(self) -> kernels.Buckets:
-        """The segments sorted by length into buckets of similar length."""
-        sizes = torch.tensor(self.lengths)
-        starts, total = sizes.cumsum(0) - sizes, sum(self.lengths)
-        groups: list[list[int]] = []
-        for segment in torch.argsort(sizes, stable=True).tolist():
-            if groups and self.lengths[segment] <= MAX_STRETCH * self.lengths[groups[-1][0]] + SLACK:
-                groups[-1].append(segment)
-            else:
-                groups.append([segment])
-        buckets, rows = [], []
-        for group in groups:
-            size_b = sizes[group]
-            offset_L = torch.arange(int(size_b.max()))
-            gather_bL = starts[group][:, None] + torch.minimum(offset_L, size_b[:, None] - 1)
-            padding_bL = offset_L >= size_b[:, None]
-            buckets.append(kernels.Bucket(gather_bL.to(self.device), padding_bL.to(self.device)))
-            rows.append(gather_bL.masked_fill(padding_bL, total).flatten())
-        restore_T = torch.cat(rows).argsort()[:total]  # padding comes last
-        return kernels.Buckets(tuple(buckets), restore_T.to(self.device))
 
     def chunked(self, size: int) -> Segments:
         """Return each segment cut into pieces of at most `size`: Llama 4's chunked attention is attention in these."""
@@ -205,15 +180,13 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, sink_H: Tensor | None, ru
     match gpu.choose(query, rule, sink_H):
         case "flash":
             if segments is not None:
-                return gpu.attend_flash(query, key, value, rule, ends=segments.ends, longest=max(segments.lengths))
+                return gpu.attend_flash(query, key, value, rule, ends=segments.ends, longest=segments.longest)
             ends = torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=query.device)
             return gpu.attend_flash(query, key, value, rule, ends=ends, longest=length)
         case "flex":
             mask = pattern.block_mask(segments, length=length, device=query.device)
             return gpu.attend_flex(query, key, value, sink_H, rule, mask=mask)
-    if segments is None:
-        return kernels.attend_rows(query, key, value, sink_H, rule)
-    return kernels.attend_packed(query, key, value, sink_H, rule, segments.buckets)
+    return kernels.attend(query, key, value, sink_H, rule, lengths=None if segments is None else segments.lengths)
 
 
 AttentionInterface.register(NAME, attend)

@@ -53,6 +53,13 @@ def check_forward(model: Any, *, device: torch.device, dtype: str) -> CheckedLay
 
     ConfigError if there is none.
     """
+    try:
+        return _exact_layout(model, device=device, dtype=dtype)
+    except (TypeError, ValueError, LookupError, AttributeError, NotImplementedError) as err:
+        raise _refusal(model, f"its forward pass raises {err!r}") from err
+
+
+def _exact_layout(model: Any, *, device: torch.device, dtype: str) -> CheckedLayout:
     alone_P = _logprobs(_rows(model, None, device), partial(_packed_logprobs, model))
     with _own_attention(model):
         plain_P = _logprobs(_rows(model, None, device), partial(_plain_logprobs, model))
@@ -61,7 +68,7 @@ def check_forward(model: Any, *, device: torch.device, dtype: str) -> CheckedLay
         raise _refusal(
             model, f"under the trainer's attention, log-probs differ by {rounding:.2g} from transformers' own"
         )
-    for padded in (False, True):
+    for padded in (False, True) if not _scales_by_row(model) else (True,):
         layout = Layout(padded=padded, rope_limit=rope_limit(model.config.get_text_config()))
         together_P = _logprobs(_rows(model, layout, device), partial(_packed_logprobs, model))
         error = float((together_P - alone_P).abs().mean())
@@ -92,6 +99,11 @@ def rope_limit(config: Any) -> int | None:
         return None
     limit = rope.get("original_max_position_embeddings") or config.original_max_position_embeddings
     return int(limit)
+
+
+def _scales_by_row(model: Any) -> bool:
+    """Return whether queries are scaled by their position in the row, in steps far beyond `LENGTHS` (Llama 4)."""
+    return bool(getattr(model.config.get_text_config(), "attn_temperature_tuning", False))
 
 
 def _rows(model: Any, layout: Layout | None, device: torch.device) -> list[tuple[list[int], Row]]:
@@ -165,9 +177,13 @@ def _refusal(model: Any, reason: str) -> ConfigError:
 
 
 def _note(model: Any) -> str:
+    if _scales_by_row(model):
+        reason = "scales queries by their position in the row"
+    else:
+        reason = f"has {_mixers(model)} layers, which would carry state from one packed sequence into the next"
     return (
-        f"{_name(model)} has {_mixers(model)} layers, which would carry state from one packed sequence into "
-        "the next, so it is trained in padded rows; the metric padding_frac is the share of the computation they cost"
+        f"{_name(model)} {reason}, so it is trained in padded rows; the metric padding_frac is the share of the "
+        "computation that this costs"
     )
 
 

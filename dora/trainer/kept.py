@@ -8,7 +8,7 @@ selective checkpointing holds beside the graph. The scratch memory of a kernel i
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -18,12 +18,22 @@ from torch.utils._pytree import tree_iter
 
 
 class LiveBytes(TorchDispatchMode):
-    """While active: the bytes alive `now` that operations made since the start, and their `peak`."""
+    """While active: the bytes alive `now` that operations made since the start; at any time, their `peak`."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.now = self.peak = 0
-        self._made: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self.now = 0
+        self._made: dict[int, tuple[int, weakref.ref[Any]]] = {}  # alive: number of the storage in order of making
+        self._changes: list[tuple[int, int]] = []  # this number, and the bytes that were made or (negative) freed
+
+    def peak(self, *, without: Iterable[Tensor] = ()) -> int:
+        """Return the largest number of bytes alive so far, not counting the storages of some tensors (gradients)."""
+        left_out = {self._made[key][0] for tensor in without if (key := _storage(tensor)._cdata) in self._made}
+        now = peak = 0
+        for number, change in self._changes:
+            now += change if number not in left_out else 0
+            peak = max(peak, now)
+        return peak
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = {_storage(x)._cdata for x in tree_iter((args, kwargs)) if isinstance(x, Tensor)}
@@ -38,13 +48,18 @@ class LiveBytes(TorchDispatchMode):
         if key in self._made:
             return
 
+        number = len(self._changes)
+
+        def change(by: int) -> None:
+            self.now += by
+            self._changes.append((number, by))
+
         def freed(_: object) -> None:
             del self._made[key]
-            self.now -= size
+            change(-size)
 
-        self._made[key] = weakref.ref(storage, freed), size
-        self.now += size
-        self.peak = max(self.peak, self.now)
+        self._made[key] = number, weakref.ref(storage, freed)
+        change(size)
 
 
 def kept_bytes(forward: Callable[[], object]) -> int:

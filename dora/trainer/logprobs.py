@@ -27,8 +27,8 @@ from dora.errors import ConfigError
 from dora.trainer import attention
 from dora.trainer.packing import Row
 
-TILE = 2**22  # logits that exist at a time (16 MiB in float32), up to three times; on a CPU faster than 64 MiB
-TILE_TOKENS = 2**11  # at most; square tiles read hidden states and weight least often
+#: Most tokens and words of a tile: 16 MiB in float32, of which up to three exist; on a CPU faster than 64 MiB.
+TILE = (2_048, 2_048)
 
 Span = tuple[int, int]
 
@@ -37,7 +37,7 @@ def logprobs(model: nn.Module, row: Row, *, temperature: float, fp32_head: bool 
     """Return [P] log-probs of the targets under softmax(logits / temperature), and [P] entropies (no gradient).
 
     They are in float32 (float64 if the model is). `fp32_head`: logits are never rounded to 16 bits, as in MiniMax-M1
-    (arXiv 2506.13585, section 3.2).
+    (arXiv 2506.13585).
     """
     if model not in _FINISHES:
         _FINISHES[model] = _measure_finish(model, row)
@@ -47,7 +47,7 @@ def logprobs(model: nn.Module, row: Row, *, temperature: float, fp32_head: bool 
     def select(head: nn.Linear, hidden: Tensor) -> Tensor:
         hidden_PH = hidden.flatten(0, -2).index_select(0, row.predictors_P)
         arguments = (hidden_PH, head.weight, head.bias, row.targets_P, finish, temperature, fp32_head)
-        found.append(_TiledLogProbs.apply(*arguments))
+        found.append(TiledLogProbs.apply(*arguments))
         return hidden.new_zeros(1, 1, 1)  # the model finishes it, and the hook drops it
 
     hook = model.register_forward_hook(lambda *_: found[0], prepend=True)  # before FSDP2's hook
@@ -121,7 +121,7 @@ def _measure_finish(model: nn.Module, row: Row) -> Finish:
 # ---- tiles ----------------------------------------------------------------------------------------------------------
 
 
-class _TiledLogProbs(torch.autograd.Function):
+class TiledLogProbs(torch.autograd.Function):
     """(hidden [P, H], weight [V, H], bias [V] or None, targets [P], ...) -> log-probs [P], entropies [P].
 
     Kept for the backward pass: the inputs, and a float32 number for each token. The gradient of the weight is summed
@@ -207,8 +207,7 @@ class _TiledLogProbs(torch.autograd.Function):
 
 def _spans(tokens: int, words: int) -> tuple[list[Span], list[Span]]:
     """Return the borders of the tiles along both dimensions."""
-    n = max(1, min(tokens, TILE_TOKENS, TILE))
-    return _cut(tokens, n), _cut(words, max(1, TILE // n))
+    return _cut(tokens, TILE[0]), _cut(words, TILE[1])
 
 
 def _cut(total: int, size: int) -> list[Span]:

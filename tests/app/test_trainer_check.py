@@ -50,7 +50,7 @@ def test_the_forecast_is_shown_beside_what_was_measured(model: Path, mode: str) 
     forecast, measured = figures(found["trial"], says)
     assert forecast == pytest.approx(measured, rel=0.15)
     assert f"activation checkpointing {mode}" in found["memory"]
-    (fitting,) = figures(found[""].replace(",", ""), r"^answers of up to (\d+) tokens would fit$")
+    (fitting,) = figures(found[""].replace(",", ""), r"^answers of up to (\d+) tokens would fit in this memory$")
     assert fitting > 10_000
 
 

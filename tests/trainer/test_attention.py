@@ -19,7 +19,7 @@ from dora.trainer import attention, attention_gpu, attention_kernels
 from dora.trainer.attention import Pattern, Segments, attend, pattern_of, require_interface, within
 
 CPU = torch.device("cpu")
-LENGTHS = (5, 40, 17, 64, 1, 9)
+LENGTHS = (5, 40, 17, 61, 1, 9)
 LATENT = {
     "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6,
     "num_key_value_heads": 4,
@@ -333,11 +333,11 @@ def test_a_block_mask_is_that_of_the_definition(lengths: tuple[int, ...], window
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("changes", [{}, {"softcap": 0.7}, {"sinks": True}, {"window": 7, "softcap": 0.7}])
 def test_flex_attention_is_given_the_same_attention(changes: dict[str, Any]) -> None:
-    query, key, value = (torch.randn(1, h, 136, d, dtype=torch.float64) for h, d in ((4, 8), (2, 8), (2, 6)))
+    query, key, value = (torch.randn(1, h, sum(LENGTHS), d, dtype=torch.float64) for h, d in ((4, 8), (2, 8), (2, 6)))
     sink_H = torch.randn(4, dtype=torch.float64) if changes.pop("sinks", False) else None
     expected = dense(query, key, value, sink_H, lengths=LENGTHS, scale=1.7, **changes)
     window = changes.pop("window", None)
-    mask = Pattern(None, window=window).block_mask(Segments(LENGTHS, CPU), length=136, device=CPU)
+    mask = Pattern(None, window=window).block_mask(Segments(LENGTHS, CPU), length=sum(LENGTHS), device=CPU)
     rule = attention_kernels.Rule(scale=1.7, window=window, **changes)
     found = attention_gpu.attend_flex(query, key, value, sink_H, rule, mask=mask)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)

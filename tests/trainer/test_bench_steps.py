@@ -77,14 +77,24 @@ def test_both_sides_and_the_roofline_are_measured_on_a_cpu(tmp_path: Path) -> No
         case = gpu.Case(side, "cpu", "tiny", 512, publish=publish, repeats=1)
         return list(gpu.measure_here(case, tmp_path))
 
-    (plain,), (ours, published), (peaks,) = measure("plain"), measure("ours", publish=True), measure("roofline")
+    (plain,), (peaks,) = measure("plain"), measure("roofline")
+    ours, published, foretold = measure("ours", publish=True)
     assert isinstance(plain, gpu.Trained)
     assert isinstance(ours, gpu.Trained)
     assert isinstance(published, gpu.Published)
+    assert isinstance(foretold, gpu.Foretold)
     assert plain.flops == ours.flops > 0
     assert published.num_bytes >= 2 * gpu.SHAPES["tiny"].parameters
     assert published.written_s > published.stopped_s > 0
     assert min(peaks.tflops, peaks.gb_per_s, peaks.to_host_gb_per_s, peaks.to_store_gb_per_s) > 0
+
+
+def test_both_sides_checkpoint_layers_where_memory_is_short(answers: steps.Answers, tmp_path: Path) -> None:
+    case = gpu.Case("", "cpu", "tiny", 1_500, repeats=1)
+    (ours,) = gpu.measure_ours(case, answers, mode="full", folder=tmp_path)
+    assert gpu.measure_plain(case, answers, mode="full").how == "SDPA, padded, checkpointing full"
+    assert isinstance(ours, gpu.Trained)
+    assert ours.how == "packed, sdpa, checkpointing full"
 
 
 def test_a_case_beyond_its_time_is_a_finding() -> None:
@@ -99,8 +109,10 @@ def test_mfu_is_that_of_the_datasheet_where_the_gpu_is_known() -> None:
     trained = gpu.Trained(seconds=2.0, peak_bytes=70 << 30, flops=2 * 0.5 * 989e12, how="packed", update_s=0.1)
     table.add(gpu.Case("plain", "cuda", "8B", 16_384), gpu.Failed("out of memory"))
     table.add(gpu.Case("ours", "cuda", "8B", 16_384), trained)
+    table.add(gpu.Case("ours", "cuda", "8B", 16_384), gpu.Foretold(77 << 30, 70 << 30))
     rows = {row.what: row for row in report.result().rows}
     assert rows["8B, 16,384 tokens, plain transformers"].against == "out of memory"
     assert rows["8B, 16,384 tokens (packed)"].figure == 8_192
+    assert rows["8B, 16,384 tokens: memory of a micro-batch as `dora check` forecasts it"].ratio == pytest.approx(1.1)
     mfu = rows["8B, 16,384 tokens: MFU"]
     assert (mfu.figure, mfu.ratio, mfu.reached) == (pytest.approx(50), pytest.approx(494.5 / 800), True)

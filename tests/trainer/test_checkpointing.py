@@ -12,9 +12,10 @@ import torch.distributed as dist
 from test_forward_check import DELTA, MAMBA, make
 from torch import nn
 
+from dora.trainer import logprobs as logprobs_module
 from dora.trainer.checkpointing import MODES, Mode, apply_checkpointing
 from dora.trainer.forward_check import check_training
-from dora.trainer.kept import kept_bytes
+from dora.trainer.kept import LiveBytes, kept_bytes
 from dora.trainer.logprobs import logprobs
 from dora.trainer.model import Policy, decoder_layers, make_mesh
 from dora.trainer.packing import Row, make_row
@@ -67,6 +68,25 @@ def test_full_keeps_the_input_of_each_layer_and_little_else() -> None:
         row = one_sequence(model, tokens=100)
         rows[layers] = kept_bytes(lambda model=model, row=row: logprobs(model, row, temperature=1.0))
     assert rows[6] - rows[2] == 4 * 100 * 32 * 4  # layers x tokens x hidden size x float32
+
+
+def test_three_times_as_long_an_answer_takes_less_than_without_it_and_with_plain_logits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """With 12 layers and 32,000 or 150,000 words: bench/memory.py."""
+    monkeypatch.setattr(logprobs_module, "TILE", (256, 256))
+    model = make("qwen3", head_dim=8, hidden_size=64, intermediate_size=192, vocab_size=2_000)
+    with LiveBytes() as plain:
+        logits = model(input_ids=torch.arange(128)[None], use_cache=False).logits
+        logits.log_softmax(-1)[0, :, 0].sum().backward()
+        room = plain.peak(without=[p.grad for p in model.parameters()])
+    model.zero_grad()
+    apply_checkpointing(decoder_layers(model), "full")
+    row = one_sequence(model, tokens=3 * 128)
+    logprobs(model, row, temperature=1.0)  # what the model does after its head is measured once
+    with LiveBytes() as live:
+        logprobs(model, row, temperature=1.0)[0].sum().backward()
+        assert live.peak(without=[p.grad for p in model.parameters()]) < room
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -20,6 +20,7 @@ from dora.trainer.logprobs import logprobs
 from dora.trainer.model import Policy, make_mesh
 from dora.trainer.packing import Layout, Row
 from dora.trainer.score import score
+from tests.families import make_model
 
 CPU = torch.device("cpu")
 SHAPE = {
@@ -119,6 +120,21 @@ def test_longrope_is_exact_since_long_and_short_sequences_share_no_pass(monkeypa
     assert check_forward(model, device=CPU, dtype="float32") == CheckedLayout(Layout(rope_limit=16))
     monkeypatch.setattr(forward_check, "rope_limit", lambda config: 50)
     with pytest.raises(ConfigError, match="Phi3ForCausalLM cannot be trained: log-probs of packed sequences differ"):
+        check_forward(model, device=CPU, dtype="float32")
+
+
+def test_queries_that_are_scaled_by_their_position_in_the_row_are_not_packed() -> None:
+    model = make_model("llama4_text", floor_scale=8)
+    model.set_attn_implementation(attention.NAME)
+    found = check_forward(model, device=CPU, dtype="float32")
+    assert found.layout == Layout(padded=True)
+    assert "scales queries by their position in the row, so it is trained in padded rows" in found.note
+
+
+def test_a_forward_pass_that_raises_is_refused_in_one_line() -> None:
+    model = make("llama")
+    model.model.layers[0].register_forward_pre_hook(lambda *_: {}["mask"])
+    with pytest.raises(ConfigError, match=r"LlamaForCausalLM cannot be trained: its forward pass raises KeyError"):
         check_forward(model, device=CPU, dtype="float32")
 
 

@@ -38,9 +38,11 @@ def test_what_is_held_beside_the_graph_counts_too() -> None:
 def test_the_peak_includes_what_was_freed_and_the_gradients() -> None:
     x = torch.randn(100, requires_grad=True)
     with LiveBytes() as live:
-        y = (x * 2).exp().sum()
-        assert live.now == 100 * FLOAT + FLOAT  # the product is freed, exp's output kept
+        y = x.exp().sum()
+        assert live.now == 100 * FLOAT + FLOAT
         y.backward()
         del y
-        assert live.now == 100 * FLOAT  # the gradient of x
-    assert live.peak == (100 + 100 + 1 + 1) * FLOAT  # exp's output and its gradient; the sum and its gradient
+        assert live.now == 100 * FLOAT
+    assert live.peak() == (100 + 100 + 1 + 1) * FLOAT  # exp and the gradient of x; the sum and its gradient
+    assert x.grad is not None
+    assert live.peak(without=[x.grad, x]) == (100 + 1 + 1) * FLOAT  # x existed before
