@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -30,10 +30,11 @@ from dora.trainer.packing import Layout, Row, make_row
 
 #: A model with no more bytes of weights runs with data, which takes a tenth of the time.
 WITH_DATA: Final = 2**26
-#: Tokens of two small rows, from which longer ones are extrapolated if the model runs with data or loops over tokens
-#: (each of the loop's operations takes 0.1 ms even without data).
-SMALL_WITH_DATA: Final = (128, 512)
-SMALL: Final = (64, 128)
+#: Tokens of the two rows from which longer ones are extrapolated: with data; without; and without, if the layers loop
+#: over tokens, because each operation takes 0.1 ms even without data.
+WITH_DATA_ROWS: Final = (128, 512)
+ROWS: Final = (2048, 4096)
+LOOP_ROWS: Final = (64, 128)
 #: Largest share of the memory that a forecast may take: it is a few percent wrong, and allocators waste some.
 FITS: Final = 0.9
 _CPU: Final = torch.device("cpu")
@@ -54,12 +55,13 @@ class Forecast:
         return self.states + self.gathered + self.kept + self.working
 
 
-class _Count(NamedTuple):
-    """What a forward and backward pass took."""
+@dataclass(frozen=True, slots=True)
+class _Count:
+    """Bytes that a forward and backward pass took."""
 
-    kept: int  # bytes for the backward pass
-    working: int  # bytes that the backward pass used besides
-    operations: int
+    kept: int  # for the backward pass
+    working: tuple[int, ...]  # used besides by the backward pass of head, layers and embeddings
+    operations: int  # number, of the forward pass of the layers
 
 
 class Outline:
@@ -87,6 +89,8 @@ class Outline:
         apply_checkpointing(layers, checkpointing)
         _run_one_of_each(layers, self._live, self._repeated)
         self._run(trial_row(2, longest=2))  # the first pass also measures what follows the head
+        self._sizes = self._rows()
+        self._counted: dict[Layout, tuple[_Count, _Count]] = {}  # with these sizes
 
     def forecast(
         self, *, tokens: int, longest: int, ranks: int, layout: Layout | None = None, moment_bytes: float | None = None
@@ -110,25 +114,39 @@ class Outline:
 
     def _count(self, tokens: int, longest: int, layout: Layout) -> tuple[int, int]:
         """Return the bytes kept by the forward pass, and those that the backward pass uses besides."""
-        sizes = SMALL_WITH_DATA if self._has_data else SMALL
-        if tokens > 2 * sizes[1]:
+        sizes = self._sizes
+        if tokens <= sizes[1]:
+            found = self._run(trial_row(tokens, longest=longest, layout=layout))
+            return found.kept, max(found.working)
+        if layout not in self._counted:
             first, second = (self._run(trial_row(n, longest=n, layout=layout)) for n in sizes)
-            if self._has_data or second.operations > first.operations:
-                steps = (tokens - sizes[0]) / (sizes[1] - sizes[0])
-                kept, working = (round(a + steps * (b - a)) for a, b in zip(first[:2], second[:2], strict=True))
-                return kept, max(working, first.working, second.working)
-        return self._run(trial_row(tokens, longest=longest, layout=layout))[:2]
+            self._counted[layout] = (first, second)
+        first, second = self._counted[layout]
+
+        def extrapolate(here: int, there: int) -> int:
+            return round(here + (tokens - sizes[0]) / (sizes[1] - sizes[0]) * (there - here))
+
+        working = [extrapolate(*pair) for pair in zip(first.working, second.working, strict=True)]
+        return extrapolate(first.kept, second.kept), max(*working, *second.working)
+
+    def _rows(self) -> tuple[int, int]:
+        """Return the tokens of the rows from which to extrapolate."""
+        if self._has_data:
+            return WITH_DATA_ROWS
+        short, long = (self._run(trial_row(n, longest=n)).operations for n in LOOP_ROWS)
+        return LOOP_ROWS if long > short else ROWS
 
     def _run(self, row: Row) -> _Count:
         self._repeated.clear()
         live = self._live
-        before, live.operations = live.now, 0
+        live.begin()
         with live:
             loss = logprobs(self._model, row, temperature=1.0)[0].sum()
-            kept = live.most = live.now
+            kept = live.now
+            live.reach(0)
             loss.backward()
         self._model.zero_grad()
-        return _Count(kept - before + sum(self._repeated), live.most - kept, live.operations)
+        return _Count(kept + sum(self._repeated), tuple(most - kept for most in live.most), live.operations)
 
 
 def largest_pass(
@@ -194,17 +212,28 @@ def _drop_gradient(parameter: Tensor) -> None:
 
 
 class _LiveShapes(LiveBytes):
-    """Counts operations too, and makes those work whose result depends on data."""
+    """Makes operations work whose result depends on data; counts those of layers, and the most bytes in each phase."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.operations = 0
-        self.most = 0  #: bytes alive at a time since it was last set
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin with a new pass."""
+        self.operations = 0  #: of the forward pass of the layers
+        self.in_layer = False
+        self.most = [0, 0, 0]  #: bytes alive at a time in the backward pass of the head, the layers, the embeddings
+        self._phase: int | None = None  # of the backward pass
+
+    def reach(self, phase: int) -> None:
+        """Begin a phase of the backward pass."""
+        self._phase = max(phase, self._phase or 0)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.operations += 1
+        self.operations += self.in_layer
         out = super().__torch_dispatch__(partial(_without_data, func), types, args, kwargs)
-        self.most = max(self.most, self.now)
+        if self._phase is not None:
+            self.most[self._phase] = max(self.most[self._phase], self.now)
         return out
 
 
@@ -232,7 +261,7 @@ def _positions(index: Tensor | None) -> list[Tensor | None]:
 # ---- one layer of each kind -----------------------------------------------------------------------------------------
 
 
-def _run_one_of_each(layers: list[nn.Module], live: LiveBytes, repeated: list[int]) -> None:
+def _run_one_of_each(layers: list[nn.Module], live: _LiveShapes, repeated: list[int]) -> None:
     """Make all but the first of equal layers return their input, and add to `repeated` what they would keep."""
     first: dict[object, _First] = {}
     for layer in layers:
@@ -240,25 +269,33 @@ def _run_one_of_each(layers: list[nn.Module], live: LiveBytes, repeated: list[in
         if kind in first:
             layer.forward = partial(first[kind].stand_in, repeated)
         else:
-            first[kind] = _First(layer, live)
+            first[kind] = _First(layer, live, is_first=not first)
 
 
 class _First:
     """The first of several equal layers: what it keeps, and the form of its result."""
 
-    def __init__(self, layer: nn.Module, live: LiveBytes) -> None:
+    def __init__(self, layer: nn.Module, live: _LiveShapes, *, is_first: bool) -> None:
         self._live = live
+        self._is_first = is_first
         self._before = self._kept = 0
         self._rest: tuple[Any, ...] | None = None
         layer.register_forward_pre_hook(self._begin, prepend=True)
         layer.register_forward_hook(self._end)
 
-    def _begin(self, _layer: nn.Module, _args: Any) -> None:
+    def _begin(self, _layer: nn.Module, args: Any) -> None:
+        if self._is_first and args and args[0].requires_grad:
+            args[0].register_hook(lambda _: self._live.reach(2))
         self._before = self._live.now
+        self._live.in_layer = True
 
     def _end(self, _layer: nn.Module, _args: Any, out: Any) -> None:
+        self._live.in_layer = False
         self._kept = self._live.now - self._before
         self._rest = out[1:] if isinstance(out, tuple) else None
+        hidden = out[0] if isinstance(out, tuple) else out
+        if hidden.requires_grad:
+            hidden.register_hook(lambda _: self._live.reach(1))
 
     def stand_in(self, repeated: list[int], hidden: Tensor, *_: Any, **__: Any) -> Any:
         repeated.append(self._kept)

@@ -15,7 +15,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from dora.trainer import attention, forecast
 from dora.trainer import model as policy
 from dora.trainer.checkpointing import MODES, Mode, apply_checkpointing
-from dora.trainer.forecast import SMALL, Outline, choose_mode, trial_row
+from dora.trainer.forecast import LOOP_ROWS, Outline, choose_mode, trial_row
 from dora.trainer.kept import kept_bytes
 from dora.trainer.logprobs import logprobs
 from dora.trainer.model import Policy, decoder_layers, make_mesh
@@ -72,10 +72,10 @@ def test_one_answer_longer_than_the_budget_is_a_pass_by_itself(tmp_path: Path) -
 
 
 def test_a_loop_over_tokens_is_extrapolated(tmp_path: Path) -> None:
-    tokens = 2 * SMALL[1] + 50
+    tokens = 2 * LOOP_ROWS[1]
     outline = Outline(saved_config(tmp_path, make_config("mamba", num_hidden_layers=1)), dtype=torch.float32)
     found = outline.forecast(tokens=tokens, longest=tokens, ranks=1)
-    assert outline._live.operations < 130 * SMALL[1]  # of the last row, at 124 for each token
+    assert outline._live.operations < 50 * LOOP_ROWS[1]  # of the last row, at 40 for each token
     assert found.kept == pytest.approx(measure(make_model("mamba", num_hidden_layers=1), tokens, tokens), rel=TOLERANCE)
 
 
@@ -110,25 +110,33 @@ def one_rank() -> Iterator[None]:
 
 
 @pytest.mark.parametrize(
-    ("gathered_bytes", "dtype", "mode"),
+    ("gathered_bytes", "dtype", "mode", "tokens"),
     [
-        (0, torch.float32, "none"),
-        (0, torch.bfloat16, "full"),
-        (policy.GATHERED_BYTES, torch.float32, "selective"),
-        (policy.GATHERED_BYTES, torch.bfloat16, "none"),
+        (0, torch.float32, "none", 512),
+        (0, torch.bfloat16, "full", 5000),
+        (policy.GATHERED_BYTES, torch.float32, "selective", 512),
+        (policy.GATHERED_BYTES, torch.bfloat16, "none", 512),
     ],
 )
 def test_the_total_is_the_peak_of_the_allocator(
-    one_rank: None, folder: Path, gathered_bytes: int, dtype: torch.dtype, mode: Mode, monkeypatch: pytest.MonkeyPatch
+    one_rank: None,
+    folder: Path,
+    gathered_bytes: int,
+    dtype: torch.dtype,
+    mode: Mode,
+    tokens: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     gc.collect()  # of other tests: what is freed during a pass would count
     monkeypatch.setattr(policy, "GATHERED_BYTES", gathered_bytes)
     loaded = Policy(folder, mesh=make_mesh("cpu"), dtype=dtype, activation_checkpointing=mode)
     held = sum(shard.nbytes for shard in loaded.shards().values())
-    row = trial_row(512, longest=200)
+    row = trial_row(tokens, longest=200)
     passes = [allocations(loaded, row, closes_step=closes) for closes in (False, True)]
     peak = held + sum(passes[0]) + max(running_sums(passes[1]))  # of the second: the gradients of the first are there
-    found = Outline(folder, dtype=dtype, checkpointing=mode).forecast(tokens=512, longest=200, ranks=1, moment_bytes=0)
+    found = Outline(folder, dtype=dtype, checkpointing=mode).forecast(
+        tokens=tokens, longest=200, ranks=1, moment_bytes=0
+    )
     assert found.total == pytest.approx(peak, rel=TOLERANCE)
     assert found.kept == pytest.approx(kept_bytes(lambda: logprobs(loaded.model, row, temperature=1.0)), rel=0.05)
 
