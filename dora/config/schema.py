@@ -227,9 +227,9 @@ class TrainerConfig(Section):
     of matrix products and attention (about half the memory, 6 % more time). `full`: the input of each layer (a
     twentieth, 27 %). Results are the same. `auto`: the first of them whose forecast fits in the memory of the GPU or,
     on a CPU, in the rank's share of the host's free memory; `dora check` shows the forecast."""
-    optimizer_state: Literal["device", "host", "8bit"] = "device"
+    optimizer_state: Literal["device", "host"] = "device"
     """Where the moments of AdamW are, 8 bytes for each parameter of a rank. `host`: in the memory of the host, with 16
-    bytes in all; the update is computed there too. `8bit`: on the device, quantized to a quarter; needs torchao."""
+    bytes in all; the update is computed there too."""
     threads: Positive = 1
     """Number of torch threads per rank."""
     micro_batch_tokens: Positive = 4_096

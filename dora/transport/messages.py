@@ -36,7 +36,7 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     publish_dtype: Literal["float32", "bfloat16"]
     fp32_head: bool
     activation_checkpointing: Literal["none", "selective", "full", "auto"]
-    optimizer_state: Literal["device", "host", "8bit"]
+    optimizer_state: Literal["device", "host"]
     threads: int
     micro_batch_tokens: int
     longest_request: int  # tokens of the longest prompt and answer
