@@ -16,7 +16,7 @@ from dora.transport.messages import MicroBatchDone, RankReady, TrainerFailed
 
 STARVED = str(Path(__file__).parent / "starved_rank.py")
 CPU = torch.device("cpu")
-END_S = 20.0  # on a busy machine; 1 s on an idle one
+END_S = 20.0  # 7 s on a loaded machine
 SAYS = (
     "out of memory on cpu (N GB free) in a micro-batch of 30000 tokens, of which the longest sequence has 500; "
     "lower trainer.micro_batch_tokens, which is 40000, set trainer.activation_checkpointing to full, "
