@@ -29,7 +29,7 @@ from dora.app.settings import trainer_settings
 from dora.config.schema import Config
 from dora.core.ids import TrajectoryId
 from dora.core.training import split_wave
-from dora.trainer.advantage import group_advantages
+from dora.objectives.advantages import group_advantages
 from dora.trainer.checkpointing import Mode
 from dora.trainer.forward_check import check_training
 from dora.trainer.model import Policy, make_mesh
@@ -185,7 +185,7 @@ def settings(*, device: str, dtype: str, micro_batch_tokens: int, mode: Mode = "
         beta1=0.9,
         beta2=0.95,
         max_grad_norm=MAX_GRAD_NORM,
-        tis_cap=1.0,
+        objective={"tis_cap": 1.0},
         temperature=1.0,
     )
 

@@ -8,11 +8,12 @@ from typing import Any, Final
 
 import msgspec
 
-from dora.config.schema import Config, RolloutConfig, Section
+from dora.config.schema import Config, RolloutConfig
 from dora.core.decode_time import DecodeTime
 from dora.core.orchestration import orchestration_of
 from dora.core.strategies import Settings, rules_of
 from dora.journal.run_folder import RunFolder
+from dora.section import Section
 from dora.sim.answers import cap_of
 from dora.sim.server import SimulatedServer
 from dora.sim.workload import FleetModel, JobModel, LengthModel, TrainerModel, Workload
@@ -67,6 +68,8 @@ def trainer_settings(config: Config, *, max_staleness: int) -> TrainerSettings:
         **_common(config.trainer, TrainerSettings),
         steps=config.run.steps,
         longest_request=config.longest_request,
+        objective=config.objective.model_dump(mode="json"),
+        max_new_tokens=config.rollout.max_new_tokens,
         temperature=config.rollout.temperature,
         max_staleness=max_staleness,
     )

@@ -26,7 +26,7 @@ def audit(folder: Path, *, deep: bool) -> None:
     elif deep:
         if "C1" in report.broken_by_design:
             raise ConfigError(f"{folder}: --deep needs answers of one version each; this strategy breaks C1 by design")
-        found = recompute(run, load(run.config, environ={}, is_dump=True))
+        found = recompute(run, load(run.config, environ={}))
         sys.stdout.write(render_deep(found) + "\n")
         is_violated, is_compared = is_violated or bool(found.violations or found.altered), bool(found.checks)
     if is_violated:

@@ -41,7 +41,7 @@ def run(
         if earlier is not None:  # lock before reading, so that nothing read can be changed by another process
             held.enter_context(hold(earlier.lock))
             config_path = earlier.config
-        config = load(config_path, overrides, environ=os.environ, is_dump=earlier is not None)
+        config = load(config_path, overrides, environ=os.environ)
         if train_only is not None:
             from dora.cli.train_only import train_only as train
 

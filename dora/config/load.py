@@ -19,7 +19,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from dora.config.schema import WITHOUT_EFFECT, Config
+from dora.config.schema import Config
 from dora.errors import ConfigError
 
 #: Pydantic error type -> the expected value, in words. Other types keep pydantic's own message.
@@ -49,17 +49,11 @@ _PART = r"""(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')"""
 _LONG_KEY = re.compile(rf"(?<![\w.-]){_PART}(?:[ \t]*+\.[ \t]*+{_PART}){{100}}")
 
 
-def load(
-    path: Path | None, overrides: Sequence[str] = (), *, environ: Mapping[str, str], is_dump: bool = False
-) -> Config:
-    """Return the defaults, overlaid in turn by the file at `path`, each `a.b=value`, and the secrets in `environ`.
-
-    `is_dump`: the file was written by `dump`, perhaps by that of an earlier release.
-    """
+def load(path: Path | None, overrides: Sequence[str] = (), *, environ: Mapping[str, str]) -> Config:
+    """Return the defaults, overlaid in turn by the file at `path`, each `a.b=value`, and the secrets in `environ`."""
     data = Config().model_dump(mode="json")
     if path is not None:
-        given = read_toml(path)
-        _overlay(data, _without_retired(given) if is_dump else given)
+        _overlay(data, read_toml(path))
     origins: dict[str, str] = {}  # dotted key -> the --set that gave it
     for override in overrides:
         key = set_key(data, override)
@@ -80,8 +74,8 @@ def load(
 
 
 def parse(text: str) -> Config:
-    """Parse the output of `dump`, perhaps of that of an earlier release."""
-    return Config.model_validate_json(json.dumps(_without_retired(tomllib.loads(text))), strict=True)
+    """Parse the output of `dump`."""
+    return Config.model_validate_json(json.dumps(tomllib.loads(text)), strict=True)
 
 
 def dump(config: Config) -> str:
@@ -114,16 +108,6 @@ def _parse(text: str) -> dict[str, Any]:
     if _LONG_KEY.search(text):
         raise tomllib.TOMLDecodeError("a key of more than 100 parts")
     return tomllib.loads(text)
-
-
-def _without_retired(data: dict[str, Any]) -> dict[str, Any]:
-    """Remove the keys without effect, which dumps of earlier releases contain."""
-    return {
-        section: {key: value for key, value in table.items() if f"{section}.{key}" not in WITHOUT_EFFECT}
-        if isinstance(table, dict)
-        else table
-        for section, table in data.items()
-    }
 
 
 def _overlay(data: dict[str, Any], given: Mapping[str, Any]) -> None:
@@ -217,8 +201,6 @@ def _describe(problem: ErrorDetails, *, origins: Mapping[str, str], path: Path |
     for overridden, override in origins.items():
         if f"{key}.".startswith(f"{overridden}.") or f"{overridden}.".startswith(f"{key}."):
             where = f"{override}: "
-    if key in WITHOUT_EFFECT:
-        return [f"{where}{key}: {WITHOUT_EFFECT[key]}"]
     if problem["type"] == "extra_forbidden":
         return [f"{where}unknown key {key}; {_nearest(key, loc=problem['loc'])}"]
     wanted = _WANTED.get(problem["type"], problem["msg"]).format(**problem.get("ctx", {}))

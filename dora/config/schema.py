@@ -12,9 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from dora.core.strategies import SILENCE, Rules, rules_of
+from dora.objectives.settings import ObjectiveConfig
+from dora.section import Section
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Positive = Annotated[int, Field(ge=1)]
@@ -26,20 +28,8 @@ DEFAULT_INSTANCES = 4
 #: The address of a server, and the one the controller listens on (ZeroMQ resolves wildcards and interface names).
 _SERVER_URL = re.compile(r"https?://[^\s/]+(/\S*)?")
 _LISTEN_ADDRESS = re.compile(r"tcp://\S+:(\d+|\*)")
-#: Keys that would have no effect, and why; they are refused.
-WITHOUT_EFFECT = dict.fromkeys(
-    ("trainer.clip_low", "trainer.clip_high"),
-    "has no effect: with one update per step the policy ratio is always 1 and is never clipped; trainer.tis_cap bounds "
-    "the weights of off-policy tokens. Remove the key",
-)
 #: Placeholders that `engine.command` may use.
 PLACEHOLDERS = ("model", "host", "port", "tp", "slots", "kv_tokens", "dtype", "device", "threads")
-
-
-class Section(BaseModel):
-    """Base class of all sections."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
 
 def secret(variable: str) -> Any:
@@ -164,7 +154,7 @@ class EngineConfig(Section):
     foreground."""
     args: tuple[str, ...] = ()
     """Further arguments, appended to the command."""
-    environment: dict[str, str] = {}
+    environment: dict[str, str] = Field(default={})
     """Further environment variables of managed instances."""
     tensor_parallel: Positive = 1
     """Number of GPUs of one managed instance (`device` cuda); fills in {tp}."""
@@ -193,7 +183,7 @@ class EngineConfig(Section):
     api_key: str | None = secret("DORA_ENGINE_API_KEY")
     """Bearer token that the servers require. A managed instance finds its own in DORA_SERVE_API_KEY. Unset: one is
     generated at each start and sent to managed instances only."""
-    path_map: dict[str, str] = {}
+    path_map: dict[str, str] = Field(default={})
     """Path prefix of the version store on this host -> prefix under which servers see it, for shared file systems that
     are mounted elsewhere."""
 
@@ -247,11 +237,8 @@ class TrainerConfig(Section):
     """AdamW beta2."""
     max_grad_norm: Annotated[float, Field(gt=0.0)] = 1.0
     """Maximum gradient norm; a larger gradient is scaled down to it."""
-    advantage: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
-    """How advantages are computed. `dr_grpo`: reward minus the mean of the group. `grpo`: the same, divided by the
-    standard deviation of the group. `rloo`: reward minus the mean of the other siblings."""
-    tis_cap: Annotated[float, Field(ge=1.0)] = 2.0
-    """Cap of truncated importance sampling: the weight of a token is min(rho, tis_cap)."""
+    updates: Positive = 1
+    """M: the number of optimizer updates per step. Each takes the next N / M groups in the order of their commits."""
     checkpoint_every: Positive = 10
     """Number of steps between resumable checkpoints. A clean stop writes one too."""
     stop_timeout_s: Seconds = 600.0
@@ -279,7 +266,7 @@ class SourceConfig(Section):
     """Column that holds chat messages, a list of {role, content}. If set, it is used in place of `prompt`."""
     answer: str = "answer"
     """Column that holds the reference answer, which is passed to the reward. Empty: the rows have none."""
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = Field(default={})
     """Further arguments of the source; for `arithmetic` and `reasoning_gym`, parameters of the generator."""
     weight: Annotated[float, Field(gt=0.0)] = 1.0
     """Share of prompts drawn from this source, relative to the other sources."""
@@ -404,6 +391,7 @@ class Config(Section):
     rollout: RolloutConfig = RolloutConfig()
     engine: EngineConfig = EngineConfig()
     trainer: TrainerConfig = TrainerConfig()
+    objective: ObjectiveConfig = ObjectiveConfig()
     task: TaskConfig = TaskConfig()
     eval: EvalConfig = EvalConfig()
     weights: WeightsConfig = WeightsConfig()
@@ -460,7 +448,12 @@ class Config(Section):
         if self.rollout.group_size < 2:
             yield (
                 f"rollout.group_size: {self.rollout.group_size} answer per prompt has no siblings to be compared with, "
-                f"but advantage '{self.trainer.advantage}' is group-relative; use at least 2"
+                f"but advantage '{self.objective.advantage}' is group-relative; use at least 2"
+            )
+        if self.rollout.groups_per_step % self.trainer.updates:
+            yield (
+                f"trainer.updates: {self.trainer.updates} updates cannot share the {self.rollout.groups_per_step} "
+                "groups of a step (rollout.groups_per_step) equally"
             )
         if self.trainer.optimizer_state == "host" and self.trainer.device == "cpu":
             yield "trainer.optimizer_state: with trainer.device = cpu, the moments are on the host anyway; use device"

@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dora.trainer.loss import log_ratio
+from dora.objectives.objective import MARKS, SUMS, Terms
+from dora.objectives.tokens import Tokens, log_ratio
 
 # name -> (unit, formula). Rows of LAGGED exist as `all/<name>` and, for every lag with tokens, `lag=<l>/<name>`.
-# Sums run over trained tokens; w = k = π/μ, log k clamped to ±20. At one update per step ρ = k and r = 1, so one
-# mismatch serves both and the clip never acts.
+# Sums run over trained tokens; w = k = π/μ, log k clamped to ±20.
 LAGGED: dict[str, tuple[str, str]] = {
     "tokens": ("tokens", "Σ 1"),
     "mismatch_k3": ("nats", "mean of k - 1 - log k"),
@@ -26,7 +26,7 @@ LAGGED: dict[str, tuple[str, str]] = {
     "ess": ("fraction", "(Σ w)² / (n Σ w²)"),
     "chi2": ("1", "mean of w² - 1"),
     "ppl_ratio": ("1", "exp(mean log μ - mean log π)"),
-    "tis_capped_frac": ("fraction", "mean of [ρ > tis_cap]"),
+    **{f"{name}_frac" if unit == "fraction" else name: (unit, formula) for name, (unit, formula) in MARKS.items()},
     "entropy": ("nats", "mean entropy of softmax(logits / temperature)"),
     "adv_mean": ("1", "mean advantage"),
     "adv_std": ("1", "√(mean A² - adv_mean²)"),
@@ -36,7 +36,7 @@ LAGGED: dict[str, tuple[str, str]] = {
     "truncated_frac": ("fraction", "trajectories that reached their token budget"),
 }
 WHOLE: dict[str, tuple[str, str]] = {
-    "denominator": ("tokens", "D: trained tokens of the step, all ranks"),
+    "denominator": ("1", "D of the objective: with token_mean, the trained tokens of the update, all ranks"),
     "loss": ("1", "Σ l / D"),
     "grad_norm": ("1", "Euclidean norm of the normalized gradient before clipping"),
     "learning_rate": ("1", "rate in force in this step, warm-up included"),
@@ -50,7 +50,7 @@ WHOLE: dict[str, tuple[str, str]] = {
 METRICS = WHOLE | {f"all/{name}": row for name, row in LAGGED.items()}
 
 _TOKEN_SUMS = (
-    "tokens", "k", "k_squared", "log_k", "abs_log_k", "capped", "entropy", "adv", "adv_squared", "loss", "nonfinite",
+    "tokens", "k", "k_squared", "log_k", "abs_log_k", "entropy", "adv", "adv_squared", "loss", "nonfinite", *MARKS,
 )  # fmt: skip
 _SEQUENCE_SUMS = ("sequences", "reward", "truncated")
 _COLUMNS = {name: i for i, name in enumerate((*_TOKEN_SUMS, *_SEQUENCE_SUMS))}
@@ -62,23 +62,25 @@ class StepSums:
     def __init__(self, *, max_staleness: int, device: torch.device) -> None:
         self._sums = torch.zeros(max_staleness + 1, len(_COLUMNS), dtype=torch.float64, device=device)
         self._abs_max = torch.zeros(max_staleness + 1, dtype=torch.float64, device=device)
+        self._update_sums = torch.zeros(len(SUMS), dtype=torch.float64, device=device)
         self.step_tokens = 0
         self.padding = 0  # positions without a token
         self.busy_s = 0.0
 
     @torch.no_grad()
-    def add_tokens(
-        self, *, current: Tensor, behavior: Tensor, advantage: Tensor, entropy: Tensor, loss: Tensor, lag: Tensor,
-        tis_cap: float,
-    ) -> None:  # fmt: skip
-        """Add the trained tokens of one micro-batch."""
-        log_k = log_ratio(current, behavior).double()
-        k, adv = log_k.exp(), advantage.double()
-        ones, nonfinite = torch.ones_like(k), ~loss.isfinite()
-        columns = (ones, k, k * k, log_k, log_k.abs(), k > tis_cap, entropy, adv, adv * adv, loss, nonfinite)
+    def add_tokens(self, tokens: Tokens, terms: Terms) -> None:
+        """Add the trained tokens of one pass."""
+        lag_P = tokens.lag_n[tokens.sequence_P]
+        log_k = log_ratio(tokens.current_P, tokens.behavior_P).double()
+        k, adv, loss = log_k.exp(), tokens.advantage_P.double(), terms.loss_P.detach()
+        ones = torch.ones_like(k)
+        entropy = torch.zeros_like(k) if tokens.entropy_P is None else tokens.entropy_P
+        marks = [terms.marks.get(name, torch.zeros_like(k)) for name in MARKS]
+        columns = (ones, k, k * k, log_k, log_k.abs(), entropy, adv, adv * adv, loss, ~loss.isfinite(), *marks)
         values = torch.stack([column.double() for column in columns], dim=1)
-        self._sums[:, : len(_TOKEN_SUMS)].index_add_(0, lag, values)
-        self._abs_max.scatter_reduce_(0, lag, log_k.abs(), "amax")
+        self._sums[:, : len(_TOKEN_SUMS)].index_add_(0, lag_P, values)
+        self._abs_max.scatter_reduce_(0, lag_P, log_k.abs(), "amax")
+        self._update_sums += torch.stack([terms.sums[name].to(self._update_sums) for name in SUMS])
 
     def add_sequences(self, *, lag: Tensor, reward: Tensor, truncated: Tensor) -> None:
         """Add the trajectories of one micro-batch."""
@@ -88,32 +90,39 @@ class StepSums:
     def reduce(self) -> ReducedSums:
         """Return the sums of all ranks; a collective."""
         extra = torch.tensor([self.step_tokens, self.padding, self.busy_s], dtype=torch.float64)
-        flat = torch.cat([self._sums.flatten(), extra.to(self._sums.device)])
+        flat = torch.cat([self._update_sums, extra.to(self._sums.device), self._sums.flatten()])
         dist.all_reduce(flat)
         dist.all_reduce(self._abs_max, op=dist.ReduceOp.MAX)
-        return ReducedSums(flat[:-3].view_as(self._sums).cpu(), self._abs_max.cpu(), *flat[-3:].tolist())
+        flat = flat.cpu()
+        update_sums = dict(zip(SUMS, flat[: len(SUMS)].tolist(), strict=True))
+        rest = flat[len(SUMS) :]
+        return ReducedSums(rest[3:].view_as(self._sums), self._abs_max.cpu(), update_sums, *rest[:3].tolist())
 
 
 class ReducedSums:
     """The sums of a whole step."""
 
-    def __init__(self, sums: Tensor, abs_max: Tensor, step_tokens: float, padding: float, busy_s: float) -> None:
+    def __init__(
+        self,
+        sums: Tensor,
+        abs_max: Tensor,
+        update_sums: dict[str, float],
+        step_tokens: float,
+        padding: float,
+        busy_s: float,
+    ) -> None:
+        self.update_sums = update_sums
         self._sums = sums
         self._abs_max = abs_max
         self._step_tokens = step_tokens
         self._padding = padding
         self._busy_s = busy_s
 
-    @property
-    def denominator(self) -> float:
-        """D."""
-        return float(self._column("tokens").sum())
-
-    def metrics(self, **whole: float) -> dict[str, float]:
-        """Return all metrics; `whole` are those of WHOLE that the caller knows."""
+    def metrics(self, *, denominator: float, **whole: float) -> dict[str, float]:
+        """Return all metrics; the arguments are those of WHOLE that the caller knows."""
         result = {
-            "denominator": self.denominator,
-            "loss": float(self._column("loss").sum()) / max(self.denominator, 1.0),
+            "denominator": denominator,
+            "loss": float(self._column("loss").sum()) / (denominator or 1.0),
             "nonfinite_count": float(self._column("nonfinite").sum()),
             "step_tokens": self._step_tokens,
             "padding_frac": self._padding / max(self._step_tokens + self._padding, 1.0),
@@ -144,7 +153,7 @@ def _lagged(row: Tensor, abs_max: Tensor) -> dict[str, float]:
         "ess": total["k"] ** 2 / (n * total["k_squared"]) if total["k_squared"] else 0.0,
         "chi2": mean["k_squared"] - mean["tokens"],
         "ppl_ratio": float(torch.tensor(-mean["log_k"]).exp()),
-        "tis_capped_frac": mean["capped"],
+        **{f"{name}_frac" if unit == "fraction" else name: mean[name] for name, (unit, _) in MARKS.items()},
         "entropy": mean["entropy"],
         "adv_mean": mean["adv"],
         "adv_std": max(mean["adv_squared"] - mean["adv"] ** 2, 0.0) ** 0.5,

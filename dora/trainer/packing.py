@@ -1,11 +1,11 @@
-"""Conversion of a micro-batch into rows of tensors, one per forward pass, and checks of what the trainer relies on.
+"""Rows of sequences: the input of one forward pass.
 
 A packed row has all sequences of a pass one after the other. A padded row has one sequence per line, padded on the
 right: for models with layers that carry state from one token to the next, which would not end with a packed sequence.
 
 Invariant: only positions that predict a trained token reach the loss, so that values at masked positions (NaN included)
-have no effect. C3 is asserted for every group, independently of the controller.
-Legend: B lines of the row (1 if packed), T tokens of a line, P trained tokens, n trajectories.
+have no effect.
+Legend: B lines of the row (1 if packed), T tokens of a line, P trained tokens.
 """
 
 from __future__ import annotations
@@ -18,10 +18,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-
-from dora.errors import InvariantViolation, ProtocolError
-from dora.trainer.advantage import group_advantages
-from dora.transport.messages import MicroBatch
 
 #: Sequences share a padded row while the longest is at most this much longer than the shortest, plus SLACK tokens. So
 #: padding is at most a third of a row of long sequences, and short ones do not need many passes.
@@ -57,15 +53,6 @@ class Row:
     def num_padding(self) -> int:
         """The number of positions that hold no token."""
         return self.tokens_BT.numel() - sum(self.lengths)
-
-
-@dataclass(frozen=True, slots=True)
-class Targets:
-    """Inputs of the loss besides the row, one entry per trained token."""
-
-    behavior_P: Tensor  # float32 log μ
-    advantage_P: Tensor  # float32
-    lag_P: Tensor  # int64, step - version
 
 
 def make_row(
@@ -118,47 +105,3 @@ def _may_join(present: Sequence[int], length: int, *, layout: Layout, budget: in
     if layout.padded:
         return (len(present) + 1) * length <= budget and length <= MAX_STRETCH * present[0] + SLACK
     return sum(present) + length <= budget
-
-
-def pack(
-    batch: MicroBatch, members: Sequence[int], *, advantage: str, padded: bool, device: torch.device
-) -> tuple[Row, Targets]:
-    """Return the row and the loss inputs of one pass: of the sequences `members` of a checked micro-batch."""
-    chosen = np.array(members, np.int64)
-    ends, lengths = np.cumsum(batch.lengths)[chosen], batch.lengths[chosen]
-    at = np.concatenate([np.arange(0), *(np.arange(e - n, e) for e, n in zip(ends, lengths, strict=True))])
-    trained = np.flatnonzero(batch.loss_mask[at])
-    owner_P = np.repeat(chosen, lengths)[trained]
-    advantages_n = group_advantages(batch.rewards, batch.group_rewards, kind=advantage)
-    targets = Targets(
-        behavior_P=torch.from_numpy(batch.behavior_logprobs[at[trained]]).to(device),
-        advantage_P=torch.from_numpy(advantages_n[owner_P].astype(np.float32)).to(device),
-        lag_P=torch.from_numpy((batch.step - batch.versions[owner_P]).astype(np.int64)).to(device),
-    )
-    return make_row(batch.tokens[at], lengths=lengths, trained=trained, padded=padded, device=device), targets
-
-
-def check(batch: MicroBatch, *, max_staleness: int, vocab_size: int) -> None:
-    """Raise InvariantViolation if a group breaks C3, and ProtocolError if the fields contradict each other."""
-    for group, version in zip(batch.groups, batch.versions, strict=True):
-        if not 0 <= batch.step - version <= max_staleness:
-            raise InvariantViolation(
-                f"C3: group {group} of version {version} was committed to step {batch.step} (K = {max_staleness})"
-            )
-    n, total = len(batch.lengths), len(batch.tokens)
-    per_trajectory = (batch.trajectories, batch.groups, batch.rewards, batch.group_rewards, batch.truncated)
-    if any(len(column) != n for column in per_trajectory):
-        raise ProtocolError(f"micro-batch {batch.step}/{batch.index}: columns of different length for {n} trajectories")
-    if any(len(column) != total for column in (batch.loss_mask, batch.behavior_logprobs)):
-        raise ProtocolError(f"micro-batch {batch.step}/{batch.index}: columns of different length for {total} tokens")
-    if (batch.lengths < 1).any() or batch.lengths.sum() != total:
-        raise ProtocolError(f"micro-batch {batch.step}/{batch.index}: lengths do not add up to {total} tokens")
-    if total and (batch.tokens.min() < 0 or batch.tokens.max() >= vocab_size):
-        raise ProtocolError(f"micro-batch {batch.step}/{batch.index}: a token outside the vocabulary of {vocab_size}")
-    if batch.loss_mask[np.cumsum(batch.lengths) - batch.lengths].any():
-        raise ProtocolError(
-            f"micro-batch {batch.step}/{batch.index}: the first token of a trajectory cannot be trained"
-        )
-    bad = ~np.isfinite(batch.behavior_logprobs[batch.loss_mask != 0])
-    if bad.any():
-        raise ProtocolError(f"micro-batch {batch.step}/{batch.index}: {bad.sum()} trained tokens without a log-prob")

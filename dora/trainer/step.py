@@ -16,19 +16,23 @@ import time
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dora.core.ids import StepId, VersionId
 from dora.errors import ProtocolError
+from dora.objectives.advantages import group_advantages
+from dora.objectives.objective import Objective
 from dora.trainer import checkpoint
+from dora.trainer.batch import check, pack
 from dora.trainer.logprobs import logprobs
-from dora.trainer.loss import decoupled_ppo
 from dora.trainer.metrics import StepSums
 from dora.trainer.model import Policy
 from dora.trainer.optimizer import ShardOptimizer
-from dora.trainer.packing import Layout, check, pack, split_passes
+from dora.trainer.packing import Layout, split_passes
 from dora.trainer.publish import Publisher, gather
 from dora.transport.messages import (
     CheckpointWritten,
@@ -51,6 +55,7 @@ class Trainer:
         """`publisher`: on rank 0 only."""
         self._settings = order.settings
         self._checkpoints = Path(order.checkpoints)
+        self._objective = Objective(order.settings.objective, longest=order.settings.max_new_tokens)
         self._end = end
         self._policy = policy
         self._layout = layout
@@ -88,9 +93,10 @@ class Trainer:
             )
         check(batch, max_staleness=self._settings.max_staleness, vocab_size=self._policy.vocab_size)
         started = time.perf_counter()
+        advantages_n = group_advantages(batch.rewards, batch.group_rewards, kind=self._objective.settings.advantage)
         for number, members in enumerate(passes := self._passes(batch), start=1):
             self._policy.prepare(closes_step=batch.last and number == len(passes))
-            self._accumulate(batch, members)
+            self._accumulate(batch, members, advantages_n)
         self._sums.add_sequences(
             lag=torch.from_numpy(batch.step - batch.versions).long(),
             reward=torch.from_numpy(batch.rewards.copy()),
@@ -118,36 +124,17 @@ class Trainer:
             passes += [[]] * (int(most) - len(passes))
         return passes
 
-    def _accumulate(self, batch: MicroBatch, members: list[int]) -> None:
+    def _accumulate(self, batch: MicroBatch, members: list[int], advantages_n: NDArray[np.float64]) -> None:
         row, targets = pack(
-            batch,
-            members,
-            advantage=self._settings.advantage,
-            padded=self._layout.padded,
-            device=self._policy.device,
+            batch, members, advantages_n=advantages_n, padded=self._layout.padded, device=self._policy.device
         )
         current_P, entropy_P = logprobs(
             self._policy.model, row, temperature=self._settings.temperature, fp32_head=self._settings.fp32_head
         )
-        loss_P = decoupled_ppo(
-            current_P,
-            proximal=current_P.detach(),
-            behavior=targets.behavior_P,
-            advantage=targets.advantage_P,
-            clip_low=self._settings.clip_low,
-            clip_high=self._settings.clip_high,
-            tis_cap=self._settings.tis_cap,
-        )
-        (loss_P.sum() / self._settings.micro_batch_tokens).backward()
-        self._sums.add_tokens(
-            current=current_P.detach(),
-            behavior=targets.behavior_P,
-            advantage=targets.advantage_P,
-            entropy=entropy_P,
-            loss=loss_P.detach(),
-            lag=targets.lag_P,
-            tis_cap=self._settings.tis_cap,
-        )
+        tokens = targets.tokens(current_P, entropy_P=entropy_P)
+        terms = self._objective(tokens)
+        (terms.loss_P.sum() / self._settings.micro_batch_tokens).backward()
+        self._sums.add_tokens(tokens, terms)
         self._sums.padding += row.num_padding
 
     # ---- the close --------------------------------------------------------------------------------------------------
@@ -157,8 +144,9 @@ class Trainer:
         self._policy.reshard()
         sums = self._sums.reduce()
         learning_rate = self._warmed_up_rate()
-        grad_norm = self._normalize_gradients(sums.denominator)
-        skipped = sums.denominator == 0 or not math.isfinite(grad_norm)
+        divisor = self._objective.divisor(sums.update_sums)
+        grad_norm = self._normalize_gradients(divisor)
+        skipped = divisor == 0 or not math.isfinite(grad_norm)
         if not skipped:
             self._optimizer.update(self._policy.gradients(), learning_rate=learning_rate)
         self._policy.clear_gradients()
@@ -167,6 +155,7 @@ class Trainer:
         self._begin_step()
         if self._publisher is not None:
             metrics = sums.metrics(
+                denominator=divisor,
                 grad_norm=grad_norm,
                 learning_rate=learning_rate,
                 update_skipped=float(skipped),
@@ -180,7 +169,7 @@ class Trainer:
     def _normalize_gradients(self, denominator: float) -> float:
         """Rescale gradients from rank averages of Σ l / s₀ to Σ l / D and clip; return the norm before clipping."""
         gradients = self._policy.gradients()
-        scale = self._settings.micro_batch_tokens * dist.get_world_size() / max(denominator, 1.0)
+        scale = self._settings.micro_batch_tokens * dist.get_world_size() / (denominator or 1.0)
         squares = torch.zeros((), dtype=torch.float64, device=self._policy.device)
         for gradient in gradients.values():
             squares += gradient.mul_(scale).double().square().sum()

@@ -10,7 +10,7 @@ Legend: T tokens of a micro-batch, n trajectories in it, G siblings of a group.
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from dora.core.ids import StepId, VersionId
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
@@ -40,6 +40,7 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     threads: int
     micro_batch_tokens: int
     longest_request: int  # tokens of the longest prompt and answer
+    max_new_tokens: int  # token budget of an answer
     steps: int  # T of the job: the last step writes a checkpoint
     learning_rate: float
     warmup_steps: int
@@ -47,15 +48,11 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     beta1: float
     beta2: float
     max_grad_norm: float
-    advantage: Literal["grpo", "dr_grpo", "rloo"]
-    tis_cap: float
+    updates: int  # M
+    objective: dict[str, Any]  # the section `[objective]`
     temperature: float
     max_staleness: int  # K of the strategy, or T - 1 if the strategy does not bound staleness
     checkpoint_every: int
-    #: PPO clip below and above 1. Without effect while a step makes one update (π_o = π), so not configurable; part of
-    #: the lineage of weights.
-    clip_low: float = 0.2
-    clip_high: float = 0.28
 
 
 class Configure(Message, frozen=True):
@@ -94,6 +91,8 @@ class MicroBatch(Message, frozen=True):
     rewards: NDArray[np.float32]  # [n] of the trajectory itself
     group_rewards: NDArray[np.float32]  # [n, G] of all siblings; NaN: that sibling is grading_failed
     truncated: NDArray[np.uint8]  # [n] 1: the answer reached its token budget
+    update: int = 0  # 0 ... M - 1: the optimizer update that it belongs to
+    closes: bool = False  # its update ends with it, as with the last one; the same on all ranks
     parent: str = ""  # lineage before this step, that is, of the trainer's weights
     chain: str = ""  # lineage including this step; in the last micro-batch only
 

@@ -53,11 +53,12 @@ def model_path(tmp_path_factory) -> Path:
     return folder
 
 
+TIS_CAP = 1.5
 SETTINGS = TrainerSettings(
     device="cpu", dtype="float32", publish_dtype="float32", fp32_head=False,
     activation_checkpointing="none", optimizer_state="device", threads=1, micro_batch_tokens=64, longest_request=128,
     steps=100, learning_rate=1e-2, warmup_steps=2, weight_decay=0.1, beta1=0.9, beta2=0.95, max_grad_norm=0.05,
-    advantage="grpo", clip_low=0.2, clip_high=0.28, tis_cap=1.5, temperature=0.7, max_staleness=2,
+    updates=1, objective={"tis_cap": TIS_CAP}, max_new_tokens=100, temperature=0.7, max_staleness=2,
     checkpoint_every=100,
 )  # fmt: skip
 
@@ -248,7 +249,7 @@ class PlainTrainer:
             rewards = torch.tensor(a.rewards, dtype=torch.float64)
             advantage = (rewards[a.sibling] - rewards.mean()) / (rewards.std() + 1e-6)
             behavior = torch.tensor(a.logprobs, dtype=torch.float32).double()
-            weight = torch.clamp(torch.exp(current.detach() - behavior), max=SETTINGS.tis_cap)
+            weight = torch.clamp(torch.exp(current.detach() - behavior), max=TIS_CAP)
             (-(weight * advantage * current).sum() / tokens).backward()
         norm = math.sqrt(sum(p.grad.square().sum().item() for p in self.parameters.values()))
         self._adamw(step, scale=min(1.0, SETTINGS.max_grad_norm / norm))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgspec
 import numpy as np
 import pytest
@@ -10,13 +12,16 @@ from conftest import VOCAB, make_batch, make_groups
 from transformers import Qwen3ForCausalLM
 
 from dora.errors import InvariantViolation, ProtocolError
+from dora.objectives.advantages import group_advantages
+from dora.objectives.objective import Objective
 from dora.trainer import attention
+from dora.trainer.batch import check, pack
 from dora.trainer.logprobs import logprobs
-from dora.trainer.loss import decoupled_ppo
-from dora.trainer.packing import Layout, check, pack, split_passes
+from dora.trainer.packing import Layout, split_passes
 from dora.trainer.score import score
 
 CPU = torch.device("cpu")
+OBJECTIVE = Objective({"tis_cap": 1.5}, longest=100)
 
 
 def plain_logprobs(network, tokens, prompt_length, temperature):
@@ -31,21 +36,19 @@ def load(path, implementation):
 
 def pack_whole(batch):
     """The whole micro-batch in one packed row."""
-    return pack(batch, range(len(batch.lengths)), advantage="grpo", padded=False, device=CPU)
+    return pack_some(batch, range(len(batch.lengths)))
+
+
+def pack_some(batch, members, *, padded=False):
+    advantages = group_advantages(batch.rewards, batch.group_rewards, kind="grpo")
+    return pack(batch, members, advantages_n=advantages, padded=padded, device=CPU)
 
 
 def loss_of(network, row, targets):
     """Σ l over the trained tokens of a row."""
-    current, _ = logprobs(network, row, temperature=0.7)
-    return decoupled_ppo(
-        current,
-        proximal=current.detach(),
-        behavior=targets.behavior_P.double(),
-        advantage=targets.advantage_P.double(),
-        clip_low=0.2,
-        clip_high=0.28,
-        tis_cap=1.5,
-    ).sum()
+    current, entropy = logprobs(network, row, temperature=0.7)
+    tokens = targets.tokens(current, entropy_P=entropy)
+    return OBJECTIVE(replace(tokens, advantage_P=tokens.advantage_P.double())).loss_P.sum()
 
 
 def packed_loss(network, batches):
@@ -93,7 +96,7 @@ def test_the_gradient_does_not_depend_on_the_passes(model_path, padded, budget):
     network.zero_grad()
     passes = split_passes(batch.lengths.tolist(), layout=Layout(padded=padded), budget=budget)
     for members in passes:
-        row, targets = pack(batch, members, advantage="grpo", padded=padded, device=CPU)
+        row, targets = pack_some(batch, members, padded=padded)
         assert row.tokens_BT.numel() <= budget or len(members) == 1
         loss_of(network, row, targets).backward()
     assert sorted(n for members in passes for n in members) == list(range(len(batch.lengths)))

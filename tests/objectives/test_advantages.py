@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dora.trainer.advantage import group_advantages
+from dora.objectives.advantages import group_advantages
 
 
 def advantages(rewards, kind):

@@ -26,13 +26,15 @@ def group_advantages(
             "a trajectory without a reward or a group with fewer than two graded siblings cannot be trained"
         )
     mean = np.where(graded, siblings, 0.0).sum(axis=1) / count
-    centered = rewards - mean
+    centered: NDArray[np.float64] = rewards - mean
     match kind:
         case "dr_grpo":
-            return centered
+            pass
         case "rloo":
-            return centered * count / (count - 1)
+            centered = centered * count / (count - 1)
         case "grpo":
             squares = np.where(graded, (siblings - mean[:, None]) ** 2, 0.0).sum(axis=1)
-            return centered / (np.sqrt(squares / (count - 1)) + EPSILON)
-    raise ValueError(f"unknown advantage '{kind}'")
+            centered = centered / (np.sqrt(squares / (count - 1)) + EPSILON)
+        case _:
+            raise ValueError(f"unknown advantage '{kind}'")
+    return centered

@@ -1,0 +1,102 @@
+"""From a micro-batch to the row and the loss inputs of each pass, and checks of what the trainer relies on.
+
+C3 is asserted for every group, independently of the controller.
+Legend: P trained tokens of a pass, n trajectories.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from dora.errors import InvariantViolation, ProtocolError
+from dora.objectives.tokens import Tokens
+from dora.trainer.packing import Row, make_row
+from dora.transport.messages import MicroBatch
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """Inputs of the objective that come with the micro-batch; see `Tokens`."""
+
+    behavior_P: Tensor  # float32
+    advantage_P: Tensor  # float32
+    sequence_P: Tensor  # int64
+    lengths_n: Tensor  # int64
+    siblings_n: Tensor  # int64
+    lag_n: Tensor  # int64
+
+    @property
+    def lag_P(self) -> Tensor:
+        """The staleness of each token."""
+        return self.lag_n[self.sequence_P]
+
+    def tokens(self, current_P: Tensor, *, entropy_P: Tensor, progress: float = 0.0) -> Tokens:
+        """Return the inputs of the objective, with the log-probs of the weights being trained."""
+        return Tokens(
+            current_P=current_P,
+            behavior_P=self.behavior_P,
+            advantage_P=self.advantage_P,
+            sequence_P=self.sequence_P,
+            lengths_n=self.lengths_n,
+            siblings_n=self.siblings_n,
+            lag_n=self.lag_n,
+            progress=progress,
+            entropy_P=entropy_P,
+        )
+
+
+def pack(
+    batch: MicroBatch,
+    members: Sequence[int],
+    *,
+    advantages_n: NDArray[np.float64],
+    padded: bool,
+    device: torch.device,
+) -> tuple[Row, Targets]:
+    """Return the row and the loss inputs of one pass: of the sequences `members` of a checked micro-batch."""
+    chosen = np.array(members, np.int64)
+    ends, lengths = np.cumsum(batch.lengths)[chosen], batch.lengths[chosen]
+    at = np.concatenate([np.arange(0), *(np.arange(e - n, e) for e, n in zip(ends, lengths, strict=True))])
+    trained = np.flatnonzero(batch.loss_mask[at])
+    sequence_P = np.repeat(np.arange(len(chosen)), lengths)[trained]
+    targets = Targets(
+        behavior_P=torch.from_numpy(batch.behavior_logprobs[at[trained]]).to(device),
+        advantage_P=torch.from_numpy(advantages_n[chosen][sequence_P].astype(np.float32)).to(device),
+        sequence_P=torch.from_numpy(sequence_P).to(device),
+        lengths_n=torch.from_numpy(np.bincount(sequence_P, minlength=len(chosen))).to(device),
+        siblings_n=torch.from_numpy((~np.isnan(batch.group_rewards[chosen])).sum(1)).to(device),
+        lag_n=torch.from_numpy((batch.step - batch.versions[chosen]).astype(np.int64)).to(device),
+    )
+    return make_row(batch.tokens[at], lengths=lengths, trained=trained, padded=padded, device=device), targets
+
+
+def check(batch: MicroBatch, *, max_staleness: int, vocab_size: int) -> None:
+    """Raise InvariantViolation if a group breaks C3, and ProtocolError if the fields contradict each other."""
+    for group, version in zip(batch.groups, batch.versions, strict=True):
+        if not 0 <= batch.step - version <= max_staleness:
+            raise InvariantViolation(
+                f"C3: group {group} of version {version} was committed to step {batch.step} (K = {max_staleness})"
+            )
+    n, total = len(batch.lengths), len(batch.tokens)
+    per_trajectory = (batch.trajectories, batch.groups, batch.rewards, batch.group_rewards, batch.truncated)
+    if any(len(column) != n for column in per_trajectory):
+        raise ProtocolError(f"micro-batch {batch.step}/{batch.index}: columns of different length for {n} trajectories")
+    if any(len(column) != total for column in (batch.loss_mask, batch.behavior_logprobs)):
+        raise ProtocolError(f"micro-batch {batch.step}/{batch.index}: columns of different length for {total} tokens")
+    if (batch.lengths < 1).any() or batch.lengths.sum() != total:
+        raise ProtocolError(f"micro-batch {batch.step}/{batch.index}: lengths do not add up to {total} tokens")
+    if total and (batch.tokens.min() < 0 or batch.tokens.max() >= vocab_size):
+        raise ProtocolError(f"micro-batch {batch.step}/{batch.index}: a token outside the vocabulary of {vocab_size}")
+    if batch.loss_mask[np.cumsum(batch.lengths) - batch.lengths].any():
+        raise ProtocolError(
+            f"micro-batch {batch.step}/{batch.index}: the first token of a trajectory cannot be trained"
+        )
+    bad = ~np.isfinite(batch.behavior_logprobs[batch.loss_mask != 0])
+    if bad.any():
+        raise ProtocolError(f"micro-batch {batch.step}/{batch.index}: {bad.sum()} trained tokens without a log-prob")
