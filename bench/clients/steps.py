@@ -185,7 +185,7 @@ def settings(*, device: str, dtype: str, micro_batch_tokens: int, mode: Mode = "
         beta1=0.9,
         beta2=0.95,
         max_grad_norm=MAX_GRAD_NORM,
-        objective={"tis_cap": 1.0},
+        objective='{"tis_cap": 1.0}',
         temperature=1.0,
     )
 

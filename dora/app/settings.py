@@ -68,7 +68,7 @@ def trainer_settings(config: Config, *, max_staleness: int) -> TrainerSettings:
         **_common(config.trainer, TrainerSettings),
         steps=config.run.steps,
         longest_request=config.longest_request,
-        objective=config.objective.model_dump(mode="json"),
+        objective=config.objective.model_dump_json(),
         max_new_tokens=config.rollout.max_new_tokens,
         temperature=config.rollout.temperature,
         max_staleness=max_staleness,

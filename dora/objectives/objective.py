@@ -8,8 +8,8 @@ update is cut into passes, or on which rank gets which.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Final
 
 from dora.objectives.losses import ppo
 from dora.objectives.settings import ObjectiveConfig
@@ -40,16 +40,16 @@ class Terms:
 class Objective:
     """The objective that the settings describe."""
 
-    def __init__(self, settings: Mapping[str, Any], *, longest: int) -> None:
-        """`settings`: of the section `[objective]`. `longest`: the token budget of an answer."""
-        self.settings = ObjectiveConfig.model_validate(settings)
+    def __init__(self, settings: ObjectiveConfig, *, longest: int) -> None:
+        """`longest`: the token budget of an answer."""
+        self.settings = settings
         self._longest = longest
 
     def __call__(self, tokens: Tokens) -> Terms:
         """Return the terms of one pass."""
         proximal_P = tokens.current_P.detach() if tokens.proximal_P is None else tokens.proximal_P
         rho_P = log_ratio(proximal_P, tokens.behavior_P).exp()
-        of_loss = ppo.loss(_with_proximal(tokens, proximal_P), self.settings.loss)
+        of_loss = ppo.loss(replace(tokens, proximal_P=proximal_P), self.settings.loss)
         loss_P = rho_P.clamp(max=self.settings.tis_cap) * of_loss.loss_P
         count = loss_P.detach().double().new_tensor(float(len(loss_P)))
         return Terms(loss_P, {"denominator": count}, {**of_loss.marks, "tis_capped": rho_P > self.settings.tis_cap})
@@ -57,9 +57,3 @@ class Objective:
     def divisor(self, sums: Mapping[str, float]) -> float:
         """Return D from the totals of an update; 0 if there is nothing to train."""
         return sums["denominator"]
-
-
-def _with_proximal(tokens: Tokens, proximal_P: Tensor) -> Tokens:
-    from dataclasses import replace
-
-    return replace(tokens, proximal_P=proximal_P)

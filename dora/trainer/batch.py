@@ -29,12 +29,7 @@ class Targets:
     sequence_P: Tensor  # int64
     lengths_n: Tensor  # int64
     siblings_n: Tensor  # int64
-    lag_n: Tensor  # int64
-
-    @property
-    def lag_P(self) -> Tensor:
-        """The staleness of each token."""
-        return self.lag_n[self.sequence_P]
+    staleness_n: Tensor  # int64
 
     def tokens(self, current_P: Tensor, *, entropy_P: Tensor, progress: float = 0.0) -> Tokens:
         """Return the inputs of the objective, with the log-probs of the weights being trained."""
@@ -45,7 +40,7 @@ class Targets:
             sequence_P=self.sequence_P,
             lengths_n=self.lengths_n,
             siblings_n=self.siblings_n,
-            lag_n=self.lag_n,
+            staleness_n=self.staleness_n,
             progress=progress,
             entropy_P=entropy_P,
         )
@@ -71,7 +66,7 @@ def pack(
         sequence_P=torch.from_numpy(sequence_P).to(device),
         lengths_n=torch.from_numpy(np.bincount(sequence_P, minlength=len(chosen))).to(device),
         siblings_n=torch.from_numpy((~np.isnan(batch.group_rewards[chosen])).sum(1)).to(device),
-        lag_n=torch.from_numpy((batch.step - batch.versions[chosen]).astype(np.int64)).to(device),
+        staleness_n=torch.from_numpy((batch.step - batch.versions[chosen]).astype(np.int64)).to(device),
     )
     return make_row(batch.tokens[at], lengths=lengths, trained=trained, padded=padded, device=device), targets
 

@@ -70,7 +70,7 @@ class StepSums:
     @torch.no_grad()
     def add_tokens(self, tokens: Tokens, terms: Terms) -> None:
         """Add the trained tokens of one pass."""
-        lag_P = tokens.lag_n[tokens.sequence_P]
+        lag_P = tokens.staleness_n[tokens.sequence_P]
         log_k = log_ratio(tokens.current_P, tokens.behavior_P).double()
         k, adv, loss = log_k.exp(), tokens.advantage_P.double(), terms.loss_P.detach()
         ones = torch.ones_like(k)

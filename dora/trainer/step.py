@@ -26,6 +26,7 @@ from dora.core.ids import StepId, VersionId
 from dora.errors import ProtocolError
 from dora.objectives.advantages import group_advantages
 from dora.objectives.objective import Objective
+from dora.objectives.settings import ObjectiveConfig
 from dora.trainer import checkpoint
 from dora.trainer.batch import check, pack
 from dora.trainer.logprobs import logprobs
@@ -55,7 +56,9 @@ class Trainer:
         """`publisher`: on rank 0 only."""
         self._settings = order.settings
         self._checkpoints = Path(order.checkpoints)
-        self._objective = Objective(order.settings.objective, longest=order.settings.max_new_tokens)
+        self._objective = Objective(
+            ObjectiveConfig.model_validate_json(order.settings.objective), longest=order.settings.max_new_tokens
+        )
         self._end = end
         self._policy = policy
         self._layout = layout

@@ -10,7 +10,7 @@ Legend: T tokens of a micro-batch, n trajectories in it, G siblings of a group.
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -49,7 +49,7 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     beta2: float
     max_grad_norm: float
     updates: int  # M
-    objective: dict[str, Any]  # the section `[objective]`
+    objective: str  # the section `[objective]` as JSON
     temperature: float
     max_staleness: int  # K of the strategy, or T - 1 if the strategy does not bound staleness
     checkpoint_every: int

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from dora.objectives.objective import Objective
+from dora.objectives.settings import ObjectiveConfig
 from dora.objectives.tokens import Tokens
 
 BEHAVIOR = torch.tensor([-1.0, -2.0, -0.5], dtype=torch.float64)
@@ -26,13 +27,13 @@ def tokens_of(current, *, advantage, proximal=None, behavior=BEHAVIOR):
         sequence_P=torch.zeros(len(current), dtype=torch.int64),
         lengths_n=torch.tensor([len(current)]),
         siblings_n=torch.tensor([8]),
-        lag_n=torch.tensor([1]),
+        staleness_n=torch.tensor([1]),
     )
 
 
 def decoupled(tis_cap):
     """PPO with this cap: a function of its tokens that returns the loss of each."""
-    objective = Objective({"tis_cap": tis_cap}, longest=100)
+    objective = Objective(ObjectiveConfig(tis_cap=tis_cap), longest=100)
     return lambda tokens: objective(tokens).loss_P
 
 

@@ -176,7 +176,7 @@ def test_golden_metrics():
         sequence_P=torch.tensor([0, 0, 1]),
         lengths_n=torch.tensor([2, 1]),
         siblings_n=torch.tensor([2, 2]),
-        lag_n=torch.tensor([1, 1]),
+        staleness_n=torch.tensor([1, 1]),
         entropy_P=torch.ones(3),
     )
     terms = Terms(

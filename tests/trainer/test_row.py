@@ -14,6 +14,7 @@ from transformers import Qwen3ForCausalLM
 from dora.errors import InvariantViolation, ProtocolError
 from dora.objectives.advantages import group_advantages
 from dora.objectives.objective import Objective
+from dora.objectives.settings import ObjectiveConfig
 from dora.trainer import attention
 from dora.trainer.batch import check, pack
 from dora.trainer.logprobs import logprobs
@@ -21,7 +22,7 @@ from dora.trainer.packing import Layout, split_passes
 from dora.trainer.score import score
 
 CPU = torch.device("cpu")
-OBJECTIVE = Objective({"tis_cap": 1.5}, longest=100)
+OBJECTIVE = Objective(ObjectiveConfig(tis_cap=1.5), longest=100)
 
 
 def plain_logprobs(network, tokens, prompt_length, temperature):

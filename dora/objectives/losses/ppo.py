@@ -13,17 +13,18 @@ from dora.objectives.tokens import TokenLoss, Tokens, log_ratio
 from dora.section import Section
 
 
-class Settings(Section):
+class Ppo(Section):
     """min(r A, clip(r) A) per token."""
 
     kind: Literal["ppo"] = "ppo"
+    """Name of the loss."""
     clip_low: Annotated[float, Field(ge=0.0, le=1.0)] = 0.2
     """r is clipped below 1 - clip_low."""
     clip_high: Annotated[float, Field(ge=0.0)] = 0.28
     """r is clipped above 1 + clip_high."""
 
 
-def loss(tokens: Tokens, settings: Settings) -> TokenLoss:
+def loss(tokens: Tokens, settings: Ppo) -> TokenLoss:
     """Return -min(r A, clip(r) A), r = π/π_o."""
     assert tokens.proximal_P is not None
     ratio_P = log_ratio(tokens.current_P, tokens.proximal_P.detach()).exp()
