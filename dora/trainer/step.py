@@ -35,6 +35,7 @@ from dora.trainer.model import Policy
 from dora.trainer.optimizer import ShardOptimizer
 from dora.trainer.packing import Layout, split_passes
 from dora.trainer.publish import Publisher, gather
+from dora.trainer.schedule import learning_rate
 from dora.transport.messages import (
     CheckpointWritten,
     Configure,
@@ -65,7 +66,9 @@ class Trainer:
         self._publisher = publisher
         self._rank = dist.get_rank()
         self._shards = policy.shards()
-        self._optimizer = ShardOptimizer(self._shards, order.settings)
+        self._optimizer = ShardOptimizer(
+            self._shards, order.settings, model=policy.model, group=policy.mesh.get_group()
+        )
         self._step = StepId(0)
         self._chain = order.chain
         self._fence = partial(pass_fence, Path(order.fence), epoch=order.epoch)
@@ -146,12 +149,12 @@ class Trainer:
         started = time.perf_counter()
         self._policy.reshard()
         sums = self._sums.reduce()
-        learning_rate = self._warmed_up_rate()
+        rate = self._learning_rate()
         divisor = self._objective.divisor(sums.update_sums)
         grad_norm = self._normalize_gradients(divisor)
         skipped = divisor == 0 or not math.isfinite(grad_norm)
         if not skipped:
-            self._optimizer.update(self._policy.gradients(), learning_rate=learning_rate)
+            self._optimizer.update(self._policy.gradients(), learning_rate=rate)
         self._policy.clear_gradients()
         weights = self._gather()
         trained, self._step, self._chain = self._step, StepId(self._step + 1), chain
@@ -160,7 +163,7 @@ class Trainer:
             metrics = sums.metrics(
                 denominator=divisor,
                 grad_norm=grad_norm,
-                learning_rate=learning_rate,
+                learning_rate=rate,
                 update_skipped=float(skipped),
                 close_s=time.perf_counter() - started,
             )
@@ -183,9 +186,15 @@ class Trainer:
                 gradient.mul_(self._settings.max_grad_norm / norm)
         return norm
 
-    def _warmed_up_rate(self) -> float:
-        """Return the rate under linear warm-up, which starts at 1 / warmup_steps of the peak."""
-        return self._settings.learning_rate * min(1.0, (self._step + 1) / max(self._settings.warmup_steps, 1))
+    def _learning_rate(self) -> float:
+        return learning_rate(
+            self._step,
+            schedule=self._settings.schedule,
+            peak=self._settings.learning_rate,
+            min_share=self._settings.min_learning_rate,
+            warmup_steps=self._settings.warmup_steps,
+            steps=self._settings.steps,
+        )
 
     def _begin_step(self) -> None:
         self._next_index = 0

@@ -56,7 +56,8 @@ def model_path(tmp_path_factory) -> Path:
 TIS_CAP = 1.5
 SETTINGS = TrainerSettings(
     device="cpu", dtype="float32", publish_dtype="float32", fp32_head=False,
-    activation_checkpointing="none", optimizer_state="device", threads=1, micro_batch_tokens=64, longest_request=128,
+    activation_checkpointing="none", optimizer_state="device", optimizer="adamw", compile=False, schedule="constant",
+    min_learning_rate=0.0, threads=1, micro_batch_tokens=64, longest_request=128,
     steps=100, learning_rate=1e-2, warmup_steps=2, weight_decay=0.1, beta1=0.9, beta2=0.95, max_grad_norm=0.05,
     updates=1, objective=f'{{"tis_cap": {TIS_CAP}}}', max_new_tokens=100, temperature=0.7, max_staleness=2,
     checkpoint_every=100,
