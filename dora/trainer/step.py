@@ -33,7 +33,7 @@ from dora.trainer.logprobs import logprobs
 from dora.trainer.metrics import StepSums
 from dora.trainer.model import Policy
 from dora.trainer.optimizer import ShardOptimizer
-from dora.trainer.packing import Layout, split_passes
+from dora.trainer.packing import Layout, prompts_of, split_passes
 from dora.trainer.publish import Publisher, gather
 from dora.transport.messages import (
     CheckpointWritten,
@@ -118,8 +118,9 @@ class Trainer:
 
     def _passes(self, batch: MicroBatch) -> list[list[int]]:
         """Return the sequences of each forward pass; as many passes on all ranks, if each of them is a collective."""
+        prompts = prompts_of(batch.tokens, lengths=batch.lengths, trained=np.flatnonzero(batch.loss_mask))
         passes = split_passes(
-            batch.lengths.tolist(), layout=self._layout, budget=self._settings.micro_batch_tokens
+            batch.lengths.tolist(), prompts=prompts, layout=self._layout, budget=self._settings.micro_batch_tokens
         ) or [[]]
         if not self._policy.gathered:
             most = torch.tensor(len(passes), device=self._policy.device)
@@ -128,9 +129,7 @@ class Trainer:
         return passes
 
     def _accumulate(self, batch: MicroBatch, members: list[int], advantages_n: NDArray[np.float64]) -> None:
-        row, targets = pack(
-            batch, members, advantages_n=advantages_n, padded=self._layout.padded, device=self._policy.device
-        )
+        row, targets = pack(batch, members, advantages_n=advantages_n, layout=self._layout, device=self._policy.device)
         current_P, entropy_P = logprobs(
             self._policy.model, row, temperature=self._settings.temperature, fp32_head=self._settings.fp32_head
         )
