@@ -27,7 +27,14 @@ class Trial:
     """A loaded model whose forward pass was checked as in a run. It uses this process's default process group."""
 
     def __init__(
-        self, model_path: Path, *, device: str, dtype: str, checkpointing: Mode, shared_prompts: Sharing
+        self,
+        model_path: Path,
+        *,
+        device: str,
+        dtype: str,
+        checkpointing: Mode,
+        shared_prompts: Sharing,
+        compiled: bool,
     ) -> None:
         """Load and check the model; ConfigError if it cannot be trained."""
         require_device(device)
@@ -39,6 +46,7 @@ class Trial:
                 mesh=make_mesh(device),
                 dtype=getattr(torch, dtype),
                 activation_checkpointing=checkpointing,
+                compiled=compiled,
             )
             self.checked = check_training(self._policy, dtype=dtype, shared_prompts=shared_prompts)
         except BaseException:
