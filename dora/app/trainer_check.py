@@ -157,6 +157,7 @@ def _try(config: Config, model: Path, mode: Mode, stack: ExitStack) -> Trial:
             checkpointing=mode,
             compiled=trainer.compile,
             shared_prompts=trainer.shared_prompts,
+            compiled=trainer.compile,
         )
         return stack.enter_context(trial)
 

@@ -61,7 +61,7 @@ def attend(
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class AttentionCall:
     """Part of the attention of a row: some queries over some keys.
 
     Without an offset, a segment over itself; otherwise responses over their prompt, where the position of the first
@@ -73,7 +73,7 @@ class Call:
     offset: int = 0
 
 
-def _calls(lengths: Sequence[int], prompts: Sequence[int], *, window: int | None) -> list[Call]:
+def _calls(lengths: Sequence[int], prompts: Sequence[int], *, window: int | None) -> list[AttentionCall]:
     """Return each segment over itself, and then responses over the part of their prompt that they see.
 
     Without a window, responses that follow each other see their prompt in a single call. Forward and backward of 8
@@ -81,7 +81,7 @@ def _calls(lengths: Sequence[int], prompts: Sequence[int], *, window: int | None
     against 76, 331, 2,250 ms with a masked call for each [prompt; response], and 106, 852, 8,560 ms without sharing.
     """
     spans = [slice(end - length, end) for end, length in zip(accumulate(lengths), lengths, strict=True)]
-    calls = [Call(span, span) for span in spans]
+    calls = [AttentionCall(span, span) for span in spans]
     for rows, prompt in zip(spans, prompts or [-1] * len(spans), strict=True):
         if prompt < 0:
             continue
@@ -92,7 +92,7 @@ def _calls(lengths: Sequence[int], prompts: Sequence[int], *, window: int | None
         elif last.offset and last.keys == keys and last.queries.stop == rows.start:
             rows = slice(calls.pop().queries.start, rows.stop)
         if rows.start < rows.stop:
-            calls.append(Call(rows, keys, offset=keys.stop - keys.start))
+            calls.append(AttentionCall(rows, keys, offset=keys.stop - keys.start))
     return calls
 
 
@@ -112,7 +112,7 @@ class _Attention(torch.autograd.Function):
         value: Tensor,
         sink_H: Tensor | None,
         rule: Rule,
-        calls: Sequence[Call],
+        calls: Sequence[AttentionCall],
     ) -> Tensor:
         (batch, heads, length, _), size_v = query.shape, value.shape[3]
         out_bLHD = query.new_empty(batch, length, heads, size_v)  # as layers want it

@@ -46,7 +46,7 @@ class Layout:
         """Return whether a sequence is beyond `rope_limit`."""
         return self.rope_limit is not None and length > self.rope_limit
 
-    def shared(self, lengths: Sequence[int], prompt: Prompt) -> int:
+    def shared(self, lengths: Sequence[int], prompt: PromptTokens) -> int:
         """Return how many tokens sequences of these lengths share, which start with `prompt`: all of it, or none."""
         alone, saved = sum(lengths), (len(lengths) - 1) * prompt.length
         return prompt.length if saved and alone > self.share_above * (alone - saved) else 0
@@ -56,7 +56,7 @@ class Layout:
 PACKED: Final = Layout()
 
 
-class Prompt(NamedTuple):
+class PromptTokens(NamedTuple):
     """The tokens of a sequence before the first trained one, or all of them."""
 
     length: int
@@ -65,14 +65,14 @@ class Prompt(NamedTuple):
 
 def prompts_of(
     tokens: NDArray[np.integer], *, lengths: Sequence[int] | NDArray[np.integer], trained: NDArray[np.integer]
-) -> list[Prompt]:
+) -> list[PromptTokens]:
     """Return the prompt of each sequence; they follow one another in `tokens`, and the indices `trained` ascend."""
     prompts = []
     for end, length in zip(np.cumsum(lengths).tolist(), lengths, strict=True):
         start = end - int(length)
         first = np.searchsorted(trained, start)
         stop = min(end, int(trained[first])) if first < len(trained) else end
-        prompts.append(Prompt(stop - start, tokens[start:stop].tobytes()))
+        prompts.append(PromptTokens(stop - start, tokens[start:stop].tobytes()))
     return prompts
 
 
@@ -137,7 +137,7 @@ def make_row(
 
 
 def _pack(
-    lengths_n: NDArray[np.int64], starts_n: NDArray[np.int64], prompts: Sequence[Prompt], layout: Layout
+    lengths_n: NDArray[np.int64], starts_n: NDArray[np.int64], prompts: Sequence[PromptTokens], layout: Layout
 ) -> tuple[NDArray[np.int64], list[tuple[int, int]]]:
     """Return the place of each token in a packed row, and the length and prompt of each segment."""
     at = np.empty(int(lengths_n.sum()), np.int64)
@@ -162,9 +162,9 @@ def _pack(
     return at, segments
 
 
-def _families(sequences: Iterable[int], prompts: Sequence[Prompt]) -> list[list[int]]:
+def _families(sequences: Iterable[int], prompts: Sequence[PromptTokens]) -> list[list[int]]:
     """Return the sequences with the same prompt, in the order of the first of each."""
-    families: dict[Prompt, list[int]] = {}
+    families: dict[PromptTokens, list[int]] = {}
     for n in sequences:
         families.setdefault(prompts[n], []).append(n)
     return list(families.values())
@@ -174,7 +174,7 @@ def _families(sequences: Iterable[int], prompts: Sequence[Prompt]) -> list[list[
 
 
 def split_passes(
-    lengths: Sequence[int], *, prompts: Sequence[Prompt] = (), layout: Layout, budget: int
+    lengths: Sequence[int], *, prompts: Sequence[PromptTokens] = (), layout: Layout, budget: int
 ) -> list[list[int]]:
     """Return the indices of the sequences of each pass: at most `budget` tokens, padding included, or one sequence.
 
@@ -193,7 +193,7 @@ def _may_join(
     present: list[int],
     part: list[int],
     lengths: Sequence[int],
-    prompts: Sequence[Prompt],
+    prompts: Sequence[PromptTokens],
     *,
     layout: Layout,
     budget: int,
@@ -207,7 +207,7 @@ def _may_join(
     return _num_tokens(present + part, lengths, prompts, layout) <= budget
 
 
-def _num_tokens(members: Sequence[int], lengths: Sequence[int], prompts: Sequence[Prompt], layout: Layout) -> int:
+def _num_tokens(members: Sequence[int], lengths: Sequence[int], prompts: Sequence[PromptTokens], layout: Layout) -> int:
     """Return the number of tokens of a packed row."""
     total = sum(lengths[n] for n in members)
     if not prompts or math.isinf(layout.share_above):
@@ -216,7 +216,9 @@ def _num_tokens(members: Sequence[int], lengths: Sequence[int], prompts: Sequenc
     return total - sum((len(f) - 1) * layout.shared([lengths[n] for n in f], prompts[f[0]]) for f in families)
 
 
-def _parts(lengths: Sequence[int], prompts: Sequence[Prompt], *, layout: Layout, budget: int) -> Iterator[list[int]]:
+def _parts(
+    lengths: Sequence[int], prompts: Sequence[PromptTokens], *, layout: Layout, budget: int
+) -> Iterator[list[int]]:
     """Yield what one pass takes as a whole: sequences that share their prompt, as many as fit, or one alone."""
     order = sorted(range(len(lengths)), key=lambda n: (layout.is_long(lengths[n]), layout.padded * lengths[n]))
     if layout.padded or not prompts or math.isinf(layout.share_above):

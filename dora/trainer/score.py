@@ -19,7 +19,7 @@ from dora.trainer import attention
 from dora.trainer.forward_check import check_forward
 from dora.trainer.logprobs import logprobs
 from dora.trainer.model import require_device
-from dora.trainer.packing import Layout, Prompt, make_row, split_passes
+from dora.trainer.packing import Layout, PromptTokens, make_row, split_passes
 
 TOKENS_PER_ROW = 4_096  # sequences are packed up to this many tokens; a longer one is a row by itself
 
@@ -76,7 +76,7 @@ def score_with(
     lengths = [len(sequence) for sequence in sequences]
     mask = [np.arange(length) >= prompt for length, prompt in zip(lengths, prompt_lengths, strict=True)]
     prompts = [
-        Prompt(length, np.asarray(sequence[:length], np.int64).tobytes())
+        PromptTokens(length, np.asarray(sequence[:length], np.int64).tobytes())
         for sequence, length in zip(sequences, prompt_lengths, strict=True)
     ]
     for members in split_passes(lengths, prompts=prompts, layout=layout, budget=TOKENS_PER_ROW):

@@ -33,8 +33,8 @@ class Trial:
         device: str,
         dtype: str,
         checkpointing: Mode,
-        compiled: bool,
         shared_prompts: Sharing,
+        compiled: bool,
     ) -> None:
         """Load and check the model; ConfigError if it cannot be trained."""
         require_device(device)

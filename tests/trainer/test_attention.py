@@ -18,7 +18,7 @@ from transformers.masking_utils import causal_mask_function
 from dora.errors import ConfigError
 from dora.trainer import attention, attention_gpu, attention_kernels
 from dora.trainer.attention import Pattern, Segments, attend, pattern_of, require_interface, within
-from dora.trainer.attention_kernels import Call
+from dora.trainer.attention_kernels import AttentionCall
 from dora.trainer.attention_kernels import _calls as calls_of
 
 CPU = torch.device("cpu")
@@ -193,10 +193,10 @@ def test_attention_of_responses_that_share_prompts_is_exact_in_float64(
 
 
 def test_a_prompt_is_seen_by_all_its_responses_in_a_single_call() -> None:
-    own = [Call(slice(start, stop), slice(start, stop)) for start, stop in ((0, 4), (4, 9), (9, 10), (10, 12))]
-    over_prompt = Call(slice(4, 12), slice(0, 4), offset=4)
+    own = [AttentionCall(slice(start, stop), slice(start, stop)) for start, stop in ((0, 4), (4, 9), (9, 10), (10, 12))]
+    over_prompt = AttentionCall(slice(4, 12), slice(0, 4), offset=4)
     assert calls_of((4, 5, 1, 2), (-1, 0, 0, 0), window=None) == [*own, over_prompt]
-    in_window = [Call(slice(4, 6), slice(2, 4), offset=2), Call(slice(9, 10), slice(2, 4), offset=2)]
+    in_window = [AttentionCall(slice(4, 6), slice(2, 4), offset=2), AttentionCall(slice(9, 10), slice(2, 4), offset=2)]
     assert calls_of((4, 5, 1, 2), (-1, 0, 0, -1), window=3) == [*own, *in_window]
     assert calls_of((4, 5, 1, 2), (-1, 0, 0, 0), window=1) == own
 

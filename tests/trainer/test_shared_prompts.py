@@ -20,7 +20,7 @@ from torch import Tensor
 from dora.trainer import attention
 from dora.trainer.logprobs import logprobs
 from dora.trainer.model import Policy, make_mesh
-from dora.trainer.packing import SHARE_ABOVE, Layout, Prompt, make_row, prompts_of, split_passes
+from dora.trainer.packing import SHARE_ABOVE, Layout, PromptTokens, make_row, prompts_of, split_passes
 from dora.trainer.step import Trainer
 from dora.transport.messages import Configure
 from tests.families import make_model
@@ -123,7 +123,7 @@ def test_a_row_has_each_prompt_once_and_the_targets_in_the_order_of_the_sequence
 
 
 def test_prompts_are_shared_where_that_saves_enough() -> None:
-    prompt = Prompt(100, b"")
+    prompt = PromptTokens(100, b"")
     auto = Layout(share_above=SHARE_ABOVE["auto"])
     assert auto.shared([340] * 8, prompt) == 100, "1.34 times fewer tokens"
     assert auto.shared([760] * 8, prompt) == 0, "1.13 times"
@@ -161,7 +161,7 @@ def test_passes_keep_the_budget_and_every_token(families: Families, wanted: Any,
     sequences, prompts = draw(families)
     lengths = [len(tokens) for tokens in sequences]
     layout = Layout(share_above=SHARE_ABOVE[wanted])
-    found = [Prompt(n, tokens[:n].tobytes()) for tokens, n in zip(sequences, prompts, strict=True)]
+    found = [PromptTokens(n, tokens[:n].tobytes()) for tokens, n in zip(sequences, prompts, strict=True)]
     passes = split_passes(lengths, prompts=found, layout=layout, budget=budget)
     assert sorted(n for members in passes for n in members) == list(range(len(sequences)))
     for members in passes:
