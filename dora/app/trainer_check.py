@@ -155,7 +155,6 @@ def _try(config: Config, model: Path, mode: Mode, stack: ExitStack) -> Trial:
             device=trainer.device,
             dtype=trainer.dtype,
             checkpointing=mode,
-            compiled=trainer.compile,
             shared_prompts=trainer.shared_prompts,
             compiled=trainer.compile,
         )
