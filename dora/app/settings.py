@@ -64,7 +64,7 @@ def rollout_only_settings(settings: Settings) -> Settings:
 
 def trainer_settings(config: Config, *, max_staleness: int) -> TrainerSettings:
     """Return the settings of the trainer ranks."""
-    return TrainerSettings(
+    settings = TrainerSettings(
         **_common(config.trainer, TrainerSettings),
         steps=config.run.steps,
         longest_request=config.longest_request,
@@ -73,6 +73,9 @@ def trainer_settings(config: Config, *, max_staleness: int) -> TrainerSettings:
         temperature=config.rollout.temperature,
         max_staleness=max_staleness,
     )
+    if config.rules.in_flight is not None:  # a group has no version under which all its tokens were sampled
+        return msgspec.structs.replace(settings, probe_tokens=0)
+    return settings
 
 
 #: Trainer settings that do not affect the result of a wave, except for rounding.
@@ -83,6 +86,8 @@ _WITHOUT_EFFECT = (
     "steps",
     "max_staleness",
     "checkpoint_every",
+    "copies",
+    "probe_tokens",
     "micro_batch_tokens",
     "longest_request",
 )

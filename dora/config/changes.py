@@ -30,6 +30,8 @@ OPERATIONAL: Final = (
     "trainer.threads",
     "trainer.micro_batch_tokens",
     "trainer.activation_checkpointing",
+    "trainer.copies",
+    "trainer.probe_tokens",
     "trainer.start_timeout_s",
     "trainer.stop_timeout_s",
     "trainer.checkpoint_every",

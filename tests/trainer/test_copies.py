@@ -190,8 +190,8 @@ def test_a_reference_of_another_architecture_or_without_weights_is_refused(
 def test_passes_without_a_backward_pass_are_not_collected(policy: Policy, model_path: Path) -> None:
     """If FSDP2 clears its list of passes by itself, `forget_passes` is no longer needed."""
     proximal = FrozenPolicy(model_path, policy=policy)
-    passes = proximal.model._get_fsdp_state()._comm_ctx.post_forward_order
     of(proximal)
+    passes = proximal.model._get_fsdp_state()._comm_ctx.post_forward_order
     assert passes
     proximal.refresh(policy, version=0)
     assert not passes
