@@ -31,8 +31,16 @@ class Targets:
     siblings_n: Tensor  # int64
     staleness_n: Tensor  # int64
 
-    def tokens(self, current_P: Tensor, *, entropy_P: Tensor, progress: float = 0.0) -> Tokens:
-        """Return the inputs of the objective, with the log-probs of the weights being trained."""
+    def tokens(
+        self,
+        current_P: Tensor,
+        *,
+        entropy_P: Tensor,
+        proximal_P: Tensor | None = None,
+        reference_P: Tensor | None = None,
+        progress: float = 0.0,
+    ) -> Tokens:
+        """Return the inputs of the objective, with the log-probs of the weights being trained and of other policies."""
         return Tokens(
             current_P=current_P,
             behavior_P=self.behavior_P,
@@ -42,6 +50,8 @@ class Targets:
             siblings_n=self.siblings_n,
             staleness_n=self.staleness_n,
             progress=progress,
+            proximal_P=proximal_P,
+            reference_P=reference_P,
             entropy_P=entropy_P,
         )
 

@@ -9,6 +9,7 @@ Legend: P trained tokens of a row.
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,9 +17,12 @@ from torch import Tensor
 
 from dora.core.ids import VersionId
 from dora.errors import ConfigError, InvariantViolation
+from dora.objectives.objective import Objective
+from dora.objectives.settings import ObjectiveConfig
 from dora.trainer.logprobs import logprobs
 from dora.trainer.model import Policy, ShardedModel
 from dora.trainer.packing import Row
+from dora.transport.messages import Configure, TrainerSettings
 
 
 class FrozenPolicy(ShardedModel):
@@ -57,6 +61,47 @@ class FrozenPolicy(ShardedModel):
             raise InvariantViolation(f"the proximal policy has version {self.version}, but step {version} is trained")
 
 
+class Copies:
+    """The policies that an objective compares the trained one with: each is loaded only if it needs it."""
+
+    def __init__(self, order: Configure, *, policy: Policy, objective: Objective) -> None:
+        settings = order.settings
+        on_host = settings.copies == "host"
+        self._policy = policy
+        self._compute = partial(FrozenPolicy.logprobs, temperature=settings.temperature, fp32_head=settings.fp32_head)
+        self._proximal = self._reference = None
+        if objective.needs_copy(settings.updates):
+            self._proximal = FrozenPolicy(Path(order.model_path), policy=policy, on_host=on_host)
+        if objective.needs_reference:
+            path = Path(objective.settings.kl_reference or order.model_path)
+            self._reference = load_reference(path, policy=policy, on_host=on_host)
+
+    def begin_step(self, version: VersionId) -> None:
+        """Keep the weights of the policy, which are those of `version`, as those of the proximal policy."""
+        if self._proximal is not None:
+            self._proximal.refresh(self._policy, version=version)
+        if self._reference is not None:
+            self._reference.forget_passes()
+
+    def proximal(self, row: Row, *, version: VersionId, update: int) -> Tensor | None:
+        """Return [P] log π_o of `version`; None if it is not needed, as in the first update, where π_o is π."""
+        if self._proximal is None or update == 0:
+            return None
+        self._proximal.require(version)
+        return self._compute(self._proximal, row)
+
+    def reference(self, row: Row) -> Tensor | None:
+        """Return [P] log-probs of the reference policy; None if they are not needed."""
+        return None if self._reference is None else self._compute(self._reference, row)
+
+
+def count_copies(settings: TrainerSettings) -> int:
+    """Return how many policies there are beside the one that is trained."""
+    of_run = ObjectiveConfig.model_validate_json(settings.objective)
+    objective = Objective(of_run, longest=settings.max_new_tokens)
+    return objective.needs_copy(settings.updates) + objective.needs_reference
+
+
 def load_reference(model_path: Path, *, policy: Policy, on_host: bool = False) -> FrozenPolicy:
     """Load the reference policy; ConfigError unless it has the architecture of `policy`.
 
@@ -65,10 +110,10 @@ def load_reference(model_path: Path, *, policy: Policy, on_host: bool = False) -
     try:
         reference = FrozenPolicy(model_path, policy=policy, on_host=on_host)
     except ConfigError as err:
-        raise ConfigError(str(err).replace("model.path", "objective.kl.reference")) from err
+        raise ConfigError(str(err).replace("model.path", "objective.kl_reference")) from err
     if _shapes(reference) != _shapes(policy):
         raise ConfigError(
-            f"objective.kl.reference: {model_path} ({_name(reference)}) has another architecture than the policy "
+            f"objective.kl_reference: {model_path} ({_name(reference)}) has another architecture than the policy "
             f"({_name(policy)}); give weights of the same one"
         )
     return reference

@@ -29,11 +29,13 @@ from dora.objectives.objective import Objective
 from dora.objectives.settings import ObjectiveConfig
 from dora.trainer import checkpoint
 from dora.trainer.batch import check, pack
+from dora.trainer.copies import Copies
 from dora.trainer.logprobs import logprobs
 from dora.trainer.metrics import StepSums
 from dora.trainer.model import Policy
 from dora.trainer.optimizer import ShardOptimizer
 from dora.trainer.packing import Layout, split_passes
+from dora.trainer.probe import Probe
 from dora.trainer.publish import Publisher, gather
 from dora.transport.messages import (
     CheckpointWritten,
@@ -45,6 +47,7 @@ from dora.transport.messages import (
 )
 from dora.transport.trainer_end import TrainerEnd
 from dora.weights.fence import pass_fence
+from dora.weights.store import VersionStore
 
 
 class Trainer:
@@ -66,6 +69,8 @@ class Trainer:
         self._rank = dist.get_rank()
         self._shards = policy.shards()
         self._optimizer = ShardOptimizer(self._shards, order.settings)
+        self._copies = Copies(order, policy=policy, objective=self._objective)
+        self._probe = self._make_probe(order) if order.settings.probe_tokens else None
         self._step = StepId(0)
         self._chain = order.chain
         self._fence = partial(pass_fence, Path(order.fence), epoch=order.epoch)
@@ -131,14 +136,25 @@ class Trainer:
         row, targets = pack(
             batch, members, advantages_n=advantages_n, padded=self._layout.padded, device=self._policy.device
         )
+        settings, copies = self._settings, self._copies
+        reference_P = copies.reference(row)
+        proximal_P = copies.proximal(row, version=VersionId(self._step), update=batch.update)
         current_P, entropy_P = logprobs(
-            self._policy.model, row, temperature=self._settings.temperature, fp32_head=self._settings.fp32_head
+            self._policy.model, row, temperature=settings.temperature, fp32_head=settings.fp32_head
         )
-        tokens = targets.tokens(current_P, entropy_P=entropy_P)
+        tokens = targets.tokens(
+            current_P,
+            entropy_P=entropy_P,
+            proximal_P=proximal_P,
+            reference_P=reference_P,
+            progress=batch.update / settings.updates,
+        )
         terms = self._objective(tokens)
         (terms.loss_P.sum() / self._settings.micro_batch_tokens).backward()
         self._sums.add_tokens(tokens, terms)
         self._sums.padding += row.num_padding
+        if self._probe is not None and batch.update == 0:
+            self._probe.add(batch, members, current_P, targets.behavior_P)
 
     # ---- the close --------------------------------------------------------------------------------------------------
 
@@ -154,6 +170,7 @@ class Trainer:
             self._optimizer.update(self._policy.gradients(), learning_rate=learning_rate)
         self._policy.clear_gradients()
         weights = self._gather()
+        probed = self._probe.close() if self._probe is not None else {}
         trained, self._step, self._chain = self._step, StepId(self._step + 1), chain
         self._begin_step()
         if self._publisher is not None:
@@ -164,6 +181,7 @@ class Trainer:
                 updates_skipped=float(skipped),
                 close_s=time.perf_counter() - started,
             )
+            metrics |= probed
             self._end.send(StepDone(rank=self._rank, step=trained, metrics=metrics, chain=chain))
             self._publisher.publish(VersionId(self._step), weights, chain=chain)
         if self._step % self._settings.checkpoint_every == 0 or self._step == self._settings.steps:
@@ -187,7 +205,12 @@ class Trainer:
         """Return the rate under linear warm-up, which starts at 1 / warmup_steps of the peak."""
         return self._settings.learning_rate * min(1.0, (self._step + 1) / max(self._settings.warmup_steps, 1))
 
+    def _make_probe(self, order: Configure) -> Probe:
+        store = VersionStore(memory_root=Path(order.memory_root), durable_root=Path(order.durable_root))
+        return Probe(store, policy=self._policy, layout=self._layout, settings=self._settings)
+
     def _begin_step(self) -> None:
+        self._copies.begin_step(VersionId(self._step))
         self._next_index = 0
         self._sums = StepSums(max_staleness=self._settings.max_staleness, device=self._policy.device)
 
