@@ -32,6 +32,7 @@ OPERATIONAL: Final = (
     "trainer.activation_checkpointing",
     "trainer.copies",
     "trainer.probe_tokens",
+    "trainer.probe_every",
     "trainer.start_timeout_s",
     "trainer.stop_timeout_s",
     "trainer.checkpoint_every",

@@ -241,7 +241,9 @@ class TrainerConfig(Section):
     max_grad_norm: Annotated[float, Field(gt=0.0)] = 1.0
     """Maximum gradient norm; a larger gradient is scaled down to it."""
     updates: Positive = 1
-    """M: the number of optimizer updates per step. Each takes the next N / M groups in the order of their commits."""
+    """M: the number of optimizer updates per step. Each takes the next N / M groups in the order of their commits. With
+    more than one, a rank keeps the state before the step on the host, 12 bytes for each of its parameters, for a
+    checkpoint in mid-step."""
     shared_prompts: Literal["auto", "on", "off"] = "auto"
     """Compute the prompt of sibling answers once. `auto`: where this leaves out at least 15 % of the tokens, and the
     model allows it."""
@@ -255,6 +257,8 @@ class TrainerConfig(Section):
     sampled them, so that the mismatch of the engine (`engine_mismatch_k3`) is known apart from the drift of the weights
     (`version_drift_k3`). 0 is off. It is always off with strategies whose answers have tokens of several versions
     (`partial`, `partial_bounded`, `partial_sync`)."""
+    probe_every: Positive = 4
+    """Number of steps from one such probe to the next. A probe reads the rank's rows of a whole version."""
     checkpoint_every: Positive = 10
     """Number of steps between resumable checkpoints. A clean stop writes one too."""
     stop_timeout_s: Seconds = 600.0

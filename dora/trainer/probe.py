@@ -16,6 +16,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 import numpy as np
@@ -31,7 +32,7 @@ from dora.trainer.loading import load_shards, open_folder, together
 from dora.trainer.logprobs import logprobs
 from dora.trainer.model import Policy
 from dora.trainer.packing import Layout, make_row
-from dora.transport.messages import MicroBatch, TrainerSettings
+from dora.transport.messages import Configure, MicroBatch, TrainerSettings
 from dora.weights.store import StoreError, VersionStore
 
 _NONE: Final = 2**62  # in place of a version
@@ -45,6 +46,14 @@ class _Sequence:
     trained: NDArray[np.int64]  # [p] positions
     behavior_p: Tensor
     current_p: Tensor  # log-probs under the weights at the start of the step
+
+
+def make_probe(order: Configure, *, policy: Policy, layout: Layout) -> Probe | None:
+    """Return the probe of a run, over its store; None if it is off."""
+    if not order.settings.probe_tokens:
+        return None
+    store = VersionStore(memory_root=Path(order.memory_root), durable_root=Path(order.durable_root))
+    return Probe(store, policy=policy, layout=layout, settings=order.settings)
 
 
 class Probe:
@@ -65,6 +74,7 @@ class Probe:
 
     def add(self, batch: MicroBatch, members: Sequence[int], current_P: Tensor, behavior_P: Tensor) -> None:
         """Add a pass of the first update of a step: its sequences, and their log-probs under π_s and μ."""
+        is_due = (batch.step + 1) % self._settings.probe_every == 0
         ends = np.cumsum(batch.lengths)
         start = 0
         for n in members:
@@ -74,7 +84,7 @@ class Probe:
             start = at.stop
             if batch.versions[n] == batch.step:
                 self._add_engine(current_P[at].detach(), behavior_P[at])
-            elif batch.versions[n] <= self._version and not self._layout.is_long(batch.lengths[n]):
+            elif is_due and batch.versions[n] <= self._version and not self._layout.is_long(batch.lengths[n]):
                 self._choose(int(batch.versions[n]), batch.tokens[inside], trained, behavior_P[at], current_P[at])
 
     def _choose(

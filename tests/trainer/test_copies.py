@@ -40,7 +40,7 @@ def of(copy: FrozenPolicy) -> Tensor:
 
 def train(policy: Policy, *, rate: float = 0.1) -> dict[str, Tensor]:
     """One pass and one update by plain gradient descent; returns the gradients."""
-    policy.prepare(closes_step=True)
+    policy.prepare(closes_update=True)
     compute(policy.model, grad=True).sum().backward()
     gradients = {name: gradient.clone() for name, gradient in policy.gradients().items()}
     policy.reshard()
