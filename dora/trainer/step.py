@@ -181,9 +181,10 @@ class Trainer:
     def _close_update(self) -> None:
         """Make the optimizer update of the micro-batches since the last one."""
         self._policy.reshard()
-        divisor = self._objective.divisor(self._sums.reduce_update())
+        sums = self._sums.reduce_update()
+        divisor, rate = self._objective.divisor(sums), self._warmed_up_rate() * self._objective.rate_factor(sums)
         grad_norm = self._normalize_gradients(divisor)
-        update = Update(divisor, grad_norm, divisor == 0 or not math.isfinite(grad_norm), self._warmed_up_rate())
+        update = Update(divisor, grad_norm, divisor == 0 or not math.isfinite(grad_norm), rate)
         if not update.skipped:
             self._optimizer.update(self._policy.gradients(), learning_rate=update.learning_rate)
         self._policy.clear_gradients()

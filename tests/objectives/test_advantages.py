@@ -57,7 +57,7 @@ def test_every_trajectory_may_have_its_own_advantage():
 
 
 def test_a_negative_reward_is_refused_where_advantages_are_divided_by_the_mean():
-    with pytest.raises(ConfigError, match="maxrl needs rewards of at least 0, got -0.5; use grpo or rloo"):
+    with pytest.raises(ConfigError, match=r"maxrl needs rewards of at least 0, got -0\.5; use grpo or rloo"):
         advantages([1, -0.5, np.nan], "maxrl")
 
 
