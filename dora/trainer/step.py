@@ -78,7 +78,8 @@ class Trainer:
         self._rank = dist.get_rank()
         self._shards = policy.shards()
         self._optimizer = ShardOptimizer(self._shards, order.settings)
-        self._old = FrozenPolicy(Path(order.model_path), policy=policy) if order.settings.updates > 1 else None
+        needs_copy = self._objective.needs_copy(order.settings.updates)
+        self._old = FrozenPolicy(Path(order.model_path), policy=policy) if needs_copy else None
         self._step = StepId(0)
         self._chain = order.chain
         self._fence = partial(pass_fence, Path(order.fence), epoch=order.epoch)
@@ -169,7 +170,7 @@ class Trainer:
         self._sums.padding += row.num_padding
 
     def _proximal(self, row: Row, *, update: int) -> Tensor | None:
-        """Return [P] log-probs of the weights before the step; None in its first update: they are the current ones."""
+        """Return [P] log-probs of the weights before the step; None if they are the current ones, or not needed."""
         if self._old is None or update == 0:
             return None
         return self._old.logprobs(row, temperature=self._settings.temperature, fp32_head=self._settings.fp32_head)
