@@ -1,7 +1,8 @@
 """The metrics of a step: sums over micro-batches, one reduction over ranks, and names with unit and formula.
 
 Invariant: until the step is closed everything is a sum, a maximum or a count per bin over trained tokens or
-trajectories. Division comes last, so that neither packing nor the number of ranks changes a metric.
+trajectories. Division comes last, so that neither packing nor the number of ranks changes a metric. Sums that an update
+needs are kept apart: they are reduced when it closes, and begin anew.
 """
 
 from __future__ import annotations
@@ -43,17 +44,14 @@ LAGGED: dict[str, tuple[str, str]] = {
 #: Further rows of LAGGED, present if the objective measures them.
 MEASURED = {name: row for name, row in MARKS.items() if row[0] != "fraction"}
 WHOLE: dict[str, tuple[str, str]] = {
-    "denominator": ("1", "D of the objective: with token_mean, the trained tokens of the update, all ranks"),
-    "loss": ("1", "Σ l / D"),
-    "grad_norm": ("1", "Euclidean norm of the normalized gradient before clipping"),
+    "denominator": ("1", "D of the objective, summed over updates: with token_mean, the trained tokens of all ranks"),
+    "loss": ("1", "Σ l / denominator"),
+    "grad_norm": ("1", "Euclidean norm of the normalized gradient before clipping, mean over updates"),
     "learning_rate": ("1", "rate in force in this step, warm-up included"),
     "nonfinite_count": ("tokens", "trained tokens whose loss is NaN or infinite"),
-    "update_skipped": ("0/1", "1: D = 0 or the gradient is not finite; the next version equals this one"),
+    "updates_skipped": ("updates", "updates that were not made, as D = 0 or the gradient is not finite"),
     "step_tokens": ("tokens", "all tokens of the step, prompts included, all ranks"),
-    "useful_frac": (
-        "fraction",
-        "share of computed positions whose token is trained, not a prompt or padding",
-    ),
+    "useful_frac": ("fraction", "share of computed positions whose token is trained, not a prompt or padding"),
     "padding_frac": ("fraction", "share of computed positions that hold no token; 0 if sequences are packed"),
     "busy_s": ("s", "time spent computing, summed over ranks; without waiting for micro-batches"),
     "close_s": ("s", "from the end of the last micro-batch to the gathered weights of the next version, rank 0"),
@@ -108,21 +106,28 @@ class StepSums:
         values = torch.stack([torch.ones(len(lag)), reward, truncated], dim=1).double()
         self._sums[:, len(_TOKEN_SUMS) :].index_add_(0, lag.to(self._sums.device), values.to(self._sums.device))
 
+    def reduce_update(self) -> dict[str, float]:
+        """Return the objective's sums of the update that ends, over all ranks, and begin those of the next; a
+        collective."""
+        dist.all_reduce(self._update_sums)
+        totals = dict(zip(SUMS, self._update_sums.tolist(), strict=True))
+        self._update_sums.zero_()
+        return totals
+
     def reduce(self) -> ReducedSums:
-        """Return the sums of all ranks; a collective."""
+        """Return the sums of the step over all ranks; a collective."""
         extra = torch.tensor([self.step_tokens, self.padding, self.busy_s], dtype=torch.float64)
-        parts = [self._update_sums, extra.to(self._sums.device), self._sums.flatten(), self._bins.flatten()]
+        parts = [extra.to(self._sums.device), self._sums.flatten(), self._bins.flatten()]
         flat = torch.cat(parts)
         dist.all_reduce(flat)
         dist.all_reduce(self._extremes, op=dist.ReduceOp.MAX)
-        update_sums, extra, sums, bins = flat.cpu().split([part.numel() for part in parts])
+        extra, sums, bins = flat.cpu().split([part.numel() for part in parts])
         step_tokens, padding, busy_s = extra.tolist()
         return ReducedSums(
             sums.view_as(self._sums),
             extremes=self._extremes.cpu(),
             bins=bins.view_as(self._bins),
             measured=self._measured,
-            update_sums=dict(zip(SUMS, update_sums.tolist(), strict=True)),
             step_tokens=step_tokens,
             padding=padding,
             busy_s=busy_s,
@@ -139,12 +144,10 @@ class ReducedSums:
         extremes: Tensor,
         bins: Tensor,
         measured: tuple[str, ...],
-        update_sums: dict[str, float],
         step_tokens: float,
         padding: float,
         busy_s: float,
     ) -> None:
-        self.update_sums = update_sums
         self._sums = sums
         self._extremes = extremes
         self._bins = bins

@@ -147,7 +147,7 @@ class Trainer:
         self._policy.reshard()
         sums = self._sums.reduce()
         learning_rate = self._warmed_up_rate()
-        divisor = self._objective.divisor(sums.update_sums)
+        divisor = self._objective.divisor(self._sums.reduce_update())
         grad_norm = self._normalize_gradients(divisor)
         skipped = divisor == 0 or not math.isfinite(grad_norm)
         if not skipped:
@@ -161,7 +161,7 @@ class Trainer:
                 denominator=divisor,
                 grad_norm=grad_norm,
                 learning_rate=learning_rate,
-                update_skipped=float(skipped),
+                updates_skipped=float(skipped),
                 close_s=time.perf_counter() - started,
             )
             self._end.send(StepDone(rank=self._rank, step=trained, metrics=metrics, chain=chain))
