@@ -69,10 +69,17 @@ def trainer_settings(config: Config, *, max_staleness: int) -> TrainerSettings:
         steps=config.run.steps,
         longest_request=config.longest_request,
         objective=config.objective.model_dump_json(),
+        advantages=_advantages(config),
         max_new_tokens=config.rollout.max_new_tokens,
         temperature=config.rollout.temperature,
         max_staleness=max_staleness,
     )
+
+
+def _advantages(config: Config) -> tuple[str, ...]:
+    """Return the kind of advantage of each source; empty if all have the objective's."""
+    own = [source.advantage for source in config.task.sources]
+    return tuple(kind or config.objective.advantage for kind in own) if any(own) else ()
 
 
 #: Trainer settings that do not affect the result of a wave, except for rounding.

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from dora.config.terms import term_problems
 from dora.core.strategies import SILENCE, Rules, rules_of
 from dora.objectives.settings import ObjectiveConfig
 from dora.section import Section
@@ -275,24 +276,41 @@ class SourceConfig(Section):
     """Further arguments of the source; for `arithmetic` and `reasoning_gym`, parameters of the generator."""
     weight: Annotated[float, Field(gt=0.0)] = 1.0
     """Share of prompts drawn from this source, relative to the other sources."""
+    label: str = ""
+    """Name of the source for rewards: `task.rewards[].sources` lists labels, and reward functions are given it. Sources
+    may share a label."""
+    advantage: Literal["", "grpo", "dr_grpo", "rloo"] = ""
+    """How the advantages of this source are computed. Empty: by `objective.advantage`."""
 
 
 class RewardConfig(Section):
     """One term of the reward; terms are summed with their weights."""
 
-    kind: Literal["math", "exact", "regex", "reasoning_gym", "http", "function"] = "exact"
+    kind: Literal["math", "exact", "regex", "reasoning_gym", "overlong", "length", "http", "function"] = "exact"
     """`math`: math-verify compares response and answer. `exact`: 1 if they are equal after stripping. `regex`: 1 if the
-    first group of `pattern` equals the answer. `reasoning_gym`: the dataset's own scorer. `http`: a POST to `url`.
-    `function`: a function of yours, called with prompt=, response=, answer= and metadata= (the row's other columns),
-    that returns a number."""
+    first group of `pattern` equals the answer. `reasoning_gym`: the dataset's own scorer. `overlong`: DAPO's soft
+    penalty (arXiv 2503.14476): 0 while at least `buffer` tokens of the token budget are left, then linear to -1.
+    `length`: minus the share of the token budget that the response takes. `http`: a POST to `url`. `function`: a
+    function of yours that returns a number. It gets those of these arguments that its signature names: prompt=,
+    response=, answer=, metadata= (the row's other columns), num_tokens= (of the response), max_tokens= (the token
+    budget), finish= ("stop", or "length" if the budget was reached) and source= (the label of the row's source)."""
     pattern: str = ""
     """Regular expression (`regex`)."""
     url: str = ""
-    """Endpoint (`http`) that receives {prompt, response, answer, metadata} and returns {"reward": number}."""
+    """Endpoint (`http`) that receives {prompt, response, answer, metadata, num_tokens, max_tokens, finish, source} and
+    returns {"reward": number}."""
     name: str = ""
     """module:function (`function`)."""
+    buffer: Annotated[int, Field(ge=0)] = 0
+    """Number of tokens at the end of the token budget over which `overlong` falls to -1."""
+    sources: tuple[str, ...] = ()
+    """Labels of the sources whose answers this term scores; empty: all. Every source needs a term."""
     weight: float = 1.0
     """Factor by which this term is multiplied."""
+
+    def applies_to(self, source: str) -> bool:
+        """Return whether this term scores the answers of a source, by its label."""
+        return not self.sources or source in self.sources
 
 
 class TaskConfig(Section):
@@ -444,6 +462,7 @@ class Config(Section):
             *self._address_problems(),
             *self._template_problems(),
             *self._evaluation_problems(),
+            *self._reward_problems(),
         ]
         if problems:
             raise ValueError("\n".join(problems))
@@ -528,3 +547,13 @@ class Config(Section):
                     f"eval.sets.{index}: evaluates the built-in arithmetic, which is not the task; "
                     "give a held-out set of the task, or turn evaluation off with eval.sets = []"
                 )
+
+    def _reward_problems(self) -> Iterator[str]:
+        task, held_out = self.task, list(enumerate(self.eval.sets))
+        budget = self.rollout.max_new_tokens
+        labels = {f"task.sources.{i}": source.label for i, source in enumerate(task.sources)}
+        labels |= {f"eval.sets.{i}.source": one.source.label for i, one in held_out if not one.rewards}
+        yield from term_problems("task.rewards", task.rewards, labels=labels, budget=budget)
+        for i, one in held_out:
+            label = {f"eval.sets.{i}.source": one.source.label}
+            yield from term_problems(f"eval.sets.{i}.rewards", one.rewards, labels=label, budget=budget)
