@@ -17,6 +17,7 @@ from dora.section import Section
 from dora.sim.answers import cap_of
 from dora.sim.server import SimulatedServer
 from dora.sim.workload import FleetModel, JobModel, LengthModel, TrainerModel, Workload
+from dora.status.drift import DriftWatch, Precision
 from dora.transport.messages import Configure, TrainerSettings
 
 #: Versions for which the store needs room besides the K + 1 live ones: one being evaluated, one being published, one
@@ -74,6 +75,17 @@ def trainer_settings(config: Config, *, max_staleness: int) -> TrainerSettings:
         temperature=config.rollout.temperature,
         max_staleness=max_staleness,
     )
+
+
+def drift_watch(config: Config) -> DriftWatch:
+    """Return the drift alarms for a run's metrics."""
+    return DriftWatch(precision=precision_of(config), updates=config.trainer.updates)
+
+
+def precision_of(config: Config) -> Precision:
+    """Return the coarser data type of trainer and published weights."""
+    coarse = "bfloat16" in (config.trainer.dtype, config.trainer.publish_dtype)
+    return "bfloat16" if coarse else "float32"
 
 
 def _advantages(config: Config) -> tuple[str, ...]:

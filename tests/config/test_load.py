@@ -228,7 +228,7 @@ def test_a_syntax_error_names_file_line_and_column(tmp_path: Path):
             "eval.sets.0.source: it has the label 'b', and no term of task.rewards scores its answers",
         ),
         (
-            ["task.sources.0.label=a", "eval.sets.0.rewards.0.sources=['a']"],
+            ["task.sources.0.label=a", "eval.sets.0.rewards.0.sources=['a']", "eval.sets.0.rewards.1.kind=exact"],
             "eval.sets.0.rewards.0.sources: no source is labelled 'a'; no source has a label",
         ),
         (
