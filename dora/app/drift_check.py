@@ -24,8 +24,6 @@ from dora.status.snapshot import Snapshot
 STEPS: Final = 5
 #: Groups in a step, unless the run has fewer.
 GROUPS: Final = 8
-#: Mismatches within this factor of each other are called the same.
-SAME: Final = 10.0
 
 _MISMATCH: Final = re.compile(r"lag=(\d+)/mismatch_k3")
 
@@ -86,13 +84,13 @@ def verdict(found: Mismatches) -> tuple[bool, str]:
             f"the first version agrees, a later one differs by {highest:.1e} ({limit}), though no weight has changed: "
             "publishing or pushing changes it; look at trainer.publish_dtype and at the servers"
         )
-    if highest <= SAME * lowest:
+    if lowest > found.limit:
         return False, (
             f"the mismatch is {lowest:.1e} to {highest:.1e} at every step ({limit}), so engine and trainer compute "
             "different log-probs from the same weights: compare their temperature, dtype and model"
         )
     return False, (
-        f"the mismatch varies between {lowest:.1e} and {highest:.1e} ({limit}), though no weight has changed: some "
+        f"the mismatch is {lowest:.1e} here and {highest:.1e} there ({limit}), though no weight has changed: some "
         "servers hold other weights, or compute other log-probs, than the rest; dora check compares each of them"
     )
 

@@ -83,6 +83,7 @@ class RunObserver:
         self._waited_for = ""
         self._num_overtaken = len(state.evaluation.overtaken)  # reported, by an earlier controller if any
         self._step_began_at = state.now
+        self._num_filtered = _num_filtered(state)
         self._fleet_busy_s = 0.0  # slot-seconds in use since the last step
         self._fleet_slots_s = 0.0
         self._seen_at = state.now
@@ -176,8 +177,15 @@ class RunObserver:
         self.facts.steps.append(facts)
         self.facts.num_trained_tokens += num_tokens
         self._watch_drift(report)
-        self._rows.append((self._metrics, self._folder.metrics, _line(self._step_row(facts, report))))
+        row = self._step_row(facts, report) | {"zero_variance_groups": self._zero_variance(groups)}
+        self._rows.append((self._metrics, self._folder.metrics, _line(row)))
         self._keep(groups, step=report.step)
+
+    def _zero_variance(self, trained: Sequence[Group]) -> int:
+        """Return the number of groups with equal rewards: filtered since the last step, or trained in this one."""
+        before, self._num_filtered = self._num_filtered, _num_filtered(self._state)
+        equal = sum(len({reward for reward in group.rewards if reward is not None}) == 1 for group in trained)
+        return self._num_filtered - before + equal
 
     def _watch_drift(self, report: StepReport) -> None:
         """Log the drift alarms that this step raises or clears, and show them in the status."""
@@ -256,6 +264,10 @@ class RunObserver:
             row = {"kind": "evaluation", "at": self._state.now, "version": version, **asdict(score)}
             line = _line({**row, "pass_at_n": score.pass_at_n})
             self._then(position, partial(_write, [(self._metrics, self._folder.metrics, line)]))
+
+
+def _num_filtered(state: State) -> int:
+    return state.ledger.reasons.get("filtered: zero variance", 0)
 
 
 def _line(row: dict[str, Any]) -> bytes:
