@@ -30,7 +30,7 @@ from dora.core.state import State
 from dora.core.tables import Group
 from dora.journal.deep import KeptTrajectory, encode_kept
 from dora.journal.run_folder import RunFolder
-from dora.status.drift import DriftWatch
+from dora.status.drift import Alarm, DriftWatch
 from dora.status.facts import Score, ShellFacts, StepFacts
 from dora.status.snapshot import Snapshot, snapshot, trainer_waits_for
 from dora.tasks.tokenizer import Tokenizer
@@ -189,8 +189,7 @@ class RunObserver:
 
     def _watch_drift(self, report: StepReport) -> None:
         """Log the drift alarms that this step raises or clears, and show them in the status."""
-        for alarm in self._drift.note(report.step, report.metrics):
-            log.warning("drift_alarm" if alarm.cleared is None else "drift_cleared", alarm=alarm.text)
+        log_changes(self._drift.note(report.step, report.metrics))
         self.facts.alarms = [*self._drift.alarms.values()]
 
     def _step_row(self, facts: StepFacts, report: StepReport) -> dict[str, Any]:
@@ -264,6 +263,12 @@ class RunObserver:
             row = {"kind": "evaluation", "at": self._state.now, "version": version, **asdict(score)}
             line = _line({**row, "pass_at_n": score.pass_at_n})
             self._then(position, partial(_write, [(self._metrics, self._folder.metrics, line)]))
+
+
+def log_changes(alarms: Sequence[Alarm]) -> None:
+    """Log the alarms that a step raised or cleared; the console shows them, too."""
+    for alarm in alarms:
+        log.warning("drift_alarm" if alarm.cleared is None else "drift_cleared", alarm=alarm.text)
 
 
 def _num_filtered(state: State) -> int:

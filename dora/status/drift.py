@@ -1,11 +1,11 @@
 """Drift alarms: what the metrics of a step say about the distance between trainer and engine.
 
 Invariant: pure; alarms are a function of the metrics of the steps so far. An alarm is raised when a quantity passes its
-limit, and cleared after CALM_STEPS steps on the other side of a second, easier limit; in between it is said neither
-again nor withdrawn. A quantity that a step does not have (nothing was trained at that staleness) changes nothing.
+limit, and cleared after 3 steps on the calm side of a second, easier limit; in between it is neither repeated nor
+withdrawn. A quantity that a step does not have, as nothing was trained at that staleness, changes nothing.
 
 Limits, beside the worst values of healthy runs: the default job at K = 2, at K = 8 with 9 instances, and at K = 16 with
-17, of 24 steps (two CPU cores, float32):
+17, of 16 to 24 steps (two CPU cores, float32):
 
 | alarm | quantity | healthy | limit |
 |---|---|---|---|
@@ -47,6 +47,7 @@ CAUSES: Final = {
 }
 #: Largest mean k3 between engine and trainer under the same weights, by the coarser of the data types.
 ENGINE_LIMIT: Final = {"float32": 1e-6, "bfloat16": 1e-2}
+#: Calm steps that clear an alarm.
 CALM_STEPS: Final = 3
 #: Steps whose gradient norms are compared, and how many are needed.
 BASELINE_STEPS: Final = 20
