@@ -36,6 +36,8 @@ def settings_of(config: Config, *, eval_prompt_tokens: Sequence[int]) -> Setting
         max_new_tokens=rollout.max_new_tokens,
         num_ranks=trainer.ranks,
         micro_batch_tokens=trainer.micro_batch_tokens,
+        updates=trainer.updates,
+        shared_prompts=trainer.shared_prompts != "off",
         filter_zero_variance=rollout.filter_zero_variance,
         max_top_up=rollout.max_top_up,
         orchestration=orchestration_of(rollout.rules, without=rollout.without, refill=rollout.refill),
@@ -58,6 +60,7 @@ def rollout_only_settings(settings: Settings) -> Settings:
         rules=rules_of("periodic", max_staleness=0),
         steps=1,
         groups_per_step=settings.groups_per_step * settings.steps,
+        updates=1,
         num_ranks=1,
         eval_prompt_tokens=(),
     )
@@ -165,7 +168,7 @@ def workload_of(config: Config) -> Workload:
             server=SimulatedServer(slots=engine.slots, kv_tokens=engine.kv_tokens),
             parallel_pushes=engine.max_parallel_pushes,
         ),
-        train=TrainerModel(micro_batch_tokens=trainer.micro_batch_tokens),
+        train=TrainerModel(micro_batch_tokens=trainer.micro_batch_tokens, updates=trainer.updates),
     )
 
 

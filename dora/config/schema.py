@@ -241,7 +241,9 @@ class TrainerConfig(Section):
     max_grad_norm: Annotated[float, Field(gt=0.0)] = 1.0
     """Maximum gradient norm; a larger gradient is scaled down to it."""
     updates: Positive = 1
-    """M: the number of optimizer updates per step. Each takes the next N / M groups in the order of their commits."""
+    """M: the number of optimizer updates per step. Each takes the next N / M groups in the order of their commits. With
+    more than one, a rank keeps the state before the step on the host, 12 bytes for each of its parameters, for a
+    checkpoint in mid-step."""
     shared_prompts: Literal["auto", "on", "off"] = "auto"
     """Compute the prompt of sibling answers once. `auto`: where this leaves out at least 15 % of the tokens, and the
     model allows it."""
