@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 from statistics import fmean, median
 from typing import Final, Literal
 
-from dora.objectives.objective import MARKS
+from dora.objectives.marks import MARKS
 
 #: What may be alarmed, with the likely cause.
 CAUSES: Final = {
