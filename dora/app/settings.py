@@ -68,7 +68,7 @@ def rollout_only_settings(settings: Settings) -> Settings:
 
 def trainer_settings(config: Config, *, max_staleness: int) -> TrainerSettings:
     """Return the settings of the trainer ranks."""
-    return TrainerSettings(
+    settings = TrainerSettings(
         **_common(config.trainer, TrainerSettings),
         steps=config.run.steps,
         longest_request=config.longest_request,
@@ -78,6 +78,9 @@ def trainer_settings(config: Config, *, max_staleness: int) -> TrainerSettings:
         temperature=config.rollout.temperature,
         max_staleness=max_staleness,
     )
+    if config.rules.in_flight is not None:  # a group has no version under which all its tokens were sampled
+        return msgspec.structs.replace(settings, probe_tokens=0)
+    return settings
 
 
 def drift_watch(config: Config) -> DriftWatch:
@@ -105,6 +108,9 @@ _WITHOUT_EFFECT = (
     "steps",
     "max_staleness",
     "checkpoint_every",
+    "copies",
+    "probe_tokens",
+    "probe_every",
     "micro_batch_tokens",
     "longest_request",
 )

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from dora.app.build import start_ranks
-from dora.app.inputs import model_digest, open_inputs
+from dora.app.inputs import open_inputs, weights_digest
 from dora.app.prepare import new_folder
 from dora.app.settings import configure_message, drift_watch, lineage_settings
 from dora.config.schema import Config, EngineConfig
@@ -75,7 +75,7 @@ async def train(config: Config, rollouts: Path, *, report: Callable[[StepReport,
     await asyncio.to_thread(require_cuda, config.model_copy(update={"engine": EngineConfig()}), environ=os.environ)
     folder = new_folder(config)
     raise_fence(folder.fence, epoch=0)
-    model_chain = base_chain(await asyncio.to_thread(model_digest, inputs.model))
+    model_chain = base_chain(await asyncio.to_thread(weights_digest, config, inputs.model))
     configure_logging(folder.log, level=config.log.level, run=folder.run_id, role="controller")
     listener = _Listener(folder, steps=len(rollout), drift=drift_watch(config), report=report)
     lease = folder.lease(0)

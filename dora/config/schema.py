@@ -248,6 +248,18 @@ class TrainerConfig(Section):
     shared_prompts: Literal["auto", "on", "off"] = "auto"
     """Compute the prompt of sibling answers once. `auto`: where this leaves out at least 15 % of the tokens, and the
     model allows it."""
+    copies: Literal["device", "host"] = "device"
+    """Where the weights of the proximal policy (needed with `updates` > 1, unless objective.proximal is `approximate`)
+    and of the reference policy (objective.kl_coefficient > 0) are: 2 bytes for each parameter of a rank and each of
+    the two if `dtype` is bfloat16, else 4. `host`: in pinned memory of the host, from which every layer is fetched
+    before it computes (unverified without a GPU)."""
+    probe_tokens: Annotated[int, Field(ge=0)] = 512
+    """Most stale tokens, prompts included, of a rank and step whose log-probs are also computed under the version that
+    sampled them, so that the mismatch of the engine (`engine_mismatch_k3`) is known apart from the drift of the weights
+    (`version_drift_k3`). 0 is off. It is always off with strategies whose answers have tokens of several versions
+    (`partial`, `partial_bounded`, `partial_sync`)."""
+    probe_every: Positive = 4
+    """Number of steps from one such probe to the next. A probe reads the rank's rows of a whole version."""
     checkpoint_every: Positive = 10
     """Number of steps between resumable checkpoints. A clean stop writes one too."""
     stop_timeout_s: Seconds = 600.0
@@ -480,6 +492,8 @@ class Config(Section):
             )
         if self.trainer.optimizer_state == "host" and self.trainer.device == "cpu":
             yield "trainer.optimizer_state: with trainer.device = cpu, the moments are on the host anyway; use device"
+        if self.trainer.copies == "host" and self.trainer.device == "cpu":
+            yield "trainer.copies: with trainer.device = cpu, the copies are on the host anyway; use device"
         if SILENCE * self.rollout.watchdog_s >= self.run.no_progress_s:
             yield (
                 f"rollout.watchdog_s: {SILENCE:g} x {self.rollout.watchdog_s:g} s must be below run.no_progress_s "

@@ -57,6 +57,17 @@ WHOLE: dict[str, tuple[str, str]] = {
     "busy_s": ("s", "time spent computing, summed over ranks; without waiting for micro-batches"),
     "close_s": ("s", "from the end of the last micro-batch to the gathered weights of the next version, rank 0"),
 }
+#: Of the probe (dora/trainer/probe.py), in steps in which it has tokens to measure. v: the version that sampled.
+PROBED: dict[str, tuple[str, str]] = {
+    "engine_mismatch_k3": (
+        "nats",
+        "mean of π_v/μ - 1 - log π_v/μ over probed tokens, and fresh ones of the first update",
+    ),
+    "version_drift_mean": ("nats", "mean of log π_s/π_v over probed tokens"),
+    "version_drift_k3": ("nats", "mean of π_s/π_v - 1 - log π_s/π_v over probed tokens"),
+    "probe_tokens": ("tokens", "stale tokens whose log π_v was computed, all ranks"),
+    "probe_skipped": ("0/1", "1: the version of stale tokens could not be read from the store"),
+}
 METRICS = WHOLE | {f"all/{name}": row for name, row in LAGGED.items()}
 
 _TOKEN_SUMS = (

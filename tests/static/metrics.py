@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from dora.status import drift
-from dora.trainer.metrics import LAGGED, MEASURED, WHOLE
+from dora.trainer.metrics import LAGGED, MEASURED, PROBED, WHOLE
 
 PAGE: Final = Path(__file__).parents[2] / "docs" / "METRICS.md"
 _HEAD: Final = """# Metrics and drift alarms
@@ -31,6 +31,9 @@ differ by, and all else is what the policy has moved since.
 """
 _MEASURED: Final = "The following are present if the objective measures them."
 _WHOLE: Final = "## Of a step"
+_PROBED: Final = (
+    "## Of the probe\n\nIn steps with tokens to measure (`trainer.probe_tokens`). v is the version that sampled.\n"
+)
 _ALARMS: Final = """## Drift alarms
 
 A raised alarm is a warning in `log.jsonl` and on the terminal, a line of the live view, of the page and of the summary
@@ -56,6 +59,7 @@ def render() -> str:
     rules = (drift.__doc__ or "").partition("Invariant: pure; ")[2]
     parts = [
         *(_HEAD, _LAGGED, *_table(LAGGED), "", *measured, _WHOLE, "", *_table(WHOLE), ""),
+        *(_PROBED, *_table(PROBED), ""),
         *(_ALARMS, *causes, "", rules[0].upper() + rules[1:], _CHECK.rstrip()),
     ]
     return "\n".join(parts) + "\n"
