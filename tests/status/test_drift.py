@@ -1,8 +1,9 @@
 """Drift alarms: recorded runs raise those that they should, healthy ones none, and each is said once.
 
 `recorded_metrics.json` has the trainer's metrics of real runs of the built-in job, step by step, with four digits:
-`default`; `k8` and `k16` with as many instances as they need; `learning_rate_x100`; `staleness_of_16`, which trains
-answers of version 0 in 16 steps without truncating their weights; and `temperature_1.1`, of the trainer alone.
+`default`, `seed_1` and `sync`; `k8` and `k16`, with as many instances as they need; `learning_rate_x100`;
+`staleness_of_16`, which trains answers of version 0 in 16 steps, with their full weights; and `temperature_1.1`, of the
+trainer alone.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def changes(steps: list[dict[str, float]], *, updates: int = 1) -> list[tuple[in
     return [(i, a.name, a.cleared is None) for i, metrics in enumerate(steps) for a in drift.note(i, metrics)]
 
 
-@pytest.mark.parametrize("run", ["default", "k8", "k16"])
+@pytest.mark.parametrize("run", ["default", "seed_1", "sync", "k8", "k16"])
 def test_a_healthy_run_raises_no_alarm(run: str) -> None:
     assert changes(RECORDED[run]) == []
 
