@@ -1,8 +1,8 @@
 """The settings of a run: frozen pydantic models, one per section, that refuse unknown keys.
 
 The docstring below a field is its documentation; docs/CONFIG.md is generated from this file. Rules that span fields are
-checked in `Config` and nowhere else, so that a contradiction is found before anything starts. The defaults describe the
-embedded default job.
+checked in `Config` and nowhere else (those within `[objective]` by `dora/objectives/rules.py`), so that a contradiction
+is found before anything starts. The defaults describe the embedded default job.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from dora.core.strategies import SILENCE, Rules, rules_of
+from dora.objectives.rules import problems as objective_problems
 from dora.objectives.settings import ObjectiveConfig
 from dora.section import Section
 
@@ -28,6 +29,8 @@ DEFAULT_INSTANCES = 4
 #: The address of a server, and the one the controller listens on (ZeroMQ resolves wildcards and interface names).
 _SERVER_URL = re.compile(r"https?://[^\s/]+(/\S*)?")
 _LISTEN_ADDRESS = re.compile(r"tcp://\S+:(\d+|\*)")
+#: The index of a prompt's source is one byte.
+MAX_SOURCES = 256
 #: Placeholders that `engine.command` may use.
 PLACEHOLDERS = ("model", "host", "port", "tp", "slots", "kv_tokens", "dtype", "device", "threads")
 
@@ -251,7 +254,12 @@ class TrainerConfig(Section):
     max_grad_norm: Annotated[float, Field(gt=0.0)] = 1.0
     """Maximum gradient norm; a larger gradient is scaled down to it."""
     updates: Positive = 1
-    """M: the number of optimizer updates per step. Each takes the next N / M groups in the order of their commits."""
+    """M: the number of optimizer updates per step. Each takes the next N / M groups in the order of their commits. With
+    more than one, a rank keeps the state before the step on the host, 12 bytes for each of its parameters, for a
+    checkpoint in mid-step."""
+    shared_prompts: Literal["auto", "on", "off"] = "auto"
+    """Compute the prompt of sibling answers once. `auto`: where this leaves out at least 15 % of the tokens, and the
+    model allows it."""
     checkpoint_every: Positive = 10
     """Number of steps between resumable checkpoints. A clean stop writes one too."""
     stop_timeout_s: Seconds = 600.0
@@ -459,11 +467,7 @@ class Config(Section):
         return self
 
     def _algorithm_problems(self) -> Iterator[str]:
-        if self.rollout.group_size < 2:
-            yield (
-                f"rollout.group_size: {self.rollout.group_size} answer per prompt has no siblings to be compared with, "
-                f"but advantage '{self.objective.advantage}' is group-relative; use at least 2"
-            )
+        yield from objective_problems(self.objective, updates=self.trainer.updates, group_size=self.rollout.group_size)
         if self.rollout.groups_per_step % self.trainer.updates:
             yield (
                 f"trainer.updates: {self.trainer.updates} updates cannot share the {self.rollout.groups_per_step} "
@@ -549,6 +553,8 @@ class Config(Section):
         if not trained:
             yield "task.sources: at least one source is needed"
             return
+        if len(self.task.sources) > MAX_SOURCES:
+            yield f"task.sources: {len(self.task.sources)} sources; at most {MAX_SOURCES} can be mixed"
         for index, held_out in enumerate(self.eval.sets):
             if held_out.source.kind == "arithmetic" and "arithmetic" not in trained:
                 yield (
