@@ -22,7 +22,7 @@ class FrozenPolicy:
 
     def __init__(self, model_path: Path, *, policy: Policy) -> None:
         """Load a folder in the layout of `policy`."""
-        self._copy = Policy(model_path, mesh=policy.mesh, dtype=policy.dtype)
+        self._copy = Policy(model_path, mesh=policy.mesh, dtype=policy.dtype, compiled=policy.compiled)
         self.version: VersionId | None = None  #: None until `refresh`
 
     @torch.no_grad()

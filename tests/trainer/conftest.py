@@ -288,7 +288,8 @@ class PlainTrainer:
             self.second[name] = SETTINGS.beta2 * self.second[name] + (1 - SETTINGS.beta2) * gradient**2
             first = self.first[name] / (1 - SETTINGS.beta1**self.num_updates)
             second = self.second[name] / (1 - SETTINGS.beta2**self.num_updates)
-            p.mul_(1 - rate * SETTINGS.weight_decay)
+            if p.dim() > 1 and "embed" not in name:
+                p.mul_(1 - rate * SETTINGS.weight_decay)
             p.sub_(rate * first / (second.sqrt() + 1e-8))
 
 
