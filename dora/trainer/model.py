@@ -45,7 +45,7 @@ class Policy:
     ) -> None:
         is_cuda = mesh.device_type == "cuda"
         self.device = torch.device(f"cuda:{torch.cuda.current_device()}") if is_cuda else torch.device("cpu")
-        self.mesh, self.dtype = mesh, dtype
+        self.mesh, self.dtype, self.compiled = mesh, dtype, compiled
         with ExitStack() as opened:
             self.model: Any  # a transformers model whose class FSDP2 extends
             self.model, folder, self.plan = together(lambda: _planned(model_path, opened), device=self.device)
