@@ -1,8 +1,8 @@
 """The settings of a run: frozen pydantic models, one per section, that refuse unknown keys.
 
 The docstring below a field is its documentation; docs/CONFIG.md is generated from this file. Rules that span fields are
-checked in `Config` and nowhere else, so that a contradiction is found before anything starts. The defaults describe the
-embedded default job.
+checked in `Config` and nowhere else (those within `[objective]` by `dora/objectives/rules.py`), so that a contradiction
+is found before anything starts. The defaults describe the embedded default job.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from dora.core.strategies import SILENCE, Rules, rules_of
+from dora.objectives.rules import problems as objective_problems
 from dora.objectives.settings import ObjectiveConfig
 from dora.section import Section
 
@@ -445,11 +446,7 @@ class Config(Section):
         return self
 
     def _algorithm_problems(self) -> Iterator[str]:
-        if self.rollout.group_size < 2:
-            yield (
-                f"rollout.group_size: {self.rollout.group_size} answer per prompt has no siblings to be compared with, "
-                f"but advantage '{self.objective.advantage}' is group-relative; use at least 2"
-            )
+        yield from objective_problems(self.objective, updates=self.trainer.updates, group_size=self.rollout.group_size)
         if self.rollout.groups_per_step % self.trainer.updates:
             yield (
                 f"trainer.updates: {self.trainer.updates} updates cannot share the {self.rollout.groups_per_step} "

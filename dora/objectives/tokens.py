@@ -39,6 +39,10 @@ class Tokens:
         """Return [n] means over the tokens of each sequence; 0 for a sequence without tokens."""
         return self.sum_by_sequence(values_P) / self.lengths_n.clamp(min=1)
 
+    def spread(self, values_n: Tensor) -> Tensor:
+        """Return [P] for each token the value of its sequence."""
+        return values_n[self.sequence_P]
+
 
 @dataclass(frozen=True, slots=True)
 class TokenLoss:

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dora.errors import ConfigError
-from dora.tasks.functions import load_function
+from dora.functions import load_function
 
 if TYPE_CHECKING:
     from dora.config.schema import RewardConfig

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from dora.errors import ConfigError
-from dora.tasks.functions import load_function
+from dora.functions import load_function
 
 if TYPE_CHECKING:
     from dora.config.schema import SourceConfig
