@@ -303,7 +303,7 @@ def sample(rollout: Rollout, config: Config, *, position: int, version: int) -> 
     kept: list[Group] = []
     end = position + (MAX_TOP_UP * wanted if config.rollout.filter_zero_variance else wanted)
     while len(kept) < wanted and position < end:
-        count = min(wanted, end - position)
+        count = min(wanted if not kept else 2 * (wanted - len(kept)), wanted, end - position)
         found = rollout.groups(range(position, position + count), version=version)
         position += count
         kept += [group for group in found if not config.rollout.filter_zero_variance or len(set(group.rewards)) > 1]
