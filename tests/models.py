@@ -106,7 +106,7 @@ def compare(policy: Policy, checked: CheckedLayout, folder: Path) -> tuple[float
             padded=checked.layout.padded,
             device=policy.device,
         )
-        policy.prepare(closes_step=True)
+        policy.prepare(closes_update=True)
         found_P = logprobs(policy.model, row, temperature=1.0)[0]
         error = max(error, float((found_P - torch.cat([expected[n] for n in members])).detach().abs().max()))
         (found_P * torch.cat([weights[n] for n in members])).sum().backward()

@@ -35,6 +35,8 @@ def settings_of(config: Config, *, eval_prompt_tokens: Sequence[int]) -> Setting
         max_new_tokens=rollout.max_new_tokens,
         num_ranks=trainer.ranks,
         micro_batch_tokens=trainer.micro_batch_tokens,
+        updates=trainer.updates,
+        shared_prompts=trainer.shared_prompts != "off",
         filter_zero_variance=rollout.filter_zero_variance,
         max_top_up=rollout.max_top_up,
         orchestration=orchestration_of(rollout.rules, without=rollout.without, refill=rollout.refill),
@@ -57,6 +59,7 @@ def rollout_only_settings(settings: Settings) -> Settings:
         rules=rules_of("periodic", max_staleness=0),
         steps=1,
         groups_per_step=settings.groups_per_step * settings.steps,
+        updates=1,
         num_ranks=1,
         eval_prompt_tokens=(),
     )
@@ -78,6 +81,7 @@ def trainer_settings(config: Config, *, max_staleness: int) -> TrainerSettings:
 #: Trainer settings that do not affect the result of a wave, except for rounding.
 _WITHOUT_EFFECT = (
     "threads",
+    "shared_prompts",
     "activation_checkpointing",
     "steps",
     "max_staleness",
@@ -145,7 +149,7 @@ def workload_of(config: Config) -> Workload:
             server=SimulatedServer(slots=engine.slots, kv_tokens=engine.kv_tokens),
             parallel_pushes=engine.max_parallel_pushes,
         ),
-        train=TrainerModel(micro_batch_tokens=trainer.micro_batch_tokens),
+        train=TrainerModel(micro_batch_tokens=trainer.micro_batch_tokens, updates=trainer.updates),
     )
 
 

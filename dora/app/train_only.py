@@ -41,7 +41,7 @@ class _Listener:
         self._folder = folder
         self._steps = steps
         self._report = report
-        self._checkpoints = Feed(num_ranks=1, budget=1)
+        self._checkpoints = Feed(num_ranks=1, budget=1, groups_per_update=1)
 
     async def on_event(self, event: ev.Event) -> None:
         if isinstance(event, ev.CheckpointSaved):
@@ -113,7 +113,12 @@ async def _run(link: TrainerLink, rollout: list[Path], *, config: Config, done: 
     loops = [asyncio.ensure_future(loop) for _, loop in link.loops()]
     feed = asyncio.create_task(
         train_rollouts(
-            rollout, link=link, budget=config.trainer.micro_batch_tokens, group_size=config.rollout.group_size
+            rollout,
+            link=link,
+            budget=config.trainer.micro_batch_tokens,
+            group_size=config.rollout.group_size,
+            updates=config.trainer.updates,
+            shared_prompts=config.trainer.shared_prompts != "off",
         ),
         name="feed",
     )

@@ -57,6 +57,8 @@ def _build(
         step=order.step,
         index=order.index,
         last=order.last,
+        update=order.update,
+        closes=order.closes,
         tokens=tokens,
         loss_mask=loss_mask,
         behavior_logprobs=behavior_logprobs,
@@ -67,4 +69,5 @@ def _build(
         rewards=np.array([row[t % group_size] for row, t in zip(rewards, trajectories, strict=True)], np.float32),
         group_rewards=np.array(rewards, np.float32).reshape(len(trajectories), group_size),
         truncated=np.array([r.length_capped for r in chosen], np.uint8),
+        sources=np.array([r.prompt.source_index for r in chosen], np.uint8),
     )

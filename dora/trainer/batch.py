@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from dora.errors import InvariantViolation, ProtocolError
+from dora.objectives.advantages import group_advantages
 from dora.objectives.tokens import Tokens
 from dora.trainer.packing import Row, make_row
 from dora.transport.messages import MicroBatch
@@ -31,8 +33,10 @@ class Targets:
     siblings_n: Tensor  # int64
     staleness_n: Tensor  # int64
 
-    def tokens(self, current_P: Tensor, *, entropy_P: Tensor, progress: float = 0.0) -> Tokens:
-        """Return the inputs of the objective, with the log-probs of the weights being trained."""
+    def tokens(
+        self, current_P: Tensor, *, entropy_P: Tensor, proximal_P: Tensor | None = None, progress: float = 0.0
+    ) -> Tokens:
+        """Return the inputs of the objective, with the log-probs of the weights being trained and of other policies."""
         return Tokens(
             current_P=current_P,
             behavior_P=self.behavior_P,
@@ -42,6 +46,7 @@ class Targets:
             siblings_n=self.siblings_n,
             staleness_n=self.staleness_n,
             progress=progress,
+            proximal_P=proximal_P,
             entropy_P=entropy_P,
         )
 
@@ -71,6 +76,25 @@ def pack(
     return make_row(batch.tokens[at], lengths=lengths, trained=trained, padded=padded, device=device), targets
 
 
+def advantages_of(batch: MicroBatch, kinds: Sequence[str]) -> NDArray[np.float64]:
+    """Return [n] advantages. `kinds`: of each source of prompts, or one for all."""
+    if len(kinds) == 1:
+        return group_advantages(batch.rewards, batch.group_rewards, kind=kinds[0])
+    if batch.sources.max(initial=0) >= len(kinds):
+        raise ProtocolError(f"micro-batch {batch.step}/{batch.index}: a prompt of source {batch.sources.max()}")
+    advantages_n = np.zeros(len(batch.lengths))
+    for source, kind in enumerate(kinds):
+        chosen = batch.sources == source
+        advantages_n[chosen] = group_advantages(batch.rewards[chosen], batch.group_rewards[chosen], kind=kind)
+    return advantages_n
+
+
+def without_truncated(batch: MicroBatch) -> MicroBatch:
+    """Return the micro-batch with no token of a truncated answer trained; they count in the statistics of groups."""
+    kept = np.repeat(batch.truncated == 0, batch.lengths)
+    return msgspec.structs.replace(batch, loss_mask=batch.loss_mask * kept)
+
+
 def check(batch: MicroBatch, *, max_staleness: int, vocab_size: int) -> None:
     """Raise InvariantViolation if a group breaks C3, and ProtocolError if the fields contradict each other."""
     for group, version in zip(batch.groups, batch.versions, strict=True):
@@ -79,8 +103,8 @@ def check(batch: MicroBatch, *, max_staleness: int, vocab_size: int) -> None:
                 f"C3: group {group} of version {version} was committed to step {batch.step} (K = {max_staleness})"
             )
     n, total = len(batch.lengths), len(batch.tokens)
-    per_trajectory = (batch.trajectories, batch.groups, batch.rewards, batch.group_rewards, batch.truncated)
-    if any(len(column) != n for column in per_trajectory):
+    per_trajectory = ("trajectories", "groups", "rewards", "group_rewards", "truncated", "sources")
+    if any(len(getattr(batch, column)) != n for column in per_trajectory):
         raise ProtocolError(f"micro-batch {batch.step}/{batch.index}: columns of different length for {n} trajectories")
     if any(len(column) != total for column in (batch.loss_mask, batch.behavior_logprobs)):
         raise ProtocolError(f"micro-batch {batch.step}/{batch.index}: columns of different length for {total} tokens")

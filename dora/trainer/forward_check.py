@@ -141,7 +141,7 @@ def _gradients(policy: Policy, rows: list[tuple[list[int], Row]]) -> dict[str, T
     sizes = [length - 1 for length in LENGTHS]
     weights = torch.linspace(-1.0, 1.0, sum(sizes), device=policy.device).split(sizes)
     for members, row in rows:
-        policy.prepare(closes_step=True)
+        policy.prepare(closes_update=True)
         weight_P = torch.cat([weights[n] for n in members])
         (logprobs(policy.model, row, temperature=1.0)[0] * weight_P).sum().backward()
     gradients = policy.gradients()

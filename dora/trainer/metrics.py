@@ -1,7 +1,8 @@
 """The metrics of a step: sums over micro-batches, one reduction over ranks, and names with unit and formula.
 
 Invariant: until the step is closed everything is a sum (or a maximum) over trained tokens or trajectories. Division
-comes last, so that neither packing nor the number of ranks changes a metric.
+comes last, so that neither packing nor the number of ranks changes a metric. Sums that an update needs are kept apart:
+they are reduced when it closes, and begin anew.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ LAGGED: dict[str, tuple[str, str]] = {
     "truncated_frac": ("fraction", "trajectories that reached their token budget"),
 }
 WHOLE: dict[str, tuple[str, str]] = {
-    "denominator": ("1", "D of the objective: with token_mean, the trained tokens of the update, all ranks"),
-    "loss": ("1", "Σ l / D"),
-    "grad_norm": ("1", "Euclidean norm of the normalized gradient before clipping"),
+    "denominator": ("1", "D of the objective, summed over updates: with token_mean, the trained tokens of all ranks"),
+    "loss": ("1", "Σ l / denominator"),
+    "grad_norm": ("1", "Euclidean norm of the normalized gradient before clipping, mean over updates"),
     "learning_rate": ("1", "rate in force in this step, warm-up included"),
     "nonfinite_count": ("tokens", "trained tokens whose loss is NaN or infinite"),
-    "update_skipped": ("0/1", "1: D = 0 or the gradient is not finite; the next version equals this one"),
+    "updates_skipped": ("updates", "updates that were not made, as D = 0 or the gradient is not finite"),
     "step_tokens": ("tokens", "all tokens of the step, prompts included, all ranks"),
     "padding_frac": ("fraction", "share of computed positions that hold no token; 0 if sequences are packed"),
     "busy_s": ("s", "time spent computing, summed over ranks; without waiting for micro-batches"),
@@ -87,16 +88,22 @@ class StepSums:
         values = torch.stack([torch.ones(len(lag)), reward, truncated], dim=1).double()
         self._sums[:, len(_TOKEN_SUMS) :].index_add_(0, lag.to(self._sums.device), values.to(self._sums.device))
 
+    def reduce_update(self) -> dict[str, float]:
+        """Return the objective's sums of the update that ends, over all ranks, and begin those of the next; a
+        collective."""
+        dist.all_reduce(self._update_sums)
+        totals = dict(zip(SUMS, self._update_sums.tolist(), strict=True))
+        self._update_sums.zero_()
+        return totals
+
     def reduce(self) -> ReducedSums:
-        """Return the sums of all ranks; a collective."""
+        """Return the sums of the step over all ranks; a collective."""
         extra = torch.tensor([self.step_tokens, self.padding, self.busy_s], dtype=torch.float64)
-        flat = torch.cat([self._update_sums, extra.to(self._sums.device), self._sums.flatten()])
+        flat = torch.cat([extra.to(self._sums.device), self._sums.flatten()])
         dist.all_reduce(flat)
         dist.all_reduce(self._abs_max, op=dist.ReduceOp.MAX)
         flat = flat.cpu()
-        update_sums = dict(zip(SUMS, flat[: len(SUMS)].tolist(), strict=True))
-        rest = flat[len(SUMS) :]
-        return ReducedSums(rest[3:].view_as(self._sums), self._abs_max.cpu(), update_sums, *rest[:3].tolist())
+        return ReducedSums(flat[3:].view_as(self._sums), self._abs_max.cpu(), *flat[:3].tolist())
 
 
 class ReducedSums:
@@ -106,12 +113,10 @@ class ReducedSums:
         self,
         sums: Tensor,
         abs_max: Tensor,
-        update_sums: dict[str, float],
         step_tokens: float,
         padding: float,
         busy_s: float,
     ) -> None:
-        self.update_sums = update_sums
         self._sums = sums
         self._abs_max = abs_max
         self._step_tokens = step_tokens

@@ -3,7 +3,7 @@
 Invariant: weights and gradients that persist are float32; `dtype` is the compute type only. Tied parameters are one
 parameter throughout.
 
-A model below GATHERED_BYTES stays gathered during a step, and its gradients are reduced once, in the last micro-batch,
+A model below GATHERED_BYTES stays gathered during an update, and its gradients are reduced once, in the last pass,
 because a small model on a CPU would otherwise spend most of its time in collectives. The layers of a larger model are
 gathered on demand and its gradients are reduce-scattered in every micro-batch, so no rank ever has the whole model.
 Both are correct, because every rank gets the same number of micro-batches.
@@ -44,7 +44,7 @@ class Policy:
     ) -> None:
         is_cuda = mesh.device_type == "cuda"
         self.device = torch.device(f"cuda:{torch.cuda.current_device()}") if is_cuda else torch.device("cpu")
-        self.mesh = mesh
+        self.mesh, self.dtype = mesh, dtype
         with ExitStack() as opened:
             self.model: Any  # a transformers model whose class FSDP2 extends
             self.model, folder, self.plan = together(lambda: _planned(model_path, opened), device=self.device)
@@ -78,11 +78,11 @@ class Policy:
         for parameter in self.model.parameters():
             parameter.grad = None
 
-    def prepare(self, *, closes_step: bool) -> None:
-        """Set up the collectives of the next micro-batch."""
+    def prepare(self, *, closes_update: bool) -> None:
+        """Set up the collectives of the next pass; the last one of an update reduces its gradients."""
         if self.gathered:
-            self.model.set_requires_gradient_sync(closes_step)
-            self.model.set_reshard_after_backward(closes_step)
+            self.model.set_requires_gradient_sync(closes_update)
+            self.model.set_reshard_after_backward(closes_update)
 
     def reshard(self) -> None:
         """Drop gathered weights, so that the next micro-batch gathers what the optimizer has written."""

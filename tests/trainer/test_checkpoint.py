@@ -186,9 +186,9 @@ def test_golden_metrics():
     )
     sums.add_tokens(tokens, terms)
     sums.add_sequences(lag=torch.tensor([1, 0]), reward=torch.tensor([1.0, 0.0]), truncated=torch.tensor([1, 0]))
-    reduced = sums.reduce()
-    assert reduced.update_sums == {"denominator": 3}
-    metrics = reduced.metrics(denominator=3)
+    assert sums.reduce_update() == {"denominator": 3}
+    assert sums.reduce_update() == {"denominator": 0}, "the next update begins anew"
+    metrics = sums.reduce().metrics(denominator=3)
     expected = {
         "mismatch_k3": 0.0463, "log_ratio_mean": -0.1, "log_ratio_abs_mean": 0.3, "log_ratio_abs_max": 0.4,
         "ess": 0.9132, "chi2": -0.0194, "ppl_ratio": 1.1052, "tis_capped_frac": 1 / 3,
