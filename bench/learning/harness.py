@@ -230,9 +230,9 @@ def micro_batch(groups: Sequence[Group], *, step: int, update: int, last: bool) 
         index=update,
         last=last,
         tokens=np.concatenate([[*answer.prompt.tokens, *answer.tokens] for answer in answers]).astype(np.int32),
-        loss_mask=np.concatenate(
-            [[0] * n + [1] * len(a.tokens) for n, a in zip(prompts, answers, strict=True)]
-        ).astype(np.uint8),
+        loss_mask=np.concatenate([[0] * n + [1] * len(a.tokens) for n, a in zip(prompts, answers, strict=True)]).astype(
+            np.uint8
+        ),
         behavior_logprobs=np.concatenate(
             [[0.0] * n + a.logprobs for n, a in zip(prompts, answers, strict=True)]
         ).astype(np.float32),
@@ -243,6 +243,7 @@ def micro_batch(groups: Sequence[Group], *, step: int, update: int, last: bool) 
         rewards=np.array([answer.reward for answer in answers], np.float32),
         group_rewards=np.array([group.rewards for _, group in owners], np.float32),
         truncated=np.array([answer.truncated for answer in answers], np.uint8),
+        sources=np.zeros(len(answers), np.uint8),
         update=update,
         closes=True,
     )
