@@ -9,11 +9,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Final
 
+from dora.sim import svg
 from learning import cells
 from learning.cells import CORRECTIONS, LAGS, LIVE, OBJECTIVES, PRESET, Cell, LiveCell, LiveResult, Result
 from learning.stats import Difference, paired
-
-from dora.sim import svg
 
 DOCUMENT: Final = cells.ROOT / "docs" / "LEARNING.md"
 PICTURES: Final = cells.ROOT / "docs" / "pictures"
@@ -24,47 +23,47 @@ STALENESS: Final = (1, 2, 4, 8, 16)
 HEAD: Final = """# Learning
 
 What staleness costs in learning, and what corrections give back: one task, measured. Everything below is rendered by
-`python bench/learn render` from `bench/results/learning/*.jsonl`; nothing is claimed beyond these figures. They are of
-a policy of 0.5 M parameters on sums, with rewards of 0 and 1: they show how the objectives behave there, not how they
-rank for large models.
+`python bench/learning render` from `bench/results/learning/*.jsonl`; nothing is claimed beyond these figures. They
+are of a policy of 0.5 M parameters on sums, with rewards of 0 and 1: they show how the objectives behave there, not
+how they rank for large models.
 
-The task is that of `launch/configs/learning-cpu.toml`: sums of 10 to 24 numbers, of which *sampled* answers are judged.
-The shipped policy starts at a held-out reward of about 0.2, and no run ends above 0.9.
+The task is that of `launch/configs/learning-cpu.toml`: sums of 10 to 24 numbers, of which *sampled* answers are
+judged.
 
-**Area** is the area under the held-out curve over steps by the trapezoid rule, divided by the number of steps: the mean
-held-out reward of a run. **Differences** are paired: runs with the same seed have the same prompts and the same noise for
-every sampled token, and all evaluations have the same prompts. They are given as mean ± 2 standard errors over seeds.
-«Shown» means larger than that; with five seeds it is less than the usual 95 %, and of many comparisons some are shown by
-chance.
+**Area** is the area under the held-out curve over steps by the trapezoid rule, divided by the number of steps: the
+mean held-out reward of a run. **Differences** are paired: runs with the same seed have the same prompts and the same
+noise for every sampled token, and all evaluations have the same prompts. They are given as mean ± 2 standard errors
+over seeds. «Shown» means larger than that; with five seeds it is less than the usual 95 %, and of many comparisons
+some are shown by chance.
 """
 
 HARNESS: Final = """## The lag harness
 
-`python bench/learn sweep` runs embedded engine and trainer in one process (`bench/learning/harness.py`). Step s trains
-groups that were sampled under version max(s - K, 0). Nothing depends on time, so a run is a function of its settings and
-seed, bit for bit; with K = 0 it is plain synchronous training (`tests/learning/test_harness.py`).
+`python bench/learning sweep` runs embedded engine and trainer in one process (`bench/learning/harness.py`). Step s
+trains groups that were sampled under version max(s - K, 0). Nothing depends on time, so a run is a function of its
+settings and seed, bit for bit; with K = 0 it is plain synchronous training (`tests/learning/test_harness.py`).
 """
 
 CORRECTIONS_TEXT: Final = """### Corrections
 
-GRPO, one update per version (M = 1). `none` multiplies by no weight at all: r = π/π_o is 1 then, so staleness is ignored.
-`tis` is min(ρ, 2); `mis` rejects tokens whose ρ is outside 0.5 ... 2; `icepop` is ρ inside 0.5 ... 5, else 0; `opsm` drops
-answers with A < 0 whose mean of log μ - log π is above 1e-4. All are the defaults, none was tuned. At K = 0, ρ is 1 but
-for rounding, so that one run stands for all.
+GRPO, one update per version (M = 1). `none` multiplies by no weight at all: r = π/π_o is 1 then, so staleness is
+ignored. `tis` is min(ρ, 2); `mis` rejects tokens whose ρ is outside 0.5 ... 2; `icepop` is ρ inside 0.5 ... 5, else
+0; `opsm` drops answers with A < 0 whose mean of log μ - log π is above 1e-4. All are the defaults, none was tuned. At
+K = 0, ρ is 1 but for rounding, so that one run stands for all.
 """
 
 OBJECTIVES_TEXT: Final = """### Objectives
 
-Each preset with its own correction ([CONFIG.md](CONFIG.md)), with M = 1 and M = 4 updates per version at the same number of
-groups per step and the same learning rate, which was tuned for none of them. Differences are against K = 0 of the same
-objective and M.
+Each preset with its own correction ([CONFIG.md](CONFIG.md)), with M = 1 and M = 4 updates per version at the same
+number of groups per step and the same learning rate, which was tuned for none of them. Differences are against K = 0
+of the same objective and M.
 """
 
 LIVE_TEXT: Final = """## Live runs
 
-`python bench/learn live`: whole runs of the CLI with the same settings. Seconds count from the end of step 0. Versions
-that were overtaken before their evaluation have no point, so areas of live runs have other grids than those above; the
-area over seconds ends when the fastest run of the same seed ends.
+`python bench/learning live`: whole runs of the CLI with the same settings. Seconds count from the end of step 0.
+Versions that were overtaken before their evaluation have no point, so areas of live runs have other grids than those
+above; the area over seconds ends when the fastest run of the same seed ends.
 """
 
 Rows = Mapping[tuple[str, str, int, int], Mapping[int, Result]]
@@ -119,7 +118,7 @@ def _table(head: Sequence[str], body: Iterable[Sequence[object]]) -> str:
 
 def _missing(lags: Sequence[Result], live: Sequence[LiveResult]) -> str:
     wanted: set[Cell | LiveCell] = {*cells.corrections(SEEDS), *cells.objectives(SEEDS), *cells.live_cells(LIVE_SEEDS)}
-    done = {result.cell for result in [*lags, *live]}
+    done: set[Cell | LiveCell] = {result.cell for result in lags} | {result.cell for result in live}
     left = len(wanted - done)
     if not left:
         return f"**All {len(wanted)} cells were run.**\n"
@@ -131,7 +130,12 @@ def _measured(results: Sequence[Result | LiveResult]) -> str:
     if not results:
         return "Not run yet.\n"
     commits = ", ".join(sorted({result.commit for result in results}))
-    return f"Measured on {'; '.join(machines)}, at {commits}; {len(results)} runs.\n"
+    first = fmean(result.heldout[0][1] for result in results)
+    last = [result.heldout[-1][1] for result in results]
+    return (
+        f"{len(results)} runs, on {'; '.join(machines)}, at {commits}. The held-out reward starts at {first:.2f} and "
+        f"ends between {min(last):.2f} and {max(last):.2f}.\n"
+    )
 
 
 def _corrections(rows: Rows) -> str:
@@ -139,7 +143,7 @@ def _corrections(rows: Rows) -> str:
     if not sync:
         return ""
     body = [[k, *(_cell(paired(_areas(rows, "grpo", name, k), sync)) for name in CORRECTIONS)] for k in STALENESS]
-    head = f"Area of `sync` (K = 0): {fmean(sync.values()):.3f}, {len(sync)} seeds. Differences of the area against it:\n\n"
+    head = f"Area of `sync` (K = 0): {fmean(sync.values()):.3f}, {len(sync)} seed(s). Differences from it:\n\n"
     return head + _table(["K", *CORRECTIONS], body)
 
 
@@ -185,10 +189,11 @@ def _objectives(rows: Rows) -> str:
         correction = "tis" if objective == "grpo" else PRESET
         for updates in (1, 4):
             base = _areas(rows, objective, correction, 0, updates)
-            if base:
-                found = [_cell(paired(_areas(rows, objective, correction, k, updates), base)) for k in (2, 8)]
-                body.append([objective, updates, f"{fmean(base.values()):.3f} ({len(base)})", *found])
-    return _table(["objective", "M", "area at K = 0", "K = 2", "K = 8"], body) if body else "Not run yet.\n"
+            found = [_cell(paired(_areas(rows, objective, correction, k, updates), base)) for k in (2, 8)]
+            body.append(
+                [objective, updates, f"{fmean(base.values()):.3f} ({len(base)})" if base else "not run", *found]
+            )
+    return _table(["objective", "M", "area at K = 0", "K = 2", "K = 8"], body)
 
 
 def _live(live: Sequence[LiveResult]) -> str:

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import HashStore
 
 from dora.app.inputs import open_inputs
 from dora.app.settings import trainer_settings
@@ -269,7 +270,7 @@ class Process:
     def __enter__(self) -> None:
         torch.set_num_threads(1)
         torch.manual_seed(0)
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
 
     def __exit__(self, kind: type[BaseException] | None, err: BaseException | None, at: TracebackType | None) -> None:
         dist.destroy_process_group()

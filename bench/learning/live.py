@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from learning import cells
-from learning.cells import LiveCell, LiveResult
 from result import commit, hardware
 
 from dora.errors import ConfigError
+from learning import cells
+from learning.cells import LiveCell, LiveResult
 
 LIMIT_S = 900.0  # of one run
 

@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 
 import msgspec
-from learning import cells
-from learning.cells import Cell, Result
 from result import commit, hardware
 
 from dora.errors import ConfigError
+from learning import cells
+from learning.cells import Cell, Result
 
 
 def sweep(*, stages: Sequence[str], seeds: int, processes: int) -> bool:

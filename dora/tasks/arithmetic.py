@@ -18,7 +18,8 @@ from typing import Final
 
 from dora.errors import ConfigError
 
-#: Terms are 0 to LARGEST_TERM unless `largest_term` is given, less where the total of many terms would need three digits.
+#: Terms are 0 to LARGEST_TERM, or to the option `largest_term`; less where the total of many terms would need three
+#: digits.
 LARGEST_TERM: Final = 4
 LARGEST_TOTAL: Final = 99
 

@@ -18,9 +18,11 @@ def result(cell: Cell, area: float) -> Result:
 
 def test_the_document_and_its_pictures_are_those_of_the_results() -> None:
     lags, live = cells.read(cells.LAGS, Result), cells.read(cells.LIVE, LiveResult)
-    assert document.DOCUMENT.read_text() == document.render(lags, live), "run: python bench/learn render"
+    assert document.DOCUMENT.read_text() == document.render(lags, live), "run: python bench/learning render"
     drawn = document.pictures(lags, live)
-    assert {path.name: path.read_text() for path in document.picture_files()} == drawn, "run: python bench/learn render"
+    assert {path.name: path.read_text() for path in document.picture_files()} == drawn, (
+        "run: python bench/learning render"
+    )
 
 
 def test_the_results_are_of_the_shipped_configuration() -> None:

@@ -1,9 +1,8 @@
-#!/usr/bin/env python3
 """Makes the evidence about learning in docs/LEARNING.md.
 
-    python bench/learn sweep [--stages corrections objectives] [--seeds 5] [--processes N]
-    python bench/learn live [--seeds 3]
-    python bench/learn render
+    python bench/learning sweep [--stages corrections objectives] [--seeds 5] [--processes N]
+    python bench/learning live [--seeds 3]
+    python bench/learning render
 
 `sweep` runs the cells of the lag harness (bench/learning/harness.py), `live` whole runs with the CLI, on an idle
 machine. Both append to bench/results/learning and skip what is there. `render` writes the document and its pictures
@@ -17,16 +16,15 @@ import os
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
 os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "bench")])  # of the processes that it starts
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from dora.errors import ConfigError  # noqa: E402
 from learning import document  # noqa: E402
 from learning.live import live  # noqa: E402
 from learning.sweep import sweep  # noqa: E402
-
-from dora.errors import ConfigError  # noqa: E402
 
 
 def main() -> None:
