@@ -19,6 +19,7 @@ import numpy as np
 from dora.app.estimate import Shapes, lines
 from dora.app.inputs import Inputs, model_bytes, open_inputs
 from dora.app.job import enter_graders
+from dora.app.loss_check import check_loss
 from dora.app.managed import ManagedServer
 from dora.app.settings import SPARE_VERSIONS, settings_of
 from dora.app.trainer_check import CheckedTrainer, check_trainer
@@ -67,6 +68,8 @@ async def check(config: Config, report: Report, *, push: bool = False) -> None:
         report(
             "inputs", f"model {inputs.model}, {inputs.tokenizer.vocab_size} tokens, prompts and rewards are readable"
         )
+        if finding := await asyncio.to_thread(check_loss, config.objective):
+            report("objective", finding)
         await _check_rewards(config, inputs, graders, report=report)
         trained = await asyncio.to_thread(check_trainer, config, inputs.model, stack.enter_context(ExitStack()))
         for topic, text in trained.lines:

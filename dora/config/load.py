@@ -200,7 +200,10 @@ def _describe(problem: ErrorDetails, *, origins: Mapping[str, str], path: Path |
     where = f"{path}: " if path is not None else ""
     loc = _without_tag(problem["loc"])
     value = problem["input"]
-    if problem["type"] == "union_tag_invalid" and isinstance(value, dict):
+    kind = problem["type"]
+    if kind == "union_tag_invalid" and not isinstance(value, dict):
+        kind = "model_type"
+    elif kind == "union_tag_invalid":
         loc, value = (*loc, "kind"), value.get("kind")
     key = ".".join(map(str, loc))
     if not key:
@@ -208,11 +211,11 @@ def _describe(problem: ErrorDetails, *, origins: Mapping[str, str], path: Path |
     for overridden, override in origins.items():
         if f"{key}.".startswith(f"{overridden}.") or f"{overridden}.".startswith(f"{key}."):
             where = f"{override}: "
-    if problem["type"] == "extra_forbidden":
+    if kind == "extra_forbidden":
         return [f"{where}unknown key {key}; {_nearest(key, loc=problem['loc'])}"]
-    if problem["type"] == "value_error":
+    if kind == "value_error":
         return [f"{where}{key}: {problem['ctx']['error']}"]
-    wanted = _WANTED.get(problem["type"], problem["msg"]).format(**problem.get("ctx", {}))
+    wanted = _WANTED.get(kind, problem["msg"]).format(**problem.get("ctx", {}))
     return [f"{where}{key}: got {_shown(value)}, expected {wanted}"]
 
 

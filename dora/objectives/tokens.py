@@ -49,7 +49,7 @@ class TokenLoss:
     """Result of a policy loss."""
 
     loss_P: Tensor  # with gradient
-    #: Tokens on which the loss acted, by name (see `objective.MARKS`): bool [P], without gradient.
+    #: Tokens on which the loss acted, by name (see `marks.MARKS`): bool [P], without gradient.
     marks: dict[str, Tensor] = field(default_factory=dict)
 
 

@@ -19,6 +19,7 @@ from pydantic import Field
 from dora.errors import ConfigError
 from dora.functions import load_function
 from dora.objectives.loss_settings import UNWEIGHTED, Anchor, LossSettings
+from dora.objectives.marks import MARKS
 from dora.objectives.tokens import TokenLoss, Tokens
 
 if TYPE_CHECKING:
@@ -63,6 +64,8 @@ def load_loss(settings: UserLoss) -> Callable[[Tokens], TokenLoss]:
         of_loss = result if isinstance(result, TokenLoss) else TokenLoss(result)
         if problem := _problem(of_loss.loss_P, tokens.current_P):
             raise ConfigError(f"{KEY}: {settings.kind} returned {problem}")
+        if unknown := [name for name in of_loss.marks if name not in MARKS]:
+            raise ConfigError(f"{KEY}: {settings.kind} marks '{unknown[0]}'; known are {', '.join(MARKS)}")
         return of_loss
 
     return loss

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dora.objectives.objective import MARKS, SUMS, Terms
+from dora.objectives.marks import MARKS
+from dora.objectives.objective import SUMS, Terms
 from dora.objectives.tokens import Tokens, log_ratio
 
 # name -> (unit, formula). Rows of LAGGED exist as `all/<name>` and, for every lag with tokens, `lag=<l>/<name>`.

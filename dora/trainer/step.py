@@ -110,7 +110,7 @@ class Trainer:
             )
         check(batch, max_staleness=self._settings.max_staleness, vocab_size=self._policy.vocab_size)
         started = time.perf_counter()
-        if getattr(self._objective.settings, "truncated", "train") == "mask":
+        if self._objective.settings.truncated == "mask":
             batch = without_truncated(batch)
         advantages_n = advantages_of(batch, self._settings.advantages or (self._objective.settings.advantage,))
         for number, members in enumerate(passes := self._passes(batch), start=1):
@@ -151,7 +151,11 @@ class Trainer:
             batch, members, advantages_n=advantages_n, padded=self._layout.padded, device=self._policy.device
         )
         current_P, entropy_P = logprobs(
-            self._policy.model, row, temperature=self._settings.temperature, fp32_head=self._settings.fp32_head
+            self._policy.model,
+            row,
+            temperature=self._settings.temperature,
+            fp32_head=self._settings.fp32_head,
+            entropy_gradient=self._objective.needs_entropy_gradient,
         )
         tokens = targets.tokens(
             current_P,
@@ -175,9 +179,10 @@ class Trainer:
     def _close_update(self) -> None:
         """Make the optimizer update of the micro-batches since the last one."""
         self._policy.reshard()
-        divisor = self._objective.divisor(self._sums.reduce_update())
+        sums = self._sums.reduce_update()
+        divisor, rate = self._objective.divisor(sums), self._warmed_up_rate() * self._objective.rate_factor(sums)
         grad_norm = self._normalize_gradients(divisor)
-        update = Update(divisor, grad_norm, divisor == 0 or not math.isfinite(grad_norm), self._warmed_up_rate())
+        update = Update(divisor, grad_norm, divisor == 0 or not math.isfinite(grad_norm), rate)
         if not update.skipped:
             self._optimizer.update(self._policy.gradients(), learning_rate=update.learning_rate)
         self._policy.clear_gradients()

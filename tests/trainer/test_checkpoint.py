@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from dora import files
 from dora.errors import ConfigError
-from dora.objectives.objective import Terms
+from dora.objectives.objective import SUMS, Terms
 from dora.objectives.tokens import Tokens
 from dora.trainer import checkpoint
 from dora.trainer.metrics import StepSums
@@ -181,18 +181,19 @@ def test_golden_metrics():
     )
     terms = Terms(
         loss_P=torch.tensor([1.0, torch.nan, 1.0]),
-        sums={"denominator": torch.tensor(3.0, dtype=torch.float64)},
+        sums=dict.fromkeys(SUMS, torch.tensor(3.0, dtype=torch.float64)),
         marks={"tis_capped": torch.tensor([True, False, False]), "clip_low": torch.tensor([True, True, False])},
     )
     sums.add_tokens(tokens, terms)
     sums.add_sequences(lag=torch.tensor([1, 0]), reward=torch.tensor([1.0, 0.0]), truncated=torch.tensor([1, 0]))
-    assert sums.reduce_update() == {"denominator": 3}
-    assert sums.reduce_update() == {"denominator": 0}, "the next update begins anew"
+    assert sums.reduce_update() == dict.fromkeys(SUMS, 3)
+    assert sums.reduce_update() == dict.fromkeys(SUMS, 0), "the next update begins anew"
     metrics = sums.reduce().metrics(denominator=3)
     expected = {
         "mismatch_k3": 0.0463, "log_ratio_mean": -0.1, "log_ratio_abs_mean": 0.3, "log_ratio_abs_max": 0.4,
         "ess": 0.9132, "chi2": -0.0194, "ppl_ratio": 1.1052, "tis_capped_frac": 1 / 3,
-        "clip_low_frac": 2 / 3, "clip_high_frac": 0, "entropy": 1.0, "adv_mean": 2.0,
+        "clip_low_frac": 2 / 3, "clip_high_frac": 0, "dual_clip_frac": 0, "masked_token_frac": 0, "masked_seq_frac": 0,
+        "veto_frac": 0, "kl_reference": 0, "entropy": 1.0, "adv_mean": 2.0,
         "adv_std": (2 / 3) ** 0.5, "tokens": 3, "sequences": 1, "reward_mean": 1.0, "response_len_mean": 3,
         "truncated_frac": 1,
     }  # fmt: skip
