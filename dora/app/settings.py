@@ -105,7 +105,7 @@ _WITHOUT_EFFECT = (
     "threads",
     "shared_prompts",
     "activation_checkpointing",
-    "steps",
+    "compile",
     "max_staleness",
     "checkpoint_every",
     "copies",
@@ -119,7 +119,8 @@ _WITHOUT_EFFECT = (
 def lineage_settings(config: Config) -> bytes:
     """Return the settings that affect the result of a wave, as canonical JSON."""
     settings = msgspec.to_builtins(trainer_settings(config, max_staleness=0))
-    return msgspec.json.encode({k: v for k, v in settings.items() if k not in _WITHOUT_EFFECT}, order="sorted")
+    without = (*_WITHOUT_EFFECT, "steps") if config.trainer.schedule == "constant" else _WITHOUT_EFFECT
+    return msgspec.json.encode({k: v for k, v in settings.items() if k not in without}, order="sorted")
 
 
 def configure_message(

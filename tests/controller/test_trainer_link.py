@@ -28,7 +28,8 @@ CONFIGURE = wire.Configure(
     model_path="/model",
     settings=wire.TrainerSettings(
         device="cpu", dtype="float32", publish_dtype="float32", fp32_head=False,
-        activation_checkpointing="none", optimizer_state="device", threads=1, micro_batch_tokens=64,
+        activation_checkpointing="none", optimizer_state="device", optimizer="adamw", compile=False,
+        schedule="constant", min_learning_rate=0.0, threads=1, micro_batch_tokens=64,
         longest_request=128, steps=2,
         learning_rate=1e-3, warmup_steps=0, weight_decay=0.0, beta1=0.9, beta2=0.95, max_grad_norm=1.0,
         updates=1, copies="device", probe_tokens=0, probe_every=1, objective="{}", max_new_tokens=100,
