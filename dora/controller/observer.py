@@ -75,10 +75,7 @@ class RunObserver:
         self._metrics = files.open_lines(folder.metrics, is_known=is_known)
         self._kept = files.open_lines(folder.trajectories, is_known=is_known)
         facts.scores += earlier_scores(folder.metrics)
-        for row in read_rows(folder.metrics, kind="step"):
-            with suppress(ValueError):
-                earlier = msgspec.convert(row, _StepMetrics)
-                drift.note(earlier.step, earlier.trainer)
+        recall_alarms(drift, folder.metrics)
         facts.alarms = [*drift.alarms.values()]
         self._waited_for = ""
         self._num_overtaken = len(state.evaluation.overtaken)  # reported, by an earlier controller if any
@@ -319,6 +316,14 @@ def read_rows(metrics: Path, *, kind: str) -> Iterator[dict[str, Any]]:
             row = json.loads(line)
             if row["kind"] == kind:
                 yield row
+
+
+def recall_alarms(drift: DriftWatch, metrics: Path) -> None:
+    """Take in the steps from before a resume; torn rows are ignored."""
+    for row in read_rows(metrics, kind="step"):
+        with suppress(ValueError):
+            earlier = msgspec.convert(row, _StepMetrics)
+            drift.note(earlier.step, earlier.trainer)
 
 
 def earlier_scores(metrics: Path) -> list[Score]:

@@ -113,7 +113,10 @@ def test_a_set_below_a_plain_value_is_refused():
         ("eval.sets.0.source.promt", "did you mean eval.sets.0.source.prompt?"),
         ("trainer.max_stalenes", "did you mean rollout.max_staleness?"),
         ("weights.zzz", "valid here: memory_folder, transfer, keep"),
-        ("task.sources.0.zzzzzzzz", "valid here: kind, name, path, split, prompt, messages, answer, options, weight"),
+        (
+            "task.sources.0.zzzzzzzz",
+            "valid here: kind, name, path, split, prompt, messages, answer, options, weight, label, advantage",
+        ),
     ],
 )
 def test_the_error_for_an_unknown_key_suggests_the_nearest_valid_one(given: str, meant: str):
