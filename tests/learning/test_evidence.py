@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -42,6 +44,14 @@ def test_a_paired_difference_and_its_error() -> None:
 def test_one_pair_shows_nothing_and_none_says_so() -> None:
     assert not paired({0: 0.5}, {0: 0.4}).is_shown
     assert str(paired({0: 0.5}, {1: 0.4})) == "not run"
+
+
+@pytest.mark.slow
+def test_the_configuration_passes_its_check() -> None:
+    command = [sys.executable, "-m", "dora", "check", str(cells.PROFILE), "--set", "status.port=0"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "server and trainer agree" in done.stdout
 
 
 def test_a_cut_line_is_run_again(tmp_path: Path) -> None:
