@@ -158,7 +158,8 @@ def _verdict(rows: Rows) -> str:
     for k in STALENESS:
         none = _areas(rows, "grpo", "none", k)
         against = {name: paired(_areas(rows, "grpo", name, k), none) for name in CORRECTIONS if name != "none"}
-        lines.append(f"- K = {k}, against no correction: {_words(against)}.")
+        is_judged = any(found.pairs > 1 for found in against.values())
+        lines.append(f"- K = {k}, against no correction: {_words(against) if is_judged else 'fewer than two seeds'}.")
     for k in (1, 2):
         against = {name: paired(_areas(rows, "grpo", name, k), _sync(rows)) for name in CORRECTIONS}
         judged = [name for name, found in against.items() if found.pairs > 1]
