@@ -75,7 +75,7 @@ class LiveCell(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def overrides(self) -> list[str]:
         """Settings beside those of the profile."""
         bound = [f"rollout.max_staleness={self.staleness}"] if self.strategy == "dora" else []
-        return [f"run.seed={self.seed}", f"rollout.strategy={self.strategy}", *bound]
+        return [f"run.seed={self.seed}", f"rollout.strategy={self.strategy}", "objective.preset=grpo", *bound]
 
 
 class LiveResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

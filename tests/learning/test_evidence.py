@@ -13,6 +13,8 @@ from learning.cells import Cell, LiveCell, LiveResult, Result
 from learning.live import from_rows
 from learning.stats import paired
 
+from dora.config.load import load
+
 
 def result(cell: Cell, area: float) -> Result:
     return Result(cell, [(0, 0.2), (4, area)], area, {}, 1.0, profile="p", commit="c", machine="m")
@@ -69,6 +71,11 @@ def test_every_cell_is_a_valid_configuration_and_no_run_is_planned_twice() -> No
     stages = cells.corrections(1), cells.objectives(1)
     configs = [cell.config().model_dump_json() + f"K={cell.staleness}" for cell in {*stages[0], *stages[1]}]
     assert len(set(configs)) == len(configs) == 26 + 33
+
+
+def test_every_live_run_is_a_valid_configuration() -> None:
+    bounds = [load(cells.PROFILE, cell.overrides, environ={}).rules.max_staleness for cell in cells.live_cells(1)]
+    assert bounds[:3] == [0, 2, 8]
 
 
 def test_a_correction_that_helps_is_said_to_help() -> None:
