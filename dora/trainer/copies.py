@@ -68,7 +68,7 @@ class FrozenPolicy(ShardedModel):
             raise InvariantViolation(f"the proximal policy has version {self.version}, but step {version} is trained")
 
 
-class Copies:
+class OtherPolicies:
     """The policies that an objective compares the trained one with: each is loaded only if it needs it."""
 
     def __init__(self, order: Configure, *, policy: Policy, objective: Objective) -> None:

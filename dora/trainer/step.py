@@ -30,7 +30,7 @@ from dora.objectives.objective import Objective
 from dora.objectives.settings import ObjectiveConfig
 from dora.trainer import checkpoint
 from dora.trainer.batch import advantages_of, check, pack, without_truncated
-from dora.trainer.copies import Copies
+from dora.trainer.copies import OtherPolicies
 from dora.trainer.logprobs import logprobs
 from dora.trainer.metrics import StepSums
 from dora.trainer.model import Policy
@@ -82,7 +82,7 @@ class Trainer:
         self._optimizer = ShardOptimizer(
             self._shards, order.settings, model=policy.model, group=policy.mesh.get_group()
         )
-        self._copies = Copies(order, policy=policy, objective=self._objective)
+        self._copies = OtherPolicies(order, policy=policy, objective=self._objective)
         self._probe = make_probe(order, policy=policy, layout=layout)
         self._step = StepId(0)
         self._chain = order.chain

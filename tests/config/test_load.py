@@ -324,3 +324,11 @@ def test_a_dump_has_a_line_for_each_key_and_a_table_for_each_section():
     for line in ("[run]", "[engine.decode]", "[[task.sources]]", "[[eval.sets]]", "steps = 24", 'device = "cpu"'):
         assert line in lines
     assert max(map(len, lines)) <= 100
+
+
+def test_copies_on_the_host_are_refused_where_the_device_is_the_host():
+    assert refused("trainer.copies=host") == [
+        "--set trainer.copies=host: trainer.copies: with trainer.device = cpu, the copies are on the host anyway; use "
+        "device"
+    ]
+    assert load(None, ["trainer.copies=host", "trainer.device=cuda"], environ={}).trainer.copies == "host"
