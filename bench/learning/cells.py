@@ -74,8 +74,10 @@ class LiveCell(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def overrides(self) -> list[str]:
         """Settings beside those of the profile."""
-        bound = [f"rollout.max_staleness={self.staleness}"] if self.strategy == "dora" else []
-        return [f"run.seed={self.seed}", f"rollout.strategy={self.strategy}", *bound]
+        instances = max(4, self.staleness + 1)  # `dora` needs K + 1
+        bound = [f"rollout.max_staleness={self.staleness}", f"engine.instances={instances}"]
+        bound = bound if self.strategy == "dora" else []
+        return [f"run.seed={self.seed}", f"rollout.strategy={self.strategy}", "objective.preset=grpo", *bound]
 
 
 class LiveResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

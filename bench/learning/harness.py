@@ -20,6 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, cast
 
+import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -197,8 +198,10 @@ class Learner:
         self.versions = Versions(max_staleness + 1)
         self._reports = _Reports()
         policy = Policy(model, mesh=make_mesh("cpu"), dtype=torch.float32)
+        settings = trainer_settings(config, max_staleness=max_staleness)
         order = Configure(
-            run_id="", model_path=str(model), settings=trainer_settings(config, max_staleness=max_staleness),
+            run_id="", model_path=str(model),
+            settings=msgspec.structs.replace(settings, probe_tokens=0),  # the probe reads from a store of versions
             memory_root="", durable_root="", checkpoints="", resume_from=(), may_start_over=False, chain="", epoch=0,
             fence="",
         )  # fmt: skip

@@ -32,6 +32,7 @@ def sweep(*, stages: Sequence[str], seeds: int, processes: int) -> bool:
     known = {result.cell for result in earlier}
     missing = [cell for cell in wanted if cell not in known]
     print(f"{len(missing)} of {len(wanted)} cells are to be run, {processes} at a time", flush=True)
+    made_of = {"profile": profile, "commit": commit(), "machine": hardware()}
     failed, begun = 0, time.monotonic()
     with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
         running = {pool.submit(run_cell, cell): cell for cell in missing}
@@ -41,7 +42,7 @@ def sweep(*, stages: Sequence[str], seeds: int, processes: int) -> bool:
                 failed += 1
                 print(f"{_name(cell)}: {type(err).__name__}: {err}", flush=True)
                 continue
-            result = msgspec.structs.replace(future.result(), profile=profile, commit=commit(), machine=hardware())
+            result = msgspec.structs.replace(future.result(), **made_of)
             cells.append(cells.LAGS, result)
             left_s = (time.monotonic() - begun) / number * (len(missing) - number)
             print(

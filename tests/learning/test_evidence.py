@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,8 @@ from learning import cells, document
 from learning.cells import Cell, LiveCell, LiveResult, Result
 from learning.live import from_rows
 from learning.stats import paired
+
+from dora.config.load import load
 
 
 def result(cell: Cell, area: float) -> Result:
@@ -44,6 +48,14 @@ def test_one_pair_shows_nothing_and_none_says_so() -> None:
     assert str(paired({0: 0.5}, {1: 0.4})) == "not run"
 
 
+@pytest.mark.slow
+def test_the_configuration_passes_its_check() -> None:
+    command = [sys.executable, "-m", "dora", "check", str(cells.PROFILE), "--set", "status.port=0"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "server and trainer agree" in done.stdout
+
+
 def test_a_cut_line_is_run_again(tmp_path: Path) -> None:
     path = tmp_path / "lags.jsonl"
     first, second = (result(cell, 0.5) for cell in cells.corrections(1)[:2])
@@ -59,6 +71,11 @@ def test_every_cell_is_a_valid_configuration_and_no_run_is_planned_twice() -> No
     stages = cells.corrections(1), cells.objectives(1)
     configs = [cell.config().model_dump_json() + f"K={cell.staleness}" for cell in {*stages[0], *stages[1]}]
     assert len(set(configs)) == len(configs) == 26 + 33
+
+
+def test_every_live_run_is_a_valid_configuration() -> None:
+    bounds = [load(cells.PROFILE, cell.overrides, environ={}).rules.max_staleness for cell in cells.live_cells(1)]
+    assert bounds[:3] == [0, 2, 8]
 
 
 def test_a_correction_that_helps_is_said_to_help() -> None:
