@@ -34,7 +34,13 @@ class Targets:
     staleness_n: Tensor  # int64
 
     def tokens(
-        self, current_P: Tensor, *, entropy_P: Tensor, proximal_P: Tensor | None = None, progress: float = 0.0
+        self,
+        current_P: Tensor,
+        *,
+        entropy_P: Tensor,
+        proximal_P: Tensor | None = None,
+        reference_P: Tensor | None = None,
+        progress: float = 0.0,
     ) -> Tokens:
         """Return the inputs of the objective, with the log-probs of the weights being trained and of other policies."""
         return Tokens(
@@ -47,6 +53,7 @@ class Targets:
             staleness_n=self.staleness_n,
             progress=progress,
             proximal_P=proximal_P,
+            reference_P=reference_P,
             entropy_P=entropy_P,
         )
 

@@ -36,19 +36,26 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     publish_dtype: Literal["float32", "bfloat16"]
     fp32_head: bool
     activation_checkpointing: Literal["none", "selective", "full", "auto"]
-    optimizer_state: Literal["device", "host"]
+    compile: bool
+    optimizer: Literal["adamw", "muon"]
+    optimizer_state: Literal["device", "host", "8bit"]
     threads: int
     micro_batch_tokens: int
     longest_request: int  # tokens of the longest prompt and answer
     max_new_tokens: int  # token budget of an answer
     steps: int  # T of the job: the last step writes a checkpoint
     learning_rate: float
+    schedule: Literal["constant", "linear", "cosine"]
+    min_learning_rate: float  # as a share of learning_rate
     warmup_steps: int
     weight_decay: float
     beta1: float
     beta2: float
     max_grad_norm: float
     updates: int  # M
+    copies: Literal["device", "host"]  # where the shards of proximal and reference policy are
+    probe_tokens: int  # most stale tokens of a rank and step whose log-probs under their version are computed; 0: off
+    probe_every: int  # steps between two such probes
     shared_prompts: Literal["auto", "on", "off"] = "auto"
     advantages: tuple[str, ...] = ()  # by source of prompts; empty: the objective's for all
     objective: str  # the section `[objective]` as JSON
