@@ -401,7 +401,7 @@ def measure_ours(case: Case, answers: Answers, *, mode: Mode, folder: Path) -> I
         )
         outline = Outline(model_path, dtype=getattr(torch, DTYPE), checkpointing=mode)  # takes half a minute
         longest = max(answers.lengths)
-        forecast = outline.forecast(tokens=case.tokens, longest=longest, ranks=1, has_moments=moments)
+        forecast = outline.forecast(tokens=case.tokens, longest=longest, ranks=1, is_trial=not moments)
         yield Foretold(forecast.total, micro_batch_bytes)
 
 

@@ -13,15 +13,20 @@ The ways: the trainer's own (micro-batches of at most 4,096 tokens as the contro
 checkpointing; and plain transformers with SDPA, padded on the right: 8 answers each in the order in which they arrived,
 or sorted by length into batches of at most 4,096 tokens with their padding. The last is the ceiling: it needs the whole
 step before it can start, while the trainer starts with the first answers. A hybrid (LFM2: convolutions and attention),
-which cannot be packed, is compared with a plain loop over its sequences one by one.
+which cannot be packed, is compared with a plain loop over its sequences one by one. Policies beside the one that is
+trained cost a forward pass each: a step of four updates with the proximal policy (its pass is left out in the first
+update), with the reference policy and with both is compared with one that approximates the former. So is a step whose
+answers are of the version before, with a probe of the engine's mismatch in that step.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import json
 import math
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -31,7 +36,7 @@ import warnings
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -56,8 +61,10 @@ from clients.steps import (
 )
 from result import Report, number, parser
 
+from dora.core.ids import VersionId
 from dora.errors import ConfigError
 from dora.trainer.checkpointing import Mode
+from dora.weights.store import VersionStore
 
 BUDGET = 4_096
 ROWS = 8
@@ -85,6 +92,11 @@ class Ceiling(NamedTuple):
     words: str
     bar: str
 
+
+UPDATES = 4
+#: Ways with more policies than the one that is trained.
+POLICIES = {"proximal": "proximal policy", "reference": "reference policy", "both": "both"}
+PROBE_TOKENS = 512
 
 CEILINGS = (
     Ceiling("trl", "TRL's GRPO step", "ratio >= 3"),
@@ -127,17 +139,40 @@ def make_models(folder: Path) -> None:
 Step = Callable[[Answers], float]  #: a whole step; returns the norm of its gradient
 
 
-def ours(folder: Path, model: str, mode: Mode = "none") -> Step:
+def ours(folder: Path, model: str, mode: Mode = "none", **changes: Any) -> Step:
+    """`changes`: of the trainer's settings."""
     chosen = settings(device="cpu", dtype="float32", micro_batch_tokens=BUDGET, mode=mode)
+    chosen = msgspec.structs.replace(chosen, **changes)
     trainer = make_trainer(configure(folder / model, chosen, store=folder))
     steps = iter(range(1_000_000))
 
     def step(answers: Answers) -> float:
-        for batch in micro_batches(answers, step=next(steps), budget=BUDGET):
-            trainer.train(batch)
+        number = next(steps)
+        for batch in micro_batches(answers, step=number, budget=BUDGET, updates=chosen.updates):
+            stale = batch.versions - min(number, chosen.max_staleness)
+            trainer.train(msgspec.structs.replace(batch, versions=stale))
         return trainer.grad_norm
 
     return step
+
+
+def with_policies(folder: Path, *, proximal: bool = False, reference: bool = False) -> Step:
+    """A step of several updates with these policies beside the one that is trained."""
+    objective = {
+        "tis_cap": 1.0,
+        "proximal": "copy" if proximal else "approximate",
+        "kl_coefficient": 1e-3 if reference else 0.0,
+    }
+    return ours(folder, "dense", updates=UPDATES, objective=json.dumps(objective))
+
+
+def probed(folder: Path) -> Step:
+    """A step whose answers are of the version before it, with a probe."""
+    store = VersionStore(memory_root=folder / "memory", durable_root=folder / "durable")
+    staged = store.stage(VersionId(0))
+    shutil.copytree(folder / "dense", staged, dirs_exist_ok=True)
+    store.seal(VersionId(0), staged)
+    return ours(folder, "dense", max_staleness=1, probe_tokens=PROBE_TOKENS, probe_every=1)
 
 
 def plain(folder: Path, model: str, batches: Callable[[Answers], list[list[int]]]) -> Step:
@@ -216,6 +251,16 @@ def make_way(name: str, folder: Path) -> Step:
     match name:
         case "ours":
             return ours(folder, "dense")
+        case "updates":
+            return with_policies(folder)
+        case "proximal":
+            return with_policies(folder, proximal=True)
+        case "reference":
+            return with_policies(folder, reference=True)
+        case "both":
+            return with_policies(folder, proximal=True, reference=True)
+        case "probe":
+            return probed(folder)
         case "full":
             return ours(folder, "dense", "full")
         case "trl":
@@ -278,6 +323,13 @@ def compare(report: Report, what: str, ours: list[Found], theirs: list[Found], *
     )
 
 
+def cost(report: Report, what: str, more: list[Found], less: list[Found], *, words: str) -> None:
+    """One row: the time of a step with something more."""
+    cpu_s, less_s = (statistics.median(found.cpu_s for found in side) for side in (more, less))
+    ratio = statistics.median(one.cpu_s / other.cpu_s for one, other in zip(more, less, strict=True))
+    report.row(what, cpu_s, "CPU s", against=f"{words}, {number(less_s)} CPU s", ratio=ratio)
+
+
 def main() -> None:
     arguments = parser(__doc__)
     arguments.add_argument("--rounds", type=int, help="1, or 3 with --full")
@@ -295,7 +347,7 @@ def main() -> None:
     sizes = f"Qwen3, 20 M; {num_tokens:,} tokens in {answers} answers, median {median:.0f}, longest {max(lengths):,}"
     report = Report(__doc__, full=options.full, sizes=f"{sizes}; {rounds} round{'s' if rounds > 1 else ''}")
     ceilings = [ceiling for ceiling in CEILINGS if ceiling.way != "trl" or find_spec("trl")]
-    ways = ["ours", *(ceiling.way for ceiling in ceilings), "hybrid", "hybrid alone"]
+    ways = ["ours", *(ceiling.way for ceiling in ceilings), "hybrid", "hybrid alone", "updates", *POLICIES, "probe"]
     all_found: dict[str, list[Found]] = {name: [] for name in ways}
     with tempfile.TemporaryDirectory() as folder:
         make_models(Path(folder))
@@ -313,6 +365,10 @@ def main() -> None:
         compare(
             report, "hybrid, 5 M", all_found["hybrid"], all_found["hybrid alone"], words="a loop over its sequences"
         )
+    for way, what in POLICIES.items():
+        cost(report, f"{UPDATES} updates, {what}: one step", all_found[way], all_found["updates"], words="without")
+    what = f"answers of the version before, a probe of {PROBE_TOKENS} tokens: one step"
+    cost(report, what, all_found["probe"], all_found["ours"], words="without")
     report.print()
 
 

@@ -186,6 +186,7 @@ def settings(*, device: str, dtype: str, micro_batch_tokens: int, mode: Mode = "
         beta2=0.95,
         max_grad_norm=MAX_GRAD_NORM,
         objective='{"tis_cap": 1.0}',
+        probe_tokens=0,
         temperature=1.0,
     )
 
@@ -223,16 +224,22 @@ def make_trainer(
     return WatchedTrainer(order, end=end, policy=policy, layout=layout, publisher=publisher)
 
 
-def micro_batches(answers: Answers, *, step: int, budget: int) -> list[MicroBatch]:
+def micro_batches(answers: Answers, *, step: int, budget: int, updates: int = 1) -> list[MicroBatch]:
     """The waves that the controller would send to one rank."""
-    pending = Pending()
-    for i, length in enumerate(answers.lengths):
-        pending.add(Answer(TrajectoryId(i), length, GroupId(i // GROUP_SIZE)))
-    waves: list[list[int]] = []
-    while pending.answers:
-        (rank,) = pending.cut(num_ranks=1, budget=budget)
-        waves.append(sorted(int(a.trajectory) for a in rank))
-    return [make_batch(answers, wave, step=step, index=i, last=i + 1 == len(waves)) for i, wave in enumerate(waves)]
+    waves: list[tuple[int, list[int]]] = []
+    for update, part in enumerate(np.array_split(np.arange(len(answers)), updates)):
+        pending = Pending()
+        for i in part:
+            pending.add(Answer(TrajectoryId(int(i)), answers.lengths[i], GroupId(int(i) // GROUP_SIZE)))
+        while pending.answers:
+            (rank,) = pending.cut(num_ranks=1, budget=budget)
+            waves.append((update, sorted(int(a.trajectory) for a in rank)))
+    found = []
+    for i, (update, wave) in enumerate(waves):
+        last = i + 1 == len(waves)
+        batch = make_batch(answers, wave, step=step, index=i, last=last)
+        found.append(msgspec.structs.replace(batch, update=update, closes=last or waves[i + 1][0] > update))
+    return found
 
 
 def make_batch(answers: Answers, chosen: Sequence[int], *, step: int, index: int, last: bool) -> MicroBatch:

@@ -97,7 +97,7 @@ def _other_problems(objective: ObjectiveConfig, base: ObjectiveConfig, *, update
     elif objective.proximal == "approximate" and not uses_proximal(objective):
         yield f"objective.proximal: has no effect: {objective.loss.kind} as configured does not use π_o; remove the key"
     if not objective.kl_coefficient:
-        for name in _changed(objective, base, ["kl_estimator", "kl_weighted"]):
+        for name in _changed(objective, base, ["kl_reference", "kl_estimator", "kl_weighted"]):
             yield f"objective.{name}: has no effect with objective.kl_coefficient = 0; remove the key"
     by_constant = objective.aggregation in ("seq_mean_token_sum_norm", "longcat")
     if objective.norm_tokens is not None and not by_constant:

@@ -89,7 +89,9 @@ class ObjectiveConfig(Section):
     """How π_o, the policy at the start of the step, is known in updates after the first. `copy`: from its weights,
     which are kept. `approximate`: log π_o is interpolated between log μ and log π by their versions (A-3PO)."""
     kl_coefficient: Annotated[float, Field(ge=0.0)] = 0.0
-    """Coefficient of the divergence from the reference policy, which is version 0."""
+    """Coefficient of the divergence from the reference policy."""
+    kl_reference: str = ""
+    """Model folder of the reference policy, of the same architecture as `model.path`. Empty: version 0."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """Per token, with d = log reference - log π: `k1`: -d; `k2`: d²/2; `k3`: e^d - d - 1."""
     kl_weighted: bool = False

@@ -18,7 +18,8 @@ from typing import Final
 
 from dora.errors import ConfigError
 
-#: Terms are 0 to LARGEST_TERM, less where the total of many terms would need three digits.
+#: Terms are 0 to LARGEST_TERM, or to the option `largest_term`; less where the total of many terms would need three
+#: digits.
 LARGEST_TERM: Final = 4
 LARGEST_TOTAL: Final = 99
 
@@ -33,7 +34,15 @@ TAIL_SHAPE: Final = 1.5
 TAIL_SCALE: Final = 2.5
 
 
-def problem(index: int, *, seed: int, split: str, min_terms: int = 3, max_terms: int = 32) -> tuple[str, str]:
+def problem(
+    index: int,
+    *,
+    seed: int,
+    split: str,
+    min_terms: int = 3,
+    max_terms: int = 32,
+    largest_term: int = LARGEST_TERM,
+) -> tuple[str, str]:
     """Return problem number `index` of a split as (prompt, answer), for example ("a3b4c2=", "09")."""
     if split not in SPLITS:
         raise ConfigError(f"arithmetic: unknown split '{split}'; use one of {', '.join(SPLITS)}")
@@ -41,11 +50,13 @@ def problem(index: int, *, seed: int, split: str, min_terms: int = 3, max_terms:
         raise ConfigError(
             f"arithmetic: need 2 <= min_terms <= max_terms <= {len(LABELS)}, got {min_terms} and {max_terms}"
         )
+    if not 1 <= largest_term <= 9:
+        raise ConfigError(f"arithmetic: largest_term is {largest_term}; terms have one digit, so use 1 to 9")
     # Half of all texts belong to a split, so this takes two tries on average.
     for attempt in count():
         uniforms = _uniforms(f"{seed}/{split}/{index}/{attempt}")
         num_terms = _size(next(uniforms), min_terms=min_terms, max_terms=max_terms)
-        largest = min(LARGEST_TERM, LARGEST_TOTAL // num_terms)
+        largest = min(largest_term, LARGEST_TOTAL // num_terms)
         terms = [int((largest + 1) * next(uniforms)) for _ in range(num_terms)]
         prompt = "".join(f"{label}{term}" for label, term in zip(LABELS, terms, strict=False)) + "="
         if split_of(prompt) == split:

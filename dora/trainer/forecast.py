@@ -47,8 +47,8 @@ _aten = torch.ops.aten
 class Forecast:
     """Bytes on the device of one rank, all alive early in the backward pass."""
 
-    states: int  # this rank's rows of weights, gradients and moments, float32
-    gathered: int  # whole weights and gradients, of the model or of a few layers
+    states: int  # this rank's rows of weights, gradients and moments, float32, and of copies
+    gathered: int  # whole weights and gradients, of the model or of a few layers, and whole copies
     kept: int  # for the backward pass, at the end of the forward pass
     working: int  # at most used by the backward pass besides
 
@@ -70,12 +70,22 @@ class Outline:
     """A model without data, and the memory that training it takes."""
 
     def __init__(
-        self, model_path: Path, *, dtype: torch.dtype, checkpointing: Mode = "none", moments: MomentBytes = MOMENTS
+        self,
+        model_path: Path,
+        *,
+        dtype: torch.dtype,
+        checkpointing: Mode = "none",
+        moments: MomentBytes = MOMENTS,
+        copies: int = 0,
+        copies_on_host: bool = False,
     ) -> None:
-        """`dtype`: of the computation. `moments`: of the optimizer on the device.
+        """`dtype`: of the computation. `moments`: of the optimizer on the device. `copies`: number of policies beside
+        the one that is trained (dora/trainer/copies.py).
 
         ConfigError if the folder has no model that can be trained.
         """
+        self._copies = copies
+        self._copies_on_host = copies_on_host
         self._model = policy.build_on_meta(policy.read_config(model_path))
         layers = list(policy.decoder_layers(self._model))
         units = [_size(unit) for unit in policy.sharding_units(self._model)]
@@ -95,19 +105,21 @@ class Outline:
         self._counted: dict[Layout, tuple[_Count, _Count]] = {}  # with these sizes
 
     def forecast(
-        self, *, tokens: int, longest: int, ranks: int, layout: Layout | None = None, has_moments: bool = True
+        self, *, tokens: int, longest: int, ranks: int, layout: Layout | None = None, is_trial: bool = False
     ) -> Forecast:
         """Forecast one pass over sequences of `longest` tokens, `tokens` in all (or one sequence, if that is longer).
 
-        `has_moments`: not in a trial without an update.
+        `is_trial`: without moments and copies.
         """
+        copies, moments = (0, 0.0) if is_trial else (self._copies, self._moments)
         if is_gathered := 8 * self.parameters <= policy.GATHERED_BYTES:  # all, and gradients until the step closes
-            gathered = self.parameters * (self._width + 4) + self._rest * self._width
+            gathered = self.parameters * (self._width * (1 + copies) + 4) + self._rest * self._width
         else:  # embeddings and head, and two layers: one computes while the next is gathered
             gathered = (self._rest + 2 * self._largest_unit) * self._width
+        copy_bytes = 0 if self._copies_on_host else copies * self._width
         kept, working = self._count(max(tokens, longest), longest, layout or Layout())
         return Forecast(
-            states=-(-(self.parameters * (4 + 4 * (not is_gathered)) + has_moments * self._moments) // ranks),
+            states=round(-(-(self.parameters * (4 + 4 * (not is_gathered) + copy_bytes) + moments) // ranks)),
             gathered=gathered,
             kept=kept,
             working=working,
@@ -170,10 +182,19 @@ def choose_mode(
     ranks: int,
     memory: int,
     moments: MomentBytes = MOMENTS,
+    copies: int = 0,
+    copies_on_host: bool = False,
 ) -> tuple[Mode, Forecast]:
     """Return the first mode of checkpointing whose forecast fits in `memory` bytes, or else the last one."""
     for mode in MODES:
-        outline = Outline(model_path, dtype=dtype, checkpointing=mode, moments=moments)
+        outline = Outline(
+            model_path,
+            dtype=dtype,
+            checkpointing=mode,
+            moments=moments,
+            copies=copies,
+            copies_on_host=copies_on_host,
+        )
         found = outline.forecast(tokens=tokens, longest=longest, ranks=ranks)
         if found.total <= FITS * memory:
             break

@@ -30,12 +30,13 @@ from dora.objectives.objective import Objective
 from dora.objectives.settings import ObjectiveConfig
 from dora.trainer import checkpoint
 from dora.trainer.batch import advantages_of, check, pack, without_truncated
-from dora.trainer.copies import FrozenPolicy
+from dora.trainer.copies import OtherPolicies
 from dora.trainer.logprobs import logprobs
 from dora.trainer.metrics import StepSums
 from dora.trainer.model import Policy
 from dora.trainer.optimizer import ShardOptimizer
-from dora.trainer.packing import Layout, Row, split_passes
+from dora.trainer.packing import Layout, split_passes
+from dora.trainer.probe import make_probe
 from dora.trainer.publish import Publisher, gather
 from dora.trainer.schedule import learning_rate
 from dora.transport.messages import (
@@ -81,7 +82,8 @@ class Trainer:
         self._optimizer = ShardOptimizer(
             self._shards, order.settings, model=policy.model, group=policy.mesh.get_group()
         )
-        self._old = FrozenPolicy(Path(order.model_path), policy=policy) if order.settings.updates > 1 else None
+        self._copies = OtherPolicies(order, policy=policy, objective=self._objective)
+        self._probe = make_probe(order, policy=policy, layout=layout)
         self._step = StepId(0)
         self._chain = order.chain
         self._fence = partial(pass_fence, Path(order.fence), epoch=order.epoch)
@@ -153,29 +155,29 @@ class Trainer:
         row, targets = pack(
             batch, members, advantages_n=advantages_n, padded=self._layout.padded, device=self._policy.device
         )
+        settings, copies = self._settings, self._copies
+        reference_P = copies.reference(row)
+        proximal_P = copies.proximal(row, version=VersionId(self._step), update=batch.update)
         current_P, entropy_P = logprobs(
             self._policy.model,
             row,
-            temperature=self._settings.temperature,
-            fp32_head=self._settings.fp32_head,
+            temperature=settings.temperature,
+            fp32_head=settings.fp32_head,
             entropy_gradient=self._objective.needs_entropy_gradient,
         )
         tokens = targets.tokens(
             current_P,
             entropy_P=entropy_P,
-            proximal_P=self._proximal(row, update=batch.update),
-            progress=batch.update / self._settings.updates,
+            proximal_P=proximal_P,
+            reference_P=reference_P,
+            progress=batch.update / settings.updates,
         )
         terms = self._objective(tokens)
-        (terms.loss_P.sum() / self._settings.micro_batch_tokens).backward()
+        (terms.loss_P.sum() / settings.micro_batch_tokens).backward()
         self._sums.add_tokens(tokens, terms)
         self._sums.padding += row.num_padding
-
-    def _proximal(self, row: Row, *, update: int) -> Tensor | None:
-        """Return [P] log-probs of the weights before the step; None in its first update: they are the current ones."""
-        if self._old is None or update == 0:
-            return None
-        return self._old.logprobs(row, temperature=self._settings.temperature, fp32_head=self._settings.fp32_head)
+        if self._probe is not None and batch.update == 0:
+            self._probe.add(batch, members, current_P, targets.behavior_P)
 
     # ---- the close --------------------------------------------------------------------------------------------------
 
@@ -196,6 +198,7 @@ class Trainer:
         self._close_update()
         sums, updates = self._sums.reduce(), self._updates
         weights = self._gather()
+        probed = self._probe.close() if self._probe is not None else {}
         trained, self._step, self._chain = self._step, StepId(self._step + 1), chain
         self._begin_step()
         if self._publisher is not None:
@@ -206,6 +209,7 @@ class Trainer:
                 updates_skipped=float(sum(update.skipped for update in updates)),
                 close_s=time.perf_counter() - started,
             )
+            metrics |= probed
             self._end.send(StepDone(rank=self._rank, step=trained, metrics=metrics, chain=chain))
             self._publisher.publish(VersionId(self._step), weights, chain=chain)
         if self._step % self._settings.checkpoint_every == 0 or self._step == self._settings.steps:
@@ -236,6 +240,7 @@ class Trainer:
         )
 
     def _begin_step(self) -> None:
+        self._copies.begin_step(VersionId(self._step))
         self._next_index = 0
         self._updates: list[Update] = []
         self._before: dict[str, Tensor] | None = None  # the state before the step, from its first update on
@@ -257,11 +262,9 @@ class Trainer:
             self._end.send(CheckpointWritten(step=self._step, folder=str(folder), chain=self._chain))
 
     def _keep_state(self) -> None:
-        """Copy what the first update of a step changes: the state for a checkpoint, and the weights for π_o."""
+        """Copy what the first update of a step changes, for a checkpoint."""
         if self._before is None:
             self._before = {name: tensor.to("cpu", copy=True) for name, tensor in self._state().items()}
-            if self._old is not None:
-                self._old.refresh(self._policy, version=VersionId(self._step))
 
     def _load(self, order: Configure) -> None:
         loaded = checkpoint.load(

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dora.app.inputs import open_inputs
+from dora.app.inputs import model_digest, open_inputs, weights_digest
 from dora.config.load import load
 from dora.errors import ConfigError
 from dora.seed.policy import model_folder
@@ -46,3 +46,23 @@ def test_a_request_beyond_the_context_of_a_dynamic_rope_is_refused(altered, key)
 @pytest.mark.parametrize(("kind", "original"), [("dynamic", 100_000), ("longrope", 16)])
 def test_one_within_it_is_not_and_the_trainer_handles_longrope(altered, kind, original) -> None:
     open_with(altered(rope_parameters={"rope_type": kind, "original_max_position_embeddings": original}))
+
+
+def test_a_reference_that_is_no_model_folder_is_refused(tmp_path: Path) -> None:
+    changes = ["objective.kl_coefficient=0.1", f"objective.kl_reference={tmp_path}"]
+    with pytest.raises(ConfigError, match=r"^objective\.kl_reference: .* has no config\.json; give a Hugging Face"):
+        open_inputs(load(None, changes, environ={}))
+
+
+def test_the_files_of_the_reference_are_part_of_what_training_starts_from(altered) -> None:
+    model = model_folder("seed")
+
+    def digest(*changes: str) -> str:
+        return weights_digest(load(None, ["objective.kl_coefficient=0.1", *changes], environ={}), model)
+
+    assert digest() == model_digest(model)
+    reference = f"objective.kl_reference={altered()}"
+    assert digest(reference) != digest()
+    before = digest(reference)
+    altered(rope_theta=1.0)
+    assert digest(reference) != before
