@@ -23,7 +23,7 @@ def make_packed(lengths: list[int], *, vocab_size: int) -> Row:
 
 def run(policy: Policy, lengths: list[int]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Log-probs of packed sequences and their gradient."""
-    policy.prepare(closes_step=True)
+    policy.prepare(closes_update=True)
     found_P = logprobs(policy.model, make_packed(lengths, vocab_size=policy.vocab_size), temperature=0.7)[0]
     found_P.square().sum().backward()
     gradients = {name: gradient.clone() for name, gradient in policy.gradients().items()}
