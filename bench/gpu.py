@@ -400,8 +400,8 @@ def measure_ours(case: Case, answers: Answers, *, mode: Mode, folder: Path) -> I
             slower=statistics.median(meanwhile) / seconds if meanwhile else 1.0,
         )
         outline = Outline(model_path, dtype=getattr(torch, DTYPE), checkpointing=mode)  # takes half a minute
-        longest, moment_bytes = max(answers.lengths), 8 if moments else 0
-        forecast = outline.forecast(tokens=case.tokens, longest=longest, ranks=1, moment_bytes=moment_bytes)
+        longest = max(answers.lengths)
+        forecast = outline.forecast(tokens=case.tokens, longest=longest, ranks=1, is_trial=not moments)
         yield Foretold(forecast.total, micro_batch_bytes)
 
 

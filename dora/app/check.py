@@ -95,7 +95,8 @@ async def _check_rewards(config: Config, inputs: Inputs, graders: Graders, *, re
             cases.append((f"eval.sets.{index}.rewards", one.rewards, [*held_out.prompts[:GRADED_ROWS]], pool))
     problems: dict[str, None] = {}
     for field, rewards, prompts, pool in cases:
-        outcomes = [await pool.grade(GradeRequest(p.text, p.answer, p.answer, p.metadata)) for p in prompts]
+        requests = [_reference(prompt, inputs, max_tokens=config.rollout.max_new_tokens) for prompt in prompts]
+        outcomes = [await pool.grade(request) for request in requests]
         scores = [f"{outcome.reward:g}" for outcome in outcomes if isinstance(outcome, Graded)]
         if scores:
             report("rewards", f"{field}: reference answers score {', '.join(scores)}")
@@ -106,6 +107,20 @@ async def _check_rewards(config: Config, inputs: Inputs, graders: Graders, *, re
                 problems[reason if reason.startswith(field) else f"{name}: {reason}"] = None
     if problems:
         raise ConfigError(*(f"{problem} (when grading a row's reference answer)" for problem in problems))
+
+
+def _reference(prompt: Prompt, inputs: Inputs, *, max_tokens: int) -> GradeRequest:
+    """Return the request for a response that equals the reference answer."""
+    num_tokens = len(inputs.tokenizer.encode(prompt.answer, special_tokens=False)) + 1
+    return GradeRequest(
+        prompt.text,
+        prompt.answer,
+        prompt.answer,
+        prompt.metadata,
+        num_tokens=num_tokens,
+        max_tokens=max_tokens,
+        source=prompt.label,
+    )
 
 
 def _first_prompts(inputs: Inputs, count: int) -> list[Prompt]:

@@ -19,7 +19,7 @@ from dora import files
 from dora.app import resume as resuming
 from dora.app.inputs import model_bytes, model_files, weights_digest
 from dora.app.prepare import Job
-from dora.app.settings import SPARE_VERSIONS, configure_message, lineage_settings
+from dora.app.settings import SPARE_VERSIONS, configure_message, drift_watch, lineage_settings
 from dora.config.load import dump
 from dora.config.schema import Config
 from dora.controller.fleet import Fleet
@@ -179,6 +179,7 @@ class Opened:
             trajectories=self.trajectories,
             evaluations=job.inputs.evaluations,
             tokenizer=job.inputs.tokenizer,
+            drift=drift_watch(job.config),
             keep_per_step=job.config.log.trajectories_per_step,
             urls=fleet.urls,
             then=self.commits.then,

@@ -300,7 +300,9 @@ def choose_start(
 def require_same_history(recorded: Recorded, start: Start, *, settings: bytes, config: Config) -> None:
     """Raise ConfigError if steps must be trained again, but with other settings than the first time."""
     if start.step < recorded.state.feed.trained and settings != lineage_settings(parse(recorded.config)):
-        altered = ", ".join(c.key for c in changes(parse(recorded.config), config) if c.key.startswith("trainer."))
+        altered = ", ".join(
+            c.key for c in changes(parse(recorded.config), config) if c.key.startswith(("trainer.", "run.steps"))
+        )
         raise ConfigError(
             f"--resume: {altered}: cannot change now: steps {start.step} to {recorded.state.feed.trained - 1} must be "
             "trained again with the same settings; resume without the change, stop with Ctrl-C, which writes a "

@@ -17,6 +17,7 @@ from dora.section import Section
 from dora.sim.answers import cap_of
 from dora.sim.server import SimulatedServer
 from dora.sim.workload import FleetModel, JobModel, LengthModel, TrainerModel, Workload
+from dora.status.drift import DriftWatch, Precision
 from dora.transport.messages import Configure, TrainerSettings
 
 #: Versions for which the store needs room besides the K + 1 live ones: one being evaluated, one being published, one
@@ -72,6 +73,7 @@ def trainer_settings(config: Config, *, max_staleness: int) -> TrainerSettings:
         steps=config.run.steps,
         longest_request=config.longest_request,
         objective=config.objective.model_dump_json(),
+        advantages=_advantages(config),
         max_new_tokens=config.rollout.max_new_tokens,
         temperature=config.rollout.temperature,
         max_staleness=max_staleness,
@@ -81,12 +83,29 @@ def trainer_settings(config: Config, *, max_staleness: int) -> TrainerSettings:
     return settings
 
 
+def drift_watch(config: Config) -> DriftWatch:
+    """Return the drift alarms for a run's metrics."""
+    return DriftWatch(precision=precision_of(config), updates=config.trainer.updates)
+
+
+def precision_of(config: Config) -> Precision:
+    """Return the coarser data type of trainer and published weights."""
+    coarse = "bfloat16" in (config.trainer.dtype, config.trainer.publish_dtype)
+    return "bfloat16" if coarse else "float32"
+
+
+def _advantages(config: Config) -> tuple[str, ...]:
+    """Return the kind of advantage of each source; empty if all have the objective's."""
+    own = [source.advantage for source in config.task.sources]
+    return tuple(kind or config.objective.advantage for kind in own) if any(own) else ()
+
+
 #: Trainer settings that do not affect the result of a wave, except for rounding.
 _WITHOUT_EFFECT = (
     "threads",
     "shared_prompts",
     "activation_checkpointing",
-    "steps",
+    "compile",
     "max_staleness",
     "checkpoint_every",
     "copies",
@@ -100,7 +119,8 @@ _WITHOUT_EFFECT = (
 def lineage_settings(config: Config) -> bytes:
     """Return the settings that affect the result of a wave, as canonical JSON."""
     settings = msgspec.to_builtins(trainer_settings(config, max_staleness=0))
-    return msgspec.json.encode({k: v for k, v in settings.items() if k not in _WITHOUT_EFFECT}, order="sorted")
+    without = (*_WITHOUT_EFFECT, "steps") if config.trainer.schedule == "constant" else _WITHOUT_EFFECT
+    return msgspec.json.encode({k: v for k, v in settings.items() if k not in without}, order="sorted")
 
 
 def configure_message(

@@ -22,6 +22,7 @@ from dora.config.schema import Config
 if TYPE_CHECKING:  # torch takes seconds to import
     from dora.trainer.checkpointing import Mode
     from dora.trainer.forecast import Outline
+    from dora.trainer.optimizer import MomentBytes
     from dora.trainer.packing import Layout
     from dora.trainer.trial import Trial
 
@@ -71,17 +72,15 @@ def check_trainer(config: Config, model: Path, stack: ExitStack) -> CheckedTrain
     import torch
 
     from dora.trainer.forecast import Outline
-    from dora.trainer.optimizer import MOMENT_BYTES
 
     trainer = config.trainer
     is_here = trainer.device == "cpu" or torch.cuda.is_available()
     memory = _memory(config) if is_here and not trainer.external else None
     mode = _mode(config, model, memory)
-    dtype, moment_bytes = getattr(torch, trainer.dtype), MOMENT_BYTES[trainer.optimizer_state]
-    outline = Outline(model, dtype=dtype, checkpointing=mode, moment_bytes=moment_bytes, **_copies(config))
-    alone = outline.forecast(
-        tokens=trainer.micro_batch_tokens, longest=config.longest_request, ranks=1, moment_bytes=0, copies=0
+    outline = Outline(
+        model, dtype=getattr(torch, trainer.dtype), checkpointing=mode, moments=_moments(config), **_copies(config)
     )
+    alone = outline.forecast(tokens=trainer.micro_batch_tokens, longest=config.longest_request, ranks=1, is_trial=True)
     lines = []
     trial = None
     if trainer.external:
@@ -109,12 +108,17 @@ def _memory(config: Config) -> int:
     return rank_memory(device, ranks_here=config.trainer.ranks)
 
 
+def _moments(config: Config) -> MomentBytes:
+    from dora.trainer.optimizer import moment_bytes
+
+    return moment_bytes(optimizer=config.trainer.optimizer, optimizer_state=config.trainer.optimizer_state)
+
+
 def _mode(config: Config, model: Path, memory: int | None) -> Mode:
     """Return the kind of checkpointing that the ranks will use; `none` for `auto` if their memory is unknown."""
     import torch
 
     from dora.trainer.forecast import choose_mode
-    from dora.trainer.optimizer import MOMENT_BYTES
 
     trainer = config.trainer
     if trainer.activation_checkpointing != "auto":
@@ -128,7 +132,7 @@ def _mode(config: Config, model: Path, memory: int | None) -> Mode:
         longest=config.longest_request,
         ranks=trainer.ranks,
         memory=memory,
-        moment_bytes=MOMENT_BYTES[trainer.optimizer_state],
+        moments=_moments(config),
         **_copies(config),
     )[0]
 
@@ -146,7 +150,8 @@ def _try(config: Config, model: Path, mode: Mode, stack: ExitStack) -> Trial:
 
     trainer = config.trainer
     with _memory_errors(config, during="while the model was loaded for a trial"):
-        return stack.enter_context(Trial(model, device=trainer.device, dtype=trainer.dtype, checkpointing=mode))
+        trial = Trial(model, device=trainer.device, dtype=trainer.dtype, checkpointing=mode, compiled=trainer.compile)
+        return stack.enter_context(trial)
 
 
 def _memory_errors(config: Config, *, during: str) -> AbstractContextManager[None]:
@@ -165,9 +170,7 @@ def _measure(config: Config, outline: Outline, trial: Trial) -> str:
     if is_cpu := trainer.device == "cpu":
         most = max(MIN_TOKENS, int(CPU_OPERATIONS / (8 * outline.parameters)))
         tokens, longest = min(tokens, most), min(longest, most)
-    forecast = outline.forecast(
-        tokens=tokens, longest=longest, ranks=1, layout=trial.checked.layout, moment_bytes=0, copies=0
-    )
+    forecast = outline.forecast(tokens=tokens, longest=longest, ranks=1, layout=trial.checked.layout, is_trial=True)
     with _memory_errors(config, during=f"in a trial of {max(tokens, longest)} tokens"):
         measured = trial.measure(tokens=tokens, longest=longest)
     what = "kept for the backward pass" if is_cpu else "at most allocated, without the optimizer"
@@ -211,12 +214,11 @@ def _change(config: Config, model: Path, *, mode: Mode, most: int, memory: int) 
     import torch
 
     from dora.trainer.forecast import FITS, Outline, choose_mode, largest_pass
-    from dora.trainer.optimizer import MOMENT_BYTES
 
     longest, ranks = config.longest_request, config.trainer.ranks
     if most >= longest:
         return f"set trainer.micro_batch_tokens to at most {most}"
-    dtype, moment_bytes = getattr(torch, config.trainer.dtype), MOMENT_BYTES[config.trainer.optimizer_state]
+    dtype, moments = getattr(torch, config.trainer.dtype), _moments(config)
     if mode != "full":
         other, need = choose_mode(
             model,
@@ -225,12 +227,12 @@ def _change(config: Config, model: Path, *, mode: Mode, most: int, memory: int) 
             longest=longest,
             ranks=ranks,
             memory=memory,
-            moment_bytes=moment_bytes,
+            moments=moments,
             **_copies(config),
         )
         if need.total <= FITS * memory:
             return f"set trainer.activation_checkpointing to {other} and trainer.micro_batch_tokens to {longest}"
-    outline = Outline(model, dtype=dtype, checkpointing="full", moment_bytes=moment_bytes, **_copies(config))
+    outline = Outline(model, dtype=dtype, checkpointing="full", moments=moments, **_copies(config))
     while ranks < MAX_RANKS:
         ranks *= 2
         if outline.forecast(tokens=longest, longest=longest, ranks=ranks).total <= FITS * memory:

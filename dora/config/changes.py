@@ -33,6 +33,7 @@ OPERATIONAL: Final = (
     "trainer.copies",
     "trainer.probe_tokens",
     "trainer.probe_every",
+    "trainer.compile",
     "trainer.start_timeout_s",
     "trainer.stop_timeout_s",
     "trainer.checkpoint_every",

@@ -14,9 +14,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from dora.config.terms import term_problems
 from dora.core.strategies import SILENCE, Rules, rules_of
 from dora.objectives.rules import problems as objective_problems
-from dora.objectives.settings import ObjectiveConfig
+from dora.objectives.settings import Advantage, ObjectiveConfig
 from dora.section import Section
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -220,20 +221,33 @@ class TrainerConfig(Section):
     of matrix products and attention (about half the memory, 6 % more time). `full`: the input of each layer (a
     twentieth, 27 %). Results are the same. `auto`: the first of them whose forecast fits in the memory of the GPU or,
     on a CPU, in the rank's share of the host's free memory; `dora check` shows the forecast."""
-    optimizer_state: Literal["device", "host"] = "device"
-    """Where the moments of AdamW are, 8 bytes for each parameter of a rank. `host`: in the memory of the host, with 16
-    bytes in all; the update is computed there too."""
+    compile: bool = False
+    """Compile the decoder layers (torch.compile). The forward pass is checked as compiled. It takes seconds to minutes
+    at the start, and on a CPU nothing is gained (unverified without a GPU). `activation_checkpointing` must be `none`
+    or `full`."""
+    optimizer: Literal["adamw", "muon"] = "adamw"
+    """`muon`: orthogonalized momentum for the hidden matrices, experts one by one, and AdamW for embeddings, head,
+    norms and biases. Its steps are scaled so that the learning rate and weight decay of AdamW apply."""
+    optimizer_state: Literal["device", "host", "8bit"] = "device"
+    """How the moments of AdamW are held. `device`: in float32, 8 bytes for each parameter of a rank. `8bit`: in 8 bits
+    each, 2.02 bytes for each parameter. `host`: in the memory of the host, with 16 bytes in all; the update is computed
+    there too."""
     threads: Positive = 1
     """Number of torch threads per rank."""
     micro_batch_tokens: Positive = 4_096
     """Maximum number of tokens in one forward pass of one rank, prompts included. A longer answer is a pass by itself.
     Lower it, even in a resume, if a rank runs out of memory: the result differs by rounding only."""
     learning_rate: Annotated[float, Field(gt=0.0)] = 5e-4
-    """Peak learning rate of AdamW."""
+    """Peak learning rate."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Learning rate after the warm-up. `linear`, `cosine`: it falls to `min_learning_rate` at the end of `run.steps`.
+    All updates of a step have the same rate. A resume that raises `run.steps` follows the schedule of the new one."""
+    min_learning_rate: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    """Learning rate at which `linear` and `cosine` end, as a share of the peak."""
     warmup_steps: Annotated[int, Field(ge=0)] = 2
     """Number of steps over which the learning rate rises linearly to its peak."""
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
-    """Decoupled weight decay of AdamW."""
+    """Decoupled weight decay of matrices. Norms, biases and embeddings, tied ones included, are not decayed."""
     beta1: Fraction = 0.9
     """AdamW beta1."""
     beta2: Fraction = 0.95
@@ -290,24 +304,41 @@ class SourceConfig(Section):
     """Further arguments of the source; for `arithmetic` and `reasoning_gym`, parameters of the generator."""
     weight: Annotated[float, Field(gt=0.0)] = 1.0
     """Share of prompts drawn from this source, relative to the other sources."""
+    label: str = ""
+    """Name of the source for rewards: `task.rewards[].sources` lists labels, and reward functions are given it. Sources
+    may share a label."""
+    advantage: Advantage | None = None
+    """How the advantages of this source are computed. Unset: by `objective.advantage`."""
 
 
 class RewardConfig(Section):
     """One term of the reward; terms are summed with their weights."""
 
-    kind: Literal["math", "exact", "regex", "reasoning_gym", "http", "function"] = "exact"
+    kind: Literal["math", "exact", "regex", "reasoning_gym", "overlong", "length", "http", "function"] = "exact"
     """`math`: math-verify compares response and answer. `exact`: 1 if they are equal after stripping. `regex`: 1 if the
-    first group of `pattern` equals the answer. `reasoning_gym`: the dataset's own scorer. `http`: a POST to `url`.
-    `function`: a function of yours, called with prompt=, response=, answer= and metadata= (the row's other columns),
-    that returns a number."""
+    first group of `pattern` equals the answer. `reasoning_gym`: the dataset's own scorer. `overlong`: DAPO's soft
+    penalty (arXiv 2503.14476): 0 while at least `buffer` tokens of the token budget are left, then linear to -1.
+    `length`: minus the share of the token budget that the response takes. `http`: a POST to `url`. `function`: a
+    function of yours that returns a number. It gets those of these arguments that its signature names: prompt=,
+    response=, answer=, metadata= (the row's other columns), num_tokens= (of the response), max_tokens= (the token
+    budget), finish= ("stop", or "length" if the budget was reached) and source= (the label of the row's source)."""
     pattern: str = ""
     """Regular expression (`regex`)."""
     url: str = ""
-    """Endpoint (`http`) that receives {prompt, response, answer, metadata} and returns {"reward": number}."""
+    """Endpoint (`http`) that receives {prompt, response, answer, metadata, num_tokens, max_tokens, finish, source} and
+    returns {"reward": number}."""
     name: str = ""
     """module:function (`function`)."""
+    buffer: Annotated[int, Field(ge=0)] = 0
+    """Number of tokens at the end of the token budget over which `overlong` falls to -1."""
+    sources: tuple[str, ...] = ()
+    """Labels of the sources whose answers this term scores; empty: all. Every source needs a term."""
     weight: float = 1.0
     """Factor by which this term is multiplied."""
+
+    def applies_to(self, source: str) -> bool:
+        """Return whether this term scores the answers of a source, by its label."""
+        return not self.sources or source in self.sources
 
 
 class TaskConfig(Section):
@@ -455,10 +486,12 @@ class Config(Section):
     def _check_across_sections(self) -> Config:
         problems = [
             *self._algorithm_problems(),
+            *self._optimizer_problems(),
             *self._capacity_problems(),
             *self._address_problems(),
             *self._template_problems(),
             *self._evaluation_problems(),
+            *self._reward_problems(),
         ]
         if problems:
             raise ValueError("\n".join(problems))
@@ -471,8 +504,6 @@ class Config(Section):
                 f"trainer.updates: {self.trainer.updates} updates cannot share the {self.rollout.groups_per_step} "
                 "groups of a step (rollout.groups_per_step) equally"
             )
-        if self.trainer.optimizer_state == "host" and self.trainer.device == "cpu":
-            yield "trainer.optimizer_state: with trainer.device = cpu, the moments are on the host anyway; use device"
         if self.trainer.copies == "host" and self.trainer.device == "cpu":
             yield "trainer.copies: with trainer.device = cpu, the copies are on the host anyway; use device"
         if SILENCE * self.rollout.watchdog_s >= self.run.no_progress_s:
@@ -480,6 +511,28 @@ class Config(Section):
                 f"rollout.watchdog_s: {SILENCE:g} x {self.rollout.watchdog_s:g} s must be below run.no_progress_s "
                 f"({self.run.no_progress_s:g} s), otherwise a stuck request ends the run before it can be moved"
             )
+
+    def _optimizer_problems(self) -> Iterator[str]:
+        trainer = self.trainer
+        if trainer.optimizer_state == "host" and trainer.device == "cpu":
+            yield "trainer.optimizer_state: with trainer.device = cpu, the moments are on the host anyway; use device"
+        if trainer.optimizer == "muon" and trainer.optimizer_state != "device":
+            yield (
+                f"trainer.optimizer_state: {trainer.optimizer_state} is for adamw; the momentum of muon, 4 bytes for "
+                "each parameter, is on the device in float32; use device"
+            )
+        if trainer.optimizer_state == "8bit" and trainer.beta1**2 >= trainer.beta2:
+            yield (
+                f"trainer.optimizer_state: 8bit needs beta1² < beta2, which bounds the steps ({trainer.beta1}, "
+                f"{trainer.beta2}); raise trainer.beta2 or use device"
+            )
+        if trainer.compile and trainer.activation_checkpointing in ("selective", "auto"):
+            yield (
+                f"trainer.compile: {trainer.activation_checkpointing} checkpointing may keep tensors that compiled "
+                "layers write in place; set trainer.activation_checkpointing to none or full"
+            )
+        if trainer.schedule == "constant" and trainer.min_learning_rate:
+            yield "trainer.min_learning_rate: has no effect with trainer.schedule = constant; remove it, or use cosine"
 
     def _capacity_problems(self) -> Iterator[str]:
         if self.rollout.strategy == "dora" and self.max_staleness + 1 > self.num_instances:
@@ -541,3 +594,13 @@ class Config(Section):
                     f"eval.sets.{index}: evaluates the built-in arithmetic, which is not the task; "
                     "give a held-out set of the task, or turn evaluation off with eval.sets = []"
                 )
+
+    def _reward_problems(self) -> Iterator[str]:
+        task, held_out = self.task, list(enumerate(self.eval.sets))
+        budget = self.rollout.max_new_tokens
+        labels = {f"task.sources.{i}": source.label for i, source in enumerate(task.sources)}
+        labels |= {f"eval.sets.{i}.source": one.source.label for i, one in held_out if not one.rewards}
+        yield from term_problems("task.rewards", task.rewards, labels=labels, budget=budget)
+        for i, one in held_out:
+            label = {f"eval.sets.{i}.source": one.source.label}
+            yield from term_problems(f"eval.sets.{i}.rewards", one.rewards, labels=label, budget=budget)

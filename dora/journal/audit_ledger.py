@@ -189,7 +189,7 @@ def _train_micro_batch(t: AuditTables, order: cmd.TrainMicroBatch) -> None:
     if order.index != len(step.waves) or len(order.ranks) != t.settings.num_ranks:
         found = f"micro-batch {order.index} has {len(order.ranks)} ranks or follows a gap"
         t.find(C2_MICRO_BATCH, "step", order.step, found)
-    if step.waves and order.update != step.waves[-1].update + step.waves[-1].closes:
+    if order.update != sum(wave.closes for wave in step.waves):
         t.find(C2_MICRO_BATCH, "step", order.step, f"micro-batch {order.index} belongs to the wrong update")
     step.waves.append(order)
     for rank in order.ranks:

@@ -14,5 +14,5 @@ MARKS: Final = {
     "masked_token": ("fraction", "mean of [the token is rejected by a mask, or has an IcePop weight of 0]"),
     "masked_seq": ("fraction", "mean of [the whole sequence of the token is rejected by a mask]"),
     "veto": ("fraction", "mean of [the sequence of the token is rejected by objective.veto]"),
-    "kl_reference": ("nats", "mean of e^d - d - 1, d = log reference - log π; 0 without a reference"),
+    "kl_reference": ("nats", "mean of e^d - d - 1, d = log reference - log π"),
 }

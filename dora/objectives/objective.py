@@ -146,9 +146,9 @@ class Objective:
 
     def divisor(self, sums: Mapping[str, float]) -> float:
         """Return D from the totals of an update; 0 if there is nothing to train."""
-        if not self.settings.normalized or not sums["denominator"]:
+        if not self.settings.normalized:
             return sums["denominator"]
-        return sums["denominator"] * sums["weights"] / sums["weighted"]
+        return sums["denominator"] * sums["weights"] / max(sums["weighted"], 1.0)
 
     def rate_factor(self, sums: Mapping[str, float]) -> float:
         """Return the factor of the learning rate of an update: √((Σ w)² / (B Σ w²)) with `vcpo`, else 1.

@@ -85,15 +85,10 @@ def pack(
 
 def advantages_of(batch: MicroBatch, kinds: Sequence[str]) -> NDArray[np.float64]:
     """Return [n] advantages. `kinds`: of each source of prompts, or one for all."""
-    if len(kinds) == 1:
-        return group_advantages(batch.rewards, batch.group_rewards, kind=kinds[0])
-    if batch.sources.max(initial=0) >= len(kinds):
+    if len(kinds) > 1 and batch.sources.max(initial=0) >= len(kinds):
         raise ProtocolError(f"micro-batch {batch.step}/{batch.index}: a prompt of source {batch.sources.max()}")
-    advantages_n = np.zeros(len(batch.lengths))
-    for source, kind in enumerate(kinds):
-        chosen = batch.sources == source
-        advantages_n[chosen] = group_advantages(batch.rewards[chosen], batch.group_rewards[chosen], kind=kind)
-    return advantages_n
+    kind = [kinds[source] for source in batch.sources] if len(kinds) > 1 else kinds[0]
+    return group_advantages(batch.rewards, batch.group_rewards, kind=kind)
 
 
 def without_truncated(batch: MicroBatch) -> MicroBatch:

@@ -30,7 +30,14 @@ class FrozenPolicy(ShardedModel):
 
     def __init__(self, model_path: Path, *, policy: Policy, on_host: bool = False) -> None:
         """Load a folder in the layout of `policy`. `on_host`: see `ShardedModel`."""
-        super().__init__(model_path, mesh=policy.mesh, dtype=policy.dtype, frozen=True, on_host=on_host)
+        super().__init__(
+            model_path,
+            mesh=policy.mesh,
+            dtype=policy.dtype,
+            compiled=policy.compiled,
+            frozen=True,
+            on_host=on_host,
+        )
         self.version: VersionId | None = None  #: None until `refresh`
         self._has_passes = False
 

@@ -26,6 +26,7 @@ from dora.trainer import model as policy
 from dora.trainer.checkpointing import MODES, Mode, apply_checkpointing
 from dora.trainer.kept import LiveBytes
 from dora.trainer.logprobs import logprobs
+from dora.trainer.optimizer import MomentBytes, roles_of
 from dora.trainer.packing import Layout, Row, make_row
 
 #: A model with no more bytes of weights runs with data, which takes a tenth of the time.
@@ -37,6 +38,7 @@ ROWS: Final = (2048, 4096)
 LOOP_ROWS: Final = (64, 128)
 #: Largest share of the memory that a forecast may take: it is a few percent wrong, and allocators waste some.
 FITS: Final = 0.9
+MOMENTS: Final = MomentBytes(hidden=8.0, other=8.0)
 _CPU: Final = torch.device("cpu")
 _aten = torch.ops.aten
 
@@ -73,22 +75,22 @@ class Outline:
         *,
         dtype: torch.dtype,
         checkpointing: Mode = "none",
-        moment_bytes: float = 8,
+        moments: MomentBytes = MOMENTS,
         copies: int = 0,
         copies_on_host: bool = False,
     ) -> None:
-        """`dtype`: of the computation. `moment_bytes`: of the optimizer's moments on the device, per parameter.
-        `copies`: number of policies beside the one that is trained (dora/trainer/copies.py).
+        """`dtype`: of the computation. `moments`: of the optimizer on the device. `copies`: number of policies beside
+        the one that is trained (dora/trainer/copies.py).
 
         ConfigError if the folder has no model that can be trained.
         """
-        self._moment_bytes = moment_bytes
         self._copies = copies
         self._copies_on_host = copies_on_host
         self._model = policy.build_on_meta(policy.read_config(model_path))
         layers = list(policy.decoder_layers(self._model))
         units = [_size(unit) for unit in policy.sharding_units(self._model)]
         self.parameters = _size(self._model)  #: number
+        self._moments = _moments(self._model, moments)
         self._largest_unit = max(units, default=0)
         self._rest = self.parameters - sum(units)  # embeddings, head
         self._width = dtype.itemsize
@@ -103,21 +105,13 @@ class Outline:
         self._counted: dict[Layout, tuple[_Count, _Count]] = {}  # with these sizes
 
     def forecast(
-        self,
-        *,
-        tokens: int,
-        longest: int,
-        ranks: int,
-        layout: Layout | None = None,
-        moment_bytes: float | None = None,
-        copies: int | None = None,
+        self, *, tokens: int, longest: int, ranks: int, layout: Layout | None = None, is_trial: bool = False
     ) -> Forecast:
         """Forecast one pass over sequences of `longest` tokens, `tokens` in all (or one sequence, if that is longer).
 
-        `moment_bytes` and `copies`: in place of the outline's; 0 for a trial without an update.
+        `is_trial`: without moments and copies.
         """
-        moment_bytes = self._moment_bytes if moment_bytes is None else moment_bytes
-        copies = self._copies if copies is None else copies
+        copies, moments = (0, 0.0) if is_trial else (self._copies, self._moments)
         if is_gathered := 8 * self.parameters <= policy.GATHERED_BYTES:  # all, and gradients until the step closes
             gathered = self.parameters * (self._width * (1 + copies) + 4) + self._rest * self._width
         else:  # embeddings and head, and two layers: one computes while the next is gathered
@@ -125,7 +119,7 @@ class Outline:
         copy_bytes = 0 if self._copies_on_host else copies * self._width
         kept, working = self._count(max(tokens, longest), longest, layout or Layout())
         return Forecast(
-            states=round(-(-self.parameters // ranks) * (4 + 4 * (not is_gathered) + moment_bytes + copy_bytes)),
+            states=round(-(-(self.parameters * (4 + 4 * (not is_gathered) + copy_bytes) + moments) // ranks)),
             gathered=gathered,
             kept=kept,
             working=working,
@@ -187,7 +181,7 @@ def choose_mode(
     longest: int,
     ranks: int,
     memory: int,
-    moment_bytes: float = 8,
+    moments: MomentBytes = MOMENTS,
     copies: int = 0,
     copies_on_host: bool = False,
 ) -> tuple[Mode, Forecast]:
@@ -197,7 +191,7 @@ def choose_mode(
             model_path,
             dtype=dtype,
             checkpointing=mode,
-            moment_bytes=moment_bytes,
+            moments=moments,
             copies=copies,
             copies_on_host=copies_on_host,
         )
@@ -223,6 +217,14 @@ def trial_row(tokens: int, *, longest: int, layout: Layout | None = None, device
 
 def _size(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _moments(model: Any, moments: MomentBytes) -> int:
+    """Return the bytes of all moments of a model."""
+    roles = roles_of(model)
+    each = (getattr(moments, "hidden" if roles[name] == "hidden" else "other") * p.numel()
+            for name, p in model.named_parameters())  # fmt: skip
+    return round(sum(each))
 
 
 def _allocate(model: Any, dtype: torch.dtype, mode: AbstractContextManager[Any]) -> None:

@@ -27,7 +27,7 @@ from dora.trainer.forecast import choose_mode
 from dora.trainer.forward_check import check_training
 from dora.trainer.memory import memory_errors, rank_memory, train_in_memory
 from dora.trainer.model import Policy, make_mesh, require_device
-from dora.trainer.optimizer import MOMENT_BYTES
+from dora.trainer.optimizer import moment_bytes
 from dora.trainer.publish import Publisher
 from dora.trainer.step import Trainer
 from dora.transport.messages import Configure, MicroBatch, SaveCheckpoint, Stop, TrainerFailed
@@ -83,7 +83,11 @@ def run(end: TrainerEnd, *, local_rank: int) -> None:
     with memory_errors(device, during="while the model was loaded", change="use a smaller model"):
         mode, chosen = _checkpointing(order, device)
         policy = Policy(
-            Path(order.model_path), mesh=mesh, dtype=getattr(torch, settings.dtype), activation_checkpointing=mode
+            Path(order.model_path),
+            mesh=mesh,
+            dtype=getattr(torch, settings.dtype),
+            activation_checkpointing=mode,
+            compiled=settings.compile,
         )
         checked = check_training(policy, dtype=settings.dtype)
         trainer = Trainer(order, end=end, policy=policy, layout=checked.layout, publisher=publisher)
@@ -119,7 +123,7 @@ def _checkpointing(order: Configure, device: torch.device) -> tuple[Mode, str]:
             longest=settings.longest_request,
             ranks=dist.get_world_size(),
             memory=int(memory),
-            moment_bytes=MOMENT_BYTES[settings.optimizer_state],
+            moments=moment_bytes(optimizer=settings.optimizer, optimizer_state=settings.optimizer_state),
             copies=count_copies(settings),
             copies_on_host=settings.copies == "host",
         )

@@ -44,6 +44,7 @@ class ShardedModel:
         frozen: bool = False,
         on_host: bool = False,
         activation_checkpointing: checkpointing.Mode = "none",
+        compiled: bool = False,
     ) -> None:
         """`dtype`: of the computation, and of the shards if they are `frozen`; those that are trained are float32.
 
@@ -51,7 +52,7 @@ class ShardedModel:
         """
         is_cuda = mesh.device_type == "cuda"
         self.device = torch.device(f"cuda:{torch.cuda.current_device()}") if is_cuda else torch.device("cpu")
-        self.mesh, self.dtype = mesh, dtype
+        self.mesh, self.dtype, self.compiled = mesh, dtype, compiled
         with ExitStack() as opened:
             self.model: Any  # a transformers model whose class FSDP2 extends
             self.model, folder, self.plan = together(lambda: _planned(model_path, opened), device=self.device)
@@ -60,6 +61,8 @@ class ShardedModel:
                 parameter.requires_grad_(not frozen)
             self.vocab_size: int = self.model.config.get_text_config().vocab_size
             self.gathered = 8 * sum(p.numel() for p in self.model.parameters()) <= GATHERED_BYTES
+            if compiled:
+                compile_layers(decoder_layers(self.model))
             checkpointing.apply_checkpointing(decoder_layers(self.model), activation_checkpointing)
             shard = partial(
                 fully_shard,
@@ -175,6 +178,16 @@ def decoder_layers(model: Any) -> nn.ModuleList:
     if not lists:
         raise ConfigError(f"model.path: {type(model).__name__} has no list of decoder layers; not supported")
     return max(lists, key=lambda layers: sum(parameter.numel() for parameter in layers.parameters()))
+
+
+def compile_layers(layers: nn.ModuleList) -> None:
+    """Compile the forward pass of each layer, for any number of tokens; names of parameters do not change.
+
+    Equal layers share their code. The hooks of FSDP2 and the repetition of checkpointing `full` stay around it.
+    Attention runs between two compiled parts, because the lengths of a row would be constants in compiled code.
+    """
+    for layer in layers:
+        layer.forward = torch.compile(layer.forward, dynamic=True)
 
 
 def sharding_units(model: Any) -> list[nn.Module]:

@@ -38,6 +38,7 @@ from dora.trainer.optimizer import ShardOptimizer
 from dora.trainer.packing import Layout, split_passes
 from dora.trainer.probe import make_probe
 from dora.trainer.publish import Publisher, gather
+from dora.trainer.schedule import learning_rate
 from dora.transport.messages import (
     CheckpointWritten,
     Configure,
@@ -78,7 +79,9 @@ class Trainer:
         self._publisher = publisher
         self._rank = dist.get_rank()
         self._shards = policy.shards()
-        self._optimizer = ShardOptimizer(self._shards, order.settings)
+        self._optimizer = ShardOptimizer(
+            self._shards, order.settings, model=policy.model, group=policy.mesh.get_group()
+        )
         self._copies = OtherPolicies(order, policy=policy, objective=self._objective)
         self._probe = make_probe(order, policy=policy, layout=layout)
         self._step = StepId(0)
@@ -182,7 +185,7 @@ class Trainer:
         """Make the optimizer update of the micro-batches since the last one."""
         self._policy.reshard()
         sums = self._sums.reduce_update()
-        divisor, rate = self._objective.divisor(sums), self._warmed_up_rate() * self._objective.rate_factor(sums)
+        divisor, rate = self._objective.divisor(sums), self._learning_rate() * self._objective.rate_factor(sums)
         grad_norm = self._normalize_gradients(divisor)
         update = Update(divisor, grad_norm, divisor == 0 or not math.isfinite(grad_norm), rate)
         if not update.skipped:
@@ -226,9 +229,15 @@ class Trainer:
                 gradient.mul_(self._settings.max_grad_norm / norm)
         return norm
 
-    def _warmed_up_rate(self) -> float:
-        """Return the rate under linear warm-up, which starts at 1 / warmup_steps of the peak."""
-        return self._settings.learning_rate * min(1.0, (self._step + 1) / max(self._settings.warmup_steps, 1))
+    def _learning_rate(self) -> float:
+        return learning_rate(
+            self._step,
+            schedule=self._settings.schedule,
+            peak=self._settings.learning_rate,
+            min_share=self._settings.min_learning_rate,
+            warmup_steps=self._settings.warmup_steps,
+            steps=self._settings.steps,
+        )
 
     def _begin_step(self) -> None:
         self._copies.begin_step(VersionId(self._step))

@@ -25,7 +25,7 @@ from dora.trainer.score import score_with
 class Trial:
     """A loaded model whose forward pass was checked as in a run. It uses this process's default process group."""
 
-    def __init__(self, model_path: Path, *, device: str, dtype: str, checkpointing: Mode) -> None:
+    def __init__(self, model_path: Path, *, device: str, dtype: str, checkpointing: Mode, compiled: bool) -> None:
         """Load and check the model; ConfigError if it cannot be trained."""
         require_device(device)
         disable_progress_bar()
@@ -36,6 +36,7 @@ class Trial:
                 mesh=make_mesh(device),
                 dtype=getattr(torch, dtype),
                 activation_checkpointing=checkpointing,
+                compiled=compiled,
             )
             self.checked = check_training(self._policy, dtype=dtype)
         except BaseException:

@@ -36,13 +36,17 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     publish_dtype: Literal["float32", "bfloat16"]
     fp32_head: bool
     activation_checkpointing: Literal["none", "selective", "full", "auto"]
-    optimizer_state: Literal["device", "host"]
+    compile: bool
+    optimizer: Literal["adamw", "muon"]
+    optimizer_state: Literal["device", "host", "8bit"]
     threads: int
     micro_batch_tokens: int
     longest_request: int  # tokens of the longest prompt and answer
     max_new_tokens: int  # token budget of an answer
     steps: int  # T of the job: the last step writes a checkpoint
     learning_rate: float
+    schedule: Literal["constant", "linear", "cosine"]
+    min_learning_rate: float  # as a share of learning_rate
     warmup_steps: int
     weight_decay: float
     beta1: float

@@ -113,7 +113,10 @@ def test_a_set_below_a_plain_value_is_refused():
         ("eval.sets.0.source.promt", "did you mean eval.sets.0.source.prompt?"),
         ("trainer.max_stalenes", "did you mean rollout.max_staleness?"),
         ("weights.zzz", "valid here: memory_folder, transfer, keep"),
-        ("task.sources.0.zzzzzzzz", "valid here: kind, name, path, split, prompt, messages, answer, options, weight"),
+        (
+            "task.sources.0.zzzzzzzz",
+            "valid here: kind, name, path, split, prompt, messages, answer, options, weight, label, advantage",
+        ),
     ],
 )
 def test_the_error_for_an_unknown_key_suggests_the_nearest_valid_one(given: str, meant: str):
@@ -211,9 +214,40 @@ def test_a_syntax_error_names_file_line_and_column(tmp_path: Path):
             "engine.gpus: 2 listed, but 4 instances of engine.tensor_parallel = 1 need 4",
         ),
         (["engine.tensor_parallel=2"], "engine.tensor_parallel: the embedded engine uses one GPU"),
+        (["trainer.optimizer=muon", "trainer.optimizer_state=8bit"], "trainer.optimizer_state: 8bit is for adamw"),
+        (
+            ["trainer.optimizer_state=8bit", "trainer.beta2=0.81"],
+            "trainer.optimizer_state: 8bit needs beta1² < beta2, which bounds the steps (0.9, 0.81)",
+        ),
+        (
+            ["trainer.min_learning_rate=0.1"],
+            "trainer.min_learning_rate: has no effect with trainer.schedule = constant",
+        ),
+        (["trainer.compile=true"], "trainer.compile: auto checkpointing may keep tensors that compiled layers write"),
         (["trainer.external=true"], "trainer.external: external ranks need the run's token; set DORA_TOKEN"),
         (["task.sources.0.kind=jsonl"], "eval.sets.0: evaluates the built-in arithmetic, which is not the task"),
         (["eval.sets.1.samples=2"], "eval.sets: two sets are named 'heldout'"),
+        (
+            ["task.rewards.1.sources=['easy']", "task.sources.0.label=simple"],
+            "task.rewards.1.sources: no source is labelled 'easy'; labels are simple",
+        ),
+        (["task.rewards.1.sources=['easy']"], "task.rewards.1.sources: no source is labelled 'easy'; no source has a"),
+        (
+            ["task.sources.0.label=a", "task.sources.1.weight=2", "task.rewards.0.sources=['a']", "eval.sets=[]"],
+            "task.sources.1: it has no label, and no term of task.rewards scores its answers",
+        ),
+        (
+            ["task.sources.0.label=a", "task.rewards.0.sources=['a']", "eval.sets.0.source.label=b"],
+            "eval.sets.0.source: it has the label 'b', and no term of task.rewards scores its answers",
+        ),
+        (
+            ["task.sources.0.label=a", "eval.sets.0.rewards.0.sources=['a']", "eval.sets.0.rewards.1.kind=exact"],
+            "eval.sets.0.rewards.0.sources: no source is labelled 'a'; no source has a label",
+        ),
+        (
+            ["task.rewards.1.kind=overlong"],
+            "task.rewards.1.buffer: 0 tokens; overlong needs 1 to 128 (rollout.max_new_tokens)",
+        ),
     ],
 )
 def test_a_contradiction_between_sections_is_found_before_anything_starts(overrides: list[str], beginning: str):

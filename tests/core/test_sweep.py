@@ -13,6 +13,8 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import msgspec
+
 from dora.core import commands as cmd
 from dora.core.phases import GroupPhase
 from tests.core.world import Faults, World, draw_orchestration, replay, settings
@@ -36,8 +38,8 @@ _KINDS = {
 }
 
 
-def world(seed: int) -> World:
-    """A job, its fleet and its faults, all from the seed."""
+def world(seed: int, *, shared_prompts: bool = False) -> World:
+    """A job, its fleet and its faults, all from the seed; with shared prompts, as many updates as may be."""
     r = random.Random(seed)
     strategy = r.choice(["dora", "dora", "dora", "sync", "periodic", "one_step_off", *IN_FLIGHT, "oversample"])
     job = settings(
@@ -56,6 +58,9 @@ def world(seed: int) -> World:
         eval_every=r.randint(0, 2),
         no_progress_s=3600.0,
     )
+    if shared_prompts:
+        updates = 2 if job.groups_per_step == 4 and seed % 2 else job.groups_per_step
+        job = msgspec.structs.replace(job, updates=updates, shared_prompts=True)
     faults = Faults(
         push_fails=r.choice([0.0, 0.0, 0.3, 0.8]),
         request_fails=r.choice([0.0, 0.0, 0.05]),
@@ -100,6 +105,15 @@ def test_every_job_ends_with_all_it_admitted_trained_once_or_dropped_for_a_reaso
         seen["discarded"] += w.state.ledger.counts[GroupPhase.DISCARDED]
     assert seen.keys() >= _KINDS
     assert min(seen["migrations"], seen["mixed"], seen["discarded"]) > 0
+
+
+def test_so_does_every_job_with_several_updates_a_step_and_shared_prompts() -> None:
+    sizes = Counter[int]()
+    for seed in range(80):
+        w = world(seed, shared_prompts=True)
+        _run_to_the_end(w)
+        sizes[w.settings.updates] += 1
+    assert sizes.keys() == {1, 2, 3, 4, 5}
 
 
 def _run_to_the_end(w: World) -> None:

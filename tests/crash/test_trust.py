@@ -223,6 +223,14 @@ def test_steps_that_must_be_trained_again_are_trained_as_they_were(stopped: Stop
     )
 
 
+def test_more_steps_change_the_history_only_under_a_schedule_that_follows_them() -> None:
+    def settings(schedule: str, steps: int) -> bytes:
+        return lineage_settings(load(None, [f"trainer.schedule={schedule}", f"run.steps={steps}"], environ={}))
+
+    assert settings("constant", 24) == settings("constant", 48)
+    assert settings("cosine", 24) != settings("cosine", 48)
+
+
 # -- versions ---------------------------------------------------------------------------------------------------------
 
 

@@ -348,6 +348,7 @@ ALTERED: list[tuple[type[cmd.Command], dict[str, object], str, str]] = [
     (cmd.TrainMicroBatch, {"step": 99}, "C2 micro-batch: step 99", "no group was committed to it"),
     (cmd.TrainMicroBatch, {"index": 5}, "C2 micro-batch: step {step}", "follows a gap"),
     (cmd.TrainMicroBatch, {"ranks": ()}, "C2 micro-batch: step {step}", "has 0 ranks"),
+    (cmd.TrainMicroBatch, {"update": 1}, "C2 micro-batch: step {step}", "belongs to the wrong update"),
     (cmd.TrainMicroBatch, {"last": True}, "C2 micro-batch: step {step}", "before it is closed"),
 ]
 

@@ -110,8 +110,12 @@ def test_rejected_tokens_leave_the_denominator_or_stay(aggregation, denominator)
     assert float(loss) == pytest.approx(kept / counts[denominator == "all"])
 
 
-def test_if_all_is_rejected_the_loss_is_zero():
-    objective = objective_of(mis="token", mis_low=1.0, mis_high=1.0, veto=0.999)
+@pytest.mark.parametrize("denominator", ["kept", "all"])
+@pytest.mark.parametrize("normalized", [False, True])
+def test_if_all_is_rejected_the_loss_is_zero(denominator, normalized):
+    objective = objective_of(
+        mis="token", mis_low=1.0, mis_high=1.0, veto=0.999, mask_denominator=denominator, normalized=normalized
+    )
     value, gradient = golden(objective, 1.2)
     assert value == 0
     assert torch.equal(gradient, torch.zeros(3, dtype=torch.float64))

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
+from cases import LOSSES as CASES
 from golden_tokens import BEHAVIOR, CURRENT, NO_CAP, golden, objective_of, tokens_of
 
+from dora.objectives import losses
 from dora.objectives.losses.m2po_per_sequence import within_second_moment
 from dora.objectives.losses.ppo import Ppo, loss
 from dora.objectives.table import LOSSES
@@ -135,6 +138,13 @@ def test_a_pass_without_tokens_adds_nothing(kind):
     assert {name: float(total) for name, total in terms.sums.items()} == dict.fromkeys(terms.sums, 0.0)
     assert objective.divisor({name: float(total) for name, total in terms.sums.items()}) == 0
     assert objective.rate_factor({name: float(total) for name, total in terms.sums.items()}) == 1
+
+
+def test_every_module_of_the_folder_is_a_loss_with_its_name():
+    files = {path.stem for path in Path(losses.__path__[0]).glob("*.py")} - {"__init__"}
+    assert set(LOSSES) == files
+    assert {entry.settings().kind for entry in LOSSES.values()} == files
+    assert files <= {case["kind"] for case in CASES.values()}, "tested with every aggregation and correction"
 
 
 def test_a_missing_copy_is_found_and_the_first_update_needs_none():

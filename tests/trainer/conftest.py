@@ -59,7 +59,8 @@ def make_model_folder(folder: Path) -> Path:
 TIS_CAP, CLIP_LOW, CLIP_HIGH = 1.5, 0.2, 0.28
 SETTINGS = TrainerSettings(
     device="cpu", dtype="float32", publish_dtype="float32", fp32_head=False,
-    activation_checkpointing="none", optimizer_state="device", threads=1, micro_batch_tokens=64, longest_request=128,
+    activation_checkpointing="none", optimizer_state="device", optimizer="adamw", compile=False, schedule="constant",
+    min_learning_rate=0.0, threads=1, micro_batch_tokens=64, longest_request=128,
     steps=100, learning_rate=1e-2, warmup_steps=2, weight_decay=0.1, beta1=0.9, beta2=0.95, max_grad_norm=0.05,
     updates=1, copies="device", probe_tokens=0, probe_every=1,
     objective=f'{{"tis_cap": {TIS_CAP}}}', max_new_tokens=100, temperature=0.7, max_staleness=2,
@@ -288,7 +289,8 @@ class PlainTrainer:
             self.second[name] = SETTINGS.beta2 * self.second[name] + (1 - SETTINGS.beta2) * gradient**2
             first = self.first[name] / (1 - SETTINGS.beta1**self.num_updates)
             second = self.second[name] / (1 - SETTINGS.beta2**self.num_updates)
-            p.mul_(1 - rate * SETTINGS.weight_decay)
+            if p.dim() > 1 and "embed" not in name:
+                p.mul_(1 - rate * SETTINGS.weight_decay)
             p.sub_(rate * first / (second.sqrt() + 1e-8))
 
 

@@ -135,7 +135,7 @@ def test_the_total_is_the_peak_of_the_allocator(
     passes = [allocations(loaded, row, closes_update=closes) for closes in (False, True)]
     peak = held + sum(passes[0]) + max(running_sums(passes[1]))  # of the second: the gradients of the first are there
     found = Outline(folder, dtype=dtype, checkpointing=mode).forecast(
-        tokens=tokens, longest=200, ranks=1, moment_bytes=0
+        tokens=tokens, longest=200, ranks=1, is_trial=True
     )
     assert found.total == pytest.approx(peak, rel=TOLERANCE)
     assert found.kept == pytest.approx(kept_bytes(lambda: logprobs(loaded.model, row, temperature=1.0)), rel=0.05)

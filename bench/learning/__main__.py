@@ -1,0 +1,56 @@
+"""Makes the evidence about learning in docs/LEARNING.md.
+
+    python bench/learning sweep [--stages corrections objectives] [--seeds 5] [--processes N]
+    python bench/learning live [--seeds 3]
+    python bench/learning render
+
+`sweep` runs the cells of the lag harness (bench/learning/harness.py), `live` whole runs with the CLI, on an idle
+machine. Both append to bench/results/learning and skip what is there. `render` writes the document and its pictures
+from these files alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "bench")]
+os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "bench")])  # of the processes that it starts
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from dora.errors import ConfigError  # noqa: E402
+from learning import document  # noqa: E402
+from learning.live import live  # noqa: E402
+from learning.sweep import sweep  # noqa: E402
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    of_sweep = commands.add_parser("sweep", help="cells of the lag harness")
+    of_sweep.add_argument("--stages", nargs="+", choices=("corrections", "objectives"))
+    of_sweep.add_argument("--seeds", type=int, default=5)
+    of_sweep.add_argument("--processes", type=int, default=os.cpu_count())
+    of_live = commands.add_parser("live", help="whole runs; nothing else may run meanwhile")
+    of_live.add_argument("--seeds", type=int, default=3)
+    commands.add_parser("render", help="write docs/LEARNING.md")
+    options = parser.parse_args()
+    try:
+        if options.command == "sweep":
+            stages = options.stages or ("corrections", "objectives")
+            ended_well = sweep(stages=stages, seeds=options.seeds, processes=options.processes)
+        elif options.command == "live":
+            ended_well = live(seeds=options.seeds)
+        else:
+            document.write()
+            ended_well = True
+    except ConfigError as err:
+        parser.error(str(err))
+    sys.exit(0 if ended_well else 1)
+
+
+if __name__ == "__main__":
+    main()

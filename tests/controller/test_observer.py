@@ -1,0 +1,34 @@
+"""What an observer reads from the metrics of an earlier controller of its run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from dora.controller.observer import recall_alarms
+from dora.status.drift import DriftWatch
+
+STALE = {"all/tokens": 100.0, "lag=2/tokens": 100.0, "lag=2/mismatch_k3": 0.5}
+
+
+def test_a_resumed_run_has_the_alarms_of_the_steps_before_and_ignores_torn_rows(tmp_path: Path) -> None:
+    rows = [
+        {"kind": "step", "step": 0, "trainer": {}},
+        {"kind": "evaluation", "version": 1},
+        {"kind": "step", "step": 1, "trainer": STALE},
+        {"kind": "step", "step": 2, "trainer": "torn"},
+        {"kind": "step", "trainer": STALE},
+        {"kind": "step", "step": 3, "trainer": {"lag=0/mismatch_k3": None}},
+    ]
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"kind": "step", "st')
+    drift = DriftWatch(precision="float32", updates=1)
+    recall_alarms(drift, path)
+    assert [(alarm.name, alarm.step) for alarm in drift.alarms.values()] == [("stale_tokens", 1)]
+    assert drift.note(4, STALE) == [], "it has been said"
+
+
+def test_a_new_run_has_no_alarms(tmp_path: Path) -> None:
+    drift = DriftWatch(precision="float32", updates=1)
+    recall_alarms(drift, tmp_path / "metrics.jsonl")
+    assert drift.alarms == {}

@@ -1,0 +1,49 @@
+"""Compiled layers: the same log-probs and gradients under the same names, for rows of any length."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from dora.trainer.logprobs import logprobs
+from dora.trainer.model import Policy, make_mesh
+from dora.trainer.packing import Row, make_row
+
+
+def make_packed(lengths: list[int], *, vocab_size: int) -> Row:
+    starts = np.cumsum(lengths) - lengths
+    ids = np.random.default_rng(0).integers(0, vocab_size, sum(lengths))
+    trained = np.setdiff1d(np.arange(sum(lengths)), starts)
+    return make_row(ids, lengths=lengths, trained=trained, device=torch.device("cpu"))
+
+
+def run(policy: Policy, lengths: list[int]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Log-probs of packed sequences and their gradient."""
+    policy.prepare(closes_update=True)
+    found_P = logprobs(policy.model, make_packed(lengths, vocab_size=policy.vocab_size), temperature=0.7)[0]
+    found_P.square().sum().backward()
+    gradients = {name: gradient.clone() for name, gradient in policy.gradients().items()}
+    policy.clear_gradients()
+    policy.reshard()
+    return found_P.detach(), gradients
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)  # the C++ compiler runs for each graph
+@pytest.mark.filterwarnings("ignore")  # of torch's compiler, about itself
+def test_compiled_layers_train_as_eager_ones_and_repeat_their_forward_pass(model_path: Path) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        eager = Policy(model_path, mesh=make_mesh("cpu"), dtype=torch.float32)
+        compiled = Policy(
+            model_path, mesh=make_mesh("cpu"), dtype=torch.float32, activation_checkpointing="full", compiled=True
+        )
+        for lengths in ([30, 30, 20], [11, 50]):
+            torch.testing.assert_close(run(compiled, lengths), run(eager, lengths), rtol=1e-4, atol=1e-5)
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+    finally:
+        dist.destroy_process_group()
