@@ -121,8 +121,8 @@ def check_bytes(folder: Path, dtype: torch.dtype) -> None:
 
     add_copy()  # whatever is allocated once for all
     sizes = {"tokens": 64, "longest": 32, "ranks": RANKS}
-    outline = Outline(folder, dtype=dtype, copies=1)
-    extra = outline.forecast(**sizes).total - outline.forecast(**sizes, copies=0).total
+    with_copy, without = (Outline(folder, dtype=dtype, copies=copies).forecast(**sizes).total for copies in (1, 0))
+    extra = with_copy - without
     assert net_bytes(add_copy) == pytest.approx(extra, rel=0.1)
 
 
