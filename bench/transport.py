@@ -82,6 +82,7 @@ def micro_batch(tokens: int, answers: int, *, seed: int, last: bool) -> MicroBat
         rewards=np.ones(answers, np.float32),
         group_rewards=np.ones((answers, GROUP_SIZE), np.float32),
         truncated=np.zeros(answers, np.uint8),
+        sources=np.zeros(answers, np.uint8),
     )
 
 

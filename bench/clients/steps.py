@@ -253,6 +253,7 @@ def make_batch(answers: Answers, chosen: Sequence[int], *, step: int, index: int
         rewards=answers.rewards[rows],
         group_rewards=answers.group_rewards[rows],
         truncated=np.zeros(len(rows), np.uint8),
+        sources=np.zeros(len(rows), np.uint8),
     )
 
 

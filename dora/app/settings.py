@@ -78,6 +78,7 @@ def trainer_settings(config: Config, *, max_staleness: int) -> TrainerSettings:
 #: Trainer settings that do not affect the result of a wave, except for rounding.
 _WITHOUT_EFFECT = (
     "threads",
+    "shared_prompts",
     "activation_checkpointing",
     "steps",
     "max_staleness",

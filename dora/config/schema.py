@@ -28,6 +28,8 @@ DEFAULT_INSTANCES = 4
 #: The address of a server, and the one the controller listens on (ZeroMQ resolves wildcards and interface names).
 _SERVER_URL = re.compile(r"https?://[^\s/]+(/\S*)?")
 _LISTEN_ADDRESS = re.compile(r"tcp://\S+:(\d+|\*)")
+#: The index of a prompt's source is one byte.
+MAX_SOURCES = 256
 #: Placeholders that `engine.command` may use.
 PLACEHOLDERS = ("model", "host", "port", "tp", "slots", "kv_tokens", "dtype", "device", "threads")
 
@@ -239,6 +241,9 @@ class TrainerConfig(Section):
     """Maximum gradient norm; a larger gradient is scaled down to it."""
     updates: Positive = 1
     """M: the number of optimizer updates per step. Each takes the next N / M groups in the order of their commits."""
+    shared_prompts: Literal["auto", "on", "off"] = "auto"
+    """Compute the prompt of sibling answers once. `auto`: where this leaves out at least 15 % of the tokens, and the
+    model allows it."""
     checkpoint_every: Positive = 10
     """Number of steps between resumable checkpoints. A clean stop writes one too."""
     stop_timeout_s: Seconds = 600.0
@@ -515,6 +520,8 @@ class Config(Section):
         if not trained:
             yield "task.sources: at least one source is needed"
             return
+        if len(self.task.sources) > MAX_SOURCES:
+            yield f"task.sources: {len(self.task.sources)} sources; at most {MAX_SOURCES} can be mixed"
         for index, held_out in enumerate(self.eval.sets):
             if held_out.source.kind == "arithmetic" and "arithmetic" not in trained:
                 yield (

@@ -67,4 +67,5 @@ def _build(
         rewards=np.array([row[t % group_size] for row, t in zip(rewards, trajectories, strict=True)], np.float32),
         group_rewards=np.array(rewards, np.float32).reshape(len(trajectories), group_size),
         truncated=np.array([r.length_capped for r in chosen], np.uint8),
+        sources=np.array([r.prompt.source_index for r in chosen], np.uint8),
     )

@@ -159,6 +159,7 @@ def _join(chosen: list[Piece], *, step: StepId, index: int, last: bool, group_si
         rewards=np.array([b.rewards[i] for b, i, _ in chosen], np.float32),
         group_rewards=np.stack([b.group_rewards[i] for b, i, _ in chosen]),
         truncated=np.array([b.truncated[i] for b, i, _ in chosen], np.uint8),
+        sources=np.array([b.sources[i] for b, i, _ in chosen], np.uint8),
     )
 
 

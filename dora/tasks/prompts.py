@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
@@ -46,6 +46,7 @@ class Prompt:
     answer: str  # reference answer, "" if there is none
     metadata: Mapping[str, Any]  # the other columns of the row, as plain JSON values
     skipped: str = ""  # not empty if it is over the limit: the reason; `tokens` is then empty
+    source_index: int = 0  # in `task.sources`
 
     @property
     def digest(self) -> bytes:
@@ -82,7 +83,7 @@ class PromptStream:
         if prompt.skipped and position < JUDGED_ROWS:
             self._overlong.add(position)
             _require_half(len(self._overlong), of=JUDGED_ROWS, what="prompts", task=self._task)
-        return prompt
+        return replace(prompt, source_index=index)
 
     def _num_draws(self, source: Source) -> int | None:
         return source.num_rows * self._task.epochs if source.num_rows and self._task.epochs else None

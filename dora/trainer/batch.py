@@ -79,8 +79,8 @@ def check(batch: MicroBatch, *, max_staleness: int, vocab_size: int) -> None:
                 f"C3: group {group} of version {version} was committed to step {batch.step} (K = {max_staleness})"
             )
     n, total = len(batch.lengths), len(batch.tokens)
-    per_trajectory = (batch.trajectories, batch.groups, batch.rewards, batch.group_rewards, batch.truncated)
-    if any(len(column) != n for column in per_trajectory):
+    per_trajectory = ("trajectories", "groups", "rewards", "group_rewards", "truncated", "sources")
+    if any(len(getattr(batch, column)) != n for column in per_trajectory):
         raise ProtocolError(f"micro-batch {batch.step}/{batch.index}: columns of different length for {n} trajectories")
     if any(len(column) != total for column in (batch.loss_mask, batch.behavior_logprobs)):
         raise ProtocolError(f"micro-batch {batch.step}/{batch.index}: columns of different length for {total} tokens")

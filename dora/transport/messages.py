@@ -49,6 +49,8 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     beta2: float
     max_grad_norm: float
     updates: int  # M
+    shared_prompts: Literal["auto", "on", "off"] = "auto"
+    advantages: tuple[str, ...] = ()  # by source of prompts; empty: the objective's for all
     objective: str  # the section `[objective]` as JSON
     temperature: float
     max_staleness: int  # K of the strategy, or T - 1 if the strategy does not bound staleness
@@ -91,6 +93,7 @@ class MicroBatch(Message, frozen=True):
     rewards: NDArray[np.float32]  # [n] of the trajectory itself
     group_rewards: NDArray[np.float32]  # [n, G] of all siblings; NaN: that sibling is grading_failed
     truncated: NDArray[np.uint8]  # [n] 1: the answer reached its token budget
+    sources: NDArray[np.uint8]  # [n] index into `task.sources`
     update: int = 0  # 0 ... M - 1: the optimizer update that it belongs to
     closes: bool = False  # its update ends with it, as with the last one; the same on all ranks
     parent: str = ""  # lineage before this step, that is, of the trainer's weights
@@ -226,12 +229,16 @@ TrainerFrame = Welcome | Refused | Ack | TrainerData
 ControllerFrame = Hello | Ack | ControllerData
 
 
-def empty_micro_batch(*, step: StepId, index: int, last: bool, group_size: int) -> MicroBatch:
+def empty_micro_batch(
+    *, step: StepId, index: int, last: bool, group_size: int, update: int = 0, closes: bool = False
+) -> MicroBatch:
     """Return a micro-batch without trajectories."""
     return MicroBatch(
         step=step,
         index=index,
         last=last,
+        update=update,
+        closes=closes or last,
         tokens=np.zeros(0, np.int32),
         loss_mask=np.zeros(0, np.uint8),
         behavior_logprobs=np.zeros(0, np.float32),
@@ -242,4 +249,5 @@ def empty_micro_batch(*, step: StepId, index: int, last: bool, group_size: int) 
         rewards=np.zeros(0, np.float32),
         group_rewards=np.full((0, group_size), math.nan, np.float32),
         truncated=np.zeros(0, np.uint8),
+        sources=np.zeros(0, np.uint8),
     )

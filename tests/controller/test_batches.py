@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -48,6 +49,7 @@ def wave(*ranks: tuple[int, ...], index: int = 0, last: bool = True, groups: int
     made = {GroupId(g): group(g, version=g, rewards=(1.0, 0.0, None)) for g in range(groups)}
     records = {TrajectoryId(t): record(t, 2 + t % 3) for t in range(groups * G)}
     records[TrajectoryId(1)].length_capped = True
+    records[TrajectoryId(3)].prompt = replace(records[TrajectoryId(3)].prompt, source_index=2)
     order = TrainMicroBatch(4, index, last, tuple(tuple(TrajectoryId(t) for t in rank) for rank in ranks))
     return build_wave(order, records=records, groups=made, group_size=G)
 
@@ -63,6 +65,7 @@ def test_trajectories_are_concatenated_with_their_masks_and_logprobs() -> None:
     assert batch.groups.tolist() == [0, 1]
     assert batch.versions.tolist() == [0, 1]
     assert batch.truncated.tolist() == [1, 0]
+    assert batch.sources.tolist() == [0, 2]
 
 
 def test_a_trajectory_has_its_reward_and_those_of_all_siblings() -> None:

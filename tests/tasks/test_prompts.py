@@ -100,7 +100,8 @@ def test_a_mixture_ends_where_its_first_dry_source_has_no_row_left(open_with, tm
     sources = [SourceConfig(kind="jsonl", path=short), SourceConfig(kind="jsonl", path=long), SourceConfig(weight=2)]
     stream = open_with(*sources, epochs=1)
     assert mix(stream.num_prompts, shares=nested_shares([1, 1, 2])) == (0, 20)  # the row that is not there
-    assert Counter(prompt.source for prompt in take(stream, stream.num_prompts))["short.jsonl"] == 20
+    drawn = Counter((prompt.source, prompt.source_index) for prompt in take(stream, stream.num_prompts))
+    assert drawn["short.jsonl", 0] == 20
     assert stream.at(stream.num_prompts) is None
 
 

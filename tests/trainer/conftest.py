@@ -112,6 +112,7 @@ def make_batch(answers: Sequence[Answer], *, step: int, index: int, last: bool) 
         rewards=np.array([a.rewards[a.sibling] for a in answers], np.float32),
         group_rewards=np.array([a.rewards for a in answers], np.float32),
         truncated=np.zeros(len(answers), np.uint8),
+        sources=np.zeros(len(answers), np.uint8),
     )
 
 
