@@ -129,7 +129,14 @@ def _try(config: Config, model: Path, mode: Mode, stack: ExitStack) -> Trial:
 
     trainer = config.trainer
     with _memory_errors(config, during="while the model was loaded for a trial"):
-        return stack.enter_context(Trial(model, device=trainer.device, dtype=trainer.dtype, checkpointing=mode))
+        trial = Trial(
+            model,
+            device=trainer.device,
+            dtype=trainer.dtype,
+            checkpointing=mode,
+            shared_prompts=trainer.shared_prompts,
+        )
+        return stack.enter_context(trial)
 
 
 def _memory_errors(config: Config, *, during: str) -> AbstractContextManager[None]:

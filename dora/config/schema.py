@@ -242,8 +242,8 @@ class TrainerConfig(Section):
     updates: Positive = 1
     """M: the number of optimizer updates per step. Each takes the next N / M groups in the order of their commits."""
     shared_prompts: Literal["auto", "on", "off"] = "auto"
-    """Compute the prompt of sibling answers once. `auto`: where this leaves out at least 15 % of the tokens, and the
-    model allows it."""
+    """Compute a prompt once for its sibling answers. `auto`: where they would have over 1.15 times as many tokens
+    otherwise, and the model allows it; `on`: always, and an error if the model does not."""
     checkpoint_every: Positive = 10
     """Number of steps between resumable checkpoints. A clean stop writes one too."""
     stop_timeout_s: Seconds = 600.0

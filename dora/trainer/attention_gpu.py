@@ -44,7 +44,7 @@ def describe(device: str) -> str:
     return f"attention in 16 bits: {ordinary}; soft caps and sinks: {others}; float32: blocks, slow"
 
 
-def choose(query: Tensor, rule: Rule, sink_H: Tensor | None, *, shares: bool = False) -> str | None:
+def choose(query: Tensor, rule: Rule, sink_H: Tensor | None, *, shares: bool) -> str | None:
     """Return "flash" or "flex", or None for the blocks of `attention_kernels`; `shares`: prompts are shared."""
     if query.device.type != "cuda" or query.dtype not in (torch.bfloat16, torch.float16):
         return None

@@ -103,7 +103,7 @@ def policy(alone: None, model_path: Path) -> Policy:
 @pytest.mark.parametrize("family", EXACT)
 def test_a_family_that_attends_within_sequences_is_packed(family: str, dtype: torch.dtype) -> None:
     found = check_forward(make(family, dtype, **EXACT[family]), device=CPU, dtype=name_of(dtype))
-    assert found == CheckedLayout(Layout())
+    assert found == CheckedLayout(Layout(share_above=1.15))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -117,7 +117,7 @@ def test_a_family_with_layers_that_carry_state_is_padded_and_says_so(family: str
 
 def test_longrope_is_exact_since_long_and_short_sequences_share_no_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make("phi3", **LONG_ROPE)
-    assert check_forward(model, device=CPU, dtype="float32") == CheckedLayout(Layout(rope_limit=16))
+    assert check_forward(model, device=CPU, dtype="float32") == CheckedLayout(Layout(rope_limit=16, share_above=1.15))
     monkeypatch.setattr(forward_check, "rope_limit", lambda config: 50)
     with pytest.raises(ConfigError, match="Phi3ForCausalLM cannot be trained: log-probs of packed sequences differ"):
         check_forward(model, device=CPU, dtype="float32")
