@@ -45,8 +45,8 @@ _aten = torch.ops.aten
 class Forecast:
     """Bytes on the device of one rank, all alive early in the backward pass."""
 
-    states: int  # this rank's rows of weights, gradients and moments, float32
-    gathered: int  # whole weights and gradients, of the model or of a few layers
+    states: int  # this rank's rows of weights, gradients and moments, float32, and of copies
+    gathered: int  # whole weights and gradients, of the model or of a few layers, and whole copies
     kept: int  # for the backward pass, at the end of the forward pass
     working: int  # at most used by the backward pass besides
 
@@ -93,20 +93,30 @@ class Outline:
         self._counted: dict[Layout, tuple[_Count, _Count]] = {}  # with these sizes
 
     def forecast(
-        self, *, tokens: int, longest: int, ranks: int, layout: Layout | None = None, moment_bytes: float | None = None
+        self,
+        *,
+        tokens: int,
+        longest: int,
+        ranks: int,
+        layout: Layout | None = None,
+        moment_bytes: float | None = None,
+        copies: int = 0,
+        copies_on_host: bool = False,
     ) -> Forecast:
         """Forecast one pass over sequences of `longest` tokens, `tokens` in all (or one sequence, if that is longer).
 
-        `moment_bytes`: in place of the outline's; 0 for a trial without an update.
+        `moment_bytes`: in place of the outline's; 0 for a trial without an update. `copies`: policies beside the one
+        that is trained, in the data type of the computation.
         """
         moment_bytes = self._moment_bytes if moment_bytes is None else moment_bytes
         if is_gathered := 8 * self.parameters <= policy.GATHERED_BYTES:  # all, and gradients until the step closes
-            gathered = self.parameters * (self._width + 4) + self._rest * self._width
+            gathered = self.parameters * (self._width * (1 + copies) + 4) + self._rest * self._width
         else:  # embeddings and head, and two layers: one computes while the next is gathered
             gathered = (self._rest + 2 * self._largest_unit) * self._width
+        copy_bytes = 0 if copies_on_host else copies * self._width
         kept, working = self._count(max(tokens, longest), longest, layout or Layout())
         return Forecast(
-            states=round(-(-self.parameters // ranks) * (4 + 4 * (not is_gathered) + moment_bytes)),
+            states=round(-(-self.parameters // ranks) * (4 + 4 * (not is_gathered) + moment_bytes + copy_bytes)),
             gathered=gathered,
             kept=kept,
             working=working,

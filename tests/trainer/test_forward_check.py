@@ -203,6 +203,51 @@ def test_a_layer_that_leaks_is_found() -> None:
         check_forward(model, device=CPU, dtype="float32")
 
 
+def mixes_neighbours(model: Any) -> Any:
+    """Give a model a layer that adds what stands before a token, unless it is the first of its sequence."""
+
+    def add(_: Any, __: Any, given: dict[str, Any], out: torch.Tensor) -> torch.Tensor:
+        return out + 0.1 * out.roll(1, dims=1) * (given["position_ids"] > 0)[..., None]
+
+    model.model.layers[1].register_forward_hook(add, with_kwargs=True)
+    return model
+
+
+def test_a_model_that_cannot_share_prompts_is_packed_without_and_says_so() -> None:
+    model = mixes_neighbours(make("llama"))
+    found = check_forward(model, device=CPU, dtype="float32", shared_prompts="auto")
+    assert found.layout == Layout()
+    assert "LlamaForCausalLM computes each prompt once per answer: log-probs would differ by" in found.note
+    assert check_forward(model, device=CPU, dtype="float32", shared_prompts="off") == CheckedLayout(Layout())
+    with pytest.raises(ConfigError, match=r"trainer\.shared_prompts: LlamaForCausalLM cannot share prompts: log-probs"):
+        check_forward(model, device=CPU, dtype="float32", shared_prompts="on")
+
+
+def test_padded_rows_share_no_prompts() -> None:
+    model = make("lfm2", **PADDED["lfm2"][0])
+    assert check_forward(model, device=CPU, dtype="float32", shared_prompts="auto").layout == Layout(padded=True)
+    with pytest.raises(
+        ConfigError, match=r"trainer\.shared_prompts: Lfm2ForCausalLM cannot share prompts: its rows are"
+    ):
+        check_forward(model, device=CPU, dtype="float32", shared_prompts="on")
+
+
+def test_a_gradient_that_leaks_between_answers_to_a_prompt_is_found(
+    policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def leaking(model: Any, row: Row, *, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+        chosen, entropy = logprobs(model, row, temperature=temperature)
+        leak = (chosen - chosen.detach()).roll(1) if max(row.prompts) >= 0 else 0.0  # the values are the same
+        return chosen + 0.1 * leak, entropy
+
+    monkeypatch.setattr(forward_check, "logprobs", leaking)
+    found = check_training(policy, dtype="float32", shared_prompts="auto")
+    assert found.layout == Layout()
+    assert "computes each prompt once per answer: the gradient would differ by" in found.note
+    with pytest.raises(ConfigError, match=r"trainer\.shared_prompts: Qwen3ForCausalLM cannot share prompts"):
+        check_training(policy, dtype="float32", shared_prompts="on")
+
+
 def test_an_attention_that_ignores_a_setting_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make("llama")
     for layer in model.model.layers:
