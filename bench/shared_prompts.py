@@ -1,7 +1,7 @@
 """Prompts computed once: forward and backward with shared prompts beside the same answers each with its own.
 
 Run: python bench/shared_prompts.py [--full] [--rounds N]. A random Qwen3 on one thread in float32, with a small
-vocabulary, since the head saves nothing; one group of 8 answers, of 240 tokens on average, after prompts of 100 to 4,000
+vocabulary, since the head saves nothing; one group of 8 answers of 240 tokens on average, after prompts of 100 to 4,000
 tokens, all in one pass each way. The two ways take turns, and a figure is the median over the rounds of the ratio of
 their CPU seconds within a round (one round for the longest prompt); their gradients must agree, or the script fails.
 

@@ -27,8 +27,8 @@ from torch._C._distributed_c10d import HashStore
 
 from dora.app.settings import trainer_settings
 from dora.config.schema import Config
-from dora.core.ids import TrajectoryId
-from dora.core.training import split_wave
+from dora.core.ids import GroupId, TrajectoryId
+from dora.core.waves import Answer, Pending
 from dora.objectives.advantages import group_advantages
 from dora.trainer.checkpointing import Mode
 from dora.trainer.forward_check import check_training
@@ -225,13 +225,13 @@ def make_trainer(
 
 def micro_batches(answers: Answers, *, step: int, budget: int) -> list[MicroBatch]:
     """The waves that the controller would send to one rank."""
-    waiting = [(TrajectoryId(i), length) for i, length in enumerate(answers.lengths)]
+    pending = Pending()
+    for i, length in enumerate(answers.lengths):
+        pending.add(Answer(TrajectoryId(i), length, GroupId(i // GROUP_SIZE)))
     waves: list[list[int]] = []
-    while waiting:
-        count = int(np.searchsorted(np.cumsum([length for _, length in waiting]), budget)) + 1
-        ranks, left = split_wave(waiting[:count], num_ranks=1, budget=budget)
-        waves.append([int(i) for i in sorted(ranks[0])])
-        waiting = sorted(left) + waiting[count:]
+    while pending.answers:
+        (rank,) = pending.cut(num_ranks=1, budget=budget)
+        waves.append(sorted(int(a.trajectory) for a in rank))
     return [make_batch(answers, wave, step=step, index=i, last=i + 1 == len(waves)) for i, wave in enumerate(waves)]
 
 

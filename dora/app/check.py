@@ -19,6 +19,7 @@ import numpy as np
 from dora.app.estimate import Shapes, lines
 from dora.app.inputs import Inputs, model_bytes, open_inputs
 from dora.app.job import enter_graders
+from dora.app.loss_check import check_loss
 from dora.app.managed import ManagedServer
 from dora.app.settings import SPARE_VERSIONS, settings_of
 from dora.app.trainer_check import CheckedTrainer, check_trainer
@@ -67,6 +68,8 @@ async def check(config: Config, report: Report, *, push: bool = False) -> None:
         report(
             "inputs", f"model {inputs.model}, {inputs.tokenizer.vocab_size} tokens, prompts and rewards are readable"
         )
+        if finding := await asyncio.to_thread(check_loss, config.objective):
+            report("objective", finding)
         await _check_rewards(config, inputs, graders, report=report)
         trained = await asyncio.to_thread(check_trainer, config, inputs.model, stack.enter_context(ExitStack()))
         for topic, text in trained.lines:
@@ -92,7 +95,8 @@ async def _check_rewards(config: Config, inputs: Inputs, graders: Graders, *, re
             cases.append((f"eval.sets.{index}.rewards", one.rewards, [*held_out.prompts[:GRADED_ROWS]], pool))
     problems: dict[str, None] = {}
     for field, rewards, prompts, pool in cases:
-        outcomes = [await pool.grade(GradeRequest(p.text, p.answer, p.answer, p.metadata)) for p in prompts]
+        requests = [_reference(prompt, inputs, max_tokens=config.rollout.max_new_tokens) for prompt in prompts]
+        outcomes = [await pool.grade(request) for request in requests]
         scores = [f"{outcome.reward:g}" for outcome in outcomes if isinstance(outcome, Graded)]
         if scores:
             report("rewards", f"{field}: reference answers score {', '.join(scores)}")
@@ -103,6 +107,20 @@ async def _check_rewards(config: Config, inputs: Inputs, graders: Graders, *, re
                 problems[reason if reason.startswith(field) else f"{name}: {reason}"] = None
     if problems:
         raise ConfigError(*(f"{problem} (when grading a row's reference answer)" for problem in problems))
+
+
+def _reference(prompt: Prompt, inputs: Inputs, *, max_tokens: int) -> GradeRequest:
+    """Return the request for a response that equals the reference answer."""
+    num_tokens = len(inputs.tokenizer.encode(prompt.answer, special_tokens=False)) + 1
+    return GradeRequest(
+        prompt.text,
+        prompt.answer,
+        prompt.answer,
+        prompt.metadata,
+        num_tokens=num_tokens,
+        max_tokens=max_tokens,
+        source=prompt.label,
+    )
 
 
 def _first_prompts(inputs: Inputs, count: int) -> list[Prompt]:

@@ -36,6 +36,9 @@ def open_inputs(config: Config) -> Inputs:
     tokenizer = load_tokenizer(model, thinking=config.model.thinking)
     if not tokenizer.eos_ids:
         raise ConfigError(f"model.path: {model} has no end-of-sequence token; set eos_token_id in its config.json")
+    reference = config.objective.kl_reference
+    if reference and not (Path(reference) / "config.json").is_file():
+        raise ConfigError(f"objective.kl_reference: {reference} has no config.json; give a Hugging Face model folder")
     vocab_size = _check_shapes(config, model, num_tokens=tokenizer.vocab_size)
     stream = open_stream(config.task, tokenizer=tokenizer, seed=config.run.seed)
     return Inputs(model, tokenizer, vocab_size, stream, open_evaluations(config, tokenizer))
@@ -102,6 +105,12 @@ def model_digest(model: Path) -> str:
         with path.open("rb") as file:
             digest.update(f"{path.name} {path.stat().st_size} ".encode() + file.read(_HEADER_BYTES))
     return digest.hexdigest()
+
+
+def weights_digest(config: Config, model: Path) -> str:
+    """Return a digest of what training starts from: the model folder and, if it has one of its own, the reference's."""
+    reference = config.objective.kl_reference
+    return model_digest(model) + (model_digest(Path(reference)) if reference else "")
 
 
 def model_bytes(model: Path) -> int:

@@ -17,9 +17,9 @@ import structlog
 
 from dora import files
 from dora.app import resume as resuming
-from dora.app.inputs import model_bytes, model_digest, model_files
+from dora.app.inputs import model_bytes, model_files, weights_digest
 from dora.app.prepare import Job
-from dora.app.settings import SPARE_VERSIONS, configure_message, lineage_settings
+from dora.app.settings import SPARE_VERSIONS, configure_message, drift_watch, lineage_settings
 from dora.config.load import dump
 from dora.config.schema import Config
 from dora.controller.fleet import Fleet
@@ -98,7 +98,7 @@ class Opened:
         self.inbox = Inbox()
         self.in_flight = InFlight(self.trajectories, rows=job.state.instances)
         raise_fence(folder.fence, epoch=job.epoch)  # before reading anything that an old rank could still change
-        model_chain = base_chain(model_digest(job.inputs.model))
+        model_chain = base_chain(weights_digest(job.config, job.inputs.model))
         self.start = self._restore(model_chain)  #: where the trainer starts
         self.lineage = Lineage(
             base=model_chain,
@@ -120,7 +120,11 @@ class Opened:
         if recorded is None:
             return resuming.Start((), may_start_over=True, step=0)
         if recorded.base_chain not in (None, model_chain):
-            raise RunFailed(f"model.path: {job.inputs.model} is not the model that the run began with; restore it")
+            reference = job.config.objective.kl_reference
+            also = f", or objective.kl_reference: {reference} not the reference" if reference else ""
+            raise RunFailed(
+                f"model.path: {job.inputs.model} is not the model that the run began with{also}; restore it"
+            )
         resuming.require_same_held_out(recorded, job.inputs.evaluations)
         counts = resuming.restore(self.folder, job.state, trajectories=self.trajectories, inputs=job.inputs)
         self.missing = resuming.recover_versions(store, recorded, tell=self.tell)
@@ -175,6 +179,7 @@ class Opened:
             trajectories=self.trajectories,
             evaluations=job.inputs.evaluations,
             tokenizer=job.inputs.tokenizer,
+            drift=drift_watch(job.config),
             keep_per_step=job.config.log.trajectories_per_step,
             urls=fleet.urls,
             then=self.commits.then,

@@ -17,6 +17,7 @@ from dora.section import Section
 from dora.sim.answers import cap_of
 from dora.sim.server import SimulatedServer
 from dora.sim.workload import FleetModel, JobModel, LengthModel, TrainerModel, Workload
+from dora.status.drift import DriftWatch, Precision
 from dora.transport.messages import Configure, TrainerSettings
 
 #: Versions for which the store needs room besides the K + 1 live ones: one being evaluated, one being published, one
@@ -35,6 +36,8 @@ def settings_of(config: Config, *, eval_prompt_tokens: Sequence[int]) -> Setting
         max_new_tokens=rollout.max_new_tokens,
         num_ranks=trainer.ranks,
         micro_batch_tokens=trainer.micro_batch_tokens,
+        updates=trainer.updates,
+        shared_prompts=trainer.shared_prompts != "off",
         filter_zero_variance=rollout.filter_zero_variance,
         max_top_up=rollout.max_top_up,
         orchestration=orchestration_of(rollout.rules, without=rollout.without, refill=rollout.refill),
@@ -57,6 +60,7 @@ def rollout_only_settings(settings: Settings) -> Settings:
         rules=rules_of("periodic", max_staleness=0),
         steps=1,
         groups_per_step=settings.groups_per_step * settings.steps,
+        updates=1,
         num_ranks=1,
         eval_prompt_tokens=(),
     )
@@ -64,15 +68,36 @@ def rollout_only_settings(settings: Settings) -> Settings:
 
 def trainer_settings(config: Config, *, max_staleness: int) -> TrainerSettings:
     """Return the settings of the trainer ranks."""
-    return TrainerSettings(
+    settings = TrainerSettings(
         **_common(config.trainer, TrainerSettings),
         steps=config.run.steps,
         longest_request=config.longest_request,
         objective=config.objective.model_dump_json(),
+        advantages=_advantages(config),
         max_new_tokens=config.rollout.max_new_tokens,
         temperature=config.rollout.temperature,
         max_staleness=max_staleness,
     )
+    if config.rules.in_flight is not None:  # a group has no version under which all its tokens were sampled
+        return msgspec.structs.replace(settings, probe_tokens=0)
+    return settings
+
+
+def drift_watch(config: Config) -> DriftWatch:
+    """Return the drift alarms for a run's metrics."""
+    return DriftWatch(precision=precision_of(config), updates=config.trainer.updates)
+
+
+def precision_of(config: Config) -> Precision:
+    """Return the coarser data type of trainer and published weights."""
+    coarse = "bfloat16" in (config.trainer.dtype, config.trainer.publish_dtype)
+    return "bfloat16" if coarse else "float32"
+
+
+def _advantages(config: Config) -> tuple[str, ...]:
+    """Return the kind of advantage of each source; empty if all have the objective's."""
+    own = [source.advantage for source in config.task.sources]
+    return tuple(kind or config.objective.advantage for kind in own) if any(own) else ()
 
 
 #: Trainer settings that do not affect the result of a wave, except for rounding.
@@ -83,6 +108,9 @@ _WITHOUT_EFFECT = (
     "steps",
     "max_staleness",
     "checkpoint_every",
+    "copies",
+    "probe_tokens",
+    "probe_every",
     "micro_batch_tokens",
     "longest_request",
 )
@@ -146,7 +174,7 @@ def workload_of(config: Config) -> Workload:
             server=SimulatedServer(slots=engine.slots, kv_tokens=engine.kv_tokens),
             parallel_pushes=engine.max_parallel_pushes,
         ),
-        train=TrainerModel(micro_batch_tokens=trainer.micro_batch_tokens),
+        train=TrainerModel(micro_batch_tokens=trainer.micro_batch_tokens, updates=trainer.updates),
     )
 
 

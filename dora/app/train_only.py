@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from dora.app.build import start_ranks
-from dora.app.inputs import model_digest, open_inputs
+from dora.app.inputs import open_inputs, weights_digest
 from dora.app.prepare import new_folder
-from dora.app.settings import configure_message, lineage_settings
+from dora.app.settings import configure_message, drift_watch, lineage_settings
 from dora.config.schema import Config, EngineConfig
 from dora.controller.lineage import Lineage, base_chain
+from dora.controller.observer import log_changes
 from dora.controller.rollouts import rollout_files, train_rollouts
 from dora.controller.trainer_link import StepReport, TrainerLink
 from dora.core import events as ev
@@ -29,6 +30,7 @@ from dora.journal.run_folder import RunFolder
 from dora.log import configure_logging
 from dora.node.cuda import require_cuda
 from dora.node.supervise import Node
+from dora.status.drift import DriftWatch
 from dora.weights.checkpoints import drop
 from dora.weights.fence import raise_fence
 
@@ -36,12 +38,15 @@ from dora.weights.fence import raise_fence
 class _Listener:
     """Handles the events of the ranks: deletes old checkpoints, writes metrics, and detects the last version."""
 
-    def __init__(self, folder: RunFolder, *, steps: int, report: Callable[[StepReport, int], None]) -> None:
+    def __init__(
+        self, folder: RunFolder, *, steps: int, drift: DriftWatch, report: Callable[[StepReport, int], None]
+    ) -> None:
         self.done = asyncio.Event()  #: the last version is published
         self._folder = folder
         self._steps = steps
+        self._drift = drift
         self._report = report
-        self._checkpoints = Feed(num_ranks=1, budget=1)
+        self._checkpoints = Feed(num_ranks=1, budget=1, groups_per_update=1)
 
     async def on_event(self, event: ev.Event) -> None:
         if isinstance(event, ev.CheckpointSaved):
@@ -53,6 +58,7 @@ class _Listener:
 
     def on_step(self, step: StepReport) -> None:
         self._report(step, self._steps)
+        log_changes(self._drift.note(step.step, step.metrics))
         with self._folder.metrics.open("a", encoding="utf-8") as metrics:
             metrics.write(json.dumps({"kind": "step", "step": step.step, "trainer": step.metrics}) + "\n")
 
@@ -69,9 +75,9 @@ async def train(config: Config, rollouts: Path, *, report: Callable[[StepReport,
     await asyncio.to_thread(require_cuda, config.model_copy(update={"engine": EngineConfig()}), environ=os.environ)
     folder = new_folder(config)
     raise_fence(folder.fence, epoch=0)
-    model_chain = base_chain(await asyncio.to_thread(model_digest, inputs.model))
+    model_chain = base_chain(await asyncio.to_thread(weights_digest, config, inputs.model))
     configure_logging(folder.log, level=config.log.level, run=folder.run_id, role="controller")
-    listener = _Listener(folder, steps=len(rollout), report=report)
+    listener = _Listener(folder, steps=len(rollout), drift=drift_watch(config), report=report)
     lease = folder.lease(0)
     async with AsyncExitStack() as stack:
         stack.callback(folder.remove_leases)
@@ -113,7 +119,12 @@ async def _run(link: TrainerLink, rollout: list[Path], *, config: Config, done: 
     loops = [asyncio.ensure_future(loop) for _, loop in link.loops()]
     feed = asyncio.create_task(
         train_rollouts(
-            rollout, link=link, budget=config.trainer.micro_batch_tokens, group_size=config.rollout.group_size
+            rollout,
+            link=link,
+            budget=config.trainer.micro_batch_tokens,
+            group_size=config.rollout.group_size,
+            updates=config.trainer.updates,
+            shared_prompts=config.trainer.shared_prompts != "off",
         ),
         name="feed",
     )

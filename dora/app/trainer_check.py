@@ -10,12 +10,13 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dora.app.estimate import size_text
+from dora.app.settings import trainer_settings
 from dora.config.schema import Config
 
 if TYPE_CHECKING:  # torch takes seconds to import
@@ -29,6 +30,11 @@ CPU_OPERATIONS: Final = 1e11
 MIN_TOKENS: Final = 64
 #: Largest number of ranks that is proposed.
 MAX_RANKS: Final = 1024
+
+
+class _Copies(TypedDict):
+    copies: int
+    copies_on_host: bool
 
 
 @dataclass(frozen=True)
@@ -72,8 +78,10 @@ def check_trainer(config: Config, model: Path, stack: ExitStack) -> CheckedTrain
     memory = _memory(config) if is_here and not trainer.external else None
     mode = _mode(config, model, memory)
     dtype, moment_bytes = getattr(torch, trainer.dtype), MOMENT_BYTES[trainer.optimizer_state]
-    outline = Outline(model, dtype=dtype, checkpointing=mode, moment_bytes=moment_bytes)
-    alone = outline.forecast(tokens=trainer.micro_batch_tokens, longest=config.longest_request, ranks=1, moment_bytes=0)
+    outline = Outline(model, dtype=dtype, checkpointing=mode, moment_bytes=moment_bytes, **_copies(config))
+    alone = outline.forecast(
+        tokens=trainer.micro_batch_tokens, longest=config.longest_request, ranks=1, moment_bytes=0, copies=0
+    )
     lines = []
     trial = None
     if trainer.external:
@@ -121,7 +129,16 @@ def _mode(config: Config, model: Path, memory: int | None) -> Mode:
         ranks=trainer.ranks,
         memory=memory,
         moment_bytes=MOMENT_BYTES[trainer.optimizer_state],
+        **_copies(config),
     )[0]
+
+
+def _copies(config: Config) -> _Copies:
+    """Return the forecast's arguments about the policies beside the one that is trained."""
+    from dora.trainer.copies import count_copies
+
+    count = count_copies(trainer_settings(config, max_staleness=config.max_staleness))
+    return {"copies": count, "copies_on_host": config.trainer.copies == "host"}
 
 
 def _try(config: Config, model: Path, mode: Mode, stack: ExitStack) -> Trial:
@@ -155,7 +172,9 @@ def _measure(config: Config, outline: Outline, trial: Trial) -> str:
     if is_cpu := trainer.device == "cpu":
         most = max(MIN_TOKENS, int(CPU_OPERATIONS / (8 * outline.parameters)))
         tokens, longest = min(tokens, most), min(longest, most)
-    forecast = outline.forecast(tokens=tokens, longest=longest, ranks=1, layout=trial.checked.layout, moment_bytes=0)
+    forecast = outline.forecast(
+        tokens=tokens, longest=longest, ranks=1, layout=trial.checked.layout, moment_bytes=0, copies=0
+    )
     with _memory_errors(config, during=f"in a trial of {max(tokens, longest)} tokens"):
         measured = trial.measure(tokens=tokens, longest=longest)
     what = "kept for the backward pass" if is_cpu else "at most allocated, without the optimizer"
@@ -214,10 +233,11 @@ def _change(config: Config, model: Path, *, mode: Mode, most: int, memory: int) 
             ranks=ranks,
             memory=memory,
             moment_bytes=moment_bytes,
+            **_copies(config),
         )
         if need.total <= FITS * memory:
             return f"set trainer.activation_checkpointing to {other} and trainer.micro_batch_tokens to {longest}"
-    outline = Outline(model, dtype=dtype, checkpointing="full", moment_bytes=moment_bytes)
+    outline = Outline(model, dtype=dtype, checkpointing="full", moment_bytes=moment_bytes, **_copies(config))
     while ranks < MAX_RANKS:
         ranks *= 2
         if outline.forecast(tokens=longest, longest=longest, ranks=ranks).total <= FITS * memory:

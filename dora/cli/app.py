@@ -98,14 +98,25 @@ def check(
             help="Also push the model to each server once. This interrupts other users of the servers.",
         ),
     ] = False,
+    drift: Annotated[
+        bool,
+        typer.Option(
+            "--drift",
+            help="Instead, run some steps at learning rate 0, and compare the log-probs of engine and trainer in each.",
+        ),
+    ] = False,
 ) -> None:
     """Validate a configuration, contact its servers, print the plan.
 
     Nothing is changed.
     """
     from dora.cli.check import check as command
+    from dora.cli.check import check_drift
 
-    command(config, overrides or [], push=push)
+    if drift:
+        check_drift(config, overrides or [])
+    else:
+        command(config, overrides or [], push=push)
 
 
 @app.command()

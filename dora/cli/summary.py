@@ -28,6 +28,7 @@ def summary(now: Snapshot, *, folder: RunFolder, violations: int) -> list[str]:
         shares = ", ".join(f"{i}: {n / total:.0%}" for i, n in enumerate(now.staleness))
         lines.append(f"  staleness of trained groups: {shares} (mean {now.staleness_mean:.2f})")
     lines += [f"  {constraint} is broken by design: {counts}" for constraint, counts in now.by_design.items()]
+    lines += [f"  drift: {alarm.text}" for alarm in now.alarms]
     lines.append(f"  {now.counts.migrations} migrations, {now.counts.recovered} recovered after losses")
     kept = ", ".join(name for name in ("C1", "C2", "C3") if name not in now.by_design)
     lines.append(f"  audit of {kept}: {_verdict(now, violations, folder=folder)}")

@@ -12,11 +12,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Discriminator
 from pydantic.fields import FieldInfo
 
 from dora.config.load import dump
 from dora.config.schema import Config
+from dora.objectives.table import LOSS_SETTINGS
 
 _HEAD = """\
 # Configuration
@@ -54,18 +55,38 @@ def render() -> dict[str, str]:
 def _sections(model: type[BaseModel], *, prefix: str) -> Iterator[str]:
     """Yield heading, sentence and table of each section, in schema order; nested sections follow their parent."""
     for name, field in model.model_fields.items():
+        dotted = f"{prefix}{name}"
+        if dotted == "objective.loss":
+            yield from _losses(dotted, field)
+            continue
         inner, is_list = _section_of(field)
         if inner is None:
             continue
-        dotted = f"{prefix}{name}"
         header = f"[[{dotted}]]" if is_list else f"[{dotted}]"
         yield f"## `{header}`\n\n{inner.__doc__}\n"
-        yield "| key | type | default | meaning |\n|---|---|---|---|"
-        for key, plain in inner.model_fields.items():
-            if _section_of(plain)[0] is None:
-                yield _row(key, plain)
-        yield ""
+        yield from _table(inner)
         yield from _sections(inner, prefix=f"{dotted}.")
+
+
+def _losses(dotted: str, field: FieldInfo) -> Iterator[str]:
+    """Yield the section of the policy loss, whose keys depend on its kind."""
+    yield f"## `[{dotted}]`\n\n{field.description} Its keys depend on its `kind`.\n"
+    for tag, settings in LOSS_SETTINGS.items():
+        yield f'### `kind = "{tag}"`\n\n{_one_line(settings.__doc__)}\n'
+        yield from _table(settings)
+
+
+def _table(section: type[BaseModel]) -> Iterator[str]:
+    yield "| key | type | default | meaning |\n|---|---|---|---|"
+    for key, field in section.model_fields.items():
+        if _section_of(field)[0] is None and not _is_tagged(field):
+            yield _row(key, field)
+    yield ""
+
+
+def _is_tagged(field: FieldInfo) -> bool:
+    """Return whether a field is one of several sections, told apart by a tag."""
+    return any(isinstance(rule, Discriminator) for rule in field.metadata)
 
 
 def _section_of(field: FieldInfo) -> tuple[type[BaseModel] | None, bool]:
@@ -78,12 +99,17 @@ def _section_of(field: FieldInfo) -> tuple[type[BaseModel] | None, bool]:
 
 
 def _row(key: str, field: FieldInfo) -> str:
-    meaning = " ".join((field.description or "").split())
+    meaning = _one_line(field.description)
     if isinstance(field.json_schema_extra, dict):
         variable = field.json_schema_extra["environment"]
         return f"| `{key}` | secret | environment variable `{variable}` | {_cell(meaning)} |"
     kind = _kind(field.annotation) + "".join(_bounds(field))
-    return f"| `{key}` | {_cell(kind)} | {_cell(_default(field.default))} | {_cell(meaning)} |"
+    default = "required" if field.is_required() else _default(field.default)
+    return f"| `{key}` | {_cell(kind)} | {_cell(default)} | {_cell(meaning)} |"
+
+
+def _one_line(text: str | None) -> str:
+    return " ".join((text or "").split())
 
 
 def _kind(annotation: Any) -> str:

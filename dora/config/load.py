@@ -21,6 +21,7 @@ from pydantic_core import ErrorDetails
 
 from dora.config.schema import Config
 from dora.errors import ConfigError
+from dora.objectives.table import LOSS_SETTINGS
 
 #: Pydantic error type -> the expected value, in words. Other types keep pydantic's own message.
 _WANTED = {
@@ -39,6 +40,7 @@ _WANTED = {
     "less_than_equal": "at most {le:g}",
     "literal_error": "{expected}",
     "string_pattern_mismatch": "text that matches {pattern}",
+    "union_tag_invalid": "{expected_tags}",
 }
 
 #: Similarity (0 to 1) from which a key of another section is suggested; high, because short words are often similar.
@@ -52,6 +54,7 @@ _LONG_KEY = re.compile(rf"(?<![\w.-]){_PART}(?:[ \t]*+\.[ \t]*+{_PART}){{100}}")
 def load(path: Path | None, overrides: Sequence[str] = (), *, environ: Mapping[str, str]) -> Config:
     """Return the defaults, overlaid in turn by the file at `path`, each `a.b=value`, and the secrets in `environ`."""
     data = Config().model_dump(mode="json")
+    data["objective"] = {}  # the defaults of its keys depend on those that are given
     if path is not None:
         _overlay(data, read_toml(path))
     origins: dict[str, str] = {}  # dotted key -> the --set that gave it
@@ -195,16 +198,30 @@ def _refuse_secrets(data: Mapping[str, Any]) -> None:
 def _describe(problem: ErrorDetails, *, origins: Mapping[str, str], path: Path | None) -> list[str]:
     """Describe a pydantic error, in one line unless it comes from the checks across sections."""
     where = f"{path}: " if path is not None else ""
-    key = ".".join(map(str, problem["loc"]))
+    loc = _without_tag(problem["loc"])
+    value = problem["input"]
+    kind = problem["type"]
+    if kind == "union_tag_invalid" and not isinstance(value, dict):
+        kind = "model_type"
+    elif kind == "union_tag_invalid":
+        loc, value = (*loc, "kind"), value.get("kind")
+    key = ".".join(map(str, loc))
     if not key:
         return [where + line for line in str(problem["ctx"]["error"]).splitlines()]
     for overridden, override in origins.items():
         if f"{key}.".startswith(f"{overridden}.") or f"{overridden}.".startswith(f"{key}."):
             where = f"{override}: "
-    if problem["type"] == "extra_forbidden":
+    if kind == "extra_forbidden":
         return [f"{where}unknown key {key}; {_nearest(key, loc=problem['loc'])}"]
-    wanted = _WANTED.get(problem["type"], problem["msg"]).format(**problem.get("ctx", {}))
-    return [f"{where}{key}: got {_shown(problem['input'])}, expected {wanted}"]
+    if kind == "value_error":
+        return [f"{where}{key}: {problem['ctx']['error']}"]
+    wanted = _WANTED.get(kind, problem["msg"]).format(**problem.get("ctx", {}))
+    return [f"{where}{key}: got {_shown(value)}, expected {wanted}"]
+
+
+def _without_tag(loc: tuple[int | str, ...]) -> tuple[int | str, ...]:
+    """Return the location without the kind of loss that pydantic inserts."""
+    return loc[:2] + loc[3:] if loc[:2] == ("objective", "loss") else loc
 
 
 def _shown(value: Any) -> str:
@@ -231,6 +248,8 @@ def _keys(model: type[BaseModel]) -> list[str]:
 
 def _model_at(loc: Sequence[int | str]) -> type[BaseModel]:
     """Return the section at the location of a problem."""
+    if loc[:2] == ("objective", "loss") and len(loc) > 2:
+        return LOSS_SETTINGS[str(loc[2])]
     model: type[BaseModel] = Config
     for part in loc:
         if isinstance(part, str):

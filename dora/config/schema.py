@@ -1,8 +1,8 @@
 """The settings of a run: frozen pydantic models, one per section, that refuse unknown keys.
 
 The docstring below a field is its documentation; docs/CONFIG.md is generated from this file. Rules that span fields are
-checked in `Config` and nowhere else, so that a contradiction is found before anything starts. The defaults describe the
-embedded default job.
+checked in `Config` and nowhere else (those within `[objective]` by `dora/objectives/rules.py`), so that a contradiction
+is found before anything starts. The defaults describe the embedded default job.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
+from dora.config.terms import term_problems
 from dora.core.strategies import SILENCE, Rules, rules_of
-from dora.objectives.settings import ObjectiveConfig
+from dora.objectives.rules import problems as objective_problems
+from dora.objectives.settings import Advantage, ObjectiveConfig
 from dora.section import Section
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
@@ -240,10 +242,24 @@ class TrainerConfig(Section):
     max_grad_norm: Annotated[float, Field(gt=0.0)] = 1.0
     """Maximum gradient norm; a larger gradient is scaled down to it."""
     updates: Positive = 1
-    """M: the number of optimizer updates per step. Each takes the next N / M groups in the order of their commits."""
+    """M: the number of optimizer updates per step. Each takes the next N / M groups in the order of their commits. With
+    more than one, a rank keeps the state before the step on the host, 12 bytes for each of its parameters, for a
+    checkpoint in mid-step."""
     shared_prompts: Literal["auto", "on", "off"] = "auto"
     """Compute a prompt once for its sibling answers. `auto`: where they would have over 1.15 times as many tokens
     otherwise, and the model allows it; `on`: always, and an error if the model does not."""
+    copies: Literal["device", "host"] = "device"
+    """Where the weights of the proximal policy (needed with `updates` > 1, unless objective.proximal is `approximate`)
+    and of the reference policy (objective.kl_coefficient > 0) are: 2 bytes for each parameter of a rank and each of
+    the two if `dtype` is bfloat16, else 4. `host`: in pinned memory of the host, from which every layer is fetched
+    before it computes (unverified without a GPU)."""
+    probe_tokens: Annotated[int, Field(ge=0)] = 512
+    """Most stale tokens, prompts included, of a rank and step whose log-probs are also computed under the version that
+    sampled them, so that the mismatch of the engine (`engine_mismatch_k3`) is known apart from the drift of the weights
+    (`version_drift_k3`). 0 is off. It is always off with strategies whose answers have tokens of several versions
+    (`partial`, `partial_bounded`, `partial_sync`)."""
+    probe_every: Positive = 4
+    """Number of steps from one such probe to the next. A probe reads the rank's rows of a whole version."""
     checkpoint_every: Positive = 10
     """Number of steps between resumable checkpoints. A clean stop writes one too."""
     stop_timeout_s: Seconds = 600.0
@@ -275,24 +291,41 @@ class SourceConfig(Section):
     """Further arguments of the source; for `arithmetic` and `reasoning_gym`, parameters of the generator."""
     weight: Annotated[float, Field(gt=0.0)] = 1.0
     """Share of prompts drawn from this source, relative to the other sources."""
+    label: str = ""
+    """Name of the source for rewards: `task.rewards[].sources` lists labels, and reward functions are given it. Sources
+    may share a label."""
+    advantage: Advantage | None = None
+    """How the advantages of this source are computed. Unset: by `objective.advantage`."""
 
 
 class RewardConfig(Section):
     """One term of the reward; terms are summed with their weights."""
 
-    kind: Literal["math", "exact", "regex", "reasoning_gym", "http", "function"] = "exact"
+    kind: Literal["math", "exact", "regex", "reasoning_gym", "overlong", "length", "http", "function"] = "exact"
     """`math`: math-verify compares response and answer. `exact`: 1 if they are equal after stripping. `regex`: 1 if the
-    first group of `pattern` equals the answer. `reasoning_gym`: the dataset's own scorer. `http`: a POST to `url`.
-    `function`: a function of yours, called with prompt=, response=, answer= and metadata= (the row's other columns),
-    that returns a number."""
+    first group of `pattern` equals the answer. `reasoning_gym`: the dataset's own scorer. `overlong`: DAPO's soft
+    penalty (arXiv 2503.14476): 0 while at least `buffer` tokens of the token budget are left, then linear to -1.
+    `length`: minus the share of the token budget that the response takes. `http`: a POST to `url`. `function`: a
+    function of yours that returns a number. It gets those of these arguments that its signature names: prompt=,
+    response=, answer=, metadata= (the row's other columns), num_tokens= (of the response), max_tokens= (the token
+    budget), finish= ("stop", or "length" if the budget was reached) and source= (the label of the row's source)."""
     pattern: str = ""
     """Regular expression (`regex`)."""
     url: str = ""
-    """Endpoint (`http`) that receives {prompt, response, answer, metadata} and returns {"reward": number}."""
+    """Endpoint (`http`) that receives {prompt, response, answer, metadata, num_tokens, max_tokens, finish, source} and
+    returns {"reward": number}."""
     name: str = ""
     """module:function (`function`)."""
+    buffer: Annotated[int, Field(ge=0)] = 0
+    """Number of tokens at the end of the token budget over which `overlong` falls to -1."""
+    sources: tuple[str, ...] = ()
+    """Labels of the sources whose answers this term scores; empty: all. Every source needs a term."""
     weight: float = 1.0
     """Factor by which this term is multiplied."""
+
+    def applies_to(self, source: str) -> bool:
+        """Return whether this term scores the answers of a source, by its label."""
+        return not self.sources or source in self.sources
 
 
 class TaskConfig(Section):
@@ -444,17 +477,14 @@ class Config(Section):
             *self._address_problems(),
             *self._template_problems(),
             *self._evaluation_problems(),
+            *self._reward_problems(),
         ]
         if problems:
             raise ValueError("\n".join(problems))
         return self
 
     def _algorithm_problems(self) -> Iterator[str]:
-        if self.rollout.group_size < 2:
-            yield (
-                f"rollout.group_size: {self.rollout.group_size} answer per prompt has no siblings to be compared with, "
-                f"but advantage '{self.objective.advantage}' is group-relative; use at least 2"
-            )
+        yield from objective_problems(self.objective, updates=self.trainer.updates, group_size=self.rollout.group_size)
         if self.rollout.groups_per_step % self.trainer.updates:
             yield (
                 f"trainer.updates: {self.trainer.updates} updates cannot share the {self.rollout.groups_per_step} "
@@ -462,6 +492,8 @@ class Config(Section):
             )
         if self.trainer.optimizer_state == "host" and self.trainer.device == "cpu":
             yield "trainer.optimizer_state: with trainer.device = cpu, the moments are on the host anyway; use device"
+        if self.trainer.copies == "host" and self.trainer.device == "cpu":
+            yield "trainer.copies: with trainer.device = cpu, the copies are on the host anyway; use device"
         if SILENCE * self.rollout.watchdog_s >= self.run.no_progress_s:
             yield (
                 f"rollout.watchdog_s: {SILENCE:g} x {self.rollout.watchdog_s:g} s must be below run.no_progress_s "
@@ -528,3 +560,13 @@ class Config(Section):
                     f"eval.sets.{index}: evaluates the built-in arithmetic, which is not the task; "
                     "give a held-out set of the task, or turn evaluation off with eval.sets = []"
                 )
+
+    def _reward_problems(self) -> Iterator[str]:
+        task, held_out = self.task, list(enumerate(self.eval.sets))
+        budget = self.rollout.max_new_tokens
+        labels = {f"task.sources.{i}": source.label for i, source in enumerate(task.sources)}
+        labels |= {f"eval.sets.{i}.source": one.source.label for i, one in held_out if not one.rewards}
+        yield from term_problems("task.rewards", task.rewards, labels=labels, budget=budget)
+        for i, one in held_out:
+            label = {f"eval.sets.{i}.source": one.source.label}
+            yield from term_problems(f"eval.sets.{i}.rewards", one.rewards, labels=label, budget=budget)

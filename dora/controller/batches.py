@@ -57,6 +57,8 @@ def _build(
         step=order.step,
         index=order.index,
         last=order.last,
+        update=order.update,
+        closes=order.closes,
         tokens=tokens,
         loss_mask=loss_mask,
         behavior_logprobs=behavior_logprobs,

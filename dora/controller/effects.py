@@ -199,6 +199,7 @@ class GradeAnswer:
     trajectories: Trajectories
     tokenizer: Tokenizer
     graders: Graders
+    max_new_tokens: int
     now: Clock
 
     async def __call__(self, order: cmd.GradeTrajectory) -> ev.Event:
@@ -210,6 +211,10 @@ class GradeAnswer:
             response=self.tokenizer.decode(record.tokens.tolist()),
             answer=prompt.answer,
             metadata=prompt.metadata,
+            num_tokens=len(record.tokens),
+            max_tokens=self.max_new_tokens,
+            finish="length" if record.length_capped else "stop",
+            source=prompt.label,
         )
         outcome = await self.graders.of(trajectory).grade(request)
         if isinstance(outcome, Graded):

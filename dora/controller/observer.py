@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
@@ -30,6 +30,7 @@ from dora.core.state import State
 from dora.core.tables import Group
 from dora.journal.deep import KeptTrajectory, encode_kept
 from dora.journal.run_folder import RunFolder
+from dora.status.drift import Alarm, DriftWatch
 from dora.status.facts import Score, ShellFacts, StepFacts
 from dora.status.snapshot import Snapshot, snapshot, trainer_waits_for
 from dora.tasks.tokenizer import Tokenizer
@@ -49,6 +50,7 @@ class RunObserver:
         trajectories: Trajectories,
         evaluations: Evaluations,
         tokenizer: Tokenizer,
+        drift: DriftWatch,
         keep_per_step: int,
         urls: Mapping[InstanceId, str],
         then: Callable[[int, Callable[[], None]], None],
@@ -60,6 +62,7 @@ class RunObserver:
         self._trajectories = trajectories
         self._evaluations = evaluations
         self._tokenizer = tokenizer
+        self._drift = drift
         self._keep_per_step = keep_per_step
         self._urls = urls
         self._then = then
@@ -72,9 +75,15 @@ class RunObserver:
         self._metrics = files.open_lines(folder.metrics, is_known=is_known)
         self._kept = files.open_lines(folder.trajectories, is_known=is_known)
         facts.scores += earlier_scores(folder.metrics)
+        for row in read_rows(folder.metrics, kind="step"):
+            with suppress(ValueError):
+                earlier = msgspec.convert(row, _StepMetrics)
+                drift.note(earlier.step, earlier.trainer)
+        facts.alarms = [*drift.alarms.values()]
         self._waited_for = ""
         self._num_overtaken = len(state.evaluation.overtaken)  # reported, by an earlier controller if any
         self._step_began_at = state.now
+        self._num_filtered = _num_filtered(state)
         self._fleet_busy_s = 0.0  # slot-seconds in use since the last step
         self._fleet_slots_s = 0.0
         self._seen_at = state.now
@@ -167,8 +176,21 @@ class RunObserver:
         self._waited_for = ""
         self.facts.steps.append(facts)
         self.facts.num_trained_tokens += num_tokens
-        self._rows.append((self._metrics, self._folder.metrics, _line(self._step_row(facts, report))))
+        self._watch_drift(report)
+        row = self._step_row(facts, report) | {"zero_variance_groups": self._zero_variance(groups)}
+        self._rows.append((self._metrics, self._folder.metrics, _line(row)))
         self._keep(groups, step=report.step)
+
+    def _zero_variance(self, trained: Sequence[Group]) -> int:
+        """Return the number of groups with equal rewards: filtered since the last step, or trained in this one."""
+        before, self._num_filtered = self._num_filtered, _num_filtered(self._state)
+        equal = sum(len({reward for reward in group.rewards if reward is not None}) == 1 for group in trained)
+        return self._num_filtered - before + equal
+
+    def _watch_drift(self, report: StepReport) -> None:
+        """Log the drift alarms that this step raises or clears, and show them in the status."""
+        log_changes(self._drift.note(report.step, report.metrics))
+        self.facts.alarms = [*self._drift.alarms.values()]
 
     def _step_row(self, facts: StepFacts, report: StepReport) -> dict[str, Any]:
         state, now = self._state, self.snapshot()
@@ -188,6 +210,7 @@ class RunObserver:
             **asdict(now.counts),
             "lag_p99_s": now.lag_p99_s,
             "controller_cpu_s": self._cpu_s - cpu_before_s,
+            "alarms": self._drift.active,
             "trainer": report.metrics,
         }
 
@@ -242,6 +265,16 @@ class RunObserver:
             self._then(position, partial(_write, [(self._metrics, self._folder.metrics, line)]))
 
 
+def log_changes(alarms: Sequence[Alarm]) -> None:
+    """Log the alarms that a step raised or cleared; the console shows them, too."""
+    for alarm in alarms:
+        log.warning("drift_alarm" if alarm.cleared is None else "drift_cleared", alarm=alarm.text)
+
+
+def _num_filtered(state: State) -> int:
+    return state.ledger.reasons.get("filtered: zero variance", 0)
+
+
 def _line(row: dict[str, Any]) -> bytes:
     return json.dumps(row).encode() + b"\n"
 
@@ -259,6 +292,13 @@ class _Row(msgspec.Struct):
     version: int = -1
 
 
+class _StepMetrics(msgspec.Struct):
+    """What the drift alarms need of the row of a step."""
+
+    step: int
+    trainer: dict[str, float]
+
+
 def _is_known(line: bytes, *, state: State) -> bool:
     """Whether the journal has what a row tells."""
     try:
@@ -270,14 +310,21 @@ def _is_known(line: bytes, *, state: State) -> bool:
     return row.kind != "step" or row.step < state.feed.trained
 
 
-def earlier_scores(metrics: Path) -> list[Score]:
-    """Read the scores from before a resume; a torn last line is ignored."""
+def read_rows(metrics: Path, *, kind: str) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a kind; torn ones are ignored."""
     if not metrics.is_file():
-        return []
-    scores = []
+        return
     for line in files.read_lines(metrics):
         with suppress(ValueError, TypeError, LookupError, RecursionError):  # a crash may tear a row
             row = json.loads(line)
-            if row["kind"] == "evaluation":
-                scores.append(msgspec.convert(row, Score))
+            if row["kind"] == kind:
+                yield row
+
+
+def earlier_scores(metrics: Path) -> list[Score]:
+    """Read the scores from before a resume; a torn last line is ignored."""
+    scores = []
+    for row in read_rows(metrics, kind="evaluation"):
+        with suppress(ValueError):
+            scores.append(msgspec.convert(row, Score))
     return scores

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import struct
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,9 @@ import numpy as np
 from dora import files
 from dora.controller.trainer_link import StepReport, TrainerLink
 from dora.core import events as ev
-from dora.core.ids import StepId, TrajectoryId, VersionId
-from dora.core.training import split_wave
+from dora.core.commands import TrainMicroBatch
+from dora.core.ids import GroupId, StepId, TrajectoryId, VersionId
+from dora.core.waves import Pending, answers_of
 from dora.errors import ConfigError
 from dora.journal.frames import FrameReader, FrameWriter
 from dora.transport.codec import decode, encode
@@ -88,7 +89,8 @@ class RolloutWriter:
             by_file.setdefault(number, []).append(piece)
         for number, pieces in by_file.items():
             with FrameWriter(self._folder / f"step-{number:06d}.rollout") as file:
-                file.write(_pack(_join(pieces, step=number, index=index, last=last, group_size=self._group_size)))
+                order = TrainMicroBatch(number, index, last, ranks=())
+                file.write(_pack(_join(pieces, order, group_size=self._group_size)))
 
     async def _report(self, first: MicroBatch) -> None:
         step = first.step
@@ -108,28 +110,51 @@ def rollout_files(folder: Path) -> list[Path]:
     return found
 
 
-async def train_rollouts(steps: list[Path], *, link: TrainerLink, budget: int, group_size: int) -> None:
+async def train_rollouts(
+    steps: list[Path], *, link: TrainerLink, budget: int, group_size: int, updates: int, shared_prompts: bool
+) -> None:
     """Send every step to the ranks."""
     for step, path in enumerate(steps):
-        for wave in _waves(path, step=StepId(step), num_ranks=link.num_ranks, budget=budget, group_size=group_size):
+        found = _pieces([_unpack(payload) for _, payload in FrameReader(path)])
+        pieces = {TrajectoryId(int(b.trajectories[i])): (b, i, start) for b, i, start in found}
+        pending = _pending(pieces, updates=updates, shared_prompts=shared_prompts)
+        for order in _orders(pending, step=StepId(step), num_ranks=link.num_ranks, budget=budget):
+            wave = [_join([pieces[t] for t in rank], order, group_size=group_size) for rank in order.ranks]
             await link.send(link.lineage.add(wave))
 
 
-def _waves(path: Path, *, step: StepId, num_ranks: int, budget: int, group_size: int) -> Iterator[list[MicroBatch]]:
-    """Yield the waves of a step, with its trajectories distributed over `num_ranks` ranks."""
-    found = _pieces([_unpack(payload) for _, payload in FrameReader(path)])
-    pieces = {TrajectoryId(int(b.trajectories[i])): (b, i, start) for b, i, start in found}
-    left = sorted((t, int(b.lengths[i])) for t, (b, i, _) in pieces.items())
+def _pending(pieces: Mapping[TrajectoryId, Piece], *, updates: int, shared_prompts: bool) -> list[Pending]:
+    """Return the answers of each update: groups in the order of their ids."""
+    groups: dict[GroupId, list[tuple[TrajectoryId, int, int]]] = {}
+    for t, (batch, i, start) in sorted(pieces.items()):
+        length = int(batch.lengths[i])
+        sampled = int(batch.loss_mask[start : start + length].sum())
+        groups.setdefault(GroupId(int(batch.groups[i])), []).append((t, sampled, length - sampled))
+    size = -(-len(groups) // updates)
+    pending = [Pending() for _ in range(-(-len(groups) // size))]
+    for number, (group, members) in enumerate(groups.items()):
+        lengths, prompt = [(t, sampled) for t, sampled, _ in members], members[0][2]
+        for answer in answers_of(group, lengths, prompt=prompt, shared_prompts=shared_prompts):
+            pending[number // size].add(answer)
+    return pending
+
+
+def _orders(pending: list[Pending], *, step: StepId, num_ranks: int, budget: int) -> Iterator[TrainMicroBatch]:
+    """Yield the waves of a step."""
     index = 0
-    while True:
-        ranks, left = split_wave(left, num_ranks=num_ranks, budget=budget)
-        yield [
-            _join([pieces[t] for t in rank], step=step, index=index, last=not left, group_size=group_size)
-            for rank in ranks
-        ]
-        if not left:
-            return
-        index += 1
+    for update, answers in enumerate(pending):
+        while answers.answers:
+            ranks = answers.cut(num_ranks=num_ranks, budget=budget)
+            closes = not answers.answers
+            yield TrainMicroBatch(
+                step=step,
+                index=index,
+                last=closes and update == len(pending) - 1,
+                ranks=tuple(tuple(sorted(a.trajectory for a in rank)) for rank in ranks),
+                update=update,
+                closes=closes,
+            )
+            index += 1
 
 
 def _pieces(batches: list[MicroBatch]) -> list[Piece]:
@@ -141,14 +166,23 @@ def _pieces(batches: list[MicroBatch]) -> list[Piece]:
     return found
 
 
-def _join(chosen: list[Piece], *, step: StepId, index: int, last: bool, group_size: int) -> MicroBatch:
+def _join(chosen: list[Piece], order: TrainMicroBatch, *, group_size: int) -> MicroBatch:
     if not chosen:
-        return empty_micro_batch(step=step, index=index, last=last, group_size=group_size)
+        return empty_micro_batch(
+            step=order.step,
+            index=order.index,
+            last=order.last,
+            update=order.update,
+            closes=order.closes,
+            group_size=group_size,
+        )
     spans = [(batch, slice(start, start + int(batch.lengths[i]))) for batch, i, start in chosen]
     return MicroBatch(
-        step=step,
-        index=index,
-        last=last,
+        step=order.step,
+        index=order.index,
+        last=order.last,
+        update=order.update,
+        closes=order.closes,
         tokens=np.concatenate([b.tokens[s] for b, s in spans]),
         loss_mask=np.concatenate([b.loss_mask[s] for b, s in spans]),
         behavior_logprobs=np.concatenate([b.behavior_logprobs[s] for b, s in spans]),

@@ -52,12 +52,17 @@ class PushWeights(Command, frozen=True):
 
 
 class TrainMicroBatch(Command, frozen=True):
-    """Train one micro-batch per rank, empty ones included → MicroBatchTrained, and StepTrained after the `last`."""
+    """Train one micro-batch per rank, empty ones included → MicroBatchTrained, and StepTrained after the `last`.
+
+    An optimizer update follows if it `closes` one; the last one always does.
+    """
 
     step: StepId
     index: int
     last: bool
     ranks: tuple[tuple[TrajectoryId, ...], ...]
+    update: int = 0  #: the update that it belongs to: 0 ... M - 1
+    closes: bool = False
 
 
 class CondemnInstance(Command, frozen=True):

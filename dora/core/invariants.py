@@ -8,7 +8,7 @@ are formatted only for a violation.
 from __future__ import annotations
 
 from collections import Counter
-from itertools import chain
+from itertools import accumulate, chain, groupby
 
 from dora.core.feasibility import CapacityGate, fits
 from dora.core.phases import (
@@ -186,11 +186,18 @@ def _evaluation(state: State) -> None:
 
 
 def _feed(state: State) -> None:
-    """Every graded trajectory of a committed group is pending or in exactly one wave."""
+    """Every graded trajectory of a committed group is pending or in exactly one wave, of the update of its group."""
+    size = state.settings.groups_per_update
     for number, feed in state.feed.steps.items():
-        _require(sum(size for _, size in feed.pending) == feed.num_tokens, f"step {number}: pending tokens")
-        sent = chain.from_iterable([rank for wave in feed.waves for rank in wave.ranks])
-        planned = sorted([*sent, *(t for t, _ in feed.pending)])
-        expected = sorted([t.id for g in feed.groups for t in g.trajectories if t.reward is not None])
-        _require(planned == expected, f"step {number}: micro-batches do not hold each trajectory once")
+        for pending in feed.pending.values():
+            runs = [next(answers) for _, answers in groupby(pending.answers, key=lambda a: a.group)]
+            tokens = sum(a.num_tokens for a in pending.answers) + sum(a.shared for a in runs)
+            _require(tokens == pending.num_tokens, f"step {number}: pending tokens")
+        fed = [(wave.update, t) for wave in feed.waves for rank in wave.ranks for t in rank]
+        planned = sorted(fed + [(u, a.trajectory) for u, pending in feed.pending.items() for a in pending.answers])
+        graded = [(i // size, t.id) for i, g in enumerate(feed.groups) for t in g.trajectories if t.reward is not None]
+        _require(planned == sorted(graded), f"step {number}: micro-batches do not hold each trajectory once")
         _require(all(len(w.ranks) == state.feed.num_ranks for w in feed.waves), f"step {number}: unequal micro-batches")
+        ended = list(accumulate((w.closes for w in feed.waves), initial=0))
+        _require([w.update for w in feed.waves] == ended[:-1], f"step {number}: an update does not end with one wave")
+        _require(feed.update == ended[-1], f"step {number}: waves are cut for another update")

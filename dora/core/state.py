@@ -105,7 +105,12 @@ class State:
     def __post_init__(self) -> None:
         settings, rules = self.settings, self.settings.rules
         self.formation = formation_of(settings)
-        self.feed = Feed(num_ranks=settings.num_ranks, budget=settings.micro_batch_tokens)
+        self.feed = Feed(
+            num_ranks=settings.num_ranks,
+            budget=settings.micro_batch_tokens,
+            groups_per_update=settings.groups_per_update,
+            shared_prompts=settings.shared_prompts,
+        )
         self.evaluation = Evaluation(prompt_tokens=settings.eval_prompt_tokens, every=settings.eval_every)
         self.counters = Counters(staleness=[0] * (rules.max_staleness + 1))
         # F and the gate admit K + 1 steps of unconsumed groups, and as many may be committed.

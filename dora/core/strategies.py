@@ -110,6 +110,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_new_tokens: int
     num_ranks: int  #: trainer ranks
     micro_batch_tokens: int  #: token budget of one rank's micro-batch
+    updates: int = 1  #: M: optimizer updates of a step; it divides N
+    shared_prompts: bool = False  #: the trainer computes the prompt of siblings on one rank once
     filter_zero_variance: bool = True
     max_top_up: float = 10.0  #: filtered and failed groups allowed per step, in units of N
     orchestration: Orchestration = Orchestration()
@@ -122,6 +124,11 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_eval_share: float = 0.1  #: share of all slots, while training work could use them
     decode_time: DecodeTime = DecodeTime()
     deterministic: bool = False  #: the trainer writes the same bytes for the same waves, so a replay may not differ
+
+    @property
+    def groups_per_update(self) -> int:
+        """N / M."""
+        return self.groups_per_step // self.updates
 
     @property
     def max_lag(self) -> int:

@@ -1,20 +1,22 @@
 """The feed of the trainer: committed groups become waves of one micro-batch per rank.
 
-Invariant: the waves of a step are numbered from 0; each has one micro-batch for every rank (FSDP2 hangs on unequal
-counts); every graded trajectory of the step is in exactly one of them; the last one is marked. Waves are kept back to
-the oldest checkpoint kept, so that a trainer restarted from any checkpoint gets the same waves.
+A step has M optimizer updates, each of the next N / M groups in commit order; a step cut short by the end of the
+prompts has fewer. Invariant: the waves of a step are numbered from 0; each has one micro-batch for every rank (FSDP2
+hangs on unequal counts), with answers of one update only; every graded trajectory of the step is in exactly one of
+them; the last wave of each update is marked, and that of the step. Waves are kept back to the oldest checkpoint kept,
+so that a trainer restarted from any checkpoint gets the same waves.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from heapq import heapreplace
 
 from dora.core.commands import TrainMicroBatch
-from dora.core.ids import StepId, TrajectoryId
+from dora.core.ids import StepId
 from dora.core.tables import Group
+from dora.core.waves import Pending, answers_of, load_of
 
 #: Untrained waves sent: the current one and the next, so that the trainer never waits for a round trip.
 MAX_WAVES_AHEAD = 2
@@ -22,33 +24,13 @@ MAX_WAVES_AHEAD = 2
 KEPT_CHECKPOINTS = 2
 
 
-def split_wave(
-    sizes: Iterable[tuple[TrajectoryId, int]], *, num_ranks: int, budget: int
-) -> tuple[list[list[TrajectoryId]], list[tuple[TrajectoryId, int]]]:
-    """Return one micro-batch per rank, balanced by tokens, and the trajectories that did not fit.
-
-    Longest first onto the least loaded rank (LPT); a rank gets more than `budget` tokens only as a single trajectory.
-    """
-    ranks: list[list[TrajectoryId]] = [[] for _ in range(num_ranks)]
-    loads = [(0, rank) for rank in range(num_ranks)]  # a heap
-    left: list[tuple[TrajectoryId, int]] = []
-    for trajectory, size in sorted(sizes, key=lambda item: (-item[1], item[0])):
-        load, rank = loads[0]
-        if load and load + size > budget:
-            left.append((trajectory, size))
-            continue
-        ranks[rank].append(trajectory)
-        heapreplace(loads, (load + size, rank))
-    return ranks, left
-
-
 @dataclass(slots=True, eq=False, repr=False)
 class StepFeed:
     """The groups and waves of one step."""
 
     groups: list[Group] = field(default_factory=list)  #: in commit order
-    pending: deque[tuple[TrajectoryId, int]] = field(default_factory=deque)  #: in no wave yet, with token counts
-    num_tokens: int = 0  #: of those pending
+    pending: defaultdict[int, Pending] = field(default_factory=lambda: defaultdict(Pending))  #: by update
+    update: int = 0  #: the one of the next wave
     closed: bool = False  #: no more groups follow
     waves: list[TrainMicroBatch] = field(default_factory=list)
     slack: list[float] = field(default_factory=list)  #: of each wave: share of the ranks' time idle for lack of groups
@@ -61,6 +43,8 @@ class Feed:
 
     num_ranks: int
     budget: int  #: tokens of one rank's micro-batch
+    groups_per_update: int  #: N / M
+    shared_prompts: bool = False  #: the prompt of siblings on one rank is computed once
     steps: dict[StepId, StepFeed] = field(default_factory=dict)  #: by step, back to the oldest checkpoint kept
     #: Folder by step. The start counts as a checkpoint without a folder.
     checkpoints: dict[StepId, str] = field(default_factory=lambda: {StepId(0): ""})
@@ -80,11 +64,12 @@ class Feed:
     def commit(self, group: Group, *, step: StepId) -> None:
         """Add a group to a step."""
         feed = self.steps.setdefault(step, StepFeed())
+        pending = feed.pending[len(feed.groups) // self.groups_per_update]
         feed.groups.append(group)
-        for t in group.trajectories:
-            if t.reward is not None:
-                feed.pending.append((t.id, t.num_prompt_tokens + t.num_tokens))
-                feed.num_tokens += t.num_prompt_tokens + t.num_tokens
+        lengths = [(t.id, t.num_tokens) for t in group.trajectories if t.reward is not None]
+        prompt, shared = group.num_prompt_tokens, self.shared_prompts
+        for answer in answers_of(group.id, lengths, prompt=prompt, shared_prompts=shared):
+            pending.add(answer)
 
     def restart(self, step: StepId) -> None:
         """Send every wave from `step` on to a trainer that has (re)started there."""
@@ -115,30 +100,33 @@ class Feed:
             return feed.waves[feed.sent - 1]
         if feed.waves and feed.waves[-1].last:
             return None
-        if not feed.closed and (not feed.pending or (ahead and feed.num_tokens < self.num_ranks * self.budget)):
+        is_complete = feed.closed or len(feed.groups) >= (feed.update + 1) * self.groups_per_update
+        pending = feed.pending[feed.update]
+        if not is_complete and (not pending.answers or (ahead and pending.num_tokens < self._capacity)):
             return None  # only a full wave is sent ahead; an idle trainer gets what there is
-        wave = self._cut_wave(feed, step=self.open_step)
+        wave = self._cut_wave(feed, pending, step=self.open_step, is_complete=is_complete)
         feed.waves.append(wave)
+        feed.update += wave.closes
         feed.sent += 1
         return wave
 
-    def _cut_wave(self, feed: StepFeed, *, step: StepId) -> TrainMicroBatch:
-        """Make the next wave of the trajectories committed first."""
-        taken: list[tuple[TrajectoryId, int]] = []
-        before = feed.num_tokens
-        while feed.pending and before - feed.num_tokens < self.num_ranks * self.budget:
-            taken.append(feed.pending.popleft())
-            feed.num_tokens -= taken[-1][1]
-        ranks, left = split_wave(taken, num_ranks=self.num_ranks, budget=self.budget)
-        is_full = before - feed.num_tokens >= self.num_ranks * self.budget
-        sizes = dict(taken)
-        loads = [sum(sizes[t] for t in rank) for rank in ranks]
-        feed.slack.append(0.0 if is_full or feed.closed else 1 - sum(loads) / (len(loads) * max(loads)))
-        feed.pending.extendleft(sorted(left, reverse=True))
-        feed.num_tokens += sum(size for _, size in left)
+    @property
+    def _capacity(self) -> int:
+        """Tokens of a full wave."""
+        return self.num_ranks * self.budget
+
+    def _cut_wave(self, feed: StepFeed, pending: Pending, *, step: StepId, is_complete: bool) -> TrainMicroBatch:
+        """Make the next wave of the trajectories committed first. `is_complete`: the update gets no more groups."""
+        is_full = pending.num_tokens >= self._capacity
+        ranks = pending.cut(num_ranks=self.num_ranks, budget=self.budget)
+        loads = [load_of(rank) for rank in ranks]
+        feed.slack.append(0.0 if is_full or is_complete else 1 - sum(loads) / (len(loads) * max(loads)))
+        closes = is_complete and not pending.answers
         return TrainMicroBatch(
             step=step,
             index=len(feed.waves),
-            last=feed.closed and not feed.pending,
-            ranks=tuple(tuple(sorted(r)) for r in ranks),
+            last=closes and feed.closed and len(feed.groups) <= (feed.update + 1) * self.groups_per_update,
+            ranks=tuple(tuple(sorted(a.trajectory for a in rank)) for rank in ranks),
+            update=feed.update,
+            closes=closes,
         )

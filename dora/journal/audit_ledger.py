@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from dora.core import commands as cmd
 from dora.core import events as ev
-from dora.core.ids import GroupId, TrajectoryId, deadline
+from dora.core.ids import GroupId, TrajectoryId, deadline, group_of
 from dora.journal.audit_tables import AuditedAnswer, AuditedGroup, AuditedStep, AuditTables
 
 C2_LEDGER: Final = "C2 ledger"
@@ -94,7 +94,7 @@ def _commit_group(t: AuditTables, order: cmd.CommitGroup) -> None:
     t.staleness[staleness] += 1
     group.step = order.step
     step = t.steps.setdefault(order.step, AuditedStep())
-    step.groups.append(id)
+    step.groups[id] = len(step.groups)
     step.due.update(s for s in t.siblings(id) if s in t.answers and t.answers[s].reward is not None)
 
 
@@ -189,6 +189,8 @@ def _train_micro_batch(t: AuditTables, order: cmd.TrainMicroBatch) -> None:
     if order.index != len(step.waves) or len(order.ranks) != t.settings.num_ranks:
         found = f"micro-batch {order.index} has {len(order.ranks)} ranks or follows a gap"
         t.find(C2_MICRO_BATCH, "step", order.step, found)
+    if step.waves and order.update != step.waves[-1].update + step.waves[-1].closes:
+        t.find(C2_MICRO_BATCH, "step", order.step, f"micro-batch {order.index} belongs to the wrong update")
     step.waves.append(order)
     for rank in order.ranks:
         for trajectory in rank:
@@ -209,6 +211,9 @@ def _feed(t: AuditTables, step: AuditedStep, trajectory: TrajectoryId, order: cm
     else:
         again = "a second time" if trajectory in step.trajectories else "without being due there"
         t.find(C2_MICRO_BATCH, "trajectory", trajectory, f"is trained in step {order.step} {again}")
+    group = group_of(trajectory, group_size=t.settings.group_size)
+    if group in step.groups and step.groups[group] // t.settings.groups_per_update != order.update:
+        t.find(C2_MICRO_BATCH, "trajectory", trajectory, f"is trained in update {order.update}, which is not its own")
 
 
 def _on_step_trained(t: AuditTables, event: ev.StepTrained) -> None:

@@ -66,7 +66,7 @@ class AuditedGroup:
 class AuditedStep:
     """One training step, back to the oldest checkpoint that is kept."""
 
-    groups: list[GroupId] = field(default_factory=list)  #: committed to it
+    groups: dict[GroupId, int] = field(default_factory=dict)  #: committed to it, with their places in that order
     closed: bool = False
     due: set[TrajectoryId] = field(default_factory=set)  #: graded siblings that are not in a micro-batch yet
     trajectories: list[TrajectoryId] = field(default_factory=list)  #: in micro-batches

@@ -1,21 +1,124 @@
-"""The section `[objective]` of the configuration."""
+"""The section `[objective]` of the configuration. Rules that span its keys are in `dora/objectives/rules.py`."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field, model_validator
 
-from dora.objectives.losses import ppo
+from dora.objectives.loss_settings import LossSettings
+from dora.objectives.losses.ppo import Ppo
+from dora.objectives.presets import PRESETS
+from dora.objectives.table import PolicyLoss, settings_type
 from dora.section import Section
+
+Advantage = Literal["grpo", "dr_grpo", "rloo", "maxrl"]
+Level = Literal["none", "token", "sequence", "geometric"]
+#: Names that a user may look for -> why they are not among `Advantage`.
+_REFUSED = {
+    "reinforce_pp": "whitens advantages over the whole batch, which is never complete when a group is trained; "
+    "objective.advantage: use grpo or rloo",
+    "gae": "needs the values of a critic, which DORA does not train; objective.advantage: use grpo or rloo",
+}
+
+
+def _refuse(name: Any) -> Any:
+    if isinstance(name, str) and name in _REFUSED:
+        raise ValueError(f"'{name}' {_REFUSED[name]}")
+    return name
 
 
 class ObjectiveConfig(Section):
-    """What training minimizes."""
+    """What training minimizes. docs/OBJECTIVES.md has the formulas and papers, and what each preset sets."""
 
-    advantage: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
+    preset: Literal["none", "grpo", "dapo", "dr_grpo", "gspo", "cispo", "dppo", "reinforce", "longcat"] = "none"
+    """A known algorithm: defaults for the other keys of this section; keys that are given take precedence."""
+    advantage: Annotated[Advantage, BeforeValidator(_refuse)] = "grpo"
     """How advantages are computed. `dr_grpo`: reward minus the mean of the group. `grpo`: the same, divided by the
-    standard deviation of the group. `rloo`: reward minus the mean of the other siblings."""
-    loss: ppo.Ppo = ppo.Ppo()
+    standard deviation of the group. `rloo`: reward minus the mean of the other siblings. `maxrl`: reward minus the mean
+    of the group, divided by that mean; rewards must not be negative."""
+    aggregation: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum_norm", "longcat"] = "token_mean"
+    """How tokens are averaged. `token_mean`: over all tokens of the update, so that long answers weigh more.
+    `seq_mean_token_mean`: over the tokens of each sequence, then over sequences. `seq_mean_token_sum_norm`: the sum of
+    each sequence divided by `norm_tokens`, then the mean over sequences. `longcat`: the sum of each group divided by
+    its size and `norm_tokens`, then the mean over groups. With `gspo` and `gspo_token`, the default is
+    `seq_mean_token_mean`."""
+    norm_tokens: int | None = Field(default=None, ge=1)
+    """Constant length by which `seq_mean_token_sum_norm` and `longcat` divide. Unset: rollout.max_new_tokens."""
+    truncated: Literal["train", "mask"] = "train"
+    """Answers that reached the token budget. `mask`: they count in the statistics of their group, but none of their
+    tokens is trained."""
+    loss: PolicyLoss = Ppo()
+    """The policy loss."""
+    weight: Literal["none", "tis", "tis_sequence", "tis_geometric", "icepop"] = "tis"
+    """Weight that corrects for the difference between the policy of the ratio and the one that sampled, of the ratio
+    `on`. `tis`: the ratio of the token; `tis_sequence`: the product of the ratios of its sequence; `tis_geometric`:
+    their geometric mean; each cut to `tis_floor` ... `tis_cap`. `icepop`: the ratio of the token, or 0 if it is outside
+    `icepop_low` ... `icepop_high`. The default is `tis_geometric` with `gspo` and `gspo_token`, and `none` where the
+    loss is over k = π/μ."""
+    on: Literal["rho", "k"] = "rho"
+    """The ratio of `weight`, `mis` and `veto`. `rho`: π_o/μ, what staleness and the engine changed. `k`: π/μ, what the
+    updates of this step changed too; the default with losses that do not use π_o."""
     tis_cap: Annotated[float, Field(ge=1.0)] = 2.0
-    """Cap of truncated importance sampling: the weight of a token is min(rho, tis_cap)."""
+    """Largest weight of `tis`. A cap of 1e9 or more truncates nothing."""
+    tis_floor: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+    """Smallest weight of `tis`."""
+    normalized: bool = False
+    """Divide the weights by their mean over the update."""
+    icepop_low: Annotated[float, Field(ge=0.0, le=1.0)] = 0.5
+    """Smallest ratio that `icepop` keeps."""
+    icepop_high: Annotated[float, Field(ge=1.0)] = 5.0
+    """Largest ratio that `icepop` keeps."""
+    mis: Level = "none"
+    """Rejects tokens or whole sequences whose ratio is outside `mis_low` ... `mis_high`: the ratio of the token, the
+    product of the ratios of the sequence, or their geometric mean (whose band is narrow, such as 0.999 ... 1.001)."""
+    mis_low: Annotated[float, Field(ge=0.0, le=1.0)] = 0.5
+    """Smallest ratio that `mis` keeps."""
+    mis_high: Annotated[float, Field(ge=1.0)] = 2.0
+    """Largest ratio that `mis` keeps."""
+    veto: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
+    """Rejects a sequence if the ratio of any of its tokens is below this, such as 1e-4; 0 is off."""
+    opsm: float | None = Field(default=None, ge=0.0)
+    """Rejects a sequence with A < 0 if the mean of log μ - log π over its tokens is above this. Unset: off."""
+    mask_denominator: Literal["kept", "all"] = "kept"
+    """Whether tokens that `mis`, `veto` or `opsm` reject leave the denominator (`kept`) or stay in it (`all`)."""
+    vcpo: bool = False
+    """Multiply the learning rate of an update by the square root of its effective sample size: (Σ w)² / (B Σ w²), w the
+    product of the ratios `on` of each of its B sequences."""
+    proximal: Literal["copy", "approximate"] = "copy"
+    """How π_o, the policy at the start of the step, is known in updates after the first. `copy`: from its weights,
+    which are kept. `approximate`: log π_o is interpolated between log μ and log π by their versions (A-3PO)."""
+    kl_coefficient: Annotated[float, Field(ge=0.0)] = 0.0
+    """Coefficient of the divergence from the reference policy."""
+    kl_reference: str = ""
+    """Model folder of the reference policy, of the same architecture as `model.path`. Empty: version 0."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Per token, with d = log reference - log π: `k1`: -d; `k2`: d²/2; `k3`: e^d - d - 1."""
+    kl_weighted: bool = False
+    """Multiply the divergence of a token by k = π/μ, without gradient, which makes `k3` unbiased off-policy."""
+    entropy_coefficient: Annotated[float, Field(ge=0.0)] = 0.0
+    """Coefficient of the entropy of softmax(logits / temperature), which is maximized."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in(cls, given: Any) -> Any:
+        """Add what the preset says, and what follows from the loss."""
+        if not isinstance(given, dict):
+            return given
+        name = given.get("preset")
+        preset = PRESETS.get(name, {}) if isinstance(name, str) else {}
+        filled = {**preset, **given, "loss": _loss_table(given.get("loss", {}), preset.get("loss", {"kind": "ppo"}))}
+        loss = filled["loss"]
+        kind = settings_type(loss)
+        options = loss.model_dump() if isinstance(loss, LossSettings) else loss
+        return {**(kind.implied(options) if kind is not None else {}), **filled}
+
+
+def _loss_table(given: Any, base: dict[str, Any]) -> Any:
+    """Return the given options of a loss, over those of the preset if they are for the same loss."""
+    if not isinstance(given, dict) or given.get("kind", base["kind"]) != base["kind"]:
+        return given
+    return {**base, **given}
+
+
+assert set(get_args(ObjectiveConfig.model_fields["preset"].annotation)) == {"none", *PRESETS}

@@ -39,13 +39,17 @@ class Tokens:
         """Return [n] means over the tokens of each sequence; 0 for a sequence without tokens."""
         return self.sum_by_sequence(values_P) / self.lengths_n.clamp(min=1)
 
+    def spread(self, values_n: Tensor) -> Tensor:
+        """Return [P] for each token the value of its sequence."""
+        return values_n[self.sequence_P]
+
 
 @dataclass(frozen=True, slots=True)
 class TokenLoss:
     """Result of a policy loss."""
 
     loss_P: Tensor  # with gradient
-    #: Tokens on which the loss acted, by name (see `objective.MARKS`): bool [P], without gradient.
+    #: Tokens on which the loss acted, by name (see `marks.MARKS`): bool [P], without gradient.
     marks: dict[str, Tensor] = field(default_factory=dict)
 
 

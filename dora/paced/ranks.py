@@ -16,7 +16,7 @@ from typing import Final
 from dora.core.ids import FIRST_VERSION, StepId, VersionId
 from dora.errors import ProtocolError
 from dora.paced.model import write_model
-from dora.sim.trainer import TrainerTime
+from dora.sim.trainer import wave_time
 from dora.sim.workload import Workload
 from dora.transport.messages import (
     CheckpointWritten,
@@ -59,7 +59,7 @@ class _Trainer:
 
     def __init__(self, workload: Workload, ends: Sequence[TrainerEnd], order: Configure, *, time_scale: float) -> None:
         self._ends, self._order, self._time_scale = ends, order, time_scale
-        self._time = TrainerTime(workload)
+        self._workload = workload
         self._publish_s, self._update_s = workload.publish_s, workload.train.update_s
         self._store = VersionStore(memory_root=Path(order.memory_root), durable_root=Path(order.durable_root))
         self._publisher = ThreadPoolExecutor(1, thread_name_prefix="publisher")
@@ -92,7 +92,7 @@ class _Trainer:
         first = wave[0]
         if first.step != self._step:
             raise ProtocolError(f"a micro-batch of step {first.step} arrived, expected step {self._step}")
-        taken = self._time.wave(loads, num_answers=sum(len(b.lengths) for b in wave), last=first.last)
+        taken = wave_time(self._workload, loads, closes=first.closes)
         begin = max(self._now(), self._free_at)
         self._free_at = begin + taken.compute_s + taken.update_s
         self._wait_until(self._free_at - (self._update_s if first.last else 0.0))  # the last update ends the step

@@ -160,8 +160,9 @@ class _Reader:
         record = self.record
         if isinstance(event, ev.MicroBatchTrained):
             sent, wave = self._waves.pop((event.step, event.index))
-            record.wave_tokens += max(sum(map(self._size, rank)) for rank in wave.ranks)
-            record.wave_s += event.at - max(sent, self._free_at)
+            if wave.last or not wave.closes:  # otherwise its time includes that of an update
+                record.wave_tokens += max(sum(map(self._size, rank)) for rank in wave.ranks)
+                record.wave_s += event.at - max(sent, self._free_at)
             self._free_at = event.at
         elif isinstance(event, ev.StepTrained):
             record.update_s.append(event.at - self._free_at)
@@ -232,6 +233,7 @@ def _workload(record: RecordedRun) -> Workload:
         fleet=_fleet(record),
         train=TrainerModel(
             tokens_s_per_device=record.wave_tokens / max(record.wave_s, 1e-9),
+            updates=settings.updates,
             update_s=median(record.update_s),
             micro_batch_tokens=settings.micro_batch_tokens,
             publish_bytes_s=record.num_bytes / max(1e-9, median(record.publish_s or [0.0])),

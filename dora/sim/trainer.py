@@ -1,7 +1,6 @@
 """The time that the trainer takes for its waves.
 
-Ranks work in lockstep, so the fullest one determines the time. The optimizer updates of a step are spread evenly over
-its answers.
+Ranks work in lockstep, so the fullest one determines the time.
 """
 
 from __future__ import annotations
@@ -18,25 +17,10 @@ class WaveTime(msgspec.Struct, frozen=True):
 
     compute_s: float  #: forward and backward, on the fullest rank
     balanced_s: float  #: the same if all ranks had the same load
-    update_s: float  #: the optimizer updates that follow it
+    update_s: float  #: the optimizer update that follows it, if any
 
 
-class TrainerTime:
-    """The times of one trainer, which counts the answers and updates of the current step."""
-
-    def __init__(self, workload: Workload) -> None:
-        self._workload = workload
-        self._answers = 0
-        self._updates = 0
-
-    def wave(self, loads: Sequence[int], *, num_answers: int, last: bool) -> WaveTime:
-        """Return the time of the next wave. `loads`: tokens by rank; `last`: the wave closes the step."""
-        job, train = self._workload.job, self._workload.train
-        self._answers += num_answers
-        due = self._answers * train.updates // (job.groups_per_step * job.group_size)
-        updates = (train.updates if last else min(due, train.updates)) - self._updates
-        self._updates += updates
-        if last:
-            self._answers = self._updates = 0
-        rate = self._workload.rank_tokens_s
-        return WaveTime(max(loads) / rate, sum(loads) / len(loads) / rate, updates * train.update_s)
+def wave_time(workload: Workload, loads: Sequence[int], *, closes: bool) -> WaveTime:
+    """Return the time of a wave. `loads`: tokens by rank; `closes`: an optimizer update follows."""
+    rate = workload.rank_tokens_s
+    return WaveTime(max(loads) / rate, sum(loads) / len(loads) / rate, workload.train.update_s if closes else 0.0)

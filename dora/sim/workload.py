@@ -85,7 +85,7 @@ class FleetModel(_Part, frozen=True):
 
 
 class TrainerModel(_Part, frozen=True):
-    """The trainer. A step has `updates` optimizer updates, spread evenly over its answers."""
+    """The trainer. A step has `updates` optimizer updates, each of as many groups."""
 
     tokens_s_per_device: float = 6000.0
     updates: int = 1
@@ -210,6 +210,7 @@ class Workload(_Part, frozen=True):
             max_new_tokens=self.cap,
             num_ranks=self.num_ranks,
             micro_batch_tokens=self.train.micro_batch_tokens,
+            updates=self.train.updates,
             filter_zero_variance=job.filter_zero_variance,
             eval_prompt_tokens=(self.lengths.prompt_tokens,) * job.eval_samples,
             eval_every=job.eval_every,
@@ -267,6 +268,11 @@ def _problems(workload: Workload) -> list[str]:
     found = _number_problems(workload)
     if found:
         return found
+    if job.groups_per_step % workload.train.updates:
+        found.append(
+            f"train.updates: {workload.train.updates} updates must share job.groups_per_step = "
+            f"{job.groups_per_step} evenly"
+        )
     if any(len(row) != job.group_size for row in (*lengths.answers, *lengths.rewards)):
         return [f"lengths.answers, lengths.rewards: every prompt needs job.group_size = {job.group_size} of them"]
     if any(not 0 <= n <= workload.cap for row in lengths.answers for n in row):

@@ -31,7 +31,7 @@ from dora.sim.answers import SimulatedGroup
 from dora.sim.instance import SimulatedInstance
 from dora.sim.measure import Measure
 from dora.sim.server import Request
-from dora.sim.trainer import TrainerTime
+from dora.sim.trainer import wave_time
 from dora.sim.workload import Workload
 
 #: Number of events between two full recounts of the state.
@@ -80,7 +80,6 @@ class World:
         self._tags: dict[GroupId, int] = {}  # version of each admitted group that has not left
         self._interrupted: dict[TrajectoryId, Request] = {}  # as they were when stopped, or when their server was lost
         self._graders = [0.0] * workload.grade.workers  # a heap of the times when each becomes free
-        self._trainer = TrainerTime(workload)
         self._trainer_free = 0.0
         self._ordered_at = 0.0  # time of the core's last command
         self._pressed: set[InstanceId] = set()
@@ -359,7 +358,7 @@ class World:
     def _on_train_micro_batch(self, order: cmd.TrainMicroBatch) -> None:
         workload = self.workload
         loads = [sum(map(self._size, rank)) for rank in order.ranks]
-        time = self._trainer.wave(loads, num_answers=sum(map(len, order.ranks)), last=order.last)
+        time = wave_time(workload, loads, closes=order.closes)
         begin = max(self.now, self._trainer_free)
         self._trainer_free = begin + time.compute_s + time.update_s
         self.measure.trained_wave(

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from dora.core.ids import InstanceId, StepId, VersionId
+from dora.status.drift import Alarm
 
 #: Failure reason of a group whose prompt is over the limit; such groups are counted by it.
 SKIPPED = "the prompt is longer than task.max_prompt_tokens"
@@ -83,6 +84,7 @@ class ShellFacts:
     steps: deque[StepFacts] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
     scores: list[Score] = field(default_factory=list)  #: in the order of evaluation
     problems: list[str] = field(default_factory=list)  #: distinct ones, as they came up
+    alarms: list[Alarm] = field(default_factory=list)  #: drift alarms, cleared ones included; the latest of each name
     urls: dict[InstanceId, str] = field(default_factory=dict)  #: of the instances that are up
     lags_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_LAGS))  #: event-loop lag, latest samples
     max_lag_s: float = 0.0  #: since the start

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Literal
 
+from dora.status.drift import CAUSES
 from dora.status.snapshot import Snapshot
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -83,6 +84,9 @@ def _learning(s: Snapshot) -> Iterator[str]:
 
 
 def _health(s: Snapshot) -> Iterator[str]:
+    active = {alarm.name for alarm in s.alarms if alarm.cleared is None}
+    alarms = [({"alarm": name}, int(name in active)) for name in CAUSES]
+    yield from _metric("drift_alarm", "gauge", "1 while a drift alarm is raised.", alarms)
     for name, count in asdict(s.counts).items():
         yield from _one(f"{name}_total", "counter", _COUNTER_HELP[name], count)
     lags = [({"quantile": "0.5"}, s.lag_p50_s), ({"quantile": "0.99"}, s.lag_p99_s)]

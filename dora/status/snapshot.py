@@ -20,6 +20,7 @@ from dora.core.state import State
 from dora.core.tables import Instance
 from dora.core.versions import Version
 from dora.errors import ProtocolError
+from dora.status.drift import Alarm
 from dora.status.facts import SKIPPED, Score, ShellFacts, StepFacts
 
 #: The user's request about an instance, by its membership.
@@ -125,6 +126,7 @@ class Snapshot:
     trained_tokens_per_s: float  #: over the last steps
     counts: Counts
     problems: tuple[str, ...]  #: that do not stop the run, such as a reward that raises; each once, oldest first
+    alarms: tuple[Alarm, ...]  #: drift alarms, cleared ones included; the latest of each name
     by_design: dict[str, str]  #: constraint (C1, C2, C3) that the strategy breaks by design -> how often it broke it
     lag_p50_s: float  #: event-loop lag, latest samples
     lag_p99_s: float
@@ -172,6 +174,7 @@ def snapshot(state: State, shell: ShellFacts) -> Snapshot:
         trained_tokens_per_s=_trained_tokens_per_s(shell),
         counts=_counts(state),
         problems=tuple(shell.problems),
+        alarms=tuple(shell.alarms),
         by_design=_by_design(state),
         lag_p50_s=_quantile(lags_s, 0.5),
         lag_p99_s=_quantile(lags_s, 0.99),

@@ -65,7 +65,7 @@ async def _refreshed(show: Callable[[Snapshot], None], snapshot: Callable[[], Sn
 
 
 class PlainView:
-    """Prints a line for each new step and each new evaluation; problems appear as log warnings."""
+    """Prints a line for each new step and each new evaluation; problems and alarms appear as log warnings."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -126,6 +126,9 @@ def _title(s: Snapshot) -> Text:
             title.append(f"\n{constraint} is broken by design: {s.by_design[constraint]}")
         elif count:
             title.append(f"\n{count} {name}", style="bold red")
+    for alarm in s.alarms:
+        if alarm.cleared is None:
+            title.append(f"\ndrift: {alarm.text}", style="bold yellow")
     for problem in s.problems[-SHOWN_PROBLEMS:]:
         title.append(f"\n{problem}", style="yellow")
     return title

@@ -47,6 +47,7 @@ class Prompt:
     metadata: Mapping[str, Any]  # the other columns of the row, as plain JSON values
     skipped: str = ""  # not empty if it is over the limit: the reason; `tokens` is then empty
     source_index: int = 0  # in `task.sources`
+    label: str = ""  # of its source
 
     @property
     def digest(self) -> bytes:
@@ -190,6 +191,7 @@ def render(source: Source, row_index: int, *, position: int, task: TaskConfig, t
         answer=_as_text(answer),
         metadata=_as_json({name: value for name, value in row.items() if name not in used}, where=where),
         skipped=skipped,
+        label=source.label,
     )
 
 

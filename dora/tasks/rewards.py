@@ -21,13 +21,13 @@ import re
 import traceback
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from dora.errors import ConfigError
-from dora.tasks.functions import load_function
+from dora.functions import load_function
 
 if TYPE_CHECKING:
     from dora.config.schema import RewardConfig
@@ -38,12 +38,16 @@ _MAX_HTTP_ANSWER_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class GradeRequest:
-    """The input of a reward."""
+    """The input of a reward. A function of the user asks for any of these by name."""
 
     prompt: str  # as the model read it
     response: str  # decoded, without special tokens
-    answer: str  # reference answer, "" if there is none
-    metadata: Mapping[str, Any]  # the prompt's other columns
+    answer: str = ""  # reference answer, "" if there is none
+    metadata: Mapping[str, Any] = field(default_factory=dict)  # the prompt's other columns
+    num_tokens: int = 0  # of the response, with its stop token
+    max_tokens: int = 1  # token budget of a response
+    finish: Literal["stop", "length"] = "stop"  # length: the response reached its budget
+    source: str = ""  # label of the prompt's source
 
 
 Scorer = Callable[[GradeRequest], float]
@@ -59,14 +63,20 @@ class RewardFailed(Exception):
 
 
 def build_scorer(rewards: Sequence[RewardConfig], *, field: str, http_timeout_s: float) -> Scorer:
-    """Return the weighted sum of `rewards`; `ConfigError` names a term (`field`.i) that cannot be built."""
+    """Return the weighted sum of the terms that apply to a prompt's source; `ConfigError` names a term (`field`.i) that
+    cannot be built."""
     if not rewards:
         raise ConfigError(f"{field}: at least one reward is needed")
     terms = [
-        (reward.weight, _named(reward, field=f"{field}.{index}", http_timeout_s=http_timeout_s))
+        (reward, _named(reward, field=f"{field}.{index}", http_timeout_s=http_timeout_s))
         for index, reward in enumerate(rewards)
     ]
-    return lambda request: math.fsum(weight * term(request) for weight, term in terms)
+
+    def score(request: GradeRequest) -> float:
+        own = [(reward.weight, term) for reward, term in terms if reward.applies_to(request.source)]
+        return math.fsum(weight * term(request) for weight, term in own)
+
+    return score
 
 
 def _named(reward: RewardConfig, *, field: str, http_timeout_s: float) -> Scorer:
@@ -91,6 +101,10 @@ def _build_term(reward: RewardConfig, *, field: str, http_timeout_s: float) -> S
             return _build_math()
         case "regex":
             return _build_regex(reward.pattern, field=field)
+        case "overlong":
+            return partial(score_overlong, buffer=reward.buffer)
+        case "length":
+            return score_length
         case "reasoning_gym":
             return score_reasoning_gym
         case "http":
@@ -102,6 +116,17 @@ def _build_term(reward: RewardConfig, *, field: str, http_timeout_s: float) -> S
 def score_exact(request: GradeRequest) -> float:
     """Return 1 if the answer equals the reference, ignoring white space around both, else 0."""
     return float(request.response.strip() == request.answer.strip())
+
+
+def score_overlong(request: GradeRequest, *, buffer: int) -> float:
+    """Return DAPO's soft overlong penalty (arXiv 2503.14476, section 3.4): 0 while at least `buffer` tokens of the
+    budget are left, then linear to -1."""
+    return min(0.0, (request.max_tokens - buffer - request.num_tokens) / buffer)
+
+
+def score_length(request: GradeRequest) -> float:
+    """Return -1 for a response of the whole token budget, and in proportion for a shorter one."""
+    return -request.num_tokens / request.max_tokens
 
 
 def _build_regex(pattern: str, *, field: str) -> Scorer:
@@ -163,11 +188,14 @@ def _build_http(url: str, *, field: str, timeout_s: float) -> Scorer:
 
 
 def _build_function(spec: str, *, field: str) -> Scorer:
+    """Call the function with those fields of the request that its signature names, or all for `**name`."""
     function = load_function(spec, field=field)
+    known = [each.name for each in fields(GradeRequest)]
+    parameters = inspect.signature(function).parameters.values()
+    takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters)
+    passed = known if takes_all else [each.name for each in parameters if each.name in known]
     try:
-        inspect.signature(function).bind(prompt="", response="", answer="", metadata={})
+        inspect.signature(function).bind(**dict.fromkeys(passed))
     except TypeError as err:
-        raise ConfigError(
-            f"{field}: {spec} must accept the arguments prompt=, response=, answer= and metadata= ({err})"
-        ) from err
-    return lambda request: float(function(**asdict(request)))
+        raise ConfigError(f"{field}: {spec} may only ask for {', '.join(known)}, each by name ({err})") from err
+    return lambda request: float(function(**{name: getattr(request, name) for name in passed}))

@@ -11,7 +11,7 @@ import hashlib
 import sys
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import msgspec
 
 from dora.errors import ConfigError
-from dora.tasks.functions import load_function
+from dora.functions import load_function
 
 if TYPE_CHECKING:
     from dora.config.schema import SourceConfig
@@ -51,10 +51,15 @@ class Source:
     prompt: str  # column names; messages, if set, replaces prompt; answer may be ""
     messages: str
     answer: str
+    label: str = ""
 
 
 def open_source(config: SourceConfig, *, field: str, seed: int, split: Split) -> Source:
     """Open the source that `config`, at `field` of the configuration, describes; `seed` is for this source alone."""
+    return replace(_open(config, field=field, seed=seed, split=split), label=config.label)
+
+
+def _open(config: SourceConfig, *, field: str, seed: int, split: Split) -> Source:
     match config.kind:
         case "arithmetic":
             return _arithmetic(config, field=field, seed=seed, split=split)

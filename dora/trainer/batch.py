@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from dora.errors import InvariantViolation, ProtocolError
+from dora.objectives.advantages import group_advantages
 from dora.objectives.tokens import Tokens
 from dora.trainer.packing import Layout, Row, make_row
 from dora.transport.messages import MicroBatch
@@ -31,8 +33,16 @@ class Targets:
     siblings_n: Tensor  # int64
     staleness_n: Tensor  # int64
 
-    def tokens(self, current_P: Tensor, *, entropy_P: Tensor, progress: float = 0.0) -> Tokens:
-        """Return the inputs of the objective, with the log-probs of the weights being trained."""
+    def tokens(
+        self,
+        current_P: Tensor,
+        *,
+        entropy_P: Tensor,
+        proximal_P: Tensor | None = None,
+        reference_P: Tensor | None = None,
+        progress: float = 0.0,
+    ) -> Tokens:
+        """Return the inputs of the objective, with the log-probs of the weights being trained and of other policies."""
         return Tokens(
             current_P=current_P,
             behavior_P=self.behavior_P,
@@ -42,6 +52,8 @@ class Targets:
             siblings_n=self.siblings_n,
             staleness_n=self.staleness_n,
             progress=progress,
+            proximal_P=proximal_P,
+            reference_P=reference_P,
             entropy_P=entropy_P,
         )
 
@@ -69,6 +81,20 @@ def pack(
         staleness_n=torch.from_numpy((batch.step - batch.versions[chosen]).astype(np.int64)).to(device),
     )
     return make_row(batch.tokens[at], lengths=lengths, trained=trained, layout=layout, device=device), targets
+
+
+def advantages_of(batch: MicroBatch, kinds: Sequence[str]) -> NDArray[np.float64]:
+    """Return [n] advantages. `kinds`: of each source of prompts, or one for all."""
+    if len(kinds) > 1 and batch.sources.max(initial=0) >= len(kinds):
+        raise ProtocolError(f"micro-batch {batch.step}/{batch.index}: a prompt of source {batch.sources.max()}")
+    kind = [kinds[source] for source in batch.sources] if len(kinds) > 1 else kinds[0]
+    return group_advantages(batch.rewards, batch.group_rewards, kind=kind)
+
+
+def without_truncated(batch: MicroBatch) -> MicroBatch:
+    """Return the micro-batch with no token of a truncated answer trained; they count in the statistics of groups."""
+    kept = np.repeat(batch.truncated == 0, batch.lengths)
+    return msgspec.structs.replace(batch, loss_mask=batch.loss_mask * kept)
 
 
 def check(batch: MicroBatch, *, max_staleness: int, vocab_size: int) -> None:

@@ -68,13 +68,23 @@ class Outline:
     """A model without data, and the memory that training it takes."""
 
     def __init__(
-        self, model_path: Path, *, dtype: torch.dtype, checkpointing: Mode = "none", moment_bytes: float = 8
+        self,
+        model_path: Path,
+        *,
+        dtype: torch.dtype,
+        checkpointing: Mode = "none",
+        moment_bytes: float = 8,
+        copies: int = 0,
+        copies_on_host: bool = False,
     ) -> None:
         """`dtype`: of the computation. `moment_bytes`: of the optimizer's moments on the device, per parameter.
+        `copies`: number of policies beside the one that is trained (dora/trainer/copies.py).
 
         ConfigError if the folder has no model that can be trained.
         """
         self._moment_bytes = moment_bytes
+        self._copies = copies
+        self._copies_on_host = copies_on_host
         self._model = policy.build_on_meta(policy.read_config(model_path))
         layers = list(policy.decoder_layers(self._model))
         units = [_size(unit) for unit in policy.sharding_units(self._model)]
@@ -100,20 +110,19 @@ class Outline:
         ranks: int,
         layout: Layout | None = None,
         moment_bytes: float | None = None,
-        copies: int = 0,
-        copies_on_host: bool = False,
+        copies: int | None = None,
     ) -> Forecast:
         """Forecast one pass over sequences of `longest` tokens, `tokens` in all (or one sequence, if that is longer).
 
-        `moment_bytes`: in place of the outline's; 0 for a trial without an update. `copies`: policies beside the one
-        that is trained, in the data type of the computation.
+        `moment_bytes` and `copies`: in place of the outline's; 0 for a trial without an update.
         """
         moment_bytes = self._moment_bytes if moment_bytes is None else moment_bytes
+        copies = self._copies if copies is None else copies
         if is_gathered := 8 * self.parameters <= policy.GATHERED_BYTES:  # all, and gradients until the step closes
             gathered = self.parameters * (self._width * (1 + copies) + 4) + self._rest * self._width
         else:  # embeddings and head, and two layers: one computes while the next is gathered
             gathered = (self._rest + 2 * self._largest_unit) * self._width
-        copy_bytes = 0 if copies_on_host else copies * self._width
+        copy_bytes = 0 if self._copies_on_host else copies * self._width
         kept, working = self._count(max(tokens, longest), longest, layout or Layout())
         return Forecast(
             states=round(-(-self.parameters // ranks) * (4 + 4 * (not is_gathered) + moment_bytes + copy_bytes)),
@@ -171,11 +180,27 @@ def largest_pass(
 
 
 def choose_mode(
-    model_path: Path, *, dtype: torch.dtype, tokens: int, longest: int, ranks: int, memory: int, moment_bytes: float = 8
+    model_path: Path,
+    *,
+    dtype: torch.dtype,
+    tokens: int,
+    longest: int,
+    ranks: int,
+    memory: int,
+    moment_bytes: float = 8,
+    copies: int = 0,
+    copies_on_host: bool = False,
 ) -> tuple[Mode, Forecast]:
     """Return the first mode of checkpointing whose forecast fits in `memory` bytes, or else the last one."""
     for mode in MODES:
-        outline = Outline(model_path, dtype=dtype, checkpointing=mode, moment_bytes=moment_bytes)
+        outline = Outline(
+            model_path,
+            dtype=dtype,
+            checkpointing=mode,
+            moment_bytes=moment_bytes,
+            copies=copies,
+            copies_on_host=copies_on_host,
+        )
         found = outline.forecast(tokens=tokens, longest=longest, ranks=ranks)
         if found.total <= FITS * memory:
             break

@@ -190,7 +190,7 @@ def _gradients(policy: Policy, rows: list[tuple[list[int], Row]]) -> dict[str, T
     """Return the gradients of all log-probs, each with another weight, and leave the policy as it was."""
     weights = torch.linspace(-1.0, 1.0, sum(RESPONSES), device=policy.device).split(RESPONSES)
     for members, row in rows:
-        policy.prepare(closes_step=True)
+        policy.prepare(closes_update=True)
         weight_P = torch.cat([weights[n] for n in members])
         (logprobs(policy.model, row, temperature=1.0)[0] * weight_P).sum().backward()
     gradients = policy.gradients()

@@ -33,11 +33,13 @@ TILE = (2_048, 2_048)
 Span = tuple[int, int]
 
 
-def logprobs(model: nn.Module, row: Row, *, temperature: float, fp32_head: bool = False) -> tuple[Tensor, Tensor]:
-    """Return [P] log-probs of the targets under softmax(logits / temperature), and [P] entropies (no gradient).
+def logprobs(
+    model: nn.Module, row: Row, *, temperature: float, fp32_head: bool = False, entropy_gradient: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Return [P] log-probs of the targets under softmax(logits / temperature), and [P] entropies.
 
-    They are in float32 (float64 if the model is). `fp32_head`: logits are never rounded to 16 bits, as in MiniMax-M1
-    (arXiv 2506.13585).
+    Both are in float32 (float64 if the model is). `fp32_head`: logits are never rounded to 16 bits, as in MiniMax-M1
+    (arXiv 2506.13585). Entropies have a gradient with `entropy_gradient` only.
     """
     if model not in _FINISHES:
         _FINISHES[model] = _measure_finish(model, row)
@@ -46,7 +48,7 @@ def logprobs(model: nn.Module, row: Row, *, temperature: float, fp32_head: bool 
 
     def select(head: nn.Linear, hidden: Tensor) -> Tensor:
         hidden_PH = hidden.flatten(0, -2).index_select(0, row.predictors_P)
-        arguments = (hidden_PH, head.weight, head.bias, row.targets_P, finish, temperature, fp32_head)
+        arguments = (hidden_PH, head.weight, head.bias, row.targets_P, finish, temperature, fp32_head, entropy_gradient)
         found.append(TiledLogProbs.apply(*arguments))
         return hidden.new_zeros(1, 1, 1)  # the model finishes it, and the hook drops it
 
@@ -68,9 +70,8 @@ def _run(model: Any, row: Row, forward: Callable[[nn.Linear, Tensor], Tensor]) -
         )
     head.forward = lambda hidden: forward(head, hidden)
     try:
-        with attention.within(
-            None if row.padded else attention.Segments(row.lengths, row.tokens_BT.device, row.prompts)
-        ):
+        device = row.tokens_BT.device
+        with attention.within(None if row.padded else attention.Segments(row.lengths, device, row.prompts)):
             return model(input_ids=row.tokens_BT, position_ids=row.positions_BT, use_cache=False)
     finally:
         del head.forward
@@ -141,6 +142,7 @@ class TiledLogProbs(torch.autograd.Function):
         finish: Finish,
         temperature: float,
         fp32_head: bool,
+        entropy_gradient: bool = False,
     ) -> tuple[Tensor, Tensor]:
         wide = torch.promote_types(hidden_PH.dtype, torch.float32)
         chosen_P, lse_P, entropy_P = (hidden_PH.new_zeros(len(hidden_PH), dtype=wide) for _ in range(3))
@@ -165,22 +167,23 @@ class TiledLogProbs(torch.autograd.Function):
             chosen_P[slice(*at)] = (chosen_n - most_n) - sum_n.log()
             lse_P[slice(*at)] = most_n + sum_n.log()
             entropy_P[slice(*at)] = sum_n.log() - moment_n / sum_n
-        ctx.save_for_backward(hidden_PH, weight_VH, bias_V, targets_P, lse_P)
+        ctx.save_for_backward(hidden_PH, weight_VH, bias_V, targets_P, lse_P, entropy_P if entropy_gradient else None)
         ctx.settings = finish, temperature, fp32_head
-        ctx.mark_non_differentiable(entropy_P)
+        if not entropy_gradient:
+            ctx.mark_non_differentiable(entropy_P)
         return chosen_P, entropy_P
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_P: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_PH, weight_VH, bias_V, targets_P, lse_P = ctx.saved_tensors
+    def backward(ctx: Any, grad_P: Tensor, grad_entropy_P: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_PH, weight_VH, bias_V, targets_P, lse_P, entropy_P = ctx.saved_tensors
         finish, temperature, fp32_head = ctx.settings
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         wide = lse_P.dtype
         grad_hidden_PH = torch.zeros_like(hidden_PH, dtype=wide) if wants_hidden else None
         grad_weight_VH = torch.zeros_like(weight_VH) if wants_weight else None
         grad_bias_V = torch.zeros_like(bias_V) if wants_bias else None
-        slope_P = grad_P * (finish.scale / temperature)
+        slope_P, slope_entropy_P = (grad * (finish.scale / temperature) for grad in (grad_P, grad_entropy_P))
         tokens, words = _spans(len(hidden_PH), len(weight_VH))
         for block in words:
             sum_vH = weight_VH.new_zeros(block[1] - block[0], weight_VH.shape[1], dtype=wide) if wants_weight else None
@@ -188,8 +191,15 @@ class TiledLogProbs(torch.autograd.Function):
                 tile_nv = finish(_head(hidden_PH, weight_VH, bias_V, at=at, block=block, fp32=fp32_head))
                 slope_n = slope_P[slice(*at)]
                 inside_n, index_n = _locate(targets_P[slice(*at)], block)
-                # d logprob / d logit = [word is target] - p, and the cap's derivative is 1 - (capped / cap)²
-                grad_nv = tile_nv.div(temperature).sub_(lse_P[slice(*at), None]).exp_().mul_(-slope_n[:, None])
+                # d logprob / d logit = [word is target] - p, d entropy / d logit = -p (log p + entropy), and the cap's
+                # derivative is 1 - (capped / cap)²
+                grad_nv = tile_nv.div(temperature).sub_(lse_P[slice(*at), None])
+                if entropy_P is None:
+                    grad_nv.exp_().mul_(-slope_n[:, None])
+                else:
+                    slopes_nv = (grad_nv + entropy_P[slice(*at), None]).mul_(slope_entropy_P[slice(*at), None])
+                    grad_nv.exp_().mul_(slopes_nv.add_(slope_n[:, None]).neg_())
+                    del slopes_nv
                 grad_nv.scatter_add_(1, index_n[:, None], torch.where(inside_n, slope_n, 0.0)[:, None])
                 if not math.isinf(finish.cap):
                     grad_nv.mul_(tile_nv.div_(finish.cap).square_().neg_().add_(1.0))
@@ -204,7 +214,7 @@ class TiledLogProbs(torch.autograd.Function):
             if grad_weight_VH is not None and sum_vH is not None:
                 grad_weight_VH[slice(*block)] = sum_vH
         grad_hidden_PH = grad_hidden_PH.to(hidden_PH.dtype) if grad_hidden_PH is not None else None
-        return grad_hidden_PH, grad_weight_VH, grad_bias_V, None, None, None, None
+        return grad_hidden_PH, grad_weight_VH, grad_bias_V, None, None, None, None, None
 
 
 def _spans(tokens: int, words: int) -> tuple[list[Span], list[Span]]:

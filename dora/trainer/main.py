@@ -22,6 +22,7 @@ from torch._C._distributed_c10d import FileStore
 from dora.errors import ConfigError, DoraError, ProtocolError
 from dora.trainer.attention_gpu import describe
 from dora.trainer.checkpointing import MODES, Mode
+from dora.trainer.copies import count_copies
 from dora.trainer.forecast import choose_mode
 from dora.trainer.forward_check import check_training
 from dora.trainer.memory import memory_errors, rank_memory, train_in_memory
@@ -119,6 +120,8 @@ def _checkpointing(order: Configure, device: torch.device) -> tuple[Mode, str]:
             ranks=dist.get_world_size(),
             memory=int(memory),
             moment_bytes=MOMENT_BYTES[settings.optimizer_state],
+            copies=count_copies(settings),
+            copies_on_host=settings.copies == "host",
         )
         chosen.fill_(MODES.index(mode))
         figures = f"a rank is forecast to take {found.total / 2**30:.1f} of {int(memory) / 2**30:.1f} GB"

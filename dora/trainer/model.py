@@ -1,9 +1,9 @@
 """The policy: any causal LM of transformers, sharded by FSDP2; each rank reads only its own rows of the safetensors.
 
-Invariant: weights and gradients that persist are float32; `dtype` is the compute type only. Tied parameters are one
-parameter throughout.
+Invariant: weights and gradients of the policy that persist are float32; `dtype` is the compute type only. Tied
+parameters are one parameter throughout.
 
-A model below GATHERED_BYTES stays gathered during a step, and its gradients are reduced once, in the last micro-batch,
+A model below GATHERED_BYTES stays gathered during an update, and its gradients are reduced once, in the last pass,
 because a small model on a CPU would otherwise spend most of its time in collectives. The layers of a larger model are
 gathered on demand and its gradients are reduce-scattered in every micro-batch, so no rank ever has the whole model.
 Both are correct, because every rank gets the same number of micro-batches.
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -31,8 +32,8 @@ from dora.trainer.loading import ModelFolder, Plan, load_shards, open_folder, pl
 GATHERED_BYTES = 2 * 2**30  # float32 weights + gradients of the whole model on every rank
 
 
-class Policy:
-    """A sharded model: its log-probs, and access to its local shards."""
+class ShardedModel:
+    """A causal LM, sharded over all ranks: access to its local shards."""
 
     def __init__(
         self,
@@ -40,22 +41,37 @@ class Policy:
         *,
         mesh: DeviceMesh,
         dtype: torch.dtype,
+        frozen: bool = False,
+        on_host: bool = False,
         activation_checkpointing: checkpointing.Mode = "none",
     ) -> None:
+        """`dtype`: of the computation, and of the shards if they are `frozen`; those that are trained are float32.
+
+        `on_host`: the shards are in pinned host memory, and FSDP2 copies each layer's to the device before it computes.
+        """
         is_cuda = mesh.device_type == "cuda"
         self.device = torch.device(f"cuda:{torch.cuda.current_device()}") if is_cuda else torch.device("cpu")
-        self.mesh = mesh
+        self.mesh, self.dtype = mesh, dtype
         with ExitStack() as opened:
             self.model: Any  # a transformers model whose class FSDP2 extends
             self.model, folder, self.plan = together(lambda: _planned(model_path, opened), device=self.device)
+            for parameter in self.model.parameters():
+                parameter.data = parameter.data.to(dtype if frozen else torch.float32)
+                parameter.requires_grad_(not frozen)
             self.vocab_size: int = self.model.config.get_text_config().vocab_size
             self.gathered = 8 * sum(p.numel() for p in self.model.parameters()) <= GATHERED_BYTES
             checkpointing.apply_checkpointing(decoder_layers(self.model), activation_checkpointing)
-            policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+            shard = partial(
+                fully_shard,
+                mesh=mesh,
+                mp_policy=MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
+                offload_policy=CPUOffloadPolicy(pin_memory=is_cuda) if on_host else OffloadPolicy(),
+                reshard_after_forward=not self.gathered,
+            )
             for layer in sharding_units(self.model):
-                fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=not self.gathered)
-            fully_shard(self.model, mesh=mesh, mp_policy=policy, reshard_after_forward=not self.gathered)
-            _materialize(self.model, device=self.device)
+                shard(layer)
+            shard(self.model)
+            _materialize(self.model, device=self.device, shards_on=torch.device("cpu") if on_host else self.device)
             rank, world_size = mesh.get_local_rank(), mesh.size()
             together(
                 lambda: load_shards(self.model, folder, self.plan, rank=rank, world_size=world_size),
@@ -70,6 +86,23 @@ class Policy:
         """Return this rank's rows of every parameter: plain tensors that share memory with the model."""
         return {name: parameter.to_local().detach() for name, parameter in self.model.named_parameters()}
 
+    def loaded(self) -> dict[str, Tensor]:
+        """Return all that a folder contains, as this rank has it: `shards` and persistent buffers."""
+        persistent = self.model.state_dict().keys()
+        return self.shards() | {name: buffer for name, buffer in self.model.named_buffers() if name in persistent}
+
+    def reshard(self) -> None:
+        """Drop gathered weights, so that the next pass gathers what was written to the shards."""
+        for module in self._sharded_modules():
+            module.reshard()
+
+    def _sharded_modules(self) -> Iterator[FSDPModule]:
+        return (module for module in self.model.modules() if isinstance(module, FSDPModule))
+
+
+class Policy(ShardedModel):
+    """The model that is trained."""
+
     def gradients(self) -> dict[str, Tensor]:
         """Return the gradients of `shards`: averages over the ranks (FSDP divides by the world size)."""
         return {name: p.grad.to_local() for name, p in self.model.named_parameters() if p.grad is not None}
@@ -78,24 +111,16 @@ class Policy:
         for parameter in self.model.parameters():
             parameter.grad = None
 
-    def prepare(self, *, closes_step: bool) -> None:
-        """Set up the collectives of the next micro-batch."""
+    def prepare(self, *, closes_update: bool) -> None:
+        """Set up the collectives of the next pass; the last one of an update reduces its gradients."""
         if self.gathered:
-            self.model.set_requires_gradient_sync(closes_step)
-            self.model.set_reshard_after_backward(closes_step)
-
-    def reshard(self) -> None:
-        """Drop gathered weights, so that the next micro-batch gathers what the optimizer has written."""
-        for module in self._sharded_modules():
-            module.reshard()
+            self.model.set_requires_gradient_sync(closes_update)
+            self.model.set_reshard_after_backward(closes_update)
 
     def full_tensor(self, name: str) -> Tensor:
         """Return a parameter or persistent buffer, whole; a collective."""
         tensor = self.model.get_parameter_or_buffer(name).detach()
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-    def _sharded_modules(self) -> Iterator[FSDPModule]:
-        return (module for module in self.model.modules() if isinstance(module, FSDPModule))
 
 
 def require_device(device: str, *, index: int = 0) -> None:
@@ -159,13 +184,14 @@ def sharding_units(model: Any) -> list[nn.Module]:
     return layers if len(parameters) == len(set(parameters)) else []
 
 
-def _materialize(model: Any, *, device: torch.device) -> None:
+def _materialize(model: Any, *, device: torch.device, shards_on: torch.device) -> None:
     """Allocate every shard and buffer; tied parameters stay tied. Buffers that no file contains are computed here."""
     seen: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter not in seen:
-                seen[parameter] = nn.Parameter(torch.empty_like(parameter, device=device))
+                empty = torch.empty_like(parameter, device=shards_on)
+                seen[parameter] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
                 seen[parameter]._is_hf_initialized = True  # type: ignore[attr-defined]  # not by `_init_weights`
             if parameter is not None:
                 setattr(module, name, seen[parameter])

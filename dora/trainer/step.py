@@ -1,20 +1,22 @@
-"""A streamed training step: receive -> pack -> forward/backward -> close -> publish.
+"""A streamed training step: receive -> pack -> forward/backward -> update -> close -> publish.
 
 Micro-batches are trained as they arrive. Their gradients of unnormalized sums are accumulated, and divided once, when
-the step closes, by D, the number of trained tokens on all ranks. So the result does not depend on how a step is cut
-into micro-batches, or on which rank gets which. There is one optimizer update per step, so π_o = sg(π).
+their update closes, by the objective's divisor over all ranks. So the result does not depend on how an update is cut
+into micro-batches, or on which rank gets which. A step has M updates; π_o is sg(π) in the first of them, and that of a
+copy of the weights before the step in the others.
 
 Invariant: step s is trained under version s and publishes s + 1, exactly once; every rank gets the same number of
-micro-batches, in order; weights change only when a step closes, so a checkpoint may be written at any time and contains
-the state before the current step.
+micro-batches, in order; a checkpoint may be written at any time and contains the state before the current step.
 """
 
 from __future__ import annotations
 
 import math
 import time
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from statistics import mean
 
 import numpy as np
 import torch
@@ -24,16 +26,17 @@ from torch import Tensor
 
 from dora.core.ids import StepId, VersionId
 from dora.errors import ProtocolError
-from dora.objectives.advantages import group_advantages
 from dora.objectives.objective import Objective
 from dora.objectives.settings import ObjectiveConfig
 from dora.trainer import checkpoint
-from dora.trainer.batch import check, pack
+from dora.trainer.batch import advantages_of, check, pack, without_truncated
+from dora.trainer.copies import Copies
 from dora.trainer.logprobs import logprobs
 from dora.trainer.metrics import StepSums
 from dora.trainer.model import Policy
 from dora.trainer.optimizer import ShardOptimizer
 from dora.trainer.packing import Layout, prompts_of, split_passes
+from dora.trainer.probe import make_probe
 from dora.trainer.publish import Publisher, gather
 from dora.transport.messages import (
     CheckpointWritten,
@@ -45,6 +48,16 @@ from dora.transport.messages import (
 )
 from dora.transport.trainer_end import TrainerEnd
 from dora.weights.fence import pass_fence
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """An optimizer update."""
+
+    divisor: float  # D
+    grad_norm: float  # of the normalized gradient, before clipping
+    skipped: bool  # D = 0, or the gradient is not finite
+    learning_rate: float
 
 
 class Trainer:
@@ -66,6 +79,8 @@ class Trainer:
         self._rank = dist.get_rank()
         self._shards = policy.shards()
         self._optimizer = ShardOptimizer(self._shards, order.settings)
+        self._copies = Copies(order, policy=policy, objective=self._objective)
+        self._probe = make_probe(order, policy=policy, layout=layout)
         self._step = StepId(0)
         self._chain = order.chain
         self._fence = partial(pass_fence, Path(order.fence), epoch=order.epoch)
@@ -84,10 +99,11 @@ class Trainer:
     # ---- one micro-batch --------------------------------------------------------------------------------------------
 
     def train(self, batch: MicroBatch) -> None:
-        """Run forward and backward on a micro-batch; the last one of a step also closes the step."""
-        if (batch.step, batch.index) != (self._step, self._next_index):
+        """Run forward and backward on a micro-batch, and the update or step that closes with it."""
+        if (batch.step, batch.index, batch.update) != (self._step, self._next_index, len(self._updates)):
             raise ProtocolError(
-                f"micro-batch {batch.step}/{batch.index} arrived, expected {self._step}/{self._next_index}"
+                f"micro-batch {batch.step}/{batch.index} of update {batch.update} arrived, "
+                f"expected {self._step}/{self._next_index} of update {len(self._updates)}"
             )
         if batch.parent != self._chain:
             raise ProtocolError(
@@ -96,9 +112,11 @@ class Trainer:
             )
         check(batch, max_staleness=self._settings.max_staleness, vocab_size=self._policy.vocab_size)
         started = time.perf_counter()
-        advantages_n = group_advantages(batch.rewards, batch.group_rewards, kind=self._objective.settings.advantage)
+        if self._objective.settings.truncated == "mask":
+            batch = without_truncated(batch)
+        advantages_n = advantages_of(batch, self._settings.advantages or (self._objective.settings.advantage,))
         for number, members in enumerate(passes := self._passes(batch), start=1):
-            self._policy.prepare(closes_step=batch.last and number == len(passes))
+            self._policy.prepare(closes_update=(batch.closes or batch.last) and number == len(passes))
             self._accumulate(batch, members, advantages_n)
         self._sums.add_sequences(
             lag=torch.from_numpy(batch.step - batch.versions).long(),
@@ -107,6 +125,9 @@ class Trainer:
         )
         self._sums.step_tokens += len(batch.tokens)
         self._next_index += 1
+        if batch.closes and not batch.last:
+            self._keep_state()
+            self._close_update()
         busy_s = time.perf_counter() - started
         self._sums.busy_s += busy_s
         done = MicroBatchDone(
@@ -130,39 +151,61 @@ class Trainer:
 
     def _accumulate(self, batch: MicroBatch, members: list[int], advantages_n: NDArray[np.float64]) -> None:
         row, targets = pack(batch, members, advantages_n=advantages_n, layout=self._layout, device=self._policy.device)
+        settings, copies = self._settings, self._copies
+        reference_P = copies.reference(row)
+        proximal_P = copies.proximal(row, version=VersionId(self._step), update=batch.update)
         current_P, entropy_P = logprobs(
-            self._policy.model, row, temperature=self._settings.temperature, fp32_head=self._settings.fp32_head
+            self._policy.model,
+            row,
+            temperature=settings.temperature,
+            fp32_head=settings.fp32_head,
+            entropy_gradient=self._objective.needs_entropy_gradient,
         )
-        tokens = targets.tokens(current_P, entropy_P=entropy_P)
+        tokens = targets.tokens(
+            current_P,
+            entropy_P=entropy_P,
+            proximal_P=proximal_P,
+            reference_P=reference_P,
+            progress=batch.update / settings.updates,
+        )
         terms = self._objective(tokens)
-        (terms.loss_P.sum() / self._settings.micro_batch_tokens).backward()
+        (terms.loss_P.sum() / settings.micro_batch_tokens).backward()
         self._sums.add_tokens(tokens, terms)
         self._sums.padding += row.num_padding
+        if self._probe is not None and batch.update == 0:
+            self._probe.add(batch, members, current_P, targets.behavior_P)
 
     # ---- the close --------------------------------------------------------------------------------------------------
 
+    def _close_update(self) -> None:
+        """Make the optimizer update of the micro-batches since the last one."""
+        self._policy.reshard()
+        sums = self._sums.reduce_update()
+        divisor, rate = self._objective.divisor(sums), self._warmed_up_rate() * self._objective.rate_factor(sums)
+        grad_norm = self._normalize_gradients(divisor)
+        update = Update(divisor, grad_norm, divisor == 0 or not math.isfinite(grad_norm), rate)
+        if not update.skipped:
+            self._optimizer.update(self._policy.gradients(), learning_rate=update.learning_rate)
+        self._policy.clear_gradients()
+        self._updates.append(update)
+
     def _close_step(self, chain: str) -> None:
         started = time.perf_counter()
-        self._policy.reshard()
-        sums = self._sums.reduce()
-        learning_rate = self._warmed_up_rate()
-        divisor = self._objective.divisor(sums.update_sums)
-        grad_norm = self._normalize_gradients(divisor)
-        skipped = divisor == 0 or not math.isfinite(grad_norm)
-        if not skipped:
-            self._optimizer.update(self._policy.gradients(), learning_rate=learning_rate)
-        self._policy.clear_gradients()
+        self._close_update()
+        sums, updates = self._sums.reduce(), self._updates
         weights = self._gather()
+        probed = self._probe.close() if self._probe is not None else {}
         trained, self._step, self._chain = self._step, StepId(self._step + 1), chain
         self._begin_step()
         if self._publisher is not None:
             metrics = sums.metrics(
-                denominator=divisor,
-                grad_norm=grad_norm,
-                learning_rate=learning_rate,
-                update_skipped=float(skipped),
+                denominator=sum(update.divisor for update in updates),
+                grad_norm=mean(update.grad_norm for update in updates),
+                learning_rate=mean(update.learning_rate for update in updates),
+                updates_skipped=float(sum(update.skipped for update in updates)),
                 close_s=time.perf_counter() - started,
             )
+            metrics |= probed
             self._end.send(StepDone(rank=self._rank, step=trained, metrics=metrics, chain=chain))
             self._publisher.publish(VersionId(self._step), weights, chain=chain)
         if self._step % self._settings.checkpoint_every == 0 or self._step == self._settings.steps:
@@ -187,7 +230,10 @@ class Trainer:
         return self._settings.learning_rate * min(1.0, (self._step + 1) / max(self._settings.warmup_steps, 1))
 
     def _begin_step(self) -> None:
+        self._copies.begin_step(VersionId(self._step))
         self._next_index = 0
+        self._updates: list[Update] = []
+        self._before: dict[str, Tensor] | None = None  # the state before the step, from its first update on
         self._sums = StepSums(max_staleness=self._settings.max_staleness, device=self._policy.device)
 
     # ---- weights and state ------------------------------------------------------------------------------------------
@@ -198,12 +244,17 @@ class Trainer:
             self._checkpoints,
             step=self._step,
             chain=self._chain,
-            tensors=self._state(),
+            tensors=self._state() if self._before is None else self._before,
             device=self._policy.device,
             fence=self._fence,
         )
         if self._rank == 0:
             self._end.send(CheckpointWritten(step=self._step, folder=str(folder), chain=self._chain))
+
+    def _keep_state(self) -> None:
+        """Copy what the first update of a step changes, for a checkpoint."""
+        if self._before is None:
+            self._before = {name: tensor.to("cpu", copy=True) for name, tensor in self._state().items()}
 
     def _load(self, order: Configure) -> None:
         loaded = checkpoint.load(

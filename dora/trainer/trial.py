@@ -59,10 +59,10 @@ class Trial:
         policy = self._policy
         row = trial_row(tokens, longest=longest, layout=self.checked.layout, device=policy.device)
         is_cuda = policy.device.type == "cuda"
-        for closes_step in (False, True) if is_cuda else (True,):
+        for closes_update in (False, True) if is_cuda else (True,):
             if is_cuda:
                 torch.cuda.reset_peak_memory_stats(policy.device)
-            policy.prepare(closes_step=closes_step)
+            policy.prepare(closes_update=closes_update)
             with LiveBytes() as live:
                 loss = logprobs(policy.model, row, temperature=1.0)[0].sum()
             kept = live.now

@@ -49,6 +49,9 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     beta2: float
     max_grad_norm: float
     updates: int  # M
+    copies: Literal["device", "host"]  # where the shards of proximal and reference policy are
+    probe_tokens: int  # most stale tokens of a rank and step whose log-probs under their version are computed; 0: off
+    probe_every: int  # steps between two such probes
     shared_prompts: Literal["auto", "on", "off"] = "auto"
     advantages: tuple[str, ...] = ()  # by source of prompts; empty: the objective's for all
     objective: str  # the section `[objective]` as JSON

@@ -52,3 +52,11 @@ def test_the_ranks_receive_the_trainer_section() -> None:
 def test_every_shipped_config_can_be_simulated() -> None:
     for path in sorted(Path("launch/configs").glob("*.toml")):
         assert workload_of(load(path, environ={})).settings().steps > 1
+
+
+def test_the_trainer_gets_the_kind_of_advantage_of_each_source() -> None:
+    def advantages(*changes: str) -> tuple[str, ...]:
+        return trainer_settings(config(*changes), max_staleness=2).advantages
+
+    assert advantages("task.sources.1.weight=2") == ()
+    assert advantages("task.sources.1.advantage=rloo", "objective.advantage=dr_grpo") == ("dr_grpo", "rloo")

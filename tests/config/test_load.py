@@ -214,6 +214,27 @@ def test_a_syntax_error_names_file_line_and_column(tmp_path: Path):
         (["trainer.external=true"], "trainer.external: external ranks need the run's token; set DORA_TOKEN"),
         (["task.sources.0.kind=jsonl"], "eval.sets.0: evaluates the built-in arithmetic, which is not the task"),
         (["eval.sets.1.samples=2"], "eval.sets: two sets are named 'heldout'"),
+        (
+            ["task.rewards.1.sources=['easy']", "task.sources.0.label=simple"],
+            "task.rewards.1.sources: no source is labelled 'easy'; labels are simple",
+        ),
+        (["task.rewards.1.sources=['easy']"], "task.rewards.1.sources: no source is labelled 'easy'; no source has a"),
+        (
+            ["task.sources.0.label=a", "task.sources.1.weight=2", "task.rewards.0.sources=['a']", "eval.sets=[]"],
+            "task.sources.1: it has no label, and no term of task.rewards scores its answers",
+        ),
+        (
+            ["task.sources.0.label=a", "task.rewards.0.sources=['a']", "eval.sets.0.source.label=b"],
+            "eval.sets.0.source: it has the label 'b', and no term of task.rewards scores its answers",
+        ),
+        (
+            ["task.sources.0.label=a", "eval.sets.0.rewards.0.sources=['a']", "eval.sets.0.rewards.1.kind=exact"],
+            "eval.sets.0.rewards.0.sources: no source is labelled 'a'; no source has a label",
+        ),
+        (
+            ["task.rewards.1.kind=overlong"],
+            "task.rewards.1.buffer: 0 tokens; overlong needs 1 to 128 (rollout.max_new_tokens)",
+        ),
     ],
 )
 def test_a_contradiction_between_sections_is_found_before_anything_starts(overrides: list[str], beginning: str):

@@ -217,12 +217,14 @@ class FakeGraders:
 
     def __init__(self) -> None:
         self.count = 0
+        self.asked: list[GradeRequest] = []
         self.failing: set[int] = set()  # numbers of the answers that cannot be judged
         self.frozen: set[int] = set()
         self.release = asyncio.Event()
 
     async def grade(self, request: GradeRequest) -> Graded | GradingFailed:
         number, self.count = self.count, self.count + 1
+        self.asked.append(request)
         if number in self.frozen:
             await self.release.wait()
         return GradingFailed("timeout") if number in self.failing else Graded(float(number % 2))
@@ -359,7 +361,7 @@ class Surroundings:
     @property
     def grade(self) -> GradeAnswer:
         graders = Graders(self.graders, [self.graders], self.evaluations)
-        return GradeAnswer(self.trajectories, self.tokenizer, graders, self.now)
+        return GradeAnswer(self.trajectories, self.tokenizer, graders, MAX_NEW_TOKENS, self.now)
 
     @property
     def push(self) -> Push:

@@ -148,16 +148,27 @@ async def test_a_writer_reports_written_waves_as_trained(tmp_path: Path) -> None
     assert [path.name for path in rollout_files(tmp_path)] == ["step-000000.rollout", "step-000001.rollout"]
 
 
-@pytest.mark.parametrize("num_ranks", [1, 3])
-async def test_the_trajectories_read_are_those_written(tmp_path: Path, num_ranks: int) -> None:
+@pytest.mark.parametrize(("num_ranks", "updates"), [(1, 1), (3, 1), (3, 2), (1, 9)])
+async def test_the_trajectories_read_are_those_written(tmp_path: Path, num_ranks: int, updates: int) -> None:
     await write(tmp_path)
     assert [path.name for path in rollout_files(tmp_path)] == ["step-000000.rollout", "step-000001.rollout"]
     ranks = Ranks(num_ranks)
-    await train_rollouts(rollout_files(tmp_path), link=ranks, budget=12, group_size=G)  # type: ignore[arg-type]
+    await train_rollouts(
+        rollout_files(tmp_path),
+        link=ranks,  # type: ignore[arg-type]
+        budget=12,
+        group_size=G,
+        updates=updates,
+        shared_prompts=False,
+    )
     assert all(len(wave) == num_ranks for wave in ranks.waves)
     lasts = [(wave[0].step, wave[0].index, wave[0].last) for wave in ranks.waves]
     assert [last for _, _, last in lasts].count(True) == 2
     assert lasts == sorted(lasts)
+    closing = [(wave[0].step, wave[0].update) for wave in ranks.waves if wave[0].closes]
+    assert closing == [(step, update) for step in (0, 1) for update in range(min(updates, 2))]
+    of_update = {int(g): b.update for wave in ranks.waves for b in wave for g in b.groups}
+    assert of_update == {g: 0 if updates == 1 else g % 2 for g in range(4)}  # two groups in each step
     found = pieces([batch for wave in ranks.waves for batch in wave])
     wanted = pieces(wave(tuple(range(12)), groups=4))
     assert found.keys() == wanted.keys() == set(range(12))

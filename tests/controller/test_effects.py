@@ -33,7 +33,16 @@ from dora.tasks.pool import GraderPool
 from dora.tasks.prompts import open_stream
 from dora.tasks.tokenizer import load_tokenizer
 from dora.weights.store import VersionStore
-from tests.controller.fakes import MAX_NEW_TOKENS, RUN_ID, FakeServer, Surroundings, make_fleet, prompt, settings_of
+from tests.controller.fakes import (
+    MAX_NEW_TOKENS,
+    RUN_ID,
+    FakeGraders,
+    FakeServer,
+    Surroundings,
+    make_fleet,
+    prompt,
+    settings_of,
+)
 from tests.engine.scripted_server import ScriptedServer, captured
 
 ANSWER = (10, 11, 12)
@@ -304,6 +313,16 @@ async def test_an_answer_is_graded_by_its_text_and_a_failure_is_no_reward(io: Su
     assert isinstance(event, ev.TrajectoryGraded)
     assert event.reward is None
     assert event.reason.startswith("error: ")
+
+
+async def test_a_reward_is_told_length_budget_ending_and_source(io: Surroundings) -> None:
+    graders = FakeGraders()
+    record(io).tokens.extend(io.tokenizer.encode("03"))
+    record(io).length_capped = True
+    record(io).prompt = replace(prompt(0), label="hard")
+    await replace(io, graders=graders).grade(cmd.GradeTrajectory(TrajectoryId(0), 0))
+    (asked,) = graders.asked
+    assert (asked.num_tokens, asked.max_tokens, asked.finish, asked.source) == (2, MAX_NEW_TOKENS, "length", "hard")
 
 
 # -- weights --------------------------------------------------------------------------------------------------------

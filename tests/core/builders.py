@@ -50,8 +50,11 @@ def commit(group: int, *, version: int, step: int) -> cmd.CommitGroup:
     return cmd.CommitGroup(GroupId(group), version, step)
 
 
-def wave(step: int, index: int, *ranks: list[int], last: bool = False) -> cmd.TrainMicroBatch:
-    return cmd.TrainMicroBatch(step, index, last, tuple(tuple(TrajectoryId(t) for t in rank) for rank in ranks))
+def wave(
+    step: int, index: int, *ranks: list[int], last: bool = False, update: int = 0, closes: bool = False
+) -> cmd.TrainMicroBatch:
+    ids = tuple(tuple(TrajectoryId(t) for t in rank) for rank in ranks)
+    return cmd.TrainMicroBatch(step, index, last, ids, update, closes or last)
 
 
 # -- the core and its facts -------------------------------------------------------------------------------------------

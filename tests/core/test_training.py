@@ -2,30 +2,31 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dora.core.commands import TrainMicroBatch
-from dora.core.ids import GroupId, TrajectoryId
+from dora.core.ids import GroupId
 from dora.core.tables import Group
-from dora.core.training import Feed, StepFeed, split_wave
+from dora.core.training import Feed, StepFeed
 from tests.core.builders import wave
 
 BUDGET = 100
 
 
-def group(id: int, *sizes: int | None) -> Group:
+def group(id: int, *sizes: int | None, prompt: int = 0) -> Group:
     """A graded group; one trajectory per size in tokens, None: its grading failed."""
-    g = Group(GroupId(id), version=0, deadline=1, num_prompt_tokens=0, group_size=len(sizes), admitted_at=0.0)
+    g = Group(GroupId(id), version=0, deadline=1, num_prompt_tokens=prompt, group_size=len(sizes), admitted_at=0.0)
     for trajectory, size in zip(g.trajectories, sizes, strict=True):
         trajectory.num_tokens = size or 1
         trajectory.reward = None if size is None else 1.0
     return g
 
 
-def feed(*groups: Group, num_ranks: int = 2, closed: bool = False) -> Feed:
+def feed(*groups: Group, num_ranks: int = 2, closed: bool = False, groups_per_update: int = 99) -> Feed:
     """A feed whose trainer is ready at step 0, with these groups committed to it."""
-    f = Feed(num_ranks=num_ranks, budget=BUDGET)
+    f = Feed(num_ranks=num_ranks, budget=BUDGET, groups_per_update=groups_per_update)
     f.restart(0)
     for g in groups:
         f.commit(g, step=0)
@@ -44,35 +45,6 @@ def waves(f: Feed) -> list[TrainMicroBatch]:
     return sent
 
 
-# -- one wave ---------------------------------------------------------------------------------------------------------
-
-
-@settings(derandomize=True, deadline=None)
-@given(sizes=st.lists(st.integers(1, 150), max_size=40), num_ranks=st.integers(1, 6))
-def test_every_rank_gets_one_micro_batch_within_the_budget_and_no_trajectory_is_lost(
-    sizes: list[int], num_ranks: int
-) -> None:
-    size_of = {TrajectoryId(t): size for t, size in enumerate(sizes)}
-    ranks, left = split_wave(size_of.items(), num_ranks=num_ranks, budget=BUDGET)
-    assert len(ranks) == num_ranks
-    assert sorted([t for rank in ranks for t in rank] + [t for t, _ in left]) == sorted(size_of)
-    assert all(size_of[t] == size for t, size in left)
-    for rank in ranks:
-        assert len(rank) == 1 or sum(size_of[t] for t in rank) <= BUDGET
-    for _, size in left:  # only what fits nowhere is left
-        assert all(rank and sum(size_of[t] for t in rank) + size > BUDGET for rank in ranks)
-
-
-def test_the_longest_goes_first_to_the_least_loaded_rank() -> None:
-    sizes = [(TrajectoryId(t), size) for t, size in enumerate([10, 60, 30, 50])]
-    assert split_wave(sizes, num_ranks=2, budget=BUDGET) == ([[1, 0], [3, 2]], [])
-
-
-def test_a_trajectory_beyond_the_budget_has_a_rank_of_its_own() -> None:
-    sizes = [(TrajectoryId(0), 150), (TrajectoryId(1), 90), (TrajectoryId(2), 20)]
-    assert split_wave(sizes, num_ranks=2, budget=BUDGET) == ([[0], [1]], [(2, 20)])
-
-
 # -- when a wave is sent ----------------------------------------------------------------------------------------------
 
 
@@ -81,7 +53,7 @@ def test_an_idle_trainer_is_given_whatever_is_committed_even_to_one_rank() -> No
 
 
 def test_nothing_is_sent_before_the_trainer_is_ready_or_beyond_its_open_step() -> None:
-    f = Feed(num_ranks=2, budget=BUDGET)
+    f = Feed(num_ranks=2, budget=BUDGET, groups_per_update=1)
     f.commit(group(0, 10, 10), step=1)
     assert f.next_wave() is None
     f.restart(0)
@@ -137,6 +109,83 @@ def test_every_graded_trajectory_of_a_step_is_in_exactly_one_wave_of_as_many_mic
     assert sorted(t for w in sent for rank in w.ranks for t in rank) == graded
     assert all(len(w.ranks) == num_ranks for w in sent)
     assert [w.last for w in sent] == [False] * (len(sent) - 1) + [True]
+
+
+# -- several updates --------------------------------------------------------------------------------------------------
+
+
+def test_an_update_ends_with_the_last_answers_of_its_groups_and_no_wave_mixes_two() -> None:
+    f = feed(*(group(i, 40, 40) for i in range(4)), closed=True, groups_per_update=2)
+    assert waves(f) == [
+        wave(0, 0, [0, 2], [1, 3], update=0, closes=True),
+        wave(0, 1, [4, 6], [5, 7], update=1, closes=True, last=True),
+    ]
+
+
+def test_a_complete_update_is_sent_ahead_however_small_and_an_incomplete_one_only_if_the_trainer_is_idle() -> None:
+    f = feed(group(0, 10, 10), group(1, 10, 10), group(2, 10, 10), groups_per_update=2)
+    assert f.next_wave() == wave(0, 0, [0, 2], [1, 3], update=0, closes=True)
+    assert f.next_wave() is None  # group 2 would run ahead
+    f.waves_done += 1
+    assert f.next_wave() == wave(0, 1, [4], [5], update=1)
+
+
+def test_an_update_whose_answers_are_all_trained_when_it_completes_ends_with_an_empty_wave() -> None:
+    f = feed(group(0, 10, 10), groups_per_update=2)
+    assert f.next_wave() == wave(0, 0, [0], [1])
+    f.commit(group(1, None, None), step=0)
+    assert f.next_wave() == wave(0, 1, [], [], closes=True)
+    assert f.next_wave() is None
+
+
+@pytest.mark.parametrize(("num_groups", "updates"), [(0, [0]), (1, [0]), (2, [0]), (3, [0, 1]), (4, [0, 1])])
+def test_a_step_cut_short_ends_with_the_update_of_its_last_group(num_groups: int, updates: list[int]) -> None:
+    sent = waves(feed(*(group(i, 10, 10) for i in range(num_groups)), closed=True, groups_per_update=2))
+    assert [w.update for w in sent] == updates
+    assert all(w.closes for w in sent)
+    assert sent[-1].last
+
+
+def test_a_step_that_is_cut_short_between_two_updates_ends_with_an_empty_one() -> None:
+    f = feed(group(0, 10, 10), groups_per_update=1)
+    assert f.next_wave() == wave(0, 0, [0], [1], closes=True)
+    f.steps[0].closed = True
+    assert f.next_wave() == wave(0, 1, [], [], update=1, closes=True, last=True)
+
+
+@settings(derandomize=True, deadline=None, max_examples=300)
+@given(data=st.data(), num_updates=st.integers(1, 4), size=st.integers(1, 3), num_ranks=st.integers(1, 4))
+def test_each_graded_trajectory_is_in_one_wave_of_its_update_and_each_update_ends_once(
+    data: st.DataObject, num_updates: int, size: int, num_ranks: int
+) -> None:
+    """Groups are committed and waves trained in any order; the prompts may end early; the trainer may restart."""
+    answers = st.lists(st.one_of(st.none(), st.integers(1, 150)), min_size=3, max_size=3)
+    count = data.draw(st.integers(0, num_updates * size))
+    groups = [group(i, *data.draw(answers), prompt=data.draw(st.integers(1, 120))) for i in range(count)]
+    f = feed(num_ranks=num_ranks, groups_per_update=size)
+    f.shared_prompts = data.draw(st.booleans())
+    sent: list[TrainMicroBatch] = []
+    waiting = list(groups)
+    while not (sent and sent[-1].last):
+        if (following := f.next_wave()) is not None:
+            sent.append(following)
+        elif f.waves_done < len(sent) and (not waiting or data.draw(st.booleans())):
+            f.waves_done += 1
+        elif waiting:
+            f.commit(waiting.pop(0), step=0)
+            f.steps[0].closed = not waiting and count == num_updates * size
+        else:
+            f.steps[0].closed = True
+    fed = sorted((w.update, t) for w in sent for rank in w.ranks for t in rank)
+    assert fed == [(i // size, t.id) for i, g in enumerate(groups) for t in g.trajectories if t.reward is not None]
+    assert all(len(w.ranks) == num_ranks for w in sent)
+    assert [w.update for w in sent if w.closes] == list(range(sent[-1].update + 1))
+    assert [w.update for w in sent] == sorted(w.update for w in sent)
+    assert sent[-1].update < num_updates
+    assert [w.last for w in sent] == [False] * (len(sent) - 1) + [True]
+    assert all(p.num_tokens == 0 for p in f.steps[0].pending.values())
+    f.restart(0)
+    assert waves(f) == sent
 
 
 # -- replay -----------------------------------------------------------------------------------------------------------

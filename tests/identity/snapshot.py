@@ -101,7 +101,9 @@ def _feed(state: State) -> list[Any]:
 
 def _step(step: StepFeed) -> list[Any]:
     groups = [g.id for g in step.groups]
-    return [groups, list(step.pending), step.num_tokens, step.closed, len(step.waves), step.slack, step.sent]
+    pending = [(a.trajectory, a.size) for update in step.pending.values() for a in update.answers]
+    num_tokens = sum(update.num_tokens for update in step.pending.values())
+    return [groups, pending, num_tokens, step.closed, len(step.waves), step.slack, step.sent]
 
 
 def _evaluation(state: State) -> list[Any]:

@@ -1,6 +1,7 @@
 import json
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import ClassVar
 
 import pytest
 
@@ -79,8 +80,10 @@ def test_reasoning_gym_scores_with_the_entry_that_the_prompt_was_made_from():
 
 
 class Endpoint(BaseHTTPRequestHandler):
+    seen: ClassVar[dict] = {}
+
     def do_POST(self):
-        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        Endpoint.seen = request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         if request["response"] == "fail":
             self.send_error(500)
             return
@@ -111,17 +114,73 @@ def test_an_endpoint_gives_the_reward_and_its_failures_are_errors(endpoint):
         score("fail", kind="http", url=endpoint)
 
 
-def test_a_function_gets_the_four_values_by_name(tmp_path, monkeypatch):
-    (tmp_path / "own_reward.py").write_text(
-        "def shorter(*, prompt, response, answer, metadata):\n    return metadata['limit'] - len(response)\n"
-        "def wrong(text):\n    return 1.0\n"
-    )
+OWN_REWARDS = """
+def shorter(*, prompt, response, answer, metadata):
+    return metadata['limit'] - len(response)
+def budget(finish, num_tokens, max_tokens=None, source="", scale=2):
+    return scale * (max_tokens - num_tokens) if (finish, source) == ("length", "hard") else 0
+def everything(**asked):
+    return len(asked)
+def wrong(text):
+    return 1.0
+def nameless(prompt, /):
+    return 1.0
+"""
+
+
+@pytest.fixture
+def own_rewards(tmp_path, monkeypatch) -> None:
+    (tmp_path / "own_rewards.py").write_text(OWN_REWARDS)
     monkeypatch.syspath_prepend(tmp_path)
-    assert score("abc", metadata={"limit": 10}, kind="function", name="own_reward:shorter") == 7.0
+
+
+@pytest.mark.usefixtures("own_rewards")
+def test_a_function_gets_what_its_signature_names():
+    request = GradeRequest("p", "abc", "a", {"limit": 10}, num_tokens=3, max_tokens=5, finish="length", source="hard")
+    for name, expected in [("shorter", 7.0), ("budget", 4.0), ("everything", 8.0)]:
+        term = RewardConfig(kind="function", name=f"own_rewards:{name}")
+        assert build_scorer([term], field="task.rewards", http_timeout_s=5)(request) == expected
+
+
+@pytest.mark.usefixtures("own_rewards")
+@pytest.mark.parametrize("name", ["wrong", "nameless"])
+def test_a_function_that_asks_for_something_else_is_refused(name):
     with pytest.raises(
-        ConfigError, match=r"task.rewards.0.name: own_reward:wrong must accept the arguments prompt=, response="
+        ConfigError, match=rf"task.rewards.0.name: own_rewards:{name} may only ask for prompt, .*, source, each by name"
     ):
-        score("abc", kind="function", name="own_reward:wrong")
+        score("abc", kind="function", name=f"own_rewards:{name}")
+
+
+def test_an_endpoint_gets_everything(endpoint):
+    request = GradeRequest("p", "r", "a", {"n": 1}, num_tokens=3, max_tokens=5, finish="length", source="hard")
+    term = RewardConfig(kind="http", url=endpoint)
+    assert build_scorer([term], field="task.rewards", http_timeout_s=5)(request) == 0.25
+    assert Endpoint.seen == {
+        "prompt": "p", "response": "r", "answer": "a", "metadata": {"n": 1}, "num_tokens": 3, "max_tokens": 5,
+        "finish": "length", "source": "hard",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "reward"), [(1, 0), (16_384, 0), (16_385, -1 / 4096), (18_432, -0.5), (20_480, -1)]
+)
+def test_the_overlong_penalty_falls_linearly_over_its_buffer(num_tokens, reward):
+    """DAPO (arXiv 2503.14476), equation 13, with its lengths."""
+    scorer = build_scorer([RewardConfig(kind="overlong", buffer=4096)], field="task.rewards", http_timeout_s=5)
+    request = GradeRequest("p", "r", num_tokens=num_tokens, max_tokens=20_480)
+    assert scorer(request) == pytest.approx(reward, abs=1e-12)
+
+
+def test_the_length_penalty_is_the_share_of_the_budget():
+    scorer = build_scorer([RewardConfig(kind="length", weight=0.5)], field="task.rewards", http_timeout_s=5)
+    assert scorer(GradeRequest("p", "r", num_tokens=25, max_tokens=100)) == -0.125
+
+
+def test_a_term_scores_its_sources_only():
+    terms = [RewardConfig(kind="exact"), RewardConfig(kind="regex", pattern="(a)", sources=("easy",), weight=10)]
+    scorer = build_scorer(terms, field="task.rewards", http_timeout_s=5)
+    assert scorer(GradeRequest("", "a", "a", source="easy")) == 11
+    assert scorer(GradeRequest("", "a", "a", source="hard")) == 1
 
 
 @pytest.mark.parametrize(

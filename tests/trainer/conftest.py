@@ -42,23 +42,27 @@ START_S = 90.0
 
 @pytest.fixture(scope="session")
 def model_path(tmp_path_factory) -> Path:
+    return make_model_folder(tmp_path_factory.mktemp("model"))
+
+
+def make_model_folder(folder: Path) -> Path:
     """A random two-layer Qwen3 with tied embeddings, grouped-query attention and an odd number of rows to shard."""
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=VOCAB, hidden_size=24, intermediate_size=36, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=8, max_position_embeddings=128, tie_word_embeddings=True,
     )  # fmt: skip
-    folder = tmp_path_factory.mktemp("model")
     Qwen3ForCausalLM(config).save_pretrained(folder)
     return folder
 
 
-TIS_CAP = 1.5
+TIS_CAP, CLIP_LOW, CLIP_HIGH = 1.5, 0.2, 0.28
 SETTINGS = TrainerSettings(
     device="cpu", dtype="float32", publish_dtype="float32", fp32_head=False,
     activation_checkpointing="none", optimizer_state="device", threads=1, micro_batch_tokens=64, longest_request=128,
     steps=100, learning_rate=1e-2, warmup_steps=2, weight_decay=0.1, beta1=0.9, beta2=0.95, max_grad_norm=0.05,
-    updates=1, objective=f'{{"tis_cap": {TIS_CAP}}}', max_new_tokens=100, temperature=0.7, max_staleness=2,
+    updates=1, copies="device", probe_tokens=0, probe_every=1,
+    objective=f'{{"tis_cap": {TIS_CAP}}}', max_new_tokens=100, temperature=0.7, max_staleness=2,
     checkpoint_every=100,
 )  # fmt: skip
 
@@ -228,6 +232,13 @@ async def start_job(
         await end.close()
 
 
+def mini_batches(answers: Sequence[Answer], updates: int) -> list[list[Answer]]:
+    """The answers of each update: as many groups, in order."""
+    groups = list(dict.fromkeys(a.group for a in answers))
+    size = max(1, len(groups) // updates)
+    return [[a for a in answers if groups.index(a.group) // size == update] for update in range(updates)]
+
+
 class PlainTrainer:
     """A synchronous trainer written for these tests: whole batch, one sequence at a time, its own AdamW."""
 
@@ -236,36 +247,47 @@ class PlainTrainer:
         self.parameters = dict(self.model.named_parameters())
         self.first = {name: torch.zeros_like(p) for name, p in self.parameters.items()}
         self.second = {name: torch.zeros_like(p) for name, p in self.parameters.items()}
-        self.updates = 0
+        self.num_updates = 0
 
-    def step(self, answers: list[Answer], *, step: int) -> float:
-        """One update; returns the gradient norm before clipping."""
+    def step(self, answers: list[Answer], *, step: int, updates: int = 1) -> float:
+        """All updates of a step; returns the mean gradient norm before clipping."""
+        with torch.no_grad():
+            old = {(a.group, a.sibling): self._logprobs(a) for a in answers}
+        norms = [self._update(part, old, step=step) for part in mini_batches(answers, updates)]
+        return sum(norms) / updates
+
+    def _logprobs(self, a: Answer) -> torch.Tensor:
+        logits = self.model(input_ids=torch.tensor([a.tokens])).logits[0] / SETTINGS.temperature
+        return logits.log_softmax(-1)[range(a.prompt_length - 1, len(a.tokens) - 1), a.tokens[a.prompt_length :]]
+
+    def _update(self, answers: list[Answer], old: dict[tuple[int, int], torch.Tensor], *, step: int) -> float:
         tokens = sum(len(a.logprobs) for a in answers)
         if tokens == 0:
             return 0.0
         self.model.zero_grad()
         for a in answers:
-            logits = self.model(input_ids=torch.tensor([a.tokens])).logits[0] / SETTINGS.temperature
-            current = logits.log_softmax(-1)[range(a.prompt_length - 1, len(a.tokens) - 1), a.tokens[a.prompt_length :]]
+            proximal = old[a.group, a.sibling]
+            ratio = torch.exp(self._logprobs(a) - proximal)
             rewards = torch.tensor(a.rewards, dtype=torch.float64)
             advantage = (rewards[a.sibling] - rewards.mean()) / (rewards.std() + 1e-6)
             behavior = torch.tensor(a.logprobs, dtype=torch.float32).double()
-            weight = torch.clamp(torch.exp(current.detach() - behavior), max=TIS_CAP)
-            (-(weight * advantage * current).sum() / tokens).backward()
+            weight = torch.clamp(torch.exp(proximal - behavior), max=TIS_CAP)
+            surrogate = torch.minimum(ratio * advantage, ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH) * advantage)
+            (-(weight * surrogate).sum() / tokens).backward()
         norm = math.sqrt(sum(p.grad.square().sum().item() for p in self.parameters.values()))
-        self._adamw(step, scale=min(1.0, SETTINGS.max_grad_norm / norm))
+        self._adamw(step, scale=min(1.0, SETTINGS.max_grad_norm / max(norm, 1e-30)))
         return norm
 
     @torch.no_grad()
     def _adamw(self, step: int, *, scale: float) -> None:
-        self.updates += 1
+        self.num_updates += 1
         rate = SETTINGS.learning_rate * min(1.0, (step + 1) / SETTINGS.warmup_steps)
         for name, p in self.parameters.items():
             gradient = p.grad * scale
             self.first[name] = SETTINGS.beta1 * self.first[name] + (1 - SETTINGS.beta1) * gradient
             self.second[name] = SETTINGS.beta2 * self.second[name] + (1 - SETTINGS.beta2) * gradient**2
-            first = self.first[name] / (1 - SETTINGS.beta1**self.updates)
-            second = self.second[name] / (1 - SETTINGS.beta2**self.updates)
+            first = self.first[name] / (1 - SETTINGS.beta1**self.num_updates)
+            second = self.second[name] / (1 - SETTINGS.beta2**self.num_updates)
             p.mul_(1 - rate * SETTINGS.weight_decay)
             p.sub_(rate * first / (second.sqrt() + 1e-8))
 

@@ -14,10 +14,7 @@ import torch.distributed as dist
 
 from dora import files
 from dora.errors import ConfigError
-from dora.objectives.objective import Terms
-from dora.objectives.tokens import Tokens
 from dora.trainer import checkpoint
-from dora.trainer.metrics import StepSums
 from dora.weights.checkpoints import checkpoints_in
 from dora.weights.fence import StaleEpoch, pass_fence, raise_fence
 
@@ -164,44 +161,6 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path):
     for other in ({**state(1), "b": torch.zeros(1)}, {**state(1), "w": torch.zeros(4, 2)}):
         with pytest.raises(ConfigError, match="belongs to another model"):
             load(folder, tensors=other)
-
-
-def test_golden_metrics():
-    """Three tokens, against values worked out by hand; the ratio is k."""
-    sums = StepSums(max_staleness=1, device=CPU)
-    tokens = Tokens(
-        current_P=torch.tensor([-0.7, -2.2, -0.9]),
-        behavior_P=torch.tensor([-1.0, -2.0, -0.5]),
-        advantage_P=torch.tensor([1.0, 2.0, 3.0]),
-        sequence_P=torch.tensor([0, 0, 1]),
-        lengths_n=torch.tensor([2, 1]),
-        siblings_n=torch.tensor([2, 2]),
-        staleness_n=torch.tensor([1, 1]),
-        entropy_P=torch.ones(3),
-    )
-    terms = Terms(
-        loss_P=torch.tensor([1.0, torch.nan, 1.0]),
-        sums={"denominator": torch.tensor(3.0, dtype=torch.float64)},
-        marks={"tis_capped": torch.tensor([True, False, False]), "clip_low": torch.tensor([True, True, False])},
-    )
-    sums.add_tokens(tokens, terms)
-    sums.add_sequences(lag=torch.tensor([1, 0]), reward=torch.tensor([1.0, 0.0]), truncated=torch.tensor([1, 0]))
-    reduced = sums.reduce()
-    assert reduced.update_sums == {"denominator": 3}
-    metrics = reduced.metrics(denominator=3)
-    expected = {
-        "mismatch_k3": 0.0463, "log_ratio_mean": -0.1, "log_ratio_abs_mean": 0.3, "log_ratio_abs_max": 0.4,
-        "ess": 0.9132, "chi2": -0.0194, "ppl_ratio": 1.1052, "tis_capped_frac": 1 / 3,
-        "clip_low_frac": 2 / 3, "clip_high_frac": 0, "entropy": 1.0, "adv_mean": 2.0,
-        "adv_std": (2 / 3) ** 0.5, "tokens": 3, "sequences": 1, "reward_mean": 1.0, "response_len_mean": 3,
-        "truncated_frac": 1,
-    }  # fmt: skip
-    got = {name.removeprefix("lag=1/"): value for name, value in metrics.items() if name.startswith("lag=1/")}
-    assert got == pytest.approx(expected, abs=5e-5)
-    assert metrics["all/sequences"] == 2
-    assert metrics["all/reward_mean"] == 0.5
-    assert metrics["nonfinite_count"] == 1
-    assert not any(name.startswith("lag=0/") for name in metrics), "a lag without tokens is absent, not 0"
 
 
 def test_a_rank_without_its_environment_says_what_is_missing():

@@ -132,7 +132,7 @@ def test_the_total_is_the_peak_of_the_allocator(
     loaded = Policy(folder, mesh=make_mesh("cpu"), dtype=dtype, activation_checkpointing=mode)
     held = sum(shard.nbytes for shard in loaded.shards().values())
     row = trial_row(tokens, longest=200)
-    passes = [allocations(loaded, row, closes_step=closes) for closes in (False, True)]
+    passes = [allocations(loaded, row, closes_update=closes) for closes in (False, True)]
     peak = held + sum(passes[0]) + max(running_sums(passes[1]))  # of the second: the gradients of the first are there
     found = Outline(folder, dtype=dtype, checkpointing=mode).forecast(
         tokens=tokens, longest=200, ranks=1, moment_bytes=0
@@ -141,9 +141,9 @@ def test_the_total_is_the_peak_of_the_allocator(
     assert found.kept == pytest.approx(kept_bytes(lambda: logprobs(loaded.model, row, temperature=1.0)), rel=0.05)
 
 
-def allocations(loaded: Policy, row: Any, *, closes_step: bool) -> list[int]:
+def allocations(loaded: Policy, row: Any, *, closes_update: bool) -> list[int]:
     """Bytes allocated (or, below 0, freed) during a forward and backward pass, in order."""
-    loaded.prepare(closes_step=closes_step)
+    loaded.prepare(closes_update=closes_update)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         logprobs(loaded.model, row, temperature=1.0)[0].sum().backward()
     assert profile.profiler is not None

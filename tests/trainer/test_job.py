@@ -238,7 +238,7 @@ def test_so_do_steps_of_a_hybrid_in_padded_rows_and_the_user_is_told(hybrid, hyb
 @pytest.mark.slow
 def test_a_step_without_trained_tokens_skips_the_update_and_still_publishes(two_ranks):
     empty = STEPS.index([])
-    assert two_ranks.metrics[empty]["update_skipped"] == 1
+    assert two_ranks.metrics[empty]["updates_skipped"] == 1
     assert two_ranks.metrics[empty]["denominator"] == 0
     assert_equal_weights(two_ranks.weights[empty + 1], two_ranks.weights[empty], atol=0)
 

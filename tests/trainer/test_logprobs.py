@@ -65,6 +65,37 @@ def test_tiles_equal_the_plain_form(family: str, tile: tuple[int, int], monkeypa
     torch.testing.assert_close(gradients(model), expected, rtol=0, atol=1e-10)
 
 
+@pytest.mark.parametrize("tile", [(100, 100), (3, 97), (2, 5)])
+@pytest.mark.parametrize("family", FINISHED)
+def test_entropies_have_the_gradient_of_the_plain_form_if_asked(
+    family: str, tile: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make(family, torch.float64, **FINISHED[family][0])
+    row, weight_P = make_tokens(model, count=9)
+    logits = model(input_ids=row.tokens_BT, use_cache=False).logits[0, 1:-1] / 0.7
+    plain = logits.log_softmax(-1).gather(1, row.targets_P[:, None])[:, 0]
+    plain_entropy = torch.distributions.Categorical(logits=logits).entropy()
+    (plain * weight_P + plain_entropy * weight_P.flip(0).square()).sum().backward()
+    expected = gradients(model)
+    monkeypatch.setattr(logprobs_module, "TILE", tile)
+    chosen, entropy = logprobs(model, row, temperature=0.7, entropy_gradient=True)
+    (chosen * weight_P + entropy * weight_P.flip(0).square()).sum().backward()
+    torch.testing.assert_close(gradients(model), expected, rtol=0, atol=1e-10)
+
+
+def test_the_entropy_alone_has_a_gradient_and_a_loss_without_it_has_that_of_the_log_probs() -> None:
+    model = make("qwen3", torch.float64, head_dim=8)
+    row, weight_P = make_tokens(model, count=9)
+    found = []
+    for asked in (False, True):
+        chosen, _ = logprobs(model, row, temperature=0.7, entropy_gradient=asked)
+        (chosen * weight_P).sum().backward()
+        found.append(gradients(model))
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-14)
+    logprobs(model, row, temperature=0.7, entropy_gradient=True)[1].sum().backward()
+    assert any(bool(gradient.abs().max() > 1e-6) for gradient in gradients(model).values())
+
+
 def test_the_model_is_plain_again_after_a_call() -> None:
     model = make("qwen3", head_dim=8)
     row, _ = make_tokens(model, count=9)
@@ -109,20 +140,26 @@ def test_a_float32_head_does_not_round_logits(fp32_head: bool) -> None:
 # -- a large vocabulary -----------------------------------------------------------------------------------------------
 
 
-def peak_bytes(tokens: int, *, words: int, hidden: int) -> int:
+def peak_bytes(tokens: int, *, words: int, hidden: int, entropy_gradient: bool) -> int:
     """Peak of forward and backward, less the gradients of hidden states and weight."""
     hidden_PH = torch.randn(tokens, hidden, requires_grad=True)
     weight_VH = torch.randn(words, hidden, requires_grad=True)
     targets_P = torch.randint(words, (tokens,))
     with LiveBytes() as live:
-        chosen, _ = TiledLogProbs.apply(hidden_PH, weight_VH, None, targets_P, Finish(0.5, 30.0), 0.7, False)
-        chosen.sum().backward()
+        settings = (Finish(0.5, 30.0), 0.7, False, entropy_gradient)
+        chosen, entropy = TiledLogProbs.apply(hidden_PH, weight_VH, None, targets_P, *settings)
+        (chosen.sum() + entropy.sum()).backward()
         return live.peak(without=[hidden_PH.grad, weight_VH.grad])
 
 
-def test_the_peak_does_not_depend_on_the_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("entropy_gradient", [False, True])
+def test_the_peak_does_not_depend_on_the_number_of_tokens(
+    entropy_gradient: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(logprobs_module, "TILE", (512, 512))
-    short, long = (peak_bytes(tokens, words=9_500, hidden=16) for tokens in (512, 2_048))
+    short, long = (
+        peak_bytes(tokens, words=9_500, hidden=16, entropy_gradient=entropy_gradient) for tokens in (512, 2_048)
+    )
     assert long <= 1.05 * short
     assert long < 2_048 * 9_500 * 4 / 10  # of the logits
 

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from conftest import VOCAB, make_batch, make_groups
+from conftest import GROUP_SIZE, VOCAB, make_batch, make_groups
 from transformers import Qwen3ForCausalLM
 
 from dora.errors import InvariantViolation, ProtocolError
@@ -16,7 +16,7 @@ from dora.objectives.advantages import group_advantages
 from dora.objectives.objective import Objective
 from dora.objectives.settings import ObjectiveConfig
 from dora.trainer import attention
-from dora.trainer.batch import check, pack
+from dora.trainer.batch import advantages_of, check, pack, without_truncated
 from dora.trainer.logprobs import logprobs
 from dora.trainer.packing import PACKED, Layout, split_passes
 from dora.trainer.score import score
@@ -45,26 +45,40 @@ def pack_some(batch, members, *, layout=PACKED):
     return pack(batch, members, advantages_n=advantages, layout=layout, device=CPU)
 
 
-def loss_of(network, row, targets):
-    """Σ l over the trained tokens of a row."""
+def loss_of(network, row, targets, old=None):
+    """Σ l over the trained tokens of a row; `old`: the network before the step, in an update after the first."""
     current, entropy = logprobs(network, row, temperature=0.7)
-    tokens = targets.tokens(current, entropy_P=entropy)
+    proximal = logprobs(old, row, temperature=0.7)[0] if old is not None else None
+    tokens = targets.tokens(current, entropy_P=entropy, proximal_P=proximal)
     return OBJECTIVE(replace(tokens, advantage_P=tokens.advantage_P.double())).loss_P.sum()
 
 
-def packed_loss(network, batches):
+def packed_loss(network, batches, old=None):
     """Σ l over all trained tokens, micro-batch by micro-batch."""
     total = torch.zeros((), dtype=torch.float64)
     for batch in batches:
         row, targets = pack_whole(batch)
-        total = total + loss_of(network, row, targets)
+        total = total + loss_of(network, row, targets, old)
     return total
 
 
-def gradient(network, batches):
+def gradient(network, batches, old=None):
     network.zero_grad()
-    packed_loss(network, batches).backward()
+    packed_loss(network, batches, old).backward()
     return torch.cat([p.grad.flatten() for p in network.parameters()])
+
+
+@pytest.fixture(params=["first", "later"])
+def old(request, model_path):
+    """The network before the step: None in its first update, else other weights than those being trained."""
+    if request.param == "first":
+        return None
+    network = load(model_path, attention.NAME)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    return network
 
 
 def test_a_packed_row_has_the_logprobs_of_its_sequences_alone(model_path):
@@ -78,28 +92,28 @@ def test_a_packed_row_has_the_logprobs_of_its_sequences_alone(model_path):
     assert not entropy.requires_grad
 
 
-def test_the_gradient_does_not_depend_on_order_split_or_empty_micro_batches(model_path):
+def test_the_gradient_does_not_depend_on_order_split_or_empty_micro_batches(model_path, old):
     network = load(model_path, attention.NAME)
     answers = make_groups(6, version=0, seed=4)
-    whole = gradient(network, [make_batch(answers, step=0, index=0, last=True)])
+    whole = gradient(network, [make_batch(answers, step=0, index=0, last=True)], old)
     shuffled = [answers[i] for i in np.random.default_rng(0).permutation(len(answers))]
     parts = [shuffled[:1], [], shuffled[1:10], shuffled[10:]]
-    split = gradient(network, [make_batch(part, step=0, index=0, last=False) for part in parts])
+    split = gradient(network, [make_batch(part, step=0, index=0, last=False) for part in parts], old)
     torch.testing.assert_close(split, whole, rtol=0, atol=1e-11 * whole.abs().max().item())
 
 
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("budget", [1, 30, 1000])
-def test_the_gradient_does_not_depend_on_the_passes(model_path, padded, budget):
+def test_the_gradient_does_not_depend_on_the_passes(model_path, old, padded, budget):
     network = load(model_path, attention.NAME)
     batch = make_batch(make_groups(5, version=0, seed=9), step=0, index=0, last=True)
-    whole = gradient(network, [batch])
+    whole = gradient(network, [batch], old)
     network.zero_grad()
     passes = split_passes(batch.lengths.tolist(), layout=Layout(padded=padded), budget=budget)
     for members in passes:
         row, targets = pack_some(batch, members, layout=Layout(padded=padded))
         assert row.tokens_BT.numel() <= budget or len(members) == 1
-        loss_of(network, row, targets).backward()
+        loss_of(network, row, targets, old).backward()
     assert sorted(n for members in passes for n in members) == list(range(len(batch.lengths)))
     split = torch.cat([p.grad.flatten() for p in network.parameters()])
     torch.testing.assert_close(split, whole, rtol=0, atol=1e-11 * whole.abs().max().item())
@@ -129,6 +143,27 @@ def test_values_at_masked_positions_have_no_effect(model_path, poison):
 def test_an_empty_micro_batch_has_a_zero_gradient_for_every_parameter(model_path):
     network = load(model_path, attention.NAME)
     assert (gradient(network, [make_batch([], step=0, index=0, last=True)]) == 0).all()
+
+
+def test_an_answer_that_is_not_trained_still_counts_in_the_statistics_of_its_group():
+    batch = make_batch(make_groups(2, version=0, seed=9), step=0, index=0, last=True)
+    batch = msgspec.structs.replace(batch, truncated=(np.arange(len(batch.lengths)) == 1).astype(np.uint8))
+    masked = without_truncated(batch)
+    _, targets = pack_whole(masked)
+    assert targets.lengths_n[1] == 0
+    kept = np.repeat(np.arange(len(batch.lengths)) != 1, batch.lengths)
+    np.testing.assert_array_equal(masked.loss_mask, np.where(kept, batch.loss_mask, 0))
+    np.testing.assert_array_equal(advantages_of(masked, ("grpo",)), advantages_of(batch, ("grpo",)))
+
+
+def test_the_kind_of_advantage_may_differ_by_source():
+    batch = make_batch(make_groups(3, version=0, seed=9), step=0, index=0, last=True)
+    sources = np.repeat([1, 0, 1], GROUP_SIZE).astype(np.uint8)
+    found = advantages_of(msgspec.structs.replace(batch, sources=sources), ("rloo", "dr_grpo"))
+    rloo, dr_grpo = advantages_of(batch, ("rloo",)), advantages_of(batch, ("dr_grpo",))
+    np.testing.assert_array_equal(found, np.where(sources == 0, rloo, dr_grpo))
+    with pytest.raises(ProtocolError, match="a prompt of source 3"):
+        advantages_of(msgspec.structs.replace(batch, sources=sources + np.uint8(2)), ("rloo", "dr_grpo"))
 
 
 def good_batch(**changes):

@@ -1,0 +1,38 @@
+"""How the losses of tokens are averaged: a factor for each token, and the share of the denominator D.
+
+    token_mean                Σ l / number of tokens                                   DAPO, arXiv 2503.14476
+    seq_mean_token_mean       Σ_i (Σ_t l / n_i) / number of sequences                  GRPO, arXiv 2402.03300
+    seq_mean_token_sum_norm   Σ_i (Σ_t l / T) / number of sequences                    Dr. GRPO, arXiv 2503.20783
+    longcat                   Σ_g (Σ_i Σ_t l / (G_g T)) / number of groups             arXiv 2509.18883
+
+Numerator and D are sums over sequences, and a sequence is never cut, so that passes and ranks add up. A sequence of
+`longcat` adds 1/G_g to D, and the group, wherever its siblings are, 1. Sequences without tokens add nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from dora.objectives.tokens import Tokens
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def aggregate(tokens: Tokens, lengths_n: Tensor, *, kind: str, norm_tokens: int) -> tuple[Tensor | float, Tensor]:
+    """Return the factors [P] of the losses (or one for all), and the share of D, of this pass.
+
+    `lengths_n`: the tokens of each sequence that count.
+    """
+    has_tokens_n = (lengths_n > 0).double()
+    match kind:
+        case "token_mean":
+            return 1.0, lengths_n.double().sum()
+        case "seq_mean_token_mean":
+            return tokens.spread(1.0 / lengths_n.double().clamp(min=1)), has_tokens_n.sum()
+        case "seq_mean_token_sum_norm":
+            return 1.0 / norm_tokens, has_tokens_n.sum()
+        case "longcat":
+            share_n = 1.0 / tokens.siblings_n.double()
+            return tokens.spread(share_n) / norm_tokens, (share_n * has_tokens_n).sum()
+    raise ValueError(f"unknown aggregation '{kind}'")

@@ -1,0 +1,104 @@
+"""Rules that span the keys of `[objective]`: what is illegal, and what would have no effect."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from dora.objectives.loss_settings import LossSettings, RatioLoss
+from dora.objectives.losses.gspo import Gspo
+from dora.objectives.objective import uses_proximal
+from dora.objectives.settings import ObjectiveConfig
+from dora.section import Section
+
+#: Losses whose weight contains k = π/μ already.
+_OWN_WEIGHT = {"aipo", "dppo_tv", "ipo"}
+_UNMASKED = "nothing is rejected; set objective.mis, objective.veto or objective.opsm, or remove the key"
+
+
+def problems(objective: ObjectiveConfig, *, updates: int, group_size: int) -> Iterator[str]:
+    """Yield one line for each problem. A key has no effect only if its value is not the default or the preset's."""
+    base = ObjectiveConfig.model_validate({"preset": objective.preset, "loss": {"kind": objective.loss.kind}})
+    if group_size < 2:
+        yield (
+            f"rollout.group_size: {group_size} answer per prompt has no siblings to be compared with, but advantage "
+            f"'{objective.advantage}' is group-relative; use at least 2"
+        )
+    yield from _loss_problems(objective, base, updates=updates)
+    yield from _weight_problems(objective, base)
+    yield from _mask_problems(objective, base)
+    yield from _other_problems(objective, base, updates=updates)
+
+
+def _changed(section: Section, base: Section, names: Sequence[str]) -> list[str]:
+    return [name for name in names if getattr(section, name) != getattr(base, name)]
+
+
+def _options(loss: LossSettings) -> list[str]:
+    return [name for name in type(loss).model_fields if name not in ("kind", "ratio")]
+
+
+def _loss_problems(objective: ObjectiveConfig, base: ObjectiveConfig, *, updates: int) -> Iterator[str]:
+    loss = objective.loss
+    if updates == 1 and isinstance(loss, RatioLoss) and loss.ratio == "decoupled":
+        for name in _changed(loss, base.loss, _options(loss)):
+            yield (
+                f"objective.loss.{name}: has no effect: with one update per step (trainer.updates = 1) the policy "
+                "ratio is always 1 and is never clipped; remove the key, or set objective.loss.ratio = bypass"
+            )
+    if isinstance(loss, Gspo) and objective.aggregation != "seq_mean_token_mean":
+        yield (
+            f"objective.aggregation: {objective.aggregation} would weigh the sequences of gspo by their lengths; "
+            "use seq_mean_token_mean, or objective.loss.kind = gspo_token"
+        )
+    if isinstance(loss, Gspo):
+        for name in ("weight", "mis"):
+            if getattr(objective, name) in ("tis", "icepop", "token"):
+                yield (
+                    f"objective.{name}: {getattr(objective, name)} acts on tokens, but gspo has one ratio for each "
+                    "sequence; use the sequence or geometric level"
+                )
+
+
+def _weight_problems(objective: ObjectiveConfig, base: ObjectiveConfig) -> Iterator[str]:
+    loss = objective.loss
+    if objective.weight != "none" and loss.kind in _OWN_WEIGHT:
+        yield f"objective.weight: {loss.kind} contains k = π/μ, which a weight would count twice; use none"
+    elif objective.weight != "none" and loss.anchor == "behavior" and objective.on == "rho":
+        yield (
+            f"objective.weight: {objective.weight} on rho corrects for what the ratio of objective.loss.ratio = bypass "
+            "contains; use none, or objective.on = k"
+        )
+    if objective.weight == "none" and objective.normalized:
+        yield "objective.normalized: has no effect without a weight; set objective.weight or remove the key"
+    needed = {"tis_cap": "tis", "tis_floor": "tis", "icepop_low": "icepop", "icepop_high": "icepop"}
+    for name in _changed(objective, base, list(needed)):
+        if not objective.weight.startswith(needed[name]):
+            yield f"objective.{name}: has no effect with objective.weight = {objective.weight}; remove the key"
+
+
+def _mask_problems(objective: ObjectiveConfig, base: ObjectiveConfig) -> Iterator[str]:
+    if objective.mis == "none":
+        for name in _changed(objective, base, ["mis_low", "mis_high"]):
+            yield f"objective.{name}: has no effect with objective.mis = none; remove the key"
+    rejects = objective.mis != "none" or objective.veto > 0 or objective.opsm is not None
+    if not rejects and _changed(objective, base, ["mask_denominator"]):
+        yield f"objective.mask_denominator: has no effect: {_UNMASKED}"
+    corrects = objective.weight != "none" or objective.mis != "none" or objective.veto > 0 or objective.vcpo
+    if not corrects and _changed(objective, base, ["on"]):
+        yield "objective.on: has no effect without objective.weight, mis, veto or vcpo; remove the key"
+
+
+def _other_problems(objective: ObjectiveConfig, base: ObjectiveConfig, *, updates: int) -> Iterator[str]:
+    if objective.proximal == "approximate" and updates == 1:
+        yield (
+            "objective.proximal: has no effect: with one update per step (trainer.updates = 1) π_o is the policy being "
+            "trained; remove the key"
+        )
+    elif objective.proximal == "approximate" and not uses_proximal(objective):
+        yield f"objective.proximal: has no effect: {objective.loss.kind} as configured does not use π_o; remove the key"
+    if not objective.kl_coefficient:
+        for name in _changed(objective, base, ["kl_reference", "kl_estimator", "kl_weighted"]):
+            yield f"objective.{name}: has no effect with objective.kl_coefficient = 0; remove the key"
+    by_constant = objective.aggregation in ("seq_mean_token_sum_norm", "longcat")
+    if objective.norm_tokens is not None and not by_constant:
+        yield f"objective.norm_tokens: has no effect with aggregation = {objective.aggregation}; remove the key"
