@@ -75,20 +75,21 @@ def train(model: Qwen3ForCausalLM, row: Row) -> tuple[float, torch.Tensor]:
     model.zero_grad(set_to_none=True)
     gc.collect()
     begun = time.process_time()
-    logprobs(model, row, temperature=1.0)[0].mean().backward()
+    logprobs(model, row, temperature=1.0)[0].mean().backward()  # type: ignore[no-untyped-call]
     return time.process_time() - begun, torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
-def operations(model: Qwen3ForCausalLM, prompt: int, *, shared: bool) -> float:
+def operations(model: Qwen3ForCausalLM, prompt: int, *, shared: bool) -> int:
     """Floating-point operations of forward and backward, by the lengths alone."""
     config = model.config
     answers = answer_lengths()
     copies = 1 if shared else GROUP_SIZE
     tokens = copies * prompt + sum(answers)
-    scores = copies * prompt**2 / 2 + sum(prompt * length + length**2 / 2 for length in answers)
-    weights = sum(parameter.numel() for parameter in model.model.layers.parameters())
-    width = config.num_attention_heads * config.head_dim * config.num_hidden_layers
-    return 6 * weights * tokens + 14 * width * scores + 8 * VOCAB * config.hidden_size * sum(answers)
+    scores = (copies * prompt**2 + sum(2 * prompt * length + length**2 for length in answers)) // 2
+    weights: int = sum(parameter.numel() for parameter in model.model.layers.parameters())
+    width: int = config.num_attention_heads * config.head_dim * config.num_hidden_layers
+    head: int = VOCAB * config.hidden_size
+    return 6 * weights * tokens + 14 * width * scores + 8 * head * sum(answers)
 
 
 def main() -> None:

@@ -181,53 +181,53 @@ def split_passes(
     With `prompts`, sequences that share theirs are kept in one pass, unless they are too many.
     """
     passes: list[list[int]] = []
-    num_tokens = 0  # of the last pass, without padding
-    for part, size in _parts(lengths, prompts, layout=layout, budget=budget):
-        present = [lengths[n] for n in passes[-1]] if passes else []
-        if not present or not _may_join(present, num_tokens, lengths[part[0]], size, layout=layout, budget=budget):
-            passes.append([])
-            num_tokens = 0
-        passes[-1] += part
-        num_tokens += size
+    for part in _parts(lengths, prompts, layout=layout, budget=budget):
+        if passes and _may_join(passes[-1], part, lengths, prompts, layout=layout, budget=budget):
+            passes[-1] += part
+        else:
+            passes.append(part)
     return passes
 
 
-def _may_join(present: Sequence[int], num_tokens: int, length: int, size: int, *, layout: Layout, budget: int) -> bool:
-    """Return whether a pass of `num_tokens` has space for `size` more, of a sequence of `length` and its siblings.
-
-    In padded rows the sequence is alone, and not shorter than those present.
-    """
-    if layout.is_long(length) != layout.is_long(present[0]):
+def _may_join(
+    present: list[int],
+    part: list[int],
+    lengths: Sequence[int],
+    prompts: Sequence[Prompt],
+    *,
+    layout: Layout,
+    budget: int,
+) -> bool:
+    """Return whether sequences, in padded rows one that is not shorter than those present, may join their pass."""
+    first, longest = lengths[present[0]], lengths[part[0]]
+    if layout.is_long(longest) != layout.is_long(first):
         return False
     if layout.padded:
-        return (len(present) + 1) * length <= budget and length <= MAX_STRETCH * present[0] + SLACK
-    return num_tokens + size <= budget
+        return (len(present) + 1) * longest <= budget and longest <= MAX_STRETCH * first + SLACK
+    return _num_tokens(present + part, lengths, prompts, layout) <= budget
 
 
-def _parts(
-    lengths: Sequence[int], prompts: Sequence[Prompt], *, layout: Layout, budget: int
-) -> Iterator[tuple[list[int], int]]:
-    """Yield what a pass takes as a whole, sequences that share their prompt or one alone, and its number of tokens."""
+def _num_tokens(members: Sequence[int], lengths: Sequence[int], prompts: Sequence[Prompt], layout: Layout) -> int:
+    """Return the number of tokens of a packed row."""
+    total = sum(lengths[n] for n in members)
+    if not prompts or math.isinf(layout.share_above):
+        return total
+    families = _families(members, prompts)
+    return total - sum((len(f) - 1) * layout.shared([lengths[n] for n in f], prompts[f[0]]) for f in families)
+
+
+def _parts(lengths: Sequence[int], prompts: Sequence[Prompt], *, layout: Layout, budget: int) -> Iterator[list[int]]:
+    """Yield what one pass takes as a whole: sequences that share their prompt, as many as fit, or one alone."""
     order = sorted(range(len(lengths)), key=lambda n: (layout.is_long(lengths[n]), layout.padded * lengths[n]))
-    if layout.padded or not prompts:
-        yield from (([n], lengths[n]) for n in order)
+    if layout.padded or not prompts or math.isinf(layout.share_above):
+        yield from ([n] for n in order)
         return
     for _, alike in groupby(order, key=lambda n: layout.is_long(lengths[n])):
         for family in _families(alike, prompts):
             while family:
-                part, size = _largest_part(family, lengths, prompts[family[0]], layout=layout, budget=budget)
-                yield part, size
-                family = family[len(part) :]
-
-
-def _largest_part(
-    family: Sequence[int], lengths: Sequence[int], prompt: Prompt, *, layout: Layout, budget: int
-) -> tuple[list[int], int]:
-    """Return as many of the first sequences of a family as share their prompt and fit, and their number of tokens."""
-    for count in range(len(family), 1, -1):
-        chosen = [lengths[n] for n in family[:count]]
-        shared = layout.shared(chosen, prompt)
-        size = sum(chosen) - (count - 1) * shared
-        if shared and size <= budget:
-            return list(family[:count]), size
-    return [family[0]], lengths[family[0]]
+                counts = range(len(family), 1, -1)
+                fits = (n for n in counts if _num_tokens(family[:n], lengths, prompts, layout) <= budget)
+                count = next(fits, 1)
+                shares = layout.shared([lengths[n] for n in family[:count]], prompts[family[0]])
+                yield from [family[:count]] if shares else ([n] for n in family[:count])
+                family = family[count:]
