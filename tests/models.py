@@ -13,7 +13,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,16 +26,18 @@ from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 from dora.errors import ConfigError
-from dora.trainer.forward_check import CheckedLayout, check_training
+from dora.trainer.forward_check import check_training
 from dora.trainer.logprobs import logprobs
 from dora.trainer.model import Policy, make_mesh
-from dora.trainer.packing import make_row, split_passes
+from dora.trainer.packing import SHARE_ABOVE, Layout, make_row, prompts_of, split_passes
 from dora.trainer.publish import gather
 from tests.families import FAMILIES, make_model
 
 DOCUMENT: Final = Path(__file__).parents[1] / "docs" / "MODELS.md"
 #: Lengths of the sequences; some beyond the sliding window and the LongRoPE limit of the tiny configurations.
 LENGTHS: Final = (3, 70, 33, 18, 90, 41, 4)
+#: Tokens of their prompts; prompts of the same length are the same.
+PROMPTS: Final = (1, 20, 20, 1, 20, 20, 1)
 LARGEST_ERROR: Final = 1e-4
 LARGEST_GRADIENT_ERROR: Final = 1e-3
 
@@ -45,7 +47,7 @@ class Verdict:
     """One row of the table."""
 
     family: str
-    rows: str = ""  # packed or padded
+    rows: str = ""  # packed or padded, and whether answers may share their prompt
     error: float = 0.0  # max |Δ log-prob|
     gradient_error: float = 0.0  # |Δ gradient| / |gradient|
     published: str = ""  # what was published, against the folder that was loaded
@@ -81,29 +83,39 @@ def examine(family: str) -> Verdict:
         rows = "padded" if checked.layout.padded else "packed"
         if checked.layout.rope_limit is not None:
             rows += ", long apart"
-        error, gradient_error = compare(policy, checked, folder)
+        layouts = [replace(checked.layout, share_above=SHARE_ABOVE["off"])]
+        if checked.layout != layouts[0]:
+            rows += ", shared"
+            layouts.append(replace(checked.layout, share_above=SHARE_ABOVE["on"]))
+        errors = [compare(policy, layout, folder) for layout in layouts]
+        error, gradient_error = (max(column) for column in zip(*errors, strict=True))
         return Verdict(family, rows, error, gradient_error, published(policy, folder))
 
 
-def compare(policy: Policy, checked: CheckedLayout, folder: Path) -> tuple[float, float]:
+def compare(policy: Policy, layout: Layout, folder: Path) -> tuple[float, float]:
     """Return the largest difference of a log-prob, and the relative one of the gradient, from plain transformers."""
     vocab_size = policy.vocab_size
-    sequences = [np.random.default_rng(n).integers(0, vocab_size, n) for n in LENGTHS]
-    weights = [torch.from_numpy(np.random.default_rng(n).normal(size=n - 1)).float() for n in LENGTHS]
+    sequences = [
+        np.concatenate([np.random.default_rng(k).integers(0, vocab_size, k) for k in (prompt, n - prompt)])
+        for n, prompt in zip(LENGTHS, PROMPTS, strict=True)
+    ]
+    mask = [np.arange(n) >= prompt for n, prompt in zip(LENGTHS, PROMPTS, strict=True)]
+    weights = [torch.from_numpy(np.random.default_rng(len(m)).normal(size=m.sum())).float() for m in mask]
     plain: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
     expected = []
-    for tokens, weight_P in zip(sequences, weights, strict=True):
+    for tokens, prompt, weight_P in zip(sequences, PROMPTS, weights, strict=True):
         tokens_T = torch.from_numpy(tokens)
         logits_TV = plain(input_ids=tokens_T[None], use_cache=False).logits[0]
-        expected.append(logits_TV[:-1].log_softmax(-1).gather(-1, tokens_T[1:, None])[:, 0])
+        expected.append(logits_TV[:-1].log_softmax(-1).gather(-1, tokens_T[1:, None])[prompt - 1 :, 0])
         (expected[-1] * weight_P).sum().backward()
     error = 0.0
-    for members in split_passes(LENGTHS, layout=checked.layout, budget=1000):
+    prompts = prompts_of(np.concatenate(sequences), lengths=LENGTHS, trained=np.concatenate(mask).nonzero()[0])
+    for members in split_passes(LENGTHS, prompts=prompts, layout=layout, budget=1000):
         row = make_row(
             np.concatenate([sequences[n] for n in members]),
             lengths=[LENGTHS[n] for n in members],
-            trained=np.concatenate([np.arange(LENGTHS[n]) > 0 for n in members]).nonzero()[0],
-            padded=checked.layout.padded,
+            trained=np.concatenate([mask[n] for n in members]).nonzero()[0],
+            layout=layout,
             device=policy.device,
         )
         policy.prepare(closes_update=True)
@@ -111,7 +123,9 @@ def compare(policy: Policy, checked: CheckedLayout, folder: Path) -> tuple[float
         error = max(error, float((found_P - torch.cat([expected[n] for n in members])).detach().abs().max()))
         (found_P * torch.cat([weights[n] for n in members])).sum().backward()
     wanted = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
-    return error, relative_difference(policy.gradients(), wanted)
+    gradients = policy.gradients()
+    policy.clear_gradients()
+    return error, relative_difference(gradients, wanted)
 
 
 def relative_difference(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
@@ -152,6 +166,8 @@ model and its device, runs whenever a trainer starts and in `dora check`.
   space, convolution). Sequences of similar length share a pass; the metric `padding_frac` is the cost.
 - *long apart*: sequences beyond the original context, whose rotary embedding (LongRoPE) differs, have passes of their
   own.
+- *shared*: answers to one prompt may follow it in a row that has it once; the differences are the larger ones of rows
+  with and without.
 - *published*: whether a version published without training has the names and the bits of the folder that was loaded.
 
 | family | rows | max. difference of a log-prob | of the gradient | published | verdict |

@@ -150,7 +150,14 @@ def _try(config: Config, model: Path, mode: Mode, stack: ExitStack) -> Trial:
 
     trainer = config.trainer
     with _memory_errors(config, during="while the model was loaded for a trial"):
-        trial = Trial(model, device=trainer.device, dtype=trainer.dtype, checkpointing=mode, compiled=trainer.compile)
+        trial = Trial(
+            model,
+            device=trainer.device,
+            dtype=trainer.dtype,
+            checkpointing=mode,
+            compiled=trainer.compile,
+            shared_prompts=trainer.shared_prompts,
+        )
         return stack.enter_context(trial)
 
 

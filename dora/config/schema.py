@@ -259,8 +259,8 @@ class TrainerConfig(Section):
     more than one, a rank keeps the state before the step on the host, 12 bytes for each of its parameters, for a
     checkpoint in mid-step."""
     shared_prompts: Literal["auto", "on", "off"] = "auto"
-    """Compute the prompt of sibling answers once. `auto`: where this leaves out at least 15 % of the tokens, and the
-    model allows it."""
+    """Compute a prompt once for its sibling answers. `auto`: where they would have over 1.15 times as many tokens
+    otherwise, and the model allows it; `on`: always, and an error if the model does not."""
     copies: Literal["device", "host"] = "device"
     """Where the weights of the proximal policy (needed with `updates` > 1, unless objective.proximal is `approximate`)
     and of the reference policy (objective.kl_coefficient > 0) are: 2 bytes for each parameter of a rank and each of

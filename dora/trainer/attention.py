@@ -1,6 +1,6 @@
 """Attention over rows of sequences: every sequence attends to itself only, and no mask of [T, T] is built.
 
-A row is either packed, [1, T] with several sequences one after another, or each batch row of [B, L] is one sequence,
+A row is either packed, [1, T] with several segments one after another, or each batch row of [B, L] is one sequence,
 padded at the end: under a causal mask no real query sees the padding. `within(segments)` says which while the model
 runs. Registered with transformers as "dora_segments", both as attention and as the maker of its masks: in place of a
 mask a layer gets a `Pattern`, which says what transformers would have masked there, and in which segments. It reaches
@@ -33,24 +33,40 @@ POSITIONS: Final = frozenset({"position_ids", "cache_position"})
 
 
 class Segments:
-    """The sequences of a packed row, made once per micro-batch for all layers.
+    """The segments of a packed row, made once per micro-batch for all layers: sequences, or prompts and responses.
 
-    No dataclass, because FSDP makes a copy of each dataclass among the arguments of each layer.
+    A response sees its prompt, which is another segment, as if it stood right before it. No dataclass, because FSDP
+    makes a copy of each dataclass among the arguments of each layer.
     """
 
-    def __init__(self, lengths: tuple[int, ...], device: torch.device) -> None:
+    def __init__(self, lengths: tuple[int, ...], device: torch.device, prompts: tuple[int, ...] = ()) -> None:
         self.lengths = lengths
+        self.prompts = prompts or (-1,) * len(lengths)  # the index of each segment's prompt; -1: none
         self.longest = max(lengths)
         self.device = device
+        self.has_prompts = any(prompt >= 0 for prompt in prompts)
         # int32: the number of tokens before each segment, and of all; copied before any layer runs
         self.ends = F.pad(torch.tensor(lengths).cumsum(0, dtype=torch.int32), (1, 0)).to(device)
+        self.prompts_N = torch.tensor(self.prompts, dtype=torch.int32).to(device)
         self._chunked: dict[int, Segments] = {}
 
     def chunked(self, size: int) -> Segments:
-        """Return each segment cut into pieces of at most `size`: Llama 4's chunked attention is attention in these."""
+        """Return each segment cut where chunks of `size` tokens of its sequence end.
+
+        Llama 4's chunked attention is attention in these: what is left of a prompt's last chunk is a response's first.
+        """
         if size not in self._chunked:
-            pieces = (min(size, n - start) for n in self.lengths for start in range(0, n, size))
-            self._chunked[size] = Segments(tuple(pieces), self.device)
+            pieces: list[int] = []
+            prompts: list[int] = []
+            last_piece: list[int] = []  # of each segment
+            for length, prompt in zip(self.lengths, self.prompts, strict=True):
+                begun = self.lengths[prompt] % size if prompt >= 0 else 0
+                first = min(length, size - begun)
+                cut = [first, *(min(size, length - start) for start in range(first, length, size))]
+                pieces += cut
+                prompts += [last_piece[prompt] if begun else -1, *[-1] * (len(cut) - 1)]
+                last_piece.append(len(pieces) - 1)
+            self._chunked[size] = Segments(tuple(pieces), self.device, tuple(prompts))
         return self._chunked[size]
 
 
@@ -74,8 +90,10 @@ class Pattern:
     def block_mask(self, segments: Segments | None, *, length: int, device: torch.device) -> BlockMask:
         """FlexAttention's mask of a row of `length` tokens, built for the first layer."""
         if length not in self._block_masks:
-            ends = None if segments is None else segments.ends
-            self._block_masks[length] = gpu.block_mask(ends, length=length, window=self.window, device=device)
+            ends, prompts_N = (None, None) if segments is None else (segments.ends, segments.prompts_N)
+            self._block_masks[length] = gpu.block_mask(
+                ends, prompts_N, length=length, window=self.window, device=device
+            )
         return self._block_masks[length]
 
 
@@ -177,7 +195,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, sink_H: Tensor | None, ru
         return out.unflatten(0, (batch, -1)).flatten(1, 2)[:, :length]
     if segments is not None and pattern.chunk is not None:
         segments = segments.chunked(pattern.chunk)
-    match gpu.choose(query, rule, sink_H):
+    match gpu.choose(query, rule, sink_H, shares=segments is not None and segments.has_prompts):
         case "flash":
             if segments is not None:
                 return gpu.attend_flash(query, key, value, rule, ends=segments.ends, longest=segments.longest)
@@ -186,7 +204,8 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, sink_H: Tensor | None, ru
         case "flex":
             mask = pattern.block_mask(segments, length=length, device=query.device)
             return gpu.attend_flex(query, key, value, sink_H, rule, mask=mask)
-    return kernels.attend(query, key, value, sink_H, rule, lengths=None if segments is None else segments.lengths)
+    lengths, prompts = (None, ()) if segments is None else (segments.lengths, segments.prompts)
+    return kernels.attend(query, key, value, sink_H, rule, lengths=lengths, prompts=prompts)
 
 
 AttentionInterface.register(NAME, attend)

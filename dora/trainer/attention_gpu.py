@@ -2,7 +2,7 @@
 
 Unverified without a GPU: tests run FlexAttention's definition on the CPU, forward only, and FlashAttention for its
 shapes. Neither repeats keys and values, nor waits for the GPU; block masks are built once per micro-batch.
-Legend: as in `attention_kernels`; N sequences, C blocks of a row.
+Legend: as in `attention_kernels`; N segments, T tokens and C blocks of B tokens of a row.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ def describe(device: str) -> str:
     return f"attention in 16 bits: {ordinary}; soft caps and sinks: {others}; float32: blocks, slow"
 
 
-def choose(query: Tensor, rule: Rule, sink_H: Tensor | None) -> str | None:
-    """Return "flash" or "flex", or None for the blocks of `attention_kernels`."""
+def choose(query: Tensor, rule: Rule, sink_H: Tensor | None, *, shares: bool) -> str | None:
+    """Return "flash" or "flex", or None for the blocks of `attention_kernels`; `shares`: prompts are shared."""
     if query.device.type != "cuda" or query.dtype not in (torch.bfloat16, torch.float16):
         return None
     present = kernels_present("cuda")
-    if present["flash"] and rule.softcap is None and sink_H is None and query.shape[3] <= LARGEST_HEAD:
+    if present["flash"] and not shares and rule.softcap is None and sink_H is None and query.shape[3] <= LARGEST_HEAD:
         return "flash"
     return "flex" if present["flex"] else None
 
@@ -86,25 +86,40 @@ def attend_flex(
     return out.transpose(1, 2)
 
 
-def block_mask(ends: Tensor | None, *, length: int, window: int | None, device: torch.device) -> BlockMask:
+def block_mask(
+    ends: Tensor | None, prompts_N: Tensor | None, *, length: int, window: int | None, device: torch.device
+) -> BlockMask:
     """Return the mask of a row of `length` tokens; `ends` as in `attend_flash`, or None for a single sequence.
 
-    A query at q sees the keys from lowest(q) to q, and lowest never falls; so do the blocks of a block of queries.
+    A query sees the keys up to itself in its own segment, and those of the segment that is its prompt, `prompts_N` (-1:
+    none). Blocks are found from the number of keys of each block that each query sees, [T, C] in all.
     """
     position_T = torch.arange(-(-length // BLOCK) * BLOCK, device=device)
-    lowest_T = torch.zeros_like(position_T)
-    if ends is not None:
-        lowest_T = ends[torch.searchsorted(ends, position_T.clamp(max=length - 1), right=True) - 1].long()
+    own_T = stop_T = first_T = torch.zeros_like(position_T)  # a query sees keys from own to itself, and first to stop
+    before_T = torch.zeros_like(position_T)  # tokens of its sequence that stand elsewhere: its prompt
+    if ends is not None and prompts_N is not None:
+        segment_T = torch.searchsorted(ends, position_T.clamp(max=length - 1), right=True) - 1
+        prompt_T = prompts_N[segment_T].long()
+        own_T = ends[segment_T].long()
+        first_T, stop_T = (torch.where(prompt_T < 0, 0, ends[prompt_T + n].long()) for n in (0, 1))
+        before_T = stop_T - first_T
     if window is not None:
-        lowest_T = torch.maximum(lowest_T, position_T - (window - 1))
-    block_C = torch.arange(len(position_T) // BLOCK, device=device)
-    row_C1 = block_C[:, None]
-    first_C1, first_full_C1 = lowest_T[::BLOCK, None] // BLOCK, -(-lowest_T[BLOCK - 1 :: BLOCK, None] // BLOCK)
-    full_CC = (block_C >= first_full_C1) & (block_C < row_C1) & ((row_C1 + 1) * BLOCK <= length)
-    partial_CC = (block_C >= first_C1) & (block_C <= row_C1) & ~full_CC
+        first_T = torch.maximum(first_T, first_T + (before_T + position_T - own_T) - (window - 1))
+        own_T = torch.maximum(own_T, position_T - (window - 1))
+    block_C = torch.arange(len(position_T) // BLOCK, device=device) * BLOCK
+
+    def seen_of_block(start_T: Tensor, stop_T: Tensor) -> Tensor:
+        stop_TC = torch.minimum(stop_T[:, None], block_C + BLOCK)
+        return (stop_TC - torch.maximum(start_T[:, None], block_C)).clamp(min=0)
+
+    seen_TC = seen_of_block(own_T, position_T + 1) + seen_of_block(first_T, stop_T)
+    seen_TC[length:] = 0
+    seen_CBC = seen_TC.unflatten(0, (-1, BLOCK))
+    full_CC = (seen_CBC == BLOCK).all(1)
+    partial_CC = (seen_CBC > 0).any(1) & ~full_CC
 
     def seen(_b: Tensor, _h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        return (kv <= q) & (kv >= lowest_T[q])
+        return ((kv <= q) & (kv >= own_T[q])) | ((kv >= first_T[q]) & (kv < stop_T[q]))
 
     return BlockMask.from_kv_blocks(
         *_ordered(partial_CC), *_ordered(full_CC), BLOCK_SIZE=BLOCK, mask_mod=seen, seq_lengths=(length, length)

@@ -18,7 +18,7 @@ from torch import Tensor
 from dora.errors import InvariantViolation, ProtocolError
 from dora.objectives.advantages import group_advantages
 from dora.objectives.tokens import Tokens
-from dora.trainer.packing import Row, make_row
+from dora.trainer.packing import Layout, Row, make_row
 from dora.transport.messages import MicroBatch
 
 
@@ -63,7 +63,7 @@ def pack(
     members: Sequence[int],
     *,
     advantages_n: NDArray[np.float64],
-    padded: bool,
+    layout: Layout,
     device: torch.device,
 ) -> tuple[Row, Targets]:
     """Return the row and the loss inputs of one pass: of the sequences `members` of a checked micro-batch."""
@@ -80,7 +80,7 @@ def pack(
         siblings_n=torch.from_numpy((~np.isnan(batch.group_rewards[chosen])).sum(1)).to(device),
         staleness_n=torch.from_numpy((batch.step - batch.versions[chosen]).astype(np.int64)).to(device),
     )
-    return make_row(batch.tokens[at], lengths=lengths, trained=trained, padded=padded, device=device), targets
+    return make_row(batch.tokens[at], lengths=lengths, trained=trained, layout=layout, device=device), targets
 
 
 def advantages_of(batch: MicroBatch, kinds: Sequence[str]) -> NDArray[np.float64]:

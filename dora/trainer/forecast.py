@@ -27,7 +27,7 @@ from dora.trainer.checkpointing import MODES, Mode, apply_checkpointing
 from dora.trainer.kept import LiveBytes
 from dora.trainer.logprobs import logprobs
 from dora.trainer.optimizer import MomentBytes, roles_of
-from dora.trainer.packing import Layout, Row, make_row
+from dora.trainer.packing import PACKED, Layout, Row, make_row
 
 #: A model with no more bytes of weights runs with data, which takes a tenth of the time.
 WITH_DATA: Final = 2**26
@@ -201,15 +201,14 @@ def choose_mode(
     return mode, found
 
 
-def trial_row(tokens: int, *, longest: int, layout: Layout | None = None, device: torch.device = _CPU) -> Row:
+def trial_row(tokens: int, *, longest: int, layout: Layout = PACKED, device: torch.device = _CPU) -> Row:
     """Return a row of sequences of `longest` tokens, about `tokens` in all; all but their first ones are trained."""
-    padded = layout is not None and layout.padded
     lengths = [longest] * max(1, tokens // longest)
     rest = tokens - sum(lengths)
-    if rest > 0 and not padded:
+    if rest > 0 and not layout.padded:
         lengths.append(rest)
     trained = np.setdiff1d(np.arange(sum(lengths)), np.cumsum(lengths) - lengths)
-    return make_row(np.ones(sum(lengths), np.int64), lengths=lengths, trained=trained, padded=padded, device=device)
+    return make_row(np.ones(sum(lengths), np.int64), lengths=lengths, trained=trained, layout=layout, device=device)
 
 
 # ---- a model without data -------------------------------------------------------------------------------------------

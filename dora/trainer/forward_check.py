@@ -4,6 +4,8 @@ Random sequences are packed into one row, as in training, and compared with the 
 transformers' own attention: log-probs and gradients. A layer that accepts the arguments of packing proves nothing:
 linear attention, state-space and convolution layers accept them, and carry state from one sequence into the next. A
 model with such layers is checked, and trained, in padded rows instead. A model that fails is refused.
+
+A row in which the sequences share their prompts is compared likewise. If only that fails, prompts are not shared.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
 
@@ -24,9 +26,12 @@ from dora.errors import ConfigError
 from dora.trainer import attention
 from dora.trainer.logprobs import logprobs
 from dora.trainer.model import Policy, decoder_layers
-from dora.trainer.packing import Layout, Row, make_row, split_passes
+from dora.trainer.packing import SHARE_ABOVE, Layout, Row, Sharing, make_row, prompts_of, split_passes
 
+#: Of the sequences and of their prompts; prompts of the same length are the same.
 LENGTHS: Final = (5, 40, 17, 64, 9)
+PROMPTS: Final = (1, 11, 11, 11, 1)
+RESPONSES: Final = tuple(length - prompt for length, prompt in zip(LENGTHS, PROMPTS, strict=True))
 #: Largest mean |Δ log-prob| between packed sequences and the same ones alone. Measured on a CPU with small random
 #: models: where packing is exact, at most 5e-7 in float32 and 3e-4 in bfloat16; where it is not, at least 1e-2.
 PACKING: Final = {"float64": 1e-3, "float32": 1e-3, "float16": 5e-3, "bfloat16": 5e-3}
@@ -45,21 +50,21 @@ class CheckedLayout:
     """A layout under which the forward pass is exact."""
 
     layout: Layout
-    note: str = ""  # for the user, if sequences cannot be packed
+    note: str = ""  # for the user, if sequences cannot be packed, or cannot share prompts
 
 
-def check_forward(model: Any, *, device: torch.device, dtype: str) -> CheckedLayout:
+def check_forward(model: Any, *, device: torch.device, dtype: str, shared_prompts: Sharing = "auto") -> CheckedLayout:
     """Return the layout under which sequences have the log-probs they have alone, also under transformers' attention.
 
     ConfigError if there is none.
     """
     try:
-        return _exact_layout(model, device=device, dtype=dtype)
+        return _exact_layout(model, device=device, dtype=dtype, shared_prompts=shared_prompts)
     except (TypeError, ValueError, LookupError, AttributeError, NotImplementedError) as err:
         raise _refusal(model, f"its forward pass raises {err!r}") from err
 
 
-def _exact_layout(model: Any, *, device: torch.device, dtype: str) -> CheckedLayout:
+def _exact_layout(model: Any, *, device: torch.device, dtype: str, shared_prompts: Sharing) -> CheckedLayout:
     alone_P = _logprobs(_rows(model, None, device), partial(_packed_logprobs, model))
     with _own_attention(model):
         plain_P = _logprobs(_rows(model, None, device), partial(_plain_logprobs, model))
@@ -68,26 +73,67 @@ def _exact_layout(model: Any, *, device: torch.device, dtype: str) -> CheckedLay
         raise _refusal(
             model, f"under the trainer's attention, log-probs differ by {rounding:.2g} from transformers' own"
         )
+
+    def error_of(layout: Layout) -> float:
+        together_P = _logprobs(_rows(model, layout, device), partial(_packed_logprobs, model))
+        return float((together_P - alone_P).abs().mean())
+
+    allowed = max(PACKING[dtype], ROUNDING * rounding)
     for padded in (False, True) if not _scales_by_row(model) else (True,):
         layout = Layout(padded=padded, rope_limit=rope_limit(model.config.get_text_config()))
-        together_P = _logprobs(_rows(model, layout, device), partial(_packed_logprobs, model))
-        error = float((together_P - alone_P).abs().mean())
-        if error <= max(PACKING[dtype], ROUNDING * rounding):
-            return CheckedLayout(layout, _note(model) if padded else "")
+        error = error_of(layout)
+        if error <= allowed:
+            found = CheckedLayout(layout, _note(model) if padded else "")
+            return _check_sharing(model, found, shared_prompts, error_of=error_of, allowed=allowed)
         if not _mixers(model):
             break
     raise _refusal(model, f"log-probs of {_kind(layout)} sequences differ by {error:.2g} from those of each alone")
 
 
-def check_training(policy: Policy, *, dtype: str) -> CheckedLayout:
+def _check_sharing(
+    model: Any, found: CheckedLayout, wanted: Sharing, *, error_of: Callable[[Layout], float], allowed: float
+) -> CheckedLayout:
+    """Return the layout with shared prompts, if they are wanted and exact."""
+    if wanted == "off":
+        return found
+    if found.layout.padded:
+        return _unshared(model, found, wanted, "its rows are padded, one sequence a line")
+    error = error_of(_sharing(found.layout))
+    if not error <= allowed:
+        return _unshared(model, found, wanted, f"log-probs would differ by {error:.2g} from those of each answer alone")
+    return replace(found, layout=replace(found.layout, share_above=SHARE_ABOVE[wanted]))
+
+
+def _unshared(model: Any, found: CheckedLayout, wanted: Sharing, reason: str) -> CheckedLayout:
+    """Return the layout without shared prompts, with a note unless the model is padded anyway; ConfigError if "on"."""
+    if wanted == "on":
+        raise ConfigError(f"trainer.shared_prompts: {_name(model)} cannot share prompts: {reason}; use auto or off")
+    note = found.note or f"{_name(model)} computes each prompt once per answer: {reason}"
+    return CheckedLayout(replace(found.layout, share_above=SHARE_ABOVE["off"]), note)
+
+
+def _sharing(layout: Layout) -> Layout:
+    return replace(layout, share_above=SHARE_ABOVE["on"])
+
+
+def check_training(policy: Policy, *, dtype: str, shared_prompts: Sharing = "auto") -> CheckedLayout:
     """Like `check_forward`, and for the gradients. A collective: every rank computes the same."""
     model = policy.model
-    found = check_forward(model, device=policy.device, dtype=dtype)
-    together, expected = (_gradients(policy, _rows(model, kind, policy.device)) for kind in (found.layout, None))
-    error = _norm(together[name] - gradient for name, gradient in expected.items()) / _norm(expected.values())
-    if not error <= GRADIENT[dtype]:
+    found = check_forward(model, device=policy.device, dtype=dtype, shared_prompts=shared_prompts)
+    expected = _gradients(policy, _rows(model, None, policy.device))
+
+    def error_of(layout: Layout) -> float:
+        together = _gradients(policy, _rows(model, layout, policy.device))
+        return _norm(together[name] - gradient for name, gradient in expected.items()) / _norm(expected.values())
+
+    alone = replace(found.layout, share_above=SHARE_ABOVE["off"])
+    if not (error := error_of(alone)) <= GRADIENT[dtype]:
         raise _refusal(
-            model, f"the gradient of {_kind(found.layout)} sequences differs by {error:.1%} from that of each alone"
+            model, f"the gradient of {_kind(alone)} sequences differs by {error:.1%} from that of each alone"
+        )
+    if found.layout != alone and not (error := error_of(_sharing(alone))) <= GRADIENT[dtype]:
+        return _unshared(
+            model, found, shared_prompts, f"the gradient would differ by {error:.1%} from that of each answer alone"
         )
     return found
 
@@ -109,37 +155,40 @@ def _scales_by_row(model: Any) -> bool:
 def _rows(model: Any, layout: Layout | None, device: torch.device) -> list[tuple[list[int], Row]]:
     """Return rows of random sequences, with the sequences of each; without a layout, each has a row of its own.
 
-    Every token but a first one is trained.
+    Every token after a prompt is trained.
     """
     vocab_size = model.config.get_text_config().vocab_size
-    sequences = [np.random.default_rng(length).integers(0, vocab_size, length) for length in LENGTHS]
+    sequences = [
+        np.concatenate([np.random.default_rng(count).integers(0, vocab_size, count) for count in (prompt, response)])
+        for prompt, response in zip(PROMPTS, RESPONSES, strict=True)
+    ]
+    mask = [np.arange(length) >= prompt for length, prompt in zip(LENGTHS, PROMPTS, strict=True)]
     if layout is None:
-        passes = [[n] for n in range(len(LENGTHS))]
+        passes, layout = [[n] for n in range(len(LENGTHS))], Layout()
     else:
-        passes = split_passes(LENGTHS, layout=layout, budget=len(LENGTHS) * max(LENGTHS))
+        prompts = prompts_of(np.concatenate(sequences), lengths=LENGTHS, trained=np.concatenate(mask).nonzero()[0])
+        passes = split_passes(LENGTHS, prompts=prompts, layout=layout, budget=len(LENGTHS) * max(LENGTHS))
     rows = []
     for members in passes:
-        tokens = np.concatenate([sequences[n] for n in members])
-        trained = np.concatenate([np.arange(len(sequences[n])) > 0 for n in members]).nonzero()[0]
-        padded = layout is not None and layout.padded
+        tokens, trained = (np.concatenate([column[n] for n in members]) for column in (sequences, mask))
         lengths = [LENGTHS[n] for n in members]
-        rows.append((members, make_row(tokens, lengths=lengths, trained=trained, padded=padded, device=device)))
+        row = make_row(tokens, lengths=lengths, trained=trained.nonzero()[0], layout=layout, device=device)
+        rows.append((members, row))
     return rows
 
 
 @torch.no_grad()
 def _logprobs(rows: list[tuple[list[int], Row]], compute: Callable[[Row], Tensor]) -> Tensor:
-    """Return the [P] log-probs of all sequences, in their own order."""
+    """Return the [P] log-probs of all responses, in their own order."""
     parts: dict[int, Tensor] = {}
     for members, row in rows:
-        parts |= zip(members, compute(row).split([LENGTHS[n] - 1 for n in members]), strict=True)
+        parts |= zip(members, compute(row).split([RESPONSES[n] for n in members]), strict=True)
     return torch.cat([parts[n] for n in range(len(LENGTHS))])
 
 
 def _gradients(policy: Policy, rows: list[tuple[list[int], Row]]) -> dict[str, Tensor]:
     """Return the gradients of all log-probs, each with another weight, and leave the policy as it was."""
-    sizes = [length - 1 for length in LENGTHS]
-    weights = torch.linspace(-1.0, 1.0, sum(sizes), device=policy.device).split(sizes)
+    weights = torch.linspace(-1.0, 1.0, sum(RESPONSES), device=policy.device).split(RESPONSES)
     for members, row in rows:
         policy.prepare(closes_update=True)
         weight_P = torch.cat([weights[n] for n in members])

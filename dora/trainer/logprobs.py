@@ -70,7 +70,8 @@ def _run(model: Any, row: Row, forward: Callable[[nn.Linear, Tensor], Tensor]) -
         )
     head.forward = lambda hidden: forward(head, hidden)
     try:
-        with attention.within(None if row.padded else attention.Segments(row.lengths, row.tokens_BT.device)):
+        device = row.tokens_BT.device
+        with attention.within(None if row.padded else attention.Segments(row.lengths, device, row.prompts)):
             return model(input_ids=row.tokens_BT, position_ids=row.positions_BT, use_cache=False)
     finally:
         del head.forward

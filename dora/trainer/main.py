@@ -89,7 +89,7 @@ def run(end: TrainerEnd, *, local_rank: int) -> None:
             activation_checkpointing=mode,
             compiled=settings.compile,
         )
-        checked = check_training(policy, dtype=settings.dtype)
+        checked = check_training(policy, dtype=settings.dtype, shared_prompts=settings.shared_prompts)
         trainer = Trainer(order, end=end, policy=policy, layout=checked.layout, publisher=publisher)
         trainer.start(note="; ".join(note for note in (checked.note, chosen) if note))
     while not isinstance(message := end.receive(MESSAGE_TIMEOUT_S), Stop):

@@ -1,18 +1,22 @@
 """Rows of sequences: the input of one forward pass.
 
-A packed row has all sequences of a pass one after the other. A padded row has one sequence per line, padded on the
-right: for models with layers that carry state from one token to the next, which would not end with a packed sequence.
+A packed row has all sequences of a pass one after the other. Sequences with the same prompt may share it: the row then
+has the prompt once, and after it the rest of each of them, its response, whose positions go on from the prompt's. A
+padded row has one sequence per line, padded on the right: for models with layers that carry state from one token to the
+next, which would not end with a packed sequence.
 
 Invariant: only positions that predict a trained token reach the loss, so that values at masked positions (NaN included)
 have no effect.
-Legend: B lines of the row (1 if packed), T tokens of a line, P trained tokens.
+Legend: B lines of the row (1 if packed), T tokens of a line, P trained tokens, N segments, n sequences.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
+from itertools import groupby
+from typing import Final, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -23,6 +27,9 @@ from torch import Tensor
 #: padding is at most a third of a row of long sequences, and short ones do not need many passes.
 MAX_STRETCH: Final = 1.5
 SLACK: Final = 8
+Sharing = Literal["auto", "on", "off"]
+#: What `trainer.shared_prompts` means for `Layout.share_above`.
+SHARE_ABOVE: Final[dict[Sharing, float]] = {"auto": 1.15, "on": 1.0, "off": math.inf}
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,19 +39,54 @@ class Layout:
     padded: bool = False
     #: The rotary embedding differs beyond this length: longer and shorter sequences share no pass.
     rope_limit: int | None = None
+    #: Sequences share their prompt where they would otherwise have more than this many times as many tokens.
+    share_above: float = math.inf
 
     def is_long(self, length: int) -> bool:
         """Return whether a sequence is beyond `rope_limit`."""
         return self.rope_limit is not None and length > self.rope_limit
 
+    def shared(self, lengths: Sequence[int], prompt: Prompt) -> int:
+        """Return how many tokens sequences of these lengths share, which start with `prompt`: all of it, or none."""
+        alone, saved = sum(lengths), (len(lengths) - 1) * prompt.length
+        return prompt.length if saved and alone > self.share_above * (alone - saved) else 0
+
+
+#: All sequences one after the other, each with its own prompt.
+PACKED: Final = Layout()
+
+
+class Prompt(NamedTuple):
+    """The tokens of a sequence before the first trained one, or all of them."""
+
+    length: int
+    content: bytes
+
+
+def prompts_of(
+    tokens: NDArray[np.integer], *, lengths: Sequence[int] | NDArray[np.integer], trained: NDArray[np.integer]
+) -> list[Prompt]:
+    """Return the prompt of each sequence; they follow one another in `tokens`, and the indices `trained` ascend."""
+    prompts = []
+    for end, length in zip(np.cumsum(lengths).tolist(), lengths, strict=True):
+        start = end - int(length)
+        first = np.searchsorted(trained, start)
+        stop = min(end, int(trained[first])) if first < len(trained) else end
+        prompts.append(Prompt(stop - start, tokens[start:stop].tobytes()))
+    return prompts
+
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The sequences of one forward pass; nothing crosses from one to another."""
+    """The sequences of one forward pass; nothing crosses from one to another.
+
+    A segment is a sequence, a prompt that several share, or the response of one of these.
+    """
 
     tokens_BT: Tensor  # int64; 0 where padded
     positions_BT: Tensor  # int64, from 0 in every sequence
-    lengths: tuple[int, ...]  # of the sequences
+    lengths: tuple[int, ...]  # [N] of the segments; none is empty
+    prompts: tuple[int, ...]  # [N] the index of the segment with its prompt, if it is a response; else -1
     predictors_P: Tensor  # int64: indices into B x T, flattened, whose logits predict a trained token
     targets_P: Tensor  # int64: these tokens
     padded: bool = False
@@ -60,10 +102,10 @@ def make_row(
     *,
     lengths: Sequence[int] | NDArray[np.integer],
     trained: NDArray[np.integer],
-    padded: bool = False,
+    layout: Layout = PACKED,
     device: torch.device,
 ) -> Row:
-    """Return the row in which the tokens at positions `trained` are predicted.
+    """Return the row in which the tokens at the ascending indices `trained` are predicted, in this order.
 
     `tokens` has the sequences one after the other. Without any, the row is one token that is not trained, so that its
     rank takes part in the collectives of the others.
@@ -71,37 +113,121 @@ def make_row(
     lengths_n = np.asarray(lengths, np.int64)
     if len(tokens) == 0:
         tokens, lengths_n = np.zeros(1, np.int64), np.ones(1, np.int64)
-    num_lines, width = (len(lengths_n), int(lengths_n.max())) if padded else (1, len(tokens))
     starts = np.cumsum(lengths_n) - lengths_n
     positions = np.arange(len(tokens), dtype=np.int64) - np.repeat(starts, lengths_n)
-    at = np.repeat(np.arange(num_lines) * width, lengths_n) + positions if padded else np.arange(len(tokens))
+    if layout.padded:
+        num_lines, width = len(lengths_n), int(lengths_n.max())
+        at, segments = np.repeat(np.arange(num_lines) * width, lengths_n) + positions, [(n, -1) for n in lengths_n]
+    else:
+        at, segments = _pack(lengths_n, starts, prompts_of(tokens, lengths=lengths_n, trained=trained), layout)
+        num_lines, width = 1, int(at.max()) + 1
     tokens_BT = np.zeros((num_lines, width), np.int64)
     tokens_BT.flat[at] = tokens
-    positions_BT = np.tile(np.arange(width), (num_lines, 1)) if padded else positions[None]
+    positions_BT = np.tile(np.arange(width), (num_lines, 1))
+    positions_BT.flat[at] = positions
     return Row(
         tokens_BT=torch.from_numpy(tokens_BT).to(device),
         positions_BT=torch.from_numpy(positions_BT).to(device),
-        lengths=tuple(lengths_n.tolist()),
-        predictors_P=torch.from_numpy(at[trained] - 1).to(device),
+        lengths=tuple(int(length) for length, _ in segments),
+        prompts=tuple(prompt for _, prompt in segments),
+        predictors_P=torch.from_numpy(at[trained - 1]).to(device),
         targets_P=torch.from_numpy(tokens[trained].astype(np.int64)).to(device),
-        padded=padded,
+        padded=layout.padded,
     )
 
 
-def split_passes(lengths: Sequence[int], *, layout: Layout, budget: int) -> list[list[int]]:
-    """Return the indices of the sequences of each pass: at most `budget` tokens, padding included, or one sequence."""
+def _pack(
+    lengths_n: NDArray[np.int64], starts_n: NDArray[np.int64], prompts: Sequence[Prompt], layout: Layout
+) -> tuple[NDArray[np.int64], list[tuple[int, int]]]:
+    """Return the place of each token in a packed row, and the length and prompt of each segment."""
+    at = np.empty(int(lengths_n.sum()), np.int64)
+    segments: list[tuple[int, int]] = []
+    end = 0
+
+    def place(start: int, length: int, prompt: int) -> None:
+        nonlocal end
+        if length:
+            at[start : start + length] = np.arange(end, end + length)
+            segments.append((length, prompt))
+            end += length
+
+    for siblings in _families(range(len(prompts)), prompts):
+        lengths = lengths_n[siblings].tolist()
+        shared = layout.shared(lengths, prompts[siblings[0]])
+        place(starts_n[siblings[0]], shared, -1)
+        home = len(segments) - 1 if shared else -1
+        for n, length in zip(siblings, lengths, strict=True):
+            at[starts_n[n] : starts_n[n] + shared] = np.arange(shared) + at[starts_n[siblings[0]]]
+            place(starts_n[n] + shared, length - shared, home)
+    return at, segments
+
+
+def _families(sequences: Iterable[int], prompts: Sequence[Prompt]) -> list[list[int]]:
+    """Return the sequences with the same prompt, in the order of the first of each."""
+    families: dict[Prompt, list[int]] = {}
+    for n in sequences:
+        families.setdefault(prompts[n], []).append(n)
+    return list(families.values())
+
+
+# ---- passes ---------------------------------------------------------------------------------------------------------
+
+
+def split_passes(
+    lengths: Sequence[int], *, prompts: Sequence[Prompt] = (), layout: Layout, budget: int
+) -> list[list[int]]:
+    """Return the indices of the sequences of each pass: at most `budget` tokens, padding included, or one sequence.
+
+    With `prompts`, sequences that share theirs are kept in one pass, unless they are too many.
+    """
     passes: list[list[int]] = []
-    for n in sorted(range(len(lengths)), key=lambda n: (layout.is_long(lengths[n]), layout.padded * lengths[n])):
-        if not passes or not _may_join([lengths[m] for m in passes[-1]], lengths[n], layout=layout, budget=budget):
-            passes.append([])
-        passes[-1].append(n)
+    for part in _parts(lengths, prompts, layout=layout, budget=budget):
+        if passes and _may_join(passes[-1], part, lengths, prompts, layout=layout, budget=budget):
+            passes[-1] += part
+        else:
+            passes.append(part)
     return passes
 
 
-def _may_join(present: Sequence[int], length: int, *, layout: Layout, budget: int) -> bool:
-    """Return whether a sequence, in padded rows not shorter than those present, may join their pass."""
-    if layout.is_long(length) != layout.is_long(present[0]):
+def _may_join(
+    present: list[int],
+    part: list[int],
+    lengths: Sequence[int],
+    prompts: Sequence[Prompt],
+    *,
+    layout: Layout,
+    budget: int,
+) -> bool:
+    """Return whether sequences, in padded rows one that is not shorter than those present, may join their pass."""
+    first, longest = lengths[present[0]], lengths[part[0]]
+    if layout.is_long(longest) != layout.is_long(first):
         return False
     if layout.padded:
-        return (len(present) + 1) * length <= budget and length <= MAX_STRETCH * present[0] + SLACK
-    return sum(present) + length <= budget
+        return (len(present) + 1) * longest <= budget and longest <= MAX_STRETCH * first + SLACK
+    return _num_tokens(present + part, lengths, prompts, layout) <= budget
+
+
+def _num_tokens(members: Sequence[int], lengths: Sequence[int], prompts: Sequence[Prompt], layout: Layout) -> int:
+    """Return the number of tokens of a packed row."""
+    total = sum(lengths[n] for n in members)
+    if not prompts or math.isinf(layout.share_above):
+        return total
+    families = _families(members, prompts)
+    return total - sum((len(f) - 1) * layout.shared([lengths[n] for n in f], prompts[f[0]]) for f in families)
+
+
+def _parts(lengths: Sequence[int], prompts: Sequence[Prompt], *, layout: Layout, budget: int) -> Iterator[list[int]]:
+    """Yield what one pass takes as a whole: sequences that share their prompt, as many as fit, or one alone."""
+    order = sorted(range(len(lengths)), key=lambda n: (layout.is_long(lengths[n]), layout.padded * lengths[n]))
+    if layout.padded or not prompts or math.isinf(layout.share_above):
+        yield from ([n] for n in order)
+        return
+    for _, alike in groupby(order, key=lambda n: layout.is_long(lengths[n])):
+        for family in _families(alike, prompts):
+            while family:
+                counts = range(len(family), 1, -1)
+                fits = (n for n in counts if _num_tokens(family[:n], lengths, prompts, layout) <= budget)
+                count = next(fits, 1)
+                shares = layout.shared([lengths[n] for n in family[:count]], prompts[family[0]])
+                yield from [family[:count]] if shares else ([n] for n in family[:count])
+                family = family[count:]

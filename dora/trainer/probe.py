@@ -130,7 +130,7 @@ class Probe:
             np.concatenate([np.zeros(0, np.int32), *(sequence.tokens for sequence in chosen)]),
             lengths=lengths,
             trained=np.concatenate([np.zeros(0, np.int64), *trained]),
-            padded=self._layout.padded,
+            layout=self._layout,
             device=self._policy.device,
         )
         try:

@@ -19,7 +19,7 @@ from dora.trainer import attention
 from dora.trainer.forward_check import check_forward
 from dora.trainer.logprobs import logprobs
 from dora.trainer.model import require_device
-from dora.trainer.packing import Layout, make_row, split_passes
+from dora.trainer.packing import Layout, Prompt, make_row, split_passes
 
 TOKENS_PER_ROW = 4_096  # sequences are packed up to this many tokens; a longer one is a row by itself
 
@@ -73,15 +73,19 @@ def score_with(
 ) -> list[NDArray[np.float32]]:
     """Like `score`, under a loaded model; `layout` is the one under which its forward pass is exact."""
     scored: list[NDArray[np.float32]] = [np.empty(0, np.float32)] * len(sequences)
-    for members in split_passes([len(sequence) for sequence in sequences], layout=layout, budget=TOKENS_PER_ROW):
-        lengths = np.array([len(sequences[n]) for n in members])
-        ends = np.cumsum(lengths)
-        response_lengths = lengths - np.array([prompt_lengths[n] for n in members])
-        trained = np.concatenate([np.arange(end - n, end) for end, n in zip(ends, response_lengths, strict=True)])
+    lengths = [len(sequence) for sequence in sequences]
+    mask = [np.arange(length) >= prompt for length, prompt in zip(lengths, prompt_lengths, strict=True)]
+    prompts = [
+        Prompt(length, np.asarray(sequence[:length], np.int64).tobytes())
+        for sequence, length in zip(sequences, prompt_lengths, strict=True)
+    ]
+    for members in split_passes(lengths, prompts=prompts, layout=layout, budget=TOKENS_PER_ROW):
         tokens = np.concatenate([np.asarray(sequences[n], np.int64) for n in members])
-        row = make_row(tokens, lengths=lengths, trained=trained, padded=layout.padded, device=device)
+        trained = np.concatenate([mask[n] for n in members]).nonzero()[0]
+        row = make_row(tokens, lengths=[lengths[n] for n in members], trained=trained, layout=layout, device=device)
         with torch.no_grad():
             values = logprobs(model, row, temperature=temperature, fp32_head=fp32_head)[0].float().cpu().numpy()
-        for n, logprobs_P in zip(members, np.split(values, np.cumsum(response_lengths)[:-1]), strict=True):
+        ends = np.cumsum([mask[n].sum() for n in members])
+        for n, logprobs_P in zip(members, np.split(values, ends[:-1]), strict=True):
             scored[n] = logprobs_P
     return scored

@@ -35,7 +35,7 @@ from dora.trainer.logprobs import logprobs
 from dora.trainer.metrics import StepSums
 from dora.trainer.model import Policy
 from dora.trainer.optimizer import ShardOptimizer
-from dora.trainer.packing import Layout, split_passes
+from dora.trainer.packing import Layout, prompts_of, split_passes
 from dora.trainer.probe import make_probe
 from dora.trainer.publish import Publisher, gather
 from dora.trainer.schedule import learning_rate
@@ -142,8 +142,9 @@ class Trainer:
 
     def _passes(self, batch: MicroBatch) -> list[list[int]]:
         """Return the sequences of each forward pass; as many passes on all ranks, if each of them is a collective."""
+        prompts = prompts_of(batch.tokens, lengths=batch.lengths, trained=np.flatnonzero(batch.loss_mask))
         passes = split_passes(
-            batch.lengths.tolist(), layout=self._layout, budget=self._settings.micro_batch_tokens
+            batch.lengths.tolist(), prompts=prompts, layout=self._layout, budget=self._settings.micro_batch_tokens
         ) or [[]]
         if not self._policy.gathered:
             most = torch.tensor(len(passes), device=self._policy.device)
@@ -152,9 +153,7 @@ class Trainer:
         return passes
 
     def _accumulate(self, batch: MicroBatch, members: list[int], advantages_n: NDArray[np.float64]) -> None:
-        row, targets = pack(
-            batch, members, advantages_n=advantages_n, padded=self._layout.padded, device=self._policy.device
-        )
+        row, targets = pack(batch, members, advantages_n=advantages_n, layout=self._layout, device=self._policy.device)
         settings, copies = self._settings, self._copies
         reference_P = copies.reference(row)
         proximal_P = copies.proximal(row, version=VersionId(self._step), update=batch.update)

@@ -19,13 +19,23 @@ from dora.trainer.forward_check import check_training
 from dora.trainer.kept import LiveBytes
 from dora.trainer.logprobs import logprobs
 from dora.trainer.model import Policy, make_mesh, require_device
+from dora.trainer.packing import Sharing
 from dora.trainer.score import score_with
 
 
 class Trial:
     """A loaded model whose forward pass was checked as in a run. It uses this process's default process group."""
 
-    def __init__(self, model_path: Path, *, device: str, dtype: str, checkpointing: Mode, compiled: bool) -> None:
+    def __init__(
+        self,
+        model_path: Path,
+        *,
+        device: str,
+        dtype: str,
+        checkpointing: Mode,
+        compiled: bool,
+        shared_prompts: Sharing,
+    ) -> None:
         """Load and check the model; ConfigError if it cannot be trained."""
         require_device(device)
         disable_progress_bar()
@@ -38,7 +48,7 @@ class Trial:
                 activation_checkpointing=checkpointing,
                 compiled=compiled,
             )
-            self.checked = check_training(self._policy, dtype=dtype)
+            self.checked = check_training(self._policy, dtype=dtype, shared_prompts=shared_prompts)
         except BaseException:
             dist.destroy_process_group()
             raise

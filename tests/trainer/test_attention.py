@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ from transformers.masking_utils import causal_mask_function
 from dora.errors import ConfigError
 from dora.trainer import attention, attention_gpu, attention_kernels
 from dora.trainer.attention import Pattern, Segments, attend, pattern_of, require_interface, within
+from dora.trainer.attention_kernels import Call
+from dora.trainer.attention_kernels import _calls as calls_of
 
 CPU = torch.device("cpu")
 LENGTHS = (5, 40, 17, 61, 1, 9)
@@ -95,18 +98,13 @@ def test_every_position_of_a_row_is_restored(lengths: tuple[int, ...]) -> None:
     torch.testing.assert_close(out[0, :, 0], torch.cat(means))
 
 
-def dense(query, key, value, sink_H, *, lengths, scale, window=None, chunk=None, softcap=None):  # type: ignore[no-untyped-def]
+def dense(query, key, value, sink_H, *, lengths, scale, prompts=None, window=None, chunk=None, softcap=None):  # type: ignore[no-untyped-def]
     """The definition: all scores of a packed row, masked."""
-    ends = torch.tensor(lengths).cumsum(0)
-    position = torch.arange(query.shape[2])
-    segment = torch.searchsorted(ends, position, right=True)
-    within_segment = position - (ends - torch.tensor(lengths))[segment]
-    distance = position[:, None] - position
-    seen = (distance >= 0) & (segment[:, None] == segment)
+    seen, distance, position = visible(lengths, prompts or (-1,) * len(lengths))
     if window is not None:
         seen &= distance < window
     if chunk is not None:
-        seen &= within_segment[:, None] // chunk == within_segment // chunk
+        seen &= position[:, None] // chunk == position // chunk
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     scores = query @ key.transpose(2, 3) * scale
@@ -116,6 +114,16 @@ def dense(query, key, value, sink_H, *, lengths, scale, window=None, chunk=None,
     if sink_H is not None:
         scores = torch.cat([scores, sink_H[None, :, None, None].expand(*scores.shape[:3], 1)], -1)
     return (scores.softmax(-1)[..., : query.shape[2]] @ value).transpose(1, 2)
+
+
+def visible(lengths: Sequence[int], prompts: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """[T, T] whether a query sees a key, how many positions are between them, and [T] positions in the sequences."""
+    segment = torch.repeat_interleave(torch.tensor(lengths))
+    starts = [lengths[prompt] if prompt >= 0 else 0 for prompt in prompts]
+    position = torch.cat([torch.arange(start, start + n) for start, n in zip(starts, lengths, strict=True)])
+    distance = position[:, None] - position
+    is_prompt = torch.tensor(prompts)[segment][:, None] == segment
+    return (distance >= 0) & ((segment[:, None] == segment) | is_prompt), distance, position
 
 
 RULES: dict[str, dict[str, Any]] = {
@@ -159,6 +167,38 @@ def test_attention_is_exact_in_float64(rule: str, sizes: tuple[int, int], monkey
     for found in (packed, padded):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
         torch.testing.assert_close(torch.autograd.grad(found, inputs, weight), gradient, rtol=0, atol=1e-10)
+
+
+#: Prompts of 20, 1 and 16 tokens with responses, and a sequence by itself.
+SHARED = ((20, 33, 4, 17, 9, 1, 6, 2, 16, 40), (-1, 0, 0, 0, -1, -1, 5, 5, -1, 8))
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_attention_of_responses_that_share_prompts_is_exact_in_float64(
+    rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attention_kernels, "BLOCK_SCORES", 16 * 4 * 20)
+    changes, (lengths, prompts) = dict(RULES[rule]), SHARED
+    shapes = [(1, 4, sum(lengths), 8), (1, 2, sum(lengths), 8), (1, 2, sum(lengths), 6)]
+    shapes += [(4,)] if changes.pop("sinks", False) else []
+    inputs = [torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    query, key, value, sink_H = (*inputs, None)[:4]
+    expected = dense(query, key, value, sink_H, lengths=lengths, prompts=prompts, scale=1.7, **changes)
+    softcap, pattern = changes.pop("softcap", None), Pattern(Segments(lengths, CPU, prompts), **changes)
+    found, _ = attend(torch.nn.Identity(), query, key, value, pattern, scaling=1.7, softcap=softcap, s_aux=sink_H)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+    weight = torch.randn(expected.shape, dtype=torch.float64)
+    gradients_of = [torch.autograd.grad(out, inputs, weight) for out in (found, expected)]
+    torch.testing.assert_close(*gradients_of, rtol=0, atol=1e-10)
+
+
+def test_a_prompt_is_seen_by_all_its_responses_in_a_single_call() -> None:
+    own = [Call(slice(start, stop), slice(start, stop)) for start, stop in ((0, 4), (4, 9), (9, 10), (10, 12))]
+    over_prompt = Call(slice(4, 12), slice(0, 4), offset=4)
+    assert calls_of((4, 5, 1, 2), (-1, 0, 0, 0), window=None) == [*own, over_prompt]
+    in_window = [Call(slice(4, 6), slice(2, 4), offset=2), Call(slice(9, 10), slice(2, 4), offset=2)]
+    assert calls_of((4, 5, 1, 2), (-1, 0, 0, -1), window=3) == [*own, *in_window]
+    assert calls_of((4, 5, 1, 2), (-1, 0, 0, 0), window=1) == own
 
 
 # -- memory -----------------------------------------------------------------------------------------------------------
@@ -315,29 +355,46 @@ def test_a_row_has_no_segments_once_its_forward_pass_is_over() -> None:
 
 
 @pytest.mark.parametrize("window", [None, 1, 100, 300])
-@pytest.mark.parametrize("lengths", [(700,), (5, 300, 1, 260, 134)], ids=["one sequence", "several"])
-def test_a_block_mask_is_that_of_the_definition(lengths: tuple[int, ...], window: int | None) -> None:
-    ends = Segments(lengths, CPU).ends if len(lengths) > 1 else None
-    mask = attention_gpu.block_mask(ends, length=700, window=window, device=CPU)
-    segment = torch.repeat_interleave(torch.tensor(lengths))
+@pytest.mark.parametrize(
+    ("lengths", "prompts"),
+    [
+        ((700,), (-1,)),
+        ((5, 300, 1, 260, 134), (-1, -1, -1, -1, -1)),
+        ((5, 300, 1, 260, 134), (-1, 0, 0, -1, 3)),
+        ((256, 200, 1, 100, 143), (-1, 0, 0, 0, -1)),
+    ],
+    ids=["one sequence", "several", "short prompts", "long prompt"],
+)
+def test_a_block_mask_is_that_of_the_definition(
+    lengths: tuple[int, ...], prompts: tuple[int, ...], window: int | None
+) -> None:
+    row = Segments(lengths, CPU, prompts)
+    ends, prompts_N = (row.ends, row.prompts_N) if len(lengths) > 1 else (None, None)
+    mask = attention_gpu.block_mask(ends, prompts_N, length=700, window=window, device=CPU)
+    seen_TT, distance_TT, _ = visible(lengths, prompts)
+    seen_TT &= distance_TT < (window or 700)
 
     def seen(_b: Tensor, _h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        return (kv <= q) & (segment[q] == segment[kv]) & (q - kv < (window or 700))
+        return seen_TT[q, kv]
 
     expected = create_block_mask(seen, None, None, 700, 700, device="cpu")
     for name in ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks"):
         torch.testing.assert_close(getattr(mask, name), getattr(expected, name), msg=name)
     torch.testing.assert_close(mask.to_dense(), expected.to_dense())
+    position_T = torch.arange(700)
+    assert torch.equal(torch.as_tensor(mask.mask_mod(0, 0, position_T[:, None], position_T)), seen_TT)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("row", [(LENGTHS, ()), SHARED], ids=["alone", "shared"])
 @pytest.mark.parametrize("changes", [{}, {"softcap": 0.7}, {"sinks": True}, {"window": 7, "softcap": 0.7}])
-def test_flex_attention_is_given_the_same_attention(changes: dict[str, Any]) -> None:
-    query, key, value = (torch.randn(1, h, sum(LENGTHS), d, dtype=torch.float64) for h, d in ((4, 8), (2, 8), (2, 6)))
+def test_flex_attention_is_given_the_same_attention(changes: dict[str, Any], row: Any) -> None:
+    (lengths, prompts), changes = row, dict(changes)
+    query, key, value = (torch.randn(1, h, sum(lengths), d, dtype=torch.float64) for h, d in ((4, 8), (2, 8), (2, 6)))
     sink_H = torch.randn(4, dtype=torch.float64) if changes.pop("sinks", False) else None
-    expected = dense(query, key, value, sink_H, lengths=LENGTHS, scale=1.7, **changes)
+    expected = dense(query, key, value, sink_H, lengths=lengths, prompts=prompts, scale=1.7, **changes)
     window = changes.pop("window", None)
-    mask = Pattern(None, window=window).block_mask(Segments(LENGTHS, CPU), length=sum(LENGTHS), device=CPU)
+    mask = Pattern(None, window=window).block_mask(Segments(lengths, CPU, prompts), length=sum(lengths), device=CPU)
     rule = attention_kernels.Rule(scale=1.7, window=window, **changes)
     found = attention_gpu.attend_flex(query, key, value, sink_H, rule, mask=mask)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
@@ -360,24 +417,25 @@ def test_flash_attention_takes_other_head_sizes_and_reads_no_value_on_the_host(w
 def test_a_cpu_has_neither_flash_nor_flex_attention() -> None:
     assert attention_gpu.kernels_present("cpu") == {"flash": False, "flex": False, "sdpa": True}
     assert attention_gpu.describe("cpu").startswith("attention: torch's SDPA on the CPU")
-    assert attention_gpu.choose(one_row()[0], attention_kernels.Rule(scale=1.0), None) is None
+    assert attention_gpu.choose(one_row()[0], attention_kernels.Rule(scale=1.0), None, shares=False) is None
 
 
 @pytest.mark.gpu
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("row", [(LENGTHS, ()), SHARED], ids=["alone", "shared"])
 @pytest.mark.parametrize("rule", RULES)
-def test_kernels_for_gpus_compute_what_the_cpu_computes(rule: str, dtype: torch.dtype) -> None:
-    changes = dict(RULES[rule])
-    inputs = [torch.randn(1, h, sum(LENGTHS), 64, dtype=dtype) for h in (4, 2, 2)]
+def test_kernels_for_gpus_compute_what_the_cpu_computes(rule: str, row: Any, dtype: torch.dtype) -> None:
+    changes, (lengths, prompts) = dict(RULES[rule]), row
+    inputs = [torch.randn(1, h, sum(lengths), 64, dtype=dtype) for h in (4, 2, 2)]
     inputs += [torch.randn(4, dtype=dtype)] if changes.pop("sinks", False) else []
     softcap = changes.pop("softcap", None)
 
     def run(device: str, wide: torch.dtype) -> list[Tensor]:
         moved = [tensor.to(device, wide).requires_grad_() for tensor in inputs]
         q, k, v, *sinks = moved
-        pattern = Pattern(Segments(LENGTHS, torch.device(device)), **changes)
+        pattern = Pattern(Segments(lengths, torch.device(device), prompts), **changes)
         out, _ = attend(torch.nn.Identity(), q, k, v, pattern, softcap=softcap, s_aux=sinks[0] if sinks else None)
         weight = torch.linspace(-1, 1, out.numel(), device=device, dtype=wide).view_as(out)
         return [t.detach().cpu().double() for t in (out, *torch.autograd.grad(out, moved, weight))]

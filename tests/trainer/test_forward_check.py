@@ -103,7 +103,7 @@ def policy(alone: None, model_path: Path) -> Policy:
 @pytest.mark.parametrize("family", EXACT)
 def test_a_family_that_attends_within_sequences_is_packed(family: str, dtype: torch.dtype) -> None:
     found = check_forward(make(family, dtype, **EXACT[family]), device=CPU, dtype=name_of(dtype))
-    assert found == CheckedLayout(Layout())
+    assert found == CheckedLayout(Layout(share_above=1.15))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -117,7 +117,7 @@ def test_a_family_with_layers_that_carry_state_is_padded_and_says_so(family: str
 
 def test_longrope_is_exact_since_long_and_short_sequences_share_no_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make("phi3", **LONG_ROPE)
-    assert check_forward(model, device=CPU, dtype="float32") == CheckedLayout(Layout(rope_limit=16))
+    assert check_forward(model, device=CPU, dtype="float32") == CheckedLayout(Layout(rope_limit=16, share_above=1.15))
     monkeypatch.setattr(forward_check, "rope_limit", lambda config: 50)
     with pytest.raises(ConfigError, match="Phi3ForCausalLM cannot be trained: log-probs of packed sequences differ"):
         check_forward(model, device=CPU, dtype="float32")
@@ -201,6 +201,51 @@ def test_a_layer_that_leaks_is_found() -> None:
     model.model.layers[1].register_forward_hook(lambda _, __, out: out + 0.1 * out.roll(1, dims=1))
     with pytest.raises(ConfigError, match="log-probs of packed sequences differ by"):
         check_forward(model, device=CPU, dtype="float32")
+
+
+def mixes_neighbours(model: Any) -> Any:
+    """Give a model a layer that adds what stands before a token, unless it is the first of its sequence."""
+
+    def add(_: Any, __: Any, given: dict[str, Any], out: torch.Tensor) -> torch.Tensor:
+        return out + 0.1 * out.roll(1, dims=1) * (given["position_ids"] > 0)[..., None]
+
+    model.model.layers[1].register_forward_hook(add, with_kwargs=True)
+    return model
+
+
+def test_a_model_that_cannot_share_prompts_is_packed_without_and_says_so() -> None:
+    model = mixes_neighbours(make("llama"))
+    found = check_forward(model, device=CPU, dtype="float32", shared_prompts="auto")
+    assert found.layout == Layout()
+    assert "LlamaForCausalLM computes each prompt once per answer: log-probs would differ by" in found.note
+    assert check_forward(model, device=CPU, dtype="float32", shared_prompts="off") == CheckedLayout(Layout())
+    with pytest.raises(ConfigError, match=r"trainer\.shared_prompts: LlamaForCausalLM cannot share prompts: log-probs"):
+        check_forward(model, device=CPU, dtype="float32", shared_prompts="on")
+
+
+def test_padded_rows_share_no_prompts() -> None:
+    model = make("lfm2", **PADDED["lfm2"][0])
+    assert check_forward(model, device=CPU, dtype="float32", shared_prompts="auto").layout == Layout(padded=True)
+    with pytest.raises(
+        ConfigError, match=r"trainer\.shared_prompts: Lfm2ForCausalLM cannot share prompts: its rows are"
+    ):
+        check_forward(model, device=CPU, dtype="float32", shared_prompts="on")
+
+
+def test_a_gradient_that_leaks_between_answers_to_a_prompt_is_found(
+    policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def leaking(model: Any, row: Row, *, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+        chosen, entropy = logprobs(model, row, temperature=temperature)
+        leak = (chosen - chosen.detach()).roll(1) if max(row.prompts) >= 0 else 0.0  # the values are the same
+        return chosen + 0.1 * leak, entropy
+
+    monkeypatch.setattr(forward_check, "logprobs", leaking)
+    found = check_training(policy, dtype="float32", shared_prompts="auto")
+    assert found.layout == Layout()
+    assert "computes each prompt once per answer: the gradient would differ by" in found.note
+    with pytest.raises(ConfigError, match=r"trainer\.shared_prompts: Qwen3ForCausalLM cannot share prompts"):
+        check_training(policy, dtype="float32", shared_prompts="on")
 
 
 def test_an_attention_that_ignores_a_setting_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from dora.objectives.settings import ObjectiveConfig
 from dora.trainer import attention
 from dora.trainer.batch import advantages_of, check, pack, without_truncated
 from dora.trainer.logprobs import logprobs
-from dora.trainer.packing import Layout, split_passes
+from dora.trainer.packing import PACKED, Layout, split_passes
 from dora.trainer.score import score
 
 CPU = torch.device("cpu")
@@ -40,9 +40,9 @@ def pack_whole(batch):
     return pack_some(batch, range(len(batch.lengths)))
 
 
-def pack_some(batch, members, *, padded=False):
+def pack_some(batch, members, *, layout=PACKED):
     advantages = group_advantages(batch.rewards, batch.group_rewards, kind="grpo")
-    return pack(batch, members, advantages_n=advantages, padded=padded, device=CPU)
+    return pack(batch, members, advantages_n=advantages, layout=layout, device=CPU)
 
 
 def loss_of(network, row, targets, old=None):
@@ -111,7 +111,7 @@ def test_the_gradient_does_not_depend_on_the_passes(model_path, old, padded, bud
     network.zero_grad()
     passes = split_passes(batch.lengths.tolist(), layout=Layout(padded=padded), budget=budget)
     for members in passes:
-        row, targets = pack_some(batch, members, padded=padded)
+        row, targets = pack_some(batch, members, layout=Layout(padded=padded))
         assert row.tokens_BT.numel() <= budget or len(members) == 1
         loss_of(network, row, targets, old).backward()
     assert sorted(n for members in passes for n in members) == list(range(len(batch.lengths)))
