@@ -24,8 +24,9 @@ from torch.utils._pytree import tree_iter
 
 from dora.trainer import model as policy
 from dora.trainer.checkpointing import MODES, Mode, apply_checkpointing
+from dora.trainer.forward_check import likely_layout
 from dora.trainer.kept import LiveBytes
-from dora.trainer.logprobs import logprobs
+from dora.trainer.logprobs import few_tiles, logprobs
 from dora.trainer.optimizer import MomentBytes, roles_of
 from dora.trainer.packing import PACKED, Layout, Row, make_row
 
@@ -101,6 +102,7 @@ class Outline:
         apply_checkpointing(layers, checkpointing)
         _run_one_of_each(layers, self._live, self._repeated)
         self._run(trial_row(2, longest=2))  # the first pass also measures what follows the head
+        self._layout = likely_layout(self._model)
         self._sizes = self._rows()
         self._counted: dict[Layout, tuple[_Count, _Count]] = {}  # with these sizes
 
@@ -109,7 +111,7 @@ class Outline:
     ) -> Forecast:
         """Forecast one pass over sequences of `longest` tokens, `tokens` in all (or one sequence, if that is longer).
 
-        `is_trial`: without moments and copies.
+        `layout`: of the rows; by default the one that is likely for this model. `is_trial`: without moments and copies.
         """
         copies, moments = (0, 0.0) if is_trial else (self._copies, self._moments)
         if is_gathered := 8 * self.parameters <= policy.GATHERED_BYTES:  # all, and gradients until the step closes
@@ -117,7 +119,7 @@ class Outline:
         else:  # embeddings and head, and two layers: one computes while the next is gathered
             gathered = (self._rest + 2 * self._largest_unit) * self._width
         copy_bytes = 0 if self._copies_on_host else copies * self._width
-        kept, working = self._count(max(tokens, longest), longest, layout or Layout())
+        kept, working = self._count(max(tokens, longest), longest, layout or self._layout)
         return Forecast(
             states=round(-(-(self.parameters * (4 + 4 * (not is_gathered) + copy_bytes) + moments) // ranks)),
             gathered=gathered,
@@ -153,7 +155,7 @@ class Outline:
         self._repeated.clear()
         live = self._live
         live.begin()
-        with live:
+        with live, nullcontext() if self._has_data else few_tiles():
             loss = logprobs(self._model, row, temperature=1.0)[0].sum()
             kept = live.now
             live.reach(0)

@@ -138,6 +138,13 @@ def check_training(policy: Policy, *, dtype: str, shared_prompts: Sharing = "aut
     return found
 
 
+def likely_layout(model: Any) -> Layout:
+    """Return the layout that the check is going to find, told by the kinds of layers alone."""
+    return Layout(
+        padded=_scales_by_row(model) or bool(_mixers(model)), rope_limit=rope_limit(model.config.get_text_config())
+    )
+
+
 def rope_limit(config: Any) -> int | None:
     """Return the length beyond which all rotary angles of a row change (LongRoPE, arXiv 2402.13753), if any."""
     rope = getattr(config, "rope_parameters", None) or {}

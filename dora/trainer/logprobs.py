@@ -14,7 +14,9 @@ Legend: P trained tokens, V vocabulary, H hidden size, n tokens and v words of a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -31,6 +33,17 @@ from dora.trainer.packing import Row
 TILE = (2_048, 2_048)
 
 Span = tuple[int, int]
+_most_tiles: ContextVar[int | None] = ContextVar("most_tiles", default=None)
+
+
+@contextmanager
+def few_tiles() -> Iterator[None]:
+    """Compute no more than two tiles along each dimension meanwhile: they take the memory of all; values are wrong."""
+    token = _most_tiles.set(2)
+    try:
+        yield
+    finally:
+        _most_tiles.reset(token)
 
 
 def logprobs(
@@ -223,7 +236,7 @@ def _spans(tokens: int, words: int) -> tuple[list[Span], list[Span]]:
 
 
 def _cut(total: int, size: int) -> list[Span]:
-    return [(start, min(start + size, total)) for start in range(0, total, size)]
+    return [(start, min(start + size, total)) for start in range(0, total, size)][: _most_tiles.get()]
 
 
 def _head(hidden_PH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, *, at: Span, block: Span, fp32: bool) -> Tensor:
