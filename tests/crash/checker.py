@@ -274,11 +274,14 @@ class Checker:
             "rewards": np.array([row[t % self.size] for t, row in zip(rank, numbers, strict=True)], "<f4"),
             "group_rewards": np.array(numbers, "<f4").reshape(len(rank), self.size),
             "truncated": np.array([a[0][-1] != EOS for a in answers], "u1"),
+            "sources": np.zeros(len(rank), "u1"),
         }
         for name in ("step", "index", "last"):
             digest.update(f"{name} {int(wave[name])} ".encode())
         for name, array in values.items():
             digest.update(f"{name} {array.shape} ".encode() + array.tobytes())
+        for name in ("update", "closes"):
+            digest.update(f"{name} {int(wave[name])} ".encode())
         return b"".join(values[name].tobytes() for name in ARRAYS)
 
     def _answers(self) -> None:
