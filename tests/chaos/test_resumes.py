@@ -185,7 +185,7 @@ def cut_a_frame_out(path: Path) -> None:
 
 def edit_learning_rate(folder: Path) -> None:
     config = folder / "config.toml"
-    config.write_text(re.sub(r"learning_rate = .*", "learning_rate = 0.0004", config.read_text()))
+    config.write_text(re.sub(r"(?m)^learning_rate = .*", "learning_rate = 0.0004", config.read_text()))
 
 
 def kill_in_the_last_evaluation(session: Session, run: Run) -> None:

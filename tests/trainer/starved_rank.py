@@ -1,4 +1,4 @@
-"""Trainer ranks, of which the last one gets no more than 64 MB beyond what it has when step STARVED_STEP begins."""
+"""Trainer ranks, of which the last one gets no more than 32 MB beyond what it has when step STARVED_STEP begins."""
 
 import os
 import resource
@@ -8,7 +8,7 @@ import psutil
 from dora.trainer import main
 from dora.trainer.step import Trainer
 
-STARVED_BYTES = 2**26
+STARVED_BYTES = 2**25
 
 
 class StarvedTrainer(Trainer):
