@@ -140,12 +140,27 @@ def accept(recorded: Recorded, config: Config, settings: Settings, *, is_accepte
         raise ConfigError(f"run.steps: the run has {recorded.settings.steps} steps; the number can only be raised")
     if fixed:
         raise ConfigError(f"--resume: {', '.join(fixed)} cannot change within a run; start a new one for that")
-    found = changes(parse(recorded.config), config)
+    before = parse(recorded.config)
+    found = changes(before, config)
+    if _moments(before) != _moments(config):
+        raise ConfigError(
+            *(
+                f"--resume: {change}: the checkpoints of the run hold the optimizer's state, which would not fit; "
+                "start a new run for that"
+                for change in found
+                if change.key in ("trainer.optimizer", "trainer.optimizer_state")
+            )
+        )
     if altering := [str(change) for change in found if change.alters_experiment and not is_accepted]:
         raise ConfigError(
             *(f"--resume: {line}: alters the experiment; --accept-changes allows it" for line in altering)
         )
     return tuple(str(change) for change in found)
+
+
+def _moments(config: Config) -> tuple[str, bool]:
+    """Return what decides the format of the optimizer's state in a checkpoint; where it is held does not."""
+    return config.trainer.optimizer, config.trainer.optimizer_state == "8bit"
 
 
 def require_same_held_out(recorded: Recorded, evaluations: Evaluations) -> None:

@@ -10,6 +10,7 @@ import json
 import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, get_args
@@ -21,6 +22,7 @@ from pydantic_core import ErrorDetails
 
 from dora.config.schema import Config
 from dora.errors import ConfigError
+from dora.objectives.presets import PRESETS
 from dora.objectives.table import LOSS_SETTINGS
 
 #: Pydantic error type -> the expected value, in words. Other types keep pydantic's own message.
@@ -38,6 +40,7 @@ _WANTED = {
     "greater_than_equal": "at least {ge:g}",
     "greater_than": "more than {gt:g}",
     "less_than_equal": "at most {le:g}",
+    "less_than": "less than {lt:g}",
     "literal_error": "{expected}",
     "string_pattern_mismatch": "text that matches {pattern}",
     "union_tag_invalid": "{expected_tags}",
@@ -57,10 +60,14 @@ def load(path: Path | None, overrides: Sequence[str] = (), *, environ: Mapping[s
     data["objective"] = {}  # the defaults of its keys depend on those that are given
     if path is not None:
         _overlay(data, read_toml(path))
+    given = deepcopy(data["objective"])
     origins: dict[str, str] = {}  # dotted key -> the --set that gave it
     for override in overrides:
+        if override.partition("=")[0].strip() == "objective.loss.kind":
+            _replace_loss(data["objective"], override)
         key = set_key(data, override)
         origins[key] = f"--set {override}"
+    _refuse_hidden_preset(given, data["objective"], origins=origins, path=path)
     _refuse_secrets(data)
     for section, name, field in _secrets():
         value = environ.get(_environment(field))
@@ -120,6 +127,41 @@ def _overlay(data: dict[str, Any], given: Mapping[str, Any]) -> None:
             _overlay(data[key], value)
         else:
             data[key] = value
+
+
+def _replace_loss(objective: Any, override: str) -> None:
+    """Remove the options of the loss that a file names, before --set names another one, whose options differ."""
+    loss = objective.get("loss") if isinstance(objective, dict) else None
+    kind = _value(override.partition("=")[2].strip())
+    if isinstance(loss, dict) and loss.get("kind", kind) != kind:
+        objective["loss"] = {}
+
+
+def _refuse_hidden_preset(given: Any, objective: Any, *, origins: Mapping[str, str], path: Path | None) -> None:
+    """Refuse a --set of a preset whose keys the file gives otherwise: it would have no effect, as keys take precedence.
+
+    A file that spells everything out, like the configuration of a run, does so.
+    """
+    name = objective.get("preset") if isinstance(objective, dict) else None
+    if "objective.preset" not in origins or not isinstance(given, dict) or name == given.get("preset"):
+        return
+    preset = _flat(PRESETS.get(name, {}) if isinstance(name, str) else {})
+    file, now = _flat(given), _flat(objective)
+    hidden = [key for key, value in preset.items() if file.get(key, value) == now.get(key, value) != value]
+    if hidden:
+        keys = ", ".join(f"objective.{key}" for key in hidden)
+        raise ConfigError(
+            f"{origins['objective.preset']}: {path} gives {keys}, which would take precedence over those of the "
+            "preset; remove them from the file, or set them too"
+        )
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the values of nested tables by dotted key."""
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
 
 
 def set_key(data: dict[str, Any], override: str) -> str:

@@ -21,6 +21,7 @@ from dora.objectives.settings import Advantage, ObjectiveConfig
 from dora.section import Section
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0.0)]
 
@@ -248,9 +249,9 @@ class TrainerConfig(Section):
     """Number of steps over which the learning rate rises linearly to its peak."""
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
     """Decoupled weight decay of matrices. Norms, biases and embeddings, tied ones included, are not decayed."""
-    beta1: Fraction = 0.9
+    beta1: Beta = 0.9
     """AdamW beta1."""
-    beta2: Fraction = 0.95
+    beta2: Beta = 0.95
     """AdamW beta2."""
     max_grad_norm: Annotated[float, Field(gt=0.0)] = 1.0
     """Maximum gradient norm; a larger gradient is scaled down to it."""

@@ -334,3 +334,33 @@ def test_copies_on_the_host_are_refused_where_the_device_is_the_host():
         "trainer.copies: with trainer.device = cpu, the copies are on the host anyway; use device"
     ]
     assert load(None, ["trainer.copies=host", "trainer.device=cuda"], environ={}).trainer.copies == "host"
+
+
+def test_a_preset_that_the_file_would_hide_is_refused(tmp_path: Path):
+    path = written(tmp_path, dump(Config()))  # spells everything out, as the configuration of a run does
+    assert refused("objective.preset=gspo", path=path) == [
+        f"--set objective.preset=gspo: {path} gives objective.aggregation, objective.loss.kind, objective.loss.ratio, "
+        "objective.loss.clip_low, objective.loss.clip_high, which would take precedence over those of the preset; "
+        "remove them from the file, or set them too"
+    ]
+    keys = ["objective.aggregation=seq_mean_token_mean", 'objective.loss={kind="gspo", ratio="bypass"}']
+    config = load(path, ["objective.preset=gspo", *keys, "objective.weight=none"], environ={})
+    assert config.objective == load(None, ["objective.preset=gspo"], environ={}).objective
+    assert load(path, ["objective.preset=dapo"], environ={}).objective.preset == "dapo"
+
+
+def test_a_preset_of_the_file_may_be_set_again(tmp_path: Path):
+    path = written(tmp_path, '[objective]\npreset = "gspo"\nadvantage = "rloo"\n')
+    assert load(path, ["objective.preset=gspo"], environ={}).objective.advantage == "rloo"
+
+
+def test_another_kind_of_loss_does_not_inherit_the_options_of_the_one_in_the_file(tmp_path: Path):
+    path = written(tmp_path, dump(load(None, ["objective.preset=gspo"], environ={})))
+    sets = ["objective.loss.kind=ppo", "objective.loss.ratio=bypass", "objective.aggregation=token_mean"]
+    assert load(path, sets, environ={}).objective.loss == load(None, sets, environ={}).objective.loss
+    assert load(path, ["objective.loss.kind=gspo"], environ={}).objective == load(path, environ={}).objective
+
+
+@pytest.mark.parametrize("name", ["beta1", "beta2"])
+def test_moments_that_would_never_decay_are_refused(name: str):
+    assert refused(f"trainer.{name}=1") == [f"--set trainer.{name}=1: trainer.{name}: got 1, expected less than 1"]

@@ -198,6 +198,16 @@ def test_a_change_that_alters_the_experiment_must_be_accepted(stopped: Stopped) 
     assert [line.partition(":")[0] for line in found] == ["trainer.learning_rate"]
 
 
+@pytest.mark.parametrize(("key", "value"), [("optimizer", "muon"), ("optimizer_state", "8bit")])
+def test_another_format_of_the_optimizers_state_is_refused_even_if_accepted(
+    stopped: Stopped, key: str, value: str
+) -> None:
+    stopped.copy()
+    config = load(stopped.world.folder.config, [f"trainer.{key}={value}"], environ={})
+    with pytest.raises(ConfigError, match=f'trainer.{key}: .* -> "{value}": the checkpoints of the run hold'):
+        resuming.accept(stopped.recorded, config, stopped.recorded.settings, is_accepted=True)
+
+
 def test_an_operational_change_needs_no_consent_but_is_reported_and_recorded(stopped: Stopped) -> None:
     tree = reconfigured(stopped.copy(), "checkpoint_every", "3")
     line = "trainer.checkpoint_every: 2 -> 3"
