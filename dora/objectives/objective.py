@@ -87,19 +87,21 @@ class Objective:
         return Terms(loss_P * factor_P, sums, marks)
 
     def _proximal(self, tokens: Tokens) -> Tensor:
-        """Return log π_o, without gradient.
+        """Return log π_o, without gradient. In the first update of a step it is log π.
 
-        Without a copy of the weights (A-3PO, arXiv 2512.06547), π_o is interpolated in log space: it is of version s,
-        μ of version v and π of version s + progress.
+        Afterwards, without a copy of the weights (A-3PO, arXiv 2512.06547), π_o is interpolated in log space: it is of
+        version s, μ of version v and π of version s + progress.
         """
         if tokens.proximal_P is not None:
             return tokens.proximal_P.detach()
         current_P = tokens.current_P.detach()
-        if self.settings.proximal == "copy":  # in the first update of a step, π_o is π
+        if self.settings.proximal == "copy":
             assert not tokens.progress or not uses_proximal(self.settings), "proximal_P is missing"
             return current_P
+        if not tokens.progress:
+            return current_P
         staleness_P = tokens.spread(tokens.staleness_n).to(current_P)
-        alpha_P = (staleness_P / (staleness_P + tokens.progress)).nan_to_num(nan=0.0)  # 0/0: π is of version v
+        alpha_P = staleness_P / (staleness_P + tokens.progress)
         return tokens.behavior_P + alpha_P * (current_P - tokens.behavior_P)
 
     def _with_reference(self, tokens: Tokens, loss_P: Tensor, marks: dict[str, Tensor]) -> Tensor:

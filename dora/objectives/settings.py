@@ -58,7 +58,7 @@ class ObjectiveConfig(Section):
     loss is over k = π/μ."""
     on: Literal["rho", "k"] = "rho"
     """The ratio of `weight`, `mis` and `veto`. `rho`: π_o/μ, what staleness and the engine changed. `k`: π/μ, what the
-    updates of this step changed too; the default with losses that do not use π_o."""
+    updates of this step changed too; the default with `aipo`, `dppo_tv`, `ipo` and `reinforce`."""
     tis_cap: Annotated[float, Field(ge=1.0)] = 2.0
     """Largest weight of `tis`. A cap of 1e9 or more truncates nothing."""
     tis_floor: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0

@@ -111,7 +111,7 @@ def test_sequence_weights_that_are_not_truncated_are_unbiased():
     assert (gradient_with(1.0) - expected).abs().max() > 1e-2
 
 
-@pytest.mark.parametrize(("staleness", "progress", "alpha"), [(3, 0.0, 1), (0, 0.5, 0), (0, 0.0, 0), (1, 0.5, 2 / 3)])
+@pytest.mark.parametrize(("staleness", "progress", "alpha"), [(3, 0.0, 1), (0, 0.5, 0), (0, 0.0, 1), (1, 0.5, 2 / 3)])
 def test_the_approximate_proximal_policy_is_between_the_behavior_and_the_current_policy(staleness, progress, alpha):
     tokens = tokens_of(CURRENT, advantage=1.2, staleness_n=torch.tensor([staleness]), progress=progress)
     found = objective_of(proximal="approximate")._proximal(tokens)
