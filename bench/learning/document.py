@@ -41,7 +41,9 @@ HARNESS: Final = """## The lag harness
 
 `python bench/learning sweep` runs embedded engine and trainer in one process (`bench/learning/harness.py`). Step s
 trains groups that were sampled under version max(s - K, 0). Nothing depends on time, so a run is a function of its
-settings and seed, bit for bit; with K = 0 it is plain synchronous training (`tests/learning/test_harness.py`).
+settings and seed, bit for bit; with K = 0 it is plain synchronous training (`tests/learning/test_harness.py`). A
+policy that samples no group with different rewards any more has collapsed, where a live run would fail; its score stands
+for all later versions.
 """
 
 CORRECTIONS_TEXT: Final = """### Corrections

@@ -281,7 +281,10 @@ class Process:
 
 def run(config: Config, *, staleness: int, eval_every: int) -> Curve:
     """Run a job of `config` with this staleness; call it within `Process`. Versions 0, `eval_every`, ... and the last
-    are evaluated."""
+    are evaluated.
+
+    A policy that samples no group of different rewards any more has collapsed: its score stands for all later versions.
+    """
     rollout = Rollout(config)
     learner = Learner(config, model=rollout.inputs.model, max_staleness=staleness)
     steps = config.run.steps
@@ -295,6 +298,10 @@ def run(config: Config, *, staleness: int, eval_every: int) -> Curve:
                 version = max(step - staleness, 0)
                 rollout.load(learner.versions[version])
                 groups, position = sample(rollout, config, position=position, version=version)
+                if len(groups) < config.trainer.updates:
+                    rollout.load(learner.versions[step])
+                    heldout.append((steps, rollout.heldout()))
+                    break
                 metrics.append(learner.step(step, groups))
     finally:
         rollout.close()

@@ -109,3 +109,9 @@ def test_several_updates_train_all_groups_of_a_step() -> None:
 
 def test_the_area_is_the_mean_height_of_the_curve() -> None:
     assert harness.Curve([(0, 0.2), (4, 0.6), (6, 1.0)], []).area == pytest.approx((4 * 0.4 + 2 * 0.8) / 6)
+
+
+def test_a_policy_that_samples_nothing_to_learn_from_keeps_its_score() -> None:
+    curve = harness.run(config("rollout.max_new_tokens=1"), staleness=0, eval_every=1)
+    assert curve.heldout == [(0, 0.0), (3, 0.0)]
+    assert curve.steps == []
