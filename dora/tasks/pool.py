@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import os
 import signal
 import sys
@@ -25,7 +24,7 @@ import msgpack
 
 from dora.errors import ConfigError, ProtocolError, RunFailed, one_line
 from dora.tasks.grader import HEADER
-from dora.tasks.rewards import GradeRequest
+from dora.tasks.rewards import LARGEST_REWARD, GradeRequest
 
 if TYPE_CHECKING:
     from dora.config.schema import RewardConfig
@@ -56,14 +55,14 @@ _STDERR_TAIL_BYTES = 4_096
 class Graded:
     """The outcome of an answer that was judged."""
 
-    reward: float  # finite
+    reward: float  # finite, also in 32 bits
 
 
 @dataclass(frozen=True, slots=True)
 class GradingFailed:
     """The outcome of an answer that could not be judged; not a reward of 0."""
 
-    reason: str  # `timeout`, `not finite`, `crashed: <how it ended>` or `error: <what the reward raised>`
+    reason: str  # `timeout`, `not finite: <the sum>`, `crashed: <how it ended>` or `error: <what the reward raised>`
 
 
 class GraderPool:
@@ -259,7 +258,9 @@ def outcome_of(reply: dict[str, Any]) -> Graded | GradingFailed:
     reward = reply.get("reward")
     if not isinstance(reward, float):
         raise ProtocolError("grader's reply has neither a reward nor an error")
-    return Graded(reward) if math.isfinite(reward) else GradingFailed("not finite")
+    if not abs(reward) <= LARGEST_REWARD:
+        return GradingFailed(f"not finite: the sum of all terms is {reward:g}, expected a finite number of 32 bits")
+    return Graded(reward)
 
 
 def _pack(content: dict[str, Any]) -> bytes:

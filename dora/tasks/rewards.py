@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from dora.errors import ConfigError
 from dora.functions import load_function
@@ -32,6 +32,8 @@ from dora.functions import load_function
 if TYPE_CHECKING:
     from dora.config.schema import RewardConfig
 
+#: Largest size of a reward: the trainer receives 32 bits.
+LARGEST_REWARD: Final = 3.4028234663852886e38
 #: Size limit of an endpoint's answer, which is one number.
 _MAX_HTTP_ANSWER_BYTES = 1 << 20
 
@@ -54,12 +56,13 @@ Scorer = Callable[[GradeRequest], float]
 
 
 class RewardFailed(Exception):
-    """A term raised an exception; the message names the term, the exception, file and line."""
+    """A term raised an exception; the message names the term, the exception and, unless it is here, file and line."""
 
     def __init__(self, term: str, err: Exception) -> None:
         error = traceback.format_exception_only(err)[-1].strip()
         frame = traceback.extract_tb(err.__traceback__)[-1]
-        super().__init__(f"{term}: {error} ({Path(frame.filename).name}:{frame.lineno})")
+        where = f" ({Path(frame.filename).name}:{frame.lineno})" if frame.filename != __file__ else ""
+        super().__init__(f"{term}: {error}{where}")
 
 
 def build_scorer(rewards: Sequence[RewardConfig], *, field: str, http_timeout_s: float) -> Scorer:
@@ -86,7 +89,10 @@ def _named(reward: RewardConfig, *, field: str, http_timeout_s: float) -> Scorer
 
     def score(request: GradeRequest) -> float:
         try:
-            return term(request)
+            reward = term(request)
+            if not abs(reward) <= LARGEST_REWARD:
+                raise ValueError(f"it is {reward:g}, expected a finite number of 32 bits")
+            return reward
         except Exception as err:  # user code may raise anything
             raise RewardFailed(name, err) from err
 
@@ -198,4 +204,11 @@ def _build_function(spec: str, *, field: str) -> Scorer:
         inspect.signature(function).bind(**dict.fromkeys(passed))
     except TypeError as err:
         raise ConfigError(f"{field}: {spec} may only ask for {', '.join(known)}, each by name ({err})") from err
-    return lambda request: float(function(**{name: getattr(request, name) for name in passed}))
+
+    def score_function(request: GradeRequest) -> float:
+        result = function(**{name: getattr(request, name) for name in passed})
+        if not hasattr(result, "__float__"):  # text has none, though float() would read it
+            raise TypeError(f"it returned {str(result)[:100]!r} ({type(result).__name__}), expected a number")
+        return float(result)
+
+    return score_function

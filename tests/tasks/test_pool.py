@@ -149,7 +149,7 @@ async def test_what_a_grader_started_in_other_sessions_ends_with_it(module, resp
         ("segfault", "crashed: SIGSEGV"),
         ("bomb", f"error: {TERM}: MemoryError"),
         ("gather", f"error: {TERM}: MemoryError"),
-        ("nan", "not finite"),
+        ("nan", f"error: {TERM}: ValueError: it is nan, expected"),
         ("nothing", f"error: {TERM}: TypeError: "),
         ("fail", f"error: {TERM}: KeyError: 'level' (pool_rewards.py:"),
     ],

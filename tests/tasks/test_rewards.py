@@ -1,8 +1,10 @@
 import json
+import math
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import ClassVar
 
+import numpy as np
 import pytest
 
 from dora.config.schema import RewardConfig, SourceConfig
@@ -125,6 +127,8 @@ def wrong(text):
     return 1.0
 def nameless(prompt, /):
     return 1.0
+def says(metadata):
+    return metadata["value"]
 """
 
 
@@ -149,6 +153,30 @@ def test_a_function_that_asks_for_something_else_is_refused(name):
         ConfigError, match=rf"task.rewards.0.name: own_rewards:{name} may only ask for prompt, .*, source, each by name"
     ):
         score("abc", kind="function", name=f"own_rewards:{name}")
+
+
+@pytest.mark.usefixtures("own_rewards")
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ("0.5", "TypeError: it returned '0.5' (str), expected a number"),
+        (None, "TypeError: it returned 'None' (NoneType), expected a number"),
+        ([1.0], "TypeError: it returned '[1.0]' (list), expected a number"),
+        (math.nan, "ValueError: it is nan, expected a finite number of 32 bits"),
+        (-math.inf, "ValueError: it is -inf, expected a finite number of 32 bits"),
+        (1e39, "ValueError: it is 1e+39, expected a finite number of 32 bits"),
+    ],
+)
+def test_what_is_no_number_is_named_and_no_reward(value, said):
+    with pytest.raises(RewardFailed) as caught:
+        score("", metadata={"value": value}, kind="function", name="own_rewards:says")
+    assert str(caught.value) == f"task.rewards.0 (function own_rewards:says): {said}"
+
+
+@pytest.mark.usefixtures("own_rewards")
+def test_a_number_of_any_type_is_a_reward():
+    for value, expected in [(True, 1.0), (3, 3.0), (np.float32(0.5), 0.5), (np.True_, 1.0)]:
+        assert score("", metadata={"value": value}, kind="function", name="own_rewards:says") == expected
 
 
 def test_an_endpoint_gets_everything(endpoint):
@@ -191,6 +219,8 @@ def test_a_term_scores_its_sources_only():
         ({"kind": "http", "url": "file:///etc/passwd"}, r"task.rewards.0.url: .* is not an http:// or https://"),
         ({"kind": "function"}, r"task.rewards.0.name: expected module:function, got ''"),
         ({"kind": "function", "name": "no_such_module:f"}, r"task.rewards.0.name: cannot import 'no_such_module'"),
+        ({"kind": "function", "name": "sys:no_such"}, r"task.rewards.0.name: sys has no function 'no_such'"),
+        ({"kind": "function", "name": "builtins:max"}, r"task.rewards.0.name: the arguments of builtins:max are unkn"),
     ],
 )
 def test_a_term_that_cannot_work_is_named(reward, message):
