@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import sys
 from collections.abc import Callable
@@ -20,9 +21,13 @@ def load_function(spec: str, *, field: str) -> Callable[..., Any]:
         sys.path.append(os.getcwd())
     try:
         module = importlib.import_module(module_name)
-    except Exception as err:  # user code may raise anything
+    except (Exception, SystemExit) as err:  # user code may raise anything; a script may exit
         raise ConfigError(f"{field}: cannot import '{module_name}' ({type(err).__name__}: {err})") from err
     function = getattr(module, name, None)
     if not callable(function):
-        raise ConfigError(f"{field}: {module.__file__} has no function '{name}'")
+        raise ConfigError(f"{field}: {getattr(module, '__file__', module_name)} has no function '{name}'")
+    try:
+        inspect.signature(function)
+    except ValueError as err:  # of most functions written in C
+        raise ConfigError(f"{field}: the arguments of {spec} are unknown; call it in a function of yours") from err
     return function  # type: ignore[no-any-return]

@@ -46,6 +46,10 @@ def check_loss(settings: ObjectiveConfig) -> str:
                     "loss may depend on the tokens of its own sequence only"
                 )
         worst = max(worst, gradient_error(loss, tokens))
+    try:
+        loss(part_of(random_tokens(0), []))
+    except ConfigError as err:
+        raise ConfigError(f"{err} (in a pass without tokens, as of a rank that gets no sequence)") from err
     if not worst <= TOLERANCE:
         raise ConfigError(
             f"{KEY}: the gradient of {kind} differs from finite differences by {worst:.1e}; stop a gradient with "
@@ -111,8 +115,8 @@ def part_of(tokens: Tokens, sequences: list[int]) -> Tokens:
     """Return the tokens of the given sequences only, numbered anew in the given order."""
     import torch
 
-    at_P = torch.cat([(tokens.sequence_P == sequence).nonzero()[:, 0] for sequence in sequences])
-    chosen = torch.tensor(sequences)
+    chosen = torch.tensor(sequences, dtype=torch.int64)
+    at_P = torch.cat([chosen[:0], *((tokens.sequence_P == sequence).nonzero()[:, 0] for sequence in sequences)])
     place = torch.full((len(tokens.lengths_n),), -1).index_copy(0, chosen, torch.arange(len(sequences)))
     columns: dict[str, Any] = {f.name: getattr(tokens, f.name) for f in fields(tokens)}
     parts: dict[str, Any] = {

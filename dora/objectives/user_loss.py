@@ -64,8 +64,13 @@ def load_loss(settings: UserLoss) -> Callable[[Tokens], TokenLoss]:
         of_loss = result if isinstance(result, TokenLoss) else TokenLoss(result)
         if problem := _problem(of_loss.loss_P, tokens.current_P):
             raise ConfigError(f"{KEY}: {settings.kind} returned {problem}")
-        if unknown := [name for name in of_loss.marks if name not in MARKS]:
-            raise ConfigError(f"{KEY}: {settings.kind} marks '{unknown[0]}'; known are {', '.join(MARKS)}")
+        for name, mark_P in of_loss.marks.items():
+            if name not in MARKS:
+                raise ConfigError(f"{KEY}: {settings.kind} marks '{name}'; known are {', '.join(MARKS)}")
+            if getattr(mark_P, "shape", None) != tokens.current_P.shape:
+                raise ConfigError(
+                    f"{KEY}: {settings.kind} marks '{name}' with something else than a value for each token"
+                )
         return of_loss
 
     return loss

@@ -80,6 +80,10 @@ def test_it_may_mark_tokens_and_stop_gradients(module):
             "from dora.objectives.tokens import TokenLoss\n    return TokenLoss(tokens.current_P, {'odd': 0})",
             "marks 'odd'; known are clip_low, clip_high, ",
         ),
+        (
+            "from dora.objectives.tokens import TokenLoss\n    return TokenLoss(tokens.current_P, {'clip_low': True})",
+            "marks 'clip_low' with something else than a value for each token",
+        ),
     ],
 )
 def test_a_wrong_result_is_a_line_that_names_the_function(module, body, problem):
@@ -106,6 +110,8 @@ def test_other_arguments_are_refused_when_it_is_imported(module, source, options
 
 
 def test_a_missing_module_or_function_is_refused(module):
+    with pytest.raises(ConfigError, match=r"objective.loss.kind: cannot import 'my_losses' \(SystemExit: 2\)"):
+        loss_of(module("raise SystemExit(2)").loss)
     with pytest.raises(ConfigError, match=r"objective.loss.kind: cannot import 'nowhere'"):
         loss_of(ObjectiveConfig.model_validate({"loss": {"kind": "nowhere:loss"}}).loss)
     with pytest.raises(ConfigError, match=r"objective.loss.kind: .*my_losses.py has no function 'other'"):
@@ -123,6 +129,10 @@ def test_a_missing_module_or_function_is_refused(module):
         (
             "x = tokens.current_P - tokens.current_P.mean()\n    return -tokens.advantage_P * x",
             "my_losses:loss returns other losses for a sequence if other sequences are in the same pass",
+        ),
+        (
+            "assert tokens.sequence_P.max() < len(tokens.lengths_n)\n    return -tokens.advantage_P * tokens.current_P",
+            r"my_losses:loss raised .* \(in a pass without tokens, as of a rank that gets no sequence\)$",
         ),
     ],
 )
