@@ -11,8 +11,10 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from dora.app.inputs import Inputs
-from dora.app.settings import lineage_settings
+from dora.app.settings import lineage_settings, settings_of
 from dora.config.changes import changes
 from dora.config.load import parse
 from dora.config.schema import Config
@@ -138,9 +140,10 @@ def accept(recorded: Recorded, config: Config, settings: Settings, *, is_accepte
         fixed.remove("steps")
     if "steps" in fixed:
         raise ConfigError(f"run.steps: the run has {recorded.settings.steps} steps; the number can only be raised")
-    if fixed:
-        raise ConfigError(f"--resume: {', '.join(fixed)} cannot change within a run; start a new one for that")
     before = parse(recorded.config)
+    if fixed:
+        keys = _keys_that_change(_decisions, before, config) or ["eval.sets"]
+        raise ConfigError(f"--resume: {', '.join(keys)} cannot change within a run; start a new one for that")
     found = changes(before, config)
     if _moments(before) != _moments(config):
         raise ConfigError(
@@ -156,6 +159,23 @@ def accept(recorded: Recorded, config: Config, settings: Settings, *, is_accepte
             *(f"--resume: {line}: alters the experiment; --accept-changes allows it" for line in altering)
         )
     return tuple(str(change) for change in found)
+
+
+def _decisions(config: Config) -> Settings:
+    """Return the settings of the decision core that cannot change; held-out prompts are not known here."""
+    return replace(settings_of(config, eval_prompt_tokens=()), steps=0, micro_batch_tokens=0)
+
+
+def _keys_that_change(derived: Callable[[Config], object], before: Config, after: Config) -> list[str]:
+    """Return the keys whose new value, by itself, changes what is derived from the configuration."""
+    found = []
+    for section in Config.model_fields:
+        old, new = getattr(before, section), getattr(after, section)
+        for name in type(old).model_fields:
+            mixed = before.model_copy(update={section: old.model_copy(update={name: getattr(new, name)})})
+            if derived(mixed) != derived(before):
+                found.append(f"{section}.{name}")
+    return found
 
 
 def _moments(config: Config) -> tuple[str, bool]:
@@ -315,13 +335,11 @@ def choose_start(
 def require_same_history(recorded: Recorded, start: Start, *, settings: bytes, config: Config) -> None:
     """Raise ConfigError if steps must be trained again, but with other settings than the first time."""
     if start.step < recorded.state.feed.trained and settings != lineage_settings(parse(recorded.config)):
-        altered = ", ".join(
-            c.key for c in changes(parse(recorded.config), config) if c.key.startswith(("trainer.", "run.steps"))
-        )
+        altered = _keys_that_change(lineage_settings, parse(recorded.config), config)
         raise ConfigError(
-            f"--resume: {altered}: cannot change now: steps {start.step} to {recorded.state.feed.trained - 1} must be "
-            "trained again with the same settings; resume without the change, stop with Ctrl-C, which writes a "
-            "checkpoint, and change it then"
+            f"--resume: {', '.join(altered)}: cannot change now: steps {start.step} to "
+            f"{recorded.state.feed.trained - 1} must be trained again with the same settings; resume without the "
+            "change, stop with Ctrl-C, which writes a checkpoint, and change it then"
         )
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from dora.app import resume as resuming
 from dora.app.inputs import model_digest
-from dora.app.settings import lineage_settings
+from dora.app.settings import lineage_settings, settings_of
 from dora.config.load import load
 from dora.controller.lineage import base_chain
 from dora.core.phases import TrajectoryPhase
@@ -219,14 +219,26 @@ def test_an_operational_change_needs_no_consent_but_is_reported_and_recorded(sto
 
 def test_settings_that_decisions_depend_on_cannot_change(stopped: Stopped) -> None:
     tree = reconfigured(stopped.copy(), "groups_per_step", "3")
-    assert "groups_per_step cannot change within a run" in stopped.refusal(tree, ConfigError)
+    assert "--resume: rollout.groups_per_step cannot change within a run" in stopped.refusal(tree, ConfigError)
+    altered = ["rollout.max_staleness=0", "trainer.ranks=1", "trainer.updates=2", "trainer.learning_rate=0.25"]
+    altered += ["run.steps=9", "trainer.micro_batch_tokens=64"]  # these may change
+    config = load(None, [*stopped.world._overrides(), *altered], environ={})
+    settings = settings_of(config, eval_prompt_tokens=stopped.recorded.settings.eval_prompt_tokens)
+    says = r"--resume: rollout\.max_staleness, trainer\.ranks, trainer\.updates cannot change"
+    with pytest.raises(ConfigError, match=says):
+        resuming.accept(stopped.recorded, config, settings, is_accepted=True)
 
 
 def test_steps_that_must_be_trained_again_are_trained_as_they_were(stopped: Stopped) -> None:
     recorded, trained = stopped.recorded, stopped.recorded.state.feed.trained
-    config = load(None, [*stopped.world._overrides(), "trainer.learning_rate=0.5"], environ={})
+    altered = ["trainer.learning_rate=0.5", "objective.kl_coefficient=0.1", "rollout.temperature=0.5"]
+    config = load(None, [*stopped.world._overrides(), *altered, "log.level=debug"], environ={})
     start = resuming.Start((), may_start_over=True, step=trained - 1)
-    with pytest.raises(ConfigError, match=r"trainer\.learning_rate: cannot change now: steps \d+ to \d+ must be"):
+    says = (
+        r"--resume: rollout\.temperature, trainer\.learning_rate, objective\.kl_coefficient: cannot change now: "
+        r"steps \d+ to \d+ must be"
+    )
+    with pytest.raises(ConfigError, match=says):
         resuming.require_same_history(recorded, start, settings=lineage_settings(config), config=config)
     resuming.require_same_history(
         recorded, replace(start, step=trained), settings=lineage_settings(config), config=config
