@@ -10,6 +10,7 @@ from typing import Any
 
 from dora.config.schema import Config
 from dora.controller.evaluations import EvalSet, Evaluations
+from dora.engine.shapes import differences
 from dora.errors import ConfigError
 from dora.seed.policy import model_folder
 from dora.tasks.prompts import PromptStream, open_eval_prompts, open_stream
@@ -36,12 +37,22 @@ def open_inputs(config: Config) -> Inputs:
     tokenizer = load_tokenizer(model, thinking=config.model.thinking)
     if not tokenizer.eos_ids:
         raise ConfigError(f"model.path: {model} has no end-of-sequence token; set eos_token_id in its config.json")
-    reference = config.objective.kl_reference
-    if reference and not (Path(reference) / "config.json").is_file():
-        raise ConfigError(f"objective.kl_reference: {reference} has no config.json; give a Hugging Face model folder")
+    if config.objective.kl_reference:
+        _check_reference(Path(config.objective.kl_reference), model)
     vocab_size = _check_shapes(config, model, num_tokens=tokenizer.vocab_size)
     stream = open_stream(config.task, tokenizer=tokenizer, seed=config.run.seed)
     return Inputs(model, tokenizer, vocab_size, stream, open_evaluations(config, tokenizer))
+
+
+def _check_reference(reference: Path, model: Path) -> None:
+    for needed in ("config.json", "*.safetensors"):
+        if not any(reference.glob(needed)):
+            raise ConfigError(f"objective.kl_reference: {reference} has no {needed}; give a Hugging Face model folder")
+    if differing := differences(reference, model):
+        raise ConfigError(
+            f"objective.kl_reference: the shape of {reference} differs from model.path ({differing}); give weights of "
+            "the same architecture"
+        )
 
 
 def _check_shapes(config: Config, model: Path, *, num_tokens: int) -> int:

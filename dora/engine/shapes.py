@@ -30,20 +30,22 @@ SHAPES: Final = (
 
 def require_same_shapes(url: str, served: str, *, model: Path, path_map: Mapping[str, str]) -> None:
     """ConfigError if the model of the server at `url` differs; `served` is its folder as the server sees it."""
-    theirs = _config(_local_path(served, path_map))
-    ours = _config(model)
-    if theirs is None or ours is None:
-        return  # a folder on another host: the first push reveals a difference
-    differing = [
+    if differing := differences(_local_path(served, path_map), model):
+        raise ConfigError(
+            f"{url}: serves {served}, whose shape differs from model.path ({differing}); start the server "
+            "with the model of this run"
+        )
+
+
+def differences(folder: Path, model: Path) -> str:
+    """Return in what shapes the model of a folder differs from that of the run; "" if a config is unreadable, like that
+    of a folder on another host: the first push reveals a difference."""
+    theirs, ours = _config(folder) or {}, _config(model) or {}
+    return ", ".join(
         f"{key} {theirs[key]} instead of {ours[key]}"
         for key in SHAPES
         if key in ours and key in theirs and ours[key] != theirs[key]
-    ]
-    if differing:
-        raise ConfigError(
-            f"{url}: serves {served}, whose shape differs from model.path ({', '.join(differing)}); start the server "
-            "with the model of this run"
-        )
+    )
 
 
 def _local_path(served: str, path_map: Mapping[str, str]) -> Path:

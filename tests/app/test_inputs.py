@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -50,7 +51,16 @@ def test_one_within_it_is_not_and_the_trainer_handles_longrope(altered, kind, or
 
 def test_a_reference_that_is_no_model_folder_is_refused(tmp_path: Path) -> None:
     changes = ["objective.kl_coefficient=0.1", f"objective.kl_reference={tmp_path}"]
-    with pytest.raises(ConfigError, match=r"^objective\.kl_reference: .* has no config\.json; give a Hugging Face"):
+    for name in ("config.json", "*.safetensors"):
+        with pytest.raises(ConfigError, match=rf"^objective\.kl_reference: .* has no {re.escape(name)}; give"):
+            open_inputs(load(None, changes, environ={}))
+        (tmp_path / "config.json").touch()
+
+
+def test_a_reference_of_another_vocabulary_or_architecture_is_refused_before_anything_starts(altered) -> None:
+    changes = ["objective.kl_coefficient=0.1", f"objective.kl_reference={altered(vocab_size=7, model_type='gpt2')}"]
+    says = r"^objective\.kl_reference: the shape of .* differs from model\.path \(model_type gpt2 .*, vocab_size 7 inst"
+    with pytest.raises(ConfigError, match=says):
         open_inputs(load(None, changes, environ={}))
 
 
