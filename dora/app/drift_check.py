@@ -57,7 +57,7 @@ def without_learning(config: Config) -> Config:
     """Return the job with few steps and groups, learning rate 0, no evaluation, and a reward without user code."""
     updates, rollout = config.trainer.updates, config.rollout
     groups = min(rollout.groups_per_step, updates * -(-GROUPS // updates))
-    length = RewardConfig(kind="length")
+    length = RewardConfig(kind="length", weight=-1.0)  # positive, as advantage maxrl needs
     changes: dict[str, dict[str, Any]] = {
         "run": {"name": "drift-check", "steps": STEPS},
         "rollout": {"groups_per_step": groups, "filter_zero_variance": False},
@@ -95,8 +95,8 @@ def verdict(found: Mismatches) -> tuple[bool, str]:
     )
 
 
-def _by_staleness(metrics: Mapping[str, float]) -> dict[int, float]:
-    found = {_MISMATCH.fullmatch(key): value for key, value in metrics.items()}
+def _by_staleness(metrics: Mapping[str, float | None]) -> dict[int, float]:
+    found = {_MISMATCH.fullmatch(key): value for key, value in metrics.items() if value is not None}
     return {int(match[1]): value for match, value in found.items() if match is not None}
 
 

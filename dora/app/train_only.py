@@ -6,13 +6,14 @@ Every rank receives the same micro-batches as in a run; the staleness bound does
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from dora.app.build import start_ranks
 from dora.app.inputs import open_inputs, weights_digest
@@ -59,8 +60,9 @@ class _Listener:
     def on_step(self, step: StepReport) -> None:
         self._report(step, self._steps)
         log_changes(self._drift.note(step.step, step.metrics))
-        with self._folder.metrics.open("a", encoding="utf-8") as metrics:
-            metrics.write(json.dumps({"kind": "step", "step": step.step, "trainer": step.metrics}) + "\n")
+        with self._folder.metrics.open("ab") as metrics:
+            row = {"kind": "step", "step": step.step, "trainer": step.metrics}
+            metrics.write(msgspec.json.encode(row) + b"\n")
 
 
 async def train(config: Config, rollouts: Path, *, report: Callable[[StepReport, int], None]) -> tuple[int, RunFolder]:
@@ -71,6 +73,8 @@ async def train(config: Config, rollouts: Path, *, report: Callable[[StepReport,
     require_group(config.run.group)
     set_umask(config.run.group)
     rollout = rollout_files(rollouts)
+    run = config.run.model_copy(update={"steps": len(rollout)})  # so that a schedule of the learning rate ends there
+    config = config.model_copy(update={"run": run})
     inputs = await asyncio.to_thread(open_inputs, config)
     await asyncio.to_thread(require_cuda, config.model_copy(update={"engine": EngineConfig()}), environ=os.environ)
     folder = new_folder(config)

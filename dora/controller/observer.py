@@ -273,7 +273,8 @@ def _num_filtered(state: State) -> int:
 
 
 def _line(row: dict[str, Any]) -> bytes:
-    return json.dumps(row).encode() + b"\n"
+    """Return a row as JSON, which has no NaN and no infinity: they are null."""
+    return msgspec.json.encode(row) + b"\n"
 
 
 def _write(rows: list[tuple[IO[bytes], Path, bytes]]) -> None:
@@ -293,7 +294,7 @@ class _StepMetrics(msgspec.Struct):
     """What the drift alarms need of the row of a step."""
 
     step: int
-    trainer: dict[str, float]
+    trainer: dict[str, float | None]  # None: it was not finite
 
 
 def _is_known(line: bytes, *, state: State) -> bool:
@@ -323,7 +324,7 @@ def recall_alarms(drift: DriftWatch, metrics: Path) -> None:
     for row in read_rows(metrics, kind="step"):
         with suppress(ValueError):
             earlier = msgspec.convert(row, _StepMetrics)
-            drift.note(earlier.step, earlier.trainer)
+            drift.note(earlier.step, {name: value for name, value in earlier.trainer.items() if value is not None})
 
 
 def earlier_scores(metrics: Path) -> list[Score]:

@@ -21,6 +21,7 @@ with 17, and under `sync`, of 14 to 24 steps (two CPU cores, float32):
 
 from __future__ import annotations
 
+import math
 import re
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -127,7 +128,11 @@ class DriftWatch:
         return [name for name, alarm in self.alarms.items() if alarm.cleared is None]
 
     def note(self, step: int, metrics: Mapping[str, float]) -> list[Alarm]:
-        """Take in the trainer's metrics of a step; return the alarms that it raises or clears."""
+        """Take in the trainer's metrics of a step; return the alarms that it raises or clears.
+
+        What is not finite is left out: its update is skipped, which has an alarm of its own.
+        """
+        metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
         worst: dict[str, Reading] = {}
         for reading in self._readings(metrics):
             if reading.name not in worst or reading.value > worst[reading.name].value:

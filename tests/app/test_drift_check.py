@@ -48,3 +48,5 @@ def test_the_job_is_that_of_the_user_but_small_and_without_learning(given: int, 
     assert config.rollout.groups_per_step == groups
     assert config.rollout.groups_per_step % updates == 0
     assert (config.trainer.learning_rate, config.rollout.temperature, config.eval.sets) == (0.0, 0.7, ())
+    [reward] = config.task.rewards  # maxrl needs rewards of at least 0
+    assert (reward.kind, reward.weight) == ("length", -1.0)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
-from dora.controller.observer import recall_alarms
+import msgspec
+
+from dora.controller.observer import _line, recall_alarms
 from dora.status.drift import DriftWatch
 
 STALE = {"all/tokens": 100.0, "lag=2/tokens": 100.0, "lag=2/mismatch_k3": 0.5}
@@ -26,6 +29,15 @@ def test_a_resumed_run_has_the_alarms_of_the_steps_before_and_ignores_torn_rows(
     recall_alarms(drift, path)
     assert [(alarm.name, alarm.step) for alarm in drift.alarms.values()] == [("stale_tokens", 1)]
     assert drift.note(4, STALE) == [], "it has been said"
+
+
+def test_a_metric_that_is_not_finite_is_null_in_a_row_whose_alarms_are_recalled(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(_line({"kind": "step", "step": 0, "trainer": {"grad_norm": math.nan, "updates_skipped": 1.0}}))
+    assert msgspec.json.decode(path.read_bytes())["trainer"] == {"grad_norm": None, "updates_skipped": 1.0}
+    drift = DriftWatch(precision="float32", updates=1)
+    recall_alarms(drift, path)
+    assert list(drift.alarms) == ["update_skipped"]
 
 
 def test_a_new_run_has_no_alarms(tmp_path: Path) -> None:

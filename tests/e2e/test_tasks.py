@@ -167,19 +167,22 @@ def test_a_reward_without_variance_stops_the_job_and_shows_the_rewards(tmp_path:
 
 
 def test_rollouts_are_trained_from_disk(tmp_path: Path) -> None:
-    """One half of the system at a time, over another number of ranks than there were writers."""
+    """One half of the system at a time, over another number of ranks than there were writers. The schedule is that of
+    the steps that there are, not of `run.steps`."""
     result = run_to_end("run", "--rollout-only", *small(tmp_path / "runs", run__steps=2))
     assert result.returncode == 0, result.stderr
     (root,) = (tmp_path / "runs").iterdir()
     rollouts = RunFolder(root).rollouts
     assert sorted(path.name for path in rollouts.iterdir()) == ["step-000000.rollout", "step-000001.rollout"]
     assert_audit_clean(RunFolder(root))
-    result = run_to_end("run", "--train-only", str(rollouts), *small(tmp_path / "trained", trainer__ranks=2))
+    changes = {"run__steps": 1, "trainer__ranks": 2, "trainer__schedule": "linear", "trainer__warmup_steps": 1}
+    result = run_to_end("run", "--train-only", str(rollouts), *small(tmp_path / "trained", **changes))
     assert result.returncode == 0, result.stderr
     assert [line.split("  ")[0] for line in result.stdout.splitlines()[:2]] == ["step 1/2", "step 2/2"]
     (root,) = (tmp_path / "trained").iterdir()
     trained = RunFolder(root)
     rows = [json.loads(line) for line in trained.metrics.read_text().splitlines()]
     assert [row["step"] for row in rows] == [0, 1]
+    assert [row["trainer"]["learning_rate"] for row in rows] == [5e-4, 5e-4]
     assert sum(row["trainer"]["all/sequences"] for row in rows) == 2 * 4 * 4
     assert VersionStore(memory_root=trained.versions, durable_root=trained.versions).durable() == [0, 1, 2]

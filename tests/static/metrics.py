@@ -17,7 +17,7 @@ Written by `python -m tests.static.metrics` from `dora/trainer/metrics.py` and `
 Each trained step is a row of kind `step` in `metrics.jsonl` of the run folder. What the trainer measured is under
 `trainer`. The rest comes from the controller: `zero_variance_groups` is the number of groups whose rewards were all
 equal (filtered since the last step, or trained in this one), `alarms` has the names of the drift alarms that are
-raised, and `dropped` and the counters are totals since the start.
+raised, and `dropped` and the counters are totals since the start. What is not finite is `null`.
 """
 _LAGGED: Final = """## By staleness
 

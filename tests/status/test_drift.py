@@ -9,6 +9,7 @@ trainer alone.
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -162,3 +163,12 @@ def test_an_alarm_is_shown_everywhere(middle: Snapshot, tmp_path: Path) -> None:
     assert f"  drift: {ess.text}" in end
     assert stale.text.startswith("stale_tokens at step 6, cleared at step 9: ")
     assert f"  drift: {stale.text}" in end
+
+
+@pytest.mark.parametrize("norm", [math.inf, math.nan])
+def test_a_gradient_that_is_not_finite_is_a_skipped_update_and_hides_no_later_explosion(norm: float) -> None:
+    skipped = QUIET | {"grad_norm": norm, "updates_skipped": 1.0}
+    for before in (0, 5):
+        steps = [*[QUIET] * before, skipped, *[QUIET] * 5, QUIET | {"grad_norm": 30.0}]
+        raised = [(step, name) for step, name, is_raised in changes(steps) if is_raised]
+        assert raised == [(before, "update_skipped"), (before + 6, "gradient_explosion")]
