@@ -113,6 +113,8 @@ def check(
     from dora.cli.check import check as command
     from dora.cli.check import check_drift
 
+    if drift and push:
+        raise ConfigError("--drift and --push exclude each other; choose one")
     if drift:
         check_drift(config, overrides or [])
     else:
