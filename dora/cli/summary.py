@@ -27,6 +27,9 @@ def summary(now: Snapshot, *, folder: RunFolder, violations: int) -> list[str]:
         total = sum(now.staleness)
         shares = ", ".join(f"{i}: {n / total:.0%}" for i, n in enumerate(now.staleness))
         lines.append(f"  staleness of trained groups: {shares} (mean {now.staleness_mean:.2f})")
+    if now.dropped:
+        counts = ", ".join(f"{count} {reason}" for reason, count in now.dropped.items())
+        lines.append(f"  groups left out: {counts}")
     lines += [f"  {constraint} is broken by design: {counts}" for constraint, counts in now.by_design.items()]
     lines += [f"  drift: {alarm.text}" for alarm in now.alarms]
     lines.append(f"  {now.counts.migrations} migrations, {now.counts.recovered} recovered after losses")

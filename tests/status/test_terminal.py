@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from dora.cli.summary import summary
+from dora.journal.run_folder import RunFolder
 from dora.status.facts import MAX_PROBLEMS, ShellFacts
 from dora.status.snapshot import Snapshot
 from dora.status.terminal import PlainView, draw, score_line, show_progress, step_line
@@ -122,3 +124,10 @@ async def test_progress_shows_the_file_of_a_generated_token_but_not_the_token(mi
         pass
     assert isinstance(console.file, io.StringIO)
     assert "\ntoken      /runs/job-1/status-token\n" in console.file.getvalue()
+
+
+def test_the_summary_counts_the_groups_that_were_left_out_by_reason(middle: Snapshot, tmp_path: Path):
+    now = replace(middle, dropped={"filtered: zero variance": 29, "failed: grading": 12})
+    lines = summary(now, folder=RunFolder(tmp_path), violations=0)
+    assert "  groups left out: 29 filtered: zero variance, 12 failed: grading" in lines
+    assert "left out" not in "".join(summary(replace(now, dropped={}), folder=RunFolder(tmp_path), violations=0))
