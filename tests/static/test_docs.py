@@ -11,6 +11,7 @@ from typer.main import get_command
 
 from dora.cli.app import app
 from dora.config.load import load
+from dora.config.schema import Config
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
@@ -21,6 +22,10 @@ PAGES = [
 ]
 #: A path with a folder, or a page by its name; from the root, from dora/, or from where it is named.
 NAMED_FILE = re.compile(r"(?<![\w./<>{}-])(?:[a-z_-]+/)+[\w.-]+\.(?:py|md|toml|html)\b|\b[A-Z-]{4,}\.md\b")
+#: `dora COMMAND ...` in a line of text or of code, in its quotes, up to a comment.
+COMMAND = re.compile(r"(?:`|^    )dora ([a-z]+)((?:[^`\n#]|\n(?!\n))*?)(?=`|#|$)", re.MULTILINE)
+#: A setting with its value, as in `trainer.updates = 2` or `--set run.steps=N`.
+SETTING = re.compile(r"\b((?:run|model|rollout|engine|trainer|objective|task|eval|weights|status|log)\.[a-z_.]+) ?= ?")
 #: In an example they are the reader's own.
 READERS_OWN = {"data", "models"}
 
@@ -44,6 +49,25 @@ def test_the_table_of_the_readme_has_every_command() -> None:
     listed = set(re.findall(r"^\| `dora (\w+)", (ROOT / "README.md").read_text(), re.MULTILINE))
     commands = get_command(app).commands.items()  # type: ignore[attr-defined]
     assert listed == {name for name, command in commands if not command.hidden}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_command_that_a_page_names_has_its_options(page: Path) -> None:
+    commands = get_command(app).commands  # type: ignore[attr-defined]
+    for name, rest in COMMAND.findall(page.read_text()):
+        assert name in commands
+        known = {option for parameter in commands[name].params for option in parameter.opts}
+        known |= {"--token-file"} if name == "instances" else set()
+        assert set(re.findall(r"(?<!\S)--[a-z-]+", rest)) <= known, f"dora {name}{rest}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_setting_with_a_value_that_a_page_names_is_there(page: Path) -> None:
+    for key in SETTING.findall(page.read_text()):
+        section, *names = key.split(".")
+        model: Any = Config.model_fields[section].annotation
+        if not (section == "objective" and names[0] == "loss"):
+            assert names[0] in model.model_fields, key
 
 
 def test_the_example_of_a_rule_in_contributing_is_a_test_that_passes() -> None:
