@@ -372,6 +372,46 @@ class TaskConfig(Section):
     """Limit on the address space of one grader process."""
 
 
+class EnvironmentConfig(Section):
+    """The environment of episodes with several turns. Its code runs in processes of its own, the
+    *hosts*."""
+
+    name: str = ""
+    """module:name or path/file.py:name of a class or function that makes an `Environment`, once for each episode.
+    Empty: no environment; every episode is one answer to its prompt."""
+    options: dict[str, Any] = Field(default={})
+    """Arguments that the class or function is called with."""
+    python: str = ""
+    """Python interpreter of the hosts (3.11 or later). It needs the packages of your code, but not DORA: only pydantic,
+    if you use `ToolEnvironment`. Empty: the interpreter of the run."""
+    command: tuple[str, ...] = ()
+    """Command that starts a host written in another language, as a list of arguments; it replaces `python`
+    (docs/ENVIRONMENTS-PROTOCOL.md)."""
+    hosts: Positive = 1
+    """Number of hosts. Code without `async` shares one CPU core per host."""
+    episodes_per_host: Positive = 256
+    """Maximum number of episodes in one host. No prompt is admitted without a place for its episodes."""
+    start_timeout_s: Seconds = 60.0
+    """Time in which a host must become ready, your imports included."""
+    call_timeout_s: Seconds = 30.0
+    """Time limit of one call: of setting up an episode, and of the answer to one turn, with all its tools."""
+    memory_mb: Positive = 4_096
+    """Limit on the address space of a host and of each process that it starts. A call without `async` that is under way
+    takes 2 MB of it."""
+    max_turns: Positive = 16
+    """Maximum number of turns in an episode."""
+    output_bytes: Annotated[int, Field(ge=1, le=1 << 20)] = 8_192
+    """Maximum size of the text of one observation; longer text is cut, with a mark that the model sees."""
+    failure_budget: Fraction = 0.5
+    """The run fails if more than this share of `failure_window` episodes of one source have failed in the environment.
+    1: it never does."""
+    failure_window: Positive = 100
+    """Number of episodes of a source, the latest, over which `failure_budget` is a share."""
+    row_failures: Positive = 8
+    """A row whose episodes have failed so often in the environment, by faults of their own, is set aside: its further
+    episodes fail at once."""
+
+
 class EvalSetConfig(Section):
     """One held-out set."""
 
@@ -445,6 +485,7 @@ class Config(Section):
     trainer: TrainerConfig = TrainerConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
     task: TaskConfig = TaskConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
     eval: EvalConfig = EvalConfig()
     weights: WeightsConfig = WeightsConfig()
     status: StatusConfig = StatusConfig()
@@ -493,6 +534,7 @@ class Config(Section):
             *self._template_problems(),
             *self._evaluation_problems(),
             *self._reward_problems(),
+            *self._environment_problems(),
         ]
         if problems:
             raise ValueError("\n".join(problems))
@@ -605,3 +647,17 @@ class Config(Section):
         for i, one in held_out:
             label = {f"eval.sets.{i}.source": one.source.label}
             yield from term_problems(f"eval.sets.{i}.rewards", one.rewards, labels=label, budget=budget)
+
+    def _environment_problems(self) -> Iterator[str]:
+        environment = self.environment
+        if environment.name and ":" not in environment.name and not environment.command:
+            yield f"environment.name: expected module:name or path/file.py:name, got '{environment.name}'"
+        if environment.command and not environment.name:
+            yield "environment.name: without one there is no environment, and environment.command has no effect"
+        if environment.command and environment.python:
+            yield "environment.python: has no effect with environment.command; remove one of them"
+        if environment.call_timeout_s >= self.run.no_progress_s:
+            yield (
+                f"environment.call_timeout_s: {environment.call_timeout_s:g} s must be below run.no_progress_s "
+                f"({self.run.no_progress_s:g} s), otherwise a call that hangs ends the run"
+            )

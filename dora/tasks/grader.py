@@ -4,25 +4,22 @@ Frames on stdin and stdout: 4 bytes of length (big endian), then msgpack. The fi
 `GraderPool`; the reply is `{}` (ready) or `{"config_error": text}`. Each later one is a `GradeRequest`; the reply is
 `{"reward": x}` or `{"error": text}`.
 
-Invariant: only frames reach the pipes. Stdin and stdout are moved to other descriptors before user code is imported, so
-a reward may print and read freely. Grading runs in the main thread, so that libraries may use signals. The process
-exits when its stdin closes. Its memory is limited, which protects from accidents but is not a sandbox.
+Invariant: only frames reach the pipes (dora/pipes.py). Grading runs in the main thread, so that libraries may use
+signals. The process exits when its stdin closes. Its memory is limited, which protects from accidents but is not a
+sandbox.
 """
 
 from __future__ import annotations
 
-import os
 import resource
-import struct
 from typing import Any, BinaryIO
 
 import msgpack
 
 from dora.config.schema import RewardConfig
 from dora.errors import ConfigError
+from dora.pipes import read_frame, take_pipes, write_frame
 from dora.tasks.rewards import GradeRequest, RewardFailed, Scorer, build_scorer
-
-HEADER = struct.Struct(">I")
 
 #: Timeout of an HTTP endpoint, as a share of the time limit: an error that names the endpoint, before the process is
 #: killed.
@@ -30,7 +27,7 @@ _HTTP_SHARE = 0.8
 
 
 def main() -> None:
-    requests, replies = _take_pipes()
+    requests, replies = take_pipes()
     setup = _read(requests)
     if setup is None:
         return
@@ -59,24 +56,10 @@ def _grade(scorer: Scorer, request: GradeRequest) -> dict[str, Any]:
         return {"error": f"{type(err).__name__}: {err}"}
 
 
-def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """Move both pipes to new descriptors; redirect fd 0 from /dev/null and fd 1 to stderr."""
-    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.dup2(2, 1)
-    os.close(nothing)
-    return requests, replies
-
-
 def _read(pipe: BinaryIO) -> Any | None:
-    header = pipe.read(HEADER.size)
-    if len(header) < HEADER.size:
-        return None  # the pool is gone
-    return msgpack.unpackb(pipe.read(HEADER.unpack(header)[0]))
+    frame = read_frame(pipe)
+    return None if frame is None else msgpack.unpackb(frame)
 
 
 def _write(pipe: BinaryIO, content: dict[str, Any]) -> None:
-    frame = msgpack.packb(content)
-    pipe.write(HEADER.pack(len(frame)) + frame)
-    pipe.flush()
+    write_frame(pipe, msgpack.packb(content))

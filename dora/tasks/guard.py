@@ -1,4 +1,5 @@
-"""The parent process of a grader: `python -m dora.tasks.guard PID`, where PID is the process of the pool.
+"""The parent process of a grader: `python -m dora.tasks.guard PID`, where PID is the process of the pool. With
+`MEMORY_MB COMMAND...` after it, of that command in place of a grader, with a limit on its address space.
 
 Invariant: it outlives every process that its grader starts, even in another session, because the kernel makes orphaned
 descendants its children (Linux). It kills them when the grader exits, when the pool's process dies, and on SIGTERM,
@@ -36,15 +37,26 @@ def main() -> None:
         if sys.platform == "linux":
             libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
-        from dora.tasks.grader import main as grade
-
-        grade()
+        _run(sys.argv[2:])
         sys.exit(0)
     for pipe in (0, 1):
         os.close(pipe)  # only the pool and the grader may keep them open
     status = _wait(grader)
     _kill_descendants()
     _exit_like(status)
+
+
+def _run(command: list[str]) -> None:
+    if not command:
+        from dora.tasks.grader import main as grade
+
+        return grade()
+    memory = int(command[0]) << 20
+    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    try:
+        os.execvp(command[1], command[1:])
+    except OSError as err:
+        sys.exit(f"{command[1]}: {err.strerror}")
 
 
 def _wait(grader: int) -> int:

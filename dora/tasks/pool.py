@@ -11,10 +11,6 @@ no other queue: the number of calls is bounded by the trajectories in flight.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
-import signal
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from types import TracebackType
@@ -23,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import msgpack
 
 from dora.errors import ConfigError, ProtocolError, RunFailed, one_line
-from dora.tasks.grader import HEADER
+from dora.tasks.child import GuardedProcess
 from dora.tasks.rewards import LARGEST_REWARD, GradeRequest
 
 if TYPE_CHECKING:
@@ -35,20 +31,11 @@ START_TIMEOUT_S = 60.0
 #: Number of consecutive failed starts after which the run fails.
 START_ATTEMPTS = 3
 
-#: Timeout for a guard to kill its descendants, which only a stopped guard exceeds.
-_KILL_TIMEOUT_S = 5.0
-
 #: Timeout for reading a reply that is already in the pipe.
 _UNREAD_S = 0.1
 
-#: Time for a process that closed its pipe to exit by itself, so that its own exit status is reported.
-_EXIT_GRACE_S = 1.0
-
 #: A reply is one number or one error line.
 _MAX_REPLY_BYTES = 1 << 20
-
-#: Bytes kept of a grader's stderr, to explain its death.
-_STDERR_TAIL_BYTES = 4_096
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +75,7 @@ class GraderPool:
         try:
             await self._graders[0].start()
         except BaseException:
-            await self._graders[0].kill()
+            await self._graders[0].process.kill()
             raise
         for grader in reversed(self._graders):
             self._idle.put_nowait(grader)
@@ -97,17 +84,17 @@ class GraderPool:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await asyncio.gather(*(grader.kill() for grader in self._graders))
+        await asyncio.gather(*(grader.process.kill() for grader in self._graders))
 
     async def grade(self, request: GradeRequest) -> Graded | GradingFailed:
         """Judge one answer; raise `RunFailed` or `ConfigError` only if a dead grader cannot be replaced."""
         try:
-            frame = _pack(asdict(request))
+            body = msgpack.packb(asdict(request))
         except (TypeError, ValueError, OverflowError) as err:  # metadata that msgpack cannot hold
             return GradingFailed(f"error: {err}")
         grader = await self._idle.get()
         try:
-            return await grader.grade(frame)
+            return await grader.grade(body)
         finally:
             self._idle.put_nowait(grader)
 
@@ -118,86 +105,50 @@ class _Grader:
     def __init__(self, setup: dict[str, Any], *, timeout_s: float) -> None:
         self._setup = setup
         self._timeout_s = timeout_s
-        self._process: asyncio.subprocess.Process | None = None
-        self._stderr: asyncio.Task[None] | None = None
-        self._stderr_tail = b""
+        self.process = GuardedProcess("grader", max_bytes=_MAX_REPLY_BYTES)
 
-    async def grade(self, frame: bytes) -> Graded | GradingFailed:
-        if self._process is None or self._process.returncode is not None:
+    async def grade(self, body: bytes) -> Graded | GradingFailed:
+        if not self.process.is_running:
             await self.start()
         is_complete = False  # if not, the pipes may contain part of an exchange
         try:
-            outcome = outcome_of(await self._exchange_in_time(frame))
+            outcome = outcome_of(await self._exchange_in_time(body))
             is_complete = True
             return outcome
         except TimeoutError:
             return GradingFailed("timeout")
         except (asyncio.IncompleteReadError, ConnectionError, ProtocolError) as err:
-            return GradingFailed(f"crashed: {await self._ending(err)}")
+            return GradingFailed(f"crashed: {await self.process.ending(err)}")
         finally:
             if not is_complete:
-                await self.kill()
+                await self.process.kill()
 
     async def start(self) -> None:
         """Start the process and wait until it is ready. Retry unless it rejects the configuration."""
         ending = ""
         for _ in range(START_ATTEMPTS):
-            await self.kill()
-            await self._spawn()
+            await self.process.kill()
+            await self.process.spawn()
             try:
                 async with asyncio.timeout(START_TIMEOUT_S):
-                    reply = await self._exchange(_pack(self._setup))
+                    reply = await self._exchange(msgpack.packb(self._setup))
             except TimeoutError:
                 ending = f"not ready after {START_TIMEOUT_S:g} s"
                 continue
             except (asyncio.IncompleteReadError, ConnectionError, ProtocolError) as err:
-                ending = await self._ending(err)
+                ending = await self.process.ending(err)
                 continue
             if "config_error" in reply:
-                await self.kill()
+                await self.process.kill()
                 raise ConfigError(str(reply["config_error"]))
             return
-        await self.kill()
+        await self.process.kill()
         raise RunFailed(f"{self._setup['field']}: no grader started in {START_ATTEMPTS} attempts ({ending})")
 
-    async def kill(self) -> None:
-        """Kill the process and every process it started, even in other sessions."""
-        process, self._process = self._process, None
-        if process is None or self._stderr is None:
-            return
-        with contextlib.suppress(ProcessLookupError):  # already gone
-            process.terminate()
-        try:
-            async with asyncio.timeout(_KILL_TIMEOUT_S):
-                await process.wait()
-                await self._stderr
-        except TimeoutError:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # it leads a session of its own
-        finally:
-            self._stderr.cancel()
-
-    async def _spawn(self) -> None:
-        """Start the process in a session of its own, so that Ctrl-C reaches the controller only."""
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("DORA_")}  # no tokens
-        self._process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "dora.tasks.guard",
-            str(os.getpid()),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            start_new_session=True,
-            env={**environment, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
-        )
-        self._stderr_tail = b""
-        self._stderr = asyncio.create_task(self._drain_stderr(self._process), name="grader-stderr")
-
-    async def _exchange_in_time(self, frame: bytes) -> dict[str, Any]:
+    async def _exchange_in_time(self, body: bytes) -> dict[str, Any]:
         """TimeoutError if there is no reply within the limit; one that is there by then counts even if this process was
         stopped, or busy, until long after it."""
-        exchange = asyncio.create_task(self._exchange(frame), name="grader-exchange")
+        exchange = asyncio.create_task(self._exchange(body), name="grader-exchange")
         try:
             for limit_s in (self._timeout_s, _UNREAD_S):
                 done, _ = await asyncio.wait([exchange], timeout=limit_s)
@@ -207,37 +158,10 @@ class _Grader:
             exchange.cancel()
         raise TimeoutError
 
-    async def _exchange(self, frame: bytes) -> dict[str, Any]:
-        assert self._process is not None
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(frame)
-        await self._process.stdin.drain()
-        (size,) = HEADER.unpack(await self._process.stdout.readexactly(HEADER.size))
-        if size > _MAX_REPLY_BYTES:
-            raise ProtocolError(f"grader announced a reply of {size} bytes")
-        return read_reply(await self._process.stdout.readexactly(size))
-
-    async def _drain_stderr(self, process: asyncio.subprocess.Process) -> None:
-        """Read stderr to its end, so that a verbose reward never blocks on a full pipe."""
-        assert process.stderr is not None
-        while chunk := await process.stderr.read(_STDERR_TAIL_BYTES):
-            self._stderr_tail = (self._stderr_tail + chunk)[-_STDERR_TAIL_BYTES:]
-
-    async def _ending(self, err: Exception) -> str:
-        """Return how the process ended, with its last line of stderr."""
-        process = self._process
-        assert process is not None
-        if isinstance(err, ProtocolError):
-            return str(err)
-        with contextlib.suppress(TimeoutError):  # it closed its pipe but is alive: killed below
-            async with asyncio.timeout(_EXIT_GRACE_S):
-                await process.wait()
-        await self.kill()
-        code = process.returncode
-        how = "no exit status" if code is None else f"exit code {code}" if code >= 0 else signal.Signals(-code).name
-        lines = self._stderr_tail.decode(errors="replace").strip().splitlines()
-        return f"{how}: {lines[-1][:200]}" if lines else how
+    async def _exchange(self, body: bytes) -> dict[str, Any]:
+        self.process.write(body)
+        await self.process.drained()
+        return read_reply(await self.process.read())
 
 
 def read_reply(body: bytes) -> dict[str, Any]:
@@ -261,8 +185,3 @@ def outcome_of(reply: dict[str, Any]) -> Graded | GradingFailed:
     if not abs(reward) <= LARGEST_REWARD:
         return GradingFailed(f"not finite: the sum of all terms is {reward:g}, expected a finite number of 32 bits")
     return Graded(reward)
-
-
-def _pack(content: dict[str, Any]) -> bytes:
-    body: bytes = msgpack.packb(content)
-    return HEADER.pack(len(body)) + body

@@ -849,7 +849,7 @@ _ACCESS: Final = (
         ),
     ),
     *_of(
-        "dora/tasks/pool.py",
+        "dora/tasks/child.py",
         "tests/tasks/test_pool.py",
         (
             "graders-inherit-tokens",

@@ -202,7 +202,7 @@ async def test_a_cancelled_request_leaves_no_answer_behind_for_the_next_one():
 async def test_an_idle_grader_that_was_killed_is_replaced_without_cost_to_the_next_answer():
     async with pool_of() as pool:
         os.kill(int((await pool.grade(ask("pid"))).reward), signal.SIGKILL)
-        await asyncio.wait_for(pool._graders[0]._process.wait(), timeout=10)  # the loop has heard of it
+        await asyncio.wait_for(pool._graders[0].process._process.wait(), timeout=10)  # the loop has heard of it
         assert isinstance(await pool.grade(ask("pid")), Graded)
 
 

@@ -1,0 +1,192 @@
+"""What an environment is made of: import everything from here.
+
+An environment is the other side of an episode. It gives the first messages (`reset`), and answers each turn of the
+policy with an observation or the end (`step`). There is one object per episode, so that `self` is the state of the
+episode. Its methods may be `async` or not: the others run in a thread, so that a call that blocks stops no other
+episode. A call that does not return within `environment.call_timeout_s` fails its episode.
+
+    class Guess(Environment):
+        def reset(self, row):
+            self.number = row["number"]
+            return Reset([{"role": "user", "content": "Guess a number from 1 to 100."}])
+
+        def step(self, turn):
+            guess = int(turn.content)
+            if guess == self.number:
+                return End(reward=1.0)
+            hint = "higher" if guess < self.number else "lower"
+            return Observation([{"role": "user", "content": hint}])
+
+Typed functions become tools with `ToolEnvironment`. Messages are those of the OpenAI API: {"role", "content"}, with
+"tool_call_id" and "name" if the role is "tool". What a method raises fails the episode, which then has no reward.
+
+This module needs Python 3.11 and no other package; `ToolEnvironment` needs pydantic.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, TypeVar
+
+#: {"role": "system" | "user" | "assistant" | "tool", "content": text, ...}
+Message = dict[str, Any]
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """One call of a tool, as it was parsed from the tokens of a turn."""
+
+    id: str
+    name: str
+    arguments: dict[str, Any] | None  # None: `text` is not a valid call
+    text: str = ""  # as sampled
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What the policy sampled between two observations, parsed."""
+
+    content: str  # without reasoning and calls
+    reasoning: str = ""
+    calls: tuple[ToolCall, ...] = ()
+    finish: Literal["stop", "length"] = "stop"  # length: the token budget cut it
+
+
+@dataclass(frozen=True, slots=True)
+class Reset:
+    """The beginning of an episode."""
+
+    messages: Sequence[Message]  # at least one
+    tools: Sequence[dict[str, Any]] = ()  # OpenAI tool schemas: {"type": "function", "function": {...}}
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """The answer to a turn; the policy goes on."""
+
+    messages: Sequence[Message]  # at least one; roles user, tool, system
+    reward: float = 0.0  # of the turn
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """The end of an episode."""
+
+    reward: float | None = None  # of the last turn; None: the whole episode is graded by the task's rewards
+    messages: Sequence[Message] = ()  # for logs; the policy does not see them
+
+
+class Environment:
+    """One episode. A host also makes one object, and drops it, when it starts, to see that it can.
+
+    The arguments of the constructor are `environment.options`. `can_replay`: the same row and turns lead to the same
+    observations, so that an episode may be repeated from its recorded turns if its host is lost.
+    """
+
+    can_replay: ClassVar[bool] = False
+
+    def reset(self, row: dict[str, Any]) -> Reset | Awaitable[Reset]:
+        """Begin the episode. `row` has the columns of the task's row."""
+        raise NotImplementedError
+
+    def step(self, turn: Turn) -> Observation | End | Awaitable[Observation | End]:
+        """Answer a turn. It is called at most once for each, and never again after `End`."""
+        raise NotImplementedError
+
+    def close(self) -> Awaitable[None] | None:
+        """Release what the episode holds, however it ended. Not called if the host is killed."""
+
+
+def tool(method: _F) -> _F:
+    """Make a method of a `ToolEnvironment` a tool."""
+    method._is_tool = True  # type: ignore[attr-defined]
+    return method
+
+
+class ToolEnvironment(Environment):
+    """Typed Python functions as tools. The episode ends with a turn that calls none; the task's rewards grade it.
+
+    `tools` are plain functions, async or not; a subclass may add methods of its own, marked by `@tool`, which share the
+    episode's state:
+
+        class Shop(ToolEnvironment):
+            def reset(self, row):
+                self.prices = row["prices"]  # the policy sees only what it looks up
+                return super().reset(row)
+
+            @tool
+            def price(self, item: str) -> float:
+                "Look up the price of an item."
+                return self.prices[item]
+
+    A tool's name, docstring and type hints are its schema (schema.py). What it returns is shown to the policy, text as
+    it is and everything else as JSON. A call with invalid arguments, or of a tool that does not exist or raises, is
+    answered with a line that begins with `error:`. The calls of a turn are answered in their order.
+    """
+
+    def __init__(self, tools: Iterable[Callable[..., Any]] = ()) -> None:
+        self._functions = tuple(tools)
+
+    def reset(self, row: dict[str, Any]) -> Reset | Awaitable[Reset]:
+        """Begin with the column `messages`, or with `prompt` as the message of a user."""
+        messages = row.get("messages") or [{"role": "user", "content": row["prompt"]}]
+        return Reset(messages, tools=self.schemas())
+
+    async def step(self, turn: Turn) -> Observation | End:
+        if not turn.calls:
+            return End()
+        return Observation([await self._answer(call) for call in turn.calls])
+
+    def schemas(self) -> list[dict[str, Any]]:
+        """Return the tools as OpenAI schemas. TypeError if a function cannot be one."""
+        return [_schema_of(function).as_openai() for function in self._tools().values()]
+
+    def _tools(self) -> dict[str, Callable[..., Any]]:
+        own = [
+            name
+            for kind in reversed(type(self).__mro__)
+            for name, value in vars(kind).items()
+            if getattr(value, "_is_tool", False)
+        ]
+        functions = getattr(self, "_functions", ())  # a subclass need not call our constructor
+        return {function.__name__: function for function in (*functions, *(getattr(self, name) for name in own))}
+
+    async def _answer(self, call: ToolCall) -> Message:
+        return {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": await self._content(call)}
+
+    async def _content(self, call: ToolCall) -> str:
+        from dora.environments.schema import InvalidArguments, as_text
+
+        tools = self._tools()
+        if call.arguments is None:
+            return f"error: not a valid tool call: {call.text}"
+        if call.name not in tools:
+            return f"error: there is no tool '{call.name}'; there are {', '.join(sorted(tools))}"
+        function = tools[call.name]
+        try:
+            arguments = _schema_of(function).check(call.arguments)
+        except InvalidArguments as err:
+            return f"error: arguments of {call.name}: {err}"
+        try:
+            return as_text(await run(function, **arguments))
+        except Exception as err:  # noqa: BLE001  code of the user
+            return f"error: {type(err).__name__}: {err}"
+
+
+def _schema_of(function: Callable[..., Any]) -> Any:
+    from dora.environments.schema import tool_schema  # pydantic, which plain environments do not need
+
+    return tool_schema(getattr(function, "__func__", function), is_method=inspect.ismethod(function))
+
+
+async def run(function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Any:
+    """Call a function: one that is `async` in the loop, any other in a thread."""
+    if inspect.iscoroutinefunction(function):
+        return await function(*arguments, **named)
+    result = await asyncio.to_thread(function, *arguments, **named)
+    return await result if inspect.isawaitable(result) else result

@@ -1,0 +1,270 @@
+"""A process that runs environments: many episodes at once in one event loop (`python -m dora.environments.host`).
+
+It may be of another Python than the controller: this file needs Python 3.11 and no package. The protocol on its stdin
+and stdout is described in docs/ENVIRONMENTS-PROTOCOL.md; a host in another language replaces this file.
+
+Invariant: each request has one reply, and code of the user can neither delay nor break those of other episodes: what is
+not `async` runs in threads, and every call has a time limit. A thread cannot be stopped: if its time is up it is left
+behind and the reply says so (`stuck`). What blocks the whole process is the controller's to notice. User code is
+imported in the main thread, before the loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from dora.environments.api import End, Environment, Message, Observation, Reset, ToolCall, ToolEnvironment, Turn, run
+from dora.errors import ConfigError
+from dora.functions import load_function
+from dora.pipes import HEADER, read_frame, take_pipes, write_frame
+
+PROTOCOL = 1
+
+#: Stack of a thread; the default of 8 MiB would count towards the memory limit, untouched as it is.
+_STACK_BYTES = 2 << 20
+
+#: Threads beyond one for each episode, in place of those that are stuck.
+_SPARE_THREADS = 16
+
+Reply = dict[str, Any]
+
+
+class CallFailed(Exception):
+    """A call that failed its episode: `cause` is "raised", "timeout" or "invalid"."""
+
+    def __init__(self, cause: str, reason: str, *, stuck: bool = False) -> None:
+        super().__init__(reason)
+        self.reply = {"type": "failed", "cause": cause, "reason": reason, "stuck": stuck}
+
+
+def main() -> None:
+    requests, replies = take_pipes()
+    hello = read_frame(requests)
+    if hello is None:
+        return
+    setup = json.loads(hello)
+    try:
+        make = build(setup)
+        can_replay = type(make()).can_replay
+    except ConfigError as err:
+        return write_frame(replies, _encode({"id": setup["id"], "type": "refused", "reason": str(err)}))
+    write_frame(replies, _encode({"id": setup["id"], "type": "ready", "protocol": PROTOCOL, "can_replay": can_replay}))
+    asyncio.run(_Host(setup, make).serve(requests, replies))
+
+
+def build(setup: dict[str, Any]) -> Callable[[], Environment]:
+    """Return the maker of environments that `setup` names, which has made one; or raise ConfigError."""
+    field = setup["field"]
+    maker = load_function(setup["environment"], field=f"{field}.name")
+
+    def make() -> Environment:
+        environment = maker(**setup["options"])
+        if not isinstance(environment, Environment):
+            raise TypeError(f"it made {type(environment).__name__}, not an Environment")
+        return environment
+
+    try:
+        one = make()
+        if isinstance(one, ToolEnvironment):
+            one.schemas()
+    except Exception as err:  # user code may raise anything
+        raise ConfigError(f"{field}.name: {setup['environment']} cannot be made ({_describe(err)})") from err
+    return make
+
+
+class _Episode:
+    """An environment, and the call of it that is under way."""
+
+    def __init__(self) -> None:
+        self.environment: Environment | None = None  # until `start` has made it
+        self.call: asyncio.Task[None] | None = None
+
+
+class _Host:
+    """The episodes of one process."""
+
+    def __init__(self, setup: dict[str, Any], make: Callable[[], Environment]) -> None:
+        self._make = make
+        self._limit_s: float = setup["call_timeout_s"]
+        self._output_bytes: int = setup["output_bytes"]
+        self._reply_bytes: int = setup["reply_bytes"]
+        self._episodes: dict[int, _Episode] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+        self._threads = _Threads(setup["episodes"] + _SPARE_THREADS)
+        self._replies: asyncio.WriteTransport | None = None
+
+    async def serve(self, requests: BinaryIO, replies: BinaryIO) -> None:
+        """Consumes requests until stdin closes; each becomes a task that sends one reply."""
+        loop = asyncio.get_running_loop()
+        loop.set_default_executor(self._threads)
+        reader = asyncio.StreamReader()
+        await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), requests)
+        self._replies, _ = await loop.connect_write_pipe(asyncio.Protocol, replies)
+        with contextlib.suppress(asyncio.IncompleteReadError):
+            while True:
+                (size,) = HEADER.unpack(await reader.readexactly(HEADER.size))
+                self._begin(json.loads(await reader.readexactly(size)))
+        os._exit(0)  # asyncio would wait for threads, which may be stuck
+
+    def _begin(self, request: dict[str, Any]) -> None:
+        number = request["episode"]
+        if request["type"] == "start":
+            episode = self._episodes[number] = _Episode()
+        elif number in self._episodes:
+            episode = self._episodes[number]
+        else:
+            return self._send(request["id"], CallFailed("invalid", "the episode has ended, or never began").reply)
+        if request["type"] == "close":
+            self._drop(number, episode, reply_to=request["id"])
+        else:
+            episode.call = asyncio.create_task(self._call(request, episode), name=f"episode {number}")
+
+    async def _call(self, request: dict[str, Any], episode: _Episode) -> None:
+        """Answer `start` or `step`, and drop the episode if that was its end."""
+        try:
+            reply = await self._limited(self._start if request["type"] == "start" else self._step, request, episode)
+        except CallFailed as err:
+            reply = err.reply
+        self._send(request["id"], reply)
+        if reply["type"] in ("end", "failed"):
+            self._drop(request["episode"], episode)
+
+    async def _start(self, request: dict[str, Any], episode: _Episode) -> Reply:
+        episode.environment = await asyncio.to_thread(self._make)
+        reset = await run(episode.environment.reset, request["row"])
+        _require(reset, Reset, of="reset")
+        return {"type": "reset", "messages": list(reset.messages), "tools": list(reset.tools)}
+
+    async def _step(self, request: dict[str, Any], episode: _Episode) -> Reply:
+        assert episode.environment is not None
+        result = await run(episode.environment.step, _turn(request["turn"]))
+        _require(result, (Observation, End), of="step")
+        messages = cut_messages(result.messages, limit=self._output_bytes)
+        kind = "end" if isinstance(result, End) else "observation"
+        return {"type": kind, "messages": messages, "reward": result.reward}
+
+    async def _limited(self, method: Callable[..., Awaitable[Any]], *arguments: Any) -> Any:
+        """Run code of the user within the time limit; CallFailed, whatever it does."""
+        try:
+            async with asyncio.timeout(self._limit_s) as limit:
+                return await method(*arguments)
+        except CallFailed:
+            raise
+        except BaseException as err:  # noqa: BLE001  code of the user; SystemExit too
+            if limit.expired() and isinstance(err, TimeoutError):
+                stuck = self._threads.are_left_by(asyncio.current_task())
+                raise CallFailed("timeout", f"timed out after {self._limit_s:g} s", stuck=stuck) from None
+            if isinstance(err, asyncio.CancelledError):
+                stuck = self._threads.are_left_by(asyncio.current_task())
+                raise CallFailed("raised", "cancelled", stuck=stuck) from None
+            raise CallFailed("raised", f"raised {_describe(err)}") from None
+
+    def _drop(self, number: int, episode: _Episode, *, reply_to: int | None = None) -> None:
+        """Forget an episode, end its call, and close its environment, once; then reply, if asked."""
+        if self._episodes.get(number) is not episode:
+            return  # `close` came during its last call
+        del self._episodes[number]
+        task = asyncio.create_task(self._close(episode, reply_to=reply_to), name=f"close {number}")
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    async def _close(self, episode: _Episode, *, reply_to: int | None) -> None:
+        if episode.call is not None and reply_to is not None:  # without a reply, its call ends by itself
+            episode.call.cancel()
+            await asyncio.wait([episode.call])
+        reply: Reply = {"type": "closed"}
+        if episode.environment is not None:
+            try:
+                await self._limited(run, episode.environment.close)
+            except CallFailed as err:
+                reply = err.reply
+        if reply_to is not None:
+            self._send(reply_to, reply)
+        elif reply["type"] == "failed":
+            sys.stderr.write(f"close {reply['reason']}\n")
+
+    def _send(self, number: int, reply: Reply) -> None:
+        try:
+            frame = _encode({"id": number, **reply})
+        except (TypeError, ValueError, RecursionError) as err:  # not JSON, NaN
+            frame = _encode({"id": number, **CallFailed("invalid", f"not JSON: {err}").reply})
+        if len(frame) > self._reply_bytes:
+            reason = f"a reply of {len(frame):,} bytes; at most {self._reply_bytes:,} are allowed"
+            frame = _encode({"id": number, **CallFailed("invalid", reason).reply})
+        assert self._replies is not None
+        self._replies.write(HEADER.pack(len(frame)) + frame)
+
+
+class _Threads(ThreadPoolExecutor):
+    """Threads that know for which task they work."""
+
+    def __init__(self, max_threads: int) -> None:
+        threading.stack_size(_STACK_BYTES)
+        super().__init__(max_threads, thread_name_prefix="environment")
+        self._working: dict[Future[Any], asyncio.Task[Any] | None] = {}
+
+    def submit(self, function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Future[Any]:
+        future = super().submit(function, *arguments, **named)
+        self._working[future] = asyncio.current_task()
+        future.add_done_callback(lambda done: self._working.pop(done, None))
+        return future
+
+    def are_left_by(self, task: asyncio.Task[Any] | None) -> bool:
+        """Return whether a thread still works for a task that no longer waits for it."""
+        return task in [*self._working.values()]
+
+
+def cut_messages(messages: Sequence[Message], *, limit: int) -> list[Message]:
+    """Return messages with at most `limit` bytes of content in all; a mark, not counted, says what was cut.
+
+    >>> cut_messages([{"role": "tool", "content": "abcdef"}], limit=4)[0]["content"]
+    'abcd\\n[output cut: 6 bytes, 4 kept]'
+    """
+    kept = []
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, str):
+            data = content.encode("utf-8", "replace")
+            if len(data) > limit:
+                head = data[:limit].decode("utf-8", "ignore")
+                mark = f"[output cut: {len(data):,} bytes, {len(head.encode()):,} kept]"
+                message = {**message, "content": f"{head}\n{mark}" if head else mark}
+            limit -= min(len(data), limit)
+        kept.append(message)
+    return kept
+
+
+def _turn(fields: dict[str, Any]) -> Turn:
+    return Turn(**{**fields, "calls": tuple(ToolCall(**call) for call in fields["calls"])})
+
+
+def _require(result: object, kinds: type | tuple[type, ...], *, of: str) -> None:
+    if not isinstance(result, kinds):
+        wanted = " or ".join(kind.__name__ for kind in (kinds if isinstance(kinds, tuple) else (kinds,)))
+        raise CallFailed("invalid", f"{of} returned {type(result).__name__}, not {wanted}")
+
+
+def _describe(err: BaseException) -> str:
+    """Return type and message of an exception, and the line that raised it."""
+    error = traceback.format_exception_only(err)[-1].strip()
+    frames = traceback.extract_tb(err.__traceback__)
+    return f"{error} ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else error
+
+
+def _encode(content: dict[str, Any]) -> bytes:
+    """JSON in UTF-8; a lone surrogate, which has no UTF-8, becomes a question mark."""
+    return json.dumps(content, allow_nan=False, ensure_ascii=False).encode("utf-8", "replace")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,275 @@
+"""The controller's side of environments: hosts, places in them, and one outcome for each call.
+
+Invariant: a call is sent at most once, and a failure is never a reward. A host that hangs or dies is killed with
+everything it started, and replaced when a place in it is needed; it fails its own episodes and no others. What fails is
+an `EnvironmentFailed` with its cause. Whoever calls has made the intent durable before.
+
+Waits: `start` for a place, at most an hour, and for a host, at most START_ATTEMPTS times `start_timeout_s`; each call
+for its reply, at most `call_timeout_s` and the time to kill the host.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from dora.environments.api import End, Observation, Reset, Turn
+from dora.environments.failures import Failures
+from dora.environments.process import HostLost, HostProcess, StartFailed
+from dora.environments.replies import EnvironmentFailed, Failed, Head, Outcome, decode, outcome_of, read_reply
+from dora.errors import ProtocolError, RunFailed, one_line
+
+if TYPE_CHECKING:
+    from dora.config.schema import EnvironmentConfig
+
+#: Number of consecutive failed starts of a host after which the run fails.
+START_ATTEMPTS = 3
+
+#: Timeout for a place in a host. Admission waits for `free`, so that only a fault elsewhere exceeds it.
+PLACE_TIMEOUT_S = 3_600.0
+
+#: Number of stuck threads from which a host gets no new episode; once it is empty, it is replaced.
+_MAX_STUCK = 8
+
+
+class EnvironmentPool:
+    """Hosts with the environment of `settings`; errors name the config key `field`.
+
+    Entering the pool starts one host, so that an environment that cannot be made is a `ConfigError` before anything
+    else starts. The others start on first use.
+    """
+
+    def __init__(self, settings: EnvironmentConfig, *, field: str = "environment") -> None:
+        self._settings = settings
+        self._slots = [_Slot(settings, field=field, wake=self._wake) for _ in range(settings.hosts)]
+        self._episodes: dict[int, _Episode] = {}
+        self._waiting: deque[asyncio.Future[_Slot]] = deque()  # `start`, for a place
+        self._closing: set[asyncio.Task[None]] = set()
+        self._failures = Failures(
+            budget=settings.failure_budget,
+            window=settings.failure_window,
+            row_failures=settings.row_failures,
+            field=field,
+        )
+
+    async def __aenter__(self) -> EnvironmentPool:
+        try:
+            await self._slots[0].ready()
+        except BaseException:
+            await self._slots[0].kill()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await asyncio.gather(*(slot.kill() for slot in self._slots))
+        await asyncio.gather(*self._closing)
+
+    @property
+    def free(self) -> int:
+        """The number of episodes that can start now without waiting for a place."""
+        return max(0, sum(slot.free for slot in self._slots) - len(self._waiting))
+
+    @property
+    def can_replay(self) -> bool:
+        """Whether an episode may be repeated from its recorded turns (`Environment.can_replay`)."""
+        return self._slots[0].host is not None and self._slots[0].host.can_replay
+
+    @property
+    def set_aside(self) -> Mapping[str, str]:
+        """The rows that are no longer tried: name -> reason of the last failure."""
+        return self._failures.set_aside
+
+    async def start(self, episode: int, row: Mapping[str, Any], *, source: str, name: str) -> Reset | EnvironmentFailed:
+        """Begin an episode with a row of `source`, called `name` in errors; `episode` is a number not in use.
+
+        RunFailed or ConfigError if no host can be started, or too many episodes have failed.
+        """
+        if name in self.set_aside:
+            return EnvironmentFailed("set_aside", one_line(f"{name} is set aside; it failed: {self.set_aside[name]}"))
+        try:
+            slot = await self._place()
+        except TimeoutError:
+            return EnvironmentFailed("no_place", f"no place in a host for {PLACE_TIMEOUT_S:g} s")
+        try:
+            host = await slot.ready()
+        except BaseException:
+            self._leave(slot, host=None)
+            raise
+        known = self._episodes[episode] = _Episode(slot, host, source=source, row=name)
+        slot.enter(host)
+        outcome = await self._call(episode, known, {"type": "start", "row": row}, expected=("reset",))
+        assert isinstance(outcome, Reset | EnvironmentFailed)
+        return outcome
+
+    async def step(self, episode: int, turn: Turn) -> Observation | End | EnvironmentFailed:
+        """Answer a turn. After `End` or a failure, the episode is over. RunFailed as from `start`."""
+        known = self._episodes.get(episode)
+        if known is None:
+            return EnvironmentFailed("invalid", "the episode has ended, or never began")
+        request = {"type": "step", "turn": asdict(turn)}
+        outcome = await self._call(episode, known, request, expected=("observation", "end"))
+        assert not isinstance(outcome, Reset)
+        return outcome
+
+    async def close(self, episode: int) -> None:
+        """End an episode that its environment has not ended; do nothing if it is over."""
+        known = self._episodes.get(episode)
+        if known is not None:
+            self._forget(episode, known)
+            self._failures.ended(known.source)
+            await self._close(episode, known)
+
+    async def _call(
+        self, episode: int, known: _Episode, request: Mapping[str, Any], *, expected: Sequence[str]
+    ) -> Outcome:
+        outcome: Outcome
+        is_own = True
+        try:
+            reply = read_reply(await known.host.call({"episode": episode, **request}), expected=expected)
+            known.host.num_stuck += isinstance(reply, Failed) and reply.stuck
+            outcome = outcome_of(reply) if isinstance(reply, Failed) else reply
+        except TimeoutError:
+            outcome = EnvironmentFailed("timeout", f"timed out after {self._settings.call_timeout_s:g} s")
+        except HostLost as err:
+            outcome = EnvironmentFailed("host", one_line(f"host died: {err}"))
+            is_own = err.is_own
+        except (ProtocolError, TypeError, ValueError, OverflowError) as err:  # of the reply, or a row that is not JSON
+            outcome = EnvironmentFailed("invalid", one_line(f"invalid reply: {err}"))
+            self._abandon(episode, known)
+        except BaseException:
+            self._abandon(episode, known)
+            raise
+        if isinstance(outcome, End | EnvironmentFailed):
+            self._forget(episode, known)
+            self._note(outcome, known, is_own=is_own)
+        return outcome
+
+    def _note(self, outcome: End | EnvironmentFailed, known: _Episode, *, is_own: bool) -> None:
+        if isinstance(outcome, End):
+            self._failures.ended(known.source)
+        else:
+            self._failures.failed(outcome.reason, source=known.source, row=known.row, is_own=is_own)
+
+    def _abandon(self, episode: int, known: _Episode) -> None:
+        """Forget an episode whose environment does not know that it is over, and tell it."""
+        self._forget(episode, known)
+        task = asyncio.create_task(self._close(episode, known), name=f"close {episode}")
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    async def _close(self, episode: int, known: _Episode) -> None:
+        with suppress(TimeoutError, HostLost, ProtocolError):
+            reply = await known.host.call({"type": "close", "episode": episode})
+            if decode(reply, Head).type == "failed":
+                known.host.num_stuck += decode(reply, Failed).stuck
+
+    def _forget(self, episode: int, known: _Episode) -> None:
+        if self._episodes.get(episode) is known:
+            del self._episodes[episode]
+            self._leave(known.slot, host=known.host)
+
+    async def _place(self) -> _Slot:
+        """Take a place in the slot that has most, in the order of the calls."""
+        if self.free:
+            return self._take()
+        turn: asyncio.Future[_Slot] = asyncio.get_running_loop().create_future()
+        self._waiting.append(turn)
+        try:
+            async with asyncio.timeout(PLACE_TIMEOUT_S):
+                return await turn
+        except BaseException:
+            if turn.done() and not turn.cancelled():
+                self._leave(turn.result(), host=None)
+            else:
+                self._waiting.remove(turn)
+            raise
+
+    def _take(self) -> _Slot:
+        slot = max(self._slots, key=lambda slot: slot.free)
+        slot.num_waiting += 1
+        return slot
+
+    def _leave(self, slot: _Slot, *, host: HostProcess | None) -> None:
+        slot.leave(host)
+        self._wake()
+
+    def _wake(self) -> None:
+        while self._waiting and any(slot.free for slot in self._slots):
+            turn = self._waiting.popleft()
+            if not turn.done():
+                turn.set_result(self._take())
+
+
+@dataclass(frozen=True, slots=True)
+class _Episode:
+    slot: _Slot
+    host: HostProcess
+    source: str
+    row: str
+
+
+class _Slot:
+    """A place for a host, which is started on demand, and replaced when it is lost."""
+
+    def __init__(self, settings: EnvironmentConfig, *, field: str, wake: Callable[[], None]) -> None:
+        self._settings = settings
+        self._field = field
+        self._wake = wake
+        self._starting = asyncio.Lock()
+        self.host: HostProcess | None = None
+        #: Episodes that have a place here, and no host yet.
+        self.num_waiting = 0
+
+    @property
+    def free(self) -> int:
+        host = None if self.host is None or self.host.is_lost else self.host
+        taken = 0 if host is None else host.num_episodes
+        if host is not None and taken and host.num_stuck >= _MAX_STUCK:
+            return 0
+        return max(0, self._settings.episodes_per_host - self.num_waiting - taken)
+
+    def enter(self, host: HostProcess) -> None:
+        self.num_waiting -= 1
+        host.num_episodes += 1
+
+    def leave(self, host: HostProcess | None) -> None:
+        if host is None:
+            self.num_waiting -= 1
+        else:
+            host.num_episodes -= 1
+
+    async def ready(self) -> HostProcess:
+        """Return a host that is ready, a new one if the last is lost or, when it is empty, has stuck threads."""
+        async with self._starting:
+            host = self.host
+            if host is not None and not host.is_lost and (host.num_episodes or not host.num_stuck):
+                return host
+            await self.kill()
+            self.host = await self._start()
+            return self.host
+
+    async def kill(self) -> None:
+        if self.host is not None:
+            await self.host.kill()
+
+    async def _start(self) -> HostProcess:
+        ending = ""
+        for _ in range(START_ATTEMPTS):
+            host = HostProcess(self._settings, field=self._field, on_lost=self._wake)
+            try:
+                await host.start()
+            except BaseException as err:
+                await host.kill()
+                if not isinstance(err, StartFailed):
+                    raise
+                ending = str(err)
+            else:
+                return host
+        raise RunFailed(f"{self._field}: no host started in {START_ATTEMPTS} attempts ({ending})")

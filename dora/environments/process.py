@@ -1,0 +1,189 @@
+"""One host process, from its start to its end: requests and replies in any order.
+
+Invariant: each call has one outcome, and no request is sent twice. A host that exceeds a time limit, dies or breaks the
+protocol is killed with everything it started (dora/tasks/guard.py), and never used again; all its calls then raise
+HostLost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+import dora
+from dora.environments.replies import Head, Ready, decode
+from dora.errors import ConfigError, ProtocolError
+from dora.tasks.child import GuardedProcess
+
+if TYPE_CHECKING:
+    from dora.config.schema import EnvironmentConfig
+
+#: Maximum size of a reply: the messages of `reset`, or an observation of 1 MiB with every byte escaped.
+REPLY_BYTES = 16 << 20
+
+#: Time beyond that of a call in which a host must report that it was exceeded. Then it is the host that hangs.
+_GRACE_S = 2.0
+
+#: Timeout for reading a reply that is already in the pipe.
+_UNREAD_S = 0.1
+
+#: Imports this very DORA in any Python, without the packages beside it.
+_BOOTSTRAP = """\
+import sys
+from importlib.util import module_from_spec, spec_from_file_location
+spec = spec_from_file_location("dora", sys.argv[1] + "/__init__.py")
+sys.modules["dora"] = module_from_spec(spec)
+spec.loader.exec_module(sys.modules["dora"])
+from dora.environments.host import main
+main()
+"""
+
+
+class HostLost(Exception):
+    """The host of an episode is gone. `is_own`: a call of the episode was under way, or of none."""
+
+    def __init__(self, how: str, *, is_own: bool) -> None:
+        super().__init__(how)
+        self.is_own = is_own
+
+
+class StartFailed(Exception):
+    """A host did not become ready; the message says how it ended."""
+
+
+class HostProcess:
+    """A host with the environment of `settings`, at the config key `field`. `on_lost` is told when it is lost."""
+
+    def __init__(self, settings: EnvironmentConfig, *, field: str, on_lost: Callable[[], None]) -> None:
+        self._settings = settings
+        self._field = field
+        self._on_lost = on_lost
+        self._process = GuardedProcess("host", max_bytes=REPLY_BYTES, argv=_argv(settings), environment=_ENVIRONMENT)
+        self._pending: dict[int, asyncio.Future[bytes]] = {}
+        self._num_requests = 0
+        self._reader: asyncio.Task[None] | None = None
+        self._end: asyncio.Task[None] | None = None  # set as soon as the host is lost
+        self._how = ""  # it ended, once `_end` is done
+        self._was_calling = False  # when it was lost
+        self.can_replay = False
+        self.num_episodes = 0
+        #: Threads that never returned, and still take memory and time.
+        self.num_stuck = 0
+
+    @property
+    def is_lost(self) -> bool:
+        return self._end is not None
+
+    async def start(self) -> None:
+        """Start the process and wait until it is ready. ConfigError if it rejects the configuration, or StartFailed."""
+        limit_s = self._settings.start_timeout_s
+        await self._process.spawn()
+        try:
+            async with asyncio.timeout(limit_s):
+                self._process.write(msgspec.json.encode({"id": 0, "type": "hello", **self._setup()}))
+                ready: Ready = decode(await self._process.read(), Ready)
+        except TimeoutError:
+            raise StartFailed(f"not ready after {limit_s:g} s") from None
+        except (asyncio.IncompleteReadError, ConnectionError, ProtocolError) as err:
+            raise StartFailed(await self._process.ending(err)) from None
+        if ready.type == "refused":
+            raise ConfigError(ready.reason)
+        self.can_replay = ready.can_replay
+        self._reader = asyncio.create_task(self._read(), name="host-replies")
+
+    async def call(self, request: Mapping[str, Any]) -> bytes:
+        """Send a request, and return the reply to it. TimeoutError, which costs the host, or HostLost."""
+        if self._end is None:
+            self._num_requests += 1
+            number = self._num_requests
+            body = msgspec.json.encode({"id": number, **request})
+            reply = self._pending[number] = asyncio.get_running_loop().create_future()
+            try:
+                self._process.write(body)
+            except (OSError, RuntimeError) as err:  # it died, and the reader has not heard of it
+                self._lose(err if isinstance(err, ConnectionError) else ConnectionError(str(err)))
+            return await self._in_time(reply)
+        await asyncio.wait([self._end])  # a kill takes at most some seconds
+        raise HostLost(self._how, is_own=not self._was_calling)
+
+    async def kill(self) -> None:
+        """End the process, and every call as HostLost."""
+        if self._reader is None:  # it was never ready
+            await self._process.kill()
+        else:
+            self._lose("killed")
+        if self._end is not None:
+            await asyncio.wait([self._end])
+
+    def _setup(self) -> dict[str, Any]:
+        settings = self._settings
+        return {
+            "protocol": 1,
+            "field": self._field,
+            "environment": settings.name,
+            "options": settings.options,
+            "episodes": settings.episodes_per_host,
+            "call_timeout_s": settings.call_timeout_s,
+            "output_bytes": settings.output_bytes,
+            "reply_bytes": REPLY_BYTES,
+        }
+
+    async def _in_time(self, reply: asyncio.Future[bytes]) -> bytes:
+        """As for graders: a reply that is there by the limit counts even if this process stood still meanwhile."""
+        limit_s = self._settings.call_timeout_s
+        try:
+            for each_s in (limit_s + _GRACE_S, _UNREAD_S):
+                done, _ = await asyncio.wait([reply], timeout=each_s)
+                if done:
+                    return reply.result()
+            self._lose(f"killed, because a call did not return within {limit_s:g} s")
+            raise TimeoutError
+        finally:
+            reply.cancel()  # no effect if it is done
+
+    async def _read(self) -> None:
+        try:
+            while True:
+                body = await self._process.read()
+                reply = self._pending.pop(decode(body, Head).id, None)
+                if reply is None:
+                    raise ProtocolError("a reply to no request")
+                if not reply.done():  # else nobody waits for it any more
+                    reply.set_result(body)
+        except (asyncio.IncompleteReadError, ConnectionError, ProtocolError) as err:
+            self._lose(err)
+
+    def _lose(self, cause: str | Exception) -> None:
+        if self._end is None:
+            self._was_calling = any(not reply.done() for reply in self._pending.values())
+            self._end = asyncio.create_task(self._end_by(cause), name="host-end")
+            self._on_lost()
+
+    async def _end_by(self, cause: str | Exception) -> None:
+        if isinstance(cause, str):
+            await self._process.kill()
+            self._how = cause
+        else:
+            self._how = await self._process.ending(cause)
+        for reply in self._pending.values():
+            if not reply.done():
+                reply.set_exception(HostLost(self._how, is_own=True))
+        if self._reader is not None:
+            self._reader.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._reader
+
+
+#: glibc reserves 64 MiB of address space for each arena, of which it makes up to 8 per core.
+_ENVIRONMENT = {"MALLOC_ARENA_MAX": "2"}
+
+
+def _argv(settings: EnvironmentConfig) -> list[str]:
+    python = [settings.python or sys.executable, "-c", _BOOTSTRAP, str(Path(dora.__file__).parent)]
+    return [str(settings.memory_mb), *(settings.command or python)]

@@ -1,0 +1,98 @@
+"""Replies of hosts, checked: what a host sends is never trusted to be what the protocol says.
+
+The protocol is described in docs/ENVIRONMENTS-PROTOCOL.md.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+
+from dora.environments.api import End, Message, Observation, Reset
+from dora.errors import ProtocolError, one_line
+
+#: `raised`: by code of the user. `timeout`: a call did not return. `host`: its process died. `invalid`: a reply that is
+#: none. `set_aside`: the row had failed too often. `no_place`: all hosts stayed full.
+Cause = Literal["raised", "timeout", "host", "invalid", "set_aside", "no_place"]
+
+
+@dataclass(frozen=True, slots=True)
+class EnvironmentFailed:
+    """The outcome of a call after which the environment cannot go on; the episode has no reward, not a reward of 0."""
+
+    cause: Cause
+    reason: str  # one line: "raised ValueError: no such level (shop.py:12)"
+
+
+Outcome = Reset | Observation | End | EnvironmentFailed
+
+
+class Head(msgspec.Struct, frozen=True):
+    """What every reply has."""
+
+    id: int
+    type: str
+
+
+class Ready(msgspec.Struct, frozen=True):
+    """The reply to `hello`; `reason`, if set, says why the host cannot serve."""
+
+    type: Literal["ready", "refused"]
+    protocol: int = 1
+    can_replay: bool = False
+    reason: str = ""
+
+
+class Failed(msgspec.Struct, frozen=True):
+    """The reply to a call that failed its episode."""
+
+    cause: Literal["raised", "timeout", "invalid"]
+    reason: str
+    stuck: bool = False  # a thread is left behind, which cannot be stopped
+
+
+_KINDS: dict[str, Any] = {"reset": Reset, "observation": Observation, "end": End, "failed": Failed}
+_ROLES = {"reset": {"system", "user", "assistant", "tool"}, "observation": {"system", "user", "tool"}}
+
+
+def decode(body: bytes, kind: type[Any]) -> Any:
+    """Return a frame as a `kind`. Fields that it does not know are ignored. ProtocolError if it is none."""
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as err:
+        raise ProtocolError(f"not a valid reply: {err}") from err
+
+
+def read_reply(body: bytes, *, expected: Sequence[str]) -> Reset | Observation | End | Failed:
+    """Return the reply to a call, of one of the `expected` types or `failed`. ProtocolError if it is none."""
+    kind = decode(body, Head).type
+    if kind not in (*expected, "failed"):
+        raise ProtocolError(f"the reply is '{kind}', not {' or '.join(expected)}")
+    reply: Reset | Observation | End | Failed = decode(body, _KINDS[kind])
+    if not isinstance(reply, Failed):
+        if not reply.messages and kind in _ROLES:
+            raise ProtocolError(f"{kind} without a message")
+        for message in reply.messages:
+            _check(message, roles=_ROLES.get(kind))
+    if isinstance(reply, Observation | End) and not math.isfinite(reply.reward or 0.0):
+        raise ProtocolError(f"the reward is {reply.reward}")
+    return reply
+
+
+def _check(message: Message, *, roles: set[str] | None) -> None:
+    role = message.get("role")
+    if roles is not None and role not in roles:
+        raise ProtocolError(f"a message of the role {role!r}, not {', '.join(sorted(roles))}")
+    if not isinstance(message.get("content"), str):
+        raise ProtocolError(f"the content of a message is {type(message.get('content')).__name__}, not text")
+    if role == "tool" and not isinstance(message.get("tool_call_id"), str):
+        raise ProtocolError("a message of the role 'tool' without its tool_call_id")
+
+
+def outcome_of(failed: Failed) -> EnvironmentFailed:
+    prefix = "invalid reply: " if failed.cause == "invalid" else ""
+    return EnvironmentFailed(failed.cause, one_line(prefix + failed.reason))

@@ -1,0 +1,125 @@
+"""A process that runs code of the user, below a guard (guard.py), which ends everything that it starts.
+
+It speaks in frames (dora/pipes.py) on its stdin and stdout. Its stderr is read to the end, so that it never blocks on a
+full pipe; the tail is kept to explain its death.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+
+from dora.errors import ProtocolError
+from dora.pipes import HEADER
+
+#: Timeout for a guard to kill its descendants, which only a stopped guard exceeds.
+_KILL_TIMEOUT_S = 5.0
+
+#: Time for a process that closed its pipe to exit by itself, so that its own exit status is reported.
+_EXIT_GRACE_S = 1.0
+
+#: Bytes kept of stderr.
+_STDERR_TAIL_BYTES = 4_096
+
+
+class GuardedProcess:
+    """A `name` ("grader") whose process may be started and killed any number of times.
+
+    `argv` are the guard's arguments after the pid: none for a grader, else memory limit and command. `max_bytes` bounds
+    the body of a frame that it sends. It inherits no DORA_* variable, because they hold the keys of the run.
+    """
+
+    def __init__(
+        self, name: str, *, max_bytes: int, argv: Sequence[str] = (), environment: Mapping[str, str] | None = None
+    ) -> None:
+        self.name = name
+        self._argv = argv
+        self._environment = environment or {}
+        self._max_bytes = max_bytes
+        self._process: asyncio.subprocess.Process | None = None
+        self._stderr: asyncio.Task[None] | None = None
+        self._stderr_tail = b""
+
+    @property
+    def is_running(self) -> bool:
+        return self._process is not None and self._process.returncode is None
+
+    async def spawn(self) -> None:
+        """Start the process in a session of its own, so that Ctrl-C reaches the controller only."""
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("DORA_")}  # no tokens
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "dora.tasks.guard",
+            str(os.getpid()),
+            *self._argv,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            start_new_session=True,
+            env={**environment, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", **self._environment},
+        )
+        self._stderr_tail = b""
+        self._stderr = asyncio.create_task(self._drain_stderr(self._process), name=f"{self.name}-stderr")
+
+    async def kill(self) -> None:
+        """Kill the process and every process it started, even in other sessions."""
+        process, self._process = self._process, None
+        if process is None or self._stderr is None:
+            return
+        with contextlib.suppress(ProcessLookupError):  # already gone
+            process.terminate()
+        try:
+            async with asyncio.timeout(_KILL_TIMEOUT_S):
+                await process.wait()
+                await self._stderr
+        except TimeoutError:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # it leads a session of its own
+        finally:
+            self._stderr.cancel()
+
+    def write(self, body: bytes) -> None:
+        """Send a frame. It is buffered without a limit: wait for `drained`, or bound the requests without a reply."""
+        assert self._process is not None
+        assert self._process.stdin is not None
+        self._process.stdin.write(HEADER.pack(len(body)) + body)
+
+    async def drained(self) -> None:
+        assert self._process is not None
+        assert self._process.stdin is not None
+        await self._process.stdin.drain()
+
+    async def read(self) -> bytes:
+        """Return the next frame. IncompleteReadError or ConnectionError if it is gone, ProtocolError if too large."""
+        assert self._process is not None
+        assert self._process.stdout is not None
+        (size,) = HEADER.unpack(await self._process.stdout.readexactly(HEADER.size))
+        if size > self._max_bytes:
+            raise ProtocolError(f"{self.name} announced a reply of {size} bytes")
+        return await self._process.stdout.readexactly(size)
+
+    async def ending(self, err: Exception) -> str:
+        """Kill it after an error of `read` or `write`; return how it ended, with its last line of stderr."""
+        process = self._process
+        assert process is not None
+        if isinstance(err, ProtocolError):
+            await self.kill()
+            return str(err)
+        with contextlib.suppress(TimeoutError):  # it closed its pipe but is alive: killed below
+            async with asyncio.timeout(_EXIT_GRACE_S):
+                await process.wait()
+        await self.kill()
+        code = process.returncode
+        how = "no exit status" if code is None else f"exit code {code}" if code >= 0 else signal.Signals(-code).name
+        lines = self._stderr_tail.decode(errors="replace").strip().splitlines()
+        return f"{how}: {lines[-1][:200]}" if lines else how
+
+    async def _drain_stderr(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stderr is not None
+        while chunk := await process.stderr.read(_STDERR_TAIL_BYTES):
+            self._stderr_tail = (self._stderr_tail + chunk)[-_STDERR_TAIL_BYTES:]
