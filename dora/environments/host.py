@@ -135,8 +135,7 @@ class _Host:
             reply = await self._limited(self._start if request["type"] == "start" else self._step, request, episode)
         except CallFailed as err:
             reply = err.reply
-        self._send(request["id"], reply)
-        if reply["type"] in ("end", "failed"):
+        if self._send(request["id"], reply) in ("end", "failed"):
             self._drop(request["episode"], episode)
 
     async def _start(self, request: dict[str, Any], episode: _Episode) -> Reply:
@@ -193,16 +192,18 @@ class _Host:
         elif reply["type"] == "failed":
             sys.stderr.write(f"close {reply['reason']}\n")
 
-    def _send(self, number: int, reply: Reply) -> None:
+    def _send(self, number: int, reply: Reply) -> str:
+        """Send a reply, or why it cannot be sent, and return the type of what was sent."""
         try:
             frame = _encode({"id": number, **reply})
+            if len(frame) > self._reply_bytes:
+                raise ValueError(f"{len(frame):,} bytes; at most {self._reply_bytes:,} are allowed")
         except (TypeError, ValueError, RecursionError) as err:  # not JSON, NaN
-            frame = _encode({"id": number, **CallFailed("invalid", f"not JSON: {err}").reply})
-        if len(frame) > self._reply_bytes:
-            reason = f"a reply of {len(frame):,} bytes; at most {self._reply_bytes:,} are allowed"
-            frame = _encode({"id": number, **CallFailed("invalid", reason).reply})
+            reply = CallFailed("invalid", str(err)).reply
+            frame = _encode({"id": number, **reply})
         assert self._replies is not None
         self._replies.write(HEADER.pack(len(frame)) + frame)
+        return str(reply["type"])
 
 
 class _Threads(ThreadPoolExecutor):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from types import TracebackType
@@ -124,7 +124,7 @@ class EnvironmentPool:
         if known is not None:
             self._forget(episode, known)
             self._failures.ended(known.source)
-            await self._close(episode, known)
+            await self._closed(known, known.host.call({"type": "close", "episode": episode}))
 
     async def _call(
         self, episode: int, known: _Episode, request: Mapping[str, Any], *, expected: Sequence[str]
@@ -140,8 +140,11 @@ class EnvironmentPool:
         except HostLost as err:
             outcome = EnvironmentFailed("host", one_line(f"host died: {err}"))
             is_own = err.is_own
-        except (ProtocolError, TypeError, ValueError, OverflowError) as err:  # of the reply, or a row that is not JSON
-            outcome = EnvironmentFailed("invalid", one_line(f"invalid reply: {err}"))
+        except ProtocolError as err:
+            outcome = EnvironmentFailed("invalid", str(err))
+            self._abandon(episode, known)
+        except (TypeError, ValueError, OverflowError) as err:
+            outcome = EnvironmentFailed("invalid", one_line(f"the row or turn is not JSON: {err}"))
             self._abandon(episode, known)
         except BaseException:
             self._abandon(episode, known)
@@ -160,13 +163,14 @@ class EnvironmentPool:
     def _abandon(self, episode: int, known: _Episode) -> None:
         """Forget an episode whose environment does not know that it is over, and tell it."""
         self._forget(episode, known)
-        task = asyncio.create_task(self._close(episode, known), name=f"close {episode}")
+        closing = known.host.call({"type": "close", "episode": episode})  # sent before its number is used again
+        task = asyncio.create_task(self._closed(known, closing), name=f"close {episode}")
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
 
-    async def _close(self, episode: int, known: _Episode) -> None:
+    async def _closed(self, known: _Episode, closing: Awaitable[bytes]) -> None:
         with suppress(TimeoutError, HostLost, ProtocolError):
-            reply = await known.host.call({"type": "close", "episode": episode})
+            reply = await closing
             if decode(reply, Head).type == "failed":
                 known.host.num_stuck += decode(reply, Failed).stuck
 

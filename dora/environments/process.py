@@ -8,9 +8,8 @@ HostLost.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -97,20 +96,18 @@ class HostProcess:
         self.can_replay = ready.can_replay
         self._reader = asyncio.create_task(self._read(), name="host-replies")
 
-    async def call(self, request: Mapping[str, Any]) -> bytes:
-        """Send a request, and return the reply to it. TimeoutError, which costs the host, or HostLost."""
-        if self._end is None:
-            self._num_requests += 1
-            number = self._num_requests
-            body = msgspec.json.encode({"id": number, **request})
-            reply = self._pending[number] = asyncio.get_running_loop().create_future()
-            try:
-                self._process.write(body)
-            except (OSError, RuntimeError) as err:  # it died, and the reader has not heard of it
-                self._lose(err if isinstance(err, ConnectionError) else ConnectionError(str(err)))
-            return await self._in_time(reply)
-        await asyncio.wait([self._end])  # a kill takes at most some seconds
-        raise HostLost(self._how, is_own=not self._was_calling)
+    def call(self, request: Mapping[str, Any]) -> Awaitable[bytes]:
+        """Send a request at once; to wait for its reply raises TimeoutError, which costs the host, or HostLost."""
+        if self._end is not None:
+            return self._refuse(self._end)
+        self._num_requests += 1
+        body = msgspec.json.encode({"id": self._num_requests, **request})
+        reply = self._pending[self._num_requests] = asyncio.get_running_loop().create_future()
+        try:
+            self._process.write(body)
+        except (OSError, RuntimeError) as err:  # it died, and the reader has not heard of it
+            self._lose(ConnectionError(str(err)))
+        return self._in_time(reply)
 
     async def kill(self) -> None:
         """End the process, and every call as HostLost."""
@@ -133,6 +130,10 @@ class HostProcess:
             "output_bytes": settings.output_bytes,
             "reply_bytes": REPLY_BYTES,
         }
+
+    async def _refuse(self, end: asyncio.Task[None]) -> bytes:
+        await asyncio.wait([end])  # a kill takes at most some seconds
+        raise HostLost(self._how, is_own=not self._was_calling)
 
     async def _in_time(self, reply: asyncio.Future[bytes]) -> bytes:
         """As for graders: a reply that is there by the limit counts even if this process stood still meanwhile."""
@@ -166,6 +167,9 @@ class HostProcess:
             self._on_lost()
 
     async def _end_by(self, cause: str | Exception) -> None:
+        if self._reader is not None:
+            self._reader.cancel()
+            await asyncio.wait([self._reader])
         if isinstance(cause, str):
             await self._process.kill()
             self._how = cause
@@ -174,10 +178,6 @@ class HostProcess:
         for reply in self._pending.values():
             if not reply.done():
                 reply.set_exception(HostLost(self._how, is_own=True))
-        if self._reader is not None:
-            self._reader.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._reader
 
 
 #: glibc reserves 64 MiB of address space for each arena, of which it makes up to 8 per core.

@@ -64,33 +64,35 @@ def decode(body: bytes, kind: type[Any]) -> Any:
     try:
         return msgspec.json.decode(body, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as err:
-        raise ProtocolError(f"not a valid reply: {err}") from err
+        raise ProtocolError(f"invalid reply: {err}") from err
 
 
 def read_reply(body: bytes, *, expected: Sequence[str]) -> Reset | Observation | End | Failed:
     """Return the reply to a call, of one of the `expected` types or `failed`. ProtocolError if it is none."""
     kind = decode(body, Head).type
     if kind not in (*expected, "failed"):
-        raise ProtocolError(f"the reply is '{kind}', not {' or '.join(expected)}")
+        raise ProtocolError(f"invalid reply: the reply is '{kind}', not {' or '.join(expected)}")
     reply: Reset | Observation | End | Failed = decode(body, _KINDS[kind])
     if not isinstance(reply, Failed):
         if not reply.messages and kind in _ROLES:
-            raise ProtocolError(f"{kind} without a message")
+            raise ProtocolError(f"invalid reply: {kind} without a message")
         for message in reply.messages:
             _check(message, roles=_ROLES.get(kind))
     if isinstance(reply, Observation | End) and not math.isfinite(reply.reward or 0.0):
-        raise ProtocolError(f"the reward is {reply.reward}")
+        raise ProtocolError(f"invalid reply: the reward is {reply.reward}")
     return reply
 
 
 def _check(message: Message, *, roles: set[str] | None) -> None:
     role = message.get("role")
     if roles is not None and role not in roles:
-        raise ProtocolError(f"a message of the role {role!r}, not {', '.join(sorted(roles))}")
+        raise ProtocolError(f"invalid reply: a message of the role {role!r}, not {', '.join(sorted(roles))}")
     if not isinstance(message.get("content"), str):
-        raise ProtocolError(f"the content of a message is {type(message.get('content')).__name__}, not text")
+        raise ProtocolError(
+            f"invalid reply: the content of a message is {type(message.get('content')).__name__}, not text"
+        )
     if role == "tool" and not isinstance(message.get("tool_call_id"), str):
-        raise ProtocolError("a message of the role 'tool' without its tool_call_id")
+        raise ProtocolError("invalid reply: a message of the role 'tool' without its tool_call_id")
 
 
 def outcome_of(failed: Failed) -> EnvironmentFailed:

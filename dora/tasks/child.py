@@ -97,11 +97,12 @@ class GuardedProcess:
     async def read(self) -> bytes:
         """Return the next frame. IncompleteReadError or ConnectionError if it is gone, ProtocolError if too large."""
         assert self._process is not None
-        assert self._process.stdout is not None
-        (size,) = HEADER.unpack(await self._process.stdout.readexactly(HEADER.size))
+        stdout = self._process.stdout  # a kill forgets the process
+        assert stdout is not None
+        (size,) = HEADER.unpack(await stdout.readexactly(HEADER.size))
         if size > self._max_bytes:
             raise ProtocolError(f"{self.name} announced a reply of {size} bytes")
-        return await self._process.stdout.readexactly(size)
+        return await stdout.readexactly(size)
 
     async def ending(self, err: Exception) -> str:
         """Kill it after an error of `read` or `write`; return how it ended, with its last line of stderr."""
@@ -110,12 +111,12 @@ class GuardedProcess:
         if isinstance(err, ProtocolError):
             await self.kill()
             return str(err)
-        with contextlib.suppress(TimeoutError):  # it closed its pipe but is alive: killed below
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_EXIT_GRACE_S):
                 await process.wait()
-        await self.kill()
         code = process.returncode
-        how = "no exit status" if code is None else f"exit code {code}" if code >= 0 else signal.Signals(-code).name
+        await self.kill()
+        how = "stdout closed" if code is None else f"exit code {code}" if code >= 0 else signal.Signals(-code).name
         lines = self._stderr_tail.decode(errors="replace").strip().splitlines()
         return f"{how}: {lines[-1][:200]}" if lines else how
 
