@@ -373,11 +373,10 @@ class TaskConfig(Section):
 
 
 class EnvironmentConfig(Section):
-    """The environment of episodes with several turns. Its code runs in processes of its own, the
-    *hosts*."""
+    """The environment of episodes with several turns, in processes of its own (docs/ENVIRONMENTS-PROTOCOL.md)."""
 
     name: str = ""
-    """module:name or path/file.py:name of a class or function that makes an `Environment`, once for each episode.
+    """module:name or FILE.py:name of a class or function that makes an `Environment`, once for each episode.
     Empty: no environment; every episode is one answer to its prompt."""
     options: dict[str, Any] = Field(default={})
     """Arguments that the class or function is called with."""
@@ -400,7 +399,7 @@ class EnvironmentConfig(Section):
     takes 2 MB of it."""
     max_turns: Positive = 16
     """Maximum number of turns in an episode."""
-    output_bytes: Annotated[int, Field(ge=1, le=1 << 20)] = 8_192
+    output_bytes: Annotated[int, Field(ge=1, le=1_000_000)] = 8_192
     """Maximum size of the text of one observation; longer text is cut, with a mark that the model sees."""
     failure_budget: Fraction = 0.5
     """The run fails if more than this share of `failure_window` episodes of one source have failed in the environment.
@@ -651,7 +650,7 @@ class Config(Section):
     def _environment_problems(self) -> Iterator[str]:
         environment = self.environment
         if environment.name and ":" not in environment.name and not environment.command:
-            yield f"environment.name: expected module:name or path/file.py:name, got '{environment.name}'"
+            yield f"environment.name: expected module:name or FILE.py:name, got '{environment.name}'"
         if environment.command and not environment.name:
             yield "environment.name: without one there is no environment, and environment.command has no effect"
         if environment.command and environment.python:

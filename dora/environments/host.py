@@ -123,7 +123,8 @@ class _Host:
         elif number in self._episodes:
             episode = self._episodes[number]
         else:
-            return self._send(request["id"], CallFailed("invalid", "the episode has ended, or never began").reply)
+            self._send(request["id"], CallFailed("invalid", "the episode has ended, or never began").reply)
+            return
         if request["type"] == "close":
             self._drop(number, episode, reply_to=request["id"])
         else:

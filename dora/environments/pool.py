@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from dora.environments.api import End, Observation, Reset, Turn
 from dora.environments.failures import Failures
 from dora.environments.process import HostLost, HostProcess, StartFailed
-from dora.environments.replies import EnvironmentFailed, Failed, Head, Outcome, decode, outcome_of, read_reply
+from dora.environments.replies import EnvironmentFailed, FailedCall, Head, Outcome, decode, outcome_of, read_reply
 from dora.errors import ProtocolError, RunFailed, one_line
 
 if TYPE_CHECKING:
@@ -133,8 +133,8 @@ class EnvironmentPool:
         is_own = True
         try:
             reply = read_reply(await known.host.call({"episode": episode, **request}), expected=expected)
-            known.host.num_stuck += isinstance(reply, Failed) and reply.stuck
-            outcome = outcome_of(reply) if isinstance(reply, Failed) else reply
+            known.host.num_stuck += isinstance(reply, FailedCall) and reply.stuck
+            outcome = outcome_of(reply) if isinstance(reply, FailedCall) else reply
         except TimeoutError:
             outcome = EnvironmentFailed("timeout", f"timed out after {self._settings.call_timeout_s:g} s")
         except HostLost as err:
@@ -172,7 +172,7 @@ class EnvironmentPool:
         with suppress(TimeoutError, HostLost, ProtocolError):
             reply = await closing
             if decode(reply, Head).type == "failed":
-                known.host.num_stuck += decode(reply, Failed).stuck
+                known.host.num_stuck += decode(reply, FailedCall).stuck
 
     def _forget(self, episode: int, known: _Episode) -> None:
         if self._episodes.get(episode) is known:

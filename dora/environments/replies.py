@@ -47,7 +47,7 @@ class Ready(msgspec.Struct, frozen=True):
     reason: str = ""
 
 
-class Failed(msgspec.Struct, frozen=True):
+class FailedCall(msgspec.Struct, frozen=True):
     """The reply to a call that failed its episode."""
 
     cause: Literal["raised", "timeout", "invalid"]
@@ -55,7 +55,7 @@ class Failed(msgspec.Struct, frozen=True):
     stuck: bool = False  # a thread is left behind, which cannot be stopped
 
 
-_KINDS: dict[str, Any] = {"reset": Reset, "observation": Observation, "end": End, "failed": Failed}
+_KINDS: dict[str, Any] = {"reset": Reset, "observation": Observation, "end": End, "failed": FailedCall}
 _ROLES = {"reset": {"system", "user", "assistant", "tool"}, "observation": {"system", "user", "tool"}}
 
 
@@ -67,13 +67,13 @@ def decode(body: bytes, kind: type[Any]) -> Any:
         raise ProtocolError(f"invalid reply: {err}") from err
 
 
-def read_reply(body: bytes, *, expected: Sequence[str]) -> Reset | Observation | End | Failed:
+def read_reply(body: bytes, *, expected: Sequence[str]) -> Reset | Observation | End | FailedCall:
     """Return the reply to a call, of one of the `expected` types or `failed`. ProtocolError if it is none."""
     kind = decode(body, Head).type
     if kind not in (*expected, "failed"):
         raise ProtocolError(f"invalid reply: the reply is '{kind}', not {' or '.join(expected)}")
-    reply: Reset | Observation | End | Failed = decode(body, _KINDS[kind])
-    if not isinstance(reply, Failed):
+    reply: Reset | Observation | End | FailedCall = decode(body, _KINDS[kind])
+    if not isinstance(reply, FailedCall):
         if not reply.messages and kind in _ROLES:
             raise ProtocolError(f"invalid reply: {kind} without a message")
         for message in reply.messages:
@@ -95,6 +95,6 @@ def _check(message: Message, *, roles: set[str] | None) -> None:
         raise ProtocolError("invalid reply: a message of the role 'tool' without its tool_call_id")
 
 
-def outcome_of(failed: Failed) -> EnvironmentFailed:
+def outcome_of(failed: FailedCall) -> EnvironmentFailed:
     prefix = "invalid reply: " if failed.cause == "invalid" else ""
     return EnvironmentFailed(failed.cause, one_line(prefix + failed.reason))

@@ -74,7 +74,7 @@ def tool_schema(function: Callable[..., Any], *, is_method: bool = False) -> Too
         namespace={"__pydantic_config__": ConfigDict(extra="forbid")},
     )
     try:
-        adapter = TypeAdapter(holder)
+        adapter: TypeAdapter[Any] = TypeAdapter(holder)
         schema = adapter.json_schema(schema_generator=_Untitled)
     except PydanticUserError as err:
         raise TypeError(f"tool {name}: {str(err).splitlines()[0]}") from err

@@ -25,8 +25,8 @@ ELSEWHERE = {
     "history": {"app"},  # of weights, by their chain
     "interrupt": {"app", "controller"},  # of a run, by its user
     "lag": {"controller", "core", "status", "trainer"},  # of the event loop; AReaL's bound; the step minus the version
-    "message": {"app", "config", "controller", "core", "embedded", "engine", "errors.py", "journal", "node", "paced"}
-    | {"sim", "tasks", "trainer", "transport"},  # on a wire, of a chat, of an error
+    "message": {"app", "config", "controller", "core", "embedded", "engine", "environments", "errors.py", "journal"}
+    | {"node", "paced", "sim", "tasks", "trainer", "transport"},  # on a wire, of a chat, of an error
     "retry": {"core", "engine"},  # of a push, of a request
     "return": {"controller", "embedded"},  # of a lost server; SGLang's fields
     "sample": {
@@ -39,12 +39,13 @@ ELSEWHERE = {
         "sim",
         "status",
     },  # of an evaluation; a draw
-    "submit": {"embedded"},  # of a request, to the batch
+    "submit": {"embedded", "environments"},  # of a request, to the batch; of a call, to a thread
     "sync": {"files.py", "journal", "sim"},  # of a file, to the disk; the strategy
     "task": {
         "app",
         "config",
         "controller",
+        "environments",
         "paced",
         "sim",
         "status",
