@@ -649,10 +649,12 @@ class Config(Section):
 
     def _environment_problems(self) -> Iterator[str]:
         environment = self.environment
-        if environment.name and ":" not in environment.name and not environment.command:
+        if not environment.name:
+            if environment.command:
+                yield "environment.name: without one there is no environment, and environment.command has no effect"
+            return
+        if ":" not in environment.name and not environment.command:
             yield f"environment.name: expected module:name or FILE.py:name, got '{environment.name}'"
-        if environment.command and not environment.name:
-            yield "environment.name: without one there is no environment, and environment.command has no effect"
         if environment.command and environment.python:
             yield "environment.python: has no effect with environment.command; remove one of them"
         if environment.call_timeout_s >= self.run.no_progress_s:

@@ -183,7 +183,7 @@ class _Host:
             episode.call.cancel()
             await asyncio.wait([episode.call])
         reply: Reply = {"type": "closed"}
-        if episode.environment is not None:
+        if episode.environment is not None and type(episode.environment).close is not Environment.close:
             try:
                 await self._limited(run, episode.environment.close)
             except CallFailed as err:

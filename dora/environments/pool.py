@@ -14,7 +14,7 @@ import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -113,7 +113,7 @@ class EnvironmentPool:
         known = self._episodes.get(episode)
         if known is None:
             return EnvironmentFailed("invalid", "the episode has ended, or never began")
-        request = {"type": "step", "turn": asdict(turn)}
+        request = {"type": "step", "turn": turn}
         outcome = await self._call(episode, known, request, expected=("observation", "end"))
         assert not isinstance(outcome, Reset)
         return outcome

@@ -19,6 +19,7 @@ _WORDS = {
     "torchrun": "torch.distributed.run",
     "grader": "dora.tasks.grader",
     "guard": "dora.tasks.guard",
+    "environment host": "dora.environments.host",
     "rank": "train",
     "engine": "serve",
     "paced servers": "pace-servers",

@@ -111,7 +111,7 @@ async def test_a_host_that_greets_with_garbage_never_starts():
 @pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
 async def test_the_host_in_javascript_of_the_page_plays(tmp_path):
     (tmp_path / "guess.js").write_text(re.search(r"```javascript\n(.*?)```", PAGE.read_text(), re.DOTALL)[1])
-    settings = EnvironmentConfig(name="guess", command=("node", str(tmp_path / "guess.js")), memory_mb=65_536)
+    settings = EnvironmentConfig(name="guess", command=("node", str(tmp_path / "guess.js")))
     async with EnvironmentPool(settings) as pool:
         assert await begin(pool, 1) == Reset([{"role": "user", "content": "Guess a number."}])
         assert await pool.step(1, Turn("3")) == Observation([{"role": "user", "content": "higher"}])

@@ -858,6 +858,54 @@ _ACCESS: Final = (
             "test_graders_inherit_neither_sockets_nor_tokens",
         ),
     ),
+    *_of(
+        "dora/environments/process.py",
+        "tests/environments/test_environment_pool.py",
+        (
+            "a-host-that-hangs-lives-on",
+            '            self._lose(f"killed, because a call did not return within {limit_s:g} s")\n',
+            "",
+            "test_a_call_that_cannot_be_left_costs_the_host_and_names_itself",
+        ),
+        (
+            "every-row-is-blamed-for-a-host",
+            "is_own=not self._was_calling",
+            "is_own=True",
+            "test_a_row_is_not_blamed_for_a_host_that_died_in_a_call_of_another",
+        ),
+    ),
+    *_of(
+        "dora/environments/pool.py",
+        "tests/environments/test_environment_pool.py",
+        (
+            "a-cancelled-wait-keeps-its-place",
+            "                self._leave(turn.result(), host=None)\n            else:",
+            "                pass\n            else:",
+            "test_a_cancelled_wait_takes_no_place",
+        ),
+        (
+            "a-host-keeps-its-stuck-threads",
+            "(host.num_episodes or not host.num_stuck)",
+            "True",
+            "test_a_host_with_many_stuck_threads_takes_no_more_episodes_and_is_replaced_when_it_is_empty",
+        ),
+    ),
+    *_of(
+        "dora/environments/host.py",
+        "tests/environments/test_environment_pool.py",
+        (
+            "output-without-a-limit",
+            "            if len(data) > limit:",
+            "            if False:",
+            "test_long_output_is_cut_with_a_mark_that_the_model_sees",
+        ),
+        (
+            "a-call-that-is-closed-goes-on",
+            "            episode.call.cancel()\n",
+            "            return\n",
+            "test_a_cancelled_call_ends_its_episode_and_leaves_no_reply_behind",
+        ),
+    ),
 )
 
 #: Bugs that the crash points found, each with the point that shows it.
