@@ -85,8 +85,10 @@ def read_reply(body: bytes, *, expected: Sequence[str]) -> Reset | Observation |
 
 def _check(message: Message, *, roles: set[str] | None) -> None:
     role = message.get("role")
-    if roles is not None and role not in roles:
-        raise ProtocolError(f"invalid reply: a message of the role {role!r}, not {', '.join(sorted(roles))}")
+    if not isinstance(role, str) or (roles is not None and role not in roles):
+        raise ProtocolError(
+            f"invalid reply: a message of the role {role!r}, not {', '.join(sorted(roles or ['text']))}"
+        )
     if not isinstance(message.get("content"), str):
         raise ProtocolError(
             f"invalid reply: the content of a message is {type(message.get('content')).__name__}, not text"

@@ -26,6 +26,9 @@ from dora.engine.sglang.answers import (
     without_secrets,
 )
 from dora.engine.sglang.stream import StreamParser, refusal
+from dora.environments.replies import FailedCall
+from dora.environments.replies import outcome_of as why_failed
+from dora.environments.replies import read_reply as read_host
 from dora.errors import DoraError
 from dora.status.client import reply_text
 from dora.status.facts import Score, ShellFacts
@@ -167,6 +170,14 @@ def parse_reply(data: bytes, _scratch: Path) -> None:
     assert isinstance(outcome, Graded) or outcome.reason.isprintable()
 
 
+def parse_host(data: bytes, _scratch: Path) -> None:
+    reply = read_host(data, expected=("reset", "observation", "end"))
+    if isinstance(reply, FailedCall):
+        assert why_failed(reply).reason.isprintable()
+    else:
+        assert all(isinstance(message["content"], str) for message in reply.messages)
+
+
 CONTROL: Final = {
     "loads": (LoadsAnswer, lambda: bodies("GET_v1_loads", "GET_v1_loads_busy")),
     "model info": (ModelInfo, lambda: bodies("GET_model_info")),
@@ -174,6 +185,12 @@ CONTROL: Final = {
     "checksum": (ChecksumsAnswer, lambda: [b'{"per_engine_checksum":"ab12","success":true}']),
     "prompt": (PromptAnswer, lambda: [b'{"meta_info":{"input_token_logprobs":[[null,5,null],[-1.25,6,"a"]]}}']),
 }
+HOST: Final = [
+    b'{"id":1,"type":"reset","messages":[{"role":"user","content":"p"}],"tools":[{"type":"function"}]}',
+    b'{"id":2,"type":"observation","messages":[{"role":"tool","tool_call_id":"c","content":"7"}],"reward":0.5}',
+    b'{"id":3,"type":"end","reward":null,"messages":[]}',
+    b'{"id":4,"type":"failed","cause":"raised","reason":"raised KeyError: 1","stuck":true}',
+]
 PARSERS: Final = [
     Parser("stream", streams, parse_stream),
     Parser("http", answers, parse_answer),
@@ -187,6 +204,7 @@ PARSERS: Final = [
         lambda: [msgpack.packb(reply) for reply in ({"reward": 0.5}, {"error": "ValueError: no"}, {"reward": -1e300})],
         parse_reply,
     ),
+    Parser("host", lambda: HOST, parse_host),
 ]
 
 
