@@ -40,7 +40,12 @@ def load_function(spec: str, *, field: str) -> Callable[..., Any]:
 def _import(name: str) -> ModuleType:
     if not name.endswith(".py"):
         return importlib.import_module(name)
-    spec = importlib.util.spec_from_file_location(Path(name).stem, name)
+    path = Path(name).resolve()
+    known = sys.modules.get(path.stem)
+    if known is not None and getattr(known, "__file__", None) == str(path):
+        return known
+    title = path.stem if known is None else f"file_{path.stem}"  # it must not replace a module of others
+    spec = importlib.util.spec_from_file_location(title, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 REPLY_BYTES = 16 << 20
 
 #: Time beyond that of a call in which a host must report that it was exceeded. Then it is the host that hangs.
-_GRACE_S = 2.0
+_GRACE_S = 5.0
 
 #: Timeout for reading a reply that is already in the pipe.
 _UNREAD_S = 0.1

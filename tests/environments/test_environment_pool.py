@@ -175,7 +175,7 @@ async def test_a_controller_that_stood_still_takes_the_reply_that_came_meanwhile
         stepping = asyncio.create_task(answer(pool, "turns"))
         for _ in range(5):
             await asyncio.sleep(0)
-        stand_still(4.0)  # the host does not
+        stand_still(7.0)  # the host does not
         assert await stepping == "1"
 
 
