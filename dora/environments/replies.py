@@ -5,7 +5,6 @@ The protocol is described in docs/ENVIRONMENTS-PROTOCOL.md.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -14,6 +13,7 @@ import msgspec
 
 from dora.environments.api import End, Message, Observation, Reset
 from dora.errors import ProtocolError, one_line
+from dora.tasks.rewards import LARGEST_REWARD
 
 #: `raised`: by code of the user. `timeout`: a call did not return. `host`: its process died. `invalid`: a reply that is
 #: none. `set_aside`: the row had failed too often. `no_place`: all hosts stayed full.
@@ -78,8 +78,8 @@ def read_reply(body: bytes, *, expected: Sequence[str]) -> Reset | Observation |
             raise ProtocolError(f"invalid reply: {kind} without a message")
         for message in reply.messages:
             _check(message, roles=_ROLES.get(kind))
-    if isinstance(reply, Observation | End) and not math.isfinite(reply.reward or 0.0):
-        raise ProtocolError(f"invalid reply: the reward is {reply.reward}")
+    if isinstance(reply, Observation | End) and not abs(reply.reward or 0.0) <= LARGEST_REWARD:
+        raise ProtocolError(f"invalid reply: the reward is {reply.reward}, expected a finite number of 32 bits")
     return reply
 
 

@@ -200,6 +200,7 @@ async def test_a_controller_that_stood_still_takes_the_reply_that_came_meanwhile
         ("no_id", "invalid", "invalid reply: a message of the role 'tool' without its tool_call_id"),
         ("not_json", "invalid", "invalid reply: Object of type object is not JSON serializable"),
         ("not_a_number", "invalid", "invalid reply: Out of range float values are not JSON compliant"),
+        ("beyond_32_bits", "invalid", "invalid reply: the reward is 1e+39, expected a finite number of 32 bits"),
         ("half", "invalid", "invalid reply: Expected `float`, got `str` - at `$.reward`"),
         ("giant", "invalid", "invalid reply: 17,825,900 bytes; at most 16,777,216 are allowed"),
     ],

@@ -168,6 +168,10 @@ def not_a_number(world):
     return End(float("nan"))
 
 
+def beyond_32_bits(world):
+    return End(1e39)
+
+
 def half(world):
     return Observation([{"role": "user", "content": "a"}], reward="much")
 
