@@ -43,8 +43,8 @@ HARNESS: Final = """## The lag harness
 `python bench/learning sweep` runs embedded engine and trainer in one process (`bench/learning/harness.py`). Step s
 trains groups that were sampled under version max(s - K, 0). Nothing depends on time, so a run is a function of its
 settings and seed, bit for bit; with K = 0 it is plain synchronous training (`tests/learning/test_harness.py`). A
-policy that samples no group with different rewards any more has collapsed, where a live run would fail; its score stands
-for all later versions.
+policy that samples no group with different rewards any more has collapsed, where a live run would fail; its score
+stands for all later versions.
 """
 
 CORRECTIONS_TEXT: Final = """### Corrections
@@ -175,7 +175,8 @@ def _verdict(rows: Rows) -> str:
     found = {k: paired(_areas(rows, "grpo", "icepop", k), _areas(rows, "grpo", "tis", k)) for k in STALENESS}
     if all(difference.pairs > 1 for difference in found.values()):
         said = ", ".join(f"{difference} (K = {k})" for k, difference in found.items())
-        lines.append(f"- icepop against tis, the default, which would change for one that is better at every K: {said}.")
+        rule = "the default, which would change for one that is better at every K"
+        lines.append(f"- icepop against tis, {rule}: {said}.")
     return "\n".join(lines) + "\n"
 
 
