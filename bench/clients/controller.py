@@ -105,7 +105,7 @@ class NoTokenizer(Tokenizer):
 
     def __init__(self) -> None: ...
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int], *, special_tokens: bool = False) -> str:
         return ""
 
 

@@ -28,8 +28,8 @@ are of a policy of 0.5 M parameters on sums, with rewards of 0 and 1: they show 
 how they rank for large models.
 
 The task is that of `launch/configs/learning-cpu.toml`: sums of 10 to 24 numbers, of which *sampled* answers are
-judged. Task and learning rate were chosen with seed 0, by the gap between K = 0 and K = 16 without a correction, so that
-corrections can be told apart: the figures show more harm than a milder learning rate would.
+judged. Task and learning rate were chosen with seed 0, by the gap between K = 0 and K = 16 without a correction, so
+that corrections can be told apart: the figures show more harm than a milder learning rate would.
 
 **Area** is the area under the held-out curve over steps by the trapezoid rule, divided by the number of steps: the
 mean held-out reward of a run. **Differences** are paired: runs with the same seed have the same prompts and the same

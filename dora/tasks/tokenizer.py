@@ -23,7 +23,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from dora.errors import ConfigError
 
-Message = Mapping[str, str]
+Message = Mapping[str, Any]
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
 
@@ -50,21 +50,26 @@ class Tokenizer:
         ids: list[int] = self._codec.encode(text, add_special_tokens=special_tokens).ids
         return ids
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text of `ids` without special tokens, as rewards receive it."""
-        text: str = self._codec.decode(list(ids), skip_special_tokens=True)
+    def decode(self, ids: Sequence[int], *, special_tokens: bool = False) -> str:
+        """Return the text of `ids`; rewards receive it without special tokens."""
+        text: str = self._codec.decode(list(ids), skip_special_tokens=not special_tokens)
         return text
 
-    def render_chat(self, messages: Sequence[Message]) -> str:
+    def token_id(self, token: str) -> int | None:
+        """Return the id of a token of the vocabulary."""
+        found: int | None = self._codec.token_to_id(token)
+        return found
+
+    def render_chat(self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = ()) -> str:
         """Render the conversation with the chat template, up to the start of the answer."""
         if self._template is None:
             raise ConfigError(f"task.chat_template: {self.folder} has no chat template; set it to false or add one")
         switch = {} if self.thinking is None else {"enable_thinking": self.thinking}
         try:
             return self._template.render(
-                messages=messages, add_generation_prompt=True, **self._special_tokens, **switch
+                messages=messages, tools=tools or None, add_generation_prompt=True, **self._special_tokens, **switch
             )
-        except jinja2.TemplateError as err:
+        except (jinja2.TemplateError, TypeError) as err:  # a template may add a text and something else
             raise ConfigError(f"chat template of {self.folder} rejected the messages: {err}") from err
 
 

@@ -1,0 +1,333 @@
+"""The tokens of one episode, and the rows that it becomes for the trainer.
+
+Invariants: the answer is only appended to; it has every sampled token (mask 1) and every token between turns (mask 0).
+What a request continues is the tokens of the current row, never text. A row that can no longer be continued stays as it
+is, and a fork begins another, with a prefix of an earlier one; so each sampled token has mask 1 in exactly one row.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import msgspec
+
+from dora.environments.api import Turn
+from dora.environments.renderer import Message, Renderer, RenderingFailed, Tool
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeRow:
+    """One sequence for the trainer; the three have the same length, and the last token is a sampled one."""
+
+    ids: array[int]
+    mask: bytearray  # 1 for the tokens that were sampled in this row
+    logprobs: array[float]  # behavior log-probs; 0 where the mask is 0
+
+
+@dataclass(frozen=True, slots=True)
+class Fork:
+    """Where a row begins: the first `keep` tokens of row `parent`, then the answer from token `start` on."""
+
+    start: int
+    parent: int
+    keep: int
+
+
+@dataclass(frozen=True, slots=True)
+class _TurnAt:
+    """The place of a sampled turn: tokens [start, end) of its row, after `num_messages` messages."""
+
+    start: int
+    end: int
+    num_messages: int
+
+
+@dataclass(slots=True)
+class _Branch:
+    """The conversation of one row."""
+
+    fork: Fork
+    messages: list[Message]
+    turns: list[_TurnAt] = field(default_factory=list)
+
+
+class Episode:
+    """The tokens of an episode in the order in which they came, with log-probs and loss mask.
+
+    A turn is sampled by `append` and `end_turn`; then `observe` or `rewrite` says what follows it.
+    """
+
+    __slots__ = (
+        "_branches",
+        "_num_calls",
+        "_renderer",
+        "_start",
+        "logprobs",
+        "mask",
+        "max_tokens",
+        "prompt",
+        "tokens",
+        "tools",
+        "truncated",
+    )
+
+    def __init__(
+        self,
+        renderer: Renderer,
+        messages: Sequence[Message],
+        *,
+        max_tokens: int,
+        tools: Sequence[Tool] = (),
+        prompt: Sequence[int] = (),
+    ) -> None:
+        """`messages`: the first prompt; `prompt`: its tokens, if a sibling has rendered it.
+
+        `max_tokens`: bound of the answer, observations included. RenderingFailed: `messages` cannot be rendered.
+        """
+        conversation = _with_names(_checked(messages))
+        self.prompt = array("i", prompt or renderer.render(conversation, tools=tools))
+        self.tokens = array("i")  #: the answer: sampled tokens and those between turns
+        self.mask = bytearray()  #: 1 for a sampled token
+        self.logprobs = array("f")  #: 0 where the mask is 0
+        self.max_tokens = max_tokens
+        self.tools = tuple(tools)
+        self.truncated = False  #: an observation was cut, because the answer reached its bound
+        self._renderer = renderer
+        self._num_calls = 0
+        self._branches = [_Branch(Fork(start=0, parent=0, keep=len(self.prompt)), conversation)]
+        self._start = len(self.prompt)  # of the turn to be sampled, in the current row
+
+    @property
+    def messages(self) -> Sequence[Message]:
+        """The conversation so far, sampled turns as parsed."""
+        return self._branches[-1].messages
+
+    @property
+    def forks(self) -> Sequence[Fork]:
+        """One for each row but the first."""
+        return [branch.fork for branch in self._branches[1:]]
+
+    def context(self) -> list[int]:
+        """Return the tokens that the next request continues."""
+        return self._row(len(self._branches) - 1).tolist()
+
+    def append(self, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
+        """Append sampled tokens of the current turn; they may come in several parts, from several servers."""
+        self.tokens.extend(tokens)
+        self.logprobs.extend(logprobs)
+        self.mask.extend(b"\x01" * len(tokens))
+
+    def end_turn(self, finish: Literal["stop", "length"]) -> Turn:
+        """Parse the turn that was sampled, and add it to the conversation."""
+        row, branch = self.context(), self._branches[-1]
+        turn = self._renderer.parse(
+            row[self._start :],
+            prompt=row[: self._start],
+            tools=self.tools,
+            finish=finish,
+            first_call=self._num_calls,
+        )
+        self._num_calls += len(turn.calls)
+        branch.turns.append(_TurnAt(self._start, len(row), len(branch.messages)))
+        branch.messages.append(assistant_message(turn))
+        return turn
+
+    def observe(self, messages: Sequence[Message]) -> int:
+        """Append what the environment answered to the turn; return the number of tokens of the answer.
+
+        The tokens are cut so that one more can be sampled; then the episode is `truncated`.
+        """
+        branch, row = self._branches[-1], self._row(len(self._branches) - 1)
+        new = _with_names(_checked(messages), after=branch.messages[-1:])
+        if branch.turns and branch.turns[-1].end == len(row):
+            start = branch.turns[-1].start
+            added = self._renderer.bridge(row[:start], row[start:], new, tools=self.tools)
+            if added is not None:
+                branch.messages.extend(new)
+                return self._add(added)
+        return self.rewrite([*branch.messages, *messages])
+
+    def rewrite(self, messages: Sequence[Message]) -> int:
+        """Continue with a whole conversation, which an environment or agent may have changed.
+
+        It continues after the tokens of the longest conversation of this episode that it extends. If it extends none,
+        or those tokens cannot be continued, it is rendered, and shares with an earlier row only the prefix that is
+        equal. RenderingFailed: the messages are not a conversation.
+        """
+        conversation = _with_names(_checked(messages))
+        row, keep, added = self._extended(conversation) or self._rendered(conversation)
+        if row < len(self._branches) - 1 or keep < self._row_length():
+            self._branches.append(_Branch(Fork(len(self.tokens), row, keep), conversation))
+        self._branches[-1].messages = conversation
+        return self._add(added)
+
+    def rows(self) -> list[EpisodeRow]:
+        """Return the rows that have sampled tokens of their own."""
+        return [row for number in range(len(self._branches)) if (row := self._trained(number)) is not None]
+
+    def _add(self, added: Sequence[int]) -> int:
+        room = max(0, self.max_tokens - len(self.tokens) - 1)
+        self.truncated = self.truncated or len(added) > room
+        added = added[:room]
+        self.tokens.extend(added)
+        self.logprobs.extend([0.0] * len(added))
+        self.mask.extend(bytes(len(added)))
+        self._start = self._row_length()
+        return len(self.tokens)
+
+    def _extended(self, messages: Sequence[Message]) -> tuple[int, int, list[int]] | None:
+        """Return (row, number of its tokens, tokens to append) for the longest conversation that `messages` extends."""
+        if not (found := list(self._matching(messages))):
+            return None
+        num_messages, row, turn = max(found, key=lambda match: match[:2])
+        if num_messages == turn.num_messages:  # the same turn once more
+            return row, turn.start, []
+        tokens, new = self._row(row), messages[num_messages:]
+        sampled = tokens[turn.start : turn.end]
+        added = self._renderer.bridge(tokens[: turn.start], sampled, new, tools=self.tools)
+        return None if added is None else (row, turn.end, added)
+
+    def _matching(self, messages: Sequence[Message]) -> Iterator[tuple[int, int, _TurnAt]]:
+        """Yield (number of equal messages, row, turn) for each turn that `messages` continue or would repeat."""
+        keys = [_key(message) for message in messages]
+        for row, branch in enumerate(self._branches):
+            same = _common_prefix([_key(message) for message in branch.messages], keys)
+            for turn in branch.turns:
+                if turn.num_messages < same < len(keys):
+                    yield turn.num_messages + 1, row, turn
+                elif turn.num_messages == same == len(keys):
+                    yield turn.num_messages, row, turn
+
+    def _rendered(self, messages: Sequence[Message]) -> tuple[int, int, list[int]]:
+        """Return (row, number of its tokens, tokens to append) for the row with the longest prefix of all tokens."""
+        ids = self._renderer.render(_without_orphans(messages), tools=self.tools)
+        shared = [_common_prefix(self._row(row), ids) for row in range(len(self._branches))]
+        row = max(range(len(shared)), key=lambda row: (shared[row], row))
+        return row, shared[row], ids[shared[row] :]
+
+    def _row_length(self) -> int:
+        fork = self._branches[-1].fork
+        return fork.keep + len(self.tokens) - fork.start
+
+    def _row(self, number: int) -> array[int]:
+        """Return the tokens of a row, prompt included."""
+        fork = self._branches[number].fork
+        before = self.prompt if number == 0 else self._row(fork.parent)
+        return before[: fork.keep] + self.tokens[fork.start : self._end(number)]
+
+    def _end(self, number: int) -> int:
+        """Return where a row ends in the answer."""
+        later = self._branches[number + 1 : number + 2]
+        return later[0].fork.start if later else len(self.tokens)
+
+    def _trained(self, number: int) -> EpisodeRow | None:
+        fork = self._branches[number].fork
+        length = self.mask.rfind(1, fork.start, self._end(number)) + 1 - fork.start
+        if length <= 0:
+            return None
+        own = slice(fork.start, fork.start + length)
+        return EpisodeRow(
+            ids=self._row(number)[: fork.keep + length],
+            mask=bytearray(fork.keep) + self.mask[own],
+            logprobs=array("f", bytes(4 * fork.keep)) + self.logprobs[own],
+        )
+
+
+def sampled_turns(mask: bytes | bytearray) -> list[tuple[int, int]]:
+    """Return [start, end) of each sampled turn in an answer, to repeat an episode from its recorded tokens."""
+    return [turn.span() for turn in re.finditer(b"\x01+", mask)]
+
+
+def assistant_message(turn: Turn) -> dict[str, Any]:
+    """Return a turn as a message; text that is no valid call stays in the content."""
+    calls = [
+        {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+        for call in turn.calls
+        if call.arguments is not None
+    ]
+    texts = [turn.content, *(call.text for call in turn.calls if call.arguments is None)]
+    message: dict[str, Any] = {"role": "assistant", "content": "\n".join(text for text in texts if text)}
+    if turn.reasoning:
+        message["reasoning_content"] = turn.reasoning
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+class _Function(msgspec.Struct):
+    name: str
+    arguments: dict[str, Any] | str
+
+
+class _Call(msgspec.Struct):
+    function: _Function
+    id: str = ""
+
+
+class _Shape(msgspec.Struct):
+    """What a message must have."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[dict[str, Any]] | None = None
+    tool_calls: list[_Call] | None = None
+
+
+def _checked(messages: Sequence[Message]) -> Sequence[Message]:
+    try:
+        shapes = msgspec.convert(messages, list[_Shape])
+    except msgspec.ValidationError as err:
+        raise RenderingFailed(f"the environment's messages are no conversation: {err}") from err
+    if not shapes or shapes[-1].role == "assistant":
+        raise RenderingFailed("the environment's messages must end with one that the policy can answer")
+    return messages
+
+
+def _with_names(messages: Sequence[Message], *, after: Sequence[Message] = ()) -> list[Message]:
+    """Give each result the name of its tool, which some families render; its call is in `after` or `messages`."""
+    names: dict[str, str] = {}
+    named: list[Message] = []
+    for message in (*after, *messages):
+        names |= {call["id"]: call["function"]["name"] for call in message.get("tool_calls") or () if "id" in call}
+        known = names.get(message.get("tool_call_id", ""), "")
+        named.append({**message, "name": known} if known and "name" not in message else message)
+    return named[len(after) :]
+
+
+def _without_orphans(messages: Sequence[Message]) -> list[Message]:
+    """Let the user say what answers no call of the conversation, such as one that was invalid: templates refuse it."""
+    calls: set[str] = set()
+    kept: list[Message] = []
+    for message in messages:
+        calls.update(call.get("id", "") for call in message.get("tool_calls") or ())
+        orphan = message["role"] == "tool" and message.get("tool_call_id", "") not in calls
+        kept.append({"role": "user", "content": message.get("content")} if orphan else message)
+    return kept
+
+
+def _key(message: Message) -> tuple[Any, ...]:
+    """Return what makes two messages equal: role, text, and names and arguments of calls."""
+    content = message.get("content") or ""
+    if not isinstance(content, str):
+        content = "".join(part.get("text", "") for part in content)
+    calls = [call["function"] for call in message.get("tool_calls") or ()]
+    return message.get("role"), content, *((call["name"], _arguments(call["arguments"])) for call in calls)
+
+
+def _arguments(arguments: object) -> str:
+    """Return a call's arguments in one form; some clients send them as text."""
+    try:
+        value = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except (ValueError, RecursionError):
+        value = arguments
+    return json.dumps(value, sort_keys=True, default=repr)
+
+
+def _common_prefix(left: Sequence[Any], right: Sequence[Any]) -> int:
+    """Return the number of equal items at the start of both."""
+    pairs = zip(left, right, strict=False)
+    return next((index for index, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))

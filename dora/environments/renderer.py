@@ -1,0 +1,279 @@
+"""Conversations as tokens: the first prompt, the parse of a sampled turn, and the tokens that continue after it.
+
+Invariant: sampled tokens are never made from text again. `bridge` returns only what must follow them, so that the next
+request's tokens extend the sampled ones exactly.
+
+The families are those of the package `renderers` (github.com/PrimeIntellect-ai/renderers), which imports neither torch
+nor transformers. It is imported when a renderer is opened, because it takes about a second (the OpenAI client).
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final, Literal, get_args
+
+import msgspec
+
+from dora.environments.api import ToolCall, Turn
+from dora.errors import ConfigError, DoraError
+from dora.tasks.tokenizer import Tokenizer
+
+#: A message as OpenAI's API has it: role, content, and reasoning_content and tool_calls, or tool_call_id and name.
+Message = Mapping[str, Any]
+#: A tool as OpenAI's API has it: {"type": "function", "function": {"name", "description", "parameters"}}.
+Tool = Mapping[str, Any]
+
+_FIELD: Final = "environment.renderer"
+#: Without a bridge: the chat template, whose end of a turn nobody knows.
+_TEMPLATE: Final = "default"
+#: What parsers written by others may raise over text that a policy sampled.
+_PARSER_ERRORS: Final = (AssertionError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+
+_PROBE_TOOLS: Final[tuple[Tool, ...]] = (
+    {
+        "type": "function",
+        "function": {
+            "name": "look_up",
+            "description": "Look a key up.",
+            "parameters": {"type": "object", "properties": {"key": {"type": "string"}}, "required": ["key"]},
+        },
+    },
+)
+_PROBE_START: Final[tuple[Message, ...]] = (
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "What is k?"},
+)
+_PROBE_CALL: Final = {"id": "functions.look_up:0", "type": "function"} | {
+    "function": {"name": "look_up", "arguments": {"key": "k"}}
+}
+_PROBE_RESULT: Final[Message] = {
+    "role": "tool", "tool_call_id": "functions.look_up:0", "name": "look_up", "content": "7",
+}  # fmt: skip
+_PROBE_TURNS: Final[tuple[Message, ...]] = (
+    *_PROBE_START,
+    {"role": "assistant", "content": "", "tool_calls": [_PROBE_CALL]},
+    _PROBE_RESULT,
+)
+
+
+class RenderingFailed(DoraError):
+    """An environment's messages cannot be rendered; its episode cannot go on."""
+
+
+class Renderer:
+    """The renderer of one model: `family` is its name, `stop_ids` are the tokens that end a turn."""
+
+    def __init__(self, renderer: Any, tokenizer: Tokenizer, *, family: str) -> None:
+        """`renderer`: follows the protocol `renderers.Renderer`."""
+        self.family = family
+        self._renderer = renderer
+        self._tokenizer = tokenizer
+        self._own_stops = frozenset(renderer.get_stop_token_ids())
+        self.stop_ids = tuple(sorted(self._own_stops | set(tokenizer.eos_ids)))
+
+    def render(self, messages: Sequence[Message], *, tools: Sequence[Tool] = ()) -> list[int]:
+        """Return the tokens of a whole conversation, up to the start of the next turn."""
+        try:
+            ids = self._renderer.render_ids([*messages], tools=[*tools] or None, add_generation_prompt=True)
+        except _PARSER_ERRORS as err:
+            raise RenderingFailed(f"renderer {self.family} rejected the messages: {_reason(err)}") from err
+        return list(ids)
+
+    def bridge(
+        self, prompt: Sequence[int], sampled: Sequence[int], messages: Sequence[Message], *, tools: Sequence[Tool] = ()
+    ) -> list[int] | None:
+        """Return the tokens to append to `prompt` and `sampled`, up to the start of the next turn.
+
+        `prompt` is everything before the sampled turn, `messages` what follows it. None: the family cannot continue
+        these tokens exactly, as when the turn ended within its reasoning, or `messages` has another turn.
+        """
+        before = [*prompt, *sampled]
+        try:
+            bridged = self._renderer.bridge_to_next_turn([*prompt], [*sampled], [*messages], tools=[*tools] or None)
+        except _PARSER_ERRORS as err:
+            raise RenderingFailed(f"renderer {self.family} rejected the messages: {_reason(err)}") from err
+        if bridged is None or len(bridged.token_ids) <= len(before) or bridged.token_ids[: len(before)] != before:
+            return None
+        return list(bridged.token_ids[len(before) :])
+
+    def parse(
+        self,
+        sampled: Sequence[int],
+        *,
+        prompt: Sequence[int],
+        tools: Sequence[Tool] = (),
+        finish: Literal["stop", "length"] = "stop",
+        first_call: int = 0,
+    ) -> Turn:
+        """Parse a sampled turn, whatever it is; text that looks like a call but is none gets `arguments` None.
+
+        `prompt` is what the turn was sampled after, since it may have opened the reasoning. `first_call` numbers the
+        calls of an episode, unless the family writes ids of its own.
+        """
+        ids = [*sampled]
+        if ids and ids[-1] in self.stop_ids and ids[-1] not in self._own_stops:
+            ids.pop()
+        try:
+            parsed = self._renderer.parse_response(ids, tools=[*tools] or None, prompt_ids=[*prompt])
+        except _PARSER_ERRORS:
+            text = self._tokenizer.decode(ids)
+            return Turn(text, "", (ToolCall(f"call_{first_call}", "", None, text),), finish)
+        calls = tuple(_call(call, number) for number, call in enumerate(parsed.tool_calls, first_call))
+        return Turn(parsed.content, parsed.reasoning_content or "", calls, finish)
+
+
+def open_renderer(tokenizer: Tokenizer, *, settings: Mapping[str, Any] | None = None) -> Renderer:
+    """Return the renderer of a model folder, chosen by its chat template or by `settings`.
+
+    `settings` has the terms of the package renderers: `name` is a family, "auto" (the family that renders what the chat
+    template renders) or "custom" with `import_path`; the rest are the options of the family. Nothing is downloaded. A
+    family that cannot continue a conversation after its sampled tokens is refused by a ConfigError.
+    """
+    options = dict(settings or {})
+    family = options.pop("name", "auto")
+    if family == "auto":
+        return _recognize(tokenizer, options)
+    if family == _TEMPLATE:
+        raise ConfigError(_refusal("the chat template", tokenizer))
+    found = _open(family, tokenizer, options)
+    if not _bridges(found):
+        raise ConfigError(_refusal(f"renderer {found.family}", tokenizer))
+    return found
+
+
+def families() -> list[str]:
+    """Return the names of all families; `gpt-oss` needs its vocabulary file (TIKTOKEN_ENCODINGS_BASE)."""
+    from renderers import RendererConfig
+
+    variants = get_args(get_args(RendererConfig)[0])
+    return sorted({variant.model_fields["name"].default for variant in variants} - {"auto", "custom", _TEMPLATE})
+
+
+def _recognize(tokenizer: Tokenizer, options: Mapping[str, Any]) -> Renderer:
+    """Return the first family that bridges and renders two conversations as the chat template does.
+
+    `model.thinking` is left out of the comparison: without thinking, families keep marks that a template drops.
+    """
+    plain = replace(tokenizer, thinking=None)
+    wanted = list(_from_template(plain))
+    for family, switch in itertools.product(families(), ({}, {"enable_thinking": False})):
+        try:
+            found = _open(family, plain, {**switch, **options})
+            if wanted == [found.render(messages, tools=tools) for messages, tools in _probes()] and _bridges(found):
+                return _open(family, tokenizer, {**switch, **options})
+        except (ConfigError, RenderingFailed):
+            continue
+    raise ConfigError(_refusal("the chat template", tokenizer))
+
+
+def _probes() -> Iterator[tuple[tuple[Message, ...], tuple[Tool, ...]]]:
+    yield _PROBE_START, ()
+    yield _PROBE_TURNS, _PROBE_TOOLS
+
+
+def _from_template(tokenizer: Tokenizer) -> Iterator[list[int]]:
+    for messages, tools in _probes():
+        try:
+            text = tokenizer.render_chat(messages, tools=tools)
+        except ConfigError as err:
+            raise ConfigError(_refusal("the chat template", tokenizer)) from err
+        yield tokenizer.encode(text, special_tokens=False)
+
+
+def _bridges(renderer: Renderer) -> bool:
+    """Return whether a result can follow a call as the family writes it, or at least a text that was cut off."""
+    prompt = renderer.render(_PROBE_START, tools=_PROBE_TOOLS)
+    whole = renderer._renderer.render_ids([*_PROBE_TURNS[:-1]], tools=[*_PROBE_TOOLS])
+    same = next((index for index, (a, b) in enumerate(zip(prompt, whole, strict=False)) if a != b), len(prompt))
+    stop = next((index for index, token in enumerate(whole) if index > same and token in renderer.stop_ids), len(whole))
+    turns = (whole[same : stop + 1], renderer._tokenizer.encode("k", special_tokens=False))
+    return any(renderer.bridge(prompt, turn, [_PROBE_RESULT], tools=_PROBE_TOOLS) is not None for turn in turns)
+
+
+def _open(family: str, tokenizer: Tokenizer, options: Mapping[str, Any]) -> Renderer:
+    from renderers import config_from_name, create_renderer
+    from renderers.configs import CustomRendererConfig
+
+    if family == "gpt-oss" and "TIKTOKEN_ENCODINGS_BASE" not in os.environ:
+        raise ConfigError(
+            f"{_FIELD}: gpt-oss would download its vocabulary; put o200k_base.tiktoken into a folder and set the "
+            "environment variable TIKTOKEN_ENCODINGS_BASE to it"
+        )
+    try:
+        schema = CustomRendererConfig if family == "custom" else type(config_from_name(family))
+    except ValueError as err:
+        raise ConfigError(f"{_FIELD}.name: no family '{family}'; choose one of {', '.join(families())}") from err
+    try:
+        config = _config(schema, {"name": family, **options}, tokenizer)
+        found = create_renderer(_ForRenderers(tokenizer), config)
+        return Renderer(found, tokenizer, family=options.get("import_path", family))
+    except Exception as err:  # custom renderers may raise anything
+        raise ConfigError(
+            f"{_FIELD}: '{family}' does not fit the tokenizer of {tokenizer.folder} or its settings ({_reason(err)})"
+        ) from err
+
+
+def _config(schema: Any, options: dict[str, Any], tokenizer: Tokenizer) -> Any:
+    """Return the family's settings. Reasoning is kept unless the options say otherwise: dropping it forks."""
+    if tokenizer.thinking is not None and "enable_thinking" in schema.template_field_names():
+        options = {**options, "enable_thinking": tokenizer.thinking}
+    try:
+        return schema.model_validate({"thinking_retention": "all", **options})
+    except ValueError:
+        return schema.model_validate(options)  # an option of the user's drops it
+
+
+def _call(parsed: Any, number: int) -> ToolCall:
+    """Return a call; its arguments are None unless it has a name and arguments that JSON can hold."""
+    name, arguments = parsed.name, parsed.arguments
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError):
+            arguments = None
+    named = isinstance(name, str) and name != "" and _is_json(name)
+    valid = named and parsed.status in ("ok", "unknown_tool") and isinstance(arguments, dict) and _is_json(arguments)
+    return ToolCall(parsed.id or f"call_{number}", name if named else "", arguments if valid else None, parsed.raw)
+
+
+def _is_json(value: object) -> bool:
+    """Python's decoder also takes NaN and lone surrogates, which JSON has not."""
+    try:
+        return bool(msgspec.json.decode(msgspec.json.encode(value)) == value)
+    except (msgspec.MsgspecError, RecursionError, UnicodeError):
+        return False
+
+
+def _refusal(what: str, tokenizer: Tokenizer) -> str:
+    return (
+        f"{_FIELD}: {what} of {tokenizer.folder} cannot continue a conversation after its sampled tokens, as several "
+        f"turns must; name the model's family if it has one ({', '.join(families())}), or a renderer of your own: "
+        '{ name = "custom", import_path = "file.py:Class" }'
+    )
+
+
+def _reason(err: Exception) -> str:
+    return f"{type(err).__name__}: {err}"
+
+
+class _ForRenderers:
+    """A tokenizer with the methods that the package renderers calls."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.name_or_path = str(tokenizer.folder)
+        self.unk_token_id = None  # `convert_tokens_to_ids` returns None for an unknown token
+        self.eos_token_id = next(iter(tokenizer.eos_ids), None)
+
+    def encode(self, text: str, **_: object) -> list[int]:
+        return self._tokenizer.encode(text, special_tokens=False)
+
+    def decode(self, ids: int | Sequence[int], **_: object) -> str:
+        return self._tokenizer.decode([ids] if isinstance(ids, int) else ids, special_tokens=True)
+
+    def convert_tokens_to_ids(self, token: str) -> int | None:
+        return self._tokenizer.token_id(token)

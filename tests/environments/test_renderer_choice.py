@@ -1,0 +1,302 @@
+"""Which renderer a model folder gets, and what is refused before anything starts."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from renderers import qwen3 as package
+
+from dora.environments.renderer import RenderingFailed, open_renderer
+from dora.errors import ConfigError
+from dora.tasks.tokenizer import load_tokenizer
+from tests.environments.recorded_engine import TOOLS
+from tests.environments.tokenizers_of_families import family_tokenizer, make_folder, special_tokens
+
+QUESTION = [{"role": "user", "content": "q"}]
+
+#: What Qwen3's template writes, as far as our probes see it.
+CHAT_TEMPLATE = """
+{%- if tools %}<|im_start|>system
+{{ messages[0].content }}
+
+HEADER{% for tool in tools %}{{ "\\n" }}{{ tool | tojson }}{% endfor %}{{ FOOTER }}<|im_end|>
+{% endif %}
+{%- for message in messages %}
+{%- if message.role == 'tool' %}<|im_start|>user
+<tool_response>
+{{ message.content }}
+</tool_response><|im_end|>
+{% elif message.role != 'system' or not tools %}<|im_start|>{{ message.role }}
+{% if message.tool_calls %}
+{%- for call in message.tool_calls %}<tool_call>
+{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>{% endfor %}
+{%- else %}{{ message.content }}{% endif %}<|im_end|>
+{% endif %}
+{%- endfor %}<|im_start|>assistant
+{% if enable_thinking is defined and not enable_thinking %}<think>
+
+</think>
+
+{% endif %}"""
+TEMPLATE = CHAT_TEMPLATE.replace("HEADER", package._TOOLS_HEADER).replace("FOOTER", json.dumps(package._TOOLS_FOOTER))
+
+
+def _folder(path, template: str):
+    special, eos = special_tokens("qwen3")
+    return make_folder(path, special, eos=eos, chat_template=template)
+
+
+def test_the_family_is_recognized_by_what_the_chat_template_renders(tmp_path):
+    tokenizer = load_tokenizer(_folder(tmp_path, TEMPLATE))
+    assert open_renderer(tokenizer).family == "qwen3"
+    assert open_renderer(tokenizer, settings={"name": "auto"}).family == "qwen3"
+
+
+@pytest.mark.parametrize(
+    "change", [("<tool_response>", "<response>"), ("<|im_start|>assistant", "<|im_start|>model"), ('"name"', '"tool"')]
+)
+def test_a_template_that_no_family_renders_is_refused_by_name(tmp_path, change):
+    tokenizer = load_tokenizer(_folder(tmp_path, TEMPLATE.replace(*change)))
+    with pytest.raises(ConfigError) as refused:
+        open_renderer(tokenizer)
+    line = str(refused.value)
+    assert line.startswith(f"environment.renderer: the chat template of {tmp_path} cannot continue a conversation")
+    assert "glm-4.5" in line
+    assert 'import_path = "file.py:Class"' in line
+    assert "\n" not in line
+    assert open_renderer(tokenizer, settings={"name": "qwen3"}).family == "qwen3"  # the user knows
+
+
+def test_the_package_s_default_renderer_is_refused(qwen3):
+    with pytest.raises(ConfigError, match=r"the chat template of .* cannot continue a conversation"):
+        open_renderer(qwen3, settings={"name": "default"})
+
+
+def test_a_folder_without_a_template_needs_a_name(qwen3):
+    with pytest.raises(ConfigError, match=r"environment\.renderer: the chat template of .* cannot continue"):
+        open_renderer(qwen3)
+
+
+def test_an_unknown_family_is_refused_with_the_known_ones(qwen3):
+    with pytest.raises(ConfigError, match=r"environment\.renderer\.name: no family 'qwen9'; choose one of .*qwen3\.5"):
+        open_renderer(qwen3, settings={"name": "qwen9"})
+
+
+def test_a_family_whose_tokens_are_missing_is_refused(qwen3):
+    with pytest.raises(ConfigError, match=r"environment\.renderer: 'glm-4\.5' does not fit .*\[gMASK\].* not found"):
+        open_renderer(qwen3, settings={"name": "glm-4.5"})
+
+
+def test_a_setting_that_the_family_lacks_is_refused(qwen3):
+    with pytest.raises(ConfigError, match=r"does not fit .* or its settings .*clear_thinking"):
+        open_renderer(qwen3, settings={"name": "qwen3", "clear_thinking": True})
+
+
+def test_a_family_that_would_download_its_vocabulary_is_refused(qwen3, monkeypatch):
+    monkeypatch.delenv("TIKTOKEN_ENCODINGS_BASE", raising=False)
+    with pytest.raises(ConfigError, match="gpt-oss would download its vocabulary; put"):
+        open_renderer(qwen3, settings={"name": "gpt-oss"})
+
+
+def test_the_thinking_switch_of_the_model_reaches_the_renderer(tmp_path):
+    folder = _folder(tmp_path, TEMPLATE)
+    for thinking, end in ((None, "assistant\n"), (True, "assistant\n"), (False, "<think>\n\n</think>\n\n")):
+        tokenizer = load_tokenizer(folder, thinking=thinking)
+        renderer = open_renderer(tokenizer)
+        rendered = tokenizer.decode(renderer.render(QUESTION), special_tokens=True)
+        assert rendered.endswith(end)
+        assert rendered == tokenizer.render_chat(QUESTION)
+
+
+OWN = """
+from renderers import BaseRendererConfig, RenderedTokens, ParsedResponse
+
+class OwnConfig(BaseRendererConfig):
+    name: str = "own"
+    greeting: str = ""
+    _internal_fields = frozenset({"greeting"})
+
+class Own:
+    config_class = OwnConfig
+
+    def __init__(self, tokenizer, config):
+        self.tokenizer, self.config = tokenizer, config
+        self.end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+
+    def get_stop_token_ids(self):
+        return [self.end]
+
+    def render_ids(self, messages, *, tools=None, add_generation_prompt=False):
+        ids = self.tokenizer.encode(self.config.greeting)
+        for message in messages:
+            ids += [*self.tokenizer.encode(message["role"] + message["content"]), self.end]
+        return ids
+
+    def parse_response(self, ids, *, tools=None, prompt_ids=None):
+        return ParsedResponse(content=self.tokenizer.decode(ids))
+
+    def bridge_to_next_turn(self, prompt, sampled, messages, *, tools=None):
+        BRIDGE
+"""
+
+
+def test_a_renderer_of_one_s_own(qwen3, module):
+    path = module(OWN.replace("BRIDGE", "return RenderedTokens(prompt + sampled + self.render_ids(messages))"))
+    renderer = open_renderer(qwen3, settings={"name": "custom", "import_path": f"{path}:Own", "greeting": "ho"})
+    assert renderer.family == f"{path}:Own"
+    assert qwen3.decode(renderer.render(QUESTION), special_tokens=True) == "houserq<|im_end|>"
+    bridged = renderer.bridge([1, 2], [3, 4], QUESTION)
+    assert qwen3.decode(bridged, special_tokens=True) == "houserq<|im_end|>"
+
+
+@pytest.mark.parametrize(
+    "bridge",
+    [
+        "return None",
+        "return RenderedTokens(self.render_ids(messages))",
+        "return RenderedTokens(prompt + sampled[:-1] + self.render_ids(messages))",
+    ],
+    ids=["none", "rendered again", "not exact"],
+)
+def test_one_s_own_renderer_without_an_exact_bridge_is_refused(qwen3, module, bridge):
+    path = module(OWN.replace("BRIDGE", bridge))
+    with pytest.raises(ConfigError, match=r"own_renderer\.py:Own of .* cannot continue a conversation"):
+        open_renderer(qwen3, settings={"name": "custom", "import_path": f"{path}:Own"})
+
+
+def test_one_s_own_renderer_that_raises_or_is_not_there_is_refused(qwen3, module):
+    path = module(OWN.replace("self.end = ", "raise KeyError('no end') #"))
+    for spec, reason in (
+        (f"{path}:Own", "no end"),
+        (f"{path}:Other", "no attribute 'Other'"),
+        ("none.py:Own", "exist"),
+    ):
+        with pytest.raises(ConfigError, match=f"environment.renderer: 'custom' does not fit .*{reason}"):
+            open_renderer(qwen3, settings={"name": "custom", "import_path": spec})
+
+
+def test_messages_that_cannot_be_rendered_are_an_error_of_the_environment(qwen3):
+    renderer = open_renderer(qwen3, settings={"name": "qwen3"})
+    for messages in ([], [{"content": "no role"}], [{"role": "user", "content": "\ud800"}], [{"role": "?"}, 7]):
+        with pytest.raises(RenderingFailed, match="renderer qwen3 rejected the messages"):
+            renderer.render(messages)
+
+
+def _parsed(qwen3, text: str):
+    renderer = open_renderer(qwen3, settings={"name": "qwen3"})
+    sampled = qwen3.encode(text + "<|im_end|>", special_tokens=False)
+    return renderer.parse(sampled, prompt=renderer.render(QUESTION, tools=TOOLS), tools=TOOLS, first_call=4)
+
+
+def test_a_call_is_parsed(qwen3):
+    turn = _parsed(
+        qwen3, 'so\n<tool_call>\n{"name": "look_up", "arguments": {"key": "süß", "n": [1, null]}}\n</tool_call>'
+    )
+    assert (turn.content, turn.reasoning, turn.finish) == ("so", "", "stop")
+    (call,) = turn.calls
+    assert (call.id, call.name, call.arguments) == ("call_4", "look_up", {"key": "süß", "n": [1, None]})
+
+
+def test_arguments_may_be_json_as_text(qwen3):
+    turn = _parsed(qwen3, '<tool_call>{"name": "look_up", "arguments": "{\\"key\\": 1}"}</tool_call>')
+    assert turn.calls[0].arguments == {"key": 1}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        '{"name": "look_up", "arguments": {"key": "k}',
+        '{"name": "look_up", "arguments": [1]}',
+        '{"name": "look_up", "arguments": "not json"}',
+        '{"name": "look_up", "arguments": {"key": "\\ud800"}}',
+        '{"name": "look_up", "arguments": {"n": ' + "9" * 5_000 + "}}",
+        '{"name": "look_up", "arguments": {"n": ' + "[" * 3_000 + "]" * 3_000 + "}}",
+        '{"name": "look_up", "arguments": ' + json.dumps("[" * 100_000) + "}",
+        '{"name": "look_up", "arguments": {"n": NaN}}',
+        '{"name": "look_up", "arguments": {"n": [-Infinity]}}',
+        '{"name": 7, "arguments": {}}',
+        '{"name": ["look_up"], "arguments": {}}',
+        '{"name": "\\udc00", "arguments": {}}',
+        '{"arguments": {"key": "k"}}',
+        '["look_up"]',
+        "null",
+    ],
+    ids=range(16),
+)
+def test_text_that_is_no_valid_call_stays_visible_and_never_raises(qwen3, text):
+    (call,) = _parsed(qwen3, f"<tool_call>{text}</tool_call>").calls
+    assert call.arguments is None
+    assert text[:20] in call.text
+
+
+def test_a_number_that_is_none_is_no_valid_call_where_arguments_are_plain_text(tmp_path):
+    tokenizer = family_tokenizer(tmp_path, "qwen3.5")
+    renderer = open_renderer(tokenizer, settings={"name": "qwen3.5"})
+    call = "<tool_call><function=look_up><parameter=count>%s</parameter></function></tool_call>"
+    for count, arguments in (("7", {"count": 7}), ("seven", None)):
+        sampled = tokenizer.encode("</think>" + call % count, special_tokens=False)
+        turn = renderer.parse(sampled, prompt=renderer.render(QUESTION, tools=TOOLS), tools=TOOLS)
+        assert [call.arguments for call in turn.calls] == [arguments]
+
+
+def test_a_call_without_an_end_is_no_call(qwen3):
+    (call,) = _parsed(qwen3, '<tool_call>{"name": "look_up", "arguments": {}}').calls
+    assert call.arguments is None
+
+
+def test_several_calls_keep_their_order_and_what_is_wrong_with_one_of_them(qwen3):
+    good = '<tool_call>{"name": "look_up", "arguments": {"key": "%s"}}</tool_call>'
+    turn = _parsed(qwen3, (good % "a") + "<tool_call>{</tool_call>" + (good % "b"))
+    assert [(call.id, call.arguments) for call in turn.calls] == [
+        ("call_4", {"key": "a"}), ("call_5", None), ("call_6", {"key": "b"}),
+    ]  # fmt: skip
+
+
+def test_a_call_within_the_reasoning_is_not_made(qwen3):
+    turn = _parsed(qwen3, '<think>\n<tool_call>{"name": "look_up", "arguments": {}}</tool_call>\n</think>\n\nno')
+    assert (turn.calls, turn.content) == ((), "no")
+    assert "look_up" in turn.reasoning
+
+
+def test_reasoning_that_the_prompt_opened_is_reasoning(tmp_path):
+    tokenizer = family_tokenizer(tmp_path, "qwen3.5")
+    renderer = open_renderer(tokenizer, settings={"name": "qwen3.5"})
+    prompt = renderer.render(QUESTION)
+    assert tokenizer.decode(prompt, special_tokens=True).endswith("<think>\n")
+    turn = renderer.parse(tokenizer.encode("hard\n</think>\n\n7", special_tokens=False), prompt=prompt)
+    assert (turn.reasoning, turn.content) == ("hard", "7")
+
+
+def test_an_end_token_of_the_model_that_the_family_does_not_know_is_no_text(tmp_path):
+    special, eos = special_tokens("qwen3")
+    folder = make_folder(tmp_path, [*special, "<stop>"], eos=eos)
+    stop = load_tokenizer(folder).token_id("<stop>")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [stop]}))
+    tokenizer = load_tokenizer(folder)
+    renderer = open_renderer(tokenizer, settings={"name": "qwen3"})
+    assert stop in renderer.stop_ids
+    sampled = [*tokenizer.encode("so", special_tokens=False), stop]
+    assert renderer.parse(sampled, prompt=renderer.render(QUESTION)).content == "so"
+    added = renderer.bridge(renderer.render(QUESTION), sampled, QUESTION)
+    assert tokenizer.decode(added, special_tokens=True).startswith("<|im_end|>\n<|im_start|>user\nq")
+
+
+def test_opening_a_renderer_takes_no_torch_and_no_network_and_importing_ours_takes_nothing(qwen3):
+    code = (
+        "import sys; seen = []\n"
+        "sys.addaudithook(lambda name, args: seen.append(name) if name.startswith('socket.') else None)\n"
+        "import dora.environments.episode\n"
+        "from dora.environments.renderer import open_renderer\n"
+        "from dora.tasks.tokenizer import load_tokenizer\n"
+        "from pathlib import Path\n"
+        "print([name for name in ('renderers', 'openai', 'torch') if name in sys.modules])\n"
+        f"open_renderer(load_tokenizer(Path({str(qwen3.folder)!r})), settings={{'name': 'qwen3'}})\n"
+        "print([name for name in ('renderers', 'torch', 'transformers') if name in sys.modules], seen)\n"
+    )
+    lines = subprocess.check_output([sys.executable, "-c", code], text=True).splitlines()
+    assert lines == ["[]", "['renderers'] []"]
