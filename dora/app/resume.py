@@ -218,6 +218,7 @@ def restore(folder: RunFolder, state: State, *, trajectories: Trajectories, inpu
         if answer is not None and len(answer.tokens):
             record.tokens = array("i", answer.tokens.tobytes())
             record.logprobs = array("f", answer.logprobs.tobytes())
+            record.observed = answer.observed
             record.length_capped = record.tokens[-1] not in inputs.tokenizer.eos_ids
     return {id: len(trajectories.records[id].tokens) for id in state.trajectories}
 

@@ -49,7 +49,7 @@ def _build(
         end = start + length
         tokens[start:sampled] = record.prompt.tokens
         tokens[sampled:end] = record.tokens
-        loss_mask[sampled:end] = 1  # including the stop token
+        loss_mask[sampled:end] = record.loss_mask()  # 1 for stop tokens, too
         behavior_logprobs[sampled:end] = record.logprobs
         start = end
     rewards = [[math.nan if r is None else r for r in g.rewards] for g in owners]

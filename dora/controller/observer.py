@@ -231,6 +231,7 @@ class RunObserver:
                 prompt_tokens=record.prompt.tokens,
                 tokens=tuple(record.tokens),
                 logprobs=tuple(record.logprobs),
+                observed=tuple(record.observed),
             )
             self._rows.append((self._kept, self._folder.trajectories, encode_kept(kept)))
 

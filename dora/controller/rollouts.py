@@ -128,12 +128,12 @@ def _pending(pieces: Mapping[TrajectoryId, Piece], *, updates: int, shared_promp
     groups: dict[GroupId, list[tuple[TrajectoryId, int, int]]] = {}
     for t, (batch, i, start) in sorted(pieces.items()):
         length = int(batch.lengths[i])
-        sampled = int(batch.loss_mask[start : start + length].sum())
-        groups.setdefault(GroupId(int(batch.groups[i])), []).append((t, sampled, length - sampled))
+        prompt = length - np.trim_zeros(batch.loss_mask[start : start + length], "f").size
+        groups.setdefault(GroupId(int(batch.groups[i])), []).append((t, length - prompt, prompt))
     size = -(-len(groups) // updates)
     pending = [Pending() for _ in range(-(-len(groups) // size))]
     for number, (group, members) in enumerate(groups.items()):
-        lengths, prompt = [(t, sampled) for t, sampled, _ in members], members[0][2]
+        lengths, prompt = [(t, length) for t, length, _ in members], members[0][2]
         for answer in answers_of(group, lengths, prompt=prompt, shared_prompts=shared_prompts):
             pending[number // size].add(answer)
     return pending

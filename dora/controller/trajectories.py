@@ -20,22 +20,42 @@ class TokenLog(Protocol):
     def prompt(self, group: int, tokens: Sequence[int], *, digest: bytes, group_size: int) -> None: ...
 
     def append(
-        self, trajectory: int, attempt: int, tokens: Sequence[int], logprobs: Sequence[float], *, start: int
+        self,
+        trajectory: int,
+        attempt: int,
+        tokens: Sequence[int],
+        logprobs: Sequence[float],
+        *,
+        start: int,
+        loss_mask: Sequence[int] | None = None,
     ) -> None: ...
 
 
 class TrajectoryRecord:
     """The data of one trajectory."""
 
-    __slots__ = ("attempt", "length_capped", "logprobs", "prompt", "reward", "tokens")
+    __slots__ = ("attempt", "length_capped", "logprobs", "observed", "prompt", "reward", "tokens")
 
     def __init__(self, prompt: Prompt) -> None:
         self.prompt = prompt
-        self.tokens = array("i")  #: sampled so far
-        self.logprobs = array("f")  #: behavior log-probs, one per token
+        self.tokens = array("i")  #: of the answer so far: sampled, and of observations
+        self.logprobs = array("f")  #: behavior log-probs, one per token; 0 for those of observations
+        self.observed: list[tuple[int, int]] = []  #: start and end of each observation
         self.attempt = -1  #: the attempt that may append
         self.reward: float | None = None
         self.length_capped = False
+
+    @property
+    def turn_start(self) -> int:
+        """Position of the first token of the current turn."""
+        return self.observed[-1][1] if self.observed else 0
+
+    def loss_mask(self) -> array[int]:
+        """Return 1 for each sampled token and 0 for each of an observation."""
+        mask = array("B", b"\x01") * len(self.tokens)
+        for start, end in self.observed:
+            mask[start:end] = array("B", bytes(end - start))
+        return mask
 
 
 class Trajectories:
@@ -77,6 +97,16 @@ class Trajectories:
         record.logprobs.extend(logprobs)
         self.num_tokens += len(tokens)
         self._log.append(trajectory, attempt, tokens, logprobs, start=start)
+
+    def observe(self, trajectory: TrajectoryId, attempt: int, tokens: Sequence[int]) -> None:
+        """Append the tokens of an observation, which the policy did not sample; `attempt`: of the call."""
+        record = self.records[trajectory]
+        start, end = len(record.tokens), len(record.tokens) + len(tokens)
+        zeros = bytes(len(tokens))
+        record.tokens.extend(tokens)
+        record.logprobs.extend(zeros)
+        record.observed.append((start, end))
+        self._log.append(trajectory, attempt, tokens, record.logprobs[start:end], start=start, loss_mask=zeros)
 
     def fence(self, trajectories: Iterable[TrajectoryId]) -> dict[TrajectoryId, int]:
         """End the current attempts; return the number of tokens of each trajectory."""

@@ -46,6 +46,15 @@ class KeptTrajectory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prompt_tokens: tuple[int, ...]
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]  #: behavior log-probs, one per token
+    observed: tuple[tuple[int, int], ...] = ()  #: start and end of each observation, whose tokens were not sampled
+
+    @property
+    def is_sampled(self) -> npt.NDArray[np.bool_]:
+        """Whether each token was sampled."""
+        sampled = np.ones(len(self.tokens), np.bool_)
+        for start, end in self.observed:
+            sampled[start:end] = False
+        return sampled
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +63,7 @@ class VersionCheck:
 
     version: VersionId
     num_trajectories: int
-    num_tokens: int
+    num_tokens: int  #: sampled
     difference: float  #: median |Δ log-prob| under the version
     difference_next: float  #: under the next one
     k3: float  #: median of exp(Δ) - 1 - Δ under the version
@@ -121,6 +130,7 @@ def altered_rows(
             and kept.prompt_tokens == tuple(prompt.tokens)
             and kept.tokens == tuple(answer.tokens)
             and np.array_equal(np.asarray(kept.logprobs, np.float32), answer.logprobs)
+            and np.array_equal(kept.is_sampled, answer.loss_mask)
         )
         if not is_same:
             yield f"{path}, line {number}: trajectory {kept.trajectory} is not what journal and token store have"
@@ -167,14 +177,16 @@ def _check(
 ) -> VersionCheck:
     sequences = [[*t.prompt_tokens, *t.tokens] for t in trajectories]
     prompt_lengths = [len(t.prompt_tokens) for t in trajectories]
+    is_sampled = np.concatenate([t.is_sampled for t in trajectories])
     recorded = np.concatenate([np.asarray(t.logprobs, np.float64) for t in trajectories])
     delta, delta_next = (
-        np.concatenate(score(model, sequences, prompt_lengths)).astype(np.float64) - recorded for model in folders
+        (np.concatenate(score(model, sequences, prompt_lengths)).astype(np.float64) - recorded)[is_sampled]
+        for model in folders
     )
     return VersionCheck(
         version=version,
         num_trajectories=len(trajectories),
-        num_tokens=len(recorded),
+        num_tokens=int(is_sampled.sum()),
         difference=float(np.median(np.abs(delta))),
         difference_next=float(np.median(np.abs(delta_next))),
         k3=float(np.median(np.expm1(delta) - delta)),

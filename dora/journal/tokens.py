@@ -95,6 +95,12 @@ class StoredAnswer:
     logprobs: npt.NDArray[np.float32]
     loss_mask: npt.NDArray[np.uint8]
 
+    @property
+    def observed(self) -> list[tuple[int, int]]:
+        """Start and end of each run of tokens that the policy did not sample."""
+        edges = np.flatnonzero(np.diff(self.loss_mask, prepend=1, append=1))
+        return [(int(start), int(end)) for start, end in edges.reshape(-1, 2)]
+
 
 @dataclass(frozen=True, slots=True)
 class StoredPrompt:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache, partial
@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from dora.errors import ConfigError
 from dora.tasks.sources import Row, Source, derive_seed, open_source
-from dora.tasks.tokenizer import Tokenizer
+from dora.tasks.tokenizer import Message, Tokenizer
 
 if TYPE_CHECKING:
     from dora.config.schema import EvalSetConfig, SourceConfig, TaskConfig
@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 #: Rows of a finite source that are rendered and measured when it is opened (a few seconds at most). Later rows are
 #: measured when drawn, with the same error; the syntax of all JSONL lines is checked at the start.
 CHECKED_ROWS = 10_000
+
+#: Messages -> tokens, for episodes, whose renderer replaces the chat template.
+Encode = Callable[[Sequence[Message]], Sequence[int]]
 
 #: At most half of this many first rows of a source, or first prompts of the stream, may be over the limit.
 JUDGED_ROWS = 1_000
@@ -59,8 +62,17 @@ class Prompt:
 class PromptStream:
     """Prompts by position; `None` from the first position at which a source has no row left."""
 
-    def __init__(self, sources: Sequence[Source], *, task: TaskConfig, tokenizer: Tokenizer, seed: int) -> None:
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        *,
+        task: TaskConfig,
+        tokenizer: Tokenizer,
+        seed: int,
+        encode: Encode | None = None,
+    ) -> None:
         self._sources = tuple(sources)
+        self._encode = encode
         self._shares = nested_shares([config.weight for config in task.sources])
         self._task = task
         self._tokenizer = tokenizer
@@ -80,7 +92,7 @@ class PromptStream:
         index, draw = mix(position, shares=self._shares)
         source = self._sources[index]
         row = draw if source.num_rows is None else self._shuffled(draw, num_rows=source.num_rows, source=index)
-        prompt = render(source, row, position=position, task=self._task, tokenizer=self._tokenizer)
+        prompt = render(source, row, position=position, task=self._task, tokenizer=self._tokenizer, encode=self._encode)
         if prompt.skipped and position < JUDGED_ROWS:
             self._overlong.add(position)
             _require_half(len(self._overlong), of=JUDGED_ROWS, what="prompts", task=self._task)
@@ -96,20 +108,22 @@ class PromptStream:
         return int(permutation(num_rows, key=derive_seed(self._seed, "shuffle", source, epoch))[place])
 
 
-def open_stream(task: TaskConfig, *, tokenizer: Tokenizer, seed: int) -> PromptStream:
+def open_stream(task: TaskConfig, *, tokenizer: Tokenizer, seed: int, encode: Encode | None = None) -> PromptStream:
     """Open and check all training sources; `ConfigError` names the field, or file and line, that is wrong."""
-    if task.system_prompt and not task.chat_template:
+    if task.system_prompt and not task.chat_template and encode is None:
         raise ConfigError("task.system_prompt: needs task.chat_template = true; plain text has no system message")
     sources = []
     for index, config in enumerate(task.sources):
         field = f"task.sources.{index}"
         source = open_source(config, field=field, seed=derive_seed(seed, "source", index), split="train")
-        _check_rows(source, limit=CHECKED_ROWS, task=task, tokenizer=tokenizer)
+        _check_rows(source, limit=CHECKED_ROWS, task=task, tokenizer=tokenizer, encode=encode)
         sources.append(source)
-    return PromptStream(sources, task=task, tokenizer=tokenizer, seed=seed)
+    return PromptStream(sources, task=task, tokenizer=tokenizer, seed=seed, encode=encode)
 
 
-def open_eval_prompts(eval_set: EvalSetConfig, *, task: TaskConfig, tokenizer: Tokenizer, seed: int) -> list[Prompt]:
+def open_eval_prompts(
+    eval_set: EvalSetConfig, *, task: TaskConfig, tokenizer: Tokenizer, seed: int, encode: Encode | None = None
+) -> list[Prompt]:
     """Return the first `eval_set.prompts` rows of a held-out source in its own order, or all if it has fewer. They
     include rows that are `skipped`."""
     field = f"eval.sets.{eval_set.name}.source"
@@ -119,7 +133,7 @@ def open_eval_prompts(eval_set: EvalSetConfig, *, task: TaskConfig, tokenizer: T
     seed = derive_seed(seed, "eval", eval_set.name)
     source = open_source(eval_set.source, field=field, seed=seed, split="heldout")
     count = eval_set.prompts if source.num_rows is None else min(eval_set.prompts, source.num_rows)
-    found = [render(source, row, position=row, task=task, tokenizer=tokenizer) for row in range(count)]
+    found = [render(source, row, position=row, task=task, tokenizer=tokenizer, encode=encode) for row in range(count)]
     num_overlong = sum(bool(prompt.skipped) for prompt in found)
     _require_half(num_overlong, of=count, what=f"rows of {field} ({source.name})", task=task)
     return found
@@ -167,14 +181,31 @@ def permutation(size: int, *, key: int) -> npt.NDArray[np.int64]:
     return np.argsort(np.random.Philox(key=key).random_raw(size), kind="stable")
 
 
-def render(source: Source, row_index: int, *, position: int, task: TaskConfig, tokenizer: Tokenizer) -> Prompt:
+def render(
+    source: Source,
+    row_index: int,
+    *,
+    position: int,
+    task: TaskConfig,
+    tokenizer: Tokenizer,
+    encode: Encode | None = None,
+) -> Prompt:
     """Return row `row_index` as a prompt; `ConfigError` names the row if it is unusable.
 
     A row over the limit is `skipped`, or unusable if `task.overlong` is "fail".
     """
     row, where = source.row(row_index), source.where(row_index)
-    text = _text(row, source=source, where=where, task=task, tokenizer=tokenizer)
-    tokens = tokenizer.encode(text, special_tokens=not task.chat_template)
+    content = _content(row, source=source, where=where)
+    if encode is not None:
+        tokens = list(encode(_conversation(content, task)))
+        text = tokenizer.decode(tokens, special_tokens=True)
+    elif task.chat_template:
+        text = tokenizer.render_chat(_conversation(content, task))
+        tokens = tokenizer.encode(text, special_tokens=False)
+    elif isinstance(content, str):
+        text, tokens = content, tokenizer.encode(content)
+    else:
+        raise ConfigError("task.chat_template: a messages column needs it; set it to true")
     skipped = ""
     if not 0 < len(tokens) <= task.max_prompt_tokens:
         limit = task.max_prompt_tokens
@@ -195,21 +226,22 @@ def render(source: Source, row_index: int, *, position: int, task: TaskConfig, t
     )
 
 
-def _text(row: Row, *, source: Source, where: str, task: TaskConfig, tokenizer: Tokenizer) -> str:
+def _content(row: Row, *, source: Source, where: str) -> str | list[dict[str, str]]:
+    """Return the prompt as the row has it: text, or messages."""
     if source.messages:
-        if not task.chat_template:
-            raise ConfigError("task.chat_template: a messages column needs it; set it to true")
-        messages = _messages(_column(row, source.messages, where=where, field="messages"), where=where)
-    else:
-        text = _column(row, source.prompt, where=where, field="prompt")
-        if not isinstance(text, str):
-            raise ConfigError(f"{where}: column '{source.prompt}' has {type(text).__name__}, but a prompt is text")
-        if not task.chat_template:
-            return text
-        messages = [{"role": "user", "content": text}]
-    if task.system_prompt and messages[0]["role"] != "system":  # a row's own system message takes precedence
-        messages = [{"role": "system", "content": task.system_prompt}, *messages]
-    return tokenizer.render_chat(messages)
+        return _messages(_column(row, source.messages, where=where, field="messages"), where=where)
+    text = _column(row, source.prompt, where=where, field="prompt")
+    if not isinstance(text, str):
+        raise ConfigError(f"{where}: column '{source.prompt}' has {type(text).__name__}, but a prompt is text")
+    return text
+
+
+def _conversation(content: str | list[dict[str, str]], task: TaskConfig) -> list[dict[str, str]]:
+    """Return the messages of a prompt, with the system prompt of the task; a row's own takes precedence."""
+    messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
+    if task.system_prompt and messages[0]["role"] != "system":
+        return [{"role": "system", "content": task.system_prompt}, *messages]
+    return messages
 
 
 def _messages(value: object, *, where: str) -> list[dict[str, str]]:
@@ -243,11 +275,11 @@ def _as_json(columns: dict[str, Any], *, where: str) -> dict[str, Any]:
     return plain
 
 
-def _check_rows(source: Source, *, limit: int, task: TaskConfig, tokenizer: Tokenizer) -> None:
+def _check_rows(source: Source, *, limit: int, task: TaskConfig, tokenizer: Tokenizer, encode: Encode | None) -> None:
     """Render and measure the first `limit` rows, but only one of a generator, where a thousand may take minutes."""
     num_overlong = 0
     for row in range(min(source.num_rows or 1, limit)):
-        prompt = render(source, row, position=row, task=task, tokenizer=tokenizer)
+        prompt = render(source, row, position=row, task=task, tokenizer=tokenizer, encode=encode)
         num_overlong += bool(prompt.skipped) and row < JUDGED_ROWS
     if source.num_rows is not None:
         judged = min(source.num_rows, JUDGED_ROWS)
