@@ -27,13 +27,20 @@ class FetchPrompts(Command, frozen=True):
 
 
 class Generate(Command, frozen=True):
-    """Sample from the tokens produced so far → GenerationFinished | GenerationStopped | GenerationFailed."""
+    """Sample from the tokens produced so far → GenerationFinished, -Stopped or -Failed, or CallStarted."""
 
     trajectory: TrajectoryId
     attempt: int
     instance: InstanceId
     version: VersionId
     num_tokens: int  #: produced by earlier attempts: the request must resume from exactly these
+
+
+class CallEnvironment(Command, frozen=True):
+    """Make the call with which the turn ended, once its intent is on disk → CallFinished."""
+
+    trajectory: TrajectoryId
+    attempt: int
 
 
 class GradeTrajectory(Command, frozen=True):
@@ -172,6 +179,7 @@ class CloseStep(Command, frozen=True):
 AnyCommand = (
     FetchPrompts
     | Generate
+    | CallEnvironment
     | GradeTrajectory
     | PushWeights
     | TrainMicroBatch

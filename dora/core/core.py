@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 from dora.core import events as ev
-from dora.core import on_instances, on_requests, on_run, on_training
+from dora.core import on_calls, on_instances, on_requests, on_run, on_training
 from dora.core.commands import Command
 from dora.core.decide import settle
 from dora.core.state import State
@@ -46,6 +46,8 @@ HANDLERS: Final[dict[type[ev.Event], Callable[[State, Any], None]]] = {
     ev.GenerationFinished: on_requests.on_generation_finished,
     ev.GenerationStopped: on_requests.on_generation_stopped,
     ev.GenerationFailed: on_requests.on_generation_failed,
+    ev.CallStarted: on_calls.on_call_started,
+    ev.CallFinished: on_calls.on_call_finished,
     ev.TrajectoryGraded: on_requests.on_trajectory_graded,
     ev.TrainerReady: on_training.on_trainer_ready,
     ev.MicroBatchTrained: on_training.on_micro_batch_trained,

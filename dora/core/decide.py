@@ -35,6 +35,8 @@ def settle(state: State) -> None:
         if agenda.repack and state.now >= agenda.repack_not_before:
             agenda.repack = False
             consolidate(state)
+            if state.agenda.place or state.agenda.versions:
+                continue  # it has moved trajectories that are calling, at once
         if agenda.release:
             agenda.release = False
             for unneeded in state.window.releasable():

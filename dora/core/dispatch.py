@@ -25,14 +25,16 @@ def fill(state: State, version: VersionId) -> None:
         if instance is None:
             return
         entry.dequeue(group)
+        trajectory.last = None
         begin(state, trajectory, instance, footprint=footprint)
     if version == state.admission_version() or (state.settings.orchestration.refill and may_refill(state, entry)):
         admit(state, entry)
 
 
 def _room_for(state: State, group: Group, entry: Version, *, footprint: int) -> Instance | None:
-    """Return the instance of its latest sibling, which has the prompt's prefix cached, or the least loaded one."""
-    home = group.home
+    """Return the instance of its last turn, that of its latest sibling, whose cache has the prompt, or the roomiest."""
+    last = group.waiting[-1].last
+    home = last if last is not None and last.version == entry.number else group.home
     if home is not None and home.version == entry.number and home.takes_work and home.has_room(footprint):
         return home
     instance = entry.roomiest()
@@ -57,7 +59,7 @@ def _fill_evaluation(state: State, entry: Version) -> None:
     limit = max(1, int(state.settings.max_eval_share * state.num_slots))
     if is_baseline(state) or not _training_wants_slots(state):
         limit = state.num_slots
-    while evaluation.waiting and evaluation.num_resident < limit:
+    while evaluation.waiting and evaluation.num_resident + evaluation.away < limit:
         trajectory = evaluation.waiting[-1]
         footprint = footprint_of(state, trajectory.num_prompt_tokens, trajectory.num_tokens)
         instance = entry.roomiest()

@@ -1,6 +1,7 @@
 """The ways in which a group or a trajectory ends: filtered, failed, discarded, abandoned, graded.
 
-Invariant: a group that is given up leaves the ledger immediately, and once; its siblings end with their requests.
+Invariant: a group that is given up leaves the ledger immediately, and once; its siblings end with their requests or
+calls.
 """
 
 from __future__ import annotations
@@ -8,13 +9,14 @@ from __future__ import annotations
 from typing import Final
 
 from dora.core.commands import DropGroup, ForgetGroups, GradeTrajectory
-from dora.core.occupancy import stop, wait
+from dora.core.occupancy import stop, unhold, wait
 from dora.core.phases import GIVEN_UP, UNCONSUMED, GroupPhase, TrajectoryPhase
 from dora.core.state import State, admissions_changed, fail
 from dora.core.tables import Group, Trajectory
 
 _RESIDENT: Final = TrajectoryPhase.RESIDENT
 _WAITING: Final = TrajectoryPhase.WAITING
+_CALLING: Final = TrajectoryPhase.CALLING
 _GRADING: Final = TrajectoryPhase.GRADING
 
 
@@ -67,7 +69,7 @@ def discard_surplus(state: State) -> None:
 
 
 def abandon_siblings(state: State, group: Group) -> None:
-    """Abandon queued siblings, and stop those that are running."""
+    """Abandon queued siblings, and stop those that are running. Those that are calling end with their calls."""
     state.entry(group.current).forget_waiting(group)
     for sibling in group.trajectories:
         if sibling.phase is _WAITING:
@@ -75,6 +77,9 @@ def abandon_siblings(state: State, group: Group) -> None:
             abandon(state, sibling)
         elif sibling.phase is _RESIDENT and sibling.instance is not None:
             stop(state, sibling)
+        elif sibling.phase is _CALLING:
+            unhold(state, sibling)
+            leave_unfinished(state, sibling)
 
 
 def abandon(state: State, trajectory: Trajectory) -> None:
@@ -114,6 +119,27 @@ def go_on(state: State, trajectory: Trajectory) -> None:
         forget_discarded(state, trajectory.group)
     else:
         wait(state, trajectory)
+
+
+def end_generation(state: State, group: Group, trajectory: Trajectory) -> None:
+    """Note that a trajectory of a group is fully generated or will never be."""
+    leave_unfinished(state, trajectory)
+    if not group.unfinished:
+        state.ledger.move(group, GroupPhase.GRADING)
+    elif group.waiting:
+        state.entry(group.current).reprioritize(group)
+
+
+def finish(state: State, trajectory: Trajectory) -> None:
+    """Count a complete answer and order its grading."""
+    group = trajectory.group
+    if group is not None:
+        end_generation(state, group, trajectory)
+        state.counters.version_conflicts += trajectory.is_mixed
+        state.length_sum += trajectory.num_tokens
+        state.length_count += 1
+        state.mean_length = state.length_sum // state.length_count
+    grade(state, trajectory)
 
 
 def grade(state: State, trajectory: Trajectory) -> None:

@@ -26,6 +26,7 @@ class Evaluation:
     trajectories: dict[TrajectoryId, Trajectory] = field(default_factory=dict)
     waiting: list[Trajectory] = field(default_factory=list)  #: samples queued for a slot; the last one is next
     num_resident: int = 0
+    away: int = 0  #: samples that are calling and hold no slot
     ungraded: int = 0
 
     def wants(self, version: VersionId, *, is_last: bool) -> bool:

@@ -139,6 +139,25 @@ class GenerationFailed(Event, frozen=True):
     final: bool = False  #: every server would refuse it
 
 
+class CallStarted(Event, frozen=True):
+    """The turn ended with a call of the environment: the intent to call it, which precedes the call itself."""
+
+    trajectory: TrajectoryId
+    attempt: int  #: of the Generate that it answers
+    num_tokens: int  #: of the whole answer so far
+    spans: tuple[Span, ...]
+
+
+class CallFinished(Event, frozen=True):
+    """The call has ended; its observation was appended to the answer."""
+
+    trajectory: TrajectoryId
+    attempt: int
+    num_tokens: int  #: of the whole answer, observation included
+    ended: bool = False  #: the environment ended the episode: the answer is complete
+    failed: str = ""  #: why the environment cannot go on; the answer gets no reward
+
+
 class TrajectoryGraded(Event, frozen=True):
     """The answer's reward, or None if grading failed (which is not reward 0)."""
 
@@ -199,13 +218,15 @@ class Ticked(Event, frozen=True):
 class ControllerRestarted(Event, frozen=True):
     """A new controller took over: the state of every server is unknown and every command in flight is void.
 
-    `num_tokens` counts the tokens on disk of each unfinished trajectory. The trainer reports its own position.
+    `num_tokens` counts the tokens on disk of each unfinished trajectory, except that of one that calls its environment,
+    which is known. The trainer reports its own position.
     """
 
     epoch: int
     num_tokens: dict[TrajectoryId, int]
     steps: int = 0  #: new number of steps of the job; 0: as many as before
     missing: tuple[VersionId, ...] = ()  #: published versions without a folder, which the trainer has to write again
+    replayable: tuple[TrajectoryId, ...] = ()  #: their environments can repeat the call that was under way
 
 
 AnyEvent = (
@@ -223,6 +244,8 @@ AnyEvent = (
     | GenerationFinished
     | GenerationStopped
     | GenerationFailed
+    | CallStarted
+    | CallFinished
     | TrajectoryGraded
     | TrainerReady
     | MicroBatchTrained

@@ -13,6 +13,7 @@ from itertools import accumulate, chain, groupby
 from dora.core.feasibility import CapacityGate, fits
 from dora.core.phases import (
     DECODING,
+    GIVEN_UP,
     GROUP,
     HOLDS_VERSION,
     PUSHING,
@@ -24,12 +25,15 @@ from dora.core.phases import (
     WeightsPhase,
 )
 from dora.core.state import State
+from dora.core.tables import Trajectory
 from dora.errors import InvariantViolation
 
 _WAITING = TrajectoryPhase.WAITING
 _RESIDENT = TrajectoryPhase.RESIDENT
 _STOPPING = TrajectoryPhase.STOPPING
+_CALLING = TrajectoryPhase.CALLING
 _GRADED = TrajectoryPhase.GRADED
+_SEATED = DECODING | {_CALLING}
 
 
 def check(state: State) -> None:
@@ -77,7 +81,7 @@ def _conservation(state: State) -> None:
     for g in state.ledger.groups.values():
         phases = [t.phase for t in g.trajectories]
         waiting = phases.count(_WAITING)
-        unfinished = waiting + phases.count(_RESIDENT) + phases.count(_STOPPING)
+        unfinished = waiting + phases.count(_RESIDENT) + phases.count(_STOPPING) + phases.count(_CALLING)
         ungraded = len(phases) - phases.count(_GRADED)
         _require(len(phases) == group_size, "C2: group {} has lost a sibling", g.id)
         _require(
@@ -117,7 +121,8 @@ def _liveness(state: State) -> None:
     live = state.window.live()
     _require(len(live) <= state.settings.rules.max_staleness + 1, f"too many live versions: {live}")
     entries = state.window.entries
-    gone = {t.version for t in state.trajectories.values() if t.version not in entries and t.phase in UNFINISHED}
+    unfinished = [t for t in state.trajectories.values() if t.phase in UNFINISHED and not _is_given_up(t)]
+    gone = {t.version for t in unfinished if t.version not in entries}
     _require(not gone, f"versions {sorted(gone)} are gone, unfinished trajectories need them")
 
 
@@ -130,7 +135,7 @@ def _instances(state: State) -> None:
         evaluated = [t.group for t in i.residents.values()].count(None)
         _require(len(i.residents) - evaluated == i.num_training, "instance {}: num_training", i.id)
         _require(len(held) <= i.slots or not held, "instance {} is over its slots", i.id)
-        astray = [t.id for t in i.residents.values() if t.instance is not i or t.phase not in DECODING]
+        astray = [t.id for t in i.residents.values() if t.instance is not i or t.phase not in _SEATED]
         _require(not astray, "instance {}: trajectories {} are not decoded there", i.id, astray)
         astray = [t.id for t in i.reserved.values() if t.target is not i or t.phase is not _STOPPING]
         _require(not astray, "instance {}: trajectories {} do not move there", i.id, astray)
@@ -158,7 +163,8 @@ def _versions(state: State) -> None:
     """Check the counters of every version."""
     groups = Counter(g.current for g in state.ledger.groups.values())
     training = [t for t in state.trajectories.values() if t.group is not None]
-    unfinished = Counter([t.version for t in training if t.phase in UNFINISHED])
+    unfinished = Counter([t.version for t in training if t.phase in UNFINISHED and not _is_given_up(t)])
+    away = Counter([t.version for t in training if t.phase is _CALLING and not t.instance and not _is_given_up(t)])
     waiting = Counter([t.version for t in training if t.phase is _WAITING])
     kv_load: Counter[int] = Counter()
     for t in chain.from_iterable([i.residents.values() for i in state.instances.values()]):
@@ -168,6 +174,7 @@ def _versions(state: State) -> None:
     for v, e in state.window.entries.items():
         _require(e.groups == groups[v], "version {}: {} groups counted, {} found", v, e.groups, groups[v])
         _require(e.unfinished == unfinished[v], "version {}: {} unfinished, {} found", v, e.unfinished, unfinished[v])
+        _require(e.away == away[v], "version {}: {} away counted, {} found", v, e.away, away[v])
         _require(e.num_waiting == waiting[v], "version {}: {} waiting counted, {} found", v, e.num_waiting, waiting[v])
         _require(e.loading == loading[v], "version {}: pushes", v)
         holders = [i for i in state.instances.values() if i.version == v]
@@ -179,10 +186,17 @@ def _versions(state: State) -> None:
 def _evaluation(state: State) -> None:
     """Check the counters of the evaluation in progress."""
     evaluation = state.evaluation
-    resident = sum(t.phase in DECODING for t in evaluation.trajectories.values())
+    resident = sum(t.instance is not None for t in evaluation.trajectories.values())
+    away = sum(t.phase is _CALLING and t.instance is None for t in evaluation.trajectories.values())
     waiting = sum(t.phase is TrajectoryPhase.WAITING for t in evaluation.trajectories.values())
     _require(resident == evaluation.num_resident, "evaluation: residents do not add up")
+    _require(away == evaluation.away, "evaluation: samples that are away do not add up")
     _require(waiting == len(evaluation.waiting), "evaluation: waiting samples do not add up")
+
+
+def _is_given_up(trajectory: Trajectory) -> bool:
+    """Whether it only waits for the end of a call, after which it is abandoned."""
+    return trajectory.phase is _CALLING and trajectory.group is not None and trajectory.group.phase in GIVEN_UP
 
 
 def _feed(state: State) -> None:

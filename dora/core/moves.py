@@ -10,11 +10,24 @@ from typing import Final
 
 from dora.core.commands import DismissInstance, RefuseRequest
 from dora.core.ids import InstanceId
-from dora.core.occupancy import condemn, count_in_fleet, freed, outgrow, peer_for, reserve, serve, stop
+from dora.core.occupancy import (
+    condemn,
+    count_in_fleet,
+    freed,
+    hold,
+    outgrow,
+    peer_for,
+    reserve,
+    serve,
+    stop,
+    unhold,
+)
 from dora.core.phases import Membership, TrajectoryPhase, WeightsPhase
 from dora.core.state import State
 from dora.core.strategies import SILENCE
 from dora.core.tables import Instance, Trajectory
+
+_CALLING: Final = TrajectoryPhase.CALLING
 
 #: Seconds between two evaluations of an instance's progress reports, which arrive more often.
 LOOK_PAUSE_S: Final = 10.0
@@ -56,6 +69,14 @@ def evacuate(state: State, instance: Instance) -> None:
             target = peer_for(state, trajectory)
             if target is not None:
                 reserve(state, trajectory, target)
+        elif trajectory.phase is _CALLING:
+            move_call(state, trajectory, peer_for(state, trajectory))
+
+
+def move_call(state: State, trajectory: Trajectory, target: Instance | None) -> None:
+    """Move what a calling trajectory holds to a peer, at once as nothing of it runs; without one it holds no slot."""
+    unhold(state, trajectory)
+    hold(state, trajectory, target)
 
 
 def relieve(state: State, instance: Instance) -> None:
@@ -75,9 +96,11 @@ def vacate(state: State, instance: Instance) -> None:
         return
     instance.move(WeightsPhase.DRAINING)
     state.num_draining += 1
-    for trajectory in instance.residents.values():
+    for trajectory in list(instance.residents.values()):
         if trajectory.phase is TrajectoryPhase.RESIDENT:
             stop(state, trajectory)
+        elif trajectory.phase is _CALLING:
+            move_call(state, trajectory, None)
 
 
 def undrain(state: State, instance: Instance) -> None:
@@ -100,19 +123,26 @@ def dismiss(state: State) -> None:
 
 
 def look(state: State, instance: Instance) -> None:
-    """Process an instance's progress reports; condemn it if none of its residents got a token for too long."""
+    """Process an instance's progress reports; condemn it if none of its residents got a token for too long.
+
+    A resident that is calling expects none.
+    """
     now, watchdog_s = state.now, state.settings.watchdog_s
     instance.look_at = now + min(LOOK_PAUSE_S, watchdog_s / 8)
-    silent, silent_since = [], now - SILENCE * watchdog_s
+    silent, silent_since, num_calling = [], now - SILENCE * watchdog_s, 0
     for id, trajectory in instance.residents.items():
         num_tokens = instance.reported.get(id, 0)
         if num_tokens > trajectory.num_tokens:
             trajectory.num_tokens = num_tokens
             trajectory.seen_at = instance.progress_at = now
             outgrow(state, trajectory, instance)
+        elif trajectory.phase is _CALLING:
+            num_calling += 1
         elif trajectory.seen_at < silent_since:
             silent.append(trajectory)
-    if instance.residents and now > instance.progress_at + watchdog_s:
+    if num_calling == len(instance.residents):
+        instance.progress_at = now
+    elif now > instance.progress_at + watchdog_s:
         condemn(state, instance, f"none of its {len(instance.residents)} requests got a token for {watchdog_s:g} s")
         return
     for trajectory in silent:

@@ -1,7 +1,7 @@
 """Occupancy of slots and KV, and which instance serves which version. No choice is made here.
 
-Invariant: only `begin` and `end` make a trajectory resident or not, so that the counters of instance, version and
-evaluation agree.
+Invariant: only `seat` and `end` make a trajectory resident or not, and only `hold` and `unhold` count those that hold
+no slot during a call, so that the counters of instance, version and evaluation agree.
 """
 
 from __future__ import annotations
@@ -34,8 +34,16 @@ def begin(state: State, trajectory: Trajectory, instance: Instance, *, footprint
     """Make a trajectory resident on an instance of its version, and order its request."""
     trajectory.attempt += 1
     trajectory.move(_RESIDENT)
-    trajectory.instance = instance
     trajectory.seen_at = state.now
+    seat(state, trajectory, instance, footprint=footprint)
+    state.out.append(
+        Generate(trajectory.id, trajectory.attempt, instance.id, trajectory.version, trajectory.num_tokens)
+    )
+
+
+def seat(state: State, trajectory: Trajectory, instance: Instance, *, footprint: int) -> None:
+    """Give a trajectory a slot and KV on an instance of its version."""
+    trajectory.instance = instance
     trajectory.footprint = footprint
     instance.add(trajectory)
     entry = state.window.entries[trajectory.version]
@@ -49,9 +57,6 @@ def begin(state: State, trajectory: Trajectory, instance: Instance, *, footprint
         if instance.num_training == 1:
             state.vacant.pop(instance.id, None)
             instance.progress_at = state.now
-    state.out.append(
-        Generate(trajectory.id, trajectory.attempt, instance.id, trajectory.version, trajectory.num_tokens)
-    )
 
 
 def end(state: State, trajectory: Trajectory) -> Instance:
@@ -65,6 +70,30 @@ def end(state: State, trajectory: Trajectory) -> Instance:
         state.evaluation.num_resident -= 1
     freed(state, instance)
     return instance
+
+
+def hold(state: State, trajectory: Trajectory, instance: Instance | None) -> None:
+    """Give a calling trajectory a slot and KV on this instance; if there is none, or it does not serve it, none."""
+    if instance is not None and instance.serves(trajectory.version):
+        footprint = footprint_of(state, trajectory.num_prompt_tokens, trajectory.num_tokens)
+        seat(state, trajectory, instance, footprint=footprint)
+    else:
+        _count_away(state, trajectory, 1)
+
+
+def unhold(state: State, trajectory: Trajectory) -> Instance | None:
+    """Take from a calling trajectory what it holds, and return the instance where that was."""
+    if trajectory.instance is not None:
+        return end(state, trajectory)
+    _count_away(state, trajectory, -1)
+    return None
+
+
+def _count_away(state: State, trajectory: Trajectory, count: int) -> None:
+    if trajectory.group is None:
+        state.evaluation.away += count
+    else:
+        state.window.entries[trajectory.version].away += count
 
 
 def freed(state: State, instance: Instance) -> None:

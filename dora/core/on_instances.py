@@ -8,9 +8,18 @@ from typing import Final
 from dora.core import events as ev
 from dora.core.endings import go_on
 from dora.core.ids import TrajectoryId
-from dora.core.moves import drain, recall, refuse, relieve
-from dora.core.occupancy import condemn, count_in_fleet, end, freed, leave_serving, serve, take_count, unreserve
-from dora.core.phases import Membership, WeightsPhase
+from dora.core.moves import drain, move_call, recall, refuse, relieve
+from dora.core.occupancy import (
+    condemn,
+    count_in_fleet,
+    end,
+    freed,
+    leave_serving,
+    serve,
+    take_count,
+    unreserve,
+)
+from dora.core.phases import Membership, TrajectoryPhase, WeightsPhase
 from dora.core.pushes import push_ended, resumed
 from dora.core.state import State
 from dora.core.tables import Instance
@@ -64,6 +73,9 @@ def drop_instance(state: State, instance: Instance, num_tokens: dict[TrajectoryI
     """Mark an instance as lost; its residents continue elsewhere from the tokens already streamed."""
     for trajectory in list(instance.reserved.values()):
         unreserve(state, trajectory)  # still on its source; it is queued when it stops there
+    for trajectory in list(instance.residents.values()):
+        if trajectory.phase is TrajectoryPhase.CALLING:
+            move_call(state, trajectory, None)  # it is queued when its call has ended
     residents = list(instance.residents.values())
     for trajectory in residents:
         known = max(trajectory.num_tokens, instance.reported.get(trajectory.id, 0))

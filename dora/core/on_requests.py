@@ -15,9 +15,9 @@ from dora.core.endings import (
     abandon,
     abandon_siblings,
     drop,
+    finish,
     forget_discarded,
     go_on,
-    grade,
     is_abandoned,
     leave_unfinished,
 )
@@ -43,7 +43,7 @@ def on_prompts_arrived(state: State, event: ev.PromptsArrived) -> None:
     admissions_changed(state)
 
 
-def _decoding(state: State, id: TrajectoryId, attempt: int) -> Trajectory | None:
+def decoding(state: State, id: TrajectoryId, attempt: int) -> Trajectory | None:
     """Return the trajectory of a completion, or None if the completion is late."""
     trajectory = state.trajectories.get(id)
     if trajectory is None or trajectory.attempt != attempt or trajectory.phase not in DECODING:
@@ -52,7 +52,7 @@ def _decoding(state: State, id: TrajectoryId, attempt: int) -> Trajectory | None
     return trajectory
 
 
-def _check_spans(state: State, trajectory: Trajectory, spans: tuple[ev.Span, ...]) -> None:
+def check_spans(state: State, trajectory: Trajectory, spans: tuple[ev.Span, ...]) -> None:
     """C1: the versions reported by the server must equal the tag.
 
     With updates in flight, a span may name any later version; `on_generation_finished` counts these answers.
@@ -75,37 +75,25 @@ def _check_spans(state: State, trajectory: Trajectory, spans: tuple[ev.Span, ...
 
 
 def on_generation_finished(state: State, event: ev.GenerationFinished) -> None:
-    trajectory = _decoding(state, event.trajectory, event.attempt)
+    trajectory = decoding(state, event.trajectory, event.attempt)
     if trajectory is None:
         return
-    _check_spans(state, trajectory, event.spans)
+    check_spans(state, trajectory, event.spans)
     take_count(state, trajectory, event.num_tokens)
     if trajectory.target is not None:
         unreserve(state, trajectory)
     end(state, trajectory).progress_at = state.now
-    group = trajectory.group
-    if group is not None:
-        leave_unfinished(state, trajectory)
-        if group.phase in GIVEN_UP:
-            abandon(state, trajectory)
-            forget_discarded(state, group)
-            return
-        state.counters.version_conflicts += trajectory.is_mixed
-        state.length_sum += event.num_tokens
-        state.length_count += 1
-        state.mean_length = state.length_sum // state.length_count
-        if not group.unfinished:
-            state.ledger.move(group, GroupPhase.GRADING)
-        elif group.waiting:
-            state.entry(group.current).reprioritize(group)
-    grade(state, trajectory)
+    if is_abandoned(trajectory):
+        go_on(state, trajectory)
+    else:
+        finish(state, trajectory)
 
 
 def on_generation_stopped(state: State, event: ev.GenerationStopped) -> None:
-    trajectory = _decoding(state, event.trajectory, event.attempt)
+    trajectory = decoding(state, event.trajectory, event.attempt)
     if trajectory is None:
         return
-    _check_spans(state, trajectory, event.spans)
+    check_spans(state, trajectory, event.spans)
     take_count(state, trajectory, event.num_tokens)
     target = unreserve(state, trajectory)
     end(state, trajectory)
@@ -118,7 +106,7 @@ def on_generation_stopped(state: State, event: ev.GenerationStopped) -> None:
 
 
 def on_generation_failed(state: State, event: ev.GenerationFailed) -> None:
-    trajectory = _decoding(state, event.trajectory, event.attempt)
+    trajectory = decoding(state, event.trajectory, event.attempt)
     if trajectory is None:
         return
     take_count(state, trajectory, event.num_tokens)
@@ -141,7 +129,7 @@ def _give_up(state: State, trajectory: Trajectory, reason: str) -> None:
     group = trajectory.group
     if group is None:
         trajectory.move(_GRADING)
-        _graded(state, trajectory, None)
+        graded(state, trajectory, None)
         return
     drop(state, group, outcome="failed", reason=f"generation: {reason}")
     abandon_siblings(state, group)
@@ -154,10 +142,11 @@ def on_trajectory_graded(state: State, event: ev.TrajectoryGraded) -> None:
     if trajectory is None or trajectory.attempt != event.attempt or trajectory.phase is not _GRADING:
         state.counters.late_completions += 1
         return
-    _graded(state, trajectory, event.reward)
+    graded(state, trajectory, event.reward)
 
 
-def _graded(state: State, trajectory: Trajectory, reward: float | None) -> None:
+def graded(state: State, trajectory: Trajectory, reward: float | None) -> None:
+    """Take the reward of a trajectory, or None if it has none; the last one decides what becomes of the group."""
     trajectory.move(_GRADED)
     trajectory.reward = reward
     del state.trajectories[trajectory.id]

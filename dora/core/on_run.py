@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import msgspec
 
 from dora.core import events as ev
 from dora.core.endings import grade
 from dora.core.moves import evacuate, look, recall
 from dora.core.occupancy import take_count
+from dora.core.on_calls import restart_call
 from dora.core.on_instances import drop_instance
 from dora.core.phases import GroupPhase, TrajectoryPhase, WeightsPhase
 from dora.core.state import State, fail
+
+_CALLING: Final = TrajectoryPhase.CALLING
 
 
 def on_ticked(state: State, event: ev.Ticked) -> None:
@@ -22,9 +27,16 @@ def on_ticked(state: State, event: ev.Ticked) -> None:
     for instance in state.drained.values():
         evacuate(state, instance)
     outstanding = state.formation.num_unconsumed or state.feed.trained < state.formation.step
-    if state.now - state.progress_at > state.settings.no_progress_s and outstanding:
+    if outstanding and state.now - state.progress_at > _no_progress_s(state):
         state.stalled = True
         fail(state, f"no progress for {state.now - state.progress_at:.0f} s: {culprit(state)}")
+
+
+def _no_progress_s(state: State) -> float:
+    """Return the time without progress after which the run fails, which a call extends once by its own limit."""
+    settings = state.settings
+    has_called = state.called_at > state.progress_at or any(t.phase is _CALLING for t in state.trajectories.values())
+    return settings.no_progress_s + (settings.call_limit_s if has_called else 0.0)
 
 
 def culprit(state: State) -> str:
@@ -65,6 +77,8 @@ def on_controller_restarted(state: State, event: ev.ControllerRestarted) -> None
             take_count(state, trajectory, event.num_tokens.get(trajectory.id, trajectory.num_tokens))
         elif trajectory.phase is TrajectoryPhase.GRADING:
             grade(state, trajectory)
+        elif trajectory.phase is _CALLING:
+            restart_call(state, trajectory, replayable=trajectory.id in event.replayable)
     state.missing = set(event.missing)
     state.feed.open_step = None
     state.feed.idle_s = state.feed.uneven_s = 0.0  # like `step_trained_at`, they start again

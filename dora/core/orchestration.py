@@ -22,6 +22,9 @@ class Orchestration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     window: Literal["adaptive", "fixed", "open"] = "adaptive"  #: W adapts, or keeps its initial size; open: F alone
     tail_care: bool = True  #: spread a new version over its instances; never slow urgent answers down by packing
     hysteresis: bool = True  #: pack only when the newest version has no room left
+    #: What a trajectory holds during a call of its environment. `keep`: its slot and KV. `pinned`: neither, but its
+    #: version keeps its last instance.
+    calls: Literal["keep", "pinned"] = "keep"
     refill: bool = False  #: admit new prompts under old versions
 
 

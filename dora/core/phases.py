@@ -26,6 +26,7 @@ class TrajectoryPhase(enum.Enum):
     WAITING = "waiting"  #: queued for a slot on an instance of its version
     RESIDENT = "resident"  #: being decoded
     STOPPING = "stopping"  #: being decoded, its stop is ordered: it moves or makes room
+    CALLING = "calling"  #: not being decoded: a call of its environment is under way
     GRADING = "grading"  #: finished, its grading is ordered
     GRADED = "graded"  #: has a reward, or grading failed (`reward` is None)
     ABANDONED = "abandoned"  #: its group failed or was discarded
@@ -71,8 +72,9 @@ _ENDED: Final = {TrajectoryPhase.WAITING, TrajectoryPhase.GRADING, TrajectoryPha
 
 TRAJECTORY: Final[Table[TrajectoryPhase]] = {
     TrajectoryPhase.WAITING: {TrajectoryPhase.RESIDENT, TrajectoryPhase.ABANDONED},
-    TrajectoryPhase.RESIDENT: {TrajectoryPhase.STOPPING, *_ENDED},
-    TrajectoryPhase.STOPPING: {TrajectoryPhase.RESIDENT, *_ENDED},
+    TrajectoryPhase.RESIDENT: {TrajectoryPhase.STOPPING, TrajectoryPhase.CALLING, *_ENDED},
+    TrajectoryPhase.STOPPING: {TrajectoryPhase.RESIDENT, TrajectoryPhase.CALLING, *_ENDED},
+    TrajectoryPhase.CALLING: {TrajectoryPhase.CALLING, TrajectoryPhase.RESIDENT, *_ENDED},  # calling again: a replay
     TrajectoryPhase.GRADING: {TrajectoryPhase.GRADING, TrajectoryPhase.GRADED},  # a new controller grades again
     TrajectoryPhase.GRADED: set(),
     TrajectoryPhase.ABANDONED: set(),
@@ -102,7 +104,7 @@ UNCONSUMED: Final = frozenset({GroupPhase.GENERATING, GroupPhase.GRADING, GroupP
 #: The trajectory has a request in flight.
 DECODING: Final = frozenset({TrajectoryPhase.RESIDENT, TrajectoryPhase.STOPPING})
 #: The trajectory is not fully generated.
-UNFINISHED: Final = DECODING | {TrajectoryPhase.WAITING}
+UNFINISHED: Final = DECODING | {TrajectoryPhase.WAITING, TrajectoryPhase.CALLING}
 #: A push is in flight.
 PUSHING: Final = frozenset({WeightsPhase.LOADING, WeightsPhase.UPDATING})
 #: The instance holds a version that a push has confirmed.

@@ -84,13 +84,20 @@ def update_fleet(state: State, newest: VersionId, *, is_wanted: bool) -> None:
 
 
 def _version_due(state: State, instance: Instance, *, newest: VersionId) -> VersionId:
-    """Return the newest version, unless an evaluation runs here, or needs an instance and this one is empty."""
+    """Return the newest version, unless an evaluation runs here, or needs an instance and this one is empty.
+
+    The last instance of an evaluation counts as running it while samples are calling.
+    """
     evaluation = state.evaluation
     if instance.version is not None and len(instance.residents) > instance.num_training:
         return instance.version
-    if evaluation.version is None or not evaluation.waiting:
+    if evaluation.version is None or not (evaluation.waiting or evaluation.away):
         return newest
     servers = state.entry(evaluation.version)
+    if evaluation.away and instance.version == evaluation.version and len(servers.serving) == 1:
+        return evaluation.version
+    if not evaluation.waiting:
+        return newest
     if not servers.serving and not servers.loading and instance.is_empty:
         return evaluation.version
     return newest

@@ -7,7 +7,7 @@ from typing import Final
 
 from dora.core.admission import num_admissible, why_not
 from dora.core.ids import VersionId
-from dora.core.moves import undrain, vacate
+from dora.core.moves import move_call, undrain, vacate
 from dora.core.occupancy import footprint_of, reserve
 from dora.core.phases import TrajectoryPhase, WeightsPhase
 from dora.core.placement import allot, allot_by_requests, kv_floor, plan_moves
@@ -105,7 +105,7 @@ def consolidate(state: State) -> None:
 def _allotment(state: State, newest: VersionId) -> dict[VersionId, int]:
     """Return the instances per version, by demand in KV tokens with floors, or by requests."""
     if not state.settings.orchestration.kv_floor:
-        requests = {v: e.unfinished for v, e in state.window.entries.items()}
+        requests = {v: e.unfinished - e.away for v, e in state.window.entries.items()}
         requests[newest] += max(1, num_admissible(state, newest)) * state.settings.group_size
         return allot_by_requests(state.num_up, requests=requests)
     slots, kv_tokens = state.num_slots / state.num_up, state.num_kv_tokens / state.num_up
@@ -115,7 +115,7 @@ def _allotment(state: State, newest: VersionId) -> dict[VersionId, int]:
     for version, entry in state.window.entries.items():
         demand[version] = entry.kv_load + entry.num_waiting * mean
         floors[version] = kv_floor(
-            num_unfinished=entry.unfinished, num_tokens=entry.kv_load, slots=slots, kv_tokens=kv_tokens
+            num_unfinished=entry.unfinished - entry.away, num_tokens=entry.kv_load, slots=slots, kv_tokens=kv_tokens
         )
     demand[newest] += max(1, num_admissible(state, newest)) * state.settings.group_size * mean
     floors[newest] = max(1, floors[newest])
@@ -143,4 +143,6 @@ def _pack(state: State, entry: Version) -> bool:
     for trajectory, target in plan:
         if trajectory.phase is TrajectoryPhase.RESIDENT:
             reserve(state, trajectory, target)
+        elif trajectory.phase is TrajectoryPhase.CALLING:
+            move_call(state, trajectory, target)
     return True

@@ -40,6 +40,7 @@ class Counters:
     staleness_violations: int = 0  #: groups committed outside 0 <= s - v <= K (C3)
     late_completions: int = 0  #: events of an old attempt or incarnation, ignored
     migrations: int = 0  #: trajectories moved to a peer
+    environment_failed: int = 0  #: trajectories without a reward because their environment could not go on
     recovered: int = 0  #: trajectories that continued elsewhere after their instance was lost
 
 
@@ -94,6 +95,7 @@ class State:
     # -- liveness
     now: float = 0.0  #: time of the current event
     progress_at: float = 0.0  #: when a group was last committed or a micro-batch trained
+    called_at: float = 0.0  #: when a call of an environment last started or ended
     step_trained_at: float = 0.0
     finished: bool = False  #: FinishRun or FailRun was ordered: no more commands follow
     stalled: bool = False  #: FailRun was ordered for lack of progress; a new controller may continue

@@ -39,7 +39,8 @@ class Trajectory:
     num_prompt_tokens: int
     num_tokens: int = 0  #: produced, as of the last report processed or the last completion
     phase: TrajectoryPhase = _WAITING
-    instance: Instance | None = None  #: where it is decoded; None unless RESIDENT or STOPPING
+    instance: Instance | None = None  #: where it is decoded or, if CALLING, keeps its slot; else None
+    last: Instance | None = None  #: where its last turn was decoded; set by a call, until it is dispatched again
     target: Instance | None = None  #: where a slot and KV are reserved for its move; only while STOPPING
     attempt: int = 0  #: of its latest command
     failures: int = 0  #: failed requests, not counting lost instances
@@ -152,6 +153,10 @@ class Instance:
         """Whether it may get requests for its version."""
         can = self.weights is _SERVING and self.membership is _MEMBER
         return can and not self.pressed and not self.condemned
+
+    def serves(self, version: VersionId) -> bool:
+        """Whether a trajectory of this version may stay on it: like `takes_work`, but under KV pressure too."""
+        return self.version == version and self.weights is _SERVING and self.is_member and not self.condemned
 
     def load(self) -> float:
         """Return the share of slots or of KV in use, whichever is larger."""

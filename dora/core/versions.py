@@ -20,7 +20,8 @@ class Version:
 
     number: VersionId
     groups: int = 0  #: untrained groups
-    unfinished: int = 0  #: training trajectories that are queued, resident or moving
+    unfinished: int = 0  #: training trajectories that are queued, resident, moving or calling
+    away: int = 0  #: training trajectories that are calling and hold no slot
     num_waiting: int = 0  #: training trajectories that are queued for a slot
     evaluating: bool = False  #: its evaluation is in progress
     kv_load: int = 0  #: footprints of its residents
@@ -57,10 +58,11 @@ class Version:
         """Take over the groups of an older version (updates in flight)."""
         self.groups += older.groups
         self.unfinished += older.unfinished
+        self.away += older.away
         self.num_waiting += older.num_waiting
         self._waiting += older._waiting
         heapify(self._waiting)
-        older.groups = older.unfinished = older.num_waiting = 0
+        older.groups = older.unfinished = older.away = older.num_waiting = 0
         older._waiting.clear()
 
     def dequeue(self, group: Group) -> None:

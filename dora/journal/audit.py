@@ -21,7 +21,7 @@ from dora.core.invariants import check
 from dora.core.story import RUN, Entry, story
 from dora.core.strategies import Settings
 from dora.errors import InvariantViolation, ProtocolError
-from dora.journal import audit_fleet, audit_ledger, audit_lineage
+from dora.journal import audit_calls, audit_fleet, audit_ledger, audit_lineage
 from dora.journal.audit_report import AuditReport, Violation, lengths_of
 from dora.journal.audit_tables import OUTCOMES, AuditTables, Finding
 from dora.journal.codec import Epoch
@@ -40,7 +40,7 @@ _PASSES: Final = "trainer.micro_batch_tokens: "
 #: The rule of a violation that is damage to a file.
 DAMAGE: Final = "damage"
 
-_HANDLERS: Final = (audit_fleet.HANDLERS, audit_ledger.HANDLERS, audit_lineage.HANDLERS)
+_HANDLERS: Final = (audit_fleet.HANDLERS, audit_calls.HANDLERS, audit_ledger.HANDLERS, audit_lineage.HANDLERS)
 
 
 def audit(folder: RunFolder) -> AuditReport:
@@ -107,6 +107,7 @@ def audit_entries(
         max_live_versions=tables.max_live_versions,
         migrations=tables.migrations,
         recovered=tables.recovered,
+        environment_failed=tables.environment_failed,
         late_completions=tables.late_completions,
         evaluations=tuple(sorted(tables.reported)),
         replays_differ=tables.replays_differ,

@@ -3,7 +3,8 @@
 C1: a request is sent only to an instance with a confirmed push of the version of its tag; weights are pushed only to
 an empty instance; and the server's spans report the tag's version for every token. If the strategy updates weights in
 flight, versions may only rise within an attempt, and answers that mix versions are counted. C2: an attempt begins with
-all known tokens, no token is lost, and all attempts share one token budget. Drain: a drained instance gets no work, and
+all known tokens, no token is lost, and all attempts share one token budget. Between two attempts a call may add tokens
+that no version sampled (audit_calls.py). Drain: a drained instance gets no work, and
 no instance is dismissed while a request runs on it.
 """
 
@@ -86,8 +87,8 @@ def _on_controller_restarted(t: AuditTables, event: ev.ControllerRestarted) -> N
     t.removed.clear()
     for trajectory, num_tokens in event.num_tokens.items():
         answer = _answer_of(t, trajectory)
-        if answer is not None and not answer.finished:
-            _take_count(t, trajectory, answer, num_tokens)
+        if answer is not None and not answer.finished and answer.calling is None:
+            take_count(t, trajectory, answer, num_tokens)
 
 
 def _lose(t: AuditTables, instance: AuditedInstance, num_tokens: dict[TrajectoryId, int]) -> None:
@@ -96,7 +97,7 @@ def _lose(t: AuditTables, instance: AuditedInstance, num_tokens: dict[Trajectory
     for trajectory in sorted(instance.residents):
         answer = t.answers.get(trajectory)
         if answer is not None:
-            _take_count(t, trajectory, answer, num_tokens.get(trajectory, answer.num_tokens))
+            take_count(t, trajectory, answer, num_tokens.get(trajectory, answer.num_tokens))
             _leave(t, trajectory, answer)
             answer.recovering = True
     instance.residents.clear()
@@ -159,8 +160,9 @@ def _generate(t: AuditTables, order: cmd.Generate) -> None:
         t.find(C2_TOKENS, "trajectory", id, f"{begin}, but {answer.num_tokens} are known: a scheduling abort")
     if order.num_tokens > t.settings.max_new_tokens:  # at the budget the answer is complete
         t.find(C2_BUDGET, "trajectory", id, f"continues with {order.num_tokens} tokens, more than its budget")
-    if answer.instance is not None or answer.finished:
-        where = "is finished" if answer.finished else f"still runs on instance {answer.instance}"
+    if answer.instance is not None or answer.finished or answer.calling is not None:
+        where = f"still runs on instance {answer.instance}" if answer.instance is not None else "its call is under way"
+        where = "is finished" if answer.finished else where
         t.find(C2_TOKENS, "trajectory", id, f"is started on instance {order.instance}, but {where}")
     _count_resumption(t, id, answer, order.instance)
     if answer.instance is not None:
@@ -198,10 +200,10 @@ def _on_progress_reported(t: AuditTables, event: ev.ProgressReported) -> None:
 
 
 def _on_generation_finished(t: AuditTables, event: ev.GenerationFinished) -> None:
-    answer = _end(t, event)
+    answer = end_request(t, event)
     if answer is None:
         return
-    _check_spans(t, event.trajectory, answer, event.spans)
+    check_spans(t, event.trajectory, answer, event.spans)
     answer.finished = True
     t.mixed_answers += answer.mixed
     t.lengths[event.trajectory] = event.num_tokens
@@ -209,14 +211,14 @@ def _on_generation_finished(t: AuditTables, event: ev.GenerationFinished) -> Non
 
 def _on_generation_stopped(t: AuditTables, event: ev.GenerationStopped) -> None:
     instance = t.answers[event.trajectory].instance if event.trajectory in t.answers else None
-    answer = _end(t, event)
+    answer = end_request(t, event)
     if answer is not None:
-        _check_spans(t, event.trajectory, answer, event.spans)
+        check_spans(t, event.trajectory, answer, event.spans)
         answer.left = instance
 
 
 def _on_generation_failed(t: AuditTables, event: ev.GenerationFailed) -> None:
-    answer = _end(t, event)
+    answer = end_request(t, event)
     if answer is None:
         return
     if event.server_gone:
@@ -229,15 +231,15 @@ def _on_generation_failed(t: AuditTables, event: ev.GenerationFailed) -> None:
         del t.answers[event.trajectory]
 
 
-def _end(
-    t: AuditTables, event: ev.GenerationFinished | ev.GenerationStopped | ev.GenerationFailed
+def end_request(
+    t: AuditTables, event: ev.GenerationFinished | ev.GenerationStopped | ev.GenerationFailed | ev.CallStarted
 ) -> AuditedAnswer | None:
     """End the request; None if this completion is late."""
     answer = t.answers.get(event.trajectory)
     if answer is None or answer.instance is None or answer.attempt != event.attempt:
         t.late_completions += 1
         return None
-    _take_count(t, event.trajectory, answer, event.num_tokens)
+    take_count(t, event.trajectory, answer, event.num_tokens)
     t.instance(answer.instance).residents.discard(event.trajectory)
     _leave(t, event.trajectory, answer)
     return answer
@@ -248,11 +250,12 @@ def _leave(t: AuditTables, trajectory: TrajectoryId, answer: AuditedAnswer) -> N
     answer.instance = None
     if trajectory in t.aborted:
         t.aborted[trajectory] = answer.num_tokens
-    if trajectory >= 0 and trajectory // t.settings.group_size not in t.groups:
+    if not t.is_wanted(trajectory):
         del t.answers[trajectory]
 
 
-def _take_count(t: AuditTables, trajectory: TrajectoryId, answer: AuditedAnswer, num_tokens: int) -> None:
+def take_count(t: AuditTables, trajectory: TrajectoryId, answer: AuditedAnswer, num_tokens: int) -> None:
+    """Check that no token is lost and that the budget is kept."""
     if num_tokens < answer.num_tokens:
         lost = answer.num_tokens - num_tokens
         t.find(C2_TOKENS, "trajectory", trajectory, f"had {answer.num_tokens} tokens, {lost} of them are lost")
@@ -262,7 +265,7 @@ def _take_count(t: AuditTables, trajectory: TrajectoryId, answer: AuditedAnswer,
     answer.num_tokens = num_tokens
 
 
-def _check_spans(t: AuditTables, trajectory: TrajectoryId, answer: AuditedAnswer, spans: Sequence[ev.Span]) -> None:
+def check_spans(t: AuditTables, trajectory: TrajectoryId, answer: AuditedAnswer, spans: Sequence[ev.Span]) -> None:
     """Check C1: the spans cover the attempt's tokens without a gap, with the tag's version or, if the strategy updates
     weights in flight, with versions that never fall."""
     position, least, most = answer.started_from, answer.version, answer.version

@@ -144,7 +144,7 @@ def _retire(t: AuditTables, id: GroupId, outcome: str) -> None:
             t.aborted[trajectory] = answer.num_tokens
         if answer.finished and (outcome != "trained" or answer.reward is not None):
             t.finished_ids.setdefault(outcome, []).append(trajectory)
-        if answer.instance is None:
+        if answer.instance is None and answer.calling is None:
             del t.answers[trajectory]
 
 

@@ -47,6 +47,8 @@ class AuditedAnswer:
     failures: int = 0  #: failed requests, not counting lost servers
     is_given_up: bool = False  #: it failed permanently, or too often
     mixed: bool = False  #: a span has another version than its tag
+    intent: bool = False  #: a turn ended with a call that is not ordered yet
+    calling: int | None = None  #: attempt of the call under way
     finished: bool = False
     grading: int | None = None  #: attempt of the grading under way
     graded: bool = False
@@ -125,6 +127,7 @@ class AuditTables:
         self.max_live_versions = 0
         self.migrations = 0
         self.recovered = 0
+        self.environment_failed = 0
         self.late_completions = 0
         self.restarts = 0
         self.end = NO_END
@@ -136,6 +139,10 @@ class AuditTables:
     def instance(self, id: InstanceId) -> AuditedInstance:
         """Return the entry of an instance."""
         return self.instances.setdefault(id, AuditedInstance())
+
+    def is_wanted(self, trajectory: TrajectoryId) -> bool:
+        """Whether its group is still in the ledger, or it is an evaluation sample."""
+        return trajectory < 0 or trajectory // self.settings.group_size in self.groups
 
     def siblings(self, group: GroupId) -> list[TrajectoryId]:
         """Return the ids of a group's trajectories."""

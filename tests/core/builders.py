@@ -38,6 +38,10 @@ def stop(trajectory: int, *, on: int, attempt: int = 1) -> cmd.StopRequest:
     return cmd.StopRequest(TrajectoryId(trajectory), attempt, InstanceId(on))
 
 
+def call(trajectory: int, *, attempt: int = 2) -> cmd.CallEnvironment:
+    return cmd.CallEnvironment(TrajectoryId(trajectory), attempt)
+
+
 def grade(trajectory: int, *, attempt: int = 2) -> cmd.GradeTrajectory:
     return cmd.GradeTrajectory(TrajectoryId(trajectory), attempt)
 
@@ -87,7 +91,7 @@ class Core:
         orders = [order for order in orders if not isinstance(order, cmd.FetchPrompts)]
         self.orders += orders
         for order in orders:
-            if isinstance(order, cmd.Generate | cmd.GradeTrajectory):
+            if isinstance(order, cmd.Generate | cmd.GradeTrajectory | cmd.CallEnvironment):
                 self.attempts[type(order), order.trajectory] = order.attempt
             elif isinstance(order, cmd.PushWeights):
                 self.attempts[cmd.PushWeights, order.instance] = order.attempt
@@ -152,6 +156,19 @@ class Core:
         spans = ((self.version_of(t), 0, tokens),)
         return self.tell(ev.GenerationFinished(self.now, TrajectoryId(t), attempt, tokens, False, spans))
 
+    def called(self, t: int, *, tokens: int = 1) -> list[Command]:
+        """Its turn ends with a call."""
+        attempt, start = self.attempts[cmd.Generate, t], self.tokens_of(t)
+        spans = ((self.version_of(t), start, tokens),)
+        return self.tell(ev.CallStarted(self.now, TrajectoryId(t), attempt, tokens, spans))
+
+    def result(
+        self, t: int, *, tokens: int = 2, attempt: int | None = None, ended: bool = False, failed: str = ""
+    ) -> list[Command]:
+        """Its call ends."""
+        attempt = self.attempts[cmd.CallEnvironment, t] if attempt is None else attempt
+        return self.tell(ev.CallFinished(self.now, TrajectoryId(t), attempt, tokens, ended, failed))
+
     def stopped(self, t: int, *, tokens: int, attempt: int | None = None) -> list[Command]:
         attempt = self.attempts[cmd.Generate, t] if attempt is None else attempt
         return self.tell(
@@ -181,6 +198,10 @@ class Core:
         trajectory = self.state.trajectories.get(TrajectoryId(t))
         return trajectory.version if trajectory is not None else 0
 
+    def tokens_of(self, t: int) -> int:
+        trajectory = self.state.trajectories.get(TrajectoryId(t))
+        return trajectory.num_tokens if trajectory is not None else 0
+
     # -- training and time --------------------------------------------------------------------------------------------
 
     def ready(self, step: int = 0) -> list[Command]:
@@ -202,10 +223,11 @@ class Core:
         self.now += after
         return self.tell(ev.Ticked(self.now))
 
-    def restarted(self, tokens: dict[int, int] | None = None) -> list[Command]:
+    def restarted(self, tokens: dict[int, int] | None = None, *, replayable: tuple[int, ...] = ()) -> list[Command]:
         self.waves.clear()
         counts = {TrajectoryId(t): n for t, n in (tokens or {}).items()}
-        return self.tell(ev.ControllerRestarted(self.now, 1, counts))
+        again = tuple(TrajectoryId(t) for t in replayable)
+        return self.tell(ev.ControllerRestarted(self.now, 1, counts, replayable=again))
 
 
 def started(strategy: str = "dora", *, instances: int = 1, slots: int = 4, kv: int = 4096, **changes: object) -> Core:

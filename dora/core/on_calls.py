@@ -1,0 +1,103 @@
+"""Handlers of events about calls of environments, between the turns of a trajectory.
+
+Invariant: a call is ordered once for each CallStarted, and again only by a new controller for an environment that can
+repeat it. An event of an old attempt changes nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from dora.core import events as ev
+from dora.core.commands import CallEnvironment
+from dora.core.endings import abandon, end_generation, finish, forget_discarded, go_on, is_abandoned
+from dora.core.occupancy import begin, end, footprint_of, hold, take_count, unhold, unreserve, wait
+from dora.core.on_requests import check_spans, decoding, graded
+from dora.core.phases import TrajectoryPhase
+from dora.core.state import State
+from dora.core.tables import Instance, Trajectory
+
+_STOPPING: Final = TrajectoryPhase.STOPPING
+_CALLING: Final = TrajectoryPhase.CALLING
+_GRADING: Final = TrajectoryPhase.GRADING
+
+
+def on_call_started(state: State, event: ev.CallStarted) -> None:
+    trajectory = decoding(state, event.trajectory, event.attempt)
+    if trajectory is None:
+        return
+    check_spans(state, trajectory, event.spans)
+    take_count(state, trajectory, event.num_tokens)
+    target = unreserve(state, trajectory)
+    instance = end(state, trajectory)
+    instance.progress_at = state.now
+    if is_abandoned(trajectory):
+        go_on(state, trajectory)
+        return
+    trajectory.last = instance
+    kept = target if trajectory.phase is _STOPPING else instance  # it has moved, as nothing of it runs
+    _call(state, trajectory)
+    hold(state, trajectory, kept if state.settings.orchestration.calls == "keep" else None)
+
+
+def _call(state: State, trajectory: Trajectory) -> None:
+    trajectory.move(_CALLING)
+    trajectory.attempt += 1
+    state.called_at = state.now
+    state.out.append(CallEnvironment(trajectory.id, trajectory.attempt))
+
+
+def on_call_finished(state: State, event: ev.CallFinished) -> None:
+    trajectory = state.trajectories.get(event.trajectory)
+    if trajectory is None or trajectory.attempt != event.attempt or trajectory.phase is not _CALLING:
+        state.counters.late_completions += 1
+        return
+    take_count(state, trajectory, event.num_tokens)
+    state.called_at = state.now
+    if is_abandoned(trajectory):
+        _abandon(state, trajectory)
+        return
+    instance = unhold(state, trajectory)
+    if event.failed:
+        _environment_failed(state, trajectory)
+    elif event.ended:
+        finish(state, trajectory)
+    elif instance is not None and instance.serves(trajectory.version):
+        _next_turn(state, trajectory, instance)
+    else:
+        wait(state, trajectory)
+
+
+def _next_turn(state: State, trajectory: Trajectory, instance: Instance) -> None:
+    """Continue on the instance that kept the slot."""
+    if all(t.phase is _CALLING for t in instance.residents.values()):
+        instance.progress_at = state.now  # nothing was to be decoded there
+    footprint = footprint_of(state, trajectory.num_prompt_tokens, trajectory.num_tokens)
+    begin(state, trajectory, instance, footprint=footprint)
+
+
+def _abandon(state: State, trajectory: Trajectory) -> None:
+    """End a calling trajectory whose group is given up; it no longer counts as unfinished."""
+    assert trajectory.group is not None
+    abandon(state, trajectory)
+    forget_discarded(state, trajectory.group)
+
+
+def _environment_failed(state: State, trajectory: Trajectory) -> None:
+    """End a trajectory without a reward, because its environment cannot go on."""
+    state.counters.environment_failed += 1
+    if trajectory.group is not None:
+        end_generation(state, trajectory.group, trajectory)
+    trajectory.move(_GRADING)
+    graded(state, trajectory, None)
+
+
+def restart_call(state: State, trajectory: Trajectory, *, replayable: bool) -> None:
+    """Order a call again, or end the trajectory: a new controller will not get the result of the call under way."""
+    if is_abandoned(trajectory):
+        _abandon(state, trajectory)
+    elif replayable:
+        _call(state, trajectory)
+    else:
+        unhold(state, trajectory)
+        _environment_failed(state, trajectory)

@@ -1,0 +1,87 @@
+"""The audit of calls of environments: C2, as far as it says that a call is made at most once.
+
+Each call has its intent, the CallStarted with which a turn ended, in the journal before it is ordered; it is ordered
+once, and once more only if a new controller says that the environment can repeat it; no turn begins and no grading
+while it is under way; and what it appends is added to all tokens known before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+from dora.core import commands as cmd
+from dora.core import events as ev
+from dora.core.ids import TrajectoryId
+from dora.journal.audit_fleet import check_spans, end_request, take_count
+from dora.journal.audit_tables import AuditedAnswer, AuditTables
+
+C2_CALLS: Final = "C2 calls"
+
+
+def _on_call_started(t: AuditTables, event: ev.CallStarted) -> None:
+    answer = end_request(t, event)
+    if answer is not None:
+        check_spans(t, event.trajectory, answer, event.spans)
+        answer.intent = t.is_wanted(event.trajectory)
+
+
+def _call_environment(t: AuditTables, order: cmd.CallEnvironment) -> None:
+    answer = t.answers.get(order.trajectory)
+    if answer is None or not answer.intent:
+        found = f"calls its environment (attempt {order.attempt}) without an intent in the journal"
+        t.find(C2_CALLS, "trajectory", order.trajectory, found)
+    if answer is not None:
+        answer.intent = False
+        answer.calling = order.attempt
+
+
+def _on_call_finished(t: AuditTables, event: ev.CallFinished) -> None:
+    answer = t.answers.get(event.trajectory)
+    if answer is None or answer.calling is None or answer.calling != event.attempt:
+        t.late_completions += 1
+        return
+    answer.calling = None
+    take_count(t, event.trajectory, answer, event.num_tokens)
+    if not t.is_wanted(event.trajectory):
+        _forget(t, event.trajectory, answer)
+    elif event.failed:
+        _fail(t, event.trajectory, answer)
+    elif event.ended:
+        answer.finished = True
+        t.mixed_answers += answer.mixed
+        t.lengths[event.trajectory] = event.num_tokens
+
+
+def _on_controller_restarted(t: AuditTables, event: ev.ControllerRestarted) -> None:
+    for trajectory, answer in [(id, a) for id, a in t.answers.items() if a.calling is not None]:
+        answer.calling = None
+        if not t.is_wanted(trajectory):
+            _forget(t, trajectory, answer)
+        elif trajectory in event.replayable:
+            answer.intent = True
+        else:
+            _fail(t, trajectory, answer)
+
+
+def _fail(t: AuditTables, trajectory: TrajectoryId, answer: AuditedAnswer) -> None:
+    """Count an answer as graded without a reward, because its environment failed."""
+    t.environment_failed += 1
+    answer.graded = True
+    if trajectory < 0:
+        t.evaluated[answer.version] += 1
+        del t.answers[trajectory]
+
+
+def _forget(t: AuditTables, trajectory: TrajectoryId, answer: AuditedAnswer) -> None:
+    if trajectory in t.aborted:
+        t.aborted[trajectory] = answer.num_tokens
+    del t.answers[trajectory]
+
+
+HANDLERS: Final[dict[type, Callable[[AuditTables, Any], None]]] = {
+    ev.CallStarted: _on_call_started,
+    cmd.CallEnvironment: _call_environment,
+    ev.CallFinished: _on_call_finished,
+    ev.ControllerRestarted: _on_controller_restarted,
+}

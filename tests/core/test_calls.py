@@ -1,0 +1,293 @@
+"""Calls of environments: what a trajectory holds meanwhile, where it goes on, and what becomes of it otherwise."""
+
+from __future__ import annotations
+
+import pytest
+
+from dora.core import commands as cmd
+from dora.core.orchestration import Orchestration
+from dora.core.phases import GroupPhase, TrajectoryPhase, WeightsPhase
+from tests.core.builders import Core, admit, call, generate, grade, packing, push, started, stop
+
+KEEP = Orchestration(kv_overcommit=False)
+PINNED = Orchestration(kv_overcommit=False, calls="pinned")
+
+
+def one_group(**changes: object) -> Core:
+    """Group 0 alone (trajectories 0 and 1), on instance 0."""
+    return started(**({"groups_per_step": 1, "max_staleness": 0, "steps": 2} | changes))  # type: ignore[arg-type]
+
+
+def phase_of(core: Core, t: int) -> TrajectoryPhase:
+    return core.state.trajectories[t].phase  # type: ignore[index]
+
+
+# -- what it holds ----------------------------------------------------------------------------------------------------
+
+
+def test_with_keep_a_calling_trajectory_keeps_its_slot_and_goes_on_where_it_was() -> None:
+    core = one_group(instances=2, slots=2)
+    home = core.of(cmd.Generate)[0].instance
+    assert core.called(0, tokens=5) == [call(0)]
+    assert phase_of(core, 0) is TrajectoryPhase.CALLING
+    assert 0 in core.state.instances[home].residents
+    assert core.result(0, tokens=9) == [generate(0, on=home, version=0, attempt=3, tokens=9)]
+    assert core.finished(0, tokens=12) == [grade(0, attempt=4)]
+
+
+def test_with_pinned_the_slot_is_free_for_others_during_the_call() -> None:
+    core = started(instances=1, slots=2, groups_per_step=2, max_staleness=0, steps=2, orchestration=PINNED)
+    assert core.called(0) == [call(0), admit(1, version=0, deadline=0), generate(2, on=0, version=0)]
+    assert core.called(1) == [call(1), generate(3, on=0, version=0)]
+    assert core.result(0, tokens=3) == [], "it waits for a slot"
+    assert core.finished(2) == [grade(2), generate(0, on=0, version=0, attempt=3, tokens=3)]
+
+
+def test_a_returned_trajectory_takes_a_slot_before_a_new_group() -> None:
+    core = started(instances=1, slots=4, groups_per_step=4, max_staleness=0, steps=2, orchestration=PINNED)
+    admitted = len(core.of(cmd.AdmitGroup))
+    core.called(0)
+    assert len(core.of(cmd.AdmitGroup)) == admitted + 1, "its slot went to group 2"
+    core.result(0)
+    orders = core.finished(2)
+    assert [o.trajectory for o in orders if isinstance(o, cmd.Generate)] == [0]
+
+
+def test_a_returned_trajectory_prefers_the_instance_of_its_last_turn_to_that_of_its_siblings() -> None:
+    core = started(instances=2, slots=4, groups_per_step=2, max_staleness=0, steps=2, orchestration=PINNED)
+    where = {o.trajectory: o.instance for o in core.of(cmd.Generate)}
+    [mine] = {where[t] for t in (0, 1)}
+    core.called(0)
+    core.drain(mine)
+    moved = core.stopped(1, tokens=1)
+    assert [o.instance for o in moved if isinstance(o, cmd.Generate)] == [1 - mine], "the group's home moved"
+    core.recall(mine)
+    assert core.result(0) == [generate(0, on=mine, version=0, attempt=3, tokens=2)]
+
+
+def test_with_pinned_a_version_keeps_its_last_instance_while_all_its_trajectories_call() -> None:
+    core = packing(orchestration=PINNED)
+    versions = {i.version for i in core.state.instances.values()}
+    assert versions == {0}
+    for t in (16, 17, 22, 23):
+        core.called(t)
+    core.tick(1.0)
+    given = core.of(cmd.PushWeights)[2:]
+    assert [p.version for p in given] == [1], "one instance goes to version 1, the other stays"
+    core.pushed(given[0].instance, 1)
+    core.tick(1.0)
+    kept = 1 - given[0].instance
+    assert core.state.instances[kept].version == 0
+    assert core.result(16) == [generate(16, on=kept, version=0, attempt=3, tokens=2)]
+
+
+# -- instances --------------------------------------------------------------------------------------------------------
+
+
+def test_an_instance_with_calling_residents_is_packed_without_a_stop() -> None:
+    core = packing()
+    core.called(16)
+    core.called(17)
+    core.tick(1.0)
+    assert not core.of(cmd.StopRequest), "nothing was running there"
+    assert [p.instance for p in core.of(cmd.PushWeights)[2:]] == [0]
+    assert set(core.state.instances[1].residents) == {16, 17, 22, 23}
+    assert core.result(16) == [generate(16, on=1, version=0, attempt=3, tokens=2)]
+
+
+def test_a_turn_that_ends_with_a_call_instead_of_the_ordered_stop_has_moved() -> None:
+    core = packing()
+    core.tick(1.0)
+    assert stop(16, on=0) in core.of(cmd.StopRequest) or stop(22, on=1) in core.of(cmd.StopRequest)
+    [source] = {o.instance for o in core.of(cmd.StopRequest)}
+    mine = [o.trajectory for o in core.of(cmd.StopRequest)]
+    for t in mine:
+        assert core.called(t)[0] == call(t)
+    assert set(core.state.instances[1 - source].residents) == {16, 17, 22, 23}
+    assert core.state.instances[source].weights is WeightsPhase.UPDATING
+    assert core.result(mine[0]) == [generate(mine[0], on=1 - source, version=0, attempt=3, tokens=2)]
+
+
+def test_a_drained_instance_is_rid_of_its_calling_residents_at_once() -> None:
+    core = one_group(instances=2, slots=2)
+    [home] = {o.instance for o in core.of(cmd.Generate)}
+    core.called(0)
+    core.drain(home)
+    assert 0 in core.state.instances[1 - home].residents
+    assert core.result(0) == [generate(0, on=1 - home, version=0, attempt=3, tokens=2)]
+
+
+def test_a_call_survives_the_loss_of_its_instance() -> None:
+    core = one_group(instances=2, slots=2)
+    [home] = {o.instance for o in core.of(cmd.Generate)}
+    core.called(0, tokens=5)
+    core.lost(home, tokens={1: 3})
+    assert phase_of(core, 0) is TrajectoryPhase.CALLING
+    assert core.state.counters.recovered == 1, "only the other one had a request"
+    assert core.result(0, tokens=7) == [generate(0, on=1 - home, version=0, attempt=3, tokens=7)]
+
+
+def test_an_update_in_flight_takes_a_calling_trajectory_along() -> None:
+    core = started("partial", groups_per_step=1, max_staleness=1, steps=3, slots=8)
+    core.answer(0)
+    core.called(2, tokens=4)
+    core.train(0)
+    assert push(0, version=1, attempt=2) in core.publish(1)
+    core.pushed(0, 1)
+    assert core.result(2, tokens=6) == [generate(2, on=0, version=1, attempt=3, tokens=6)]
+
+
+def test_a_result_that_comes_during_an_update_in_flight_waits_for_its_end() -> None:
+    core = started("partial", groups_per_step=1, max_staleness=1, steps=3, slots=8)
+    core.answer(0)
+    core.called(2, tokens=4)
+    core.train(0)
+    core.publish(1)
+    assert core.result(2, tokens=6) == []
+    assert generate(2, on=0, version=1, attempt=3, tokens=6) in core.pushed(0, 1)
+
+
+# -- endings ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_environment_may_end_the_episode() -> None:
+    core = one_group()
+    core.called(0, tokens=5)
+    assert core.result(0, tokens=5, ended=True) == [grade(0, attempt=3)]
+
+
+@pytest.mark.parametrize("orchestration", [KEEP, PINNED])
+def test_an_environment_that_cannot_go_on_leaves_its_trajectory_without_a_reward(orchestration: Orchestration) -> None:
+    core = one_group(group_size=3, orchestration=orchestration)
+    core.finished(0)
+    core.finished(1)
+    core.graded(0, 0.0)
+    core.graded(1, 1.0)
+    core.called(2, tokens=5)
+    orders = core.result(2, tokens=5, failed="the host died")
+    assert cmd.CommitGroup(0, 0, 0) in orders  # type: ignore[arg-type]
+    assert core.state.counters.environment_failed == 1
+    assert [w.ranks for w in core.of(cmd.TrainMicroBatch)] == [((0,), (1,))]
+
+
+def test_a_group_with_too_few_environments_left_fails() -> None:
+    core = one_group()
+    for t in (0, 1):
+        core.called(t)
+    core.result(0, failed="the host died")
+    [dropped] = [o for o in core.result(1, failed="the host died") if isinstance(o, cmd.DropGroup)]
+    assert (dropped.outcome, dropped.reason) == ("failed", "grading")
+
+
+def test_a_calling_trajectory_of_a_failed_group_frees_its_slot_now_and_ends_with_its_call() -> None:
+    core = one_group()
+    core.called(0)
+    orders = core.failed(1, final=True)
+    assert [o.group for o in orders if isinstance(o, cmd.AdmitGroup)] == [1], "another group takes the place"
+    assert phase_of(core, 0) is TrajectoryPhase.CALLING
+    assert core.state.trajectories[0].instance is None  # type: ignore[index]
+    assert core.result(0) == []
+    assert 0 not in core.state.trajectories
+
+
+def test_a_late_or_repeated_result_changes_nothing() -> None:
+    core = one_group()
+    core.called(0)
+    core.result(0)
+    assert core.result(0, attempt=2) == []
+    assert core.result(0, attempt=1) == []
+    assert core.state.counters.late_completions == 2
+
+
+def test_a_call_of_an_old_attempt_is_not_made() -> None:
+    core = one_group(instances=2, slots=2)
+    [home] = {o.instance for o in core.of(cmd.Generate)}
+    core.lost(home)
+    core.attempts[cmd.Generate, 0] = 1
+    assert core.called(0) == []
+    assert core.state.counters.late_completions == 1
+
+
+# -- a new controller -------------------------------------------------------------------------------------------------
+
+
+def test_a_call_without_a_result_fails_with_the_controller_unless_it_can_be_repeated() -> None:
+    core = one_group(group_size=3)
+    for t in (0, 1):
+        core.called(t, tokens=4)
+    assert core.restarted({2: 3}, replayable=(1,)) == [call(1, attempt=3)]
+    assert phase_of(core, 1) is TrajectoryPhase.CALLING
+    assert 0 not in core.state.trajectories
+    assert core.state.counters.environment_failed == 1
+    assert core.result(1, attempt=2) == [], "of the earlier controller"
+    assert core.result(1, tokens=6) == []
+    core.ready()
+    core.up(0)
+    resumed = core.pushed(0, 0)
+    assert generate(1, on=0, version=0, attempt=4, tokens=6) in resumed
+    assert core.state.ledger.groups[0].phase is GroupPhase.GENERATING  # type: ignore[index]
+
+
+# -- silence ----------------------------------------------------------------------------------------------------------
+
+
+def test_an_instance_whose_residents_all_call_is_not_silent() -> None:
+    core = one_group(watchdog_s=30.0, no_progress_s=1e6)
+    core.called(0)
+    core.called(1)
+    for _ in range(50):
+        core.tick(10.0)
+    assert not core.of(cmd.CondemnInstance)
+    core.result(0)
+    for _ in range(3):
+        core.tick(10.0)
+    assert not core.of(cmd.CondemnInstance), "its time begins with the next turn"
+    for _ in range(2):
+        core.tick(10.0)
+    assert len(core.of(cmd.CondemnInstance)) == 1
+
+
+def test_a_silent_request_beside_calls_is_still_found() -> None:
+    core = one_group(watchdog_s=30.0, no_progress_s=1e6)
+    core.called(0)
+    for _ in range(5):
+        core.tick(10.0)
+    assert len(core.of(cmd.CondemnInstance)) == 1
+
+
+@pytest.mark.parametrize(("call_limit_s", "last_s"), [(0.0, 100.0), (60.0, 160.0)])
+def test_a_call_extends_the_time_without_progress_by_its_own_limit_and_no_more(
+    call_limit_s: float, last_s: float
+) -> None:
+    core = one_group(no_progress_s=100.0, call_limit_s=call_limit_s)
+    core.called(0)
+    core.called(1)
+    core.tick(last_s)
+    assert not core.of(cmd.FailRun)
+    core.tick(1.0)
+    [failed] = core.of(cmd.FailRun)
+    assert "trajectory 0 calling" in failed.reason
+
+
+# -- evaluation -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("orchestration", [KEEP, PINNED])
+def test_an_evaluation_sample_calls_and_keeps_its_share(orchestration: Orchestration) -> None:
+    core = started(
+        groups_per_step=1,
+        max_staleness=0,
+        steps=2,
+        eval_prompt_tokens=(3, 3),
+        max_eval_share=0.01,
+        orchestration=orchestration,
+        slots=4,
+    )
+    samples = [o.trajectory for o in core.of(cmd.Generate) if o.trajectory < 0]
+    assert samples == [-1, -2], "version 0 is evaluated first, with all slots"
+    core.called(-1)
+    assert core.result(-1) == [generate(-1, on=0, version=0, attempt=3, tokens=2)]
+    core.called(-2)
+    core.result(-2, failed="the host died")
+    core.finished(-1, tokens=2)
+    assert cmd.ReportEvaluation(0) in core.graded(-1, 1.0)  # type: ignore[arg-type]
