@@ -11,6 +11,8 @@ from typing import Final, Literal
 
 import msgspec
 
+Calls = Literal["keep", "pinned"]
+
 
 class Orchestration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One switch per rule; all but `refill` are on by default."""
@@ -24,7 +26,7 @@ class Orchestration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     hysteresis: bool = True  #: pack only when the newest version has no room left
     #: What a trajectory holds during a call of its environment. `keep`: its slot and KV. `pinned`: neither, but its
     #: version keeps its last instance.
-    calls: Literal["keep", "pinned"] = "keep"
+    calls: Calls = "keep"
     refill: bool = False  #: admit new prompts under old versions
 
 
@@ -45,7 +47,11 @@ PAPER: Final = Orchestration(
 )
 
 
-def orchestration_of(rules: str, *, without: Sequence[str] = (), refill: bool = False) -> Orchestration:
-    """Return the rules named `dora` or `paper`, without those that are switched off."""
+def orchestration_of(
+    rules: str, *, without: Sequence[str] = (), refill: bool = False, calls: Calls | None = None
+) -> Orchestration:
+    """Return the rules named `dora` or `paper`, without those that are switched off. `calls`: None is the default."""
     chosen = PAPER if rules == "paper" else Orchestration(refill=refill)
+    if calls is not None:
+        chosen = msgspec.structs.replace(chosen, calls=calls)
     return msgspec.structs.replace(chosen, **{key: value for name in without for key, value in SWITCHES[name].items()})

@@ -57,7 +57,14 @@ class Outside:
     """Shell, servers and trainer of one run; every public method is one thing that can happen."""
 
     def __init__(
-        self, settings: Settings, *, seed: int, num_servers: int, prompts: int | None, checked: bool = True
+        self,
+        settings: Settings,
+        *,
+        seed: int,
+        num_servers: int,
+        prompts: int | None,
+        checked: bool = True,
+        calls: float = 0.0,
     ) -> None:
         self.settings = settings
         self.checked = checked
@@ -74,6 +81,9 @@ class Outside:
         self.fetch: cmd.FetchPrompts | None = None
         self.requests: dict[TrajectoryId, Request] = {}
         self.grades: dict[TrajectoryId, cmd.GradeTrajectory] = {}
+        self.call_share = calls  #: of the times when an answer gets on, those when it calls its environment
+        self.intents: set[TrajectoryId] = set()  #: calls that may be made now, once each
+        self.calls: dict[TrajectoryId, cmd.CallEnvironment] = {}
         self.pushes: dict[InstanceId, cmd.PushWeights] = {}
         self.late: deque[ev.Event] = deque(maxlen=40)  #: completions whose command has been answered or voided
         self.epoch = 0
@@ -163,6 +173,7 @@ class Outside:
         t, server = order.trajectory, self.servers[order.instance]
         self.totals.setdefault(t, self._length())
         assert t not in self.requests, "a trajectory is generated twice at the same time"
+        assert t not in self.calls, "a trajectory is generated during its call"
         assert order.num_tokens == self.tokens.setdefault(t, 0), "C2: not from all its tokens"
         assert server.up
         assert order.instance not in self.barred
@@ -175,9 +186,16 @@ class Outside:
         self.requests[t] = Request(order)
         assert sum(r.order.instance == order.instance for r in self.requests.values()) <= server.slots
 
+    def _CallEnvironment(self, order: cmd.CallEnvironment) -> None:
+        assert order.trajectory not in self.requests
+        assert order.trajectory not in self.calls
+        self.intents.remove(order.trajectory)  # a KeyError is a call without an intent, or a second one
+        self.calls[order.trajectory] = order
+
     def _GradeTrajectory(self, order: cmd.GradeTrajectory) -> None:
         assert order.trajectory not in self.requests
         assert order.trajectory not in self.grades
+        assert order.trajectory not in self.calls
         assert self.tokens[order.trajectory] == self.totals[order.trajectory], "C2: an unfinished answer is graded"
         self.grades[order.trajectory] = order
 
@@ -280,7 +298,7 @@ class Outside:
 
     def _ForgetGroups(self, order: cmd.ForgetGroups) -> None:
         if self.discarded.issuperset(order.groups):
-            assert not any(self._group(t) in order.groups for t in (*self.requests, *self.grades))
+            assert not any(self._group(t) in order.groups for t in (*self.requests, *self.grades, *self.calls))
             self.discarded.difference_update(order.groups)
             return
         sent = {t for (step, _), w in self.all_waves.items() if step == self.trained for r in w.ranks for t in r}
@@ -303,6 +321,7 @@ class Outside:
         self.outcome = order
         assert not self.requests
         assert not self.grades
+        assert not self.calls
         assert self.left == set(self.tags), "C2: the job ends with groups that were not trained"
         assert not self.discarded
         assert self.forming == self.trained == self.published[-1]
@@ -357,7 +376,10 @@ class Outside:
         self.servers[instance].weights = version
 
     def advance(self, t: TrajectoryId) -> None:
-        """Some more tokens are reported, or its end."""
+        """Some more tokens are reported, its end, or a call."""
+        if self.call_share and self.random.random() < self.call_share:
+            self.start_call(t)
+            return
         if self.produce(t, self.random.randint(1, 6)) == self.totals[t]:
             self.finish(t)
         else:
@@ -378,6 +400,24 @@ class Outside:
     def fail(self, t: TrajectoryId, *, server_gone: bool, final: bool = False) -> None:
         order = self.requests.pop(t).order
         self.answer(ev.GenerationFailed(self.now, t, order.attempt, self.tokens[t], server_gone, "injected", final))
+
+    def start_call(self, t: TrajectoryId) -> None:
+        request = self.requests.pop(t)
+        total = self.produce(t, self.random.randint(0, 6))
+        self.intents = {t}
+        self.answer(ev.CallStarted(self.now, t, request.order.attempt, total, self._spans(request)))
+        given_up = t >= 0 and self._group(t) in self.left
+        assert self.intents == ({t} if given_up or self.outcome is not None else set())
+
+    def end_call(self, t: TrajectoryId, *, num_tokens: int, ended: bool = False, failed: str = "") -> None:
+        order = self.calls.pop(t)
+        total = self.produce(t, num_tokens)
+        if ended:
+            self.totals[t] = total
+        self.answer(ev.CallFinished(self.now, t, order.attempt, total, ended, failed))
+
+    def any_result(self, t: TrajectoryId) -> None:
+        self.end_call(t, num_tokens=self.random.randint(0, 9), ended=self.random.random() < 0.1)
 
     def grade(self, t: TrajectoryId, reward: float | None) -> None:
         order = self.grades.pop(t)
@@ -509,12 +549,18 @@ class Outside:
         self.ready_at = max(self.checkpoint, self.trained - back)
         self.unpublished = [self.ready_at]
 
-    def restart_controller(self, *, back: int) -> None:
+    def restart_controller(self, *, back: int, replays: bool = False) -> None:
         for t in list(self.requests):
             self._void_request(t)
         for t, order in self.grades.items():
             self.late.append(ev.TrajectoryGraded(self.now, t, order.attempt, 1.0))
         self.grades.clear()
+        for t, call in self.calls.items():
+            self.late.append(ev.CallFinished(self.now, t, call.attempt, self.tokens[t]))
+        self.intents = {t for t in self.calls if replays and not (t >= 0 and self._group(t) in self.left)}
+        counts = {t: self.tokens[t] for t in self.state.trajectories if t in self.tokens and t not in self.calls}
+        repeatable = tuple(self.calls) if replays else ()
+        self.calls.clear()
         for instance in self.servers:
             self._void(instance)
         self.fetch = None
@@ -526,8 +572,8 @@ class Outside:
         self.next_instance = InstanceId(max(self.servers) + 1)  # of those that have left it knows nothing, nor hears
         removed = self.echoes_of_the_removed()
         self.late = deque([e for e in self.late if e not in removed], maxlen=self.late.maxlen)
-        counts = {t: self.tokens[t] for t in self.state.trajectories if t in self.tokens}
-        self.deliver(ev.ControllerRestarted(self.now, self.epoch, counts))
+        self.deliver(ev.ControllerRestarted(self.now, self.epoch, counts, replayable=repeatable))
+        assert not self.intents or self.outcome is not None
 
     def tick(self, seconds: float) -> None:
         self.now += seconds
@@ -535,7 +581,7 @@ class Outside:
 
     def echoes(self) -> list[ev.Event]:
         """Completions that could be mistaken for that of a command in flight; all there are if none could."""
-        open_ones = self.requests.keys() | self.grades.keys()
+        open_ones = self.requests.keys() | self.grades.keys() | self.calls.keys()
         return [
             e
             for e in self.late
@@ -560,6 +606,7 @@ class Outside:
             acts.append(self.bring_prompts)
         acts += [lambda t=t: self.advance(t) for t, r in self.requests.items() if r.order.version not in stalled]
         acts += [lambda t=t: self.stop(t) for t, r in self.requests.items() if r.stopping]
+        acts += [lambda t=t: self.any_result(t) for t in self.calls]
         acts += [lambda t=t: self.grade(t, float(t % self.settings.group_size)) for t in self.grades]
         acts += [lambda i=i: self.finish_push(i) for i in self.pushes]
         for i, server in self.servers.items():
@@ -584,6 +631,7 @@ class Outside:
         acts += [lambda i=i: self.fail_push(i) for i in self.pushes]
         acts += [lambda t=t: self.fail(t, server_gone=t % 2 == 1) for t in self.requests]
         acts += [lambda t=t: self.stop(t) for t in self.requests]
+        acts += [lambda t=t: self.end_call(t, num_tokens=0, failed="injected") for t in self.calls]
         acts += [lambda i=i: self.press(i, pressed=True) for i, s in self.servers.items() if s.up and not s.pressed]
         acts += [lambda i=i: self.lose(i) for i, s in self.servers.items() if s.up]
         acts += [lambda e=e: self.repeat(e) for e in self.echoes()]

@@ -17,6 +17,7 @@ from dora.core import events as ev
 from dora.core.orchestration import SWITCHES, orchestration_of
 from dora.core.strategies import Settings, rules_of
 from tests.core.outside import Outside
+from tests.core.test_sweep import CALLS
 
 _INDEX = st.integers(0, 11)
 
@@ -45,6 +46,7 @@ _JOBS = st.builds(
         st.sampled_from(["dora", "dora", "paper"]),
         without=st.lists(st.sampled_from(list(SWITCHES)), max_size=3),
         refill=st.booleans(),
+        calls=st.sampled_from(CALLS),
     ),
     watchdog_s=st.just(30.0),
     no_progress_s=st.just(1e9),
@@ -75,9 +77,10 @@ class AnyOrder(RuleBasedStateMachine):
         num_servers=st.sampled_from([1, 2, 4, 6, 6]),
         prompts=st.one_of(st.none(), st.none(), st.integers(0, 24)),
         up=st.sampled_from([0, 3, 6, 6]),
+        calls=st.sampled_from([0.0, 0.0, 0.2, 0.6]),
     )
-    def begin(self, job: Settings, seed: int, num_servers: int, prompts: int | None, up: int) -> None:
-        self.outside = Outside(job, seed=seed, num_servers=num_servers, prompts=prompts)
+    def begin(self, job: Settings, seed: int, num_servers: int, prompts: int | None, up: int, calls: float) -> None:
+        self.outside = Outside(job, seed=seed, num_servers=num_servers, prompts=prompts, calls=calls)
         for instance in list(self.outside.servers)[:up]:
             self.outside.come_up(instance, slots=1 + instance % 3, kv_tokens=300)
 
@@ -139,6 +142,29 @@ class AnyOrder(RuleBasedStateMachine):
     def fail(self, index: int, how: str) -> None:
         t = pick(self.outside.requests, index)
         self.outside.fail(t, server_gone=how == "broken", final=how == "refused for good")
+
+    @while_running(lambda o: o.requests)
+    @rule(index=_INDEX)
+    def start_call(self, index: int) -> None:
+        self.outside.start_call(pick(self.outside.requests, index))
+
+    @while_running(lambda o: o.requests)
+    @rule(index=_INDEX)
+    def all_requests_of_an_instance_call(self, index: int) -> None:
+        instance = self.outside.requests[pick(self.outside.requests, index)].order.instance
+        for t in [t for t, r in self.outside.requests.items() if r.order.instance == instance]:
+            if t in self.outside.requests and self.outside.outcome is None:
+                self.outside.start_call(t)
+
+    @while_running(lambda o: o.calls)
+    @rule(index=_INDEX, num_tokens=st.integers(0, 20), ended=st.booleans())
+    def end_call(self, index: int, num_tokens: int, ended: bool) -> None:
+        self.outside.end_call(pick(self.outside.calls, index), num_tokens=num_tokens, ended=ended)
+
+    @while_running(lambda o: o.calls)
+    @rule(index=_INDEX)
+    def fail_call(self, index: int) -> None:
+        self.outside.end_call(pick(self.outside.calls, index), num_tokens=0, failed="injected")
 
     @while_running(lambda o: o.grades)
     @rule(index=_INDEX, reward=st.sampled_from([None, 0.0, 0.0, 1.0]))
@@ -238,9 +264,9 @@ class AnyOrder(RuleBasedStateMachine):
         self.outside.restart_trainer(back=back)
 
     @while_running(lambda o: len(o.journal) > o.restarted_at + 25)
-    @rule(back=st.integers(0, 3))
-    def restart_controller(self, back: int) -> None:
-        self.outside.restart_controller(back=back)
+    @rule(back=st.integers(0, 3), replays=st.booleans())
+    def restart_controller(self, back: int, replays: bool) -> None:
+        self.outside.restart_controller(back=back, replays=replays)
 
     @rule(seconds=st.sampled_from([0.0, 0.2, 1.0, 4.0, 31.0, 70.0]))
     def tick(self, seconds: float) -> None:

@@ -12,13 +12,18 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import Final
 
 import msgspec
 
 from dora.core import commands as cmd
+from dora.core import events as ev
 from dora.core.phases import GroupPhase
+from dora.core.state import State
+from dora.journal.audit import audit_entries
 from tests.core.world import Faults, World, draw_orchestration, replay, settings
 
+CALLS: Final = ("keep", "pinned")
 IN_FLIGHT = ["partial", "partial_bounded", "partial_sync"]
 _ROOT = Path(__file__).parents[2]
 _RUNS = 320
@@ -38,7 +43,7 @@ _KINDS = {
 }
 
 
-def world(seed: int, *, shared_prompts: bool = False) -> World:
+def world(seed: int, *, shared_prompts: bool = False, calls: bool = False) -> World:
     """A job, its fleet and its faults, all from the seed; with shared prompts, as many updates as may be."""
     r = random.Random(seed)
     strategy = r.choice(["dora", "dora", "dora", "sync", "periodic", "one_step_off", *IN_FLIGHT, "oversample"])
@@ -70,7 +75,7 @@ def world(seed: int, *, shared_prompts: bool = False) -> World:
         controller_restarts=r.choice([0.0, 0.0, 0.02]),
         late_completion=r.choice([0.0, 0.2]),
     )
-    return World(
+    drawn = World(
         job,
         seed=seed,
         num_instances=r.randint(1, 6),
@@ -81,6 +86,19 @@ def world(seed: int, *, shared_prompts: bool = False) -> World:
         train_s=r.choice([0.1, 1.0, 5.0]),
         push_s=r.choice([0.05, 0.3, 2.0]),
     )
+    if calls:
+        _add_calls(drawn, r)
+    return drawn
+
+
+def _add_calls(w: World, r: random.Random) -> None:
+    orchestration = msgspec.structs.replace(w.settings.orchestration, calls=r.choice(CALLS))
+    job = msgspec.structs.replace(w.settings, orchestration=orchestration, call_limit_s=60.0, watchdog_s=12.0)
+    w.settings, w.state = job, State(job)
+    w.calls, w.call_s = r.choice([0.2, 0.6, 0.9]), r.choice([0.01, 0.5, 5.0, 30.0])
+    w.faults.call_fails = r.choice([0.0, 0.0, 0.02, 0.2])
+    w.faults.call_ends = r.choice([0.0, 0.1, 0.5])
+    w.faults.replayable = r.choice([0.0, 0.5, 1.0])
 
 
 def digest(seed: int) -> str:
@@ -114,6 +132,27 @@ def test_so_does_every_job_with_several_updates_a_step_and_shared_prompts() -> N
         _run_to_the_end(w)
         sizes[w.settings.updates] += 1
     assert sizes.keys() == {1, 2, 3, 4, 5}
+
+
+def test_so_does_every_job_with_calls() -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(_RUNS):
+        w = world(seed, calls=True)
+        try:
+            _run_to_the_end(w)
+            report = audit_entries(w.settings, w.journal)
+            assert report.ok, report.violations
+            assert report.environment_failed == w.state.counters.environment_failed
+        except BaseException as err:
+            err.add_note(f"in the job of seed {seed}")
+            raise
+        for event, orders in w.journal:
+            seen.update(type(fact).__name__ for fact in (event, *orders))
+            if isinstance(event, ev.ControllerRestarted):
+                seen["repeated"] += len(event.replayable)
+        seen["environment_failed"] += w.state.counters.environment_failed
+    assert seen.keys() >= _KINDS | {"CallStarted", "CallEnvironment", "CallFinished"}
+    assert min(seen["environment_failed"], seen["repeated"]) > 0
 
 
 def _run_to_the_end(w: World) -> None:

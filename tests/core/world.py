@@ -59,6 +59,9 @@ class Faults:
     zero_variance: float = 0.0  #: per group
     controller_restarts: float = 0.0  #: per tick
     late_completion: float = 0.0  #: a completion is delivered twice
+    call_fails: float = 0.0
+    call_ends: float = 0.0  #: the environment ends the episode
+    replayable: float = 0.0  #: per call that is under way when the controller ends
 
 
 @dataclass
@@ -75,6 +78,8 @@ class World:
     train_s: float = 1.0
     push_s: float = 0.3
     token_s: float = 0.05
+    calls: float = 0.0  #: share of turns that end with a call
+    call_s: float = 0.5  #: mean time of a call
     checked: bool = True
     length: Callable[[random.Random], int] | None = None
     sink: Callable[[ev.Event, list[cmd.Command]], None] | None = None
@@ -90,6 +95,8 @@ class World:
         self.held: dict[InstanceId, int] = {}  #: version of each server
         self.marks: dict[TrajectoryId, list[ev.Span]] = {}  #: spans of running requests that weights have ended
         self.totals: dict[TrajectoryId, int] = {}
+        self.turns: dict[TrajectoryId, int] = {}  #: tokens when the turn under way ends
+        self.calling: dict[TrajectoryId, int] = {}  #: tokens when the call under way began
         self.trained_lengths: dict[TrajectoryId, int] = {}
         self.incarnation = dict.fromkeys(range(self.num_instances), 0)
         self.alive: set[int] = set()
@@ -159,23 +166,27 @@ class World:
         assert order.num_tokens <= self.totals[t]
         assert self.running.get(t) is None, f"trajectory {t} runs twice"
         assert self.held[order.instance] == order.version
+        assert t not in self.calling, f"trajectory {t} runs during its call"
+        left = self.totals[t] - order.num_tokens
+        called = left > 1 and self.chance(self.calls)
+        self.turns[t] = order.num_tokens + (self.random.randint(1, left - 1) if called else left)
         self.running[t] = (order.attempt, order.num_tokens, order.instance, self.now)
         self.marks[t] = []
         attempt = order.attempt
         if self.chance(self.faults.request_fails):
             self.at(self.random.random(), lambda: self._end_request(t, attempt, failed=True))
-        self.at((self.totals[t] - order.num_tokens) * self.token_s, lambda: self._end_request(t, attempt))
+        self.at((self.turns[t] - order.num_tokens) * self.token_s, lambda: self._end_request(t, attempt))
 
     def produced(self, t: TrajectoryId) -> int:
         _, start, _, since = self.running[t]
-        return min(self.totals[t], start + int((self.now - since) / self.token_s))
+        return min(self.turns[t], start + int((self.now - since) / self.token_s))
 
     def _end_request(
         self, t: TrajectoryId, attempt: int, *, failed: bool = False, stopped: bool = False
     ) -> ev.Event | None:
         if t not in self.running or self.running[t][0] != attempt:
             return None
-        n = self.totals[t] if not (failed or stopped) else self.produced(t)
+        n = self.turns[t] if not (failed or stopped) else self.produced(t)
         spans = (*self.marks[t], self._span(t, end=n))
         del self.running[t]
         if failed:
@@ -184,10 +195,34 @@ class World:
             )
         if stopped:
             return ev.GenerationStopped(self.now, t, attempt, n, spans)
-        event = ev.GenerationFinished(self.now, t, attempt, n, n == self.settings.max_new_tokens, spans)
+        event: ev.Event = ev.GenerationFinished(self.now, t, attempt, n, n == self.settings.max_new_tokens, spans)
+        if n < self.totals[t]:
+            event = ev.CallStarted(self.now, t, attempt, n, spans)
+            self.calling[t] = n  # unless its group is given up
         if self.chance(self.faults.late_completion):
             self.at(self.random.random(), lambda: event)
         return event
+
+    def _CallEnvironment(self, order: cmd.CallEnvironment) -> None:
+        t, epoch = order.trajectory, self.epoch
+        assert t not in self.running
+        before = self.calling[t]
+        ended = self.chance(self.faults.call_ends)
+        failed = "injected" if self.chance(self.faults.call_fails) else ""
+
+        def end() -> ev.Event | None:
+            if epoch != self.epoch:
+                return None
+            del self.calling[t]
+            n = self.random.randint(before, self.totals[t])
+            if ended:
+                self.totals[t] = n
+            event = ev.CallFinished(self.now, t, order.attempt, n, ended, failed)
+            if self.chance(self.faults.late_completion):
+                self.at(self.random.random(), lambda: event)
+            return event
+
+        self.at(self.call_s * self.random.expovariate(1.0), end)
 
     def _span(self, t: TrajectoryId, *, end: int) -> ev.Span:
         """What the server's present weights have produced of it."""
@@ -306,6 +341,8 @@ class World:
     def _restart(self) -> ev.Event:
         self.epoch += 1
         self.trainer_epoch += 1
+        replayable = tuple(t for t in self.calling if self.chance(self.faults.replayable))
+        self.calling = {t: self.calling[t] for t in replayable}
         counts = {t: self.produced(t) for t in self.running}
         self.running.clear()
         self.alive.clear()
@@ -317,7 +354,7 @@ class World:
         self.trainer_free = self.now
         self.at(0.7, lambda: ev.TrainerReady(self.now, step))
         self.at(0.6, lambda: ev.VersionPublished(self.now, step, 1, {}))
-        return ev.ControllerRestarted(self.now, self.epoch, counts)
+        return ev.ControllerRestarted(self.now, self.epoch, counts, replayable=replayable)
 
 
 def replay(config: Settings, journal: list[tuple[ev.Event, list[cmd.Command]]]) -> None:
