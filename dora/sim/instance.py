@@ -6,13 +6,12 @@ step j with a tokens has a + (steps - j) of them at any later step. A prefill ha
 chunk mixing); resident siblings share the KV of their prompt. If the next step does not fit, the youngest request is
 evicted: it goes to the head of the queue and is prefilled again with all its tokens.
 
-A request that calls a tool leaves the batch and keeps its slot. Its KV stays until another request needs the space; the
-longest idle is dropped first. When the result has arrived, the request queues like a new one, and the result is
-prefilled, or all its tokens if its KV was dropped.
+A request whose turn ends with a call has ended, but its KV stays, as in a prefix cache, until another request needs the
+space; the longest idle is dropped first. If its answer continues here, only what its KV lacks is prefilled.
 
-Invariant: `used` is the KV of running and idle requests, with prompts shared by siblings counted once, and never above
-`kv_tokens` while more than one request has KV. `use` accounts for all time until the anchor. `next_at()` is the time of
-the next change without further input.
+Invariant: `used` is the KV of running requests and of idle ones, with prompts shared by siblings counted once, and
+never above `kv_tokens` while more than one request has KV. `use` accounts for all time until the anchor. `next_at()` is
+the time of the next change without further input.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Sequence
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 from typing import Final
 
 from dora.core.events import Span
@@ -37,12 +36,10 @@ class SimulatedInstance:
     __slots__ = (
         "_ages",
         "_ahead",
-        "_calls",
         "_ending",
         "_idle",
         "_sharing",
         "anchor",
-        "called_s",
         "context",
         "evictions",
         "halted",
@@ -73,7 +70,7 @@ class SimulatedInstance:
         self.is_newest = True
         self.requests: dict[TrajectoryId, Request] = {}
         self.waiting: deque[Request] = deque()
-        self.num_running = 0  #: requests in the batch: all but those that are queued or call a tool
+        self.num_running = 0  #: requests in the batch: all but those that are queued
         self.halted = False  #: training has its device
         self.steps = 0  #: number of decoding steps done
         self.anchor = 0.0  #: end of the last one; in the future during a prefill or a push
@@ -82,14 +79,12 @@ class SimulatedInstance:
         self.evictions = 0
         self.use = Use()
         self.held_s = 0.0  #: time that requests have held slots, minus the anchor for each that does: see `slots_s`
-        self.called_s = 0.0  #: the same for tool calls
         self.wake = 0  #: number of the latest plan; a wake-up of an older one is ignored
         self._ages = 0
         self._ahead: int | None = None  # steps until an answer ends or the KV is full; None after a change of the batch
         self._ending: list[tuple[int, TrajectoryId, int]] = []  # heap of (last step, id, age)
         self._sharing: dict[int, int] = {}  # group -> siblings with KV
-        self._calls: list[tuple[float, TrajectoryId]] = []  # heap of (time of the result, its request)
-        self._idle: dict[TrajectoryId, Request] = {}  # requests that have KV and do not run, the longest idle first
+        self._idle: dict[TrajectoryId, Request] = {}  # calling or queued, and with KV; the longest idle first
 
     def tokens(self, request: Request) -> int:
         """Return the number of tokens of a request's answer so far."""
@@ -100,24 +95,23 @@ class SimulatedInstance:
         steps = self.steps
         return {id: r.offset + steps if r.running else r.offset for id, r in self.requests.items()}
 
-    def slots_s(self) -> tuple[float, float]:
-        """Return the slot-seconds until the anchor: held by requests, and the part held during tool calls."""
-        return self.held_s + len(self.requests) * self.anchor, self.called_s + len(self._calls) * self.anchor
+    def slots_s(self) -> float:
+        """Return the slot-seconds of requests until the anchor."""
+        return self.held_s + len(self.requests) * self.anchor
 
     # -- time -----------------------------------------------------------------------------------------------------
 
     def next_at(self) -> float:
-        """Return when the next answer ends or calls a tool, a result arrives, or the KV is full; infinity if never."""
+        """Return when the next turn ends or the KV is full; infinity if never."""
         decodes = self.num_running and not self.halted
-        at = self.anchor + self._duration(self._steps_ahead()) if decodes else math.inf
-        return min(at, self._calls[0][0]) if self._calls else at
+        return self.anchor + self._duration(self._steps_ahead()) if decodes else math.inf
 
     def after(self, steps: int) -> float:
         """Return the time after `steps` more steps of the same batch; infinity if nothing runs."""
         return self.anchor + self._duration(steps) if self.num_running else math.inf
 
     def reach(self, now: float) -> None:
-        """Run all steps that end by `now`, and queue the requests whose results have arrived."""
+        """Run all steps that end by `now`."""
         if not self.num_running or self.halted:
             self._idle_until(now)
         elif now > self.anchor:
@@ -128,11 +122,6 @@ class SimulatedInstance:
                 taken = self._duration(ahead)
             if ahead:
                 self._advance(ahead, taken)
-        while self._calls and self._calls[0][0] <= now:
-            at, id = heappop(self._calls)
-            self.called_s += at
-            self.requests[id].receive_result()
-            self.waiting.append(self.requests[id])
 
     def _idle_until(self, now: float) -> None:
         if now > self.anchor:
@@ -143,7 +132,7 @@ class SimulatedInstance:
             self.anchor = now
 
     def _steps_ahead(self) -> int:
-        """Return the number of steps until an answer ends or calls a tool, or the KV is full."""
+        """Return the number of steps until a turn ends or the KV is full."""
         if self._ahead is None:
             self._drop_stale()
             self._ahead = self._ending[0][0] - self.steps
@@ -198,21 +187,21 @@ class SimulatedInstance:
     # -- requests ---------------------------------------------------------------------------------------------------
 
     def take(self, request: Request) -> None:
-        """Take a request, possibly with a tool call under way. Call `reach` first and `settle` afterwards."""
+        """Take a request. Call `reach` first and `settle` afterwards."""
         self.requests[request.order.trajectory] = request
+        if request.order.trajectory in self._idle:
+            self._idle[request.order.trajectory] = request
         self.held_s -= self.anchor
-        if request.back_at is None:
-            self.waiting.append(request)
-        else:
-            self._await(request, request.back_at)
+        self.waiting.append(request)
 
-    def _await(self, request: Request, back_at: float) -> None:
-        request.back_at = back_at
-        heappush(self._calls, (back_at, request.order.trajectory))
-        self.called_s -= self.anchor
+    def forget(self, id: TrajectoryId) -> None:
+        """Drop the KV of an answer that continues elsewhere. Call `reach` first and `settle` afterwards."""
+        if id in self._idle:
+            self._free(self._idle[id])
 
     def settle(self) -> list[Request]:
-        """Remove answers that have ended, free KV until it fits, and admit queued requests; at a step boundary."""
+        """Remove and return requests whose turn has ended, free KV until it fits, and admit queued ones; at a step
+        boundary."""
         ended = self.end()
         while self.used + self.num_running > self.server.kv_tokens and (self._idle or self.num_running > 1):
             if self._idle:
@@ -225,8 +214,7 @@ class SimulatedInstance:
         return ended
 
     def end(self) -> list[Request]:
-        """Remove answers that have ended, and begin the tool calls that are due; at a step boundary. Call `settle`
-        before time advances."""
+        """Remove and return requests whose turn has ended; at a step boundary. Call `settle` before time advances."""
         ended = []
         while self._ending and self.num_running:
             self._drop_stale()
@@ -235,11 +223,13 @@ class SimulatedInstance:
                 break
             request = self.requests[id]
             if request.calls:
+                del self.requests[id]
+                self.held_s += self.anchor
                 self._leave_batch(request)
                 self._idle[id] = request
-                self._await(request, self.anchor + request.calls[0].latency_s)
             else:
-                ended.append(self.remove(id))
+                self.remove(id)
+            ended.append(request)
         return ended
 
     def pause(self, until: float, *, retract: bool) -> None:
@@ -274,10 +264,6 @@ class SimulatedInstance:
         if request.running:
             self._leave_batch(request)
             self._free(request)
-        elif request.back_at is not None:
-            self._calls.remove((request.back_at, id))
-            heapify(self._calls)
-            self.called_s += self.anchor
         else:
             self.waiting.remove(request)
         if id in self._idle:
@@ -288,13 +274,12 @@ class SimulatedInstance:
 
     def clear(self) -> dict[TrajectoryId, Request]:
         """Remove and return all requests, because the server fails; they keep their tokens and lose their KV."""
-        self.held_s, self.called_s = self.slots_s()
+        self.held_s = self.slots_s()
         lost, self.requests = self.requests, {}
         for request in lost.values():
             request.offset = self.tokens(request)
             request.running = request.brings_kv = False
         self.waiting.clear()
-        self._calls.clear()
         self._idle.clear()
         self._ending.clear()
         self._sharing.clear()
@@ -317,17 +302,22 @@ class SimulatedInstance:
             return False
         if self.used + self._need(request) + growth > limit:
             others = [r for r in self._idle.values() if r is not request]
-            if running and self.used + self._need(request) + growth > limit + self._spare(others, request.group):
+            if running and self.used + self._need(request) + growth > limit + self._spare(others, group=request.group):
                 return False
             while others and self.used + self._need(request) + growth > limit:
                 self._free(others.pop(0))
         return True
 
-    def _spare(self, idle: Sequence[Request], group: int) -> int:
+    def spare(self) -> int:
+        """Return the KV tokens that are dropped when space is needed."""
+        return self._spare(list(self._idle.values()), group=None) if self._idle else 0
+
+    def _spare(self, idle: Sequence[Request], *, group: int | None) -> int:
         """Return the KV tokens that `idle` requests hold and a request of `group` does not share."""
         siblings = Counter(r.group for r in idle)
         prompts = {r.group: r.prompt_tokens for r in idle if siblings[r.group] == self._sharing[r.group]}
-        prompts.pop(group, None)
+        if group is not None:
+            prompts.pop(group, None)
         return sum(r.offset - r.unread for r in idle) + sum(prompts.values())
 
     def _start(self, request: Request) -> None:

@@ -81,7 +81,8 @@ def _terms(workload: Workload, groups: Sequence[SimulatedGroup]) -> tuple[float,
     around_s = workload.push_s + workload.grade.median_s
     last_s = (prompts[row] + lengths[row, column]) / workload.rank_tokens_s + train.update_s + workload.publish_s
     read_s = float(sum(server.prefill_s(g.prompt_tokens) for g in groups) + block.results_s(server).sum())
-    decode_s = (_decode_s(block, server=server) + read_s) / _speed(workload)
+    held_s = float(block.waited_s.sum()) if workload.orchestration.calls == "keep" else 0.0
+    decode_s = (_decode_s(block, server=server, called_s=held_s) + read_s) / _speed(workload)
     first_s = around_s + float(alone.max(axis=1).min())
     return train_s, decode_s, around_s + float(alone.max()), float(last_s), first_s
 
@@ -135,8 +136,9 @@ def _alone_s(block: _Block, *, server: SimulatedServer) -> Floats:
     return np.asarray(read_s[:, None] + decode_s + block.results_s(server) + block.waited_s)
 
 
-def _decode_s(block: _Block, *, server: SimulatedServer) -> float:
-    """Return the instance-seconds of decoding, if the batch always fills the KV, or the slots that tool calls leave."""
+def _decode_s(block: _Block, *, server: SimulatedServer, called_s: float) -> float:
+    """Return the instance-seconds of decoding, if the batch always fills the KV, or the slots that calls leave, which
+    hold some for `called_s`."""
     grown, decoded, prompts = float(block.before.sum()), block.decoded, block.prompts
     shared = float((decoded.max(axis=1) * prompts).sum())  # a prompt is in KV once, until its slowest sibling ends
     read = grown + float((decoded.sum(axis=1) * prompts).sum())
@@ -144,7 +146,7 @@ def _decode_s(block: _Block, *, server: SimulatedServer) -> float:
     steps = max((grown + shared) / server.kv_tokens, tokens / server.slots)
     decode = server.decode
     rest_s = tokens * decode.per_request_s + read * decode.per_token_s
-    slots_s = tokens * decode.base_s + rest_s + float(block.waited_s.sum())  # the least that the answers hold
+    slots_s = tokens * decode.base_s + rest_s + called_s  # the least that the answers hold
     return max(steps * decode.base_s + rest_s, slots_s / server.slots)
 
 

@@ -37,7 +37,7 @@ class SimulatedCounts:
     mixed: int = 0
     use: Use = field(default_factory=Use)
     slots_s: float = 0.0
-    called_s: float = 0.0
+    called_s: float = 0.0  #: while a call is under way, less the time of its beginning
 
 
 class Measure:
@@ -53,6 +53,7 @@ class Measure:
         self._instances = instances
         self._published: list[float] = []
         self._last_answer: dict[int, float] = {}  # by version
+        self._calls = 0  # under way, with a slot
 
     def published(self, version: int, *, at: float) -> None:
         """Record that a version can be pushed."""
@@ -63,6 +64,22 @@ class Measure:
         """Record that an answer of this version is complete."""
         self._last_answer[version] = at
         self.counts.answers += 1
+
+    def call_started(self, *, at: float, holds_slot: bool) -> None:
+        """Record that a call began, with or without the slot of its answer."""
+        if holds_slot:
+            self._calls += 1
+            self.counts.called_s -= at
+
+    def call_ended(self, *, at: float, held_slot: bool) -> None:
+        """Record that a call ended."""
+        if held_slot:
+            self._calls -= 1
+            self.counts.called_s += at
+
+    def called_s(self, *, at: float) -> float:
+        """Return the slot-seconds until now that answers held during their calls."""
+        return self.counts.called_s + self._calls * at
 
     def committed(self, step: int, *, staleness: int, lengths: Sequence[int]) -> None:
         """Record that a group was committed to a step."""
@@ -88,7 +105,6 @@ class Measure:
         use = Use()
         for instance in self._instances:
             use = use.plus(instance.use)
-        slots = [instance.slots_s() for instance in self._instances]
         self.marks.append(
             replace(
                 self.counts,
@@ -98,8 +114,8 @@ class Measure:
                 recovered=state.counters.recovered,
                 mixed=state.counters.version_conflicts,
                 use=use,
-                slots_s=sum(held for held, _ in slots),
-                called_s=sum(called for _, called in slots),
+                slots_s=sum(i.slots_s() for i in self._instances) + self.called_s(at=at),
+                called_s=self.called_s(at=at),
             )
         )
 
@@ -203,8 +219,8 @@ class Result(msgspec.Struct, frozen=True):
     limit: Limit
     ratio: float  #: step_s over the strategy's own limit
     instance_shares: dict[str, float]  #: of the fleet's time, see server.Use
-    slot_load: float  #: share of all slots and time in which a request holds one
-    tool_load: float  #: the part of `slot_load` in which a tool call is under way
+    slot_load: float  #: share of all slots and time in which an answer holds one
+    tool_load: float  #: the part of `slot_load` in which a call is under way; calls that hold no slot are not in it
     trainer_idle: float  #: share of time without work
     trainer_unbalanced: float  #: share of time in which the average rank waits for the fullest
     staleness: tuple[int, ...]

@@ -121,7 +121,7 @@ class _Reader:
                 record.prompts.update((event.first + i, n) for i, n in enumerate(event.num_prompt_tokens))
             case ev.InstanceUp():
                 record.servers[event.instance] = event
-            case ev.GenerationFinished() | ev.GenerationStopped() | ev.GenerationFailed():
+            case ev.GenerationFinished() | ev.GenerationStopped() | ev.GenerationFailed() | ev.CallStarted():
                 self._end_request(event)
             case ev.InstanceLost():
                 for id in [t for t, (order, *_) in self._running.items() if order.instance == event.instance]:
@@ -142,7 +142,9 @@ class _Reader:
             case _:
                 pass
 
-    def _end_request(self, event: ev.GenerationFinished | ev.GenerationStopped | ev.GenerationFailed) -> None:
+    def _end_request(
+        self, event: ev.GenerationFinished | ev.GenerationStopped | ev.GenerationFailed | ev.CallStarted
+    ) -> None:
         if event.trajectory not in self._running or self._running[event.trajectory][0].attempt != event.attempt:
             return
         order, since, integral, read = self._running.pop(event.trajectory)

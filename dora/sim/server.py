@@ -42,8 +42,7 @@ class Request:
     total: int  #: tokens of the whole answer
     offset: int  #: number of tokens, minus the server's `steps` while the request runs
     brings_kv: bool = False  #: it was stopped elsewhere, and its KV is transferred
-    calls: tuple[Call, ...] = ()  #: the tool call under way and those still to be made
-    back_at: float | None = None  #: when the result of the call under way arrives; None if there is no call
+    calls: tuple[Call, ...] = ()  #: the call under way and those still to be made
     unread: int = 0  #: tokens of a result that is still to be read
     age: int = 0  #: larger for a request that was taken later
     running: bool = False
@@ -58,10 +57,10 @@ class Request:
         """Take the result of the call under way, which is read later."""
         self.unread = self.calls[0].num_tokens
         self.offset += self.unread
-        self.calls, self.back_at = self.calls[1:], None
+        self.calls = self.calls[1:]
 
     def resent(self, order: Generate) -> Request:
-        """Return the same answer in another request, from all its tokens; a call under way continues."""
+        """Return the same answer in another request, from all its tokens."""
         return replace(self, order=order, age=0, running=False, spans=())
 
 

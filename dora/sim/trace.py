@@ -65,7 +65,7 @@ class Trace:
     def __call__(self, event: ev.Event, orders: Sequence[cmd.Command]) -> None:
         """Take an event with its commands."""
         match event:
-            case ev.GenerationFinished() | ev.GenerationStopped():
+            case ev.GenerationFinished() | ev.GenerationStopped() | ev.CallStarted():
                 row = self.rows[self._where.pop(event.trajectory)]
                 row.requests -= 1
                 if not row.requests:

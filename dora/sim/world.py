@@ -78,7 +78,8 @@ class World:
         self._ready: deque[ev.Event] = deque()  # events at the current time, which precede the heap
         self._touched: dict[InstanceId, SimulatedInstance] = {}  # instances whose batch has changed
         self._tags: dict[GroupId, int] = {}  # version of each admitted group that has not left
-        self._interrupted: dict[TrajectoryId, Request] = {}  # as they were when stopped, or when their server was lost
+        self._interrupted: dict[TrajectoryId, Request] = {}  # stopped, lost with their server, or calling
+        self._calling: set[TrajectoryId] = set()
         self._graders = [0.0] * workload.grade.workers  # a heap of the times when each becomes free
         self._trainer_free = 0.0
         self._ordered_at = 0.0  # time of the core's last command
@@ -148,7 +149,7 @@ class World:
     def _settle(self, instance: SimulatedInstance) -> None:
         """Schedule the next change on an instance whose batch has changed, after all events of this moment."""
         for request in instance.settle():
-            self._report_answer(request)
+            self._report_turn(request)
         instance.wake += 1
         at = instance.next_at()
         if at < math.inf:
@@ -158,18 +159,23 @@ class World:
         if number == instance.wake:
             instance.reach(self.now)
             for request in instance.end():
-                self._report_answer(request)
+                self._report_turn(request)
             self._touched[instance.id] = instance  # settled after the commands that answer these events
 
-    def _report_answer(self, request: Request) -> None:
-        """Report a complete answer, which the controller receives after `answer_s`."""
+    def _report_turn(self, request: Request) -> None:
+        """Report a call or a complete answer, which the controller receives after `answer_s`."""
         order, late_s = request.order, self.workload.fleet.answer_s
-        _require(request.offset == request.total, "C2: it ended after {} tokens: {}", request.offset, order)
-        if order.trajectory >= 0:
-            self.measure.answered(order.version, at=self.now + late_s)
-        spans = self.instances[order.instance].spans(request)
-        capped = request.total == self.settings.max_new_tokens
-        fact = ev.GenerationFinished(self.now + late_s, order.trajectory, order.attempt, request.total, capped, spans)
+        _require(request.offset == request.stops_at, "C2: its turn ended after {} tokens: {}", request.offset, order)
+        id, at, spans = order.trajectory, self.now + late_s, self.instances[order.instance].spans(request)
+        fact: ev.Event
+        if request.calls:
+            self._interrupted[id] = request
+            fact = ev.CallStarted(at, id, order.attempt, request.offset, spans)
+        else:
+            if id >= 0:
+                self.measure.answered(order.version, at=at)
+            capped = request.total == self.settings.max_new_tokens
+            fact = ev.GenerationFinished(at, id, order.attempt, request.total, capped, spans)
         if late_s:
             self._at(late_s, lambda: fact)
         else:
@@ -216,7 +222,7 @@ class World:
             if evicted:
                 self._pressed.add(instance.id)
                 self._ready.append(ev.KvPressureReported(self.now, instance.id, True))
-        elif not evicted and instance.used < RELIEVED * instance.server.kv_tokens:
+        elif not evicted and instance.used - instance.spare() < RELIEVED * instance.server.kv_tokens:
             self._pressed.discard(instance.id)
             self._ready.append(ev.KvPressureReported(self.now, instance.id, False))
 
@@ -237,10 +243,33 @@ class World:
             request = Request(order, number, group.prompt_tokens, group.lengths[place], 0, calls=group.calls_of(place))
         else:
             request = old.resent(order)
-            if request.back_at is not None and request.back_at <= self.now:
-                request.receive_result()
+            if old.order.instance != order.instance:
+                self._forget(id, self.instances[old.order.instance])
         instance.take(request)
         self._touched[instance.id] = instance
+
+    def _forget(self, id: TrajectoryId, instance: SimulatedInstance) -> None:
+        """Drop the KV of an answer that was there before a call and continues elsewhere."""
+        instance.reach(self.now)
+        instance.forget(id)
+        self._touched[instance.id] = instance
+
+    def _on_call_environment(self, order: cmd.CallEnvironment) -> None:
+        id = order.trajectory
+        _require(id in self._interrupted and id not in self._calling, "C2: a call without an intent: {}", order)
+        request = self._interrupted[id]
+        _require(request.calls and request.offset == request.calls[0].at, "C2: no call is due: {}", order)
+        self._calling.add(id)
+        holds_slot = self.state.trajectories[id].instance is not None
+        self.measure.call_started(at=self.now, holds_slot=holds_slot)
+        self._at(request.calls[0].latency_s, partial(self._end_call, order, holds_slot=holds_slot))
+
+    def _end_call(self, order: cmd.CallEnvironment, *, holds_slot: bool) -> ev.Event:
+        request = self._interrupted[order.trajectory]
+        request.receive_result()
+        self._calling.remove(order.trajectory)
+        self.measure.call_ended(at=self.now, held_slot=holds_slot)
+        return ev.CallFinished(self.now, order.trajectory, order.attempt, request.offset)
 
     def _answer(self, id: TrajectoryId) -> tuple[int, SimulatedGroup, int]:
         """Return the number of a trajectory's group, the group, and its index there. A sample of an evaluation is a
@@ -281,7 +310,7 @@ class World:
             self._touched[instance.id] = instance
         else:
             instance.version = None
-        instance.pause(self.now + self.workload.push_s, retract=pause == "retract")
+        instance.pause(self.now + self.workload.push_s, retract=pause != "in_place")
         fails = self.random.random() < self.workload.faults.push_failure_share
         action = partial(self._pushed, order, instance.incarnation, fails=fails)
         self._at(self.workload.push_s, action)
@@ -408,6 +437,7 @@ def _require(condition: object, message: str, *parts: object) -> None:
 _HANDLERS: Final[dict[type[cmd.Command], Callable[[World, Any], None]]] = {
     cmd.FetchPrompts: World._on_fetch_prompts,
     cmd.Generate: World._on_generate,
+    cmd.CallEnvironment: World._on_call_environment,
     cmd.StopRequest: World._on_stop_request,
     cmd.GradeTrajectory: World._on_grade_trajectory,
     cmd.PushWeights: World._on_push_weights,
