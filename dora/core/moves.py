@@ -140,9 +140,9 @@ def look(state: State, instance: Instance) -> None:
             num_calling += 1
         elif trajectory.seen_at < silent_since:
             silent.append(trajectory)
-    if num_calling == len(instance.residents):
+    if num_calling and num_calling == len(instance.residents):
         instance.progress_at = now
-    elif now > instance.progress_at + watchdog_s:
+    elif instance.residents and now > instance.progress_at + watchdog_s:
         condemn(state, instance, f"none of its {len(instance.residents)} requests got a token for {watchdog_s:g} s")
         return
     for trajectory in silent:
