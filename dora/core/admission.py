@@ -27,6 +27,7 @@ class Refusal(enum.Enum):
     BLOCK = "the current batch is admitted but not yet committed"
     RULE_F = "another group might miss its deadline (rule F)"
     NO_INSTANCE = "no instance accepts requests for the newest version"
+    YIELDS = "the newest version's instance makes room for an older version, which has none"
     NO_ROOM = "every instance of the newest version is full"
     SHARE = "the least loaded instance has its share; the newest version is being pushed to others"
     PUSHES = "a batch starts once no push is in flight"
@@ -62,6 +63,8 @@ def _why_no_room(state: State, entry: Version, instance: Instance | None) -> Ref
     """Return the first reason why the least loaded instance gets no new group of this version; there is a prompt."""
     if instance is None:
         return Refusal.NO_INSTANCE
+    if instance is state.yielding:
+        return Refusal.YIELDS
     if not instance.has_room(footprint_of(state, state.prompts[0], 0)):
         return Refusal.NO_ROOM
     if _has_its_share(state, instance, entry):

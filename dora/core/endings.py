@@ -94,6 +94,8 @@ def leave_unfinished(state: State, trajectory: Trajectory) -> None:
     trajectory.group.unfinished -= 1
     entry = state.window.entries[trajectory.version]
     entry.unfinished -= 1
+    if entry.unfinished == entry.away:
+        entry.quiet_since = state.now
     if not entry.unfinished:
         state.agenda.place = True
         state.agenda.release = True

@@ -164,7 +164,11 @@ def _versions(state: State) -> None:
     groups = Counter(g.current for g in state.ledger.groups.values())
     training = [t for t in state.trajectories.values() if t.group is not None]
     unfinished = Counter([t.version for t in training if t.phase in UNFINISHED and not _is_given_up(t)])
-    away = Counter([t.version for t in training if t.phase is _CALLING and not t.instance and not _is_given_up(t)])
+    all_away = [t for t in training if t.phase is _CALLING and t.instance is None and not _is_given_up(t)]
+    away = Counter([t.version for t in all_away])
+    away_tokens: Counter[int] = Counter()
+    for t in all_away:
+        away_tokens[t.version] += t.num_prompt_tokens + t.num_tokens
     waiting = Counter([t.version for t in training if t.phase is _WAITING])
     kv_load: Counter[int] = Counter()
     for t in chain.from_iterable([i.residents.values() for i in state.instances.values()]):
@@ -175,6 +179,7 @@ def _versions(state: State) -> None:
         _require(e.groups == groups[v], "version {}: {} groups counted, {} found", v, e.groups, groups[v])
         _require(e.unfinished == unfinished[v], "version {}: {} unfinished, {} found", v, e.unfinished, unfinished[v])
         _require(e.away == away[v], "version {}: {} away counted, {} found", v, e.away, away[v])
+        _require(e.away_tokens == away_tokens[v], "version {}: tokens away", v)
         _require(e.num_waiting == waiting[v], "version {}: {} waiting counted, {} found", v, e.num_waiting, waiting[v])
         _require(e.loading == loading[v], "version {}: pushes", v)
         holders = [i for i in state.instances.values() if i.version == v]

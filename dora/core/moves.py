@@ -92,10 +92,11 @@ def relieve(state: State, instance: Instance) -> None:
 
 def vacate(state: State, instance: Instance) -> None:
     """Drain an instance of evaluation samples, which are queued with their tokens for another of their version."""
-    if instance.weights is not WeightsPhase.SERVING:
+    if instance.weights is WeightsPhase.SERVING:
+        instance.move(WeightsPhase.DRAINING)
+        state.num_draining += 1
+    elif instance.weights is not WeightsPhase.DRAINING:
         return
-    instance.move(WeightsPhase.DRAINING)
-    state.num_draining += 1
     for trajectory in list(instance.residents.values()):
         if trajectory.phase is TrajectoryPhase.RESIDENT:
             stop(state, trajectory)

@@ -78,6 +78,7 @@ def hold(state: State, trajectory: Trajectory, instance: Instance | None) -> Non
         footprint = footprint_of(state, trajectory.num_prompt_tokens, trajectory.num_tokens)
         seat(state, trajectory, instance, footprint=footprint)
     else:
+        trajectory.footprint = trajectory.num_prompt_tokens + trajectory.num_tokens
         _count_away(state, trajectory, 1)
 
 
@@ -92,8 +93,13 @@ def unhold(state: State, trajectory: Trajectory) -> Instance | None:
 def _count_away(state: State, trajectory: Trajectory, count: int) -> None:
     if trajectory.group is None:
         state.evaluation.away += count
+        state.agenda.fill(trajectory.version)  # its share of the slots may have room
     else:
-        state.window.entries[trajectory.version].away += count
+        entry = state.window.entries[trajectory.version]
+        entry.away += count
+        entry.away_tokens += count * trajectory.footprint
+        if entry.away == entry.unfinished:
+            entry.quiet_since = state.now
 
 
 def freed(state: State, instance: Instance) -> None:

@@ -162,6 +162,8 @@ def on_weight_push_finished(state: State, event: ev.WeightPushFinished) -> None:
         on_weight_push_failed(state, ev.WeightPushFailed(event.at, event.instance, event.attempt, reason))
         return
     push_ended(state, instance)
+    state.num_pushed += 1
+    state.push_s += (state.now - instance.push_at - state.push_s) / state.num_pushed
     instance.move(WeightsPhase.SERVING)
     instance.version = event.version
     instance.failures = 0

@@ -11,7 +11,9 @@ from typing import Final, Literal
 
 import msgspec
 
-Calls = Literal["keep", "pinned"]
+#: What a trajectory holds during a call of its environment. `keep`: its slot and KV. `pinned`: neither, but its version
+#: keeps its last instance. `release`: neither, and after a while the last instance may serve another version.
+Calls = Literal["keep", "pinned", "release"]
 
 
 class Orchestration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -24,9 +26,7 @@ class Orchestration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     window: Literal["adaptive", "fixed", "open"] = "adaptive"  #: W adapts, or keeps its initial size; open: F alone
     tail_care: bool = True  #: spread a new version over its instances; never slow urgent answers down by packing
     hysteresis: bool = True  #: pack only when the newest version has no room left
-    #: What a trajectory holds during a call of its environment. `keep`: its slot and KV. `pinned`: neither, but its
-    #: version keeps its last instance.
-    calls: Calls = "keep"
+    calls: Calls = "keep"  #: what a trajectory holds during a call of its environment
     refill: bool = False  #: admit new prompts under old versions
 
 

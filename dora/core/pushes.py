@@ -28,8 +28,11 @@ def push(state: State, instance: Instance, version: VersionId) -> None:
     instance.move(WeightsPhase.LOADING if instance.weights is WeightsPhase.BLANK else WeightsPhase.UPDATING)
     instance.pushing = version
     instance.attempt += 1
+    instance.push_at = state.now
     state.pushes += 1
-    state.entry(version).loading += 1
+    entry = state.entry(version)
+    entry.loading += 1
+    entry.given_away, entry.need_since = False, None
     state.out.append(PushWeights(instance.id, instance.attempt, version))
 
 

@@ -9,6 +9,7 @@ from dora.core.admission import num_admissible, why_not
 from dora.core.ids import VersionId
 from dora.core.moves import move_call, undrain, vacate
 from dora.core.occupancy import footprint_of, reserve
+from dora.core.patience import make_room, may_be_given_away
 from dora.core.phases import TrajectoryPhase, WeightsPhase
 from dora.core.placement import allot, allot_by_requests, kv_floor, plan_moves
 from dora.core.pushes import push, update_fleet
@@ -28,18 +29,27 @@ def place(state: State) -> None:
     if state.settings.rules.in_flight is not None and newest is not None and not state.finished:
         update_fleet(state, newest, is_wanted=why_not(state, newest) is None)
         return
-    if not state.vacant or state.finished:
+    releases = state.settings.orchestration.calls == "release"
+    if state.finished or not (state.vacant or releases):
         return
     needs = [v for v, e in state.window.entries.items() if e.num_waiting and not e.serving and not e.loading]
+    if state.vacant:
+        _give(state, needs, newest)
+    if releases:
+        make_room(state, needs=needs, newest=newest)
+
+
+def _give(state: State, needs: list[VersionId], newest: VersionId | None) -> None:
+    """Order the pushes to vacant instances; versions in need that get one leave `needs`."""
     newest_wants = newest is not None and (why_not(state, newest) is None or state.entry(newest).num_waiting > 0)
     idle = not needs and not newest_wants and not state.evaluation.waiting and not _versions_waiting(state)
     if idle and not state.num_draining:
         return
-    for instance in list(state.vacant.values()):
+    for instance in sorted(state.vacant.values(), key=lambda i: _is_quiet(state, i)):  # such a one is the last resort
         if instance.pushing is not None or instance.retry_at > state.now:
             continue
         version = None
-        if not _is_last_of_needed(state, instance):
+        if not _is_last_of_needed(state, instance, needs=needs, newest=newest):
             version = _version_for(state, instance, needs=needs, newest=newest if newest_wants else None)
         if version is None or version == instance.version:
             undrain(state, instance)
@@ -48,6 +58,7 @@ def place(state: State) -> None:
         elif state.pushes >= state.settings.max_parallel_pushes:
             return  # the end of the next push makes `place` due again
         else:
+            _leave_version(state, instance)
             push(state, instance, version)
         if version in needs:
             needs.remove(version)
@@ -74,9 +85,24 @@ def _versions_waiting(state: State) -> list[VersionId]:
     return [v for v, e in state.window.entries.items() if e.num_waiting]
 
 
-def _is_last_of_needed(state: State, instance: Instance) -> bool:
+def _is_last_of_needed(state: State, instance: Instance, *, needs: list[VersionId], newest: VersionId | None) -> bool:
     entry = state.window.entries.get(instance.version) if instance.version is not None else None
-    return entry is not None and entry.needs_instance and len(entry.serving) == 1
+    if entry is None or not entry.needs_instance or len(entry.serving) > 1:
+        return False
+    return not may_be_given_away(state, entry, needs=needs, newest=newest)
+
+
+def _is_quiet(state: State, instance: Instance) -> bool:
+    """Whether all trajectories of its version call, and hold no slot."""
+    entry = state.window.entries.get(instance.version) if instance.version is not None else None
+    return entry is not None and entry.away == entry.unfinished > 0
+
+
+def _leave_version(state: State, instance: Instance) -> None:
+    """Note that a version whose trajectories all call loses its last instance, if this is it."""
+    entry = state.window.entries.get(instance.version) if instance.version is not None else None
+    if entry is not None and entry.needs_instance and len(entry.serving) == 1:
+        entry.given_away = True
 
 
 def consolidate(state: State) -> None:

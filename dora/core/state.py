@@ -81,6 +81,9 @@ class State:
     num_kv_tokens: int = 0
     num_draining: int = 0  #: instances in WeightsPhase.DRAINING
     pushes: int = 0  #: in flight, including those to drained instances
+    push_s: float = 0.0  #: mean time of the pushes that succeeded
+    num_pushed: int = 0
+    yielding: Instance | None = None  #: it admits no more, to make room for a version in need (`patience`)
     vacant: dict[InstanceId, Instance] = field(default_factory=dict)  #: no training resident, reservation or push
     drained: dict[InstanceId, Instance] = field(default_factory=dict)  #: not members, lost ones included
     leaving: dict[InstanceId, Instance] = field(default_factory=dict)  #: to be dismissed once they are empty

@@ -124,6 +124,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     eval_every: int = 0  #: steps between evaluations; 0: only the first and the last version
     max_eval_share: float = 0.1  #: share of all slots, while training work could use them
     decode_time: DecodeTime = DecodeTime()
+    prefill_s_per_token: float = 5e-5  #: what it takes to prefill again what a version with calls had in KV
     deterministic: bool = False  #: the trainer writes the same bytes for the same waves, so a replay may not differ
 
     @property

@@ -105,6 +105,7 @@ class Instance:
     version: VersionId | None = None  #: confirmed version; None unless SERVING or DRAINING
     pushing: VersionId | None = None  #: version of the push in flight; None unless LOADING or UPDATING
     attempt: int = 0  #: of the latest push
+    push_at: float = 0.0  #: when it was ordered
     failures: int = 0  #: consecutive failed pushes
     retry_at: float = 0.0  #: no push before this time
     slots: int = 0

@@ -22,6 +22,10 @@ class Version:
     groups: int = 0  #: untrained groups
     unfinished: int = 0  #: training trajectories that are queued, resident, moving or calling
     away: int = 0  #: training trajectories that are calling and hold no slot
+    away_tokens: int = 0  #: their prompts and answers
+    quiet_since: float = 0.0  #: when the last unfinished one that was not away left or ended
+    given_away: bool = False  #: its last instance serves another version while its trajectories call
+    need_since: float | None = None  #: when it was first seen in need since then
     num_waiting: int = 0  #: training trajectories that are queued for a slot
     evaluating: bool = False  #: its evaluation is in progress
     kv_load: int = 0  #: footprints of its residents
@@ -59,10 +63,11 @@ class Version:
         self.groups += older.groups
         self.unfinished += older.unfinished
         self.away += older.away
+        self.away_tokens += older.away_tokens
         self.num_waiting += older.num_waiting
         self._waiting += older._waiting
         heapify(self._waiting)
-        older.groups = older.unfinished = older.away = older.num_waiting = 0
+        older.groups = older.unfinished = older.away = older.away_tokens = older.num_waiting = 0
         older._waiting.clear()
 
     def dequeue(self, group: Group) -> None:

@@ -226,6 +226,7 @@ class Workload(_Part, frozen=True):
             no_progress_s=_NEVER,
             max_parallel_pushes=self.num_instances if together else self.fleet.parallel_pushes,
             decode_time=self.fleet.server.decode,
+            prefill_s_per_token=self.fleet.server.prefill_s_per_token,
         )
 
     def with_changes(self, **changes: dict[str, Any]) -> Workload:

@@ -213,7 +213,7 @@ class Outside:
         self.pushes[order.instance] = order
         held, self.servers[order.instance].version = self.servers[order.instance].version, FOREIGN_VERSION
         entry = self.state.window.entries.get(held)
-        if entry is not None and entry.needs_instance:
+        if entry is not None and entry.needs_instance and entry.away < entry.unfinished:
             assert any(s.up and s.version == held for s in self.servers.values()), f"the last of version {held} is gone"
 
     def _TrainMicroBatch(self, order: cmd.TrainMicroBatch) -> None:

@@ -23,7 +23,7 @@ from dora.core.state import State
 from dora.journal.audit import audit_entries
 from tests.core.world import Faults, World, draw_orchestration, replay, settings
 
-CALLS: Final = ("keep", "pinned")
+CALLS: Final = ("keep", "pinned", "release")
 IN_FLIGHT = ["partial", "partial_bounded", "partial_sync"]
 _ROOT = Path(__file__).parents[2]
 _RUNS = 320

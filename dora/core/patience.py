@@ -1,0 +1,78 @@
+"""`calls = "release"`: the last instance of a version whose trajectories all call may serve another version meanwhile.
+
+Its version keeps it for the patience: two measured pushes, there and back, and the prefill of all that is away. Then it
+may be given away, if there is work for it elsewhere. A version that has given its last instance away and gets a
+trajectory back is in need, so that the next vacant instance is given it. If that takes long, the least loaded instance
+of the newest version makes room: otherwise it is filled again and again, and never vacant.
+"""
+
+from __future__ import annotations
+
+from dora.core.admission import why_not
+from dora.core.ids import VersionId
+from dora.core.occupancy import footprint_of, freed
+from dora.core.phases import WeightsPhase
+from dora.core.state import State
+from dora.core.tables import Instance
+from dora.core.versions import Version
+
+
+def patience_s(state: State, entry: Version) -> float:
+    """Return how long a version keeps its last instance without a request, and waits for one in need."""
+    return 2 * state.push_s + entry.away_tokens * state.settings.prefill_s_per_token
+
+
+def may_be_given_away(state: State, entry: Version, *, needs: list[VersionId], newest: VersionId | None) -> bool:
+    """Whether the last instance of a version with unfinished trajectories may be given to another version."""
+    if state.settings.orchestration.calls != "release" or entry.unfinished != entry.away or state.num_up < 2:
+        return False
+    if state.now - entry.quiet_since < patience_s(state, entry):
+        return False
+    return bool(needs) or (newest is not None and newest != entry.number and _wants_more(state, newest))
+
+
+def _wants_more(state: State, newest: VersionId) -> bool:
+    """Whether the newest version would admit a group, and has no room for it."""
+    entry = state.entry(newest)
+    if entry.loading or why_not(state, newest) is not None:
+        return False
+    roomiest = entry.roomiest()
+    return roomiest is None or not roomiest.has_room(footprint_of(state, state.prompts[0], 0))
+
+
+def make_room(state: State, *, needs: list[VersionId], newest: VersionId | None) -> None:
+    """Have an instance of the newest version stop admitting while a version in need has waited for too long."""
+    is_urgent = newest is not None and any(_is_urgent(state, state.entry(v)) for v in needs)
+    held = state.yielding
+    if held is not None and not (is_urgent and held.version == newest and held.is_member and not held.condemned):
+        _stop_yielding(state, held)
+    if not is_urgent or newest is None:
+        return
+    takers = state.entry(newest).roomiest_few(2)
+    if state.yielding is None and takers:
+        state.yielding = takers[0]
+    held = state.yielding
+    if held is not None and held.weights is WeightsPhase.SERVING and any(i is not held for i in takers):
+        held.move(WeightsPhase.DRAINING)  # the version's queue and what returns have another instance
+        state.num_draining += 1
+
+
+def _is_urgent(state: State, entry: Version) -> bool:
+    """Whether a version that has given its last instance away must have one soon."""
+    if not entry.given_away:
+        return False
+    if entry.need_since is None:
+        entry.need_since = state.now
+    is_due = state.formation.deadline(entry.number) <= state.formation.step
+    return is_due or state.now - entry.need_since >= patience_s(state, entry)
+
+
+def _stop_yielding(state: State, instance: Instance) -> None:
+    """Let an instance admit again, unless it is empty or has left its version."""
+    state.yielding = None
+    if instance.weights is WeightsPhase.DRAINING and instance.is_member and not instance.is_empty:
+        instance.move(WeightsPhase.SERVING)
+        state.num_draining -= 1
+        freed(state, instance)
+    elif instance.version is not None:
+        state.agenda.fill(instance.version)
