@@ -29,13 +29,13 @@ def place(state: State) -> None:
     if state.settings.rules.in_flight is not None and newest is not None and not state.finished:
         update_fleet(state, newest, is_wanted=why_not(state, newest) is None)
         return
-    releases = state.settings.orchestration.calls == "release"
-    if state.finished or not (state.vacant or releases):
+    is_short = state.yielding is not None or any(e.given_away for e in state.window.entries.values())
+    if state.finished or not (state.vacant or is_short):
         return
     needs = [v for v, e in state.window.entries.items() if e.num_waiting and not e.serving and not e.loading]
     if state.vacant:
         _give(state, needs, newest)
-    if releases:
+    if is_short:
         make_room(state, needs=needs, newest=newest)
 
 

@@ -81,6 +81,79 @@ def test_with_pinned_a_version_keeps_its_last_instance_while_all_its_trajectorie
     assert core.result(16) == [generate(16, on=kept, version=0, attempt=3, tokens=2)]
 
 
+# -- release ----------------------------------------------------------------------------------------------------------
+
+RELEASE = Orchestration(kv_overcommit=False, calls="release")
+
+
+def all_away(**changes: object) -> tuple[Core, int]:
+    """All of version 0 calls; one of its instances was given version 1, which took 4 s, and the other is returned."""
+    core = packing(orchestration=RELEASE, **changes)
+    for t in (16, 17, 22, 23):
+        core.called(t)
+    [given] = core.of(cmd.PushWeights)[2:]
+    core.tick(4.0)
+    core.pushed(given.instance, 1)
+    return core, 1 - given.instance
+
+
+def test_with_release_a_version_gives_its_last_instance_away_after_the_patience() -> None:
+    core, kept = all_away()
+    assert core.state.push_s == pytest.approx(4 / 3), "two pushes took no time"
+    patience_s = 2 * 4 / 3 + 4 * (3 + 1) * core.state.settings.prefill_s_per_token
+    assert core.now > patience_s, "it has been quiet for so long already"
+    assert core.of(cmd.PushWeights)[-1] == push(kept, version=1, attempt=2)
+
+
+def test_a_trajectory_that_comes_back_within_the_patience_keeps_the_instance() -> None:
+    core = packing(orchestration=RELEASE)
+    for t in (16, 17, 22, 23):
+        core.called(t)
+    [given] = core.of(cmd.PushWeights)[2:]
+    core.now += 4.0
+    core.result(16)
+    core.called(16, tokens=3)
+    core.pushed(given.instance, 1)
+    core.tick(1.0)
+    assert len(core.of(cmd.PushWeights)) == 3, "it has to be quiet again for the patience"
+    core.tick(2.0)
+    assert core.of(cmd.PushWeights)[-1].instance == 1 - given.instance
+
+
+def test_a_version_in_need_is_given_the_next_vacant_instance_of_the_newest_which_stops_admitting() -> None:
+    core, kept = all_away()
+    core.pushed(kept, 1)
+    residents = {i: set(one.residents) for i, one in core.state.instances.items()}
+    assert all(len(r) == 4 for r in residents.values())
+    assert core.result(16) == []
+    core.tick(0.1)
+    assert core.state.yielding is None, "it may wait for one patience"
+    core.tick(10.0)
+    yielding = core.state.yielding
+    assert yielding is not None
+    assert yielding.weights is WeightsPhase.DRAINING
+    orders = [o for t in sorted(residents[yielding.id]) for o in core.finished(t)]
+    assert not [o for o in orders if isinstance(o, cmd.AdmitGroup | cmd.Generate)]
+    assert [(o.instance, o.version) for o in orders if isinstance(o, cmd.PushWeights)] == [(yielding.id, 0)]
+    assert generate(16, on=yielding.id, version=0, attempt=3, tokens=2) in core.pushed(yielding.id, 0)
+    core.tick(1.0)
+    assert core.state.yielding is None
+
+
+def test_an_instance_that_yields_admits_again_when_nothing_is_in_need_any_more() -> None:
+    core, kept = all_away()
+    core.pushed(kept, 1)
+    core.result(16)
+    core.tick(10.0)
+    assert core.state.yielding is not None
+    yielding = core.state.yielding
+    for t in (17, 22, 23):
+        core.result(t, ended=True)
+    core.up(2)
+    assert core.of(cmd.PushWeights)[-1] == push(2, version=0, attempt=1)
+    assert (core.state.yielding, yielding.weights) == (None, WeightsPhase.SERVING)
+
+
 # -- instances --------------------------------------------------------------------------------------------------------
 
 
