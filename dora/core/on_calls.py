@@ -6,11 +6,13 @@ repeat it. An event of an old attempt changes nothing.
 
 from __future__ import annotations
 
+from heapq import heappop, heappush
 from typing import Final
 
 from dora.core import events as ev
 from dora.core.commands import CallEnvironment
 from dora.core.endings import abandon, end_generation, finish, forget_discarded, go_on, is_abandoned
+from dora.core.moves import move_call
 from dora.core.occupancy import begin, end, footprint_of, hold, take_count, unhold, unreserve, wait
 from dora.core.on_requests import check_spans, decoding, graded
 from dora.core.phases import TrajectoryPhase
@@ -37,7 +39,36 @@ def on_call_started(state: State, event: ev.CallStarted) -> None:
     trajectory.last = instance
     kept = target if trajectory.phase is _STOPPING else instance  # it has moved, as nothing of it runs
     _call(state, trajectory)
-    hold(state, trajectory, kept if state.settings.orchestration.calls == "keep" else None)
+    if state.settings.orchestration.calls == "keep":
+        hold(state, trajectory, kept)
+    else:
+        _hold_for_a_while(state, trajectory, kept)
+
+
+def _hold_for_a_while(state: State, trajectory: Trajectory, instance: Instance | None) -> None:
+    """Keep the slot for as long as the slots of an instance would wait for the prefill of this context elsewhere, times
+    the chance that the next slot is elsewhere.
+
+    How long the call takes is not known; this costs at most twice what the better choice would (Karlin et al., 1988,
+    "Competitive snoopy caching").
+    """
+    until = state.now
+    if instance is not None:
+        context = trajectory.num_prompt_tokens + trajectory.num_tokens
+        elsewhere = 1 - 1 / max(1, len(state.entry(trajectory.version).serving))
+        until += context * state.settings.prefill_s_per_token * instance.slots * elsewhere
+    hold(state, trajectory, instance if until > state.now else None)
+    if trajectory.instance is not None:
+        heappush(state.holding, (until, trajectory.id, trajectory.attempt))
+
+
+def let_slots_go(state: State) -> None:
+    """Free the slots that calling trajectories have kept for long enough."""
+    while state.holding and state.holding[0][0] <= state.now:
+        _, id, attempt = heappop(state.holding)
+        trajectory = state.trajectories.get(id)
+        if trajectory is not None and trajectory.attempt == attempt and trajectory.instance is not None:
+            move_call(state, trajectory, None)
 
 
 def _call(state: State, trajectory: Trajectory) -> None:

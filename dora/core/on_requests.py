@@ -60,7 +60,7 @@ def check_spans(state: State, trajectory: Trajectory, spans: tuple[ev.Span, ...]
     group = trajectory.group
     tag, last = trajectory.version, trajectory.version
     if group is not None and state.settings.rules.in_flight is not None:
-        tag, last = group.version, group.current
+        tag = group.version
     for version, _, _ in spans:
         if tag < version <= last:
             trajectory.is_mixed = True

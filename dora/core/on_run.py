@@ -10,7 +10,7 @@ from dora.core import events as ev
 from dora.core.endings import grade
 from dora.core.moves import evacuate, look, recall
 from dora.core.occupancy import take_count
-from dora.core.on_calls import restart_call
+from dora.core.on_calls import let_slots_go, restart_call
 from dora.core.on_instances import drop_instance
 from dora.core.phases import GroupPhase, TrajectoryPhase, WeightsPhase
 from dora.core.state import State, fail
@@ -24,6 +24,7 @@ def on_ticked(state: State, event: ev.Ticked) -> None:
     for instance in state.instances.values():
         if state.now >= instance.look_at and instance.pushing is None:
             look(state, instance)
+    let_slots_go(state)
     for instance in state.drained.values():
         evacuate(state, instance)
     outstanding = state.formation.num_unconsumed or state.feed.trained < state.formation.step

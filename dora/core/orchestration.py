@@ -11,8 +11,9 @@ from typing import Final, Literal
 
 import msgspec
 
-#: What a trajectory holds during a call of its environment. `keep`: its slot and KV. `pinned`: neither, but its version
-#: keeps its last instance. `release`: neither, and after a while the last instance may serve another version.
+#: What a trajectory holds during a call of its environment. `keep`: its slot and KV. `pinned`: these for the time that
+#: its prefill would cost, then neither, but its version keeps its last instance. `release`: as `pinned`, and after a
+#: while the last instance may serve another version.
 Calls = Literal["keep", "pinned", "release"]
 
 

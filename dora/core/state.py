@@ -89,6 +89,9 @@ class State:
     leaving: dict[InstanceId, Instance] = field(default_factory=dict)  #: to be dismissed once they are empty
     removed: set[InstanceId] = field(default_factory=set)  #: left since this controller began; not reused
 
+    # -- calls
+    holding: list[tuple[float, TrajectoryId, int]] = field(default_factory=list)  #: heap: until when, id, attempt
+
     # -- answer lengths
     length_sum: int = field(init=False)  #: of finished answers, and a prior
     length_count: int = 1

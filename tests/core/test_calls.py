@@ -22,6 +22,11 @@ def phase_of(core: Core, t: int) -> TrajectoryPhase:
     return core.state.trajectories[t].phase  # type: ignore[index]
 
 
+def lending(**changes: object) -> Core:
+    """Slots are free as soon as a call begins."""
+    return started(prefill_s_per_token=0.0, **changes)  # type: ignore[arg-type]
+
+
 # -- what it holds ----------------------------------------------------------------------------------------------------
 
 
@@ -36,7 +41,7 @@ def test_with_keep_a_calling_trajectory_keeps_its_slot_and_goes_on_where_it_was(
 
 
 def test_with_pinned_the_slot_is_free_for_others_during_the_call() -> None:
-    core = started(instances=1, slots=2, groups_per_step=2, max_staleness=0, steps=2, orchestration=PINNED)
+    core = lending(instances=1, slots=2, groups_per_step=2, max_staleness=0, steps=2, orchestration=PINNED)
     assert core.called(0) == [call(0), admit(1, version=0, deadline=0), generate(2, on=0, version=0)]
     assert core.called(1) == [call(1), generate(3, on=0, version=0)]
     assert core.result(0, tokens=3) == [], "it waits for a slot"
@@ -44,7 +49,7 @@ def test_with_pinned_the_slot_is_free_for_others_during_the_call() -> None:
 
 
 def test_a_returned_trajectory_takes_a_slot_before_a_new_group() -> None:
-    core = started(instances=1, slots=4, groups_per_step=4, max_staleness=0, steps=2, orchestration=PINNED)
+    core = lending(instances=1, slots=4, groups_per_step=4, max_staleness=0, steps=2, orchestration=PINNED)
     admitted = len(core.of(cmd.AdmitGroup))
     core.called(0)
     assert len(core.of(cmd.AdmitGroup)) == admitted + 1, "its slot went to group 2"
@@ -54,7 +59,7 @@ def test_a_returned_trajectory_takes_a_slot_before_a_new_group() -> None:
 
 
 def test_a_returned_trajectory_prefers_the_instance_of_its_last_turn_to_that_of_its_siblings() -> None:
-    core = started(instances=2, slots=4, groups_per_step=2, max_staleness=0, steps=2, orchestration=PINNED)
+    core = lending(instances=2, slots=4, groups_per_step=2, max_staleness=0, steps=2, orchestration=PINNED)
     where = {o.trajectory: o.instance for o in core.of(cmd.Generate)}
     [mine] = {where[t] for t in (0, 1)}
     core.called(0)
@@ -65,8 +70,27 @@ def test_a_returned_trajectory_prefers_the_instance_of_its_last_turn_to_that_of_
     assert core.result(0) == [generate(0, on=mine, version=0, attempt=3, tokens=2)]
 
 
+def test_a_slot_is_kept_for_the_time_that_a_prefill_elsewhere_would_cost_all_slots() -> None:
+    changes = {"groups_per_step": 3, "max_staleness": 0, "steps": 2, "prefill_s_per_token": 0.2}
+    core = started(instances=2, slots=2, orchestration=PINNED, **changes)
+    [home] = {o.instance for o in core.of(cmd.Generate) if o.trajectory < 2}
+    core.called(0, tokens=7)
+    core.tick(1.9)
+    assert 0 in core.state.instances[home].residents, "(3 + 7) tokens x 0.2 s x 2 slots / 2 instances"
+    assert generate(4, on=home, version=0) in core.tick(0.1)
+    assert core.state.trajectories[0].instance is None  # type: ignore[index]
+    core.result(0, tokens=8)
+    core.finished(1, tokens=1)
+    core.called(0, tokens=9)
+    core.result(0, tokens=10)
+    core.tick(1.0)
+    core.called(0, tokens=11)
+    core.tick(2.0)
+    assert 0 in core.state.instances[home].residents, "each call has its own time"
+
+
 def test_with_pinned_a_version_keeps_its_last_instance_while_all_its_trajectories_call() -> None:
-    core = packing(orchestration=PINNED)
+    core = packing(orchestration=PINNED, prefill_s_per_token=0.0)
     versions = {i.version for i in core.state.instances.values()}
     assert versions == {0}
     for t in (16, 17, 22, 23):
@@ -88,7 +112,7 @@ RELEASE = Orchestration(kv_overcommit=False, calls="release")
 
 def all_away(**changes: object) -> tuple[Core, int]:
     """All of version 0 calls; one of its instances was given version 1, which took 4 s, and the other is returned."""
-    core = packing(orchestration=RELEASE, **changes)
+    core = packing(orchestration=RELEASE, prefill_s_per_token=0.0, **changes)
     for t in (16, 17, 22, 23):
         core.called(t)
     [given] = core.of(cmd.PushWeights)[2:]
@@ -100,13 +124,12 @@ def all_away(**changes: object) -> tuple[Core, int]:
 def test_with_release_a_version_gives_its_last_instance_away_after_the_patience() -> None:
     core, kept = all_away()
     assert core.state.push_s == pytest.approx(4 / 3), "two pushes took no time"
-    patience_s = 2 * 4 / 3 + 4 * (3 + 1) * core.state.settings.prefill_s_per_token
-    assert core.now > patience_s, "it has been quiet for so long already"
+    assert core.now > 2 * 4 / 3, "it has been quiet for the patience already"
     assert core.of(cmd.PushWeights)[-1] == push(kept, version=1, attempt=2)
 
 
 def test_a_trajectory_that_comes_back_within_the_patience_keeps_the_instance() -> None:
-    core = packing(orchestration=RELEASE)
+    core = packing(orchestration=RELEASE, prefill_s_per_token=0.0)
     for t in (16, 17, 22, 23):
         core.called(t)
     [given] = core.of(cmd.PushWeights)[2:]

@@ -6,8 +6,9 @@ import pytest
 
 from dora.core import commands as cmd
 from dora.core import events as ev
+from dora.core.ids import TrajectoryId
 from dora.errors import InvariantViolation
-from tests.core.builders import Core, admit, started, stop
+from tests.core.builders import Core, admit, generate, started, stop
 
 
 @pytest.mark.parametrize("end", ["lost", "push_failed"])
@@ -84,3 +85,21 @@ def test_rewards_are_shown_of_the_top_ups_of_the_step_that_had_too_many() -> Non
     (failed,) = core.of(cmd.FailRun)
     assert isinstance(failed, cmd.FailRun)
     assert "their siblings' rewards: 5 x 4;" in failed.reason
+
+
+def test_an_update_may_reach_a_request_of_a_failed_group_before_its_stop_does() -> None:
+    core = started("partial", groups_per_step=1, max_staleness=1, steps=3, slots=8)
+    core.answer(0)
+    core.failed(2, final=True)
+    assert stop(3, on=0) in core.orders
+    core.train(0)
+    core.publish(1)
+    core.pushed(0, 1)
+    core.tell(ev.GenerationStopped(core.now, TrajectoryId(3), 1, 4, ((0, 0, 2), (1, 2, 4))))
+    assert not core.of(cmd.FailRun)
+
+
+def test_a_failed_environment_frees_its_slot_for_what_waits() -> None:
+    core = started(instances=1, slots=1, groups_per_step=1, max_staleness=0, steps=2)
+    core.called(0)
+    assert generate(1, on=0, version=0) in core.result(0, failed="the host died")
