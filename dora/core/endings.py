@@ -133,7 +133,7 @@ def end_generation(state: State, group: Group, trajectory: Trajectory) -> None:
 
 
 def finish(state: State, trajectory: Trajectory) -> None:
-    """Count a complete answer and order its grading."""
+    """Count a complete answer, which is to be graded."""
     group = trajectory.group
     if group is not None:
         end_generation(state, group, trajectory)
@@ -141,7 +141,6 @@ def finish(state: State, trajectory: Trajectory) -> None:
         state.length_sum += trajectory.num_tokens
         state.length_count += 1
         state.mean_length = state.length_sum // state.length_count
-    grade(state, trajectory)
 
 
 def grade(state: State, trajectory: Trajectory) -> None:

@@ -156,6 +156,8 @@ class CallFinished(Event, frozen=True):
     num_tokens: int  #: of the whole answer, observation included
     ended: bool = False  #: the environment ended the episode: the answer is complete
     failed: str = ""  #: why the environment cannot go on; the answer gets no reward
+    reward: float = 0.0  #: of the turn; an answer's reward is the sum over its turns and what the task's rewards give
+    graded: bool = False  #: it has ended, and the task's rewards are not asked
 
 
 class TrajectoryGraded(Event, frozen=True):

@@ -11,7 +11,7 @@ from typing import Final
 
 from dora.core import events as ev
 from dora.core.commands import CallEnvironment
-from dora.core.endings import abandon, end_generation, finish, forget_discarded, go_on, is_abandoned
+from dora.core.endings import abandon, end_generation, finish, forget_discarded, go_on, grade, is_abandoned
 from dora.core.moves import move_call
 from dora.core.occupancy import begin, end, footprint_of, hold, take_count, unhold, unreserve, wait
 from dora.core.on_requests import check_spans, decoding, graded
@@ -84,6 +84,7 @@ def on_call_finished(state: State, event: ev.CallFinished) -> None:
         state.counters.late_completions += 1
         return
     take_count(state, trajectory, event.num_tokens)
+    trajectory.turn_rewards += (event.reward,)
     state.called_at = state.now
     if is_abandoned(trajectory):
         _abandon(state, trajectory)
@@ -93,6 +94,11 @@ def on_call_finished(state: State, event: ev.CallFinished) -> None:
         _environment_failed(state, trajectory)
     elif event.ended:
         finish(state, trajectory)
+        if event.graded:
+            trajectory.move(_GRADING)
+            graded(state, trajectory, 0.0)
+        else:
+            grade(state, trajectory)
     elif instance is not None and instance.serves(trajectory.version):
         _next_turn(state, trajectory, instance)
     else:

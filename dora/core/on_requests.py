@@ -18,6 +18,7 @@ from dora.core.endings import (
     finish,
     forget_discarded,
     go_on,
+    grade,
     is_abandoned,
     leave_unfinished,
 )
@@ -87,6 +88,7 @@ def on_generation_finished(state: State, event: ev.GenerationFinished) -> None:
         go_on(state, trajectory)
     else:
         finish(state, trajectory)
+        grade(state, trajectory)
 
 
 def on_generation_stopped(state: State, event: ev.GenerationStopped) -> None:
@@ -146,9 +148,12 @@ def on_trajectory_graded(state: State, event: ev.TrajectoryGraded) -> None:
 
 
 def graded(state: State, trajectory: Trajectory, reward: float | None) -> None:
-    """Take the reward of a trajectory, or None if it has none; the last one decides what becomes of the group."""
+    """Take what grading adds to the rewards of a trajectory's turns, or None if it has no reward.
+
+    The last one decides what becomes of the group.
+    """
     trajectory.move(_GRADED)
-    trajectory.reward = reward
+    trajectory.reward = reward if reward is None else sum(trajectory.turn_rewards, reward)
     del state.trajectories[trajectory.id]
     group = trajectory.group
     if group is None:

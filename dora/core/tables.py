@@ -46,6 +46,7 @@ class Trajectory:
     failures: int = 0  #: failed requests, not counting lost instances
     seen_at: float = 0.0  #: when its token count was last seen to grow, or its latest request began
     footprint: int = 0  #: KV tokens accounted for while it is resident: prompt + max(produced, expected)
+    turn_rewards: tuple[float, ...] = ()  #: that the environment gave, one for each call
     reward: float | None = None
     is_mixed: bool = False  #: a span has another version than its group's tag (C1)
 

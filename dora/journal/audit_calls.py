@@ -14,6 +14,7 @@ from dora.core import commands as cmd
 from dora.core import events as ev
 from dora.core.ids import TrajectoryId
 from dora.journal.audit_fleet import check_spans, end_request, take_count
+from dora.journal.audit_ledger import take_reward
 from dora.journal.audit_tables import AuditedAnswer, AuditTables
 
 C2_CALLS: Final = "C2 calls"
@@ -42,6 +43,7 @@ def _on_call_finished(t: AuditTables, event: ev.CallFinished) -> None:
         t.late_completions += 1
         return
     answer.calling = None
+    answer.turn_reward += event.reward
     take_count(t, event.trajectory, answer, event.num_tokens)
     if not t.is_wanted(event.trajectory):
         _forget(t, event.trajectory, answer)
@@ -51,6 +53,8 @@ def _on_call_finished(t: AuditTables, event: ev.CallFinished) -> None:
         answer.finished = True
         t.mixed_answers += answer.mixed
         t.lengths[event.trajectory] = event.num_tokens
+        if event.graded:
+            take_reward(t, event.trajectory, answer, 0.0)
 
 
 def _on_controller_restarted(t: AuditTables, event: ev.ControllerRestarted) -> None:
@@ -67,10 +71,7 @@ def _on_controller_restarted(t: AuditTables, event: ev.ControllerRestarted) -> N
 def _fail(t: AuditTables, trajectory: TrajectoryId, answer: AuditedAnswer) -> None:
     """Count an answer as graded without a reward, because its environment failed."""
     t.environment_failed += 1
-    answer.graded = True
-    if trajectory < 0:
-        t.evaluated[answer.version] += 1
-        del t.answers[trajectory]
+    take_reward(t, trajectory, answer, None)
 
 
 def _forget(t: AuditTables, trajectory: TrajectoryId, answer: AuditedAnswer) -> None:

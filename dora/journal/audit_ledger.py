@@ -67,12 +67,16 @@ def _on_trajectory_graded(t: AuditTables, event: ev.TrajectoryGraded) -> None:
     if answer is None or answer.graded or answer.grading != event.attempt:
         t.late_completions += 1
         return
-    if event.trajectory < 0:
-        t.evaluated[answer.version] += 1
-        del t.answers[event.trajectory]
-        return
+    take_reward(t, event.trajectory, answer, event.reward)
+
+
+def take_reward(t: AuditTables, trajectory: TrajectoryId, answer: AuditedAnswer, reward: float | None) -> None:
+    """Add what grading gives to the rewards of the turns; None if the answer has no reward."""
     answer.graded = True
-    answer.reward = event.reward
+    answer.reward = reward if reward is None else answer.turn_reward + reward
+    if trajectory < 0:
+        t.evaluated[answer.version] += 1
+        del t.answers[trajectory]
 
 
 def _commit_group(t: AuditTables, order: cmd.CommitGroup) -> None:

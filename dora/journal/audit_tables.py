@@ -52,6 +52,7 @@ class AuditedAnswer:
     finished: bool = False
     grading: int | None = None  #: attempt of the grading under way
     graded: bool = False
+    turn_reward: float = 0.0  #: sum over the turns that have ended
     reward: float | None = None
 
 
