@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from dora.errors import ConfigError
 from dora.tasks.sources import Row, Source, derive_seed, open_source
-from dora.tasks.tokenizer import Message, Tokenizer
+from dora.tasks.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from dora.config.schema import EvalSetConfig, SourceConfig, TaskConfig
@@ -31,11 +31,22 @@ if TYPE_CHECKING:
 #: measured when drawn, with the same error; the syntax of all JSONL lines is checked at the start.
 CHECKED_ROWS = 10_000
 
-#: Messages -> tokens, for episodes, whose renderer replaces the chat template.
-Encode = Callable[[Sequence[Message]], Sequence[int]]
-
 #: At most half of this many first rows of a source, or first prompts of the stream, may be over the limit.
 JUDGED_ROWS = 1_000
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """The beginning of an episode, as its environment made it of a row; in the terms of OpenAI's API."""
+
+    messages: Sequence[Mapping[str, Any]] = ()
+    tools: Sequence[Mapping[str, Any]] = ()
+    tokens: Sequence[int] = ()
+    failed: str = ""  # why there is none
+
+
+#: (row, label of its source, name of the row) -> Conversation; it may block, and is called in a thread.
+Converse = Callable[[Row, str, str], Conversation]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +62,9 @@ class Prompt:
     skipped: str = ""  # not empty if it is over the limit: the reason; `tokens` is then empty
     source_index: int = 0  # in `task.sources`
     label: str = ""  # of its source
+    row: Row = field(default_factory=dict)  # all columns, for an environment
+    where: str = ""  # name of the row
+    conversation: Conversation | None = None  # None: a prompt for one answer
 
     @property
     def digest(self) -> bytes:
@@ -69,10 +83,10 @@ class PromptStream:
         task: TaskConfig,
         tokenizer: Tokenizer,
         seed: int,
-        encode: Encode | None = None,
+        converse: Converse | None = None,
     ) -> None:
         self._sources = tuple(sources)
-        self._encode = encode
+        self._converse = converse
         self._shares = nested_shares([config.weight for config in task.sources])
         self._task = task
         self._tokenizer = tokenizer
@@ -92,8 +106,10 @@ class PromptStream:
         index, draw = mix(position, shares=self._shares)
         source = self._sources[index]
         row = draw if source.num_rows is None else self._shuffled(draw, num_rows=source.num_rows, source=index)
-        prompt = render(source, row, position=position, task=self._task, tokenizer=self._tokenizer, encode=self._encode)
-        if prompt.skipped and position < JUDGED_ROWS:
+        prompt = render(
+            source, row, position=position, task=self._task, tokenizer=self._tokenizer, converse=self._converse
+        )
+        if prompt.skipped and prompt.conversation is None and position < JUDGED_ROWS:
             self._overlong.add(position)
             _require_half(len(self._overlong), of=JUDGED_ROWS, what="prompts", task=self._task)
         return replace(prompt, source_index=index)
@@ -108,21 +124,26 @@ class PromptStream:
         return int(permutation(num_rows, key=derive_seed(self._seed, "shuffle", source, epoch))[place])
 
 
-def open_stream(task: TaskConfig, *, tokenizer: Tokenizer, seed: int, encode: Encode | None = None) -> PromptStream:
+def open_stream(
+    task: TaskConfig, *, tokenizer: Tokenizer, seed: int, converse: Converse | None = None
+) -> PromptStream:
     """Open and check all training sources; `ConfigError` names the field, or file and line, that is wrong."""
-    if task.system_prompt and not task.chat_template and encode is None:
+    if task.system_prompt and not task.chat_template:
         raise ConfigError("task.system_prompt: needs task.chat_template = true; plain text has no system message")
     sources = []
     for index, config in enumerate(task.sources):
         field = f"task.sources.{index}"
         source = open_source(config, field=field, seed=derive_seed(seed, "source", index), split="train")
-        _check_rows(source, limit=CHECKED_ROWS, task=task, tokenizer=tokenizer, encode=encode)
+        if converse is None:
+            _check_rows(source, limit=CHECKED_ROWS, task=task, tokenizer=tokenizer)
+        elif skipped := render(source, 0, position=0, task=task, tokenizer=tokenizer, converse=converse).skipped:
+            raise ConfigError(skipped)
         sources.append(source)
-    return PromptStream(sources, task=task, tokenizer=tokenizer, seed=seed, encode=encode)
+    return PromptStream(sources, task=task, tokenizer=tokenizer, seed=seed, converse=converse)
 
 
 def open_eval_prompts(
-    eval_set: EvalSetConfig, *, task: TaskConfig, tokenizer: Tokenizer, seed: int, encode: Encode | None = None
+    eval_set: EvalSetConfig, *, task: TaskConfig, tokenizer: Tokenizer, seed: int, converse: Converse | None = None
 ) -> list[Prompt]:
     """Return the first `eval_set.prompts` rows of a held-out source in its own order, or all if it has fewer. They
     include rows that are `skipped`."""
@@ -133,7 +154,9 @@ def open_eval_prompts(
     seed = derive_seed(seed, "eval", eval_set.name)
     source = open_source(eval_set.source, field=field, seed=seed, split="heldout")
     count = eval_set.prompts if source.num_rows is None else min(eval_set.prompts, source.num_rows)
-    found = [render(source, row, position=row, task=task, tokenizer=tokenizer, encode=encode) for row in range(count)]
+    found = [
+        render(source, row, position=row, task=task, tokenizer=tokenizer, converse=converse) for row in range(count)
+    ]
     num_overlong = sum(bool(prompt.skipped) for prompt in found)
     _require_half(num_overlong, of=count, what=f"rows of {field} ({source.name})", task=task)
     return found
@@ -188,26 +211,24 @@ def render(
     position: int,
     task: TaskConfig,
     tokenizer: Tokenizer,
-    encode: Encode | None = None,
+    converse: Converse | None = None,
 ) -> Prompt:
     """Return row `row_index` as a prompt; `ConfigError` names the row if it is unusable.
 
-    A row over the limit is `skipped`, or unusable if `task.overlong` is "fail".
+    A row over the limit is `skipped`, or unusable if `task.overlong` is "fail"; so is one whose episode cannot begin.
     """
     row, where = source.row(row_index), source.where(row_index)
-    content = _content(row, source=source, where=where)
-    if encode is not None:
-        tokens = list(encode(_conversation(content, task)))
-        text = tokenizer.decode(tokens, special_tokens=True)
-    elif task.chat_template:
-        text = tokenizer.render_chat(_conversation(content, task))
-        tokens = tokenizer.encode(text, special_tokens=False)
-    elif isinstance(content, str):
-        text, tokens = content, tokenizer.encode(content)
+    tokens: Sequence[int]
+    conversation, skipped = None, ""
+    if converse is None:
+        text = _text(row, source=source, where=where, task=task, tokenizer=tokenizer)
+        tokens = tokenizer.encode(text, special_tokens=not task.chat_template)
     else:
-        raise ConfigError("task.chat_template: a messages column needs it; set it to true")
-    skipped = ""
-    if not 0 < len(tokens) <= task.max_prompt_tokens:
+        row = _as_json({**row}, where=where)
+        conversation = converse(row, source.label or source.name, where)
+        text, tokens = tokenizer.decode(conversation.tokens, special_tokens=True), conversation.tokens
+        skipped = conversation.failed and f"{where}: {conversation.failed}"
+    if not skipped and not 0 < len(tokens) <= task.max_prompt_tokens:
         limit = task.max_prompt_tokens
         skipped = f"{where}: the prompt has {len(tokens)} tokens, task.max_prompt_tokens allows 1 to {limit}"
         if not tokens or task.overlong == "fail":
@@ -223,25 +244,27 @@ def render(
         metadata=_as_json({name: value for name, value in row.items() if name not in used}, where=where),
         skipped=skipped,
         label=source.label,
+        row=row if conversation is not None else {},
+        where=where,
+        conversation=conversation,
     )
 
 
-def _content(row: Row, *, source: Source, where: str) -> str | list[dict[str, str]]:
-    """Return the prompt as the row has it: text, or messages."""
+def _text(row: Row, *, source: Source, where: str, task: TaskConfig, tokenizer: Tokenizer) -> str:
     if source.messages:
-        return _messages(_column(row, source.messages, where=where, field="messages"), where=where)
-    text = _column(row, source.prompt, where=where, field="prompt")
-    if not isinstance(text, str):
-        raise ConfigError(f"{where}: column '{source.prompt}' has {type(text).__name__}, but a prompt is text")
-    return text
-
-
-def _conversation(content: str | list[dict[str, str]], task: TaskConfig) -> list[dict[str, str]]:
-    """Return the messages of a prompt, with the system prompt of the task; a row's own takes precedence."""
-    messages = [{"role": "user", "content": content}] if isinstance(content, str) else content
-    if task.system_prompt and messages[0]["role"] != "system":
-        return [{"role": "system", "content": task.system_prompt}, *messages]
-    return messages
+        if not task.chat_template:
+            raise ConfigError("task.chat_template: a messages column needs it; set it to true")
+        messages = _messages(_column(row, source.messages, where=where, field="messages"), where=where)
+    else:
+        text = _column(row, source.prompt, where=where, field="prompt")
+        if not isinstance(text, str):
+            raise ConfigError(f"{where}: column '{source.prompt}' has {type(text).__name__}, but a prompt is text")
+        if not task.chat_template:
+            return text
+        messages = [{"role": "user", "content": text}]
+    if task.system_prompt and messages[0]["role"] != "system":  # a row's own system message takes precedence
+        messages = [{"role": "system", "content": task.system_prompt}, *messages]
+    return tokenizer.render_chat(messages)
 
 
 def _messages(value: object, *, where: str) -> list[dict[str, str]]:
@@ -275,11 +298,11 @@ def _as_json(columns: dict[str, Any], *, where: str) -> dict[str, Any]:
     return plain
 
 
-def _check_rows(source: Source, *, limit: int, task: TaskConfig, tokenizer: Tokenizer, encode: Encode | None) -> None:
+def _check_rows(source: Source, *, limit: int, task: TaskConfig, tokenizer: Tokenizer) -> None:
     """Render and measure the first `limit` rows, but only one of a generator, where a thousand may take minutes."""
     num_overlong = 0
     for row in range(min(source.num_rows or 1, limit)):
-        prompt = render(source, row, position=row, task=task, tokenizer=tokenizer, encode=encode)
+        prompt = render(source, row, position=row, task=task, tokenizer=tokenizer)
         num_overlong += bool(prompt.skipped) and row < JUDGED_ROWS
     if source.num_rows is not None:
         judged = min(source.num_rows, JUDGED_ROWS)
