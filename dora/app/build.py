@@ -12,6 +12,7 @@ from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 
+from dora.app.episodes import EpisodeInputs
 from dora.app.managed import ManagedServer
 from dora.app.opening import Opened
 from dora.config.schema import Config
@@ -29,6 +30,7 @@ from dora.controller.effects import (
     StopAttempt,
     StreamAttempt,
 )
+from dora.controller.episodes import Episodes, NoEpisodes
 from dora.controller.fleet import ExternalServer, Fleet, FleetLimits, Server
 from dora.controller.loop import Controller
 from dora.controller.observer import RunObserver
@@ -120,6 +122,7 @@ def make_controller(
     engine: InferenceEngine,
     fleet: Fleet,
     graders: Graders,
+    episodes: EpisodeInputs | None,
     trainer: TrainerLink | RolloutWriter,
     observer: RunObserver,
 ) -> Controller:
@@ -132,8 +135,11 @@ def make_controller(
     )
     ids = RequestIds(opened.folder.run_id, job.epoch)
     work = Work()
+    effects = _effects(opened, engine, fleet, published, ids, graders=graders, episodes=episodes)
+    calls = _episodes(opened, episodes) if episodes is not None else NoEpisodes()
     orders = Orders(
-        effects=_effects(opened, engine, fleet, published, ids, graders=graders),
+        effects={**effects, cmd.CallEnvironment: calls} if isinstance(calls, Episodes) else effects,
+        episodes=calls,
         stop=StopAttempt(engine, fleet, ids),
         train=SendWave(job.state.feed, opened.trajectories, opened.lineage, trainer, job.settings.group_size),
         copies=Copies(
@@ -188,6 +194,7 @@ def _effects(
     ids: RequestIds,
     *,
     graders: Graders,
+    episodes: EpisodeInputs | None,
 ) -> Effects:
     config, inputs = opened.job.config, opened.job.inputs
     trajectories, now = opened.trajectories, opened.now
@@ -195,8 +202,9 @@ def _effects(
         seed=config.run.seed,
         max_new_tokens=config.rollout.max_new_tokens,
         temperature=config.rollout.temperature,
-        eos_ids=inputs.tokenizer.eos_ids,
+        eos_ids=inputs.tokenizer.eos_ids if episodes is None else episodes.renderer.stop_ids,
         evaluations=inputs.evaluations,
+        has_turns=episodes is not None,
     )
     live, timeout_s = opened.job.settings.rules.in_flight, config.engine.push_timeout_s
     budget = config.rollout.max_new_tokens
@@ -207,3 +215,15 @@ def _effects(
         cmd.DismissInstance: Dismiss(fleet, now),
         cmd.FetchPrompts: Fetch(inputs.stream, trajectories, now),
     }
+
+
+def _episodes(opened: Opened, inputs: EpisodeInputs) -> Episodes:
+    config = opened.job.config
+    return Episodes(
+        inputs.pool,
+        inputs.renderer,
+        trajectories=opened.trajectories,
+        max_turns=config.environment.max_turns,
+        max_tokens=config.rollout.max_new_tokens,
+        now=opened.now,
+    )

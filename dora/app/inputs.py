@@ -13,7 +13,7 @@ from dora.controller.evaluations import EvalSet, Evaluations
 from dora.engine.shapes import differences
 from dora.errors import ConfigError
 from dora.seed.policy import model_folder
-from dora.tasks.prompts import PromptStream, open_eval_prompts, open_stream
+from dora.tasks.prompts import Converse, PromptStream, open_eval_prompts, open_stream
 from dora.tasks.tokenizer import Tokenizer, load_tokenizer
 
 #: Bytes read from the start of a safetensors file; nearly all headers, which list every tensor, fit in them.
@@ -31,8 +31,9 @@ class Inputs:
     evaluations: Evaluations
 
 
-def open_inputs(config: Config) -> Inputs:
-    """Open the inputs; ConfigError names the invalid field, or the file and line."""
+def open_inputs(config: Config, *, converse: Converse | None = None) -> Inputs:
+    """Open the inputs; ConfigError names the invalid field, or the file and line. `converse` makes the prompts of
+    episodes."""
     model = model_folder(config.model.path)
     tokenizer = load_tokenizer(model, thinking=config.model.thinking)
     if not tokenizer.eos_ids:
@@ -40,8 +41,8 @@ def open_inputs(config: Config) -> Inputs:
     if config.objective.kl_reference:
         _check_reference(Path(config.objective.kl_reference), model)
     vocab_size = _check_shapes(config, model, num_tokens=tokenizer.vocab_size)
-    stream = open_stream(config.task, tokenizer=tokenizer, seed=config.run.seed)
-    return Inputs(model, tokenizer, vocab_size, stream, open_evaluations(config, tokenizer))
+    stream = open_stream(config.task, tokenizer=tokenizer, seed=config.run.seed, converse=converse)
+    return Inputs(model, tokenizer, vocab_size, stream, open_evaluations(config, tokenizer, converse=converse))
 
 
 def _check_reference(reference: Path, model: Path) -> None:
@@ -92,11 +93,11 @@ def _check_rope(shapes: dict[str, Any], model: Path, *, longest: int) -> None:
         )
 
 
-def open_evaluations(config: Config, tokenizer: Tokenizer) -> Evaluations:
+def open_evaluations(config: Config, tokenizer: Tokenizer, *, converse: Converse | None = None) -> Evaluations:
     """Open the held-out sets. Their prompts do not depend on the run's seed, so that runs can be compared."""
     sets = []
     for held_out in config.eval.sets:
-        rows = open_eval_prompts(held_out, task=config.task, tokenizer=tokenizer, seed=0)
+        rows = open_eval_prompts(held_out, task=config.task, tokenizer=tokenizer, seed=0, converse=converse)
         prompts = [prompt for prompt in rows if not prompt.skipped]
         num_skipped = len(rows) - len(prompts)
         sets.append(EvalSet(held_out.name, prompts, held_out.samples, held_out.temperature, num_skipped=num_skipped))

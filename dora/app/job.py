@@ -21,6 +21,7 @@ import structlog
 
 from dora.app import resume as resuming
 from dora.app.build import MAX_JOINED, REACH_TIMEOUT_S, enter_pushing, make_controller, make_fleet, start_trainer
+from dora.app.episodes import EpisodeInputs, enter_environment
 from dora.app.inputs import Inputs, open_inputs
 from dora.app.opening import Opened
 from dora.app.prepare import Job, new_folder, prepare
@@ -99,25 +100,28 @@ async def run_job(
     require_group(config.run.group)
     set_umask(config.run.group)
     recorded = resuming.take_up(earlier, config) if earlier is not None else None
-    inputs = await asyncio.to_thread(open_inputs, config)
-    job = prepare(
-        config,
-        inputs,
-        recorded=recorded,
-        rollout_only=rollout_only,
-        accept_changes=accept_changes,
-        time_scale=time_scale,
-    )
-    require_free_ports(config)
-    await asyncio.to_thread(require_cuda, config, environ=os.environ)
-    allow_open_files(config.num_instances * config.engine.slots)
     async with AsyncExitStack() as stack:
+        episodes = await enter_environment(stack, config)
+        inputs = await asyncio.to_thread(
+            open_inputs, config, converse=episodes.converse if episodes is not None else None
+        )
+        job = prepare(
+            config,
+            inputs,
+            recorded=recorded,
+            rollout_only=rollout_only,
+            accept_changes=accept_changes,
+            time_scale=time_scale,
+        )
+        require_free_ports(config)
+        await asyncio.to_thread(require_cuda, config, environ=os.environ)
+        allow_open_files(config.num_instances * config.engine.slots)
         graders = await enter_graders(stack, config, inputs)
         engine = await _enter_engine(stack, config, inputs)
         folder = earlier or new_folder(config)
         if earlier is None:
             stack.enter_context(hold(folder.lock))  # a resume holds it already
-        return await _Run(job, folder, stack, frontend).drive(engine, graders)
+        return await _Run(job, folder, stack, frontend).drive(engine, graders, episodes)
 
 
 async def enter_graders(stack: AsyncExitStack, config: Config, inputs: Inputs) -> Graders:
@@ -167,7 +171,7 @@ class _Run:
     def _now(self) -> float:
         return (time.monotonic() - self._began) * self._job.time_scale
 
-    async def drive(self, engine: InferenceEngine, graders: Graders) -> Outcome:
+    async def drive(self, engine: InferenceEngine, graders: Graders, episodes: EpisodeInputs | None) -> Outcome:
         """Build the parts, run the controller, and end."""
         job, folder = self._job, self._folder
         configure_logging(folder.log, level=job.config.log.level, run=folder.run_id, role="controller")
@@ -187,6 +191,7 @@ class _Run:
             engine=await enter_pushing(self._stack, job.config, engine, logs=folder.logs, lease=self._lease),
             fleet=fleet,
             graders=graders,
+            episodes=episodes,
             trainer=trainer,
             observer=observer,
         )

@@ -214,6 +214,7 @@ def restore(folder: RunFolder, state: State, *, trajectories: Trajectories, inpu
             trajectories.open(id, eval_set.prompts[place])
         record = trajectories.records[id]
         record.reward = trajectory.reward
+        record.turn_rewards = [*trajectory.turn_rewards]
         answer = stored.answers.get(id)
         if answer is not None and len(answer.tokens):
             record.tokens = array("i", answer.tokens.tobytes())

@@ -399,6 +399,9 @@ class EnvironmentConfig(Section):
     takes 2 MB of it."""
     max_turns: Positive = 16
     """Maximum number of turns in an episode."""
+    renderer: dict[str, Any] = Field(default={})
+    """The renderer of the model's family, in the terms of the package `renderers`: `name` and its options, or `name =
+    "custom"` and `import_path`. Empty: recognized by the chat template (docs/AGENTS.md)."""
     output_bytes: Annotated[int, Field(ge=1, le=1_000_000)] = 8_192
     """Maximum size of the text of one observation; longer text is cut, with a mark that the model sees."""
     failure_budget: Fraction = 0.5

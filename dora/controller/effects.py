@@ -69,6 +69,7 @@ class Sampling:
     temperature: float  # of training
     eos_ids: Sequence[int]
     evaluations: Evaluations  # whose sets have their own temperatures
+    has_turns: bool = False  # a stop token ends a turn, which goes to the environment
 
     def request(self, trajectory: TrajectoryId, record: TrajectoryRecord, *, id: str, label: str) -> GenerateRequest:
         """Return the request that continues a trajectory from its tokens."""
@@ -93,9 +94,11 @@ class Sampling:
         return int.from_bytes(digest, "little") >> 1
 
     def is_over(self, record: TrajectoryRecord) -> bool:
-        """Whether the answer is complete, by a stop token or by its token limit."""
+        """Whether the answer, or its turn, is complete, by a stop token or by the token limit."""
         tokens = record.tokens
-        return bool(tokens) and (tokens[-1] in self.eos_ids or len(tokens) >= self.max_new_tokens)
+        if len(tokens) == record.turn_start:  # the next turn has not begun
+            return False
+        return tokens[-1] in self.eos_ids or len(tokens) >= self.max_new_tokens
 
 
 @dataclass(frozen=True)
@@ -156,6 +159,8 @@ class StreamAttempt:
 
     def _finished(self, order: cmd.Generate, record: TrajectoryRecord, *, spans: tuple[ev.Span, ...]) -> ev.Event:
         record.length_capped = record.tokens[-1] not in self.sampling.eos_ids
+        if self.sampling.has_turns and len(record.tokens) < self.sampling.max_new_tokens:
+            return ev.CallStarted(self.now(), order.trajectory, order.attempt, len(record.tokens), spans)
         return ev.GenerationFinished(
             self.now(), order.trajectory, order.attempt, len(record.tokens), record.length_capped, spans
         )
@@ -218,7 +223,7 @@ class GradeAnswer:
         )
         outcome = await self.graders.of(trajectory).grade(request)
         if isinstance(outcome, Graded):
-            record.reward = outcome.reward
+            record.reward = sum(record.turn_rewards, outcome.reward)
             return ev.TrajectoryGraded(self.now(), trajectory, order.attempt, outcome.reward)
         return ev.TrajectoryGraded(self.now(), trajectory, order.attempt, None, outcome.reason)
 

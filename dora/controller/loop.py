@@ -175,11 +175,20 @@ class Controller:
     async def _shut_down(self) -> None:
         """End requests first, so that the token log is complete; then wait for the checkpoint."""
         self._in_flight.cancel()
+        await self._end_calls()
         if self._error is None:
             await self._save_checkpoint()
         self._work.cancel()
         while (event := self._inbox.take_now()) is not None:
             await self._apply(event)
+
+    async def _end_calls(self) -> None:
+        """Wait for the calls of environments under way, which have time limits: a call that is cut off is lost."""
+        if self._orders.calls and self._error is None:
+            ended = asyncio.create_task(asyncio.wait(self._orders.calls), name="calls")
+            while not ended.done():
+                if (event := await self._inbox.take_until(ended)) is not None:
+                    await self._apply(event)
 
     async def _save_checkpoint(self) -> None:
         """Wait for a checkpoint of the last step; at the end of a job the trainer writes one unasked."""

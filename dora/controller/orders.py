@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
 from dora.controller.copies import Copies
 from dora.controller.effects import Effects, SendWave, StopAttempt
+from dora.controller.episodes import Episodes, NoEpisodes
 from dora.controller.evaluations import Evaluations
 from dora.controller.fleet import Fleet
 from dora.controller.in_flight import InFlight
@@ -35,6 +36,7 @@ class Orders:
     """Executor of the core's commands."""
 
     effects: Effects
+    episodes: Episodes | NoEpisodes
     stop: StopAttempt
     train: SendWave
     copies: Copies
@@ -46,6 +48,7 @@ class Orders:
     in_flight: InFlight
     commits: Commits
     work: Work
+    calls: set[asyncio.Task[None]] = field(default_factory=set)  #: of environments, under way
     _takes_work: bool = True
     _trains: bool = True
 
@@ -72,16 +75,28 @@ class Orders:
     def _start(self, order: cmd.Command, position: int) -> None:
         self._begin(order)
 
-    def _push(self, order: cmd.PushWeights, position: int) -> None:
+    def _start_durable(self, order: cmd.Command, position: int) -> None:
         self._begin(order, after=position)
 
     def _generate(self, order: cmd.Generate, position: int) -> None:
         if order.trajectory < 0:
             eval_set, index = self.evaluations.locate(order.trajectory)
             self.trajectories.open(order.trajectory, eval_set.prompts[index])
-        task = self._begin(order)
+        record = self.trajectories.records[order.trajectory]
+        follows_call = bool(record.observed) and record.turn_start == len(record.tokens)
+        task = self._begin(order, after=position if follows_call else 0)
         if task is not None:
             self.in_flight.begin(order.trajectory, task)
+
+    def _grade(self, order: cmd.GradeTrajectory, position: int) -> None:
+        self.episodes.close([order.trajectory])
+        self._begin(order)
+
+    def _call(self, order: cmd.CallEnvironment, position: int) -> None:
+        task = self._begin(order, after=position)
+        if task is not None:
+            self.calls.add(task)
+            task.add_done_callback(self.calls.discard)
 
     # -- commands that take effect at once ----------------------------------------------------------------------------
 
@@ -99,6 +114,7 @@ class Orders:
         self.trajectories.forget(order.groups)
 
     def _drop(self, order: cmd.DropGroup, position: int) -> None:
+        self.episodes.close(self.trajectories.siblings(order.group))
         if order.outcome == "filtered":  # siblings of other dropped groups may still be running
             self.trajectories.forget([order.group])
 
@@ -123,8 +139,9 @@ class Orders:
 _CARRY_OUT: Final[dict[type[cmd.Command], Callable[[Orders, Any, int], None]]] = {
     cmd.FetchPrompts: Orders._start,
     cmd.Generate: Orders._generate,
-    cmd.GradeTrajectory: Orders._start,
-    cmd.PushWeights: Orders._push,
+    cmd.GradeTrajectory: Orders._grade,
+    cmd.CallEnvironment: Orders._call,
+    cmd.PushWeights: Orders._start_durable,
     cmd.TrainMicroBatch: Orders._train,
     cmd.CondemnInstance: Orders._condemn,
     cmd.DismissInstance: Orders._start,

@@ -34,7 +34,7 @@ class TokenLog(Protocol):
 class TrajectoryRecord:
     """The data of one trajectory."""
 
-    __slots__ = ("attempt", "length_capped", "logprobs", "observed", "prompt", "reward", "tokens")
+    __slots__ = ("attempt", "length_capped", "logprobs", "observed", "prompt", "reward", "tokens", "turn_rewards")
 
     def __init__(self, prompt: Prompt) -> None:
         self.prompt = prompt
@@ -42,6 +42,7 @@ class TrajectoryRecord:
         self.logprobs = array("f")  #: behavior log-probs, one per token; 0 for those of observations
         self.observed: list[tuple[int, int]] = []  #: start and end of each observation
         self.attempt = -1  #: the attempt that may append
+        self.turn_rewards: list[float] = []  #: that the environment gave
         self.reward: float | None = None
         self.length_capped = False
 
@@ -73,8 +74,8 @@ class Trajectories:
         """Create the records of a group's siblings."""
         prompt = self.prompts[group]
         self._log.prompt(group, prompt.tokens, digest=prompt.digest, group_size=self._group_size)
-        for sibling in range(self._group_size):
-            self.records[TrajectoryId(group * self._group_size + sibling)] = TrajectoryRecord(prompt)
+        for sibling in self.siblings(group):
+            self.records[sibling] = TrajectoryRecord(prompt)
 
     def open(self, trajectory: TrajectoryId, prompt: Prompt) -> None:
         """Create a record, unless there is one."""
@@ -102,7 +103,7 @@ class Trajectories:
         """Append the tokens of an observation, which the policy did not sample; `attempt`: of the call."""
         record = self.records[trajectory]
         start, end = len(record.tokens), len(record.tokens) + len(tokens)
-        zeros = bytes(len(tokens))
+        zeros = [0] * len(tokens)
         record.tokens.extend(tokens)
         record.logprobs.extend(zeros)
         record.observed.append((start, end))
@@ -118,9 +119,14 @@ class Trajectories:
                 counts[trajectory] = len(record.tokens)
         return counts
 
+    def siblings(self, group: GroupId) -> list[TrajectoryId]:
+        """Return the ids of a group's trajectories."""
+        first = group * self._group_size
+        return [TrajectoryId(id) for id in range(first, first + self._group_size)]
+
     def forget(self, groups: Iterable[GroupId]) -> None:
         """Delete the data of trained or dropped groups."""
         for group in groups:
             self.prompts.pop(group, None)
-            for sibling in range(self._group_size):
-                self.records.pop(TrajectoryId(group * self._group_size + sibling), None)
+            for sibling in self.siblings(group):
+                self.records.pop(sibling, None)

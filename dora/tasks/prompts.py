@@ -124,9 +124,7 @@ class PromptStream:
         return int(permutation(num_rows, key=derive_seed(self._seed, "shuffle", source, epoch))[place])
 
 
-def open_stream(
-    task: TaskConfig, *, tokenizer: Tokenizer, seed: int, converse: Converse | None = None
-) -> PromptStream:
+def open_stream(task: TaskConfig, *, tokenizer: Tokenizer, seed: int, converse: Converse | None = None) -> PromptStream:
     """Open and check all training sources; `ConfigError` names the field, or file and line, that is wrong."""
     if task.system_prompt and not task.chat_template:
         raise ConfigError("task.system_prompt: needs task.chat_template = true; plain text has no system message")

@@ -1,0 +1,34 @@
+"""What episodes of several turns need beside a run's other inputs: hosts of their environment, and a renderer."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+
+from dora.config.schema import Config
+from dora.controller.episodes import Conversations
+from dora.environments.pool import EnvironmentPool
+from dora.environments.renderer import Renderer, open_renderer
+from dora.seed.policy import model_folder
+from dora.tasks.tokenizer import load_tokenizer
+
+
+@dataclass(frozen=True)
+class EpisodeInputs:
+    """The environment of a run."""
+
+    pool: EnvironmentPool
+    renderer: Renderer
+    converse: Conversations
+
+
+async def enter_environment(stack: AsyncExitStack, config: Config) -> EpisodeInputs | None:
+    """Open the renderer and start a host; None if the run has no environment. ConfigError names the invalid field."""
+    if not config.environment.name:
+        return None
+    model = model_folder(config.model.path)
+    tokenizer = await asyncio.to_thread(load_tokenizer, model, thinking=config.model.thinking)
+    renderer = await asyncio.to_thread(open_renderer, tokenizer, settings=config.environment.renderer)
+    pool = await stack.enter_async_context(EnvironmentPool(config.environment))
+    return EpisodeInputs(pool, renderer, Conversations(pool, renderer))
