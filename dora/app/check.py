@@ -16,8 +16,9 @@ from pathlib import Path
 
 import numpy as np
 
+from dora.app.episodes import enter_inputs
 from dora.app.estimate import Shapes, lines
-from dora.app.inputs import Inputs, model_bytes, open_inputs
+from dora.app.inputs import Inputs, model_bytes
 from dora.app.job import enter_graders
 from dora.app.loss_check import check_loss
 from dora.app.managed import ManagedServer
@@ -57,17 +58,20 @@ Report = Callable[[str, str], None]
 async def check(config: Config, report: Report, *, push: bool = False) -> None:
     """Report each finding; raise ConfigError at the first problem. `push`: also push a version to each server, as a
     run does; this interrupts other users of the servers."""
-    inputs = await asyncio.to_thread(open_inputs, config)
-    settings = settings_of(config, eval_prompt_tokens=inputs.evaluations.prompt_tokens)
-    require_free_ports(config)
-    await asyncio.to_thread(require_cuda, config, environ=os.environ)
-    RunFolder.require_possible(config.run.folder)
-    require_group(config.run.group)
     async with AsyncExitStack() as stack:
+        inputs, episodes = await enter_inputs(stack, config)
+        settings = settings_of(config, eval_prompt_tokens=inputs.evaluations.prompt_tokens)
+        require_free_ports(config)
+        await asyncio.to_thread(require_cuda, config, environ=os.environ)
+        RunFolder.require_possible(config.run.folder)
+        require_group(config.run.group)
         graders = await enter_graders(stack, config, inputs)
         report(
             "inputs", f"model {inputs.model}, {inputs.tokenizer.vocab_size} tokens, prompts and rewards are readable"
         )
+        if episodes is not None:
+            name, family = config.environment.name, episodes.renderer.family
+            report("environment", f"{name} gives a first prompt; renderer {family} continues its turns exactly")
         if finding := await asyncio.to_thread(check_loss, config.objective):
             report("objective", finding)
         await _check_rewards(config, inputs, graders, report=report)

@@ -6,6 +6,7 @@ import asyncio
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
+from dora.app.inputs import Inputs, open_inputs
 from dora.config.schema import Config
 from dora.controller.episodes import Conversations
 from dora.environments.pool import EnvironmentPool
@@ -23,7 +24,14 @@ class EpisodeInputs:
     converse: Conversations
 
 
-async def enter_environment(stack: AsyncExitStack, config: Config) -> EpisodeInputs | None:
+async def enter_inputs(stack: AsyncExitStack, config: Config) -> tuple[Inputs, EpisodeInputs | None]:
+    """Open the inputs of a run, and its environment if it has one."""
+    episodes = await _enter_environment(stack, config)
+    converse = episodes.converse if episodes is not None else None
+    return await asyncio.to_thread(open_inputs, config, converse=converse), episodes
+
+
+async def _enter_environment(stack: AsyncExitStack, config: Config) -> EpisodeInputs | None:
     """Open the renderer and start a host; None if the run has no environment. ConfigError names the invalid field."""
     if not config.environment.name:
         return None

@@ -21,8 +21,8 @@ import structlog
 
 from dora.app import resume as resuming
 from dora.app.build import MAX_JOINED, REACH_TIMEOUT_S, enter_pushing, make_controller, make_fleet, start_trainer
-from dora.app.episodes import EpisodeInputs, enter_environment
-from dora.app.inputs import Inputs, open_inputs
+from dora.app.episodes import EpisodeInputs, enter_inputs
+from dora.app.inputs import Inputs
 from dora.app.opening import Opened
 from dora.app.prepare import Job, new_folder, prepare
 from dora.config.schema import Config, RewardConfig
@@ -101,10 +101,7 @@ async def run_job(
     set_umask(config.run.group)
     recorded = resuming.take_up(earlier, config) if earlier is not None else None
     async with AsyncExitStack() as stack:
-        episodes = await enter_environment(stack, config)
-        inputs = await asyncio.to_thread(
-            open_inputs, config, converse=episodes.converse if episodes is not None else None
-        )
+        inputs, episodes = await enter_inputs(stack, config)
         job = prepare(
             config,
             inputs,

@@ -16,7 +16,8 @@ from typing import Any
 import msgspec
 
 from dora.app.build import start_ranks
-from dora.app.inputs import open_inputs, weights_digest
+from dora.app.episodes import enter_inputs
+from dora.app.inputs import weights_digest
 from dora.app.prepare import new_folder
 from dora.app.settings import configure_message, drift_watch, lineage_settings
 from dora.config.schema import Config, EngineConfig
@@ -75,7 +76,8 @@ async def train(config: Config, rollouts: Path, *, report: Callable[[StepReport,
     rollout = rollout_files(rollouts)
     run = config.run.model_copy(update={"steps": len(rollout)})  # so that a schedule of the learning rate ends there
     config = config.model_copy(update={"run": run})
-    inputs = await asyncio.to_thread(open_inputs, config)
+    async with AsyncExitStack() as opening:
+        inputs, _ = await enter_inputs(opening, config)
     await asyncio.to_thread(require_cuda, config.model_copy(update={"engine": EngineConfig()}), environ=os.environ)
     folder = new_folder(config)
     raise_fence(folder.fence, epoch=0)

@@ -33,6 +33,8 @@ def summary(now: Snapshot, *, folder: RunFolder, violations: int) -> list[str]:
     lines += [f"  {constraint} is broken by design: {counts}" for constraint, counts in now.by_design.items()]
     lines += [f"  drift: {alarm.text}" for alarm in now.alarms]
     lines.append(f"  {now.counts.migrations} migrations, {now.counts.recovered} recovered after losses")
+    if now.counts.environment_failed:
+        lines.append(f"  {now.counts.environment_failed} trajectories left out, as their environment failed")
     kept = ", ".join(name for name in ("C1", "C2", "C3") if name not in now.by_design)
     lines.append(f"  audit of {kept}: {_verdict(now, violations, folder=folder)}")
     lines.append(f"  everything is in {folder.root}")

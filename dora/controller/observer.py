@@ -117,6 +117,8 @@ class RunObserver:
             self._report_overtaken(position)
         if isinstance(event, ev.TrajectoryGraded) and event.reason:
             self._note_problem("not_graded", event.reason.removeprefix("error: "))
+        if isinstance(event, ev.CallFinished) and event.failed:
+            self._note_problem("environment_failed", event.failed)
         if isinstance(event, ev.PromptsArrived) and not all(event.num_prompt_tokens):
             self._note_skipped(event)
         self._waited_for = trainer_waits_for(self._state) or self._waited_for

@@ -25,6 +25,7 @@ _COUNTER_HELP = {
     "late_completions": "Completions of an old attempt, which are ignored.",
     "migrations": "Trajectories moved to another instance of their version.",
     "recovered": "Trajectories continued elsewhere after the loss of their instance.",
+    "environment_failed": "Trajectories without a reward because their environment could not go on.",
 }
 
 

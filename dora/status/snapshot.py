@@ -86,6 +86,7 @@ class Counts:
     late_completions: int  #: completions of an old attempt; they are ignored
     migrations: int  #: trajectories moved to another instance of their version
     recovered: int  #: trajectories continued elsewhere after the loss of their instance
+    environment_failed: int  #: trajectories without a reward because their environment could not go on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -288,6 +289,7 @@ def _counts(state: State) -> Counts:
         late_completions=counters.late_completions,
         migrations=counters.migrations,
         recovered=counters.recovered,
+        environment_failed=counters.environment_failed,
     )
 
 
