@@ -202,6 +202,7 @@ def restore(folder: RunFolder, state: State, *, trajectories: Trajectories, inpu
     """
     needed = _needed(state)
     stored = read_tokens(folder.tokens, wanted=needed)
+    trajectories.num_tokens = sum(stored.counts.values())
     for id, trajectory in needed.items():
         _require_tokens(folder, state, trajectory, stored)
         if id >= 0:

@@ -75,6 +75,7 @@ class RunObserver:
         self._metrics = files.open_lines(folder.metrics, is_known=is_known)
         self._kept = files.open_lines(folder.trajectories, is_known=is_known)
         facts.scores += earlier_scores(folder.metrics)
+        facts.num_trained_tokens = earlier_trained_tokens(folder.metrics)
         recall_alarms(drift, folder.metrics)
         facts.alarms = [*drift.alarms.values()]
         self._waited_for = ""
@@ -300,6 +301,12 @@ class _StepMetrics(msgspec.Struct):
     trainer: dict[str, float | None]  # None: it was not finite
 
 
+class _StepTokens(msgspec.Struct):
+    """How many response tokens a step trained."""
+
+    num_tokens: int
+
+
 def _is_known(line: bytes, *, state: State) -> bool:
     """Whether the journal has what a row tells."""
     try:
@@ -328,6 +335,15 @@ def recall_alarms(drift: DriftWatch, metrics: Path) -> None:
         with suppress(ValueError):
             earlier = msgspec.convert(row, _StepMetrics)
             drift.note(earlier.step, {name: value for name, value in earlier.trainer.items() if value is not None})
+
+
+def earlier_trained_tokens(metrics: Path) -> int:
+    """Count the response tokens trained before a resume; torn rows are ignored."""
+    total = 0
+    for row in read_rows(metrics, kind="step"):
+        with suppress(ValueError):
+            total += msgspec.convert(row, _StepTokens).num_tokens
+    return total
 
 
 def earlier_scores(metrics: Path) -> list[Score]:

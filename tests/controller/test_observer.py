@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from dora.controller.observer import _line, recall_alarms
+from dora.controller.observer import _line, earlier_trained_tokens, recall_alarms
 from dora.status.drift import DriftWatch
 
 STALE = {"all/tokens": 100.0, "lag=2/tokens": 100.0, "lag=2/mismatch_k3": 0.5}
@@ -38,6 +38,18 @@ def test_a_metric_that_is_not_finite_is_null_in_a_row_whose_alarms_are_recalled(
     drift = DriftWatch(precision="float32", updates=1)
     recall_alarms(drift, path)
     assert list(drift.alarms) == ["update_skipped"]
+
+
+def test_a_resumed_run_counts_the_tokens_that_were_trained_before(tmp_path: Path) -> None:
+    rows = [
+        {"kind": "step", "num_tokens": 30},
+        {"kind": "step", "num_tokens": "torn"},
+        {"kind": "step", "num_tokens": 12},
+    ]
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b"".join(map(_line, rows)))
+    assert earlier_trained_tokens(path) == 42
+    assert earlier_trained_tokens(tmp_path / "none") == 0
 
 
 def test_a_new_run_has_no_alarms(tmp_path: Path) -> None:

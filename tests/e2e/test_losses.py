@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +44,7 @@ class Lost:
     instance: InstanceId
     counts: dict[TrajectoryId, int]  # tokens that the killed engine had streamed
     code: int = -1
+    said: str = ""
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +73,7 @@ def lost(slow_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Lost:
         until_gone(children)
     with Run("--resume", str(found.folder.root), "--set", "status.port=0") as run:
         found.code = run.end()
+        found.said = "".join(run.out)
     return found
 
 
@@ -133,6 +137,12 @@ def test_a_run_that_lost_an_engine_and_its_controller_is_finished_by_a_resume(lo
     assert lost.code == 0
     assert len(events_of(lost.folder, ev.ControllerRestarted)) == 1
     assert [o.reason for o in orders_of(lost.folder, cmd.FinishRun)] == [f"all {STEPS} steps are trained"]
+
+
+def test_the_summary_of_the_resumed_run_counts_the_tokens_of_the_whole_run(lost: Lost) -> None:
+    [(sampled, trained)] = re.findall(r"(\d+) tokens sampled, (\d+) trained", lost.said)
+    rows = [json.loads(line) for line in lost.folder.metrics.read_text().splitlines()]
+    assert int(trained) == sum(row["num_tokens"] for row in rows if row["kind"] == "step") <= int(sampled)
 
 
 def test_every_group_is_trained_exactly_once(lost: Lost) -> None:
