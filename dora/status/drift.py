@@ -165,7 +165,7 @@ class DriftWatch:
         return self.alarms[name]
 
     def _remember(self, metrics: Mapping[str, float]) -> None:
-        if "grad_norm" in metrics:
+        if metrics.get("grad_norm"):  # 0 if all rewards of each group are equal
             self._grad_norms.append(metrics["grad_norm"])
         if len(self._first_entropies) < FIRST_STEPS and "all/entropy" in metrics:
             self._first_entropies.append(metrics["all/entropy"])

@@ -172,3 +172,7 @@ def test_a_gradient_that_is_not_finite_is_a_skipped_update_and_hides_no_later_ex
         steps = [*[QUIET] * before, skipped, *[QUIET] * 5, QUIET | {"grad_norm": 30.0}]
         raised = [(step, name) for step, name, is_raised in changes(steps) if is_raised]
         assert raised == [(before, "update_skipped"), (before + 6, "gradient_explosion")]
+
+
+def test_steps_without_a_gradient_are_no_baseline_of_an_explosion() -> None:
+    assert changes([QUIET | {"grad_norm": 0.0}] * 6 + [QUIET] * 6) == []
