@@ -27,7 +27,7 @@ class Orchestration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     window: Literal["adaptive", "fixed", "open"] = "adaptive"  #: W adapts, or keeps its initial size; open: F alone
     tail_care: bool = True  #: spread a new version over its instances; never slow urgent answers down by packing
     hysteresis: bool = True  #: pack only when the newest version has no room left
-    calls: Calls = "keep"  #: what a trajectory holds during a call of its environment
+    calls: Calls = "release"  #: what a trajectory holds during a call of its environment
     refill: bool = False  #: admit new prompts under old versions
 
 

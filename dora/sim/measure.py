@@ -37,7 +37,7 @@ class SimulatedCounts:
     mixed: int = 0
     use: Use = field(default_factory=Use)
     slots_s: float = 0.0
-    called_s: float = 0.0  #: while a call is under way, less the time of its beginning
+    called_s: float = 0.0  #: slot-seconds during calls, sampled once a second
 
 
 class Measure:
@@ -53,7 +53,6 @@ class Measure:
         self._instances = instances
         self._published: list[float] = []
         self._last_answer: dict[int, float] = {}  # by version
-        self._calls = 0  # under way, with a slot
 
     def published(self, version: int, *, at: float) -> None:
         """Record that a version can be pushed."""
@@ -65,21 +64,9 @@ class Measure:
         self._last_answer[version] = at
         self.counts.answers += 1
 
-    def call_started(self, *, at: float, holds_slot: bool) -> None:
-        """Record that a call began, with or without the slot of its answer."""
-        if holds_slot:
-            self._calls += 1
-            self.counts.called_s -= at
-
-    def call_ended(self, *, at: float, held_slot: bool) -> None:
-        """Record that a call ended."""
-        if held_slot:
-            self._calls -= 1
-            self.counts.called_s += at
-
-    def called_s(self, *, at: float) -> float:
-        """Return the slot-seconds until now that answers held during their calls."""
-        return self.counts.called_s + self._calls * at
+    def calls_hold(self, num_slots: int, *, seconds: float) -> None:
+        """Record that answers held slots during their calls for the last `seconds`."""
+        self.counts.called_s += num_slots * seconds
 
     def committed(self, step: int, *, staleness: int, lengths: Sequence[int]) -> None:
         """Record that a group was committed to a step."""
@@ -114,8 +101,7 @@ class Measure:
                 recovered=state.counters.recovered,
                 mixed=state.counters.version_conflicts,
                 use=use,
-                slots_s=sum(i.slots_s() for i in self._instances) + self.called_s(at=at),
-                called_s=self.called_s(at=at),
+                slots_s=sum(i.slots_s() for i in self._instances) + self.counts.called_s,
             )
         )
 

@@ -142,6 +142,9 @@ class World:
         if self.now > self._ordered_at + SILENT_S:
             raise RunFailed(f"the simulation is stuck: no command since {self._ordered_at:.0f} s of virtual time")
         self._at(TICK_S, self._tick)
+        if self._calling:
+            held = sum(len(i.residents) for i in self.state.instances.values())
+            self.measure.calls_hold(held - sum(len(i.requests) for i in self.instances), seconds=TICK_S)
         return ev.Ticked(self.now)
 
     # -- servers ------------------------------------------------------------------------------------------------------
@@ -260,15 +263,12 @@ class World:
         request = self._interrupted[id]
         _require(request.calls and request.offset == request.calls[0].at, "C2: no call is due: {}", order)
         self._calling.add(id)
-        holds_slot = self.state.trajectories[id].instance is not None
-        self.measure.call_started(at=self.now, holds_slot=holds_slot)
-        self._at(request.calls[0].latency_s, partial(self._end_call, order, holds_slot=holds_slot))
+        self._at(request.calls[0].latency_s, partial(self._end_call, order))
 
-    def _end_call(self, order: cmd.CallEnvironment, *, holds_slot: bool) -> ev.Event:
+    def _end_call(self, order: cmd.CallEnvironment) -> ev.Event:
         request = self._interrupted[order.trajectory]
         request.receive_result()
         self._calling.remove(order.trajectory)
-        self.measure.call_ended(at=self.now, held_slot=holds_slot)
         return ev.CallFinished(self.now, order.trajectory, order.attempt, request.offset)
 
     def _answer(self, id: TrajectoryId) -> tuple[int, SimulatedGroup, int]:

@@ -9,13 +9,14 @@ from dora.core.orchestration import Orchestration
 from dora.core.phases import GroupPhase, TrajectoryPhase, WeightsPhase
 from tests.core.builders import Core, admit, call, generate, grade, packing, push, started, stop
 
-KEEP = Orchestration(kv_overcommit=False)
+KEEP = Orchestration(kv_overcommit=False, calls="keep")
 PINNED = Orchestration(kv_overcommit=False, calls="pinned")
 
 
 def one_group(**changes: object) -> Core:
     """Group 0 alone (trajectories 0 and 1), on instance 0."""
-    return started(**({"groups_per_step": 1, "max_staleness": 0, "steps": 2} | changes))  # type: ignore[arg-type]
+    values: dict[str, object] = {"groups_per_step": 1, "max_staleness": 0, "steps": 2, "orchestration": KEEP}
+    return started(**(values | changes))  # type: ignore[arg-type]
 
 
 def phase_of(core: Core, t: int) -> TrajectoryPhase:
@@ -181,7 +182,7 @@ def test_an_instance_that_yields_admits_again_when_nothing_is_in_need_any_more()
 
 
 def test_an_instance_with_calling_residents_is_packed_without_a_stop() -> None:
-    core = packing()
+    core = packing(orchestration=KEEP)
     core.called(16)
     core.called(17)
     core.tick(1.0)
@@ -192,7 +193,7 @@ def test_an_instance_with_calling_residents_is_packed_without_a_stop() -> None:
 
 
 def test_a_turn_that_ends_with_a_call_instead_of_the_ordered_stop_has_moved() -> None:
-    core = packing()
+    core = packing(orchestration=KEEP)
     core.tick(1.0)
     assert stop(16, on=0) in core.of(cmd.StopRequest) or stop(22, on=1) in core.of(cmd.StopRequest)
     [source] = {o.instance for o in core.of(cmd.StopRequest)}
@@ -224,7 +225,7 @@ def test_a_call_survives_the_loss_of_its_instance() -> None:
 
 
 def test_an_update_in_flight_takes_a_calling_trajectory_along() -> None:
-    core = started("partial", groups_per_step=1, max_staleness=1, steps=3, slots=8)
+    core = started("partial", groups_per_step=1, max_staleness=1, steps=3, slots=8, orchestration=KEEP)
     core.answer(0)
     core.called(2, tokens=4)
     core.train(0)
@@ -234,7 +235,7 @@ def test_an_update_in_flight_takes_a_calling_trajectory_along() -> None:
 
 
 def test_a_result_that_comes_during_an_update_in_flight_waits_for_its_end() -> None:
-    core = started("partial", groups_per_step=1, max_staleness=1, steps=3, slots=8)
+    core = started("partial", groups_per_step=1, max_staleness=1, steps=3, slots=8, orchestration=KEEP)
     core.answer(0)
     core.called(2, tokens=4)
     core.train(0)

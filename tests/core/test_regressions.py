@@ -7,6 +7,7 @@ import pytest
 from dora.core import commands as cmd
 from dora.core import events as ev
 from dora.core.ids import TrajectoryId
+from dora.core.orchestration import Orchestration
 from dora.errors import InvariantViolation
 from tests.core.builders import Core, admit, generate, started, stop
 
@@ -100,6 +101,7 @@ def test_an_update_may_reach_a_request_of_a_failed_group_before_its_stop_does() 
 
 
 def test_a_failed_environment_frees_its_slot_for_what_waits() -> None:
-    core = started(instances=1, slots=1, groups_per_step=1, max_staleness=0, steps=2)
+    keep = Orchestration(calls="keep")
+    core = started(instances=1, slots=1, groups_per_step=1, max_staleness=0, steps=2, orchestration=keep)
     core.called(0)
     assert generate(1, on=0, version=0) in core.result(0, failed="the host died")
