@@ -36,7 +36,6 @@ class Orders:
     """Executor of the core's commands."""
 
     effects: Effects
-    episodes: Episodes | NoEpisodes
     stop: StopAttempt
     train: SendWave
     copies: Copies
@@ -48,6 +47,7 @@ class Orders:
     in_flight: InFlight
     commits: Commits
     work: Work
+    episodes: Episodes | NoEpisodes = NoEpisodes()
     calls: set[asyncio.Task[None]] = field(default_factory=set)  #: of environments, under way
     _takes_work: bool = True
     _trains: bool = True

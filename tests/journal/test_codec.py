@@ -31,6 +31,8 @@ EVENTS: list[ev.AnyEvent] = [
     ev.GenerationFinished(1.0, TRAJECTORY, 2, 64, True, ((4, 0, 60), (4, 60, 64))),
     ev.GenerationStopped(1.0, TRAJECTORY, 2, 0, ()),
     ev.GenerationFailed(1.0, TRAJECTORY, 2, 7, True, "«reset»"),
+    ev.CallStarted(1.0, TRAJECTORY, 2, 60, ((4, 0, 60),)),
+    ev.CallFinished(1.0, TRAJECTORY, 3, 80, True, "", 0.5, True),
     ev.TrajectoryGraded(1.0, TRAJECTORY, 3, None, "killed"),
     ev.TrainerReady(1.0, 2),
     ev.MicroBatchTrained(1.0, 2, 0),
@@ -44,6 +46,7 @@ EVENTS: list[ev.AnyEvent] = [
 COMMANDS: tuple[cmd.AnyCommand, ...] = (
     cmd.FetchPrompts(GROUP, 8),
     cmd.Generate(TRAJECTORY, 2, INSTANCE, 4, 60),
+    cmd.CallEnvironment(TRAJECTORY, 3),
     cmd.GradeTrajectory(TRAJECTORY, 3),
     cmd.PushWeights(INSTANCE, 3, 4),
     cmd.TrainMicroBatch(2, 0, True, ((TRAJECTORY,), ())),
