@@ -113,27 +113,27 @@ async def test_200_episodes_of_one_host_are_in_a_call_at_once(place):
 
 @pytest.mark.parametrize("endless", ["block", "spin", "forget"])
 async def test_a_call_that_never_returns_fails_its_episode_alone(endless):
-    async with pool_of(call_timeout_s=1) as pool:
+    async with pool_of(call_timeout_s=2) as pool:
         await start(pool, 1)
         await start(pool, 2)
         before = await answer(pool, "pid", 2)
         hanging = asyncio.create_task(failure(pool, endless, 1))
         assert await answer(pool, "turns", 2) == "1"  # meanwhile
         assert not hanging.done()
-        assert await hanging == EnvironmentFailed("timeout", "timed out after 1 s")
+        assert await hanging == EnvironmentFailed("timeout", "timed out after 2 s")
         assert await answer(pool, "pid", 2) == before
         assert (await failure(pool, "pid", 1)).reason == "the episode has ended, or never began"
 
 
 @pytest.mark.parametrize("endless", ["power", "stubborn"])
 async def test_a_call_that_cannot_be_left_costs_the_host_and_names_itself(endless):
-    async with pool_of(call_timeout_s=1) as pool:
+    async with pool_of(call_timeout_s=2) as pool:
         await start(pool, 1)
         await start(pool, 2)
         old = int(await answer(pool, "pid", 2))
-        assert await failure(pool, endless, 1) == EnvironmentFailed("timeout", "timed out after 1 s")
+        assert await failure(pool, endless, 1) == EnvironmentFailed("timeout", "timed out after 2 s")
         assert await failure(pool, "pid", 2) == EnvironmentFailed(
-            "host", "host died: killed, because a call did not return within 1 s"
+            "host", "host died: killed, because a call did not return within 2 s"
         )
         assert not psutil.pid_exists(old)
         await start(pool, 3)
@@ -141,20 +141,21 @@ async def test_a_call_that_cannot_be_left_costs_the_host_and_names_itself(endles
 
 
 async def test_setting_up_has_the_same_limit():
-    async with pool_of(call_timeout_s=1) as pool:
+    async with pool_of(call_timeout_s=2) as pool:
         assert await pool.start(1, {"reset": "block"}, source="s", name="a") == EnvironmentFailed(
-            "timeout", "timed out after 1 s"
+            "timeout", "timed out after 2 s"
         )
         assert pool.free == 256
 
 
 async def test_a_host_with_many_stuck_threads_takes_no_more_episodes_and_is_replaced_when_it_is_empty():
-    async with pool_of(call_timeout_s=0.2, failure_budget=1) as pool:
+    async with pool_of(call_timeout_s=2) as pool:
         await start(pool, 100)
         old = await answer(pool, "pid", 100)
         for episode in range(8):
             await start(pool, episode)
-            assert (await failure(pool, "block", episode)).cause == "timeout"
+        blocked = await asyncio.gather(*(failure(pool, "block", episode) for episode in range(8)))
+        assert {failed.cause for failed in blocked} == {"timeout"}
         assert pool.free == 0
         waiting = asyncio.create_task(start(pool, 101))
         assert await answer(pool, "pid", 100) == old
@@ -170,12 +171,12 @@ def stand_still(seconds: float) -> None:
 
 
 async def test_a_controller_that_stood_still_takes_the_reply_that_came_meanwhile():
-    async with pool_of(call_timeout_s=1) as pool:
+    async with pool_of(call_timeout_s=2) as pool:
         await start(pool)
         stepping = asyncio.create_task(answer(pool, "turns"))
         for _ in range(5):
             await asyncio.sleep(0)
-        stand_still(7.0)  # the host does not
+        stand_still(8.0)  # the host does not
         assert await stepping == "1"
 
 
