@@ -41,6 +41,7 @@ def settle(state: State) -> None:
             agenda.release = False
             for unneeded in state.window.releasable():
                 del state.window.entries[unneeded]
+                state.given_away.pop(unneeded, None)
                 state.out.append(ReleaseVersion(unneeded))
         if state.leaving:
             dismiss(state)

@@ -28,7 +28,8 @@ def on_ticked(state: State, event: ev.Ticked) -> None:
     for instance in state.drained.values():
         evacuate(state, instance)
     outstanding = state.formation.num_unconsumed or state.feed.trained < state.formation.step
-    if outstanding and state.now - state.progress_at > _no_progress_s(state):
+    silent_s = state.now - state.progress_at
+    if silent_s > state.settings.no_progress_s and outstanding and silent_s > _no_progress_s(state):
         state.stalled = True
         fail(state, f"no progress for {state.now - state.progress_at:.0f} s: {culprit(state)}")
 

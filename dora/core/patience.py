@@ -59,12 +59,13 @@ def make_room(state: State, *, needs: list[VersionId], newest: VersionId | None)
 
 def _is_urgent(state: State, entry: Version) -> bool:
     """Whether a version that has given its last instance away must have one soon."""
-    if not entry.given_away:
+    if entry.number not in state.given_away:
         return False
-    if entry.need_since is None:
-        entry.need_since = state.now
+    since = state.given_away[entry.number]
+    if since is None:
+        since = state.given_away[entry.number] = state.now
     is_due = state.formation.deadline(entry.number) <= state.formation.step
-    return is_due or state.now - entry.need_since >= patience_s(state, entry)
+    return is_due or state.now - since >= patience_s(state, entry)
 
 
 def _stop_yielding(state: State, instance: Instance) -> None:

@@ -30,9 +30,8 @@ def push(state: State, instance: Instance, version: VersionId) -> None:
     instance.attempt += 1
     instance.push_at = state.now
     state.pushes += 1
-    entry = state.entry(version)
-    entry.loading += 1
-    entry.given_away, entry.need_since = False, None
+    state.given_away.pop(version, None)
+    state.entry(version).loading += 1
     state.out.append(PushWeights(instance.id, instance.attempt, version))
 
 

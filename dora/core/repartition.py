@@ -29,7 +29,7 @@ def place(state: State) -> None:
     if state.settings.rules.in_flight is not None and newest is not None and not state.finished:
         update_fleet(state, newest, is_wanted=why_not(state, newest) is None)
         return
-    is_short = state.yielding is not None or any(e.given_away for e in state.window.entries.values())
+    is_short = state.yielding is not None or state.given_away
     if state.finished or not (state.vacant or is_short):
         return
     needs = [v for v, e in state.window.entries.items() if e.num_waiting and not e.serving and not e.loading]
@@ -102,7 +102,7 @@ def _leave_version(state: State, instance: Instance) -> None:
     """Note that a version whose trajectories all call loses its last instance, if this is it."""
     entry = state.window.entries.get(instance.version) if instance.version is not None else None
     if entry is not None and entry.needs_instance and len(entry.serving) == 1:
-        entry.given_away = True
+        state.given_away[entry.number] = None
 
 
 def consolidate(state: State) -> None:

@@ -24,8 +24,6 @@ class Version:
     away: int = 0  #: training trajectories that are calling and hold no slot
     away_tokens: int = 0  #: their prompts and answers
     quiet_since: float = 0.0  #: when the last unfinished one that was not away left or ended
-    given_away: bool = False  #: its last instance serves another version while its trajectories call
-    need_since: float | None = None  #: when it was first seen in need since then
     num_waiting: int = 0  #: training trajectories that are queued for a slot
     evaluating: bool = False  #: its evaluation is in progress
     kv_load: int = 0  #: footprints of its residents
