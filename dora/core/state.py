@@ -90,9 +90,7 @@ class State:
     removed: set[InstanceId] = field(default_factory=set)  #: left since this controller began; not reused
 
     # -- calls
-    given_away: dict[VersionId, float | None] = field(
-        default_factory=dict
-    )  #: since when it needs one
+    given_away: dict[VersionId, float | None] = field(default_factory=dict)  #: since when it needs one
     holding: list[tuple[float, TrajectoryId, int]] = field(default_factory=list)  #: heap: until when, id, attempt
 
     # -- answer lengths
