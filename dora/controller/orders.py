@@ -47,7 +47,7 @@ class Orders:
     in_flight: InFlight
     commits: Commits
     work: Work
-    episodes: Episodes | NoEpisodes = NoEpisodes()
+    episodes: Episodes | NoEpisodes = field(default_factory=NoEpisodes)
     calls: set[asyncio.Task[None]] = field(default_factory=set)  #: of environments, under way
     _takes_work: bool = True
     _trains: bool = True
