@@ -31,6 +31,7 @@ Tell = Callable[[ev.Event, Sequence[Command], State], None]
 
 WORLDS: Final = 1500
 OUTSIDES: Final = 1500
+CALLS: Final = 300
 JOURNALS: Final = Path(__file__).parent / "journals"
 WORKLOADS: Final = Path(__file__).parents[2] / "launch" / "workloads"
 #: Events of a workload: a few steps of all but the largest.
@@ -44,6 +45,7 @@ def names() -> list[str]:
         *(f"workload:{path.stem}:{s}" for path in sorted(WORKLOADS.glob("*.toml")) for s in _strategies_for(path)),
         *(f"world:{seed}" for seed in range(WORLDS)),
         *(f"outside:{seed}" for seed in range(OUTSIDES)),
+        *(f"calls:{seed}" for seed in range(CALLS)),
     ]
 
 
@@ -54,7 +56,8 @@ def _strategies_for(path: Path) -> tuple[str, ...]:
 def play(name: str, tell: Tell) -> None:
     """Play one run."""
     kind, _, rest = name.partition(":")
-    {"journal": _journal, "workload": _workload, "world": _world, "outside": _outside}[kind](rest, tell)
+    plays = {"journal": _journal, "workload": _workload, "world": _world, "outside": _outside, "calls": _calls}
+    plays[kind](rest, tell)
 
 
 def _journal(stem: str, tell: Tell) -> None:
@@ -72,8 +75,12 @@ def _workload(case: str, tell: Tell) -> None:
     simulation.run(max_events=SIMULATED_EVENTS)
 
 
-def _world(seed: str, tell: Tell) -> None:
-    drawn = world(int(seed))
+def _calls(seed: str, tell: Tell) -> None:
+    _world(seed, tell, calls=True)
+
+
+def _world(seed: str, tell: Tell, *, calls: bool = False) -> None:
+    drawn = world(int(seed), calls=calls)
     drawn.checked = False
     drawn.sink = lambda event, orders: tell(event, orders, drawn.state)
     drawn.run()

@@ -1,10 +1,10 @@
 """Calls of environments: the step time with `keep`, `pinned` and `release`, simulated.
 
-Run: python bench/calls.py [--table]. launch/workloads/search-agent.toml (docs/SIMULATION.md) with calls as published,
+Run: python bench/sweeps/calls.py [--table]. launch/workloads/search-agent.toml (docs/SIMULATION.md) with calls as published,
 ten and a hundred times as long, and with one in a thousand stuck, on 2, 4 and 32 instances. Training is made fast (14
-GPUs for each server, half as many groups for each of 32 servers), as otherwise it hides what the fleet does; the
-ceiling is the limit of the simulator. Results are appended to bench/results/calls.jsonl; those that are there are not
-simulated again.
+GPUs for each server; half as many groups for each of 32 servers, and as many GPUs), as otherwise it hides what the
+fleet does. There is no ceiling: the settings are compared with each other. Results are appended to
+bench/results/calls.jsonl; those that are there are not simulated again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dora.core.orchestration import Calls
 from dora.sim.sweep import simulate
 from dora.sim.workload import Workload, load
 
-ROOT: Final = Path(__file__).parents[1]
+ROOT: Final = Path(__file__).parents[2]
 RESULTS: Final = ROOT / "bench" / "results" / "calls.jsonl"
 CASES: Final[dict[str, dict[str, Any]]] = {
     "published": {"stuck_share": 0.0},
@@ -32,7 +32,7 @@ CASES: Final[dict[str, dict[str, Any]]] = {
     "stuck": {},
 }
 #: Instances -> (K, groups of a step for each, steps, seeds).
-FLEETS: Final = {2: (1, 64, 14, 3), 4: (3, 64, 16, 3), 32: (3, 32, 10, 1)}
+FLEETS: Final = {2: (1, 64, 14, 2), 4: (3, 64, 16, 2), 32: (3, 32, 10, 1)}
 TRAINERS: Final = 14  #: GPUs for each server
 SETTINGS: Final = get_args(Calls)
 
@@ -46,8 +46,6 @@ class CallsRow(msgspec.Struct, frozen=True):
     seed: int
     step_s: float
     limit_s: float
-    slot_load: float
-    tool_load: float
     staleness_mean: float
     slowest_run_s: float
     violations: int
@@ -86,8 +84,6 @@ def measure(case: str, instances: int, calls: str, seed: int) -> CallsRow:
         seed,
         step_s=found.step_s,
         limit_s=found.limit.step_s,
-        slot_load=found.slot_load,
-        tool_load=found.tool_load,
         staleness_mean=found.staleness_mean,
         slowest_run_s=found.slowest_run_s,
         violations=found.violations,
@@ -95,7 +91,7 @@ def measure(case: str, instances: int, calls: str, seed: int) -> CallsRow:
 
 
 def table(rows: list[CallsRow]) -> str:
-    """Return the medians as a table: step s and its range, x limit."""
+    """Return the medians as a table: step s and its range."""
     lines = ["| instances, K | calls | " + " | ".join(f"`{name}`" for name in SETTINGS) + " |", "|---|---|---|---|---|"]
     for instances, case in itertools.product(FLEETS, CASES):
         texts = []
@@ -108,9 +104,8 @@ def table(rows: list[CallsRow]) -> str:
 
 def _text(cell: list[CallsRow]) -> str:
     times = sorted(row.step_s for row in cell)
-    ratio = statistics.median(row.step_s / row.limit_s for row in cell)
     spread = f" ({times[0]:.1f}-{times[-1]:.1f})" if len(times) > 1 else ""
-    return f"{statistics.median(times):.1f}{spread}, {ratio:.2f}"
+    return f"{statistics.median(times):.1f}{spread}"
 
 
 def main() -> None:
