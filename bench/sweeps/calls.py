@@ -1,10 +1,9 @@
 """Calls of environments: the step time with `keep`, `pinned` and `release`, simulated.
 
-Run: python bench/sweeps/calls.py [--table]. launch/workloads/search-agent.toml (docs/SIMULATION.md) with calls as published,
-ten and a hundred times as long, and with one in a thousand stuck, on 2, 4 and 32 instances. Training is made fast (14
-GPUs for each server; half as many groups for each of 32 servers, and as many GPUs), as otherwise it hides what the
-fleet does. There is no ceiling: the settings are compared with each other. Results are appended to
-bench/results/calls.jsonl; those that are there are not simulated again.
+Run: python bench/sweeps/calls.py [--table]. launch/workloads/search-agent.toml (docs/SIMULATION.md) with calls as
+published, ten and a hundred times as long, and with one in a thousand stuck, on 2, 4 and 32 instances. Training is made
+fast (14 GPUs for each server; half as many groups for each of 32 servers, and as many GPUs), as otherwise it hides what
+the fleet does. Results are appended to bench/results/calls.jsonl; those that are there are not simulated again.
 """
 
 from __future__ import annotations
