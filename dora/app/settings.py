@@ -86,7 +86,11 @@ def trainer_settings(config: Config, *, max_staleness: int) -> TrainerSettings:
 
 def drift_watch(config: Config) -> DriftWatch:
     """Return the drift alarms for a run's metrics."""
-    return DriftWatch(precision=precision_of(config), updates=config.trainer.updates)
+    return DriftWatch(
+        precision=precision_of(config),
+        updates=config.trainer.updates,
+        clips_many=config.objective.loss.kind in ("gspo", "gspo_token"),
+    )
 
 
 def precision_of(config: Config) -> Precision:

@@ -111,13 +111,19 @@ class Reading:
 class DriftWatch:
     """The alarms of a run, from its metrics step by step."""
 
-    def __init__(self, *, precision: Precision, updates: int) -> None:
+    def __init__(self, *, precision: Precision, updates: int, clips_many: bool = False) -> None:
         """`precision`: the coarser data type of trainer and published weights. `updates`: M; with more than one, tokens
         of staleness 0 may be trained under other weights than those that sampled them, and say nothing about the
-        engine."""
+        engine. `clips_many`: the loss clips most tokens of healthy runs, too (GSPO: 0.64 with two updates a step), so
+        that clipped tokens say nothing."""
         self.alarms: dict[str, Alarm] = {}  #: the latest of each name, in the order of the first
         self._engine_limit = ENGINE_LIMIT[precision]
         self._updates = updates
+        self._judged = [
+            f"all/{name}_frac"
+            for name, (unit, _) in MARKS.items()
+            if unit == "fraction" and not (clips_many and name in ("clip_low", "clip_high"))
+        ]
         self._calm: dict[str, int] = {}  # steps since an active alarm was last not calm
         self._grad_norms: deque[float] = deque(maxlen=BASELINE_STEPS)
         self._first_entropies: list[float] = []
@@ -184,8 +190,8 @@ class DriftWatch:
         if (entropy := metrics.get("all/entropy")) is not None and len(self._first_entropies) == FIRST_STEPS:
             first = fmean(self._first_entropies)
             yield Reading("entropy_collapse", "all/entropy", entropy, 0.01 * first, 0.02 * first)
-        for name, (unit, _) in MARKS.items():
-            if unit == "fraction" and (key := f"all/{name}_frac") in metrics:
+        for key in self._judged:
+            if key in metrics:
                 yield Reading("much_clipping", key, metrics[key], 0.5, 0.25)
 
     def _mismatches(self, metrics: Mapping[str, float]) -> Iterator[Reading]:

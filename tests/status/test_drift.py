@@ -176,3 +176,10 @@ def test_a_gradient_that_is_not_finite_is_a_skipped_update_and_hides_no_later_ex
 
 def test_steps_without_a_gradient_are_no_baseline_of_an_explosion() -> None:
     assert changes([QUIET | {"grad_norm": 0.0}] * 6 + [QUIET] * 6) == []
+
+
+def test_clipped_tokens_say_nothing_where_the_loss_clips_many() -> None:
+    watch = DriftWatch(precision="float32", updates=2, clips_many=True)
+    clipped = {"all/tokens": 100.0, "all/clip_high_frac": 0.64}
+    assert watch.note(0, clipped) == []
+    assert [alarm.name for alarm in watch.note(1, clipped | {"all/tis_capped_frac": 0.64})] == ["much_clipping"]
