@@ -127,7 +127,6 @@ def _environment_failed(state: State, trajectory: Trajectory) -> None:
         end_generation(state, trajectory.group, trajectory)
     trajectory.move(_GRADING)
     graded(state, trajectory, None)
-    state.agenda.at_rest = False  # unlike a grade, it frees a slot
 
 
 def restart_call(state: State, trajectory: Trajectory, *, replayable: bool) -> None:

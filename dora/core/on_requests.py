@@ -145,6 +145,9 @@ def on_trajectory_graded(state: State, event: ev.TrajectoryGraded) -> None:
         state.counters.late_completions += 1
         return
     graded(state, trajectory, event.reward)
+    group = trajectory.group
+    if group is not None and group.ungraded and group.phase not in GIVEN_UP:
+        state.agenda.at_rest = True
 
 
 def graded(state: State, trajectory: Trajectory, reward: float | None) -> None:
@@ -164,7 +167,6 @@ def graded(state: State, trajectory: Trajectory, reward: float | None) -> None:
         return
     group.ungraded -= 1
     if group.ungraded:
-        state.agenda.at_rest = True
         return
     verdict = advantage_free(group.rewards, filter_zero_variance=state.settings.filter_zero_variance)
     if verdict is not None:

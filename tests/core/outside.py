@@ -414,7 +414,8 @@ class Outside:
         total = self.produce(t, num_tokens)
         if ended:
             self.totals[t] = total
-        self.answer(ev.CallFinished(self.now, t, order.attempt, total, ended, failed))
+        graded = ended and t % 2 == 0
+        self.answer(ev.CallFinished(self.now, t, order.attempt, total, ended, failed, float(t % 3), graded))
 
     def any_result(self, t: TrajectoryId) -> None:
         self.end_call(t, num_tokens=self.random.randint(0, 9), ended=self.random.random() < 0.1)

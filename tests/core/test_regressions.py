@@ -105,3 +105,14 @@ def test_a_failed_environment_frees_its_slot_for_what_waits() -> None:
     core = started(instances=1, slots=1, groups_per_step=1, max_staleness=0, steps=2, orchestration=keep)
     core.called(0)
     assert generate(1, on=0, version=0) in core.result(0, failed="the host died")
+    core.called(1)
+    call = ev.CallFinished(core.now, TrajectoryId(1), 2, 2, ended=True, reward=1.0, graded=True)
+    assert cmd.DropGroup(0, "failed", "grading", (None, 1.0)) in core.tell(call)  # type: ignore[arg-type]
+
+
+def test_an_episode_that_its_environment_grades_frees_its_slot_for_what_waits() -> None:
+    keep = Orchestration(calls="keep")
+    core = started(instances=1, slots=1, groups_per_step=1, max_staleness=0, steps=2, orchestration=keep)
+    core.called(0)
+    call = ev.CallFinished(core.now, TrajectoryId(0), 2, 2, ended=True, reward=1.0, graded=True)
+    assert core.tell(call) == [generate(1, on=0, version=0)]
