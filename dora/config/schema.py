@@ -389,7 +389,7 @@ class EnvironmentConfig(Section):
     hosts: Positive = 1
     """Number of hosts. Code without `async` shares one CPU core per host."""
     episodes_per_host: Positive = 256
-    """Maximum number of episodes in one host. No prompt is admitted without a place for its episodes."""
+    """Maximum number of episodes in one host. Beyond that, episodes wait for a place at their first call."""
     start_timeout_s: Seconds = 60.0
     """Time in which a host must become ready, your imports included."""
     call_timeout_s: Seconds = 30.0

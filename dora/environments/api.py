@@ -85,7 +85,7 @@ class Environment:
     """One episode. A host also makes one object, and drops it, when it starts, to see that it can.
 
     The arguments of the constructor are `environment.options`. `can_replay`: the same row and turns lead to the same
-    observations, so that an episode may be repeated from its recorded turns if its host is lost.
+    observations, so that an episode may be repeated from its recorded turns if its host is lost (not done yet).
     """
 
     can_replay: ClassVar[bool] = False

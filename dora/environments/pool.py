@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 #: Number of consecutive failed starts of a host after which the run fails.
 START_ATTEMPTS = 3
 
-#: Timeout for a place in a host. Admission waits for `free`, so that only a fault elsewhere exceeds it.
+#: Timeout for a place in a host, which another episode leaves when it ends.
 PLACE_TIMEOUT_S = 3_600.0
 
 #: Number of stuck threads from which a host gets no new episode; once it is empty, it is replaced.
