@@ -174,7 +174,6 @@ async def run_controller(port: int, case: Case, *, over_httpx: bool = False) -> 
             engine=CreditedEngine(client, taken=credit.add),
             fleet=Servers(f"http://127.0.0.1:{port}", case, inbox=opened.inbox, now=now),
             graders=Graders(Ones(), [], evaluations),
-            episodes=None,
             trainer=opened.rollout_writer(watcher),
             observer=watcher,
         )

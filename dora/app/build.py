@@ -122,9 +122,9 @@ def make_controller(
     engine: InferenceEngine,
     fleet: Fleet,
     graders: Graders,
-    episodes: EpisodeInputs | None,
     trainer: TrainerLink | RolloutWriter,
     observer: RunObserver,
+    episodes: EpisodeInputs | None = None,
 ) -> Controller:
     """Create the controller and everything through which it acts."""
     job, config = opened.job, opened.job.config
