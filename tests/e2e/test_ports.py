@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import grp
 import json
 import os
@@ -64,7 +65,14 @@ def url_of(engine: psutil.Process) -> str:
 
 
 def open_to_others(root: Path, *, bits: int = 0o077) -> list[Path]:
-    return [path for path in (root, *root.rglob("*")) if path.lstat().st_mode & bits]
+    """Paths that others may open; a run deletes versions meanwhile, so what is gone is passed over."""
+    exposed = []
+    for folder, _, files in os.walk(root):
+        for path in (Path(folder), *(Path(folder, name) for name in files)):
+            with contextlib.suppress(FileNotFoundError):
+                if path.lstat().st_mode & bits:
+                    exposed.append(path)
+    return exposed
 
 
 @dataclass
