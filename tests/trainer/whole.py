@@ -48,7 +48,7 @@ from tests.trainer.conftest import (
 
 ROOT: Final = Path(__file__).parents[2]
 WORLD_SIZES: Final = (1, 2, 4)
-TIMEOUT_S: Final = 600
+TIMEOUT_S: Final = 600, 20  # of a world size: to start, and for each case
 #: Of a weight, in float32 against float64.
 TOLERANCE: Final = 1e-5
 #: Two steps of four groups, the second of mixed staleness.
@@ -257,9 +257,10 @@ def run(cases: Sequence[Case], model_path: Path, folder: Path, *, world_size: in
     (folder / "cases.json").write_text(json.dumps([asdict(case) for case in cases]))
     command = [sys.executable, "-m", "tests.trainer.whole", str(folder), str(world_size)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    start_s, case_s = TIMEOUT_S
     ranks = [subprocess.Popen([*command, str(rank)], env=environment, cwd=ROOT) for rank in range(world_size)]
     try:
-        codes = [rank.wait(TIMEOUT_S) for rank in ranks]
+        codes = [rank.wait(start_s + case_s * len(cases)) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
