@@ -216,12 +216,13 @@ def restore(folder: RunFolder, state: State, *, trajectories: Trajectories, inpu
         record = trajectories.records[id]
         record.reward = trajectory.reward
         record.turn_rewards = [*trajectory.turn_rewards]
+        record.truncated = trajectory.truncated
         answer = stored.answers.get(id)
         if answer is not None and len(answer.tokens):
             record.tokens = array("i", answer.tokens.tobytes())
             record.logprobs = array("f", answer.logprobs.tobytes())
             record.observed = answer.observed
-            record.length_capped = record.tokens[-1] not in inputs.tokenizer.eos_ids
+            record.forks = [*answer.forks]
     return {id: len(trajectories.records[id].tokens) for id in state.trajectories}
 
 

@@ -16,6 +16,7 @@ from pydantic import Field, model_validator
 
 from dora.config.terms import term_problems
 from dora.core.strategies import SILENCE, Rules, rules_of
+from dora.objectives.objective import compares_sequences
 from dora.objectives.rules import problems as objective_problems
 from dora.objectives.settings import Advantage, ObjectiveConfig
 from dora.section import Section
@@ -398,7 +399,10 @@ class EnvironmentConfig(Section):
     """Limit on the address space of a host and of each process that it starts. A call without `async` that is under way
     takes 2 MB of it."""
     max_turns: Positive = 16
-    """Maximum number of turns in an episode."""
+    """Maximum number of turns in an episode. One that reaches it ends there, truncated."""
+    episode_timeout_s: Seconds | None = None
+    """Time limit of an episode from its first request on, waiting included. It is looked at when a turn ends: the
+    environment is then not called again, and the episode ends, truncated. A resume begins it anew. Unset: no limit."""
     renderer: dict[str, Any] = Field(default={})
     """The renderer of the model's family, in the terms of the package `renderers`: `name` and its options, or `name =
     "custom"` and `import_path`. Empty: recognized by the chat template (docs/AGENTS.md)."""
@@ -513,6 +517,13 @@ class Config(Section):
     def longest_request(self) -> int:
         """Tokens of the longest prompt with the whole token budget: what a server must be able to hold."""
         return self.task.max_prompt_tokens + self.rollout.max_new_tokens
+
+    @property
+    def max_row_tokens(self) -> int | None:
+        """Most tokens of all rows of a forked episode, if the objective needs them in one forward pass; else None."""
+        if not compares_sequences(self.objective):
+            return None
+        return max(self.trainer.micro_batch_tokens, self.longest_request)
 
     @property
     def num_managed(self) -> int:

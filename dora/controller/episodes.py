@@ -52,6 +52,16 @@ class Conversations:
         return Conversation(tuple(reset.messages), tuple(reset.tools), tuple(tokens))
 
 
+@dataclass(frozen=True)
+class EpisodeLimits:
+    """What ends an episode that its environment does not end."""
+
+    max_turns: int
+    max_tokens: int  # of an answer, observations included
+    max_row_tokens: int | None = None  # of all rows of a forked episode in training; None: no bound
+    timeout_s: float | None = None  # from its first request on; None: no bound
+
+
 class Episodes:
     """The episodes under way, and the effect of CallEnvironment."""
 
@@ -61,16 +71,13 @@ class Episodes:
         renderer: Renderer,
         *,
         trajectories: Trajectories,
-        max_turns: int,
-        max_tokens: int,
+        limits: EpisodeLimits,
         now: Callable[[], float],
     ) -> None:
-        """`max_tokens`: of an answer, observations included."""
         self._pool = pool
         self._renderer = renderer
         self._trajectories = trajectories
-        self._max_turns = max_turns
-        self._max_tokens = max_tokens
+        self._limits = limits
         self._now = now
         self._open: dict[TrajectoryId, Episode] = {}
         self._calling: set[TrajectoryId] = set()
@@ -81,6 +88,9 @@ class Episodes:
         """Give a turn to the environment, and append its observation."""
         trajectory = order.trajectory
         record = self._trajectories.begin(trajectory, order.attempt)
+        if self._is_late(record):
+            record.truncated = "time"
+            return self._event(order, record, ended=True)
         self._calling.add(trajectory)
         try:
             outcome = await self._step(trajectory, record)
@@ -101,6 +111,10 @@ class Episodes:
                 task = asyncio.create_task(self._pool.close(trajectory), name=f"close {trajectory}")
                 self._closing.add(task)
                 task.add_done_callback(self._closing.discard)
+
+    def _is_late(self, record: TrajectoryRecord) -> bool:
+        limit, began_at = self._limits.timeout_s, record.began_at
+        return limit is not None and began_at is not None and self._now() - began_at > limit
 
     async def _step(self, trajectory: TrajectoryId, record: TrajectoryRecord) -> Observation | End | EnvironmentFailed:
         episode = self._open.get(trajectory)
@@ -125,7 +139,11 @@ class Episodes:
         if isinstance(reset, EnvironmentFailed):
             return reset
         episode = self._open[trajectory] = Episode(
-            self._renderer, reset.messages, max_tokens=self._max_tokens, tools=reset.tools
+            self._renderer,
+            reset.messages,
+            max_tokens=self._limits.max_tokens,
+            max_row_tokens=self._limits.max_row_tokens if trajectory >= 0 else None,
+            tools=reset.tools,
         )
         if tuple(episode.prompt) != tuple(prompt.tokens):
             self.close([trajectory])
@@ -140,37 +158,64 @@ class Episodes:
     def _finished(
         self, order: cmd.CallEnvironment, record: TrajectoryRecord, outcome: Observation | End | EnvironmentFailed
     ) -> ev.CallFinished:
-        trajectory = order.trajectory
-        reward, ended, graded, failed = 0.0, False, False, ""
+        reward, graded, failed = 0.0, False, ""
         if isinstance(outcome, Observation):
             reward = outcome.reward
-            ended = len(record.observed) + 1 >= self._max_turns
-            record.length_capped = ended
-            failed = "" if ended else self._observe(order, record, outcome)
-            if ended or failed:
-                self.close([trajectory])
+            failed = self._observe(order, record, outcome)
         elif isinstance(outcome, End):
-            reward, ended, graded = outcome.reward or 0.0, True, outcome.reward is not None
+            reward, graded = outcome.reward or 0.0, outcome.reward is not None
         else:
             failed = f"{outcome.cause}: {outcome.reason}"
+        return self._event(order, record, reward=reward, graded=graded, failed=failed, ended=isinstance(outcome, End))
+
+    def _event(
+        self,
+        order: cmd.CallEnvironment,
+        record: TrajectoryRecord,
+        *,
+        ended: bool,
+        failed: str = "",
+        reward: float = 0.0,
+        graded: bool = False,
+    ) -> ev.CallFinished:
         record.turn_rewards.append(reward)
         if graded:
             record.reward = sum(record.turn_rewards)
+        ended = ended or bool(record.truncated)
+        if failed or record.truncated:
+            self.close([order.trajectory])
         return ev.CallFinished(
-            self._now(), trajectory, order.attempt, len(record.tokens), ended, failed, reward, graded
+            self._now(),
+            order.trajectory,
+            order.attempt,
+            len(record.tokens),
+            ended,
+            failed,
+            reward,
+            graded,
+            record.truncated,
+            record.repeated,
         )
 
     def _observe(self, order: cmd.CallEnvironment, record: TrajectoryRecord, outcome: Observation) -> str:
-        """Append the tokens of an observation; return why that is impossible, or ""."""
+        """Append the tokens of an observation, unless a budget ends the episode; return why it cannot go on, or ""."""
+        if len(record.observed) + 1 >= self._limits.max_turns:
+            record.truncated = "turns"
+            return ""
         episode = self._open[order.trajectory]
         known = len(episode.tokens)
         try:
-            episode.observe(outcome.messages)
+            if outcome.rewrites:
+                episode.rewrite(outcome.messages)
+            else:
+                episode.observe(outcome.messages)
         except RenderingFailed as err:
             return f"invalid: {err}"
-        if episode.forks:
-            return "fork: the conversation cannot be continued after its sampled tokens"
-        self._trajectories.observe(order.trajectory, order.attempt, episode.tokens[known:])
+        if episode.truncated:
+            record.truncated = "tokens"
+            return ""
+        fork = episode.forks[-1] if len(episode.forks) > len(record.forks) else None
+        self._trajectories.observe(order.trajectory, order.attempt, episode.tokens[known:], fork=fork)
         return ""
 
 

@@ -228,13 +228,14 @@ class RunObserver:
                 trajectory=trajectory.id,
                 version=group.version,
                 reward=trajectory.reward,
-                length_capped=record.length_capped,
+                truncated=record.truncated,
                 prompt=record.prompt.text,
                 text=self._tokenizer.decode(record.tokens.tolist()),
                 prompt_tokens=record.prompt.tokens,
                 tokens=tuple(record.tokens),
                 logprobs=tuple(record.logprobs),
                 observed=tuple(record.observed),
+                forks=tuple(record.forks),
             )
             self._rows.append((self._kept, self._folder.trajectories, encode_kept(kept)))
 

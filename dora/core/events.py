@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
-from dora.core.ids import GroupId, InstanceId, StepId, TrajectoryId, VersionId
+from dora.core.ids import GroupId, InstanceId, StepId, TrajectoryId, Truncation, VersionId
 
 #: (version, start, end): half-open, positions in the whole answer; those of an attempt begin where it began.
 #: FOREIGN_VERSION for a foreign label.
@@ -158,6 +158,8 @@ class CallFinished(Event, frozen=True):
     failed: str = ""  #: why the environment cannot go on; the answer gets no reward
     reward: float = 0.0  #: of the turn; an answer's reward is the sum over its turns and what the task's rewards give
     graded: bool = False  #: it has ended, and the task's rewards are not asked
+    truncated: Truncation = ""  #: the budget that ended it
+    repeated: int = 0  #: tokens that its rows repeat of each other, since it forked; not in `num_tokens`
 
 
 class TrajectoryGraded(Event, frozen=True):

@@ -85,6 +85,7 @@ def on_call_finished(state: State, event: ev.CallFinished) -> None:
         return
     take_count(state, trajectory, event.num_tokens)
     trajectory.turn_rewards += (event.reward,)
+    trajectory.truncated, trajectory.repeated = event.truncated, event.repeated
     state.called_at = state.now
     if is_abandoned(trajectory):
         _abandon(state, trajectory)

@@ -87,6 +87,7 @@ def on_generation_finished(state: State, event: ev.GenerationFinished) -> None:
     if is_abandoned(trajectory):
         go_on(state, trajectory)
     else:
+        trajectory.truncated = "tokens" if event.length_capped else ""
         finish(state, trajectory)
         grade(state, trajectory)
 

@@ -71,6 +71,7 @@ class Observation:
 
     messages: Sequence[Message]  # at least one; roles user, tool, system
     reward: float = 0.0  # of the turn
+    rewrites: bool = False  # `messages` are the whole conversation from now on, turns of the assistant included
 
 
 @dataclass(frozen=True, slots=True)

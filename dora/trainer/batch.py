@@ -1,7 +1,7 @@
 """From a micro-batch to the row and the loss inputs of each pass, and checks of what the trainer relies on.
 
 C3 is asserted for every group, independently of the controller.
-Legend: P trained tokens of a pass, n trajectories.
+Legend: P trained tokens of a pass, n sequences.
 """
 
 from __future__ import annotations
@@ -62,25 +62,38 @@ def pack(
     batch: MicroBatch,
     members: Sequence[int],
     *,
+    owners_n: NDArray[np.int64] | None = None,
     advantages_n: NDArray[np.float64],
     layout: Layout,
     device: torch.device,
 ) -> tuple[Row, Targets]:
-    """Return the row and the loss inputs of one pass: of the sequences `members` of a checked micro-batch."""
+    """Return the row and the loss inputs of one pass: of the sequences `members` of a checked micro-batch.
+
+    For the objective, those with the same one of `owners_n` are one sequence; None: each is one of its own.
+    """
     chosen = np.array(members, np.int64)
     ends, lengths = np.cumsum(batch.lengths)[chosen], batch.lengths[chosen]
     at = np.concatenate([np.arange(0), *(np.arange(e - n, e) for e, n in zip(ends, lengths, strict=True))])
     trained = np.flatnonzero(batch.loss_mask[at])
-    sequence_P = np.repeat(np.arange(len(chosen)), lengths)[trained]
+    of_row_P = np.repeat(np.arange(len(chosen)), lengths)[trained]
+    owners = (np.arange(len(batch.lengths)) if owners_n is None else owners_n)[chosen]
+    place = {owner: i for i, owner in enumerate(dict.fromkeys(owners.tolist()))}
+    sequence_P = np.array([place[owner] for owner in owners.tolist()], np.int64)[of_row_P]
+    firsts = chosen[[owners.tolist().index(owner) for owner in place]]
     targets = Targets(
         behavior_P=torch.from_numpy(batch.behavior_logprobs[at[trained]]).to(device),
-        advantage_P=torch.from_numpy(advantages_n[chosen][sequence_P].astype(np.float32)).to(device),
+        advantage_P=torch.from_numpy(advantages_n[chosen][of_row_P].astype(np.float32)).to(device),
         sequence_P=torch.from_numpy(sequence_P).to(device),
-        lengths_n=torch.from_numpy(np.bincount(sequence_P, minlength=len(chosen))).to(device),
-        siblings_n=torch.from_numpy((~np.isnan(batch.group_rewards[chosen])).sum(1)).to(device),
-        staleness_n=torch.from_numpy((batch.step - batch.versions[chosen]).astype(np.int64)).to(device),
+        lengths_n=torch.from_numpy(np.bincount(sequence_P, minlength=len(firsts))).to(device),
+        siblings_n=torch.from_numpy((~np.isnan(batch.group_rewards[firsts])).sum(1)).to(device),
+        staleness_n=torch.from_numpy((batch.step - batch.versions[firsts]).astype(np.int64)).to(device),
     )
     return make_row(batch.tokens[at], lengths=lengths, trained=trained, layout=layout, device=device), targets
+
+
+def firsts_of(batch: MicroBatch) -> NDArray[np.int64]:
+    """Return the index of the first sequence of each trajectory."""
+    return np.flatnonzero(np.diff(batch.trajectories, prepend=-1) != 0)
 
 
 def advantages_of(batch: MicroBatch, kinds: Sequence[str]) -> NDArray[np.float64]:
@@ -105,9 +118,11 @@ def check(batch: MicroBatch, *, max_staleness: int, vocab_size: int) -> None:
                 f"C3: group {group} of version {version} was committed to step {batch.step} (K = {max_staleness})"
             )
     n, total = len(batch.lengths), len(batch.tokens)
+    if len(np.unique(batch.trajectories)) != len(firsts_of(batch)):
+        raise ProtocolError(f"micro-batch {batch.step}/{batch.index}: sequences of one trajectory are not side by side")
     per_trajectory = ("trajectories", "groups", "rewards", "group_rewards", "truncated", "sources")
     if any(len(getattr(batch, column)) != n for column in per_trajectory):
-        raise ProtocolError(f"micro-batch {batch.step}/{batch.index}: columns of different length for {n} trajectories")
+        raise ProtocolError(f"micro-batch {batch.step}/{batch.index}: columns of different length for {n} sequences")
     if any(len(column) != total for column in (batch.loss_mask, batch.behavior_logprobs)):
         raise ProtocolError(f"micro-batch {batch.step}/{batch.index}: columns of different length for {total} tokens")
     if (batch.lengths < 1).any() or batch.lengths.sum() != total:
@@ -115,9 +130,7 @@ def check(batch: MicroBatch, *, max_staleness: int, vocab_size: int) -> None:
     if total and (batch.tokens.min() < 0 or batch.tokens.max() >= vocab_size):
         raise ProtocolError(f"micro-batch {batch.step}/{batch.index}: a token outside the vocabulary of {vocab_size}")
     if batch.loss_mask[np.cumsum(batch.lengths) - batch.lengths].any():
-        raise ProtocolError(
-            f"micro-batch {batch.step}/{batch.index}: the first token of a trajectory cannot be trained"
-        )
+        raise ProtocolError(f"micro-batch {batch.step}/{batch.index}: the first token of a sequence cannot be trained")
     bad = ~np.isfinite(batch.behavior_logprobs[batch.loss_mask != 0])
     if bad.any():
         raise ProtocolError(f"micro-batch {batch.step}/{batch.index}: {bad.sum()} trained tokens without a log-prob")

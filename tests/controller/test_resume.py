@@ -73,7 +73,7 @@ async def test_a_resume_restores_graded_siblings_and_samples_beside_the_ungraded
         id = TrajectoryId(trajectory)
         assert found[id].prompt == wanted[id].prompt
         assert (found[id].tokens, found[id].logprobs) == (wanted[id].tokens, wanted[id].logprobs)
-        assert (found[id].reward, found[id].length_capped) == (wanted[id].reward, wanted[id].length_capped)
+        assert (found[id].reward, found[id].truncated) == (wanted[id].reward, wanted[id].truncated)
     after.close()
 
 
