@@ -208,10 +208,10 @@ def _effects(
         max_row_tokens=config.max_row_tokens,
     )
     live, timeout_s = opened.job.settings.rules.in_flight, config.engine.push_timeout_s
-    budget = config.rollout.max_new_tokens
+    budget, fails = config.rollout.max_new_tokens, config.objective.truncations("fail")
     return {
         cmd.Generate: StreamAttempt(engine, fleet, trajectories, published, sampling, ids, now),
-        cmd.GradeTrajectory: GradeAnswer(trajectories, inputs.tokenizer, graders, budget, now),
+        cmd.GradeTrajectory: GradeAnswer(trajectories, inputs.tokenizer, graders, budget, fails, now),
         cmd.PushWeights: Push(engine, fleet, opened.store, published, live, timeout_s, now),
         cmd.DismissInstance: Dismiss(fleet, now),
         cmd.FetchPrompts: Fetch(inputs.stream, trajectories, now),

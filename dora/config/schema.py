@@ -666,7 +666,12 @@ class Config(Section):
         if not environment.name:
             if environment.command:
                 yield "environment.name: without one there is no environment, and environment.command has no effect"
+            for name in ("turn_rewards", "truncated_turns", "truncated_time"):
+                if getattr(self.objective, name) != ObjectiveConfig.model_fields[name].default:
+                    yield f"objective.{name}: has no effect without environment.name; remove the key"
             return
+        if self.objective.truncated_time != "train" and environment.episode_timeout_s is None:
+            yield "objective.truncated_time: has no effect without environment.episode_timeout_s; remove the key"
         if ":" not in environment.name and not environment.command:
             yield f"environment.name: expected module:name or FILE.py:name, got '{environment.name}'"
         if environment.command and environment.python:

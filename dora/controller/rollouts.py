@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dora import files
 from dora.controller.trainer_link import StepReport, TrainerLink
@@ -198,7 +199,17 @@ def _join(chosen: list[Piece], order: TrainMicroBatch, *, group_size: int) -> Mi
         group_rewards=np.stack([b.group_rewards[i] for b, i, _ in chosen]),
         truncated=np.array([b.truncated[i] for b, i, _ in chosen], np.uint8),
         sources=np.array([b.sources[i] for b, i, _ in chosen], np.uint8),
+        returns=_returns(chosen),
     )
+
+
+def _returns(chosen: list[Piece]) -> NDArray[np.float32]:
+    """Return MicroBatch.returns of sequences whose episodes may have had fewer turns than others."""
+    most = max(b.returns.shape[2] for b, _, _ in chosen)
+    if not most:
+        return chosen[0][0].returns
+    columns = [b.returns[i] if b.returns.size else b.group_rewards[i][:, None] for b, i, _ in chosen]
+    return np.stack([np.pad(one, ((0, 0), (0, most - one.shape[1])), mode="edge") for one in columns])
 
 
 def _pack(batch: MicroBatch) -> bytes:

@@ -6,8 +6,10 @@ are refused, because a server that was declared lost may still send some.
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from typing import Protocol
 
 from dora.core.ids import GroupId, TrajectoryId, Truncation
@@ -88,6 +90,12 @@ class TrajectoryRecord:
             logprobs=self.logprobs,
             forks=self.forks,
         )
+
+    def returns(self, reward: float | None) -> list[float]:
+        """Return for each turn what the rewards add up to from it on, if all of them are `reward`; NaN for None."""
+        left = math.nan if reward is None else reward
+        earlier = self.turn_rewards[: len(self.observed)]  # each observation but the last turn was rewarded
+        return [left - given for given in accumulate(earlier, initial=0.0)]
 
     @property
     def repeated(self) -> int:

@@ -116,12 +116,14 @@ class Trainer:
             )
         check(batch, max_staleness=self._settings.max_staleness, vocab_size=self._policy.vocab_size)
         started = time.perf_counter()
-        if self._objective.settings.truncated == "mask":
-            batch = without_truncated(batch)
-        advantages_n = advantages_of(batch, self._settings.advantages or (self._objective.settings.advantage,))
+        settings = self._objective.settings
+        batch = without_truncated(batch, settings.truncations("mask"))
+        advantages_nU = advantages_of(
+            batch, self._settings.advantages or (settings.advantage,), to_go=settings.turn_rewards == "return_to_go"
+        )
         for number, members in enumerate(passes := self._passes(batch), start=1):
             self._policy.prepare(closes_update=(batch.closes or batch.last) and number == len(passes))
-            self._accumulate(batch, members, advantages_n)
+            self._accumulate(batch, members, advantages_nU)
         firsts = firsts_of(batch)
         self._sums.add_trajectories(
             lag=torch.from_numpy((batch.step - batch.versions)[firsts]).long(),
@@ -162,12 +164,12 @@ class Trainer:
         """Return what makes sequences one for the objective: their trajectory, or nothing if it acts on tokens."""
         return batch.trajectories if self._compares_sequences else np.arange(len(batch.lengths))
 
-    def _accumulate(self, batch: MicroBatch, members: list[int], advantages_n: NDArray[np.float64]) -> None:
+    def _accumulate(self, batch: MicroBatch, members: list[int], advantages_nU: NDArray[np.float64]) -> None:
         row, targets = pack(
             batch,
             members,
             owners_n=self._owners(batch),
-            advantages_n=advantages_n,
+            advantages_nU=advantages_nU,
             layout=self._layout,
             device=self._policy.device,
         )

@@ -41,8 +41,8 @@ def pack_whole(batch):
 
 
 def pack_some(batch, members, *, layout=PACKED):
-    advantages = group_advantages(batch.rewards, batch.group_rewards, kind="grpo")
-    return pack(batch, members, advantages_n=advantages, layout=layout, device=CPU)
+    advantages = group_advantages(batch.rewards, batch.group_rewards, kind="grpo")[:, None]
+    return pack(batch, members, advantages_nU=advantages, layout=layout, device=CPU)
 
 
 def loss_of(network, row, targets, old=None):
@@ -148,7 +148,8 @@ def test_an_empty_micro_batch_has_a_zero_gradient_for_every_parameter(model_path
 def test_an_answer_that_is_not_trained_still_counts_in_the_statistics_of_its_group():
     batch = make_batch(make_groups(2, version=0, seed=9), step=0, index=0, last=True)
     batch = msgspec.structs.replace(batch, truncated=(np.arange(len(batch.lengths)) == 1).astype(np.uint8))
-    masked = without_truncated(batch)
+    assert (without_truncated(batch, ["turns"]).loss_mask == batch.loss_mask).all()
+    masked = without_truncated(batch, ["time", "tokens"])
     _, targets = pack_whole(masked)
     assert targets.lengths_n[1] == 0
     kept = np.repeat(np.arange(len(batch.lengths)) != 1, batch.lengths)
@@ -161,7 +162,7 @@ def test_the_kind_of_advantage_may_differ_by_source():
     sources = np.repeat([1, 0, 1], GROUP_SIZE).astype(np.uint8)
     found = advantages_of(msgspec.structs.replace(batch, sources=sources), ("rloo", "dr_grpo"))
     rloo, dr_grpo = advantages_of(batch, ("rloo",)), advantages_of(batch, ("dr_grpo",))
-    np.testing.assert_array_equal(found, np.where(sources == 0, rloo, dr_grpo))
+    np.testing.assert_array_equal(found, np.where(sources[:, None] == 0, rloo, dr_grpo))
     with pytest.raises(ProtocolError, match="a prompt of source 3"):
         advantages_of(msgspec.structs.replace(batch, sources=sources + np.uint8(2)), ("rloo", "dr_grpo"))
 
