@@ -33,6 +33,21 @@ class Relay(Environment):
         return End(reward=right)
 
 
+class Rewriter(Relay):
+    """A relay that replaces the answer to the first sum by 7 before it gives the second."""
+
+    def reset(self, row: dict[str, Any]) -> Reset:
+        self.first = {"role": "user", "content": row["prompt"]}
+        return super().reset(row)
+
+    def step(self, turn: Turn) -> Observation | End:
+        outcome = super().step(turn)
+        if isinstance(outcome, End):
+            return outcome
+        whole = [self.first, {"role": "assistant", "content": "7"}, *outcome.messages]
+        return Observation(whole, reward=outcome.reward, rewrites=True)
+
+
 class Held(Relay):
     """A relay that logs every call, and does not answer while the file `hold` exists."""
 
@@ -45,6 +60,10 @@ class Held(Relay):
         while (self.folder / "hold").exists():
             time.sleep(0.02)
         return super().step(turn)
+
+
+class HeldRewriter(Held, Rewriter):
+    """Both."""
 
 
 class SumRenderer:

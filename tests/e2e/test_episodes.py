@@ -9,15 +9,18 @@ from pathlib import Path
 import psutil
 import pytest
 
-from dora.core.commands import CallEnvironment
+from dora.controller.observer import read_rows
+from dora.core.commands import CallEnvironment, TrainMicroBatch
 from dora.core.events import CallFinished, CallStarted, ControllerRestarted, InstanceLost, StepTrained
 from dora.journal.deep import read_kept
 from dora.journal.run_folder import RunFolder
+from dora.journal.tokens import read_tokens
 from tests.e2e.runs import Run, assert_audit_clean, events_of, orders_of, run_to_end, settings, small, until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(400)]
 
 HERE = Path(__file__).parent
+GROUP_SIZE = 4  # of `small`
 RENDERER = json.dumps(f"{HERE / 'relay.py'}:SumRenderer")
 
 
@@ -56,15 +59,56 @@ def test_a_run_whose_episodes_have_two_turns(tmp_path: Path) -> None:
             assert all(one.logprobs[:start])
 
 
+def test_a_run_whose_environment_rewrites_the_conversation_trains_the_rows_of_its_forks(tmp_path: Path) -> None:
+    result = run_to_end(
+        "run",
+        *relay(
+            tmp_path,
+            environment__name=f"{HERE / 'relay.py'}:Rewriter",
+            objective__turn_rewards="return_to_go",
+            objective__aggregation="seq_mean_token_mean",
+        ),
+    )
+    assert result.returncode == 0, result.stderr
+    (root,) = tmp_path.iterdir()
+    folder = RunFolder(root)
+    assert not failures(folder)
+    assert_audit_clean(folder)
+    assert_rows_are_trained(folder)
+
+
+def assert_rows_are_trained(folder: RunFolder) -> None:
+    """Every kept trajectory that forked has the log-probs of its rows, and the trainer computed what they repeat."""
+    deep = run_to_end("audit", str(folder.root), "--deep")
+    assert deep.returncode == 0, deep.stdout
+    forked = [one for one in read_kept(folder.trajectories) if one.forks]
+    assert forked
+    for one in forked:
+        first, second = one.rows()
+        (fork,) = one.forks
+        assert one.observed == ((fork.start, one.observed[0][1]),)
+        assert first[0] == [*one.prompt_tokens, *one.tokens[: fork.start]]
+        assert second[0] == [*first[0][: fork.keep], *one.tokens[fork.start :]]
+        assert fork.keep >= len(one.prompt_tokens)
+    repeated = {event.trajectory: event.repeated for event in events_of(folder, CallFinished) if event.repeated}
+    stored = read_tokens(folder.tokens)
+    orders = orders_of(folder, TrainMicroBatch)
+    for row in read_rows(folder.metrics, kind="step"):
+        trained = {t for order in orders if order.step == row["step"] for rank in order.ranks for t in rank}
+        lengths = [len(stored.prompts[t // GROUP_SIZE].tokens) + len(stored.answers[t].tokens) for t in trained]
+        assert row["trainer"]["step_tokens"] == sum(lengths) + sum(repeated.get(t, 0) for t in trained)
+    assert len(repeated) > 16
+
+
 class Holding:
     """A run whose calls do not return while the file `hold` exists."""
 
-    def __init__(self, folder: Path, **changes: object) -> None:
+    def __init__(self, folder: Path, *, environment: str = "Held", **changes: object) -> None:
         self.folder = folder / "environment"
         self.folder.mkdir()
         self.arguments = relay(
             folder / "runs",
-            environment__name=f"{HERE / 'relay.py'}:Held",
+            environment__name=f"{HERE / 'relay.py'}:{environment}",
             environment__options=f'{{folder="{self.folder}"}}',
             **changes,
         )
@@ -140,6 +184,21 @@ def test_a_controller_that_is_killed_between_intent_and_result_never_repeats_the
     unanswered = len(orders_of(folder, CallEnvironment)) - len(events_of(folder, CallFinished))
     assert unanswered >= 1
     assert_trained_once(folder, holding)
+
+
+def test_a_controller_that_is_killed_resumes_with_the_forks_that_it_had(tmp_path: Path) -> None:
+    holding = Holding(tmp_path, environment="HeldRewriter", run__steps=4)
+    with Run(*holding.arguments) as run:
+        folder = run.folder
+        until(lambda: len(events_of(folder, StepTrained)) > 1, what="two trained steps")
+        holding.until_held(run)
+        run.process.send_signal(signal.SIGKILL)
+        run.end()
+    holding.release()
+    resumed = run_to_end("run", "--resume", str(folder.root), *settings(status__port=0))
+    assert resumed.returncode == 0, resumed.stderr
+    assert_audit_clean(folder)
+    assert_rows_are_trained(folder)
 
 
 def test_a_clean_stop_waits_for_the_calls(tmp_path: Path) -> None:
