@@ -14,7 +14,7 @@ from dora.core.commands import TrainMicroBatch
 from dora.core.ids import GroupId, TrajectoryId, group_of
 from dora.core.tables import Group
 from dora.journal.rows import EpisodeRow
-from dora.transport.messages import NO_RETURNS, TRUNCATIONS, MicroBatch
+from dora.transport.messages import NO_TURNS, TRUNCATIONS, MicroBatch
 
 
 def build_wave(
@@ -59,19 +59,19 @@ def _build(
         group_rewards=np.array(rewards, np.float32).reshape(len(chosen), group_size),
         truncated=np.array([TRUNCATIONS.index(records[t].truncated) for t, _ in chosen], np.uint8),
         sources=np.array([records[t].prompt.source_index for t, _ in chosen], np.uint8),
-        returns=_returns_of(owners, records),
+        rewards_to_go=_rewards_to_go(owners, records),
     )
 
 
-def _returns_of(owners: Sequence[Group], records: Mapping[TrajectoryId, TrajectoryRecord]) -> NDArray[np.float32]:
-    """Return MicroBatch.returns."""
+def _rewards_to_go(owners: Sequence[Group], records: Mapping[TrajectoryId, TrajectoryRecord]) -> NDArray[np.float32]:
+    """Return MicroBatch.rewards_to_go."""
     by_group: dict[GroupId, list[list[float]]] = {}
     for group in owners:
         if group.id not in by_group:
-            by_group[group.id] = [records[t.id].returns(t.reward) for t in group.trajectories]
+            by_group[group.id] = [records[t.id].rewards_to_go(t.reward) for t in group.trajectories]
     most = max((len(of_turns) for siblings in by_group.values() for of_turns in siblings), default=0)
     if most < 2:
-        return NO_RETURNS
+        return NO_TURNS
     padded = {
         group: [of_turns + of_turns[-1:] * (most - len(of_turns)) for of_turns in siblings]
         for group, siblings in by_group.items()

@@ -199,16 +199,16 @@ def _join(chosen: list[Piece], order: TrainMicroBatch, *, group_size: int) -> Mi
         group_rewards=np.stack([b.group_rewards[i] for b, i, _ in chosen]),
         truncated=np.array([b.truncated[i] for b, i, _ in chosen], np.uint8),
         sources=np.array([b.sources[i] for b, i, _ in chosen], np.uint8),
-        returns=_returns(chosen),
+        rewards_to_go=_rewards_to_go(chosen),
     )
 
 
-def _returns(chosen: list[Piece]) -> NDArray[np.float32]:
-    """Return MicroBatch.returns of sequences whose episodes may have had fewer turns than others."""
-    most = max(b.returns.shape[2] for b, _, _ in chosen)
+def _rewards_to_go(chosen: list[Piece]) -> NDArray[np.float32]:
+    """Return MicroBatch.rewards_to_go of sequences whose episodes may have had fewer turns than others."""
+    most = max(b.rewards_to_go.shape[2] for b, _, _ in chosen)
     if not most:
-        return chosen[0][0].returns
-    columns = [b.returns[i] if b.returns.size else b.group_rewards[i][:, None] for b, i, _ in chosen]
+        return chosen[0][0].rewards_to_go
+    columns = [b.rewards_to_go[i] if b.rewards_to_go.size else b.group_rewards[i][:, None] for b, i, _ in chosen]
     return np.stack([np.pad(one, ((0, 0), (0, most - one.shape[1])), mode="edge") for one in columns])
 
 

@@ -91,7 +91,7 @@ class TrajectoryRecord:
             forks=self.forks,
         )
 
-    def returns(self, reward: float | None) -> list[float]:
+    def rewards_to_go(self, reward: float | None) -> list[float]:
         """Return for each turn what the rewards add up to from it on, if all of them are `reward`; NaN for None."""
         left = math.nan if reward is None else reward
         earlier = self.turn_rewards[: len(self.observed)]  # each observation but the last turn was rewarded

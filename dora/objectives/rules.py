@@ -65,13 +65,13 @@ def _turn_problems(objective: ObjectiveConfig) -> Iterator[str]:
         return
     if isinstance(objective.loss, Gspo):
         yield (
-            "objective.turn_rewards: return_to_go gives the turns of a sequence different advantages, but gspo has one "
+            "objective.turn_rewards: reward_to_go gives the turns of a sequence different advantages, but gspo has one "
             "for each sequence; use sum, or objective.loss.kind = gspo_token"
         )
     if objective.opsm is not None:
         yield (
             "objective.opsm: rejects sequences by the sign of their advantage, which differs between turns with "
-            "objective.turn_rewards = return_to_go; unset one of them"
+            "objective.turn_rewards = reward_to_go; unset one of them"
         )
 
 

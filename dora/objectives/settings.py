@@ -47,8 +47,8 @@ class ObjectiveConfig(Section):
     `seq_mean_token_mean`."""
     norm_tokens: int | None = Field(default=None, ge=1)
     """Constant length by which `seq_mean_token_sum_norm` and `longcat` divide. Unset: rollout.max_new_tokens."""
-    turn_rewards: Literal["sum", "return_to_go"] = "sum"
-    """Rewards of an episode with several turns. `sum`: all its tokens have the advantage of their sum. `return_to_go`:
+    turn_rewards: Literal["sum", "reward_to_go"] = "sum"
+    """Rewards of an episode with several turns. `sum`: all its tokens have the advantage of their sum. `reward_to_go`:
     those of turn t have that of the rewards from turn t on, among the siblings' rewards from their turn t on, or from
     their last turn if they had fewer."""
     truncated: Truncated = "train"

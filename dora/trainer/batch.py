@@ -119,11 +119,11 @@ def advantages_of(batch: MicroBatch, kinds: Sequence[str], *, to_go: bool = Fals
     if len(kinds) > 1 and batch.sources.max(initial=0) >= len(kinds):
         raise ProtocolError(f"micro-batch {batch.step}/{batch.index}: a prompt of source {batch.sources.max()}")
     kind = [kinds[source] for source in batch.sources] if len(kinds) > 1 else kinds[0]
-    if not (to_go and batch.returns.size):
+    if not (to_go and batch.rewards_to_go.size):
         return group_advantages(batch.rewards, batch.group_rewards, kind=kind)[:, None]
     own = batch.trajectories % batch.group_rewards.shape[1]
-    returns_U = [batch.returns[:, :, turn] for turn in range(batch.returns.shape[2])]
-    of_turns = [group_advantages(of[np.arange(len(own)), own], of, kind=kind) for of in returns_U]
+    to_go_U = [batch.rewards_to_go[:, :, turn] for turn in range(batch.rewards_to_go.shape[2])]
+    of_turns = [group_advantages(of[np.arange(len(own)), own], of, kind=kind) for of in to_go_U]
     return np.stack(of_turns, axis=1)
 
 
@@ -147,8 +147,10 @@ def check(batch: MicroBatch, *, max_staleness: int, vocab_size: int) -> None:
     per_trajectory = ("trajectories", "groups", "rewards", "group_rewards", "truncated", "sources")
     if any(len(getattr(batch, column)) != n for column in per_trajectory):
         raise ProtocolError(f"micro-batch {batch.step}/{batch.index}: columns of different length for {n} sequences")
-    if batch.returns.size and batch.returns.shape[:2] != batch.group_rewards.shape:
-        raise ProtocolError(f"micro-batch {batch.step}/{batch.index}: returns of {batch.returns.shape} episodes")
+    if batch.rewards_to_go.size and batch.rewards_to_go.shape[:2] != batch.group_rewards.shape:
+        raise ProtocolError(
+            f"micro-batch {batch.step}/{batch.index}: rewards to go of {batch.rewards_to_go.shape} episodes"
+        )
     if any(len(column) != total for column in (batch.loss_mask, batch.behavior_logprobs)):
         raise ProtocolError(f"micro-batch {batch.step}/{batch.index}: columns of different length for {total} tokens")
     if (batch.lengths < 1).any() or batch.lengths.sum() != total:

@@ -119,7 +119,7 @@ class Trainer:
         settings = self._objective.settings
         batch = without_truncated(batch, settings.truncations("mask"))
         advantages_nU = advantages_of(
-            batch, self._settings.advantages or (settings.advantage,), to_go=settings.turn_rewards == "return_to_go"
+            batch, self._settings.advantages or (settings.advantage,), to_go=settings.turn_rewards == "reward_to_go"
         )
         for number, members in enumerate(passes := self._passes(batch), start=1):
             self._policy.prepare(closes_update=(batch.closes or batch.last) and number == len(passes))

@@ -21,7 +21,7 @@ from dora.core.ids import StepId, Truncation, VersionId
 PROTOCOL_VERSION = 6
 
 #: Of episodes of one turn.
-NO_RETURNS: Final = np.zeros((0, 0, 0), np.float32)
+NO_TURNS: Final = np.zeros((0, 0, 0), np.float32)
 
 #: What `MicroBatch.truncated` counts: the budget that ended the answer.
 TRUNCATIONS: Final[tuple[Truncation, ...]] = ("", "tokens", "turns", "time")
@@ -110,7 +110,7 @@ class MicroBatch(Message, frozen=True):
     sources: NDArray[np.uint8]  # [n] index into `task.sources`
     #: [n, G, U] what each sibling got from each turn on, beginning with group_rewards; after its last turn, what it got
     #: in that. Empty if none had several.
-    returns: NDArray[np.float32] = NO_RETURNS
+    rewards_to_go: NDArray[np.float32] = NO_TURNS
     update: int = 0  # 0 ... M - 1: the optimizer update that it belongs to
     closes: bool = False  # its update ends with it, as with the last one; the same on all ranks
     parent: str = ""  # lineage before this step, that is, of the trainer's weights

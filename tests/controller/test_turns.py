@@ -161,13 +161,13 @@ async def test_an_episode_beyond_its_time_ends_without_a_call(dialog: Start) -> 
 
 
 @pytest.mark.parametrize(
-    ("rewards", "total", "returns"),
+    ("rewards", "total", "to_go"),
     [([0.25, 0.5], 1.0, [1.0, 0.75]), ([0.25], 1.0, [1.0, 0.75]), ([0.0, 1.0], None, None)],
     ids=["graded beside", "ended in the middle of a turn", "not graded"],
 )
-def test_returns_are_what_is_left_from_each_turn_on(dialog, rewards, total, returns) -> None:
+def test_rewards_to_go_are_what_is_left_from_each_turn_on(dialog, rewards, total, to_go) -> None:
     made = dialog(Observation(MORE))
     record = made.record
     record.observed, record.turn_rewards = [(2, 4)], rewards
-    found = record.returns(total)
-    assert found == returns or (returns is None and all(math.isnan(one) for one in found))
+    found = record.rewards_to_go(total)
+    assert found == to_go or (to_go is None and all(math.isnan(one) for one in found))

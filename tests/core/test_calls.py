@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from dora.core import commands as cmd
+from dora.core import events as ev
+from dora.core.ids import TrajectoryId
 from dora.core.orchestration import Orchestration
 from dora.core.phases import GroupPhase, TrajectoryPhase, WeightsPhase
 from tests.core.builders import Core, admit, call, generate, grade, packing, push, started, stop
@@ -251,6 +253,21 @@ def test_the_environment_may_end_the_episode() -> None:
     core = one_group()
     core.called(0, tokens=5)
     assert core.result(0, tokens=5, ended=True) == [grade(0, attempt=3)]
+
+
+def test_a_call_reports_what_rows_repeat_and_the_budget_that_ended_the_episode() -> None:
+    core = one_group(instances=2, slots=2)
+    for t in (0, 1):
+        core.called(t, tokens=3)
+    fork = ev.CallFinished(core.now, TrajectoryId(0), core.attempts[cmd.CallEnvironment, 0], 9, repeated=4)
+    core.tell(fork)
+    assert core.state.trajectories[TrajectoryId(0)].repeated == 4
+    core.called(0, tokens=11)
+    attempt = core.attempts[cmd.CallEnvironment, 0]
+    last = ev.CallFinished(core.now, TrajectoryId(0), attempt, 11, ended=True, truncated="turns", repeated=4)
+    assert core.tell(last) == [grade(0, attempt=attempt + 1)]
+    trajectory = core.state.trajectories[TrajectoryId(0)]
+    assert (trajectory.truncated, trajectory.repeated) == ("turns", 4)
 
 
 @pytest.mark.parametrize("orchestration", [KEEP, PINNED])

@@ -65,7 +65,7 @@ def test_a_run_whose_environment_rewrites_the_conversation_trains_the_rows_of_it
         *relay(
             tmp_path,
             environment__name=f"{HERE / 'relay.py'}:Rewriter",
-            objective__turn_rewards="return_to_go",
+            objective__turn_rewards="reward_to_go",
             objective__aggregation="seq_mean_token_mean",
         ),
     )

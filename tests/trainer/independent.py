@@ -32,7 +32,7 @@ from dora.trainer import model as policy_module
 from dora.trainer.model import Policy, make_mesh
 from dora.trainer.packing import Layout
 from dora.trainer.step import Trainer
-from dora.transport.messages import NO_RETURNS, TRUNCATIONS, Configure, MicroBatch, StepDone, TrainerSettings
+from dora.transport.messages import NO_TURNS, TRUNCATIONS, Configure, MicroBatch, StepDone, TrainerSettings
 from tests.trainer.plain_trainer import Answer, PlainTrainer, Row, Training
 
 VOCAB: Final = 23
@@ -97,7 +97,7 @@ def draw_objective(rng: random.Random) -> dict[str, Any]:
         "advantage": ["grpo", "dr_grpo", "rloo", "maxrl"],
         "aggregation": ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum_norm", "longcat"],
         "norm_tokens": [7],
-        "turn_rewards": ["return_to_go"],
+        "turn_rewards": ["reward_to_go"],
         "truncated": ["mask"],
         "truncated_turns": ["mask"],
         "weight": ["none", "tis", "tis_sequence", "tis_geometric", "icepop"],
@@ -307,16 +307,16 @@ def message(answers: list[Answer], **place: Any) -> MicroBatch:
         rewards=np.array([a.reward for a in answers], np.float32),
         group_rewards=np.array([a.group_rewards for a in answers], np.float32).reshape(len(answers), 4),
         truncated=np.array([TRUNCATIONS.index(a.truncated) for a in answers], np.uint8),
-        returns=returns_of(answers),
+        rewards_to_go=rewards_to_go_of(answers),
         sources=np.array([a.source for a in answers], np.uint8),
         **place,
     )
 
 
-def returns_of(answers: list[Answer]) -> Any:
+def rewards_to_go_of(answers: list[Answer]) -> Any:
     most = max((len(rewards) for a in answers for rewards in a.turns), default=0)
     if most < 2:
-        return NO_RETURNS
+        return NO_TURNS
     found = np.full((len(answers), 4, most), np.nan, np.float32)
     for n, answer in enumerate(answers):
         for sibling, rewards in enumerate(answer.turns):
