@@ -193,8 +193,8 @@ class Episodes:
             failed,
             reward,
             graded,
-            record.truncated,
-            record.repeated,
+            truncated=record.truncated,
+            repeated=record.repeated,
         )
 
     def _observe(self, order: cmd.CallEnvironment, record: TrajectoryRecord, outcome: Observation) -> str:
@@ -205,10 +205,7 @@ class Episodes:
         episode = self._open[order.trajectory]
         known = len(episode.tokens)
         try:
-            if outcome.rewrites:
-                episode.rewrite(outcome.messages)
-            else:
-                episode.observe(outcome.messages)
+            append(episode, outcome)
         except RenderingFailed as err:
             return f"invalid: {err}"
         if episode.truncated:
@@ -217,6 +214,14 @@ class Episodes:
         fork = episode.forks[-1] if len(episode.forks) > len(record.forks) else None
         self._trajectories.observe(order.trajectory, order.attempt, episode.tokens[known:], fork=fork)
         return ""
+
+
+def append(episode: Episode, outcome: Observation) -> None:
+    """Append what an environment answered to a turn."""
+    if outcome.rewrites:
+        episode.rewrite(outcome.messages)
+    else:
+        episode.observe(outcome.messages)
 
 
 @dataclass(frozen=True)
