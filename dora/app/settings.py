@@ -44,6 +44,7 @@ def settings_of(config: Config, *, eval_prompt_tokens: Sequence[int]) -> Setting
         watchdog_s=rollout.watchdog_s,
         no_progress_s=config.run.no_progress_s,
         call_limit_s=config.environment.call_timeout_s if config.environment.name else 0.0,
+        max_episodes=config.environment.capacity,
         max_attempts=rollout.max_attempts,
         max_parallel_pushes=config.engine.max_parallel_pushes,
         eval_prompt_tokens=tuple(eval_prompt_tokens),

@@ -390,7 +390,8 @@ class EnvironmentConfig(Section):
     hosts: Positive = 1
     """Number of hosts. Code without `async` shares one CPU core per host."""
     episodes_per_host: Positive = 256
-    """Maximum number of episodes in one host. Beyond that, episodes wait for a place at their first call."""
+    """Maximum number of episodes in one host. Groups are admitted, and evaluation samples begun, only while all hosts
+    together have room for all episodes that are not finished (docs/AGENTS.md)."""
     start_timeout_s: Seconds = 60.0
     """Time in which a host must become ready, your imports included."""
     call_timeout_s: Seconds = 30.0
@@ -398,6 +399,9 @@ class EnvironmentConfig(Section):
     memory_mb: Positive = 4_096
     """Limit on the address space of a host and of each process that it starts. A call without `async` that is under way
     takes 2 MB of it."""
+    cores: Annotated[int, Field(ge=0)] = 0
+    """Number of CPU cores that a host and the processes it starts may use (on Linux); hosts get different ones, from
+    the last core down, as long as there are enough. 0: all cores."""
     max_turns: Positive = 16
     """Maximum number of turns in an episode. One that reaches it ends there, truncated."""
     episode_timeout_s: Seconds | None = None
@@ -416,6 +420,11 @@ class EnvironmentConfig(Section):
     row_failures: Positive = 8
     """A row whose episodes have failed so often in the environment, by faults of their own, is set aside: its further
     episodes fail at once."""
+
+    @property
+    def capacity(self) -> int:
+        """The number of episodes for which all hosts have room; 0 without an environment."""
+        return self.hosts * self.episodes_per_host if self.name else 0
 
 
 class EvalSetConfig(Section):
@@ -674,6 +683,11 @@ class Config(Section):
             yield "objective.truncated_time: has no effect without environment.episode_timeout_s; remove the key"
         if ":" not in environment.name and not environment.command:
             yield f"environment.name: expected module:name or FILE.py:name, got '{environment.name}'"
+        if environment.capacity < self.rollout.group_size:
+            yield (
+                f"environment.episodes_per_host: {environment.hosts} x {environment.episodes_per_host} episodes are "
+                f"fewer than one group has (rollout.group_size = {self.rollout.group_size}); raise it"
+            )
         if environment.command and environment.python:
             yield "environment.python: has no effect with environment.command; remove one of them"
         if environment.call_timeout_s >= self.run.no_progress_s:

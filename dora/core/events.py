@@ -160,6 +160,7 @@ class CallFinished(Event, frozen=True):
     graded: bool = False  #: it has ended, and the task's rewards are not asked
     truncated: Truncation = ""  #: the budget that ended it
     repeated: int = 0  #: tokens that its rows repeat of each other, since it forked; not in `num_tokens`
+    replays: int = 0  #: how often a lost environment was replayed for this call
 
 
 class TrajectoryGraded(Event, frozen=True):
@@ -230,7 +231,8 @@ class ControllerRestarted(Event, frozen=True):
     num_tokens: dict[TrajectoryId, int]
     steps: int = 0  #: new number of steps of the job; 0: as many as before
     missing: tuple[VersionId, ...] = ()  #: published versions without a folder, which the trainer has to write again
-    replayable: tuple[TrajectoryId, ...] = ()  #: their environments can repeat the call that was under way
+    max_episodes: int = 0  #: for which environments have room now; 0: any number
+    replayable: tuple[TrajectoryId, ...] = ()  #: calling ones, whose environments can be replayed and called again
 
 
 AnyEvent = (

@@ -1,7 +1,7 @@
 """Handlers of events about calls of environments, between the turns of a trajectory.
 
-Invariant: a call is ordered once for each CallStarted, and again only by a new controller for an environment that can
-repeat it. An event of an old attempt changes nothing.
+Invariant: a call is ordered once for each CallStarted, and again only after a restart of the controller, for an
+environment that can be replayed. An event of an old attempt changes nothing.
 """
 
 from __future__ import annotations
@@ -86,6 +86,7 @@ def on_call_finished(state: State, event: ev.CallFinished) -> None:
     take_count(state, trajectory, event.num_tokens)
     trajectory.turn_rewards += (event.reward,)
     trajectory.truncated, trajectory.repeated = event.truncated, event.repeated
+    state.counters.replays += event.replays
     state.called_at = state.now
     if is_abandoned(trajectory):
         _abandon(state, trajectory)

@@ -16,8 +16,9 @@ from dora.errors import ProtocolError, one_line
 from dora.tasks.rewards import LARGEST_REWARD
 
 #: `raised`: by code of the user. `timeout`: a call did not return. `host`: its process died. `invalid`: a reply that is
-#: none. `set_aside`: the row had failed too often. `no_place`: all hosts stayed full.
-Cause = Literal["raised", "timeout", "host", "invalid", "set_aside", "no_place"]
+#: none. `set_aside`: the row had failed too often. `no_place`: all hosts stayed full. `replay`: a new environment did
+#: not repeat what is recorded of a lost one.
+Cause = Literal["raised", "timeout", "host", "invalid", "set_aside", "no_place", "replay"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,10 +6,11 @@ import pytest
 
 from dora.core import commands as cmd
 from dora.core import events as ev
+from dora.core.admission import Refusal, why_not_admitted
 from dora.core.ids import TrajectoryId
 from dora.core.orchestration import Orchestration
 from dora.core.phases import GroupPhase, TrajectoryPhase, WeightsPhase
-from tests.core.builders import Core, admit, call, generate, grade, packing, push, started, stop
+from tests.core.builders import PROMPT, Core, admit, call, generate, grade, packing, push, started, stop
 
 KEEP = Orchestration(kv_overcommit=False, calls="keep")
 PINNED = Orchestration(kv_overcommit=False, calls="pinned")
@@ -340,6 +341,41 @@ def test_a_call_without_a_result_fails_with_the_controller_unless_it_can_be_repe
     resumed = core.pushed(0, 0)
     assert generate(1, on=0, version=0, attempt=4, tokens=6) in resumed
     assert core.state.ledger.groups[0].phase is GroupPhase.GENERATING  # type: ignore[index]
+
+
+# -- room in the hosts of the environment ------------------------------------------------------------------------------
+
+
+def test_groups_are_admitted_while_the_hosts_have_room_for_all_unfinished_episodes() -> None:
+    core = started(instances=2, slots=8, max_episodes=5, group_size=2, groups_per_step=4)
+    assert [o.group for o in core.of(cmd.AdmitGroup)] == [0, 1]
+    assert why_not_admitted(core.state) is Refusal.HOSTS
+    assert core.called(0) == [call(0)]
+    core.result(0, ended=True)
+    assert [o.group for o in core.of(cmd.AdmitGroup)] == [0, 1, 2], "an episode has left its host"
+
+
+def test_a_new_controller_may_have_other_hosts() -> None:
+    core = started(instances=2, slots=8, max_episodes=4, group_size=2, groups_per_step=4)
+    core.restarted(dict.fromkeys(range(4), 0), max_episodes=6)
+    core.ready()
+    for instance in (0, 1):
+        core.up(instance)
+        core.pushed(instance, 0)
+    assert [o.group for o in core.of(cmd.AdmitGroup)] == [0, 1, 2]
+
+
+def test_evaluation_samples_take_the_first_room_in_the_hosts() -> None:
+    core = started(slots=8, max_episodes=2, group_size=2, eval_prompt_tokens=(PROMPT,) * 3)
+    assert [o.trajectory for o in core.of(cmd.Generate)] == [-1, -2]
+    core.finished(-1)
+    core.graded(-1, 1.0)
+    assert [o.trajectory for o in core.of(cmd.Generate)] == [-1, -2, -3]
+    for sample in (-2, -3):
+        assert not core.of(cmd.AdmitGroup)
+        core.finished(sample)
+        core.graded(sample, 1.0)
+    assert [o.group for o in core.of(cmd.AdmitGroup)] == [0]
 
 
 # -- silence ----------------------------------------------------------------------------------------------------------

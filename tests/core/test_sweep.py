@@ -155,6 +155,20 @@ def test_so_does_every_job_with_calls() -> None:
     assert min(seen["environment_failed"], seen["repeated"]) > 0
 
 
+def test_so_does_every_job_whose_hosts_have_little_room() -> None:
+    """`invariants.check` counts the episodes after every event."""
+    for seed in range(60):
+        w = world(seed, calls=True)
+        room = w.settings.group_size * random.Random(seed).choice([1, 2, 3]) + seed % 2
+        w.settings = msgspec.structs.replace(w.settings, max_episodes=room)
+        w.state = State(w.settings)
+        try:
+            _run_to_the_end(w)
+        except BaseException as err:
+            err.add_note(f"in the job of seed {seed}")
+            raise
+
+
 def _run_to_the_end(w: World) -> None:
     outcome = w.run()  # every event is followed by invariants.check; silence is a deadlock
     if isinstance(outcome, cmd.FailRun):

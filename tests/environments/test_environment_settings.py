@@ -14,6 +14,10 @@ from dora.errors import ConfigError
         (["name=shop", "command=['node']", "python='python3'"], "environment.python: has no effect with"),
         (["name=a:b", "call_timeout_s=2000"], r"environment.call_timeout_s: 2000 s must be below run.no_progress_s"),
         (["output_bytes=2000000"], "environment.output_bytes: "),
+        (
+            ["name=a:b", "hosts=1", "episodes_per_host=2"],
+            r"environment.episodes_per_host: 1 x 2 episodes are fewer than",
+        ),
         (["failure_budget=1.5"], "environment.failure_budget: "),
     ],
 )
