@@ -119,6 +119,10 @@ class RolloutConfig(Section):
     """Placement rules to turn off. docs/SIMULATION.md shows what each of them gains."""
     refill: bool = False
     """Admit new prompts under old versions too, where rule F allows it. 3-10 % slower in simulation."""
+    calls: Literal["keep", "pinned", "release"] = "release"
+    """What an episode holds during a call of its environment. `keep`: its slot and KV. `pinned`: these for the time
+    that its prefill would cost, then neither, but its version keeps its last instance. `release`: as `pinned`, and
+    after a while the last instance may serve another version."""
     watchdog_s: Seconds = 120.0
     """An instance is lost if none of its requests gets a token for this long, even if it still answers health checks;
     reading a long prompt counts as progress. A single request that gets no token for three times as long, while others
@@ -174,6 +178,9 @@ class EngineConfig(Section):
     """KV capacity of one instance, in tokens."""
     decode: DecodeConfig = DecodeConfig()
     """Duration of a decoding step."""
+    prefill_s_per_token: Annotated[float, Field(ge=0.0)] = 5e-5
+    """Time in which an instance reads one token: what it costs to continue an episode where its KV is not
+    (`rollout.calls`)."""
     base_port: Annotated[int, Field(ge=0, le=65_535)] = 0
     """Managed instance i listens on port base_port + i. 0: free ports are chosen."""
     device: Literal["cpu", "cuda"] = "cpu"
