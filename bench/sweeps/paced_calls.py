@@ -2,14 +2,14 @@
 
 Run: python bench/sweeps/paced_calls.py [--table]. launch/workloads/paced-calls.toml under `dora pace`: the controller,
 its environment host, HTTP and ZeroMQ are real, and wait for the times of the table. What this machine adds is magnified
-by TIME_SCALE, which is low enough that the run takes a small share of a core. Both step times are over the steady state
-of the simulation. Results are appended to bench/results/paced_calls.jsonl; those that are there are not measured again.
+by TIME_SCALE. The runs of all seeds go on at the same time, as each takes a small share of a core. Both step times are
+over the steady state of the simulation. Results are appended to bench/results/paced_calls.jsonl; a setting that is
+there at this scale is not measured again.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import os
 import resource
 import statistics
@@ -34,7 +34,7 @@ RESULTS: Final = ROOT / "bench" / "results" / "paced_calls.jsonl"
 WORKLOAD: Final = ROOT / "launch" / "workloads" / "paced-calls.toml"
 SETTINGS: Final = ("keep", "release")
 SEEDS: Final = 3
-TIME_SCALE: Final = 2.0
+TIME_SCALE: Final = 1.0
 
 
 class PacedCallsRow(msgspec.Struct, frozen=True):
@@ -45,7 +45,7 @@ class PacedCallsRow(msgspec.Struct, frozen=True):
     time_scale: float
     live_s: float  #: step time
     simulated_s: float
-    cores: float  #: CPU seconds of all processes of the run per second
+    cores: float  #: CPU seconds of all its processes per second
     load: float  #: of one minute, mean of before and after
 
 
@@ -55,26 +55,42 @@ def recorded() -> list[PacedCallsRow]:
     return [msgspec.json.decode(line, type=PacedCallsRow) for line in lines]
 
 
-def measure(calls: str, seed: int) -> PacedCallsRow:
-    """Run one job live and simulated."""
+def measure(calls: str) -> list[PacedCallsRow]:
+    """Run one job with each seed, live and simulated."""
     with tempfile.TemporaryDirectory() as home:
         path = Path(home) / "workload.toml"
         path.write_text(WORKLOAD.read_text().replace("[job]\n", f'[job]\ncalls = "{calls}"\n'))
         workload = load(path)
         begun, load_before, cpu_before = time.monotonic(), os.getloadavg()[0], cpu_s()
-        options = ("--seed", str(seed), "--time-scale", str(TIME_SCALE), "--processes", "1", "--folder", home)
-        subprocess.run([sys.executable, "-m", "dora", "pace", str(path), *options], check=True)
-        wall_s = time.monotonic() - begun
-        [folder] = Path(home).glob("paced-*")
-        return PacedCallsRow(
-            calls,
-            seed,
-            TIME_SCALE,
-            live_s=step_s(live(RunFolder(folder)), workload=workload),
-            simulated_s=step_s(simulated(workload, seed=seed), workload=workload),
-            cores=(cpu_s() - cpu_before) / wall_s,
-            load=(load_before + os.getloadavg()[0]) / 2,
-        )
+        runs = [paced(path, seed=seed) for seed in range(SEEDS)]
+        if failed := [run for run in runs if run.wait()]:
+            raise SystemExit(f"{len(failed)} runs with {calls} failed")
+        cores = (cpu_s() - cpu_before) / (time.monotonic() - begun) / SEEDS
+        loaded = (load_before + os.getloadavg()[0]) / 2
+        return [
+            PacedCallsRow(
+                calls,
+                seed,
+                TIME_SCALE,
+                live_s=step_s(live(folder_of(path, seed=seed)), workload=workload),
+                simulated_s=step_s(simulated(workload, seed=seed), workload=workload),
+                cores=cores,
+                load=loaded,
+            )
+            for seed in range(SEEDS)
+        ]
+
+
+def paced(path: Path, *, seed: int) -> subprocess.Popen[bytes]:
+    """Start a paced run in a folder of its own."""
+    options = ("--time-scale", TIME_SCALE, "--seed", seed, "--processes", 1, "--folder", path.with_name(str(seed)))
+    return subprocess.Popen([sys.executable, "-m", "dora", "pace", str(path), *map(str, options)])
+
+
+def folder_of(path: Path, *, seed: int) -> RunFolder:
+    """Return the run folder of a paced run."""
+    [folder] = path.with_name(str(seed)).glob("paced-*")
+    return RunFolder(folder)
 
 
 def live(folder: RunFolder) -> list[float]:
@@ -104,24 +120,25 @@ def cpu_s() -> float:
 
 
 def table(rows: list[PacedCallsRow]) -> str:
-    """Return the rows and the means of each setting as a table."""
-    lines = [
-        "| calls | seed | live, s | simulated, s | live / simulated | cores | load |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for calls in SETTINGS:
-        own = sorted((row for row in rows if row.calls == calls), key=lambda row: row.seed)
-        lines += [_line(f"`{row.calls}`", row.seed, [row]) for row in own]
-        lines += [_line(f"`{calls}`", "mean", own)] if own else []
+    """Return the rows as a table, with the mean of each setting and scale."""
+    head = "| calls | scale | seed | live, s | simulated, s | live / simulated | cores | load |"
+    lines = [head, f"|{'---|' * 8}"]
+    for calls, scale in sorted({(row.calls, row.time_scale) for row in rows}):
+        own = [row for row in rows if (row.calls, row.time_scale) == (calls, scale)]
+        lines += [_line(str(row.seed), [row]) for row in own]
+        lines.append(_line("mean", own))
     return "\n".join(lines)
 
 
-def _line(calls: str, seed: int | str, rows: list[PacedCallsRow]) -> str:
+def _line(seed: str, rows: list[PacedCallsRow]) -> str:
     live_s, simulated_s, cores, loaded = (
         statistics.mean(getattr(row, name) for row in rows) for name in ("live_s", "simulated_s", "cores", "load")
     )
-    ratio = live_s / simulated_s
-    return f"| {calls} | {seed} | {live_s:.1f} | {simulated_s:.1f} | {ratio:.3f} | {cores:.2f} | {loaded:.1f} |"
+    ratio, first = live_s / simulated_s, rows[0]
+    return (
+        f"| `{first.calls}` | {first.time_scale:g} | {seed} | {live_s:.1f} | {simulated_s:.1f} | {ratio:.3f} | "
+        f"{cores:.2f} | {loaded:.1f} |"
+    )
 
 
 def main() -> None:
@@ -129,14 +146,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--table", action="store_true", help="print what there is, and measure nothing")
     only_table = parser.parse_args().table
-    done = {(row.calls, row.seed) for row in recorded()}
-    for seed, calls in itertools.product(range(SEEDS), SETTINGS):
-        if not only_table and (calls, seed) not in done:
-            row = measure(calls, seed)
-            with RESULTS.open("ab") as file:
-                file.write(msgspec.json.encode(row) + b"\n")
-            sys.stdout.write(f"{row}\n")
-            sys.stdout.flush()
+    done = {row.calls for row in recorded() if row.time_scale == TIME_SCALE}
+    for calls in [] if only_table else [calls for calls in SETTINGS if calls not in done]:
+        with RESULTS.open("ab") as file:
+            file.writelines(msgspec.json.encode(row) + b"\n" for row in measure(calls))
     sys.stdout.write(table(recorded()) + "\n")
 
 
