@@ -126,7 +126,7 @@ def table(rows: list[PacedCallsRow]) -> str:
     for calls, scale in sorted({(row.calls, row.time_scale) for row in rows}):
         own = [row for row in rows if (row.calls, row.time_scale) == (calls, scale)]
         lines += [_line(str(row.seed), [row]) for row in own]
-        lines.append(_line("mean", own))
+        lines += [_line("mean", own)] if len(own) > 1 else []
     return "\n".join(lines)
 
 
