@@ -66,8 +66,8 @@ class ModelConfig(Section):
     """The policy to train."""
 
     path: str = "seed"
-    """A Hugging Face model folder as published (config, tokenizer, safetensors in float32, bfloat16 or FP8), or `seed`:
-    the small policy shipped with DORA."""
+    """A Hugging Face model folder as published (config, tokenizer, safetensors in float32, bfloat16 or FP8), or one of
+    the small policies shipped with DORA: `seed` for the arithmetic task, `seed-tools` for the one with a tool."""
     thinking: bool | None = None
     """Value of the chat template's `enable_thinking` switch. Unset: the template's own default."""
 
@@ -293,10 +293,11 @@ class TrainerConfig(Section):
 class SourceConfig(Section):
     """One source of prompts."""
 
-    kind: Literal["arithmetic", "reasoning_gym", "jsonl", "parquet", "datasets", "function"] = "arithmetic"
-    """`arithmetic`: the built-in long-tailed task. `reasoning_gym`: a dataset of that package, by name. `jsonl`,
-    `parquet`: a file. `datasets`: a Hugging Face dataset. `function`: a function of yours that returns an iterable of
-    rows."""
+    kind: Literal["arithmetic", "reasoning_gym", "seeds", "jsonl", "parquet", "datasets", "function"] = "arithmetic"
+    """`arithmetic`: the built-in long-tailed task. `reasoning_gym`: a dataset of that package, by name. `seeds`: rows
+    with nothing but a `seed` and the `options`, for an environment that draws its task from them; those of training and
+    of held-out sets differ. `jsonl`, `parquet`: a file. `datasets`: a Hugging Face dataset. `function`: a function of
+    yours that returns an iterable of rows."""
     name: str = ""
     """Name of the dataset (`reasoning_gym`, `datasets`), or module:function (`function`)."""
     path: Path | None = None
@@ -680,6 +681,8 @@ class Config(Section):
     def _environment_problems(self) -> Iterator[str]:
         environment = self.environment
         if not environment.name:
+            if any(source.kind == "seeds" for source in self.task.sources):
+                yield "task.sources: rows of kind seeds have no prompt; name an environment that draws one"
             if environment.command:
                 yield "environment.name: without one there is no environment, and environment.command has no effect"
             for name in ("turn_rewards", "truncated_turns", "truncated_time"):
