@@ -1,8 +1,8 @@
 """The built-in task with a tool: find where a key leads, in a table that the policy cannot see.
 
-The prompt names a few keys, "k19 k4". Each leads to another key, and that one to a value; the policy is to answer
-with the value that the first key leads to. It learns where a key leads from its tool `look_up` alone, and the second
-key from the first look-up.
+The prompt names a key, "k19". It leads to another key, and that one to a value; the policy is to answer with the value.
+It learns where a key leads from its tool `look_up` alone, and the second key from the first look-up. With `named` = 2,
+"k19 k4", another key is in sight whose value is not asked for; with more `hops`, the way is longer.
 
 Values are drawn independently of everything in the prompt, so a policy that looks nothing up is right once in
 `len(VALUES)` prompts, whatever it answers. With `shuffled` the tool answers from another table, drawn from the same
@@ -21,11 +21,11 @@ VALUES: Final = tuple(f"v{number}" for number in range(20))
 
 
 class Lookup(ToolEnvironment):
-    """One episode. `named` keys are in the prompt, and `hops` look-ups lead from each of them to a value."""
+    """One episode. `named` keys are in the prompt, of which the first is asked for, and `hops` look-ups away is its value."""
 
     can_replay: ClassVar = True
 
-    def __init__(self, named: int = 2, hops: int = 2, shuffled: bool = False) -> None:
+    def __init__(self, named: int = 1, hops: int = 2, shuffled: bool = False) -> None:
         if named < 1 or hops < 2 or named * hops > len(KEYS):
             raise ValueError(f"needs named >= 1, hops >= 2 and named * hops <= {len(KEYS)}, got {named} and {hops}")
         self._named, self._hops, self._shuffled = named, hops, shuffled

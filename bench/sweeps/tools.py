@@ -1,0 +1,110 @@
+"""The job with a tool, live: what it learns under each strategy, and that it learns nothing from another table.
+
+    PYTHONPATH=. python bench/sweeps/tools.py [--render] [NAME ...]
+
+Runs the cells that bench/results/tools.jsonl lacks (all, or those of the given names), one after the other, audits each
+with `--deep`, and appends it. `--render` only prints the table of docs/AGENTS.md.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "bench"))
+
+from result import commit, hardware, today  # noqa: E402
+
+JOB = ROOT / "launch" / "configs" / "tools-cpu.toml"
+RESULTS = ROOT / "bench" / "results" / "tools.jsonl"
+LIMIT_S = 1200.0
+
+#: Overrides by cell; each has seeds of its own.
+CELLS: dict[str, tuple[str, ...]] = {
+    "dora": (),
+    "sync": ("rollout.strategy=sync",),
+    "periodic": ("rollout.strategy=periodic",),
+    "partial": ("rollout.strategy=partial",),
+    "shuffled": ("environment.options={shuffled=true}", "rollout.filter_zero_variance=false"),
+}
+SEEDS = {"dora": (0, 1, 2)}
+
+
+def main() -> None:
+    names = [word for word in sys.argv[1:] if not word.startswith("-")]
+    known = [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
+    if "--render" in sys.argv:
+        print("\n".join(table(known)))
+        return
+    done = {(row["cell"], row["seed"]) for row in known}
+    for cell in names or CELLS:
+        for seed in SEEDS.get(cell, (0,)):
+            if (cell, seed) not in done:
+                row = run(cell, seed)
+                with RESULTS.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+                print(*table([row])[2:], sep="\n", flush=True)
+
+
+def run(cell: str, seed: int) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as parent:
+        overrides = [f"run.folder={parent}", f"run.seed={seed}", "status.port=0", *CELLS[cell]]
+        words = [word for override in overrides for word in ("--set", override)]
+        began = time.monotonic()
+        done = dora("run", str(JOB), *words)
+        seconds = time.monotonic() - began
+        if done.returncode:
+            raise SystemExit(f"{cell}, seed {seed}: {done.stderr[-500:]}")
+        [folder] = Path(parent).iterdir()
+        audits = [dora("audit", str(folder), *more) for more in ((), ("--deep",))]
+        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if row["kind"] == "step"]
+    return {
+        "cell": cell,
+        "seed": seed,
+        "steps": len(steps),
+        "heldout": [row["mean"] for row in sorted(rows, key=lambda row: row.get("version", 0))
+                    if row["kind"] == "evaluation"],
+        "seconds": round(seconds, 1),
+        "live_versions": max(len(row["live_versions"]) for row in steps),
+        "staleness": round(sum(row["staleness_mean"] for row in steps) / len(steps), 3),
+        "audit": [audit.returncode for audit in audits],
+        "mixed": mixed(audits[0].stdout),
+        "load": round(os.getloadavg()[0], 1),
+        "commit": commit(),
+        "date": today(),
+        "machine": hardware(),
+    }  # fmt: skip
+
+
+def dora(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "dora", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+
+
+def mixed(report: str) -> str:
+    """Return what an audit says of answers with tokens of several versions."""
+    found = re.search(r"C1 is broken by design: (.+)", report)
+    return found[1] if found else ""
+
+
+def table(rows: list[dict[str, Any]]) -> list[str]:
+    head = ["| job | seed | held-out | versions alive | staleness | s | audit |", "|---|---|---|---|---|---|---|"]
+    return head + [
+        f"| {row['cell']} | {row['seed']} | {row['heldout'][0]:.3f} → {row['heldout'][-1]:.3f} | {row['live_versions']} "
+        f"| {row['staleness']:.2f} | {row['seconds']:.0f} "
+        f"| {'; '.join(('FAILED' if any(row['audit']) else 'clean', *filter(None, [row['mixed']])))} |"
+        for row in rows
+    ]
+
+
+if __name__ == "__main__":
+    main()
