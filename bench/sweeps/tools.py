@@ -55,6 +55,7 @@ def main() -> None:
 
 
 def run(cell: str, seed: int) -> dict[str, Any]:
+    """Run a cell and audit it."""
     with tempfile.TemporaryDirectory() as parent:
         overrides = [f"run.folder={parent}", f"run.seed={seed}", "status.port=0", *CELLS[cell]]
         words = [word for override in overrides for word in ("--set", override)]
@@ -64,17 +65,19 @@ def run(cell: str, seed: int) -> dict[str, Any]:
         if done.returncode:
             raise SystemExit(f"{cell}, seed {seed}: {done.stderr[-500:]}")
         [folder] = Path(parent).iterdir()
-        audits = [dora("audit", str(folder), *more) for more in ((), ("--deep",))]
-        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+        return {"cell": cell, "seed": seed, "seconds": round(seconds, 1), **figures(folder)}
+
+
+def figures(folder: Path) -> dict[str, Any]:
+    """Return what a run folder says."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if row["kind"] == "step"]
+    scores = {row["version"]: row["mean"] for row in rows if row["kind"] == "evaluation"}
+    audits = [dora("audit", str(folder), *more) for more in ((), ("--deep",))]
     return {
-        "cell": cell,
-        "seed": seed,
         "steps": len(steps),
-        "heldout": [row["mean"] for row in sorted(rows, key=lambda row: row.get("version", 0))
-                    if row["kind"] == "evaluation"],
-        "seconds": round(seconds, 1),
-        "live_versions": max(len(row["live_versions"]) for row in steps),
+        "heldout": [scores[version] for version in sorted(scores)],
+        "live_versions": max(row["live_versions"] for row in steps),
         "staleness": round(sum(row["staleness_mean"] for row in steps) / len(steps), 3),
         "audit": [audit.returncode for audit in audits],
         "mixed": mixed(audits[0].stdout),
@@ -82,7 +85,7 @@ def run(cell: str, seed: int) -> dict[str, Any]:
         "commit": commit(),
         "date": today(),
         "machine": hardware(),
-    }  # fmt: skip
+    }
 
 
 def dora(*words: str) -> subprocess.CompletedProcess[str]:
@@ -98,12 +101,16 @@ def mixed(report: str) -> str:
 
 def table(rows: list[dict[str, Any]]) -> list[str]:
     head = ["| job | seed | held-out | versions alive | staleness | s | audit |", "|---|---|---|---|---|---|---|"]
-    return head + [
-        f"| {row['cell']} | {row['seed']} | {row['heldout'][0]:.3f} → {row['heldout'][-1]:.3f} | {row['live_versions']} "
-        f"| {row['staleness']:.2f} | {row['seconds']:.0f} "
-        f"| {'; '.join(('FAILED' if any(row['audit']) else 'clean', *filter(None, [row['mixed']])))} |"
-        for row in rows
-    ]
+    return head + [_line(row) for row in rows]
+
+
+def _line(row: dict[str, Any]) -> str:
+    scores = f"{row['heldout'][0]:.3f} → {row['heldout'][-1]:.3f}"
+    verdict = "; ".join(("FAILED" if any(row["audit"]) else "clean", *filter(None, [row["mixed"]])))
+    return (
+        f"| {row['cell']} | {row['seed']} | {scores} | {row['live_versions']} | {row['staleness']:.2f} "
+        f"| {row['seconds']:.0f} | {verdict} |"
+    )
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ VALUES: Final = tuple(f"v{number}" for number in range(20))
 
 
 class Lookup(ToolEnvironment):
-    """One episode. `named` keys are in the prompt, of which the first is asked for, and `hops` look-ups away is its value."""
+    """One episode. `named` keys are in the prompt, and the first is asked for; its value is `hops` look-ups away."""
 
     can_replay: ClassVar = True
 

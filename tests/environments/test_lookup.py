@@ -40,16 +40,19 @@ def follow(env: Lookup, seed: int) -> float | None:
     return answer(env, found)
 
 
-def test_what_the_first_look_up_returns_leads_to_the_answer() -> None:
-    assert all(follow(Lookup(), seed) == 1.0 for seed in range(100))
+@pytest.mark.parametrize("options", [{}, {"named": 3, "hops": 4}])
+def test_what_the_first_look_up_returns_leads_to_the_answer(options: dict[str, int]) -> None:
+    assert all(follow(Lookup(**options), seed) == 1.0 for seed in range(60))
 
 
-def test_the_prompt_has_nothing_of_the_table_but_the_keys_it_names() -> None:
-    for seed in range(500):
-        env = Lookup()
+@pytest.mark.parametrize("size", [1, 3])
+def test_the_prompt_has_nothing_of_the_table_but_the_keys_it_names(size: int) -> None:
+    for seed in range(300):
+        env = Lookup(named=size)
         text = prompt(env, seed)
         named = text.split()
         assert re.fullmatch(r"k\d+( k\d+)*", text)
+        assert len(set(named)) == size
         assert look_up(env, named[0]) in set(KEYS) - set(named)
     tools = str(Lookup().schemas())
     assert not any(re.search(rf"\b{word}\b", tools) for word in KEYS + VALUES)
@@ -59,7 +62,7 @@ def test_equal_prompts_have_different_answers() -> None:
     """So the answer is not a function of the prompt."""
     answers = defaultdict(set)
     for seed in ROWS:
-        env = Lookup(named=1)
+        env = Lookup()
         answers[prompt(env, seed)].add(env.answer)
     assert len(answers) == len(KEYS)
     assert all(len(found) == len(VALUES) for found in answers.values())
