@@ -31,3 +31,10 @@ def test_there_is_no_environment_unless_one_is_named():
     assert load(None, environ={}).environment.name == ""
     config = load(None, ["environment.name=shop.py:Shop", "environment.options.size=3"], environ={})
     assert config.environment.options == {"size": 3}
+
+
+def test_rows_that_are_a_seed_need_an_environment():
+    rows = ["task.sources.0.kind=seeds", "eval.sets=[]"]
+    with pytest.raises(ConfigError, match=r"task.sources: rows of kind seeds have no prompt; name an environment"):
+        load(None, rows, environ={})
+    load(None, [*rows, "environment.name=dora.environments.lookup:Lookup"], environ={})
