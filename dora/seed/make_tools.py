@@ -160,11 +160,14 @@ def as_tokens(shown: Transcript, tokenizer: PreTrainedTokenizerFast) -> common.R
     """Return the tokens of a transcript and their targets: what the policy would sample."""
     messages = [{"role": "user", "content": " ".join(shown.prompt)}]
     start = tokenizer.apply_chat_template(
-        messages, tools=Lookup().schemas(), add_generation_prompt=True, tokenize=False
+        [{"role": "user", "content": " ".join(shown.prompt)}],
+        tools=Lookup().schemas(),
+        add_generation_prompt=True,
+        tokenize=False,
     )
     parts = [("", str(start))]
     for key, result in shown.calls:
-        parts += [(f"{CALL_START}{key}{CALL_END}{END}", f"{RESULT_START}{result}{RESULT_END}")]
+        parts.append((f"{CALL_START}{key}{CALL_END}{END}", f"{RESULT_START}{result}{RESULT_END}"))
     tokens: list[int] = []
     targets: list[int] = []
     for sampled, given in [*parts, (shown.answer and f"{shown.answer}{END}", "")]:
