@@ -158,7 +158,6 @@ def transcript(rng: random.Random, *, recipe: Recipe) -> Transcript:
 
 def as_tokens(shown: Transcript, tokenizer: PreTrainedTokenizerFast) -> common.Row:
     """Return the tokens of a transcript and their targets: what the policy would sample."""
-    messages = [{"role": "user", "content": " ".join(shown.prompt)}]
     start = tokenizer.apply_chat_template(
         [{"role": "user", "content": " ".join(shown.prompt)}],
         tools=Lookup().schemas(),
