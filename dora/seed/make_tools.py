@@ -10,7 +10,7 @@ The tokenizer has the control tokens of Qwen3 and its chat template (the part wi
 `qwen3` continues its turns. The constant parts of the template, the schema of the tool and the frame of a call are
 single tokens: a prompt has about 25 tokens, a call 6, its result 14. Everything else is spelled by characters.
 
-Invariant: the result is a function of `Recipe` alone (on one torch build, with one thread). Run this when the recipe or
+Invariant: the result is a function of `ToolsRecipe` alone (on one torch build, with one thread). Run this when the recipe or
 `dora.environments.lookup` changes, and commit the result under `dora/seed/checkpoint_tools/`.
 """
 
@@ -83,7 +83,7 @@ RESULT_START, RESULT_END = "\n<|im_start|>user\n<tool_response>\n", f"\n</tool_r
 
 
 @dataclass(frozen=True)
-class Recipe:
+class ToolsRecipe:
     """Everything that determines the result."""
 
     seed: int = 7
@@ -100,7 +100,7 @@ class Recipe:
     max_keys: int = 5
 
 
-def make(out: Path, *, recipe: Recipe) -> None:
+def make(out: Path, *, recipe: ToolsRecipe) -> None:
     """Train by the recipe and write a Hugging Face folder."""
     torch.set_num_threads(1)  # sums in a fixed order
     tokenizer = build_tokenizer()
@@ -140,7 +140,7 @@ class Transcript:
     answer: str
 
 
-def transcript(rng: random.Random, *, recipe: Recipe) -> Transcript:
+def transcript(rng: random.Random, *, recipe: ToolsRecipe) -> Transcript:
     """Draw a transcript; see the module's first lines."""
     prompt = rng.sample(KEYS, rng.randint(1, recipe.max_keys))
     keys, values = [*prompt], list[str]()
@@ -176,7 +176,7 @@ def as_tokens(shown: Transcript, tokenizer: PreTrainedTokenizerFast) -> common.R
     return tokens, targets
 
 
-def _batches(tokenizer: PreTrainedTokenizerFast, *, recipe: Recipe) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def _batches(tokenizer: PreTrainedTokenizerFast, *, recipe: ToolsRecipe) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Endless batches (input ids, targets), each (B, T), of rows of similar length, to keep padding small."""
     rng = random.Random(recipe.seed)
     while True:
@@ -190,4 +190,4 @@ def _batches(tokenizer: PreTrainedTokenizerFast, *, recipe: Recipe) -> Iterator[
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m dora.seed.make_tools", description="Make the policy with a tool.")
     parser.add_argument("out", type=Path, help="the folder to write")
-    make(parser.parse_args().out, recipe=Recipe())
+    make(parser.parse_args().out, recipe=ToolsRecipe())

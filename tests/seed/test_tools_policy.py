@@ -12,11 +12,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dora.environments.lookup import KEYS, VALUES, Lookup
 from dora.environments.renderer import open_renderer
-from dora.seed.make_tools import Recipe, Transcript, as_tokens, build_tokenizer, transcript
+from dora.seed.make_tools import ToolsRecipe, Transcript, as_tokens, build_tokenizer, transcript
 from dora.seed.policy import path
 from dora.tasks.tokenizer import load_tokenizer
 
-RECIPE = Recipe()
+RECIPE = ToolsRecipe()
 NUM = 20_000
 
 
@@ -131,6 +131,6 @@ def test_its_first_turn_is_a_call_of_either_key_or_a_guess():
 
 
 def test_a_folder_is_made_by_the_command(tmp_path):
-    code = "from dora.seed.make_tools import *; make(Path(sys.argv[1]), recipe=Recipe(steps=2))"
+    code = "from dora.seed.make_tools import *; make(Path(sys.argv[1]), recipe=ToolsRecipe(steps=2))"
     subprocess.run([sys.executable, "-c", "import sys\n" + code, str(tmp_path / "made")], check=True)
     assert {file.name for file in (tmp_path / "made").iterdir()} == {file.name for file in path("seed-tools").iterdir()}
