@@ -10,8 +10,8 @@ The tokenizer has the control tokens of Qwen3 and its chat template (the part wi
 `qwen3` continues its turns. The constant parts of the template, the schema of the tool and the frame of a call are
 single tokens: a prompt has about 25 tokens, a call 6, its result 14. Everything else is spelled by characters.
 
-Invariant: the result is a function of `ToolsRecipe` alone (on one torch build, with one thread). Run this when the recipe
-or `dora.environments.lookup` changes, and commit the result under `dora/seed/checkpoint_tools/`.
+Invariant: the result is a function of `ToolsRecipe` alone (on one torch build, with one thread). Run this when the
+recipe or `dora.environments.lookup` changes, and commit the result under `dora/seed/checkpoint_tools/`.
 """
 
 from __future__ import annotations
