@@ -191,7 +191,11 @@ class Opened:
         job = self.job
         observer = RunObserver(
             folder=self.folder,
-            facts=ShellFacts(run_id=self.folder.run_id, strategy=job.config.rollout.strategy),
+            facts=ShellFacts(
+                run_id=self.folder.run_id,
+                strategy=job.config.rollout.strategy,
+                has_environment=bool(job.config.environment.name),
+            ),
             state=job.state,
             trajectories=self.trajectories,
             evaluations=job.inputs.evaluations,

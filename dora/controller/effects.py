@@ -31,7 +31,7 @@ from dora.engine.errors import RequestRefused, ServerGone
 from dora.engine.names import request_id
 from dora.errors import ProtocolError, RemoteError
 from dora.journal.rows import answer_bound
-from dora.status.facts import SKIPPED
+from dora.status.facts import NOT_BEGUN, SKIPPED
 from dora.tasks.pool import Graded, GraderPool
 from dora.tasks.prompts import Prompt, PromptStream
 from dora.tasks.rewards import GradeRequest
@@ -126,7 +126,8 @@ class StreamAttempt:
         trajectory, attempt = order.trajectory, order.attempt
         record = self.trajectories.begin(trajectory, attempt)
         if record.prompt.skipped:
-            return self._failed(order, record, server_gone=False, final=True, reason=SKIPPED)
+            begun = record.prompt.conversation is None or not record.prompt.conversation.failed
+            return self._failed(order, record, server_gone=False, final=True, reason=SKIPPED if begun else NOT_BEGUN)
         if self.sampling.has_turns and record.began_at is None:
             record.began_at = self.now()
         start = len(record.tokens)

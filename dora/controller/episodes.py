@@ -169,8 +169,9 @@ class Episodes:
             max_tokens=self._limits.max_tokens,
             max_row_tokens=self._limits.max_row_tokens if trajectory >= 0 else None,
             tools=reset.tools,
+            prompt=prompt.tokens,
         )
-        if tuple(episode.prompt) != tuple(prompt.tokens):
+        if [*reset.messages, *reset.tools] != [*conversation.messages, *conversation.tools]:
             self._leave(trajectory)
             return EnvironmentFailed("invalid", "reset gave other messages or tools than for the same row before")
         for turn, (start, _) in enumerate(record.observed):

@@ -155,7 +155,7 @@ class CallFinished(Event, frozen=True):
     attempt: int
     num_tokens: int  #: of the whole answer, observation included
     ended: bool = False  #: the environment ended the episode: the answer is complete
-    failed: str = ""  #: why the environment cannot go on; the answer gets no reward
+    failed: str = ""  #: "cause: reason" if the environment cannot go on; the answer gets no reward
     reward: float = 0.0  #: of the turn; an answer's reward is the sum over its turns and what the task's rewards give
     graded: bool = False  #: it has ended, and the task's rewards are not asked
     truncated: Truncation = ""  #: the budget that ended it

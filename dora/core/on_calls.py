@@ -22,6 +22,8 @@ from dora.core.tables import Instance, Trajectory
 _STOPPING: Final = TrajectoryPhase.STOPPING
 _CALLING: Final = TrajectoryPhase.CALLING
 _GRADING: Final = TrajectoryPhase.GRADING
+#: Cause of the failure of an episode whose call was under way when the controller ended.
+RESTARTED: Final = "restart"
 
 
 def on_call_started(state: State, event: ev.CallStarted) -> None:
@@ -93,7 +95,7 @@ def on_call_finished(state: State, event: ev.CallFinished) -> None:
         return
     instance = unhold(state, trajectory)
     if event.failed:
-        _environment_failed(state, trajectory)
+        _environment_failed(state, trajectory, cause=event.failed.partition(":")[0])
     elif event.ended:
         finish(state, trajectory)
         if event.graded:
@@ -122,9 +124,10 @@ def _abandon(state: State, trajectory: Trajectory) -> None:
     forget_discarded(state, trajectory.group)
 
 
-def _environment_failed(state: State, trajectory: Trajectory) -> None:
+def _environment_failed(state: State, trajectory: Trajectory, *, cause: str) -> None:
     """End a trajectory without a reward, because its environment cannot go on."""
-    state.counters.environment_failed += 1
+    failed = state.counters.environment_failed
+    failed[cause] = failed.get(cause, 0) + 1
     if trajectory.group is not None:
         end_generation(state, trajectory.group, trajectory)
     trajectory.move(_GRADING)
@@ -139,4 +142,4 @@ def restart_call(state: State, trajectory: Trajectory, *, replayable: bool) -> N
         _call(state, trajectory)
     else:
         unhold(state, trajectory)
-        _environment_failed(state, trajectory)
+        _environment_failed(state, trajectory, cause=RESTARTED)

@@ -40,9 +40,10 @@ class Counters:
     staleness_violations: int = 0  #: groups committed outside 0 <= s - v <= K (C3)
     late_completions: int = 0  #: events of an old attempt or incarnation, ignored
     migrations: int = 0  #: trajectories moved to a peer
-    environment_failed: int = 0  #: trajectories without a reward because their environment could not go on
     replays: int = 0  #: of environments that were lost
     recovered: int = 0  #: trajectories that continued elsewhere after their instance was lost
+    #: trajectories without a reward because their environment could not go on, by cause
+    environment_failed: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True)

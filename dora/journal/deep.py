@@ -34,8 +34,8 @@ TOLERANCE: Final[Mapping[str, float]] = {"float32": 1e-4, "bfloat16": 5e-3}
 Score = Callable[[Path, Sequence[Sequence[int]], Sequence[int]], Sequence[npt.NDArray[np.float32]]]
 
 
-class KeptTrajectory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One trained trajectory in full."""
+class KeptTrajectory(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One trained trajectory in full. Without an environment the last three are absent."""
 
     step: StepId
     group: GroupId
@@ -50,6 +50,8 @@ class KeptTrajectory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     logprobs: tuple[float, ...]  #: behavior log-probs, one per token
     observed: tuple[tuple[int, int], ...] = ()  #: start and end of each observation, whose tokens were not sampled
     forks: tuple[Fork, ...] = ()  #: where its rows begin, but the first
+    turn_rewards: tuple[float, ...] = ()  #: that the environment gave, one for each call
+    calls_s: tuple[float, ...] = ()  #: seconds of each call under the controller that wrote this
 
     @property
     def is_sampled(self) -> npt.NDArray[np.bool_]:

@@ -281,7 +281,7 @@ def test_an_environment_that_cannot_go_on_leaves_its_trajectory_without_a_reward
     core.called(2, tokens=5)
     orders = core.result(2, tokens=5, failed="the host died")
     assert cmd.CommitGroup(0, 0, 0) in orders  # type: ignore[arg-type]
-    assert core.state.counters.environment_failed == 1
+    assert core.state.counters.environment_failed == {"the host died": 1}
     assert [w.ranks for w in core.of(cmd.TrainMicroBatch)] == [((0,), (1,))]
 
 
@@ -333,7 +333,7 @@ def test_a_call_without_a_result_fails_with_the_controller_unless_it_can_be_repe
     assert core.restarted({2: 3}, replayable=(1,)) == [call(1, attempt=3)]
     assert phase_of(core, 1) is TrajectoryPhase.CALLING
     assert 0 not in core.state.trajectories
-    assert core.state.counters.environment_failed == 1
+    assert core.state.counters.environment_failed == {"restart": 1}
     assert core.result(1, attempt=2) == [], "of the earlier controller"
     assert core.result(1, tokens=6) == []
     core.ready()

@@ -22,17 +22,19 @@ from dora.tasks.arithmetic import problem
 
 
 class Relay(Environment):
-    """Sums, with an equal share of the reward for each."""
+    """Sums, with an equal share of the reward for each. A row whose answer is "none" makes it raise."""
 
     sums = 2
 
     def reset(self, row: dict[str, Any]) -> Reset:
         self.answer = row["answer"]
-        self.index = int(row["answer"])
+        self.index = 0 if self.answer == "none" else int(self.answer)
         self.left = self.sums
         return Reset([{"role": "user", "content": row["prompt"]}])
 
     def step(self, turn: Turn) -> Observation | End:
+        if self.answer == "none":
+            raise ValueError("no such sum")
         self.left -= 1
         reward = turn.content.endswith(self.answer) / self.sums
         if not self.left:

@@ -7,6 +7,7 @@ import re
 import signal
 from array import array
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import psutil
@@ -29,7 +30,7 @@ from dora.journal.tokens import read_tokens
 from dora.seed.policy import path as seed_path
 from dora.tasks.arithmetic import problem
 from dora.tasks.tokenizer import load_tokenizer
-from tests.e2e.runs import Run, assert_audit_clean, events_of, orders_of, run_to_end, settings, small, until
+from tests.e2e.runs import Run, assert_audit_clean, events_of, get, orders_of, run_to_end, settings, small, until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -52,27 +53,61 @@ def relay(folder: Path, **changes: object) -> list[str]:
 
 
 def test_a_run_whose_episodes_have_two_turns(tmp_path: Path) -> None:
+    rows = tmp_path / "failing.jsonl"
+    rows.write_text('{"prompt": "a1b2=", "answer": "none"}\n' * 2)
+    failing = f'{{name="failing", source={{kind="jsonl", path="{rows}"}}}}'
     room = {"environment__hosts": 2, "environment__episodes_per_host": 5}
-    result = run_to_end("run", *relay(tmp_path, eval__sets="[{prompts=8}]", **room))
-    assert result.returncode == 0, result.stderr
-    (root,) = tmp_path.iterdir()
-    folder = RunFolder(root)
+    with Run(*relay(tmp_path / "runs", eval__sets=f"[{{prompts=8, samples=2}}, {failing}]", **room)) as run:
+        folder, status = run.folder, run.until_trained(1)
+        gauges = get(f"{run.url}/metrics")[2]
+        assert run.end() == 0, run.told()
+    assert_shown(folder, status, gauges, told="".join(run.out))
     started, finished = events_of(folder, CallStarted), events_of(folder, CallFinished)
     assert len(started) == len(finished) == len(orders_of(folder, CallEnvironment)) > 3 * 16
-    assert all(event.ended == event.graded and not event.failed for event in finished)
+    failed = [event for event in finished if event.failed]
+    assert len(failed) == 2 * 2, "two versions are evaluated"
+    assert all(event.trajectory < 0 and event.failed.startswith("raised: ") for event in failed)
+    assert all(event.ended == event.graded for event in finished)
     assert 4 < most_unfinished(folder) <= 10
     assert_audit_clean(folder)
-    deep = run_to_end("audit", str(root), "--deep")
+    deep = run_to_end("audit", str(folder.root), "--deep")
     assert deep.returncode == 0, deep.stdout
     kept = list(read_kept(folder.trajectories))
     assert any(one.observed for one in kept)
     for one in kept:
         assert one.reward in (0.0, 0.5, 1.0)
-        assert len(one.observed) <= 1
+        assert len(one.observed) <= len(one.turn_rewards) == len(one.calls_s) <= 2
+        assert one.reward == sum(one.turn_rewards)
         for start, end in one.observed:
             assert one.tokens[start - 1] == 1  # the end token, sampled
             assert not any(one.logprobs[start:end])
             assert all(one.logprobs[:start])
+
+
+def assert_shown(folder: RunFolder, status: dict[str, Any], gauges: str, *, told: str) -> None:
+    """Wherever people look, they see turns, calls, observations, and what failed."""
+    for step in [*read_rows(folder.metrics, kind="step"), *status["steps"]]:
+        episodes = step["episodes"]
+        assert (episodes["count"], episodes["turns_max"], episodes["calls_max"]) == (16, 2, 2)
+        assert 1 < episodes["turns_mean"] <= 2
+        assert episodes["observation_tokens_mean"] > 0
+        assert episodes["call_s_mean"] > 0
+        assert 0 < episodes["call_share"] < 1
+        assert len(episodes["turn_rewards"]) == 2
+    assert status["environment"]["failed"] == {"raised": 2}
+    assert 'dora_environment_failed_total{cause="raised"} 2\n' in gauges
+    assert re.search(r"^dora_episode_turns_mean \d", gauges, re.MULTILINE)
+    scores = {(row["name"], row["version"]): row for row in read_rows(folder.metrics, kind="evaluation")}
+    assert set(scores) == {(name, version) for name in ("heldout", "failing") for version in (0, 3)}
+    for (name, _), row in scores.items():
+        if name == "heldout":
+            assert (row["num_samples"], row["num_failed"], row["episodes"]["calls_max"]) == (16, 0, 2)
+            assert 0 < row["mean"] < 1
+        else:
+            assert (row["mean"], row["pass_at"], row["num_samples"], row["num_failed"]) == (None, {}, 0, 2)
+    assert "version 3: failing nothing was graded (0 answers, 2 failed)\n" in told
+    assert re.search(r"  episodes of the last step: [\d.]+ turns \(at most 2\), .*; calls: [\d.]+ an episode", told)
+    assert "  4 episodes left out, as their environment failed: 4 raised\n" in told
 
 
 def test_a_run_whose_environment_rewrites_the_conversation_trains_the_rows_of_its_forks(tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ def _calls(state: State) -> dict[str, Any]:
     """Return what calls of environments add, if there were any."""
     away = [v.away for v in state.window.entries.values()]
     last = [[t.id, t.last.id] for t in state.trajectories.values() if t.last is not None]
-    failed = state.counters.environment_failed
+    failed = sum(state.counters.environment_failed.values())
     called = [state.called_at, state.evaluation.away, away, last, failed]
     return {"calls": called} if state.called_at else {}
 
