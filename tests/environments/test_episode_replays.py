@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from dora.config.schema import EnvironmentConfig
-from dora.controller.episodes import MAX_REPLAYS, Conversations, Episodes
+from dora.controller.episodes import MAX_REPLAYS, Conversations, EpisodeLimits, Episodes
 from dora.controller.trajectories import Trajectories
 from dora.core.commands import CallEnvironment
 from dora.core.events import CallFinished
@@ -24,7 +24,7 @@ from dora.tasks.tokenizer import Tokenizer
 
 WORLDS = Path(__file__).parent / "worlds.py"
 EPISODE = TrajectoryId(0)
-MAX_TOKENS = 1_000
+LIMITS = EpisodeLimits(max_turns=9, max_tokens=1_000)
 
 
 class NoLog:
@@ -56,7 +56,7 @@ class Played:
             )
             self.trajectories.admit(GroupId(0))
         self.episodes = Episodes(
-            pool, self.renderer, trajectories=self.trajectories, max_turns=9, max_tokens=MAX_TOKENS, now=lambda: 0.0
+            pool, self.renderer, trajectories=self.trajectories, limits=LIMITS, now=lambda: 0.0
         )
         return self
 
