@@ -32,7 +32,6 @@ from dora.controller.trainer_link import TrainerLink
 from dora.controller.trajectories import Trajectories
 from dora.core import events as ev
 from dora.core.ids import FIRST_VERSION, StepId, VersionId
-from dora.core.phases import TrajectoryPhase
 from dora.errors import RunFailed
 from dora.journal.codec import FORMAT, Epoch, Header, Note
 from dora.journal.commits import Commits
@@ -80,19 +79,14 @@ class Opened:
         *,
         now: Callable[[], float],
         tell: Callable[[str], None],
-        can_replay: bool = False,
     ) -> None:
-        """Read the folder; this blocks. `tell` receives messages for the user, one line each.
-
-        `can_replay`: calls of the environment that were under way are made again.
-        """
+        """Read the folder; this blocks. `tell` receives messages for the user, one line each."""
         self.job = job
         self.folder = folder
         self.now = now
         self.tell = tell
         self.first: list[ev.Event] = []  #: events that precede the start
         self._stack = stack
-        self._can_replay = can_replay
         self.missing: list[VersionId] = []  #: versions that the trainer must recompute
         sweep_orphans(job.config.weights.memory_folder, run_id=folder.run_id)
         self.store = open_store(job.config, folder, job.inputs.model, stack)
@@ -138,18 +132,7 @@ class Opened:
         resuming.require_same_history(recorded, start, settings=lineage_settings(job.config), config=job.config)
         self._keep_live(store)
         added = job.settings.steps if job.settings.steps > recorded.settings.steps else 0
-        calling = [t.id for t in job.state.trajectories.values() if t.phase is TrajectoryPhase.CALLING]
-        self.first.append(
-            ev.ControllerRestarted(
-                self.now(),
-                job.epoch,
-                counts,
-                steps=added,
-                missing=tuple(self.missing),
-                max_episodes=job.settings.max_episodes,
-                replayable=tuple(calling) if self._can_replay else (),
-            )
-        )
+        self.first.append(ev.ControllerRestarted(self.now(), job.epoch, counts, added, tuple(self.missing)))
         for instance in [i for i in job.state.instances if i >= job.config.num_instances]:
             self.tell(f"instance {instance} had joined at run time and is no longer in the fleet; add it again")
             self.first.append(ev.InstanceRemoved(self.now(), instance))
@@ -191,11 +174,7 @@ class Opened:
         job = self.job
         observer = RunObserver(
             folder=self.folder,
-            facts=ShellFacts(
-                run_id=self.folder.run_id,
-                strategy=job.config.rollout.strategy,
-                has_environment=bool(job.config.environment.name),
-            ),
+            facts=ShellFacts(run_id=self.folder.run_id, strategy=job.config.rollout.strategy),
             state=job.state,
             trajectories=self.trajectories,
             evaluations=job.inputs.evaluations,

@@ -1,6 +1,5 @@
 """The parent process of a grader: `python -m dora.tasks.guard PID`, where PID is the process of the pool. With
-`MEMORY_MB CORES COMMAND...` after it, of that command in place of a grader, with a limit on its address space, and on
-the given CPU cores ("2,3") only; CORES may be empty.
+`MEMORY_MB COMMAND...` after it, of that command in place of a grader, with a limit on its address space.
 
 Invariant: it outlives every process that its grader starts, even in another session, because the kernel makes orphaned
 descendants its children (Linux). It kills them when the grader exits, when the pool's process dies, and on SIGTERM,
@@ -52,15 +51,12 @@ def _run(command: list[str]) -> None:
         from dora.tasks.grader import main as grade
 
         return grade()
-    memory_mb, cores, name = command[:3]
-    memory = int(memory_mb) << 20
+    memory = int(command[0]) << 20
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-    if cores:
-        os.sched_setaffinity(0, map(int, cores.split(",")))
     try:
-        os.execvp(name, command[2:])
+        os.execvp(command[1], command[1:])
     except OSError as err:
-        sys.exit(f"{name}: {err.strerror}")
+        sys.exit(f"{command[1]}: {err.strerror}")
 
 
 def _wait(grader: int) -> int:
