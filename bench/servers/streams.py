@@ -63,14 +63,14 @@ def rendered(case: Case) -> list[bytes]:
         shown = triples[0 if case.form == "cumulative" else end - case.per_chunk : end]
         event = {
             "output_ids": [token for _, token, _ in shown],
-            "meta_info": _meta(shown, end, last=end == case.tokens),
+            "meta_info": meta_info(shown, end, last=end == case.tokens),
         }
-        chunks.append(_framed(b"data: " + json.dumps(event, separators=(",", ":")).encode() + b"\n\n"))
-    chunks[-1] += _framed(b"data: [DONE]\n\n") + END
+        chunks.append(framed(b"data: " + json.dumps(event, separators=(",", ":")).encode() + b"\n\n"))
+    chunks[-1] += framed(b"data: [DONE]\n\n") + END
     return chunks
 
 
-def _meta(shown: list[list[Any]], total: int, *, last: bool) -> dict[str, Any]:
+def meta_info(shown: list[list[Any]], total: int, *, last: bool) -> dict[str, Any]:
     meta = {
         "id": "c1062880-+000000000123-000001",
         "finish_reason": {"type": "length", "length": total} if last else None,
@@ -92,7 +92,7 @@ def _meta(shown: list[list[Any]], total: int, *, last: bool) -> dict[str, Any]:
     return meta | {"weight_versions": [{"version": LABEL, "start": 0, "end": total}]} if last else meta
 
 
-def _framed(body: bytes) -> bytes:
+def framed(body: bytes) -> bytes:
     return b"%x\r\n%b\r\n" % (len(body), body)
 
 

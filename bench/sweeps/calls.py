@@ -31,7 +31,7 @@ CASES: Final[dict[str, dict[str, Any]]] = {
     "stuck": {},
 }
 #: Instances -> (K, groups of a step for each, steps, seeds).
-FLEETS: Final = {2: (1, 64, 14, 2), 4: (3, 64, 16, 2), 32: (3, 32, 10, 1)}
+FLEETS: Final = {2: (1, 64, 14, 3), 4: (3, 64, 16, 3), 32: (3, 32, 10, 2)}
 TRAINERS: Final = 14  #: GPUs for each server
 SETTINGS: Final = get_args(Calls)
 

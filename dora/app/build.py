@@ -30,7 +30,7 @@ from dora.controller.effects import (
     StopAttempt,
     StreamAttempt,
 )
-from dora.controller.episodes import Episodes, NoEpisodes
+from dora.controller.episodes import EpisodeLimits, Episodes, NoEpisodes
 from dora.controller.fleet import ExternalServer, Fleet, FleetLimits, Server
 from dora.controller.loop import Controller
 from dora.controller.observer import RunObserver
@@ -205,12 +205,13 @@ def _effects(
         eos_ids=inputs.tokenizer.eos_ids if episodes is None else episodes.renderer.stop_ids,
         evaluations=inputs.evaluations,
         has_turns=episodes is not None,
+        max_row_tokens=config.max_row_tokens,
     )
     live, timeout_s = opened.job.settings.rules.in_flight, config.engine.push_timeout_s
-    budget = config.rollout.max_new_tokens
+    budget, fails = config.rollout.max_new_tokens, config.objective.truncations("fail")
     return {
         cmd.Generate: StreamAttempt(engine, fleet, trajectories, published, sampling, ids, now),
-        cmd.GradeTrajectory: GradeAnswer(trajectories, inputs.tokenizer, graders, budget, now),
+        cmd.GradeTrajectory: GradeAnswer(trajectories, inputs.tokenizer, graders, budget, fails, now),
         cmd.PushWeights: Push(engine, fleet, opened.store, published, live, timeout_s, now),
         cmd.DismissInstance: Dismiss(fleet, now),
         cmd.FetchPrompts: Fetch(inputs.stream, trajectories, now),
@@ -223,7 +224,11 @@ def _episodes(opened: Opened, inputs: EpisodeInputs) -> Episodes:
         inputs.pool,
         inputs.renderer,
         trajectories=opened.trajectories,
-        max_turns=config.environment.max_turns,
-        max_tokens=config.rollout.max_new_tokens,
+        limits=EpisodeLimits(
+            max_turns=config.environment.max_turns,
+            max_tokens=config.rollout.max_new_tokens,
+            max_row_tokens=config.max_row_tokens,
+            timeout_s=config.environment.episode_timeout_s,
+        ),
         now=opened.now,
     )

@@ -198,7 +198,7 @@ async def _compare_logprobs(
     config: Config, inputs: Inputs, engine: InferenceEngine, url: str, trained: CheckedTrainer
 ) -> float:
     """Return the largest difference between the server's log-probs and the trainer's, over a few answers."""
-    prompts = _first_prompts(inputs, COMPARED_PROMPTS)
+    prompts = await asyncio.to_thread(_first_prompts, inputs, COMPARED_PROMPTS)
 
     async def answer(number: int, prompt: Prompt) -> tuple[list[int], list[float]]:
         tokens: list[int] = []

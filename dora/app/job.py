@@ -175,7 +175,15 @@ class _Run:
         folder.remove_leases()
         self._stack.callback(folder.remove_leases)
         node = await self._stack.enter_async_context(Node(logs=folder.logs, lease=self._lease))
-        opened = await asyncio.to_thread(Opened, job, folder, self._stack, now=self._now, tell=self._frontend.tell)
+        opened = await asyncio.to_thread(
+            Opened,
+            job,
+            folder,
+            self._stack,
+            now=self._now,
+            tell=self._frontend.tell,
+            can_replay=episodes is not None and episodes.pool.can_replay,
+        )
         fleet = make_fleet(opened, node, engine=engine, lease=self._lease)
         observer = opened.observer(fleet)
         trainer: TrainerLink | RolloutWriter

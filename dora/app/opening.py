@@ -32,6 +32,7 @@ from dora.controller.trainer_link import TrainerLink
 from dora.controller.trajectories import Trajectories
 from dora.core import events as ev
 from dora.core.ids import FIRST_VERSION, StepId, VersionId
+from dora.core.phases import TrajectoryPhase
 from dora.errors import RunFailed
 from dora.journal.codec import FORMAT, Epoch, Header, Note
 from dora.journal.commits import Commits
@@ -79,14 +80,19 @@ class Opened:
         *,
         now: Callable[[], float],
         tell: Callable[[str], None],
+        can_replay: bool = False,
     ) -> None:
-        """Read the folder; this blocks. `tell` receives messages for the user, one line each."""
+        """Read the folder; this blocks. `tell` receives messages for the user, one line each.
+
+        `can_replay`: calls of the environment that were under way are made again.
+        """
         self.job = job
         self.folder = folder
         self.now = now
         self.tell = tell
         self.first: list[ev.Event] = []  #: events that precede the start
         self._stack = stack
+        self._can_replay = can_replay
         self.missing: list[VersionId] = []  #: versions that the trainer must recompute
         sweep_orphans(job.config.weights.memory_folder, run_id=folder.run_id)
         self.store = open_store(job.config, folder, job.inputs.model, stack)
@@ -132,7 +138,18 @@ class Opened:
         resuming.require_same_history(recorded, start, settings=lineage_settings(job.config), config=job.config)
         self._keep_live(store)
         added = job.settings.steps if job.settings.steps > recorded.settings.steps else 0
-        self.first.append(ev.ControllerRestarted(self.now(), job.epoch, counts, added, tuple(self.missing)))
+        calling = [t.id for t in job.state.trajectories.values() if t.phase is TrajectoryPhase.CALLING]
+        self.first.append(
+            ev.ControllerRestarted(
+                self.now(),
+                job.epoch,
+                counts,
+                steps=added,
+                missing=tuple(self.missing),
+                max_episodes=job.settings.max_episodes,
+                replayable=tuple(calling) if self._can_replay else (),
+            )
+        )
         for instance in [i for i in job.state.instances if i >= job.config.num_instances]:
             self.tell(f"instance {instance} had joined at run time and is no longer in the fleet; add it again")
             self.first.append(ev.InstanceRemoved(self.now(), instance))
@@ -174,7 +191,11 @@ class Opened:
         job = self.job
         observer = RunObserver(
             folder=self.folder,
-            facts=ShellFacts(run_id=self.folder.run_id, strategy=job.config.rollout.strategy),
+            facts=ShellFacts(
+                run_id=self.folder.run_id,
+                strategy=job.config.rollout.strategy,
+                has_environment=bool(job.config.environment.name),
+            ),
             state=job.state,
             trajectories=self.trajectories,
             evaluations=job.inputs.evaluations,

@@ -2,8 +2,8 @@
 
 The run uses the simulator's answers and its models of decoding and training, in time that passes `time_scale` times
 faster than the wall clock, so that the difference from a simulation is the cost of the controller. The controller's
-clock is scaled too: its timers, journal and metrics are in seconds of the workload. Graders are real and not scaled;
-faults are not supported.
+clock is scaled too: its timers, journal and metrics are in seconds of the workload. Tools are an environment with its
+own host (`dora.paced.environment`). Graders are real and not scaled; faults are not supported.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from msgspec import to_builtins
 
@@ -28,6 +28,7 @@ from dora.controller.loop import Outcome
 from dora.errors import ConfigError
 from dora.node.plan import SERVE_KEY, ProcessPlan, child_env
 from dora.node.supervise import Node
+from dora.paced.environment import TOKEN
 from dora.paced.model import write_model
 from dora.seed.policy import path as seed_path
 from dora.sim.workload import Faults, Workload, load
@@ -40,6 +41,10 @@ INSTANCES_PER_GRADER: Final = 16
 #: Wall-clock seconds without progress after which a server is lost, or the run fails.
 WATCHDOG_S: Final = 120.0
 NO_PROGRESS_S: Final = 1_800.0
+#: Episodes in the host: no place is waited for.
+EPISODES: Final = 1_000_000
+#: Wall-clock seconds that a call may be late.
+CALL_MARGIN_S: Final = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,8 +65,12 @@ def prepare(path: Path, *, seed: int, time_scale: float, processes: int, folder:
     workload = load(path)
     if workload.faults != Faults():
         raise ConfigError(f"{path}: faults: are simulated, not paced; remove the section")
-    if workload.tools.max_turns > 1:
-        raise ConfigError(f"{path}: tools: are simulated, not paced: a live answer is one turn; remove the section")
+    tools = workload.tools
+    if tools.max_turns > 1 and (tools.stuck_share or not tools.result_tokens):
+        raise ConfigError(
+            f"{path}: tools: calls without a result are simulated, not paced; set tools.stuck_share to 0 and "
+            "tools.result_tokens above 0"
+        )
     if workload.is_shared and workload.rules.in_flight:
         raise ConfigError(
             f"{path}: fleet.time_shared: paced servers cannot share devices with the trainer; set it to false"
@@ -99,10 +108,10 @@ async def drive(pace: Pace, frontend: Frontend) -> Outcome:
 def _write_prompts(path: Path, workload: Workload) -> int:
     """Write one prompt per line, in the order of the groups; return the number of tokens of the longest.
 
-    A digit is one token of the seed's tokenizer. Paced answers begin with the reference answer if they are rewarded.
+    Paced answers begin with the reference answer if they are rewarded.
     """
     sizes = workload.lengths.prompts or (workload.lengths.prompt_tokens,)
-    rows = [json.dumps({"prompt": "7" * size, "answer": "1"}) for size in sizes]
+    rows = [json.dumps({"prompt": TOKEN * size, "answer": "1"}) for size in sizes]
     path.write_text("\n".join(rows) + "\n", encoding="utf-8")
     return max(sizes)
 
@@ -150,7 +159,9 @@ def _config(pace: Pace, *, urls: list[str], api_key: str) -> Config:
                 **{"urls": tuple(urls), "slots": server.slots, "kv_tokens": server.kv_tokens},
                 "max_parallel_pushes": settings.max_parallel_pushes,
                 **{"decode": to_builtins(server.decode), "api_key": api_key},
+                "prefill_s_per_token": server.prefill_s_per_token,
             },
+            "environment": _environment(pace) if pace.workload.tools.max_turns > 1 else {},
             "trainer": {
                 **{"ranks": settings.num_ranks, "command": _command(pace, "pace-ranks")},
                 **{"micro_batch_tokens": settings.micro_batch_tokens, "checkpoint_every": CHECKPOINT_STEPS},
@@ -167,3 +178,15 @@ def _config(pace: Pace, *, urls: list[str], api_key: str) -> Config:
         }
     )
     return config
+
+
+def _environment(pace: Pace) -> dict[str, Any]:
+    tools = pace.workload.tools
+    return {
+        "name": "paced",
+        "command": _command(pace, "pace-environment", "--seed", pace.seed),
+        "renderer": {"name": "custom", "import_path": "dora.paced.renderer:PacedRenderer"},
+        "max_turns": tools.max_turns,
+        "episodes_per_host": EPISODES,
+        "call_timeout_s": CALL_MARGIN_S + tools.longest_s / min(1.0, pace.time_scale),
+    }

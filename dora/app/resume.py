@@ -135,7 +135,8 @@ def accept(recorded: Recorded, config: Config, settings: Settings, *, is_accepte
     ConfigError for settings that cannot change within a run and, unless `is_accepted`, for changes that alter the
     experiment.
     """
-    fixed = [n for n in settings.__struct_fields__ if getattr(settings, n) != getattr(recorded.settings, n)]
+    names = [name for name in settings.__struct_fields__ if name != "max_episodes"]
+    fixed = [n for n in names if getattr(settings, n) != getattr(recorded.settings, n)]
     if "steps" in fixed and not recorded.rollout_only and settings.steps > recorded.settings.steps:
         fixed.remove("steps")
     if "steps" in fixed:
@@ -163,7 +164,7 @@ def accept(recorded: Recorded, config: Config, settings: Settings, *, is_accepte
 
 def _decisions(config: Config) -> Settings:
     """Return the settings of the decision core that cannot change; held-out prompts are not known here."""
-    return replace(settings_of(config, eval_prompt_tokens=()), steps=0, micro_batch_tokens=0)
+    return replace(settings_of(config, eval_prompt_tokens=()), steps=0, micro_batch_tokens=0, max_episodes=0)
 
 
 def _keys_that_change(derived: Callable[[Config], object], before: Config, after: Config) -> list[str]:
@@ -216,12 +217,16 @@ def restore(folder: RunFolder, state: State, *, trajectories: Trajectories, inpu
         record = trajectories.records[id]
         record.reward = trajectory.reward
         record.turn_rewards = [*trajectory.turn_rewards]
+        record.truncated = trajectory.truncated
         answer = stored.answers.get(id)
         if answer is not None and len(answer.tokens):
-            record.tokens = array("i", answer.tokens.tobytes())
-            record.logprobs = array("f", answer.logprobs.tobytes())
-            record.observed = answer.observed
-            record.length_capped = record.tokens[-1] not in inputs.tokenizer.eos_ids
+            # An observation is on the disk before its CallFinished, without which it is not known.
+            is_calling = trajectory.phase is TrajectoryPhase.CALLING
+            end = trajectory.num_tokens if is_calling else len(answer.tokens)
+            record.tokens = array("i", answer.tokens[:end].tobytes())
+            record.logprobs = array("f", answer.logprobs[:end].tobytes())
+            record.observed = [span for span in answer.observed if span[1] <= end]
+            record.forks = [fork for fork in answer.forks if fork.start < end or not is_calling]
     return {id: len(trajectories.records[id].tokens) for id in state.trajectories}
 
 

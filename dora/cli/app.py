@@ -371,6 +371,14 @@ def pace_servers(
 
 
 @app.command(hidden=True)
+def pace_environment(workload: WorkloadPath, time_scale: TimeScale, seed: Seed) -> None:
+    """Run the environment of a paced run; started by its controller."""
+    from dora.cli.pace import call_paced as command
+
+    command(workload, seed=seed, time_scale=time_scale)
+
+
+@app.command(hidden=True)
 def pace_ranks(workload: WorkloadPath, time_scale: TimeScale) -> None:
     """Run all ranks of a paced trainer; started by `pace`."""
     from dora.cli.pace import train_paced as command

@@ -31,4 +31,4 @@ def check_drift(config_path: Path | None, overrides: Sequence[str]) -> None:
 
 
 def _print(topic: str, text: str) -> None:
-    sys.stdout.write(f"{topic:<11}{text}\n")
+    sys.stdout.write(f"{topic:<13}{text}\n")

@@ -36,6 +36,13 @@ def serve_paced(path: Path, *, model: Path, first: int, count: int, seed: int, t
     )
 
 
+def call_paced(path: Path, *, seed: int, time_scale: float) -> None:
+    """Serve the environment of a paced run to the controller, over stdin and stdout."""
+    from dora.paced.environment import run_environment
+
+    run_environment(load(path), seed=seed, time_scale=time_scale)
+
+
 def train_paced(path: Path, *, time_scale: float) -> None:
     """Run all ranks of the paced trainer."""
     watch_own_lease()

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from dora.journal.run_folder import RunFolder
+from dora.status.episodes import by_cause
+from dora.status.facts import Score
 from dora.status.snapshot import Snapshot
+from dora.status.terminal import mean_text
 
 
 def summary(now: Snapshot, *, folder: RunFolder, violations: int) -> list[str]:
@@ -13,8 +18,8 @@ def summary(now: Snapshot, *, folder: RunFolder, violations: int) -> list[str]:
         scores = [score for score in now.scores if score.name == name]
         first, last = scores[0], scores[-1]
         lines.append(
-            f"  held-out accuracy ({name}): {first.mean:.3f} at version {first.version}, "
-            f"{last.mean:.3f} at version {last.version}"
+            f"  held-out accuracy ({name}): {mean_text(first)} at version {first.version}, "
+            f"{mean_text(last)} at version {last.version}" + _left_out(last)
         )
     lines.append(
         f"  {now.num_tokens} tokens sampled, {now.num_trained_tokens} trained "
@@ -33,14 +38,27 @@ def summary(now: Snapshot, *, folder: RunFolder, violations: int) -> list[str]:
     lines += [f"  {constraint} is broken by design: {counts}" for constraint, counts in now.by_design.items()]
     lines += [f"  drift: {alarm.text}" for alarm in now.alarms]
     lines.append(f"  {now.counts.migrations} migrations, {now.counts.recovered} recovered after losses")
-    if now.counts.environment_failed:
-        lines.append(f"  {now.counts.environment_failed} trajectories left out, as their environment failed")
+    lines += _episodes(now)
     kept = ", ".join(name for name in ("C1", "C2", "C3") if name not in now.by_design)
     lines.append(f"  audit of {kept}: {_verdict(now, violations, folder=folder)}")
     lines.append(f"  everything is in {folder.root}")
     if now.phase == "interrupted":
         lines.append(f"  to continue it: dora run --resume {folder.root}")
     return lines
+
+
+def _left_out(score: Score) -> str:
+    return f" ({score.num_failed} of {score.num_failed + score.num_samples} answers failed)" if score.num_failed else ""
+
+
+def _episodes(now: Snapshot) -> Iterator[str]:
+    """The last step's episodes, and how many failed."""
+    if now.environment is None:
+        return
+    if now.steps and (last := now.steps[-1].episodes) is not None:
+        yield f"  episodes of the last step: {last.text}; calls: {last.calls_text}"
+    if failed := now.environment.failed:
+        yield f"  {sum(failed.values())} episodes left out, as their environment failed: {by_cause(failed)}"
 
 
 def _verdict(now: Snapshot, violations: int, *, folder: RunFolder) -> str:

@@ -30,6 +30,7 @@ OPERATIONAL: Final = (
     "environment.episodes_per_host",
     "environment.start_timeout_s",
     "environment.memory_mb",
+    "environment.cores",
     "environment.failure_budget",
     "environment.failure_window",
     "trainer.command",

@@ -16,6 +16,7 @@ from pydantic import Field, model_validator
 
 from dora.config.terms import term_problems
 from dora.core.strategies import SILENCE, Rules, rules_of
+from dora.objectives.objective import compares_sequences
 from dora.objectives.rules import problems as objective_problems
 from dora.objectives.settings import Advantage, ObjectiveConfig
 from dora.section import Section
@@ -65,8 +66,8 @@ class ModelConfig(Section):
     """The policy to train."""
 
     path: str = "seed"
-    """A Hugging Face model folder as published (config, tokenizer, safetensors in float32, bfloat16 or FP8), or `seed`:
-    the small policy shipped with DORA."""
+    """A Hugging Face model folder as published (config, tokenizer, safetensors in float32, bfloat16 or FP8), or one of
+    the small policies shipped with DORA: `seed` for the arithmetic task, `seed-tools` for the one with a tool."""
     thinking: bool | None = None
     """Value of the chat template's `enable_thinking` switch. Unset: the template's own default."""
 
@@ -118,6 +119,10 @@ class RolloutConfig(Section):
     """Placement rules to turn off. docs/SIMULATION.md shows what each of them gains."""
     refill: bool = False
     """Admit new prompts under old versions too, where rule F allows it. 3-10 % slower in simulation."""
+    calls: Literal["keep", "pinned", "release"] = "release"
+    """What an episode holds during a call of its environment. `keep`: its slot and KV. `pinned`: these for the time
+    that its prefill would cost, then neither, but its version keeps its last instance. `release`: as `pinned`, and
+    after a while the last instance may serve another version."""
     watchdog_s: Seconds = 120.0
     """An instance is lost if none of its requests gets a token for this long, even if it still answers health checks;
     reading a long prompt counts as progress. A single request that gets no token for three times as long, while others
@@ -173,6 +178,9 @@ class EngineConfig(Section):
     """KV capacity of one instance, in tokens."""
     decode: DecodeConfig = DecodeConfig()
     """Duration of a decoding step."""
+    prefill_s_per_token: Annotated[float, Field(ge=0.0)] = 5e-5
+    """Time in which an instance reads one token: what it costs to continue an episode where its KV is not
+    (`rollout.calls`)."""
     base_port: Annotated[int, Field(ge=0, le=65_535)] = 0
     """Managed instance i listens on port base_port + i. 0: free ports are chosen."""
     device: Literal["cpu", "cuda"] = "cpu"
@@ -285,10 +293,11 @@ class TrainerConfig(Section):
 class SourceConfig(Section):
     """One source of prompts."""
 
-    kind: Literal["arithmetic", "reasoning_gym", "jsonl", "parquet", "datasets", "function"] = "arithmetic"
-    """`arithmetic`: the built-in long-tailed task. `reasoning_gym`: a dataset of that package, by name. `jsonl`,
-    `parquet`: a file. `datasets`: a Hugging Face dataset. `function`: a function of yours that returns an iterable of
-    rows."""
+    kind: Literal["arithmetic", "reasoning_gym", "seeds", "jsonl", "parquet", "datasets", "function"] = "arithmetic"
+    """`arithmetic`: the built-in long-tailed task. `reasoning_gym`: a dataset of that package, by name. `seeds`: rows
+    with nothing but a `seed` and the `options`, for an environment that draws its task from them; those of training and
+    of held-out sets differ. `jsonl`, `parquet`: a file. `datasets`: a Hugging Face dataset. `function`: a function of
+    yours that returns an iterable of rows."""
     name: str = ""
     """Name of the dataset (`reasoning_gym`, `datasets`), or module:function (`function`)."""
     path: Path | None = None
@@ -389,7 +398,8 @@ class EnvironmentConfig(Section):
     hosts: Positive = 1
     """Number of hosts. Code without `async` shares one CPU core per host."""
     episodes_per_host: Positive = 256
-    """Maximum number of episodes in one host. Beyond that, episodes wait for a place at their first call."""
+    """Maximum number of episodes in one host. Groups are admitted, and evaluation samples begun, only while all hosts
+    together have room for all episodes that are not finished (docs/AGENTS.md)."""
     start_timeout_s: Seconds = 60.0
     """Time in which a host must become ready, your imports included."""
     call_timeout_s: Seconds = 30.0
@@ -397,8 +407,14 @@ class EnvironmentConfig(Section):
     memory_mb: Positive = 4_096
     """Limit on the address space of a host and of each process that it starts. A call without `async` that is under way
     takes 2 MB of it."""
+    cores: Annotated[int, Field(ge=0)] = 0
+    """Number of CPU cores that a host and the processes it starts may use (on Linux); hosts get different ones, from
+    the last core down, as long as there are enough. 0: all cores."""
     max_turns: Positive = 16
-    """Maximum number of turns in an episode."""
+    """Maximum number of turns in an episode. One that reaches it ends there, truncated."""
+    episode_timeout_s: Seconds | None = None
+    """Time limit of an episode from its first request on, waiting included. It is looked at when a turn ends: the
+    environment is then not called again, and the episode ends, truncated. A resume begins it anew. Unset: no limit."""
     renderer: dict[str, Any] = Field(default={})
     """The renderer of the model's family, in the terms of the package `renderers`: `name` and its options, or `name =
     "custom"` and `import_path`. Empty: recognized by the chat template (docs/AGENTS.md)."""
@@ -412,6 +428,11 @@ class EnvironmentConfig(Section):
     row_failures: Positive = 8
     """A row whose episodes have failed so often in the environment, by faults of their own, is set aside: its further
     episodes fail at once."""
+
+    @property
+    def capacity(self) -> int:
+        """The number of episodes for which all hosts have room; 0 without an environment."""
+        return self.hosts * self.episodes_per_host if self.name else 0
 
 
 class EvalSetConfig(Section):
@@ -513,6 +534,13 @@ class Config(Section):
     def longest_request(self) -> int:
         """Tokens of the longest prompt with the whole token budget: what a server must be able to hold."""
         return self.task.max_prompt_tokens + self.rollout.max_new_tokens
+
+    @property
+    def max_row_tokens(self) -> int | None:
+        """Most tokens of all rows of a forked episode, if the objective needs them in one forward pass; else None."""
+        if not compares_sequences(self.objective):
+            return None
+        return max(self.trainer.micro_batch_tokens, self.longest_request)
 
     @property
     def num_managed(self) -> int:
@@ -653,11 +681,23 @@ class Config(Section):
     def _environment_problems(self) -> Iterator[str]:
         environment = self.environment
         if not environment.name:
+            if any(source.kind == "seeds" for source in self.task.sources):
+                yield "task.sources: rows of kind seeds have no prompt; name an environment that draws one"
             if environment.command:
                 yield "environment.name: without one there is no environment, and environment.command has no effect"
+            for name in ("turn_rewards", "truncated_turns", "truncated_time"):
+                if getattr(self.objective, name) != ObjectiveConfig.model_fields[name].default:
+                    yield f"objective.{name}: has no effect without environment.name; remove the key"
             return
+        if self.objective.truncated_time != "train" and environment.episode_timeout_s is None:
+            yield "objective.truncated_time: has no effect without environment.episode_timeout_s; remove the key"
         if ":" not in environment.name and not environment.command:
             yield f"environment.name: expected module:name or FILE.py:name, got '{environment.name}'"
+        if environment.capacity < self.rollout.group_size:
+            yield (
+                f"environment.episodes_per_host: {environment.hosts} x {environment.episodes_per_host} episodes are "
+                f"fewer than one group has (rollout.group_size = {self.rollout.group_size}); raise it"
+            )
         if environment.command and environment.python:
             yield "environment.python: has no effect with environment.command; remove one of them"
         if environment.call_timeout_s >= self.run.no_progress_s:

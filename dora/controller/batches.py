@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dora.controller.trajectories import TrajectoryRecord
 from dora.core.commands import TrainMicroBatch
 from dora.core.ids import GroupId, TrajectoryId, group_of
 from dora.core.tables import Group
-from dora.transport.messages import MicroBatch
+from dora.journal.rows import EpisodeRow
+from dora.transport.messages import NO_TURNS, TRUNCATIONS, MicroBatch
 
 
 def build_wave(
@@ -36,22 +39,8 @@ def _build(
     groups: Mapping[GroupId, Group],
     group_size: int,
 ) -> MicroBatch:
-    chosen = [records[t] for t in trajectories]
-    owners = [groups[group_of(t, group_size=group_size)] for t in trajectories]
-    lengths = [len(r.prompt.tokens) + len(r.tokens) for r in chosen]
-    total = sum(lengths)
-    tokens = np.empty(total, np.int32)
-    loss_mask = np.zeros(total, np.uint8)
-    behavior_logprobs = np.zeros(total, np.float32)
-    start = 0
-    for record, length in zip(chosen, lengths, strict=True):
-        sampled = start + len(record.prompt.tokens)
-        end = start + length
-        tokens[start:sampled] = record.prompt.tokens
-        tokens[sampled:end] = record.tokens
-        loss_mask[sampled:end] = record.loss_mask()  # 1 for stop tokens, too
-        behavior_logprobs[sampled:end] = record.logprobs
-        start = end
+    chosen: list[tuple[TrajectoryId, EpisodeRow]] = [(t, row) for t in trajectories for row in records[t].rows()]
+    owners = [groups[group_of(t, group_size=group_size)] for t, _ in chosen]
     rewards = [[math.nan if r is None else r for r in g.rewards] for g in owners]
     return MicroBatch(
         step=order.step,
@@ -59,15 +48,36 @@ def _build(
         last=order.last,
         update=order.update,
         closes=order.closes,
-        tokens=tokens,
-        loss_mask=loss_mask,
-        behavior_logprobs=behavior_logprobs,
-        lengths=np.array(lengths, np.int32),
-        trajectories=np.array(trajectories, np.int64),
+        tokens=_joined([row.ids for _, row in chosen], np.int32),
+        loss_mask=_joined([row.mask for _, row in chosen], np.uint8),  # 1 for stop tokens, too
+        behavior_logprobs=_joined([row.logprobs for _, row in chosen], np.float32),
+        lengths=np.array([len(row.ids) for _, row in chosen], np.int32),
+        trajectories=np.array([t for t, _ in chosen], np.int64),
         groups=np.array([g.id for g in owners], np.int64),
         versions=np.array([g.version for g in owners], np.int32),
-        rewards=np.array([row[t % group_size] for row, t in zip(rewards, trajectories, strict=True)], np.float32),
-        group_rewards=np.array(rewards, np.float32).reshape(len(trajectories), group_size),
-        truncated=np.array([r.length_capped for r in chosen], np.uint8),
-        sources=np.array([r.prompt.source_index for r in chosen], np.uint8),
+        rewards=np.array([row[t % group_size] for row, (t, _) in zip(rewards, chosen, strict=True)], np.float32),
+        group_rewards=np.array(rewards, np.float32).reshape(len(chosen), group_size),
+        truncated=np.array([TRUNCATIONS.index(records[t].truncated) for t, _ in chosen], np.uint8),
+        sources=np.array([records[t].prompt.source_index for t, _ in chosen], np.uint8),
+        rewards_to_go=_rewards_to_go(owners, records),
     )
+
+
+def _rewards_to_go(owners: Sequence[Group], records: Mapping[TrajectoryId, TrajectoryRecord]) -> NDArray[np.float32]:
+    """Return MicroBatch.rewards_to_go."""
+    by_group: dict[GroupId, list[list[float]]] = {}
+    for group in owners:
+        if group.id not in by_group:
+            by_group[group.id] = [records[t.id].rewards_to_go(t.reward) for t in group.trajectories]
+    most = max((len(of_turns) for siblings in by_group.values() for of_turns in siblings), default=0)
+    if most < 2:
+        return NO_TURNS
+    padded = {
+        group: [of_turns + of_turns[-1:] * (most - len(of_turns)) for of_turns in siblings]
+        for group, siblings in by_group.items()
+    }
+    return np.array([padded[group.id] for group in owners], np.float32)
+
+
+def _joined(columns: Sequence[Any], dtype: Any) -> NDArray[Any]:
+    return np.concatenate([np.zeros(0, dtype), *(np.frombuffer(column, dtype) for column in columns)])

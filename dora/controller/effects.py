@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -23,14 +23,15 @@ from dora.controller.published import Published
 from dora.controller.trajectories import Trajectories, TrajectoryRecord
 from dora.core import commands as cmd
 from dora.core import events as ev
-from dora.core.ids import FOREIGN_VERSION, GroupId, InstanceId, TrajectoryId
+from dora.core.ids import FOREIGN_VERSION, GroupId, InstanceId, TrajectoryId, Truncation
 from dora.core.strategies import Pause
 from dora.core.training import Feed
 from dora.engine.api import GenerateRequest, GenerateResult, InferenceEngine
 from dora.engine.errors import RequestRefused, ServerGone
 from dora.engine.names import request_id
 from dora.errors import ProtocolError, RemoteError
-from dora.status.facts import SKIPPED
+from dora.journal.rows import answer_bound
+from dora.status.facts import NOT_BEGUN, SKIPPED
 from dora.tasks.pool import Graded, GraderPool
 from dora.tasks.prompts import Prompt, PromptStream
 from dora.tasks.rewards import GradeRequest
@@ -70,6 +71,7 @@ class Sampling:
     eos_ids: Sequence[int]
     evaluations: Evaluations  # whose sets have their own temperatures
     has_turns: bool = False  # a stop token ends a turn, which goes to the environment
+    max_row_tokens: int | None = None  # of all rows of a forked episode in training
 
     def request(self, trajectory: TrajectoryId, record: TrajectoryRecord, *, id: str, label: str) -> GenerateRequest:
         """Return the request that continues a trajectory from its tokens."""
@@ -77,8 +79,8 @@ class Sampling:
         is_training = trajectory >= 0
         return GenerateRequest(
             id=id,
-            tokens=[*record.prompt.tokens, *record.tokens],
-            max_new_tokens=self.max_new_tokens - start,
+            tokens=record.context(),
+            max_new_tokens=self.bound(trajectory, record) - start,
             temperature=self.temperature if is_training else self.evaluations.locate(trajectory)[0].temperature,
             stop_tokens=self.eos_ids,
             seed=self.seed_of(trajectory, start),
@@ -93,12 +95,19 @@ class Sampling:
         digest = hashlib.blake2b(f"{self.seed} {trajectory} {num_tokens}".encode(), digest_size=8).digest()
         return int.from_bytes(digest, "little") >> 1
 
-    def is_over(self, record: TrajectoryRecord) -> bool:
+    def bound(self, trajectory: TrajectoryId, record: TrajectoryRecord) -> int:
+        """Return the token budget of an answer."""
+        most = self.max_row_tokens if trajectory >= 0 else None
+        return answer_bound(
+            self.max_new_tokens, prompt=len(record.prompt.tokens), forks=record.forks, max_row_tokens=most
+        )
+
+    def is_over(self, trajectory: TrajectoryId, record: TrajectoryRecord) -> bool:
         """Whether the answer, or its turn, is complete, by a stop token or by the token limit."""
         tokens = record.tokens
         if len(tokens) == record.turn_start:  # the next turn has not begun
             return False
-        return tokens[-1] in self.eos_ids or len(tokens) >= self.max_new_tokens
+        return tokens[-1] in self.eos_ids or len(tokens) >= self.bound(trajectory, record)
 
 
 @dataclass(frozen=True)
@@ -117,9 +126,12 @@ class StreamAttempt:
         trajectory, attempt = order.trajectory, order.attempt
         record = self.trajectories.begin(trajectory, attempt)
         if record.prompt.skipped:
-            return self._failed(order, record, server_gone=False, final=True, reason=SKIPPED)
+            begun = record.prompt.conversation is None or not record.prompt.conversation.failed
+            return self._failed(order, record, server_gone=False, final=True, reason=SKIPPED if begun else NOT_BEGUN)
+        if self.sampling.has_turns and record.began_at is None:
+            record.began_at = self.now()
         start = len(record.tokens)
-        if self.sampling.is_over(record):
+        if self.sampling.is_over(trajectory, record):
             # An earlier server was lost after the last token and before the final chunk.
             return self._finished(order, record, spans=())
         url = self.fleet.urls.get(order.instance)
@@ -153,16 +165,18 @@ class StreamAttempt:
 
     def _ended(self, order: cmd.Generate, record: TrajectoryRecord, result: GenerateResult, *, start: int) -> ev.Event:
         spans = tuple((self.published.version_of(label), start + a, start + b) for label, a, b in result.spans)
-        if result.was_stopped and not self.sampling.is_over(record):
+        if result.was_stopped and not self.sampling.is_over(order.trajectory, record):
             return ev.GenerationStopped(self.now(), order.trajectory, order.attempt, len(record.tokens), spans)
         return self._finished(order, record, spans=spans)
 
     def _finished(self, order: cmd.Generate, record: TrajectoryRecord, *, spans: tuple[ev.Span, ...]) -> ev.Event:
-        record.length_capped = record.tokens[-1] not in self.sampling.eos_ids
-        if self.sampling.has_turns and len(record.tokens) < self.sampling.max_new_tokens:
+        length_capped = record.tokens[-1] not in self.sampling.eos_ids
+        if self.sampling.has_turns and len(record.tokens) < self.sampling.bound(order.trajectory, record):
             return ev.CallStarted(self.now(), order.trajectory, order.attempt, len(record.tokens), spans)
+        length_capped = length_capped or self.sampling.has_turns  # whatever its environment would have said
+        record.truncated = "tokens" if length_capped else ""
         return ev.GenerationFinished(
-            self.now(), order.trajectory, order.attempt, len(record.tokens), record.length_capped, spans
+            self.now(), order.trajectory, order.attempt, len(record.tokens), length_capped, spans
         )
 
 
@@ -205,11 +219,15 @@ class GradeAnswer:
     tokenizer: Tokenizer
     graders: Graders
     max_new_tokens: int
+    fails: Collection[Truncation]  # budgets whose answers get no reward in training
     now: Clock
 
     async def __call__(self, order: cmd.GradeTrajectory) -> ev.Event:
         trajectory = order.trajectory
         record = self.trajectories.records[trajectory]
+        if record.truncated in self.fails and trajectory >= 0:
+            reason = f"truncated: {record.truncated}"
+            return ev.TrajectoryGraded(self.now(), trajectory, order.attempt, None, reason)
         prompt = record.prompt
         request = GradeRequest(
             prompt=prompt.text,
@@ -218,7 +236,7 @@ class GradeAnswer:
             metadata=prompt.metadata,
             num_tokens=len(record.tokens),
             max_tokens=self.max_new_tokens,
-            finish="length" if record.length_capped else "stop",
+            finish="length" if record.truncated else "stop",
             source=prompt.label,
         )
         outcome = await self.graders.of(trajectory).grade(request)

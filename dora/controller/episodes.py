@@ -1,7 +1,10 @@
 """Episodes of several turns: what becomes of a turn's end, and the prompts with which episodes begin.
 
-Invariant: a call is sent to its environment at most once, after its intent is on the disk, and what it gives is in the
+Invariant: a call is sent to an environment at most once, after its intent is on the disk, and what it gives is in the
 token log before the event that reports it. The tokens of a request are those of the record, never text rendered again.
+
+If an environment is lost that can be replayed, a new one gets the recorded turns again, which it must answer with the
+recorded tokens and rewards, and then the call.
 """
 
 from __future__ import annotations
@@ -11,6 +14,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, Final
+
+from msgspec.structs import replace
 
 from dora.controller.trajectories import Trajectories, TrajectoryRecord
 from dora.core import commands as cmd
@@ -22,6 +27,11 @@ from dora.environments.pool import EnvironmentPool
 from dora.environments.renderer import Renderer, RenderingFailed
 from dora.environments.replies import EnvironmentFailed
 from dora.tasks.prompts import Conversation
+
+_Outcome = Observation | End | EnvironmentFailed
+
+#: How often a lost environment is replayed for one call, which may be what kills it.
+MAX_REPLAYS: Final = 3
 
 #: Numbers of the episodes that only give a prompt; no trajectory has them.
 _PROMPTS: Final = count(1 << 62)
@@ -52,6 +62,16 @@ class Conversations:
         return Conversation(tuple(reset.messages), tuple(reset.tools), tuple(tokens))
 
 
+@dataclass(frozen=True)
+class EpisodeLimits:
+    """What ends an episode that its environment does not end."""
+
+    max_turns: int
+    max_tokens: int  # of an answer, observations included
+    max_row_tokens: int | None = None  # of all rows of a forked episode in training; None: no bound
+    timeout_s: float | None = None  # from its first request on; None: no bound
+
+
 class Episodes:
     """The episodes under way, and the effect of CallEnvironment."""
 
@@ -61,16 +81,13 @@ class Episodes:
         renderer: Renderer,
         *,
         trajectories: Trajectories,
-        max_turns: int,
-        max_tokens: int,
+        limits: EpisodeLimits,
         now: Callable[[], float],
     ) -> None:
-        """`max_tokens`: of an answer, observations included."""
         self._pool = pool
         self._renderer = renderer
         self._trajectories = trajectories
-        self._max_turns = max_turns
-        self._max_tokens = max_tokens
+        self._limits = limits
         self._now = now
         self._open: dict[TrajectoryId, Episode] = {}
         self._calling: set[TrajectoryId] = set()
@@ -81,12 +98,17 @@ class Episodes:
         """Give a turn to the environment, and append its observation."""
         trajectory = order.trajectory
         record = self._trajectories.begin(trajectory, order.attempt)
+        if self._is_late(record):
+            record.truncated = "time"
+            return self._event(order, record, ended=True)
         self._calling.add(trajectory)
         try:
-            outcome = await self._step(trajectory, record)
+            outcome, replays = await self._outcome(trajectory, record)
         finally:
             self._calling.discard(trajectory)
         event = self._finished(order, record, outcome)
+        if replays:
+            event = replace(event, replays=replays)
         if trajectory in self._unwanted:
             self._unwanted.remove(trajectory)
             self.close([trajectory])
@@ -98,25 +120,42 @@ class Episodes:
             if trajectory in self._calling:
                 self._unwanted.add(trajectory)
             elif self._open.pop(trajectory, None) is not None:
-                task = asyncio.create_task(self._pool.close(trajectory), name=f"close {trajectory}")
-                self._closing.add(task)
-                task.add_done_callback(self._closing.discard)
+                self._leave(trajectory)
 
-    async def _step(self, trajectory: TrajectoryId, record: TrajectoryRecord) -> Observation | End | EnvironmentFailed:
+    def _is_late(self, record: TrajectoryRecord) -> bool:
+        limit, began_at = self._limits.timeout_s, record.began_at
+        return limit is not None and began_at is not None and self._now() - began_at > limit
+
+    def _leave(self, trajectory: TrajectoryId) -> None:
+        task = asyncio.create_task(self._pool.close(trajectory), name=f"close {trajectory}")
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    async def _outcome(self, trajectory: TrajectoryId, record: TrajectoryRecord) -> tuple[_Outcome, int]:
+        """Return what becomes of a call, and how often the episode was replayed for it."""
+        replays = int(bool(record.observed) and trajectory not in self._open)
+        while True:
+            outcome = await self._step(trajectory, record)
+            is_lost = isinstance(outcome, EnvironmentFailed) and outcome.cause == "host"
+            if not (is_lost and self._pool.can_replay) or replays == MAX_REPLAYS or trajectory in self._unwanted:
+                return outcome, replays
+            replays += 1
+
+    async def _step(self, trajectory: TrajectoryId, record: TrajectoryRecord) -> _Outcome:
         episode = self._open.get(trajectory)
         if episode is None:
             began = await self._start(trajectory, record)
             if isinstance(began, EnvironmentFailed):
                 return began
-            episode = began
-        turn = self._end_turn(episode, record)
-        outcome = await self._pool.step(trajectory, turn)
+            episode = self._open[trajectory] = began
+        outcome = await self._pool.step(trajectory, _end_turn(episode, record))
         if not isinstance(outcome, Observation):
             self._open.pop(trajectory, None)
         return outcome
 
     async def _start(self, trajectory: TrajectoryId, record: TrajectoryRecord) -> Episode | EnvironmentFailed:
-        if record.observed:
+        """Begin an episode, and bring a new environment to where an earlier one was."""
+        if record.observed and not self._pool.can_replay:
             return EnvironmentFailed("host", "its environment ended with an earlier controller")
         prompt = record.prompt
         conversation = prompt.conversation
@@ -124,54 +163,113 @@ class Episodes:
         reset = await self._pool.start(trajectory, prompt.row, source=prompt.label or prompt.source, name=prompt.where)
         if isinstance(reset, EnvironmentFailed):
             return reset
-        episode = self._open[trajectory] = Episode(
-            self._renderer, reset.messages, max_tokens=self._max_tokens, tools=reset.tools
+        episode = Episode(
+            self._renderer,
+            reset.messages,
+            max_tokens=self._limits.max_tokens,
+            max_row_tokens=self._limits.max_row_tokens if trajectory >= 0 else None,
+            tools=reset.tools,
+            prompt=prompt.tokens,
         )
-        if tuple(episode.prompt) != tuple(prompt.tokens):
-            self.close([trajectory])
+        if [*reset.messages, *reset.tools] != [*conversation.messages, *conversation.tools]:
+            self._leave(trajectory)
             return EnvironmentFailed("invalid", "reset gave other messages or tools than for the same row before")
+        for turn, (start, _) in enumerate(record.observed):
+            outcome = await self._pool.step(trajectory, _end_turn(episode, record, end=start))
+            if isinstance(outcome, EnvironmentFailed):
+                return outcome
+            if not _is_as_recorded(outcome, episode, record, turn=turn):
+                self._leave(trajectory)
+                return EnvironmentFailed("replay", f"the environment answered turn {turn} in another way than before")
         return episode
-
-    def _end_turn(self, episode: Episode, record: TrajectoryRecord) -> Turn:
-        start = record.turn_start
-        episode.append(record.tokens[start:], record.logprobs[start:])
-        return episode.end_turn("stop")
 
     def _finished(
         self, order: cmd.CallEnvironment, record: TrajectoryRecord, outcome: Observation | End | EnvironmentFailed
     ) -> ev.CallFinished:
-        trajectory = order.trajectory
-        reward, ended, graded, failed = 0.0, False, False, ""
+        reward, graded, failed = 0.0, False, ""
         if isinstance(outcome, Observation):
             reward = outcome.reward
-            ended = len(record.observed) + 1 >= self._max_turns
-            record.length_capped = ended
-            failed = "" if ended else self._observe(order, record, outcome)
-            if ended or failed:
-                self.close([trajectory])
+            failed = self._observe(order, record, outcome)
         elif isinstance(outcome, End):
-            reward, ended, graded = outcome.reward or 0.0, True, outcome.reward is not None
+            reward, graded = outcome.reward or 0.0, outcome.reward is not None
         else:
             failed = f"{outcome.cause}: {outcome.reason}"
+        return self._event(order, record, reward=reward, graded=graded, failed=failed, ended=isinstance(outcome, End))
+
+    def _event(
+        self,
+        order: cmd.CallEnvironment,
+        record: TrajectoryRecord,
+        *,
+        ended: bool,
+        failed: str = "",
+        reward: float = 0.0,
+        graded: bool = False,
+    ) -> ev.CallFinished:
         record.turn_rewards.append(reward)
         if graded:
             record.reward = sum(record.turn_rewards)
+        ended = ended or bool(record.truncated)
+        if failed or record.truncated:
+            self.close([order.trajectory])
         return ev.CallFinished(
-            self._now(), trajectory, order.attempt, len(record.tokens), ended, failed, reward, graded
+            self._now(),
+            order.trajectory,
+            order.attempt,
+            len(record.tokens),
+            ended,
+            failed,
+            reward,
+            graded,
+            truncated=record.truncated,
+            repeated=record.repeated,
         )
 
     def _observe(self, order: cmd.CallEnvironment, record: TrajectoryRecord, outcome: Observation) -> str:
-        """Append the tokens of an observation; return why that is impossible, or ""."""
+        """Append the tokens of an observation, unless a budget ends the episode; return why it cannot go on, or ""."""
+        if len(record.observed) + 1 >= self._limits.max_turns:
+            record.truncated = "turns"
+            return ""
         episode = self._open[order.trajectory]
         known = len(episode.tokens)
         try:
-            episode.observe(outcome.messages)
+            append(episode, outcome)
         except RenderingFailed as err:
             return f"invalid: {err}"
-        if episode.forks:
-            return "fork: the conversation cannot be continued after its sampled tokens"
-        self._trajectories.observe(order.trajectory, order.attempt, episode.tokens[known:])
+        if episode.truncated:
+            record.truncated = "tokens"
+            return ""
+        fork = episode.forks[-1] if len(episode.forks) > len(record.forks) else None
+        self._trajectories.observe(order.trajectory, order.attempt, episode.tokens[known:], fork=fork)
         return ""
+
+
+def append(episode: Episode, outcome: Observation) -> None:
+    """Append what an environment answered to a turn."""
+    if outcome.rewrites:
+        episode.rewrite(outcome.messages)
+    else:
+        episode.observe(outcome.messages)
+
+
+def _end_turn(episode: Episode, record: TrajectoryRecord, *, end: int | None = None) -> Turn:
+    """Append the recorded tokens of the next turn, and parse it. `end` is None for the last turn of the record."""
+    start = len(episode.tokens)
+    episode.append(record.tokens[start:end], record.logprobs[start:end])
+    return episode.end_turn("stop")
+
+
+def _is_as_recorded(outcome: Observation | End, episode: Episode, record: TrajectoryRecord, *, turn: int) -> bool:
+    """Append an observation to an episode that is replayed; return whether it is what was observed before."""
+    start, end = record.observed[turn]
+    if isinstance(outcome, End) or outcome.reward != record.turn_rewards[turn]:
+        return False
+    try:
+        append(episode, outcome)
+    except RenderingFailed:
+        return False
+    is_same = episode.tokens[start:] == record.tokens[start:end]
+    return is_same and [*episode.forks] == record.forks[: len(episode.forks)]
 
 
 @dataclass(frozen=True)

@@ -32,24 +32,28 @@ class SetScore:
     """The score of a version on one set."""
 
     name: str
-    mean: float  # mean@n: mean reward of all graded samples
-    pass_at: dict[int, float]  # pass@k for k = 1, 2, 4, ... n
+    mean: float | None  # mean@n: mean reward of all graded samples; None without any
+    pass_at: dict[int, float]  # pass@k for k = 1, 2, 4, ... n, as far as prompts have k graded samples
     num_samples: int  # graded
-    num_failed: int  # grading failed
+    num_failed: int  # left out: grading or environment failed
     mean_tokens: float
     max_tokens: int
     median_tokens: int
 
     @property
-    def pass_at_n(self) -> float:
-        """Share of prompts with at least one sample of reward >= 1."""
-        return self.pass_at[max(self.pass_at)] if self.pass_at else 0.0
+    def pass_at_n(self) -> float | None:
+        """Share of prompts with at least one sample of reward >= 1; None if nothing was graded."""
+        return self.pass_at[max(self.pass_at)] if self.pass_at else None
 
 
-def pass_at_k(num_solved: Sequence[int], *, samples: int, k: int) -> float:
-    """Return the mean over prompts of the unbiased estimate of pass@k (arXiv 2107.03374, §2.1)."""
-    total = math.comb(samples, k)
-    return sum(1.0 - math.comb(samples - solved, k) / total for solved in num_solved) / len(num_solved)
+def pass_at_k(counts: Sequence[tuple[int, int]], *, k: int) -> float | None:
+    """Return the mean over prompts of the unbiased estimate of pass@k (arXiv 2107.03374, §2.1).
+
+    `counts`: (samples solved, samples graded) by prompt. Prompts with fewer than k graded samples are left out; None
+    if there is no other.
+    """
+    found = [1.0 - math.comb(graded - solved, k) / math.comb(graded, k) for solved, graded in counts if graded >= k]
+    return sum(found) / len(found) if found else None
 
 
 class Evaluations:
@@ -98,13 +102,14 @@ class Evaluations:
         rows = [(p, *outcomes[i]) for i, (s, p) in enumerate(self._samples) if s == chosen]
         rewards = [reward for _, reward, _ in rows if reward is not None]
         solved = Counter(p for p, reward, _ in rows if reward is not None and reward >= 1.0)
-        num_solved = [solved[p] for p in range(len(eval_set.prompts))]
+        graded = Counter(p for p, reward, _ in rows if reward is not None)
+        counts = [(solved[p], graded[p]) for p in range(len(eval_set.prompts))]
         sizes = sorted({*(2**i for i in range(eval_set.samples.bit_length())), eval_set.samples})
         lengths = sorted(num_tokens for _, _, num_tokens in rows)
         return SetScore(
             name=eval_set.name,
-            mean=sum(rewards) / len(rewards) if rewards else 0.0,
-            pass_at={k: pass_at_k(num_solved, samples=eval_set.samples, k=k) for k in sizes},
+            mean=sum(rewards) / len(rewards) if rewards else None,
+            pass_at={k: share for k in sizes if (share := pass_at_k(counts, k=k)) is not None},
             num_samples=len(rewards),
             num_failed=len(rows) - len(rewards),
             mean_tokens=sum(lengths) / len(lengths) if lengths else 0.0,

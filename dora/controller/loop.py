@@ -185,7 +185,7 @@ class Controller:
     async def _end_calls(self) -> None:
         """Wait for the calls of environments under way, which have time limits: a call that is cut off is lost."""
         if self._orders.calls and self._error is None:
-            ended = asyncio.create_task(asyncio.wait(self._orders.calls), name="calls")
+            ended = asyncio.create_task(asyncio.wait([*self._orders.calls]), name="calls")
             while not ended.done():
                 if (event := await self._inbox.take_until(ended)) is not None:
                     await self._apply(event)

@@ -23,14 +23,16 @@ from dora.controller.evaluations import Evaluations
 from dora.controller.loop import Outcome
 from dora.controller.trainer_link import StepReport
 from dora.controller.trajectories import Trajectories
+from dora.controller.turns import Turns
 from dora.core import commands as cmd
 from dora.core import events as ev
-from dora.core.ids import GroupId, InstanceId, StepId, VersionId
+from dora.core.ids import GroupId, InstanceId, StepId, TrajectoryId, VersionId
 from dora.core.state import State
 from dora.core.tables import Group
 from dora.journal.deep import KeptTrajectory, encode_kept
 from dora.journal.run_folder import RunFolder
 from dora.status.drift import Alarm, DriftWatch
+from dora.status.episodes import EpisodeStats
 from dora.status.facts import Score, ShellFacts, StepFacts
 from dora.status.snapshot import Snapshot, snapshot, trainer_waits_for
 from dora.tasks.tokenizer import Tokenizer
@@ -69,7 +71,8 @@ class RunObserver:
         self._rows: list[tuple[IO[bytes], Path, bytes]] = []  # to be written with the next StepTrained
         for eval_set in evaluations.sets:
             if eval_set.num_skipped:
-                skipped = f"skipped {eval_set.num_skipped} rows over task.max_prompt_tokens"
+                why = "whose environment gave none, or one " if facts.has_environment else ""
+                skipped = f"skipped {eval_set.num_skipped} prompts {why}over task.max_prompt_tokens"
                 self._note_problem("evaluation_shortened", f"{eval_set.name}: {skipped}")
         is_known = partial(_is_known, state=state)  # else a truncated journal would repeat rows
         self._metrics = files.open_lines(folder.metrics, is_known=is_known)
@@ -78,6 +81,7 @@ class RunObserver:
         facts.num_trained_tokens = earlier_trained_tokens(folder.metrics)
         recall_alarms(drift, folder.metrics)
         facts.alarms = [*drift.alarms.values()]
+        self._turns = Turns()
         self._waited_for = ""
         self._num_overtaken = len(state.evaluation.overtaken)  # reported, by an earlier controller if any
         self._step_began_at = state.now
@@ -114,6 +118,8 @@ class RunObserver:
             self._then(position, partial(_write, rows))
         if isinstance(event, ev.Ticked):
             self._on_tick(event.at)
+        if self.facts.has_environment:
+            self._turns.note(event, commands)
         if len(self._state.evaluation.overtaken) > self._num_overtaken:
             self._report_overtaken(position)
         if isinstance(event, ev.TrajectoryGraded) and event.reason:
@@ -172,6 +178,7 @@ class RunObserver:
             duration_s=duration_s,
             idle_s=min(state.feed.idle_s, duration_s),
             waited_for=self._waited_for,
+            episodes=self._episodes([t.id for t in trajectories if t.reward is not None]),
         )
         self._waited_for = ""
         self.facts.steps.append(facts)
@@ -180,6 +187,11 @@ class RunObserver:
         row = self._step_row(facts, report) | {"zero_variance_groups": self._zero_variance(groups)}
         self._rows.append((self._metrics, self._folder.metrics, _line(row)))
         self._keep(groups, step=report.step)
+        self._turns.forget(self._trajectories.records)
+
+    def _episodes(self, trajectories: Sequence[TrajectoryId]) -> EpisodeStats | None:
+        records = self._trajectories.records
+        return self._turns.stats({t: records[t] for t in trajectories}) if self.facts.has_environment else None
 
     def _zero_variance(self, trained: Sequence[Group]) -> int:
         """Return the number of groups with equal rewards: filtered since the last step, or trained in this one."""
@@ -200,7 +212,7 @@ class RunObserver:
         return {
             "kind": "step",
             "at": state.now,
-            **asdict(facts),
+            **{name: value for name, value in asdict(facts).items() if value is not None},
             "rollout_idle_share": 1.0 - slot_load,
             "tokens_per_s": now.tokens_per_s,
             "staleness": list(now.staleness),
@@ -208,6 +220,7 @@ class RunObserver:
             "window": state.window_size,
             "dropped": now.dropped,
             **asdict(now.counts),
+            **({"environment_failed": now.environment.failed} if now.environment is not None else {}),
             "lag_p99_s": now.lag_p99_s,
             "controller_cpu_s": self._cpu_s - cpu_before_s,
             "alarms": self._drift.active,
@@ -228,13 +241,16 @@ class RunObserver:
                 trajectory=trajectory.id,
                 version=group.version,
                 reward=trajectory.reward,
-                length_capped=record.length_capped,
+                truncated=record.truncated,
                 prompt=record.prompt.text,
                 text=self._tokenizer.decode(record.tokens.tolist()),
                 prompt_tokens=record.prompt.tokens,
                 tokens=tuple(record.tokens),
                 logprobs=tuple(record.logprobs),
                 observed=tuple(record.observed),
+                forks=tuple(record.forks),
+                turn_rewards=tuple(record.turn_rewards),
+                calls_s=self._turns.calls_s(trajectory.id),
             )
             self._rows.append((self._kept, self._folder.trajectories, encode_kept(kept)))
 
@@ -249,9 +265,9 @@ class RunObserver:
 
     def on_evaluation(self, version: VersionId, *, position: int) -> None:
         """Write the scores of a version, whose samples are all graded."""
-        records = self._trajectories.records
-        outcomes = [(records[t].reward, len(records[t].tokens)) for t in self._evaluations.ids(version)]
-        for score in self._evaluations.scores(outcomes):
+        records, ids = self._trajectories.records, self._evaluations.ids(version)
+        outcomes = [(records[t].reward, len(records[t].tokens)) for t in ids]
+        for index, score in enumerate(self._evaluations.scores(outcomes)):
             self.facts.scores.append(
                 Score(
                     name=score.name,
@@ -259,10 +275,15 @@ class RunObserver:
                     mean=score.mean,
                     pass_at_n=score.pass_at_n,
                     num_samples=score.num_samples,
+                    num_failed=score.num_failed,
                 )
             )
             row = {"kind": "evaluation", "at": self._state.now, "version": version, **asdict(score)}
-            line = _line({**row, "pass_at_n": score.pass_at_n})
+            row["pass_at_n"] = score.pass_at_n
+            own = [t for t in ids if self._evaluations.set_index(t) == index and records[t].reward is not None]
+            if (episodes := self._episodes(own)) is not None:
+                row["episodes"] = asdict(episodes)
+            line = _line(row)
             self._then(position, partial(_write, [(self._metrics, self._folder.metrics, line)]))
 
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import struct
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from dora import files
 from dora.controller.trainer_link import StepReport, TrainerLink
@@ -27,7 +28,7 @@ from dora.transport.messages import MicroBatch, empty_micro_batch
 
 _PATTERN = "step-*.rollout"
 
-#: One trajectory of a micro-batch: (batch, index in the batch, start of its tokens).
+#: One sequence of a micro-batch: (batch, index in the batch, start of its tokens).
 Piece = tuple[MicroBatch, int, int]
 
 
@@ -115,20 +116,24 @@ async def train_rollouts(
 ) -> None:
     """Send every step to the ranks."""
     for step, path in enumerate(steps):
-        found = _pieces([_unpack(payload) for _, payload in FrameReader(path)])
-        pieces = {TrajectoryId(int(b.trajectories[i])): (b, i, start) for b, i, start in found}
+        pieces: dict[TrajectoryId, list[Piece]] = {}
+        for batch, i, start in _pieces([_unpack(payload) for _, payload in FrameReader(path)]):
+            pieces.setdefault(TrajectoryId(int(batch.trajectories[i])), []).append((batch, i, start))
         pending = _pending(pieces, updates=updates, shared_prompts=shared_prompts)
         for order in _orders(pending, step=StepId(step), num_ranks=link.num_ranks, budget=budget):
-            wave = [_join([pieces[t] for t in rank], order, group_size=group_size) for rank in order.ranks]
+            ranks = [[piece for t in rank for piece in pieces[t]] for rank in order.ranks]
+            wave = [_join(rank, order, group_size=group_size) for rank in ranks]
             await link.send(link.lineage.add(wave))
 
 
-def _pending(pieces: Mapping[TrajectoryId, Piece], *, updates: int, shared_prompts: bool) -> list[Pending]:
+def _pending(pieces: Mapping[TrajectoryId, Sequence[Piece]], *, updates: int, shared_prompts: bool) -> list[Pending]:
     """Return the answers of each update: groups in the order of their ids."""
     groups: dict[GroupId, list[tuple[TrajectoryId, int, int]]] = {}
-    for t, (batch, i, start) in sorted(pieces.items()):
-        length = int(batch.lengths[i])
-        prompt = length - np.trim_zeros(batch.loss_mask[start : start + length], "f").size
+    for t, rows in sorted(pieces.items()):
+        batch, i, start = rows[0]
+        first = int(batch.lengths[i])
+        prompt = first - np.trim_zeros(batch.loss_mask[start : start + first], "f").size
+        length = sum(int(batch.lengths[i]) for batch, i, _ in rows)
         groups.setdefault(GroupId(int(batch.groups[i])), []).append((t, length - prompt, prompt))
     size = -(-len(groups) // updates)
     pending = [Pending() for _ in range(-(-len(groups) // size))]
@@ -158,7 +163,7 @@ def _orders(pending: list[Pending], *, step: StepId, num_ranks: int, budget: int
 
 
 def _pieces(batches: list[MicroBatch]) -> list[Piece]:
-    """Return all trajectories of the micro-batches."""
+    """Return all sequences of the micro-batches."""
     found: list[Piece] = []
     for batch in batches:
         starts = np.cumsum(batch.lengths) - batch.lengths
@@ -194,7 +199,17 @@ def _join(chosen: list[Piece], order: TrainMicroBatch, *, group_size: int) -> Mi
         group_rewards=np.stack([b.group_rewards[i] for b, i, _ in chosen]),
         truncated=np.array([b.truncated[i] for b, i, _ in chosen], np.uint8),
         sources=np.array([b.sources[i] for b, i, _ in chosen], np.uint8),
+        rewards_to_go=_rewards_to_go(chosen),
     )
+
+
+def _rewards_to_go(chosen: list[Piece]) -> NDArray[np.float32]:
+    """Return MicroBatch.rewards_to_go of sequences whose episodes may have had fewer turns than others."""
+    most = max(b.rewards_to_go.shape[2] for b, _, _ in chosen)
+    if not most:
+        return chosen[0][0].rewards_to_go
+    columns = [b.rewards_to_go[i] if b.rewards_to_go.size else b.group_rewards[i][:, None] for b, i, _ in chosen]
+    return np.stack([np.pad(one, ((0, 0), (0, most - one.shape[1])), mode="edge") for one in columns])
 
 
 def _pack(batch: MicroBatch) -> bytes:

@@ -6,11 +6,14 @@ are refused, because a server that was declared lost may still send some.
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from typing import Protocol
 
-from dora.core.ids import GroupId, TrajectoryId
+from dora.core.ids import GroupId, TrajectoryId, Truncation
+from dora.journal.rows import EpisodeRow, Fork, repeated, row_ids, rows_of
 from dora.tasks.prompts import Prompt
 
 
@@ -28,23 +31,37 @@ class TokenLog(Protocol):
         *,
         start: int,
         loss_mask: Sequence[int] | None = None,
+        fork: Fork | None = None,
     ) -> None: ...
 
 
 class TrajectoryRecord:
     """The data of one trajectory."""
 
-    __slots__ = ("attempt", "length_capped", "logprobs", "observed", "prompt", "reward", "tokens", "turn_rewards")
+    __slots__ = (
+        "attempt",
+        "began_at",
+        "forks",
+        "logprobs",
+        "observed",
+        "prompt",
+        "reward",
+        "tokens",
+        "truncated",
+        "turn_rewards",
+    )
 
     def __init__(self, prompt: Prompt) -> None:
         self.prompt = prompt
         self.tokens = array("i")  #: of the answer so far: sampled, and of observations
         self.logprobs = array("f")  #: behavior log-probs, one per token; 0 for those of observations
         self.observed: list[tuple[int, int]] = []  #: start and end of each observation
+        self.forks: list[Fork] = []  #: where its rows begin, but the first
         self.attempt = -1  #: the attempt that may append
+        self.began_at: float | None = None  #: when this controller first sent a request for it
         self.turn_rewards: list[float] = []  #: that the environment gave
         self.reward: float | None = None
-        self.length_capped = False
+        self.truncated: Truncation = ""
 
     @property
     def turn_start(self) -> int:
@@ -57,6 +74,33 @@ class TrajectoryRecord:
         for start, end in self.observed:
             mask[start:end] = array("B", bytes(end - start))
         return mask
+
+    def context(self) -> list[int]:
+        """Return the tokens that the next request continues: those of the latest row."""
+        if not self.forks:
+            return [*self.prompt.tokens, *self.tokens]
+        return row_ids(array("i", self.prompt.tokens), self.tokens, self.forks, len(self.forks)).tolist()
+
+    def rows(self) -> list[EpisodeRow]:
+        """Return its rows for the trainer."""
+        return rows_of(
+            array("i", self.prompt.tokens),
+            self.tokens,
+            mask=self.loss_mask().tobytes(),
+            logprobs=self.logprobs,
+            forks=self.forks,
+        )
+
+    def rewards_to_go(self, reward: float | None) -> list[float]:
+        """Return for each turn what the rewards add up to from it on, if all of them are `reward`; NaN for None."""
+        left = math.nan if reward is None else reward
+        earlier = self.turn_rewards[: len(self.observed)]  # each observation but the last turn was rewarded
+        return [left - given for given in accumulate(earlier, initial=0.0)]
+
+    @property
+    def repeated(self) -> int:
+        """Tokens of its rows that are repeated from others."""
+        return repeated(self.forks)
 
 
 class Trajectories:
@@ -99,15 +143,23 @@ class Trajectories:
         self.num_tokens += len(tokens)
         self._log.append(trajectory, attempt, tokens, logprobs, start=start)
 
-    def observe(self, trajectory: TrajectoryId, attempt: int, tokens: Sequence[int]) -> None:
-        """Append the tokens of an observation, which the policy did not sample; `attempt`: of the call."""
+    def observe(
+        self, trajectory: TrajectoryId, attempt: int, tokens: Sequence[int], *, fork: Fork | None = None
+    ) -> None:
+        """Append the tokens of an observation, which the policy did not sample; `attempt`: of the call.
+
+        `fork`: where the row comes from that they begin, if the answer could not be continued.
+        """
         record = self.records[trajectory]
         start, end = len(record.tokens), len(record.tokens) + len(tokens)
         zeros = [0] * len(tokens)
         record.tokens.extend(tokens)
         record.logprobs.extend(zeros)
         record.observed.append((start, end))
-        self._log.append(trajectory, attempt, tokens, record.logprobs[start:end], start=start, loss_mask=zeros)
+        if fork is not None:
+            record.forks.append(fork)
+        logprobs = record.logprobs[start:end]
+        self._log.append(trajectory, attempt, tokens, logprobs, start=start, loss_mask=zeros, fork=fork)
 
     def fence(self, trajectories: Iterable[TrajectoryId]) -> dict[TrajectoryId, int]:
         """End the current attempts; return the number of tokens of each trajectory."""

@@ -25,6 +25,7 @@ class Refusal(enum.Enum):
     WINDOW = "the admission window W is full of untrained groups"
     BASELINE = "version 0 is evaluated first"
     BLOCK = "the current batch is admitted but not yet committed"
+    HOSTS = "the hosts of the environment are full"
     RULE_F = "another group might miss its deadline (rule F)"
     NO_INSTANCE = "no instance accepts requests for the newest version"
     YIELDS = "the newest version's instance makes room for an older version, which has none"
@@ -45,6 +46,8 @@ def why_not(state: State, version: VersionId) -> Refusal | None:
         return Refusal.BASELINE
     if state.settings.rules.batched and not state.block_left and state.formation.num_unconsumed:
         return Refusal.BLOCK
+    if not state.hosts_have_room(state.settings.group_size):
+        return Refusal.HOSTS
     return None if state.formation.may_admit(version) else Refusal.RULE_F
 
 

@@ -65,6 +65,10 @@ def _fill_evaluation(state: State, entry: Version) -> None:
         instance = entry.roomiest()
         if instance is None or not instance.has_room(footprint):
             return
+        if not trajectory.attempt:
+            if not state.hosts_have_room(1):
+                return
+            evaluation.num_new -= 1
         evaluation.waiting.pop()
         begin(state, trajectory, instance, footprint=footprint)
 

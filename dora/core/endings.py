@@ -11,7 +11,7 @@ from typing import Final
 from dora.core.commands import DropGroup, ForgetGroups, GradeTrajectory
 from dora.core.occupancy import stop, unhold, wait
 from dora.core.phases import GIVEN_UP, UNCONSUMED, GroupPhase, TrajectoryPhase
-from dora.core.state import State, admissions_changed, fail
+from dora.core.state import State, admissions_changed, episode_left, fail
 from dora.core.tables import Group, Trajectory
 
 _RESIDENT: Final = TrajectoryPhase.RESIDENT
@@ -94,6 +94,7 @@ def leave_unfinished(state: State, trajectory: Trajectory) -> None:
     trajectory.group.unfinished -= 1
     entry = state.window.entries[trajectory.version]
     entry.unfinished -= 1
+    episode_left(state)
     if entry.unfinished == entry.away:
         entry.quiet_since = state.now
     if not entry.unfinished:

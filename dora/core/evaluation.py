@@ -28,6 +28,12 @@ class Evaluation:
     num_resident: int = 0
     away: int = 0  #: samples that are calling and hold no slot
     ungraded: int = 0
+    num_new: int = 0  #: samples without a first request
+
+    @property
+    def num_begun(self) -> int:
+        """Number of samples between their first request and their grade."""
+        return self.ungraded - self.num_new
 
     def wants(self, version: VersionId, *, is_last: bool) -> bool:
         """Whether this version is to be evaluated."""
@@ -55,7 +61,7 @@ class Evaluation:
         ]
         self.trajectories = {t.id: t for t in self.waiting}
         self.waiting.reverse()
-        self.ungraded = total
+        self.ungraded = self.num_new = total
 
     def finish(self) -> VersionId:
         """End the evaluation, whose samples are all graded, and return its version."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import msgspec
 
-from dora.core.ids import GroupId, InstanceId, StepId, TrajectoryId, VersionId
+from dora.core.ids import GroupId, InstanceId, StepId, TrajectoryId, Truncation, VersionId
 
 #: (version, start, end): half-open, positions in the whole answer; those of an attempt begin where it began.
 #: FOREIGN_VERSION for a foreign label.
@@ -155,9 +155,12 @@ class CallFinished(Event, frozen=True):
     attempt: int
     num_tokens: int  #: of the whole answer, observation included
     ended: bool = False  #: the environment ended the episode: the answer is complete
-    failed: str = ""  #: why the environment cannot go on; the answer gets no reward
+    failed: str = ""  #: "cause: reason" if the environment cannot go on; the answer gets no reward
     reward: float = 0.0  #: of the turn; an answer's reward is the sum over its turns and what the task's rewards give
     graded: bool = False  #: it has ended, and the task's rewards are not asked
+    truncated: Truncation = ""  #: the budget that ended it
+    repeated: int = 0  #: tokens that its rows repeat of each other, since it forked; not in `num_tokens`
+    replays: int = 0  #: how often a lost environment was replayed for this call
 
 
 class TrajectoryGraded(Event, frozen=True):
@@ -228,7 +231,8 @@ class ControllerRestarted(Event, frozen=True):
     num_tokens: dict[TrajectoryId, int]
     steps: int = 0  #: new number of steps of the job; 0: as many as before
     missing: tuple[VersionId, ...] = ()  #: published versions without a folder, which the trainer has to write again
-    replayable: tuple[TrajectoryId, ...] = ()  #: their environments can repeat the call that was under way
+    max_episodes: int = 0  #: for which environments have room now; 0: any number
+    replayable: tuple[TrajectoryId, ...] = ()  #: calling ones, whose environments can be replayed and called again
 
 
 AnyEvent = (

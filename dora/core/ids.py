@@ -12,7 +12,7 @@ version s + 1. A group's id is the position of its prompt in the prompt stream. 
 
 from __future__ import annotations
 
-from typing import Final, NewType
+from typing import Final, Literal, NewType
 
 InstanceId = NewType("InstanceId", int)
 GroupId = NewType("GroupId", int)
@@ -25,6 +25,9 @@ TrajectoryId = NewType("TrajectoryId", int)
 FIRST_VERSION: Final = VersionId(0)
 #: A weight label that is not a version of this run.
 FOREIGN_VERSION: Final = VersionId(-1)
+
+#: The budget that ended an answer: of turns, of tokens, or of time. Empty: it ended by itself.
+Truncation = Literal["", "turns", "tokens", "time"]
 
 
 def trajectory_id(group: GroupId, sibling: int, *, group_size: int) -> TrajectoryId:

@@ -197,6 +197,9 @@ def _evaluation(state: State) -> None:
     _require(resident == evaluation.num_resident, "evaluation: residents do not add up")
     _require(away == evaluation.away, "evaluation: samples that are away do not add up")
     _require(waiting == len(evaluation.waiting), "evaluation: waiting samples do not add up")
+    new = sum(not t.attempt for t in evaluation.trajectories.values())
+    _require(new == evaluation.num_new, "evaluation: samples without a request do not add up")
+    _require(state.hosts_have_room(0), "more episodes are unfinished than environments have room for")
 
 
 def _is_given_up(trajectory: Trajectory) -> bool:

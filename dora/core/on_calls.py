@@ -1,7 +1,7 @@
 """Handlers of events about calls of environments, between the turns of a trajectory.
 
-Invariant: a call is ordered once for each CallStarted, and again only by a new controller for an environment that can
-repeat it. An event of an old attempt changes nothing.
+Invariant: a call is ordered once for each CallStarted, and again only after a restart of the controller, for an
+environment that can be replayed. An event of an old attempt changes nothing.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from dora.core.tables import Instance, Trajectory
 _STOPPING: Final = TrajectoryPhase.STOPPING
 _CALLING: Final = TrajectoryPhase.CALLING
 _GRADING: Final = TrajectoryPhase.GRADING
+#: Cause of the failure of an episode whose call was under way when the controller ended.
+RESTARTED: Final = "restart"
 
 
 def on_call_started(state: State, event: ev.CallStarted) -> None:
@@ -85,13 +87,15 @@ def on_call_finished(state: State, event: ev.CallFinished) -> None:
         return
     take_count(state, trajectory, event.num_tokens)
     trajectory.turn_rewards += (event.reward,)
+    trajectory.truncated, trajectory.repeated = event.truncated, event.repeated
+    state.counters.replays += event.replays
     state.called_at = state.now
     if is_abandoned(trajectory):
         _abandon(state, trajectory)
         return
     instance = unhold(state, trajectory)
     if event.failed:
-        _environment_failed(state, trajectory)
+        _environment_failed(state, trajectory, cause=event.failed.partition(":")[0])
     elif event.ended:
         finish(state, trajectory)
         if event.graded:
@@ -120,9 +124,10 @@ def _abandon(state: State, trajectory: Trajectory) -> None:
     forget_discarded(state, trajectory.group)
 
 
-def _environment_failed(state: State, trajectory: Trajectory) -> None:
+def _environment_failed(state: State, trajectory: Trajectory, *, cause: str) -> None:
     """End a trajectory without a reward, because its environment cannot go on."""
-    state.counters.environment_failed += 1
+    failed = state.counters.environment_failed
+    failed[cause] = failed.get(cause, 0) + 1
     if trajectory.group is not None:
         end_generation(state, trajectory.group, trajectory)
     trajectory.move(_GRADING)
@@ -137,4 +142,4 @@ def restart_call(state: State, trajectory: Trajectory, *, replayable: bool) -> N
         _call(state, trajectory)
     else:
         unhold(state, trajectory)
-        _environment_failed(state, trajectory)
+        _environment_failed(state, trajectory, cause=RESTARTED)

@@ -25,7 +25,7 @@ from dora.core.endings import (
 from dora.core.ids import TrajectoryId
 from dora.core.occupancy import begin, condemn, end, footprint_of, take_count, unreserve
 from dora.core.phases import DECODING, GIVEN_UP, GroupPhase, TrajectoryPhase
-from dora.core.state import State, admissions_changed, fail
+from dora.core.state import State, admissions_changed, episode_left, fail
 from dora.core.tables import Trajectory
 
 _GRADING: Final = TrajectoryPhase.GRADING  # globals: see tables.py
@@ -87,6 +87,7 @@ def on_generation_finished(state: State, event: ev.GenerationFinished) -> None:
     if is_abandoned(trajectory):
         go_on(state, trajectory)
     else:
+        trajectory.truncated = "tokens" if event.length_capped else ""
         finish(state, trajectory)
         grade(state, trajectory)
 
@@ -181,6 +182,7 @@ def graded(state: State, trajectory: Trajectory, reward: float | None) -> None:
 def _evaluation_graded(state: State) -> None:
     evaluation = state.evaluation
     evaluation.ungraded -= 1
+    episode_left(state)
     if evaluation.ungraded:
         return
     version = evaluation.finish()

@@ -65,6 +65,8 @@ def culprit(state: State) -> str:
 
 
 def on_controller_restarted(state: State, event: ev.ControllerRestarted) -> None:
+    if event.max_episodes != state.settings.max_episodes:
+        state.settings = msgspec.structs.replace(state.settings, max_episodes=event.max_episodes)
     if event.steps > state.settings.steps:
         state.settings = msgspec.structs.replace(state.settings, steps=event.steps)
         state.formation.extend(state.settings)

@@ -49,10 +49,9 @@ PAPER: Final = Orchestration(
 
 
 def orchestration_of(
-    rules: str, *, without: Sequence[str] = (), refill: bool = False, calls: Calls | None = None
+    rules: str, *, without: Sequence[str] = (), refill: bool = False, calls: Calls = "release"
 ) -> Orchestration:
-    """Return the rules named `dora` or `paper`, without those that are switched off. `calls`: None is the default."""
+    """Return the rules named `dora` or `paper`, without those that are switched off."""
     chosen = PAPER if rules == "paper" else Orchestration(refill=refill)
-    if calls is not None:
-        chosen = msgspec.structs.replace(chosen, calls=calls)
-    return msgspec.structs.replace(chosen, **{key: value for name in without for key, value in SWITCHES[name].items()})
+    changes = {key: value for name in without for key, value in SWITCHES[name].items()}
+    return msgspec.structs.replace(chosen, calls=calls, **changes)

@@ -40,8 +40,10 @@ class Counters:
     staleness_violations: int = 0  #: groups committed outside 0 <= s - v <= K (C3)
     late_completions: int = 0  #: events of an old attempt or incarnation, ignored
     migrations: int = 0  #: trajectories moved to a peer
-    environment_failed: int = 0  #: trajectories without a reward because their environment could not go on
+    replays: int = 0  #: of environments that were lost
     recovered: int = 0  #: trajectories that continued elsewhere after their instance was lost
+    #: trajectories without a reward because their environment could not go on, by cause
+    environment_failed: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -143,6 +145,13 @@ class State:
         """Return the window's entry of a version that is needed."""
         return self.window.entries[version]
 
+    def hosts_have_room(self, count: int) -> bool:
+        """Whether the environment has room for so many more episodes. Evaluation samples count once they have begun."""
+        most = self.settings.max_episodes
+        if not most:
+            return True
+        return self.evaluation.num_begun + sum([e.unfinished for e in self.window.entries.values()]) + count <= most
+
     @property
     def next_group(self) -> GroupId:
         """Id of the next group to be admitted, which is the cursor of the prompt stream."""
@@ -154,6 +163,14 @@ def fail(state: State, reason: str) -> None:
     if not state.finished:
         state.finished = True
         state.out.append(FailRun(reason))
+
+
+def episode_left(state: State) -> None:
+    """Note that the hosts of an environment have room for one more episode: for an evaluation sample first."""
+    if state.settings.max_episodes:
+        admissions_changed(state)
+        if state.evaluation.version is not None:
+            state.agenda.fill(state.evaluation.version)  # what is noted last is filled first
 
 
 def admissions_changed(state: State) -> None:

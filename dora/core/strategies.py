@@ -118,6 +118,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     watchdog_s: float = 120.0  #: time without a new token after which an instance with requests counts as lost
     no_progress_s: float = 300.0  #: time without progress, while work is outstanding, after which the run fails
     call_limit_s: float = 0.0  #: longest time of a call of an environment, by which calls extend no_progress_s
+    max_episodes: int = 0  #: unfinished trajectories for which environments have room; 0: any number
     max_attempts: int = 8  #: requests of one trajectory that may fail, not counting lost instances
     max_parallel_pushes: int = 4
     eval_prompt_tokens: tuple[int, ...] = ()  #: prompt lengths of all evaluation samples, in order

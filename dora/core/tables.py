@@ -11,7 +11,7 @@ import math
 from dataclasses import KW_ONLY, InitVar, dataclass, field
 from typing import Final
 
-from dora.core.ids import GroupId, InstanceId, StepId, TrajectoryId, VersionId
+from dora.core.ids import GroupId, InstanceId, StepId, TrajectoryId, Truncation, VersionId
 from dora.core.phases import (
     GROUP,
     MEMBERSHIP,
@@ -48,6 +48,8 @@ class Trajectory:
     footprint: int = 0  #: KV tokens accounted for while it is resident: prompt + max(produced, expected)
     turn_rewards: tuple[float, ...] = ()  #: that the environment gave, one for each call
     reward: float | None = None
+    truncated: Truncation = ""  #: the budget that ended it; known once it is finished
+    repeated: int = 0  #: tokens that the trainer computes again, since the conversation forked
     is_mixed: bool = False  #: a span has another version than its group's tag (C1)
 
     def move(self, phase: TrajectoryPhase) -> None:

@@ -66,7 +66,7 @@ class Feed:
         feed = self.steps.setdefault(step, StepFeed())
         pending = feed.pending[len(feed.groups) // self.groups_per_update]
         feed.groups.append(group)
-        lengths = [(t.id, t.num_tokens) for t in group.trajectories if t.reward is not None]
+        lengths = [(t.id, t.num_tokens + t.repeated) for t in group.trajectories if t.reward is not None]
         prompt, shared = group.num_prompt_tokens, self.shared_prompts
         for answer in answers_of(group.id, lengths, prompt=prompt, shared_prompts=shared):
             pending.add(answer)

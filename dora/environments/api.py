@@ -71,6 +71,7 @@ class Observation:
 
     messages: Sequence[Message]  # at least one; roles user, tool, system
     reward: float = 0.0  # of the turn
+    rewrites: bool = False  # `messages` are the whole conversation from now on, turns of the assistant included
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +85,9 @@ class End:
 class Environment:
     """One episode. A host also makes one object, and drops it, when it starts, to see that it can.
 
-    The arguments of the constructor are `environment.options`. `can_replay`: the same row and turns lead to the same
-    observations, so that an episode may be repeated from its recorded turns if its host is lost (not done yet).
+    The arguments of the constructor are `environment.options`. `can_replay`: the same row and turns always lead to the
+    same observations and rewards. If the host or the controller is lost, the episode is repeated from its recorded
+    turns and goes on; the call that was under way is then made again.
     """
 
     can_replay: ClassVar[bool] = False
@@ -95,7 +97,7 @@ class Environment:
         raise NotImplementedError
 
     def step(self, turn: Turn) -> Observation | End | Awaitable[Observation | End]:
-        """Answer a turn. It is called at most once for each, and never again after `End`."""
+        """Answer a turn. It is called at most once for each, unless `can_replay`, and never again after `End`."""
         raise NotImplementedError
 
     def close(self) -> Awaitable[None] | None:

@@ -18,24 +18,7 @@ import msgspec
 
 from dora.environments.api import Turn
 from dora.environments.renderer import Message, Renderer, RenderingFailed, Tool
-
-
-@dataclass(frozen=True, slots=True)
-class EpisodeRow:
-    """One sequence for the trainer; the three have the same length, and the last token is a sampled one."""
-
-    ids: array[int]
-    mask: bytearray  # 1 for the tokens that were sampled in this row
-    logprobs: array[float]  # behavior log-probs; 0 where the mask is 0
-
-
-@dataclass(frozen=True, slots=True)
-class Fork:
-    """Where a row begins: the first `keep` tokens of row `parent`, then the answer from token `start` on."""
-
-    start: int
-    parent: int
-    keep: int
+from dora.journal.rows import EpisodeRow, Fork, answer_bound, row_ids, rows_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +52,7 @@ class Episode:
         "_start",
         "logprobs",
         "mask",
+        "max_row_tokens",
         "max_tokens",
         "prompt",
         "tokens",
@@ -82,12 +66,14 @@ class Episode:
         messages: Sequence[Message],
         *,
         max_tokens: int,
+        max_row_tokens: int | None = None,
         tools: Sequence[Tool] = (),
         prompt: Sequence[int] = (),
     ) -> None:
         """`messages`: the first prompt; `prompt`: its tokens, if a sibling has rendered it.
 
-        `max_tokens`: bound of the answer, observations included. RenderingFailed: `messages` cannot be rendered.
+        `max_tokens`: bound of the answer, observations included. `max_row_tokens`: of all rows together, if any.
+        RenderingFailed: `messages` cannot be rendered.
         """
         conversation = _with_names(_checked(messages))
         self.prompt = array("i", prompt or renderer.render(conversation, tools=tools))
@@ -95,8 +81,9 @@ class Episode:
         self.mask = bytearray()  #: 1 for a sampled token
         self.logprobs = array("f")  #: 0 where the mask is 0
         self.max_tokens = max_tokens
+        self.max_row_tokens = max_row_tokens
         self.tools = tuple(tools)
-        self.truncated = False  #: an observation was cut, because the answer reached its bound
+        self.truncated = False  #: an observation was cut, because the answer or the rows reached their bound
         self._renderer = renderer
         self._num_calls = 0
         self._branches = [_Branch(Fork(start=0, parent=0, keep=len(self.prompt)), conversation)]
@@ -162,16 +149,21 @@ class Episode:
         conversation = _with_names(_checked(messages))
         row, keep, added = self._extended(conversation) or self._rendered(conversation)
         if row < len(self._branches) - 1 or keep < self._row_length():
+            if not added:  # so that no two turns follow each other without a token between them
+                keep, added = keep - 1, self._row(row)[keep - 1 : keep].tolist()
             self._branches.append(_Branch(Fork(len(self.tokens), row, keep), conversation))
         self._branches[-1].messages = conversation
         return self._add(added)
 
     def rows(self) -> list[EpisodeRow]:
         """Return the rows that have sampled tokens of their own."""
-        return [row for number in range(len(self._branches)) if (row := self._trained(number)) is not None]
+        return rows_of(self.prompt, self.tokens, mask=self.mask, logprobs=self.logprobs, forks=self.forks)
 
     def _add(self, added: Sequence[int]) -> int:
-        room = max(0, self.max_tokens - len(self.tokens) - 1)
+        bound = answer_bound(
+            self.max_tokens, prompt=len(self.prompt), forks=self.forks, max_row_tokens=self.max_row_tokens
+        )
+        room = max(0, bound - len(self.tokens) - 1)
         self.truncated = self.truncated or len(added) > room
         added = added[:room]
         self.tokens.extend(added)
@@ -216,26 +208,7 @@ class Episode:
 
     def _row(self, number: int) -> array[int]:
         """Return the tokens of a row, prompt included."""
-        fork = self._branches[number].fork
-        before = self.prompt if number == 0 else self._row(fork.parent)
-        return before[: fork.keep] + self.tokens[fork.start : self._end(number)]
-
-    def _end(self, number: int) -> int:
-        """Return where a row ends in the answer."""
-        later = self._branches[number + 1 : number + 2]
-        return later[0].fork.start if later else len(self.tokens)
-
-    def _trained(self, number: int) -> EpisodeRow | None:
-        fork = self._branches[number].fork
-        length = self.mask.rfind(1, fork.start, self._end(number)) + 1 - fork.start
-        if length <= 0:
-            return None
-        own = slice(fork.start, fork.start + length)
-        return EpisodeRow(
-            ids=self._row(number)[: fork.keep + length],
-            mask=bytearray(fork.keep) + self.mask[own],
-            logprobs=array("f", bytes(4 * fork.keep)) + self.logprobs[own],
-        )
+        return row_ids(self.prompt, self.tokens, self.forks, number)
 
 
 def sampled_turns(mask: bytes | bytearray) -> list[tuple[int, int]]:

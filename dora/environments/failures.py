@@ -29,12 +29,18 @@ class Failures:
         """Note an episode that did not fail."""
         self._endings[source].append("")
 
-    def failed(self, reason: str, *, source: str, row: str, is_own: bool) -> None:
-        """Note a failed episode; `is_own`: by its own fault, as far as one can know. RunFailed if they are too many."""
+    def failed(self, reason: str, *, source: str, row: str, is_own: bool, is_known: bool = False) -> None:
+        """Note a failed episode. RunFailed if they are too many.
+
+        `is_own`: by its own fault, as far as one can know. `is_known`: another of the source has failed by the same
+        event, the loss of their host; they count as one.
+        """
         if is_own:
             self._of_rows[row] += 1
             if self._of_rows[row] >= self._row_failures:
                 self.set_aside[row] = reason
+        if is_known:
+            return
         endings = self._endings[source]
         endings.append(reason)
         num_failed = sum(map(bool, endings))

@@ -149,6 +149,9 @@ class _Host:
         assert episode.environment is not None
         result = await run(episode.environment.step, _turn(request["turn"]))
         _require(result, (Observation, End), of="step")
+        if isinstance(result, Observation) and result.rewrites:  # each message had its limit when it was new
+            messages = [one for message in result.messages for one in cut_messages([message], limit=self._output_bytes)]
+            return {"type": "observation", "messages": messages, "reward": result.reward, "rewrites": True}
         messages = cut_messages(result.messages, limit=self._output_bytes)
         kind = "end" if isinstance(result, End) else "observation"
         return {"type": kind, "messages": messages, "reward": result.reward}

@@ -4,8 +4,9 @@ Invariant: a call is sent at most once, and a failure is never a reward. A host 
 everything it started, and replaced when a place in it is needed; it fails its own episodes and no others. What fails is
 an `EnvironmentFailed` with its cause. Whoever calls has made the intent durable before.
 
-Waits: `start` for a place, at most an hour, and for a host, at most START_ATTEMPTS times `start_timeout_s`; each call
-for its reply, at most `call_timeout_s` and the time to kill the host.
+Waits: `start` for a place, at most an hour, and for a host, at most START_ATTEMPTS times `start_timeout_s` and a minute
+of back-off if hosts are lost one after another; each call for its reply, at most `call_timeout_s` and the time to kill
+the host.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+import structlog
+
 from dora.environments.api import End, Observation, Reset, Turn
 from dora.environments.failures import Failures
 from dora.environments.process import HostLost, HostProcess, StartFailed
@@ -27,8 +30,16 @@ from dora.errors import ProtocolError, RunFailed, one_line
 if TYPE_CHECKING:
     from dora.config.schema import EnvironmentConfig
 
+log = structlog.get_logger(__name__)
+
 #: Number of consecutive failed starts of a host after which the run fails.
 START_ATTEMPTS = 3
+
+#: Number of hosts lost without the answer to a single turn between them, after which the run fails.
+LOST_IN_A_ROW = 10
+
+#: Delay before the second of such hosts is replaced, in seconds; it doubles with each of them.
+_BACKOFF_S = 0.25
 
 #: Timeout for a place in a host, which another episode leaves when it ends.
 PLACE_TIMEOUT_S = 3_600.0
@@ -46,7 +57,11 @@ class EnvironmentPool:
 
     def __init__(self, settings: EnvironmentConfig, *, field: str = "environment") -> None:
         self._settings = settings
-        self._slots = [_Slot(settings, field=field, wake=self._wake) for _ in range(settings.hosts)]
+        self._losses = _Losses(field)
+        self._slots = [
+            _Slot(settings, number=number, field=field, wake=self._wake, losses=self._losses)
+            for number in range(settings.hosts)
+        ]
         self._episodes: dict[int, _Episode] = {}
         self._waiting: deque[asyncio.Future[_Slot]] = deque()  # `start`, for a place
         self._closing: set[asyncio.Task[None]] = set()
@@ -123,7 +138,8 @@ class EnvironmentPool:
         known = self._episodes.get(episode)
         if known is not None:
             self._forget(episode, known)
-            self._failures.ended(known.source)
+            if known.was_answered:  # else it has only given a prompt
+                self._failures.ended(known.source)
             await self._closed(known, known.host.call({"type": "close", "episode": episode}))
 
     async def _call(
@@ -135,6 +151,9 @@ class EnvironmentPool:
             reply = read_reply(await known.host.call({"episode": episode, **request}), expected=expected)
             known.host.num_stuck += isinstance(reply, FailedCall) and reply.stuck
             outcome = outcome_of(reply) if isinstance(reply, FailedCall) else reply
+            if isinstance(outcome, Observation | End):
+                known.was_answered = True
+                self._losses.in_a_row = 0
         except TimeoutError:
             outcome = EnvironmentFailed("timeout", f"timed out after {self._settings.call_timeout_s:g} s")
         except HostLost as err:
@@ -157,8 +176,14 @@ class EnvironmentPool:
     def _note(self, outcome: End | EnvironmentFailed, known: _Episode, *, is_own: bool) -> None:
         if isinstance(outcome, End):
             self._failures.ended(known.source)
-        else:
-            self._failures.failed(outcome.reason, source=known.source, row=known.row, is_own=is_own)
+            return
+        is_known = outcome.cause == "host" and known.source in known.host.blamed
+        if outcome.cause == "host":
+            known.host.blamed.add(known.source)
+        was_set_aside = known.row in self.set_aside
+        self._failures.failed(outcome.reason, source=known.source, row=known.row, is_own=is_own, is_known=is_known)
+        if known.row in self.set_aside and not was_set_aside:
+            log.warning("row_set_aside", row=known.row, source=known.source, reason=outcome.reason)
 
     def _abandon(self, episode: int, known: _Episode) -> None:
         """Forget an episode whose environment does not know that it is over, and tell it."""
@@ -211,18 +236,38 @@ class EnvironmentPool:
                 turn.set_result(self._take())
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Episode:
     slot: _Slot
     host: HostProcess
     source: str
     row: str
+    was_answered: bool = False  # a turn
+
+
+class _Losses:
+    """The hosts that were lost without the answer to a turn between them."""
+
+    def __init__(self, field: str) -> None:
+        self._field = field
+        self.in_a_row = 0
+
+    async def back_off(self) -> None:
+        """Wait before another host is started, longer after each loss; RunFailed if there were too many."""
+        if self.in_a_row >= LOST_IN_A_ROW:
+            raise RunFailed(f"{self._field}: {self.in_a_row} hosts in a row were lost; log.jsonl has the reasons")
+        if self.in_a_row > 1:
+            await asyncio.sleep(_BACKOFF_S * 2 ** (self.in_a_row - 2))
 
 
 class _Slot:
     """A place for a host, which is started on demand, and replaced when it is lost."""
 
-    def __init__(self, settings: EnvironmentConfig, *, field: str, wake: Callable[[], None]) -> None:
+    def __init__(
+        self, settings: EnvironmentConfig, *, number: int, field: str, wake: Callable[[], None], losses: _Losses
+    ) -> None:
+        self._number = number
+        self._losses = losses
         self._settings = settings
         self._field = field
         self._wake = wake
@@ -256,8 +301,16 @@ class _Slot:
             if host is not None and not host.is_lost and (host.num_episodes or not host.num_stuck):
                 return host
             await self.kill()
+            if host is not None:
+                await self._losses.back_off()
             self.host = await self._start()
+            if host is not None:
+                log.warning("host_replaced", lost_in_a_row=self._losses.in_a_row)
             return self.host
+
+    def _on_lost(self, is_unexpected: bool) -> None:
+        self._losses.in_a_row += is_unexpected
+        self._wake()
 
     async def kill(self) -> None:
         if self.host is not None:
@@ -266,7 +319,7 @@ class _Slot:
     async def _start(self) -> HostProcess:
         ending = ""
         for _ in range(START_ATTEMPTS):
-            host = HostProcess(self._settings, field=self._field, on_lost=self._wake)
+            host = HostProcess(self._settings, field=self._field, on_lost=self._on_lost, number=self._number)
             try:
                 await host.start()
             except BaseException as err:

@@ -8,12 +8,14 @@ HostLost.
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import structlog
 
 import dora
 from dora.environments.replies import Head, Ready, decode
@@ -22,6 +24,8 @@ from dora.tasks.child import GuardedProcess
 
 if TYPE_CHECKING:
     from dora.config.schema import EnvironmentConfig
+
+log = structlog.get_logger(__name__)
 
 #: Maximum size of a reply: the messages of `reset`, or an observation of 1 MiB with every byte escaped.
 REPLY_BYTES = 16 << 20
@@ -57,13 +61,20 @@ class StartFailed(Exception):
 
 
 class HostProcess:
-    """A host with the environment of `settings`, at the config key `field`. `on_lost` is told when it is lost."""
+    """A host with the environment of `settings`, at the config key `field`.
 
-    def __init__(self, settings: EnvironmentConfig, *, field: str, on_lost: Callable[[], None]) -> None:
+    `on_lost` is called when it is lost, with False if `kill` was the reason.
+    """
+
+    def __init__(
+        self, settings: EnvironmentConfig, *, field: str, on_lost: Callable[[bool], None], number: int = 0
+    ) -> None:
         self._settings = settings
         self._field = field
         self._on_lost = on_lost
-        self._process = GuardedProcess("host", max_bytes=REPLY_BYTES, argv=_argv(settings), environment=_ENVIRONMENT)
+        self._process = GuardedProcess(
+            "host", max_bytes=REPLY_BYTES, argv=_argv(settings, number=number), environment=_ENVIRONMENT
+        )
         self._pending: dict[int, asyncio.Future[bytes]] = {}
         self._num_requests = 0
         self._reader: asyncio.Task[None] | None = None
@@ -72,6 +83,8 @@ class HostProcess:
         self._was_calling = False  # when it was lost
         self.can_replay = False
         self.num_episodes = 0
+        #: Sources with an episode that its loss has failed.
+        self.blamed: set[str] = set()
         #: Threads that never returned, and still take memory and time.
         self.num_stuck = 0
 
@@ -114,7 +127,7 @@ class HostProcess:
         if self._reader is None:  # it was never ready
             await self._process.kill()
         else:
-            self._lose("killed")
+            self._lose("killed", is_unexpected=False)
         if self._end is not None:
             await asyncio.wait([self._end])
 
@@ -160,13 +173,13 @@ class HostProcess:
         except (asyncio.IncompleteReadError, ConnectionError, ProtocolError) as err:
             self._lose(err)
 
-    def _lose(self, cause: str | Exception) -> None:
+    def _lose(self, cause: str | Exception, *, is_unexpected: bool = True) -> None:
         if self._end is None:
             self._was_calling = any(not reply.done() for reply in self._pending.values())
-            self._end = asyncio.create_task(self._end_by(cause), name="host-end")
-            self._on_lost()
+            self._end = asyncio.create_task(self._end_by(cause, is_unexpected=is_unexpected), name="host-end")
+            self._on_lost(is_unexpected)
 
-    async def _end_by(self, cause: str | Exception) -> None:
+    async def _end_by(self, cause: str | Exception, *, is_unexpected: bool) -> None:
         if self._reader is not None:
             self._reader.cancel()
             await asyncio.wait([self._reader])
@@ -175,6 +188,8 @@ class HostProcess:
             self._how = cause
         else:
             self._how = await self._process.ending(cause)
+        if is_unexpected:
+            log.warning("host_lost", reason=self._how, episodes=self.num_episodes)
         for reply in self._pending.values():
             if not reply.done():
                 reply.set_exception(HostLost(self._how, is_own=True))
@@ -184,6 +199,14 @@ class HostProcess:
 _ENVIRONMENT = {"MALLOC_ARENA_MAX": "2"}
 
 
-def _argv(settings: EnvironmentConfig) -> list[str]:
+def _argv(settings: EnvironmentConfig, *, number: int) -> list[str]:
     python = [settings.python or sys.executable, "-c", _BOOTSTRAP, str(Path(dora.__file__).parent)]
-    return [str(settings.memory_mb), *(settings.command or python)]
+    return [str(settings.memory_mb), _cores(settings.cores, number=number), *(settings.command or python)]
+
+
+def _cores(count: int, *, number: int) -> str:
+    """Return the CPU cores of host `number`: those after the host before it, from the last core down; "": all."""
+    if not count or not hasattr(os, "sched_getaffinity"):
+        return ""
+    allowed = sorted(os.sched_getaffinity(0), reverse=True)
+    return ",".join(str(allowed[(number * count + i) % len(allowed)]) for i in range(min(count, len(allowed))))

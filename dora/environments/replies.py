@@ -16,8 +16,9 @@ from dora.errors import ProtocolError, one_line
 from dora.tasks.rewards import LARGEST_REWARD
 
 #: `raised`: by code of the user. `timeout`: a call did not return. `host`: its process died. `invalid`: a reply that is
-#: none. `set_aside`: the row had failed too often. `no_place`: all hosts stayed full.
-Cause = Literal["raised", "timeout", "host", "invalid", "set_aside", "no_place"]
+#: none. `set_aside`: the row had failed too often. `no_place`: all hosts stayed full. `replay`: a new environment did
+#: not repeat what is recorded of a lost one.
+Cause = Literal["raised", "timeout", "host", "invalid", "set_aside", "no_place", "replay"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,7 @@ class FailedCall(msgspec.Struct, frozen=True):
 
 
 _KINDS: dict[str, Any] = {"reset": Reset, "observation": Observation, "end": End, "failed": FailedCall}
-_ROLES = {"reset": {"system", "user", "assistant", "tool"}, "observation": {"system", "user", "tool"}}
+_ANY = {"system", "user", "assistant", "tool"}
 
 
 def decode(body: bytes, kind: type[Any]) -> Any:
@@ -74,13 +75,21 @@ def read_reply(body: bytes, *, expected: Sequence[str]) -> Reset | Observation |
         raise ProtocolError(f"invalid reply: the reply is '{kind}', not {' or '.join(expected)}")
     reply: Reset | Observation | End | FailedCall = decode(body, _KINDS[kind])
     if not isinstance(reply, FailedCall):
-        if not reply.messages and kind in _ROLES:
+        roles = _roles(reply)
+        if not reply.messages and roles is not None:
             raise ProtocolError(f"invalid reply: {kind} without a message")
         for message in reply.messages:
-            _check(message, roles=_ROLES.get(kind))
+            _check(message, roles=roles)
     if isinstance(reply, Observation | End) and not abs(reply.reward or 0.0) <= LARGEST_REWARD:
         raise ProtocolError(f"invalid reply: the reward is {reply.reward}, expected a finite number of 32 bits")
     return reply
+
+
+def _roles(reply: Reset | Observation | End) -> set[str] | None:
+    """Return whose messages a reply may have; None: it may have any, or none at all."""
+    if isinstance(reply, End):
+        return None
+    return _ANY if isinstance(reply, Reset) or reply.rewrites else _ANY - {"assistant"}
 
 
 def _check(message: Message, *, roles: set[str] | None) -> None:

@@ -108,6 +108,7 @@ def audit_entries(
         migrations=tables.migrations,
         recovered=tables.recovered,
         environment_failed=tables.environment_failed,
+        episode_replays=tables.episode_replays,
         late_completions=tables.late_completions,
         evaluations=tuple(sorted(tables.reported)),
         replays_differ=tables.replays_differ,

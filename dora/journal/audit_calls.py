@@ -1,8 +1,8 @@
 """The audit of calls of environments: C2, as far as it says that a call is made at most once.
 
 Each call has its intent, the CallStarted with which a turn ended, in the journal before it is ordered; it is ordered
-once, and once more only if a new controller says that the environment can repeat it; no turn begins and no grading
-while it is under way; and what it appends is added to all tokens known before.
+once, and once more only if a new controller says that the environment can be replayed; no turn begins and no grading
+while it is under way; and what it appends is added to all tokens known before. Replays are counted.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ def _on_call_finished(t: AuditTables, event: ev.CallFinished) -> None:
         return
     answer.calling = None
     answer.turn_reward += event.reward
+    t.episode_replays += event.replays
     take_count(t, event.trajectory, answer, event.num_tokens)
     if not t.is_wanted(event.trajectory):
         _forget(t, event.trajectory, answer)

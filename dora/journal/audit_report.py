@@ -58,6 +58,7 @@ class AuditReport:
     migrations: int  #: trajectories that the controller stopped and continued on another instance
     recovered: int  #: trajectories that continued after their instance was lost
     environment_failed: int  #: trajectories without a reward because their environment could not go on
+    episode_replays: int  #: of environments that were lost
     late_completions: int  #: of an old attempt, ignored; those of micro-batches are not counted
     evaluations: tuple[int, ...]  #: versions evaluated
     replays_differ: int  #: versions that a replay computed with other bytes (0 if the trainer is deterministic)
@@ -87,7 +88,10 @@ def render(report: AuditReport, *, max_violations: int = 20) -> str:
         f"  moves        {report.migrations} migrations, {report.recovered} recovered after a loss, "
         f"{report.late_completions} late completions ignored",
         f"  token store  {tokens}",
-        *([f"  environments {report.environment_failed} trajectories failed"] * (report.environment_failed > 0)),
+        *(
+            [f"  environments {report.environment_failed} trajectories failed, {report.episode_replays} replays"]
+            * (report.environment_failed + report.episode_replays > 0)
+        ),
         *(
             [f"  replays      {report.replays_differ} versions recomputed with other bytes"]
             * (report.replays_differ > 0)

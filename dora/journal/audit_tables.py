@@ -129,6 +129,7 @@ class AuditTables:
         self.migrations = 0
         self.recovered = 0
         self.environment_failed = 0
+        self.episode_replays = 0
         self.late_completions = 0
         self.restarts = 0
         self.end = NO_END

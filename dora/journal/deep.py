@@ -7,6 +7,7 @@ not import torch: the caller passes the scorer.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +17,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from dora.core.ids import GroupId, StepId, TrajectoryId, VersionId, group_of
+from dora.core.ids import GroupId, StepId, TrajectoryId, Truncation, VersionId, group_of
 from dora.errors import ConfigError
+from dora.journal.rows import Fork, row_ids
 from dora.journal.tokens import TokenStore
 
 #: Largest median |Δ log-prob| between engine and scorer under the trajectory's own version, by the coarser of their
@@ -32,21 +34,24 @@ TOLERANCE: Final[Mapping[str, float]] = {"float32": 1e-4, "bfloat16": 5e-3}
 Score = Callable[[Path, Sequence[Sequence[int]], Sequence[int]], Sequence[npt.NDArray[np.float32]]]
 
 
-class KeptTrajectory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One trained trajectory in full."""
+class KeptTrajectory(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One trained trajectory in full. Without an environment the last three are absent."""
 
     step: StepId
     group: GroupId
     trajectory: TrajectoryId
     version: VersionId
     reward: float | None
-    length_capped: bool
+    truncated: Truncation  #: the budget that ended it
     prompt: str
     text: str
     prompt_tokens: tuple[int, ...]
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]  #: behavior log-probs, one per token
     observed: tuple[tuple[int, int], ...] = ()  #: start and end of each observation, whose tokens were not sampled
+    forks: tuple[Fork, ...] = ()  #: where its rows begin, but the first
+    turn_rewards: tuple[float, ...] = ()  #: that the environment gave, one for each call
+    calls_s: tuple[float, ...] = ()  #: seconds of each call under the controller that wrote this
 
     @property
     def is_sampled(self) -> npt.NDArray[np.bool_]:
@@ -55,6 +60,15 @@ class KeptTrajectory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         for start, end in self.observed:
             sampled[start:end] = False
         return sampled
+
+    def rows(self) -> list[tuple[list[int], int]]:
+        """Return the tokens of each row, and how many of them come before its own part.
+
+        ValueError if the forks are none of this answer. The own parts are the answer, in order.
+        """
+        prompt, answer = array("i", self.prompt_tokens), array("i", self.tokens)
+        keeps = [len(self.prompt_tokens), *(fork.keep for fork in self.forks)]
+        return [(row_ids(prompt, answer, self.forks, row).tolist(), keep) for row, keep in enumerate(keeps)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +126,10 @@ def read_kept(path: Path) -> Iterator[KeptTrajectory]:
                 raise ConfigError(f"{path}, line {number}: not a kept trajectory: {err}") from err
             if len(kept.tokens) != len(kept.logprobs):
                 raise ConfigError(f"{path}, line {number}: {len(kept.tokens)} tokens, {len(kept.logprobs)} log-probs")
+            try:
+                kept.rows()
+            except ValueError as err:
+                raise ConfigError(f"{path}, line {number}: trajectory {kept.trajectory}: {err}") from err
             yield kept
 
 
@@ -131,6 +149,7 @@ def altered_rows(
             and kept.tokens == tuple(answer.tokens)
             and np.array_equal(np.asarray(kept.logprobs, np.float32), answer.logprobs)
             and np.array_equal(kept.is_sampled, answer.loss_mask)
+            and kept.forks == answer.forks
         )
         if not is_same:
             yield f"{path}, line {number}: trajectory {kept.trajectory} is not what journal and token store have"
@@ -175,8 +194,8 @@ def _check(
     folders: tuple[Path, Path],
     tolerance: float,
 ) -> VersionCheck:
-    sequences = [[*t.prompt_tokens, *t.tokens] for t in trajectories]
-    prompt_lengths = [len(t.prompt_tokens) for t in trajectories]
+    rows = [row for t in trajectories for row in t.rows()]
+    sequences, prompt_lengths = [ids for ids, _ in rows], [keep for _, keep in rows]
     is_sampled = np.concatenate([t.is_sampled for t in trajectories])
     recorded = np.concatenate([np.asarray(t.logprobs, np.float64) for t in trajectories])
     delta, delta_next = (

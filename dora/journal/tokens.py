@@ -3,6 +3,8 @@
 It is a file of records in frames (frames.py). A record is a prompt or a chunk of an answer: a little-endian head, then
 raw arrays. Every record has the epoch of the controller that wrote it; a chunk also has its start position.
 
+A chunk may begin a row of its own (rows.py): it then also has the row that it forks from, and how much of it.
+
 Invariant: an answer is the sequence of its chunks, where a later chunk replaces everything from its position on. A
 chunk of an older attempt after one of a newer attempt is ignored, because a server treated as lost may still send
 tokens. A chunk that starts after the end of its answer is a JournalError, because tokens are missing. A
@@ -24,24 +26,29 @@ import numpy.typing as npt
 
 from dora.core.ids import GroupId, TrajectoryId
 from dora.journal.frames import FrameReader, FrameWriter, JournalError
+from dora.journal.rows import Fork
 
 #: kind, trajectory or group, epoch, attempt, position of the first token (in a prompt: group size), number of tokens
 _HEAD: Final = struct.Struct("<BqIIII")
 _PROMPT: Final = 0
 _CHUNK: Final = 1  #: every token was sampled by the policy
 _MASKED_CHUNK: Final = 2  #: with a loss mask
+_FORKED_CHUNK: Final = 3  #: with a loss mask, and the parent row and the number of its tokens that the new row repeats
 DIGEST_BYTES: Final = 16  #: after the tokens of a prompt
 _MAX_SIBLINGS: Final = 1 << 16  #: larger than any group, so that a damaged head does not cause billions of iterations
 
 _TOKENS: Final = np.dtype("<i4")
 _LOGPROBS: Final = np.dtype("<f4")
 _MASK: Final = np.dtype("u1")
+_FORK: Final = struct.Struct("<II")
+_MASKED_BYTES: Final = _TOKENS.itemsize + _LOGPROBS.itemsize + _MASK.itemsize
 
 #: Kind -> bytes per token, and bytes after the tokens.
 _SIZES: Final = {
     _PROMPT: (_TOKENS.itemsize, DIGEST_BYTES),
     _CHUNK: (_TOKENS.itemsize + _LOGPROBS.itemsize, 0),
-    _MASKED_CHUNK: (_TOKENS.itemsize + _LOGPROBS.itemsize + _MASK.itemsize, 0),
+    _MASKED_CHUNK: (_MASKED_BYTES, 0),
+    _FORKED_CHUNK: (_MASKED_BYTES, _FORK.size),
 }
 
 
@@ -67,17 +74,21 @@ class TokenWriter(FrameWriter):
         *,
         start: int,
         loss_mask: Sequence[int] | None = None,
+        fork: Fork | None = None,
     ) -> None:
         """Append tokens that an attempt has produced, from position `start` of the answer, with behavior log-probs.
 
-        `loss_mask` is 1 for tokens that the policy sampled and 0 for those of a tool; None: all were sampled.
+        `loss_mask` is 1 for tokens that the policy sampled and 0 for those of a tool; None: all were sampled. `fork`:
+        where the row comes from that these tokens begin, if they do; it starts at `start`, with at least one token.
         """
         if len(logprobs) != len(tokens) or (loss_mask is not None and len(loss_mask) != len(tokens)):
             raise ValueError(f"trajectory {trajectory}: {len(tokens)} tokens need as many log-probs and mask entries")
         kind = _CHUNK if loss_mask is None else _MASKED_CHUNK
-        mask = b"" if loss_mask is None else np.asarray(loss_mask, _MASK).tobytes()
+        rest = b"" if loss_mask is None else np.asarray(loss_mask, _MASK).tobytes()
+        if fork is not None:
+            kind, rest = _FORKED_CHUNK, rest + _FORK.pack(fork.parent, fork.keep)
         head = _HEAD.pack(kind, trajectory, self._epoch, attempt, start, len(tokens))
-        self.write(head + _bytes(tokens, _TOKENS) + _bytes(logprobs, _LOGPROBS) + mask)
+        self.write(head + _bytes(tokens, _TOKENS) + _bytes(logprobs, _LOGPROBS) + rest)
 
 
 def _bytes(values: Sequence[float], dtype: np.dtype[Any]) -> bytes:
@@ -94,6 +105,7 @@ class StoredAnswer:
     tokens: npt.NDArray[np.int32]
     logprobs: npt.NDArray[np.float32]
     loss_mask: npt.NDArray[np.uint8]
+    forks: tuple[Fork, ...] = ()  #: where its rows begin, but the first
 
     @property
     def observed(self) -> list[tuple[int, int]]:
@@ -147,7 +159,7 @@ def read_tokens(path: Path, *, wanted: Container[int] | None = None) -> TokenSto
             )
         store.counts[trajectory] = start + count
         if wanted is None or trajectory in wanted:
-            chunk = _parse_chunk(record, masked=kind == _MASKED_CHUNK, count=count)
+            chunk = _parse_chunk(record, kind, start=start, count=count)
             chunks.setdefault(trajectory, []).append((start, chunk))
     store.torn_bytes = frames.torn_bytes
     store.answers = {trajectory: _join(parts) for trajectory, parts in chunks.items()}
@@ -164,13 +176,14 @@ def _parse_head(record: bytes, *, path: Path, offset: int) -> tuple[int, int, in
     raise JournalError(f"{path}: the record at byte {offset} is neither a prompt nor a chunk of tokens")
 
 
-def _parse_chunk(record: bytes, *, masked: bool, count: int) -> StoredAnswer:
+def _parse_chunk(record: bytes, kind: int, *, start: int, count: int) -> StoredAnswer:
     logprobs_at = _HEAD.size + count * _TOKENS.itemsize
     mask_at = logprobs_at + count * _LOGPROBS.itemsize
     return StoredAnswer(
         tokens=np.frombuffer(record, _TOKENS, count, _HEAD.size),
         logprobs=np.frombuffer(record, _LOGPROBS, count, logprobs_at),
-        loss_mask=np.frombuffer(record, _MASK, count, mask_at) if masked else np.ones(count, _MASK),
+        loss_mask=np.ones(count, _MASK) if kind == _CHUNK else np.frombuffer(record, _MASK, count, mask_at),
+        forks=(Fork(start, *_FORK.unpack_from(record, mask_at + count)),) if kind == _FORKED_CHUNK else (),
     )
 
 
@@ -184,7 +197,7 @@ def _join(parts: list[tuple[int, StoredAnswer]]) -> StoredAnswer:
             num_tokens -= len(last.tokens)
             if num_tokens < start:
                 left = slice(start - num_tokens)
-                kept.append(StoredAnswer(last.tokens[left], last.logprobs[left], last.loss_mask[left]))
+                kept.append(StoredAnswer(last.tokens[left], last.logprobs[left], last.loss_mask[left], last.forks))
                 num_tokens = start
         kept.append(part)
         num_tokens += len(part.tokens)
@@ -192,4 +205,5 @@ def _join(parts: list[tuple[int, StoredAnswer]]) -> StoredAnswer:
         tokens=np.concatenate([p.tokens for p in kept]),
         logprobs=np.concatenate([p.logprobs for p in kept]),
         loss_mask=np.concatenate([p.loss_mask for p in kept]),
+        forks=tuple(fork for p in kept for fork in p.forks),
     )

@@ -25,6 +25,8 @@ class LossSettings(Section):
 
     #: Other keys of `[objective]` whose defaults differ with this loss.
     IMPLIED: ClassVar[Mapping[str, str]] = {}
+    #: The loss of a token depends on other tokens of its sequence.
+    IS_OF_SEQUENCES: ClassVar[bool] = False
 
     kind: str
 

@@ -162,6 +162,22 @@ class Objective:
         return sums["sequence_weights"] / math.sqrt(sums["sequences"] * sums["sequence_weights_squared"])
 
 
+def compares_sequences(settings: ObjectiveConfig) -> bool:
+    """Return whether a token's loss or its share of D depends on other tokens of its sequence, which must be whole.
+
+    If not, the rows of a forked episode are sequences of their own.
+    """
+    return (
+        settings.aggregation != "token_mean"
+        or LEVELS.get(settings.weight, "token") != "token"
+        or settings.mis in ("sequence", "geometric")
+        or settings.veto > 0
+        or settings.opsm is not None
+        or settings.vcpo
+        or settings.loss.IS_OF_SEQUENCES
+    )
+
+
 def uses_proximal(settings: ObjectiveConfig) -> bool:
     """Return whether the objective depends on π_o."""
     corrects = settings.weight != "none" or settings.mis != "none" or settings.veto > 0 or settings.vcpo

@@ -24,6 +24,7 @@ def problems(objective: ObjectiveConfig, *, updates: int, group_size: int) -> It
             f"'{objective.advantage}' is group-relative; use at least 2"
         )
     yield from _loss_problems(objective, base, updates=updates)
+    yield from _turn_problems(objective)
     yield from _weight_problems(objective, base)
     yield from _mask_problems(objective, base)
     yield from _other_problems(objective, base, updates=updates)
@@ -57,6 +58,21 @@ def _loss_problems(objective: ObjectiveConfig, base: ObjectiveConfig, *, updates
                     f"objective.{name}: {getattr(objective, name)} acts on tokens, but gspo has one ratio for each "
                     "sequence; use the sequence or geometric level"
                 )
+
+
+def _turn_problems(objective: ObjectiveConfig) -> Iterator[str]:
+    if objective.turn_rewards == "sum":
+        return
+    if isinstance(objective.loss, Gspo):
+        yield (
+            "objective.turn_rewards: reward_to_go gives the turns of a sequence different advantages, but gspo has one "
+            "for each sequence; use sum, or objective.loss.kind = gspo_token"
+        )
+    if objective.opsm is not None:
+        yield (
+            "objective.opsm: rejects sequences by the sign of their advantage, which differs between turns with "
+            "objective.turn_rewards = reward_to_go; unset one of them"
+        )
 
 
 def _weight_problems(objective: ObjectiveConfig, base: ObjectiveConfig) -> Iterator[str]:

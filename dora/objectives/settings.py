@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from dora.core.ids import Truncation
 from dora.objectives.loss_settings import LossSettings
 from dora.objectives.losses.ppo import Ppo
 from dora.objectives.presets import PRESETS
@@ -13,6 +14,7 @@ from dora.objectives.table import PolicyLoss, settings_type
 from dora.section import Section
 
 Advantage = Literal["grpo", "dr_grpo", "rloo", "maxrl"]
+Truncated = Literal["train", "mask", "fail"]
 Level = Literal["none", "token", "sequence", "geometric"]
 #: Names that a user may look for -> why they are not among `Advantage`.
 _REFUSED = {
@@ -45,9 +47,17 @@ class ObjectiveConfig(Section):
     `seq_mean_token_mean`."""
     norm_tokens: int | None = Field(default=None, ge=1)
     """Constant length by which `seq_mean_token_sum_norm` and `longcat` divide. Unset: rollout.max_new_tokens."""
-    truncated: Literal["train", "mask"] = "train"
+    turn_rewards: Literal["sum", "reward_to_go"] = "sum"
+    """Rewards of an episode with several turns. `sum`: all its tokens have the advantage of their sum. `reward_to_go`:
+    those of turn t have that of the rewards from turn t on, among the siblings' rewards from their turn t on, or from
+    their last turn if they had fewer."""
+    truncated: Truncated = "train"
     """Answers that reached the token budget. `mask`: they count in the statistics of their group, but none of their
-    tokens is trained."""
+    tokens is trained. `fail`: they get no reward, and their siblings are trained without them."""
+    truncated_turns: Truncated = "train"
+    """The same for episodes that reached environment.max_turns."""
+    truncated_time: Truncated = "train"
+    """The same for episodes that reached environment.episode_timeout_s."""
     loss: PolicyLoss = Ppo()
     """The policy loss."""
     weight: Literal["none", "tis", "tis_sequence", "tis_geometric", "icepop"] = "tis"
@@ -98,6 +108,15 @@ class ObjectiveConfig(Section):
     """Multiply the divergence of a token by k = π/μ, without gradient, which makes `k3` unbiased off-policy."""
     entropy_coefficient: Annotated[float, Field(ge=0.0)] = 0.0
     """Coefficient of the entropy of softmax(logits / temperature), which is maximized."""
+
+    def truncations(self, treatment: Truncated) -> frozenset[Truncation]:
+        """Return the budgets whose answers are treated so."""
+        of: dict[Truncation, Truncated] = {
+            "tokens": self.truncated,
+            "turns": self.truncated_turns,
+            "time": self.truncated_time,
+        }
+        return frozenset(kind for kind, chosen in of.items() if chosen == treatment)
 
     @model_validator(mode="before")
     @classmethod

@@ -33,6 +33,7 @@ class UserLoss(LossSettings):
     is imported by the ranks of the trainer, also from the working directory."""
 
     IMPLIED = UNWEIGHTED
+    IS_OF_SEQUENCES = True
 
     kind: Annotated[str, Field(pattern=r"^[\w.]+:\w+$")]
     """module:function."""

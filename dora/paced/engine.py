@@ -2,7 +2,8 @@
 
 It uses the embedded engine's HTTP protocol and decides only when tokens appear. `sim.instance` is driven by a clock
 that runs `time_scale` times faster than the wall clock, so that a late wake-up delays publication but never decoding.
-The request id identifies the trajectory and so its answer; probes are answered at once. Invariant: `rows` are the
+The request id identifies the trajectory and so its answer; probes are answered at once. A turn ends where the table has
+a call; the KV of the answer stays, as in a prefix cache, for the request of its next turn. Invariant: `rows` are the
 generations whose requests the simulated server holds.
 """
 
@@ -69,10 +70,11 @@ class PacedModel:
         return {}
 
     def flush(self) -> None:
-        """No effect: the simulated server drops a prompt with the last sibling that uses it."""
+        """No effect: the simulated server has what is cached."""
 
     def tokens(self, start: int, end: int, *, total: int, capped: bool, passes: bool) -> list[int]:
-        """Tokens [start, end) of an answer of `total`: the first encodes the reward, the last ends it unless capped."""
+        """Tokens [start, end) of an answer whose turn ends at `total`: the first of all encodes the reward, the last of
+        the turn ends it unless capped."""
         made = [self.fail_id] * (end - start)
         if start == 0 and end and passes:
             made[0] = self.pass_id
@@ -107,6 +109,7 @@ class PacedEngine(Scheduler):
         self._answers, self._push_s, self._time_scale = answers, push_s, time_scale
         self._instance = SimulatedInstance(InstanceId(0), server, slowness=slowness)
         self._running: dict[TrajectoryId, _Running] = {}  # by attempt; those of one may overlap
+        self._calling: dict[int, Request] = {}  # by trajectory: the KV of these answers may still be here
         self._number = 0
         self._publish_at = 0.0  # in the workload's time, as all that `_now` is compared with
 
@@ -146,6 +149,13 @@ class PacedEngine(Scheduler):
             for number in list(self._running):
                 self.waiting.append(self._cut_off(number))
 
+    def flush(self, *, over_queue: bool = False) -> bool:
+        """Drop the KV of answers that call; that of a prompt leaves with the last sibling that uses it."""
+        flushed = super().flush(over_queue=over_queue)
+        while flushed and self._calling:
+            self._instance.forget(self._calling.popitem()[1].order.trajectory)
+        return flushed
+
     def release(self) -> None:
         self._instance.anchor = max(self._instance.anchor, self._now())  # no step ran during the pause
         super().release()
@@ -161,7 +171,7 @@ class PacedEngine(Scheduler):
             self._take(self.waiting.popleft())
         if not self.holding:
             self._end(self._instance.settle())
-        self.used_tokens = self._instance.used
+        self.used_tokens = self._instance.used - self._instance.spare()
         self._output_at = time.monotonic()  # a health probe succeeds at once
         self._stepped.set()
         self._publish_finished()
@@ -211,18 +221,31 @@ class PacedEngine(Scheduler):
                 f"request {generation.rid} has a prompt of {len(generation.prompt_ids)} tokens, but the workload's has "
                 f"{answer.prompt_tokens}: it belongs to another run"
             )
-        self._number += 1
-        number = TrajectoryId(self._number)
         so_far = produced + len(generation.output_ids)  # the latter precede a retraction
-        order = Generate(number, 0, self._instance.id, FIRST_VERSION, so_far)
-        request = Request(order, group, answer.prompt_tokens, answer.lengths[sibling], so_far)
+        request = self._next_turn(trajectory, so_far)
+        if request is None:
+            self._number += 1
+            order = Generate(TrajectoryId(self._number), 0, self._instance.id, FIRST_VERSION, so_far)
+            calls = tuple(call for call in answer.calls_of(sibling) if call.at > so_far)
+            request = Request(order, group, answer.prompt_tokens, answer.lengths[sibling], so_far, calls=calls)
         passes = answer.rewards[sibling] > 0
-        self._running[number] = _Running(generation, request, produced, passes)
+        self._running[request.order.trajectory] = _Running(generation, request, produced, passes)
         self.rows.append(generation)
         self.metrics.prefilled(len(generation.prompt_ids), 0)
         if not self._instance.num_running:
             self._publish_at = self._now()
         self._instance.take(request)
+
+    def _next_turn(self, trajectory: int, so_far: int) -> Request | None:
+        """Return the request of an answer that has called from here, and whose KV may still be here."""
+        request = self._calling.pop(trajectory, None)
+        if request is None:
+            return None
+        request.receive_result()
+        if request.offset != so_far:  # it has been elsewhere
+            self._instance.forget(request.order.trajectory)
+            return None
+        return request.resent(request.order)
 
     def _answer_probe(self, generation: Generation) -> None:
         count = generation.sampling.max_new_tokens
@@ -233,7 +256,9 @@ class PacedEngine(Scheduler):
     def _end(self, ended: Sequence[Request]) -> None:
         for request in ended:
             running = self._remove(request.order.trajectory)
-            self._grow(running, request.total)
+            self._grow(running, request.stops_at)
+            if request.calls and (trajectory := trajectory_of(running.generation.rid)) is not None:
+                self._calling[trajectory] = request
             self._finish(running.generation, self._reason(running))
 
     def _reason(self, running: _Running) -> dict[str, Any]:
@@ -243,7 +268,7 @@ class PacedEngine(Scheduler):
         return {"type": "stop", "matched": self._paced.eos_id}
 
     def _is_capped(self, running: _Running) -> bool:
-        return running.request.total == self._answers.cap
+        return running.request.stops_at == self._answers.cap
 
     def _remove(self, number: TrajectoryId) -> _Running:
         running = self._running.pop(number)
@@ -257,7 +282,7 @@ class PacedEngine(Scheduler):
 
     def _grow(self, running: _Running, num_tokens: int) -> None:
         """Extend the answer to `num_tokens`, those of earlier attempts included."""
-        generation, total = running.generation, running.request.total
+        generation, total = running.generation, running.request.stops_at
         have = running.start + len(generation.output_ids)
         generation.output_ids += self._paced.tokens(
             have, num_tokens, total=total, capped=self._is_capped(running), passes=running.passes

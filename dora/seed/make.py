@@ -37,6 +37,9 @@ PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
 IGNORED = -100  # target of a position without loss
 BLOCK = 1000  # number of demonstrations that are sorted by length together
 
+#: Tokens, and the target of each: itself, or IGNORED. Of equal length.
+Row = tuple[list[int], list[int]]
+
 
 @dataclass(frozen=True)
 class Recipe:
@@ -80,7 +83,9 @@ def make(out: Path, *, recipe: Recipe) -> None:
     torch.set_num_threads(1)  # sums in a fixed order
     tokenizer = build_tokenizer()
     model = build_model(tokenizer, recipe=recipe)
-    train(model, tokenizer, recipe=recipe)
+    num_steps = recipe.worked_steps + recipe.mixed_steps
+    batches = _batches(tokenizer, recipe=recipe)
+    train(model, batches, num_steps=num_steps, peak_learning_rate=recipe.peak_learning_rate)
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
 
@@ -144,14 +149,16 @@ def _of_family(recipe: Recipe) -> dict[str, Any]:
     raise ValueError(f"unknown family {recipe.family!r}: choose one of {', '.join(RECIPES)}")
 
 
-def train(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, *, recipe: Recipe) -> None:
-    """Supervised training; only the answer and its end have loss."""
-    num_steps = recipe.worked_steps + recipe.mixed_steps
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=recipe.peak_learning_rate, betas=(0.9, 0.98), weight_decay=0.01
-    )
+def train(
+    model: PreTrainedModel,
+    batches: Iterator[tuple[torch.Tensor, torch.Tensor]],
+    *,
+    num_steps: int,
+    peak_learning_rate: float,
+) -> None:
+    """Supervised training on batches (input ids, targets), each (B, T)."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=peak_learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _learning_rate_factor(step, num_steps))
-    batches = _batches(tokenizer, recipe=recipe)
     model.train()
     for step in range(num_steps):
         input_ids_BT, targets_BT = next(batches)
@@ -196,36 +203,38 @@ def _batches(tokenizer: PreTrainedTokenizerFast, *, recipe: Recipe) -> Iterator[
     num_batches = 0
     for first in count(step=BLOCK):
         worked_share = 1.0 if num_batches < recipe.worked_steps else recipe.worked_share
-        rows = []
+        rows: list[Row] = []
         for index in range(first, first + BLOCK):
             sizes = {"min_terms": recipe.long_terms} if rng.random() < recipe.long_share else {}
             prompt, answer = problem(index, seed=recipe.seed, split="train", **sizes)
             shown = demonstration(prompt, answer, worked_share=worked_share, recipe=recipe, rng=rng)
-            rows.append((len(prompt), [*tokenizer.encode(prompt + shown), tokenizer.eos_token_id]))
-        block = [_pad(batch, pad_id=tokenizer.pad_token_id) for batch in _cut(rows, batch_tokens=recipe.batch_tokens)]
+            tokens = [*tokenizer.encode(prompt + shown), tokenizer.eos_token_id]
+            rows.append((tokens, [IGNORED] * len(prompt) + tokens[len(prompt) :]))
+        block = [pad(batch, pad_id=tokenizer.pad_token_id) for batch in cut(rows, batch_tokens=recipe.batch_tokens)]
         rng.shuffle(block)
         num_batches += len(block)
         yield from block
 
 
-def _cut(rows: list[tuple[int, list[int]]], *, batch_tokens: int) -> Iterator[list[tuple[int, list[int]]]]:
-    """Batches of at most `batch_tokens` tokens, padding included, of rows (prompt length, tokens) sorted by length."""
-    batch: list[tuple[int, list[int]]] = []
-    for row in sorted(rows, key=lambda row: len(row[1])):
-        if batch and (len(batch) + 1) * len(row[1]) > batch_tokens:
+def cut(rows: list[Row], *, batch_tokens: int) -> Iterator[list[Row]]:
+    """Yield batches of at most `batch_tokens` tokens, padding included, of rows sorted by length."""
+    batch: list[Row] = []
+    for row in sorted(rows, key=lambda row: len(row[0])):
+        if batch and (len(batch) + 1) * len(row[0]) > batch_tokens:
             yield batch
             batch = []
         batch.append(row)
     yield batch
 
 
-def _pad(batch: list[tuple[int, list[int]]], *, pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-    width = max(len(tokens) for _, tokens in batch)
+def pad(batch: list[Row], *, pad_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return input ids and targets, each (B, T)."""
+    width = max(len(tokens) for tokens, _ in batch)
     input_ids_BT = torch.full((len(batch), width), pad_id)
     targets_BT = torch.full((len(batch), width), IGNORED)
-    for row, (num_prompt_tokens, tokens) in enumerate(batch):
+    for row, (tokens, targets) in enumerate(batch):
         input_ids_BT[row, : len(tokens)] = torch.tensor(tokens)
-        targets_BT[row, num_prompt_tokens : len(tokens)] = torch.tensor(tokens[num_prompt_tokens:])
+        targets_BT[row, : len(targets)] = torch.tensor(targets)
     return input_ids_BT, targets_BT
 
 

@@ -1,4 +1,4 @@
-"""The location of the shipped seed policy, a small Qwen3 checkpoint made by `dora.seed.make`.
+"""The locations of the shipped seed policies, small Qwen3 checkpoints made by `dora.seed.make` and `make_tools`.
 
 Invariant: importing this module does not import torch.
 """
@@ -7,19 +7,23 @@ from __future__ import annotations
 
 from importlib.resources import files
 from pathlib import Path
+from typing import Final
 
 from dora.errors import ConfigError
 
+#: Folders of the shipped policies by the names that `model.path` may have.
+SHIPPED: Final = {"seed": "checkpoint", "seed-tools": "checkpoint_tools"}
 
-def path() -> Path:
+
+def path(name: str = "seed") -> Path:
     """A complete Hugging Face folder: config, generation config, tokenizer and safetensors."""
-    return Path(str(files("dora.seed") / "checkpoint"))
+    return Path(str(files("dora.seed") / SHIPPED[name]))
 
 
 def model_folder(name: str) -> Path:
-    """The folder of a model: `seed` is the policy shipped with DORA."""
-    if name == "seed":
-        return path()
+    """The folder of a model, which may be one of those shipped with DORA."""
+    if name in SHIPPED:
+        return path(name)
     folder = Path(name)
     if not (folder / "config.json").is_file():
         raise ConfigError(

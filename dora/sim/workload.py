@@ -48,7 +48,7 @@ class JobModel(_Part, frozen=True):
     rules: str = "dora"  #: or "paper"
     without: tuple[str, ...] = ()  #: placement rules to turn off
     refill: bool = False
-    calls: Calls | None = None  #: what an answer holds while it calls a tool; None: the default of `rules`
+    calls: Calls = "release"  #: what an answer holds while it calls a tool
     orchestration: Orchestration | None = None  #: of a recorded run, in place of the four above
 
 

@@ -11,9 +11,12 @@ from typing import Literal
 
 from dora.core.ids import InstanceId, StepId, VersionId
 from dora.status.drift import Alarm
+from dora.status.episodes import EpisodeStats
 
 #: Failure reason of a group whose prompt is over the limit; such groups are counted by it.
 SKIPPED = "the prompt is longer than task.max_prompt_tokens"
+#: Failure reason of a group whose environment could not begin.
+NOT_BEGUN = "the environment gave no prompt"
 #: Number of steps to keep.
 RECENT_STEPS = 20
 #: Number of problems to show; there could otherwise be one for every answer.
@@ -36,6 +39,7 @@ class StepFacts:
     duration_s: float  #: since the previous step was trained
     idle_s: float  #: the part of it in which the trainer had nothing to do
     waited_for: str  #: what the trainer last waited for (`snapshot.trainer_waits_for`); "" if it never did
+    episodes: EpisodeStats | None = None  #: None without an environment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,9 +48,10 @@ class Score:
 
     name: str  #: of the set
     version: VersionId
-    mean: float  #: mean@n
-    pass_at_n: float
+    mean: float | None  #: mean@n; None if nothing was graded
+    pass_at_n: float | None
     num_samples: int  #: graded
+    num_failed: int = 0  #: left out, as their grading or environment failed
 
 
 class Rate:
@@ -76,6 +81,7 @@ class ShellFacts:
 
     run_id: str
     strategy: str
+    has_environment: bool = False
     phase: Literal["starting", "running", "finished", "interrupted", "failed"] = "starting"
     reason: str = ""  #: why it ended
     num_tokens: int = 0  #: sampled since the start, evaluation included

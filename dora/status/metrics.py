@@ -11,6 +11,7 @@ from dataclasses import asdict
 from typing import Literal
 
 from dora.status.drift import CAUSES
+from dora.status.episodes import MEASURED as EPISODES
 from dora.status.snapshot import Snapshot
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -25,13 +26,13 @@ _COUNTER_HELP = {
     "late_completions": "Completions of an old attempt, which are ignored.",
     "migrations": "Trajectories moved to another instance of their version.",
     "recovered": "Trajectories continued elsewhere after the loss of their instance.",
-    "environment_failed": "Trajectories without a reward because their environment could not go on.",
 }
 
 
 def render(snapshot: Snapshot) -> str:
     """Return all metrics."""
-    return "".join(line for part in (_progress, _fleet, _groups, _learning, _health) for line in part(snapshot))
+    parts = (_progress, _fleet, _groups, _learning, _environment, _health)
+    return "".join(line for part in parts for line in part(snapshot))
 
 
 def _progress(s: Snapshot) -> Iterator[str]:
@@ -75,13 +76,35 @@ def _learning(s: Snapshot) -> Iterator[str]:
     yield from _one(
         "reward_mean", "gauge", "Mean reward of the last step.", s.steps[-1].reward_mean if s.steps else None
     )
-    latest = {score.name: score for score in s.scores}.values()
+    latest = {score.name: score for score in s.scores if score.mean is not None}.values()
     yield from _metric("heldout_mean", "gauge", "Mean@n of the latest evaluation of a held-out set.",
-                       [({"set": x.name}, x.mean) for x in latest])  # fmt: skip
+                       [({"set": x.name}, x.mean) for x in latest if x.mean is not None])  # fmt: skip
     yield from _metric("heldout_version", "gauge", "Policy version of that evaluation.",
                        [({"set": x.name}, x.version) for x in latest])  # fmt: skip
     yield from _one("tokens_total", "counter", "Tokens sampled.", s.num_tokens)
     yield from _one("trained_tokens_total", "counter", "Response tokens trained.", s.num_trained_tokens)
+
+
+def _environment(s: Snapshot) -> Iterator[str]:
+    if s.environment is None:
+        return
+    yield from _one("episodes_calling", "gauge", "Episodes with a call under way.", s.environment.calling)
+    failed = [({"cause": cause}, count) for cause, count in s.environment.failed.items()]
+    yield from _metric("environment_failed_total", "counter", "Episodes whose environment could not go on.", failed)
+    last = s.steps[-1].episodes if s.steps else None
+    for name, (_, text) in EPISODES.items():
+        value = getattr(last, name, None)
+        help_text = f"Of the last step: {text[0].lower()}{text[1:]}"
+        yield from _metric(f"episode_{name.replace('_s_', '_seconds_')}", "gauge", help_text, list(_samples(value)))
+
+
+def _samples(value: float | tuple[float, ...] | dict[str, int] | None) -> Iterator[Sample]:
+    if isinstance(value, dict):
+        yield from (({"cause": cause}, count) for cause, count in value.items())
+    elif isinstance(value, tuple):
+        yield from (({"turn": turn}, reward) for turn, reward in enumerate(value, start=1))
+    elif value is not None:
+        yield {}, value
 
 
 def _health(s: Snapshot) -> Iterator[str]:

@@ -15,12 +15,13 @@ import msgspec
 
 from dora.core.admission import why_not_admitted
 from dora.core.ids import VersionId
-from dora.core.phases import HOLDS_VERSION, GroupPhase, Membership, WeightsPhase
+from dora.core.phases import HOLDS_VERSION, GroupPhase, Membership, TrajectoryPhase, WeightsPhase
 from dora.core.state import State
 from dora.core.tables import Instance
 from dora.core.versions import Version
 from dora.errors import ProtocolError
 from dora.status.drift import Alarm
+from dora.status.episodes import EnvironmentRow
 from dora.status.facts import SKIPPED, Score, ShellFacts, StepFacts
 
 #: The user's request about an instance, by its membership.
@@ -86,7 +87,6 @@ class Counts:
     late_completions: int  #: completions of an old attempt; they are ignored
     migrations: int  #: trajectories moved to another instance of their version
     recovered: int  #: trajectories continued elsewhere after the loss of their instance
-    environment_failed: int  #: trajectories without a reward because their environment could not go on
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,6 +126,7 @@ class Snapshot:
     tokens_per_s: float  #: sampled, over the last ten seconds
     trained_tokens_per_s: float  #: over the last steps
     counts: Counts
+    environment: EnvironmentRow | None  #: None without one
     problems: tuple[str, ...]  #: that do not stop the run, such as a reward that raises; each once, oldest first
     alarms: tuple[Alarm, ...]  #: drift alarms, cleared ones included; the latest of each name
     by_design: dict[str, str]  #: constraint (C1, C2, C3) that the strategy breaks by design -> how often it broke it
@@ -174,6 +175,7 @@ def snapshot(state: State, shell: ShellFacts) -> Snapshot:
         tokens_per_s=shell.tokens.per_s,
         trained_tokens_per_s=_trained_tokens_per_s(shell),
         counts=_counts(state),
+        environment=_environment(state) if shell.has_environment else None,
         problems=tuple(shell.problems),
         alarms=tuple(shell.alarms),
         by_design=_by_design(state),
@@ -289,8 +291,12 @@ def _counts(state: State) -> Counts:
         late_completions=counters.late_completions,
         migrations=counters.migrations,
         recovered=counters.recovered,
-        environment_failed=counters.environment_failed,
     )
+
+
+def _environment(state: State) -> EnvironmentRow:
+    calling = sum(t.phase is TrajectoryPhase.CALLING for t in state.trajectories.values())
+    return EnvironmentRow(calling=calling, failed=dict(state.counters.environment_failed))
 
 
 def _by_design(state: State) -> dict[str, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from dora.status.episodes import by_cause
 from dora.status.facts import Score, StepFacts
 from dora.status.snapshot import Snapshot, VersionRow
 
@@ -97,6 +98,7 @@ def step_line(step: StepFacts, snapshot: Snapshot) -> str:
         f"live versions (version:instances) {versions}",
         f"staleness {step.staleness_mean:.2f}",
         f"trainer idle {_share(step.idle_s / step.duration_s if step.duration_s > 0 else None)}",
+        *([f"turns {step.episodes.turns_mean:.1f}"] if step.episodes is not None else []),
         f"left {_duration(snapshot.eta_s)}",
     ]
     return "  ".join(parts)
@@ -104,7 +106,13 @@ def step_line(step: StepFacts, snapshot: Snapshot) -> str:
 
 def score_line(score: Score) -> str:
     """Format an evaluation as one line."""
-    return f"version {score.version}: {score.name} {score.mean:.3f} ({score.num_samples} answers)"
+    failed = f", {score.num_failed} failed" if score.num_failed else ""
+    return f"version {score.version}: {score.name} {mean_text(score)} ({score.num_samples} answers{failed})"
+
+
+def mean_text(score: Score) -> str:
+    """Return the mean reward, or that there is none."""
+    return "nothing was graded" if score.mean is None else f"{score.mean:.3f}"
 
 
 def draw(snapshot: Snapshot) -> RenderableType:
@@ -156,9 +164,20 @@ def _figures(s: Snapshot) -> Table:
         ("admission", f"closed: {s.not_admitting}" if s.not_admitting else "open"),
         ("instances", ", ".join(f"{n} {phase}" for phase, n in s.instances_by_phase.items() if n) or "none yet"),
         ("moves", f"{s.counts.migrations} migrations, {s.counts.recovered} recovered after a loss"),
+        *_episodes(s),
     ):
         table.add_row(Text(name, style="dim"), value)
     return table
+
+
+def _episodes(s: Snapshot) -> Iterator[tuple[str, str]]:
+    if s.environment is None:
+        return
+    last = s.steps[-1].episodes if s.steps else None
+    yield "episodes", last.text if last is not None else "-"
+    yield "calls", f"{s.environment.calling} under way" + (f"; {last.calls_text}" if last is not None else "")
+    if s.environment.failed:
+        yield "environment", f"failed: {by_cause(s.environment.failed)}"
 
 
 def _held_out(scores: tuple[Score, ...]) -> str:
@@ -166,8 +185,8 @@ def _held_out(scores: tuple[Score, ...]) -> str:
     lines = []
     for name in sets:
         own = [score for score in scores if score.name == name]
-        after = f" -> {own[-1].mean:.3f} (version {own[-1].version})" if len(own) > 1 else ""
-        lines.append(f"{name} {own[0].mean:.3f} (version {own[0].version}){after}")
+        after = f" -> {mean_text(own[-1])} (version {own[-1].version})" if len(own) > 1 else ""
+        lines.append(f"{name} {mean_text(own[0])} (version {own[0].version}){after}")
     return "\n".join(lines) or "-"
 
 

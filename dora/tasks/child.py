@@ -29,8 +29,9 @@ _STDERR_TAIL_BYTES = 4_096
 class GuardedProcess:
     """A `name` ("grader") whose process may be started and killed any number of times.
 
-    `argv` are the guard's arguments after the pid: none for a grader, else memory limit and command. `max_bytes` bounds
-    the body of a frame that it sends. It inherits no DORA_* variable, because they hold the keys of the run.
+    `argv` are the guard's arguments after the pid: none for a grader, else memory limit, CPU cores and command.
+    `max_bytes` bounds the body of a frame that it sends. It inherits no DORA_* variable, because they hold the keys of
+    the run.
     """
 
     def __init__(

@@ -1,5 +1,6 @@
 """The parent process of a grader: `python -m dora.tasks.guard PID`, where PID is the process of the pool. With
-`MEMORY_MB COMMAND...` after it, of that command in place of a grader, with a limit on its address space.
+`MEMORY_MB CORES COMMAND...` after it, of that command in place of a grader, with a limit on its address space, and on
+the given CPU cores ("2,3") only; CORES may be empty.
 
 Invariant: it outlives every process that its grader starts, even in another session, because the kernel makes orphaned
 descendants its children (Linux). It kills them when the grader exits, when the pool's process dies, and on SIGTERM,
@@ -51,12 +52,15 @@ def _run(command: list[str]) -> None:
         from dora.tasks.grader import main as grade
 
         return grade()
-    memory = int(command[0]) << 20
+    memory_mb, cores, name = command[:3]
+    memory = int(memory_mb) << 20
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    if cores:
+        os.sched_setaffinity(0, map(int, cores.split(",")))
     try:
-        os.execvp(command[1], command[1:])
+        os.execvp(name, command[2:])
     except OSError as err:
-        sys.exit(f"{command[1]}: {err.strerror}")
+        sys.exit(f"{name}: {err.strerror}")
 
 
 def _wait(grader: int) -> int:

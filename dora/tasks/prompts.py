@@ -318,7 +318,7 @@ def _require_half(num_overlong: int, *, of: int, what: str, task: TaskConfig) ->
 
 def _same_rows(left: SourceConfig, right: SourceConfig) -> bool:
     """Return whether two finite sources have the same rows. Generators separate their splits themselves."""
-    if left.kind in ("arithmetic", "reasoning_gym"):
+    if left.kind in ("arithmetic", "reasoning_gym", "seeds"):
         return False
     keys = [(source.kind, source.name, source.path, source.split, repr(source.options)) for source in (left, right)]
     return keys[0] == keys[1]

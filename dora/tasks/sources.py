@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 Row = Mapping[str, Any]
 Split = Literal["train", "heldout"]  # of a generator's items; other sources use separate files or data sets
 
-#: reasoning_gym item seeds lie below 2**30 (training) or between it and 2**31 (held out), so they never overlap.
+#: Seeds of items lie below 2**30 (training) or between it and 2**31 (held out), so they never overlap.
 _GENERATOR_SEEDS = 2**29
 
 #: Items per reasoning_gym data set object: the default size, which every data set accepts.
@@ -65,6 +65,8 @@ def _open(config: SourceConfig, *, field: str, seed: int, split: Split) -> Sourc
             return _arithmetic(config, field=field, seed=seed, split=split)
         case "reasoning_gym":
             return _reasoning_gym(config, field=field, seed=seed, split=split)
+        case "seeds":
+            return _seeds(config, seed=seed, split=split)
         case "jsonl":
             return _jsonl(config, field=field)
         case "parquet":
@@ -98,7 +100,7 @@ def _arithmetic(config: SourceConfig, *, field: str, seed: int, split: Split) ->
 
 
 def _reasoning_gym(config: SourceConfig, *, field: str, seed: int, split: Split) -> Source:
-    first = seed % _GENERATOR_SEEDS + (0 if split == "train" else 2 * _GENERATOR_SEEDS)
+    first = _first_seed(seed, split=split)
     options = msgspec.json.encode(config.options).decode()
     _check_reasoning_gym(config, field=field)
 
@@ -135,6 +137,15 @@ def reasoning_gym_dataset(dataset: str, options: str, seed: int) -> Any:
     import reasoning_gym
 
     return reasoning_gym.create_dataset(dataset, seed=seed, size=_CHUNK, **msgspec.json.decode(options))
+
+
+def _seeds(config: SourceConfig, *, seed: int, split: Split) -> Source:
+    first = _first_seed(seed, split=split)
+    return replace(_generator("seeds", lambda index: {**config.options, "seed": first + index}), prompt="", answer="")
+
+
+def _first_seed(seed: int, *, split: Split) -> int:
+    return seed % _GENERATOR_SEEDS + (0 if split == "train" else 2 * _GENERATOR_SEEDS)
 
 
 def _generator(name: str, row: Callable[[int], Row]) -> Source:

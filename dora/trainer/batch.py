@@ -1,12 +1,12 @@
 """From a micro-batch to the row and the loss inputs of each pass, and checks of what the trainer relies on.
 
 C3 is asserted for every group, independently of the controller.
-Legend: P trained tokens of a pass, n trajectories.
+Legend: P trained tokens of a pass, n sequences.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -15,11 +15,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dora.core.ids import Truncation
 from dora.errors import InvariantViolation, ProtocolError
 from dora.objectives.advantages import group_advantages
 from dora.objectives.tokens import Tokens
 from dora.trainer.packing import Layout, Row, make_row
-from dora.transport.messages import MicroBatch
+from dora.transport.messages import TRUNCATIONS, MicroBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,38 +63,74 @@ def pack(
     batch: MicroBatch,
     members: Sequence[int],
     *,
-    advantages_n: NDArray[np.float64],
+    owners_n: NDArray[np.int64] | None = None,
+    advantages_nU: NDArray[np.float64],
     layout: Layout,
     device: torch.device,
 ) -> tuple[Row, Targets]:
-    """Return the row and the loss inputs of one pass: of the sequences `members` of a checked micro-batch."""
+    """Return the row and the loss inputs of one pass: of the sequences `members` of a checked micro-batch.
+
+    For the objective, those with the same one of `owners_n` are one sequence; None: each is one of its own. Turns after
+    the last of U have its advantage.
+    """
     chosen = np.array(members, np.int64)
     ends, lengths = np.cumsum(batch.lengths)[chosen], batch.lengths[chosen]
     at = np.concatenate([np.arange(0), *(np.arange(e - n, e) for e, n in zip(ends, lengths, strict=True))])
     trained = np.flatnonzero(batch.loss_mask[at])
-    sequence_P = np.repeat(np.arange(len(chosen)), lengths)[trained]
+    of_row_P = np.repeat(np.arange(len(chosen)), lengths)[trained]
+    owners = (np.arange(len(batch.lengths)) if owners_n is None else owners_n)[chosen]
+    place = {owner: i for i, owner in enumerate(dict.fromkeys(owners.tolist()))}
+    sequence_P = np.array([place[owner] for owner in owners.tolist()], np.int64)[of_row_P]
+    firsts = chosen[[owners.tolist().index(owner) for owner in place]]
+    turn_P = np.minimum(turns_of(batch)[at[trained]], advantages_nU.shape[1] - 1)
+    advantage_P = advantages_nU[chosen[of_row_P], turn_P]
     targets = Targets(
         behavior_P=torch.from_numpy(batch.behavior_logprobs[at[trained]]).to(device),
-        advantage_P=torch.from_numpy(advantages_n[chosen][sequence_P].astype(np.float32)).to(device),
+        advantage_P=torch.from_numpy(advantage_P.astype(np.float32)).to(device),
         sequence_P=torch.from_numpy(sequence_P).to(device),
-        lengths_n=torch.from_numpy(np.bincount(sequence_P, minlength=len(chosen))).to(device),
-        siblings_n=torch.from_numpy((~np.isnan(batch.group_rewards[chosen])).sum(1)).to(device),
-        staleness_n=torch.from_numpy((batch.step - batch.versions[chosen]).astype(np.int64)).to(device),
+        lengths_n=torch.from_numpy(np.bincount(sequence_P, minlength=len(firsts))).to(device),
+        siblings_n=torch.from_numpy((~np.isnan(batch.group_rewards[firsts])).sum(1)).to(device),
+        staleness_n=torch.from_numpy((batch.step - batch.versions[firsts]).astype(np.int64)).to(device),
     )
     return make_row(batch.tokens[at], lengths=lengths, trained=trained, layout=layout, device=device), targets
 
 
-def advantages_of(batch: MicroBatch, kinds: Sequence[str]) -> NDArray[np.float64]:
-    """Return [n] advantages. `kinds`: of each source of prompts, or one for all."""
+def firsts_of(batch: MicroBatch) -> NDArray[np.int64]:
+    """Return the index of the first sequence of each trajectory."""
+    return np.flatnonzero(np.diff(batch.trajectories, prepend=-1) != 0)
+
+
+def turns_of(batch: MicroBatch) -> NDArray[np.int64]:
+    """Return [T] the turn of its trajectory in which each trained token was sampled, from 0: turns have other tokens
+    between them."""
+    begins = np.diff(batch.loss_mask != 0, prepend=False) & (batch.loss_mask != 0)
+    firsts = firsts_of(batch)
+    before = np.cumsum(begins)[(np.cumsum(batch.lengths) - batch.lengths)[firsts]]  # no sequence begins with a turn
+    tokens = np.add.reduceat(batch.lengths, firsts) if len(firsts) else batch.lengths
+    turns: NDArray[np.int64] = np.cumsum(begins) - np.repeat(before, tokens) - 1
+    return turns
+
+
+def advantages_of(batch: MicroBatch, kinds: Sequence[str], *, to_go: bool = False) -> NDArray[np.float64]:
+    """Return [n, 1] advantages or, `to_go`, [n, U] of each turn: of what a trajectory gets from it on.
+
+    `kinds`: of each source of prompts, or one for all.
+    """
     if len(kinds) > 1 and batch.sources.max(initial=0) >= len(kinds):
         raise ProtocolError(f"micro-batch {batch.step}/{batch.index}: a prompt of source {batch.sources.max()}")
     kind = [kinds[source] for source in batch.sources] if len(kinds) > 1 else kinds[0]
-    return group_advantages(batch.rewards, batch.group_rewards, kind=kind)
+    if not (to_go and batch.rewards_to_go.size):
+        return group_advantages(batch.rewards, batch.group_rewards, kind=kind)[:, None]
+    own = batch.trajectories % batch.group_rewards.shape[1]
+    to_go_U = [batch.rewards_to_go[:, :, turn] for turn in range(batch.rewards_to_go.shape[2])]
+    of_turns = [group_advantages(of[np.arange(len(own)), own], of, kind=kind) for of in to_go_U]
+    return np.stack(of_turns, axis=1)
 
 
-def without_truncated(batch: MicroBatch) -> MicroBatch:
-    """Return the micro-batch with no token of a truncated answer trained; they count in the statistics of groups."""
-    kept = np.repeat(batch.truncated == 0, batch.lengths)
+def without_truncated(batch: MicroBatch, kinds: Collection[Truncation]) -> MicroBatch:
+    """Return the micro-batch with no token trained of answers that such a budget ended; they count in the statistics of
+    groups."""
+    kept = np.repeat(~np.isin(batch.truncated, [TRUNCATIONS.index(kind) for kind in kinds]), batch.lengths)
     return msgspec.structs.replace(batch, loss_mask=batch.loss_mask * kept)
 
 
@@ -105,9 +142,13 @@ def check(batch: MicroBatch, *, max_staleness: int, vocab_size: int) -> None:
                 f"C3: group {group} of version {version} was committed to step {batch.step} (K = {max_staleness})"
             )
     n, total = len(batch.lengths), len(batch.tokens)
+    if len(np.unique(batch.trajectories)) != len(firsts_of(batch)):
+        raise ProtocolError(f"micro-batch {batch.step}/{batch.index}: sequences of one trajectory are not side by side")
     per_trajectory = ("trajectories", "groups", "rewards", "group_rewards", "truncated", "sources")
     if any(len(getattr(batch, column)) != n for column in per_trajectory):
-        raise ProtocolError(f"micro-batch {batch.step}/{batch.index}: columns of different length for {n} trajectories")
+        raise ProtocolError(f"micro-batch {batch.step}/{batch.index}: columns of different length for {n} sequences")
+    if batch.rewards_to_go.size and batch.rewards_to_go.shape[:2] != batch.group_rewards.shape:
+        raise ProtocolError(f"micro-batch {batch.step}/{batch.index}: rewards to go of other siblings")
     if any(len(column) != total for column in (batch.loss_mask, batch.behavior_logprobs)):
         raise ProtocolError(f"micro-batch {batch.step}/{batch.index}: columns of different length for {total} tokens")
     if (batch.lengths < 1).any() or batch.lengths.sum() != total:
@@ -115,9 +156,7 @@ def check(batch: MicroBatch, *, max_staleness: int, vocab_size: int) -> None:
     if total and (batch.tokens.min() < 0 or batch.tokens.max() >= vocab_size):
         raise ProtocolError(f"micro-batch {batch.step}/{batch.index}: a token outside the vocabulary of {vocab_size}")
     if batch.loss_mask[np.cumsum(batch.lengths) - batch.lengths].any():
-        raise ProtocolError(
-            f"micro-batch {batch.step}/{batch.index}: the first token of a trajectory cannot be trained"
-        )
+        raise ProtocolError(f"micro-batch {batch.step}/{batch.index}: the first token of a sequence cannot be trained")
     bad = ~np.isfinite(batch.behavior_logprobs[batch.loss_mask != 0])
     if bad.any():
         raise ProtocolError(f"micro-batch {batch.step}/{batch.index}: {bad.sum()} trained tokens without a log-prob")

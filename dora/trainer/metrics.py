@@ -17,6 +17,7 @@ from torch import Tensor
 from dora.objectives.marks import MARKS
 from dora.objectives.objective import SUMS, Terms
 from dora.objectives.tokens import MAX_LOG_RATIO, Tokens, log_ratio
+from dora.transport.messages import TRUNCATIONS
 
 # name -> (unit, formula). Rows of LAGGED exist as `all/<name>` and, for every lag with tokens, `lag=<l>/<name>`.
 # Sums run over trained tokens; w = k = π/μ, log k clamped to ±20.
@@ -40,7 +41,10 @@ LAGGED: dict[str, tuple[str, str]] = {
     "sequences": ("trajectories", "Σ 1 over trajectories"),
     "reward_mean": ("1", "mean reward over trajectories"),
     "response_len_mean": ("tokens", "trained tokens / trajectories"),
-    "truncated_frac": ("fraction", "trajectories that reached their token budget"),
+    "truncated_frac": ("fraction", "trajectories that a budget ended"),
+    "truncated_tokens_frac": ("fraction", "trajectories that reached their token budget"),
+    "truncated_turns_frac": ("fraction", "trajectories that reached environment.max_turns"),
+    "truncated_time_frac": ("fraction", "trajectories that reached environment.episode_timeout_s"),
 }
 #: Further rows of LAGGED, present if the objective measures them.
 MEASURED = {name: row for name, row in MARKS.items() if row[0] != "fraction"}
@@ -73,7 +77,9 @@ METRICS = WHOLE | {f"all/{name}": row for name, row in LAGGED.items()}
 _TOKEN_SUMS = (
     "tokens", "k", "k_squared", "log_k", "abs_log_k", "entropy", "adv", "adv_squared", "loss", "nonfinite", *MARKS,
 )  # fmt: skip
-_SEQUENCE_SUMS = ("sequences", "reward", "truncated")
+#: Sum -> index into TRUNCATIONS.
+_TRUNCATED = {f"truncated_{kind}": index for index, kind in enumerate(TRUNCATIONS) if kind}
+_SEQUENCE_SUMS = ("sequences", "reward", *_TRUNCATED)
 _COLUMNS = {name: i for i, name in enumerate((*_TOKEN_SUMS, *_SEQUENCE_SUMS))}
 
 #: Bins of log k, around multiples of their width: the middle of a bin differs by less than 1 % from any ratio in it.
@@ -113,9 +119,10 @@ class StepSums:
         self._bins += torch.bincount(lag_P * _BINS + bin_P, minlength=self._bins.numel()).view_as(self._bins)
         self._update_sums += torch.stack([terms.sums[name].to(self._update_sums) for name in SUMS])
 
-    def add_sequences(self, *, lag: Tensor, reward: Tensor, truncated: Tensor) -> None:
-        """Add the trajectories of one micro-batch."""
-        values = torch.stack([torch.ones(len(lag)), reward, truncated], dim=1).double()
+    def add_trajectories(self, *, lag: Tensor, reward: Tensor, truncated: Tensor) -> None:
+        """Add the trajectories of one micro-batch; `truncated`: index into TRUNCATIONS."""
+        ended = [truncated == kind for kind in _TRUNCATED.values()]
+        values = torch.stack([torch.ones(len(lag)), reward, *ended], dim=1).double()
         self._sums[:, len(_TOKEN_SUMS) :].index_add_(0, lag.to(self._sums.device), values.to(self._sums.device))
 
     def reduce_update(self) -> dict[str, float]:
@@ -219,7 +226,8 @@ class ReducedSums:
             "sequences": total["sequences"],
             "reward_mean": total["reward"] / sequences,
             "response_len_mean": total["tokens"] / sequences,
-            "truncated_frac": total["truncated"] / sequences,
+            "truncated_frac": sum(total[name] for name in _TRUNCATED) / sequences,
+            **{f"{name}_frac": total[name] / sequences for name in _TRUNCATED},
         }
 
 

@@ -23,6 +23,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dora.errors import ConfigError
+
 #: Sequences share a padded row while the longest is at most this much longer than the shortest, plus SLACK tokens. So
 #: padding is at most a third of a row of long sequences, and short ones do not need many passes.
 MAX_STRETCH: Final = 1.5
@@ -174,14 +176,22 @@ def _families(sequences: Iterable[int], prompts: Sequence[PromptTokens]) -> list
 
 
 def split_passes(
-    lengths: Sequence[int], *, prompts: Sequence[PromptTokens] = (), layout: Layout, budget: int
+    lengths: Sequence[int],
+    *,
+    prompts: Sequence[PromptTokens] = (),
+    owners: Sequence[int] = (),
+    layout: Layout,
+    budget: int,
 ) -> list[list[int]]:
     """Return the indices of the sequences of each pass: at most `budget` tokens, padding included, or one sequence.
 
-    With `prompts`, sequences that share theirs are kept in one pass, unless they are too many.
+    With `prompts`, sequences that share theirs are kept in one pass, unless they are too many. Sequences with the same
+    one of `owners` are in one pass in any case. ConfigError if the model computes them in different ways.
     """
     passes: list[list[int]] = []
-    for part in _parts(lengths, prompts, layout=layout, budget=budget):
+    together = _together(lengths, owners, layout=layout)
+    alone = [n for n in range(len(lengths)) if not together or all(n not in part for part in together)]
+    for part in (*_parts(alone, lengths, prompts, layout=layout, budget=budget), *together):
         if passes and _may_join(passes[-1], part, lengths, prompts, layout=layout, budget=budget):
             passes[-1] += part
         else:
@@ -198,12 +208,12 @@ def _may_join(
     layout: Layout,
     budget: int,
 ) -> bool:
-    """Return whether sequences, in padded rows one that is not shorter than those present, may join their pass."""
-    first, longest = lengths[present[0]], lengths[part[0]]
-    if layout.is_long(longest) != layout.is_long(first):
+    """Return whether sequences may join the pass of those present."""
+    if layout.is_long(lengths[part[0]]) != layout.is_long(lengths[present[0]]):
         return False
     if layout.padded:
-        return (len(present) + 1) * longest <= budget and longest <= MAX_STRETCH * first + SLACK
+        both = [lengths[n] for n in (*present, *part)]
+        return len(both) * max(both) <= budget and max(both) <= MAX_STRETCH * min(both) + SLACK
     return _num_tokens(present + part, lengths, prompts, layout) <= budget
 
 
@@ -216,11 +226,25 @@ def _num_tokens(members: Sequence[int], lengths: Sequence[int], prompts: Sequenc
     return total - sum((len(f) - 1) * layout.shared([lengths[n] for n in f], prompts[f[0]]) for f in families)
 
 
+def _together(lengths: Sequence[int], owners: Sequence[int], *, layout: Layout) -> list[list[int]]:
+    """Return the sequences of each owner that has several."""
+    owned: dict[int, list[int]] = {}
+    for n, owner in enumerate(owners):
+        owned.setdefault(owner, []).append(n)
+    found = [part for part in owned.values() if len(part) > 1]
+    if any(len({layout.is_long(lengths[n]) for n in part}) > 1 for part in found):
+        raise ConfigError(
+            f"objective: an episode has rows of more and of fewer than {layout.rope_limit} tokens, which this model "
+            "computes in different passes; use a loss, an aggregation and corrections that act on tokens"
+        )
+    return found
+
+
 def _parts(
-    lengths: Sequence[int], prompts: Sequence[PromptTokens], *, layout: Layout, budget: int
+    members: Sequence[int], lengths: Sequence[int], prompts: Sequence[PromptTokens], *, layout: Layout, budget: int
 ) -> Iterator[list[int]]:
     """Yield what one pass takes as a whole: sequences that share their prompt, as many as fit, or one alone."""
-    order = sorted(range(len(lengths)), key=lambda n: (layout.is_long(lengths[n]), layout.padded * lengths[n]))
+    order = sorted(members, key=lambda n: (layout.is_long(lengths[n]), layout.padded * lengths[n]))
     if layout.padded or not prompts or math.isinf(layout.share_above):
         yield from ([n] for n in order)
         return

@@ -26,10 +26,10 @@ from torch import Tensor
 
 from dora.core.ids import StepId, VersionId
 from dora.errors import ProtocolError
-from dora.objectives.objective import Objective
+from dora.objectives.objective import Objective, compares_sequences
 from dora.objectives.settings import ObjectiveConfig
 from dora.trainer import checkpoint
-from dora.trainer.batch import advantages_of, check, pack, without_truncated
+from dora.trainer.batch import advantages_of, check, firsts_of, pack, without_truncated
 from dora.trainer.copies import OtherPolicies
 from dora.trainer.logprobs import logprobs
 from dora.trainer.metrics import StepSums
@@ -73,6 +73,7 @@ class Trainer:
         self._objective = Objective(
             ObjectiveConfig.model_validate_json(order.settings.objective), longest=order.settings.max_new_tokens
         )
+        self._compares_sequences = compares_sequences(self._objective.settings)
         self._end = end
         self._policy = policy
         self._layout = layout
@@ -115,16 +116,19 @@ class Trainer:
             )
         check(batch, max_staleness=self._settings.max_staleness, vocab_size=self._policy.vocab_size)
         started = time.perf_counter()
-        if self._objective.settings.truncated == "mask":
-            batch = without_truncated(batch)
-        advantages_n = advantages_of(batch, self._settings.advantages or (self._objective.settings.advantage,))
+        settings = self._objective.settings
+        batch = without_truncated(batch, settings.truncations("mask"))
+        advantages_nU = advantages_of(
+            batch, self._settings.advantages or (settings.advantage,), to_go=settings.turn_rewards == "reward_to_go"
+        )
         for number, members in enumerate(passes := self._passes(batch), start=1):
             self._policy.prepare(closes_update=(batch.closes or batch.last) and number == len(passes))
-            self._accumulate(batch, members, advantages_n)
-        self._sums.add_sequences(
-            lag=torch.from_numpy(batch.step - batch.versions).long(),
-            reward=torch.from_numpy(batch.rewards.copy()),
-            truncated=torch.from_numpy(batch.truncated.copy()),
+            self._accumulate(batch, members, advantages_nU)
+        firsts = firsts_of(batch)
+        self._sums.add_trajectories(
+            lag=torch.from_numpy((batch.step - batch.versions)[firsts]).long(),
+            reward=torch.from_numpy(batch.rewards[firsts]),
+            truncated=torch.from_numpy(batch.truncated[firsts]),
         )
         self._sums.step_tokens += len(batch.tokens)
         self._next_index += 1
@@ -144,7 +148,11 @@ class Trainer:
         """Return the sequences of each forward pass; as many passes on all ranks, if each of them is a collective."""
         prompts = prompts_of(batch.tokens, lengths=batch.lengths, trained=np.flatnonzero(batch.loss_mask))
         passes = split_passes(
-            batch.lengths.tolist(), prompts=prompts, layout=self._layout, budget=self._settings.micro_batch_tokens
+            batch.lengths.tolist(),
+            prompts=prompts,
+            owners=self._owners(batch).tolist(),
+            layout=self._layout,
+            budget=self._settings.micro_batch_tokens,
         ) or [[]]
         if not self._policy.gathered:
             most = torch.tensor(len(passes), device=self._policy.device)
@@ -152,8 +160,19 @@ class Trainer:
             passes += [[]] * (int(most) - len(passes))
         return passes
 
-    def _accumulate(self, batch: MicroBatch, members: list[int], advantages_n: NDArray[np.float64]) -> None:
-        row, targets = pack(batch, members, advantages_n=advantages_n, layout=self._layout, device=self._policy.device)
+    def _owners(self, batch: MicroBatch) -> NDArray[np.int64]:
+        """Return what makes sequences one for the objective: their trajectory, or nothing if it acts on tokens."""
+        return batch.trajectories if self._compares_sequences else np.arange(len(batch.lengths))
+
+    def _accumulate(self, batch: MicroBatch, members: list[int], advantages_nU: NDArray[np.float64]) -> None:
+        row, targets = pack(
+            batch,
+            members,
+            owners_n=self._owners(batch),
+            advantages_nU=advantages_nU,
+            layout=self._layout,
+            device=self._policy.device,
+        )
         settings, copies = self._settings, self._copies
         reference_P = copies.reference(row)
         proximal_P = copies.proximal(row, version=VersionId(self._step), update=batch.update)

@@ -4,21 +4,27 @@ The unions `ToTrainer` and `ToController` are the protocol; a change to any type
 Every type is frozen, and the codec refuses unknown fields and types. The receiver's arrays are read-only, and the
 sender must not change an array after sending it: the transport keeps it until it is acknowledged.
 
-Legend: T tokens of a micro-batch, n trajectories in it, G siblings of a group.
+Legend: T tokens of a micro-batch, n sequences in it, G siblings of a group.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Final, Literal
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from dora.core.ids import StepId, VersionId
+from dora.core.ids import StepId, Truncation, VersionId
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
+
+#: Of episodes of one turn.
+NO_TURNS: Final = np.zeros((0, 0, 0), np.float32)
+
+#: What `MicroBatch.truncated` counts: the budget that ended the answer.
+TRUNCATIONS: Final[tuple[Truncation, ...]] = ("", "tokens", "turns", "time")
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, tag=True):
@@ -83,8 +89,9 @@ class Configure(Message, frozen=True):
 class MicroBatch(Message, frozen=True):
     """Wave `index` of `step` for one rank. Every rank gets exactly one for each index, empty (n = 0) ones included.
 
-    Trajectories follow each other along the T axis; `lengths` separates them. Position t of a trajectory is trained if
-    its loss_mask is 1 (never the first token, which nothing predicts).
+    Sequences follow each other along the T axis; `lengths` separates them. Position t of a sequence is trained if its
+    loss_mask is 1 (never the first token, which nothing predicts). A trajectory is one sequence or, if its conversation
+    forked, several, side by side (journal/rows.py).
     """
 
     step: StepId
@@ -93,14 +100,17 @@ class MicroBatch(Message, frozen=True):
     tokens: NDArray[np.int32]  # [T]
     loss_mask: NDArray[np.uint8]  # [T] 1: sampled by the model and trained
     behavior_logprobs: NDArray[np.float32]  # [T] from the engine under `versions`; used only where loss_mask is 1
-    lengths: NDArray[np.int32]  # [n] prompt + response
-    trajectories: NDArray[np.int64]  # [n] ids
+    lengths: NDArray[np.int32]  # [n] prompt + response, or of a row of it
+    trajectories: NDArray[np.int64]  # [n] ids; equal for the sequences of one trajectory
     groups: NDArray[np.int64]  # [n] ids
     versions: NDArray[np.int32]  # [n] policy version of the group
     rewards: NDArray[np.float32]  # [n] of the trajectory itself
     group_rewards: NDArray[np.float32]  # [n, G] of all siblings; NaN: that sibling is grading_failed
-    truncated: NDArray[np.uint8]  # [n] 1: the answer reached its token budget
+    truncated: NDArray[np.uint8]  # [n] index into TRUNCATIONS
     sources: NDArray[np.uint8]  # [n] index into `task.sources`
+    #: [n, G, U] what each sibling got from each turn on, beginning with group_rewards; after its last turn, what it got
+    #: in that. Empty if none had several.
+    rewards_to_go: NDArray[np.float32] = NO_TURNS
     update: int = 0  # 0 ... M - 1: the optimizer update that it belongs to
     closes: bool = False  # its update ends with it, as with the last one; the same on all ranks
     parent: str = ""  # lineage before this step, that is, of the trainer's weights

@@ -18,6 +18,7 @@ CHANGED = (
     "rollout.filter_zero_variance=false",
     'rollout.without=["hysteresis"]',
     "rollout.refill=true",
+    "rollout.calls=keep",
     "engine.max_parallel_pushes=3",
     "trainer.micro_batch_tokens=999",
 )
@@ -29,7 +30,7 @@ def config(*changes: str) -> Config:
 
 def test_a_config_is_simulated_with_the_settings_of_its_run() -> None:
     """Except a timeout that simulations do not have, what depends on the trainer's device, shared prompts, as the
-    simulated trainer computes every prompt, and the time of a prefill, which a configuration does not give."""
+    simulated trainer computes every prompt, and the time of a prefill, which is the simulated server's own."""
     ours = settings_of(config(*CHANGED), eval_prompt_tokens=())
     simulated = workload_of(config(*CHANGED)).settings()
     differing = {name for name in ours.__struct_fields__ if getattr(ours, name) != getattr(simulated, name)}
@@ -40,7 +41,7 @@ def test_the_rollout_section_of_a_job_is_that_of_its_config() -> None:
     rollout = config(*CHANGED).rollout
     there = rollout_section(workload_of(config(*CHANGED)).job)
     assert there == {name: getattr(rollout, name) for name in there}
-    assert len(there) == 10
+    assert len(there) == 11
 
 
 def test_the_ranks_receive_the_trainer_section() -> None:

@@ -361,7 +361,7 @@ class Surroundings:
     @property
     def grade(self) -> GradeAnswer:
         graders = Graders(self.graders, [self.graders], self.evaluations)
-        return GradeAnswer(self.trajectories, self.tokenizer, graders, MAX_NEW_TOKENS, self.now)
+        return GradeAnswer(self.trajectories, self.tokenizer, graders, MAX_NEW_TOKENS, {"turns"}, self.now)
 
     @property
     def push(self) -> Push:

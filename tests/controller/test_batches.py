@@ -21,6 +21,7 @@ from dora.core.commands import TrainMicroBatch
 from dora.core.ids import GroupId, TrajectoryId
 from dora.core.tables import Group
 from dora.errors import ConfigError
+from dora.journal.rows import Fork
 from dora.tasks.prompts import Prompt
 from dora.transport.messages import MicroBatch
 
@@ -45,10 +46,59 @@ def record(trajectory: int, num_tokens: int) -> TrajectoryRecord:
     return made
 
 
+def forked(trajectory: int) -> TrajectoryRecord:
+    """A prompt of two tokens, two turns after each other, and a third after the first turn alone, then one anew."""
+    made = record(trajectory, 0)
+    made.prompt = replace(made.prompt, tokens=(100, 101))
+    made.tokens.extend([11, 12, 5, 21, 6, 31, 32, 7, 8, 41])
+    made.logprobs.extend([-1, -2, 0, -3, 0, -4, -5, 0, 0, -6])
+    made.observed = [(2, 3), (4, 5), (7, 9)]
+    made.forks = [Fork(start=4, parent=0, keep=4), Fork(start=7, parent=1, keep=1)]
+    return made
+
+
+def test_a_trajectory_that_forked_has_each_sampled_token_in_one_of_its_rows() -> None:
+    made = forked(1)
+    assert made.context() == [100, 7, 8, 41]
+    order = TrainMicroBatch(4, 0, True, ((0, 1, 2),))
+    records = {0: record(0, 2), 1: made, 2: record(2, 2)}
+    (batch,) = build_wave(
+        order, records=records, groups={0: group(0, version=0, rewards=(1.0, 0.0, 1.0))}, group_size=G
+    )
+    assert batch.trajectories.tolist() == [0, 1, 1, 1, 2]
+    assert batch.lengths.tolist() == [3, 6, 7, 4, 3]
+    assert batch.lengths[1:4].sum() == len(made.prompt.tokens) + len(made.tokens) + made.repeated
+    rows = np.split(np.arange(len(batch.tokens)), np.cumsum(batch.lengths)[:-1])[1:4]
+    assert [batch.tokens[row].tolist() for row in rows] == [
+        [100, 101, 11, 12, 5, 21],
+        [100, 101, 11, 12, 6, 31, 32],
+        [100, 7, 8, 41],
+    ]
+    assert [batch.loss_mask[row].tolist() for row in rows] == [
+        [0, 0, 1, 1, 0, 1],
+        [0, 0, 0, 0, 0, 1, 1],
+        [0, 0, 0, 1],
+    ]
+    sampled = np.concatenate(rows)[np.concatenate([batch.loss_mask[row] for row in rows]) == 1]
+    assert batch.behavior_logprobs[sampled].tolist() == [-1, -2, -3, -4, -5, -6]
+    assert not batch.behavior_logprobs[batch.loss_mask == 0].any()
+    assert batch.rewards.tolist() == [1, 0, 0, 0, 1]
+
+
+def test_forks_that_repeat_what_is_not_there_are_refused() -> None:
+    for fork in (Fork(start=4, parent=0, keep=7), Fork(start=4, parent=1, keep=1), Fork(start=99, parent=0, keep=1)):
+        made = forked(1)
+        made.forks = [fork]
+        with pytest.raises(ValueError, match="Fork"):
+            made.context()
+
+
 def wave(*ranks: tuple[int, ...], index: int = 0, last: bool = True, groups: int = 2) -> list[MicroBatch]:
     made = {GroupId(g): group(g, version=g, rewards=(1.0, 0.0, None)) for g in range(groups)}
     records = {TrajectoryId(t): record(t, 2 + t % 3) for t in range(groups * G)}
-    records[TrajectoryId(1)].length_capped = True
+    records[TrajectoryId(1)].truncated = "tokens"
+    if groups == 4:
+        records[TrajectoryId(7)] = forked(7)
     records[TrajectoryId(3)].prompt = replace(records[TrajectoryId(3)].prompt, source_index=2)
     order = TrainMicroBatch(4, index, last, tuple(tuple(TrajectoryId(t) for t in rank) for rank in ranks))
     return build_wave(order, records=records, groups=made, group_size=G)
@@ -172,21 +222,23 @@ async def test_the_trajectories_read_are_those_written(tmp_path: Path, num_ranks
     found = pieces([batch for wave in ranks.waves for batch in wave])
     wanted = pieces(wave(tuple(range(12)), groups=4))
     assert found.keys() == wanted.keys() == set(range(12))
+    assert len(found[7]) == 3 * len(found[8])
     for trajectory, arrays in wanted.items():
         for mine, theirs in zip(found[trajectory], arrays, strict=True):
             np.testing.assert_array_equal(mine, theirs)
 
 
 def pieces(batches: list[MicroBatch]) -> dict[int, tuple[np.ndarray, ...]]:
-    """All that belongs to a trajectory."""
-    found = {}
+    """All that belongs to a trajectory, row by row."""
+    found: dict[int, tuple[np.ndarray, ...]] = {}
     for batch in batches:
         starts = np.cumsum(batch.lengths) - batch.lengths
         for i, trajectory in enumerate(batch.trajectories):
             span = slice(starts[i], starts[i] + batch.lengths[i])
             row = (batch.versions[i], batch.rewards[i], batch.group_rewards[i], batch.groups[i], batch.truncated[i])
             tokens = (batch.tokens[span], batch.loss_mask[span], batch.behavior_logprobs[span])
-            found[int(trajectory)] = (*tokens, *(np.asarray(value) for value in row))
+            earlier = found.get(int(trajectory), ())
+            found[int(trajectory)] = (*earlier, *tokens, *(np.asarray(value) for value in row))
     return found
 
 

@@ -122,7 +122,7 @@ async def test_an_answer_is_streamed_into_its_record_and_finished(io: Surroundin
     assert event == ev.GenerationFinished(1.0, TrajectoryId(0), 1, 4, False, ((4, 0, 4),))
     assert record(io).tokens.tolist() == [*ANSWER, eos(io)]
     assert record(io).logprobs.tolist() == [-0.5] * 4
-    assert not record(io).length_capped
+    assert not record(io).truncated
 
 
 async def test_a_request_carries_what_makes_it_exact(io: Surroundings, server: ScriptedServer) -> None:
@@ -209,7 +209,7 @@ async def test_an_answer_that_used_up_its_budget_is_length_capped(io: Surroundin
     event = await io.generate(order())
     assert isinstance(event, ev.GenerationFinished)
     assert event.length_capped
-    assert record(io).length_capped
+    assert record(io).truncated == "tokens"
 
 
 @pytest.mark.parametrize(
@@ -318,11 +318,25 @@ async def test_an_answer_is_graded_by_its_text_and_a_failure_is_no_reward(io: Su
 async def test_a_reward_is_told_length_budget_ending_and_source(io: Surroundings) -> None:
     graders = FakeGraders()
     record(io).tokens.extend(io.tokenizer.encode("03"))
-    record(io).length_capped = True
+    record(io).truncated = "tokens"
     record(io).prompt = replace(prompt(0), label="hard")
     await replace(io, graders=graders).grade(cmd.GradeTrajectory(TrajectoryId(0), 0))
     (asked,) = graders.asked
     assert (asked.num_tokens, asked.max_tokens, asked.finish, asked.source) == (2, MAX_NEW_TOKENS, "length", "hard")
+
+
+async def test_an_answer_that_a_budget_ended_may_get_no_reward(io: Surroundings) -> None:
+    graders = FakeGraders()
+    io = replace(io, graders=graders)
+    record(io).tokens.extend(io.tokenizer.encode("03"))
+    record(io).truncated = "turns"
+    event = await io.grade(cmd.GradeTrajectory(TrajectoryId(0), 3))
+    assert isinstance(event, ev.TrajectoryGraded)
+    assert (event.attempt, event.reward, event.reason) == (3, None, "truncated: turns")
+    assert graders.asked == []
+    record(io).truncated = "time"
+    assert (await io.grade(cmd.GradeTrajectory(TrajectoryId(0), 4))).reason == ""
+    assert len(graders.asked) == 1
 
 
 # -- weights --------------------------------------------------------------------------------------------------------

@@ -41,23 +41,30 @@ def test_scores_are_means_over_graded_samples_by_set(evaluations: Evaluations) -
     assert (greedy.name, greedy.mean, greedy.num_samples, greedy.num_failed) == ("greedy", 0.75, 2, 0)
     assert greedy.pass_at == {1: 0.5}
     assert (sampled.mean, sampled.num_samples, sampled.num_failed) == (0.5, 2, 1)
-    assert sampled.pass_at == {1: pytest.approx(1 / 3), 2: pytest.approx(2 / 3), 3: 1.0}
+    assert sampled.pass_at == {1: 0.5, 2: 1.0}, "of the two that were graded"
     assert (sampled.mean_tokens, sampled.median_tokens, sampled.max_tokens) == (14.0, 10, 30)
 
 
-def test_a_set_without_graded_samples_scores_0(evaluations: Evaluations) -> None:
+def test_a_set_without_graded_samples_has_no_score(evaluations: Evaluations) -> None:
     greedy, _ = evaluations.scores([(None, 4), (None, 6), (1.0, 1), (1.0, 1), (1.0, 1)])
-    assert (greedy.mean, greedy.num_samples, greedy.num_failed, greedy.pass_at_n) == (0.0, 0, 2, 0.0)
+    assert (greedy.mean, greedy.num_samples, greedy.num_failed, greedy.pass_at_n) == (None, 0, 2, None)
 
 
 @pytest.mark.parametrize(
-    ("solved", "samples", "k", "chance"),
-    [([0], 4, 1, 0.0), ([4], 4, 1, 1.0), ([1], 4, 1, 0.25), ([1], 4, 4, 1.0), ([2], 4, 2, 5 / 6), ([0, 4], 4, 2, 0.5)],
+    ("counts", "k", "chance"),
+    [
+        *(([(0, 4)], 1, 0.0), ([(4, 4)], 1, 1.0), ([(1, 4)], 1, 0.25), ([(1, 4)], 4, 1.0), ([(2, 4)], 2, 5 / 6)),
+        *(([(0, 4), (4, 4)], 2, 0.5), ([(0, 4), (1, 1)], 2, 0.0)),
+    ],
 )
 def test_pass_at_k_is_the_chance_that_one_of_k_samples_solves_the_prompt(
-    solved: list[int], samples: int, k: int, chance: float
+    counts: list[tuple[int, int]], k: int, chance: float
 ) -> None:
-    assert pass_at_k(solved, samples=samples, k=k) == pytest.approx(chance)
+    assert pass_at_k(counts, k=k) == pytest.approx(chance)
+
+
+def test_without_a_prompt_of_k_graded_samples_there_is_no_pass_at_k() -> None:
+    assert pass_at_k([(1, 1), (0, 0)], k=2) is None
 
 
 def test_no_sets_have_no_samples() -> None:

@@ -33,6 +33,7 @@ def batch(step: int = 0, index: int = 0, *, last: bool = True, seed: int = 0) ->
         group_rewards=np.array([[0.0, 1.0]] * 2, np.float32),
         truncated=np.array([0, 1], np.uint8),
         sources=np.array([0, 2], np.uint8),
+        rewards_to_go=np.zeros((2, 2, 3), np.float32),
     )
 
 

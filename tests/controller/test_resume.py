@@ -14,11 +14,12 @@ from dora.controller.published import Published
 from dora.core import commands as cmd
 from dora.core import events as ev
 from dora.core.ids import TrajectoryId
+from dora.core.phases import TrajectoryPhase
 from dora.errors import ConfigError
 from dora.journal.audit import audit_entries
 from dora.journal.reader import Journal
 from dora.journal.run_folder import RunFolder
-from dora.journal.tokens import read_tokens
+from dora.journal.tokens import TokenWriter, read_tokens
 from dora.node.lease import hold
 from dora.seed.policy import path as seed_path
 from tests.controller.fakes import CHAIN, RUN_ID, Job, make_job
@@ -73,8 +74,32 @@ async def test_a_resume_restores_graded_siblings_and_samples_beside_the_ungraded
         id = TrajectoryId(trajectory)
         assert found[id].prompt == wanted[id].prompt
         assert (found[id].tokens, found[id].logprobs) == (wanted[id].tokens, wanted[id].logprobs)
-        assert (found[id].reward, found[id].length_capped) == (wanted[id].reward, wanted[id].length_capped)
+        assert (found[id].reward, found[id].truncated) == (wanted[id].reward, wanted[id].truncated)
     after.close()
+
+
+@pytest.mark.parametrize("phase", [TrajectoryPhase.CALLING, TrajectoryPhase.WAITING])
+async def test_what_a_call_gave_is_not_known_without_its_event(tmp_path: Path, phase: TrajectoryPhase) -> None:
+    """An observation is written before the event that reports it; sampled tokens count as they are."""
+    before = await stopped(tmp_path)
+    run = RunFolder(tmp_path)
+    state = resume.read_run(run).state
+    trajectory = next(t for t in state.trajectories.values() if t.phase is TrajectoryPhase.GRADING)
+    trajectory.phase = phase
+    wanted = before.io.trajectories.records[trajectory.id].tokens
+    with TokenWriter(run.tokens) as writer:
+        attempt, start = trajectory.attempt + 1, trajectory.num_tokens
+        writer.append(trajectory.id, attempt, [5, 6], [0.0, 0.0], start=start, loss_mask=[0, 0])
+    job = make_job(tmp_path, samples=3, state=state, epoch=1)
+    job.close()
+    io = job.io
+    inputs = Inputs(seed_path(), io.tokenizer, io.tokenizer.vocab_size, io.stream, io.evaluations)
+    resume.restore(run, state, trajectories=io.trajectories, inputs=inputs)
+    found = io.trajectories.records[trajectory.id]
+    if phase is TrajectoryPhase.CALLING:
+        assert (found.tokens, found.observed) == (wanted, [])
+    else:
+        assert found.observed == [(len(wanted), len(wanted) + 2)]
 
 
 async def test_a_resumed_run_ends_with_every_group_trained_once_and_every_evaluation_reported(tmp_path: Path) -> None:

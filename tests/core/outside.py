@@ -573,7 +573,11 @@ class Outside:
         self.next_instance = InstanceId(max(self.servers) + 1)  # of those that have left it knows nothing, nor hears
         removed = self.echoes_of_the_removed()
         self.late = deque([e for e in self.late if e not in removed], maxlen=self.late.maxlen)
-        self.deliver(ev.ControllerRestarted(self.now, self.epoch, counts, replayable=repeatable))
+        self.deliver(
+            ev.ControllerRestarted(
+                self.now, self.epoch, counts, max_episodes=self.settings.max_episodes, replayable=repeatable
+            )
+        )
         assert not self.intents or self.outcome is not None
 
     def tick(self, seconds: float) -> None:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 
 from dora.core import commands as cmd
+from dora.core import events as ev
+from dora.core.admission import Refusal, why_not_admitted
+from dora.core.ids import TrajectoryId
 from dora.core.orchestration import Orchestration
 from dora.core.phases import GroupPhase, TrajectoryPhase, WeightsPhase
-from tests.core.builders import Core, admit, call, generate, grade, packing, push, started, stop
+from tests.core.builders import PROMPT, Core, admit, call, generate, grade, packing, push, started, stop
 
 KEEP = Orchestration(kv_overcommit=False, calls="keep")
 PINNED = Orchestration(kv_overcommit=False, calls="pinned")
@@ -253,6 +256,21 @@ def test_the_environment_may_end_the_episode() -> None:
     assert core.result(0, tokens=5, ended=True) == [grade(0, attempt=3)]
 
 
+def test_a_call_reports_what_rows_repeat_and_the_budget_that_ended_the_episode() -> None:
+    core = one_group(instances=2, slots=2)
+    for t in (0, 1):
+        core.called(t, tokens=3)
+    fork = ev.CallFinished(core.now, TrajectoryId(0), core.attempts[cmd.CallEnvironment, 0], 9, repeated=4)
+    core.tell(fork)
+    assert core.state.trajectories[TrajectoryId(0)].repeated == 4
+    core.called(0, tokens=11)
+    attempt = core.attempts[cmd.CallEnvironment, 0]
+    last = ev.CallFinished(core.now, TrajectoryId(0), attempt, 11, ended=True, truncated="turns", repeated=4)
+    assert core.tell(last) == [grade(0, attempt=attempt + 1)]
+    trajectory = core.state.trajectories[TrajectoryId(0)]
+    assert (trajectory.truncated, trajectory.repeated) == ("turns", 4)
+
+
 @pytest.mark.parametrize("orchestration", [KEEP, PINNED])
 def test_an_environment_that_cannot_go_on_leaves_its_trajectory_without_a_reward(orchestration: Orchestration) -> None:
     core = one_group(group_size=3, orchestration=orchestration)
@@ -263,7 +281,7 @@ def test_an_environment_that_cannot_go_on_leaves_its_trajectory_without_a_reward
     core.called(2, tokens=5)
     orders = core.result(2, tokens=5, failed="the host died")
     assert cmd.CommitGroup(0, 0, 0) in orders  # type: ignore[arg-type]
-    assert core.state.counters.environment_failed == 1
+    assert core.state.counters.environment_failed == {"the host died": 1}
     assert [w.ranks for w in core.of(cmd.TrainMicroBatch)] == [((0,), (1,))]
 
 
@@ -315,7 +333,7 @@ def test_a_call_without_a_result_fails_with_the_controller_unless_it_can_be_repe
     assert core.restarted({2: 3}, replayable=(1,)) == [call(1, attempt=3)]
     assert phase_of(core, 1) is TrajectoryPhase.CALLING
     assert 0 not in core.state.trajectories
-    assert core.state.counters.environment_failed == 1
+    assert core.state.counters.environment_failed == {"restart": 1}
     assert core.result(1, attempt=2) == [], "of the earlier controller"
     assert core.result(1, tokens=6) == []
     core.ready()
@@ -323,6 +341,41 @@ def test_a_call_without_a_result_fails_with_the_controller_unless_it_can_be_repe
     resumed = core.pushed(0, 0)
     assert generate(1, on=0, version=0, attempt=4, tokens=6) in resumed
     assert core.state.ledger.groups[0].phase is GroupPhase.GENERATING  # type: ignore[index]
+
+
+# -- room in the hosts of the environment ------------------------------------------------------------------------------
+
+
+def test_groups_are_admitted_while_the_hosts_have_room_for_all_unfinished_episodes() -> None:
+    core = started(instances=2, slots=8, max_episodes=5, group_size=2, groups_per_step=4)
+    assert [o.group for o in core.of(cmd.AdmitGroup)] == [0, 1]
+    assert why_not_admitted(core.state) is Refusal.HOSTS
+    assert core.called(0) == [call(0)]
+    core.result(0, ended=True)
+    assert [o.group for o in core.of(cmd.AdmitGroup)] == [0, 1, 2], "an episode has left its host"
+
+
+def test_a_new_controller_may_have_other_hosts() -> None:
+    core = started(instances=2, slots=8, max_episodes=4, group_size=2, groups_per_step=4)
+    core.restarted(dict.fromkeys(range(4), 0), max_episodes=6)
+    core.ready()
+    for instance in (0, 1):
+        core.up(instance)
+        core.pushed(instance, 0)
+    assert [o.group for o in core.of(cmd.AdmitGroup)] == [0, 1, 2]
+
+
+def test_evaluation_samples_take_the_first_room_in_the_hosts() -> None:
+    core = started(slots=8, max_episodes=2, group_size=2, eval_prompt_tokens=(PROMPT,) * 3)
+    assert [o.trajectory for o in core.of(cmd.Generate)] == [-1, -2]
+    core.finished(-1)
+    core.graded(-1, 1.0)
+    assert [o.trajectory for o in core.of(cmd.Generate)] == [-1, -2, -3]
+    for sample in (-2, -3):
+        assert not core.of(cmd.AdmitGroup)
+        core.finished(sample)
+        core.graded(sample, 1.0)
+    assert [o.group for o in core.of(cmd.AdmitGroup)] == [0]
 
 
 # -- silence ----------------------------------------------------------------------------------------------------------

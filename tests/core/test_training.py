@@ -45,6 +45,15 @@ def waves(f: Feed) -> list[TrainMicroBatch]:
     return sent
 
 
+def test_what_the_rows_of_a_trajectory_repeat_counts_in_its_micro_batch() -> None:
+    made = group(0, 40, 40, 40)
+    assert feed(made, num_ranks=1, closed=True).next_wave() == wave(0, 0, [0, 1])
+    made.trajectories[0].repeated = 30
+    f = feed(made, num_ranks=1, closed=True)
+    assert f.steps[0].pending[0].num_tokens == 150
+    assert [order.ranks for order in waves(f)] == [((0,),), ((1, 2),)]
+
+
 # -- when a wave is sent ----------------------------------------------------------------------------------------------
 
 

@@ -354,7 +354,9 @@ class World:
         self.trainer_free = self.now
         self.at(0.7, lambda: ev.TrainerReady(self.now, step))
         self.at(0.6, lambda: ev.VersionPublished(self.now, step, 1, {}))
-        return ev.ControllerRestarted(self.now, self.epoch, counts, replayable=replayable)
+        return ev.ControllerRestarted(
+            self.now, self.epoch, counts, max_episodes=self.settings.max_episodes, replayable=replayable
+        )
 
 
 def replay(config: Settings, journal: list[tuple[ev.Event, list[cmd.Command]]]) -> None:

@@ -275,6 +275,7 @@ class Checker:
             "group_rewards": np.array(numbers, "<f4").reshape(len(rank), self.size),
             "truncated": np.array([a[0][-1] != EOS for a in answers], "u1"),
             "sources": np.zeros(len(rank), "u1"),
+            "rewards_to_go": np.zeros((0, 0, 0), "<f4"),
         }
         for name in ("step", "index", "last"):
             digest.update(f"{name} {int(wave[name])} ".encode())

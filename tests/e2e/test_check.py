@@ -118,6 +118,15 @@ def test_check_refuses_what_a_run_refuses(tmp_path: Path) -> None:
     assert_one_clear_error(result, code=2, says="K = 7 keeps up to 8 versions alive")
 
 
+@pytest.mark.parametrize("verb", ["check", "run"])
+def test_a_model_whose_turns_nobody_can_continue_is_refused_before_anything_starts(tmp_path: Path, verb: str) -> None:
+    environment = Path(__file__).parent / "relay.py"
+    overrides = settings(environment__name=f"{environment}:Relay", run__folder=tmp_path / "runs", status__port=0)
+    result = run_to_end(verb, *overrides, cwd=tmp_path)
+    assert_one_clear_error(result, code=2, says="environment.renderer: the chat template of .* cannot continue")
+    assert files_below(tmp_path) == set()
+
+
 def test_the_version_is_that_of_the_package() -> None:
     result = run_to_end("--version")
     assert (result.returncode, result.stdout, result.stderr) == (0, f"dora {version('dora-rl')}\n", "")

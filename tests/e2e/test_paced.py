@@ -21,6 +21,11 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 SEED, SCALE = 3, 20.0
 WORKLOAD = paced_workload(steps=5, devices=10, rollout_devices=8, slots=4, kv_tokens=4000, tokens_s_per_device=3000.0)
+CALLING = (
+    WORKLOAD.replace("steps = 5", "steps = 3")
+    .replace("[job]", '[job]\ncalls = "keep"')
+    .replace("[fleet]", "[tools]\ncalls = [1.0, 1.0, 1.0]\nlatency_max_s = 2.0\nresult_tokens = 60\n[fleet]")
+)
 
 
 @dataclass
@@ -111,6 +116,36 @@ def test_a_strategy_that_breaks_a_constraint_runs_paced_as_well(tmp_path: Path, 
     report = audit(run.folder)
     assert report.ok
     assert set(report.broken_by_design) == {broken}
+
+
+def test_a_paced_run_makes_the_calls_of_the_table(tmp_path: Path) -> None:
+    run = paced(tmp_path, CALLING)
+    assert run.result.returncode == 0, run.result
+    assert_audit_clean(run.folder)
+    answers, size, ended = run.workload.answers(seed=SEED), run.workload.job.group_size, 0
+    made, sent_at = dict[int, int](), dict[int, float]()
+    for event, orders in Journal(run.folder.journal):
+        if isinstance(event, ev.CallStarted | ev.CallFinished | ev.GenerationFinished):
+            group, sibling = divmod(event.trajectory, size)
+            total, calls = answers.group(group).lengths[sibling], answers.group(group).calls_of(sibling)
+            number = made.get(event.trajectory, 0)
+        if isinstance(event, ev.CallStarted):
+            assert event.num_tokens == (calls[number].at if number < len(calls) else total)
+        elif isinstance(event, ev.CallFinished) and number < len(calls):
+            assert (event.ended, event.failed) == (False, "")
+            assert event.num_tokens == calls[number].at + calls[number].num_tokens
+            assert event.at - sent_at[event.trajectory] >= calls[number].latency_s
+            made[event.trajectory] = number + 1
+        elif isinstance(event, ev.CallFinished | ev.GenerationFinished):  # the latter if the token budget ends it
+            assert event.num_tokens == total
+            assert number == len(calls)
+            ended += 1
+        sent_at |= {order.trajectory: event.at for order in orders if isinstance(order, cmd.CallEnvironment)}
+    job = run.workload.job
+    assert ended >= job.steps * job.groups_per_step * size
+    settings = Journal(run.folder.journal).header.settings
+    assert settings.orchestration.calls == "keep"
+    assert settings.prefill_s_per_token == run.workload.fleet.server.prefill_s_per_token
 
 
 def strategy_of(strategy: str) -> str:

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+from structlog.testing import capture_logs
 
 from dora.config.schema import EnvironmentConfig
+from dora.environments import pool as pools
 from dora.environments.api import End, Observation, Reset, ToolCall, Turn
 from dora.environments.pool import EnvironmentPool
 from dora.environments.process import HostProcess
@@ -430,12 +432,73 @@ async def test_too_many_failures_of_one_source_end_the_run_and_name_the_commones
             await pool.step(3, Turn("fail"))
 
 
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="needs Linux")
+async def test_each_host_may_have_cores_of_its_own():
+    ours = sorted(os.sched_getaffinity(0), reverse=True)
+    async with pool_of(hosts=2, cores=1, episodes_per_host=1) as pool:
+        for host in range(2):
+            await start(pool, host)
+        found = [await answer(pool, "cores", host) for host in range(2)]
+    assert found == [str(ours[0]), str(ours[1 % len(ours)])]
+    async with pool_of() as pool:
+        await start(pool)
+        assert len((await answer(pool, "cores")).split(",")) == len(ours)
+
+
+async def test_what_only_gives_a_prompt_does_not_dilute_the_failures():
+    async with pool_of(failure_window=4, failure_budget=0.5) as pool:
+        for episode in range(3):
+            await start(pool, episode)
+        await failure(pool, "fail", 0)
+        for prompt in range(10, 20):
+            await start(pool, prompt)
+            await pool.close(prompt)
+        await failure(pool, "fail", 1)
+        with pytest.raises(RunFailed, match="3 of the last 3 episodes"):
+            await pool.step(2, Turn("fail"))
+
+
+async def test_a_lost_host_is_one_failure_of_a_source_and_is_logged():
+    async with pool_of(failure_window=4, failure_budget=0.3) as pool:
+        for episode in range(50):
+            await start(pool, episode)
+        with capture_logs() as logs:
+            await failure(pool, "die", 0)
+            for episode in range(1, 50):
+                assert (await failure(pool, "turns", episode)).cause == "host"
+            await start(pool, 0)
+        assert [{**line, "log_level": ""} for line in logs] == [
+            {"event": "host_lost", "reason": "exit code 3: no license", "episodes": 50, "log_level": ""},
+            {"event": "host_replaced", "lost_in_a_row": 1, "log_level": ""},
+        ]
+        assert await answer(pool, "turns") == "1"
+
+
+async def test_hosts_that_are_lost_before_they_answer_a_turn_end_the_run_in_the_end(monkeypatch):
+    monkeypatch.setattr(pools, "LOST_IN_A_ROW", 3)
+    async with pool_of(failure_budget=1) as pool:
+        for _ in range(2):  # an answer between losses breaks the row
+            for _ in range(2):
+                await start(pool)
+                await failure(pool, "die")
+            await start(pool)
+            await answer(pool, "turns")
+            await pool.close(0)
+        for _ in range(3):
+            await start(pool)
+            await failure(pool, "die")
+        with pytest.raises(RunFailed, match=r"^environment: 3 hosts in a row were lost"):
+            await start(pool)
+
+
 async def test_a_row_that_fails_again_and_again_is_set_aside_and_named():
     async with pool_of(row_failures=2) as pool:
         for episode in range(2):
             assert not pool.set_aside
             await pool.start(episode, {}, source="s", name="rows.jsonl:7")
-            await failure(pool, "fail", episode)
+            with capture_logs() as logs:
+                await failure(pool, "fail", episode)
+        assert [line["event"] for line in logs] == ["row_set_aside"]
         assert list(pool.set_aside) == ["rows.jsonl:7"]
         failed = await pool.start(3, {}, source="s", name="rows.jsonl:7")
         assert failed.cause == "set_aside"
@@ -485,7 +548,7 @@ async def test_a_host_ends_with_the_process_that_started_it(tmp_path):
 
 
 async def test_requests_to_a_host_that_is_gone_are_never_sent(monkeypatch):
-    lost = HostProcess(EnvironmentConfig(name=f"{WORLDS}:World"), field="environment", on_lost=lambda: None)
+    lost = HostProcess(EnvironmentConfig(name=f"{WORLDS}:World"), field="environment", on_lost=lambda _: None)
     await lost.start()
     await lost.kill()
     sent = []

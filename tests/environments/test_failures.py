@@ -57,6 +57,15 @@ def test_a_whole_budget_never_ends_the_run_and_none_ends_it_at_once():
         fail(failures_of(budget=0))
 
 
+def test_a_lost_host_counts_once_however_many_episodes_it_had():
+    failures = failures_of(budget=0.1)
+    fail(failures)
+    for _ in range(50):
+        failures.failed("host died", source="s", row="r", is_own=False, is_known=True)
+    with pytest.raises(RunFailed, match=r"2 of the last 2 episodes"):
+        fail(failures)
+
+
 def test_a_row_is_set_aside_by_failures_of_its_own():
     failures = failures_of(budget=1)
     for _ in range(10):

@@ -37,8 +37,18 @@ class World(Environment):
                 file.write(f"{self.row.get('prompt')}\n")
 
 
+class Replayed(World):
+    """A world that can be replayed, as far as its functions can."""
+
+    can_replay = True
+
+
 def pid(world):
     return says(str(os.getpid()))
+
+
+def cores(world):
+    return says(",".join(map(str, sorted(os.sched_getaffinity(0)))))
 
 
 def finish(world):
@@ -85,6 +95,15 @@ def die(world):
     sys.stderr.write("no license")
     sys.stderr.flush()
     os._exit(3)
+
+
+def die_once(world):
+    """Kill the host of the first call, and answer the next one with the number of turns so far."""
+    marker = Path(world.row["file"])
+    if not marker.exists():
+        marker.touch()
+        os._exit(3)
+    return turns(world)
 
 
 def segfault(world):

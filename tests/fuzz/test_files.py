@@ -131,7 +131,7 @@ def parse_kept(data: bytes, scratch: Path) -> None:
 def kept_lines() -> list[bytes]:
     kept = KeptTrajectory(
         **{"step": 1, "group": GroupId(2), "trajectory": TrajectoryId(9), "version": 1, "reward": 0.5},
-        **{"length_capped": False, "prompt": "1+1=", "text": "2", "prompt_tokens": (3, 4), "tokens": (5,)},
+        **{"truncated": "", "prompt": "1+1=", "text": "2", "prompt_tokens": (3, 4), "tokens": (5,)},
         logprobs=(-0.5,),
     )
     return [encode_kept(kept), encode_kept(kept) * 3, encode_kept(kept) + encode_kept(kept)[:30]]

@@ -15,7 +15,7 @@ from dora.core.training import StepFeed
 from dora.core.versions import Version
 
 #: Counted since the digests were first recorded.
-_LATER = "environment_failed"
+_LATER = ("environment_failed", "replays")
 
 
 def snapshot(state: State) -> dict[str, Any]:
@@ -58,7 +58,7 @@ def snapshot(state: State) -> dict[str, Any]:
         "lengths": [state.length_sum, state.length_count, state.mean_length, state.kv_reserve],
         "liveness": [state.progress_at, state.step_trained_at, state.finished, state.stalled, sorted(state.missing)],
         "counters": {
-            name: getattr(state.counters, name) for name in sorted(state.counters.__slots__) if name != _LATER
+            name: getattr(state.counters, name) for name in sorted(state.counters.__slots__) if name not in _LATER
         },
         **_calls(state),
     }
@@ -68,7 +68,7 @@ def _calls(state: State) -> dict[str, Any]:
     """Return what calls of environments add, if there were any."""
     away = [v.away for v in state.window.entries.values()]
     last = [[t.id, t.last.id] for t in state.trajectories.values() if t.last is not None]
-    failed = state.counters.environment_failed
+    failed = sum(state.counters.environment_failed.values())
     called = [state.called_at, state.evaluation.away, away, last, failed]
     return {"calls": called} if state.called_at else {}
 

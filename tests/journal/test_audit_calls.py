@@ -88,6 +88,13 @@ def test_an_order_to_call_that_is_missing_is_named(world: World, entries: Entrie
     assert found(world, without_command(entries, at))
 
 
+def test_replays_are_counted(world: World, entries: Entries) -> None:
+    at, _ = first_event(entries, ev.CallFinished)
+    report = audit_entries(world.settings, with_event(entries, at, replays=2))
+    assert report.episode_replays == 2
+    assert "2 replays" in render(report)
+
+
 def restarted(*, replayable: tuple[int, ...]) -> Core:
     core = started(groups_per_step=1, max_staleness=0, steps=2)
     core.called(0, tokens=2)

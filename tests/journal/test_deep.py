@@ -15,6 +15,7 @@ import pytest
 from dora.core.ids import GroupId, TrajectoryId
 from dora.errors import ConfigError
 from dora.journal.deep import KeptTrajectory, altered_rows, deep_check, encode_kept, read_kept, render_deep
+from dora.journal.rows import Fork
 from dora.journal.tokens import StoredAnswer, StoredPrompt, TokenStore
 
 VOCABULARY = 11
@@ -46,7 +47,7 @@ def kept(trajectory: int, *, version: int, sampled_by: int, noise: float = 1e-5)
         trajectory=TrajectoryId(trajectory),
         version=version,
         reward=1.0,
-        length_capped=False,
+        truncated="",
         prompt="?",
         text="!",
         prompt_tokens=prompt,
@@ -135,6 +136,50 @@ def test_a_line_that_is_not_a_trajectory_is_an_error_with_file_and_line(tmp_path
         list(read_kept(path))
 
 
+def forked(trajectory: int, *, version: int, sampled_by: int) -> KeptTrajectory:
+    """The second half of the answer was sampled after two tokens of the prompt and an observation."""
+    whole = kept(trajectory, version=version, sampled_by=sampled_by)
+    second = logprobs(sampled_by, (*whole.prompt_tokens[:2], *whole.tokens[10:]))[2:]
+    behavior = [*whole.logprobs[:10], 0.0, 0.0, *(float(x) for x in second[2:])]
+    fork = Fork(start=10, parent=0, keep=2)
+    return msgspec.structs.replace(whole, logprobs=tuple(behavior), observed=((10, 12),), forks=(fork,))
+
+
+def test_each_row_of_a_trajectory_that_forked_is_recomputed() -> None:
+    trajectories = [forked(t, version=1, sampled_by=1) for t in range(4)]
+    scored: list[tuple[list[int], int]] = []
+
+    def noting(folder: Path, sequences: Sequence[Sequence[int]], prompt_lengths: Sequence[int]):
+        scored[:] = [([*s], n) for s, n in zip(sequences, prompt_lengths, strict=True)]
+        return score(folder, sequences, prompt_lengths)
+
+    report = deep_check(trajectories, score=noting, versions=folder_of)
+    assert report.ok
+    assert [(c.num_trajectories, c.num_tokens) for c in report.checks] == [(4, 4 * 18)]
+    assert scored == [
+        row
+        for t in trajectories
+        for row in (([*t.prompt_tokens, *t.tokens[:10]], 4), ([*t.prompt_tokens[:2], *t.tokens[10:]], 2))
+    ]
+
+
+@pytest.mark.parametrize(
+    "forks",
+    [
+        (Fork(start=10, parent=0, keep=15),),
+        (Fork(start=10, parent=1, keep=2),),
+        (Fork(start=21, parent=0, keep=2),),
+        (Fork(start=10, parent=0, keep=2), Fork(start=9, parent=0, keep=2)),
+    ],
+    ids=["more than its parent", "no such row", "beyond the answer", "a token in two rows"],
+)
+def test_forks_that_are_none_are_an_error_with_file_and_line(tmp_path: Path, forks: tuple[Fork, ...]) -> None:
+    path = tmp_path / "trajectories.jsonl"
+    path.write_bytes(encode_kept(msgspec.structs.replace(forked(0, version=0, sampled_by=0), forks=forks)))
+    with pytest.raises(ConfigError, match=r"trajectories\.jsonl, line 1: trajectory 0: Fork"):
+        list(read_kept(path))
+
+
 # -- what was recorded ------------------------------------------------------------------------------------------------
 
 
@@ -154,6 +199,7 @@ ALTERED: dict[str, dict[str, object]] = {
     "another prompt": {"prompt_tokens": (1, 2, 3, 4)},
     "another version": {"version": 1},
     "another group": {"group": GroupId(1)},
+    "a fork": {"forks": (Fork(start=10, parent=0, keep=2),)},
 }
 
 

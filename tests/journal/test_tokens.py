@@ -9,6 +9,7 @@ import pytest
 
 from dora.core.ids import GroupId, TrajectoryId
 from dora.journal.frames import FrameWriter, JournalError
+from dora.journal.rows import Fork
 from dora.journal.tokens import TokenWriter, read_tokens
 
 T = TrajectoryId(5)
@@ -42,6 +43,34 @@ def test_a_chunk_of_an_older_attempt_is_ignored_once_a_newer_one_began(tmp_path:
     store = read_tokens(tmp_path / "tokens")
     assert store.answers[T].tokens.tolist() == [10, 11, 12]
     assert store.counts[T] == 3
+
+
+def test_a_fork_is_kept_with_the_tokens_that_it_begins_with(tmp_path: Path) -> None:
+    first, second = Fork(2, 0, 4), Fork(5, 1, 3)
+    with TokenWriter(tmp_path / "tokens") as tokens:
+        tokens.append(5, 1, [10, 11], [-1.0, -1.0], start=0)
+        tokens.append(5, 2, [12, 13], [0.0, 0.0], start=2, loss_mask=[0, 0], fork=first)
+        tokens.append(5, 3, [14], [-1.0], start=4)
+        tokens.append(5, 4, [15], [0.0], start=5, loss_mask=[0], fork=second)
+        tokens.append(5, 5, [16], [-1.0], start=6)
+    answer = read_tokens(tmp_path / "tokens").answers[T]
+    assert answer.forks == (first, second)
+    assert answer.tokens.tolist() == [*range(10, 17)]
+    assert answer.loss_mask.tolist() == [1, 1, 0, 0, 1, 0, 1]
+    assert answer.observed == [(2, 4), (5, 6)]
+
+
+@pytest.mark.parametrize("fork", [None, Fork(2, 0, 1)])
+def test_a_call_that_is_repeated_by_a_later_controller_replaces_the_fork_of_its_result(tmp_path, fork) -> None:
+    with TokenWriter(tmp_path / "tokens") as tokens:
+        tokens.append(5, 1, [10, 11], [-1.0, -1.0], start=0)
+        tokens.append(5, 2, [12, 13], [0.0, 0.0], start=2, loss_mask=[0, 0], fork=Fork(2, 0, 4))
+    with TokenWriter(tmp_path / "tokens", epoch=1) as tokens:
+        tokens.append(5, 3, [22], [0.0], start=2, loss_mask=[0], fork=fork)
+        tokens.append(5, 4, [23], [-1.0], start=3)
+    answer = read_tokens(tmp_path / "tokens").answers[T]
+    assert answer.tokens.tolist() == [10, 11, 22, 23]
+    assert answer.forks == (() if fork is None else (fork,))
 
 
 def test_unwanted_trajectories_are_only_counted(tmp_path: Path) -> None:

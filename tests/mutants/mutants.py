@@ -849,6 +849,58 @@ _ACCESS: Final = (
         ),
     ),
     *_of(
+        "dora/controller/episodes.py",
+        "tests/environments/test_episode_replays.py",
+        (
+            "replays-not-compared",
+            "    is_same = episode.tokens[start:] == record.tokens[start:end]",
+            "    is_same = True",
+            "test_an_environment_that_answers_in_another_way_has_failed",
+        ),
+        (
+            "replays-without-consent",
+            "        if record.observed and not self._pool.can_replay:",
+            "        if False:",
+            "test_an_environment_that_cannot_be_replayed_is_called_once",
+        ),
+    ),
+    *_of(
+        "dora/app/resume.py",
+        "tests/controller/test_resume.py",
+        (
+            "observation-without-its-event",
+            "            end = trajectory.num_tokens if is_calling else len(answer.tokens)",
+            "            end = len(answer.tokens)",
+            "test_what_a_call_gave_is_not_known_without_its_event",
+        ),
+    ),
+    *_of(
+        "dora/core/admission.py",
+        "tests/core/test_calls.py",
+        (
+            "more-episodes-than-room",
+            "    if not state.hosts_have_room(state.settings.group_size):",
+            "    if False:",
+            "test_groups_are_admitted_while_the_hosts_have_room_for_all_unfinished_episodes",
+        ),
+    ),
+    *_of(
+        "dora/environments/pool.py",
+        "tests/environments/test_environment_pool.py",
+        (
+            "prompts-dilute-failures",
+            "            if known.was_answered:  # else it has only given a prompt",
+            "            if True:",
+            "test_what_only_gives_a_prompt_does_not_dilute_the_failures",
+        ),
+        (
+            "every-episode-of-a-lost-host-counts",
+            'is_known = outcome.cause == "host" and known.source in known.host.blamed',
+            "is_known = False",
+            "test_a_lost_host_is_one_failure_of_a_source_and_is_logged",
+        ),
+    ),
+    *_of(
         "dora/tasks/child.py",
         "tests/tasks/test_pool.py",
         (

@@ -18,8 +18,10 @@ def loaded(*overrides: str):
 
 
 def refused(*overrides: str) -> str:
+    sections = ("trainer.", "rollout.", "environment.")
+    given = [o if o.startswith(sections) else f"objective.{o}" for o in overrides]
     with pytest.raises(ConfigError) as caught:
-        load(None, [o if o.startswith(("trainer.", "rollout.")) else f"objective.{o}" for o in overrides], environ={})
+        load(None, given, environ={})
     return str(caught.value)
 
 
@@ -116,6 +118,20 @@ def test_every_loss_is_legal_by_itself(kind: str):
         (["loss.kind=gspo", "aggregation=token_mean"], "objective.aggregation: token_mean would weigh the sequences"),
         (["loss.kind=gspo", "weight=tis"], "objective.weight: tis acts on tokens, but gspo has one ratio for each"),
         (["loss.kind=gspo", "mis=token"], "objective.mis: token acts on tokens, but gspo has one ratio for each"),
+        (["turn_rewards=reward_to_go"], "objective.turn_rewards: has no effect without environment.name"),
+        (["truncated_turns=mask"], "objective.truncated_turns: has no effect without environment.name"),
+        (
+            ["environment.name=a:b", "turn_rewards=reward_to_go", "loss.kind=gspo"],
+            "objective.turn_rewards: reward_to_go gives the turns of a sequence different advantages, but gspo has one",
+        ),
+        (
+            ["environment.name=a:b", "turn_rewards=reward_to_go", "opsm=0.1"],
+            "objective.opsm: rejects sequences by the sign of their advantage, which differs between turns",
+        ),
+        (
+            ["environment.name=a:b", "truncated_time=fail"],
+            "objective.truncated_time: has no effect without environment",
+        ),
         (["rollout.group_size=1"], "rollout.group_size: 1 answer per prompt has no siblings to be compared with"),
     ],
 )

@@ -1,4 +1,4 @@
-"""A paced engine over HTTP: the answers of the table, in the time of the simulated server, and never earlier."""
+"""A paced engine over HTTP: the turns of the table, in the time of the simulated server, and never earlier."""
 
 from __future__ import annotations
 
@@ -19,14 +19,20 @@ from dora.paced.servers import paced_model
 from dora.seed.policy import path as seed_path
 from dora.sim.answers import Answers, SimulatedGroup
 from dora.sim.server import SimulatedServer
+from dora.sim.tools import Call
 
 SCALE = 10.0
 STEP_S = 0.02
-#: Two siblings of one group: one ends by itself and is rewarded, one is cut at the cap.
+READ_S = 1e-3
+#: Groups of two siblings. One ends by itself and is rewarded, one is cut at the cap; one calls twice, one never.
 CAP = 400
-TABLE = [SimulatedGroup(prompt_tokens=5, lengths=[150, CAP], rewards=[1.0, 0.0])]
+CALLING, CALLS = 2, (Call(30, 1.0, 100), Call(150, 2.0, 10))
+TABLE = [
+    SimulatedGroup(prompt_tokens=5, lengths=[150, CAP], rewards=[1.0, 0.0]),
+    SimulatedGroup(prompt_tokens=5, lengths=[165, 30], rewards=[1.0, 0.0], calls=[CALLS, ()]),
+]
 EOS, ZERO, ONE = 1, 3, 4
-SERVER = SimulatedServer(slots=8, kv_tokens=4096, decode=DecodeTime(STEP_S, 0.0, 0.0), prefill_s_per_token=0.0)
+SERVER = SimulatedServer(slots=8, kv_tokens=4096, decode=DecodeTime(STEP_S, 0.0, 0.0), prefill_s_per_token=READ_S)
 
 
 class Paced:
@@ -42,7 +48,7 @@ class Paced:
             return await answer.json() if answer.content_type == "application/json" else None
 
     async def ask(self, sibling: int, *, produced: int = 0, attempt: int = 0) -> Any:
-        """The answer of a sibling of group 0, from the tokens produced so far."""
+        """The answer of a sibling, or its next turn, from the tokens produced so far."""
         return await self.post("/generate", body_of(sibling, produced=produced, attempt=attempt))
 
     async def begun(self) -> asyncio.Task[Any]:
@@ -113,6 +119,37 @@ async def test_a_stopped_answer_continues_to_the_same_end(paced: Paced) -> None:
     assert 0 < produced < 150
     rest = await paced.ask(0, produced=produced, attempt=1)
     assert stopped["output_ids"] + rest["output_ids"] == [ONE, *[ZERO] * 148, EOS]
+
+
+async def test_a_turn_ends_with_a_call_and_the_next_one_reads_only_the_result(paced: Paced) -> None:
+    use = paced.engine._instance.use
+    first = await paced.ask(CALLING)
+    assert first["output_ids"] == [ONE, *[ZERO] * 28, EOS]
+    assert first["meta_info"]["finish_reason"] == {"type": "stop", "matched": EOS}
+    assert use.prefill_s == pytest.approx(5 * READ_S)
+    second = await paced.ask(CALLING, produced=130, attempt=1)
+    assert second["output_ids"] == [*[ZERO] * 19, EOS]
+    assert (use.prefill_s, use.again_s) == (pytest.approx(105 * READ_S), 0.0)
+    assert paced.engine.used_tokens == 0, "what can be dropped is not used"
+    last = await paced.ask(CALLING, produced=160, attempt=2)
+    assert last["output_ids"] == [*[ZERO] * 4, EOS]
+
+
+async def test_an_answer_whose_kv_is_gone_or_old_is_read_again(paced: Paced) -> None:
+    use = paced.engine._instance.use
+    await paced.ask(CALLING)
+    await paced.post("/flush_cache")
+    second = await paced.ask(CALLING, produced=130, attempt=1)
+    assert len(second["output_ids"]) == 20
+    assert use.prefill_s + use.again_s == pytest.approx((5 + 5 + 130) * READ_S)
+    last = await paced.ask(CALLING, produced=162, attempt=3)  # two tokens of its last turn are from elsewhere
+    assert len(last["output_ids"]) == 3
+    assert use.prefill_s + use.again_s == pytest.approx((5 + 5 + 130 + 5 + 162) * READ_S)
+
+
+async def test_a_stopped_turn_continues_to_its_own_end(paced: Paced) -> None:
+    begun = await paced.ask(CALLING, produced=10)
+    assert begun["output_ids"] == [*[ZERO] * 19, EOS]
 
 
 async def test_a_request_stopped_before_it_began_ends_as_in_a_queue(paced: Paced) -> None:

@@ -417,8 +417,8 @@ def test_tools_that_cannot_be_simulated_are_named(changes: dict[str, dict[str, A
         workload(**changes)
 
 
-def test_a_workload_with_tools_is_not_paced(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="tools: are simulated, not paced"):
+def test_calls_without_a_result_are_not_paced(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="tools: calls without a result are simulated, not paced"):
         pace(SEARCH_AGENT, seed=0, time_scale=1.0, processes=1, folder=tmp_path)
 
 

@@ -1,4 +1,6 @@
-"""`python -m tests.static.metrics` writes docs/METRICS.md from the tables of the trainer and of the drift alarms."""
+"""`python -m tests.static.metrics` writes docs/METRICS.md from the tables of the trainer, of episodes and of the drift
+alarms.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +8,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from dora.status import drift
+from dora.status import drift, episodes
 from dora.trainer.metrics import LAGGED, MEASURED, PROBED, WHOLE
 
 PAGE: Final = Path(__file__).parents[2] / "docs" / "METRICS.md"
 _HEAD: Final = """# Metrics and drift alarms
 
-Written by `python -m tests.static.metrics` from `dora/trainer/metrics.py` and `dora/status/drift.py`.
+Written by `python -m tests.static.metrics` from `dora/trainer/metrics.py`, `dora/status/episodes.py` and
+`dora/status/drift.py`.
 
 Each trained step is a row of kind `step` in `metrics.jsonl` of the run folder. What the trainer measured is under
 `trainer`. The rest comes from the controller: `zero_variance_groups` is the number of groups whose rewards were all
@@ -34,6 +37,14 @@ _WHOLE: Final = "## Of a step"
 _PROBED: Final = (
     "## Of the probe\n\nIn steps with tokens to measure (`trainer.probe_tokens`). v is the version that sampled.\n"
 )
+_EPISODES: Final = """## Of episodes
+
+In runs with an environment ([AGENTS.md](AGENTS.md)). A step has them under `episodes`, over the episodes that it
+trained, and so has each row of kind `evaluation`; in `/metrics` they are the gauges `dora_episode_<name>` of the last
+step, with `_seconds_` for `_s_`. `environment_failed` of a step counts the episodes whose environment could not go on,
+by cause, since the start; in `/metrics` it is `dora_environment_failed_total`, beside `dora_episodes_calling`, the
+episodes with a call under way. `trajectories.jsonl` has `observed`, `turn_rewards` and `calls_s` of single episodes.
+"""
 _ALARMS: Final = """## Drift alarms
 
 A raised alarm is a warning in `log.jsonl` and on the terminal, a line of the live view, of the page and of the summary
@@ -60,15 +71,16 @@ def render() -> str:
     parts = [
         *(_HEAD, _LAGGED, *_table(LAGGED), "", *measured, _WHOLE, "", *_table(WHOLE), ""),
         *(_PROBED, *_table(PROBED), ""),
+        *(_EPISODES, *_table(episodes.MEASURED, heading="meaning"), ""),
         *(_ALARMS, *causes, "", rules[0].upper() + rules[1:], _CHECK.rstrip()),
     ]
     return "\n".join(parts) + "\n"
 
 
-def _table(rows: Mapping[str, tuple[str, str]]) -> list[str]:
+def _table(rows: Mapping[str, tuple[str, str]], *, heading: str = "formula") -> list[str]:
     escaped = {name: (unit, formula.replace("|", "\\|")) for name, (unit, formula) in rows.items()}
     return [
-        "| name | unit | formula |",
+        f"| name | unit | {heading} |",
         "|---|---|---|",
         *(f"| `{name}` | {unit} | {formula} |" for name, (unit, formula) in escaped.items()),
     ]

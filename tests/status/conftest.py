@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
 from dora.core import events as ev
 from dora.core.ids import InstanceId
+from dora.status.episodes import EnvironmentRow, EpisodeStats
 from dora.status.facts import Score, ShellFacts, StepFacts
 from dora.status.snapshot import Snapshot, snapshot, trainer_waits_for
 from tests.core.world import Faults, World, settings
@@ -75,3 +76,17 @@ def job() -> Watched:
 def middle(job: Watched) -> Snapshot:
     """The snapshot with the most live versions while steps are behind and ahead."""
     return max(job.snapshots, key=lambda s: (sum(v.is_live for v in s.versions), s.steps_trained > 2))
+
+
+@pytest.fixture(scope="session")
+def calling(middle: Snapshot) -> Snapshot:
+    """The same with an environment."""
+    stats = EpisodeStats(
+        **{"count": 16, "turns_mean": 2.25, "turns_max": 4, "calls_mean": 1.5, "calls_max": 3},
+        **{"sampled_tokens_mean": 40.0, "observation_tokens_mean": 6.0},
+        **{"call_s_mean": 0.25, "call_s_p90": 0.5, "call_share": 0.125},
+        turn_rewards=(0.25, 0.5),
+        truncated={"turns": 2},
+    )
+    steps = (*middle.steps[:-1], replace(middle.steps[-1], episodes=stats))
+    return replace(middle, steps=steps, environment=EnvironmentRow(calling=7, failed={"timeout": 2, "host": 1}))

@@ -17,6 +17,7 @@ from dora.errors import ConfigError, ProtocolError, RemoteError
 from dora.status import metrics
 from dora.status.client import ask, fetch
 from dora.status.drift import Alarm
+from dora.status.episodes import MEASURED, EnvironmentRow, EpisodeStats
 from dora.status.facts import StepFacts
 from dora.status.server import MAX_ARRIVING_BYTES, MAX_BODY_BYTES, MAX_CONNECTIONS, StatusServer
 from dora.status.snapshot import InstanceRow, Snapshot, VersionRow
@@ -90,7 +91,8 @@ async def test_the_page_uses_only_fields_of_the_status(server: StatusServer, mid
     fields = set(re.findall(r"\bs\.([a-z_]\w*)", page))
     assert fields <= set(Snapshot.__dataclass_fields__)
     assert {"versions", "scores", "steps", "instances", "trainer", "counts"} <= fields
-    for letter, kind in {"v": VersionRow, "x": StepFacts, "i": InstanceRow, "a": Alarm}.items():
+    kinds = {"v": VersionRow, "x": StepFacts, "i": InstanceRow, "a": Alarm, "r": EnvironmentRow, "e": EpisodeStats}
+    for letter, kind in kinds.items():
         used = set(re.findall(rf"\b{letter}\.([a-z_]\w*)", page)) - {"toFixed"}
         assert used
         assert used <= set(kind.__dataclass_fields__), letter
@@ -129,6 +131,28 @@ def test_metrics_count_instances_per_version(middle: Snapshot):
     lines = metrics.render(middle).splitlines()
     for row in middle.versions:
         assert f'dora_version_instances{{version="{row.version}"}} {row.serving}' in lines
+
+
+def test_episodes_are_shown_where_there_is_an_environment(calling: Snapshot, middle: Snapshot):
+    families = {family.name: family for family in text_string_to_metric_families(metrics.render(calling))}
+    names = {f"dora_episode_{name.replace('_s_', '_seconds_')}" for name in MEASURED}
+    assert names == {name for name in families if name.startswith("dora_episode_")}
+
+    def samples(name: str) -> list[tuple[dict[str, str], float]]:
+        return [(sample.labels, sample.value) for sample in families[name].samples]
+
+    assert samples("dora_episode_turns_max") == [({}, 4)]
+    assert samples("dora_episode_call_seconds_p90") == [({}, 0.5)]
+    assert samples("dora_episode_turn_rewards") == [({"turn": "1"}, 0.25), ({"turn": "2"}, 0.5)]
+    assert samples("dora_episode_truncated") == [({"cause": "turns"}, 2)]
+    assert samples("dora_episodes_calling") == [({}, 7)]
+    assert samples("dora_environment_failed") == [({"cause": "timeout"}, 2), ({"cause": "host"}, 1)]
+    assert not {"episode", "environment"} & set(re.split(r"\W|_", metrics.render(middle)))
+
+
+def test_a_held_out_set_of_which_nothing_was_graded_has_no_mean(middle: Snapshot):
+    none = replace(middle.scores[0], name="none", mean=None, pass_at_n=None, num_samples=0, num_failed=4)
+    assert 'set="none"' not in metrics.render(replace(middle, scores=(*middle.scores, none)))
 
 
 def test_skipped_prompts_are_counted(middle: Snapshot):

@@ -131,3 +131,28 @@ def test_the_summary_counts_the_groups_that_were_left_out_by_reason(middle: Snap
     lines = summary(now, folder=RunFolder(tmp_path), violations=0)
     assert "  groups left out: 29 filtered: zero variance, 12 failed: grading" in lines
     assert "left out" not in "".join(summary(replace(now, dropped={}), folder=RunFolder(tmp_path), violations=0))
+
+
+def test_episodes_are_shown_where_there_is_an_environment(calling: Snapshot, middle: Snapshot, tmp_path: Path):
+    turns = "2.2 turns (at most 4), 40 tokens sampled and 6 observed, reward by turn 0.25 0.50, truncated: 2 turns"
+    calls = "1.5 an episode (at most 3), 0.25 s each (p90 0.50 s), 12% of its time"
+    text = re.sub(r" +", " ", shown(calling))
+    assert f"episodes {turns}" in text.replace("\n ", " ")
+    assert f"calls 7 under way; {calls}" in text
+    assert "environment failed: 2 timeout, 1 host" in text
+    lines = summary(calling, folder=RunFolder(tmp_path), violations=0)
+    assert f"  episodes of the last step: {turns}; calls: {calls}" in lines
+    assert "  3 episodes left out, as their environment failed: 2 timeout, 1 host" in lines
+    assert "turns 2.2  left" in step_line(calling.steps[-1], calling)
+    for line in [shown(middle), *summary(middle, folder=RunFolder(tmp_path), violations=0)]:
+        assert not re.search("episodes |turns|environment", line)
+
+
+def test_a_held_out_set_of_which_nothing_was_graded_says_so(middle: Snapshot, tmp_path: Path):
+    none = replace(score(0, 0.0), mean=None, num_samples=0, num_failed=64)
+    assert score_line(none) == "version 0: heldout nothing was graded (0 answers, 64 failed)"
+    now = replace(middle, scores=(none, score(4, 0.5)))
+    assert "heldout nothing was graded (version 0) -> 0.500 (version 4)" in shown(now)
+    assert "  held-out accuracy (heldout): nothing was graded at version 0, 0.500 at version 4" in summary(
+        now, folder=RunFolder(tmp_path), violations=0
+    )

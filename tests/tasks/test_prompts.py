@@ -176,12 +176,19 @@ def test_held_out_items_of_generators_are_not_in_the_training_stream(tokenizer):
         assert not trained & held_out
 
 
-def test_held_out_items_of_reasoning_gym_have_seeds_of_their_own_whatever_the_run_seed():
-    config = SourceConfig(kind="reasoning_gym", name="chain_sum")
+@pytest.mark.parametrize("source", [{"kind": "reasoning_gym", "name": "chain_sum"}, {"kind": "seeds"}])
+def test_held_out_items_of_a_generator_have_seeds_of_their_own_whatever_the_run_seed(source):
+    config = SourceConfig(**source)
     for seed in (0, 2**29 - 1, 2**127):
         trained = open_source(config, field="f", seed=seed, split="train")
         held_out = open_source(config, field="f", seed=seed, split="heldout")
         assert trained.row(2**29 - 1)["seed"] < 2**30 <= held_out.row(0)["seed"]
+
+
+def test_rows_of_kind_seeds_have_the_options_beside_the_seed():
+    rows = open_source(SourceConfig(kind="seeds", options={"size": 3}), field="f", seed=5, split="train")
+    assert [rows.row(index) for index in range(3)] == [{"size": 3, "seed": 5 + index} for index in range(3)]
+    assert rows.num_rows is None
 
 
 def test_an_evaluation_file_is_read_from_its_beginning_and_may_be_short(tokenizer, tmp_path):

@@ -32,8 +32,8 @@ from dora.trainer import model as policy_module
 from dora.trainer.model import Policy, make_mesh
 from dora.trainer.packing import Layout
 from dora.trainer.step import Trainer
-from dora.transport.messages import Configure, MicroBatch, StepDone, TrainerSettings
-from tests.trainer.plain_trainer import Answer, PlainTrainer, Training
+from dora.transport.messages import NO_TURNS, TRUNCATIONS, Configure, MicroBatch, StepDone, TrainerSettings
+from tests.trainer.plain_trainer import Answer, PlainTrainer, Row, Training
 
 VOCAB: Final = 23
 STEPS: Final = 3
@@ -97,7 +97,9 @@ def draw_objective(rng: random.Random) -> dict[str, Any]:
         "advantage": ["grpo", "dr_grpo", "rloo", "maxrl"],
         "aggregation": ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum_norm", "longcat"],
         "norm_tokens": [7],
+        "turn_rewards": ["reward_to_go"],
         "truncated": ["mask"],
+        "truncated_turns": ["mask"],
         "weight": ["none", "tis", "tis_sequence", "tis_geometric", "icepop"],
         "on": ["rho", "k"],
         "tis_cap": [1.05, 1.3],
@@ -169,7 +171,7 @@ def draw(count: int, *, seed: int) -> Iterator[Case]:
 
 def make_step(rng: random.Random, plain: PlainTrainer, step: int, *, outliers: bool) -> list[list[Answer]]:
     """The groups of a step: with siblings that could not be graded, answers that were cut, tool output between trained
-    tokens, answers without a trained token, and μ around π."""
+    tokens, answers without a trained token, episodes that forked, and μ around π."""
     groups = []
     for group in range(GROUPS):
         version = max(0, step - rng.choice([0, 0, 1, 2]))
@@ -178,12 +180,12 @@ def make_step(rng: random.Random, plain: PlainTrainer, step: int, *, outliers: b
         graded = rng.choice([4, 4, 4, 3, 2])
         rewards = [rng.choice([0.0, 0.3, 1.0]) for _ in range(graded)] + [math.nan] * (4 - graded)
         rng.shuffle(rewards)
-        answers = []
-        for reward in rewards:
+        answers: list[Answer] = []
+        for sibling, reward in enumerate(rewards):
             if math.isnan(reward):
                 continue
-            is_truncated = rng.random() < 0.25
-            length = BUDGET if is_truncated else rng.randint(1, BUDGET)
+            truncated = rng.choice(["tokens", "turns", "", "", "", ""])
+            length = BUDGET if truncated == "tokens" else rng.randint(1, BUDGET)
             tokens = prompt + [rng.randrange(VOCAB) for _ in range(length)]
             trained = [False] * len(prompt) + [True] * length
             if rng.random() < 0.2:
@@ -193,16 +195,40 @@ def make_step(rng: random.Random, plain: PlainTrainer, step: int, *, outliers: b
             blank = Answer(
                 tokens=tokens, trained=trained, behavior=[], group=GROUPS * step + group, version=version,
                 reward=float(np.float32(reward)), group_rewards=[float(np.float32(r)) for r in rewards],
-                truncated=is_truncated, source=source,
+                sibling=sibling, turns=[], truncated=truncated, source=source, rows=fork(rng, tokens),
             )  # fmt: skip
-            behavior = [math.nan] * len(tokens)
-            for place, logprob in zip(blank.places, plain.logprobs(blank), strict=True):
-                behavior[place] = float(np.float32(min(logprob + rng.gauss(0, noise), -1e-3)))
+            behavior = [[math.nan] * len(row.tokens) for row in blank.all_rows]
+            places = [(i, place) for i, row in enumerate(blank.all_rows) for place in row.places]
+            for (i, place), logprob in zip(places, plain.logprobs(blank), strict=True):
+                behavior[i][place] = float(np.float32(min(logprob + rng.gauss(0, noise), -1e-3)))
                 if outliers and rng.random() < 0.02:
-                    behavior[place] = -40.0
-            answers.append(replace(blank, behavior=behavior))
+                    behavior[i][place] = -40.0
+            rows = [replace(row, behavior=one) for row, one in zip(blank.rows, behavior[1:], strict=True)]
+            answers.append(replace(blank, behavior=behavior[0], rows=tuple(rows)))
+        turns = [[0.0] for _ in rewards]
+        for answer in answers:
+            given = [rng.choice([0.0, 0.25]) for _ in range(num_turns(answer) - 1)]
+            turns[answer.sibling] = [*given, answer.reward - sum(given)]
+        answers = [replace(answer, turns=turns) for answer in answers]
         groups.append(answers)
     return groups
+
+
+def num_turns(answer: Answer) -> int:
+    """Runs of trained tokens, or one."""
+    return max(1, sum(not row.trained[place - 1] for row in answer.all_rows for place in row.places))
+
+
+def fork(rng: random.Random, tokens: list[int]) -> tuple[Row, ...]:
+    """Rows that begin like `tokens`, or like one another."""
+    rows: list[Row] = []
+    while rng.random() < 0.25:
+        kept = rng.choice([tokens, *(row.tokens for row in rows)])
+        kept = kept[: rng.randint(1, len(kept))]
+        length = rng.randint(1, BUDGET)
+        trained = [False] * len(kept) + [rng.random() < 0.8 for _ in range(length)]
+        rows.append(Row(kept + [rng.randrange(VOCAB) for _ in range(length)], trained, []))
+    return tuple(rows)
 
 
 # ---- the trainer ----------------------------------------------------------------------------------------------------
@@ -268,20 +294,35 @@ class _WithoutCheckpoints(Trainer):
 
 def message(answers: list[Answer], **place: Any) -> MicroBatch:
     """What the controller would send."""
+    rows = [(i, row) for i, a in enumerate(answers) for row in a.all_rows]
+    answers = [answers[i] for i, _ in rows]
     return MicroBatch(
-        tokens=np.array([token for a in answers for token in a.tokens], np.int32),
-        loss_mask=np.array([one for a in answers for one in a.trained], np.uint8),
-        behavior_logprobs=np.array([one for a in answers for one in a.behavior], np.float32),
-        lengths=np.array([len(a.tokens) for a in answers], np.int32),
-        trajectories=np.arange(len(answers), dtype=np.int64),
+        tokens=np.array([token for _, row in rows for token in row.tokens], np.int32),
+        loss_mask=np.array([one for _, row in rows for one in row.trained], np.uint8),
+        behavior_logprobs=np.array([one for _, row in rows for one in row.behavior], np.float32),
+        lengths=np.array([len(row.tokens) for _, row in rows], np.int32),
+        trajectories=np.array([4 * a.group + a.sibling for a in answers], np.int64),
         groups=np.array([a.group for a in answers], np.int64),
         versions=np.array([a.version for a in answers], np.int32),
         rewards=np.array([a.reward for a in answers], np.float32),
         group_rewards=np.array([a.group_rewards for a in answers], np.float32).reshape(len(answers), 4),
-        truncated=np.array([a.truncated for a in answers], np.uint8),
+        truncated=np.array([TRUNCATIONS.index(a.truncated) for a in answers], np.uint8),
+        rewards_to_go=rewards_to_go_of(answers),
         sources=np.array([a.source for a in answers], np.uint8),
         **place,
     )
+
+
+def rewards_to_go_of(answers: list[Answer]) -> Any:
+    most = max((len(rewards) for a in answers for rewards in a.turns), default=0)
+    if most < 2:
+        return NO_TURNS
+    found = np.full((len(answers), 4, most), np.nan, np.float32)
+    for n, answer in enumerate(answers):
+        for sibling, rewards in enumerate(answer.turns):
+            if not math.isnan(answer.group_rewards[sibling]):
+                found[n, sibling] = [sum(rewards[min(turn, len(rewards) - 1) :]) for turn in range(most)]
+    return found
 
 
 # ---- comparison -----------------------------------------------------------------------------------------------------

@@ -65,7 +65,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "m2po_per_sequence": {"ratio": "bypass", "bound": 0.04},
 }
 DEFAULTS: dict[str, Any] = {
-    "preset": "none", "advantage": "grpo", "aggregation": "token_mean", "norm_tokens": None, "truncated": "train",
+    "preset": "none", "advantage": "grpo", "aggregation": "token_mean", "norm_tokens": None, "turn_rewards": "sum",
+    "truncated": "train", "truncated_turns": "train", "truncated_time": "train",
     "weight": "tis", "on": "rho", "tis_cap": 2.0, "tis_floor": 0.0, "normalized": False, "icepop_low": 0.5,
     "icepop_high": 5.0, "mis": "none", "mis_low": 0.5, "mis_high": 2.0, "veto": 0.0, "opsm": None,
     "mask_denominator": "kept", "vcpo": False, "proximal": "copy", "kl_coefficient": 0.0, "kl_reference": "",
@@ -92,6 +93,19 @@ def complete(given: dict[str, Any]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
+class Row:
+    """A sequence of an answer."""
+
+    tokens: list[int]
+    trained: list[bool]
+    behavior: list[float]
+
+    @property
+    def places(self) -> list[int]:
+        return [place for place, is_trained in enumerate(self.trained) if is_trained]
+
+
+@dataclass(frozen=True)
 class Answer:
     """A graded answer of a group."""
 
@@ -102,12 +116,15 @@ class Answer:
     version: int
     reward: float
     group_rewards: list[float]  # NaN: could not be graded
-    truncated: bool
+    sibling: int  # its place in group_rewards
+    turns: list[list[float]]  # what each sibling got in each of its turns; a turn is trained tokens side by side
+    truncated: str  # by which budget, if any
     source: int
+    rows: tuple[Row, ...] = ()  # further ones, of an episode that forked
 
     @property
-    def places(self) -> list[int]:
-        return [place for place, is_trained in enumerate(self.trained) if is_trained]
+    def all_rows(self) -> list[Row]:
+        return [Row(self.tokens, self.trained, self.behavior), *self.rows]
 
 
 @dataclass(frozen=True)
@@ -134,7 +151,7 @@ class Scored:
     """An answer in an update, in Python floats, except for what has a gradient."""
 
     answer: Answer
-    advantage: float
+    advantages: list[float]  # of each token
     siblings: int
     logprob: list[Tensor]
     entropy: list[Tensor]
@@ -234,7 +251,7 @@ class PlainTrainer:
             "learning_rate": self._rate(step) * mean(scales),
             "nonfinite_count": 0.0,
             "updates_skipped": float(skipped),
-            "step_tokens": float(sum(len(one.answer.tokens) for one in seen)),
+            "step_tokens": float(sum(len(row.tokens) for one in seen for row in one.answer.all_rows)),
         }
         for lag in sorted({step - one.answer.version for one in seen}):
             chosen = [one for one in seen if step - one.answer.version == lag]
@@ -274,12 +291,13 @@ class PlainTrainer:
 
     def _compute(self, answer: Answer, model: Any) -> tuple[list[Tensor], list[Tensor]]:
         """Log-probs of the trained tokens, and the entropies with which they were drawn."""
-        logits = model(input_ids=torch.tensor([answer.tokens])).logits[0]
         logprobs, entropies = [], []
-        for place in answer.places:
-            row = torch.log_softmax(logits[place - 1] / self.training.temperature, 0)
-            logprobs.append(row[answer.tokens[place]])
-            entropies.append(-(row.exp() * row).sum())
+        for row in answer.all_rows:
+            logits = model(input_ids=torch.tensor([row.tokens])).logits[0]
+            for place in row.places:
+                choices = torch.log_softmax(logits[place - 1] / self.training.temperature, 0)
+                logprobs.append(choices[row.tokens[place]])
+                entropies.append(-(choices.exp() * choices).sum())
         return logprobs, entropies
 
     @torch.no_grad()
@@ -299,7 +317,7 @@ class PlainTrainer:
         objective = self.objective
         own = self.training.advantages
         kind = own[answer.source] if own else objective["advantage"]
-        mu = [answer.behavior[place] for place in answer.places]
+        mu = [row.behavior[place] for row in answer.all_rows for place in row.places]
         logprob, entropy = self._compute(answer, self.model)
         now = [value.item() for value in logprob]
         if update == 0:
@@ -312,7 +330,7 @@ class PlainTrainer:
             old = [m + share * (n - m) for m, n in zip(mu, now, strict=True)]
         one = Scored(
             answer=answer,
-            advantage=advantage(kind, answer.group_rewards, answer.reward),
+            advantages=self._advantages(kind, answer),
             siblings=sum(not math.isnan(reward) for reward in answer.group_rewards),
             logprob=logprob, entropy=entropy, log_mu=mu, log_old=old,
             log_reference=self._under(self.start, answer) if objective["kl_coefficient"] else [],
@@ -320,6 +338,27 @@ class PlainTrainer:
         )  # fmt: skip
         self._correct(one)
         return one
+
+    def _advantages(self, kind: str, answer: Answer) -> list[float]:
+        """The advantage of each trained token."""
+        found = []
+        turn = -1
+        for row in answer.all_rows:
+            for place in row.places:
+                turn += not row.trained[place - 1]
+                if self.objective["turn_rewards"] == "sum":
+                    found.append(advantage(kind, answer.group_rewards, answer.reward))
+                    continue
+                to_go = [math.nan] * len(answer.group_rewards)
+                for sibling, rewards in enumerate(answer.turns):
+                    if not math.isnan(answer.group_rewards[sibling]):
+                        to_go[sibling] = sum(rewards[min(turn, len(rewards) - 1) :])
+                found.append(advantage(kind, to_go, to_go[answer.sibling]))
+        return found
+
+    def _is_masked(self, answer: Answer) -> bool:
+        keys = {"": "", "tokens": "truncated", "turns": "truncated_turns", "time": "truncated_time"}
+        return bool(answer.truncated) and self.objective[keys[answer.truncated]] == "mask"
 
     # ---- weights and masks ------------------------------------------------------------------------------------------
 
@@ -349,7 +388,7 @@ class PlainTrainer:
         outside = [o["mis"] != "none" and not o["mis_low"] <= x <= o["mis_high"] for x in tested]
         vetoed = any(ratio < o["veto"] for ratio in ratios)
         drift = sum(cut(m - x) for m, x in zip(one.log_mu, one.now, strict=True)) / n if n else 0.0
-        opsm = o["opsm"] is not None and one.advantage < 0 and drift > o["opsm"]
+        opsm = o["opsm"] is not None and any(a < 0 for a in one.advantages) and drift > o["opsm"]
         whole = vetoed or opsm or (o["mis"] in ("sequence", "geometric") and any(outside))
         one.rejected = [whole or out for out in outside]
         one.marks = {
@@ -372,7 +411,7 @@ class PlainTrainer:
         weights: list[float] = []
         products: list[float] = []
         for one in sequences:
-            if (o["truncated"] == "mask" and one.answer.truncated) or not len(one):
+            if self._is_masked(one.answer) or not len(one):
                 continue
             losses = self._policy(one)
             kept = [not rejected for rejected in one.rejected]
@@ -422,7 +461,7 @@ class PlainTrainer:
 
     def _surrogate(self, one: Scored, t: int, x: Tensor, options: dict[str, Any]) -> Tensor:
         """-min(x A, clip(x) A), cut at -c A where A < 0."""
-        a, low, high = one.advantage, 1 - options["clip_low"], 1 + options["clip_high"]
+        a, low, high = one.advantages[t], 1 - options["clip_low"], 1 + options["clip_high"]
         clipped = clip(x, low, high)
         is_clipped = clipped.item() * a < x.item() * a
         loss = -(clipped if is_clipped else x) * a
@@ -450,7 +489,7 @@ class PlainTrainer:
             ratio, high = math.exp(x.item()), 1 + options["clip_high"]
             low = -math.inf if options["clip_low"] is None else 1 - options["clip_low"]
             one.marks["clip_low"][t], one.marks["clip_high"][t] = ratio < low, ratio > high
-            found.append(-min(max(ratio, low), high) * one.advantage * one.logprob[t])
+            found.append(-min(max(ratio, low), high) * one.advantages[t] * one.logprob[t])
         return found
 
     def _aipo(self, one: Scored, logs: list[Tensor], options: dict[str, Any]) -> list[Tensor]:
@@ -458,13 +497,13 @@ class PlainTrainer:
         for t, x in enumerate(logs):
             ratio = math.exp(x.item())
             one.marks["clip_high"][t] = ratio > options["cap"]
-            found.append(-min(ratio, options["cap"]) * one.advantage * one.logprob[t])
+            found.append(-min(ratio, options["cap"]) * one.advantages[t] * one.logprob[t])
         return found
 
     def _bounded(self, one: Scored, logs: list[Tensor], options: dict[str, Any]) -> list[Tensor]:
         found = []
         for t, x in enumerate(logs):
-            change, a, bound = math.exp(one.now[t]) - math.exp(one.log_mu[t]), one.advantage, options["threshold"]
+            change, a, bound = math.exp(one.now[t]) - math.exp(one.log_mu[t]), one.advantages[t], options["threshold"]
             if options["kind"] == "ipo":
                 too_high, too_low = change > bound, change < -bound
             else:
@@ -475,7 +514,7 @@ class PlainTrainer:
         return found
 
     def _reinforce(self, one: Scored, logs: list[Tensor], options: dict[str, Any]) -> list[Tensor]:
-        return [-one.advantage * p for p in one.logprob]
+        return [-a * p for a, p in zip(one.advantages, one.logprob, strict=True)]
 
     def _m2po(self, one: Scored, logs: list[Tensor], options: dict[str, Any]) -> list[Tensor]:
         squares = [x.item() ** 2 for x in logs]
@@ -485,17 +524,17 @@ class PlainTrainer:
         found = []
         for t, x in enumerate(logs):
             one.marks["masked_token"][t] |= t not in left
-            found.append(-(1.0 if t in left else 0.0) * torch.exp(x) * one.advantage)
+            found.append(-(1.0 if t in left else 0.0) * torch.exp(x) * one.advantages[t])
         return found
 
     # ---- metrics ----------------------------------------------------------------------------------------------------
 
     def _metrics(self, sequences: list[Scored]) -> dict[str, float]:
         """Every formula of docs/METRICS.md over these sequences."""
-        trained = [s for s in sequences if not (self.objective["truncated"] == "mask" and s.answer.truncated)]
+        trained = [s for s in sequences if not self._is_masked(s.answer)]
         logs = [cut(p - m) for s in trained for p, m in zip(s.now, s.log_mu, strict=True)]
         ratios = [math.exp(x) for x in logs]
-        advantages = [s.advantage for s in trained for _ in s.now]
+        advantages = [a for s in trained for a in s.advantages]
         of_tokens: dict[str, Callable[[], float]] = {
             "mismatch_k1": lambda: mean(-x for x in logs),
             "mismatch_k3": lambda: mean(math.exp(x) - 1 - x for x in logs),
@@ -522,7 +561,9 @@ class PlainTrainer:
             found |= {name: compute() for name, compute in of_tokens.items()}
         found["reward_mean"] = mean(s.answer.reward for s in sequences)
         found["response_len_mean"] = len(logs) / len(sequences)
-        found["truncated_frac"] = mean(s.answer.truncated for s in sequences)
+        found["truncated_frac"] = mean(bool(s.answer.truncated) for s in sequences)
+        for budget in ("tokens", "turns", "time"):
+            found[f"truncated_{budget}_frac"] = mean(s.answer.truncated == budget for s in sequences)
         return found
 
 

@@ -63,7 +63,7 @@ def test_golden_metrics():
         marks={"tis_capped": torch.tensor([True, False, False]), "clip_low": torch.tensor([True, True, False])},
     )
     sums.add_tokens(tokens, terms)
-    sums.add_sequences(lag=torch.tensor([1, 0]), reward=torch.tensor([1.0, 0.0]), truncated=torch.tensor([1, 0]))
+    sums.add_trajectories(lag=torch.tensor([1, 0]), reward=torch.tensor([1.0, 0.0]), truncated=torch.tensor([2, 0]))
     assert sums.reduce_update() == dict.fromkeys(SUMS, 3)
     assert sums.reduce_update() == dict.fromkeys(SUMS, 0), "the next update begins anew"
     metrics = sums.reduce().metrics(denominator=3)
@@ -74,7 +74,7 @@ def test_golden_metrics():
         "clip_low_frac": 2 / 3, "clip_high_frac": 0, "dual_clip_frac": 0, "masked_token_frac": 0, "masked_seq_frac": 0,
         "veto_frac": 0, "entropy": 1.0, "adv_mean": 2.0,
         "adv_std": (2 / 3) ** 0.5, "tokens": 3, "sequences": 1, "reward_mean": 1.0, "response_len_mean": 3,
-        "truncated_frac": 1,
+        "truncated_frac": 1, "truncated_tokens_frac": 0, "truncated_turns_frac": 1, "truncated_time_frac": 0,
     }  # fmt: skip
     got = {name.removeprefix("lag=1/"): value for name, value in metrics.items() if name.startswith("lag=1/")}
     assert got == pytest.approx(expected, abs=5e-5)

@@ -11,12 +11,12 @@ import torch
 from conftest import GROUP_SIZE, VOCAB, make_batch, make_groups
 from transformers import Qwen3ForCausalLM
 
-from dora.errors import InvariantViolation, ProtocolError
+from dora.errors import ConfigError, InvariantViolation, ProtocolError
 from dora.objectives.advantages import group_advantages
 from dora.objectives.objective import Objective
 from dora.objectives.settings import ObjectiveConfig
 from dora.trainer import attention
-from dora.trainer.batch import advantages_of, check, pack, without_truncated
+from dora.trainer.batch import advantages_of, check, pack, turns_of, without_truncated
 from dora.trainer.logprobs import logprobs
 from dora.trainer.packing import PACKED, Layout, split_passes
 from dora.trainer.score import score
@@ -41,8 +41,8 @@ def pack_whole(batch):
 
 
 def pack_some(batch, members, *, layout=PACKED):
-    advantages = group_advantages(batch.rewards, batch.group_rewards, kind="grpo")
-    return pack(batch, members, advantages_n=advantages, layout=layout, device=CPU)
+    advantages = group_advantages(batch.rewards, batch.group_rewards, kind="grpo")[:, None]
+    return pack(batch, members, advantages_nU=advantages, layout=layout, device=CPU)
 
 
 def loss_of(network, row, targets, old=None):
@@ -126,6 +126,54 @@ def test_padded_passes_have_similar_lengths_and_long_sequences_passes_of_their_o
     assert split_passes(lengths, layout=Layout(rope_limit=99), budget=1000) == [[0, 1, 2, 5], [3, 4, 6]]
 
 
+@pytest.mark.parametrize("layout", [Layout(), Layout(padded=True), Layout(share_above=1.0)])
+def test_sequences_of_one_owner_are_in_one_pass_whatever_the_budget(layout):
+    lengths, owners = [9, 30, 4, 90, 9, 9, 7], [0, 1, 1, 1, 2, 3, 3]
+    passes = split_passes(lengths, owners=owners, layout=layout, budget=20)
+    assert sorted(n for members in passes for n in members) == list(range(7))
+    assert [1, 2, 3] in passes
+    assert any({5, 6} <= set(members) for members in passes)
+    for members in passes:
+        assert sum(lengths[n] for n in members) <= 20 or members == [1, 2, 3]
+
+
+def test_an_owner_with_long_and_short_sequences_is_refused_where_they_are_computed_apart():
+    assert split_passes([9, 30], owners=[0, 1], layout=Layout(rope_limit=20), budget=99) == [[0], [1]]
+    with pytest.raises(ConfigError, match="rows of more and of fewer than 20 tokens"):
+        split_passes([9, 30], owners=[0, 0], layout=Layout(rope_limit=20), budget=99)
+
+
+def test_turns_are_counted_over_all_rows_of_a_trajectory():
+    batch = make_batch(make_groups(1, version=0, seed=9)[:3], step=0, index=0, last=True)
+    mask = np.array([0, 1, 1, 0, 1, 0, 0, 1, 0, 1, 0, 0, 1, 0, 1], np.uint8)
+    batch = msgspec.structs.replace(
+        batch, loss_mask=mask, lengths=np.array([6, 5, 4], np.int32), trajectories=np.array([4, 4, 7])
+    )
+    assert turns_of(batch)[mask == 1].tolist() == [0, 0, 1, 2, 3, 0, 1]
+    assert turns_of(make_batch([], step=0, index=0, last=True)).tolist() == []
+
+
+def test_advantages_of_turns_are_those_of_what_is_left_among_the_siblings():
+    """The one that ended after its first turn takes part with it; the one that could not be graded does not."""
+    batch = make_batch(make_groups(1, version=0, seed=9)[:4], step=0, index=0, last=True)
+    rewards = [[1.0], [0.5, 0.0, 0.5], [0.0, 1.0], None]
+    to_go = [[np.nan] * 3 if r is None else [sum(r[min(t, len(r) - 1) :]) for t in range(3)] for r in rewards]
+    whole = np.array([to_go] * 4, np.float32)
+    batch = msgspec.structs.replace(
+        batch,
+        trajectories=np.array([0, 1, 2, 0]) + 100 * 4,
+        group_rewards=whole[:, :, 0],
+        rewards=whole[0, [0, 1, 2, 0], 0],
+        rewards_to_go=whole,
+    )
+    found = advantages_of(batch, ("dr_grpo",), to_go=True)
+    assert found.shape == (4, 3)
+    for turn in range(3):
+        left = [sum(r[min(turn, len(r) - 1) :]) for r in rewards if r is not None]
+        np.testing.assert_allclose(found[:3, turn], np.array(left) - sum(left) / 3, atol=1e-7)
+    np.testing.assert_array_equal(advantages_of(batch, ("grpo",)), advantages_of(batch, ("grpo",), to_go=True)[:, :1])
+
+
 @pytest.mark.parametrize("poison", [np.nan, -np.inf])
 def test_values_at_masked_positions_have_no_effect(model_path, poison):
     network = load(model_path, attention.NAME)
@@ -148,7 +196,8 @@ def test_an_empty_micro_batch_has_a_zero_gradient_for_every_parameter(model_path
 def test_an_answer_that_is_not_trained_still_counts_in_the_statistics_of_its_group():
     batch = make_batch(make_groups(2, version=0, seed=9), step=0, index=0, last=True)
     batch = msgspec.structs.replace(batch, truncated=(np.arange(len(batch.lengths)) == 1).astype(np.uint8))
-    masked = without_truncated(batch)
+    assert (without_truncated(batch, ["turns"]).loss_mask == batch.loss_mask).all()
+    masked = without_truncated(batch, ["time", "tokens"])
     _, targets = pack_whole(masked)
     assert targets.lengths_n[1] == 0
     kept = np.repeat(np.arange(len(batch.lengths)) != 1, batch.lengths)
@@ -161,7 +210,7 @@ def test_the_kind_of_advantage_may_differ_by_source():
     sources = np.repeat([1, 0, 1], GROUP_SIZE).astype(np.uint8)
     found = advantages_of(msgspec.structs.replace(batch, sources=sources), ("rloo", "dr_grpo"))
     rloo, dr_grpo = advantages_of(batch, ("rloo",)), advantages_of(batch, ("dr_grpo",))
-    np.testing.assert_array_equal(found, np.where(sources == 0, rloo, dr_grpo))
+    np.testing.assert_array_equal(found, np.where(sources[:, None] == 0, rloo, dr_grpo))
     with pytest.raises(ProtocolError, match="a prompt of source 3"):
         advantages_of(msgspec.structs.replace(batch, sources=sources + np.uint8(2)), ("rloo", "dr_grpo"))
 
@@ -188,6 +237,8 @@ def test_a_micro_batch_that_contradicts_itself_is_refused():
         ({"tokens": batch.tokens + VOCAB}, "outside the vocabulary"),
         ({"lengths": batch.lengths + 1}, "do not add up"),
         ({"rewards": batch.rewards[1:]}, "columns of different length"),
+        ({"trajectories": batch.trajectories[[0, 1, 2, 0]]}, "sequences of one trajectory are not side by side"),
+        ({"rewards_to_go": np.zeros((1, GROUP_SIZE, 2), np.float32)}, "rewards to go of other"),
         ({"loss_mask": batch.loss_mask[1:]}, "columns of different length"),
         ({"loss_mask": np.ones_like(batch.loss_mask)}, "first token"),
         ({"behavior_logprobs": nameless}, "1 trained tokens without a log-prob"),

@@ -121,7 +121,7 @@ class Rank:
 
 def compute(policy: Policy, batch: MicroBatch) -> Tensor:
     members = range(len(batch.lengths))
-    row, _ = pack(batch, members, advantages_n=np.zeros(len(members)), layout=Layout(), device=policy.device)
+    row, _ = pack(batch, members, advantages_nU=np.zeros((len(members), 1)), layout=Layout(), device=policy.device)
     with torch.no_grad():
         return logprobs(policy.model, row, temperature=SETTINGS.temperature)[0]
 

@@ -56,8 +56,8 @@ def batch_of(*answers: list[Answer], step: int) -> MicroBatch:
 
 def compute(policy: Policy, batch: MicroBatch) -> Tensor:
     """The log-probs of all trained tokens of a micro-batch, by a pass of its own."""
-    advantages = np.zeros(len(batch.lengths))
-    row, _ = pack(batch, range(len(batch.lengths)), advantages_n=advantages, layout=Layout(), device=policy.device)
+    advantages = np.zeros((len(batch.lengths), 1))
+    row, _ = pack(batch, range(len(batch.lengths)), advantages_nU=advantages, layout=Layout(), device=policy.device)
     with torch.no_grad():
         found = logprobs(policy.model, row, temperature=SETTINGS.temperature)[0]
     policy.reshard()
@@ -149,10 +149,10 @@ def test_the_policy_is_the_same_to_the_bit_with_its_gradients(policy: Policy, st
 
 
 def pack_all(batch: MicroBatch):
-    advantages = np.zeros(len(batch.lengths))
-    return pack(batch, range(len(batch.lengths)), advantages_n=advantages, layout=Layout(), device=torch.device("cpu"))[
-        0
-    ]
+    advantages = np.zeros((len(batch.lengths), 1))
+    return pack(
+        batch, range(len(batch.lengths)), advantages_nU=advantages, layout=Layout(), device=torch.device("cpu")
+    )[0]
 
 
 def test_a_deleted_version_is_skipped_and_counted(

@@ -14,6 +14,7 @@ class Gspo(RatioLoss):
     """-min(s A, clip(s, 1 - clip_low, 1 + clip_high) A) per sequence, s = exp(mean of log r over its tokens)."""
 
     IMPLIED = OF_SEQUENCES
+    IS_OF_SEQUENCES = True
 
     kind: Literal["gspo"] = "gspo"
     """Name of the loss."""

@@ -14,6 +14,7 @@ class GspoToken(RatioLoss):
     """-min(s A, clip(s, 1 - clip_low, 1 + clip_high) A) per token, s = sg(s of the sequence) π/sg(π)."""
 
     IMPLIED = OF_SEQUENCES
+    IS_OF_SEQUENCES = True
 
     kind: Literal["gspo_token"] = "gspo_token"
     """Name of the loss."""

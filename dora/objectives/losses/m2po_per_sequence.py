@@ -21,6 +21,8 @@ class M2poPerSequence(RatioLoss):
     """-keep x A per token, not clipped. As few tokens as possible, those with the largest (log x)², are not kept, so
     that the mean of (log x)² over the kept tokens of each sequence is at most `bound`."""
 
+    IS_OF_SEQUENCES = True
+
     kind: Literal["m2po_per_sequence"] = "m2po_per_sequence"
     """Name of the loss."""
     ratio: Literal["decoupled", "bypass"] = "bypass"

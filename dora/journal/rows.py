@@ -1,0 +1,86 @@
+"""Rows: the sequences that the trainer gets of one answer.
+
+An answer that only grows is one row, after its prompt. Where the tokens sampled so far could not be continued, it
+forks: another row begins with the first tokens of an earlier one, and goes on with the answer from there. Invariant:
+every token of the answer is in the own part of exactly one row; what a row repeats of another has mask and log-prob 0.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Fork(NamedTuple):
+    """Where a row begins: the first `keep` tokens of row `parent`, prompt included, then the answer from `start` on."""
+
+    start: int
+    parent: int
+    keep: int
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeRow:
+    """One sequence for the trainer; the three have the same length, and the last token is a sampled one."""
+
+    ids: array[int]
+    mask: bytearray  # 1 for the tokens that were sampled in this row
+    logprobs: array[float]  # behavior log-probs; 0 where the mask is 0
+
+
+def row_ids(prompt: array[int], answer: array[int], forks: Sequence[Fork], number: int) -> array[int]:
+    """Return the tokens of a row, prompt included. ValueError if its fork repeats what its parent does not have."""
+    start, end = own_part(forks, number, len(answer))
+    if number == 0:
+        return prompt + answer[:end]
+    fork = forks[number - 1]
+    if not (0 <= fork.parent < number and start <= end):
+        raise ValueError(f"{fork} is no beginning of row {number}")
+    before = row_ids(prompt, answer, forks, fork.parent)
+    if not 0 <= fork.keep <= len(before):
+        raise ValueError(f"{fork} repeats more than the {len(before)} tokens of its parent")
+    return before[: fork.keep] + answer[start:end]
+
+
+def own_part(forks: Sequence[Fork], number: int, num_tokens: int) -> tuple[int, int]:
+    """Return start and end, in an answer of `num_tokens`, of what belongs to this row alone."""
+    start = forks[number - 1].start if number else 0
+    return start, forks[number].start if number < len(forks) else num_tokens
+
+
+def repeated(forks: Sequence[Fork]) -> int:
+    """Return the number of tokens that rows repeat of others."""
+    return sum(fork.keep for fork in forks)
+
+
+def answer_bound(max_tokens: int, *, prompt: int, forks: Sequence[Fork], max_row_tokens: int | None) -> int:
+    """Return the most tokens of an answer, if `max_row_tokens` (None: no bound) is the most of all its rows together.
+
+    An answer without a fork is bounded by `max_tokens` alone.
+    """
+    if max_row_tokens is None or not forks:
+        return max_tokens
+    return min(max_tokens, max_row_tokens - prompt - repeated(forks))
+
+
+def rows_of(
+    prompt: array[int], answer: array[int], *, mask: bytes | bytearray, logprobs: array[float], forks: Sequence[Fork]
+) -> list[EpisodeRow]:
+    """Return the rows that have sampled tokens of their own, each up to the last of these."""
+    rows = []
+    for number in range(len(forks) + 1):
+        start, end = own_part(forks, number, len(answer))
+        length = mask.rfind(1, start, end) + 1 - start
+        if length > 0:
+            keep = forks[number - 1].keep if number else len(prompt)
+            own = slice(start, start + length)
+            rows.append(
+                EpisodeRow(
+                    ids=row_ids(prompt, answer, forks, number)[: keep + length],
+                    mask=bytearray(keep) + mask[own],
+                    logprobs=array("f", bytes(4 * keep)) + logprobs[own],
+                )
+            )
+    return rows

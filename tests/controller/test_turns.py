@@ -1,0 +1,64 @@
+"""What a step's episodes came to, from their records and the events of the core."""
+
+from __future__ import annotations
+
+import pytest
+
+from dora.controller.trajectories import TrajectoryRecord
+from dora.controller.turns import Turns
+from dora.core import commands as cmd
+from dora.core import events as ev
+from dora.core.ids import InstanceId, TrajectoryId, VersionId
+from tests.controller.fakes import prompt
+
+ONE, TWO = TrajectoryId(1), TrajectoryId(2)
+
+
+def generate(trajectory: TrajectoryId) -> cmd.Generate:
+    return cmd.Generate(trajectory, 1, InstanceId(0), VersionId(0), 0)
+
+
+def episode(*, tokens: int, observed: list[tuple[int, int]], rewards: list[float]) -> TrajectoryRecord:
+    record = TrajectoryRecord(prompt(0))
+    record.tokens.extend(range(tokens))
+    record.observed = observed
+    record.turn_rewards = rewards
+    return record
+
+
+@pytest.fixture
+def turns() -> Turns:
+    """The first episode has two turns and calls, of 3 s and 1 s in 10 s; the second one turn that was cut."""
+    turns = Turns()
+    turns.note(ev.Ticked(1.0), [generate(ONE), generate(TWO)])
+    turns.note(ev.CallStarted(4.0, ONE, 1, 5, ()), [cmd.CallEnvironment(ONE, 2)])
+    turns.note(ev.CallFinished(7.0, ONE, 2, 8), [generate(ONE)])
+    turns.note(ev.CallStarted(10.0, ONE, 3, 12, ()), [cmd.CallEnvironment(ONE, 4)])
+    turns.note(ev.CallFinished(11.0, ONE, 4, 12, ended=True), [])
+    turns.note(ev.GenerationFinished(7.0, TWO, 1, 30, True, ()), [])
+    return turns
+
+
+def test_an_episode_is_counted_by_turns_calls_tokens_rewards_and_time(turns: Turns) -> None:
+    cut = episode(tokens=30, observed=[], rewards=[])
+    cut.truncated = "tokens"
+    stats = turns.stats({ONE: episode(tokens=12, observed=[(5, 8)], rewards=[0.5, 1.0]), TWO: cut})
+    assert stats is not None
+    assert (stats.count, stats.turns_mean, stats.turns_max, stats.calls_mean, stats.calls_max) == (2, 1.5, 2, 1.0, 2)
+    assert (stats.sampled_tokens_mean, stats.observation_tokens_mean) == ((9 + 30) / 2, 1.5)
+    assert stats.turn_rewards == (0.5, 1.0)
+    assert (stats.call_s_mean, stats.call_share) == (2.0, 4.0 / 16.0)
+    assert stats.truncated == {"tokens": 1}
+    assert turns.calls_s(ONE) == (3.0, 1.0)
+
+
+def test_calls_of_an_earlier_controller_have_no_time(turns: Turns) -> None:
+    stats = turns.stats({TrajectoryId(9): episode(tokens=12, observed=[(5, 8)], rewards=[0.5, 1.0])})
+    assert stats is not None
+    assert (stats.calls_mean, stats.call_s_mean, stats.call_s_p90, stats.call_share) == (2.0, None, None, None)
+    assert turns.stats({}) is None
+
+
+def test_times_are_kept_for_as_long_as_the_records(turns: Turns) -> None:
+    turns.forget({TWO})
+    assert list(turns.times) == [TWO]

@@ -1,0 +1,91 @@
+"""The example of docs/AGENTS.md, as its reader types it, with a tiny model of the family that it names."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dora.core.events import CallFinished, StepTrained
+from dora.environments.api import Observation, ToolCall, Turn
+from dora.environments.renderer import open_renderer
+from dora.journal.run_folder import RunFolder
+from dora.tasks.tokenizer import load_tokenizer
+from tests.e2e.runs import assert_audit_clean, events_of, run_to_end, settings
+from tests.environments.test_renderer_choice import TEMPLATE
+from tests.environments.tokenizers_of_families import make_folder, special_tokens
+from tests.families import make_model
+
+PAGE = (Path(__file__).parents[2] / "docs" / "AGENTS.md").read_text()
+#: The tiny tokenizer needs more tokens for the prompt, and the random policy earns nothing.
+SIZES: dict[str, object] = {
+    **{"task__max_prompt_tokens": 1024, "rollout__max_new_tokens": 32, "rollout__filter_zero_variance": False},
+    **{"rollout__groups_per_step": 2, "rollout__group_size": 2, "rollout__max_staleness": 0, "run__steps": 2},
+    **{"engine__instances": 1, "trainer__ranks": 1, "status__port": 0},
+}
+
+
+def blocks(kind: str) -> list[str]:
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+    return [text for name, text in found if name == kind]
+
+
+@pytest.fixture
+def shop(tmp_path: Path) -> Path:
+    """A folder with everything that the page says, and the model."""
+    [module], [job], [orders, heldout] = blocks("python"), blocks("toml"), blocks("json")
+    for name, text in {"shop.py": module, "job.toml": job, "orders.jsonl": orders, "heldout.jsonl": heldout}.items():
+        (tmp_path / name).write_text(text)
+    special, eos = special_tokens("qwen3")
+    model = make_folder(tmp_path / tomllib.loads(job)["model"]["path"], special, eos=eos, chat_template=TEMPLATE)
+    make_model("qwen3", vocab_size=384, max_position_embeddings=2048).save_pretrained(model)
+    return tmp_path
+
+
+def test_a_function_and_a_job_take_twenty_lines() -> None:
+    written = [*blocks("python"), *blocks("json"), *blocks("toml"), *blocks("")]
+    assert sum(bool(line) and not line.startswith("#") for text in written for line in text.splitlines()) <= 20
+
+
+async def test_the_tool_of_the_example_answers_from_its_row() -> None:
+    names: dict[str, Any] = {}
+    exec(blocks("python")[0], names)
+    shop = names["Shop"]()
+    reset = shop.reset({"prompt": "What does a pen cost?", "prices": {"pen": 1.5}})
+    assert [schema["function"]["name"] for schema in reset.tools] == ["price"]
+    seen = await shop.step(Turn("", calls=(ToolCall("0", "price", {"item": "pen"}),)))
+    assert isinstance(seen, Observation)
+    assert [message["content"] for message in seen.messages] == ["1.5"]
+
+
+def test_each_renderer_of_the_page_is_one(shop: Path) -> None:
+    tokenizer = load_tokenizer(shop / "models" / "Qwen3-0.6B")
+    [named] = re.findall(r"`environment\.renderer = (\{.*?\})`", PAGE)
+    assert open_renderer(tokenizer, settings=tomllib.loads(f"x = {named}")["x"]).family == "qwen3"
+    [custom] = re.findall(r"`(\{ name = \"custom\".*?\})`", PAGE)
+    path = f"{Path(__file__).parent / 'relay.py'}:SumRenderer"
+    own = custom.replace("file.py:Class", path)
+    assert open_renderer(tokenizer, settings=tomllib.loads(f"x = {own}")["x"]).family == path
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_the_commands_of_the_example_check_and_train_it(shop: Path) -> None:
+    [commands] = blocks("")
+    for line in commands.splitlines():
+        name, *arguments = line.partition("#")[0].split()
+        assert name == "dora"
+        result = run_to_end(*arguments, *settings(**SIZES), cwd=shop, timeout_s=600)
+        assert result.returncode == 0, result.stderr
+        if arguments[0] == "check":
+            assert "environment  shop.py:Shop gives a first prompt; renderer qwen3 continues" in result.stdout
+    [root] = (shop / "runs").iterdir()
+    folder = RunFolder(root)
+    assert len(events_of(folder, StepTrained)) == 2
+    assert all(not event.failed for event in events_of(folder, CallFinished))
+    assert "  episodes of the last step: " in result.stdout
+    assert_audit_clean(folder)

@@ -1,0 +1,142 @@
+"""Episodes whose environment is lost: replayed from their recorded tokens, in real hosts."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dora.config.schema import EnvironmentConfig
+from dora.controller.episodes import MAX_REPLAYS, Conversations, EpisodeLimits, Episodes
+from dora.controller.trajectories import Trajectories
+from dora.core.commands import CallEnvironment
+from dora.core.events import CallFinished
+from dora.core.ids import GroupId, TrajectoryId
+from dora.environments.pool import EnvironmentPool
+from dora.environments.renderer import open_renderer
+from dora.tasks.prompts import Prompt
+from dora.tasks.tokenizer import Tokenizer
+
+WORLDS = Path(__file__).parent / "worlds.py"
+EPISODE = TrajectoryId(0)
+LIMITS = EpisodeLimits(max_turns=9, max_tokens=1_000)
+
+
+class NoLog:
+    """A token log that keeps nothing."""
+
+    def prompt(self, group: int, tokens: Sequence[int], **_: Any) -> None: ...
+
+    def append(self, trajectory: int, attempt: int, tokens: Sequence[int], logprobs: Sequence[float], **_: Any) -> None:
+        assert len(tokens) == len(logprobs)
+
+
+class Played:
+    """One episode, whose turns are what the test says."""
+
+    def __init__(self, tokenizer: Tokenizer, row: dict[str, str]) -> None:
+        self.renderer = open_renderer(tokenizer, settings={"name": "qwen3"})
+        self.tokenizer = tokenizer
+        self.row = row
+        self.trajectories = Trajectories(NoLog(), group_size=1)
+        self.attempts = count()
+
+    async def begin(self, pool: EnvironmentPool) -> Played:
+        """Begin the episode, or go on with a new controller."""
+        if EPISODE not in self.trajectories.records:
+            conversation = await asyncio.to_thread(Conversations(pool, self.renderer), self.row, "s", "row 1")
+            tokens = tuple(conversation.tokens)
+            self.trajectories.prompts[GroupId(0)] = Prompt(
+                0, "s", "", tokens, "", {}, row=self.row, where="row 1", conversation=conversation
+            )
+            self.trajectories.admit(GroupId(0))
+        self.episodes = Episodes(
+            pool, self.renderer, trajectories=self.trajectories, limits=LIMITS, now=lambda: 0.0
+        )
+        return self
+
+    async def turn(self, content: str) -> CallFinished:
+        tokens = [*self.tokenizer.encode(content, special_tokens=False), self.renderer.stop_ids[0]]
+        self.trajectories.begin(EPISODE, attempt := next(self.attempts))
+        self.trajectories.append(EPISODE, attempt, tokens, [-0.5] * len(tokens))
+        event = await self.episodes(CallEnvironment(EPISODE, next(self.attempts)))
+        assert isinstance(event, CallFinished)
+        return event
+
+    @property
+    def last_observation(self) -> str:
+        record = self.trajectories.records[EPISODE]
+        start, end = record.observed[-1]
+        return self.tokenizer.decode(record.tokens[start:end].tolist())
+
+
+def pool_of(name: str = "Replayed") -> EnvironmentPool:
+    return EnvironmentPool(EnvironmentConfig(name=f"{WORLDS}:{name}", call_timeout_s=20, memory_mb=1_024))
+
+
+@pytest.fixture
+def row(tmp_path: Path) -> dict[str, str]:
+    return {"prompt": "hello", "file": str(tmp_path / "died")}
+
+
+async def test_an_episode_goes_on_in_a_new_host(qwen3: Tokenizer, row: dict[str, str]) -> None:
+    async with pool_of() as pool:
+        played = await Played(qwen3, row).begin(pool)
+        assert not (await played.turn("turns")).replays
+        assert not (await played.turn("turns")).replays
+        known = array("i", played.trajectories.records[EPISODE].tokens)
+        event = await played.turn("die_once")
+        assert (event.failed, event.replays) == ("", 1)
+        assert "3" in played.last_observation, "the two turns before were fed again"
+        record = played.trajectories.records[EPISODE]
+        assert record.tokens[: len(known)] == known
+        assert len(record.observed) == len(record.turn_rewards) == 3
+        assert not (await played.turn("turns")).replays
+        assert (await played.turn("finish")).ended
+
+
+async def test_an_episode_goes_on_with_a_new_controller(qwen3: Tokenizer, row: dict[str, str]) -> None:
+    played = Played(qwen3, row)
+    for number in range(3):
+        async with pool_of() as pool:
+            await played.begin(pool)
+            event = await played.turn("turns")
+            assert (event.failed, event.replays) == ("", int(number > 0))
+            assert str(number + 1) in played.last_observation
+
+
+async def test_an_environment_that_answers_in_another_way_has_failed(qwen3: Tokenizer, row: dict[str, str]) -> None:
+    async with pool_of() as pool:
+        played = await Played(qwen3, row).begin(pool)
+        await played.turn("turns")
+        await played.turn("pid")
+        event = await played.turn("die_once")
+        assert event.failed == "replay: the environment answered turn 1 in another way than before"
+
+
+async def test_a_call_that_kills_every_host_fails_its_episode(qwen3: Tokenizer, row: dict[str, str]) -> None:
+    async with pool_of() as pool:
+        played = await Played(qwen3, row).begin(pool)
+        await played.turn("turns")
+        event = await played.turn("die")
+        assert event.failed == "host: host died: exit code 3: no license"
+        assert event.replays == MAX_REPLAYS
+
+
+async def test_an_environment_that_cannot_be_replayed_is_called_once(qwen3: Tokenizer, row: dict[str, str]) -> None:
+    async with pool_of("World") as pool:
+        played = await Played(qwen3, row).begin(pool)
+        await played.turn("turns")
+        event = await played.turn("die_once")
+        assert (event.failed, event.replays) == ("host: host died: exit code 3", 0)
+    async with pool_of("World") as pool:
+        played = await Played(qwen3, row).begin(pool)
+        await played.turn("turns")
+        await played.begin(pool)
+        event = await played.turn("turns")
+        assert event.failed == "host: its environment ended with an earlier controller"
