@@ -59,9 +59,9 @@ class Rewriter(Relay):
 
 
 class Held(Relay):
-    """A relay that logs every call, and does not answer while the file `hold` exists.
+    """A relay that logs every call, and does not answer while the file `hold` exists, except an episode's last call.
 
-    If that says "half", every other episode is answered nevertheless.
+    If the file says "half", every other episode is answered nevertheless.
     """
 
     numbers = count()
@@ -74,7 +74,7 @@ class Held(Relay):
             self.is_in_half = next(self.numbers) % 2
         with (self.folder / "calls").open("a") as log:
             log.write(f"{os.getpid()} {self.is_in_half} {self.left}\n")
-        while (hold := self._hold()) == "all" or (hold == "half" and not self.is_in_half):
+        while self.left > 1 and ((hold := self._hold()) == "all" or (hold == "half" and not self.is_in_half)):
             time.sleep(0.02)
         return super().step(turn)
 

@@ -237,14 +237,13 @@ class Holding:
     def release(self) -> None:
         (self.folder / "hold").unlink()
 
-    def until_held(self, run: Run, *, halves: int = 0) -> None:
-        """Wait until more calls are held than before, in so many halves calls after which the episode goes on."""
+    def until_held(self, run: Run, *, halves: int = 1) -> None:
+        """Wait until more calls are held than before, in so many halves."""
         self.hold()
         before = len(self.calls)
 
         def are_held() -> bool:
-            new = self.calls[before:]
-            return bool(new) and len({half for _, half, left in new if left > 1}) >= halves
+            return len({half for _, half, left in self.calls[before:] if left > 1}) >= halves
 
         until(lambda: run.process.poll() is not None or are_held(), what="calls that are held")
         assert run.process.poll() is None, run.told()
@@ -349,7 +348,7 @@ def test_an_environment_that_can_be_replayed_survives_its_host_and_the_controlle
 
 
 def test_a_controller_that_is_killed_resumes_with_the_forks_that_it_had(tmp_path: Path) -> None:
-    holding = Holding(tmp_path, environment="HeldRewriter", run__steps=4)
+    holding = Holding(tmp_path, environment="HeldRewriter", run__steps=8)
     with Run(*holding.arguments) as run:
         folder = run.folder
         until(lambda: len(events_of(folder, StepTrained)) > 1, what="two trained steps")

@@ -55,9 +55,7 @@ class Played:
                 0, "s", "", tokens, "", {}, row=self.row, where="row 1", conversation=conversation
             )
             self.trajectories.admit(GroupId(0))
-        self.episodes = Episodes(
-            pool, self.renderer, trajectories=self.trajectories, limits=LIMITS, now=lambda: 0.0
-        )
+        self.episodes = Episodes(pool, self.renderer, trajectories=self.trajectories, limits=LIMITS, now=lambda: 0.0)
         return self
 
     async def turn(self, content: str) -> CallFinished:
