@@ -82,7 +82,7 @@ def label_of(url: str) -> str:
 def test_a_push_is_tried_and_taken_back(tmp_path: Path, server: str, transfer: str) -> None:
     result = run_to_end("check", "--push", *external(server, tmp_path, weights__transfer=transfer))
     assert (result.returncode, result.stderr) == (0, "")
-    assert f"\npush       {server}: loaded the model from the version store; its label is restored" in result.stdout
+    assert f"\npush         {server}: loaded the model from the version store; its label is restored" in result.stdout
     assert label_of(server) == "theirs"
     assert files_below(tmp_path) == {tmp_path / "memory"}
 

@@ -199,7 +199,7 @@ def test_what_goes_wrong_in_an_environment_costs_its_episodes_alone(tmp_path: Pa
     for fault, reason in FAULTS.items():
         assert any(each.startswith(reason) for each in found) or not reason, (fault, found)
     assert all(any(each.startswith(reason) for reason in FAULTS.values() if reason) for each in found), found
-    assert f"{len(found)} trajectories left out, as their environment failed" in result.stdout
+    assert f"{len(found)} episodes left out, as their environment failed" in result.stdout
     assert [event.step for event in events_of(folder, StepTrained)] == [0, 1, 2]
     assert_audit_clean(folder)
     answers = read_tokens(folder.tokens).answers.values()
