@@ -101,7 +101,8 @@ async def _check_rewards(config: Config, inputs: Inputs, graders: Graders, *, re
     for field, rewards, prompts, pool in cases:
         requests = [_reference(prompt, inputs, max_tokens=config.rollout.max_new_tokens) for prompt in prompts]
         outcomes = [await pool.grade(request) for request in requests]
-        scores = [f"{outcome.reward:g}" for outcome in outcomes if isinstance(outcome, Graded)]
+        graded = zip(prompts, outcomes, strict=True)
+        scores = [f"{o.reward:g}" for prompt, o in graded if prompt.answer and isinstance(o, Graded)]
         if scores:
             report("rewards", f"{field}: reference answers score {', '.join(scores)}")
         name = f"{field}.0" if len(rewards) == 1 else field

@@ -311,7 +311,10 @@ def test_a_late_or_repeated_result_changes_nothing() -> None:
     core.result(0)
     assert core.result(0, attempt=2) == []
     assert core.result(0, attempt=1) == []
-    assert core.state.counters.late_completions == 2
+    core.called(0, tokens=3)
+    assert core.result(0, attempt=2) == []
+    assert phase_of(core, 0) is TrajectoryPhase.CALLING
+    assert core.state.counters.late_completions == 3
 
 
 def test_a_call_of_an_old_attempt_is_not_made() -> None:

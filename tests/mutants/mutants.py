@@ -1,4 +1,4 @@
-"""Mutations of durability, lineage, resume and access, each with the tests that must fail.
+"""Mutations of durability, lineage, resume, access and episodes, each with the tests that must fail.
 
 Invariant: each replaces a text that occurs exactly once in its file; test_mutants.py fails if the code has changed.
 """
@@ -1062,4 +1062,113 @@ _FOUND: Final = tuple(
     )
 )
 
-MUTANTS: Final = (*_JOURNAL, *_ORDER, *_RESUME, *_LINEAGE, *_ACCESS, *_FOUND)
+_EPISODES: Final = (
+    *_of(
+        "dora/core/on_calls.py",
+        "tests/core/test_calls.py",
+        (
+            "call-made-again-after-a-restart",
+            "    elif replayable:\n",
+            "    elif True:\n",
+            "test_a_call_without_a_result_fails_with_the_controller_unless_it_can_be_repeated",
+        ),
+        (
+            "late-result-of-a-call-taken",
+            "trajectory is None or trajectory.attempt != event.attempt or trajectory.phase is not _CALLING",
+            "trajectory is None or trajectory.phase is not _CALLING",
+            "test_a_late_or_repeated_result_changes_nothing",
+        ),
+        (
+            "slot-kept-for-nothing",
+            "        hold(state, trajectory, kept)\n    else:\n        _hold_for_a_while(state, trajectory, kept)\n",
+            "        hold(state, trajectory, kept)\n    else:\n        hold(state, trajectory, None)\n",
+            "test_a_slot_is_kept_for_the_time_that_a_prefill_elsewhere_would_cost_all_slots",
+        ),
+    ),
+    *_of(
+        "dora/core/patience.py",
+        "tests/core/test_calls.py",
+        (
+            "last-instance-given-away-at-once",
+            "    if state.now - entry.quiet_since < patience_s(state, entry):\n",
+            "    if False:\n",
+            "test_a_trajectory_that_comes_back_within_the_patience_keeps_the_instance",
+        ),
+        (
+            "version-in-need-waits-for-ever",
+            "    return is_due or state.now - since >= patience_s(state, entry)",
+            "    return False",
+            "test_a_version_in_need_is_given_the_next_vacant_instance_of_the_newest_which_stops_admitting",
+        ),
+    ),
+    *_of(
+        "dora/journal/audit_calls.py",
+        "tests/journal/test_audit_calls.py",
+        (
+            "audit-ignores-a-call-made-twice",
+            "        answer.intent = False\n",
+            "",
+            "test_a_call_made_twice_is_named",
+        ),
+        (
+            "audit-lets-every-call-be-repeated",
+            "        elif trajectory in event.replayable:\n",
+            "        elif True:\n",
+            "test_a_new_controller_repeats_only_calls_that_can_be_repeated",
+        ),
+    ),
+    *_of(
+        "dora/environments/episode.py",
+        "tests/environments/test_episode_rows.py",
+        (
+            "observations-trained",
+            "        self.mask.extend(bytes(len(added)))\n",
+            '        self.mask.extend(b"\\x01" * len(added))\n',
+            "test_a_sampled_end_token_is_trained_and_the_same_token_of_a_template_is_not",
+        ),
+        (
+            "sampled-tokens-made-again-from-text",
+            "self._extended(conversation) or self._rendered(conversation)",
+            "self._rendered(conversation)",
+            "test_going_back_continues_the_sampled_tokens_themselves",
+        ),
+        (
+            "observation-without-room-for-a-turn",
+            "        room = max(0, bound - len(self.tokens) - 1)\n",
+            "        room = max(0, bound - len(self.tokens))\n",
+            "test_an_observation_is_cut_so_that_one_token_can_follow",
+        ),
+    ),
+    *_of(
+        "dora/journal/rows.py",
+        "tests/environments/test_episode_rows.py",
+        (
+            "repeated-tokens-trained-again",
+            "                    mask=bytearray(keep) + mask[own],\n",
+            "                    mask=bytearray(b'\\x01' * keep) + mask[own],\n",
+            "test_each_sampled_token_is_trained_once_after_what_it_saw_however_the_conversation_changes",
+        ),
+    ),
+    *_of(
+        "dora/trainer/batch.py",
+        "tests/trainer/test_row.py",
+        (
+            "turns-counted-anew-in-each-row",
+            "    firsts = firsts_of(batch)\n    before",
+            "    firsts = np.arange(len(batch.lengths))\n    before",
+            "test_turns_are_counted_over_all_rows_of_a_trajectory",
+        ),
+    ),
+    *_of(
+        "dora/trainer/packing.py",
+        "tests/trainer/test_row.py",
+        (
+            "rows-of-an-episode-in-several-passes",
+            "    found = [part for part in owned.values() if len(part) > 1]\n",
+            "    found: list[list[int]] = []\n",
+            "test_sequences_of_one_owner_are_in_one_pass_whatever_the_budget",
+        ),
+    ),
+)
+
+MUTANTS: Final = (*_JOURNAL, *_ORDER, *_RESUME, *_LINEAGE, *_ACCESS, *_EPISODES, *_FOUND)
