@@ -458,8 +458,9 @@ class EvalConfig(Section):
     sets: tuple[EvalSetConfig, ...] = (EvalSetConfig(),)
     """Held-out sets; empty: no evaluation."""
     every: Annotated[int, Field(ge=0)] = 0
-    """Number of steps between evaluations; 0: only at the beginning and at the end. One version is evaluated at a time:
-    if newer ones are published before its turn, it is skipped, and the log and the metrics say so."""
+    """Number of steps between evaluations; 0: only at the beginning and at the end. One version is evaluated at a time
+    and one more waits, kept until its turn; if a newer one is due before that, it is skipped, and the log, the metrics
+    and the status say so."""
     max_slot_share: Fraction = 0.1
     """Share of all slots that evaluation may take while training could use them."""
 

@@ -259,7 +259,7 @@ class RunObserver:
         versions = self._state.evaluation.overtaken[self._num_overtaken :]
         self._num_overtaken += len(versions)
         for version in versions:
-            log.warning("evaluation_skipped", version=version, reason="a newer version was published before its turn")
+            log.warning("evaluation_skipped", version=version, reason="a newer version was due before its turn")
             row = {"kind": "evaluation_skipped", "at": self._state.now, "version": version}
             self._then(position, partial(_write, [(self._metrics, self._folder.metrics, _line(row))]))
 

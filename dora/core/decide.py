@@ -6,7 +6,7 @@ Invariant: a second call of `settle` at the same time changes nothing.
 from __future__ import annotations
 
 from dora.core.commands import FetchPrompts, FinishRun, ReleaseVersion
-from dora.core.dispatch import fill, start_evaluation
+from dora.core.dispatch import fill, start_evaluation, want_evaluation
 from dora.core.ids import GroupId, VersionId
 from dora.core.moves import dismiss
 from dora.core.repartition import consolidate, place
@@ -24,8 +24,7 @@ def settle(state: State) -> None:
         if agenda.feed:
             agenda.feed = False
             feed_trainer(state)
-        if state.evaluation.due:
-            start_evaluation(state)
+        start_evaluation(state)
         while agenda.versions or agenda.place:
             while agenda.versions:
                 fill(state, agenda.versions.popitem()[0])
@@ -78,10 +77,10 @@ def _conclude(state: State) -> bool:
         return False
     if result in state.missing:
         return False  # the final version was lost, and the trainer has to write it again
-    if state.evaluation.version is not None or state.evaluation.due or state.trajectories:
+    if state.evaluation.version is not None or state.evaluation.due is not None or state.trajectories:
         return False  # siblings of a failed group may still be running
     if state.evaluation.wants(result, is_last=True) and state.evaluated != result:
-        state.evaluation.want(result)
+        want_evaluation(state, result)
         start_evaluation(state)
         return True
     if (state.feed.open_step or 0) < formation.step:

@@ -41,14 +41,21 @@ def _room_for(state: State, group: Group, entry: Version, *, footprint: int) -> 
     return instance if instance is not None and instance.has_room(footprint) else None
 
 
-def start_evaluation(state: State) -> None:
-    """Start the evaluation of the newest version, unless another one is in progress."""
-    version = state.window.newest
-    if state.evaluation.version is not None or version is None:
-        return
-    state.evaluation.start(version)
-    state.trajectories.update(state.evaluation.trajectories)
+def want_evaluation(state: State, version: VersionId) -> None:
+    """Have a version evaluated next. It is kept until then; one that was due and has not begun is not evaluated."""
+    replaced = state.evaluation.want(version)
     state.entry(version).evaluating = True
+    if replaced is not None:
+        state.entry(replaced).evaluating = False
+        state.agenda.release = True
+
+
+def start_evaluation(state: State) -> None:
+    """Start the evaluation that is due, unless another one is in progress."""
+    if state.evaluation.version is not None or state.evaluation.due is None:
+        return
+    version = state.evaluation.start()
+    state.trajectories.update(state.evaluation.trajectories)
     state.agenda.fill(version)
     state.agenda.place = True
 

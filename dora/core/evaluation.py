@@ -1,7 +1,8 @@
 """Evaluation during rollout: held-out samples of one version at a time.
 
-Invariant: at most one version is under evaluation; its samples carry that version, never enter the ledger, and are
-decoded only by instances that hold it. Version 0 comes first, the last version last.
+Invariant: at most one version is under evaluation, and at most one more waits for its turn; both are kept. Samples
+carry their version, never enter the ledger, and are decoded only by instances that hold it. Version 0 comes first, the
+last version last.
 """
 
 from __future__ import annotations
@@ -15,13 +16,12 @@ from dora.core.tables import Trajectory
 
 @dataclass(slots=True, eq=False, repr=False)
 class Evaluation:
-    """The evaluation in progress, and whether another is due."""
+    """The evaluation in progress, and the one that is next."""
 
     prompt_tokens: Sequence[int]  #: of each sample
     every: int  #: versions between evaluations; 0: only the first and the last
-    due: bool = False  #: the newest version is evaluated next
-    wanted: VersionId | None = None  #: the version that made it due
-    overtaken: list[VersionId] = field(default_factory=list)  #: due versions that a newer one replaced
+    due: VersionId | None = None  #: the version that is evaluated next
+    overtaken: list[VersionId] = field(default_factory=list)  #: versions that were due until a newer one was
     version: VersionId | None = None  #: version under evaluation
     trajectories: dict[TrajectoryId, Trajectory] = field(default_factory=dict)
     waiting: list[Trajectory] = field(default_factory=list)  #: samples queued for a slot; the last one is next
@@ -41,20 +41,20 @@ class Evaluation:
             return False
         return version == 0 or is_last or (self.every > 0 and version % self.every == 0)
 
-    def want(self, version: VersionId) -> None:
-        """Have the version just published evaluated next, in place of one that is still due."""
-        self._overtake(version)
-        self.wanted, self.due = version, True
+    def want(self, version: VersionId) -> VersionId | None:
+        """Have a version evaluated next; return the one that it replaces, which will not be evaluated."""
+        replaced, self.due = self.due, version
+        if replaced is not None:
+            self.overtaken.append(replaced)
+        return replaced
 
-    def _overtake(self, version: VersionId) -> None:
-        if self.wanted is not None and self.wanted != version:
-            self.overtaken.append(self.wanted)
-
-    def start(self, version: VersionId) -> None:
-        """Start the evaluation of a version, with all samples queued."""
-        self._overtake(version)
+    def start(self) -> VersionId:
+        """Start the evaluation of the version that is due, with all samples queued."""
+        assert self.version is None
+        assert self.due is not None
         total = len(self.prompt_tokens)
-        self.version, self.wanted, self.due = version, None, False
+        version = self.version = self.due
+        self.due = None
         self.waiting = [
             Trajectory(evaluation_id(version, i, num_samples=total), group=None, version=version, num_prompt_tokens=n)
             for i, n in enumerate(self.prompt_tokens)
@@ -62,6 +62,7 @@ class Evaluation:
         self.trajectories = {t.id: t for t in self.waiting}
         self.waiting.reverse()
         self.ungraded = self.num_new = total
+        return version
 
     def finish(self) -> VersionId:
         """End the evaluation, whose samples are all graded, and return its version."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dora.core import events as ev
 from dora.core.commands import DropCheckpoint
+from dora.core.dispatch import want_evaluation
 from dora.core.ids import StepId
 from dora.core.pushes import carry_over
 from dora.core.state import State, admissions_changed, fail
@@ -65,7 +66,7 @@ def on_version_published(state: State, event: ev.VersionPublished) -> None:
     if state.settings.rules.in_flight is not None:
         carry_over(state, event.version)
     if state.evaluation.wants(event.version, is_last=event.version == state.settings.steps):
-        state.evaluation.want(event.version)
+        want_evaluation(state, event.version)
     state.agenda.release = True
     admissions_changed(state)
 

@@ -25,7 +25,7 @@ class Version:
     away_tokens: int = 0  #: their prompts and answers
     quiet_since: float = 0.0  #: when the last unfinished one that was not away left or ended
     num_waiting: int = 0  #: training trajectories that are queued for a slot
-    evaluating: bool = False  #: its evaluation is in progress
+    evaluating: bool = False  #: its evaluation is due or in progress
     kv_load: int = 0  #: footprints of its residents
     loading: int = 0  #: pushes of this version in flight
     serving: dict[InstanceId, Instance] = field(default_factory=dict)  #: members that hold it
@@ -135,7 +135,7 @@ class Window:
         return [v for v, e in self.entries.items() if v == self.newest or e.groups]
 
     def releasable(self) -> list[VersionId]:
-        """Return the versions that are not live, not under evaluation and without a push in flight."""
+        """Return the versions that are neither live nor to be evaluated, and without a push in flight."""
         return [
             v
             for v, e in self.entries.items()

@@ -120,7 +120,7 @@ class Snapshot:
     staleness_mean: float | None
     steps: tuple[StepFacts, ...]  #: the latest, oldest first
     scores: tuple[Score, ...]  #: held-out, in the order of evaluation
-    evaluations_skipped: tuple[int, ...]  #: versions not evaluated because a newer one was published before their turn
+    evaluations_skipped: tuple[int, ...]  #: versions not evaluated, as a newer one was due before their turn
     num_tokens: int  #: sampled since the start, evaluation included
     num_trained_tokens: int  #: response tokens trained
     tokens_per_s: float  #: sampled, over the last ten seconds
