@@ -220,13 +220,12 @@ def restore(folder: RunFolder, state: State, *, trajectories: Trajectories, inpu
         record.truncated = trajectory.truncated
         answer = stored.answers.get(id)
         if answer is not None and len(answer.tokens):
-            # An observation is on the disk before its CallFinished, without which it is not known.
-            is_calling = trajectory.phase is TrajectoryPhase.CALLING
-            end = trajectory.num_tokens if is_calling else len(answer.tokens)
+            has_unknown = _may_have_unknown_tokens(trajectory)
+            end = trajectory.num_tokens if has_unknown else len(answer.tokens)
             record.tokens = array("i", answer.tokens[:end].tobytes())
             record.logprobs = array("f", answer.logprobs[:end].tobytes())
             record.observed = [span for span in answer.observed if span[1] <= end]
-            record.forks = [fork for fork in answer.forks if fork.start < end or not is_calling]
+            record.forks = [fork for fork in answer.forks if fork.start < end or not has_unknown]
     return {id: len(trajectories.records[id].tokens) for id in state.trajectories}
 
 
@@ -237,6 +236,13 @@ def _needed(state: State) -> dict[TrajectoryId, Trajectory]:
     return {**state.trajectories, **state.evaluation.trajectories, **siblings}
 
 
+def _may_have_unknown_tokens(trajectory: Trajectory) -> bool:
+    """Whether it was calling when a controller ended: an observation is on the disk before its CallFinished, without
+    which it is not known. If it could not be replayed, it has no reward."""
+    has_failed = trajectory.phase is TrajectoryPhase.GRADED and trajectory.reward is None
+    return has_failed or trajectory.phase is TrajectoryPhase.CALLING
+
+
 def _require_tokens(folder: RunFolder, state: State, trajectory: Trajectory, stored: TokenStore) -> None:
     """Check that the token store has all tokens of a finished answer, and at least the journaled ones of others."""
     found = stored.counts.get(trajectory.id, 0)
@@ -244,7 +250,8 @@ def _require_tokens(folder: RunFolder, state: State, trajectory: Trajectory, sto
     if trajectory.instance is not None:
         known = max(known, trajectory.instance.reported.get(trajectory.id, 0))
     is_finished = trajectory.phase in (TrajectoryPhase.GRADING, TrajectoryPhase.GRADED)
-    if found < known or (is_finished and trajectory.id >= 0 and found != known):
+    is_exact = is_finished and trajectory.id >= 0 and not _may_have_unknown_tokens(trajectory)
+    if found < known or (is_exact and found != known):
         raise RunFailed(
             f"{folder.tokens}: has {found} tokens of trajectory {trajectory.id}, but the journal counts {known}; the "
             "file is damaged or was replaced: restore it from a backup"

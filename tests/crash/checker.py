@@ -21,7 +21,7 @@ from zlib import crc32
 import msgpack
 import numpy as np
 
-from tests.crash.policy import ARRAYS, BASE, EOS, POLICY, token, trained
+from tests.crash.policy import ARRAYS, BASE, EOS, POLICY, answered, token, trained
 
 
 class Broken(AssertionError):
@@ -59,11 +59,27 @@ def records(data: bytes) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 @dataclass
+class Answer:
+    """Tokens, log-probs and loss mask."""
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    mask: list[int] = field(default_factory=list)
+
+    def turns(self) -> list[tuple[int, int, int]]:
+        """(start, end, end of the observation that follows it) of each turn."""
+        ends = [i for i in range(1, len(self.mask)) if not self.mask[i] and self.mask[i - 1]]
+        starts = [0, *(i for i in range(1, len(self.mask)) if self.mask[i] and not self.mask[i - 1])]
+        rests = [*starts[1:], len(self.mask)]
+        return list(zip(starts, [*ends, len(self.mask)], rests, strict=False))
+
+
+@dataclass
 class Stored:
     """The token store, read as a sequence of writes to positions."""
 
     prompts: dict[int, list[int]] = field(default_factory=dict)
-    answers: dict[int, tuple[list[int], list[float]]] = field(default_factory=dict)
+    answers: dict[int, Answer] = field(default_factory=dict)
 
 
 def read_tokens(data: bytes) -> Stored:
@@ -78,14 +94,17 @@ def read_tokens(data: bytes) -> Stored:
             for sibling in range(number * start, (number + 1) * start):
                 found.answers.pop(sibling, None)
             continue
-        require(kind == 1, f"token record of kind {kind}")
+        require(kind in (1, 2), f"token record of kind {kind}")
         if (epoch, attempt) < latest.get(number, (0, 0)):
             continue
         latest[number] = (epoch, attempt)
         logprobs = list(struct.unpack_from(f"<{count}f", record, at + 4 * count))
-        known = found.answers.setdefault(number, ([], []))
-        require(start <= len(known[0]), f"trajectory {number} has a gap at {len(known[0])}")
-        found.answers[number] = (known[0][:start] + tokens, known[1][:start] + logprobs)
+        mask = [*record[at + 8 * count : at + 9 * count]] if kind == 2 else [1] * count
+        known = found.answers.setdefault(number, Answer())
+        require(start <= len(known.tokens), f"trajectory {number} has a gap at {len(known.tokens)}")
+        found.answers[number] = Answer(
+            known.tokens[:start] + tokens, known.logprobs[:start] + logprobs, known.mask[:start] + mask
+        )
     return found
 
 
@@ -103,6 +122,10 @@ class Told:
     committed: dict[int, int] = field(default_factory=dict)  # step by group
     dropped: dict[int, str] = field(default_factory=dict)  # reason by group
     rewards: dict[int, float | None] = field(default_factory=dict)  # by trajectory
+    turn_rewards: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
+    observed: Counter[int] = field(default_factory=Counter)  # observations by trajectory
+    truncated: dict[int, int] = field(default_factory=dict)  # by finished trajectory: the budget that ended it
+    calling: dict[int, int] = field(default_factory=dict)  # attempt of the call under way
     lengths: dict[int, int] = field(default_factory=dict)  # of finished answers
     waves: dict[tuple[int, int], dict[str, Any]] = field(default_factory=dict)
     chains: dict[int, str] = field(default_factory=dict)  # of trained steps
@@ -130,9 +153,13 @@ def read_journal(data: bytes) -> Told:
 def _take_event(told: Told, event: dict[str, Any]) -> None:
     match event["type"]:
         case "TrajectoryGraded":
-            told.rewards.setdefault(event["trajectory"], event["reward"])
+            given = sum(told.turn_rewards[event["trajectory"]])
+            told.rewards.setdefault(event["trajectory"], None if event["reward"] is None else given + event["reward"])
         case "GenerationFinished":
             told.lengths[event["trajectory"]] = event["num_tokens"]
+            told.truncated[event["trajectory"]] = int(event["length_capped"])
+        case "CallFinished" if told.calling.get(event["trajectory"]) == event["attempt"]:
+            _take_call(told, event)
         case "StepTrained":
             known = told.chains.setdefault(event["step"], event["chain"])
             require(known == event["chain"], f"step {event['step']} has two chains")
@@ -144,9 +171,26 @@ def _take_event(told: Told, event: dict[str, Any]) -> None:
         case "CheckpointSaved":
             told.saved.append(event)
         case "ControllerRestarted":
+            for trajectory in told.calling.keys() - {*event["replayable"]}:
+                told.rewards.setdefault(trajectory, None)
+            told.calling.clear()
             if event["steps"] > told.steps:
                 told.steps = event["steps"]
                 told.finished = False
+
+
+def _take_call(told: Told, event: dict[str, Any]) -> None:
+    trajectory = event["trajectory"]
+    del told.calling[trajectory]
+    told.turn_rewards[trajectory].append(event["reward"])
+    told.observed[trajectory] += not event["failed"] and not event["ended"]
+    if event["failed"]:
+        told.rewards.setdefault(trajectory, None)
+    elif event["ended"]:
+        told.lengths[trajectory] = event["num_tokens"]
+        told.truncated[trajectory] = ("", "tokens", "turns", "time").index(event["truncated"])
+        if event["graded"]:
+            told.rewards.setdefault(trajectory, sum(told.turn_rewards[trajectory]))
 
 
 def _take_command(told: Told, order: dict[str, Any]) -> None:
@@ -165,6 +209,8 @@ def _take_command(told: Told, order: dict[str, Any]) -> None:
         case "TrainMicroBatch":
             known = told.waves.setdefault((order["step"], order["index"]), order)
             require(known == order, f"wave {order['step']}/{order['index']} is not what it was")
+        case "CallEnvironment":
+            told.calling[order["trajectory"]] = order["attempt"]
         case "ReportEvaluation":
             told.evaluated[order["version"]] += 1
         case "FinishRun":
@@ -260,22 +306,22 @@ class Checker:
         rewards = [[self.told.rewards[t - t % self.size + i] for i in range(self.size)] for t in rank]
         numbers = [[math.nan if r is None else r for r in row] for row in rewards]
         values: dict[str, Any] = {
-            "tokens": np.array([x for p, a in zip(prompts, answers, strict=True) for x in [*p, *a[0]]], "<i4"),
+            "tokens": np.array([x for p, a in zip(prompts, answers, strict=True) for x in [*p, *a.tokens]], "<i4"),
             "loss_mask": np.array(
-                [x for p, a in zip(prompts, answers, strict=True) for x in [0] * len(p) + [1] * len(a[0])], "u1"
+                [x for p, a in zip(prompts, answers, strict=True) for x in [0] * len(p) + a.mask], "u1"
             ),
             "behavior_logprobs": np.array(
-                [x for p, a in zip(prompts, answers, strict=True) for x in [0.0] * len(p) + a[1]], "<f4"
+                [x for p, a in zip(prompts, answers, strict=True) for x in [0.0] * len(p) + a.logprobs], "<f4"
             ),
-            "lengths": np.array([len(p) + len(a[0]) for p, a in zip(prompts, answers, strict=True)], "<i4"),
+            "lengths": np.array([len(p) + len(a.tokens) for p, a in zip(prompts, answers, strict=True)], "<i4"),
             "trajectories": np.array(rank, "<i8"),
             "groups": np.array([t // self.size for t in rank], "<i8"),
             "versions": np.array([self.told.admitted[t // self.size] for t in rank], "<i4"),
             "rewards": np.array([row[t % self.size] for t, row in zip(rank, numbers, strict=True)], "<f4"),
             "group_rewards": np.array(numbers, "<f4").reshape(len(rank), self.size),
-            "truncated": np.array([a[0][-1] != EOS for a in answers], "u1"),
+            "truncated": np.array([self.told.truncated[t] for t in rank], "u1"),
             "sources": np.zeros(len(rank), "u1"),
-            "rewards_to_go": np.zeros((0, 0, 0), "<f4"),
+            "rewards_to_go": self._to_go(rank),
         }
         for name in ("step", "index", "last"):
             digest.update(f"{name} {int(wave[name])} ".encode())
@@ -285,10 +331,25 @@ class Checker:
             digest.update(f"{name} {int(wave[name])} ".encode())
         return b"".join(values[name].tobytes() for name in ARRAYS)
 
+    def _to_go(self, rank: list[int]) -> Any:
+        """[n, siblings, turns] what each sibling gets from each turn on."""
+        rows = [[self._sibling_to_go(t - t % self.size + i) for i in range(self.size)] for t in rank]
+        most = max((len(one) for row in rows for one in row), default=0)
+        if most < 2:
+            return np.zeros((0, 0, 0), "<f4")
+        return np.array([[one + one[-1:] * (most - len(one)) for one in row] for row in rows], "<f4")
+
+    def _sibling_to_go(self, trajectory: int) -> list[float]:
+        reward = self.told.rewards[trajectory]
+        left = [math.nan if reward is None else reward]
+        for given in self.told.turn_rewards[trajectory][: self.told.observed[trajectory]]:
+            left.append(left[-1] - given)
+        return left
+
     def _answers(self) -> None:
         """Every token was sampled by the version that its answer is tagged with, in one sequence."""
         lengths = self.told.settings["eval_prompt_tokens"]
-        for trajectory, (tokens, _) in self.stored.answers.items():
+        for trajectory, answer in self.stored.answers.items():
             if trajectory >= 0:
                 group = trajectory // self.size
                 if group not in self.told.admitted:
@@ -300,11 +361,17 @@ class Checker:
                 if version not in self.told.versions:
                     continue
             policy = self.policies[version]
-            right = [token(policy, trajectory, start + place) for place in range(len(tokens))]
-            require(tokens == right, f"trajectory {trajectory} of version {version} has tokens of another attempt")
-            require(EOS not in tokens[:-1], f"trajectory {trajectory} goes on behind its end")
+            name = f"trajectory {trajectory} of version {version}"
+            for number, (begin, end, rest) in enumerate(answer.turns()):
+                turn, observed = answer.tokens[begin:end], answer.tokens[end:rest]
+                right = [token(policy, trajectory, start + place) for place in range(begin, end)]
+                require(turn == right, f"{name} has tokens of another attempt")
+                require(EOS not in turn[:-1], f"{name} goes on behind its end")
+                if observed:
+                    given = answered(trajectory, number, turn)
+                    require(("observation", observed) == given[:2], f"{name}: turn {number} has another observation")
         for trajectory, length in self.told.lengths.items():
-            found = len(self.stored.answers.get(trajectory, ([], []))[0])
+            found = len(self.stored.answers.get(trajectory, Answer()).tokens)
             require(found == length, f"trajectory {trajectory} has {found} tokens, the journal says {length}")
 
     def _versions(self) -> None:
@@ -382,15 +449,19 @@ def _trajectories(record: bytes) -> list[int]:
 def check_order(journal: bytes, seen: list[tuple[str, int]]) -> None:
     """Everything that left the controller was in the journal on the disk before: (what, bytes on the disk then)."""
     known: dict[str, int] = {}
+    calls: Counter[int] = Counter()  # that have ended, by trajectory
     for end, record in records(journal):
         if record["type"] != "Handled":
             continue
         event = record["event"]
         if event["type"] == "VersionPublished":
             known.setdefault(f"push {event['version']}", end)
+        calls[event.get("trajectory", 0)] += event["type"] == "CallFinished"
         for order in record["commands"]:
             if order["type"] == "TrainMicroBatch":
                 known.setdefault(f"wave {order['step']}/{order['index']}", end)
+            if order["type"] == "CallEnvironment":
+                known.setdefault(f"call {order['trajectory']}/{calls[order['trajectory']]}", end)
     for what, synced in seen:
         if what.startswith("push "):
             what = f"push {what.rpartition('/')[2].partition('-')[0]}"

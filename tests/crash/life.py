@@ -20,6 +20,7 @@ import structlog
 from dora import files
 from dora.app import resume as resuming
 from dora.app.build import make_controller
+from dora.app.episodes import EpisodeInputs
 from dora.app.inputs import open_inputs
 from dora.app.job import STOP_TIMEOUT_S
 from dora.app.opening import Opened
@@ -34,8 +35,10 @@ from dora.engine.sglang.engine import SglangEngine
 from dora.errors import DoraError, RunFailed
 from dora.journal.run_folder import RunFolder
 from dora.seed.policy import path as seed_path
+from dora.tasks.tokenizer import load_tokenizer
 from dora.transport.messages import TrainerFailed
 from tests.crash.disk import Disk, Step, Tree
+from tests.crash.environment import Converse, Hosts, NumberRenderer
 from tests.crash.loop import run
 from tests.crash.models import End, Engines, Faults, Graders, Server, TrainerModel, make_model
 
@@ -65,6 +68,8 @@ class Plan:
     more_steps: int = 0  # number of steps that a resume adds
     interrupted_at: float | None = None  # seconds; the first controller is stopped then
     fails_at: float | None = None  # seconds; the first trainer fails then
+    calls: bool = False  # episodes have several turns
+    can_replay: bool = False  # episodes of a lost host are repeated
     faults: Faults = FAULTS
 
 
@@ -72,8 +77,9 @@ class Plan:
 class Seen:
     """Something that left the controller, and how many bytes of the journal were on the disk then."""
 
-    what: str  # "wave <step>/<index>" or "push <label>"
+    what: str  # "wave <step>/<index>", "push <label>" or "call <episode>/<turn>"
     journal_bytes: int
+    num_steps: int  # of the disk, before
 
 
 @dataclass
@@ -96,7 +102,8 @@ class World:
         make_model(path / "model", like=seed_path())
         self.folder = RunFolder(path / "runs" / RUN_ID)
         self.config = load(None, self._overrides(), environ={})
-        self.inputs = open_inputs(self.config)
+        tokenizer = load_tokenizer(path / "model")
+        self.inputs = open_inputs(self.config, converse=Converse(tokenizer) if plan.calls else None)
         for name in ("runs", "memory"):
             (path / name).mkdir()
 
@@ -117,6 +124,7 @@ class World:
             "trainer.checkpoint_every=2",
             "eval.sets.0.prompts=2",
             "log.trajectories_per_step=1",
+            *(["environment.name=tests.crash:Model"] if self.plan.calls else []),
             *self.plan.overrides,
         ]
 
@@ -158,12 +166,16 @@ class World:
             return job.started_at + loop.time()
 
         def note(what: str) -> None:
-            life.seen.append(Seen(what, life.disk.synced_bytes(self.folder.journal)))
+            synced = life.disk.synced_bytes(self.folder.journal)
+            life.seen.append(Seen(what, synced, len(life.disk.steps)))
 
         engines = Engines(seed=seed, faults=self.plan.faults, pushed=lambda label: note(f"push {label}"))
         graders: Any = Graders(faults=self.plan.faults)
+        hosts: Any = Hosts(rng, self.plan.can_replay, lambda episode, turn: note(f"call {episode}/{turn}"))
+        renderer: Any = NumberRenderer()
+        converse: Any = None
         async with AsyncExitStack() as stack:
-            opened = Opened(job, self.folder, stack, now=now, tell=tell)
+            opened = Opened(job, self.folder, stack, now=now, tell=tell, can_replay=self.plan.can_replay)
             fleet = self._fleet(opened, engines)
             observer = opened.observer(fleet)
             ranks = job.config.trainer.ranks
@@ -183,6 +195,7 @@ class World:
                 graders=GraderPools(graders, [graders], job.inputs.evaluations),
                 trainer=trainer,
                 observer=observer,
+                episodes=EpisodeInputs(hosts, renderer, converse) if self.plan.calls else None,
             )
             if is_new and self.plan.interrupted_at is not None:
                 loop.call_later(self.plan.interrupted_at * rng.uniform(0.2, 2), controller.interrupt)

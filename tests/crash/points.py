@@ -33,6 +33,8 @@ PLANS = {
         Plan("failed", fails_at=4.0),
         Plan("rollout-only", rollout_only=True),
         Plan("synchronous", ("rollout.max_staleness=0", "trainer.checkpoint_every=1")),
+        Plan("calls", ("eval.every=2",), calls=True),
+        Plan("replayed-calls", calls=True, can_replay=True),
     )
 }
 
@@ -65,16 +67,22 @@ class Prober:
         """Crash at `point`; with `nested`, crash the resumes too. Raises Broken."""
         rng = random.Random(f"{self.world.plan.name} {self.seed} {point} {kind} {nested}")
         tree = crashed(self.base.disk, point=point, kind=kind, rng=rng)
+        calls = _calls(self.base, until=point)
         for depth in range(1, (DEPTH if nested else 1) + 1):
             tally.points += 1
             life = self.world.resume(tree, seed=f"{self.seed} {point} {kind} {depth}")
             self._require_order(life)
+            again = calls & _calls(life, until=len(life.disk.steps))
+            if again and not self.world.plan.can_replay:
+                raise Broken(f"made twice: {sorted(again)}")
             end = self._end_of(life, tree, with_audit=point % 3 == 0)
             tally.ends[end] += 1
             steps = len(life.disk.steps)
             if end != "finished" or not nested or not steps:
                 return
-            tree = crashed(life.disk, point=rng.randrange(steps + 1), kind=rng.choice(("kill", "power")), rng=rng)
+            at = rng.randrange(steps + 1)
+            tree = crashed(life.disk, point=at, kind=rng.choice(("kill", "power")), rng=rng)
+            calls |= _calls(life, until=at)
 
     def _require_order(self, life: Life) -> None:
         journal = life.disk.tree.get(self.world.folder.journal.relative_to(self.world.path).parts)
@@ -101,6 +109,11 @@ class Prober:
         report = audit(self.world.folder)
         if not report.ok:
             raise Broken(f"the audit alone finds: {report.violations[0].rule} {report.violations[0].message}")
+
+
+def _calls(life: Life, *, until: int) -> set[str]:
+    """The calls of environments that a life made before a step of its disk."""
+    return {one.what for one in life.seen if one.what.startswith("call ") and one.num_steps <= until}
 
 
 def _may_refuse(refusal: DoraError, tree: Tree, world: World) -> bool:

@@ -1,8 +1,13 @@
-"""Model policies: 32 hex digits that show what they were trained on, and tokens that show which policy sampled them."""
+"""Model policies: 32 hex digits that show what they were trained on, and tokens that show which policy sampled them.
+
+And a model environment, whose answers show which turn of which episode they answer.
+"""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
+from typing import Literal
 
 EOS = 1
 POLICY = "model.safetensors"  #: file of a version that holds the policy
@@ -16,6 +21,20 @@ def token(policy: str, trajectory: int, place: int) -> int:
     drawn = hashlib.blake2b(f"{policy} {trajectory} {place}".encode(), digest_size=4).digest()
     number = int.from_bytes(drawn, "little")
     return EOS if number % 6 == 0 else 4 + number % 60
+
+
+def answered(
+    episode: int, turn: int, sampled: Sequence[int]
+) -> tuple[Literal["observation", "end", "graded", "failed"], list[int], float]:
+    """What the environment makes of a turn: the tokens that it appends, never those of a policy, and its reward.
+
+    "graded": the episode ends, and the task's rewards grade it.
+    """
+    drawn = hashlib.blake2b(f"{episode} {turn} {[*sampled]}".encode(), digest_size=8).digest()
+    kind, reward = drawn[0] % 20, float(drawn[1] & 1)
+    if kind < 11:
+        return "observation", [2 + (byte & 1) for byte in drawn[2 : 3 + drawn[6] % 3]], reward / 4
+    return ("end" if kind < 15 else "graded" if kind < 19 else "failed"), [], reward if kind < 15 else 0.0
 
 
 def trained(policy: str, waves: bytes) -> str:

@@ -16,7 +16,7 @@ from dora.files import Operation
 from dora.journal.run_folder import RunFolder
 from dora.weights.fence import pass_fence
 from dora.weights.store import VersionStore
-from tests.crash.checker import records
+from tests.crash.checker import frames, records
 from tests.crash.disk import Kind, Step, Tree, crashed
 from tests.crash.points import PLANS, Prober, Tally
 from tests.crash.policy import POLICY
@@ -214,3 +214,21 @@ def test_a_rank_of_an_older_controller_publishes_nothing_into_a_resumed_run(
             assert life.refusal is None, life.refusal
             probed.check(with_audit=False)
     assert published
+
+
+def test_an_observation_whose_call_is_not_known_to_have_ended_hinders_no_later_resume(
+    prober: Callable[..., Prober],
+) -> None:
+    """A kill separates it from its CallFinished, the resume gives the episode up, and another kill ends that."""
+    probed = prober("calls")
+    observed = points_where(
+        probed, lambda step: step.path[-1] == "tokens.bin" and any(record[0] == 2 for _, record in frames(step.data))
+    )
+    assert observed
+    for point in observed:
+        life = probed.world.resume(cut(probed, point, "kill"), seed="first")
+        at = next(n for n, step in enumerate(life.disk.steps) if journaled(step, "ControllerRestarted"))
+        tree = crashed(life.disk, point=at + 1, kind="kill", rng=random.Random(point))
+        again = probed.world.resume(tree, seed="second")
+        assert again.refusal is None, again.refusal
+        probed.check()
