@@ -25,6 +25,7 @@ from dora.app.episodes import EpisodeInputs, enter_inputs
 from dora.app.inputs import Inputs
 from dora.app.opening import Opened
 from dora.app.prepare import Job, new_folder, prepare
+from dora.app.tracking import tracking
 from dora.config.schema import Config, RewardConfig
 from dora.controller.effects import Graders
 from dora.controller.loop import Controller, Outcome
@@ -183,6 +184,9 @@ class _Run:
             now=self._now,
             tell=self._frontend.tell,
             can_replay=episodes is not None and episodes.pool.can_replay,
+        )
+        await self._stack.enter_async_context(
+            tracking(job.config.tracking, folder, node, lease=self._lease, tell=self._frontend.tell)
         )
         fleet = make_fleet(opened, node, engine=engine, lease=self._lease)
         observer = opened.observer(fleet)

@@ -206,6 +206,20 @@ def audit(
 
 
 @app.command()
+def track(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Run folder.")],
+    to: Annotated[
+        list[str] | None,
+        typer.Option(metavar="TRACKER", help="Instead of tracking.trackers of the run. May be repeated."),
+    ] = None,
+) -> None:
+    """Log in its trackers what they lack of a run that has ended."""
+    from dora.cli.track import track as command
+
+    command(folder, to=to)
+
+
+@app.command()
 def simulate(
     workload: Annotated[
         Path | None,
@@ -345,6 +359,9 @@ def pace(
     folder: Annotated[Path, typer.Option(metavar="DIR", help="Folder in which run folders are created.")] = Path(
         "runs"
     ),
+    track: Annotated[
+        list[str] | None, typer.Option(metavar="TRACKER", help="As in tracking.trackers. May be repeated.")
+    ] = None,
 ) -> None:
     """Run a workload live with simulated servers and trainer.
 
@@ -352,7 +369,7 @@ def pace(
     """
     from dora.cli.pace import pace as command
 
-    command(workload, seed=seed, time_scale=time_scale, processes=processes, folder=folder)
+    command(workload, seed=seed, time_scale=time_scale, processes=processes, folder=folder, trackers=track or [])
 
 
 @app.command(hidden=True)
@@ -384,6 +401,14 @@ def pace_ranks(workload: WorkloadPath, time_scale: TimeScale) -> None:
     from dora.cli.pace import train_paced as command
 
     command(workload, time_scale=time_scale)
+
+
+@app.command(hidden=True)
+def follow(folder: Path, tracker: str) -> None:
+    """Log a run in a tracker while it goes on; started by the controller."""
+    from dora.cli.track import follow as command
+
+    command(folder, tracker)
 
 
 @app.command(hidden=True)

@@ -118,6 +118,7 @@ class RunObserver:
             self._then(position, partial(_write, rows))
         if isinstance(event, ev.Ticked):
             self._on_tick(event.at)
+        self.facts.durations.note(event, commands)
         if self.facts.has_environment:
             self._turns.note(event, commands)
         if len(self._state.evaluation.overtaken) > self._num_overtaken:
@@ -183,6 +184,7 @@ class RunObserver:
         self._waited_for = ""
         self.facts.steps.append(facts)
         self.facts.num_trained_tokens += num_tokens
+        self.facts.trainer_metrics = report.metrics
         self._watch_drift(report)
         row = self._step_row(facts, report) | {"zero_variance_groups": self._zero_variance(groups)}
         self._rows.append((self._metrics, self._folder.metrics, _line(row)))

@@ -38,6 +38,7 @@ class RunFolder:
         self.versions = root / "versions"  #: the durable version store
         self.rollouts = root / "rollouts"  #: whole steps written by --rollout-only, read by --train-only
         self.logs = root / "logs"  #: output of child processes, one file each
+        self.tracking = root / "tracking"  #: a folder for each tracker
 
     @property
     def run_id(self) -> str:
@@ -47,6 +48,10 @@ class RunFolder:
     def lease(self, epoch: int) -> Path:
         """Return the lock file that this controller process's children watch; each controller process has its own."""
         return self.root.resolve() / f"lease-{epoch}-{os.getpid()}"
+
+    def tracker(self, name: str) -> Path:
+        """Return the folder of a tracker: its position, and its record if that is a file."""
+        return self.tracking / name
 
     def remove_leases(self) -> None:
         """Remove the leases of earlier controllers and the files beside them. Only for the holder of the run lock."""

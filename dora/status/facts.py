@@ -11,6 +11,7 @@ from typing import Literal
 
 from dora.core.ids import InstanceId, StepId, VersionId
 from dora.status.drift import Alarm
+from dora.status.durations import Durations
 from dora.status.episodes import EpisodeStats
 
 #: Failure reason of a group whose prompt is over the limit; such groups are counted by it.
@@ -88,6 +89,8 @@ class ShellFacts:
     num_trained_tokens: int = 0  #: response tokens trained since the start
     tokens: Rate = field(default_factory=Rate)  #: of num_tokens
     steps: deque[StepFacts] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
+    trainer_metrics: dict[str, float] = field(default_factory=dict)  #: of the last step
+    durations: Durations = field(default_factory=Durations)
     scores: list[Score] = field(default_factory=list)  #: in the order of evaluation
     problems: list[str] = field(default_factory=list)  #: distinct ones, as they came up
     alarms: list[Alarm] = field(default_factory=list)  #: drift alarms, cleared ones included; the latest of each name

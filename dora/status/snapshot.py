@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
+from math import isfinite
 
 import msgspec
 
@@ -21,6 +22,7 @@ from dora.core.tables import Instance
 from dora.core.versions import Version
 from dora.errors import ProtocolError
 from dora.status.drift import Alarm
+from dora.status.durations import DurationHistogram
 from dora.status.episodes import EnvironmentRow
 from dora.status.facts import SKIPPED, Score, ShellFacts, StepFacts
 
@@ -119,6 +121,8 @@ class Snapshot:
     staleness: tuple[int, ...]  #: groups committed at staleness 0, 1, ... K, and beyond where K does not bound it
     staleness_mean: float | None
     steps: tuple[StepFacts, ...]  #: the latest, oldest first
+    trainer_metrics: dict[str, float]  #: of the last step (docs/METRICS.md), finite ones over all its tokens
+    durations: dict[str, DurationHistogram]  #: by the names of `durations.TIMED`, of this controller
     scores: tuple[Score, ...]  #: held-out, in the order of evaluation
     evaluations_skipped: tuple[int, ...]  #: versions not evaluated, as a newer one was due before their turn
     num_tokens: int  #: sampled since the start, evaluation included
@@ -168,6 +172,8 @@ def snapshot(state: State, shell: ShellFacts) -> Snapshot:
         staleness=tuple(staleness),
         staleness_mean=sum(i * n for i, n in enumerate(staleness)) / sum(staleness) if any(staleness) else None,
         steps=tuple(shell.steps),
+        trainer_metrics={n: v for n, v in shell.trainer_metrics.items() if isfinite(v) and not n.startswith("lag=")},
+        durations={n: replace(h, counts=[*h.counts]) for n, h in shell.durations.histograms.items()},
         scores=tuple(shell.scores),
         evaluations_skipped=tuple(state.evaluation.overtaken),
         num_tokens=shell.num_tokens,

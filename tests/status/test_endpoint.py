@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import re
+import shutil
 import socket
+import subprocess
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from dataclasses import replace
@@ -21,6 +23,7 @@ from dora.status.episodes import MEASURED, EnvironmentRow, EpisodeStats
 from dora.status.facts import StepFacts
 from dora.status.server import MAX_ARRIVING_BYTES, MAX_BODY_BYTES, MAX_CONNECTIONS, StatusServer
 from dora.status.snapshot import InstanceRow, Snapshot, VersionRow
+from dora.trainer.metrics import METRICS
 
 TOKEN = "open sesame"
 
@@ -108,7 +111,7 @@ async def test_metrics_are_what_prometheus_reads(server: StatusServer):
     assert len({family.name for family in families}) == len(families) == text.count("# TYPE ")
     for family in families:
         assert family.documentation, family.name
-        assert family.type in ("gauge", "counter", "summary"), family.name
+        assert family.type in ("gauge", "counter", "summary", "histogram"), family.name
         assert all(sample.name.endswith("_total") == (family.type == "counter") for sample in family.samples)
 
 
@@ -116,7 +119,35 @@ def test_reserved_labels_are_used_only_where_promtool_allows_them(middle: Snapsh
     for family in text_string_to_metric_families(metrics.render(middle)):
         labels = {label for sample in family.samples for label in sample.labels}
         assert ("quantile" in labels) == (family.type == "summary"), family.name
-        assert "le" not in labels
+        assert ("le" in labels) == (family.type == "histogram"), family.name
+        assert family.type == "histogram" or not family.name.endswith(("_count", "_sum", "_bucket")), family.name
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed (Debian: prometheus)")
+def test_promtool_finds_nothing_wrong(middle: Snapshot, calling: Snapshot):
+    for shown in (middle, calling):
+        command = ["promtool", "check", "metrics"]
+        found = subprocess.run(command, input=metrics.render(shown), capture_output=True, text=True, check=False)
+        assert (found.returncode, found.stdout, found.stderr) == (0, "", "")
+
+
+def test_the_trainers_metrics_of_the_last_step_are_shown(middle: Snapshot):
+    lines = metrics.render(middle).splitlines()
+    for key in METRICS.keys() - {"grad_norm"}:
+        assert f"dora_{metrics.trainer_name(key)} 0.5" in lines
+    names = {metrics.trainer_name(key) for key in METRICS}
+    assert len(names) == len(METRICS)
+    assert {"trainer_busy_seconds", "trainer_all_entropy", "trainer_nonfinite_tokens"} <= names
+    assert not [line for line in lines if "grad_norm" in line or "lag_0" in line]
+
+
+def test_a_bucket_counts_all_durations_up_to_its_bound(middle: Snapshot):
+    lines = metrics.render(middle).splitlines()
+    buckets = {"0.01": 1, "0.03": 2, "3000.0": 2, "+Inf": 3}
+    for bound, count in buckets.items():
+        assert f'dora_grading_duration_seconds_bucket{{le="{bound}"}} {count}' in lines
+    assert "dora_grading_duration_seconds_sum 5000.03" in lines
+    assert "dora_grading_duration_seconds_count 3" in lines
 
 
 def test_metrics_show_the_counters_that_must_stay_0_and_the_lag(middle: Snapshot):
@@ -135,8 +166,8 @@ def test_metrics_count_instances_per_version(middle: Snapshot):
 
 def test_episodes_are_shown_where_there_is_an_environment(calling: Snapshot, middle: Snapshot):
     families = {family.name: family for family in text_string_to_metric_families(metrics.render(calling))}
-    names = {f"dora_episode_{name.replace('_s_', '_seconds_')}" for name in MEASURED}
-    assert names == {name for name in families if name.startswith("dora_episode_")}
+    names = {f"dora_{metrics.episode_name(name)}" for name in MEASURED}
+    assert names == {name for name in families if name.startswith("dora_episode_")} | {"dora_episodes"}
 
     def samples(name: str) -> list[tuple[dict[str, str], float]]:
         return [(sample.labels, sample.value) for sample in families[name].samples]
