@@ -13,7 +13,7 @@ import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from dora.controller.lineage import Lineage
 from dora.core import events as ev
@@ -36,6 +36,14 @@ class StepReport:
     metrics: dict[str, float]
 
 
+class RankObserver(Protocol):
+    """A receiver of what ranks do."""
+
+    def on_rank_spans(self, rank: int, message: wire.RankSpans) -> None: ...
+
+    def on_wave_done(self, rank: int) -> None: ...
+
+
 @dataclass
 class TrainerLink:
     """All ranks of one trainer."""
@@ -51,6 +59,8 @@ class TrainerLink:
     durable: Callable[[int], Awaitable[None]]  # waits until a journal position is on the disk
     lineage: Lineage
     tell: Callable[[str], None]  # shows a line to the user
+    spans: RankObserver | None = None
+    on_logprobs: Callable[[wire.TrainerLogprobs], None] = lambda message: None
     _outbox: asyncio.Queue[tuple[int, list[wire.MicroBatch]]] = field(
         default_factory=lambda: asyncio.Queue(OUTBOX_SIZE)
     )
@@ -108,8 +118,15 @@ class TrainerLink:
             match message:
                 case wire.RankReady():
                     await self._on_ready(rank, message)
+                case wire.RankSpans():
+                    if self.spans is not None:
+                        self.spans.on_rank_spans(rank, message)
+                case wire.TrainerLogprobs():
+                    self.on_logprobs(message)
                 case wire.MicroBatchDone():
                     self._waves_done[rank] += 1
+                    if self.spans is not None:
+                        self.spans.on_wave_done(rank)
                     if rank == 0:
                         self._script.append(message)
                     await self._emit_script()

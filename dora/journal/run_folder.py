@@ -30,6 +30,8 @@ class RunFolder:
         self.tokens = root / "tokens.bin"  #: tokens and log-probs by trajectory
         self.metrics = root / "metrics.jsonl"  #: one line per step and per evaluation
         self.trajectories = root / "trajectories.jsonl"  #: a sample of trajectories with their text
+        self.spans = root / "spans.jsonl"  #: what every rank and instance did at any time
+        self.timeline = root / "timeline.jsonl"  #: the same, added up by bucket of time
         self.log = root / "log.jsonl"
         self.status_token = root / "status-token"  #: random, readable by its owner only
         self.lock = root / "lock"  #: held by the process that may write here

@@ -40,6 +40,10 @@ class StepFacts:
     duration_s: float  #: since the previous step was trained
     idle_s: float  #: the part of it in which the trainer had nothing to do
     waited_for: str  #: what the trainer last waited for (`snapshot.trainer_waits_for`); "" if it never did
+    reward_all_mean: float | None = None  #: over all answers of the groups graded since the last step; None without one
+    all_right: float | None = None  #: share of these groups whose rewards are all at least 1
+    all_wrong: float | None = None  #: all at most 0
+    mixed: float | None = None  #: not all equal
     episodes: EpisodeStats | None = None  #: None without an environment
 
 
@@ -53,6 +57,18 @@ class Score:
     pass_at_n: float | None
     num_samples: int  #: graded
     num_failed: int = 0  #: left out, as their grading or environment failed
+    is_accuracy: bool = False  #: every reward is 0 or 1, so that the mean is a share of right answers
+
+
+@dataclass(frozen=True, slots=True)
+class TokenAccount:
+    """Sampled tokens since the start of the run, without those of observations."""
+
+    sampled: int = 0  #: for training; the sum of the next three
+    trained: int = 0
+    dropped: dict[str, int] = field(default_factory=dict)  #: by "outcome: reason"
+    in_flight: int = 0  #: of groups that are neither trained nor dropped
+    evaluation: int = 0  #: apart
 
 
 class Rate:
@@ -88,6 +104,10 @@ class ShellFacts:
     num_tokens: int = 0  #: sampled since the start, evaluation included
     num_trained_tokens: int = 0  #: response tokens trained since the start
     tokens: Rate = field(default_factory=Rate)  #: of num_tokens
+    account: TokenAccount = TokenAccount()
+    rank_s: dict[str, float] = field(default_factory=dict)  #: seconds of all ranks by activity, as far as reported
+    instance_s: dict[str, float] = field(default_factory=dict)  #: seconds of all instances by activity
+    starting: set[InstanceId] = field(default_factory=set)  #: instances of an earlier controller, not up again yet
     steps: deque[StepFacts] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
     trainer_metrics: dict[str, float] = field(default_factory=dict)  #: of the last step
     durations: Durations = field(default_factory=Durations)

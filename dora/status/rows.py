@@ -9,6 +9,10 @@ STEP_ROW: Final[dict[str, tuple[str, str, str]]] = {
     "at": ("s", "time since the run began", "uptime_seconds"),
     "step": ("", "the step that was trained, from 0", "steps_trained_total"),
     "reward_mean": ("reward", "mean over the answers trained", "reward_mean"),
+    "reward_all_mean": ("reward", "mean over all answers of the groups graded since the last row", ""),
+    "all_right": ("fraction", "of these groups: every reward is at least 1", ""),
+    "all_wrong": ("fraction", "of these groups: every reward is at most 0", ""),
+    "mixed": ("fraction", "of these groups: the rewards are not all equal", ""),
     "num_groups": ("groups", "groups trained", ""),
     "num_tokens": ("tokens", "response tokens trained", "trained_tokens_total"),
     "staleness_mean": ("steps", "mean over the groups trained", ""),
@@ -35,6 +39,9 @@ STEP_ROW: Final[dict[str, tuple[str, str, str]]] = {
         "event_loop_lag_seconds",
     ),
     "controller_cpu_s": ("s", "CPU time of the controller since the last step", ""),
+    "rank_s": ("s", "time of all ranks since the last row, by activity", ""),
+    "instance_s": ("s", "time of all instances since the last row, by activity", ""),
+    "tokens": ("tokens", "sampled = trained + dropped + in_flight, since the start; those of evaluation apart", ""),
     "alarms": ("names", "drift alarms that are raised", "drift_alarm"),
 }
 #: Of a row of kind `evaluation`: one for each held-out set.
@@ -45,6 +52,7 @@ EVALUATION_ROW: Final[dict[str, tuple[str, str, str]]] = {
     "mean": ("reward", "mean@n: over all its answers", "heldout_mean"),
     "pass_at": ("fraction", "pass@k for k = 1, 2, 4, ... n (arXiv 2107.03374)", ""),
     "pass_at_n": ("fraction", "prompts with at least one right answer of n", ""),
+    "is_accuracy": ("true/false", "every reward was 0 or 1: the mean is a share of right answers", ""),
     "num_samples": ("answers", "that were graded", ""),
     "num_failed": ("answers", "left out, as their grading or environment failed", ""),
     "mean_tokens": ("tokens", "length of an answer, mean", ""),

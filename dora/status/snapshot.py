@@ -7,7 +7,7 @@ Invariant: pure; a snapshot is a function of the core's tables and the shell's f
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from math import isfinite
@@ -24,7 +24,7 @@ from dora.errors import ProtocolError
 from dora.status.drift import Alarm
 from dora.status.durations import DurationHistogram
 from dora.status.episodes import EnvironmentRow
-from dora.status.facts import SKIPPED, Score, ShellFacts, StepFacts
+from dora.status.facts import SKIPPED, Score, ShellFacts, StepFacts, TokenAccount
 
 #: The user's request about an instance, by its membership.
 _ASKED = {
@@ -33,6 +33,8 @@ _ASKED = {
     Membership.LEAVING: "remove",
     Membership.DISMISSED: "remove",
 }
+#: Phase of an instance that a resume has not brought up yet.
+STARTING = "starting"
 #: Number of steps over which the time left and the trained tokens per second are averaged.
 AVERAGED_STEPS = 5
 
@@ -58,7 +60,7 @@ class InstanceRow:
 
     instance: int
     url: str  #: "" while it is lost
-    phase: str  #: loading, serving, draining, updating, quarantined, lost
+    phase: str  #: starting (up before a resume), loading, serving, draining, updating, quarantined, lost
     version: int | None  #: confirmed; None unless serving or draining
     pushing: int | None  #: version of the push under way
     residents: int  #: requests being decoded
@@ -127,6 +129,9 @@ class Snapshot:
     evaluations_skipped: tuple[int, ...]  #: versions not evaluated, as a newer one was due before their turn
     num_tokens: int  #: sampled since the start, evaluation included
     num_trained_tokens: int  #: response tokens trained
+    tokens: TokenAccount  #: what became of the tokens sampled
+    rank_s: dict[str, float]  #: seconds of all trainer ranks by activity, most first, as far as reported
+    instance_s: dict[str, float]  #: seconds of all instances by activity, most first
     tokens_per_s: float  #: sampled, over the last ten seconds
     trained_tokens_per_s: float  #: over the last steps
     counts: Counts
@@ -162,7 +167,7 @@ def snapshot(state: State, shell: ShellFacts) -> Snapshot:
         newest_version=state.window.newest,
         versions=tuple(_version_row(e, state=state, live=live) for e in state.window.entries.values()),
         instances=tuple(_instance_row(i, shell=shell) for i in state.instances.values()),
-        instances_by_phase=_count_phases(state),
+        instances_by_phase=_count_phases(state, shell),
         trainer=_trainer(state, shell),
         not_admitting=refusal.value if (refusal := why_not_admitted(state)) is not None else "",
         groups_admitted=ledger.admitted,
@@ -178,6 +183,9 @@ def snapshot(state: State, shell: ShellFacts) -> Snapshot:
         evaluations_skipped=tuple(state.evaluation.overtaken),
         num_tokens=shell.num_tokens,
         num_trained_tokens=shell.num_trained_tokens,
+        tokens=shell.account,
+        rank_s=_most_first(shell.rank_s),
+        instance_s=_most_first(shell.instance_s),
         tokens_per_s=shell.tokens.per_s,
         trained_tokens_per_s=_trained_tokens_per_s(shell),
         counts=_counts(state),
@@ -255,7 +263,7 @@ def _instance_row(instance: Instance, *, shell: ShellFacts) -> InstanceRow:
     return InstanceRow(
         instance=instance.id,
         url=shell.urls.get(instance.id, ""),
-        phase=_phase_of(instance).value,
+        phase=_phase_of(instance, shell),
         version=instance.version,
         pushing=instance.pushing,
         residents=len(instance.residents),
@@ -267,15 +275,17 @@ def _instance_row(instance: Instance, *, shell: ShellFacts) -> InstanceRow:
     )
 
 
-def _phase_of(instance: Instance) -> WeightsPhase:
+def _phase_of(instance: Instance, shell: ShellFacts) -> str:
     """Return the phase to show: a drained instance with a version is draining."""
+    if instance.weights is WeightsPhase.LOST and instance.id in shell.starting:
+        return STARTING
     drains = instance.weights in HOLDS_VERSION and not instance.is_member
-    return WeightsPhase.DRAINING if drains else instance.weights
+    return WeightsPhase.DRAINING.value if drains else instance.weights.value
 
 
-def _count_phases(state: State) -> dict[str, int]:
-    found = Counter(_phase_of(i) for i in state.instances.values())
-    return {phase.value: found[phase] for phase in WeightsPhase}
+def _count_phases(state: State, shell: ShellFacts) -> dict[str, int]:
+    found = Counter(_phase_of(i, shell) for i in state.instances.values())
+    return {phase: found[phase] for phase in (STARTING, *(phase.value for phase in WeightsPhase))}
 
 
 def _trainer(state: State, shell: ShellFacts) -> TrainerRow:
@@ -334,6 +344,10 @@ def _trained_tokens_per_s(shell: ShellFacts) -> float:
     recent = _averaged(shell)
     duration_s = sum(s.duration_s for s in recent)
     return sum(s.num_tokens for s in recent) / duration_s if duration_s > 0 else 0.0
+
+
+def _most_first(spent: Mapping[str, float]) -> dict[str, float]:
+    return dict(sorted(spent.items(), key=lambda item: -item[1]))
 
 
 def _quantile(ordered: Sequence[float], share: float) -> float:

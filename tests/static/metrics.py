@@ -11,8 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
+from dora.core.admission import Refusal
 from dora.core.state import State
-from dora.status import drift, episodes, metrics
+from dora.status import activities, drift, episodes, metrics
 from dora.status.episodes import EnvironmentRow
 from dora.status.facts import ShellFacts
 from dora.status.rows import EVALUATION_ROW, STEP_ROW
@@ -25,7 +26,8 @@ PAGE: Final = _ROOT / "docs" / "METRICS.md"
 _HEAD: Final = """# Metrics, trackers, monitoring and drift alarms
 
 Written by `python -m tests.static.metrics` from `dora/status/rows.py`, `dora/trainer/metrics.py`,
-`dora/status/episodes.py`, `dora/status/drift.py`, `dora/status/metrics.py` and `launch/monitoring`.
+`dora/status/activities.py`, `dora/status/episodes.py`, `dora/status/drift.py`, `dora/status/metrics.py` and
+`launch/monitoring`.
 
 A run writes a row per trained step and per evaluation into `metrics.jsonl` of its folder. Experiment trackers show
 these rows ([Trackers](#trackers)). The status endpoint shows the present at `/metrics`, in Prometheus's format
@@ -109,6 +111,25 @@ differ by, and all else is what the policy has moved since.
 """
 _MEASURED: Final = "The following are present if the objective measures them."
 _WHOLE: Final = "## Of a step"
+_RECORDS: Final = """## Time, rewards and tokens
+
+A row of kind `step` also has, since the row before:
+
+- `rank_s` and `instance_s`: seconds of all trainer ranks, and of all instances, by activity (below). Those of ranks are
+  counted when they are reported, which is at the end of each micro-batch and step.
+- `reward_all_mean`: over all answers of the groups graded since the row before, also of those that are filtered and
+  never trained, beside `reward_mean` of what was trained; `all_right`, `all_wrong` and `mixed`: the shares of these
+  groups whose rewards are all at least 1, all at most 0, or not all equal. Absent if no group was graded.
+
+Since the start, across resumes: `tokens`, the account of sampled tokens, in which
+`sampled = trained + the sum of dropped + in_flight`, exactly; `dropped` is by outcome and reason, and tokens of
+`evaluation` are apart. A row of kind `evaluation` has `is_accuracy`: every reward was 0 or 1, so that `mean` is a share
+of right answers.
+
+What each rank and instance did at any time is in `spans.jsonl` of the run folder, and added up by bucket of time in
+`timeline.jsonl`, for pictures; `dora/journal/spans.py` describes and reads both. Spans of a rank or instance neither
+overlap nor leave holes. `/status` has the seconds since the start as `rank_s` and `instance_s`, most first.
+"""
 _PROBED: Final = (
     "## Of the probe\n\nIn steps with tokens to measure (`trainer.probe_tokens`). v is the version that sampled.\n"
 )
@@ -147,6 +168,10 @@ def render() -> str:
         *(_LAGGED, *_table(LAGGED, seen, "trainer/all/"), "", *measured),
         *(_WHOLE, "", *_table(WHOLE, seen, "trainer/"), "", _PROBED, *_table(PROBED, seen, "trainer/"), ""),
         *(_EPISODES, *_table(episodes.MEASURED, seen, "episodes/", heading="meaning"), ""),
+        *(_RECORDS, *_meanings("rank", activities.RANK), ""),
+        *(*_meanings("a rank waits", activities.WAITING), ""),
+        *(*_meanings("instance", activities.INSTANCE), ""),
+        *(*_meanings("an instance is empty", activities.EMPTY | _refusals()), ""),
         *(_TRACKERS, seen.monitoring()),
         *(_ALARMS, *causes, "", rules[0].upper() + rules[1:], _CHECK.rstrip()),
     ]
@@ -222,6 +247,14 @@ def _table(rows: Mapping[str, tuple[str, str]], seen: _Shown, path: str, *, head
 
 def _cell(text: str) -> str:
     return text.replace("|", "\\|")
+
+
+def _refusals() -> dict[str, str]:
+    return {refusal.name.lower(): refusal.value for refusal in Refusal}
+
+
+def _meanings(heading: str, rows: Mapping[str, str]) -> list[str]:
+    return [f"| {heading} | |", "|---|---|", *(f"| `{name}` | {meaning} |" for name, meaning in rows.items())]
 
 
 if __name__ == "__main__":
