@@ -25,6 +25,7 @@ from dora.app.episodes import EpisodeInputs, enter_inputs
 from dora.app.inputs import Inputs
 from dora.app.opening import Opened
 from dora.app.prepare import Job, new_folder, prepare
+from dora.app.saved_status import saved_status
 from dora.app.tracking import tracking
 from dora.config.schema import Config, RewardConfig
 from dora.controller.effects import Graders
@@ -250,10 +251,12 @@ class _Run:
         )
         gc.freeze()  # objects made at startup stay alive
         gc.set_threshold(*GC_THRESHOLDS)
-        async with self._frontend.watch(running):
+        saved = saved_status(folder.status, observer.snapshot, url=status_url)
+        async with saved, self._frontend.watch(running):
             try:
                 outcome = await controller.run(first)
             except DoraError as err:
+                observer.fail(err)
                 if (explained := self._explain(err)) is None:
                     raise
                 raise explained from err

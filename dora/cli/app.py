@@ -7,6 +7,7 @@ problem; a traceback is a bug.
 
 from __future__ import annotations
 
+import io
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -75,6 +76,7 @@ def run(
     ] = None,
 ) -> None:
     """Train a policy. Without a configuration file: the small arithmetic example, on this machine's CPU."""
+    _say_preparing()
     from dora.cli.run import run as command
 
     command(
@@ -85,6 +87,12 @@ def run(
         rollout_only=rollout_only,
         train_only=train_only,
     )
+
+
+def _say_preparing() -> None:
+    """Say at a terminal what takes some seconds, until there is a run folder."""
+    if sys.stdout.isatty():
+        sys.stdout.write("preparing: modules, configuration, model and prompts\n")
 
 
 @app.command()
@@ -123,12 +131,15 @@ def check(
 
 @app.command()
 def status(
-    url: Annotated[str, typer.Argument(help="Address of a run's status endpoint.")] = "http://127.0.0.1:8421",
+    source: Annotated[
+        str, typer.Argument(metavar="URL|DIR", help="Address of a run's status endpoint, or a run folder.")
+    ] = "http://127.0.0.1:8421",
+    watch: Annotated[bool, typer.Option("--watch", help="Keep showing it until it ends.")] = False,
 ) -> None:
-    """Show the state of a run."""
+    """Show a run: while it is running, or how it ended."""
     from dora.cli.status import status as command
 
-    command(url)
+    command(source, watch=watch)
 
 
 #: Options may appear anywhere on the line, not only before the address.
@@ -249,6 +260,7 @@ def simulate(
     ] = False,
     seeds: Annotated[int, typer.Option(min=1, help="Number of seeds: 0, 1, ...")] = 1,
     steps: Annotated[int | None, typer.Option(min=2, help="Number of training steps.")] = None,
+    wide: Annotated[bool, typer.Option("--wide", help="Print all columns of the table.")] = False,
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write all results to this file.")] = None,
     pictures: Annotated[Path | None, typer.Option(metavar="DIR", help="Write SVG pictures to this folder.")] = None,
     processes: Annotated[int | None, typer.Option(min=1, help="Worker processes (default: up to 2).")] = None,
@@ -272,6 +284,7 @@ def simulate(
         ablate=ablate,
         seeds=seeds,
         steps=steps,
+        wide=wide,
         json=json,
         pictures=pictures,
         processes=processes,
@@ -367,6 +380,7 @@ def pace(
 
     The controller, HTTP and ZeroMQ are real; servers and trainer take the time that the workload's model gives.
     """
+    _say_preparing()
     from dora.cli.pace import pace as command
 
     command(workload, seed=seed, time_scale=time_scale, processes=processes, folder=folder, trackers=track or [])
@@ -429,6 +443,9 @@ def send() -> None:
 
 def main() -> None:
     """Run the command line; print errors as one line per problem, and exit with their code."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # the terminal may lack a character of a name or of a curve
     try:
         app()
     except ConfigError as err:

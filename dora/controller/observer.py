@@ -33,6 +33,7 @@ from dora.core import events as ev
 from dora.core.ids import GroupId, InstanceId, TrajectoryId, VersionId
 from dora.core.state import State
 from dora.core.tables import Group
+from dora.errors import DoraError, one_line
 from dora.journal.deep import KeptTrajectory, encode_kept
 from dora.journal.run_folder import RunFolder
 from dora.status.drift import Alarm, DriftWatch
@@ -122,6 +123,10 @@ class RunObserver:
         self.facts.phase = "finished" if outcome.finished else "interrupted"
         self.facts.reason = outcome.reason
 
+    def fail(self, error: DoraError) -> None:
+        """Note why the run failed."""
+        self.facts.phase, self.facts.reason = "failed", one_line(error)
+
     def close(self) -> None:
         """Close the files."""
         for file, path in ((self._metrics, self._folder.metrics), (self._kept, self._folder.trajectories)):
@@ -184,6 +189,10 @@ class RunObserver:
     def on_lag(self, seconds: float) -> None:
         """Note a measurement of the event loop's lag."""
         self.facts.note_lag(seconds)
+
+    def on_ready(self, num_ranks: int) -> None:
+        """Note how many trainer ranks are ready."""
+        self.facts.ranks_ready = num_ranks
 
     def on_step(self, report: StepReport) -> None:
         """Prepare the rows of a trained step; called just before its StepTrained is emitted."""

@@ -55,6 +55,7 @@ class TrainerLink:
     process_ended: Callable[[], Awaitable[str]] | None  # None if the ranks are external
     now: Callable[[], float]
     emit: Callable[[ev.Event], Awaitable[None]]
+    on_ready: Callable[[int], None]  # receives the number of ranks that are ready
     on_step: Callable[[StepReport], None]
     durable: Callable[[int], Awaitable[None]]  # waits until a journal position is on the disk
     lineage: Lineage
@@ -168,6 +169,7 @@ class TrainerLink:
     async def _on_ready(self, rank: int, message: wire.RankReady) -> None:
         self._ready[rank] = message.next_step
         self._skipped |= dict.fromkeys(message.skipped)
+        self.on_ready(len(self._ready))
         if len(self._ready) < self.num_ranks:
             return
         steps = set(self._ready.values())

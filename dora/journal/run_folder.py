@@ -34,6 +34,7 @@ class RunFolder:
         self.timeline = root / "timeline.jsonl"  #: the same, added up by bucket of time
         self.log = root / "log.jsonl"
         self.status_token = root / "status-token"  #: random, readable by its owner only
+        self.status = root / "status.json"  #: the last status, for `dora status DIR`
         self.lock = root / "lock"  #: held by the process that may write here
         self.fence = root / "epoch"  #: of the controller whose ranks may publish and save
         self.checkpoints = root / "checkpoints"  #: of the trainer

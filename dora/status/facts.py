@@ -19,7 +19,7 @@ SKIPPED = "the prompt is longer than task.max_prompt_tokens"
 #: Failure reason of a group whose environment could not begin.
 NOT_BEGUN = "the environment gave no prompt"
 #: Number of steps to keep.
-RECENT_STEPS = 20
+RECENT_STEPS = 100
 #: Number of problems to show; there could otherwise be one for every answer.
 MAX_PROBLEMS = 20
 #: Number of event-loop lags to keep for the quantiles: two minutes, at ten per second.
@@ -99,6 +99,10 @@ class ShellFacts:
     run_id: str
     strategy: str
     has_environment: bool = False
+    num_servers: int = 0  #: servers of the configuration
+    num_ranks: int = 0  #: ranks of the trainer
+    ranks_ready: int = 0  #: those that have loaded the model
+    held_out: tuple[str, ...] = ()  #: names of the held-out sets
     phase: Literal["starting", "running", "finished", "interrupted", "failed"] = "starting"
     reason: str = ""  #: why it ended
     num_tokens: int = 0  #: sampled since the start, evaluation included

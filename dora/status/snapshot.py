@@ -25,6 +25,7 @@ from dora.status.drift import Alarm
 from dora.status.durations import DurationHistogram
 from dora.status.episodes import EnvironmentRow
 from dora.status.facts import SKIPPED, Score, ShellFacts, StepFacts, TokenAccount
+from dora.status.sentence import sentence
 
 #: The user's request about an instance, by its membership.
 _ASKED = {
@@ -79,6 +80,17 @@ class TrainerRow:
     waits_for: str  #: "" while it works
     idle_share: float | None  #: of the last step; None before the first
     idle_reason: str  #: what it waited for in the last step
+    ranks: int  #: 0 without a trainer (--rollout-only)
+    ranks_ready: int  #: those that have loaded the model
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationRow:
+    """The evaluation under way."""
+
+    version: int
+    graded: int  #: samples
+    samples: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,12 +109,13 @@ class Counts:
 class Snapshot:
     """Everything that people and monitors are shown; shares are between 0 and 1."""
 
+    sentence: str  #: what is going on, in plain words
     run_id: str
     strategy: str
     phase: str  #: starting, running, finished, interrupted, failed
     reason: str  #: why it ended; "" until then
     uptime_s: float
-    eta_s: float | None  #: time left; None before the first step is trained
+    eta_s: float | None  #: time left; None before two steps are trained
     max_staleness: int  #: K in force
     num_steps: int  #: T
     groups_per_step: int  #: N
@@ -112,7 +125,8 @@ class Snapshot:
     step_committed: int  #: groups committed to it
     newest_version: int | None  #: None until version 0 is published
     versions: tuple[VersionRow, ...]  #: oldest first
-    instances: tuple[InstanceRow, ...]
+    num_servers: int  #: servers of the configuration
+    instances: tuple[InstanceRow, ...]  #: those that have been up
     instances_by_phase: dict[str, int]
     trainer: TrainerRow
     not_admitting: str  #: why no prompt group is admitted just now; "" if one may be
@@ -127,6 +141,8 @@ class Snapshot:
     durations: dict[str, DurationHistogram]  #: by the names of `durations.TIMED`, of this controller
     scores: tuple[Score, ...]  #: held-out, in the order of evaluation
     evaluations_skipped: tuple[int, ...]  #: versions not evaluated, as a newer one was due before their turn
+    held_out: tuple[str, ...]  #: names of the held-out sets
+    evaluation: EvaluationRow | None  #: None while there is none
     num_tokens: int  #: sampled since the start, evaluation included
     num_trained_tokens: int  #: response tokens trained
     tokens: TokenAccount  #: what became of the tokens sampled
@@ -150,7 +166,8 @@ def snapshot(state: State, shell: ShellFacts) -> Snapshot:
     staleness = state.counters.staleness
     live = set(state.window.live())
     lags_s = sorted(shell.lags_s)
-    return Snapshot(
+    now = Snapshot(
+        sentence="",
         run_id=shell.run_id,
         strategy=shell.strategy,
         phase=shell.phase,
@@ -166,6 +183,7 @@ def snapshot(state: State, shell: ShellFacts) -> Snapshot:
         step_committed=state.formation.committed,
         newest_version=state.window.newest,
         versions=tuple(_version_row(e, state=state, live=live) for e in state.window.entries.values()),
+        num_servers=shell.num_servers,
         instances=tuple(_instance_row(i, shell=shell) for i in state.instances.values()),
         instances_by_phase=_count_phases(state, shell),
         trainer=_trainer(state, shell),
@@ -181,6 +199,8 @@ def snapshot(state: State, shell: ShellFacts) -> Snapshot:
         durations={n: replace(h, counts=[*h.counts]) for n, h in shell.durations.histograms.items()},
         scores=tuple(shell.scores),
         evaluations_skipped=tuple(state.evaluation.overtaken),
+        held_out=shell.held_out,
+        evaluation=_evaluation(state),
         num_tokens=shell.num_tokens,
         num_trained_tokens=shell.num_trained_tokens,
         tokens=shell.account,
@@ -197,6 +217,7 @@ def snapshot(state: State, shell: ShellFacts) -> Snapshot:
         lag_p99_s=_quantile(lags_s, 0.99),
         lag_max_s=shell.max_lag_s,
     )
+    return replace(now, sentence=sentence(now))
 
 
 def trainer_waits_for(state: State) -> str:
@@ -214,14 +235,14 @@ def trainer_waits_for(state: State) -> str:
     if counts[GroupPhase.GENERATING]:
         return _answers(state)
     if counts[GroupPhase.GRADING]:
-        return f"the grading of {counts[GroupPhase.GRADING]} groups"
+        return f"the grading of {_groups(counts[GroupPhase.GRADING])}"
     newest = state.window.newest
     if newest is None or newest < state.formation.step - state.settings.rules.max_staleness:
         return "a new version"
     if not state.entry(newest).serving:
         return f"version {newest} on an instance"
     refusal = why_not_admitted(state)
-    return f"admission: {refusal.value}" if refusal is not None else "admission"
+    return f"a new prompt group: {refusal.value}" if refusal is not None else "a new prompt group"
 
 
 def encode(snapshot: Snapshot) -> bytes:
@@ -241,8 +262,13 @@ def _answers(state: State) -> str:
     entries = state.window.entries.values()
     unfinished = sum(e.unfinished for e in entries)
     waiting = sum(e.num_waiting for e in entries)
-    queued = f", {waiting} of them queued" if waiting else ""
-    return f"{unfinished} answers of {state.ledger.counts[GroupPhase.GENERATING]} groups{queued}"
+    queued = f", {waiting:,} of them queued" if waiting else ""
+    answers = f"{unfinished:,} answer{'s' * (unfinished != 1)}"
+    return f"{answers} of {_groups(state.ledger.counts[GroupPhase.GENERATING])}{queued}"
+
+
+def _groups(count: int) -> str:
+    return f"{count:,} group{'s' * (count != 1)}"
 
 
 def _version_row(entry: Version, *, state: State, live: set[VersionId]) -> VersionRow:
@@ -295,7 +321,17 @@ def _trainer(state: State, shell: ShellFacts) -> TrainerRow:
         waits_for=trainer_waits_for(state),
         idle_share=last.idle_s / last.duration_s if last is not None and last.duration_s > 0 else None,
         idle_reason=last.waited_for if last is not None else "",
+        ranks=shell.num_ranks,
+        ranks_ready=shell.ranks_ready,
     )
+
+
+def _evaluation(state: State) -> EvaluationRow | None:
+    found = state.evaluation
+    if found.version is None:
+        return None
+    samples = len(found.prompt_tokens)
+    return EvaluationRow(version=found.version, graded=samples - found.ungraded, samples=samples)
 
 
 def _counts(state: State) -> Counts:
@@ -331,8 +367,11 @@ def _averaged(shell: ShellFacts) -> list[StepFacts]:
 
 
 def _eta_s(state: State, shell: ShellFacts) -> float | None:
-    """Mean duration of the last steps x steps left, minus the time spent in the current one."""
-    recent = _averaged(shell)
+    """Mean duration of the last steps x steps left, minus the time spent in the current one.
+
+    None before two steps are trained: the first one has the start in it.
+    """
+    recent = [s for s in _averaged(shell) if s.step > 0]
     if not recent:
         return None
     step_s = sum(s.duration_s for s in recent) / len(recent)
