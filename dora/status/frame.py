@@ -105,8 +105,9 @@ def _progress(s: Snapshot, width: int) -> str:
 
 def _learning(s: Snapshot, width: int) -> Iterator[Line]:
     sparks = (width - _LABEL) // 3
-    rewards = [step.reward_mean for step in s.steps]
-    trend = f"{sparkline(rewards, sparks)}  {rewards[0]:.3f} → {rewards[-1]:.3f} in trained groups" if rewards else "-"
+    rewards = [step.reward_all_mean for step in s.steps if step.reward_all_mean is not None]
+    trained = f", {s.steps[-1].reward_mean:.3f} in trained groups" if s.steps else ""
+    trend = f"{sparkline(rewards, sparks)}  {rewards[0]:.3f} → {rewards[-1]:.3f}{trained}" if rewards else "-"
     yield _row("reward", trend)
     own = by_set(s.scores)
     names = s.held_out or tuple(own)

@@ -122,7 +122,7 @@ def step_line(step: StepFacts, snapshot: Snapshot) -> str:
     duration_s = step.duration_s or 1e-9
     parts = [
         f"step {step.step + 1}/{snapshot.num_steps}",
-        f"reward {step.reward_mean:.3f}",
+        f"reward {step.reward_all_mean if step.reward_all_mean is not None else step.reward_mean:.3f}",
         f"{step.duration_s:.1f} s",
         f"{step.num_tokens / duration_s:,.0f} tokens/s",
         f"staleness {step.staleness_mean:.2f}",

@@ -124,4 +124,4 @@ def _step(step: StepFeed) -> list[Any]:
 def _evaluation(state: State) -> list[Any]:
     e = state.evaluation
     samples = [list(e.trajectories), [t.id for t in e.waiting], e.num_resident, e.ungraded]
-    return [e.version, e.due, state.evaluated, samples]
+    return [e.version, False if e.due is None else e.due, state.evaluated, samples]

@@ -42,6 +42,7 @@ def step_facts(step: int, *, duration_s: float = 2.0, idle_s: float = 0.5) -> St
     return StepFacts(
         step=step,
         reward_mean=0.25 + step / 100,
+        reward_all_mean=0.25 + step / 100,
         num_groups=4,
         num_tokens=100,
         staleness_mean=0.5,

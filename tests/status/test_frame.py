@@ -294,7 +294,7 @@ Step 15 of 24. Four servers generate: v14 on 2, v13 on 2. Training waits for 101
 answers of 8 groups, 5 of them queued.
 
 ━━━━━━━━━━━━────────  14 of 24 steps  39 s elapsed, about 19 s left
-reward     ▁▂▂▃▃▄▄▅▅▆▆▇▇█  0.250 → 0.380 in trained groups
+reward     ▁▂▂▃▃▄▄▅▅▆▆▇▇█  0.250 → 0.380, 0.380 in trained groups
 heldout    ▁▆█  0.346 (v0) → 0.950 (v12) held-out
 tokens/s   4,120 sampled, 2,950 trained
 staleness  mean 0.68; groups: 104 at 0, 96 at 1, 31 at 2
@@ -316,7 +316,7 @@ THOUSAND_120 = """\
 Step 101 of 10,000. 990 servers generate: v100 on 166, v99 on 163, v98 on 167, older ones on 494; ten are down. Training
 waits for 384,000 answers of 24,000 groups, 7,200 of them queued.
 ────────────────────────────────────────  100 of 10,000 steps  4 d 15 h elapsed, about 458 d 8 h left
-reward     ▁▁▁▂▂▂▂▂▃▃▃▃▃▄▄▄▄▄▅▅▅▅▅▆▆▆▆▆▇▇▇▇▇███  0.250 → 1.240 in trained groups
+reward     ▁▁▁▂▂▂▂▂▃▃▃▃▃▄▄▄▄▄▅▅▅▅▅▆▆▆▆▆▇▇▇▇▇███  0.250 → 1.240, 1.240 in trained groups
 �[31mset 0… ▄  0.500 (v0) held-out
 �[31mset 1… -
 held-out   and 3 more sets: they are in metrics.jsonl
@@ -340,7 +340,7 @@ FINISHED_80 = """\
 Finished in 39 s: all 24 steps are trained. Held-out reward: 0.346 at version 0,
 0.950 at 12.
 ━━━━━━━━━━━━━━━━━━━━  24 of 24 steps  39 s elapsed
-reward     ▁▂▂▃▃▄▄▅▅▆▆▇▇█  0.250 → 0.380 in trained groups
+reward     ▁▂▂▃▃▄▄▅▅▆▆▇▇█  0.250 → 0.380, 0.380 in trained groups
 heldout    ▁▆█  0.346 (v0) → 0.950 (v12) held-out
 tokens     1,000 sampled, 800 trained
 staleness  mean 0.68; groups: 104 at 0, 96 at 1, 31 at 2
