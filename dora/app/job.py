@@ -48,6 +48,7 @@ from dora.node.lease import hold
 from dora.node.limits import allow_open_files
 from dora.node.ports import require_free_ports
 from dora.node.supervise import Node
+from dora.status.groups import GroupRow, forming
 from dora.status.server import StatusServer
 from dora.status.snapshot import Snapshot
 from dora.tasks.pool import GraderPool
@@ -222,9 +223,14 @@ class _Run:
                 port=status.port,
                 requests=requests,
                 token=status.token or self._draw_token(),
+                groups=self._forming,
+                folder=self._folder,
             )
         )
         return server.url
+
+    def _forming(self) -> list[GroupRow]:
+        return forming(self._job.state)
 
     def _draw_token(self) -> str:
         """Generate a token for this run and store it in a file that only the owner can read."""
@@ -251,7 +257,7 @@ class _Run:
         )
         gc.freeze()  # objects made at startup stay alive
         gc.set_threshold(*GC_THRESHOLDS)
-        saved = saved_status(folder.status, observer.snapshot, url=status_url)
+        saved = saved_status(folder.status, observer.snapshot, url=status_url, groups=self._forming)
         async with saved, self._frontend.watch(running):
             try:
                 outcome = await controller.run(first)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +20,7 @@ from dora import files
 from dora.errors import ConfigError, DoraError
 from dora.journal.run_folder import RunFolder
 from dora.status.client import fetch
+from dora.status.groups import GroupRow
 from dora.status.sentence import ENDED, sentence
 from dora.status.snapshot import Snapshot
 
@@ -35,10 +36,13 @@ class SavedStatus(msgspec.Struct, frozen=True):
     at: float  #: seconds since 1970
     url: str  #: of the status endpoint, while the run goes on
     snapshot: Snapshot
+    groups: tuple[GroupRow, ...] = ()  #: the step being formed
 
 
 @asynccontextmanager
-async def saved_status(path: Path, snapshot: Callable[[], Snapshot], *, url: str) -> AsyncIterator[None]:
+async def saved_status(
+    path: Path, snapshot: Callable[[], Snapshot], *, url: str, groups: Callable[[], Iterable[GroupRow]] = tuple
+) -> AsyncIterator[None]:
     """Keep the file up to date while the context is open, and write the last status at its end."""
     closing = asyncio.Event()
 
@@ -46,7 +50,8 @@ async def saved_status(path: Path, snapshot: Callable[[], Snapshot], *, url: str
         is_last = False
         while not is_last:
             is_last = closing.is_set()
-            await asyncio.to_thread(_write, path, msgspec.json.encode(SavedStatus(time.time(), url, snapshot())))
+            saved = SavedStatus(time.time(), url, snapshot(), tuple(groups()))
+            await asyncio.to_thread(_write, path, msgspec.json.encode(saved))
             with suppress(TimeoutError):
                 async with asyncio.timeout(SAVE_EVERY_S):
                     await closing.wait()
@@ -59,17 +64,22 @@ async def saved_status(path: Path, snapshot: Callable[[], Snapshot], *, url: str
         await task
 
 
-async def read_status(folder: Path) -> Snapshot:
-    """Return the status of the run in a folder: from the run itself if it goes on, else as it was at the end."""
+def read_saved(folder: Path) -> SavedStatus:
+    """Return what status.json of a run folder has."""
     run = RunFolder.open(folder)
     try:
-        saved = msgspec.json.decode(run.status.read_bytes(), type=SavedStatus)
+        return msgspec.json.decode(run.status.read_bytes(), type=SavedStatus)
     except FileNotFoundError:
         raise ConfigError(f"{folder}: has no {run.status.name}: did the run never start?") from None
     except OSError as err:
         raise ConfigError(f"{run.status}: cannot be read: {err.strerror}") from err
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as err:
         raise ConfigError(f"{run.status}: is not the status of a run: {err}") from err
+
+
+async def read_status(folder: Path) -> Snapshot:
+    """Return the status of the run in a folder: from the run itself if it goes on, else as it was at the end."""
+    saved = read_saved(folder)
     if saved.snapshot.phase in ENDED:
         return saved.snapshot
     if abs(time.time() - saved.at) > FRESH_S:

@@ -142,6 +142,55 @@ def status(
     command(source, watch=watch)
 
 
+@app.command()
+def view(
+    folder: Annotated[
+        Path | None, typer.Argument(metavar="DIR", help="Run folder: finished, running, or a copy.")
+    ] = None,
+    demo: Annotated[bool, typer.Option("--demo", help="Show a recorded run that comes with DORA.")] = False,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the page; 0 for any free one.")] = 8422,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on. Elsewhere than on this machine, answers need the status token.")
+    ] = "127.0.0.1",
+    open_browser: Annotated[bool, typer.Option("--open", help="Open it in a browser.")] = False,
+) -> None:
+    """Serve the page of a run from its folder."""
+    from dora.cli.view import view as command
+
+    if (folder is None) != demo:
+        raise ConfigError("dora view: give a run folder, or --demo")
+    command(folder, host=host, port=port, open_browser=open_browser)
+
+
+ShownFolder = Annotated[Path, typer.Argument(metavar="DIR", help="Run folder.")]
+
+
+@app.command()
+def report(
+    folder: ShownFolder,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Default: the run's name with .html.")
+    ] = None,
+) -> None:
+    """Write the page of a run as one HTML file that opens offline."""
+    from dora.cli.view import write_report as command
+
+    command(folder, output)
+
+
+@app.command()
+def trace(
+    folder: ShownFolder,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Default: the run's name with .trace.json.")
+    ] = None,
+) -> None:
+    """Write what every rank and server did as a trace for ui.perfetto.dev."""
+    from dora.cli.view import write_trace as command
+
+    command(folder, output)
+
+
 #: Options may appear anywhere on the line, not only before the address.
 instances = typer.Typer(no_args_is_help=True, rich_markup_mode=None, context_settings={"allow_interspersed_args": True})
 app.add_typer(instances, name="instances")

@@ -185,8 +185,8 @@ class _Shown:
         self.families = _families()
         board = json.loads((_ROOT / "launch/monitoring/dashboard.json").read_text())
         self._panels = [(p["title"], " ".join(t["expr"] for t in p.get("targets", ()))) for p in board["panels"]]
-        views = {"page": "page.html", "terminal": "terminal.py"}
-        self._views = {view: (_ROOT / "dora/status" / file).read_text() for view, file in views.items()}
+        files = {"page": (_ROOT / "dora/status/page").glob("[!u]*.js"), "terminal": [_ROOT / "dora/status/terminal.py"]}
+        self._views = {view: "".join(path.read_text() for path in sorted(paths)) for view, paths in files.items()}
         self._told: set[str] = set()  # names in /metrics
 
     def panels(self, metric: str) -> list[str]:

@@ -18,11 +18,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from dora.errors import ConfigError, ProtocolError, RemoteError
 from dora.status import metrics
 from dora.status.client import ask, fetch
-from dora.status.drift import Alarm
-from dora.status.episodes import MEASURED, EnvironmentRow, EpisodeStats
-from dora.status.facts import StepFacts
-from dora.status.server import MAX_ARRIVING_BYTES, MAX_BODY_BYTES, MAX_CONNECTIONS, StatusServer
-from dora.status.snapshot import InstanceRow, Snapshot, VersionRow
+from dora.status.episodes import MEASURED
+from dora.status.page_server import MAX_ARRIVING_BYTES, MAX_BODY_BYTES, MAX_CONNECTIONS
+from dora.status.server import StatusServer
+from dora.status.snapshot import Snapshot
 from dora.trainer.metrics import METRICS
 
 TOKEN = "open sesame"
@@ -80,25 +79,6 @@ async def test_health_is_ok_unless_the_run_has_failed(server: StatusServer, midd
         lambda: replace(middle, phase="failed"), host="127.0.0.1", port=0, requests=Desk(), token=TOKEN
     ) as failed:
         assert (await get(f"{failed.url}/healthz"))[::2] == (503, "failed\n")
-
-
-async def test_the_page_loads_nothing_from_elsewhere(server: StatusServer):
-    code, kind, page = await get(server.url)
-    assert (code, kind) == (200, "text/html; charset=utf-8")
-    assert not re.findall(r"""(?:src|href)=["']?(?:https?:)?//|@import|url\(""", page)
-    assert 'fetch("status"' in page
-
-
-async def test_the_page_uses_only_fields_of_the_status(server: StatusServer, middle: Snapshot):
-    page = (await get(server.url))[2]
-    fields = set(re.findall(r"\bs\.([a-z_]\w*)", page))
-    assert fields <= set(Snapshot.__dataclass_fields__)
-    assert {"versions", "scores", "steps", "instances", "trainer", "counts"} <= fields
-    kinds = {"v": VersionRow, "x": StepFacts, "i": InstanceRow, "a": Alarm, "r": EnvironmentRow, "e": EpisodeStats}
-    for letter, kind in kinds.items():
-        used = set(re.findall(rf"\b{letter}\.([a-z_]\w*)", page)) - {"toFixed"}
-        assert used
-        assert used <= set(kind.__dataclass_fields__), letter
 
 
 async def test_metrics_are_what_prometheus_reads(server: StatusServer):
