@@ -22,7 +22,6 @@ OPERATIONAL: Final = (
     "weights",
     "status",
     "log",
-    "tracking",
     "task.graders",
     "task.grader_memory_mb",
     "environment.python",

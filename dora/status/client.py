@@ -6,8 +6,7 @@ import aiohttp
 import msgspec
 
 from dora.errors import ConfigError, ProtocolError, RemoteError, one_line
-from dora.status.page_server import InstanceReply
-from dora.status.server import InstanceRequest
+from dora.status.server import InstanceReply, InstanceRequest
 from dora.status.snapshot import Snapshot, decode
 
 
