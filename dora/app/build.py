@@ -212,7 +212,7 @@ def _effects(
     return {
         cmd.Generate: StreamAttempt(engine, fleet, trajectories, published, sampling, ids, now),
         cmd.GradeTrajectory: GradeAnswer(trajectories, inputs.tokenizer, graders, budget, fails, now),
-        cmd.PushWeights: Push(engine, fleet, opened.store, published, live, timeout_s, now),
+        cmd.PushWeights: Push(engine, fleet, opened.store, published, live, timeout_s, now, opened.spans.on_push_stage),
         cmd.DismissInstance: Dismiss(fleet, now),
         cmd.FetchPrompts: Fetch(inputs.stream, trajectories, now),
     }

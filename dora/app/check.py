@@ -40,6 +40,7 @@ from dora.node.supervise import Node
 from dora.tasks.pool import Graded
 from dora.tasks.prompts import Prompt
 from dora.tasks.rewards import GradeRequest
+from dora.trackers.kinds import require_installed
 
 #: Number and length of the answers whose log-probs are compared.
 COMPARED_PROMPTS = 4
@@ -65,6 +66,7 @@ async def check(config: Config, report: Report, *, push: bool = False) -> None:
         await asyncio.to_thread(require_cuda, config, environ=os.environ)
         RunFolder.require_possible(config.run.folder)
         require_group(config.run.group)
+        require_installed(config.tracking.trackers)
         graders = await enter_graders(stack, config, inputs)
         report(
             "inputs", f"model {inputs.model}, {inputs.tokenizer.vocab_size} tokens, prompts and rewards are readable"
@@ -246,6 +248,8 @@ def _report_plan(config: Config, inputs: Inputs, *, num_samples: int, report: Re
                   f"at most {rollout.max_new_tokens} tokens each")  # fmt: skip
     managed = f"{config.num_managed} of kind {engine.kind} started here on {engine.device}"
     report("rollout", f"{len(engine.urls)} external servers, {managed}")
+    if config.tracking.trackers:
+        report("tracking", ", ".join(config.tracking.trackers))
     for index, names in enumerate(gpus):
         if names:
             report("GPUs", f"instance {len(engine.urls) + index}: CUDA_VISIBLE_DEVICES={names}")

@@ -25,6 +25,8 @@ from dora.app.episodes import EpisodeInputs, enter_inputs
 from dora.app.inputs import Inputs
 from dora.app.opening import Opened
 from dora.app.prepare import Job, new_folder, prepare
+from dora.app.saved_status import saved_status
+from dora.app.tracking import tracking
 from dora.config.schema import Config, RewardConfig
 from dora.controller.effects import Graders
 from dora.controller.loop import Controller, Outcome
@@ -46,6 +48,7 @@ from dora.node.lease import hold
 from dora.node.limits import allow_open_files
 from dora.node.ports import require_free_ports
 from dora.node.supervise import Node
+from dora.status.groups import GroupRow, forming
 from dora.status.server import StatusServer
 from dora.status.snapshot import Snapshot
 from dora.tasks.pool import GraderPool
@@ -184,6 +187,9 @@ class _Run:
             tell=self._frontend.tell,
             can_replay=episodes is not None and episodes.pool.can_replay,
         )
+        await self._stack.enter_async_context(
+            tracking(job.config.tracking, folder, node, lease=self._lease, tell=self._frontend.tell)
+        )
         fleet = make_fleet(opened, node, engine=engine, lease=self._lease)
         observer = opened.observer(fleet)
         trainer: TrainerLink | RolloutWriter
@@ -217,9 +223,14 @@ class _Run:
                 port=status.port,
                 requests=requests,
                 token=status.token or self._draw_token(),
+                groups=self._forming,
+                folder=self._folder,
             )
         )
         return server.url
+
+    def _forming(self) -> list[GroupRow]:
+        return forming(self._job.state)
 
     def _draw_token(self) -> str:
         """Generate a token for this run and store it in a file that only the owner can read."""
@@ -246,10 +257,12 @@ class _Run:
         )
         gc.freeze()  # objects made at startup stay alive
         gc.set_threshold(*GC_THRESHOLDS)
-        async with self._frontend.watch(running):
+        saved = saved_status(folder.status, observer.snapshot, url=status_url, groups=self._forming)
+        async with saved, self._frontend.watch(running):
             try:
                 outcome = await controller.run(first)
             except DoraError as err:
+                observer.fail(err)
                 if (explained := self._explain(err)) is None:
                     raise
                 raise explained from err

@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack, suppress
 from datetime import UTC, datetime
+from functools import partial
 from importlib.metadata import version as package_version
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from dora.controller.inbox import Inbox
 from dora.controller.lineage import Lineage, base_chain
 from dora.controller.observer import RunObserver
 from dora.controller.rollouts import RolloutWriter
+from dora.controller.spans import SpanRecorder
 from dora.controller.trainer_link import TrainerLink
 from dora.controller.trajectories import Trajectories
 from dora.core import events as ev
@@ -100,7 +102,21 @@ class Opened:
         tokens = stack.enter_context(TokenWriter(folder.tokens, epoch=job.epoch))
         self.journal = stack.enter_context(JournalWriter(folder.journal))
         self.commits = Commits(journal=self.journal, tokens=tokens)
-        self.trajectories = Trajectories(tokens, group_size=job.settings.group_size)
+        self.spans = SpanRecorder(
+            folder,
+            job.state,
+            num_ranks=0 if job.rollout_only else job.config.trainer.ranks,
+            time_scale=job.time_scale,
+            now=now,
+            then=partial(self.commits.then, is_urgent=False),
+        )
+        stack.callback(self.spans.close)
+        self.trajectories = Trajectories(
+            tokens,
+            group_size=job.settings.group_size,
+            ledger=job.recorded.ledger if job.recorded is not None else None,
+            on_first_token=self.spans.on_first_token,
+        )
         self.inbox = Inbox()
         self.in_flight = InFlight(self.trajectories, rows=job.state.instances)
         raise_fence(folder.fence, epoch=job.epoch)  # before reading anything that an old rank could still change
@@ -195,6 +211,9 @@ class Opened:
                 run_id=self.folder.run_id,
                 strategy=job.config.rollout.strategy,
                 has_environment=bool(job.config.environment.name),
+                num_servers=job.config.num_instances,
+                num_ranks=0 if job.rollout_only else job.config.trainer.ranks,
+                held_out=tuple(eval_set.name for eval_set in job.inputs.evaluations.sets),
             ),
             state=job.state,
             trajectories=self.trajectories,
@@ -202,6 +221,8 @@ class Opened:
             tokenizer=job.inputs.tokenizer,
             drift=drift_watch(job.config),
             keep_per_step=job.config.log.trajectories_per_step,
+            max_kept_bytes=job.config.log.trajectories_mb * 2**20,
+            spans=self.spans,
             urls=fleet.urls,
             then=self.commits.then,
         )
@@ -252,7 +273,10 @@ class Opened:
             process_ended=process_ended,
             now=self.now,
             emit=self.inbox.emit,
+            on_ready=observer.on_ready,
             on_step=observer.on_step,
+            spans=self.spans,
+            on_logprobs=observer.samples.on_logprobs,
             durable=self.commits.durable,
             lineage=self.lineage,
             tell=self.tell,

@@ -58,9 +58,12 @@ class Pace:
     processes: int  # over which the servers are spread
     home: Path  # folder of the model, prompts and server logs; beside the run folder
     longest_prompt: int  # tokens
+    trackers: tuple[str, ...]
 
 
-def prepare(path: Path, *, seed: int, time_scale: float, processes: int, folder: Path) -> Pace:
+def prepare(
+    path: Path, *, seed: int, time_scale: float, processes: int, folder: Path, trackers: tuple[str, ...] = ()
+) -> Pace:
     """Check the workload and write the model and prompts; the run folder will be created in `folder`."""
     workload = load(path)
     if workload.faults != Faults():
@@ -90,6 +93,7 @@ def prepare(path: Path, *, seed: int, time_scale: float, processes: int, folder:
         processes=processes,
         home=home,
         longest_prompt=_write_prompts(home / "prompts.jsonl", workload),
+        trackers=trackers,
     )
 
 
@@ -175,6 +179,7 @@ def _config(pace: Pace, *, urls: list[str], api_key: str) -> Config:
             "eval": {"sets": ()},
             "status": {"port": 0},
             "log": {"trajectories_per_step": 0},
+            "tracking": {"trackers": pace.trackers},
         }
     )
     return config

@@ -15,6 +15,7 @@ from dora.config.schema import Config
 from dora.core.state import State
 from dora.core.strategies import Settings
 from dora.journal.run_folder import RunFolder
+from dora.trackers.kinds import require_installed
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ def prepare(
     time_scale: float = 1.0,
 ) -> Job:
     """Prepare a new job or, with `recorded`, the rest of one; ConfigError if a resume does not allow the changes."""
+    require_installed(config.tracking.trackers)
     rollout_only = recorded.rollout_only if recorded is not None else rollout_only
     settings = settings_of(config, eval_prompt_tokens=inputs.evaluations.prompt_tokens)
     if rollout_only:

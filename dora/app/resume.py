@@ -19,6 +19,7 @@ from dora.config.changes import changes
 from dora.config.load import parse
 from dora.config.schema import Config
 from dora.controller.evaluations import Evaluations
+from dora.controller.token_ledger import TokenLedger
 from dora.controller.trajectories import Trajectories
 from dora.core.commands import FailRun, FinishRun
 from dora.core.events import CheckpointSaved, StepTrained, VersionPublished
@@ -55,6 +56,7 @@ class Recorded:
     base_chain: str | None  # of version 0; None if it was not published
     held_out: str | None  # digest of the held-out prompts; None if it was not recorded
     saved: Collection[str]  # names of all checkpoint folders ever reported
+    ledger: TokenLedger  # outcomes of groups; the counts come with the tokens
     end: FinishRun | FailRun | None  # None unless the run has ended
 
     def chain_of(self, version: VersionId) -> str:
@@ -74,6 +76,7 @@ def read_run(folder: RunFolder) -> Recorded:
     chains: dict[StepId, str] = {}
     saved = set()
     base_chain = held_out = None
+    ledger = TokenLedger(group_size=journal.header.settings.group_size, is_replay=True)
     for record in journal.records():
         if isinstance(record, Epoch):
             epochs.append(record)
@@ -83,6 +86,7 @@ def read_run(folder: RunFolder) -> Recorded:
             continue
         event = record.event
         last_at = event.at
+        ledger.note(event, record.commands)
         end = next((order for order in record.commands if isinstance(order, FinishRun | FailRun)), end)
         match event:
             case StepTrained():
@@ -104,6 +108,7 @@ def read_run(folder: RunFolder) -> Recorded:
         base_chain=base_chain,
         held_out=held_out,
         saved=saved,
+        ledger=ledger,
         end=end if found.state.finished else None,
     )
 
@@ -204,6 +209,7 @@ def restore(folder: RunFolder, state: State, *, trajectories: Trajectories, inpu
     needed = _needed(state)
     stored = read_tokens(folder.tokens, wanted=needed)
     trajectories.num_tokens = sum(stored.counts.values())
+    trajectories.ledger.restore(stored.sampled)
     for id, trajectory in needed.items():
         _require_tokens(folder, state, trajectory, stored)
         if id >= 0:

@@ -82,6 +82,7 @@ def trainer_settings(config: Config, *, max_staleness: int) -> TrainerSettings:
         max_new_tokens=config.rollout.max_new_tokens,
         temperature=config.rollout.temperature,
         max_staleness=max_staleness,
+        sends_logprobs=config.log.trajectories_per_step > 0,
     )
     if config.rules.in_flight is not None:  # a group has no version under which all its tokens were sampled
         return msgspec.structs.replace(settings, probe_tokens=0)

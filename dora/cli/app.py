@@ -7,6 +7,7 @@ problem; a traceback is a bug.
 
 from __future__ import annotations
 
+import io
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -75,6 +76,7 @@ def run(
     ] = None,
 ) -> None:
     """Train a policy. Without a configuration file: the small arithmetic example, on this machine's CPU."""
+    _say_preparing()
     from dora.cli.run import run as command
 
     command(
@@ -85,6 +87,12 @@ def run(
         rollout_only=rollout_only,
         train_only=train_only,
     )
+
+
+def _say_preparing() -> None:
+    """Say at a terminal what takes some seconds, until there is a run folder."""
+    if sys.stdout.isatty():
+        sys.stdout.write("preparing: modules, configuration, model and prompts\n")
 
 
 @app.command()
@@ -123,12 +131,64 @@ def check(
 
 @app.command()
 def status(
-    url: Annotated[str, typer.Argument(help="Address of a run's status endpoint.")] = "http://127.0.0.1:8421",
+    source: Annotated[
+        str, typer.Argument(metavar="URL|DIR", help="Address of a run's status endpoint, or a run folder.")
+    ] = "http://127.0.0.1:8421",
+    watch: Annotated[bool, typer.Option("--watch", help="Keep showing it until it ends.")] = False,
 ) -> None:
-    """Show the state of a run."""
+    """Show a run: while it is running, or how it ended."""
     from dora.cli.status import status as command
 
-    command(url)
+    command(source, watch=watch)
+
+
+@app.command()
+def view(
+    folder: Annotated[
+        Path | None, typer.Argument(metavar="DIR", help="Run folder: finished, running, or a copy.")
+    ] = None,
+    demo: Annotated[bool, typer.Option("--demo", help="Show a recorded run that comes with DORA.")] = False,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the page; 0 for any free one.")] = 8422,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on. Elsewhere than on this machine, answers need the status token.")
+    ] = "127.0.0.1",
+    open_browser: Annotated[bool, typer.Option("--open", help="Open it in a browser.")] = False,
+) -> None:
+    """Serve the page of a run from its folder."""
+    from dora.cli.view import view as command
+
+    if (folder is None) != demo:
+        raise ConfigError("dora view: give a run folder, or --demo")
+    command(folder, host=host, port=port, open_browser=open_browser)
+
+
+ShownFolder = Annotated[Path, typer.Argument(metavar="DIR", help="Run folder.")]
+
+
+@app.command()
+def report(
+    folder: ShownFolder,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Default: the run's name with .html.")
+    ] = None,
+) -> None:
+    """Write the page of a run as one HTML file that opens offline."""
+    from dora.cli.view import write_report as command
+
+    command(folder, output)
+
+
+@app.command()
+def trace(
+    folder: ShownFolder,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Default: the run's name with .trace.json.")
+    ] = None,
+) -> None:
+    """Write what every rank and server did as a trace for ui.perfetto.dev."""
+    from dora.cli.view import write_trace as command
+
+    command(folder, output)
 
 
 #: Options may appear anywhere on the line, not only before the address.
@@ -206,6 +266,20 @@ def audit(
 
 
 @app.command()
+def track(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Run folder.")],
+    to: Annotated[
+        list[str] | None,
+        typer.Option(metavar="TRACKER", help="Instead of tracking.trackers of the run. May be repeated."),
+    ] = None,
+) -> None:
+    """Log in its trackers what they lack of a run that has ended."""
+    from dora.cli.track import track as command
+
+    command(folder, to=to)
+
+
+@app.command()
 def simulate(
     workload: Annotated[
         Path | None,
@@ -235,6 +309,7 @@ def simulate(
     ] = False,
     seeds: Annotated[int, typer.Option(min=1, help="Number of seeds: 0, 1, ...")] = 1,
     steps: Annotated[int | None, typer.Option(min=2, help="Number of training steps.")] = None,
+    wide: Annotated[bool, typer.Option("--wide", help="Print all columns of the table.")] = False,
     json: Annotated[Path | None, typer.Option(metavar="FILE", help="Write all results to this file.")] = None,
     pictures: Annotated[Path | None, typer.Option(metavar="DIR", help="Write SVG pictures to this folder.")] = None,
     processes: Annotated[int | None, typer.Option(min=1, help="Worker processes (default: up to 2).")] = None,
@@ -258,6 +333,7 @@ def simulate(
         ablate=ablate,
         seeds=seeds,
         steps=steps,
+        wide=wide,
         json=json,
         pictures=pictures,
         processes=processes,
@@ -345,14 +421,18 @@ def pace(
     folder: Annotated[Path, typer.Option(metavar="DIR", help="Folder in which run folders are created.")] = Path(
         "runs"
     ),
+    track: Annotated[
+        list[str] | None, typer.Option(metavar="TRACKER", help="As in tracking.trackers. May be repeated.")
+    ] = None,
 ) -> None:
     """Run a workload live with simulated servers and trainer.
 
     The controller, HTTP and ZeroMQ are real; servers and trainer take the time that the workload's model gives.
     """
+    _say_preparing()
     from dora.cli.pace import pace as command
 
-    command(workload, seed=seed, time_scale=time_scale, processes=processes, folder=folder)
+    command(workload, seed=seed, time_scale=time_scale, processes=processes, folder=folder, trackers=track or [])
 
 
 @app.command(hidden=True)
@@ -387,6 +467,14 @@ def pace_ranks(workload: WorkloadPath, time_scale: TimeScale) -> None:
 
 
 @app.command(hidden=True)
+def follow(folder: Path, tracker: str) -> None:
+    """Log a run in a tracker while it goes on; started by the controller."""
+    from dora.cli.track import follow as command
+
+    command(folder, tracker)
+
+
+@app.command(hidden=True)
 def train() -> None:
     """Run one trainer rank; started by torchrun with DORA_CONTROLLER and DORA_TOKEN in the environment."""
     from dora.cli.serve import train as command
@@ -404,6 +492,9 @@ def send() -> None:
 
 def main() -> None:
     """Run the command line; print errors as one line per problem, and exit with their code."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # the terminal may lack a character of a name or of a curve
     try:
         app()
     except ConfigError as err:

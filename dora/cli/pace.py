@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import uvloop
@@ -15,8 +16,12 @@ from dora.node.plan import SERVE_KEY
 from dora.sim.workload import load
 
 
-def pace(path: Path, *, seed: int, time_scale: float, processes: int, folder: Path) -> None:
-    paced = prepare(path, seed=seed, time_scale=time_scale, processes=processes, folder=folder)
+def pace(
+    path: Path, *, seed: int, time_scale: float, processes: int, folder: Path, trackers: Sequence[str] = ()
+) -> None:
+    paced = prepare(
+        path, seed=seed, time_scale=time_scale, processes=processes, folder=folder, trackers=tuple(trackers)
+    )
     end(uvloop.run(drive(paced, Terminal())))
 
 

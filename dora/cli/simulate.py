@@ -12,7 +12,7 @@ from dora.app.simulate import at_best_splits, from_file, from_run
 from dora.errors import ConfigError
 from dora.sim.measure import Result
 from dora.sim.pictures import draw
-from dora.sim.report import rows, table
+from dora.sim.report import notes, rows, table
 from dora.sim.sweep import as_json, cases, run
 from dora.sim.workload import checked, with_overrides
 
@@ -31,6 +31,7 @@ def simulate(
     ablate: bool,
     seeds: int,
     steps: int | None,
+    wide: bool,
     json: Path | None,
     pictures: Path | None,
     processes: int | None,
@@ -68,7 +69,8 @@ def simulate(
     if sys.stderr.isatty():
         sys.stderr.write("\r\x1b[K")
     summary = rows(results)
-    sys.stdout.write(f"{table(summary)}\n")
+    lines = [table(summary, wide=wide), *([] if wide else notes(summary))]
+    sys.stdout.write("\n".join(lines) + "\n")
     if pictures is not None:
         drawn = draw(summary, found)
         with _writing("--pictures", pictures):

@@ -7,23 +7,20 @@ from collections.abc import Iterator
 from dora.journal.run_folder import RunFolder
 from dora.status.episodes import by_cause
 from dora.status.facts import Score
+from dora.status.frame import by_set, mean_text, moves, printable
 from dora.status.snapshot import Snapshot
-from dora.status.terminal import mean_text
 
 
 def summary(now: Snapshot, *, folder: RunFolder, violations: int) -> list[str]:
-    """Return the lines: accuracy before and after, throughput, idle time, staleness, audit, and the run folder."""
+    """Return the lines: held-out reward before and after, throughput, idle time, staleness, audit, and folder."""
     lines = [f"{now.phase}: {now.reason}", f"  {now.steps_trained} of {now.num_steps} steps in {now.uptime_s:.0f} s"]
-    for name in dict.fromkeys(score.name for score in now.scores):
-        scores = [score for score in now.scores if score.name == name]
-        first, last = scores[0], scores[-1]
-        lines.append(
-            f"  held-out accuracy ({name}): {mean_text(first)} at version {first.version}, "
-            f"{mean_text(last)} at version {last.version}" + _left_out(last)
-        )
+    for name, scores in by_set(now.scores).items():
+        ends = [scores[0], *scores[1:][-1:]]
+        rewards = ", ".join(f"{mean_text(score)} at version {score.version}" for score in ends)
+        lines.append(f"  held-out reward ({name}): {rewards}{_left_out(ends[-1])}")
     lines.append(
-        f"  {now.num_tokens} tokens sampled, {now.num_trained_tokens} trained "
-        f"({now.num_trained_tokens / max(now.uptime_s, 1e-9):.0f} per second over the whole run)"
+        f"  {now.num_tokens:,} tokens sampled, {now.num_trained_tokens:,} trained "
+        f"({now.num_trained_tokens / max(now.uptime_s, 1e-9):,.0f} per second over the whole run)"
     )
     if now.trainer.idle_share is not None:
         idle = sum(s.idle_s for s in now.steps) / max(sum(s.duration_s for s in now.steps), 1e-9)
@@ -33,18 +30,18 @@ def summary(now: Snapshot, *, folder: RunFolder, violations: int) -> list[str]:
         shares = ", ".join(f"{i}: {n / total:.0%}" for i, n in enumerate(now.staleness))
         lines.append(f"  staleness of trained groups: {shares} (mean {now.staleness_mean:.2f})")
     if now.dropped:
-        counts = ", ".join(f"{count} {reason}" for reason, count in now.dropped.items())
+        counts = ", ".join(f"{count:,} {reason}" for reason, count in now.dropped.items())
         lines.append(f"  groups left out: {counts}")
     lines += [f"  {constraint} is broken by design: {counts}" for constraint, counts in now.by_design.items()]
     lines += [f"  drift: {alarm.text}" for alarm in now.alarms]
-    lines.append(f"  {now.counts.migrations} migrations, {now.counts.recovered} recovered after losses")
+    lines.append(f"  {moves(now)}")
     lines += _episodes(now)
     kept = ", ".join(name for name in ("C1", "C2", "C3") if name not in now.by_design)
     lines.append(f"  audit of {kept}: {_verdict(now, violations, folder=folder)}")
     lines.append(f"  everything is in {folder.root}")
     if now.phase == "interrupted":
         lines.append(f"  to continue it: dora run --resume {folder.root}")
-    return lines
+    return [printable(line) for line in lines]
 
 
 def _left_out(score: Score) -> str:

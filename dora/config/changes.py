@@ -22,6 +22,7 @@ OPERATIONAL: Final = (
     "weights",
     "status",
     "log",
+    "tracking",
     "task.graders",
     "task.grader_memory_mb",
     "environment.python",

@@ -37,6 +37,9 @@ MAX_SOURCES = 256
 #: Placeholders that `engine.command` may use.
 PLACEHOLDERS = ("model", "host", "port", "tp", "slots", "kv_tokens", "dtype", "device", "threads")
 
+#: Trackers with a name of their own.
+TRACKERS = ("wandb", "tensorboard", "trackio")
+
 
 def secret(variable: str) -> Any:
     """Declare a text that is read from the environment only, and appears in no dump and no repr."""
@@ -496,7 +499,27 @@ class LogConfig(Section):
     level: Literal["debug", "info", "warning", "error"] = "info"
     """Lowest level that is written to `log.jsonl` in the run folder."""
     trajectories_per_step: Annotated[int, Field(ge=0)] = 4
-    """Number of trajectories per step that are written to `trajectories.jsonl`, with text, tokens and log-probs."""
+    """Number of trajectories that are written to `trajectories.jsonl`, with text, tokens and log-probs: so many trained
+    ones and so many of groups left out per step, and so many per evaluation."""
+    trajectories_mb: Annotated[int, Field(ge=0)] = 1024
+    """Size of `trajectories.jsonl`, in MiB, from which on no more trajectories are written to it."""
+
+
+class TrackingConfig(Section):
+    """Experiment trackers: for each one, a process beside the run logs every row of `metrics.jsonl`. It may fail, hang
+    or fall behind: the run does not wait for it, and `dora track DIR` logs what is missing
+    ([METRICS.md](METRICS.md#trackers))."""
+
+    trackers: tuple[str, ...] = ()
+    """Any of `wandb`, `tensorboard` and `trackio`, which are extras (`pip install 'dora-rl[wandb]'`), or
+    `module:Class` of your own."""
+    project: str = "dora"
+    """Project that the run belongs to, in trackers with projects."""
+    pass_environment: tuple[str, ...] = ()
+    """Names of environment variables that trackers receive besides their own (`WANDB_*` for wandb, `TRACKIO_*` and
+    `HF_*` for trackio)."""
+    end_timeout_s: Seconds = 10.0
+    """Longest wait for the trackers at the end of the run."""
 
 
 class Config(Section):
@@ -514,6 +537,7 @@ class Config(Section):
     weights: WeightsConfig = WeightsConfig()
     status: StatusConfig = StatusConfig()
     log: LogConfig = LogConfig()
+    tracking: TrackingConfig = TrackingConfig()
 
     @property
     def max_staleness(self) -> int:
@@ -566,6 +590,7 @@ class Config(Section):
             *self._evaluation_problems(),
             *self._reward_problems(),
             *self._environment_problems(),
+            *self._tracking_problems(),
         ]
         if problems:
             raise ValueError("\n".join(problems))
@@ -678,6 +703,14 @@ class Config(Section):
         for i, one in held_out:
             label = {f"eval.sets.{i}.source": one.source.label}
             yield from term_problems(f"eval.sets.{i}.rewards", one.rewards, labels=label, budget=budget)
+
+    def _tracking_problems(self) -> Iterator[str]:
+        titles = [name.rpartition(":")[2] for name in self.tracking.trackers]
+        for name in self.tracking.trackers:
+            if name not in TRACKERS and ":" not in name:
+                yield f"tracking.trackers: no tracker '{name}'; use {', '.join(TRACKERS)} or module:Class"
+        for title in sorted({title for title in titles if titles.count(title) > 1}):
+            yield f"tracking.trackers: {title} is listed twice"
 
     def _environment_problems(self) -> Iterator[str]:
         environment = self.environment

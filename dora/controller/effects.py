@@ -26,7 +26,7 @@ from dora.core import events as ev
 from dora.core.ids import FOREIGN_VERSION, GroupId, InstanceId, TrajectoryId, Truncation
 from dora.core.strategies import Pause
 from dora.core.training import Feed
-from dora.engine.api import GenerateRequest, GenerateResult, InferenceEngine
+from dora.engine.api import GenerateRequest, GenerateResult, InferenceEngine, PushStage
 from dora.engine.errors import RequestRefused, ServerGone
 from dora.engine.names import request_id
 from dora.errors import ProtocolError, RemoteError
@@ -257,6 +257,7 @@ class Push:
     live: Pause | None  # how a server with live requests is paused; None: it has none
     timeout_s: float
     now: Clock
+    on_stage: Callable[[InstanceId, PushStage], None] = lambda instance, stage: None
 
     async def __call__(self, order: cmd.PushWeights) -> ev.Event:
         url = self.fleet.urls.get(order.instance)
@@ -266,7 +267,10 @@ class Push:
             await self.published.available(order.version)
             folder = await asyncio.to_thread(self.store.folder, order.version)
             label = self.published.label(order.version)
-            await self.engine.push(url, folder=folder, label=label, timeout_s=self.timeout_s, live=self.live)
+            on_stage = partial(self.on_stage, order.instance)
+            await self.engine.push(
+                url, folder=folder, label=label, timeout_s=self.timeout_s, live=self.live, on_stage=on_stage
+            )
         except (RemoteError, StoreError) as err:
             return ev.WeightPushFailed(self.now(), order.instance, order.attempt, str(err))
         return ev.WeightPushFinished(self.now(), order.instance, order.attempt, order.version)

@@ -39,6 +39,7 @@ class SetScore:
     mean_tokens: float
     max_tokens: int
     median_tokens: int
+    is_accuracy: bool  # every reward is 0 or 1
 
     @property
     def pass_at_n(self) -> float | None:
@@ -115,4 +116,5 @@ class Evaluations:
             mean_tokens=sum(lengths) / len(lengths) if lengths else 0.0,
             max_tokens=lengths[-1] if lengths else 0,
             median_tokens=lengths[len(lengths) // 2] if lengths else 0,
+            is_accuracy=all(reward in (0.0, 1.0) for reward in rewards),
         )

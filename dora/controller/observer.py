@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
@@ -20,20 +21,24 @@ import structlog
 
 from dora import files
 from dora.controller.evaluations import Evaluations
+from dora.controller.graded import GradedGroups
 from dora.controller.loop import Outcome
+from dora.controller.samples import Samples
+from dora.controller.spans import SpanRecorder
 from dora.controller.trainer_link import StepReport
 from dora.controller.trajectories import Trajectories
 from dora.controller.turns import Turns
 from dora.core import commands as cmd
 from dora.core import events as ev
-from dora.core.ids import GroupId, InstanceId, StepId, TrajectoryId, VersionId
+from dora.core.ids import GroupId, InstanceId, TrajectoryId, VersionId
 from dora.core.state import State
 from dora.core.tables import Group
+from dora.errors import DoraError, one_line
 from dora.journal.deep import KeptTrajectory, encode_kept
 from dora.journal.run_folder import RunFolder
 from dora.status.drift import Alarm, DriftWatch
 from dora.status.episodes import EpisodeStats
-from dora.status.facts import Score, ShellFacts, StepFacts
+from dora.status.facts import RECENT_STEPS, Score, ShellFacts, StepFacts
 from dora.status.snapshot import Snapshot, snapshot, trainer_waits_for
 from dora.tasks.tokenizer import Tokenizer
 
@@ -54,6 +59,8 @@ class RunObserver:
         tokenizer: Tokenizer,
         drift: DriftWatch,
         keep_per_step: int,
+        max_kept_bytes: int,
+        spans: SpanRecorder,
         urls: Mapping[InstanceId, str],
         then: Callable[[int, Callable[[], None]], None],
     ) -> None:
@@ -63,9 +70,9 @@ class RunObserver:
         self._state = state
         self._trajectories = trajectories
         self._evaluations = evaluations
-        self._tokenizer = tokenizer
         self._drift = drift
-        self._keep_per_step = keep_per_step
+        self._max_kept_bytes = max_kept_bytes
+        self._spans = spans
         self._urls = urls
         self._then = then
         self._rows: list[tuple[IO[bytes], Path, bytes]] = []  # to be written with the next StepTrained
@@ -78,10 +85,22 @@ class RunObserver:
         self._metrics = files.open_lines(folder.metrics, is_known=is_known)
         self._kept = files.open_lines(folder.trajectories, is_known=is_known)
         facts.scores += earlier_scores(folder.metrics)
+        facts.starting = {*state.instances}
+        facts.steps.extend(earlier_steps(folder.metrics))
         facts.num_trained_tokens = earlier_trained_tokens(folder.metrics)
         recall_alarms(drift, folder.metrics)
         facts.alarms = [*drift.alarms.values()]
+        self._graded = GradedGroups(state)
         self._turns = Turns()
+        self.samples = Samples(
+            trajectories,
+            evaluations=evaluations,
+            tokenizer=tokenizer,
+            turns=self._turns,
+            tags={group.id: group.version for group in state.ledger.groups.values()},
+            keep=keep_per_step,
+        )
+        self._num_kept_bytes = folder.trajectories.stat().st_size
         self._waited_for = ""
         self._num_overtaken = len(state.evaluation.overtaken)  # reported, by an earlier controller if any
         self._step_began_at = state.now
@@ -95,12 +114,18 @@ class RunObserver:
         """Return the current state of the run."""
         self.facts.urls = dict(self._urls)
         self.facts.num_tokens = self._trajectories.num_tokens
+        self.facts.account = self._trajectories.ledger.account
+        self.facts.rank_s, self.facts.instance_s = self._spans.seconds()
         return snapshot(self._state, self.facts)
 
     def end(self, outcome: Outcome) -> None:
         """Note how the run ended."""
         self.facts.phase = "finished" if outcome.finished else "interrupted"
         self.facts.reason = outcome.reason
+
+    def fail(self, error: DoraError) -> None:
+        """Note why the run failed."""
+        self.facts.phase, self.facts.reason = "failed", one_line(error)
 
     def close(self) -> None:
         """Close the files."""
@@ -113,11 +138,18 @@ class RunObserver:
 
     def on_event(self, event: ev.Event, commands: list[cmd.Command], *, position: int) -> None:
         """Update the facts for the status, and write the rows of a trained step."""
+        self._spans.on_event(event, commands, position=position)
+        self._trajectories.ledger.note(event, commands)
+        self._graded.on_event(event, commands)
+        self.samples.on_commands(commands)
         if self._rows and isinstance(event, ev.StepTrained):
             rows, self._rows = self._rows, []
             self._then(position, partial(_write, rows))
+        if isinstance(event, ev.InstanceUp | ev.InstanceLost | ev.InstanceRemoved):
+            self.facts.starting.discard(event.instance)
         if isinstance(event, ev.Ticked):
             self._on_tick(event.at)
+        self.facts.durations.note(event, commands)
         if self.facts.has_environment:
             self._turns.note(event, commands)
         if len(self._state.evaluation.overtaken) > self._num_overtaken:
@@ -158,6 +190,10 @@ class RunObserver:
         """Note a measurement of the event loop's lag."""
         self.facts.note_lag(seconds)
 
+    def on_ready(self, num_ranks: int) -> None:
+        """Note how many trainer ranks are ready."""
+        self.facts.ranks_ready = num_ranks
+
     def on_step(self, report: StepReport) -> None:
         """Prepare the rows of a trained step; called just before its StepTrained is emitted."""
         state = self._state
@@ -178,15 +214,18 @@ class RunObserver:
             duration_s=duration_s,
             idle_s=min(state.feed.idle_s, duration_s),
             waited_for=self._waited_for,
+            **self._graded.take().shares(),
             episodes=self._episodes([t.id for t in trajectories if t.reward is not None]),
         )
         self._waited_for = ""
         self.facts.steps.append(facts)
+        self._trajectories.ledger.train(report.step)
         self.facts.num_trained_tokens += num_tokens
+        self.facts.trainer_metrics = report.metrics
         self._watch_drift(report)
         row = self._step_row(facts, report) | {"zero_variance_groups": self._zero_variance(groups)}
         self._rows.append((self._metrics, self._folder.metrics, _line(row)))
-        self._keep(groups, step=report.step)
+        self._rows += self._keep(self.samples.of_step(groups, step=report.step))
         self._turns.forget(self._trajectories.records)
 
     def _episodes(self, trajectories: Sequence[TrajectoryId]) -> EpisodeStats | None:
@@ -224,35 +263,21 @@ class RunObserver:
             "lag_p99_s": now.lag_p99_s,
             "controller_cpu_s": self._cpu_s - cpu_before_s,
             "alarms": self._drift.active,
+            **self._spans.step_seconds(),
+            "tokens": asdict(self._trajectories.ledger.account),
             "trainer": report.metrics,
         }
 
-    def _keep(self, groups: Sequence[Group], *, step: StepId) -> None:
-        """Keep some trajectories of the step in full: the first graded sibling of evenly spread groups."""
-        if not groups or not self._keep_per_step:
-            return
-        stride = max(1, len(groups) // self._keep_per_step)
-        for group in groups[::stride][: self._keep_per_step]:
-            trajectory = next(t for t in group.trajectories if t.reward is not None)
-            record = self._trajectories.records[trajectory.id]
-            kept = KeptTrajectory(
-                step=step,
-                group=group.id,
-                trajectory=trajectory.id,
-                version=group.version,
-                reward=trajectory.reward,
-                truncated=record.truncated,
-                prompt=record.prompt.text,
-                text=self._tokenizer.decode(record.tokens.tolist()),
-                prompt_tokens=record.prompt.tokens,
-                tokens=tuple(record.tokens),
-                logprobs=tuple(record.logprobs),
-                observed=tuple(record.observed),
-                forks=tuple(record.forks),
-                turn_rewards=tuple(record.turn_rewards),
-                calls_s=self._turns.calls_s(trajectory.id),
-            )
-            self._rows.append((self._kept, self._folder.trajectories, encode_kept(kept)))
+    def _keep(self, kept: Iterable[KeptTrajectory]) -> list[tuple[IO[bytes], Path, bytes]]:
+        """Return the lines of trajectories as far as the file may grow."""
+        lines = []
+        for line in map(encode_kept, kept):
+            self._num_kept_bytes += len(line)
+            if self._num_kept_bytes <= self._max_kept_bytes:
+                lines.append((self._kept, self._folder.trajectories, line))
+            else:
+                self._note_problem("trajectories_full", "trajectories.jsonl has reached log.trajectories_mb")
+        return lines
 
     def _report_overtaken(self, position: int) -> None:
         """Report versions whose evaluation was skipped."""
@@ -276,6 +301,7 @@ class RunObserver:
                     pass_at_n=score.pass_at_n,
                     num_samples=score.num_samples,
                     num_failed=score.num_failed,
+                    is_accuracy=score.is_accuracy,
                 )
             )
             row = {"kind": "evaluation", "at": self._state.now, "version": version, **asdict(score)}
@@ -285,6 +311,8 @@ class RunObserver:
                 row["episodes"] = asdict(episodes)
             line = _line(row)
             self._then(position, partial(_write, [(self._metrics, self._folder.metrics, line)]))
+        kept = self._keep(self.samples.of_evaluation(version, trained=self._state.feed.trained))
+        self._then(position, partial(_write, kept))
 
 
 def log_changes(alarms: Sequence[Alarm]) -> None:
@@ -365,6 +393,15 @@ def earlier_trained_tokens(metrics: Path) -> int:
         with suppress(ValueError):
             total += msgspec.convert(row, _StepTokens).num_tokens
     return total
+
+
+def earlier_steps(metrics: Path) -> list[StepFacts]:
+    """Read the latest steps from before a resume; torn rows are ignored."""
+    steps: deque[StepFacts] = deque(maxlen=RECENT_STEPS)
+    for row in read_rows(metrics, kind="step"):
+        with suppress(ValueError):
+            steps.append(msgspec.convert(row, StepFacts))
+    return [*steps]
 
 
 def earlier_scores(metrics: Path) -> list[Score]:

@@ -13,7 +13,7 @@ import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from dora.controller.lineage import Lineage
 from dora.core import events as ev
@@ -36,6 +36,14 @@ class StepReport:
     metrics: dict[str, float]
 
 
+class RankObserver(Protocol):
+    """A receiver of what ranks do."""
+
+    def on_rank_spans(self, rank: int, message: wire.RankSpans) -> None: ...
+
+    def on_wave_done(self, rank: int) -> None: ...
+
+
 @dataclass
 class TrainerLink:
     """All ranks of one trainer."""
@@ -47,10 +55,13 @@ class TrainerLink:
     process_ended: Callable[[], Awaitable[str]] | None  # None if the ranks are external
     now: Callable[[], float]
     emit: Callable[[ev.Event], Awaitable[None]]
+    on_ready: Callable[[int], None]  # receives the number of ranks that are ready
     on_step: Callable[[StepReport], None]
     durable: Callable[[int], Awaitable[None]]  # waits until a journal position is on the disk
     lineage: Lineage
     tell: Callable[[str], None]  # shows a line to the user
+    spans: RankObserver | None = None
+    on_logprobs: Callable[[wire.TrainerLogprobs], None] = lambda message: None
     _outbox: asyncio.Queue[tuple[int, list[wire.MicroBatch]]] = field(
         default_factory=lambda: asyncio.Queue(OUTBOX_SIZE)
     )
@@ -108,8 +119,15 @@ class TrainerLink:
             match message:
                 case wire.RankReady():
                     await self._on_ready(rank, message)
+                case wire.RankSpans():
+                    if self.spans is not None:
+                        self.spans.on_rank_spans(rank, message)
+                case wire.TrainerLogprobs():
+                    self.on_logprobs(message)
                 case wire.MicroBatchDone():
                     self._waves_done[rank] += 1
+                    if self.spans is not None:
+                        self.spans.on_wave_done(rank)
                     if rank == 0:
                         self._script.append(message)
                     await self._emit_script()
@@ -151,6 +169,7 @@ class TrainerLink:
     async def _on_ready(self, rank: int, message: wire.RankReady) -> None:
         self._ready[rank] = message.next_step
         self._skipped |= dict.fromkeys(message.skipped)
+        self.on_ready(len(self._ready))
         if len(self._ready) < self.num_ranks:
             return
         steps = set(self._ready.values())

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from typing import Protocol
 
+from dora.controller.token_ledger import TokenLedger
 from dora.core.ids import GroupId, TrajectoryId, Truncation
 from dora.journal.rows import EpisodeRow, Fork, repeated, row_ids, rows_of
 from dora.tasks.prompts import Prompt
@@ -40,6 +41,7 @@ class TrajectoryRecord:
 
     __slots__ = (
         "attempt",
+        "awaits_token",
         "began_at",
         "forks",
         "logprobs",
@@ -58,6 +60,7 @@ class TrajectoryRecord:
         self.observed: list[tuple[int, int]] = []  #: start and end of each observation
         self.forks: list[Fork] = []  #: where its rows begin, but the first
         self.attempt = -1  #: the attempt that may append
+        self.awaits_token = False  #: its present request has got no token yet
         self.began_at: float | None = None  #: when this controller first sent a request for it
         self.turn_rewards: list[float] = []  #: that the environment gave
         self.reward: float | None = None
@@ -106,8 +109,18 @@ class TrajectoryRecord:
 class Trajectories:
     """All records, by trajectory id."""
 
-    def __init__(self, log: TokenLog, *, group_size: int) -> None:
+    def __init__(
+        self,
+        log: TokenLog,
+        *,
+        group_size: int,
+        ledger: TokenLedger | None = None,
+        on_first_token: Callable[[TrajectoryId], None] = lambda trajectory: None,
+    ) -> None:
+        """`ledger`: of the run so far. `on_first_token` is called with the first tokens of each request."""
+        self.ledger = ledger or TokenLedger(group_size=group_size)
         self._log = log
+        self._on_first_token = on_first_token
         self._group_size = group_size
         self.records: dict[TrajectoryId, TrajectoryRecord] = {}
         self.prompts: dict[GroupId, Prompt] = {}  #: of groups that are not forgotten, and of those not admitted yet
@@ -129,6 +142,7 @@ class Trajectories:
         """Begin a new attempt; only it may append from now on."""
         record = self.records[trajectory]
         record.attempt = attempt
+        record.awaits_token = True
         return record
 
     def append(self, trajectory: TrajectoryId, attempt: int, tokens: Sequence[int], logprobs: Sequence[float]) -> None:
@@ -141,7 +155,11 @@ class Trajectories:
         record.tokens.extend(tokens)
         record.logprobs.extend(logprobs)
         self.num_tokens += len(tokens)
+        self.ledger.append(trajectory, len(tokens))
         self._log.append(trajectory, attempt, tokens, logprobs, start=start)
+        if record.awaits_token:
+            record.awaits_token = False
+            self._on_first_token(trajectory)
 
     def observe(
         self, trajectory: TrajectoryId, attempt: int, tokens: Sequence[int], *, fork: Fork | None = None

@@ -70,9 +70,11 @@ def on_controller_restarted(state: State, event: ev.ControllerRestarted) -> None
     if event.steps > state.settings.steps:
         state.settings = msgspec.structs.replace(state.settings, steps=event.steps)
         state.formation.extend(state.settings)
+    recovered = state.counters.recovered
     for instance in state.instances.values():
         if instance.weights is not WeightsPhase.LOST:
             drop_instance(state, instance, event.num_tokens)
+    state.counters.recovered = recovered  # nothing was lost: a new controller takes the run up
     for instance in list(state.drained.values()):
         recall(state, instance)  # users have to repeat drain requests to the new controller
     state.removed.clear()

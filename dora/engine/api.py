@@ -21,6 +21,14 @@ FinishReason = Literal["stop", "length", "abort"]
 #: Called with the ids and log-probs of new tokens.
 OnTokens = Callable[[Sequence[int], Sequence[float]], None]
 
+#: Of a push: make sure that no request runs; replace the weights; check them, and serve again.
+PushStage = Literal["drain", "load", "verify"]
+OnStage = Callable[[PushStage], None]
+
+
+def no_stage(stage: PushStage) -> None:
+    """Ignore the stages of a push."""
+
 
 @dataclass(frozen=True, slots=True)
 class GenerateRequest:
@@ -109,10 +117,20 @@ class InferenceEngine(Protocol):
     async def resume(self, url: str) -> None:
         """Continue after a pause, in which a failed push may have left the server."""
 
-    async def push(self, url: str, *, folder: Path, label: str, timeout_s: float, live: Pause | None) -> None:
+    async def push(
+        self,
+        url: str,
+        *,
+        folder: Path,
+        label: str,
+        timeout_s: float,
+        live: Pause | None,
+        on_stage: OnStage = no_stage,
+    ) -> None:
         """Load the weights in `folder` into a server without requests or, with `live`, among its running requests.
 
-        Returns when the server has confirmed `label` and serves again. After a RemoteError its weights are unknown.
+        `on_stage` is called as each stage begins. Returns when the server has confirmed `label` and serves again. After
+        a RemoteError its weights are unknown.
         """
 
     def sending(

@@ -82,7 +82,11 @@ def _on_controller_restarted(t: AuditTables, event: ev.ControllerRestarted) -> N
     t.open_step = None
     t.num_prompts, t.source_dry = t.admitted, False  # prompts are read again from the cursor
     for instance in t.instances.values():
+        residents = [*instance.residents]
         _lose(t, instance, event.num_tokens)
+        for trajectory in residents:
+            if (answer := t.answers.get(trajectory)) is not None:
+                answer.recovering = False  # nothing was lost: a new controller takes the run up
         instance.barred = False
     t.removed.clear()
     for trajectory, num_tokens in event.num_tokens.items():

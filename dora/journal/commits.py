@@ -47,13 +47,17 @@ class Commits:
             self.then(position, lambda: None if done.done() else done.set_result(None))
             await done
 
-    def then(self, position: int, callback: Callable[[], None]) -> None:
-        """Call `callback` when the journal is on the disk up to `position`, at once if it already is."""
+    def then(self, position: int, callback: Callable[[], None], *, is_urgent: bool = True) -> None:
+        """Call `callback` when the journal is on the disk up to `position`, at once if it already is.
+
+        Unless it `is_urgent`, it waits for a commit that something else requests.
+        """
         if position <= self.position:
             callback()
             return
         self._waiting.append((position, callback))
-        self._requested.set()
+        if is_urgent:
+            self._requested.set()
 
     async def run(self) -> None:
         """Commit whenever a commit is requested."""

@@ -34,11 +34,15 @@ TOLERANCE: Final[Mapping[str, float]] = {"float32": 1e-4, "bfloat16": 5e-3}
 Score = Callable[[Path, Sequence[Sequence[int]], Sequence[int]], Sequence[npt.NDArray[np.float32]]]
 
 
-class KeptTrajectory(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """One trained trajectory in full. Without an environment the last three are absent."""
+#: Outcome of a sample of a held-out set.
+EVALUATION: Final = "evaluation"
 
-    step: StepId
-    group: GroupId
+
+class KeptTrajectory(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One trajectory in full. Fields with their default are absent."""
+
+    step: StepId  #: that trained it, or that was trained next or last
+    group: GroupId  #: -1: of an evaluation
     trajectory: TrajectoryId
     version: VersionId
     reward: float | None
@@ -52,6 +56,9 @@ class KeptTrajectory(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
     forks: tuple[Fork, ...] = ()  #: where its rows begin, but the first
     turn_rewards: tuple[float, ...] = ()  #: that the environment gave, one for each call
     calls_s: tuple[float, ...] = ()  #: seconds of each call under the controller that wrote this
+    outcome: str = "trained"  #: trained, evaluation, or the "outcome: reason" of its dropped group
+    answer: str = ""  #: the reference answer
+    trainer_logprobs: tuple[float, ...] = ()  #: of the trained tokens, in the pass that trained them, if they were sent
 
     @property
     def is_sampled(self) -> npt.NDArray[np.bool_]:
@@ -142,10 +149,15 @@ def altered_rows(
         answer, prompt = stored.answers.get(kept.trajectory), stored.prompts.get(kept.group)
         is_same = (
             answer is not None
-            and prompt is not None
-            and kept.group == group_of(kept.trajectory, group_size=group_size)
-            and kept.version == tags.get(kept.group)
-            and kept.prompt_tokens == tuple(prompt.tokens)
+            and (
+                kept.outcome == EVALUATION
+                or (
+                    prompt is not None
+                    and kept.group == group_of(kept.trajectory, group_size=group_size)
+                    and kept.version == tags.get(kept.group)
+                    and kept.prompt_tokens == tuple(prompt.tokens)
+                )
+            )
             and kept.tokens == tuple(answer.tokens)
             and np.array_equal(np.asarray(kept.logprobs, np.float32), answer.logprobs)
             and np.array_equal(kept.is_sampled, answer.loss_mask)
@@ -172,7 +184,7 @@ def deep_check(
     tolerance = max(TOLERANCE[dtype] for dtype in dtypes)
     by_version: dict[VersionId, list[KeptTrajectory]] = {}
     for trajectory in kept:
-        if trajectory.tokens:
+        if trajectory.tokens and trajectory.outcome != EVALUATION:  # which has a temperature of its own
             by_version.setdefault(trajectory.version, []).append(trajectory)
     checks: list[VersionCheck] = []
     skipped: list[int] = []

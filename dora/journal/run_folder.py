@@ -30,14 +30,18 @@ class RunFolder:
         self.tokens = root / "tokens.bin"  #: tokens and log-probs by trajectory
         self.metrics = root / "metrics.jsonl"  #: one line per step and per evaluation
         self.trajectories = root / "trajectories.jsonl"  #: a sample of trajectories with their text
+        self.spans = root / "spans.jsonl"  #: what every rank and instance did at any time
+        self.timeline = root / "timeline.jsonl"  #: the same, added up by bucket of time
         self.log = root / "log.jsonl"
         self.status_token = root / "status-token"  #: random, readable by its owner only
+        self.status = root / "status.json"  #: the last status, for `dora status DIR`
         self.lock = root / "lock"  #: held by the process that may write here
         self.fence = root / "epoch"  #: of the controller whose ranks may publish and save
         self.checkpoints = root / "checkpoints"  #: of the trainer
         self.versions = root / "versions"  #: the durable version store
         self.rollouts = root / "rollouts"  #: whole steps written by --rollout-only, read by --train-only
         self.logs = root / "logs"  #: output of child processes, one file each
+        self.tracking = root / "tracking"  #: a folder for each tracker
 
     @property
     def run_id(self) -> str:
@@ -47,6 +51,10 @@ class RunFolder:
     def lease(self, epoch: int) -> Path:
         """Return the lock file that this controller process's children watch; each controller process has its own."""
         return self.root.resolve() / f"lease-{epoch}-{os.getpid()}"
+
+    def tracker(self, name: str) -> Path:
+        """Return the folder of a tracker: its position, and its record if that is a file."""
+        return self.tracking / name
 
     def remove_leases(self) -> None:
         """Remove the leases of earlier controllers and the files beside them. Only for the holder of the run lock."""

@@ -129,6 +129,7 @@ class TokenStore:
     prompts: dict[GroupId, StoredPrompt] = field(default_factory=dict)
     answers: dict[TrajectoryId, StoredAnswer] = field(default_factory=dict)
     counts: dict[TrajectoryId, int] = field(default_factory=dict)  #: tokens of every trajectory, wanted or not
+    sampled: dict[TrajectoryId, int] = field(default_factory=dict)  #: of these, those that are no observation's
     torn_bytes: int = 0  #: of a torn end
 
 
@@ -137,6 +138,7 @@ def read_tokens(path: Path, *, wanted: Container[int] | None = None) -> TokenSto
     store = TokenStore()
     attempts: dict[TrajectoryId, tuple[int, int]] = {}  # (epoch, attempt) of the latest chunk
     chunks: dict[TrajectoryId, list[tuple[int, StoredAnswer]]] = {}
+    observed: dict[TrajectoryId, list[tuple[int, int]]] = {}  # (start, tokens) of chunks with observations
     frames = FrameReader(path)
     for offset, record in frames:
         kind, number, epoch, attempt, start, count = _parse_head(record, path=path, offset=offset)
@@ -146,6 +148,7 @@ def read_tokens(path: Path, *, wanted: Container[int] | None = None) -> TokenSto
             for sibling in range(number * start, (number + 1) * start):
                 store.counts.pop(TrajectoryId(sibling), None)
                 chunks.pop(TrajectoryId(sibling), None)
+                observed.pop(TrajectoryId(sibling), None)
             continue
         trajectory = TrajectoryId(number)
         if (epoch, attempt) < attempts.get(trajectory, (0, 0)):
@@ -158,10 +161,15 @@ def read_tokens(path: Path, *, wanted: Container[int] | None = None) -> TokenSto
                 f"but only {known} are known: records are missing"
             )
         store.counts[trajectory] = start + count
+        if kind != _CHUNK or trajectory in observed:
+            kept = [(at, number) for at, number in observed.get(trajectory, ()) if at < start]
+            num_masked = count - int(_parse_chunk(record, kind, start=start, count=count).loss_mask.sum())
+            observed[trajectory] = [*kept, (start, num_masked)]
         if wanted is None or trajectory in wanted:
             chunk = _parse_chunk(record, kind, start=start, count=count)
             chunks.setdefault(trajectory, []).append((start, chunk))
     store.torn_bytes = frames.torn_bytes
+    store.sampled = {t: n - sum(masked for _, masked in observed.get(t, ())) for t, n in store.counts.items()}
     store.answers = {trajectory: _join(parts) for trajectory, parts in chunks.items()}
     return store
 

@@ -129,6 +129,13 @@ def plan_sender(config: Config, *, lease: Path, environ: Mapping[str, str]) -> P
     return ProcessPlan(name="sender", argv=argv, env=env, ready_timeout_s=None)
 
 
+def plan_tracker(folder: Path, name: str, *, title: str, lease: Path, env: Mapping[str, str]) -> ProcessPlan:
+    """Return the plan of the process that logs a run in a tracker. `env` has nothing that is not the tracker's."""
+    argv = (sys.executable, "-m", "dora", "follow", str(folder), name)
+    env = {**env, "DORA_LEASE": str(lease), "PYTHONUNBUFFERED": "1"}
+    return ProcessPlan(name=f"tracker-{title}", argv=argv, env=env, ready_timeout_s=None)
+
+
 def child_env(environ: Mapping[str, str], *, lease: Path, threads: int) -> dict[str, str]:
     """Return the environment of a child, without secrets."""
     inherited = {key: value for key, value in environ.items() if not key.startswith("DORA_")}

@@ -96,6 +96,15 @@ class Child:
         """Terminate the process; after `grace_s`, kill it and its descendants."""
         await self._end(signal.SIGTERM, grace_s=grace_s)
 
+    async def finish(self, *, timeout_s: float) -> None:
+        """Terminate the process, but leave processes of its own to it; after `timeout_s`, kill it with them."""
+        if self._process is not None and self._process.returncode is None:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    self._process.terminate()
+                    await self._process.wait()
+        await self.kill()
+
     def signal_kill(self) -> None:
         """Send SIGKILL to the process and its descendants, without waiting."""
         if self.pid is not None:

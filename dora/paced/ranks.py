@@ -18,11 +18,13 @@ from dora.errors import ProtocolError
 from dora.paced.model import write_model
 from dora.sim.trainer import wave_time
 from dora.sim.workload import Workload
+from dora.trainer.spans import RankClock
 from dora.transport.messages import (
     CheckpointWritten,
     Configure,
     MicroBatch,
     MicroBatchDone,
+    RankActivity,
     RankReady,
     SaveCheckpoint,
     StepDone,
@@ -64,19 +66,23 @@ class _Trainer:
         self._store = VersionStore(memory_root=Path(order.memory_root), durable_root=Path(order.durable_root))
         self._publisher = ThreadPoolExecutor(1, thread_name_prefix="publisher")
         self._published: Future[None] | None = None
+        self._clocks = [RankClock(rank) for rank in range(len(ends))]
         self._free_at = 0.0
         self._step = StepId(0)
         self._chain = order.chain
 
     def run(self) -> None:
         self._publish(FIRST_VERSION, self._chain, due=self._now())
+        self._report_spans()
         for rank, end in enumerate(self._ends):
             end.send(RankReady(rank=rank, next_step=self._step))
+        self._switch("waiting")
         while not isinstance((messages := _from_each(self._ends))[0], Stop):
             if isinstance(messages[0], SaveCheckpoint):
                 self._save_checkpoint()
             else:
                 self._train([m for m in messages if isinstance(m, MicroBatch)])
+            self._switch("waiting")
         if self._published is not None:
             self._published.result(PUBLISH_TIMEOUT_S)
         self._publisher.shutdown()
@@ -87,7 +93,16 @@ class _Trainer:
     def _wait_until(self, due: float) -> None:
         time.sleep(max(0.0, due - self._now()) / self._time_scale)
 
+    def _switch(self, activity: RankActivity) -> None:
+        for clock in self._clocks:
+            clock.switch(activity)
+
+    def _report_spans(self) -> None:
+        for end, clock in zip(self._ends, self._clocks, strict=True):
+            end.send(clock.take())
+
     def _train(self, wave: list[MicroBatch]) -> None:
+        self._switch("forward_backward")
         loads = [len(batch.tokens) for batch in wave]
         first = wave[0]
         if first.step != self._step:
@@ -96,6 +111,7 @@ class _Trainer:
         begin = max(self._now(), self._free_at)
         self._free_at = begin + taken.compute_s + taken.update_s
         self._wait_until(self._free_at - (self._update_s if first.last else 0.0))  # the last update ends the step
+        self._report_spans()
         for rank, (end, batch) in enumerate(zip(self._ends, wave, strict=True)):
             busy_s = taken.compute_s / self._time_scale
             end.send(
@@ -107,10 +123,13 @@ class _Trainer:
             self._close_step(first.chain)
 
     def _close_step(self, chain: str) -> None:
+        self._switch("optimizer")
         self._wait_until(self._free_at)
         trained, self._step, self._chain = self._step, StepId(self._step + 1), chain
+        self._report_spans()
         self._ends[0].send(StepDone(rank=0, step=trained, metrics={}, chain=chain))
         due = self._free_at + self._publish_s
+        self._switch("publishing")
         if self._published is not None:
             self._published.result(PUBLISH_TIMEOUT_S)
         self._published = self._publisher.submit(self._publish, VersionId(self._step), chain, due=due)
@@ -129,6 +148,7 @@ class _Trainer:
 
     def _save_checkpoint(self) -> None:
         """A paced trainer has no state but its step."""
+        self._switch("saving")
         folder = Path(self._order.checkpoints) / f"step-{self._step}"
         folder.mkdir(exist_ok=True)
         self._ends[0].send(CheckpointWritten(step=self._step, folder=str(folder), chain=self._chain))

@@ -18,7 +18,9 @@ _MEANS: Final = (
     *("tokens_s", "trainer_idle", "trainer_unbalanced", "slot_load", "tool_load", "staleness_mean", "migrations"),
     *("evictions", "mixed_share", "discarded_share", "beyond_share", "length_bias"),
 )
-#: Shares of the instances' time that the table shows.
+#: Columns of the table that fits a terminal.
+_NARROW: Final = ("strategy", "K", "split", "step s", "x limit", "sync/x", "trainer idle", "stale")
+#: Shares of the instances' time that the wide table shows.
 _SHOWN_SHARES: Final = ("full", "thin_new", "thin_old", "prefill", "push", "empty")
 
 
@@ -101,13 +103,17 @@ def _shares(results: Sequence[Result]) -> dict[str, float]:
     return shares
 
 
-def table(found: Sequence[ReportRow]) -> str:
-    """Return an aligned Markdown table; `*` marks the fastest split of a strategy."""
+def table(found: Sequence[ReportRow], *, wide: bool) -> str:
+    """Return an aligned Markdown table; `*` marks the fastest split of a strategy. Unless `wide`, it has 8 columns."""
     best: dict[tuple[int, str, str, int], float] = {}
     for row in found:
         key = (row.devices, row.strategy, row.rules, row.max_staleness)
         best[key] = min(best.get(key, row.step_s), row.step_s)
     columns = [_cells(r, is_best=r.step_s == best[r.devices, r.strategy, r.rules, r.max_staleness]) for r in found]
+    if not wide:
+        columns = [
+            {name: c[name] for name in _NARROW} | {"strategy": _name(r)} for r, c in zip(found, columns, strict=True)
+        ]
     cells = [tuple(columns[0]), *(tuple(row.values()) for row in columns)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = ["| " + " | ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) + " |" for row in cells]
@@ -144,6 +150,21 @@ def _cells(row: ReportRow, *, is_best: bool) -> dict[str, str]:
         "viol": str(row.violations),
         "by design": _by_design(row),
     }
+
+
+def notes(found: Sequence[ReportRow]) -> list[str]:
+    """Return what a reader of the narrow table must know besides: its terms, and what was violated."""
+    lines = ["* fastest split; x limit: step time over its lower bound; stale: mean staleness; --wide: all columns"]
+    for row in found:
+        name = f"{_name(row)}, K = {row.max_staleness}"
+        lines += [f"{name}: broken by design: {_by_design(row)}"] * (_by_design(row) != "-")
+        lines += [f"{name}: {row.violations} VIOLATIONS"] * (row.violations > 0)
+    return lines
+
+
+def _name(row: ReportRow) -> str:
+    """Return the strategy, and its rules unless they are its own."""
+    return row.strategy + (row.rules.removeprefix("dora") if row.rules.startswith("dora") else f", {row.rules} rules")
 
 
 def _by_design(row: ReportRow) -> str:

@@ -6,7 +6,8 @@ import aiohttp
 import msgspec
 
 from dora.errors import ConfigError, ProtocolError, RemoteError, one_line
-from dora.status.server import InstanceReply, InstanceRequest
+from dora.status.page_server import InstanceReply
+from dora.status.server import InstanceRequest
 from dora.status.snapshot import Snapshot, decode
 
 

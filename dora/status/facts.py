@@ -11,6 +11,7 @@ from typing import Literal
 
 from dora.core.ids import InstanceId, StepId, VersionId
 from dora.status.drift import Alarm
+from dora.status.durations import Durations
 from dora.status.episodes import EpisodeStats
 
 #: Failure reason of a group whose prompt is over the limit; such groups are counted by it.
@@ -18,7 +19,7 @@ SKIPPED = "the prompt is longer than task.max_prompt_tokens"
 #: Failure reason of a group whose environment could not begin.
 NOT_BEGUN = "the environment gave no prompt"
 #: Number of steps to keep.
-RECENT_STEPS = 20
+RECENT_STEPS = 100
 #: Number of problems to show; there could otherwise be one for every answer.
 MAX_PROBLEMS = 20
 #: Number of event-loop lags to keep for the quantiles: two minutes, at ten per second.
@@ -39,6 +40,10 @@ class StepFacts:
     duration_s: float  #: since the previous step was trained
     idle_s: float  #: the part of it in which the trainer had nothing to do
     waited_for: str  #: what the trainer last waited for (`snapshot.trainer_waits_for`); "" if it never did
+    reward_all_mean: float | None = None  #: over all answers of the groups graded since the last step; None without one
+    all_right: float | None = None  #: share of these groups whose rewards are all at least 1
+    all_wrong: float | None = None  #: all at most 0
+    mixed: float | None = None  #: not all equal
     episodes: EpisodeStats | None = None  #: None without an environment
 
 
@@ -52,6 +57,18 @@ class Score:
     pass_at_n: float | None
     num_samples: int  #: graded
     num_failed: int = 0  #: left out, as their grading or environment failed
+    is_accuracy: bool = False  #: every reward is 0 or 1, so that the mean is a share of right answers
+
+
+@dataclass(frozen=True, slots=True)
+class TokenAccount:
+    """Sampled tokens since the start of the run, without those of observations."""
+
+    sampled: int = 0  #: for training; the sum of the next three
+    trained: int = 0
+    dropped: dict[str, int] = field(default_factory=dict)  #: by "outcome: reason"
+    in_flight: int = 0  #: of groups that are neither trained nor dropped
+    evaluation: int = 0  #: apart
 
 
 class Rate:
@@ -82,12 +99,22 @@ class ShellFacts:
     run_id: str
     strategy: str
     has_environment: bool = False
+    num_servers: int = 0  #: servers of the configuration
+    num_ranks: int = 0  #: ranks of the trainer
+    ranks_ready: int = 0  #: those that have loaded the model
+    held_out: tuple[str, ...] = ()  #: names of the held-out sets
     phase: Literal["starting", "running", "finished", "interrupted", "failed"] = "starting"
     reason: str = ""  #: why it ended
     num_tokens: int = 0  #: sampled since the start, evaluation included
     num_trained_tokens: int = 0  #: response tokens trained since the start
     tokens: Rate = field(default_factory=Rate)  #: of num_tokens
+    account: TokenAccount = TokenAccount()
+    rank_s: dict[str, float] = field(default_factory=dict)  #: seconds of all ranks by activity, as far as reported
+    instance_s: dict[str, float] = field(default_factory=dict)  #: seconds of all instances by activity
+    starting: set[InstanceId] = field(default_factory=set)  #: instances of an earlier controller, not up again yet
     steps: deque[StepFacts] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
+    trainer_metrics: dict[str, float] = field(default_factory=dict)  #: of the last step
+    durations: Durations = field(default_factory=Durations)
     scores: list[Score] = field(default_factory=list)  #: in the order of evaluation
     problems: list[str] = field(default_factory=list)  #: distinct ones, as they came up
     alarms: list[Alarm] = field(default_factory=list)  #: drift alarms, cleared ones included; the latest of each name

@@ -1,16 +1,19 @@
 """A snapshot in Prometheus's text format (version 0.0.4).
 
 Invariant: one HELP and one TYPE line per metric, before its samples; names begin with `dora_`, totals end in `_total`,
-times are in seconds. The label `quantile` belongs to summaries alone (promtool refuses it elsewhere).
+times are in seconds. The labels `quantile` and `le`, and the ending `_count`, belong to summaries and histograms alone
+(promtool refuses them elsewhere).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from itertools import accumulate
 from typing import Literal
 
 from dora.status.drift import CAUSES
+from dora.status.durations import BOUNDS_S, TIMED
 from dora.status.episodes import MEASURED as EPISODES
 from dora.status.snapshot import Snapshot
 
@@ -31,7 +34,7 @@ _COUNTER_HELP = {
 
 def render(snapshot: Snapshot) -> str:
     """Return all metrics."""
-    parts = (_progress, _fleet, _groups, _learning, _environment, _health)
+    parts = (_progress, _fleet, _groups, _learning, _trainer, _environment, _durations, _health)
     return "".join(line for part in parts for line in part(snapshot))
 
 
@@ -85,6 +88,17 @@ def _learning(s: Snapshot) -> Iterator[str]:
     yield from _one("trained_tokens_total", "counter", "Response tokens trained.", s.num_trained_tokens)
 
 
+def trainer_name(key: str) -> str:
+    """Return the name in /metrics, without `dora_`, of a metric of the trainer."""
+    name = key.replace("/", "_").replace("nonfinite_count", "nonfinite_tokens")
+    return f"trainer_{name.removesuffix('_s')}_seconds" if name.endswith("_s") else f"trainer_{name}"
+
+
+def _trainer(s: Snapshot) -> Iterator[str]:
+    for key, value in s.trainer_metrics.items():
+        yield from _one(trainer_name(key), "gauge", f"`{key}` of the last step, see docs/METRICS.md.", value)
+
+
 def _environment(s: Snapshot) -> Iterator[str]:
     if s.environment is None:
         return
@@ -95,7 +109,12 @@ def _environment(s: Snapshot) -> Iterator[str]:
     for name, (_, text) in EPISODES.items():
         value = getattr(last, name, None)
         help_text = f"Of the last step: {text[0].lower()}{text[1:]}"
-        yield from _metric(f"episode_{name.replace('_s_', '_seconds_')}", "gauge", help_text, list(_samples(value)))
+        yield from _metric(episode_name(name), "gauge", help_text, list(_samples(value)))
+
+
+def episode_name(key: str) -> str:
+    """Return the name in /metrics, without `dora_`, of a figure of episodes."""
+    return "episodes" if key == "count" else f"episode_{key.replace('_s_', '_seconds_')}"
 
 
 def _samples(value: float | tuple[float, ...] | dict[str, int] | None) -> Iterator[Sample]:
@@ -107,10 +126,21 @@ def _samples(value: float | tuple[float, ...] | dict[str, int] | None) -> Iterat
         yield {}, value
 
 
+def _durations(s: Snapshot) -> Iterator[str]:
+    for key, text in TIMED.items():
+        name, histogram = f"{key}_duration_seconds", s.durations[key]
+        yield from _head(name, "histogram", text)
+        for bound, count in zip((*BOUNDS_S, "+Inf"), accumulate(histogram.counts), strict=True):
+            yield f'dora_{name}_bucket{{le="{bound}"}} {count}\n'
+        yield f"dora_{name}_sum {histogram.total_s!r}\ndora_{name}_count {sum(histogram.counts)}\n"
+
+
 def _health(s: Snapshot) -> Iterator[str]:
     active = {alarm.name for alarm in s.alarms if alarm.cleared is None}
     alarms = [({"alarm": name}, int(name in active)) for name in CAUSES]
     yield from _metric("drift_alarm", "gauge", "1 while a drift alarm is raised.", alarms)
+    allowed = [({"constraint": name}, 1) for name in s.by_design]
+    yield from _metric("broken_by_design", "gauge", "1 for a constraint that the strategy does not keep.", allowed)
     for name, count in asdict(s.counts).items():
         yield from _one(f"{name}_total", "counter", _COUNTER_HELP[name], count)
     lags = [({"quantile": "0.5"}, s.lag_p50_s), ({"quantile": "0.99"}, s.lag_p99_s)]
@@ -126,10 +156,14 @@ def _one(name: str, kind: Literal["gauge", "counter"], text: str, value: float |
 def _metric(
     name: str, kind: Literal["gauge", "counter", "summary"], text: str, samples: Sequence[Sample]
 ) -> Iterator[str]:
-    yield f"# HELP dora_{name} {text}\n# TYPE dora_{name} {kind}\n"
+    yield from _head(name, kind, text)
     for labels, value in samples:
         pairs = ",".join(f'{key}="{_escape(str(label))}"' for key, label in labels.items())
         yield f"dora_{name}{{{pairs}}} {value!r}\n" if pairs else f"dora_{name} {value!r}\n"
+
+
+def _head(name: str, kind: str, text: str) -> Iterator[str]:
+    yield f"# HELP dora_{name} {text}\n# TYPE dora_{name} {kind}\n"
 
 
 def _escape(label: str) -> str:

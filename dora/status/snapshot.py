@@ -7,9 +7,10 @@ Invariant: pure; a snapshot is a function of the core's tables and the shell's f
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import islice
+from math import isfinite
 
 import msgspec
 
@@ -21,8 +22,10 @@ from dora.core.tables import Instance
 from dora.core.versions import Version
 from dora.errors import ProtocolError
 from dora.status.drift import Alarm
+from dora.status.durations import DurationHistogram
 from dora.status.episodes import EnvironmentRow
-from dora.status.facts import SKIPPED, Score, ShellFacts, StepFacts
+from dora.status.facts import SKIPPED, Score, ShellFacts, StepFacts, TokenAccount
+from dora.status.sentence import sentence
 
 #: The user's request about an instance, by its membership.
 _ASKED = {
@@ -31,6 +34,8 @@ _ASKED = {
     Membership.LEAVING: "remove",
     Membership.DISMISSED: "remove",
 }
+#: Phase of an instance that a resume has not brought up yet.
+STARTING = "starting"
 #: Number of steps over which the time left and the trained tokens per second are averaged.
 AVERAGED_STEPS = 5
 
@@ -56,7 +61,7 @@ class InstanceRow:
 
     instance: int
     url: str  #: "" while it is lost
-    phase: str  #: loading, serving, draining, updating, quarantined, lost
+    phase: str  #: starting (up before a resume), loading, serving, draining, updating, quarantined, lost
     version: int | None  #: confirmed; None unless serving or draining
     pushing: int | None  #: version of the push under way
     residents: int  #: requests being decoded
@@ -75,6 +80,17 @@ class TrainerRow:
     waits_for: str  #: "" while it works
     idle_share: float | None  #: of the last step; None before the first
     idle_reason: str  #: what it waited for in the last step
+    ranks: int  #: 0 without a trainer (--rollout-only)
+    ranks_ready: int  #: those that have loaded the model
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluationRow:
+    """The evaluation under way."""
+
+    version: int
+    graded: int  #: samples
+    samples: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,12 +109,13 @@ class Counts:
 class Snapshot:
     """Everything that people and monitors are shown; shares are between 0 and 1."""
 
+    sentence: str  #: what is going on, in plain words
     run_id: str
     strategy: str
     phase: str  #: starting, running, finished, interrupted, failed
     reason: str  #: why it ended; "" until then
     uptime_s: float
-    eta_s: float | None  #: time left; None before the first step is trained
+    eta_s: float | None  #: time left; None before two steps are trained
     max_staleness: int  #: K in force
     num_steps: int  #: T
     groups_per_step: int  #: N
@@ -108,7 +125,8 @@ class Snapshot:
     step_committed: int  #: groups committed to it
     newest_version: int | None  #: None until version 0 is published
     versions: tuple[VersionRow, ...]  #: oldest first
-    instances: tuple[InstanceRow, ...]
+    num_servers: int  #: servers of the configuration
+    instances: tuple[InstanceRow, ...]  #: those that have been up
     instances_by_phase: dict[str, int]
     trainer: TrainerRow
     not_admitting: str  #: why no prompt group is admitted just now; "" if one may be
@@ -119,10 +137,17 @@ class Snapshot:
     staleness: tuple[int, ...]  #: groups committed at staleness 0, 1, ... K, and beyond where K does not bound it
     staleness_mean: float | None
     steps: tuple[StepFacts, ...]  #: the latest, oldest first
+    trainer_metrics: dict[str, float]  #: of the last step (docs/METRICS.md), finite ones over all its tokens
+    durations: dict[str, DurationHistogram]  #: by the names of `durations.TIMED`, of this controller
     scores: tuple[Score, ...]  #: held-out, in the order of evaluation
     evaluations_skipped: tuple[int, ...]  #: versions not evaluated, as a newer one was due before their turn
+    held_out: tuple[str, ...]  #: names of the held-out sets
+    evaluation: EvaluationRow | None  #: None while there is none
     num_tokens: int  #: sampled since the start, evaluation included
     num_trained_tokens: int  #: response tokens trained
+    tokens: TokenAccount  #: what became of the tokens sampled
+    rank_s: dict[str, float]  #: seconds of all trainer ranks by activity, most first, as far as reported
+    instance_s: dict[str, float]  #: seconds of all instances by activity, most first
     tokens_per_s: float  #: sampled, over the last ten seconds
     trained_tokens_per_s: float  #: over the last steps
     counts: Counts
@@ -141,7 +166,8 @@ def snapshot(state: State, shell: ShellFacts) -> Snapshot:
     staleness = state.counters.staleness
     live = set(state.window.live())
     lags_s = sorted(shell.lags_s)
-    return Snapshot(
+    now = Snapshot(
+        sentence="",
         run_id=shell.run_id,
         strategy=shell.strategy,
         phase=shell.phase,
@@ -157,8 +183,9 @@ def snapshot(state: State, shell: ShellFacts) -> Snapshot:
         step_committed=state.formation.committed,
         newest_version=state.window.newest,
         versions=tuple(_version_row(e, state=state, live=live) for e in state.window.entries.values()),
+        num_servers=shell.num_servers,
         instances=tuple(_instance_row(i, shell=shell) for i in state.instances.values()),
-        instances_by_phase=_count_phases(state),
+        instances_by_phase=_count_phases(state, shell),
         trainer=_trainer(state, shell),
         not_admitting=refusal.value if (refusal := why_not_admitted(state)) is not None else "",
         groups_admitted=ledger.admitted,
@@ -168,10 +195,17 @@ def snapshot(state: State, shell: ShellFacts) -> Snapshot:
         staleness=tuple(staleness),
         staleness_mean=sum(i * n for i, n in enumerate(staleness)) / sum(staleness) if any(staleness) else None,
         steps=tuple(shell.steps),
+        trainer_metrics={n: v for n, v in shell.trainer_metrics.items() if isfinite(v) and not n.startswith("lag=")},
+        durations={n: replace(h, counts=[*h.counts]) for n, h in shell.durations.histograms.items()},
         scores=tuple(shell.scores),
         evaluations_skipped=tuple(state.evaluation.overtaken),
+        held_out=shell.held_out,
+        evaluation=_evaluation(state),
         num_tokens=shell.num_tokens,
         num_trained_tokens=shell.num_trained_tokens,
+        tokens=shell.account,
+        rank_s=_most_first(shell.rank_s),
+        instance_s=_most_first(shell.instance_s),
         tokens_per_s=shell.tokens.per_s,
         trained_tokens_per_s=_trained_tokens_per_s(shell),
         counts=_counts(state),
@@ -183,6 +217,7 @@ def snapshot(state: State, shell: ShellFacts) -> Snapshot:
         lag_p99_s=_quantile(lags_s, 0.99),
         lag_max_s=shell.max_lag_s,
     )
+    return replace(now, sentence=sentence(now))
 
 
 def trainer_waits_for(state: State) -> str:
@@ -200,14 +235,14 @@ def trainer_waits_for(state: State) -> str:
     if counts[GroupPhase.GENERATING]:
         return _answers(state)
     if counts[GroupPhase.GRADING]:
-        return f"the grading of {counts[GroupPhase.GRADING]} groups"
+        return f"the grading of {_groups(counts[GroupPhase.GRADING])}"
     newest = state.window.newest
     if newest is None or newest < state.formation.step - state.settings.rules.max_staleness:
         return "a new version"
     if not state.entry(newest).serving:
         return f"version {newest} on an instance"
     refusal = why_not_admitted(state)
-    return f"admission: {refusal.value}" if refusal is not None else "admission"
+    return f"a new prompt group: {refusal.value}" if refusal is not None else "a new prompt group"
 
 
 def encode(snapshot: Snapshot) -> bytes:
@@ -227,8 +262,13 @@ def _answers(state: State) -> str:
     entries = state.window.entries.values()
     unfinished = sum(e.unfinished for e in entries)
     waiting = sum(e.num_waiting for e in entries)
-    queued = f", {waiting} of them queued" if waiting else ""
-    return f"{unfinished} answers of {state.ledger.counts[GroupPhase.GENERATING]} groups{queued}"
+    queued = f", {waiting:,} of them queued" if waiting else ""
+    answers = f"{unfinished:,} answer{'s' * (unfinished != 1)}"
+    return f"{answers} of {_groups(state.ledger.counts[GroupPhase.GENERATING])}{queued}"
+
+
+def _groups(count: int) -> str:
+    return f"{count:,} group{'s' * (count != 1)}"
 
 
 def _version_row(entry: Version, *, state: State, live: set[VersionId]) -> VersionRow:
@@ -249,7 +289,7 @@ def _instance_row(instance: Instance, *, shell: ShellFacts) -> InstanceRow:
     return InstanceRow(
         instance=instance.id,
         url=shell.urls.get(instance.id, ""),
-        phase=_phase_of(instance).value,
+        phase=_phase_of(instance, shell),
         version=instance.version,
         pushing=instance.pushing,
         residents=len(instance.residents),
@@ -261,15 +301,17 @@ def _instance_row(instance: Instance, *, shell: ShellFacts) -> InstanceRow:
     )
 
 
-def _phase_of(instance: Instance) -> WeightsPhase:
+def _phase_of(instance: Instance, shell: ShellFacts) -> str:
     """Return the phase to show: a drained instance with a version is draining."""
+    if instance.weights is WeightsPhase.LOST and instance.id in shell.starting:
+        return STARTING
     drains = instance.weights in HOLDS_VERSION and not instance.is_member
-    return WeightsPhase.DRAINING if drains else instance.weights
+    return WeightsPhase.DRAINING.value if drains else instance.weights.value
 
 
-def _count_phases(state: State) -> dict[str, int]:
-    found = Counter(_phase_of(i) for i in state.instances.values())
-    return {phase.value: found[phase] for phase in WeightsPhase}
+def _count_phases(state: State, shell: ShellFacts) -> dict[str, int]:
+    found = Counter(_phase_of(i, shell) for i in state.instances.values())
+    return {phase: found[phase] for phase in (STARTING, *(phase.value for phase in WeightsPhase))}
 
 
 def _trainer(state: State, shell: ShellFacts) -> TrainerRow:
@@ -279,7 +321,17 @@ def _trainer(state: State, shell: ShellFacts) -> TrainerRow:
         waits_for=trainer_waits_for(state),
         idle_share=last.idle_s / last.duration_s if last is not None and last.duration_s > 0 else None,
         idle_reason=last.waited_for if last is not None else "",
+        ranks=shell.num_ranks,
+        ranks_ready=shell.ranks_ready,
     )
+
+
+def _evaluation(state: State) -> EvaluationRow | None:
+    found = state.evaluation
+    if found.version is None:
+        return None
+    samples = len(found.prompt_tokens)
+    return EvaluationRow(version=found.version, graded=samples - found.ungraded, samples=samples)
 
 
 def _counts(state: State) -> Counts:
@@ -315,8 +367,11 @@ def _averaged(shell: ShellFacts) -> list[StepFacts]:
 
 
 def _eta_s(state: State, shell: ShellFacts) -> float | None:
-    """Mean duration of the last steps x steps left, minus the time spent in the current one."""
-    recent = _averaged(shell)
+    """Mean duration of the last steps x steps left, minus the time spent in the current one.
+
+    None before two steps are trained: the first one has the start in it.
+    """
+    recent = [s for s in _averaged(shell) if s.step > 0]
     if not recent:
         return None
     step_s = sum(s.duration_s for s in recent) / len(recent)
@@ -328,6 +383,10 @@ def _trained_tokens_per_s(shell: ShellFacts) -> float:
     recent = _averaged(shell)
     duration_s = sum(s.duration_s for s in recent)
     return sum(s.num_tokens for s in recent) / duration_s if duration_s > 0 else 0.0
+
+
+def _most_first(spent: Mapping[str, float]) -> dict[str, float]:
+    return dict(sorted(spent.items(), key=lambda item: -item[1]))
 
 
 def _quantile(ordered: Sequence[float], share: float) -> float:

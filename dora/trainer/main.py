@@ -29,6 +29,7 @@ from dora.trainer.memory import memory_errors, rank_memory, train_in_memory
 from dora.trainer.model import Policy, make_mesh, require_device
 from dora.trainer.optimizer import moment_bytes
 from dora.trainer.publish import Publisher
+from dora.trainer.spans import RankClock, process_start
 from dora.trainer.step import Trainer
 from dora.transport.messages import Configure, MicroBatch, SaveCheckpoint, Stop, TrainerFailed
 from dora.transport.trainer_end import TrainerEnd
@@ -64,6 +65,7 @@ def main() -> None:
 
 def run(end: TrainerEnd, *, local_rank: int) -> None:
     """Run one rank from Configure to Stop."""
+    clock = RankClock(int(os.environ["RANK"]), began=process_start())
     order = end.receive(MESSAGE_TIMEOUT_S)
     if not isinstance(order, Configure):
         raise ProtocolError(f"the first message is {type(order).__name__}, expected Configure")
@@ -90,8 +92,9 @@ def run(end: TrainerEnd, *, local_rank: int) -> None:
             compiled=settings.compile,
         )
         checked = check_training(policy, dtype=settings.dtype, shared_prompts=settings.shared_prompts)
-        trainer = Trainer(order, end=end, policy=policy, layout=checked.layout, publisher=publisher)
+        trainer = Trainer(order, end=end, policy=policy, layout=checked.layout, publisher=publisher, clock=clock)
         trainer.start(note="; ".join(note for note in (checked.note, chosen) if note))
+    clock.switch("waiting")
     while not isinstance(message := end.receive(MESSAGE_TIMEOUT_S), Stop):
         match message:
             case MicroBatch():

@@ -58,7 +58,7 @@ WHOLE: dict[str, tuple[str, str]] = {
     "step_tokens": ("tokens", "all tokens of the step, prompts included, all ranks"),
     "useful_frac": ("fraction", "share of computed positions whose token is trained, not a prompt or padding"),
     "padding_frac": ("fraction", "share of computed positions that hold no token; 0 if sequences are packed"),
-    "busy_s": ("s", "time spent computing, summed over ranks; without waiting for micro-batches"),
+    "busy_s": ("s", "time spent on micro-batches, mean over ranks; without waiting for them"),
     "close_s": ("s", "from the end of the last micro-batch to the gathered weights of the next version, rank 0"),
 }
 #: Of the probe (dora/trainer/probe.py), in steps in which it has tokens to measure. v: the version that sampled.
@@ -149,7 +149,7 @@ class StepSums:
             measured=self._measured,
             step_tokens=step_tokens,
             padding=padding,
-            busy_s=busy_s,
+            busy_s=busy_s / dist.get_world_size(),
         )
 
 

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dora.core.ids import StepId, VersionId
+from dora.core.ids import StepId, TrajectoryId, VersionId
 from dora.errors import ProtocolError
 from dora.objectives.objective import Objective, compares_sequences
 from dora.objectives.settings import ObjectiveConfig
@@ -39,6 +39,7 @@ from dora.trainer.packing import Layout, prompts_of, split_passes
 from dora.trainer.probe import make_probe
 from dora.trainer.publish import Publisher, gather
 from dora.trainer.schedule import learning_rate
+from dora.trainer.spans import RankClock
 from dora.transport.messages import (
     CheckpointWritten,
     Configure,
@@ -46,9 +47,13 @@ from dora.transport.messages import (
     MicroBatchDone,
     RankReady,
     StepDone,
+    TrainerLogprobs,
 )
 from dora.transport.trainer_end import TrainerEnd
 from dora.weights.fence import pass_fence
+
+#: Longest answer whose log-probs are sent: a message to the controller has at most 1 MiB.
+MAX_LOGPROBS = 2**17
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +70,16 @@ class Trainer:
     """One rank of the trainer between Configure and Stop."""
 
     def __init__(
-        self, order: Configure, *, end: TrainerEnd, policy: Policy, layout: Layout, publisher: Publisher | None
+        self,
+        order: Configure,
+        *,
+        end: TrainerEnd,
+        policy: Policy,
+        layout: Layout,
+        publisher: Publisher | None,
+        clock: RankClock | None = None,
     ) -> None:
-        """`publisher`: on rank 0 only."""
+        """`publisher`: on rank 0 only. `clock`: of this process; None: one that begins now."""
         self._settings = order.settings
         self._checkpoints = Path(order.checkpoints)
         self._objective = Objective(
@@ -79,6 +91,7 @@ class Trainer:
         self._layout = layout
         self._publisher = publisher
         self._rank = dist.get_rank()
+        self._clock = clock or RankClock(self._rank)
         self._shards = policy.shards()
         self._optimizer = ShardOptimizer(
             self._shards, order.settings, model=policy.model, group=policy.mesh.get_group()
@@ -98,6 +111,7 @@ class Trainer:
         weights = self._gather()
         if self._publisher is not None:
             self._publisher.publish(VersionId(self._step), weights, chain=self._chain)
+        self._end.send(self._clock.take())
         self._end.send(RankReady(rank=self._rank, next_step=self._step, skipped=self._skipped, note=note))
 
     # ---- one micro-batch --------------------------------------------------------------------------------------------
@@ -116,6 +130,7 @@ class Trainer:
             )
         check(batch, max_staleness=self._settings.max_staleness, vocab_size=self._policy.vocab_size)
         started = time.perf_counter()
+        self._clock.switch("packing")
         settings = self._objective.settings
         batch = without_truncated(batch, settings.truncations("mask"))
         advantages_nU = advantages_of(
@@ -133,16 +148,19 @@ class Trainer:
         self._sums.step_tokens += len(batch.tokens)
         self._next_index += 1
         if batch.closes and not batch.last:
-            self._keep_state()
+            with self._clock.during("copying"):
+                self._keep_state()
             self._close_update()
         busy_s = time.perf_counter() - started
         self._sums.busy_s += busy_s
         done = MicroBatchDone(
             rank=self._rank, step=batch.step, index=batch.index, num_tokens=len(batch.tokens), busy_s=busy_s
         )
+        self._end.send(self._clock.take())
         self._end.send(done)
         if batch.last:
             self._close_step(batch.chain)
+        self._clock.switch("waiting")
 
     def _passes(self, batch: MicroBatch) -> list[list[int]]:
         """Return the sequences of each forward pass; as many passes on all ranks, if each of them is a collective."""
@@ -156,7 +174,8 @@ class Trainer:
         ) or [[]]
         if not self._policy.gathered:
             most = torch.tensor(len(passes), device=self._policy.device)
-            dist.all_reduce(most, op=dist.ReduceOp.MAX)
+            with self._clock.during("slowest_rank"):
+                dist.all_reduce(most, op=dist.ReduceOp.MAX)
             passes += [[]] * (int(most) - len(passes))
         return passes
 
@@ -165,6 +184,7 @@ class Trainer:
         return batch.trajectories if self._compares_sequences else np.arange(len(batch.lengths))
 
     def _accumulate(self, batch: MicroBatch, members: list[int], advantages_nU: NDArray[np.float64]) -> None:
+        self._clock.switch("packing")
         row, targets = pack(
             batch,
             members,
@@ -173,6 +193,7 @@ class Trainer:
             layout=self._layout,
             device=self._policy.device,
         )
+        self._clock.switch("forward_backward")
         settings, copies = self._settings, self._copies
         reference_P = copies.reference(row)
         proximal_P = copies.proximal(row, version=VersionId(self._step), update=batch.update)
@@ -196,13 +217,26 @@ class Trainer:
         self._sums.padding += row.num_padding
         if self._probe is not None and batch.update == 0:
             self._probe.add(batch, members, current_P, targets.behavior_P)
+        if self._settings.sends_logprobs and 0 in members:
+            self._send_logprobs(batch, members, current_P)
+
+    def _send_logprobs(self, batch: MicroBatch, members: list[int], current_P: Tensor) -> None:
+        """Send the log-probs of the micro-batch's first answer, unless it is too long or has several rows."""
+        trained_n = np.add.reduceat(batch.loss_mask, np.cumsum(batch.lengths) - batch.lengths, dtype=np.int64)
+        count, start = int(trained_n[0]), int(sum(trained_n[n] for n in members[: members.index(0)]))
+        trajectory = TrajectoryId(int(batch.trajectories[0]))
+        if 0 < count <= MAX_LOGPROBS and np.count_nonzero(batch.trajectories == trajectory) == 1:
+            logprobs_p = current_P[start : start + count].detach().float().cpu().numpy()
+            self._end.send(TrainerLogprobs(rank=self._rank, trajectory=trajectory, logprobs=logprobs_p))
 
     # ---- the close --------------------------------------------------------------------------------------------------
 
     def _close_update(self) -> None:
         """Make the optimizer update of the micro-batches since the last one."""
         self._policy.reshard()
+        self._clock.switch("slowest_rank")
         sums = self._sums.reduce_update()
+        self._clock.switch("optimizer")
         divisor, rate = self._objective.divisor(sums), self._learning_rate() * self._objective.rate_factor(sums)
         grad_norm = self._normalize_gradients(divisor)
         update = Update(divisor, grad_norm, divisor == 0 or not math.isfinite(grad_norm), rate)
@@ -215,10 +249,14 @@ class Trainer:
         started = time.perf_counter()
         self._close_update()
         sums, updates = self._sums.reduce(), self._updates
+        self._clock.switch("copying")
         weights = self._gather()
+        self._clock.switch("forward_backward")
         probed = self._probe.close() if self._probe is not None else {}
         trained, self._step, self._chain = self._step, StepId(self._step + 1), chain
+        self._clock.switch("copying")
         self._begin_step()
+        self._end.send(self._clock.take())
         if self._publisher is not None:
             metrics = sums.metrics(
                 denominator=sum(update.divisor for update in updates),
@@ -229,6 +267,7 @@ class Trainer:
             )
             metrics |= probed
             self._end.send(StepDone(rank=self._rank, step=trained, metrics=metrics, chain=chain))
+            self._clock.switch("publishing")
             self._publisher.publish(VersionId(self._step), weights, chain=chain)
         if self._step % self._settings.checkpoint_every == 0 or self._step == self._settings.steps:
             self.save_checkpoint()
@@ -268,14 +307,15 @@ class Trainer:
 
     def save_checkpoint(self) -> None:
         """Write the state before the current step."""
-        folder = checkpoint.save(
-            self._checkpoints,
-            step=self._step,
-            chain=self._chain,
-            tensors=self._state() if self._before is None else self._before,
-            device=self._policy.device,
-            fence=self._fence,
-        )
+        with self._clock.during("saving"):
+            folder = checkpoint.save(
+                self._checkpoints,
+                step=self._step,
+                chain=self._chain,
+                tensors=self._state() if self._before is None else self._before,
+                device=self._policy.device,
+                fence=self._fence,
+            )
         if self._rank == 0:
             self._end.send(CheckpointWritten(step=self._step, folder=str(folder), chain=self._chain))
 

@@ -16,9 +16,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from dora.core.ids import StepId, Truncation, VersionId
+from dora.core.ids import StepId, TrajectoryId, Truncation, VersionId
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 
 #: Of episodes of one turn.
 NO_TURNS: Final = np.zeros((0, 0, 0), np.float32)
@@ -63,6 +63,7 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     probe_tokens: int  # most stale tokens of a rank and step whose log-probs under their version are computed; 0: off
     probe_every: int  # steps between two such probes
     shared_prompts: Literal["auto", "on", "off"] = "auto"
+    sends_logprobs: bool = False  # of an answer in each micro-batch, for people to read
     advantages: tuple[str, ...] = ()  # by source of prompts; empty: the objective's for all
     objective: str  # the section `[objective]` as JSON
     temperature: float
@@ -189,7 +190,47 @@ class TrainerFailed(Message, frozen=True):
     reason: str  # one line
 
 
-ToController = RankReady | MicroBatchDone | StepDone | VersionWritten | CheckpointWritten | TrainerFailed
+#: What a rank does (dora/trainer/spans.py). waiting: for a message; slowest_rank: in a collective, for the other ranks;
+#: publishing: for the version before to be written; copying: gathering weights, and copies of them.
+RankActivity = Literal[
+    "start",
+    "waiting",
+    "slowest_rank",
+    "publishing",
+    "packing",
+    "forward_backward",
+    "optimizer",
+    "copying",
+    "saving",
+]
+
+
+class RankSpans(Message, frozen=True):
+    """What a rank has done since its last such message, in order and without holes."""
+
+    rank: int
+    until: float  # end of the last span, by the rank's monotonic clock, in seconds
+    spans: tuple[tuple[RankActivity, float], ...]  # activity, seconds
+
+
+class TrainerLogprobs(Message, frozen=True):
+    """Log-probs of one answer of a micro-batch in the pass that trained it; before its `MicroBatchDone`."""
+
+    rank: int
+    trajectory: TrajectoryId
+    logprobs: NDArray[np.float32]  # of its trained tokens
+
+
+ToController = (
+    RankReady
+    | MicroBatchDone
+    | RankSpans
+    | TrainerLogprobs
+    | StepDone
+    | VersionWritten
+    | CheckpointWritten
+    | TrainerFailed
+)
 
 
 # ---- the link itself ------------------------------------------------------------------------------------------------

@@ -383,9 +383,10 @@ def check_metrics(checker: Checker) -> Iterator[Violation]:
             yield Violation("metrics", f"line {number} of trajectories.jsonl is torn")
         else:
             seen["trajectory", row["step"], row["trajectory"]] += 1
-            if checker.committed.get(row["group"]) != row["step"] or checker.lengths.get(row["trajectory"]) != len(
-                row["tokens"]
-            ):
+            is_trained = row.get("outcome", "trained") == "trained"
+            committed = checker.committed.get(row["group"])
+            known = checker.lengths.get(row["trajectory"], -1 if is_trained else len(row["tokens"]))
+            if known != len(row["tokens"]) or committed != (row["step"] if is_trained else None):
                 yield Violation("metrics", f"trajectories.jsonl: trajectory {row['trajectory']} is not the journal's")
     if checker.found.finished and checker.epoch == 0:
         for step in checker.chains:

@@ -45,7 +45,7 @@ from dora.core.ids import InstanceId, TrajectoryId
 from dora.core.state import State
 from dora.core.strategies import Pause, Settings, rules_of
 from dora.core.tables import Instance
-from dora.engine.api import Capabilities, GenerateRequest, GenerateResult, KvUse, OnTokens
+from dora.engine.api import Capabilities, GenerateRequest, GenerateResult, KvUse, OnStage, OnTokens, no_stage
 from dora.engine.errors import ServerGone
 from dora.errors import RemoteError
 from dora.journal.codec import FORMAT, Epoch, Header
@@ -131,7 +131,16 @@ class FakeEngines:
     async def resume(self, url: str) -> None:
         return
 
-    async def push(self, url: str, *, folder: Path, label: str, timeout_s: float, live: Pause | None) -> None:
+    async def push(
+        self,
+        url: str,
+        *,
+        folder: Path,
+        label: str,
+        timeout_s: float,
+        live: Pause | None,
+        on_stage: OnStage = no_stage,
+    ) -> None:
         if url in self.frozen_pushes:
             self.frozen_pushes.discard(url)
             await self._never(timeout_s)

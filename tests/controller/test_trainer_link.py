@@ -92,6 +92,7 @@ class Linked:
     def __init__(self, end: FakeEnd, *, process_ended: Any = None, start_timeout_s: float = 5.0) -> None:
         self.end = end
         self.events: list[ev.Event] = []
+        self.ready: list[int] = []
         self.reports: list[StepReport] = []
         self.stepped = asyncio.Event()
         self.told: list[str] = []
@@ -108,6 +109,7 @@ class Linked:
             process_ended=process_ended,
             now=lambda: float(next(ticks)),
             emit=self._emit,
+            on_ready=self.ready.append,
             on_step=self.reports.append,
             durable=self._wait,
             lineage=Lineage(base=CHAIN, settings=b"", trained={step: f"chain-{step}" for step in range(9)}),
@@ -174,6 +176,7 @@ async def test_the_first_message_to_every_rank_is_configure() -> None:
     async with linked() as one:
         await make_ready(one)
         assert one.end.sent == [(0, CONFIGURE), (1, CONFIGURE)]
+        assert one.ready == [1, 2], "ranks that are ready, for the status"
 
 
 async def test_a_wave_is_trained_when_every_rank_has_trained_it_however_far_ahead_rank_0_is() -> None:

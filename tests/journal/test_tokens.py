@@ -31,6 +31,7 @@ def test_chunks_of_several_attempts_make_one_answer(tmp_path: Path) -> None:
     assert answer.logprobs.tolist() == np.array([-0.5, -0.25, -3.5, 0.0, -1e-30], np.float32).tolist()
     assert answer.loss_mask.tolist() == [1, 1, 1, 0, 1]
     assert store.counts == {5: 5, -1: 1}
+    assert store.sampled == {5: 4, -1: 1}
 
 
 def test_a_chunk_of_an_older_attempt_is_ignored_once_a_newer_one_began(tmp_path: Path) -> None:
@@ -53,7 +54,9 @@ def test_a_fork_is_kept_with_the_tokens_that_it_begins_with(tmp_path: Path) -> N
         tokens.append(5, 3, [14], [-1.0], start=4)
         tokens.append(5, 4, [15], [0.0], start=5, loss_mask=[0], fork=second)
         tokens.append(5, 5, [16], [-1.0], start=6)
-    answer = read_tokens(tmp_path / "tokens").answers[T]
+    store = read_tokens(tmp_path / "tokens")
+    answer = store.answers[T]
+    assert store.sampled == {T: 4}
     assert answer.forks == (first, second)
     assert answer.tokens.tolist() == [*range(10, 17)]
     assert answer.loss_mask.tolist() == [1, 1, 0, 0, 1, 0, 1]

@@ -83,7 +83,7 @@ def test_partial_reports_its_broken_constraint(strategy: str) -> None:
     assert mixed == world.state.counters.version_conflicts > 0
     assert found.mixed_share > 0
     assert found.violations == 0
-    assert "C1 " in table(rows([found]))
+    assert "C1 " in table(rows([found]), wide=True)
 
 
 def test_only_the_bounded_variant_keeps_k() -> None:

@@ -8,9 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from dora.core.orchestration import SWITCHES
-from dora.sim.report import rows, table
+from dora.sim.report import notes, rows, table
 from dora.sim.sweep import cases, run, simulate
 from tests.sim.worlds import workload
 
@@ -47,7 +48,7 @@ def test_many_processes_give_the_same_results_as_one() -> None:
 def test_the_table_compares_with_sync_and_marks_the_best_split() -> None:
     found = cases(workload(), strategies=["dora", "sync"], staleness=[2], splits=[6, 8], instances=[], seeds=[0, 1])
     made = rows(run(found, processes=1))
-    lines = table(made).splitlines()
+    lines = table(made, wide=True).splitlines()
     assert [row.strategy for row in made] == ["dora", "dora", "sync"]
     assert made[2].sync_ratio == 1
     assert all(sum(row.instance_shares.values()) == pytest.approx(1) for row in made)
@@ -56,6 +57,26 @@ def test_the_table_compares_with_sync_and_marks_the_best_split() -> None:
         row is best for row in made[:2]
     ]
     assert len({len(line) for line in lines}) == 1
+
+
+def test_the_table_has_eight_columns_that_fit_a_terminal_unless_it_is_asked_to_be_wide() -> None:
+    found = cases(workload(), strategies=["partial"], staleness=[2], splits=[], instances=[], seeds=[0])
+    [partial] = rows(run(found, processes=1))
+    made = [partial, *(replace(partial, strategy="dora", rules=f"dora - {name}") for name in SWITCHES)]
+    lines = table(made, wide=False).splitlines()
+    assert lines[0].count("|") == 8 + 1
+    assert max(map(len, lines)) <= 100
+    assert lines[3].startswith("| dora - streaming ")
+    assert table(made, wide=True).splitlines()[0].count("|") > 20
+
+
+def test_below_the_narrow_table_stands_what_was_broken() -> None:
+    found = cases(workload(), strategies=["partial"], staleness=[2], splits=[], instances=[], seeds=[0])
+    [partial] = rows(run(found, processes=1))
+    partial = replace(partial, mixed_share=0.125, discarded_share=0.0, beyond_share=0.0)
+    assert notes([partial])[1:] == ["partial, K = 2: broken by design: C1 12.5%"]
+    kept = replace(partial, mixed_share=0.0, rules="paper", violations=3)
+    assert notes([kept])[1:] == ["partial, paper rules, K = 2: 3 VIOLATIONS"]
 
 
 def test_the_command_prints_a_table_and_writes_the_data(tmp_path: Path) -> None:

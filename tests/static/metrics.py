@@ -1,26 +1,103 @@
-"""`python -m tests.static.metrics` writes docs/METRICS.md from the tables of the trainer, of episodes and of the drift
-alarms.
+"""`python -m tests.static.metrics` writes docs/METRICS.md from the tables of rows, trainer, episodes and drift alarms,
+from what /metrics renders, and from launch/monitoring.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from dora.status import drift, episodes
+from dora.core.admission import Refusal
+from dora.core.state import State
+from dora.status import activities, drift, episodes, metrics
+from dora.status.episodes import EnvironmentRow
+from dora.status.facts import ShellFacts
+from dora.status.rows import EVALUATION_ROW, STEP_ROW
+from dora.status.snapshot import snapshot
 from dora.trainer.metrics import LAGGED, MEASURED, PROBED, WHOLE
+from tests.core.world import settings
 
-PAGE: Final = Path(__file__).parents[2] / "docs" / "METRICS.md"
-_HEAD: Final = """# Metrics and drift alarms
+_ROOT: Final = Path(__file__).parents[2]
+PAGE: Final = _ROOT / "docs" / "METRICS.md"
+_HEAD: Final = """# Metrics, trackers, monitoring and drift alarms
 
-Written by `python -m tests.static.metrics` from `dora/trainer/metrics.py`, `dora/status/episodes.py` and
-`dora/status/drift.py`.
+Written by `python -m tests.static.metrics` from `dora/status/rows.py`, `dora/trainer/metrics.py`,
+`dora/status/activities.py`, `dora/status/episodes.py`, `dora/status/drift.py`, `dora/status/metrics.py` and
+`launch/monitoring`.
 
-Each trained step is a row of kind `step` in `metrics.jsonl` of the run folder. What the trainer measured is under
-`trainer`. The rest comes from the controller: `zero_variance_groups` is the number of groups whose rewards were all
-equal (filtered since the last step, or trained in this one), `alarms` has the names of the drift alarms that are
-raised, and `dropped` and the counters are totals since the start. What is not finite is `null`.
+A run writes a row per trained step and per evaluation into `metrics.jsonl` of its folder. Experiment trackers show
+these rows ([Trackers](#trackers)). The status endpoint shows the present at `/metrics`, in Prometheus's format
+([Monitoring](#monitoring)), at `/status` as JSON, and as a page at `/`; `dora status` and `dora run` show it in the
+terminal. The last column of a table says where a metric is shown besides the file: its name in `/metrics` or that of a
+metric from which it can be computed, the panel of the dashboard in quotes, the page, the terminal.
+"""
+_ROWS: Final = """## Rows of kind `step`
+
+What is not finite is `null`. `trainer` has what the trainer measured ([below](#by-staleness)), `episodes` what
+[episodes](#of-episodes) came to. Counters are totals since the start.
+"""
+_EVALUATIONS: Final = """## Rows of kind `evaluation`
+
+One for each held-out set. Of a version that was due for evaluation and skipped, a row of kind `evaluation_skipped` has
+`at` and `version`.
+"""
+_TRACKERS: Final = """## Trackers
+
+```
+pip install 'dora-rl[tensorboard]'                            # or wandb, trackio
+dora run job.toml --set 'tracking.trackers=["tensorboard"]'
+tensorboard --logdir runs
+```
+
+Each tracker is a process beside the run that reads `metrics.jsonl`. The run sends it nothing and never waits for it,
+except at its end: at most `tracking.end_timeout_s`, 10 seconds, for all of them together. A tracker that raises, hangs,
+is stopped or has no disk left changes nothing for the run. If its process ends, it is started again after 5, 20 and 60
+seconds. If the record lacks rows at the end, a line says so, and this logs the missing ones, whenever you like:
+
+```
+dora track runs/<run id>                    # --to wandb: also of a run without trackers, or in another one
+```
+
+How far a record has come is in `tracking/<tracker>/position.json` of the run folder. No row is logged twice, also not
+after a crash or a resume. `dora run --train-only` has no trackers.
+
+| tracker | its record | its variables |
+|---|---|---|
+| `tensorboard` | an event file in `tracking/tensorboard` | none |
+| `wandb` | the run of this id in `tracking.project`; with `WANDB_MODE=offline` folders in `tracking/wandb/wandb`, which `wandb sync` uploads | `WANDB_*` |
+| `trackio` | the run of this id in `tracking.project` of the local database (`TRACKIO_DIR`), which `trackio show` displays and `trackio sync` copies to a Space | `TRACKIO_*`, `HF_*` |
+| `module:Class` | what your class writes: `dora/trackers/api.py` says what it needs, `dora/trackers/trackio.py` is a short example | none |
+
+A process gets its tracker's variables, those that every process needs (`PATH`, `HOME`, proxies and certificates), and
+those named in `tracking.pass_environment`; no key of DORA or of another tracker.
+
+**Names.** A scalar is named by its path in the row: `reward_mean`, `trainer/loss`, `trainer/all/entropy`,
+`dropped/<reason>`, `staleness/0`; of an evaluation `evaluation/<set>/mean`. A raised drift alarm is
+`alarms/<name>` = 1. Texts and `null` are left out. The x axis is the step, and of an evaluation the version (in W&B the
+metrics `step` and `version`; its own step is the number of the row). TensorBoard stores scalars in float32. The
+configuration is logged once, without secrets.
+"""  # noqa: E501
+_MONITORING: Final = """## Monitoring
+
+`launch/monitoring` has three files: `prometheus.yml` to begin with, six alerts (`alerts.yml`, with tests in
+`alerts.test.yml` for `promtool test rules`), and `dashboard.json` for Grafana (Dashboards → New → Import), which shows
+one run, chosen by its address. Prometheus calls that address `instance`; the number of an inference server is therefore
+its label `exported_instance`.
+
+| alert | condition | for |
+|---|---|---|
+{alerts}
+
+Metrics of `/metrics` that are not in the tables above. Histograms and counters begin at 0 when a run is resumed, which
+Prometheus takes into account.
+
+| name | type | meaning | dashboard |
+|---|---|---|---|
+{families}
 """
 _LAGGED: Final = """## By staleness
 
@@ -34,16 +111,33 @@ differ by, and all else is what the policy has moved since.
 """
 _MEASURED: Final = "The following are present if the objective measures them."
 _WHOLE: Final = "## Of a step"
+_RECORDS: Final = """## Time, rewards and tokens
+
+A row of kind `step` also has, since the row before:
+
+- `rank_s` and `instance_s`: seconds of all trainer ranks, and of all instances, by activity (below). Those of ranks are
+  counted when they are reported, which is at the end of each micro-batch and step.
+- `reward_all_mean`: over all answers of the groups graded since the row before, also of those that are filtered and
+  never trained, beside `reward_mean` of what was trained; `all_right`, `all_wrong` and `mixed`: the shares of these
+  groups whose rewards are all at least 1, all at most 0, or not all equal. Absent if no group was graded.
+
+Since the start, across resumes: `tokens`, the account of sampled tokens, in which
+`sampled = trained + the sum of dropped + in_flight`, exactly; `dropped` is by outcome and reason, and tokens of
+`evaluation` are apart. A row of kind `evaluation` has `is_accuracy`: every reward was 0 or 1, so that `mean` is a share
+of right answers.
+
+What each rank and instance did at any time is in `spans.jsonl` of the run folder, and added up by bucket of time in
+`timeline.jsonl`, for pictures; `dora/journal/spans.py` describes and reads both. Spans of a rank or instance neither
+overlap nor leave holes. `/status` has the seconds since the start as `rank_s` and `instance_s`, most first.
+"""
 _PROBED: Final = (
     "## Of the probe\n\nIn steps with tokens to measure (`trainer.probe_tokens`). v is the version that sampled.\n"
 )
 _EPISODES: Final = """## Of episodes
 
 In runs with an environment ([AGENTS.md](AGENTS.md)). A step has them under `episodes`, over the episodes that it
-trained, and so has each row of kind `evaluation`; in `/metrics` they are the gauges `dora_episode_<name>` of the last
-step, with `_seconds_` for `_s_`. `environment_failed` of a step counts the episodes whose environment could not go on,
-by cause, since the start; in `/metrics` it is `dora_environment_failed_total`, beside `dora_episodes_calling`, the
-episodes with a call under way. `trajectories.jsonl` has `observed`, `turn_rewards` and `calls_s` of single episodes.
+trained, and so has each row of kind `evaluation`; `/metrics` has those of the last step. `trajectories.jsonl` has
+`observed`, `turn_rewards` and `calls_s` of single episodes.
 """
 _ALARMS: Final = """## Drift alarms
 
@@ -61,7 +155,8 @@ engine and trainer disagree. The rewards of the job are not called.
 
 def render() -> str:
     """Return the text of the page."""
-    measured = [_MEASURED, "", *_table(MEASURED)] if MEASURED else []
+    seen = _Shown()
+    measured = [_MEASURED, "", *_table(MEASURED, seen, "trainer/all/"), ""] if MEASURED else []
     causes = [
         "| alarm | likely cause |",
         "|---|---|",
@@ -69,21 +164,97 @@ def render() -> str:
     ]
     rules = (drift.__doc__ or "").partition("Invariant: pure; ")[2]
     parts = [
-        *(_HEAD, _LAGGED, *_table(LAGGED), "", *measured, _WHOLE, "", *_table(WHOLE), ""),
-        *(_PROBED, *_table(PROBED), ""),
-        *(_EPISODES, *_table(episodes.MEASURED, heading="meaning"), ""),
+        *(_HEAD, _ROWS, *_rows(STEP_ROW, seen), "", _EVALUATIONS, *_rows(EVALUATION_ROW, seen), ""),
+        *(_LAGGED, *_table(LAGGED, seen, "trainer/all/"), "", *measured),
+        *(_WHOLE, "", *_table(WHOLE, seen, "trainer/"), "", _PROBED, *_table(PROBED, seen, "trainer/"), ""),
+        *(_EPISODES, *_table(episodes.MEASURED, seen, "episodes/", heading="meaning"), ""),
+        *(_RECORDS, *_meanings("rank", activities.RANK), ""),
+        *(*_meanings("a rank waits", activities.WAITING), ""),
+        *(*_meanings("instance", activities.INSTANCE), ""),
+        *(*_meanings("an instance is empty", activities.EMPTY | _refusals()), ""),
+        *(_TRACKERS, seen.monitoring()),
         *(_ALARMS, *causes, "", rules[0].upper() + rules[1:], _CHECK.rstrip()),
     ]
     return "\n".join(parts) + "\n"
 
 
-def _table(rows: Mapping[str, tuple[str, str]], *, heading: str = "formula") -> list[str]:
-    escaped = {name: (unit, formula.replace("|", "\\|")) for name, (unit, formula) in rows.items()}
-    return [
-        f"| name | unit | {heading} |",
-        "|---|---|---|",
-        *(f"| `{name}` | {unit} | {formula} |" for name, (unit, formula) in escaped.items()),
-    ]
+class _Shown:
+    """Where metrics are shown."""
+
+    def __init__(self) -> None:
+        self.families = _families()
+        board = json.loads((_ROOT / "launch/monitoring/dashboard.json").read_text())
+        self._panels = [(p["title"], " ".join(t["expr"] for t in p.get("targets", ()))) for p in board["panels"]]
+        files = {"page": (_ROOT / "dora/status/page").glob("[!u]*.js"), "terminal": [_ROOT / "dora/status/terminal.py"]}
+        self._views = {view: "".join(path.read_text() for path in sorted(paths)) for view, paths in files.items()}
+        self._told: set[str] = set()  # names in /metrics
+
+    def panels(self, metric: str) -> list[str]:
+        """Return the titles of the panels with a metric."""
+        return [title for title, text in self._panels if re.search(rf"\bdora_{metric}(_bucket|_sum)?\b", text)]
+
+    def where(self, metric: str, *, field: str = "") -> str:
+        """Return where a metric is shown. `metric`: in /metrics; `field`: of a snapshot."""
+        found = []
+        if metric:
+            assert metric in self.families, metric
+            self._told.add(metric)
+            found = [f"`dora_{metric}`", *(f'"{title}"' for title in self.panels(metric))]
+        found += [view for view, text in self._views.items() if field and re.search(rf"\.{field}\b", text)]
+        return ", ".join(found)
+
+    def monitoring(self) -> str:
+        """Return the section on monitoring: the alerts, and the metrics that no table has had."""
+        alerts = re.findall(r"alert: (\w+)\n +expr: (?:>-\n)?(.*?)\n(?: +for: (\w+)\n)? +labels", _alerts(), re.DOTALL)
+        rows = [f"| {name} | `{_cell(' '.join(expr.split()))}` | {wait or '0'} |" for name, expr, wait in alerts]
+        families = [
+            f"| `dora_{name}` | {kind} | {_cell(text)} | {', '.join(self.panels(name))} |"
+            for name, (kind, text) in self.families.items()
+            if name not in self._told
+        ]
+        return _MONITORING.format(alerts="\n".join(rows), families="\n".join(families))
+
+
+def _alerts() -> str:
+    return (_ROOT / "launch/monitoring/alerts.yml").read_text()
+
+
+def _families() -> dict[str, tuple[str, str]]:
+    """Return type and meaning of everything that /metrics may have, by its name without `dora_`."""
+    present = snapshot(State(settings()), ShellFacts(run_id="", strategy=""))
+    keys = [*WHOLE, *PROBED, *(f"all/{name}" for name in (*LAGGED, *MEASURED))]
+    whole = replace(present, environment=EnvironmentRow(calling=0, failed={}), trainer_metrics=dict.fromkeys(keys, 0.0))
+    found = re.findall(r"# HELP dora_(\w+) (.+)\n# TYPE \w+ (\w+)", metrics.render(whole))
+    return {name: (kind, text) for name, text, kind in found}
+
+
+def _rows(rows: Mapping[str, tuple[str, str, str]], seen: _Shown) -> Iterator[str]:
+    yield "| name | unit | meaning | shown |\n|---|---|---|---|"
+    for name, (unit, meaning, metric) in rows.items():
+        yield f"| `{name}` | {unit} | {meaning} | {seen.where(metric, field=name)} |"
+
+
+def _table(rows: Mapping[str, tuple[str, str]], seen: _Shown, path: str, *, heading: str = "formula") -> Iterator[str]:
+    """`path`: of the names in a row."""
+    yield f"| name | unit | {heading} | shown |\n|---|---|---|---|"
+    for name, (unit, formula) in rows.items():
+        if path == "episodes/":
+            where = seen.where(metrics.episode_name(name), field=name)
+        else:
+            where = seen.where(metrics.trainer_name(path.removeprefix("trainer/") + name))
+        yield f"| `{name}` | {unit} | {_cell(formula)} | {where} |"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def _refusals() -> dict[str, str]:
+    return {refusal.name.lower(): refusal.value for refusal in Refusal}
+
+
+def _meanings(heading: str, rows: Mapping[str, str]) -> list[str]:
+    return [f"| {heading} | |", "|---|---|", *(f"| `{name}` | {meaning} |" for name, meaning in rows.items())]
 
 
 if __name__ == "__main__":

@@ -25,9 +25,7 @@ NAMED_FILE = re.compile(r"(?<![\w./<>{}-])(?:[a-z_-]+/)+[\w.-]+\.(?:py|md|toml|h
 #: `dora COMMAND ...` in a line of text or of code, in its quotes, up to a comment.
 COMMAND = re.compile(r"(?:`|^    )dora ([a-z]+)((?:[^`\n#]|\n(?!\n))*?)(?=`|#|$)", re.MULTILINE)
 #: A setting with its value, as in `trainer.updates = 2` or `--set run.steps=N`.
-SETTING = re.compile(
-    r"\b((?:run|model|rollout|engine|environment|trainer|objective|task|eval|weights|status|log)\.[a-z_.]+) ?= ?"
-)
+SETTING = re.compile(rf"\b((?:{'|'.join(Config.model_fields)})\.[a-z_.]+) ?= ?")
 #: In an example they are the reader's own.
 READERS_OWN = {"data", "models"}
 

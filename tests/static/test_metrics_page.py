@@ -1,4 +1,4 @@
-"""docs/METRICS.md matches the tables of the trainer, of episodes and of the drift alarms."""
+"""docs/METRICS.md matches the tables that it is written from."""
 
 from __future__ import annotations
 

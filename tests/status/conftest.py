@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -11,6 +12,7 @@ from dora.core.ids import InstanceId
 from dora.status.episodes import EnvironmentRow, EpisodeStats
 from dora.status.facts import Score, ShellFacts, StepFacts
 from dora.status.snapshot import Snapshot, snapshot, trainer_waits_for
+from dora.trainer.metrics import METRICS
 from tests.core.world import Faults, World, settings
 
 
@@ -40,6 +42,7 @@ def step_facts(step: int, *, duration_s: float = 2.0, idle_s: float = 0.5) -> St
     return StepFacts(
         step=step,
         reward_mean=0.25 + step / 100,
+        reward_all_mean=0.25 + step / 100,
         num_groups=4,
         num_tokens=100,
         staleness_mean=0.5,
@@ -68,6 +71,9 @@ def job() -> Watched:
     world.facts.scores += [score(0, 0.25), score(4, 0.5), score(4, 0.75, name='second "set"')]
     for lag_s in (0.001, 0.002, 0.25):
         world.facts.note_lag(lag_s)
+    world.facts.trainer_metrics = {**dict.fromkeys(METRICS, 0.5), "lag=0/entropy": 2.0, "grad_norm": math.nan}
+    for seconds in (0.01, 0.02, 5_000.0):
+        world.facts.durations.histograms["grading"].note(seconds)
     world.run()
     return world
 

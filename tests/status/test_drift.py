@@ -14,14 +14,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from dora.cli.summary import summary
 from dora.journal.run_folder import RunFolder
 from dora.status.drift import CALM_STEPS, CAUSES, Alarm, DriftWatch
+from dora.status.frame import frame
 from dora.status.metrics import render
 from dora.status.snapshot import Snapshot
-from dora.status.terminal import draw
 
 RECORDED: dict[str, list[dict[str, float]]] = json.loads(
     (Path(__file__).parent / "recorded_metrics.json").read_text(encoding="utf-8")
@@ -154,11 +153,9 @@ def test_an_alarm_is_shown_everywhere(middle: Snapshot, tmp_path: Path) -> None:
     assert 'dora_drift_alarm{alarm="low_ess"} 1\n' in metrics
     assert 'dora_drift_alarm{alarm="stale_tokens"} 0\n' in metrics
     assert metrics.count("dora_drift_alarm{") == len(CAUSES)
-    console = Console(width=400)
-    with console.capture() as captured:
-        console.print(draw(now))
-    assert f"drift: {ess.text}" in captured.get()
-    assert "stale_tokens" not in captured.get(), "it is cleared"
+    shown = "\n".join(line.text for line in frame(now, 400))
+    assert f"drift: {ess.text}" in shown
+    assert "stale_tokens" not in shown, "it is cleared"
     end = summary(now, folder=RunFolder(tmp_path), violations=0)
     assert f"  drift: {ess.text}" in end
     assert stale.text.startswith("stale_tokens at step 6, cleared at step 9: ")

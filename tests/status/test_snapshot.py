@@ -66,6 +66,9 @@ def test_progress_goes_from_0_to_1(job: Watched):
 def test_the_time_left_is_the_mean_step_times_the_steps_left_minus_the_time_in_this_one(job: Watched):
     state, facts = State(settings(steps=10)), ShellFacts(run_id="r", strategy="dora")
     assert snapshot(state, facts).eta_s is None
+    facts.steps.append(step_facts(0, duration_s=100.0))
+    assert snapshot(state, facts).eta_s is None, "the first step has the start in it"
+    facts.steps.clear()
     facts.steps.extend(step_facts(i, duration_s=d) for i, d in enumerate((100.0, 1.0, 2.0, 3.0, 4.0, 5.0)))
     state.feed.trained, state.step_trained_at, state.now = 6, 20.0, 21.0
     assert snapshot(state, facts).eta_s == pytest.approx(3.0 * 4 - 1.0)
@@ -112,6 +115,12 @@ def test_before_its_ranks_are_ready_the_trainer_waits_for_them():
 
 def test_after_the_last_step_the_trainer_waits_for_nothing(job: Watched):
     assert job.snapshots[-1].trainer.waits_for == ""
+
+
+def test_the_evaluation_under_way_counts_its_graded_samples(job: Watched):
+    rows = [s.evaluation for s in job.snapshots if s.evaluation is not None]
+    assert {(row.version, row.samples) for row in rows} == {(0, 8), (4, 8), (8, 8)}
+    assert {row.graded for row in rows} == set(range(8))
 
 
 def test_the_idle_share_is_that_of_the_last_step(middle: Snapshot):

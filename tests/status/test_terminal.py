@@ -14,16 +14,14 @@ from rich.console import Console
 from dora.cli.summary import summary
 from dora.journal.run_folder import RunFolder
 from dora.status.facts import MAX_PROBLEMS, ShellFacts
+from dora.status.frame import frame
 from dora.status.snapshot import Snapshot
-from dora.status.terminal import PlainView, draw, score_line, show_progress, step_line
+from dora.status.terminal import LiveView, PlainView, score_line, show_progress, step_line, view
 from tests.status.conftest import score, step_facts
 
 
 def shown(snapshot: Snapshot) -> str:
-    console = Console(file=io.StringIO(), width=120, force_terminal=False)
-    console.print(draw(snapshot))
-    assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue()
+    return "\n".join(line.text for line in frame(snapshot, 240))
 
 
 def plain() -> tuple[Console, io.StringIO]:
@@ -31,35 +29,22 @@ def plain() -> tuple[Console, io.StringIO]:
     return Console(file=file, width=40, force_terminal=False), file
 
 
-def test_the_view_shows_steps_scores_speed_staleness_trainer_and_versions(middle: Snapshot):
-    text = shown(middle)
-    assert f"step {middle.steps_trained}/8" in text
-    assert "heldout 0.250 (version 0) -> 0.500 (version 4)" in text
-    assert "100 sampled" in text
-    assert f"mean {middle.staleness_mean:.2f}" in text
-    assert f"waiting for {middle.trainer.waits_for}" in text or "working" in text
-    assert re.search(r"\d+ s left", text)
-    for row in middle.versions:
-        assert f"{'█' * row.serving}{'░' * row.loading} {row.serving}" in text
+def test_the_live_view_is_drawn_as_wide_as_the_terminal(middle: Snapshot):
+    for width in (80, 120):
+        console = Console(file=io.StringIO(), width=width, force_terminal=False)
+        console.print(LiveView(middle))
+        assert isinstance(console.file, io.StringIO)
+        assert console.file.getvalue().splitlines() == [line.text for line in frame(middle, width)]
 
 
-def test_a_counter_that_must_stay_0_is_shown_if_it_does_not(middle: Snapshot):
-    assert "aborts" not in shown(middle)
-    assert "3 scheduling aborts" in shown(replace(middle, counts=replace(middle.counts, scheduling_aborts=3)))
-
-
-def test_the_view_can_be_drawn_at_every_moment_of_a_job(job):
-    for snapshot in job.snapshots[::25]:
-        assert "job-1" in shown(snapshot)
-
-
-def test_a_step_is_one_line(middle: Snapshot):
-    line = step_line(step_facts(4), replace(middle, eta_s=125.4, tokens_per_s=1234.5))
-    versions = " ".join(f"{v.version}:{v.serving}" for v in middle.versions if v.is_live)
-    assert line == (
-        f"step 5/8  reward 0.290  2.0 s  1234 tokens/s  live versions (version:instances) {versions}  "
-        "staleness 0.50  trainer idle 25 %  left 2 min 5 s"
-    )
+def test_a_step_is_one_line_and_the_latest_says_what_is_now(middle: Snapshot):
+    now = replace(middle, eta_s=125.4, steps_trained=5)
+    versions = ", ".join(f"v{v.version} on {v.serving}" for v in middle.versions if v.is_live)
+    own = "step 5/8  reward 0.290  2.0 s  50 tokens/s  staleness 0.50  trainer idle 25 %"
+    assert step_line(step_facts(4), now) == f"{own}  {versions}  about 2 min 5 s left"
+    assert step_line(step_facts(4), replace(now, eta_s=0.0)) == f"{own}  {versions}"
+    assert step_line(step_facts(4), replace(now, steps_trained=6)) == own
+    assert step_line(step_facts(4), replace(now, phase="finished")) == own
 
 
 def test_the_plain_view_prints_each_step_and_each_score_once(middle: Snapshot):
@@ -77,12 +62,40 @@ def test_the_plain_view_prints_each_step_and_each_score_once(middle: Snapshot):
     ]
 
 
-def test_a_problem_is_recorded_once_and_stays_in_the_view(middle: Snapshot):
+def test_what_was_printed_before_a_resume_is_not_printed_again(middle: Snapshot):
+    console, file = plain()
+    known = replace(middle, steps=(step_facts(0), step_facts(1)), steps_trained=2, scores=(score(0, 0.25),))
+    now = replace(known, steps=(*known.steps, step_facts(2)), steps_trained=3, scores=(score(0, 0.25), score(2, 0.5)))
+    with view(console, known=known) as show:
+        show(known)
+        show(now)
+    assert file.getvalue().splitlines() == [score_line(score(2, 0.5)), step_line(step_facts(2), now)]
+
+
+def test_the_plain_view_tells_of_the_start_now_and_then_and_not_of_what_follows(middle: Snapshot):
+    console, file = plain()
+    view = PlainView(console)
+    start = replace(middle, groups_admitted=0, steps=(), scores=(), phase="starting")
+    for second in range(12):
+        view.show(replace(start, sentence=f"Starting: {second // 2}.", uptime_s=float(second)))
+    view.show(replace(start, sentence="Step 1 of 8.", groups_admitted=1, uptime_s=60.0))
+    assert file.getvalue().splitlines() == ["Starting: 0.", "Starting: 2.", "Starting: 5."]
+
+
+def test_a_name_of_a_held_out_set_cannot_change_the_terminal(middle: Snapshot, tmp_path: Path):
+    console, file = plain()
+    scores = (score(0, 0.25, name="\x1b[31mred\u202e"),)
+    PlainView(console).show(replace(middle, steps=(), scores=scores))
+    lines = summary(replace(middle, scores=scores), folder=RunFolder(tmp_path), violations=0)
+    assert all(line.isprintable() for line in [*file.getvalue().splitlines(), *lines])
+    assert "red" in file.getvalue()
+
+
+def test_a_problem_is_recorded_once():
     facts = ShellFacts(run_id="job-1", strategy="dora")
     is_new = [facts.note_problem(f"not graded: {reason}") for reason in ("[a]", "[a]", "b")]
     assert is_new == [True, False, True]
-    text = shown(replace(middle, problems=tuple(facts.problems)))
-    assert "not graded: [a]\nnot graded: b\n" in re.sub(r" +\n", "\n", text)
+    assert facts.problems == ["not graded: [a]", "not graded: b"]
 
 
 def test_the_number_of_problems_is_limited():
@@ -137,22 +150,27 @@ def test_episodes_are_shown_where_there_is_an_environment(calling: Snapshot, mid
     turns = "2.2 turns (at most 4), 40 tokens sampled and 6 observed, reward by turn 0.25 0.50, truncated: 2 turns"
     calls = "1.5 an episode (at most 3), 0.25 s each (p90 0.50 s), 12% of its time"
     text = re.sub(r" +", " ", shown(calling))
-    assert f"episodes {turns}" in text.replace("\n ", " ")
+    assert f"episodes {turns}" in text
     assert f"calls 7 under way; {calls}" in text
     assert "environment failed: 2 timeout, 1 host" in text
     lines = summary(calling, folder=RunFolder(tmp_path), violations=0)
     assert f"  episodes of the last step: {turns}; calls: {calls}" in lines
     assert "  3 episodes left out, as their environment failed: 2 timeout, 1 host" in lines
-    assert "turns 2.2  left" in step_line(calling.steps[-1], calling)
+    assert "  turns 2.2  v1 on 1" in step_line(calling.steps[-1], calling)
     for line in [shown(middle), *summary(middle, folder=RunFolder(tmp_path), violations=0)]:
         assert not re.search("episodes |turns|environment", line)
 
 
 def test_a_held_out_set_of_which_nothing_was_graded_says_so(middle: Snapshot, tmp_path: Path):
     none = replace(score(0, 0.0), mean=None, num_samples=0, num_failed=64)
-    assert score_line(none) == "version 0: heldout nothing was graded (0 answers, 64 failed)"
+    assert score_line(none) == "version 0: heldout reward: nothing was graded (0 answers, 64 failed)"
     now = replace(middle, scores=(none, score(4, 0.5)))
-    assert "heldout nothing was graded (version 0) -> 0.500 (version 4)" in shown(now)
-    assert "  held-out accuracy (heldout): nothing was graded at version 0, 0.500 at version 4" in summary(
+    assert "nothing was graded (v0) → 0.500 (v4)" in shown(now)
+    assert "  held-out reward (heldout): nothing was graded at version 0, 0.500 at version 4" in summary(
         now, folder=RunFolder(tmp_path), violations=0
     )
+
+
+def test_the_summary_of_a_run_with_one_evaluation_says_its_reward_once(middle: Snapshot, tmp_path: Path):
+    lines = summary(replace(middle, scores=(score(0, 0.25),)), folder=RunFolder(tmp_path), violations=0)
+    assert "  held-out reward (heldout): 0.250 at version 0" in lines

@@ -16,7 +16,7 @@ from dora.trainer.model import Policy, make_mesh
 from dora.trainer.packing import Layout
 from dora.trainer.publish import Publisher
 from dora.trainer.step import Trainer
-from dora.transport.messages import MicroBatchDone, empty_micro_batch
+from dora.transport.messages import MicroBatchDone, RankSpans, empty_micro_batch
 from dora.weights.store import VersionStore, checksum_of_files
 
 CHAIN = "0a1b2c3d4e5f"
@@ -60,7 +60,7 @@ def test_a_wave_of_another_history_is_not_trained(tmp_path):
         trainer.train(msgspec.structs.replace(batch, parent="another"))
     assert end.sent == []
     trainer.train(msgspec.structs.replace(batch, parent=CHAIN))
-    assert [type(message) for message in end.sent] == [MicroBatchDone]
+    assert [type(message) for message in end.sent] == [RankSpans, MicroBatchDone]
 
 
 def test_a_version_recomputed_with_other_bytes_keeps_the_first_and_reports_the_difference(tmp_path):

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as stnp
 
-from dora.core.ids import StepId, VersionId
+from dora.core.ids import StepId, TrajectoryId, VersionId
 from dora.errors import ProtocolError
 from dora.transport.codec import decode, encode
 from dora.transport.messages import (
@@ -37,7 +37,7 @@ def values(annotation: Any) -> st.SearchStrategy[Any]:
         return stnp.arrays(get_args(get_args(annotation)[1])[0], stnp.array_shapes(min_dims=0, max_dims=3, min_side=0))
     if annotation in WIRE_TYPES or annotation is TrainerSettings:
         return st.builds(annotation, **{name: values(hint) for name, hint in get_type_hints(annotation).items()})
-    if annotation in (int, StepId, VersionId):
+    if annotation in (int, StepId, TrajectoryId, VersionId):
         return st.integers(-(2**63), 2**63 - 1)
     return st.from_type(annotation)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dora.core.strategies import Pause
-from dora.engine.api import Capabilities, GenerateRequest, GenerateResult, KvUse, OnTokens
+from dora.engine.api import Capabilities, GenerateRequest, GenerateResult, KvUse, OnStage, OnTokens, no_stage
 from dora.engine.sglang.client import EngineClient
 from dora.engine.sglang.distributed import Distributed
 from dora.engine.sglang.probe import probe
@@ -51,9 +51,25 @@ class SglangEngine:
     async def resume(self, url: str) -> None:
         await self.client.resume(url)
 
-    async def push(self, url: str, *, folder: Path, label: str, timeout_s: float, live: Pause | None) -> None:
-        server = PushTarget(self.client, url)
-        await push(server, folder=folder, label=label, timeout_s=timeout_s, transfer=self.transfer, live=live)
+    async def push(
+        self,
+        url: str,
+        *,
+        folder: Path,
+        label: str,
+        timeout_s: float,
+        live: Pause | None,
+        on_stage: OnStage = no_stage,
+    ) -> None:
+        await push(
+            PushTarget(self.client, url),
+            folder=folder,
+            label=label,
+            timeout_s=timeout_s,
+            transfer=self.transfer,
+            live=live,
+            on_stage=on_stage,
+        )
 
     @asynccontextmanager
     async def sending(

@@ -17,12 +17,22 @@ from pathlib import Path
 from typing import Final, Literal, Protocol
 
 from dora.core.strategies import Pause
+from dora.engine.api import OnStage, PushStage, no_stage
 from dora.engine.errors import PushFailed
 from dora.engine.paths import map_path
 from dora.engine.sglang.target import PushTarget
 from dora.errors import RemoteError
 
 Stage = Literal["drain", "pause", "update", "flush after update", "read back", "continue", "verify"]
+_REPORTED: Final[Mapping[Stage, PushStage]] = {
+    "drain": "drain",
+    "pause": "drain",
+    "update": "load",
+    "flush after update": "verify",
+    "read back": "verify",
+    "continue": "verify",
+    "verify": "verify",
+}
 
 #: A server frees a finished request shortly after its last chunk; after this time, the request is a real one.
 DRAIN_TIMEOUT_S: Final = 5.0
@@ -60,9 +70,15 @@ DISK: Final = Disk()
 class _Progress:
     """The progress of a push, for error reports."""
 
+    on_stage: OnStage
     stage: Stage = "drain"
     doubtful: bool = False  # once the update was sent, or if the server was not resumed
     also: str = ""  # a second failure, after the first
+
+    def enter(self, stage: Stage) -> None:
+        """Begin a stage."""
+        self.stage = stage
+        self.on_stage(_REPORTED[stage])
 
 
 async def push(
@@ -73,23 +89,25 @@ async def push(
     timeout_s: float,
     transfer: Transfer = DISK,
     live: Pause | None = None,
+    on_stage: OnStage = no_stage,
 ) -> None:
     """Push the weights in `folder` to an empty server or, with `live`, to one whose requests continue under them."""
-    progress = _Progress()
+    progress = _Progress(on_stage)
+    progress.enter("drain")
     update = partial(transfer.update, server, folder, label, timeout_s=timeout_s)
     try:
         async with asyncio.timeout(timeout_s):
             if live is None:
                 await _wait_until_empty(server)
-            progress.stage = "pause"
+            progress.enter("pause")
             try:
                 await _replace_weights(server, update, label=label, live=live, progress=progress)
             except BaseException:  # including cancellation: a paused server would block all later requests
                 await _resume_after_failure(server, progress)
                 raise
-            progress.stage = "continue"
+            progress.enter("continue")
             await server.resume()
-            progress.stage = "verify"
+            progress.enter("verify")
             await transfer.verify(server, folder, timeout_s=timeout_s)
     except TimeoutError as err:
         reason = f"the push did not end within {timeout_s:g} s{progress.also}"
@@ -112,13 +130,14 @@ async def _replace_weights(
     server: PushTarget, update: Callable[[], Awaitable[None]], *, label: str, live: Pause | None, progress: _Progress
 ) -> None:
     await server.pause(live or "in_place")
-    progress.stage, progress.doubtful = "update", True
+    progress.enter("update")
+    progress.doubtful = True
     await update()
-    progress.stage = "flush after update"
+    progress.enter("flush after update")
     if live != "in_place" and not await server.flush_cache() and live is None:
         # (SGLang before 0.5.21 refuses while retracted requests are queued; what it keeps has the old version's key.)
         raise RemoteError("a request arrived during the push; it may have seen both versions")
-    progress.stage = "read back"
+    progress.enter("read back")
     if (held := await server.weight_version()) != label:
         raise RemoteError(f"the server reports version '{held}', expected '{label}'")
 

@@ -1,0 +1,99 @@
+"""The status of a run in its folder, so that `dora status` also shows a run that has ended, or a copy of one.
+
+Invariant: the file is a whole status, of the last seconds while the run goes on, and of the end after it. It is only
+shown: nothing is decided by it, and a run goes on if it cannot be written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from dora import files
+from dora.errors import ConfigError, DoraError
+from dora.journal.run_folder import RunFolder
+from dora.status.client import fetch
+from dora.status.groups import GroupRow
+from dora.status.sentence import ENDED, sentence
+from dora.status.snapshot import Snapshot
+
+SAVE_EVERY_S: Final = 5.0
+#: A running run whose file is older has ended without notice. Hosts that share the folder may differ in time by less.
+FRESH_S: Final = 60.0
+_ANSWER_S: Final = 3.0
+
+
+class SavedStatus(msgspec.Struct, frozen=True):
+    """The contents of status.json."""
+
+    at: float  #: seconds since 1970
+    url: str  #: of the status endpoint, while the run goes on
+    snapshot: Snapshot
+    groups: tuple[GroupRow, ...] = ()  #: the step being formed
+
+
+@asynccontextmanager
+async def saved_status(
+    path: Path, snapshot: Callable[[], Snapshot], *, url: str, groups: Callable[[], Iterable[GroupRow]] = tuple
+) -> AsyncIterator[None]:
+    """Keep the file up to date while the context is open, and write the last status at its end."""
+    closing = asyncio.Event()
+
+    async def save() -> None:
+        is_last = False
+        while not is_last:
+            is_last = closing.is_set()
+            saved = SavedStatus(time.time(), url, snapshot(), tuple(groups()))
+            await asyncio.to_thread(_write, path, msgspec.json.encode(saved))
+            with suppress(TimeoutError):
+                async with asyncio.timeout(SAVE_EVERY_S):
+                    await closing.wait()
+
+    task = asyncio.create_task(save(), name="saved-status")
+    try:
+        yield
+    finally:
+        closing.set()
+        await task
+
+
+def read_saved(folder: Path) -> SavedStatus:
+    """Return what status.json of a run folder has."""
+    run = RunFolder.open(folder)
+    try:
+        return msgspec.json.decode(run.status.read_bytes(), type=SavedStatus)
+    except FileNotFoundError:
+        raise ConfigError(f"{folder}: has no {run.status.name}: did the run never start?") from None
+    except OSError as err:
+        raise ConfigError(f"{run.status}: cannot be read: {err.strerror}") from err
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as err:
+        raise ConfigError(f"{run.status}: is not the status of a run: {err}") from err
+
+
+async def read_status(folder: Path) -> Snapshot:
+    """Return the status of the run in a folder: from the run itself if it goes on, else as it was at the end."""
+    saved = read_saved(folder)
+    if saved.snapshot.phase in ENDED:
+        return saved.snapshot
+    if abs(time.time() - saved.at) > FRESH_S:
+        ended = replace(saved.snapshot, phase="interrupted", reason="the controller ended without notice")
+        return replace(ended, sentence=sentence(ended))
+    with suppress(DoraError):
+        live = await fetch(saved.url, timeout_s=_ANSWER_S)
+        if live.run_id == saved.snapshot.run_id:
+            return live
+    return saved.snapshot
+
+
+def _write(path: Path, data: bytes) -> None:
+    written = path.with_name(f".{path.name}")
+    with suppress(OSError):  # it is not essential
+        files.write_new(written, data)
+        files.rename(written, path)

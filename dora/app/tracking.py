@@ -1,0 +1,76 @@
+"""The trackers of a run: a process each, which reads metrics.jsonl and to which nothing is sent.
+
+A process that ends is started again, after ever longer pauses. At the end of the run all get the same limited time to
+log what is left; what a record then lacks is said in one line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Final
+
+import structlog
+
+from dora.config.schema import TrackingConfig
+from dora.errors import RemoteError
+from dora.journal.run_folder import RunFolder
+from dora.node.plan import plan_tracker
+from dora.node.supervise import Child, Node
+from dora.trackers.follow import num_rows, read_position
+from dora.trackers.kinds import title, tracker_env
+
+log = structlog.get_logger(__name__)
+
+#: Pauses before a process is started again; after the last one it is left to `dora track`.
+PAUSES_S: Final = (5.0, 20.0, 60.0)
+
+
+@asynccontextmanager
+async def tracking(
+    config: TrackingConfig, folder: RunFolder, node: Node, *, lease: Path, tell: Callable[[str], None]
+) -> AsyncIterator[None]:
+    """Run the trackers while the context is open."""
+    children = [
+        node.add(
+            plan_tracker(
+                folder.root,
+                name,
+                title=title(name),
+                lease=lease,
+                env=tracker_env(name, os.environ, passed=config.pass_environment),
+            )
+        )
+        for name in config.trackers
+    ]
+    keeping = [asyncio.create_task(_keep(child), name=child.plan.name) for child in children]
+    try:
+        yield
+    finally:
+        for task in keeping:
+            task.cancel()
+        await asyncio.gather(*keeping, return_exceptions=True)
+        await asyncio.gather(*(child.finish(timeout_s=config.end_timeout_s) for child in children))
+        for name in config.trackers:
+            if line := _missing(folder, name):
+                tell(line)
+
+
+async def _keep(child: Child) -> None:
+    """Start a tracker, and start it again when it has ended."""
+    for pause_s in (0.0, *PAUSES_S):
+        await asyncio.sleep(pause_s)
+        with suppress(RemoteError):  # its log cannot be written
+            await child.start()
+            log.warning("tracker_ended", reason=await child.ended())
+
+
+def _missing(folder: RunFolder, name: str) -> str:
+    """Say what the record in a tracker lacks; "" if nothing."""
+    rows, logged = num_rows(folder), read_position(folder.tracker(title(name))).rows
+    if logged >= rows:
+        return ""
+    return f"{title(name)} has {logged} of {rows} rows of this run; finish with dora track {folder.root}"

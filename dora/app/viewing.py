@@ -1,0 +1,68 @@
+"""What a run folder shows: the same page as a run that goes on, served or as one file."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+from dora.app.saved_status import read_saved, read_status
+from dora.errors import ConfigError
+from dora.journal.run_folder import RunFolder
+from dora.status.assets import assets
+from dora.status.data import RECORDED, RunData
+from dora.status.groups import GroupRow
+from dora.status.page_server import PageServer
+from dora.status.records import HTTP_BOUNDS, Bounds, Records
+from dora.status.report import report
+from dora.status.snapshot import Snapshot
+
+#: Largest report.
+MAX_REPORT_BYTES: Final = 5 * 10**6
+#: Bounds of a report to begin with.
+_REPORT_ROWS: Final = 1_000
+_REPORT_BYTES: Final = 2**20
+_REPORT_SAMPLES: Final = 50
+
+
+def folder_data(path: Path, *, bounds: Bounds = HTTP_BOUNDS) -> RunData:
+    """Return what a run folder shows, now or as it was at the end; ConfigError if it is none."""
+    folder = RunFolder.open(path)
+    read_saved(path)
+
+    async def snapshot() -> Snapshot:
+        return await read_status(path)
+
+    async def groups() -> Sequence[GroupRow]:
+        return (await asyncio.to_thread(read_saved, path)).groups
+
+    return RunData(snapshot=snapshot, groups=groups, records=Records(folder, bounds=bounds), folder=path)
+
+
+def folder_server(path: Path, *, host: str, port: int) -> PageServer:
+    """Return the server of a run folder's page."""
+    return PageServer(folder_data(path), host=host, port=port, token=samples_token(path))
+
+
+def samples_token(path: Path) -> str:
+    """Return the token of the run's status endpoint; a random one if the folder has none."""
+    with suppress(OSError, UnicodeDecodeError):
+        if token := RunFolder(path).status_token.read_text(encoding="utf-8").strip():
+            return token
+    return secrets.token_hex(16)
+
+
+async def make_report(path: Path) -> bytes:
+    """Return the page with all that it shows as one HTML file of at most MAX_REPORT_BYTES."""
+    for halvings in range(8):
+        bounds = Bounds(
+            rows=_REPORT_ROWS >> halvings, size=_REPORT_BYTES >> halvings, samples=_REPORT_SAMPLES >> halvings
+        )
+        data = folder_data(path, bounds=bounds)
+        html = report(assets(), await data.present() | {name: await data.rows(name) for name in RECORDED})
+        if len(html) <= MAX_REPORT_BYTES:
+            return html
+    raise ConfigError(f"{path}: has rows that are too long for a report of {MAX_REPORT_BYTES / 1e6:g} MB")

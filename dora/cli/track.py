@@ -1,0 +1,51 @@
+"""`dora track`, and the hidden `dora follow`, which the controller starts for each tracker."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from dora.cli.serve import watch_own_lease
+from dora.config.load import load
+from dora.errors import ConfigError
+from dora.journal.access import set_umask
+from dora.journal.run_folder import RunFolder
+from dora.node.lease import hold
+from dora.trackers.follow import follow as follow_rows
+from dora.trackers.kinds import require_installed, title
+
+#: Of a tracker's process: generation and training come first.
+NICENESS = 10
+
+
+def track(path: Path, *, to: Sequence[str] | None) -> None:
+    folder = RunFolder.open(path)
+    overrides = [f"tracking.trackers={list(to)!r}"] if to else []
+    config = load(folder.config, overrides, environ={})
+    trackers = config.tracking.trackers
+    if not trackers:
+        raise ConfigError(f"{path}: tracking.trackers of this run is empty; choose one with --to")
+    require_installed(trackers)
+    set_umask(config.run.group)
+    ended = threading.Event()
+    ended.set()
+    with ExitStack() as held:
+        held.enter_context(hold(folder.lock))
+        for name in trackers:
+            rows = follow_rows(folder, name, project=config.tracking.project, ended=ended)
+            sys.stdout.write(f"{title(name):<13}{rows} rows, complete\n")
+
+
+def follow(path: Path, name: str) -> None:
+    """Log until SIGTERM, and then what is left."""
+    os.nice(NICENESS)
+    watch_own_lease()
+    folder = RunFolder.open(path)
+    ended = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: ended.set())
+    follow_rows(folder, name, project=load(folder.config, environ={}).tracking.project, ended=ended)

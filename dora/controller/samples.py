@@ -1,0 +1,132 @@
+"""Samples in full, for people to read: trajectories.jsonl, with answers that were trained, dropped or held out.
+
+Invariant: a line is about something that the journal has, and no trajectory is there twice. Samples of dropped groups
+are written with the next step. The file is bounded: once it is full, that is said and nothing more is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeVar
+
+import numpy as np
+from msgspec.structs import replace
+
+from dora.controller.evaluations import Evaluations
+from dora.controller.trajectories import Trajectories, TrajectoryRecord
+from dora.controller.turns import Turns
+from dora.core import commands as cmd
+from dora.core.ids import GroupId, StepId, TrajectoryId, VersionId
+from dora.core.tables import Group
+from dora.journal.deep import EVALUATION, KeptTrajectory
+from dora.tasks.tokenizer import Tokenizer
+from dora.transport.messages import TrainerLogprobs
+
+T = TypeVar("T")
+#: Of an evaluation sample, which belongs to no group.
+NO_GROUP = GroupId(-1)
+
+
+class Samples:
+    """Chooses trajectories, and describes them."""
+
+    def __init__(
+        self,
+        trajectories: Trajectories,
+        *,
+        evaluations: Evaluations,
+        tokenizer: Tokenizer,
+        turns: Turns,
+        tags: dict[GroupId, VersionId],
+        keep: int,
+    ) -> None:
+        """`tags`: versions of the groups that may still be dropped. `keep`: number per step of trained trajectories and
+        of dropped ones, and per evaluation.
+        """
+        self._trajectories = trajectories
+        self._evaluations = evaluations
+        self._tokenizer = tokenizer
+        self._turns = turns
+        self._tags = tags
+        self._keep = keep
+        self._dropped: list[KeptTrajectory] = []  # since the last step
+        self._trainer_logprobs: dict[TrajectoryId, tuple[float, ...]] = {}
+
+    def on_logprobs(self, message: TrainerLogprobs) -> None:
+        """Note the log-probs of an answer in the pass that trained it."""
+        rounded = np.round(message.logprobs.astype(np.float64), 6)
+        self._trainer_logprobs[message.trajectory] = tuple(rounded.tolist())
+
+    def on_commands(self, commands: Iterable[cmd.Command]) -> None:
+        """Keep a sibling of each group that is dropped, before its tokens are forgotten."""
+        for command in commands:
+            if isinstance(command, cmd.AdmitGroup):
+                self._tags[command.group] = command.version
+            elif isinstance(command, cmd.CommitGroup):
+                self._tags.pop(command.group, None)
+            elif isinstance(command, cmd.DropGroup):
+                self._drop(command, self._tags.pop(command.group))
+
+    def _drop(self, order: cmd.DropGroup, version: VersionId) -> None:
+        """Keep the first sibling that has tokens."""
+        if len(self._dropped) >= self._keep:
+            return
+        for trajectory, reward in zip(self._trajectories.siblings(order.group), order.rewards, strict=True):
+            record = self._trajectories.records.get(trajectory)
+            if record is not None and record.tokens:
+                outcome = f"{order.outcome}: {order.reason}"
+                kept = self._describe(trajectory, record, step=StepId(-1), version=version, outcome=outcome)
+                self._dropped.append(replace(kept, group=order.group, reward=reward))
+                return
+
+    def of_step(self, groups: Sequence[Group], *, step: StepId) -> Iterator[KeptTrajectory]:
+        """Yield what is kept of a trained step: a graded sibling of evenly spread groups, first of those whose
+        log-probs the trainer has sent, and what was dropped since the step before.
+        """
+        sent = [g for g in groups if any(t.id in self._trainer_logprobs for t in g.trajectories)]
+        others = [g for g in groups if g not in sent]
+        chosen = self._spread(sent)
+        for group in [*chosen, *self._spread(others)[: self._keep - len(chosen)]]:
+            graded = [t for t in group.trajectories if t.reward is not None]
+            trajectory = next((t for t in graded if t.id in self._trainer_logprobs), graded[0])
+            record = self._trajectories.records[trajectory.id]
+            kept = self._describe(trajectory.id, record, step=step, version=group.version, outcome="trained")
+            logprobs = self._trainer_logprobs.get(trajectory.id, ())
+            yield replace(kept, group=group.id, reward=trajectory.reward, trainer_logprobs=logprobs)
+        for kept in self._dropped:
+            yield replace(kept, step=step)
+        self._dropped, self._trainer_logprobs = [], {}
+
+    def of_evaluation(self, version: VersionId, *, trained: StepId) -> Iterator[KeptTrajectory]:
+        """Yield what is kept of an evaluation: evenly spread samples. `trained`: steps trained so far."""
+        for trajectory in self._spread(self._evaluations.ids(version)):
+            record = self._trajectories.records[trajectory]
+            step = StepId(trained - 1)
+            yield self._describe(trajectory, record, step=step, version=version, outcome=EVALUATION)
+
+    def _spread(self, of: Sequence[T]) -> Sequence[T]:
+        """Return as many as are kept, evenly spread."""
+        return of[:: max(1, len(of) // self._keep)][: self._keep] if self._keep else []
+
+    def _describe(
+        self, trajectory: TrajectoryId, record: TrajectoryRecord, *, step: StepId, version: VersionId, outcome: str
+    ) -> KeptTrajectory:
+        return KeptTrajectory(
+            step=step,
+            group=NO_GROUP,
+            trajectory=trajectory,
+            version=version,
+            reward=record.reward,
+            truncated=record.truncated,
+            prompt=record.prompt.text,
+            text=self._tokenizer.decode(record.tokens.tolist()),
+            prompt_tokens=record.prompt.tokens,
+            tokens=tuple(record.tokens),
+            logprobs=tuple(record.logprobs),
+            observed=tuple(record.observed),
+            forks=tuple(record.forks),
+            turn_rewards=tuple(record.turn_rewards),
+            calls_s=self._turns.calls_s(trajectory),
+            outcome=outcome,
+            answer=record.prompt.answer,
+        )

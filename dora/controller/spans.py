@@ -1,0 +1,370 @@
+"""What every rank and every instance did at any time: spans.jsonl, and the time added up from it.
+
+dora/journal/spans.py describes the files. Invariant: the spans of a lane neither overlap nor leave holes, across
+resumes too: each begins where the one before ended. Lines are written once the event after them is on the disk; what a
+crash cut off is filled in by a resume, with what the journal says the instance did last.
+
+Ranks report durations, by their own clocks. Their spans are placed by the arrival of the message that took least time
+of the last ones, so that a difference between clocks, even a slow drift, does not matter.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from dora import files
+from dora.controller.timeline import Doing, Timeline
+from dora.core import commands as cmd
+from dora.core import events as ev
+from dora.core.ids import InstanceId, TrajectoryId
+from dora.core.state import State
+from dora.core.tables import Instance
+from dora.journal.run_folder import RunFolder
+from dora.journal.spans import Kind, encode_line, ends_by, read_spans, read_timeline
+from dora.status.activities import admission_refusal, instance_activity, waiting_cause
+from dora.transport.messages import RankSpans
+
+#: Number of messages of a rank over which the difference between its clock and the controller's is taken.
+RECENT_MESSAGES: Final = 64
+#: What a rank did from its last report until the controller was lost.
+UNREPORTED: Final = "unreported"
+#: Age from which on the reason why nothing is admitted is looked up again, for each instance: it costs as much.
+REFUSAL_S: Final = 1e-3
+#: Events after which any instance may do something else, or be empty for another reason.
+_SWEEPING: Final = (ev.Ticked, ev.StepTrained, ev.VersionPublished, ev.ControllerRestarted, ev.TrainerReady)
+
+
+class _Row(msgspec.Struct):
+    kind: str
+    at: float
+
+
+@dataclass(slots=True)
+class _Lane:
+    """The span that a lane is in."""
+
+    doing: Doing
+    since: float
+    counted: float  # up to when its time is added up
+
+
+@dataclass(slots=True)
+class _RankLane:
+    """Where a rank's spans end, and how its clock differs."""
+
+    until: float
+    differences: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_MESSAGES))
+
+    def end_of(self, message_until: float, *, arrived: float) -> float:
+        """Return when the last span of a message ended, by the controller's clock."""
+        self.differences.append(arrived - message_until)
+        return min(max(self.until, message_until + min(self.differences)), arrived)
+
+
+class SpanRecorder:
+    """Writer of spans.jsonl and timeline.jsonl, and keeper of seconds by activity."""
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        state: State,
+        *,
+        num_ranks: int,
+        time_scale: float,
+        now: Callable[[], float],
+        then: Callable[[int, Callable[[], None]], None],
+    ) -> None:
+        """`then`: calls a function once a journal position is on the disk. Reads what an earlier controller wrote."""
+        self._state = state
+        self._time_scale = time_scale
+        self._now = now
+        self._then = then
+        self._totals = _nothing_spent()
+        self._since_step = _nothing_spent()
+        self._lanes: dict[InstanceId, _Lane] = {}
+        self._stages: dict[InstanceId, str] = {}
+        self._where: dict[TrajectoryId, InstanceId] = {}
+        self._sampling: dict[InstanceId, set[TrajectoryId]] = {}  # residents with a token of their present request
+        self._refusal, self._refusal_at = "", -1.0
+        self._causes: deque[tuple[float, str]] = deque([(state.now, "start")])
+        self._waves_done = [0] * num_ranks
+        self._lines: list[bytes] = []
+        self._rows: list[bytes] = []
+        self._paths = (folder.spans, folder.timeline)
+        self._files = (
+            files.open_lines(folder.spans, is_known=partial(ends_by, at=state.now)),
+            files.open_lines(folder.timeline, is_known=partial(ends_by, at=state.now)),
+        )
+        rows = {row.kind: row.at + row.s for row in read_timeline(folder.timeline)}
+        self._timelines: dict[Kind, Timeline] = {
+            "rank": Timeline("rank", begin=rows.get("rank", 0.0)),
+            "instance": Timeline("instance", begin=rows.get("instance", 0.0)),
+        }
+        self._step_at = _last_step_at(folder.metrics)
+        ends = self._take_up(folder)
+        self._ranks = [_RankLane(ends.get(("rank", rank), 0.0)) for rank in range(num_ranks)]
+        for rank, lane in enumerate(self._ranks):
+            self._add_rank_span(rank, UNREPORTED, lane.until, state.now)
+            lane.until = state.now
+        for id, instance in state.instances.items():
+            self._sampling[id] = {*instance.residents}
+            self._where |= dict.fromkeys(instance.residents, id)
+            since = ends.get(("instance", id), state.now)
+            self._lanes[id] = _Lane(self._doing(instance), since, since)
+
+    def _take_up(self, folder: RunFolder) -> dict[tuple[Kind, int], float]:
+        """Count what was written before a resume; return the end of each lane."""
+        ends: dict[tuple[Kind, int], float] = {}
+        for kind, lane, start, end, activity, version in read_spans(folder.spans):
+            ends[kind, lane] = end
+            self._count(kind, lane, (activity, version), start, end, is_new=False)
+        return ends
+
+    # -- what happens ---------------------------------------------------------------------------------------------
+
+    def on_event(self, event: ev.Event, commands: Sequence[cmd.Command], *, position: int) -> None:
+        """Note what an event and the commands it led to change."""
+        if isinstance(event, ev.ProgressReported) and not commands:
+            return  # the most frequent event, after which every instance does what it did
+        touched = self._note(event, commands)
+        if isinstance(event, _SWEEPING):
+            touched = {*self._state.instances, *self._lanes}
+            self._refusal_at = -1.0
+        for id in touched:
+            self._look(id, event.at)
+        self._note_cause(event.at)
+        if isinstance(event, ev.Ticked):
+            self._end_rows(event.at)
+        if self._lines or self._rows:
+            self._then(position, partial(self._write, self._take()))
+
+    def _note(self, event: ev.Event, commands: Iterable[cmd.Command]) -> set[InstanceId]:
+        """Note where trajectories are; return the instances concerned."""
+        touched: set[InstanceId] = set()
+        if (trajectory := getattr(event, "trajectory", None)) is not None:
+            if not isinstance(event, ev.TrajectoryGraded) and (place := self._where.pop(trajectory, None)) is not None:
+                self._sampling.get(place, set()).discard(trajectory)
+                touched.add(place)
+        elif (instance := getattr(event, "instance", None)) is not None:
+            touched.add(instance)
+            if isinstance(event, ev.InstanceLost):
+                self._sampling.pop(instance, None)
+        elif isinstance(event, ev.ControllerRestarted):
+            self._sampling.clear()
+        for command in commands:
+            if isinstance(command, cmd.Generate):
+                self._where[command.trajectory] = command.instance
+                self._sampling.setdefault(command.instance, set()).discard(command.trajectory)
+                touched.add(command.instance)
+            elif isinstance(command, cmd.PushWeights):
+                self._stages[command.instance] = "wait"
+                touched.add(command.instance)
+        return touched
+
+    def on_first_token(self, trajectory: TrajectoryId) -> None:
+        """Note that a request got its first token."""
+        place = self._where.get(trajectory)
+        if place is not None:
+            sampling = self._sampling.setdefault(place, set())
+            sampling.add(trajectory)
+            if len(sampling) == 1:
+                self._look(place, self._now())
+
+    def on_push_stage(self, id: InstanceId, stage: str) -> None:
+        """Note the stage that a push has reached."""
+        self._stages[id] = stage
+        self._look(id, self._now())
+
+    def on_wave_done(self, rank: int) -> None:
+        """Note that a rank has ended a micro-batch."""
+        self._waves_done[rank] += 1
+        self._note_cause(self._now())
+
+    def on_rank_spans(self, rank: int, message: RankSpans) -> None:
+        """Place the spans of a rank."""
+        lane, scale = self._ranks[rank], self._time_scale
+        end = lane.end_of(message.until * scale, arrived=self._now())
+        rest = sum(seconds for _, seconds in message.spans) * scale
+        if message.spans[0][0] == "start":
+            self._add_rank_span(rank, "start", lane.until, end - rest)  # until its process began
+            lane.until = max(lane.until, end - rest)
+        for activity, seconds in message.spans:
+            rest -= seconds * scale
+            self._place(rank, activity, max(lane.until, end - rest))
+        self._forget_causes()
+
+    def _place(self, rank: int, activity: str, until: float) -> None:
+        lane = self._ranks[rank]
+        if activity == "waiting":
+            for cause, end in self._causes_until(lane.until, until):
+                self._add_rank_span(rank, f"waiting:{cause}", lane.until, end)
+                lane.until = end
+        else:
+            name = f"waiting:{activity}" if activity in ("slowest_rank", "publishing") else activity
+            self._add_rank_span(rank, name, lane.until, until)
+            lane.until = until
+
+    # -- results ----------------------------------------------------------------------------------------------------
+
+    def step_seconds(self) -> dict[str, dict[str, float]]:
+        """Return the seconds of ranks and instances by activity since the last call; those of ranks as reported."""
+        self._count_lanes(self._state.now)
+        found = {f"{kind}_s": _rounded(spent) for kind, spent in self._since_step.items()}
+        self._since_step = _nothing_spent()
+        self._step_at = self._state.now
+        return found
+
+    def seconds(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Return the seconds of all ranks, as reported, and of all instances by activity since the run began."""
+        self._count_lanes(self._state.now)
+        return _rounded(self._totals["rank"]), _rounded(self._totals["instance"])
+
+    def close(self) -> None:
+        """End all spans at the time of the last event, and close the files."""
+        now = self._state.now
+        for rank in range(len(self._ranks)):
+            self._place(rank, "waiting", max(now, self._ranks[rank].until))
+        for id in list(self._lanes):
+            self._end(id, now)
+        for timeline in self._timelines.values():
+            self._rows += map(encode_line, timeline.rows(now, partial=True))
+        with suppress(OSError):  # these lines are not essential
+            self._write(self._take())
+            for file, path in zip(self._files, self._paths, strict=True):
+                files.sync(path, file.fileno())
+        for file in self._files:
+            file.close()
+
+    # -- lanes ------------------------------------------------------------------------------------------------------
+
+    def _doing(self, instance: Instance) -> Doing:
+        if not instance.residents and self._state.now - self._refusal_at >= REFUSAL_S * len(self._state.instances):
+            self._refusal, self._refusal_at = admission_refusal(self._state), self._state.now
+        activity = instance_activity(
+            self._state,
+            instance,
+            stage=self._stages.get(instance.id, "wait"),
+            is_sampling=bool(self._sampling.get(instance.id)),
+            refusal=self._refusal,
+        )
+        return activity, instance.pushing if instance.pushing is not None else instance.version
+
+    def _look(self, id: InstanceId, at: float) -> None:
+        """End the span of an instance if it does something else now."""
+        instance, lane = self._state.instances.get(id), self._lanes.get(id)
+        if instance is None:
+            if lane is not None:
+                self._end(id, at)
+            return
+        doing = self._doing(instance)
+        if lane is not None and doing != lane.doing:
+            self._end(id, at)
+            self._lanes[id] = _Lane(doing, max(at, lane.since), max(at, lane.since))
+        elif lane is None:
+            self._lanes[id] = _Lane(doing, at, at)
+
+    def _end(self, id: InstanceId, at: float) -> None:
+        lane = self._lanes.pop(id)
+        self._count_lane(id, lane, at)
+        self._add_line("instance", id, lane.doing, lane.since, at)
+
+    def _count_lanes(self, until: float) -> None:
+        for id, lane in self._lanes.items():
+            self._count_lane(id, lane, until)
+
+    def _count_lane(self, id: InstanceId, lane: _Lane, until: float) -> None:
+        if until > lane.counted:
+            self._count("instance", id, lane.doing, lane.counted, until)
+            lane.counted = until
+
+    def _add_rank_span(self, rank: int, activity: str, start: float, end: float) -> None:
+        self._count("rank", rank, (activity, None), start, end)
+        self._add_line("rank", rank, (activity, None), start, end)
+
+    def _count(self, kind: Kind, lane: int, doing: Doing, start: float, end: float, *, is_new: bool = True) -> None:
+        """Add up a span. What ranks report after a step's row, of the time before, belongs to the next row."""
+        if end > start:
+            self._totals[kind][doing[0]] += end - start
+            begin = start if is_new and kind == "rank" else max(start, self._step_at)
+            if end > begin:
+                self._since_step[kind][doing[0]] += end - begin
+            self._timelines[kind].add(lane, doing, start, end)
+
+    def _add_line(self, kind: Kind, lane: int, doing: Doing, start: float, end: float) -> None:
+        start, end = round(start, 6), round(end, 6)
+        if end > start:
+            self._lines.append(encode_line((kind, lane, start, end, *doing)))
+
+    # -- causes -----------------------------------------------------------------------------------------------------
+
+    def _note_cause(self, at: float) -> None:
+        if not self._ranks:
+            return  # the run generates only
+        cause = waiting_cause(self._state)
+        if cause == "delivery" and len({*self._waves_done}) > 1:
+            cause = "slowest_rank"  # the ranks that are ahead wait for the others
+        if cause != self._causes[-1][1]:
+            self._causes.append((max(at, self._causes[-1][0]), cause))
+
+    def _causes_until(self, start: float, end: float) -> list[tuple[str, float]]:
+        """Return what was waited for in a span: each cause, and until when."""
+        found = []
+        ends = [at for at, _ in list(self._causes)[1:]] + [end]
+        for (_, cause), until in zip(self._causes, ends, strict=True):
+            if until > start:
+                found.append((cause, min(until, end)))
+            if until >= end:
+                break
+        return found
+
+    def _forget_causes(self) -> None:
+        known = min(lane.until for lane in self._ranks)
+        while len(self._causes) > 1 and self._causes[1][0] <= known:
+            self._causes.popleft()
+
+    # -- files ------------------------------------------------------------------------------------------------------
+
+    def _end_rows(self, at: float) -> None:
+        """Make the rows that are complete."""
+        if self._timelines["instance"].is_due(at):
+            self._count_lanes(at)
+        known = {"instance": at, "rank": min((lane.until for lane in self._ranks), default=at)}
+        for kind, timeline in self._timelines.items():
+            self._rows += map(encode_line, timeline.rows(known[kind]))
+
+    def _take(self) -> tuple[bytes, bytes]:
+        data = b"".join(self._lines), b"".join(self._rows)
+        self._lines, self._rows = [], []
+        return data
+
+    def _write(self, data: Sequence[bytes]) -> None:
+        for file, path, lines in zip(self._files, self._paths, data, strict=True):
+            if lines:
+                files.append(file, path, lines)
+
+
+def _nothing_spent() -> dict[Kind, defaultdict[str, float]]:
+    return {"rank": defaultdict(float), "instance": defaultdict(float)}
+
+
+def _rounded(spent: Mapping[str, float]) -> dict[str, float]:
+    return {activity: round(seconds, 6) for activity, seconds in sorted(spent.items())}
+
+
+def _last_step_at(metrics: Path) -> float:
+    """Return when the last step that has a row was trained; 0 without one."""
+    at = 0.0
+    if metrics.is_file():
+        for line in files.read_lines(metrics):
+            with suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+                row = msgspec.json.decode(line, type=_Row)
+                at = row.at if row.kind == "step" else at
+    return at

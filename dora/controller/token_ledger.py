@@ -1,0 +1,108 @@
+"""The account of sampled tokens: what became of each.
+
+Invariant: sampled = trained + the sum of `dropped` + in flight, at any time and across resumes; tokens of evaluation
+are apart. It is fed with events, the commands they led to, and counts of tokens as they arrive, so that a resume gets
+the same account from the journal and the token store. Tokens of observations were not sampled and are not in it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Final
+
+from dora.core import commands as cmd
+from dora.core import events as ev
+from dora.core.ids import GroupId, StepId, TrajectoryId, group_of
+from dora.status.facts import TokenAccount
+
+#: Of an answer without a reward, whose group was trained with its other answers.
+UNGRADED: Final = "failed: not graded"
+
+
+class TokenLedger:
+    """The account of one run."""
+
+    def __init__(self, *, group_size: int, is_replay: bool = False) -> None:
+        """`is_replay`: events come first, and the counts of tokens by `restore`."""
+        self._group_size = group_size
+        self._is_replay = is_replay
+        self._sampled = self._trained = self._evaluation = 0
+        self._dropped: defaultdict[str, int] = defaultdict(int)
+        self._open: dict[TrajectoryId, int] = {}  # tokens of trajectories in flight
+        self._committed: dict[StepId, list[GroupId]] = {}
+        self._ungraded: set[TrajectoryId] = set()
+        self._outcomes: dict[GroupId, str] = {}  # of dropped groups whose answers may still run; replay: of all
+
+    def append(self, trajectory: TrajectoryId, num_tokens: int) -> None:
+        """Count tokens as they arrive."""
+        if trajectory < 0:
+            self._evaluation += num_tokens
+            return
+        self._sampled += num_tokens
+        outcome = self._outcomes.get(self._group_of(trajectory))
+        if outcome is None:
+            self._open[trajectory] = self._open.get(trajectory, 0) + num_tokens
+        else:
+            self._put(trajectory, outcome, num_tokens)
+
+    def note(self, event: ev.Event, commands: Iterable[cmd.Command]) -> None:
+        """Note what became of groups and answers."""
+        if (isinstance(event, ev.TrajectoryGraded) and event.reward is None) or (
+            isinstance(event, ev.CallFinished) and event.failed
+        ):
+            self._ungraded.add(event.trajectory)
+        elif isinstance(event, ev.StepTrained):
+            self.train(event.step)
+        elif isinstance(event, ev.TrainerReady):
+            for step in [step for step in self._committed if step < event.step]:
+                self.train(step)
+        for command in commands:
+            if isinstance(command, cmd.DropGroup):
+                self._end(command.group, f"{command.outcome}: {command.reason}")
+            elif isinstance(command, cmd.CommitGroup):
+                self._committed.setdefault(command.step, []).append(command.group)
+            elif isinstance(command, cmd.ForgetGroups) and not self._is_replay:
+                for group in command.groups:
+                    self._outcomes.pop(group, None)
+
+    def train(self, step: StepId) -> None:
+        """Count the groups of a step as trained, once."""
+        for group in self._committed.pop(step, ()):
+            self._end(group, "")
+
+    def restore(self, sampled: Mapping[TrajectoryId, int]) -> None:
+        """Take in the tokens of all trajectories after a replay."""
+        for trajectory, num_tokens in sampled.items():
+            self.append(trajectory, num_tokens)
+        self._is_replay = False
+        self._outcomes = {group: outcome for group, outcome in self._outcomes.items() if outcome}
+
+    @property
+    def account(self) -> TokenAccount:
+        """The account now."""
+        return TokenAccount(
+            sampled=self._sampled,
+            trained=self._trained,
+            dropped=dict(self._dropped),
+            in_flight=sum(self._open.values()),
+            evaluation=self._evaluation,
+        )
+
+    def _end(self, group: GroupId, outcome: str) -> None:
+        """Count what a group has sampled. `outcome`: "" if it was trained."""
+        if outcome or self._is_replay:
+            self._outcomes[group] = outcome
+        for trajectory in range(group * self._group_size, (group + 1) * self._group_size):
+            self._put(TrajectoryId(trajectory), outcome, self._open.pop(TrajectoryId(trajectory), 0))
+
+    def _put(self, trajectory: TrajectoryId, outcome: str, num_tokens: int) -> None:
+        if not outcome and trajectory not in self._ungraded:
+            self._trained += num_tokens
+        elif num_tokens:
+            self._dropped[outcome or UNGRADED] += num_tokens
+        if not self._is_replay:
+            self._ungraded.discard(trajectory)
+
+    def _group_of(self, trajectory: TrajectoryId) -> GroupId:
+        return group_of(trajectory, group_size=self._group_size)

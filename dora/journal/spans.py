@@ -1,0 +1,79 @@
+"""The lines of spans.jsonl and timeline.jsonl, for whoever reads a run folder.
+
+A span is `[kind, lane, start, end, activity, version]`: kind `rank` or `instance`, times in seconds since the run
+began, version null without one. Lines of one lane are in order, those of different lanes are not.
+
+A row of the timeline is an object: `kind` as above, `at` and `s` where its bucket of time begins and how long it is,
+and `num_lanes`. `lanes` has the time of each lane as `[activity, version, seconds]`, in the order in which they began.
+With more than 64 lanes it has `folded` instead: the same, as lane-seconds over all lanes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Final, Literal, TypeVar
+
+import msgspec
+
+from dora import files
+
+Kind = Literal["rank", "instance"]
+#: Kind, lane, start, end, activity, version.
+SpanLine = tuple[Kind, int, float, float, str, int | None]
+#: Activity, version, seconds.
+Entry = tuple[str, int | None, float]
+
+
+class TimelineRow(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """What the lanes of one kind did in one bucket of time."""
+
+    kind: Kind
+    at: float
+    s: float
+    num_lanes: int
+    lanes: dict[int, list[Entry]] = msgspec.field(default_factory=dict)
+    folded: list[Entry] = msgspec.field(default_factory=list)
+
+
+#: Times are rounded to a microsecond.
+ROUNDING_S: Final = 2e-6
+
+Line = TypeVar("Line")
+_SPAN = msgspec.json.Decoder(SpanLine)
+_ROW = msgspec.json.Decoder(TimelineRow)
+
+
+def encode_line(line: SpanLine | TimelineRow) -> bytes:
+    """Return a line of either file."""
+    return msgspec.json.encode(line) + b"\n"
+
+
+def ends_by(line: bytes, at: float) -> bool:
+    """Whether what a line of either file says had ended by then; a damaged line is kept."""
+    with suppress(msgspec.MsgspecError, UnicodeDecodeError):
+        if line.startswith(b"["):
+            end: float = _SPAN.decode(line)[3]
+            return end <= at + ROUNDING_S
+        row = _ROW.decode(line)
+        return row.at + row.s <= at + ROUNDING_S
+    return True
+
+
+def read_spans(path: Path) -> Iterator[SpanLine]:
+    """Yield the spans of a run; damaged lines are left out."""
+    return _read(path, _SPAN)
+
+
+def read_timeline(path: Path) -> Iterator[TimelineRow]:
+    """Yield the rows of a timeline; damaged lines are left out."""
+    return _read(path, _ROW)
+
+
+def _read(path: Path, decoder: msgspec.json.Decoder[Line]) -> Iterator[Line]:
+    if not path.is_file():
+        return
+    for line in files.read_lines(path):
+        with suppress(msgspec.MsgspecError, UnicodeDecodeError):
+            yield decoder.decode(line)

@@ -1,0 +1,134 @@
+"""What an instance does, and what the trainer waits for, in one word: the activities of spans.jsonl.
+
+Invariant: pure, and never undecided: an instance always has exactly one activity, and the waiting trainer one cause.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from dora.core.admission import Refusal, why_not_admitted
+from dora.core.phases import PUSHING, GroupPhase, TrajectoryPhase, WeightsPhase
+from dora.core.state import State
+from dora.core.tables import Instance
+
+_LOST: Final = WeightsPhase.LOST  # globals: see core/tables.py
+_CALLING: Final = TrajectoryPhase.CALLING
+
+#: What a rank does.
+RANK: Final = {
+    "start": "from the beginning of the run: its process starts, loads the model and joins the others",
+    "packing": "takes a micro-batch apart, computes advantages, and lays out rows",
+    "forward_backward": "computes; waiting for other ranks inside a collective of FSDP2 is not told apart",
+    "optimizer": "closes an update: clipping, the update itself, and the sums of metrics",
+    "copying": "gathers the weights of the next version, and refreshes copies for reference and proximal policy",
+    "saving": "writes a checkpoint, and waits for the other ranks to do so",
+    "waiting:<cause>": "has nothing to do; see below",
+    "unreported": "did what the controller was not told before it ended",
+}
+#: What an instance does.
+INSTANCE: Final = {
+    "decoding": "at least one request gets tokens",
+    "prefill": "has requests, none of which has got a token yet",
+    "push:wait": "a push is ordered, and waits for its turn or for the version to be complete",
+    "push:drain": "is found empty and paused",
+    "push:load": "loads the weights",
+    "push:verify": "its weights are read back, and it goes on",
+    "empty:<cause>": "has no request that it could decode; see below",
+    "down": "is lost, or not up yet",
+}
+#: Why an instance decodes nothing, besides the refusals of admission (`dora.core.admission.Refusal`, in lower case).
+EMPTY: Final = {
+    "drained": "a user had it drained",
+    "new": "it is up and waits for its first version",
+    "quarantined": "its last push failed, and the next one waits",
+    "old_version": "it holds an older version, which gets no new groups, and waits for a push",
+    "calls": "its answers all call their environment",
+    "admitting": "a group may be admitted, and is about to be",
+}
+#: Why the trainer waits for a message.
+WAITING: Final = {
+    "start": "for its ranks",
+    "evaluation": "for the evaluation of version 0",
+    "generation": "for answers, which keep the instances busy",
+    "tail": "for the last answers: none is queued, and more than half of the slots are free",
+    "grading": "for graders: what they have would fill the step",
+    "publishing": "for the version that the last step made to be complete in the store",
+    "push": "for the newest version to reach an instance",
+    "admission": "for a group to be admitted",
+    "delivery": "for a micro-batch that is on its way: for the journal to be on the disk, and the network",
+    "slowest_rank": "for other ranks to end the same micro-batch, or to begin the same collective",
+    "end": "for the run to end",
+}
+
+
+def instance_activity(state: State, instance: Instance, *, stage: str, is_sampling: bool, refusal: str) -> str:
+    """Return what an instance does.
+
+    `stage`: of its push, if one is under way. `is_sampling`: whether a resident got a token of its present request.
+    `refusal`: why no group is admitted now (`admission_refusal`).
+    """
+    if instance.weights is _LOST:
+        return "down"
+    if instance.weights in PUSHING:
+        return f"push:{stage}"
+    if instance.residents:
+        if is_sampling:
+            return "decoding"
+        is_calling = all(t.phase is _CALLING for t in instance.residents.values())
+        return "empty:calls" if is_calling else "prefill"
+    return f"empty:{_why_empty(state, instance, refusal)}"
+
+
+def _why_empty(state: State, instance: Instance, refusal: str) -> str:
+    if not instance.is_member:
+        return "drained"
+    if refusal == Refusal.ENDED.name.lower():
+        return refusal
+    if instance.weights is WeightsPhase.BLANK:
+        return "new"
+    if instance.weights is WeightsPhase.QUARANTINED:
+        return "quarantined"
+    return refusal if instance.version == state.window.newest else "old_version"
+
+
+def admission_refusal(state: State) -> str:
+    """Return why no group is admitted now, or `admitting`; it looks at every instance of the newest version."""
+    if state.feed.trained >= state.settings.steps:
+        return Refusal.ENDED.name.lower()
+    refusal = why_not_admitted(state)
+    return refusal.name.lower() if refusal is not None else "admitting"
+
+
+def waiting_cause(state: State) -> str:
+    """Return what the trainer would wait for now if it had nothing to train; O(K)."""
+    feed = state.feed
+    if state.finished or feed.trained >= state.settings.steps:
+        return "end"
+    if feed.open_step is None:
+        return "start"
+    if feed.idle_since is None:
+        return "delivery"
+    if state.ledger.admitted == 0 and state.evaluation.version == 0:
+        return "evaluation"
+    counts, formation = state.ledger.counts, state.formation
+    grading, generating = counts[GroupPhase.GRADING], counts[GroupPhase.GENERATING]
+    if grading and (not generating or formation.committed + grading >= formation.step_size):
+        return "grading"
+    if generating:
+        return _generation(state)
+    newest = state.window.newest
+    if newest is None or newest < formation.step - state.settings.rules.max_staleness:
+        return "publishing"
+    return "admission" if state.entry(newest).serving else "push"
+
+
+def _generation(state: State) -> str:
+    """Return what answers wait for."""
+    running = queued = 0
+    for entry in state.window.entries.values():
+        queued += entry.num_waiting
+        running += entry.unfinished - entry.num_waiting
+        if entry.num_waiting and not entry.serving:
+            return "push"
+    return "generation" if queued or 2 * running >= state.num_slots else "tail"

@@ -1,0 +1,89 @@
+"""What the page shows of a run, as JSON by name: the same of a run that goes on and of a run folder.
+
+`status` is the snapshot, `groups` the step being formed (`GroupRow`), `info` what the run is and its evidence for C1,
+C2 and C3. `steps`, `timeline` and `samples` are rows of its files, from a line on (`Records`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from dora.status.groups import GroupRow
+from dora.status.records import Records
+from dora.status.sentence import ENDED
+from dora.status.snapshot import Snapshot, encode
+
+#: Names of what is about the present.
+CURRENT: Final = ("status", "info", "groups")
+#: Names of what is in files.
+RECORDED: Final = ("steps", "timeline", "samples")
+NAMES: Final = (*CURRENT, *RECORDED)
+_EMPTY: Final = b'{"rows":[],"next":0}'
+
+
+class Constraint(msgspec.Struct, frozen=True):
+    """The evidence for one constraint."""
+
+    name: str
+    meaning: str
+    counter: str  #: its field of `Snapshot.counts`
+    count: int  #: violations
+    by_design: str  #: how often the strategy broke it; "" if it keeps it
+
+
+class Info(msgspec.Struct, frozen=True):
+    """What a run is."""
+
+    run_id: str
+    live: bool  #: whether it goes on
+    constraints: tuple[Constraint, ...]
+    audit: str  #: the command that proves them from the journal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunData:
+    """The sources of one run. `records`: None if it has no folder."""
+
+    snapshot: Callable[[], Awaitable[Snapshot]]
+    groups: Callable[[], Awaitable[Sequence[GroupRow]]]
+    records: Records | None
+    folder: Path | None  #: as the user would write it
+
+    async def present(self) -> dict[str, bytes]:
+        """Return the JSON of each of CURRENT."""
+        now = await self.snapshot()
+        info, groups = _info(now, self.folder), await self.groups()
+        return {"status": encode(now), "info": msgspec.json.encode(info), "groups": msgspec.json.encode(groups)}
+
+    async def rows(self, name: str, *, since: int = 0) -> bytes:
+        """Return the JSON of one of RECORDED. `since`: the first line of the file."""
+        if self.records is None:
+            return _EMPTY
+        read = {"steps": self.records.steps, "timeline": self.records.timeline, "samples": self.records.samples}[name]
+        return await asyncio.to_thread(read, since)
+
+
+def _info(now: Snapshot, folder: Path | None) -> Info:
+    counts = now.counts
+    rows = (
+        ("C1", "no answer has tokens of two policy versions", "version_conflicts", counts.version_conflicts),
+        ("C2", "no answer is dropped or cut by the scheduler", "scheduling_aborts", counts.scheduling_aborts),
+        (
+            "C3",
+            f"no group is trained more than {now.max_staleness} steps after its version",
+            "staleness_violations",
+            counts.staleness_violations,
+        ),
+    )
+    return Info(
+        run_id=now.run_id,
+        live=now.phase not in ENDED,
+        constraints=tuple(Constraint(*row, now.by_design.get(row[0], "")) for row in rows),
+        audit=f"dora audit {folder if folder is not None else now.run_id}",
+    )

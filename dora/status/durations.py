@@ -1,0 +1,95 @@
+"""How long steps, requests, pushes, gradings and calls took, as histograms.
+
+Invariant: times are of this controller alone, from the events of the core; what has begun is forgotten at its end, and
+what begins again (a request that was moved, a push that is retried) is timed from then on.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+from dora.core import commands as cmd
+from dora.core import events as ev
+
+#: Upper bounds of the buckets, seconds; one more has no bound.
+BOUNDS_S: Final = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1_000.0, 3_000.0)
+#: What is timed, and how it is described.
+TIMED: Final = {
+    "step": "From the end of a step's training to that of the next.",
+    "generation": "Requests to instances, from the order to the end; an answer that is moved or calls has several.",
+    "push": "Weight pushes that were confirmed.",
+    "grading": "Grading of an answer, queueing included.",
+    "call": "Calls of environments, queueing included.",
+}
+
+
+@dataclass(slots=True)
+class DurationHistogram:
+    """Durations of one kind."""
+
+    counts: list[int] = field(default_factory=lambda: [0] * (len(BOUNDS_S) + 1))  #: by bucket
+    total_s: float = 0.0
+
+    def note(self, seconds: float) -> None:
+        """Add a duration; a bucket includes its upper bound."""
+        self.counts[bisect_left(BOUNDS_S, seconds)] += 1
+        self.total_s += seconds
+
+
+class _Timed(NamedTuple):
+    name: str  # of TIMED
+    of: str  # the attribute with the id
+
+
+_BEGINS: Final = {
+    cmd.Generate: _Timed("generation", "trajectory"),
+    cmd.PushWeights: _Timed("push", "instance"),
+    cmd.GradeTrajectory: _Timed("grading", "trajectory"),
+    cmd.CallEnvironment: _Timed("call", "trajectory"),
+}
+_ENDS: Final = {
+    ev.GenerationFinished: _Timed("generation", "trajectory"),
+    ev.GenerationStopped: _Timed("generation", "trajectory"),
+    ev.CallStarted: _Timed("generation", "trajectory"),
+    ev.WeightPushFinished: _Timed("push", "instance"),
+    ev.TrajectoryGraded: _Timed("grading", "trajectory"),
+    ev.CallFinished: _Timed("call", "trajectory"),
+    ev.GenerationFailed: _Timed("generation", "trajectory"),
+    ev.WeightPushFailed: _Timed("push", "instance"),
+}
+#: Ends whose durations are not noted.
+_FAILURES: Final = (ev.GenerationFailed, ev.WeightPushFailed)
+
+
+class Durations:
+    """The histograms of a run, by the names of TIMED."""
+
+    def __init__(self) -> None:
+        self.histograms = {name: DurationHistogram() for name in TIMED}
+        self._began: dict[tuple[str, int], tuple[int, float]] = {}  # attempt and time, by name and id
+        self._trained_at: float | None = None  # None until the first event of this controller
+
+    def note(self, event: ev.Event, commands: Sequence[cmd.Command]) -> None:
+        """Take in an event of the core with its commands."""
+        if self._trained_at is None:
+            self._trained_at = event.at
+        if isinstance(event, ev.StepTrained):
+            self.histograms["step"].note(event.at - self._trained_at)
+            self._trained_at = event.at
+        elif (timed := _ENDS.get(type(event))) is not None:
+            self._end(timed, event)
+        for command in commands:
+            if (timed := _BEGINS.get(type(command))) is not None:
+                id, attempt = getattr(command, timed.of), command.attempt  # type: ignore[attr-defined]
+                self._began[timed.name, id] = attempt, event.at
+
+    def _end(self, timed: _Timed, event: ev.Event) -> None:
+        key = timed.name, getattr(event, timed.of)
+        attempt, began = self._began.get(key, (None, 0.0))
+        if attempt == event.attempt:  # type: ignore[attr-defined]
+            del self._began[key]
+            if not isinstance(event, _FAILURES):
+                self.histograms[timed.name].note(event.at - began)

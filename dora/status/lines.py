@@ -1,0 +1,89 @@
+"""Reading a file of lines that grows, so that no line is read twice to find out what is new.
+
+Invariant: only complete lines count. A file that was cut (a resume does that) or replaced is read again.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+#: Number of bytes at the end of what was read that must still be there, or the file is another one.
+_CHECKED_BYTES = 256
+
+
+class Lines:
+    """Where the lines of a file are, and of which kind."""
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        kind_of: Callable[[bytes], str | None],
+        on_line: Callable[[str, bytes], None] = lambda kind, line: None,
+        on_reset: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`kind_of`: of a line; None if it is not shown. `on_line`: called once with kind and text of each
+        line that is shown, and `on_reset` before all of them are shown again.
+        """
+        self.path = path
+        self._kind_of = kind_of
+        self._on_line = on_line
+        self._on_reset = on_reset
+        self._forget()
+
+    def _forget(self) -> None:
+        self.count = 0  #: lines of the file
+        self._size = 0  # bytes of these lines
+        self._tail = b""  # their last bytes
+        self._numbers: dict[str, array[int]] = {}  # kind -> numbers of its lines
+        self._starts: dict[str, array[int]] = {}  # the same -> where they begin
+
+    def refresh(self) -> None:
+        """Read what was added; a file that is missing has no lines."""
+        try:
+            file = self.path.open("rb")
+        except OSError:
+            self._reset()
+            return
+        with file:
+            file.seek(self._size - len(self._tail))
+            if file.read(len(self._tail)) != self._tail:
+                self._reset()
+                file.seek(0)
+            for line in file:
+                if line.endswith(b"\n"):
+                    self._add(line)
+
+    def _reset(self) -> None:
+        if self.count:
+            self._forget()
+            self._on_reset()
+
+    def _add(self, line: bytes) -> None:
+        kind = self._kind_of(line)
+        if kind is not None:
+            self._numbers.setdefault(kind, array("q")).append(self.count)
+            self._starts.setdefault(kind, array("q")).append(self._size)
+            self._on_line(kind, line)
+        self.count += 1
+        self._size += len(line)
+        self._tail = (self._tail + line)[-_CHECKED_BYTES:]
+
+    def numbers(self, kind: str, *, since: int) -> Sequence[int]:
+        """Return the numbers of the lines of a kind, from line `since` on."""
+        found = self._numbers.get(kind, array("q"))
+        return found[bisect_left(found, since) :]
+
+    def read(self, kind: str, numbers: Sequence[int]) -> list[bytes]:
+        """Return lines of a kind by their numbers, without the line end; those that are gone by now are left out."""
+        known, starts = self._numbers.get(kind, ()), self._starts.get(kind, ())
+        lines = []
+        with suppress(OSError), self.path.open("rb") as file:
+            for number in numbers:
+                file.seek(starts[bisect_left(known, number)])
+                lines.append(file.readline().rstrip(b"\n"))
+        return lines

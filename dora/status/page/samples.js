@@ -1,0 +1,68 @@
+// Sampled answers, newest first: prompt, answer, reference, reward, version. Everything in them is text.
+
+import { byId, element, say } from "./dom.js";
+import { chip } from "./forming.js";
+import { count, number, plural } from "./format.js";
+import { Refused, Rows, setToken } from "./source.js";
+
+const AT_ONCE = 5, KEPT = 500;
+
+/** trained, evaluation or dropped. */
+const kindOf = (k) => (["trained", "evaluation"].includes(k.outcome ?? "trained") ? (k.outcome ?? "trained") : "dropped");
+
+function outcomeText(k) {
+  if (kindOf(k) === "trained") return `trained in step ${count(k.step + 1)}`;
+  return kindOf(k) === "evaluation" ? "held-out" : `dropped: ${k.outcome.replace(/^\w+: /, "")}`;
+}
+
+function sampleNode(k) {
+  const field = (name, text) => [element("dt", {}, name), element("dd", {}, element("pre", {}, text))];
+  const reward = k.reward === null ? "not graded" : `reward ${number(k.reward)}`;
+  const cut = k.truncated ? `cut off (${k.truncated})` : "";
+  return element("article", { class: "sample" },
+    element("div", { class: "what" }, chip(k.version), element("strong", {}, reward), element("span", {}, outcomeText(k)), element("span", { class: "quiet" }, [plural(k.num_tokens ?? k.tokens.length, "token"), cut].filter(Boolean).join(", "))),
+    element("dl", {}, ...field("Prompt", k.prompt), ...field("Answer", k.text), ...(k.answer ? field("Reference", k.answer) : [])),
+  );
+}
+
+export class Samples {
+  constructor() {
+    this.source = new Rows("data/samples");
+    this.kept = []; // newest first
+    this.first = 0; // index of the first one shown
+    byId("sample-filter").addEventListener("change", () => this.turn(0));
+    byId("newer").addEventListener("click", () => this.turn(this.first - AT_ONCE));
+    byId("older").addEventListener("click", () => this.turn(this.first + AT_ONCE));
+    byId("token-form").addEventListener("submit", (event) => {
+      event.preventDefault();
+      setToken(byId("token").value);
+      this.refresh().catch(() => say("samples-note", "The run does not answer. Try again."));
+    });
+  }
+
+  /** Fetch what is new. */
+  async refresh() {
+    try {
+      await this.source.more();
+      const rows = this.source.take();
+      byId("token-form").hidden = true;
+      if (!rows.length && this.kept.length) return;
+      this.kept = [...rows.reverse(), ...this.kept].slice(0, KEPT);
+      this.turn(this.first && this.first + rows.length);
+    } catch (error) {
+      if (!(error instanceof Refused) || ![401, 403].includes(error.status)) throw error;
+      byId("token-form").hidden = false;
+      say("samples-note", byId("token").value ? "That is not the status token of this run." : "");
+    }
+  }
+
+  turn(first) {
+    const filter = byId("sample-filter").value, chosen = this.kept.filter((k) => filter === "all" || kindOf(k) === filter);
+    this.first = Math.max(0, Math.min(first, chosen.length - 1));
+    const shown = chosen.slice(this.first, this.first + AT_ONCE);
+    byId("samples").replaceChildren(...shown.map(sampleNode));
+    byId("newer").disabled = this.first === 0;
+    byId("older").disabled = this.first + AT_ONCE >= chosen.length;
+    say("samples-note", shown.length ? `${this.first + 1} to ${this.first + shown.length} of the latest ${chosen.length}, newest first` : "No answers are kept.");
+  }
+}

@@ -1,0 +1,50 @@
+// The data of the run, over relative addresses, so that a path prefix or a tunnel works.
+
+const TIMEOUT_MS = 15_000;
+let token = "";
+
+export function setToken(text) {
+  token = text.trim();
+}
+
+/** No answer, or "no": its HTTP status (0 without an answer), and what it says. */
+export class Refused extends Error {
+  constructor(status, said) {
+    super(said || `the answer is ${status}`);
+    this.status = status;
+    this.said = said;
+  }
+}
+
+/** Fetch JSON; null if this server does not have it. */
+export async function get(name) {
+  const answer = await fetch(name, {
+    cache: "no-store",
+    headers: token && name.startsWith("data/samples") ? { Authorization: `Bearer ${token}` } : {},
+    signal: AbortSignal.timeout(TIMEOUT_MS),
+  }).catch(() => Response.error());
+  if (answer.status === 404) return null;
+  if (answer.ok) return answer.json();
+  throw new Refused(answer.status, await answer.json().then((body) => body.said, () => ""));
+}
+
+/** Rows that are read as they are written: `more` fetches those since its last call, `take` returns them once. */
+export class Rows {
+  constructor(name) {
+    this.name = name;
+    this.from = 0;
+    this.pending = [];
+  }
+
+  async more() {
+    const answer = await get(`${this.name}?from=${this.from}`);
+    if (answer === null) return;
+    if (answer.next < this.from) location.reload(); // the file was cut by a resume
+    this.from = answer.next;
+    this.pending.push(...answer.rows);
+  }
+
+  take() {
+    return this.pending.splice(0);
+  }
+}

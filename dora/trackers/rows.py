@@ -1,0 +1,74 @@
+"""Rows of metrics.jsonl as scalars, and reading them while the run writes them.
+
+Invariant: a name is the path of the value in its row, with `/` between keys; of an evaluation it begins with
+`evaluation/<name of the set>`. Text and null are left out; a list of names is logged as 1 for each.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from dora.trackers.api import TrackedRow
+
+#: Keys that are not values.
+_HEAD = ("kind", "step", "version", "name")
+
+
+class RowReader:
+    """The lines of a file that may grow, or appear later."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: io.BufferedReader | None = None
+        self._number = 0  # of the next line
+
+    def new(self) -> Iterator[tuple[int, bytes]]:
+        """Yield number and text of every complete line that was not yielded before."""
+        if self._file is None and self._path.is_file():
+            self._file = self._path.open("rb")
+        while self._file is not None:
+            start = self._file.tell()
+            line = self._file.readline()
+            if not line.endswith(b"\n"):
+                self._file.seek(start)
+                return
+            self._number += 1
+            yield self._number - 1, line
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+
+
+def parse(number: int, line: bytes, *, began: float) -> TrackedRow | None:
+    """Return a line as a row; None if it is torn or has nothing to log. `began`: Unix time of the run's begin."""
+    try:
+        row = msgspec.json.decode(line, type=dict[str, Any])
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+    axis: Literal["step", "version"] = "step" if row.get("kind") == "step" else "version"
+    value, at = row.get(axis), row.get("at")
+    if not isinstance(value, int) or not isinstance(at, int | float):
+        return None
+    if row["kind"] == "evaluation_skipped":
+        scalars = {"evaluation/skipped": 1.0}
+    else:
+        prefix = f"evaluation/{row.get('name')}/" if axis == "version" else ""
+        scalars = dict(_flat({k: v for k, v in row.items() if k not in _HEAD}, prefix))
+    return TrackedRow(number, axis, value, began + at, scalars) if scalars else None
+
+
+def _flat(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, float]]:
+    for key, value in values.items():
+        if isinstance(value, list):
+            value = dict.fromkeys(value, 1) if all(isinstance(v, str) for v in value) else dict(enumerate(value))
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}/")
+        elif isinstance(value, int | float):
+            yield f"{prefix}{key}", float(value)

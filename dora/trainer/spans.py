@@ -1,0 +1,57 @@
+"""The clock of a rank: what it does at any moment, from its start to its end, in one activity at a time.
+
+Invariant: spans neither overlap nor leave holes, as each begins where the one before ended, by one monotonic clock.
+On a GPU they are times of the process: what it has queued there counts where it next waits for the GPU. A rank's wait
+for others inside a collective of FSDP2 counts as forward_backward; that at the start of a wave and at the close of an
+update is `slowest_rank`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import psutil
+
+from dora.transport.messages import RankActivity, RankSpans
+
+
+class RankClock:
+    """The spans of one rank."""
+
+    def __init__(self, rank: int, *, began: float | None = None, now: Callable[[], float] = time.monotonic) -> None:
+        """`began`: by the same clock; None: now. The first activity is `start`."""
+        self._rank = rank
+        self._now = now
+        self._activity: RankActivity = "start"
+        self._since = now() if began is None else began
+        self._closed: list[tuple[RankActivity, float]] = []
+
+    def switch(self, activity: RankActivity) -> None:
+        """Begin an activity, which ends the one before."""
+        if activity == self._activity:
+            return
+        now = self._now()
+        self._closed.append((self._activity, now - self._since))
+        self._activity, self._since = activity, now
+
+    @contextmanager
+    def during(self, activity: RankActivity) -> Iterator[None]:
+        """Interrupt the current activity by another."""
+        before = self._activity
+        self.switch(activity)
+        yield
+        self.switch(before)
+
+    def take(self) -> RankSpans:
+        """Return the spans since the last call, the current one up to now."""
+        now = self._now()
+        spans, self._closed = [*self._closed, (self._activity, now - self._since)], []
+        self._since = now
+        return RankSpans(rank=self._rank, until=now, spans=tuple(spans))
+
+
+def process_start() -> float:
+    """Return when this process began, by the monotonic clock."""
+    return time.monotonic() - max(0.0, time.time() - psutil.Process().create_time())

@@ -1,0 +1,114 @@
+"""Samples for people: which trajectories are kept, and with what."""
+
+from __future__ import annotations
+
+from array import array
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from dora.controller.evaluations import EvalSet, Evaluations
+from dora.controller.samples import Samples
+from dora.controller.trajectories import Trajectories
+from dora.controller.turns import Turns
+from dora.core import commands as cmd
+from dora.core.ids import TrajectoryId, VersionId
+from dora.core.tables import Group
+from dora.journal.deep import EVALUATION, KeptTrajectory
+from dora.journal.tokens import TokenWriter
+from dora.seed.policy import path as seed_path
+from dora.tasks.tokenizer import load_tokenizer
+from dora.transport.messages import TrainerLogprobs
+from tests.controller.fakes import prompt
+
+GROUP_SIZE = 2
+
+
+class Kept:
+    """Samples of six groups, and of an evaluation of four prompts."""
+
+    def __init__(self, folder: Path, *, keep: int = 2) -> None:
+        with TokenWriter(folder / "tokens.bin", epoch=0) as tokens:
+            self.trajectories = Trajectories(tokens, group_size=GROUP_SIZE)
+            self.groups = [self.group(number) for number in range(6)]
+        self.evaluations = Evaluations([EvalSet("heldout", [prompt(i) for i in range(4)], 1, 0.0)])
+        for sample in self.evaluations.ids(VersionId(3)):
+            self.trajectories.open(sample, prompt(0))
+        self.samples = Samples(
+            self.trajectories,
+            evaluations=self.evaluations,
+            tokenizer=load_tokenizer(seed_path(), thinking=None),
+            turns=Turns(),
+            tags={group.id: group.version for group in self.groups},
+            keep=keep,
+        )
+
+    def group(self, number: int) -> Group:
+        made = Group(
+            number,
+            version=VersionId(number % 3),
+            deadline=9,
+            num_prompt_tokens=3,
+            group_size=GROUP_SIZE,
+            admitted_at=0.0,
+        )
+        self.trajectories.prompts[number] = prompt(number)
+        self.trajectories.admit(number)
+        for trajectory in made.trajectories:
+            trajectory.reward = float(trajectory.id % 2)
+            record = self.trajectories.records[trajectory.id]
+            record.tokens, record.logprobs = array("i", [5, 6]), array("f", [-0.5, -0.25])
+        return made
+
+    def of_step(self, groups: list[Group]) -> list[KeptTrajectory]:
+        return list(self.samples.of_step(groups, step=7))
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> Kept:
+    return Kept(tmp_path)
+
+
+def test_a_trained_sample_has_the_log_probs_of_the_trainer_if_it_sent_them(kept: Kept) -> None:
+    logprobs = np.array([-0.5000001, -0.25], np.float32)
+    kept.samples.on_logprobs(TrainerLogprobs(rank=0, trajectory=TrajectoryId(9), logprobs=logprobs))
+    first, second = kept.of_step(kept.groups)
+    assert (first.group, first.trajectory, first.trainer_logprobs) == (4, 9, (-0.5, -0.25))
+    assert (first.outcome, first.reward, first.answer, first.version) == ("trained", 1.0, "03", 1)
+    assert (second.trajectory, second.trainer_logprobs) == (0, ())
+    assert kept.of_step(kept.groups)[0].trainer_logprobs == (), "they belong to one step"
+
+
+def test_samples_of_dropped_groups_come_with_the_next_step_once_and_are_as_many_as_are_kept(kept: Kept) -> None:
+    drops = [cmd.DropGroup(group, "filtered", "zero variance", (1.0, 1.0)) for group in (1, 2, 3)]
+    kept.samples.on_commands(drops)
+    kept.trajectories.forget([1, 2, 3])
+    found = [one for one in kept.of_step([kept.groups[0]]) if one.outcome != "trained"]
+    assert [(one.group, one.outcome, one.reward, one.version, one.step) for one in found] == [
+        (1, "filtered: zero variance", 1.0, 1, 7),
+        (2, "filtered: zero variance", 1.0, 2, 7),
+    ]
+    assert [one.outcome for one in kept.of_step([kept.groups[0]])] == ["trained"]
+
+
+def test_a_dropped_group_without_tokens_leaves_no_sample(kept: Kept) -> None:
+    for trajectory in kept.trajectories.siblings(1):
+        kept.trajectories.records[trajectory].tokens = array("i")
+    kept.samples.on_commands([cmd.DropGroup(1, "failed", "generation: gone", (None, None))])
+    assert kept.of_step([]) == []
+
+
+def test_samples_of_an_evaluation_are_evenly_spread(kept: Kept) -> None:
+    found = list(kept.samples.of_evaluation(VersionId(3), trained=3))
+    ids = kept.evaluations.ids(VersionId(3))
+    assert [(one.trajectory, one.outcome, one.step) for one in found] == [
+        (ids[0], EVALUATION, 2),
+        (ids[2], EVALUATION, 2),
+    ]
+
+
+def test_nothing_is_kept_if_that_is_the_setting(tmp_path: Path) -> None:
+    kept = Kept(tmp_path, keep=0)
+    kept.samples.on_commands([cmd.DropGroup(1, "filtered", "zero variance", (1.0, 1.0))])
+    assert kept.of_step(kept.groups) == list(kept.samples.of_evaluation(VersionId(3), trained=3)) == []

@@ -1,0 +1,214 @@
+"""The spans of whole jobs, with losses, failing pushes and resumes: no lane has a hole or an overlap."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from dora.controller.spans import SpanRecorder
+from dora.core import commands as cmd
+from dora.core import events as ev
+from dora.core.core import handle
+from dora.core.ids import InstanceId
+from dora.core.state import State
+from dora.journal.run_folder import RunFolder
+from dora.journal.spans import SpanLine, read_spans, read_timeline
+from dora.status.activities import WAITING
+from dora.transport.messages import RankSpans
+from tests.core.builders import Core
+from tests.core.world import Faults, World, settings
+
+FAULTS = Faults(push_fails=0.1, instance_dies=0.03, zero_variance=0.2)
+RANKS = 2
+CLOCK = 1_000.0  # what a rank's clock is ahead by
+
+
+class Recorded(World):
+    """A job whose controller is replaced now and then, cleanly or not; its ranks report what they do."""
+
+    def begin(self, folder: RunFolder, *, resume_every: int, clean: bool) -> None:
+        self.folder, self.resume_every, self.clean = folder, resume_every, clean
+        self.reported = [0.0] * RANKS
+        self.delays = 0
+        self.open()
+        self.sink = self.take
+
+    def open(self) -> None:
+        self.recorder = SpanRecorder(
+            self.folder,
+            self.state,
+            num_ranks=RANKS,
+            time_scale=1.0,
+            now=lambda: max(self.now, self.state.now),
+            then=lambda position, write: write(),
+        )
+
+    def take(self, event: ev.Event, orders: list[cmd.Command]) -> None:
+        if isinstance(event, ev.MicroBatchTrained | ev.TrainerReady):
+            for rank in range(RANKS):
+                self.report(rank, is_start=isinstance(event, ev.TrainerReady))
+        self.recorder.on_event(event, orders, position=0)
+        for order in orders:
+            if isinstance(order, cmd.PushWeights):
+                self.recorder.on_push_stage(order.instance, "load")
+            elif isinstance(order, cmd.Generate) and order.trajectory % 3:
+                self.recorder.on_first_token(order.trajectory)
+        if len(self.journal) % self.resume_every == 0:
+            if self.clean:
+                self.recorder.close()
+            for file in self.recorder._files:
+                file.close()
+            self.open()
+
+    def report(self, rank: int, *, is_start: bool) -> None:
+        """The message takes a while each time, but for some; the first half was spent waiting."""
+        self.delays += 1
+        until = self.state.now - 0.002 * (self.delays % 3)
+        spent = max(0.0, until - self.reported[rank])
+        self.reported[rank] = until
+        activity = "start" if is_start else "waiting"
+        spans = ((activity, spent / 2), ("forward_backward", spent / 2))
+        self.recorder.on_rank_spans(rank, RankSpans(rank=rank, until=until + CLOCK, spans=spans))
+
+
+def folder_at(path: Path) -> RunFolder:
+    return RunFolder(path)
+
+
+def job(path: Path, *, resume_every: int = 1_000_000, clean: bool = True) -> Recorded:
+    world = Recorded(settings(eval_prompt_tokens=(3,) * 4, eval_every=4), seed=5, faults=FAULTS)
+    world.begin(folder_at(path), resume_every=resume_every, clean=clean)
+    world.run()
+    world.recorder.close()
+    return world
+
+
+def by_lane(folder: RunFolder) -> dict[tuple[str, int], list[SpanLine]]:
+    lanes = defaultdict(list)
+    for span in read_spans(folder.spans):
+        lanes[span[0], span[1]].append(span)
+    return lanes
+
+
+@pytest.mark.parametrize(("resume_every", "clean"), [(1_000_000, True), (37, True), (37, False)])
+def test_no_lane_has_a_hole_or_an_overlap(tmp_path: Path, resume_every: int, clean: bool) -> None:
+    world = job(tmp_path, resume_every=resume_every, clean=clean)
+    lanes = by_lane(world.folder)
+    assert {lane for kind, lane in lanes if kind == "rank"} == set(range(RANKS))
+    assert {lane for kind, lane in lanes if kind == "instance"} == set(world.state.instances)
+    for spans in lanes.values():
+        assert all(a[3] == b[2] for a, b in pairwise(spans))
+        assert spans[-1][3] == pytest.approx(world.state.now, abs=1e-5)
+    assert all(lanes["rank", rank][0][2] == 0.0 for rank in range(RANKS))
+
+
+@pytest.mark.parametrize(("resume_every", "clean"), [(1_000_000, True), (37, True), (37, False)])
+def test_the_timeline_and_the_seconds_add_up_to_the_spans(tmp_path: Path, resume_every: int, clean: bool) -> None:
+    world = job(tmp_path, resume_every=resume_every, clean=clean)
+    of_spans: dict[tuple[str, str], float] = defaultdict(float)
+    of_rows: dict[tuple[str, str], float] = defaultdict(float)
+    for kind, _, start, end, activity, _ in read_spans(world.folder.spans):
+        of_spans[kind, activity] += end - start
+    for row in read_timeline(world.folder.timeline):
+        assert all(sum(s for _, _, s in entries) <= row.s + 1e-5 for entries in row.lanes.values())
+        for entries in row.lanes.values():
+            for activity, _, seconds in entries:
+                of_rows[row.kind, activity] += seconds
+    assert sum(of_rows.values()) == pytest.approx(sum(of_spans.values()), abs=2e-2)
+    for key in of_spans.keys() | of_rows.keys():  # after a crash, whether an instance still prefilled is not known
+        assert of_rows[key] == pytest.approx(of_spans[key], abs=2e-2 if clean else 0.5), key
+    for kind, spent in zip(("rank", "instance"), world.recorder.seconds(), strict=True):
+        for activity, seconds in spent.items():
+            assert seconds == pytest.approx(of_spans[kind, activity], abs=1e-2)
+
+
+def test_a_job_with_losses_shows_every_kind_of_span(tmp_path: Path) -> None:
+    spans = [*read_spans(job(tmp_path).folder.spans)]
+    seen = {activity for kind, _, _, _, activity, _ in spans if kind == "instance"}
+    assert {"decoding", "push:load", "down"} <= seen
+    waits = {activity for kind, _, _, _, activity, _ in spans if kind == "rank" and activity.startswith("waiting:")}
+    assert waits <= {f"waiting:{cause}" for cause in WAITING}
+    assert waits & {"waiting:generation", "waiting:tail"}
+    assert all(version is not None for kind, *_, activity, version in spans if activity == "decoding")
+
+
+def test_a_clock_that_is_ahead_and_slow_messages_do_not_shift_spans(tmp_path: Path) -> None:
+    """The delays are up to 4 ms; spans end within that of what the rank knows."""
+    world = job(tmp_path)
+    ends = [span[3] for span in by_lane(world.folder)["rank", 0] if span[4] == "forward_backward"]
+    reports = [event.at for event, _ in world.journal if isinstance(event, ev.MicroBatchTrained | ev.TrainerReady)]
+    for end in ends:
+        assert min(abs(end - at) for at in reports) <= 0.005
+
+
+# -- single rules -----------------------------------------------------------------------------------------------------
+
+
+def started(folder: RunFolder) -> tuple[Core, SpanRecorder]:
+    core = Core(groups_per_step=2, group_size=2)
+    recorder = SpanRecorder(
+        folder, core.state, num_ranks=2, time_scale=1.0, now=lambda: core.now, then=lambda position, write: write()
+    )
+    return core, recorder
+
+
+def feed(state: State, recorder: SpanRecorder, *events: ev.Event) -> None:
+    for event in events:
+        recorder.on_event(event, handle(state, event), position=0)
+
+
+def test_an_instance_prefills_until_the_first_token_of_a_request(tmp_path: Path) -> None:
+    core, recorder = started(folder_at(tmp_path))
+    feed(
+        core.state,
+        recorder,
+        ev.TrainerReady(0.0, 0),
+        ev.VersionPublished(0.0, 0, 1, {}),
+        ev.PromptsArrived(0.0, 0, (3,), True),
+        ev.InstanceUp(1.0, InstanceId(0), 1, 8, 10_000),
+    )
+    core.now = 2.0
+    recorder.on_push_stage(InstanceId(0), "load")
+    feed(core.state, recorder, ev.WeightPushFinished(4.0, InstanceId(0), 1, 0))
+    core.now = 6.0
+    recorder.on_first_token(0)
+    feed(core.state, recorder, ev.GenerationFinished(7.0, 0, 1, 5, False, ((0, 0, 5),)))
+    feed(core.state, recorder, ev.GenerationFinished(9.0, 1, 1, 5, False, ((0, 0, 5),)), ev.Ticked(10.0))
+    recorder.close()
+    spans = [span[2:] for span in read_spans(tmp_path / "spans.jsonl") if span[0] == "instance"]
+    assert spans == [
+        (1.0, 2.0, "push:wait", 0),
+        (2.0, 4.0, "push:load", 0),
+        (4.0, 6.0, "prefill", 0),
+        (6.0, 7.0, "decoding", 0),
+        (7.0, 9.0, "prefill", 0),
+        (9.0, 10.0, "empty:no_prompt", 0),
+    ]
+
+
+def test_a_rank_that_is_ahead_waits_for_the_slowest(tmp_path: Path) -> None:
+    core, recorder = started(folder_at(tmp_path))
+    core.state.feed.open_step, core.state.feed.idle_since = 0, None  # a wave is under way
+    core.state.ledger.admitted = 1
+    recorder.on_event(ev.Ticked(0.0), [], position=0)
+    core.now = 2.0
+    recorder.on_wave_done(0)
+    core.now = 5.0
+    recorder.on_wave_done(1)
+    core.now = 6.0
+    spans = (("start", 1.0), ("forward_backward", 1.0), ("waiting", 4.0))
+    recorder.on_rank_spans(0, RankSpans(rank=0, until=6.0, spans=spans))
+    core.state.now = 6.0
+    recorder.close()
+    found = [
+        (s, e, a) for kind, lane, s, e, a, _ in read_spans(tmp_path / "spans.jsonl") if (kind, lane) == ("rank", 0)
+    ]
+    assert found == [
+        (0.0, 1.0, "start"),
+        (1.0, 2.0, "forward_backward"),
+        (2.0, 5.0, "waiting:slowest_rank"),
+        (5.0, 6.0, "waiting:delivery"),
+    ]

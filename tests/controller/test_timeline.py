@@ -1,0 +1,69 @@
+"""Time added up by bucket: every second is in one row, and the number of rows grows with the logarithm of the age."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+
+import pytest
+
+from dora.controller.timeline import FIRST_BUCKET_S, MAX_LANES, Timeline, bucket_of
+from dora.journal.spans import TimelineRow
+
+
+def seconds(rows: list[TimelineRow]) -> float:
+    lanes = [entry for row in rows for entries in row.lanes.values() for entry in entries]
+    return sum(s for _, _, s in [*lanes, *(entry for row in rows for entry in row.folded)])
+
+
+@pytest.mark.parametrize("at", [0.0, 0.3, 511.9, 512.0, 777.7, 1024.0, 600_000.0])
+def test_a_bucket_contains_its_moment_and_the_next_begins_where_it_ends(at: float) -> None:
+    begin, length = bucket_of(at)
+    assert begin <= at < begin + length
+    assert bucket_of(begin + length)[0] == begin + length
+
+
+def test_a_run_of_a_week_has_12_000_buckets() -> None:
+    count, at = 0, 0.0
+    while at < 7 * 86_400:
+        begin, length = bucket_of(at)
+        at, count = begin + length, count + 1
+    assert 11_000 < count < 13_000
+
+
+def test_spans_at_random_are_in_rows_second_by_second() -> None:
+    draw = random.Random(3)
+    timeline, rows = Timeline("instance", begin=0.0), list[TimelineRow]()
+    ends = [0.0] * 5
+    while min(ends) < 30:
+        lane = ends.index(min(ends))
+        end = ends[lane] + draw.expovariate(3.0)
+        timeline.add(lane, (draw.choice(["decoding", "prefill"]), draw.randrange(2)), ends[lane], end)
+        ends[lane] = end
+        rows += timeline.rows(min(ends))
+    for row in rows:
+        assert row.s == FIRST_BUCKET_S
+        assert all(sum(s for _, _, s in entries) == pytest.approx(row.s, abs=1e-5) for entries in row.lanes.values())
+    assert [row.at for row in rows] == [i * FIRST_BUCKET_S for i in range(len(rows))]
+
+
+def test_a_row_of_many_lanes_is_folded_and_keeps_their_seconds() -> None:
+    timeline = Timeline("instance", begin=0.0)
+    for lane in range(MAX_LANES + 1):
+        timeline.add(lane, ("decoding", lane % 2), 0.0, 0.25)
+    [row] = timeline.rows(0.25)
+    assert (row.lanes, row.num_lanes) == ({}, MAX_LANES + 1)
+    assert row.folded == [("decoding", 0, 33 * 0.25), ("decoding", 1, 32 * 0.25)]
+
+
+def test_a_timeline_that_ends_and_goes_on_counts_nothing_twice() -> None:
+    first = Timeline("rank", begin=0.0)
+    first.add(0, ("packing", None), 0.0, 0.6)
+    rows = first.rows(0.6, partial=True)
+    second = Timeline("rank", begin=rows[-1].at + rows[-1].s)
+    second.add(0, ("packing", None), 0.0, 0.6)  # read again from spans.jsonl
+    second.add(0, ("saving", None), 0.6, 1.0)
+    rows += second.rows(1.0)
+    assert seconds(rows) == pytest.approx(1.0)
+    assert all(b.at == pytest.approx(a.at + a.s) for a, b in pairwise(rows))
+    assert rows[-2].lanes == {0: [("saving", None, 0.15)]}

@@ -1,0 +1,80 @@
+"""Rows of metrics.jsonl as named scalars."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from dora.trackers.api import TrackedRow
+from dora.trackers.rows import RowReader, parse
+
+
+def scalars_of(**row: object) -> TrackedRow | None:
+    return parse(7, msgspec.json.encode(row), began=100.0)
+
+
+def test_a_name_is_the_path_of_a_value_and_texts_and_nulls_are_left_out() -> None:
+    row = scalars_of(
+        kind="step",
+        at=2.5,
+        step=3,
+        waited_for="answers",
+        staleness=[4, 1],
+        dropped={"filtered: zero variance": 2},
+        alarms=["low_ess"],
+        trainer={"loss": -0.5, "all/entropy": 1.25, "grad_norm": None},
+    )
+    assert row == TrackedRow(
+        number=7,
+        axis="step",
+        value=3,
+        at=102.5,
+        scalars={
+            "at": 2.5,
+            "staleness/0": 4.0,
+            "staleness/1": 1.0,
+            "dropped/filtered: zero variance": 2.0,
+            "alarms/low_ess": 1.0,
+            "trainer/loss": -0.5,
+            "trainer/all/entropy": 1.25,
+        },
+    )
+
+
+def test_an_evaluation_has_the_version_as_its_axis_and_the_set_in_its_names() -> None:
+    row = scalars_of(kind="evaluation", at=1.0, version=4, name="heldout", mean=0.75, num_samples=64)
+    assert row is not None
+    assert (row.axis, row.value) == ("version", 4)
+    assert row.scalars == {
+        "evaluation/heldout/at": 1.0,
+        "evaluation/heldout/mean": 0.75,
+        "evaluation/heldout/num_samples": 64.0,
+    }
+
+
+def test_a_skipped_evaluation_is_a_point() -> None:
+    row = scalars_of(kind="evaluation_skipped", at=1.0, version=6)
+    assert row is not None
+    assert (row.axis, row.value, row.scalars) == ("version", 6, {"evaluation/skipped": 1.0})
+
+
+def test_a_row_without_an_axis_and_a_damaged_line_are_left_out() -> None:
+    assert scalars_of(kind="step", at=1.0) is None
+    assert scalars_of(kind="else", version="new", at=1.0) is None
+    assert parse(0, b"[1]\n", began=0.0) is None
+    assert parse(0, b'{"kind": "st\n', began=0.0) is None
+    assert parse(0, b"\xff\n", began=0.0) is None
+
+
+def test_a_line_is_read_once_it_is_complete_even_if_the_file_appears_later(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    reader = RowReader(path)
+    assert list(reader.new()) == []
+    path.write_bytes(b"a\nb")
+    assert list(reader.new()) == [(0, b"a\n")]
+    assert list(reader.new()) == []
+    with path.open("ab") as file:
+        file.write(b"c\nd\n")
+    assert list(reader.new()) == [(1, b"bc\n"), (2, b"d\n")]
+    reader.close()
