@@ -61,16 +61,23 @@ def start_evaluation(state: State) -> None:
 
 
 def _fill_evaluation(state: State, entry: Version) -> None:
-    """Dispatch evaluation samples to their share of the slots, or to all slots that training could not use."""
+    """Dispatch evaluation samples to their share of the slots, or to all slots that training could not use.
+
+    Training cannot use an instance of an older version on which nothing is trained: while it is kept, it takes all it can.
+    """
     evaluation = state.evaluation
     limit = max(1, int(state.settings.max_eval_share * state.num_slots))
     if is_baseline(state) or not _training_wants_slots(state):
         limit = state.num_slots
-    while evaluation.waiting and evaluation.num_resident + evaluation.away < limit:
+    is_older = entry.number != state.admission_version()
+    while evaluation.waiting:
         trajectory = evaluation.waiting[-1]
         footprint = footprint_of(state, trajectory.num_prompt_tokens, trajectory.num_tokens)
         instance = entry.roomiest()
         if instance is None or not instance.has_room(footprint):
+            return
+        is_apart = is_older and instance.id in state.vacant and len(entry.serving) == 1 and not entry.num_waiting
+        if evaluation.num_resident + evaluation.away >= limit and not is_apart:
             return
         if not trajectory.attempt:
             if not state.hosts_have_room(1):

@@ -45,7 +45,8 @@ def _give(state: State, needs: list[VersionId], newest: VersionId | None) -> Non
     idle = not needs and not newest_wants and not state.evaluation.waiting and not _versions_waiting(state)
     if idle and not state.num_draining:
         return
-    for instance in sorted(state.vacant.values(), key=lambda i: _is_quiet(state, i)):  # such a one is the last resort
+    by_reluctance = sorted(state.vacant.values(), key=lambda i: (_is_quiet(state, i), len(i.residents) > 0))
+    for instance in by_reluctance:
         if instance.pushing is not None or instance.retry_at > state.now:
             continue
         version = None
@@ -54,7 +55,8 @@ def _give(state: State, needs: list[VersionId], newest: VersionId | None) -> Non
         if version is None or version == instance.version:
             undrain(state, instance)
         elif instance.residents:
-            vacate(state, instance)
+            if version in needs or not _is_kept_for_evaluation(state, instance, newest):
+                vacate(state, instance)
         elif state.pushes >= state.settings.max_parallel_pushes:
             return  # the end of the next push makes `place` due again
         else:
@@ -67,18 +69,35 @@ def _give(state: State, needs: list[VersionId], newest: VersionId | None) -> Non
 def _version_for(
     state: State, instance: Instance, *, needs: list[VersionId], newest: VersionId | None
 ) -> VersionId | None:
-    """Return the first of: a version in need, the newest, the one under evaluation, one with queued trajectories."""
+    """Return the first of: a version in need, the newest, the one under evaluation, one with queued trajectories.
+
+    The one under evaluation comes before the newest if only the newest has an instance.
+    """
+    evaluated = state.evaluation.version
     if needs:
         return needs[0]
-    if newest is not None:
+    is_late = evaluated is not None and state.evaluation.waiting and not _has_instance(state, evaluated)
+    if newest is not None and not (is_late and _has_instance(state, newest)):
         return newest
-    evaluated = state.evaluation.version
     if evaluated is not None and state.evaluation.waiting:
         entry = state.entry(evaluated)
         if len(entry.serving) + entry.loading < math.ceil(len(state.evaluation.waiting) / instance.slots):
             return evaluated
     waiting = _versions_waiting(state)
     return waiting[0] if waiting else None
+
+
+def _has_instance(state: State, version: VersionId) -> bool:
+    entry = state.entry(version)
+    return bool(entry.serving or entry.loading)
+
+
+def _is_kept_for_evaluation(state: State, instance: Instance, newest: VersionId | None) -> bool:
+    """Whether an instance is the last of the version under evaluation, and the newest has another."""
+    evaluated = state.evaluation.version
+    if evaluated is None or instance.version != evaluated or newest is None:
+        return False
+    return len(state.entry(evaluated).serving) == 1 and _has_instance(state, newest)
 
 
 def _versions_waiting(state: State) -> list[VersionId]:

@@ -7,7 +7,7 @@ import pytest
 from dora.core import commands as cmd
 from dora.core import events as ev
 from dora.core.evaluation import Evaluation
-from dora.core.ids import evaluation_index
+from dora.core.ids import InstanceId, evaluation_index
 from tests.core.builders import PROMPT, Core, admit, generate, grade, push, started, stop
 from tests.core.world import Faults, World, run, settings
 
@@ -145,6 +145,54 @@ def test_samples_give_way_to_the_newest_version_and_later_continue_from_their_to
         generate(-5, on=0, version=1, attempt=2, tokens=4),
     ]
     assert core.state.counters.scheduling_aborts == 0
+
+
+def behind_the_newest() -> Core:
+    """Version 1 is under evaluation on instance 0 alone; version 2 has instance 1, and groups for both."""
+    core = started("sync", slots=4, groups_per_step=4, steps=5, eval_prompt_tokens=(PROMPT,) * 8, eval_every=1)
+    for index in range(1, 9):
+        core.finished(-index)
+        core.graded(-index, 1.0)
+    for group in range(4):
+        core.answer(group)
+    core.train(0)
+    core.publish(1)
+    core.pushed(0, 1)
+    for group in range(4, 8):
+        core.answer(group)
+    core.up(1)
+    core.train(1)
+    assert push(1, version=2, attempt=1) in core.publish(2)
+    core.pushed(1, 2)
+    return core
+
+
+def test_the_last_instance_of_an_evaluation_is_kept_if_the_newest_version_has_another() -> None:
+    core = behind_the_newest()
+    for t in range(-9, -16, -1):
+        core.finished(t)
+    assert not [o for o in core.of(cmd.StopRequest) if o.trajectory < 0]
+    assert not [o for o in core.of(cmd.PushWeights) if o.version == 2 and o.instance == 0]
+    assert push(0, version=2, attempt=3) in core.finished(-16)
+
+
+def test_an_instance_that_is_kept_for_an_evaluation_takes_all_samples_it_has_room_for() -> None:
+    core = behind_the_newest()
+    assert core.finished(-9) == [grade(-9), generate(-13, on=0, version=1)]  # four slots; evaluation's share is one
+    assert len(core.state.instances[InstanceId(0)].residents) == 4
+
+
+def test_an_evaluation_without_an_instance_gets_one_before_the_newest_gets_another() -> None:
+    core = behind_the_newest()
+    core.lost(0)
+    assert core.up(0) == [push(0, version=1, attempt=3)]
+
+
+def test_evaluations_of_a_busy_fleet_are_not_put_off_until_the_end() -> None:
+    config = settings(max_staleness=2, steps=40, eval_prompt_tokens=(PROMPT,) * 12, eval_every=4)
+    world = World(config, seed=0, num_instances=4, slots=6)
+    world.run()
+    assert world.state.evaluation.overtaken == []
 
 
 def test_a_version_in_need_comes_before_the_one_under_evaluation() -> None:
