@@ -63,7 +63,7 @@ def start_evaluation(state: State) -> None:
 def _fill_evaluation(state: State, entry: Version) -> None:
     """Dispatch evaluation samples to their share of the slots, or to all slots that training could not use.
 
-    Training cannot use an instance of an older version on which nothing is trained: while it is kept, it takes all it can.
+    An older version's last instance, on which nothing is trained, is no use to training: it takes all it has room for.
     """
     evaluation = state.evaluation
     limit = max(1, int(state.settings.max_eval_share * state.num_slots))
