@@ -58,7 +58,7 @@ class RunConfig(Section):
     only the owner may read them."""
     seed: int = 0
     """Seed for the order of prompts, the sampling noise and the initialization."""
-    steps: Positive = 24
+    steps: Positive = 64
     """T: the number of training steps. Step s trains under version s and publishes version s + 1."""
     no_progress_s: Seconds = 1_800.0
     """The run fails if no group is committed and no step is trained for this long; the error names the oldest group,
@@ -99,11 +99,11 @@ class RolloutConfig(Section):
     under the new weights. `in_place`: it keeps the KV of the old weights, and the pause is the only cost."""
     oversample: Annotated[float, Field(gt=1.0)] = 1.5
     """Number of groups under way in a step of `oversample` and `partial_sync`, as a multiple of N."""
-    groups_per_step: Positive = 16
+    groups_per_step: Positive = 12
     """N: the number of prompt groups in a training step."""
     group_size: Positive = 8
     """G: the number of answers sampled per prompt."""
-    max_new_tokens: Positive = 128
+    max_new_tokens: Positive = 160
     """Maximum number of tokens in one answer. Migrations and resumes do not reset the count."""
     temperature: Annotated[float, Field(gt=0.0)] = 1.0
     """Sampling temperature. The trainer divides its logits by the same number."""
@@ -249,7 +249,7 @@ class TrainerConfig(Section):
     micro_batch_tokens: Positive = 4_096
     """Maximum number of tokens in one forward pass of one rank, prompts included. A longer answer is a pass by itself.
     Lower it, even in a resume, if a rank runs out of memory: the result differs by rounding only."""
-    learning_rate: Annotated[float, Field(gt=0.0)] = 5e-4
+    learning_rate: Annotated[float, Field(gt=0.0)] = 2e-5
     """Peak learning rate."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Learning rate after the warm-up. `linear`, `cosine`: it falls to `min_learning_rate` at the end of `run.steps`.
@@ -357,7 +357,7 @@ class RewardConfig(Section):
 class TaskConfig(Section):
     """The prompts, and how answers are scored."""
 
-    sources: tuple[SourceConfig, ...] = (SourceConfig(),)
+    sources: tuple[SourceConfig, ...] = (SourceConfig(options={"max_terms": 48}),)
     """Prompt sources, mixed by their weights."""
     rewards: tuple[RewardConfig, ...] = (RewardConfig(kind="regex", pattern=r"(?:^|\D)(\d\d)$"),)
     """Terms of the reward."""
@@ -458,9 +458,11 @@ class EvalSetConfig(Section):
 class EvalConfig(Section):
     """Evaluation during the run. Version 0 and the last version are always evaluated."""
 
-    sets: tuple[EvalSetConfig, ...] = (EvalSetConfig(),)
+    sets: tuple[EvalSetConfig, ...] = (
+        EvalSetConfig(prompts=128, source=SourceConfig(options={"min_terms": 6, "max_terms": 48})),
+    )
     """Held-out sets; empty: no evaluation."""
-    every: Annotated[int, Field(ge=0)] = 0
+    every: Annotated[int, Field(ge=0)] = 8
     """Number of steps between evaluations; 0: only at the beginning and at the end. One version is evaluated at a time
     and one more waits, kept until its turn; if a newer one is due before that, it is skipped, and the log, the metrics
     and the status say so."""

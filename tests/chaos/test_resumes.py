@@ -223,9 +223,9 @@ def test_a_token_store_with_a_frame_missing_is_refused(interrupted: Story) -> No
 
 
 def test_an_edited_learning_rate_needs_to_be_accepted_and_is_recorded(interrupted: Story) -> None:
-    says = r"trainer\.learning_rate: 0\.0005 -> 0\.0004: alters the experiment; --accept-changes"
+    says = r"trainer\.learning_rate: 2e-05 -> 0\.0004: alters the experiment; --accept-changes"
     assert_one_clear_error(interrupted.asked["an edited learning rate"], code=2, says=says)
-    assert "dora: changed: trainer.learning_rate: 0.0005 -> 0.0004" in interrupted.told["killed"]
+    assert "dora: changed: trainer.learning_rate: 2e-05 -> 0.0004" in interrupted.told["killed"]
     interrupted.require("resumed")
 
 

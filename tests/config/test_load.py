@@ -41,7 +41,9 @@ def test_a_set_wins_over_the_file_and_the_file_over_the_default(tmp_path: Path):
 def test_a_file_changes_the_keys_it_names_and_leaves_lists_of_the_defaults_to_be_set(tmp_path: Path):
     path = written(tmp_path, "[task]\ngraders = 2\n")
     task = load(path, ["task.sources.0.weight=2"], environ={}).task
-    assert (task.graders, task.sources, task.rewards) == (2, (SourceConfig(weight=2),), Config().task.rewards)
+    [source] = Config().task.sources
+    assert (task.graders, task.rewards) == (2, Config().task.rewards)
+    assert task.sources == (source.model_copy(update={"weight": 2}),)
 
 
 def test_a_config_cannot_be_changed():
@@ -246,7 +248,7 @@ def test_a_syntax_error_names_file_line_and_column(tmp_path: Path):
         ),
         (
             ["task.rewards.1.kind=overlong"],
-            "task.rewards.1.buffer: 0 tokens; overlong needs 1 to 128 (rollout.max_new_tokens)",
+            "task.rewards.1.buffer: 0 tokens; overlong needs 1 to 160 (rollout.max_new_tokens)",
         ),
     ],
 )
@@ -324,7 +326,7 @@ def test_a_dump_is_parsed_into_the_same_config_and_dumped_as_the_same_text(promp
 
 def test_a_dump_has_a_line_for_each_key_and_a_table_for_each_section():
     lines = dump(Config()).splitlines()
-    for line in ("[run]", "[engine.decode]", "[[task.sources]]", "[[eval.sets]]", "steps = 24", 'device = "cpu"'):
+    for line in ("[run]", "[engine.decode]", "[[task.sources]]", "[[eval.sets]]", "steps = 64", 'device = "cpu"'):
         assert line in lines
     assert max(map(len, lines)) <= 100
 

@@ -184,6 +184,6 @@ def test_rollouts_are_trained_from_disk(tmp_path: Path) -> None:
     trained = RunFolder(root)
     rows = [json.loads(line) for line in trained.metrics.read_text().splitlines()]
     assert [row["step"] for row in rows] == [0, 1]
-    assert [row["trainer"]["learning_rate"] for row in rows] == [5e-4, 5e-4]
+    assert [row["trainer"]["learning_rate"] for row in rows] == [2e-5, 2e-5]
     assert sum(row["trainer"]["all/sequences"] for row in rows) == 2 * 4 * 4
     assert VersionStore(memory_root=trained.versions, durable_root=trained.versions).durable() == [0, 1, 2]
