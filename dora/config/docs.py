@@ -36,7 +36,7 @@ file.
 _DEFAULT_JOB = """\
 # The default job with every setting spelled out: `dora run` without a file does exactly this.
 #
-# Hardware: 2 CPU cores, 4 GB of memory, no GPU.   Time: at most 5 minutes.
+# Hardware: 2 CPU cores, 4 GB of memory, no GPU.   Time: at most 2 minutes.
 # What it does: the shipped 0.5 M-parameter policy learns to add up long sums. Four embedded engines generate under up
 # to K + 1 = 3 policy versions at once while two trainer ranks train.
 #

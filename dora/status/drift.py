@@ -4,8 +4,8 @@ Invariant: pure; alarms are a function of the metrics of the steps so far. An al
 limit, and cleared after 3 steps on the calm side of a second, easier limit; in between it is neither repeated nor
 withdrawn. A quantity that a step does not have, as nothing was trained at that staleness, changes nothing.
 
-Limits, beside the worst values of healthy runs: the default job with two seeds, at K = 8 with 9 instances, at K = 16
-with 17, and under `sync`, of 14 to 24 steps (two CPU cores, float32):
+Limits, beside the worst values of healthy runs: the default job at a learning rate of 5e-4 with two seeds, at K = 8
+with 9 instances, at K = 16 with 17, and under `sync`, of 14 to 24 steps (two CPU cores, float32):
 
 | alarm | quantity | healthy | limit |
 |---|---|---|---|
