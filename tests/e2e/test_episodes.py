@@ -105,7 +105,7 @@ def assert_shown(folder: RunFolder, status: dict[str, Any], gauges: str, *, told
             assert 0 < row["mean"] < 1
         else:
             assert (row["mean"], row["pass_at"], row["num_samples"], row["num_failed"]) == (None, {}, 0, 2)
-    assert "version 3: failing nothing was graded (0 answers, 2 failed)\n" in told
+    assert "version 3: failing reward: nothing was graded (0 answers, 2 failed)\n" in told
     assert re.search(r"  episodes of the last step: [\d.]+ turns \(at most 2\), .*; calls: [\d.]+ an episode", told)
     assert "  4 episodes left out, as their environment failed: 4 raised\n" in told
 
