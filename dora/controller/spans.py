@@ -229,7 +229,7 @@ class SpanRecorder:
 
     def close(self) -> None:
         """End all spans at the time of the last event, and close the files."""
-        now = self._state.now
+        now = max([self._state.now, *(lane.counted for lane in self._lanes.values())])
         for rank in range(len(self._ranks)):
             self._place(rank, "waiting", max(now, self._ranks[rank].until))
         for id in list(self._lanes):
@@ -267,14 +267,15 @@ class SpanRecorder:
         doing = self._doing(instance)
         if lane is not None and doing != lane.doing:
             self._end(id, at)
-            self._lanes[id] = _Lane(doing, max(at, lane.since), max(at, lane.since))
+            self._lanes[id] = _Lane(doing, lane.counted, lane.counted)
         elif lane is None:
             self._lanes[id] = _Lane(doing, at, at)
 
     def _end(self, id: InstanceId, at: float) -> None:
+        """End a span; not before what is counted, as an event may be older than the one before it."""
         lane = self._lanes.pop(id)
         self._count_lane(id, lane, at)
-        self._add_line("instance", id, lane.doing, lane.since, at)
+        self._add_line("instance", id, lane.doing, lane.since, lane.counted)
 
     def _count_lanes(self, until: float) -> None:
         for id, lane in self._lanes.items():

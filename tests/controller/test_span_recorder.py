@@ -189,6 +189,31 @@ def test_an_instance_prefills_until_the_first_token_of_a_request(tmp_path: Path)
     ]
 
 
+def test_an_event_that_is_older_than_the_one_before_it_is_counted_once(tmp_path: Path) -> None:
+    core, recorder = started(folder_at(tmp_path))
+    feed(
+        core.state,
+        recorder,
+        ev.TrainerReady(0.0, 0),
+        ev.InstanceUp(0.0, InstanceId(0), 1, 8, 10_000),
+        ev.VersionPublished(0.0, 0, 1, {}),
+        ev.Ticked(4.2),
+        ev.PromptsArrived(4.05, 0, (3,), True),
+        ev.WeightPushFinished(6.0, InstanceId(0), 1, 0),
+        ev.Ticked(5.9),
+    )
+    recorder.close()
+    spans: dict[int, float] = defaultdict(float)
+    for kind, lane, start, end, *_ in read_spans(tmp_path / "spans.jsonl"):
+        spans[lane] += (end - start) * (kind == "instance")
+    rows: dict[int, float] = defaultdict(float)
+    for row in read_timeline(tmp_path / "timeline.jsonl"):
+        for lane, entries in row.lanes.items():
+            rows[lane] += sum(seconds for *_, seconds in entries) * (row.kind == "instance")
+    assert rows == pytest.approx(spans)
+    assert spans == pytest.approx({0: 6.0, 1: 0.0})
+
+
 def test_a_rank_that_is_ahead_waits_for_the_slowest(tmp_path: Path) -> None:
     core, recorder = started(folder_at(tmp_path))
     core.state.feed.open_step, core.state.feed.idle_since = 0, None  # a wave is under way

@@ -140,7 +140,8 @@ def test_a_run_that_lost_an_engine_and_its_controller_is_finished_by_a_resume(lo
 
 
 def test_the_summary_of_the_resumed_run_counts_the_tokens_of_the_whole_run(lost: Lost) -> None:
-    [(sampled, trained)] = re.findall(r"(\d+) tokens sampled, (\d+) trained", lost.said)
+    [numbers] = re.findall(r"([\d,]+) tokens sampled, ([\d,]+) trained", lost.said)
+    sampled, trained = (number.replace(",", "") for number in numbers)
     rows = [json.loads(line) for line in lost.folder.metrics.read_text().splitlines()]
     assert int(trained) == sum(row["num_tokens"] for row in rows if row["kind"] == "step") <= int(sampled)
 

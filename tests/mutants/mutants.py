@@ -746,7 +746,7 @@ _ACCESS: Final = (
         "tests/status/test_endpoint.py",
         (
             "status-token-not-demanded",
-            "        if not knows(self._token, request.headers):",
+            "        if not knows(self.token, request.headers):",
             "        if False:",
             "test_a_request_without_the_token_is_refused_and_changes_nothing",
         ),
