@@ -29,8 +29,8 @@ def config(*changes: str) -> Config:
 
 
 def test_a_config_is_simulated_with_the_settings_of_its_run() -> None:
-    """Except evaluation, a timeout that simulations do not have, what depends on the trainer's device, shared prompts, as the
-    simulated trainer computes every prompt, and the time of a prefill, which is the simulated server's own."""
+    """Except evaluation, a timeout that simulations do not have, what depends on the trainer's device, shared prompts,
+    as the simulated trainer computes every prompt, and the time of a prefill, which is the simulated server's own."""
     ours = settings_of(config(*CHANGED), eval_prompt_tokens=())
     simulated = workload_of(config(*CHANGED)).settings()
     differing = {name for name in ours.__struct_fields__ if getattr(ours, name) != getattr(simulated, name)}
