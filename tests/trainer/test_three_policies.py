@@ -129,6 +129,7 @@ def compute(policy: Policy, batch: MicroBatch) -> Tensor:
 def check_what_the_objective_gets(folder: Path, model_path: Path) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
     """Log-probs of the weights before the step from the first update on, of version 0 in all; to the bit."""
     rank = Rank(folder, model_path)
+    rank.wait()  # until version 0 is published
     start = Policy(model_path, mesh=make_mesh("cpu"), dtype=torch.float32)
     for step in range(len(STEPS)):
         rank.seen.clear()
