@@ -35,7 +35,7 @@ from dora.embedded.batcher import Batcher
 from dora.embedded.decoder import CausalDecoder
 from dora.embedded.generation import Generation, SamplingParams
 from dora.tasks.prompts import Prompt
-from dora.tasks.rewards import GradeRequest, build_scorer
+from dora.tasks.rewards import GradeRequest, build_scorer, total
 from dora.tasks.sources import derive_seed
 from dora.trainer.forward_check import check_training
 from dora.trainer.model import Policy, make_mesh
@@ -154,7 +154,7 @@ class Rollout:
             prompt=prompt,
             tokens=done.output_ids,
             logprobs=done.output_logprobs,
-            reward=self._score(request),
+            reward=total(self._score(request)),
             truncated=done.finish_reason["type"] == "length",
         )
 

@@ -56,7 +56,14 @@ def recompute(run: RunFolder, config: Config) -> DeepReport:
         tags.update((order.group, order.version) for order in commands if isinstance(order, AdmitGroup))
     altered = dict(_altered_versions(store, published))
     stored = read_tokens(run.tokens, wanted={kept.trajectory for kept in read_kept(run.trajectories)})
-    rows = altered_rows(run.trajectories, stored, tags=tags, group_size=journal.header.settings.group_size)
+    settings = journal.header.settings
+    rows = altered_rows(
+        run.trajectories,
+        stored,
+        tags=tags,
+        group_size=settings.group_size,
+        evaluated=settings.eval_prompt_tokens,
+    )
 
     def folder_of(version: VersionId) -> Path | None:
         try:

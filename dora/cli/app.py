@@ -1,4 +1,5 @@
-"""Defines the command line: commands, options, help texts and exit codes. Each command is implemented in its own file.
+"""Defines the command line: commands, options, help texts and exit codes. Each command is implemented in its own file;
+the options of `dora instances` and of hidden commands are in instance_commands.py and processes.py.
 
 Exit codes: 0 success, 1 failure, 2 invalid input, 3 the audit (in `dora audit`, or at the end of `dora run`) found a
 violation of C1, C2 or C3 that is not by design of the strategy, 130 interrupted. Errors are printed as one line per
@@ -14,6 +15,8 @@ from typing import Annotated
 
 import typer
 
+from dora.cli.instance_commands import instances
+from dora.cli.processes import Seed, TimeScale, WorkloadPath, processes
 from dora.errors import ConfigError, DoraError
 
 app = typer.Typer(
@@ -191,62 +194,8 @@ def trace(
     command(folder, output)
 
 
-#: Options may appear anywhere on the line, not only before the address.
-instances = typer.Typer(no_args_is_help=True, rich_markup_mode=None, context_settings={"allow_interspersed_args": True})
 app.add_typer(instances, name="instances")
-
-Instance = Annotated[str, typer.Argument(metavar="ID|URL", help="Number or address of the instance.")]
-
-
-@instances.callback()
-def at(
-    context: typer.Context,
-    url: Annotated[str, typer.Argument(metavar="STATUS_URL", help="Address of a run's status endpoint.")],
-    token_file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="File with the run's token (default: DORA_STATUS_TOKEN).")
-    ] = None,
-) -> None:
-    """List, add, drain and remove the servers of a running job."""
-    context.obj = (url, token_file)
-
-
-@instances.command(name="list")
-def show_instances(context: typer.Context) -> None:
-    """List all instances with their version, load, and pending request."""
-    from dora.cli.instances import show
-
-    show(context.obj[0])
-
-
-@instances.command()
-def add(context: typer.Context, instance: Instance) -> None:
-    """Add a server by its address, or recall a drained one."""
-    _request(context, "add", instance)
-
-
-@instances.command()
-def drain(context: typer.Context, instance: Instance) -> None:
-    """Stop giving an instance work.
-
-    Its requests move to peers with free capacity, or finish there.
-    """
-    _request(context, "drain", instance)
-
-
-@instances.command()
-def remove(context: typer.Context, instance: Instance) -> None:
-    """Drain an instance, then remove it from the run.
-
-    Its server is stopped if the run started it, and left running otherwise.
-    """
-    _request(context, "remove", instance)
-
-
-def _request(context: typer.Context, verb: str, instance: str) -> None:
-    from dora.cli.instances import request
-
-    url, token_file = context.obj
-    request(url, verb, instance, token_file=token_file)
+app.add_typer(processes)  # without a name: as if they were defined here
 
 
 @app.command()
@@ -407,11 +356,6 @@ def serve(
     )
 
 
-WorkloadPath = Annotated[Path, typer.Argument(metavar="WORKLOAD.toml", help="Workload file.")]
-TimeScale = Annotated[float, typer.Option(min=1e-3, help="Seconds of the workload per second of the wall clock.")]
-Seed = Annotated[int, typer.Option(help="Seed of the answers, as in `dora simulate`.")]
-
-
 @app.command()
 def pace(
     workload: WorkloadPath,
@@ -433,61 +377,6 @@ def pace(
     from dora.cli.pace import pace as command
 
     command(workload, seed=seed, time_scale=time_scale, processes=processes, folder=folder, trackers=track or [])
-
-
-@app.command(hidden=True)
-def pace_servers(
-    workload: WorkloadPath,
-    model: Annotated[Path, typer.Option()],
-    first: Annotated[int, typer.Option()],
-    count: Annotated[int, typer.Option()],
-    time_scale: TimeScale,
-    seed: Seed,
-) -> None:
-    """Run one process of paced servers; started by `pace`."""
-    from dora.cli.pace import serve_paced as command
-
-    command(workload, model=model, first=first, count=count, seed=seed, time_scale=time_scale)
-
-
-@app.command(hidden=True)
-def pace_environment(workload: WorkloadPath, time_scale: TimeScale, seed: Seed) -> None:
-    """Run the environment of a paced run; started by its controller."""
-    from dora.cli.pace import call_paced as command
-
-    command(workload, seed=seed, time_scale=time_scale)
-
-
-@app.command(hidden=True)
-def pace_ranks(workload: WorkloadPath, time_scale: TimeScale) -> None:
-    """Run all ranks of a paced trainer; started by `pace`."""
-    from dora.cli.pace import train_paced as command
-
-    command(workload, time_scale=time_scale)
-
-
-@app.command(hidden=True)
-def follow(folder: Path, tracker: str) -> None:
-    """Log a run in a tracker while it goes on; started by the controller."""
-    from dora.cli.track import follow as command
-
-    command(folder, tracker)
-
-
-@app.command(hidden=True)
-def train() -> None:
-    """Run one trainer rank; started by torchrun with DORA_CONTROLLER and DORA_TOKEN in the environment."""
-    from dora.cli.serve import train as command
-
-    command()
-
-
-@app.command(hidden=True)
-def send() -> None:
-    """Run a sender of weights; started by the controller, which sends orders to its standard input."""
-    from dora.cli.serve import send as command
-
-    command()
 
 
 def main() -> None:

@@ -501,8 +501,8 @@ class LogConfig(Section):
     level: Literal["debug", "info", "warning", "error"] = "info"
     """Lowest level that is written to `log.jsonl` in the run folder."""
     trajectories_per_step: Annotated[int, Field(ge=0)] = 4
-    """Number of trajectories that are written to `trajectories.jsonl`, with text, tokens and log-probs: so many trained
-    ones and so many of groups left out per step, and so many per evaluation."""
+    """Number of trajectories that are written to `trajectories.jsonl`, with text, tokens, log-probs and the terms of
+    the reward: so many trained ones and so many of groups left out per step, and so many per evaluation."""
     trajectories_mb: Annotated[int, Field(ge=0)] = 1024
     """Size of `trajectories.jsonl`, in MiB, from which on no more trajectories are written to it."""
 

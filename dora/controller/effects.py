@@ -241,7 +241,7 @@ class GradeAnswer:
         )
         outcome = await self.graders.of(trajectory).grade(request)
         if isinstance(outcome, Graded):
-            record.reward = sum(record.turn_rewards, outcome.reward)
+            record.reward, record.terms = sum(record.turn_rewards, outcome.reward), outcome.terms
             return ev.TrajectoryGraded(self.now(), trajectory, order.attempt, outcome.reward)
         return ev.TrajectoryGraded(self.now(), trajectory, order.attempt, None, outcome.reason)
 

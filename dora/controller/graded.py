@@ -1,6 +1,7 @@
 """The rewards of all groups that are graded, also of those that are filtered and never trained.
 
-Invariant: a group counts once, when its last answer is graded; answers without a reward are left out.
+Invariant: a group counts once, when its last answer is graded, and for one share, so that the shares add up to 1;
+answers without a reward are left out. Only rewards of 0 and 1 are called right or wrong.
 """
 
 from __future__ import annotations
@@ -21,18 +22,24 @@ class RewardShares:
     groups: int = 0
     answers: int = 0
     reward_sum: float = 0.0
-    all_right: int = 0  #: groups whose rewards are all at least 1
-    all_wrong: int = 0  #: all at most 0
-    mixed: int = 0  #: not all equal
+    all_right: int = 0  #: groups whose rewards are all 1
+    all_wrong: int = 0  #: all 0
+    all_same: int = 0  #: all the same number, other than 0 and 1
+    mixed: int = 0  #: not all equal: these alone have something to learn from
 
     def add(self, rewards: Sequence[float]) -> None:
         """Add a group."""
         self.groups += 1
         self.answers += len(rewards)
         self.reward_sum += sum(rewards)
-        self.all_right += min(rewards) >= 1
-        self.all_wrong += max(rewards) <= 0
-        self.mixed += min(rewards) < max(rewards)
+        if min(rewards) < max(rewards):
+            self.mixed += 1
+        elif rewards[0] == 1:
+            self.all_right += 1
+        elif rewards[0] == 0:
+            self.all_wrong += 1
+        else:
+            self.all_same += 1
 
     def shares(self) -> dict[str, float]:
         """Return the fields of StepFacts; none if no group was graded."""
@@ -42,6 +49,7 @@ class RewardShares:
             "reward_all_mean": self.reward_sum / self.answers,
             "all_right": self.all_right / self.groups,
             "all_wrong": self.all_wrong / self.groups,
+            "all_same": self.all_same / self.groups,
             "mixed": self.mixed / self.groups,
         }
 

@@ -23,7 +23,7 @@ from dora import files
 from dora.controller.evaluations import Evaluations
 from dora.controller.graded import GradedGroups
 from dora.controller.loop import Outcome
-from dora.controller.samples import Samples
+from dora.controller.samples import SampleFile, Samples
 from dora.controller.spans import SpanRecorder
 from dora.controller.trainer_link import StepReport
 from dora.controller.trajectories import Trajectories
@@ -34,7 +34,7 @@ from dora.core.ids import GroupId, InstanceId, TrajectoryId, VersionId
 from dora.core.state import State
 from dora.core.tables import Group
 from dora.errors import DoraError, one_line
-from dora.journal.deep import KeptTrajectory, encode_kept
+from dora.journal.deep import KeptTrajectory
 from dora.journal.run_folder import RunFolder
 from dora.status.drift import Alarm, DriftWatch
 from dora.status.episodes import EpisodeStats
@@ -71,7 +71,6 @@ class RunObserver:
         self._trajectories = trajectories
         self._evaluations = evaluations
         self._drift = drift
-        self._max_kept_bytes = max_kept_bytes
         self._spans = spans
         self._urls = urls
         self._then = then
@@ -83,7 +82,7 @@ class RunObserver:
                 self._note_problem("evaluation_shortened", f"{eval_set.name}: {skipped}")
         is_known = partial(_is_known, state=state)  # else a truncated journal would repeat rows
         self._metrics = files.open_lines(folder.metrics, is_known=is_known)
-        self._kept = files.open_lines(folder.trajectories, is_known=is_known)
+        self._kept = SampleFile(folder.trajectories, is_known=is_known, max_bytes=max_kept_bytes)
         facts.scores += earlier_scores(folder.metrics)
         facts.starting = {*state.instances}
         facts.steps.extend(earlier_steps(folder.metrics))
@@ -100,7 +99,6 @@ class RunObserver:
             tags={group.id: group.version for group in state.ledger.groups.values()},
             keep=keep_per_step,
         )
-        self._num_kept_bytes = folder.trajectories.stat().st_size
         self._waited_for = ""
         self._num_overtaken = len(state.evaluation.overtaken)  # reported, by an earlier controller if any
         self._step_began_at = state.now
@@ -129,7 +127,7 @@ class RunObserver:
 
     def close(self) -> None:
         """Close the files."""
-        for file, path in ((self._metrics, self._folder.metrics), (self._kept, self._folder.trajectories)):
+        for file, path in ((self._metrics, self._folder.metrics), (self._kept.file, self._kept.path)):
             with suppress(OSError):  # these rows are not essential
                 files.sync(path, file.fileno())
             file.close()
@@ -215,6 +213,7 @@ class RunObserver:
             idle_s=min(state.feed.idle_s, duration_s),
             waited_for=self._waited_for,
             **self._graded.take().shares(),
+            **_lengths([t.num_tokens for t in trajectories if t.reward is not None]),
             episodes=self._episodes([t.id for t in trajectories if t.reward is not None]),
         )
         self._waited_for = ""
@@ -270,14 +269,10 @@ class RunObserver:
 
     def _keep(self, kept: Iterable[KeptTrajectory]) -> list[tuple[IO[bytes], Path, bytes]]:
         """Return the lines of trajectories as far as the file may grow."""
-        lines = []
-        for line in map(encode_kept, kept):
-            self._num_kept_bytes += len(line)
-            if self._num_kept_bytes <= self._max_kept_bytes:
-                lines.append((self._kept, self._folder.trajectories, line))
-            else:
-                self._note_problem("trajectories_full", "trajectories.jsonl has reached log.trajectories_mb")
-        return lines
+        lines = self._kept.lines(kept)
+        if self._kept.is_full:
+            self._note_problem("trajectories_full", "trajectories.jsonl has reached log.trajectories_mb")
+        return [(self._kept.file, self._kept.path, line) for line in lines]
 
     def _report_overtaken(self, position: int) -> None:
         """Report versions whose evaluation was skipped."""
@@ -319,6 +314,17 @@ def log_changes(alarms: Sequence[Alarm]) -> None:
     """Log the alarms that a step raised or cleared; the console shows them, too."""
     for alarm in alarms:
         log.warning("drift_alarm" if alarm.cleared is None else "drift_cleared", alarm=alarm.text)
+
+
+def _lengths(lengths: Sequence[int]) -> dict[str, float]:
+    """Return the fields of StepFacts; none without an answer."""
+    if not lengths:
+        return {}
+    return {
+        "response_len_mean": sum(lengths) / len(lengths),
+        "response_len_p90": sorted(lengths)[-(-9 * len(lengths) // 10) - 1],
+        "response_len_max": max(lengths),
+    }
 
 
 def _num_filtered(state: State) -> int:

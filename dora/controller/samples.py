@@ -6,25 +6,46 @@ are written with the next step. The file is bounded: once it is full, that is sa
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
 from msgspec.structs import replace
 
+from dora import files
 from dora.controller.evaluations import Evaluations
 from dora.controller.trajectories import Trajectories, TrajectoryRecord
 from dora.controller.turns import Turns
 from dora.core import commands as cmd
 from dora.core.ids import GroupId, StepId, TrajectoryId, VersionId
 from dora.core.tables import Group
-from dora.journal.deep import EVALUATION, KeptTrajectory
+from dora.journal.deep import EVALUATION, NO_GROUP, KeptTrajectory, encode_kept
 from dora.tasks.tokenizer import Tokenizer
 from dora.transport.messages import TrainerLogprobs
 
 T = TypeVar("T")
-#: Of an evaluation sample, which belongs to no group.
-NO_GROUP = GroupId(-1)
+
+
+class SampleFile:
+    """trajectories.jsonl, which grows up to a size."""
+
+    def __init__(self, path: Path, *, is_known: Callable[[bytes], bool], max_bytes: int) -> None:
+        """Open it, and cut off what is not known (`files.open_lines`)."""
+        self.path = path
+        self.file = files.open_lines(path, is_known=is_known)
+        self.is_full = False
+        self._room = max_bytes - path.stat().st_size
+
+    def lines(self, kept: Iterable[KeptTrajectory]) -> list[bytes]:
+        """Return the lines to be appended: from the first one that does not fit on, none."""
+        lines: list[bytes] = []
+        for line in map(encode_kept, kept):
+            self.is_full = self.is_full or len(line) > self._room
+            if not self.is_full:
+                self._room -= len(line)
+                lines.append(line)
+        return lines
 
 
 class Samples:
@@ -51,6 +72,7 @@ class Samples:
         self._keep = keep
         self._dropped: list[KeptTrajectory] = []  # since the last step
         self._trainer_logprobs: dict[TrajectoryId, tuple[float, ...]] = {}
+        self._pieces: dict[int, str] = {}  # text by token: decoding takes 10 us
 
     def on_logprobs(self, message: TrainerLogprobs) -> None:
         """Note the log-probs of an answer in the pass that trained it."""
@@ -108,6 +130,11 @@ class Samples:
         """Return as many as are kept, evenly spread."""
         return of[:: max(1, len(of) // self._keep)][: self._keep] if self._keep else []
 
+    def _piece(self, token: int) -> str:
+        if token not in self._pieces:
+            self._pieces[token] = self._tokenizer.decode([token], special_tokens=True)
+        return self._pieces[token]
+
     def _describe(
         self, trajectory: TrajectoryId, record: TrajectoryRecord, *, step: StepId, version: VersionId, outcome: str
     ) -> KeptTrajectory:
@@ -129,4 +156,6 @@ class Samples:
             calls_s=self._turns.calls_s(trajectory),
             outcome=outcome,
             answer=record.prompt.answer,
+            terms=record.terms,
+            pieces=tuple(map(self._piece, record.tokens)),
         )

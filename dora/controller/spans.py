@@ -92,6 +92,7 @@ class SpanRecorder:
         self._lanes: dict[InstanceId, _Lane] = {}
         self._stages: dict[InstanceId, str] = {}
         self._where: dict[TrajectoryId, InstanceId] = {}
+        self._left: dict[TrajectoryId, InstanceId] = {}  # where an answer was that is at no instance now
         self._sampling: dict[InstanceId, set[TrajectoryId]] = {}  # residents with a token of their present request
         self._refusal, self._refusal_at = "", -1.0
         self._causes: deque[tuple[float, str]] = deque([(state.now, "start")])
@@ -151,6 +152,8 @@ class SpanRecorder:
         touched: set[InstanceId] = set()
         if (trajectory := getattr(event, "trajectory", None)) is not None:
             if not isinstance(event, ev.TrajectoryGraded) and (place := self._where.pop(trajectory, None)) is not None:
+                if trajectory in self._state.trajectories:
+                    self._left[trajectory] = place
                 self._sampling.get(place, set()).discard(trajectory)
                 touched.add(place)
         elif (instance := getattr(event, "instance", None)) is not None:
@@ -159,15 +162,27 @@ class SpanRecorder:
                 self._sampling.pop(instance, None)
         elif isinstance(event, ev.ControllerRestarted):
             self._sampling.clear()
+        elif isinstance(event, ev.VersionPublished):
+            self._timelines["instance"].publish(event.version, event.at)
         for command in commands:
             if isinstance(command, cmd.Generate):
+                self._note_move(command, event.at)
                 self._where[command.trajectory] = command.instance
                 self._sampling.setdefault(command.instance, set()).discard(command.trajectory)
                 touched.add(command.instance)
             elif isinstance(command, cmd.PushWeights):
                 self._stages[command.instance] = "wait"
                 touched.add(command.instance)
+            elif isinstance(command, cmd.DropGroup):
+                for sibling in range(len(command.rewards)):
+                    self._left.pop(TrajectoryId(command.group * len(command.rewards) + sibling), None)
         return touched
+
+    def _note_move(self, order: cmd.Generate, at: float) -> None:
+        """Note that an answer goes on at another instance than before, which may be lost."""
+        before = self._left.pop(order.trajectory, self._where.get(order.trajectory, order.instance))
+        if before != order.instance and order.num_tokens:
+            self._timelines["instance"].move(order.instance, at)
 
     def on_first_token(self, trajectory: TrajectoryId) -> None:
         """Note that a request got its first token."""

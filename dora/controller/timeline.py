@@ -7,10 +7,12 @@ age, however long it is.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from typing import Final
 
-from dora.journal.spans import Entry, Kind, TimelineRow
+import msgspec
+
+from dora.journal.spans import ALL_LANES, Entry, Kind, TimelineRow
 
 #: Length of the first buckets, in seconds, and up to when buckets have it; whenever that time doubles, so do buckets.
 FIRST_BUCKET_S: Final = 0.25
@@ -39,6 +41,8 @@ class Timeline:
         self._kind = kind
         self._begin = begin
         self._buckets: dict[float, dict[int, Spent]] = {}  # start -> lane -> seconds
+        self._moved: defaultdict[float, Counter[int]] = defaultdict(Counter)  # start -> lane -> answers
+        self._published: defaultdict[float, list[tuple[int, float]]] = defaultdict(list)
 
     def add(self, lane: int, doing: Doing, start: float, end: float) -> None:
         """Add a span, or a part of one; what lies before `begin` is in a row."""
@@ -48,6 +52,14 @@ class Timeline:
             stop = min(end, begin + length)
             self._buckets.setdefault(begin, {}).setdefault(lane, defaultdict(float))[doing] += stop - start
             start = stop
+
+    def move(self, lane: int, at: float) -> None:
+        """Note that an answer came to a lane from another one."""
+        self._moved[bucket_of(at)[0]][lane] += 1
+
+    def publish(self, version: int, at: float) -> None:
+        """Note that a version became available."""
+        self._published[bucket_of(at)[0]].append((version, round(at, 6)))
 
     def is_due(self, until: float) -> bool:
         """Whether a bucket has ended by then."""
@@ -64,7 +76,11 @@ class Timeline:
             end = begin + bucket_of(begin)[1]
             if end > until and not partial:
                 break
-            rows.append(self._row(max(begin, self._begin), min(end, until), self._buckets.pop(begin)))
+            row = self._row(max(begin, self._begin), min(end, until), self._buckets.pop(begin))
+            moved, published = self._moved.pop(begin, Counter[int]()), self._published.pop(begin, [])
+            if row.folded and moved:
+                moved = Counter({ALL_LANES: moved.total()})
+            rows.append(msgspec.structs.replace(row, moved=dict(moved), published=published))
         begin, _ = bucket_of(until)
         self._begin = until if partial else max(self._begin, begin)
         return rows

@@ -48,6 +48,7 @@ class TrajectoryRecord:
         "observed",
         "prompt",
         "reward",
+        "terms",
         "tokens",
         "truncated",
         "turn_rewards",
@@ -64,6 +65,7 @@ class TrajectoryRecord:
         self.began_at: float | None = None  #: when this controller first sent a request for it
         self.turn_rewards: list[float] = []  #: that the environment gave
         self.reward: float | None = None
+        self.terms: tuple[tuple[str, float], ...] = ()  #: of the reward, by name, if this controller had it graded
         self.truncated: Truncation = ""
 
     @property

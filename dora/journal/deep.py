@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from dora.core.ids import GroupId, StepId, TrajectoryId, Truncation, VersionId, group_of
+from dora.core.ids import GroupId, StepId, TrajectoryId, Truncation, VersionId, evaluation_index, group_of
 from dora.errors import ConfigError
 from dora.journal.rows import Fork, row_ids
 from dora.journal.tokens import TokenStore
@@ -34,8 +34,9 @@ TOLERANCE: Final[Mapping[str, float]] = {"float32": 1e-4, "bfloat16": 5e-3}
 Score = Callable[[Path, Sequence[Sequence[int]], Sequence[int]], Sequence[npt.NDArray[np.float32]]]
 
 
-#: Outcome of a sample of a held-out set.
+#: Outcome of a sample of a held-out set, and the group that it belongs to.
 EVALUATION: Final = "evaluation"
+NO_GROUP: Final = GroupId(-1)
 
 
 class KeptTrajectory(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -58,6 +59,8 @@ class KeptTrajectory(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
     calls_s: tuple[float, ...] = ()  #: seconds of each call under the controller that wrote this
     outcome: str = "trained"  #: trained, evaluation, or the "outcome: reason" of its dropped group
     answer: str = ""  #: the reference answer
+    terms: tuple[tuple[str, float], ...] = ()  #: of its reward, weighted: name and what it gave, if they are known
+    pieces: tuple[str, ...] = ()  #: each token as text; a part of a character is U+FFFD
     trainer_logprobs: tuple[float, ...] = ()  #: of the trained tokens, in the pass that trained them, if they were sent
 
     @property
@@ -141,18 +144,23 @@ def read_kept(path: Path) -> Iterator[KeptTrajectory]:
 
 
 def altered_rows(
-    path: Path, stored: TokenStore, *, tags: Mapping[GroupId, VersionId], group_size: int
+    path: Path, stored: TokenStore, *, tags: Mapping[GroupId, VersionId], group_size: int, evaluated: Sequence[int]
 ) -> Iterator[str]:
-    """The lines of `trajectories.jsonl` that are not what was recorded, or that were there before. `tags`: versions."""
+    """The lines of `trajectories.jsonl` that are not what was recorded, or that were there before.
+
+    `tags`: versions of groups. `evaluated`: prompt lengths of the samples of one evaluation.
+    """
     seen = set()
     for number, kept in enumerate(read_kept(path), start=1):
         answer, prompt = stored.answers.get(kept.trajectory), stored.prompts.get(kept.group)
         is_same = (
             answer is not None
             and (
-                kept.outcome == EVALUATION
-                or (
+                _is_of_evaluation(kept, evaluated)
+                if kept.trajectory < 0
+                else (
                     prompt is not None
+                    and kept.outcome != EVALUATION
                     and kept.group == group_of(kept.trajectory, group_size=group_size)
                     and kept.version == tags.get(kept.group)
                     and kept.prompt_tokens == tuple(prompt.tokens)
@@ -168,6 +176,15 @@ def altered_rows(
         if kept.trajectory in seen:
             yield f"{path}, line {number}: trajectory {kept.trajectory} is there a second time"
         seen.add(kept.trajectory)
+
+
+def _is_of_evaluation(kept: KeptTrajectory, evaluated: Sequence[int]) -> bool:
+    """Whether version and prompt are those of its id, as far as is known: the token store has no such prompts."""
+    if not evaluated:
+        return False
+    version, index = evaluation_index(kept.trajectory, num_samples=len(evaluated))
+    found = (kept.outcome, kept.group, kept.version, len(kept.prompt_tokens))
+    return found == (EVALUATION, NO_GROUP, version, evaluated[index])
 
 
 def deep_check(

@@ -5,7 +5,9 @@ began, version null without one. Lines of one lane are in order, those of differ
 
 A row of the timeline is an object: `kind` as above, `at` and `s` where its bucket of time begins and how long it is,
 and `num_lanes`. `lanes` has the time of each lane as `[activity, version, seconds]`, in the order in which they began.
-With more than 64 lanes it has `folded` instead: the same, as lane-seconds over all lanes.
+With more than 64 lanes it has `folded` instead: the same, as lane-seconds over all lanes. Of instances it also has
+`moved`, the number of answers that came from another instance to go on, by lane, or at -1 over all lanes; and
+`published`, the versions that became available, each with when.
 """
 
 from __future__ import annotations
@@ -35,8 +37,12 @@ class TimelineRow(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True)
     num_lanes: int
     lanes: dict[int, list[Entry]] = msgspec.field(default_factory=dict)
     folded: list[Entry] = msgspec.field(default_factory=list)
+    moved: dict[int, int] = msgspec.field(default_factory=dict)
+    published: list[tuple[int, float]] = msgspec.field(default_factory=list)
 
 
+#: The lane of `moved` that stands for all.
+ALL_LANES: Final = -1
 #: Times are rounded to a microsecond.
 ROUNDING_S: Final = 2e-6
 

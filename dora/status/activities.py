@@ -19,7 +19,7 @@ _CALLING: Final = TrajectoryPhase.CALLING
 RANK: Final = {
     "start": "from the beginning of the run: its process starts, loads the model and joins the others",
     "packing": "takes a micro-batch apart, computes advantages, and lays out rows",
-    "forward_backward": "computes; waiting for other ranks inside a collective of FSDP2 is not told apart",
+    "forward_backward": "computes; a model that is gathered layer by layer also waits for other ranks in its passes",
     "optimizer": "closes an update: clipping, the update itself, and the sums of metrics",
     "copying": "gathers the weights of the next version, and refreshes copies for reference and proximal policy",
     "saving": "writes a checkpoint, and waits for the other ranks to do so",

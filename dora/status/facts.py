@@ -41,9 +41,13 @@ class StepFacts:
     idle_s: float  #: the part of it in which the trainer had nothing to do
     waited_for: str  #: what the trainer last waited for (`snapshot.trainer_waits_for`); "" if it never did
     reward_all_mean: float | None = None  #: over all answers of the groups graded since the last step; None without one
-    all_right: float | None = None  #: share of these groups whose rewards are all at least 1
-    all_wrong: float | None = None  #: all at most 0
+    all_right: float | None = None  #: share of these groups whose rewards are all 1
+    all_wrong: float | None = None  #: all 0
+    all_same: float | None = None  #: all the same number, other than 0 and 1
     mixed: float | None = None  #: not all equal
+    response_len_mean: float | None = None  #: tokens of a trained answer; None without one
+    response_len_p90: float | None = None  #: nine of ten are at most as long
+    response_len_max: float | None = None
     episodes: EpisodeStats | None = None  #: None without an environment
 
 

@@ -5,6 +5,7 @@ Invariant: only complete lines count. A file that was cut (a resume does that) o
 
 from __future__ import annotations
 
+import os
 from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
@@ -23,15 +24,13 @@ class Lines:
         path: Path,
         *,
         kind_of: Callable[[bytes], str | None],
-        on_line: Callable[[str, bytes], None] = lambda kind, line: None,
         on_reset: Callable[[], None] = lambda: None,
     ) -> None:
-        """`kind_of`: of a line; None if it is not shown. `on_line`: called once with kind and text of each
-        line that is shown, and `on_reset` before all of them are shown again.
+        """`kind_of`: of a line, for which it is called once; None if it is not shown. `on_reset`: called before it is
+        called for all lines again.
         """
         self.path = path
         self._kind_of = kind_of
-        self._on_line = on_line
         self._on_reset = on_reset
         self._forget()
 
@@ -68,7 +67,6 @@ class Lines:
         if kind is not None:
             self._numbers.setdefault(kind, array("q")).append(self.count)
             self._starts.setdefault(kind, array("q")).append(self._size)
-            self._on_line(kind, line)
         self.count += 1
         self._size += len(line)
         self._tail = (self._tail + line)[-_CHECKED_BYTES:]
@@ -87,3 +85,13 @@ class Lines:
                 file.seek(starts[bisect_left(known, number)])
                 lines.append(file.readline().rstrip(b"\n"))
         return lines
+
+
+def tail(path: Path, size: int) -> list[bytes]:
+    """Return the complete lines in the last `size` bytes of a file; none if it is missing."""
+    with suppress(OSError), path.open("rb") as file:
+        start = max(0, file.seek(0, os.SEEK_END) - size)
+        file.seek(start)
+        lines = file.read(size).splitlines(keepends=True)
+        return [line for line in lines[start > 0 :] if line.endswith(b"\n")]
+    return []

@@ -7,7 +7,7 @@ as what was added. An answer is `{"rows": [...], "next": N}`: asked again with N
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
@@ -15,19 +15,17 @@ from typing import Final
 import msgspec
 
 from dora.journal.run_folder import RunFolder
-from dora.journal.spans import Entry, Kind, TimelineRow
-from dora.status.lines import Lines
+from dora.journal.spans import Kind
+from dora.status.digest import Digest, compact, decode_row
+from dora.status.lines import Lines, tail
 
-#: Number of lanes in a row of the timeline from which on they are added up.
-MAX_LANES: Final = 64
-#: Number of policy versions of an activity in a joined row: of a lane, and of all lanes.
-LANE_VERSIONS: Final = 2
-FOLDED_VERSIONS: Final = 8
 #: Number of characters of a prompt, an answer or a reference.
 MAX_CHARACTERS: Final = 4_000
 #: Number of tokens of a sample whose log-probs are in an answer.
 MAX_TOKENS: Final = 1_000
 _KINDS: Final[tuple[Kind, ...]] = ("rank", "instance")
+#: Bytes at the end of the timeline in which there is a row of each kind.
+_TAIL_BYTES: Final = 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +64,8 @@ class _Sample(msgspec.Struct):
     calls_s: list[float] = []
     outcome: str = "trained"
     answer: str = ""
+    terms: list[tuple[str, float]] = []
+    pieces: list[str] = []
     trainer_logprobs: list[float] = []
 
 
@@ -75,11 +75,9 @@ class Records:
     def __init__(self, folder: RunFolder, *, bounds: Bounds = HTTP_BOUNDS) -> None:
         self._bounds = bounds
         self._lock = threading.Lock()
-        self._digest: dict[str, list[bytes]] = {}
+        self._digests = self._new_digests()
         self._metrics = Lines(folder.metrics, kind_of=_kind_of_metric)
-        self._timeline = Lines(
-            folder.timeline, kind_of=_kind_of_lane, on_line=self._digest_line, on_reset=lambda: self._digest.clear()
-        )
+        self._timeline = Lines(folder.timeline, kind_of=self._digest, on_reset=self._forget_digests)
         self._samples = Lines(folder.trajectories, kind_of=_kind_of_sample)
 
     def steps(self, since: int = 0) -> bytes:
@@ -104,27 +102,38 @@ class Records:
     def timeline(self, since: int = 0) -> bytes:
         """Return the rows of timeline.jsonl from line `since` on; neighbors are added up where there are too many."""
         with self._lock:
+            if not self._timeline.count:
+                self._expect()
             self._timeline.refresh()
             rows: list[bytes] = []
             since = _within(since, self._timeline)
-            for kind in _KINDS:
+            for kind, digest in self._digests.items():
                 if since:
-                    rows += self._compact(self._timeline.read(kind, self._timeline.numbers(kind, since=since)))
+                    lines = self._timeline.read(kind, self._timeline.numbers(kind, since=since))
+                    rows += compact(lines, most=self._bounds.rows, size=self._bounds.size)
                 else:
-                    known = self._digest.setdefault(kind, [])
-                    known[:] = self._compact(known)
-                    rows += known
+                    rows += digest.lines()
             return _answer(rows, self._timeline.count)
 
-    def _digest_line(self, kind: str, line: bytes) -> None:
-        """Keep what an answer to `timeline(0)` needs, so that the file is not read again for it."""
-        rows = self._digest.setdefault(kind, [])
-        rows.append(line.rstrip(b"\n"))
-        if len(rows) >= 2 * self._bounds.rows:
-            rows[:] = self._compact(rows)
+    def _new_digests(self) -> dict[str, Digest]:
+        return {kind: Digest(most=self._bounds.rows, size=self._bounds.size) for kind in _KINDS}
 
-    def _compact(self, lines: Sequence[bytes]) -> Sequence[bytes]:
-        return compact(lines, most=self._bounds.rows, size=self._bounds.size)
+    def _forget_digests(self) -> None:
+        self._digests = self._new_digests()
+
+    def _digest(self, line: bytes) -> str | None:
+        """Keep what an answer to `timeline(0)` needs of a line, so that the file is not read again for it."""
+        row = decode_row(line)
+        if row is None:
+            return None
+        self._digests[row.kind].add(row, line)
+        return row.kind
+
+    def _expect(self) -> None:
+        """Look at the end of the timeline, so that its rows are joined while they are read for the first time."""
+        for line in tail(self._timeline.path, _TAIL_BYTES):
+            if row := decode_row(line):
+                self._digests[row.kind].expect(row.at + row.s, line)
 
     def samples(self, since: int = 0) -> bytes:
         """Return the latest samples from line `since` of trajectories.jsonl on, with long texts cut; newest last."""
@@ -166,12 +175,6 @@ def _kind_of_metric(line: bytes) -> str | None:
     return None
 
 
-def _kind_of_lane(line: bytes) -> str | None:
-    with suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return _ROW.decode(line).kind
-    return None
-
-
 def _kind_of_sample(line: bytes) -> str | None:
     return "sample"
 
@@ -183,7 +186,7 @@ def _shown(line: bytes) -> bytes | None:
         sample.num_tokens = len(sample.tokens)
         for name in ("prompt", "text", "answer"):
             setattr(sample, name, _cut(getattr(sample, name)))
-        for name in ("tokens", "logprobs", "trainer_logprobs"):
+        for name in ("tokens", "logprobs", "pieces", "trainer_logprobs"):
             setattr(sample, name, getattr(sample, name)[:MAX_TOKENS])
         return msgspec.json.encode(sample)
     return None
@@ -191,89 +194,3 @@ def _shown(line: bytes) -> bytes | None:
 
 def _cut(text: str) -> str:
     return text if len(text) <= MAX_CHARACTERS else text[: MAX_CHARACTERS - 1] + "…"
-
-
-# -- rows of the timeline ---------------------------------------------------------------------------------------------
-
-_ROW = msgspec.json.Decoder(TimelineRow)
-
-
-def compact(lines: Sequence[bytes], *, most: int, size: int) -> Sequence[bytes]:
-    """Return rows of one kind with the same time of each activity: at most `most`, of at most `size` bytes together
-    unless it is one. Neighbors are joined to rows of about equal length; there is then room for a third more.
-    """
-    if not _is_too_much(lines, most=most, size=size):
-        return lines
-    most, size = most * 3 // 4, size * 3 // 4
-    rows = [row for line in lines if (row := _decoded(line))]
-    length = sum(row.s for row in rows) / max(1, most)
-    while len(rows) > 1 and _is_too_much(lines, most=most, size=size):
-        rows = _joined(rows, up_to=length)
-        lines = [msgspec.json.encode(row) for row in rows]
-        length *= max(1.25, sum(map(len, lines)) / size)
-    return lines
-
-
-def _is_too_much(lines: Sequence[bytes], *, most: int, size: int) -> bool:
-    return len(lines) > most or sum(map(len, lines)) > size
-
-
-def _joined(rows: Iterable[TimelineRow], *, up_to: float) -> list[TimelineRow]:
-    """Join neighbors as long as the result is not longer than `up_to` seconds."""
-    found: list[list[TimelineRow]] = []
-    length = 0.0
-    for row in rows:
-        if found and length + row.s <= up_to:
-            found[-1].append(row)
-            length += row.s
-        else:
-            found.append([row])
-            length = row.s
-    return [_sum(part) for part in found]
-
-
-def _sum(rows: Sequence[TimelineRow]) -> TimelineRow:
-    """Return the row of all of these, one after the other."""
-    first, last = rows[0], rows[-1]
-    if len(rows) == 1:
-        return first
-    lanes: dict[int, list[Entry]] = {}
-    for row in rows:
-        for lane, entries in row.lanes.items():
-            lanes.setdefault(lane, []).extend(entries)
-    folded = [entry for row in rows for entry in row.folded]
-    num_lanes = max(len(lanes), *(row.num_lanes for row in rows))
-    if folded or len(lanes) > MAX_LANES:
-        folded += [entry for entries in lanes.values() for entry in entries]
-        lanes = {}
-    return TimelineRow(
-        kind=first.kind,
-        at=first.at,
-        s=round(last.at + last.s - first.at, 6),
-        num_lanes=num_lanes,
-        lanes={lane: _added(entries, versions=LANE_VERSIONS) for lane, entries in sorted(lanes.items())},
-        folded=_added(folded, versions=FOLDED_VERSIONS),
-    )
-
-
-def _added(entries: Iterable[Entry], *, versions: int) -> list[Entry]:
-    """Add up. Of an activity with more than `versions` versions, the time of the lesser ones goes to the first."""
-    spent: dict[str, dict[int | None, float]] = {}
-    for activity, version, seconds in entries:
-        of = spent.setdefault(activity, {})
-        of[version] = of.get(version, 0.0) + seconds
-    found: list[Entry] = []
-    for activity, of in spent.items():
-        if len(of) > versions:
-            kept = sorted(of, key=lambda version: -of[version])[:versions]
-            rest = sum(of.values()) - sum(of[version] for version in kept)
-            of = {version: of[version] for version in kept}
-            of[kept[0]] += rest
-        found += [(activity, version, round(seconds, 6)) for version, seconds in of.items()]
-    return found
-
-
-def _decoded(line: bytes) -> TimelineRow | None:
-    with suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return _ROW.decode(line)
-    return None

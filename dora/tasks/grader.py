@@ -2,7 +2,7 @@
 
 Frames on stdin and stdout: 4 bytes of length (big endian), then msgpack. The first request is the set-up written by
 `GraderPool`; the reply is `{}` (ready) or `{"config_error": text}`. Each later one is a `GradeRequest`; the reply is
-`{"reward": x}` or `{"error": text}`.
+`{"reward": x, "terms": [[name, y], ...]}` or `{"error": text}`.
 
 Invariant: only frames reach the pipes (dora/pipes.py). Grading runs in the main thread, so that libraries may use
 signals. The process exits when its stdin closes. Its memory is limited, which protects from accidents but is not a
@@ -12,6 +12,7 @@ sandbox.
 from __future__ import annotations
 
 import resource
+from collections.abc import Callable
 from typing import Any, BinaryIO
 
 import msgpack
@@ -19,7 +20,7 @@ import msgpack
 from dora.config.schema import RewardConfig
 from dora.errors import ConfigError
 from dora.pipes import read_frame, take_pipes, write_frame
-from dora.tasks.rewards import GradeRequest, RewardFailed, Scorer, build_scorer
+from dora.tasks.rewards import GradeRequest, RewardFailed, Terms, build_scorer, total
 
 #: Timeout of an HTTP endpoint, as a share of the time limit: an error that names the endpoint, before the process is
 #: killed.
@@ -47,9 +48,10 @@ def main() -> None:
         _write(replies, _grade(scorer, GradeRequest(**request)))
 
 
-def _grade(scorer: Scorer, request: GradeRequest) -> dict[str, Any]:
+def _grade(scorer: Callable[[GradeRequest], Terms], request: GradeRequest) -> dict[str, Any]:
     try:
-        return {"reward": scorer(request)}
+        terms = scorer(request)
+        return {"reward": total(terms), "terms": terms}
     except RewardFailed as err:
         return {"error": str(err)}
     except Exception as err:  # noqa: BLE001  the sum may overflow or be undefined

@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import msgpack
+import msgspec
 
 from dora.errors import ConfigError, ProtocolError, RunFailed, one_line
 from dora.tasks.child import GuardedProcess
@@ -43,6 +44,7 @@ class Graded:
     """The outcome of an answer that was judged."""
 
     reward: float  # finite, also in 32 bits
+    terms: tuple[tuple[str, float], ...] = ()  # what each reward gave, weighted
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,4 +186,7 @@ def outcome_of(reply: dict[str, Any]) -> Graded | GradingFailed:
         raise ProtocolError("grader's reply has neither a reward nor an error")
     if not abs(reward) <= LARGEST_REWARD:
         return GradingFailed(f"not finite: the sum of all terms is {reward:g}, expected a finite number of 32 bits")
-    return Graded(reward)
+    try:
+        return Graded(reward, msgspec.convert(reply.get("terms", ()), tuple[tuple[str, float], ...]))
+    except msgspec.ValidationError as err:
+        raise ProtocolError(f"grader's reply: terms: {err}") from err

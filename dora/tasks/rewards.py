@@ -1,4 +1,4 @@
-"""Scoring functions, from one answer to one number.
+"""Scoring functions, from one answer to one number for each term.
 
 Invariant: a scorer is a function of one request. It has no state, does not retry, and never turns a failure into a
 reward: if it cannot judge an answer it raises an exception, which the pool reports as `grading_failed`. `build_scorer`
@@ -53,6 +53,8 @@ class GradeRequest:
 
 
 Scorer = Callable[[GradeRequest], float]
+#: What each term gave, weighted: (kind, or name of a function; reward).
+Terms = list[tuple[str, float]]
 
 
 class RewardFailed(Exception):
@@ -65,9 +67,16 @@ class RewardFailed(Exception):
         super().__init__(f"{term}: {error}{where}")
 
 
-def build_scorer(rewards: Sequence[RewardConfig], *, field: str, http_timeout_s: float) -> Scorer:
-    """Return the weighted sum of the terms that apply to a prompt's source; `ConfigError` names a term (`field`.i) that
-    cannot be built."""
+def total(terms: Terms) -> float:
+    """Return the reward."""
+    return math.fsum(value for _, value in terms)
+
+
+def build_scorer(
+    rewards: Sequence[RewardConfig], *, field: str, http_timeout_s: float
+) -> Callable[[GradeRequest], Terms]:
+    """Return a function to the weighted terms that apply to a prompt's source; `ConfigError` names a term (`field`.i)
+    that cannot be built."""
     if not rewards:
         raise ConfigError(f"{field}: at least one reward is needed")
     terms = [
@@ -75,9 +84,9 @@ def build_scorer(rewards: Sequence[RewardConfig], *, field: str, http_timeout_s:
         for index, reward in enumerate(rewards)
     ]
 
-    def score(request: GradeRequest) -> float:
-        own = [(reward.weight, term) for reward, term in terms if reward.applies_to(request.source)]
-        return math.fsum(weight * term(request) for weight, term in own)
+    def score(request: GradeRequest) -> Terms:
+        own = [(reward, term) for reward, term in terms if reward.applies_to(request.source)]
+        return [(reward.name or reward.kind, reward.weight * term(request)) for reward, term in own]
 
     return score
 

@@ -83,6 +83,7 @@ class ShardedModel:
         for module in self._sharded_modules():  # lazy initialization allocates the shards; see shards()
             module.unshard()
             module.reshard()
+        self.is_sharded = True
         self.model.eval()  # no dropout: the engine has none
 
     def shards(self) -> dict[str, Tensor]:
@@ -96,6 +97,7 @@ class ShardedModel:
 
     def reshard(self) -> None:
         """Drop gathered weights, so that the next pass gathers what was written to the shards."""
+        self.is_sharded = True
         for module in self._sharded_modules():
             module.reshard()
 
@@ -119,6 +121,20 @@ class Policy(ShardedModel):
         if self.gathered:
             self.model.set_requires_gradient_sync(closes_update)
             self.model.set_reshard_after_backward(closes_update)
+
+    def gather(self) -> None:
+        """Gather the weights for the passes of an update; a collective. On a GPU the first pass does it as it goes."""
+        self.is_sharded = False
+        if self.device.type == "cpu":
+            for module in self._sharded_modules():
+                module.unshard()
+
+    def await_ranks(self) -> None:
+        """Wait until all ranks are here; a collective."""
+        if self.mesh.size() > 1:
+            arrived = torch.zeros(1, device=self.device)
+            dist.all_reduce(arrived)
+            arrived.item()
 
     def full_tensor(self, name: str) -> Tensor:
         """Return a parameter or persistent buffer, whole; a collective."""

@@ -1,9 +1,9 @@
 """The clock of a rank: what it does at any moment, from its start to its end, in one activity at a time.
 
 Invariant: spans neither overlap nor leave holes, as each begins where the one before ended, by one monotonic clock.
-On a GPU they are times of the process: what it has queued there counts where it next waits for the GPU. A rank's wait
-for others inside a collective of FSDP2 counts as forward_backward; that at the start of a wave and at the close of an
-update is `slowest_rank`.
+On a GPU they are times of the process: what it has queued there counts where it next waits for the GPU. A rank waits
+for the others (`slowest_rank`) before the first forward and the last backward pass of an update, and at its close. Only
+models that are gathered layer by layer also wait in the collectives of their passes, which is `forward_backward`.
 """
 
 from __future__ import annotations

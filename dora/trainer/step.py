@@ -137,8 +137,9 @@ class Trainer:
             batch, self._settings.advantages or (settings.advantage,), to_go=settings.turn_rewards == "reward_to_go"
         )
         for number, members in enumerate(passes := self._passes(batch), start=1):
-            self._policy.prepare(closes_update=(batch.closes or batch.last) and number == len(passes))
-            self._accumulate(batch, members, advantages_nU)
+            closes_update = (batch.closes or batch.last) and number == len(passes)
+            self._policy.prepare(closes_update=closes_update)
+            self._accumulate(batch, members, advantages_nU, closes_update=closes_update)
         firsts = firsts_of(batch)
         self._sums.add_trajectories(
             lag=torch.from_numpy((batch.step - batch.versions)[firsts]).long(),
@@ -183,7 +184,9 @@ class Trainer:
         """Return what makes sequences one for the objective: their trajectory, or nothing if it acts on tokens."""
         return batch.trajectories if self._compares_sequences else np.arange(len(batch.lengths))
 
-    def _accumulate(self, batch: MicroBatch, members: list[int], advantages_nU: NDArray[np.float64]) -> None:
+    def _accumulate(
+        self, batch: MicroBatch, members: list[int], advantages_nU: NDArray[np.float64], *, closes_update: bool
+    ) -> None:
         self._clock.switch("packing")
         row, targets = pack(
             batch,
@@ -194,6 +197,9 @@ class Trainer:
             device=self._policy.device,
         )
         self._clock.switch("forward_backward")
+        if self._policy.gathered and self._policy.is_sharded:
+            self._await_ranks()
+            self._policy.gather()
         settings, copies = self._settings, self._copies
         reference_P = copies.reference(row)
         proximal_P = copies.proximal(row, version=VersionId(self._step), update=batch.update)
@@ -212,13 +218,23 @@ class Trainer:
             progress=batch.update / settings.updates,
         )
         terms = self._objective(tokens)
-        (terms.loss_P.sum() / settings.micro_batch_tokens).backward()
+        loss = terms.loss_P.sum() / settings.micro_batch_tokens
+        if closes_update and self._policy.gathered:
+            self._await_ranks()
+        loss.backward()
         self._sums.add_tokens(tokens, terms)
         self._sums.padding += row.num_padding
         if self._probe is not None and batch.update == 0:
             self._probe.add(batch, members, current_P, targets.behavior_P)
         if self._settings.sends_logprobs and 0 in members:
             self._send_logprobs(batch, members, current_P)
+
+    def _await_ranks(self) -> None:
+        """Wait for the slowest rank where that can be told from computing, and not in the collectives that follow."""
+        if self._policy.device.type == "cuda":
+            torch.cuda.synchronize()  # what this rank has queued
+        with self._clock.during("slowest_rank"):
+            self._policy.await_ranks()
 
     def _send_logprobs(self, batch: MicroBatch, members: list[int], current_P: Tensor) -> None:
         """Send the log-probs of the micro-batch's first answer, unless it is too long or has several rows."""

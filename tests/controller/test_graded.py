@@ -28,11 +28,11 @@ def test_every_graded_group_counts_once_whether_it_is_trained_or_filtered() -> N
     assert graded.take() == RewardShares()
 
 
-def test_shares_of_rewards_that_are_not_0_or_1() -> None:
+def test_shares_do_not_overlap_and_only_rewards_of_0_and_1_are_right_or_wrong() -> None:
     shares = RewardShares()
-    for rewards in ([1.0, 1.0], [0.0, -1.0], [0.5, 0.5], [0.2, 1.5]):
+    for rewards in ([1.0, 1.0], [0.0, -1.0], [1.5, 2.0], [0.0, 0.0], [0.5, 0.5], [-1.0, -1.0], [2.0], [0.2, 1.5]):
         shares.add(rewards)
-    assert shares.shares() == {
-        "reward_all_mean": pytest.approx(3.7 / 8), "all_right": 0.25, "all_wrong": 0.25, "mixed": 0.5,
-    }  # fmt: skip
+    found = shares.shares()
+    assert found.pop("reward_all_mean") == pytest.approx(7.2 / 15)
+    assert found == {"all_right": 1 / 8, "all_wrong": 1 / 8, "all_same": 3 / 8, "mixed": 3 / 8}
     assert RewardShares().shares() == {}

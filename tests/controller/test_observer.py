@@ -7,8 +7,9 @@ import math
 from pathlib import Path
 
 import msgspec
+import pytest
 
-from dora.controller.observer import _line, earlier_trained_tokens, recall_alarms
+from dora.controller.observer import _lengths, _line, earlier_trained_tokens, recall_alarms
 from dora.status.drift import DriftWatch
 
 STALE = {"all/tokens": 100.0, "lag=2/tokens": 100.0, "lag=2/mismatch_k3": 0.5}
@@ -50,6 +51,22 @@ def test_a_resumed_run_counts_the_tokens_that_were_trained_before(tmp_path: Path
     path.write_bytes(b"".join(map(_line, rows)))
     assert earlier_trained_tokens(path) == 42
     assert earlier_trained_tokens(tmp_path / "none") == 0
+
+
+@pytest.mark.parametrize(
+    ("lengths", "mean", "p90", "longest"),
+    [
+        ([7], 7, 7, 7),
+        ([*range(10, 0, -1)], 5.5, 9, 10),
+        ([*range(1, 12)], 6, 10, 11),
+        ([1, 1, 1, 100], 25.75, 100, 100),
+    ],
+)
+def test_nine_of_ten_answers_are_at_most_as_long_as_the_90th_percentile(
+    lengths: list[int], mean: float, p90: int, longest: int
+) -> None:
+    assert [*_lengths(lengths).values()] == [mean, p90, longest]
+    assert _lengths([]) == {}
 
 
 def test_a_new_run_has_no_alarms(tmp_path: Path) -> None:

@@ -8,14 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from dora import files
 from dora.controller.evaluations import EvalSet, Evaluations
-from dora.controller.samples import Samples
+from dora.controller.samples import SampleFile, Samples
 from dora.controller.trajectories import Trajectories
 from dora.controller.turns import Turns
 from dora.core import commands as cmd
 from dora.core.ids import TrajectoryId, VersionId
 from dora.core.tables import Group
-from dora.journal.deep import EVALUATION, KeptTrajectory
+from dora.journal.deep import EVALUATION, KeptTrajectory, read_kept
 from dora.journal.tokens import TokenWriter
 from dora.seed.policy import path as seed_path
 from dora.tasks.tokenizer import load_tokenizer
@@ -106,6 +107,32 @@ def test_samples_of_an_evaluation_are_evenly_spread(kept: Kept) -> None:
         (ids[0], EVALUATION, 2),
         (ids[2], EVALUATION, 2),
     ]
+
+
+def test_a_sample_has_the_terms_of_its_reward_and_the_text_of_each_token(kept: Kept) -> None:
+    record = kept.trajectories.records[TrajectoryId(0)]
+    tokens = load_tokenizer(seed_path(), thinking=None).encode("1203")
+    record.tokens, record.logprobs = array("i", tokens), array("f", [-0.5] * len(tokens))
+    record.terms = (("exact", 1.0), ("length", -0.25))
+    [sample] = kept.of_step([kept.groups[0]])
+    assert (sample.terms, "".join(sample.pieces), len(sample.pieces)) == (record.terms, "1203", len(tokens))
+
+
+def test_the_file_of_samples_never_exceeds_its_bound_across_resumes_too(kept: Kept, tmp_path: Path) -> None:
+    path, bound = tmp_path / "trajectories.jsonl", 4_000
+    sizes = []
+    for _ in range(3):  # each time as if resumed
+        file = SampleFile(path, is_known=lambda line: True, max_bytes=bound)
+        with file.file:
+            assert not file.is_full
+            for _ in range(4):
+                for line in file.lines(kept.of_step(kept.groups)):
+                    files.append(file.file, path, line)
+                sizes.append(path.stat().st_size)
+            longest = max(map(len, path.read_bytes().splitlines(keepends=True)))
+    assert file.is_full
+    assert bound - longest < sizes[-1] <= bound
+    assert len(list(read_kept(path))) == path.read_bytes().count(b"\n") > 8, "no line is torn"
 
 
 def test_nothing_is_kept_if_that_is_the_setting(tmp_path: Path) -> None:

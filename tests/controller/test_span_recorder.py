@@ -125,6 +125,31 @@ def test_the_timeline_and_the_seconds_add_up_to_the_spans(tmp_path: Path, resume
             assert seconds == pytest.approx(of_spans[kind, activity], abs=1e-2)
 
 
+@pytest.mark.parametrize("resume_every", [1_000_000, 37])
+def test_the_timeline_has_every_publication_and_every_answer_that_moved(tmp_path: Path, resume_every: int) -> None:
+    world = job(tmp_path, resume_every=resume_every)
+    rows = [*read_timeline(world.folder.timeline)]
+    published = {e.version: e.at for e, _ in world.journal if isinstance(e, ev.VersionPublished)}
+    assert dict(p for row in rows for p in row.published) == pytest.approx(published, abs=1e-5)
+    assert all(row.at <= at <= row.at + row.s for row in rows for _, at in row.published)
+    before: dict[int, InstanceId] = {}
+    moves: dict[int, int] = defaultdict(int)
+    for _, orders in world.journal:
+        for order in orders:
+            if isinstance(order, cmd.Generate):
+                if order.num_tokens and before[order.trajectory] != order.instance:
+                    moves[order.instance] += 1
+                before[order.trajectory] = order.instance
+    found: dict[int, int] = defaultdict(int)
+    for row in rows:
+        for lane, count in row.moved.items():
+            found[lane] += count
+    assert sum(moves.values()) >= world.state.counters.migrations > 0
+    if resume_every > 37:  # a controller does not know where the answers were that it takes up
+        assert found == moves
+    assert 0 < sum(found.values()) <= sum(moves.values())
+
+
 def test_a_job_with_losses_shows_every_kind_of_span(tmp_path: Path) -> None:
     spans = [*read_spans(job(tmp_path).folder.spans)]
     seen = {activity for kind, _, _, _, activity, _ in spans if kind == "instance"}

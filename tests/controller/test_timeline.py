@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 
 from dora.controller.timeline import FIRST_BUCKET_S, MAX_LANES, Timeline, bucket_of
-from dora.journal.spans import TimelineRow
+from dora.journal.spans import ALL_LANES, TimelineRow
 
 
 def seconds(rows: list[TimelineRow]) -> float:
@@ -54,6 +54,17 @@ def test_a_row_of_many_lanes_is_folded_and_keeps_their_seconds() -> None:
     [row] = timeline.rows(0.25)
     assert (row.lanes, row.num_lanes) == ({}, MAX_LANES + 1)
     assert row.folded == [("decoding", 0, 33 * 0.25), ("decoding", 1, 32 * 0.25)]
+
+
+def test_marks_are_in_the_row_of_their_moment_and_moves_of_many_lanes_are_added_up() -> None:
+    for lanes, moved in ((2, {0: 2, 1: 1}), (MAX_LANES + 1, {ALL_LANES: 3})):
+        timeline = Timeline("instance", begin=0.0)
+        for lane in range(lanes):
+            timeline.add(lane, ("decoding", 0), 0.0, 0.75)
+        for lane in (0, 1, 0):
+            timeline.move(lane, 0.3)
+        timeline.publish(7, 0.55)
+        assert [(row.moved, row.published) for row in timeline.rows(0.75)] == [({}, []), (moved, []), ({}, [(7, 0.55)])]
 
 
 def test_a_timeline_that_ends_and_goes_on_counts_nothing_twice() -> None:

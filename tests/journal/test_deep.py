@@ -12,9 +12,18 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from dora.core.ids import GroupId, TrajectoryId
+from dora.core.ids import GroupId, TrajectoryId, evaluation_id
 from dora.errors import ConfigError
-from dora.journal.deep import KeptTrajectory, altered_rows, deep_check, encode_kept, read_kept, render_deep
+from dora.journal.deep import (
+    EVALUATION,
+    NO_GROUP,
+    KeptTrajectory,
+    altered_rows,
+    deep_check,
+    encode_kept,
+    read_kept,
+    render_deep,
+)
 from dora.journal.rows import Fork
 from dora.journal.tokens import StoredAnswer, StoredPrompt, TokenStore
 
@@ -211,13 +220,38 @@ def test_a_line_that_is_not_what_was_recorded_is_named(tmp_path: Path, change: d
     def altered(*lines: KeptTrajectory) -> list[str]:
         path.write_bytes(b"".join(map(encode_kept, lines)))
         tags = dict.fromkeys((row.group for row in rows), 0)
-        return list(altered_rows(path, stored_as(rows), tags=tags, group_size=2))
+        return list(altered_rows(path, stored_as(rows), tags=tags, group_size=2, evaluated=()))
 
     assert altered(*rows) == []
     [found] = altered(msgspec.structs.replace(rows[0], **change), *rows[1:])
     assert "line 1: trajectory 0 is not what" in found
     [found] = altered(*rows, rows[1])
     assert "line 4: trajectory 2 is there a second time" in found
+
+
+OF_EVALUATION: dict[str, dict[str, object]] = {
+    "another version": {"version": 2},
+    "another log-prob": {"logprobs": (-9.0,) * 20},
+    "another prompt": {"prompt_tokens": (1, 2)},
+    "a group": {"group": GroupId(0)},
+    "said to be trained": {"outcome": "trained"},
+}
+
+
+@pytest.mark.parametrize("change", OF_EVALUATION.values(), ids=OF_EVALUATION.keys())
+def test_an_altered_line_of_an_evaluation_is_named(tmp_path: Path, change: dict[str, object]) -> None:
+    own = {"outcome": EVALUATION, "group": NO_GROUP, "trajectory": evaluation_id(1, 1, num_samples=3)}
+    row = msgspec.structs.replace(kept(7, version=1, sampled_by=1), **own)
+    path = tmp_path / "trajectories.jsonl"
+    for line, problems in ((row, 0), (msgspec.structs.replace(row, **change), 1)):
+        path.write_bytes(encode_kept(line))
+        assert len([*altered_rows(path, stored_as([row]), tags={}, group_size=2, evaluated=(4, 4, 4))]) == problems
+
+
+def test_a_trained_answer_that_is_said_to_be_of_an_evaluation_is_named(tmp_path: Path) -> None:
+    row, path = kept(0, version=0, sampled_by=0), tmp_path / "trajectories.jsonl"
+    path.write_bytes(encode_kept(msgspec.structs.replace(row, outcome=EVALUATION, version=3)))
+    assert [*altered_rows(path, stored_as([row]), tags={row.group: 0}, group_size=2, evaluated=(4,))]
 
 
 def test_what_is_altered_is_shown_and_not_ok() -> None:

@@ -2,7 +2,7 @@
 //
 //   npm install puppeteer-core axe-core      (anywhere; NODE_PATH names its node_modules; CHROMIUM the browser)
 //   NODE_PATH=node_modules tests/page/pictures.sh
-//   node tests/page/pictures.cjs ADDRESS PREFIX light dark phone wide details lost use growing axe times
+//   node tests/page/pictures.cjs ADDRESS PREFIX light dark phone wide timeline details samples lost use growing axe times
 //
 // It exits with 1 if axe-core finds something serious, if a text of the run was parsed as markup, or if the page logs an error.
 "use strict";
@@ -10,7 +10,7 @@ const { readFileSync } = require("node:fs");
 const puppeteer = require("puppeteer-core");
 
 const [address, out, ...wanted] = process.argv.slice(2);
-const SIZES = { light: [1280, 1620], dark: [1280, 1620], phone: [390, 844], wide: [1280, 900] };
+const SIZES = { light: [1280, 1620], dark: [1280, 1620], phone: [390, 844], wide: [1280, 900], timeline: [1120, 900] };
 const FORMAT = { type: "webp", quality: 85 };
 let failed = false;
 
@@ -34,11 +34,13 @@ function report(text) {
   console.log(text);
 }
 
+const openDetails = (page) => page.evaluate(() => document.querySelectorAll("details").forEach((one) => (one.open = true)));
+
 async function axe(page) {
   await page.setBypassCSP(true);
   await page.reload();
   await page.waitForFunction(() => document.getElementById("samples-note").textContent);
-  await page.evaluate(() => (document.getElementById("details").open = true));
+  await openDetails(page);
   await page.evaluate(readFileSync(require.resolve("axe-core/axe.min.js"), "utf8"));
   const found = await page.evaluate(() => window.axe.run());
   for (const one of found.violations) {
@@ -128,9 +130,13 @@ async function times(page) {
       } else if (name === "times") {
         await times(page);
       } else {
-        if (name === "details") await page.evaluate(() => document.querySelectorAll("details").forEach((one) => (one.open = true)));
+        if (["details", "samples"].includes(name)) await openDetails(page);
         await page.evaluate(() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done))));
-        await page.screenshot({ ...FORMAT, path: `${out}${name}.webp`, fullPage: name === "details" });
+        if (name === "samples") await page.select("#sample-filter", "trained").then(() => openDetails(page));
+        const shown = name === "samples" ? await page.$("section:has(> #samples)") : page;
+        const bottom = await page.$eval("section", (timeline) => Math.ceil(timeline.getBoundingClientRect().bottom));
+        const part = { details: { fullPage: true }, timeline: { clip: { x: 0, y: 0, width: SIZES.timeline[0], height: bottom + 12 } } };
+        await shown.screenshot({ ...FORMAT, path: `${out}${name}.webp`, ...part[name] });
       }
       await page.close();
     }

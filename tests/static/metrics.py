@@ -118,8 +118,9 @@ A row of kind `step` also has, since the row before:
 - `rank_s` and `instance_s`: seconds of all trainer ranks, and of all instances, by activity (below). Those of ranks are
   counted when they are reported, which is at the end of each micro-batch and step.
 - `reward_all_mean`: over all answers of the groups graded since the row before, also of those that are filtered and
-  never trained, beside `reward_mean` of what was trained; `all_right`, `all_wrong` and `mixed`: the shares of these
-  groups whose rewards are all at least 1, all at most 0, or not all equal. Absent if no group was graded.
+  never trained, beside `reward_mean` of what was trained; `all_right`, `all_wrong`, `all_same` and `mixed`: the
+  shares of these groups whose rewards are all 1, all 0, all another number, or not all equal. They add up to 1; only
+  the last have an advantage to learn from. Absent if no group was graded.
 
 Since the start, across resumes: `tokens`, the account of sampled tokens, in which
 `sampled = trained + the sum of dropped + in_flight`, exactly; `dropped` is by outcome and reason, and tokens of

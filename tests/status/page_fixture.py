@@ -8,11 +8,13 @@ or `growing`, which goes on.
 from __future__ import annotations
 
 import random
+import re
 import sys
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
+from operator import sub
 from typing import Any
 
 import msgspec
@@ -21,7 +23,7 @@ from aiohttp import web
 from dora.controller.timeline import FIRST_BUCKET_S, Timeline
 from dora.core.state import State
 from dora.journal.deep import EVALUATION, KeptTrajectory
-from dora.journal.spans import TimelineRow
+from dora.journal.spans import ALL_LANES, TimelineRow
 from dora.status.assets import add_page
 from dora.status.facts import Score, ShellFacts, StepFacts, TokenAccount
 from dora.status.sentence import sentence
@@ -103,6 +105,10 @@ class Run:
         for server in range(self.servers):
             for activity, version, start, end in self.spans(server):
                 instances.add(server, (activity, version), start, end)
+            for at in self.ended_at[server % 3 :: 5]:
+                instances.move(server, at + 0.3)
+        for version, at in enumerate([2.2, *(ended + 0.15 for ended in self.ended_at)]):
+            instances.publish(version, at)
         for rank in range(self.ranks):
             for activity, start, end in self.rank_spans():
                 ranks.add(rank, (activity, None), start, end)
@@ -127,7 +133,13 @@ class Run:
             rows.append(TimelineRow(kind="rank", at=at, s=length, num_lanes=8, lanes=lanes))
             rows.append(
                 TimelineRow(
-                    kind="instance", at=at, s=length, num_lanes=self.servers, folded=[e for e in entries if e[2]]
+                    kind="instance",
+                    at=at,
+                    s=length,
+                    num_lanes=self.servers,
+                    folded=[e for e in entries if e[2]],
+                    moved={ALL_LANES: 12} if 719 < i < 725 else {},
+                    published=[(newest, at + length / 2)],
                 )
             )
         return rows
@@ -141,12 +153,16 @@ class Run:
             step=step,
             reward_mean=0.55 + 0.1 * learned + noise,
             reward_all_mean=min(1.0, 0.35 + 0.62 * learned**0.6 + noise),
-            all_right=0.7 * learned,
-            all_wrong=0.4 * (1 - learned),
-            mixed=0.4,
+            all_right=0.6 * learned,
+            all_wrong=0.5 * (1 - learned),
+            all_same=0.0,
+            mixed=0.5 - 0.1 * learned,
             num_groups=self.groups,
             num_tokens=round(9000 + 4000 * learned),
             staleness_mean=0.8 + noise,
+            response_len_mean=70 + 40 * learned,
+            response_len_p90=round(110 + 30 * learned + 150 * noise),
+            response_len_max=round(min(160, 135 + 20 * learned + 400 * noise)),
             duration_s=duration_s,
             idle_s=0.33 * duration_s,
             waited_for="41 answers of 6 groups",
@@ -174,7 +190,6 @@ class Run:
                 "all/entropy": 0.9 - 0.5 * learned + 0.03 * self.random.random(),
                 "all/mismatch_k3": 0.0009,
                 **mismatch,
-                "all/response_len_mean": 70 + 40 * learned,
                 "all/truncated_frac": 0.04,
                 "loss": 0.01,
                 "grad_norm": 0.8,
@@ -339,18 +354,25 @@ class Run:
         prompt, text = (
             (SCRIPT, SCRIPT) if i == 23 else (f"{a}+{b}-{i}=?", f"{a}+{b}={a + b}\n{a + b}-{i}={a + b - i + i % 2}")
         )
+        pieces = tuple(re.findall(r"\w+|\s|.", text))
+        logprobs = tuple(-0.3 * self.random.random() for _ in pieces)
+        differ = [0.7 if n == 3 else 10 ** (-4 + 3 * self.random.random()) for n in range(len(pieces))]
+        right = float(i % 2 == 0)
         return KeptTrajectory(
             step=max(0, self.trained - 1 - i // 4),
             group=i,
             trajectory=i,
             version=max(0, self.trained - 2),
-            reward=float(i % 2 == 0),
+            reward=right - 0.05,
             truncated="",
             prompt=prompt,
             text=text,
             prompt_tokens=(1,),
-            tokens=tuple(range(20 + i)),
-            logprobs=(),
+            tokens=tuple(range(len(pieces))),
+            logprobs=logprobs,
+            pieces=pieces,
+            terms=(("exact", right), ("length", -0.05)),
+            trainer_logprobs=tuple(map(sub, logprobs, differ)) if outcome == "trained" else (),
             outcome=outcome,
             answer=str(a + b - i),
         )

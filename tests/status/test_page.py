@@ -79,6 +79,9 @@ def test_the_page_names_only_its_own_files() -> None:
         assert not re.search(r"https?://|\burl\(|@import|//cdn", text), path.name
         found = re.findall(r"""(?:src|href)="([^"]+)"|from "([^"]+)\"""", text)
         for name in map("".join, found):
+            if name.startswith("#"):
+                assert f'id="{name[1:]}"' in text, "a link to a part of the page"
+                continue
             home = PAGE if name.startswith("./") else PAGE.parent
             assert name in ("status", "metrics", "healthz") or (home / name).is_file(), (path.name, name)
             assert not name.startswith("/"), "an absolute address does not work behind a path prefix"
@@ -158,7 +161,7 @@ def test_the_page_reads_only_nested_fields_that_exist() -> None:
 
 def test_every_metric_of_the_trainer_that_a_card_shows_exists() -> None:
     wanted = set(re.findall(r"[\"`](?:all|lag=\$\{staleness\})/(\w+)[\"`]", SCRIPT))
-    assert {"entropy", "mismatch_k3", "response_len_mean"} <= wanted
+    assert {"entropy", "mismatch_k3", "truncated_frac"} <= wanted
     assert wanted <= {*LAGGED, *WHOLE}
 
 

@@ -28,9 +28,11 @@ from dora.journal.run_folder import RunFolder
 from dora.journal.spans import TimelineRow, encode_line, read_timeline
 from dora.status import page_server
 from dora.status.data import NAMES
+from dora.status.digest import FOLDED_VERSIONS, LANE_VERSIONS, Digest, compact
 from dora.status.groups import MAX_GROUPS, forming
+from dora.status.lines import tail
 from dora.status.page_server import PageServer
-from dora.status.records import FOLDED_VERSIONS, LANE_VERSIONS, MAX_CHARACTERS, Bounds, Records, compact
+from dora.status.records import MAX_CHARACTERS, Bounds, Records
 from dora.status.server import StatusServer
 from dora.status.snapshot import Snapshot, decode
 from tests.core.builders import started
@@ -294,6 +296,28 @@ def test_a_long_timeline_is_joined_and_loses_no_second(recorded: RunFolder, fold
         assert max(len(row.folded or row.lanes[0]) for row in joined) <= 2 * most
 
 
+def test_the_first_look_at_a_timeline_joins_rows_while_it_reads_them() -> None:
+    rows = list(timeline(rows=9_000, lanes=3, folded=False))
+    digest = Digest(most=300, size=10**6)
+    digest.expect(9_000 / 4, encode_line(rows[-1]))
+    held = []
+    for row in rows:
+        digest.add(row, encode_line(row))
+        held.append(len(digest._lines))
+    assert max(held) <= 300, "they were joined again and again without the expectation"
+    joined = [msgspec.json.decode(line, type=TimelineRow) for line in digest.lines()]
+    assert len(joined) >= 200
+    assert seconds(joined) == pytest.approx(seconds(rows), abs=1e-2)
+
+
+def test_the_end_of_a_file_is_its_complete_lines(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    assert tail(path, 10) == []
+    path.write_bytes(b"one\ntwo\nthree\nfo")
+    assert tail(path, 100) == [b"one\n", b"two\n", b"three\n"]
+    assert tail(path, 10) == [b"three\n"]
+
+
 def test_a_timeline_of_many_lanes_is_bounded_in_bytes() -> None:
     lines = [encode_line(row) for row in timeline(rows=1_000, lanes=64, folded=False)]
     joined = compact(lines, most=2_000, size=500_000)
@@ -326,8 +350,8 @@ def test_a_look_reads_only_what_was_added(recorded: RunFolder, monkeypatch: pyte
     records = Records(recorded)
     records.timeline()
     seen: list[bytes] = []
-    digest = records._timeline._on_line
-    records._timeline._on_line = lambda kind, line: (seen.append(line), digest(kind, line))[1]  # type: ignore[func-returns-value]
+    digest = records._timeline._kind_of
+    records._timeline._kind_of = lambda line: (seen.append(line), digest(line))[1]  # type: ignore[func-returns-value]
     with recorded.timeline.open("ab") as file:
         file.write(encode_line(rows[0]))
     for _ in range(3):

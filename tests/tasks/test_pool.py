@@ -165,9 +165,9 @@ async def test_trouble_is_a_reason_and_never_a_reward_and_the_next_answer_is_gra
 @pytest.mark.usefixtures("module")
 async def test_what_a_reward_prints_or_reads_does_not_touch_the_protocol():
     async with pool_of() as pool:
-        assert await pool.grade(ask("chatty")) == Graded(1.0)
-        assert await pool.grade(ask("read")) == Graded(0.0)
-        assert await pool.grade(ask("chatty")) == Graded(1.0)
+        assert (await pool.grade(ask("chatty"))).reward == 1.0
+        assert (await pool.grade(ask("read"))).reward == 0.0
+        assert (await pool.grade(ask("chatty"))).reward == 1.0
 
 
 @pytest.mark.usefixtures("module")
@@ -178,8 +178,8 @@ async def test_graders_inherit_neither_sockets_nor_tokens(monkeypatch):
         name = os.readlink(f"/proc/self/fd/{server.fileno()}")
         assert name.startswith("socket:")
         async with pool_of() as pool:
-            assert await pool.grade(ask("token")) == Graded(0.0)
-            assert await pool.grade(ask("holds", name)) == Graded(0.0)
+            assert (await pool.grade(ask("token"))).reward == 0.0
+            assert (await pool.grade(ask("holds", name))).reward == 0.0
 
 
 @pytest.mark.usefixtures("module")
@@ -206,6 +206,13 @@ async def test_an_idle_grader_that_was_killed_is_replaced_without_cost_to_the_ne
         assert isinstance(await pool.grade(ask("pid")), Graded)
 
 
+async def test_an_outcome_has_the_weighted_terms_of_its_reward():
+    rewards = [RewardConfig(weight=2), RewardConfig(kind="length", weight=0.5), RewardConfig(sources=("hard",))]
+    async with GraderPool(rewards, graders=1, timeout_s=30, memory_mb=2048, field="task.rewards") as pool:
+        outcome = await pool.grade(GradeRequest("p", "a", "a", num_tokens=25, max_tokens=100, source="easy"))
+    assert outcome == Graded(1.875, (("exact", 2.0), ("length", -0.125)))
+
+
 @pytest.mark.usefixtures("module")
 async def test_no_process_outlives_the_pool():
     async with pool_of(graders=3) as pool:
@@ -217,7 +224,7 @@ async def test_metadata_that_cannot_be_sent_is_an_error_of_that_answer_alone():
     async with GraderPool([RewardConfig()], graders=1, timeout_s=30, memory_mb=2048, field="task.rewards") as pool:
         huge = GradeRequest(prompt="", response="a", answer="a", metadata={"number": 1 << 80})
         assert (await pool.grade(huge)).reason.startswith("error: ")
-        assert await pool.grade(GradeRequest("", "a", "a", {})) == Graded(1.0)
+        assert (await pool.grade(GradeRequest("", "a", "a", {}))).reward == 1.0
 
 
 async def test_a_silent_endpoint_is_an_error_with_a_name_and_costs_no_process():

@@ -9,13 +9,13 @@ import pytest
 
 from dora.config.schema import RewardConfig, SourceConfig
 from dora.errors import ConfigError
-from dora.tasks.rewards import GradeRequest, RewardFailed, build_scorer
+from dora.tasks.rewards import GradeRequest, RewardFailed, build_scorer, total
 from dora.tasks.sources import open_source
 
 
 def score(response: str, answer: str = "", *, metadata=None, **reward) -> float:
     scorer = build_scorer([RewardConfig(**reward)], field="task.rewards", http_timeout_s=5)
-    return scorer(GradeRequest(prompt="", response=response, answer=answer, metadata=metadata or {}))
+    return total(scorer(GradeRequest(prompt="", response=response, answer=answer, metadata=metadata or {})))
 
 
 @pytest.mark.parametrize(
@@ -65,8 +65,8 @@ def test_regex_compares_its_first_group():
 def test_terms_are_summed_with_their_weights():
     rewards = [RewardConfig(kind="exact", weight=2), RewardConfig(kind="regex", pattern="(a)", weight=-0.5)]
     scorer = build_scorer(rewards, field="task.rewards", http_timeout_s=5)
-    assert scorer(GradeRequest("", "a", "a", {})) == 1.5
-    assert scorer(GradeRequest("", "b", "b", {})) == 2
+    assert total(scorer(GradeRequest("", "a", "a", {}))) == 1.5
+    assert total(scorer(GradeRequest("", "b", "b", {}))) == 2
 
 
 def test_reasoning_gym_scores_with_the_entry_that_the_prompt_was_made_from():
@@ -143,7 +143,7 @@ def test_a_function_gets_what_its_signature_names():
     request = GradeRequest("p", "abc", "a", {"limit": 10}, num_tokens=3, max_tokens=5, finish="length", source="hard")
     for name, expected in [("shorter", 7.0), ("budget", 4.0), ("everything", 8.0)]:
         term = RewardConfig(kind="function", name=f"own_rewards:{name}")
-        assert build_scorer([term], field="task.rewards", http_timeout_s=5)(request) == expected
+        assert total(build_scorer([term], field="task.rewards", http_timeout_s=5)(request)) == expected
 
 
 @pytest.mark.usefixtures("own_rewards")
@@ -182,7 +182,7 @@ def test_a_number_of_any_type_is_a_reward():
 def test_an_endpoint_gets_everything(endpoint):
     request = GradeRequest("p", "r", "a", {"n": 1}, num_tokens=3, max_tokens=5, finish="length", source="hard")
     term = RewardConfig(kind="http", url=endpoint)
-    assert build_scorer([term], field="task.rewards", http_timeout_s=5)(request) == 0.25
+    assert total(build_scorer([term], field="task.rewards", http_timeout_s=5)(request)) == 0.25
     assert Endpoint.seen == {
         "prompt": "p", "response": "r", "answer": "a", "metadata": {"n": 1}, "num_tokens": 3, "max_tokens": 5,
         "finish": "length", "source": "hard",
@@ -196,19 +196,19 @@ def test_the_overlong_penalty_falls_linearly_over_its_buffer(num_tokens, reward)
     """DAPO (arXiv 2503.14476), equation 13, with its lengths."""
     scorer = build_scorer([RewardConfig(kind="overlong", buffer=4096)], field="task.rewards", http_timeout_s=5)
     request = GradeRequest("p", "r", num_tokens=num_tokens, max_tokens=20_480)
-    assert scorer(request) == pytest.approx(reward, abs=1e-12)
+    assert total(scorer(request)) == pytest.approx(reward, abs=1e-12)
 
 
 def test_the_length_penalty_is_the_share_of_the_budget():
     scorer = build_scorer([RewardConfig(kind="length", weight=0.5)], field="task.rewards", http_timeout_s=5)
-    assert scorer(GradeRequest("p", "r", num_tokens=25, max_tokens=100)) == -0.125
+    assert total(scorer(GradeRequest("p", "r", num_tokens=25, max_tokens=100))) == -0.125
 
 
 def test_a_term_scores_its_sources_only():
     terms = [RewardConfig(kind="exact"), RewardConfig(kind="regex", pattern="(a)", sources=("easy",), weight=10)]
     scorer = build_scorer(terms, field="task.rewards", http_timeout_s=5)
-    assert scorer(GradeRequest("", "a", "a", source="easy")) == 11
-    assert scorer(GradeRequest("", "a", "a", source="hard")) == 1
+    assert total(scorer(GradeRequest("", "a", "a", source="easy"))) == 11
+    assert total(scorer(GradeRequest("", "a", "a", source="hard"))) == 1
 
 
 @pytest.mark.parametrize(

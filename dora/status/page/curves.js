@@ -6,7 +6,7 @@ import { number, percent, short } from "./format.js";
 import { words } from "./words.js";
 import uPlot from "./uPlot.js";
 
-const HEIGHT = 150, MAX_CAUSES = 5, MAX_STALENESS = 12, MAX_POINTS = 512;
+const HEIGHT = 150, MAX_CAUSES = 5, MAX_STALENESS = 12, MAX_POINTS = 512, RECENT = 5;
 
 /** One card: heading, latest value, and a chart once there are two points. */
 class Card {
@@ -75,6 +75,15 @@ class Card {
 const unit = (text) => element("small", {}, ` ${text}`);
 const last = (values) => values.findLast((y) => y !== null && y !== undefined) ?? null;
 
+/** The mean of the latest values: of one step with few groups it says little. */
+function recent(values) {
+  const known = values.filter((y) => y !== null).slice(-RECENT);
+  return known.length ? known.reduce((sum, y) => sum + y, 0) / known.length : null;
+}
+
+/** Groups by their rewards. */
+const GROUPS = [["mixed", (x) => x.mixed], ["all right", (x) => x.all_right], ["all wrong", (x) => x.all_wrong], ["all the same", (x) => x.all_same]];
+
 /** Every second row, every fourth ... and the last one: a card is some 300 pixels wide. */
 function thinned(rows) {
   let stride = 1;
@@ -89,8 +98,9 @@ export class Cards {
     this.evaluations = [];
     this.cards = {
       heldOut: new Card("Held-out reward", "Mean reward on prompts that are never trained, by policy version", { axis: "version" }),
-      reward: new Card("Reward in training", "Mean reward of all graded answers, and of those that were trained"),
-      length: new Card("Length of an answer, trained", "Mean number of tokens of the answers that were trained", { format: short }),
+      reward: new Card("Reward in training", `Mean reward of all graded answers, and of those that were trained; in figures of the last ${RECENT} steps`),
+      groups: new Card("Groups by their rewards", "Shares of the groups graded since the step before, also of those that are not trained. Where all rewards are equal there is no advantage to learn from", { format: percent, stacked: true, range: [0, 1] }),
+      length: new Card("Length of an answer, trained", "Number of tokens of the answers that were trained: mean, 90th percentile and maximum", { format: short }),
       entropy: new Card("Entropy of the policy", "Mean entropy of the next token at the sampling temperature, in nats"),
       mismatch: new Card("Mismatch by staleness", "k3 estimate of the divergence between the policy that sampled and the one that is trained, in nats"),
       speed: new Card("Tokens per second", "Response tokens sampled and trained per second", { format: short }),
@@ -118,9 +128,11 @@ export class Cards {
     const trainer = (name) => of((x) => x.trainer?.[name]);
     this.drawHeldOut();
     const all = of((x) => x.reward_all_mean), trained = of((x) => x.reward_mean);
-    cards.reward.show(steps, [["all answers", all], ["trained", trained]], [number(last(all)), unit("of all,"), ` ${number(last(trained))}`, unit("trained")]);
-    const length = trainer("all/response_len_mean"), cut = last(trainer("all/truncated_frac"));
-    cards.length.show(steps, [["mean", length]], [number(last(length)), unit(`tokens${cut === null ? "" : `, ${percent(cut)} cut off`}`)]);
+    cards.reward.show(steps, [["all answers", all], ["trained", trained]], [number(recent(all)), unit("of all,"), ` ${number(recent(trained))}`, unit("trained")]);
+    const graded = rows.filter((x) => typeof x.mixed === "number"), shares = GROUPS.map(([name, get]) => [name, graded.map((x) => get(x) ?? 0)]);
+    cards.groups.show(graded.map((x) => x.step + 1), shares.filter(([, values]) => values.some((y) => y > 0)), [percent(recent(of((x) => x.mixed))), unit("mixed")]);
+    const length = of((x) => x.response_len_mean), p90 = of((x) => x.response_len_p90), longest = of((x) => x.response_len_max), cut = last(trainer("all/truncated_frac"));
+    cards.length.show(steps, [["mean", length], ["p90", p90], ["max", longest]], [number(last(length)), unit(`tokens, at most ${short(last(longest) ?? 0)}${cut === null ? "" : `; ${percent(cut)} cut off`}`)]);
     const entropy = trainer("all/entropy");
     cards.entropy.show(steps, [["entropy", entropy]], [number(last(entropy)), unit("nats")]);
     this.drawMismatch(steps, trainer);

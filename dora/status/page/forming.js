@@ -29,7 +29,7 @@ function cell(g) {
 /** `groups`: rows of data/groups, oldest first; null if this server does not have them. */
 export function showForming(s, groups) {
   const isOver = ENDED.includes(s.phase) || s.step_forming >= s.num_steps;
-  byId("forming-section").hidden = isOver;
+  byId("forming-section").hidden = byId("to-forming").hidden = isOver;
   if (isOver) return;
   say("forming-title", `Step ${count(s.step_forming + 1)} is being formed`);
   say("forming-count", `${count(s.step_committed)} of ${plural(s.groups_per_step, "group")} committed`);

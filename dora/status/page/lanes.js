@@ -49,6 +49,8 @@ export class Lanes {
   constructor() {
     this.lanes = new Map();
     this.folded = []; // rows of a large run: lane-seconds of all lanes
+    this.moves = new Map(); // lane, or -1 for all -> [{at, end, count}] of answers that came from another server
+    this.published = []; // [version, when]
     this.total = 0; // lanes
     this.end = 0;
   }
@@ -57,6 +59,12 @@ export class Lanes {
     this.total = Math.max(this.total, t.num_lanes);
     this.end = Math.max(this.end, t.at + t.s);
     if (t.folded) this.folded.push({ at: t.at, end: t.at + t.s, lanes: t.num_lanes, entries: t.folded });
+    this.published.push(...(t.published ?? []));
+    for (const [name, count] of Object.entries(t.moved ?? {})) {
+      const lane = Number(name);
+      if (!this.moves.has(lane)) this.moves.set(lane, []);
+      this.moves.get(lane).push({ at: t.at, end: t.at + t.s, count });
+    }
     for (const [name, entries] of Object.entries(t.lanes ?? {})) {
       const number = Number(name);
       if (!this.lanes.has(number)) this.lanes.set(number, new Lane());
@@ -78,6 +86,11 @@ export class Lanes {
     return Math.min(this.end, ...firsts);
   }
 
+  /** How many answers came to a lane around a moment. */
+  movedAt(lane, moment) {
+    return this.moves.get(lane)?.find((move) => move.at <= moment && moment < move.end)?.count ?? 0;
+  }
+
   /** The row of a large run at a moment. */
   rowAt(moment) {
     return this.folded.find((row) => row.at <= moment && moment < row.end);
@@ -94,6 +107,12 @@ export function stretches(lane, from, to) {
     else found.push([version, lane.starts[i], lane.ends[i]]);
   }
   return found;
+}
+
+/** When the run was stopped and started again, as [from, to], from what a rank did. */
+export function stops(lane) {
+  const isStart = (activity) => activity === "start" || activity === "unreported";
+  return (lane?.starts ?? []).map((at, i) => [at, lane.ends[i], i]).filter(([, , i]) => i > 0 && isStart(lane.activities[i]));
 }
 
 /** When lanes were lost: they are down after they were up. */

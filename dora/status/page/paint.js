@@ -6,6 +6,9 @@ import { moment } from "./format.js";
 import { losses, stretches } from "./lanes.js";
 import { words } from "./words.js";
 
+/** How far apart ranks and servers may note that a run was stopped. */
+const AROUND_S = 1;
+
 /** How much of the panel's color is in an activity: 1 for what generates, less for what does not. */
 const IS_IDLE = /^(empty|waiting|start|unreported|end)/;
 
@@ -54,8 +57,8 @@ export function pixelsOf(lanes, { from, to, width, colors }) {
 
 const SCRATCH = typeof OffscreenCanvas === "undefined" ? null : new OffscreenCanvas(1, 1);
 
-/** Draw lanes below each other: pixels, then gaps, then version numbers and losses. */
-export function drawLanes(context, lanes, box, view, colors, ratio) {
+/** Draw lanes below each other: pixels, then gaps, then version numbers and losses. `stopped`: when the run did not go on. */
+export function drawLanes(context, lanes, box, view, colors, ratio, stopped) {
   const width = Math.max(1, Math.round(box.width * ratio)), height = box.height / lanes.length;
   const scratch = SCRATCH ?? document.createElement("canvas");
   scratch.width = width;
@@ -67,7 +70,7 @@ export function drawLanes(context, lanes, box, view, colors, ratio) {
   for (let i = 1; i < lanes.length; i++) context.fillRect(box.x, box.y + i * height - 1, box.width, height > 14 ? 2 : 1);
   lanes.forEach((lane, i) => {
     const y = box.y + i * height;
-    drawDown(context, lane, { ...box, y, height }, view, colors);
+    drawDown(context, lane, { ...box, y, height }, view, colors, stopped);
     drawNumbers(context, lane, { ...box, y, height }, view);
     drawWaiting(context, lane, { ...box, y, height }, view, colors);
   });
@@ -92,25 +95,28 @@ function drawWaiting(context, lane, box, view, colors) {
     }
     const left = Math.max(0, (lane.starts[first] - view.from) * scale), right = Math.min(box.width, (lane.ends[i - 1] - view.from) * scale);
     if (right - left < 30) continue;
-    const text = words(lane.activities[longest]).replace(/^waiting for (the )?/, "");
+    const isAgain = longest > 0 && lane.activities[longest] === "start";
+    const text = isAgain ? "stopped and resumed" : words(lane.activities[longest]).replace(/^waiting for (the )?/, "");
     if (context.measureText(text).width + 8 <= right - left) context.fillText(text, box.x + left + 4, box.y + box.height / 2);
   }
 }
 
-function drawDown(context, lane, box, view, colors) {
+function drawDown(context, lane, box, view, colors, stopped) {
   const x = (time) => box.x + ((time - view.from) / (view.to - view.from)) * box.width;
-  context.strokeStyle = colors.wrong;
+  const isStopped = (at) => stopped.some(([from, to]) => at >= from - AROUND_S && at <= to + AROUND_S);
   context.lineWidth = 1.5;
   for (let i = lane.after(view.from); i < lane.starts.length && lane.starts[i] < view.to; i++) {
     if (lane.activities[i] !== "down") continue;
+    context.strokeStyle = isStopped(lane.starts[i]) ? colors.line : colors.wrong;
     context.beginPath();
     context.moveTo(Math.max(box.x, x(lane.starts[i])), box.y + box.height / 2);
     context.lineTo(Math.min(box.x + box.width, x(lane.ends[i])), box.y + box.height / 2);
     context.stroke();
   }
   let last = -Infinity;
+  context.strokeStyle = colors.wrong;
   for (const at of losses(lane)) {
-    if (at < view.from || at > view.to || x(at) - last < 8) continue;
+    if (at < view.from || at > view.to || x(at) - last < 8 || isStopped(at)) continue;
     last = x(at);
     const size = Math.min(5, box.height / 2 - 2), left = x(at), middle = box.y + box.height / 2;
     context.lineWidth = 2.5;
@@ -262,20 +268,46 @@ export function drawAxis(context, box, view, colors) {
   context.textAlign = "left";
 }
 
-/** Draw when steps were trained, and so the next version published; as many as there is room for. */
-export function drawSteps(context, steps, box, view, colors) {
+/** Draw where answers came from another server, as triangles below a lane. */
+export function drawMoves(context, moves, box, view, colors) {
+  const x = (time) => box.x + ((time - view.from) / (view.to - view.from)) * box.width;
+  const size = Math.min(3.5, box.height / 4), bottom = box.y + box.height - 2;
+  let last = -Infinity;
+  for (const { at, end } of moves) {
+    const here = x((at + end) / 2);
+    if (here < box.x || here > box.x + box.width || here - last < 2 * size + 1) continue;
+    last = here;
+    drawTriangle(context, here, bottom, size, colors);
+  }
+}
+
+export function drawTriangle(context, x, bottom, size, colors) {
+  context.beginPath();
+  context.moveTo(x - size, bottom);
+  context.lineTo(x + size, bottom);
+  context.lineTo(x, bottom - 1.7 * size);
+  context.closePath();
+  context.fillStyle = colors.ink;
+  context.strokeStyle = colors.panel;
+  context.lineWidth = 1.5;
+  context.stroke();
+  context.fill();
+}
+
+/** Draw when versions were published, as many as there is room for. */
+export function drawPublished(context, published, box, view, colors) {
   const x = (time) => box.x + ((time - view.from) / (view.to - view.from)) * box.width;
   context.font = '600 10px system-ui, "Liberation Sans", sans-serif';
   context.textBaseline = "middle";
   context.textAlign = "center";
   let text = -Infinity, tick = -Infinity;
-  for (const { at, step } of steps) {
+  for (const [version, at] of published) {
     const here = x(at);
     if (at < view.from || at > view.to || here - tick < 3) continue;
     tick = here;
     context.fillStyle = colors.quiet;
     context.fillRect(here - 0.5, box.y + box.height - 5, 1, 5);
-    const label = `v${step + 1}`, half = context.measureText(label).width / 2;
+    const label = `v${version}`, half = context.measureText(label).width / 2;
     if (here - half < Math.max(box.x, text + 5) || here + half > box.x + box.width) continue;
     text = here + half;
     context.fillText(label, here, box.y + box.height / 2 - 3);

@@ -1,9 +1,11 @@
-// Sampled answers, newest first: prompt, answer, reference, reward, version. Everything in them is text.
+// Sampled answers, newest first: prompt, answer, reference, reward and what it is made of, version, log-probs.
+// Everything in them is text.
 
 import { byId, element, say } from "./dom.js";
 import { chip } from "./forming.js";
 import { count, number, plural } from "./format.js";
 import { Refused, Rows, setToken } from "./source.js";
+import { answerText, logprobs, termsText } from "./tokens.js";
 
 const AT_ONCE = 5, KEPT = 500;
 
@@ -20,8 +22,9 @@ function sampleNode(k) {
   const reward = k.reward === null ? "not graded" : `reward ${number(k.reward)}`;
   const cut = k.truncated ? `cut off (${k.truncated})` : "";
   return element("article", { class: "sample" },
-    element("div", { class: "what" }, chip(k.version), element("strong", {}, reward), element("span", {}, outcomeText(k)), element("span", { class: "quiet" }, [plural(k.num_tokens ?? k.tokens.length, "token"), cut].filter(Boolean).join(", "))),
-    element("dl", {}, ...field("Prompt", k.prompt), ...field("Answer", k.text), ...(k.answer ? field("Reference", k.answer) : [])),
+    element("div", { class: "what" }, chip(k.version), element("strong", {}, reward), element("span", {}, termsText(k)), element("span", {}, outcomeText(k)), element("span", { class: "quiet" }, [plural(k.num_tokens ?? k.tokens.length, "token"), cut].filter(Boolean).join(", "))),
+    element("dl", {}, ...field("Prompt", k.prompt), ...field("Answer", answerText(k)), ...(k.answer ? field("Reference", k.answer) : [])),
+    ...[logprobs(k)].filter(Boolean),
   );
 }
 

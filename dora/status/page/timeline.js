@@ -2,12 +2,12 @@
 
 import { theme } from "./colors.js";
 import { byId, element } from "./dom.js";
-import { percent, time } from "./format.js";
-import { Lanes } from "./lanes.js";
-import { drawAxis, drawFolded, drawLanes, drawSteps, shares } from "./paint.js";
+import { percent, plural, time } from "./format.js";
+import { Lanes, stops } from "./lanes.js";
+import { drawAxis, drawFolded, drawLanes, drawMoves, drawPublished, drawTriangle, shares } from "./paint.js";
 import { words } from "./words.js";
 
-const MARKS = 20, AXIS = 22, FOLDED = 240, MIN_SPAN_S = 0.5;
+const MARKS = 20, AXIS = 22, FOLDED = 240, MIN_SPAN_S = 0.5, ALL_LANES = -1;
 
 export class Timeline {
   constructor() {
@@ -89,7 +89,7 @@ export class Timeline {
     this.canvas.height = Math.round(height * ratio);
     const context = this.canvas.getContext("2d");
     context.setTransform(ratio, 0, 0, ratio, 0, 0);
-    drawSteps(context, this.steps, { ...box, y: 0, height: MARKS }, view, colors);
+    drawPublished(context, this.kinds.instance.published, { ...box, y: 0, height: MARKS }, view, colors);
     this.label(context, "published", MARKS / 2 - 3, colors);
     for (const part of parts) this.drawPart(context, part, { ...box, y: part.y, height: part.height }, view, colors, ratio);
     if (!parts.length) this.label(context, "Nothing is recorded yet.", MARKS + 20, colors, 400);
@@ -102,13 +102,15 @@ export class Timeline {
     const lanes = this.kinds[part.kind];
     if (!part.numbers) {
       drawFolded(context, lanes.folded, box, view, colors, ratio);
+      drawMoves(context, lanes.moves.get(ALL_LANES) ?? [], box, view, colors);
       this.label(context, `${lanes.total.toLocaleString("en-US")}`, part.y + part.height / 2 - 7, colors);
       this.label(context, part.kind === "rank" ? "ranks" : "servers", part.y + part.height / 2 + 7, colors);
       return;
     }
-    drawLanes(context, part.numbers.map((number) => lanes.lanes.get(number)), box, view, colors, ratio);
+    drawLanes(context, part.numbers.map((number) => lanes.lanes.get(number)), box, view, colors, ratio, stops(this.kinds.rank.lanes.get(0)));
     const size = part.height / part.numbers.length, every = Math.ceil(12 / size);
     part.numbers.forEach((number, i) => {
+      drawMoves(context, lanes.moves.get(number) ?? [], { ...box, y: part.y + i * size, height: size }, view, colors);
       if (i % every === 0) this.label(context, `${this.nameOf(part.kind)} ${number}`, part.y + (i + 0.5) * size, colors);
     });
   }
@@ -240,17 +242,21 @@ export class Timeline {
       const row = lanes.rowAt(at);
       if (!row) return [];
       const top = shares(row).sort((a, b) => b[2] - a[2]).slice(0, 6);
+      const moved = lanes.movedAt(ALL_LANES, at);
       return [`At ${time(at)}, of ${row.lanes.toLocaleString("en-US")} ${part.kind === "rank" ? "ranks" : "servers"}:`,
-        ...top.map(([activity, version, share]) => `${percent(share)} ${words(activity)}${version === null ? "" : `, v${version}`}`)];
+        ...top.map(([activity, version, share]) => `${percent(share)} ${words(activity)}${version === null ? "" : `, v${version}`}`),
+        ...(moved ? [`${plural(moved, "answer")} moved between servers`] : [])];
     }
     const number = part.numbers[Math.min(part.numbers.length - 1, Math.floor((y - part.y) / (part.height / part.numbers.length)))];
     const lane = lanes.lanes.get(number), i = lane.after(at);
     if (i >= lane.starts.length || lane.starts[i] > at) return [];
+    const moved = lanes.movedAt(number, at);
     const version = lane.versions[i], step = part.kind === "rank" ? this.stepAt(at) : null;
     return [
       `${part.kind === "rank" ? "Trainer rank" : "Server"} ${number} at ${time(at)}`,
       `${words(lane.activities[i])}${version === null ? "" : `, v${version}`}${step === null ? "" : `, step ${step + 1}`}`,
       `for ${time(lane.ends[i] - lane.starts[i])}, from ${time(lane.starts[i])}`,
+      ...(moved ? [`${plural(moved, "answer")} moved here from other servers`] : []),
     ];
   }
 
@@ -266,7 +272,8 @@ function drawLegend() {
     ["generating, in the color of the version", (c) => ["#88ccee", "#f0d442", "#d55e00"].forEach((hex, i) => { c.fillStyle = hex; c.fillRect(8 * i, 0, 8, 13); })],
     ["idle", (c) => { c.fillStyle = colors.faint; c.fillRect(0, 0, 24, 13); c.strokeStyle = colors.line; c.strokeRect(0.5, 0.5, 23, 12); }],
     ["loading weights", (c) => { c.fillStyle = colors.ink; for (let x = 0; x < 24; x += 8) c.fillRect(x, 0, 3, 13); }],
-    ["down", (c) => { c.fillStyle = colors.wrong; c.fillRect(0, 5, 24, 2); }],
+    ["lost, and down", (c) => { c.strokeStyle = colors.wrong; c.lineWidth = 2; c.beginPath(); for (const [x, y] of [[1, 2], [9, 10], [9, 2], [1, 10]]) y === 2 ? c.moveTo(x, y) : c.lineTo(x, y); c.stroke(); c.fillStyle = colors.wrong; c.fillRect(5, 5, 19, 2); }],
+    ["answers moved here", (c) => drawTriangle(c, 12, 11, 5, colors)],
     ["training", (c) => { c.globalAlpha = 0.72; c.fillStyle = colors.ink; c.fillRect(0, 0, 24, 13); }],
     ["copying or saving weights", (c) => { c.globalAlpha = 0.35; c.fillStyle = colors.ink; c.fillRect(0, 0, 24, 13); }],
   ];

@@ -1,0 +1,190 @@
+"""Rows of the timeline joined with their neighbors, until they fit into an answer.
+
+Invariant: joined rows have the same time of each activity, of each lane. Rows are decoded one by one: thousands of them
+at once cost Python's garbage collector six times what they cost to read.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from typing import Final
+
+import msgspec
+
+from dora.journal.spans import ALL_LANES, Entry, Kind, TimelineRow
+
+#: Number of lanes in a row from which on they are added up.
+MAX_LANES: Final = 64
+#: Number of policy versions of an activity in a joined row: of a lane, and of all lanes.
+LANE_VERSIONS: Final = 2
+FOLDED_VERSIONS: Final = 8
+#: Number of publications in a joined row: the latest.
+PUBLICATIONS: Final = 4
+#: Share of the bounds that joined rows take, so that there is room for more.
+_FILLED: Final = 0.75
+_ROW: Final = msgspec.json.Decoder(TimelineRow)
+
+#: Lane, or None for those that are added up -> activity -> version -> seconds.
+Spent = dict[int | None, dict[str, dict[int | None, float]]]
+
+
+def decode_row(line: bytes) -> TimelineRow | None:
+    """Return a row; None if the line is damaged."""
+    with suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return _ROW.decode(line)
+    return None
+
+
+class Digest:
+    """The rows of one kind, joined as they are read."""
+
+    def __init__(self, *, most: int, size: int) -> None:
+        """At most so many rows, of so many bytes together, are given."""
+        self._most = most
+        self._size = size
+        self._length = 0.0  # of joined rows, in seconds
+        self._sum: _Sum | None = None
+        self._lines: list[bytes] = []
+        self._bytes = 0
+
+    def expect(self, seconds: float, line: bytes) -> None:
+        """Join rows as it fits if they come to so many seconds, and lines are about as long as this one."""
+        self._length = seconds / min(self._most, self._size / len(line)) / _FILLED
+
+    def add(self, row: TimelineRow, line: bytes) -> None:
+        """Add the next row, which is that of the line."""
+        if self._sum is not None and row.at + row.s - self._sum.at > self._length:
+            self._close()
+        if self._sum is not None:
+            self._sum.add(row)
+        elif 2 * row.s <= self._length:
+            self._sum = _Sum(row)
+        else:
+            self._keep(line.rstrip(b"\n"))
+        if len(self._lines) >= 2 * self._most or self._bytes >= 2 * self._size:
+            self.lines()
+
+    def lines(self) -> Sequence[bytes]:
+        """Return all rows."""
+        self._close()
+        self._lines = [*compact(self._lines, most=self._most, size=self._size)]
+        self._bytes = sum(map(len, self._lines))
+        return self._lines
+
+    def _close(self) -> None:
+        if self._sum is not None:
+            self._keep(msgspec.json.encode(self._sum.row()))
+            self._sum = None
+
+    def _keep(self, line: bytes) -> None:
+        self._lines.append(line)
+        self._bytes += len(line)
+
+
+def compact(lines: Sequence[bytes], *, most: int, size: int) -> Sequence[bytes]:
+    """Return rows of one kind with the same time of each activity: at most `most`, of at most `size` bytes together
+    unless it is one. Neighbors are joined to rows of about equal length; there is then room for a third more.
+    """
+    total = sum(map(len, lines))
+    ends = [row for line in (*lines[:1], *lines[-1:]) if (row := decode_row(line))]
+    if not ends or (len(lines) <= most and total <= size):
+        return lines
+    most, size = int(most * _FILLED), int(size * _FILLED)
+    length = (ends[-1].at + ends[-1].s - ends[0].at) / max(1.0, min(most, size * len(lines) / total))
+    while len(lines) > 1 and (len(lines) > most or total > size):
+        lines = [msgspec.json.encode(row) for row in _joined(lines, up_to=length)]
+        total = sum(map(len, lines))
+        length *= max(1.25, total / size)
+    return lines
+
+
+def _joined(lines: Iterable[bytes], *, up_to: float) -> Iterator[TimelineRow]:
+    """Join neighbors as long as the result is not longer than `up_to` seconds."""
+    current: _Sum | None = None
+    for row in filter(None, map(decode_row, lines)):
+        if current is not None and row.at + row.s - current.at <= up_to:
+            current.add(row)
+            continue
+        if current is not None:
+            yield current.row()
+        current = _Sum(row)
+    if current is not None:
+        yield current.row()
+
+
+class _Sum:
+    """Rows that follow each other, as one."""
+
+    def __init__(self, first: TimelineRow) -> None:
+        self.at = first.at
+        self._kind: Kind = first.kind
+        self._first = first
+        self._count = 0
+        self._num_lanes = 0
+        self._spent: Spent = {}
+        self._moved = Counter[int]()
+        self._published: list[tuple[int, float]] = []
+        self.add(first)
+
+    def add(self, row: TimelineRow) -> None:
+        """Add the next row."""
+        self._count += 1
+        self._end = row.at + row.s
+        self._num_lanes = max(self._num_lanes, row.num_lanes, len(row.lanes))
+        for lane, entries in row.lanes.items():
+            _add(self._spent.setdefault(lane, {}), entries)
+        if row.folded:
+            _add(self._spent.setdefault(None, {}), row.folded)
+        self._moved.update(row.moved)
+        self._published = [*self._published, *row.published][-PUBLICATIONS:]
+
+    def row(self) -> TimelineRow:
+        """Return the row of all of these."""
+        if self._count == 1:
+            return self._first  # its entries are in the order in which they began
+        spent, moved = self._spent, dict(self._moved)
+        if None in spent or len(spent) > MAX_LANES:
+            whole: dict[str, dict[int | None, float]] = {}
+            for own in spent.values():
+                _add(whole, _entries(own))
+            spent = {None: whole}
+            moved = {ALL_LANES: self._moved.total()} if moved else {}
+        lanes = sorted((lane, own) for lane, own in spent.items() if lane is not None)
+        return TimelineRow(
+            kind=self._kind,
+            at=self.at,
+            s=round(self._end - self.at, 6),
+            num_lanes=self._num_lanes,
+            lanes={lane: _kept(own, versions=LANE_VERSIONS) for lane, own in lanes},
+            folded=_kept(spent.get(None, {}), versions=FOLDED_VERSIONS),
+            moved=moved,
+            published=self._published,
+        )
+
+
+def _add(spent: dict[str, dict[int | None, float]], entries: Iterable[Entry]) -> None:
+    for activity, version, seconds in entries:
+        of = spent.get(activity)
+        if of is None:
+            spent[activity] = {version: seconds}
+        else:
+            of[version] = of.get(version, 0.0) + seconds
+
+
+def _entries(spent: dict[str, dict[int | None, float]]) -> list[Entry]:
+    return [(activity, version, seconds) for activity, of in spent.items() for version, seconds in of.items()]
+
+
+def _kept(spent: dict[str, dict[int | None, float]], *, versions: int) -> list[Entry]:
+    """Of an activity with more than `versions` versions, give the time of the lesser ones to the first."""
+    found: list[Entry] = []
+    for activity, of in spent.items():
+        if len(of) > versions:
+            kept = sorted(of, key=lambda version: -of[version])[:versions]
+            rest = sum(of.values()) - sum(of[version] for version in kept)
+            of = {version: of[version] for version in kept}
+            of[kept[0]] += rest
+        found += [(activity, version, round(seconds, 6)) for version, seconds in of.items()]
+    return found
