@@ -15,6 +15,6 @@ def slow_logprobs(*arguments, **options):
     return compute(*arguments, **options)
 
 
-step.logprobs = slow_logprobs
 if __name__ == "__main__":
+    step.logprobs = slow_logprobs
     main.main()
