@@ -25,7 +25,7 @@ import msgspec
 from dora.core import events as ev
 from dora.journal.reader import Journal
 from dora.journal.run_folder import RunFolder
-from dora.sim.measure import window
+from dora.sim.limit import window
 from dora.sim.workload import Workload, load
 from dora.sim.world import World
 

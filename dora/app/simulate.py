@@ -9,7 +9,7 @@ from pathlib import Path
 from dora.app.settings import CONFIG_REGIME, workload_of
 from dora.config.load import load as load_config
 from dora.config.load import read_toml
-from dora.sim.measure import window
+from dora.sim.limit import window
 from dora.sim.recorded import RecordedRun, read_run
 from dora.sim.split import Search, search
 from dora.sim.sweep import Case

@@ -72,7 +72,7 @@ def _why_no_room(state: State, entry: Version, instance: Instance | None) -> Ref
         return Refusal.NO_ROOM
     if _has_its_share(state, instance, entry):
         return Refusal.SHARE
-    if state.settings.rules.batched and not state.formation.num_unconsumed and state.pushes:
+    if state.settings.rules.spreads and not state.formation.num_unconsumed and state.pushes:
         return Refusal.PUSHES
     return None
 
@@ -128,6 +128,8 @@ def _admit_one(state: State, entry: Version, instance: Instance) -> None:
     while waiting and home is not None:
         if home.has_room(footprint):
             begin(state, waiting.pop(), home, footprint=footprint)
+            if state.settings.rules.spreads:
+                home = entry.roomiest()
         else:
             roomiest = entry.roomiest()
             home = roomiest if roomiest is not None and roomiest.has_room(footprint) else None

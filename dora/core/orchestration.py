@@ -22,7 +22,7 @@ class Orchestration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     streaming: bool = True  #: commit groups as they complete; else all groups of a step together
     kv_floor: bool = True  #: allot instances by KV tokens, with floors; else by requests, rounded (the paper's rule)
-    kv_overcommit: bool = True  #: reserve KV for a share of the expected growth; else (and with K = 0) for all of it
+    kv_overcommit: bool = True  #: reserve KV for a share of the expected growth; else (and in `periodic`) for all of it
     consolidation: bool = True  #: pack the remaining requests of an old version onto fewer instances
     window: Literal["adaptive", "fixed", "open"] = "adaptive"  #: W adapts, or keeps its initial size; open: F alone
     tail_care: bool = True  #: spread a new version over its instances; never slow urgent answers down by packing
@@ -42,7 +42,7 @@ SWITCHES: Final[dict[str, dict[str, bool | str]]] = {
     "hysteresis": {"hysteresis": False},
 }
 #: The paper's rules (arXiv 2604.26256) as far as it states them: allotment by requests, migration, refill. It does not
-#: state how many requests may be live; W fixed at 1.5 N reproduces its step times (docs/SIMULATION.md).
+#: state how many requests may be live; W fixed at 1.5 N reproduces its step times (docs/DECISIONS.md).
 PAPER: Final = Orchestration(
     kv_floor=False, kv_overcommit=False, window="fixed", tail_care=False, hysteresis=False, refill=True
 )

@@ -43,7 +43,7 @@ def push_ended(state: State, instance: Instance) -> None:
     state.pushes -= 1
     state.agenda.place = True
     state.agenda.release = True
-    if state.settings.rules.batched and not state.pushes:
+    if state.settings.rules.spreads and not state.pushes:
         admissions_changed(state)  # a batch starts once no push is in flight
 
 

@@ -25,7 +25,7 @@ WINDOW_START: Final = 1.5
 #: Prior of the mean answer length, as a share of the token limit; it counts as one observation.
 PRIOR_LENGTH_SHARE: Final = 0.25
 #: Share of the expected rest of an answer for which KV is reserved. Residents do not all end at once: 1 leaves a third
-#: of the KV empty (docs/SIMULATION.md), and 0 makes the server retract requests.
+#: of the KV empty (docs/DECISIONS.md), and 0 makes the server retract requests.
 KV_RESERVE: Final = 1 / 3
 
 
@@ -130,7 +130,7 @@ class State:
         window = settings.orchestration.window if rules.has_window else "open"
         self.adapts_window = window == "adaptive"
         self.window_size = self.window_limit if window == "open" else WINDOW_START * settings.groups_per_step
-        is_mixed = rules.max_staleness > 0 and not rules.batched  # answers of different ages share the KV
+        is_mixed = rules.max_staleness > 0 or rules.spreads  # answers that share the KV do not all grow to their end
         self.kv_reserve = KV_RESERVE if settings.orchestration.kv_overcommit and is_mixed else 1.0
         self.length_sum = max(1, int(PRIOR_LENGTH_SHARE * settings.max_new_tokens))
         self.mean_length = self.length_sum

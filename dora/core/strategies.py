@@ -49,6 +49,11 @@ class Rules(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.oversample > 1.0 and self.in_flight is None
 
     @property
+    def spreads(self) -> bool:
+        """Whether siblings go to different servers, since the step waits for all and long ones have long siblings."""
+        return not self.streamed
+
+    @property
     def has_window(self) -> bool:
         """Whether the adaptive window W limits admission, which avoids needless staleness (`dora` only)."""
         return not self.batched and self.oversample == 1.0 and self.in_flight is None

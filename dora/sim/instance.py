@@ -278,6 +278,7 @@ class SimulatedInstance:
         lost, self.requests = self.requests, {}
         for request in lost.values():
             request.offset = self.tokens(request)
+            request.ran_s += self.anchor * request.running
             request.running = request.brings_kv = False
         self.waiting.clear()
         self._idle.clear()
@@ -323,6 +324,7 @@ class SimulatedInstance:
     def _start(self, request: Request) -> None:
         """Prefill or transfer the tokens that are not in KV, and decode from the next step on."""
         need = self._need(request)
+        request.ran_s -= self.anchor
         was_idle = bool(self._idle) and self._idle.pop(request.order.trajectory, None) is not None
         new = request.unread if request.offset else need
         old = need - new  # tokens that were in KV before
@@ -353,6 +355,7 @@ class SimulatedInstance:
     def _leave_batch(self, request: Request) -> None:
         """Stop decoding a request; its KV stays."""
         request.offset += self.steps
+        request.ran_s += self.anchor
         request.running = False
         self.num_running -= 1
         self._ahead = None

@@ -5,26 +5,28 @@ is a bound: T_train assumes a perfectly balanced trainer; W / C assumes that eve
 fills its KV or its slots, and reads each prompt once per group; L is the time of the slowest answer alone, without a
 queue, with its tool calls and the reading of their results. Results are read, not decoded; a call holds a slot and no
 KV. tau is the time from the slowest answer to the next version: its micro-batch, one update, and writing the version.
+
+The terms are means over the blocks of the measured steps: block s is groups s N to (s + 1) N - 1 of the prompt stream,
+without those that are filtered. The floor is a sharper bound, for versions of N groups each that are published in
+order; `dora` can get below it where two versions follow each other fast and one takes the groups of both.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from statistics import mean
-from typing import Final
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import Final, NamedTuple
 
 import msgspec
 import numpy as np
 
-from dora.sim.answers import Answers, Floats, SimulatedGroup
+from dora.sim.answers import Floats, SimulatedGroup
 from dora.sim.server import SimulatedServer
 from dora.sim.workload import Workload
 
-#: Maximum number of steps to average over; a step is a block of consecutive groups.
-MAX_BLOCKS: Final = 40
-#: Assumed share of groups that are not filtered, if none in the sample is kept; such a job fails with too many top-ups.
-_KEPT_AT_LEAST: Final = 0.01
+#: Groups of a block, filtered ones included, in units of N: no step tops up with more (`Settings.max_top_up`).
+_MOST_ASKED: Final = 11
 
 
 class Limit(msgspec.Struct, frozen=True):
@@ -36,55 +38,94 @@ class Limit(msgspec.Struct, frozen=True):
     last_s: float  #: tau
     step_s: float  #: the limit of the strategy
     rule: str  #: the largest term: train, decode or slowest
+    floor_s: float  #: the least if every version has N groups; never below `step_s`
+
+
+class _Terms(NamedTuple):
+    """Seconds of one block."""
+
+    train_s: float
+    decode_s: float
+    slowest_s: float
+    last_s: float
+    first_s: float  #: until its first group is complete
 
 
 def limit(workload: Workload, *, seed: int) -> Limit:
-    """Return the limit of a workload under its strategy."""
-    answers, n = workload.answers(seed=seed), _num_asked(workload)
-    blocks = [_trained(workload, answers, first=block * n) for block in range(min(MAX_BLOCKS, workload.job.steps))]
-    terms = [_terms(workload, groups) for groups in blocks]
-    train_s, decode_s, slowest_s, last_s, first_s = np.mean(terms, axis=0).tolist()
-    if workload.job.filter_zero_variance:
-        decode_s /= max(_KEPT_AT_LEAST, mean(len(set(g.rewards)) > 1 for groups in blocks for g in groups))
-    bounds = _bounds(workload, train_s=train_s, decode_s=decode_s, slowest_s=slowest_s, last_s=last_s, first_s=first_s)
+    """Return the limit of a workload under its strategy, over the blocks of the measured steps."""
+    first, last = window(workload.job.steps, max_staleness=workload.rules.max_staleness)
+    blocks = [_terms(workload, *block) for block in islice(_blocks(workload, seed=seed), last + 1)]
+    terms = _Terms(*np.mean(blocks[first + 1 :], axis=0).tolist())
+    bounds = _bounds(workload, terms)
     rule = max(bounds, key=lambda name: bounds[name])
-    return Limit(train_s, decode_s, slowest_s, last_s, bounds[rule], rule)
+    floor_s = max(bounds[rule], _floor_s(workload, blocks, first=first + 1))
+    return Limit(terms.train_s, terms.decode_s, terms.slowest_s, terms.last_s, bounds[rule], rule, floor_s)
 
 
-def _bounds(
-    workload: Workload, *, train_s: float, decode_s: float, slowest_s: float, last_s: float, first_s: float
-) -> dict[str, float]:
+def window(steps: int, *, max_staleness: int) -> tuple[int, int]:
+    """Return the steps (first, last] that are the steady state of a job of at least two steps: without the first
+    2 (K + 1), the warm-up, and the last K + 1, whose deadlines are shortened by the end of the job."""
+    margin = max_staleness + 1
+    first = min(2 * margin - 1, (steps - 1) // 3)
+    return first, max(first + 1, steps - 1 - margin)
+
+
+def _bounds(workload: Workload, terms: _Terms) -> dict[str, float]:
     rules = workload.rules
     if workload.is_shared:
-        after = train_s + workload.publish_s
-        carried = {} if rules.in_flight else {"slowest": slowest_s + after}
-        return {"decode": decode_s + after, **carried}
-    bounds = {"train": train_s, "decode": decode_s, "slowest": (slowest_s + last_s) / (rules.max_staleness + 1)}
+        after = terms.train_s + workload.publish_s
+        carried = {} if rules.in_flight else {"slowest": terms.slowest_s + after}
+        return {"decode": terms.decode_s + after, **carried}
+    slowest_s = (terms.slowest_s + terms.last_s) / (rules.max_staleness + 1)
+    bounds = {"train": terms.train_s, "decode": terms.decode_s, "slowest": slowest_s}
     if not rules.bounded:
         del bounds["slowest"]  # a long answer may be trained in any later step
     if rules.batched:
-        bounds["slowest"] = slowest_s
+        bounds["slowest"] = terms.slowest_s
     elif rules.max_staleness == 0:
-        bounds["train"] = first_s + train_s
+        bounds["train"] = terms.first_s + terms.train_s
     return bounds
 
 
-def _terms(workload: Workload, groups: Sequence[SimulatedGroup]) -> tuple[float, float, float, float, float]:
-    """Return T_train, W / C, L, tau and the time of the first complete group, for one block of N groups."""
-    block = _Block(groups)
+def _floor_s(workload: Workload, blocks: Sequence[_Terms], *, first: int) -> float:
+    """Return the seconds per step from block `first` on if every version has N groups; 0 if nothing is known.
+
+    publish(v + K + 1) = max(publish(v + K) + T_train, publish(v) + L_v + tau), where L_v is of the block that step
+    v + K trains.
+    """
+    rules = workload.rules
+    if workload.is_shared or not (rules.streamed and rules.bounded):
+        return 0.0
+    published = [0.0]
+    for step, block in enumerate(blocks):
+        train_s = block.train_s if rules.max_staleness else block.first_s + block.train_s
+        answered = published[max(0, step - rules.max_staleness)] + block.slowest_s
+        published.append(max(published[-1] + train_s, answered + block.last_s))
+    return (published[-1] - published[first]) / (len(blocks) - first)
+
+
+def _terms(workload: Workload, groups: Sequence[SimulatedGroup], filtered: Sequence[SimulatedGroup]) -> _Terms:
+    """Return the terms of one block: N groups that are trained, and those that are only decoded."""
+    block, everything = _Block(groups), _Block([*groups, *filtered])
     prompts, lengths = block.prompts, block.lengths
     train, server = workload.train, workload.fleet.server
     tokens = float(lengths.sum() + prompts.sum() * workload.job.group_size)
     train_s = tokens / (workload.rank_tokens_s * workload.num_ranks) + train.updates * train.update_s
-    alone = _alone_s(block, server=server)
+    alone = block.alone_s(server)
     row, column = np.unravel_index(int(alone.argmax()), alone.shape)
     around_s = workload.push_s + workload.grade.median_s
     last_s = (prompts[row] + lengths[row, column]) / workload.rank_tokens_s + train.update_s + workload.publish_s
-    read_s = float(sum(server.prefill_s(g.prompt_tokens) for g in groups) + block.results_s(server).sum())
-    held_s = float(block.waited_s.sum()) if workload.orchestration.calls == "keep" else 0.0
-    decode_s = (_decode_s(block, server=server, called_s=held_s) + read_s) / _speed(workload)
+    read_s = sum(server.prefill_s(g.prompt_tokens) for g in (*groups, *filtered))
+    read_s += float(everything.results_s(server).sum())
+    held_s = float(everything.waited_s.sum()) if workload.orchestration.calls == "keep" else 0.0
+    decode_s = (_decode_s(everything, server=server, called_s=held_s) + read_s) / _speed(workload)
     first_s = around_s + float(alone.max(axis=1).min())
-    return train_s, decode_s, around_s + float(alone.max()), float(last_s), first_s
+    return _Terms(train_s, decode_s, around_s + float(alone.max()), float(last_s), first_s)
+
+
+def alone_s(group: SimulatedGroup, sibling: int, *, server: SimulatedServer) -> float:
+    """Return the seconds of one answer at batch 1, with its tool calls."""
+    return float(_Block([group]).alone_s(server)[0, sibling])
 
 
 class _Block:
@@ -110,30 +151,35 @@ class _Block:
             seconds[row, sibling] += server.prefill_s(call.num_tokens, cached=int(self.prompts[row]) + call.at)
         return seconds
 
+    def alone_s(self, server: SimulatedServer) -> Floats:
+        """Return the seconds of prefill, decoding and tool calls of each answer at batch 1."""
+        prompts, decode = self.prompts, server.decode
+        read_s = prompts * (server.prefill_s_per_token + server.prefill_s_per_token2 * prompts / 2)
+        context = self.decoded * prompts[:, None] + self.before
+        decode_s = self.decoded * (decode.base_s + decode.per_request_s) + decode.per_token_s * context
+        return np.asarray(read_s[:, None] + decode_s + self.results_s(server) + self.waited_s)
 
-def _num_asked(workload: Workload) -> int:
-    """Return the number of groups generated for one step, discarded ones included."""
+
+def _blocks(workload: Workload, *, seed: int) -> Iterator[tuple[list[SimulatedGroup], list[SimulatedGroup]]]:
+    """Yield, step by step, the groups that it trains and those that are filtered. With over-sampling a step trains the
+    N groups that would complete first if each had the fleet to itself."""
     n, rules = workload.job.groups_per_step, workload.rules
-    return math.ceil(rules.oversample * n) if rules.discards else n
-
-
-def _trained(workload: Workload, answers: Answers, *, first: int) -> list[SimulatedGroup]:
-    """Return N groups; with over-sampling, the N that would complete first if each had the fleet to itself."""
-    n = workload.job.groups_per_step
-    groups = [answers.group(first + i) for i in range(_num_asked(workload))]
-    if len(groups) > n:
-        slowest = _alone_s(_Block(groups), server=workload.fleet.server).max(axis=1)
-        groups = [groups[i] for i in np.argsort(slowest, kind="stable")]
-    return groups[:n]
-
-
-def _alone_s(block: _Block, *, server: SimulatedServer) -> Floats:
-    """Return the seconds of prefill, decoding and tool calls of each answer at batch 1."""
-    prompts, decode = block.prompts, server.decode
-    read_s = prompts * (server.prefill_s_per_token + server.prefill_s_per_token2 * prompts / 2)
-    context = block.decoded * prompts[:, None] + block.before
-    decode_s = block.decoded * (decode.base_s + decode.per_request_s) + decode.per_token_s * context
-    return np.asarray(read_s[:, None] + decode_s + block.results_s(server) + block.waited_s)
+    num_asked = math.ceil(rules.oversample * n) if rules.discards else n
+    answers, number = workload.answers(seed=seed), 0
+    while True:
+        kept: list[SimulatedGroup] = []
+        filtered: list[SimulatedGroup] = []
+        while len(kept) < num_asked and len(kept) + len(filtered) < _MOST_ASKED * num_asked:
+            group = answers.group(number)
+            is_filtered = workload.job.filter_zero_variance and len(set(group.rewards)) == 1
+            (filtered if is_filtered else kept).append(group)
+            number += 1
+        answers.forget_before(number)
+        kept = kept or filtered  # the job fails: too many top-ups
+        if num_asked > n:
+            slowest = _Block(kept).alone_s(workload.fleet.server).max(axis=1)
+            kept = [kept[i] for i in np.argsort(slowest, kind="stable")[:n]]
+        yield kept, filtered
 
 
 def _decode_s(block: _Block, *, server: SimulatedServer, called_s: float) -> float:

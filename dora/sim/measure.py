@@ -1,22 +1,21 @@
-"""The counts of a simulation, and its result over the steady state.
-
-The steady state leaves out the first 2 (K + 1) steps (warm-up) and the last K + 1, whose deadlines are shortened by
-the end of the job.
-"""
+"""The counts of a simulation, and its result over the steady state (`limit.window`)."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
+from statistics import fmean, stdev
 
 import msgspec
 
 from dora.core.state import State
+from dora.errors import InvariantViolation
+from dora.sim.answers import Answers
 from dora.sim.instance import SimulatedInstance
-from dora.sim.limit import Limit
-from dora.sim.server import Use
+from dora.sim.limit import Limit, alone_s, window
+from dora.sim.server import Request, Use
 from dora.sim.workload import Workload
 
 
@@ -52,17 +51,22 @@ class Measure:
         self.thrown_away = [0, 0]  #: answers of discarded groups, and their tokens at full length
         self._instances = instances
         self._published: list[float] = []
-        self._last_answer: dict[int, float] = {}  # by version
+        self._last_answer: dict[int, tuple[float, Request]] = {}  # by version: when it ended
+        self._last_reward: dict[int, float] = {}  # by version
 
     def published(self, version: int, *, at: float) -> None:
         """Record that a version can be pushed."""
         assert version == len(self._published)
         self._published.append(at)
 
-    def answered(self, version: int, *, at: float) -> None:
-        """Record that an answer of this version is complete."""
-        self._last_answer[version] = at
+    def answered(self, request: Request, *, at: float) -> None:
+        """Record that an answer is complete."""
+        self._last_answer[request.order.version] = at, request
         self.counts.answers += 1
+
+    def graded(self, version: int, *, at: float) -> None:
+        """Record that an answer of this version will be graded then."""
+        self._last_reward[version] = max(at, self._last_reward.get(version, 0.0))
 
     def calls_hold(self, num_slots: int, *, seconds: float) -> None:
         """Record that answers held slots during their calls for the last `seconds`."""
@@ -106,8 +110,9 @@ class Measure:
         )
 
     def result(self, *, seed: int, limit: Limit, state: State, num_events: int) -> Result:
-        """Return the result over the steady state."""
+        """Return the result over the steady state. Raise InvariantViolation if it beats its limit."""
         first, last = self.window()
+        self._require_possible(limit)
         a, b = self.marks[first], self.marks[last]
         steps, span = last - first, b.at - a.at
         use = b.use.plus(a.use, sign=-1)
@@ -117,7 +122,7 @@ class Measure:
         by_step = (self.staleness[s] for s in range(first + 1, last + 1))
         counts = [sum(n) for n in zip_longest(*by_step, fillvalue=0)]
         groups = sum(counts)
-        slowest = [self._last_answer[v] - self._published[v] for v in range(first, last) if v in self._last_answer]
+        slowest = [self._last_answer[v][0] - self._published[v] for v in range(first, last) if v in self._last_answer]
         discarded = b.discarded - a.discarded
         job, fleet = self.workload.job, self.workload.fleet
         return Result(
@@ -143,6 +148,7 @@ class Measure:
             staleness_mean=sum(i * n for i, n in enumerate(counts)) / groups,
             staleness_max=max(i for i, n in enumerate(counts) if n),
             slowest_run_s=sum(slowest) / len(slowest) if slowest else 0.0,
+            tail=self._tail(seed=seed),
             migrations=(b.migrations - a.migrations) / steps,
             evictions=(b.evictions - a.evictions) / steps,
             recovered=b.recovered - a.recovered,
@@ -153,7 +159,13 @@ class Measure:
             length_bias=self._length_bias(),
             violations=_violations(state),
             events=num_events,
+            step_error_s=self._step_error_s(),
         )
+
+    def _step_error_s(self) -> float:
+        first, last = self.window()
+        steps = [b.at - a.at for a, b in pairwise(self.marks[first : last + 1])]
+        return stdev(steps) / math.sqrt(len(steps)) if len(steps) > 1 else 0.0
 
     def _length_bias(self) -> float:
         """Return the mean trained length over the mean admitted length; discarded groups count at full length."""
@@ -164,12 +176,49 @@ class Measure:
         """Return the steps (first, last] that are measured."""
         return window(len(self.marks), max_staleness=self.workload.rules.max_staleness)
 
+    def _require_possible(self, limit: Limit) -> None:
+        """Raise InvariantViolation if the measured steps beat the limit of their blocks by more than their edges.
 
-def window(steps: int, *, max_staleness: int) -> tuple[int, int]:
-    """Return the steps (first, last] that are the steady state of a job of at least two steps."""
-    margin = max_staleness + 1
-    first = min(2 * margin - 1, (steps - 1) // 3)
-    return first, max(first + 1, steps - 1 - margin)
+        By rule F no group of block s is admitted before step s - K - 1 is trained, and each is trained with step s + K
+        at the latest. So the measured blocks are decoded and trained within the measured steps and K more on both
+        sides, whose time is the tolerance: none if K = 0. A reward may come sooner than the median, by at most that in
+        a step. If many blocks with a long answer follow each other, up to 2 K + 1 of these are decoded during one step,
+        instead of the K + 1 of an even stream. Strategies that break C2 or C3, and failed groups, train other groups
+        than those of the blocks.
+        """
+        rules, grade = self.workload.rules, self.workload.grade
+        if not rules.bounded or rules.discards or grade.hang_share or grade.failure_share:
+            return
+        (first, last), k = self.window(), rules.max_staleness
+        begin = self.marks[first - k].at if first >= k else 0.0
+        end = self.marks[min(last + k, len(self.marks) - 1)].at
+        step_s = limit.step_s * (k + 1) / (2 * k + 1) if limit.rule == "slowest" else limit.step_s
+        least = (last - first) * (step_s - grade.median_s)
+        if end - begin < least * (1 - 1e-9):
+            raise InvariantViolation(f"{last - first} steps took {end - begin:g} s; their limit is {least:g} s")
+
+    def _tail(self, *, seed: int) -> Tail | None:
+        """Return where the time of the measured versions goes; None if answers go on under newer versions, or are
+        discarded, or if there are fewer than K + 1 steps."""
+        rules, (first, last) = self.workload.rules, self.window()
+        if rules.in_flight is not None or rules.discards:
+            return None
+        answers = self.workload.answers(seed=seed)
+        versions = [v for v in range(first + 1, last + 1 - rules.max_staleness) if v in self._last_answer]
+        rows = [self._tail_of(v, answers=answers) for v in versions]
+        return Tail(*map(fmean, zip(*rows, strict=True))) if rows else None
+
+    def _tail_of(self, version: int, *, answers: Answers) -> tuple[float, ...]:
+        ended, request = self._last_answer[version]
+        number, sibling = divmod(request.order.trajectory, self.workload.job.group_size)
+        group = answers.group(number)
+        own_s = alone_s(group, sibling, server=self.workload.fleet.server)
+        called_s = sum(call.latency_s for call in group.calls_of(sibling))
+        published, push_s = self._published[version], self.workload.push_s
+        batch_s = request.ran_s + called_s - own_s
+        graded = max(ended, self._last_reward[version])
+        after = self._published[version + self.workload.rules.max_staleness + 1]
+        return own_s, batch_s, ended - published - push_s - own_s - batch_s, push_s, graded - ended, after - graded
 
 
 def _add(sums: list[int], lengths: Sequence[int]) -> None:
@@ -186,6 +235,18 @@ def _violations(state: State) -> int:
         "C3": counters.staleness_violations,
     }
     return sum(n for name, n in counts.items() if name not in state.settings.rules.broken_by_design)
+
+
+class Tail(msgspec.Struct, frozen=True):
+    """Where the time between the publications of a version and of that K + 1 later goes: seconds of the version's last
+    answer, means over the versions of the measured steps."""
+
+    alone_s: float  #: what it takes alone, at batch 1, with its tool calls
+    batch_s: float  #: additional time in the batches that it shared
+    queue_s: float  #: until its prompt was admitted and it had a slot, and whenever it was stopped or evicted
+    push_s: float  #: the push to its server
+    grade_s: float  #: until the version's last reward
+    train_s: float  #: from there: micro-batches and updates that were left, and the publication
 
 
 class Result(msgspec.Struct, frozen=True):
@@ -213,6 +274,7 @@ class Result(msgspec.Struct, frozen=True):
     staleness_mean: float
     staleness_max: int
     slowest_run_s: float  #: L_run: from the publication of a version to its last answer
+    tail: Tail | None  #: of `slowest_run_s` and what follows; None where versions mix or groups are discarded
     migrations: float
     evictions: float
     recovered: int
@@ -223,3 +285,4 @@ class Result(msgspec.Struct, frozen=True):
     length_bias: float  #: mean length trained over mean length generated, whole job; 1 unless something is discarded
     violations: int  #: of the constraints that the strategy keeps; the shares above count those it breaks by design
     events: int
+    step_error_s: float = 0.0  #: standard error of `step_s`, if the measured steps were independent

@@ -10,7 +10,7 @@ from typing import Final
 
 import msgspec
 
-from dora.sim.measure import Result
+from dora.sim.measure import Result, Tail
 
 _Setting = tuple[int, int, str, str, int, int]
 #: Fields of a row that are means over the seeds.
@@ -20,6 +20,11 @@ _MEANS: Final = (
 )
 #: Columns of the table that fits a terminal.
 _NARROW: Final = ("strategy", "K", "split", "step s", "x limit", "sync/x", "trainer idle", "stale")
+#: Columns of the wide table -> fields of `Tail`.
+_TAIL: Final = {
+    **{"alone s": "alone_s", "in batch": "batch_s", "queued": "queue_s", "pushed": "push_s", "graded": "grade_s"},
+    "trained": "train_s",
+}
 #: Shares of the instances' time that the wide table shows.
 _SHOWN_SHARES: Final = ("full", "thin_new", "thin_old", "prefill", "push", "empty")
 
@@ -38,8 +43,10 @@ class ReportRow(msgspec.Struct, frozen=True):
     step_s_range: tuple[float, float]
     tokens_s: float
     limit_s: float
+    floor_s: float
     rule: str
     ratio: float
+    floor_ratio: float  #: step time over the floor of versions in order
     sync_ratio: float | None  #: step time of `sync` on as many devices over this one; None if it was not simulated
     trainer_idle: float
     trainer_unbalanced: float
@@ -56,6 +63,7 @@ class ReportRow(msgspec.Struct, frozen=True):
     beyond_share: float
     length_bias: float
     violations: int
+    tail: Tail | None
 
 
 def rows(results: Iterable[Result]) -> list[ReportRow]:
@@ -85,15 +93,23 @@ def _row(setting: _Setting, results: Sequence[Result], *, sync_s: float | None) 
         step_s=step_s,
         step_s_range=(min(r.step_s for r in results), max(r.step_s for r in results)),
         limit_s=fmean(r.limit.step_s for r in results),
+        floor_s=fmean(r.limit.floor_s for r in results),
         rule=results[0].limit.rule,
         ratio=median(r.ratio for r in results),
+        floor_ratio=median(r.step_s / r.limit.floor_s for r in results),
         sync_ratio=sync_s / step_s if sync_s is not None else None,
         instance_shares=_shares(results),
         staleness=tuple(map(sum, zip_longest(*(r.staleness for r in results), fillvalue=0))),
         staleness_max=max(r.staleness_max for r in results),
         violations=sum(r.violations for r in results),
+        tail=mean_tail([r.tail for r in results if r.tail is not None]),
         **{name: fmean(getattr(r, name) for r in results) for name in _MEANS},
     )
+
+
+def mean_tail(tails: Sequence[Tail]) -> Tail | None:
+    """Return the means over the seeds, or None if there are none."""
+    return Tail(*(fmean(getattr(t, name) for t in tails) for name in Tail.__struct_fields__)) if tails else None
 
 
 def _shares(results: Sequence[Result]) -> dict[str, float]:
@@ -134,12 +150,15 @@ def _cells(row: ReportRow, *, is_best: bool) -> dict[str, str]:
         "range": f"{low:.4g}-{high:.4g}",
         "tokens/s": f"{row.tokens_s:,.0f}",
         "limit s": f"{row.limit_s:.4g}",
+        "floor s": f"{row.floor_s:.4g}",
         "rule": row.rule,
         "x limit": f"{row.ratio:.3f}",
+        "x floor": f"{row.floor_ratio:.3f}",
         "sync/x": f"{row.sync_ratio:.2f}" if row.sync_ratio is not None else "-",
         "trainer idle": f"{row.trainer_idle:.1%}",
         "uneven": f"{row.trainer_unbalanced:.1%}",
         **{name.replace("_", " "): f"{shares[name]:.1%}" for name in _SHOWN_SHARES},
+        **{name: f"{getattr(row.tail, field):.4g}" if row.tail else "-" for name, field in _TAIL.items()},
         "slots": f"{row.slot_load:.1%}",
         "tools": f"{row.tool_load:.1%}",
         "stale": f"{row.staleness_mean:.2f}",

@@ -176,7 +176,7 @@ class World:
             fact = ev.CallStarted(at, id, order.attempt, request.offset, spans)
         else:
             if id >= 0:
-                self.measure.answered(order.version, at=at)
+                self.measure.answered(request, at=at)
             capped = request.total == self.settings.max_new_tokens
             fact = ev.GenerationFinished(at, id, order.attempt, request.total, capped, spans)
         if late_s:
@@ -347,6 +347,9 @@ class World:
         reward: float | None = group.rewards[place]
         if hangs or (grade.failure_share and draw.random() < grade.failure_share):
             reward = None
+        if order.trajectory >= 0:
+            tag = self._tags[GroupId(order.trajectory // self.settings.group_size)]
+            self.measure.graded(tag, at=self.now + latency)
         self._at(latency, lambda: ev.TrajectoryGraded(self.now, order.trajectory, order.attempt, reward))
 
     # -- the ledger ---------------------------------------------------------------------------------------------------

@@ -78,8 +78,8 @@ def test_periodic_commits_and_trains_in_completion_order() -> None:
     ]
 
 
-@pytest.mark.parametrize("strategy", ["sync", "periodic"])
-def test_with_k_0_nothing_is_admitted_between_a_full_batch_and_the_next_publication(strategy: str) -> None:
+def between_steps(strategy: str) -> Core:
+    """Nothing is admitted between a full batch and the next publication."""
     core = started(strategy, groups_per_step=2, slots=8, instances=2)
     assert [o.group for o in core.of(cmd.AdmitGroup)] == [0, 1]
     core.answer(0)
@@ -90,6 +90,24 @@ def test_with_k_0_nothing_is_admitted_between_a_full_batch_and_the_next_publicat
         push(1, version=1, attempt=2),
         cmd.ReleaseVersion(0),
     ]
+    return core
+
+
+def test_sync_spreads_siblings_once_all_servers_have_the_version() -> None:
+    core = between_steps("sync")
+    assert core.pushed(0, 1) == []
+    assert core.pushed(1, 1) == [
+        admit(2, version=1, deadline=1),
+        generate(4, on=0, version=1),
+        generate(5, on=1, version=1),
+        admit(3, version=1, deadline=1),
+        generate(6, on=0, version=1),
+        generate(7, on=1, version=1),
+    ]
+
+
+def test_periodic_keeps_siblings_together_on_the_first_server_that_has_the_version() -> None:
+    core = between_steps("periodic")
     assert core.pushed(0, 1) == [
         admit(2, version=1, deadline=1),
         generate(4, on=0, version=1),

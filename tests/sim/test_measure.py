@@ -6,8 +6,8 @@ import pytest
 
 from dora.core.state import State
 from dora.sim.instance import SimulatedInstance
-from dora.sim.limit import limit
-from dora.sim.measure import Measure, Result, window
+from dora.sim.limit import limit, window
+from dora.sim.measure import Measure, Result
 from tests.sim.worlds import workload
 
 #: Of twelve steps at K = 1 the first four and the last two are left out.
@@ -42,6 +42,7 @@ def test_only_the_steady_state_counts() -> None:
     result = measured()
     assert (result.steps, result.step_s, result.tokens_s) == (len(STEADY), 10.0, 40.0)
     assert result.ratio == result.step_s / result.limit.step_s
+    assert result.step_error_s == 0, "all steady steps take as long"
     assert (result.trainer_idle, result.trainer_unbalanced) == (pytest.approx(0.2), pytest.approx(0.2))
     assert (result.staleness, result.staleness_mean, result.staleness_max) == ((4, 2), pytest.approx(2 / 6), 1)
     assert (result.migrations, result.evictions) == (3, 10)

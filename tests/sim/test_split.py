@@ -20,6 +20,8 @@ def test_the_search_comes_close_to_the_best_of_all_splits(strategy: str, k: int,
     fastest = min(simulate((split, 0)).step_s for split in splits)
     assert min(found.step_s.values()) == found.step_s[found.workload.fleet.rollout_devices] <= 1.03 * fastest
     assert found.workload.with_changes(fleet={"rollout_devices": 8}) == one, "nothing else is changed"
+    assert 0.001 < found.noise < 0.5
+    assert f"with a noise of {found.noise:.1%}" in str(found)
 
 
 def test_a_large_fleet_is_searched_from_coarse_to_fine() -> None:
