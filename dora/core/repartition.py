@@ -55,7 +55,7 @@ def _give(state: State, needs: list[VersionId], newest: VersionId | None) -> Non
         if version is None or version == instance.version:
             undrain(state, instance)
         elif instance.residents:
-            if version in needs or not _is_kept_for_evaluation(state, instance, newest):
+            if version in needs or not _is_kept_for_evaluation(state, instance):
                 vacate(state, instance)
         elif state.pushes >= state.settings.max_parallel_pushes:
             return  # the end of the next push makes `place` due again
@@ -92,12 +92,12 @@ def _has_instance(state: State, version: VersionId) -> bool:
     return bool(entry.serving or entry.loading)
 
 
-def _is_kept_for_evaluation(state: State, instance: Instance, newest: VersionId | None) -> bool:
-    """Whether an instance is the last of the version under evaluation, and the newest has another."""
+def _is_kept_for_evaluation(state: State, instance: Instance) -> bool:
+    """Whether an instance is the last of the version under evaluation, and training has another."""
     evaluated = state.evaluation.version
-    if evaluated is None or instance.version != evaluated or newest is None:
+    if evaluated is None or instance.version != evaluated:
         return False
-    return len(state.entry(evaluated).serving) == 1 and _has_instance(state, newest)
+    return len(state.entry(evaluated).serving) == 1 and state.num_up > 1
 
 
 def _versions_waiting(state: State) -> list[VersionId]:
