@@ -46,7 +46,7 @@ def figures(text: str, pattern: str) -> list[float]:
 def test_the_forecast_is_shown_beside_what_was_measured(model: Path, mode: str) -> None:
     found = lines_of(model, f"trainer.activation_checkpointing={mode}")
     assert found["forward"] == "log-probs and gradients of packed sequences are those of each alone"
-    says = r"^1000 tokens, sequences of 384: forecast ([\d.]+) MB, measured ([\d.]+) MB kept"
+    says = r"^1000 tokens, sequences of 416: forecast ([\d.]+) MB, measured ([\d.]+) MB kept"
     forecast, measured = figures(found["trial"], says)
     assert forecast == pytest.approx(measured, rel=0.15)
     assert f"activation checkpointing {mode}" in found["memory"]
@@ -72,9 +72,9 @@ def test_what_does_not_fit_is_told_with_what_to_change(model: Path, monkeypatch:
 
     none = "trainer.activation_checkpointing=none"
     says = r"^DOES NOT FIT in .*: set trainer.micro_batch_tokens to at most (\d+)$"
-    assert 384 < figures(told(0.7 * needs["none"], none), says)[0] < 1000
+    assert 416 < figures(told(0.7 * needs["none"], none), says)[0] < 1000
     assert told(0.3 * needs["none"], none).endswith(
-        ": set trainer.activation_checkpointing to full and trainer.micro_batch_tokens to 384"
+        ": set trainer.activation_checkpointing to full and trainer.micro_batch_tokens to 416"
     )
     assert "answers of up to" in told(1.5 * needs["full"] / FITS)  # by itself
     assert told(1.0).endswith(": the model is too large for this device")

@@ -350,10 +350,10 @@ def test_kv_is_kept_for_a_third_of_what_is_expected_to_come() -> None:
     assert core.state.instances[InstanceId(0)].kv_load == 3 + 16 // 3 + (3 + 10 + (16 - 10) // 3)
 
 
-@pytest.mark.parametrize("strategy", ["sync", "periodic", "one_step_off"])
-def test_a_batched_strategy_reserves_kv_for_whole_answers(strategy: str) -> None:
+@pytest.mark.parametrize(("strategy", "share"), [("periodic", 1), ("sync", 3), ("one_step_off", 3)])
+def test_kv_is_reserved_for_whole_answers_only_if_siblings_grow_side_by_side(strategy: str, share: int) -> None:
     core = started(strategy, slots=2, orchestration=Orchestration())
-    assert core.state.instances[InstanceId(0)].kv_load == 2 * (3 + 16)
+    assert core.state.instances[InstanceId(0)].kv_load == 2 * (3 + 16 // share)
 
 
 def test_an_answer_that_outgrows_its_expectation_takes_more_room() -> None:
