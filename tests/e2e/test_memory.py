@@ -25,6 +25,7 @@ def test_a_run_out_of_memory_is_resumed_with_a_smaller_budget(tmp_path: Path, mo
     monkeypatch.setenv("MALLOC_MMAP_THRESHOLD_", "65536")  # what step 0 frees goes back to the system
     job = small(
         tmp_path, rollout__strategy="sync", rollout__groups_per_step=16, rollout__group_size=8,
+        rollout__max_new_tokens=128, task__sources='[{kind="arithmetic"}]', trainer__learning_rate=5e-4,
         trainer__command=json.dumps(TORCHRUN),
     )  # fmt: skip
     failed = run_to_end("run", *job)
