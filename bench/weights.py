@@ -44,6 +44,7 @@ from dora.engine.sglang.push import Disk, Transfer, push
 from dora.engine.sglang.sender import plan_buckets
 from dora.engine.sglang.senders import Senders
 from dora.engine.sglang.target import PushTarget
+from dora.node.ports import free_port
 from dora.trainer.publish import Publisher
 from dora.weights.store import VersionStore
 
@@ -143,7 +144,7 @@ class Bare:
     """The bare processes; a round of them when asked."""
 
     def __init__(self, stack: ExitStack, folder: Path, *, rounds: int) -> None:
-        port = _free_port()
+        port = free_port()
         self._ranks = [  # a round is two broadcasts
             stack.enter_context(
                 subprocess.Popen(
@@ -166,14 +167,6 @@ class Bare:
         first.stdin.write("\n")
         first.stdin.flush()
         return float(first.stdout.readline())
-
-
-def _free_port() -> int:
-    import socket
-
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port: int = probe.getsockname()[1]
-        return port
 
 
 # --- pushes

@@ -4,21 +4,27 @@ Journal, token store, version store and checkpoints write through these function
 operations (`observed`) and reconstruct every folder that a crash could leave. They guarantee:
 
 - `append`, `write_new`, `wrote`: the operating system has the bytes, which survive the end of this process, but not a
-  power failure.
+  power failure. After an OSError, `append` leaves the file as it was.
 - `sync`: the bytes of a file are on the disk. `sync_folder`: the names in a folder are.
 - `rename`, `make_folder`, `remove`: take effect at once, and are on the disk after `sync_folder` of the parent.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
-from typing import IO, Literal
+from typing import IO, Final, Literal
+
+from dora.errors import DoraError
+
+#: Bound on the lines of a LineFile that wait for space: a step takes kilobytes, and the journal gives up after minutes.
+MAX_KEPT_BYTES: Final = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +61,16 @@ def _show(operation: Operation) -> None:
 
 
 def append(file: IO[bytes], path: Path, data: bytes) -> None:
-    """Append all of `data` to an unbuffered file opened for appending."""
+    """Append all of `data`, or nothing, to an unbuffered file opened for appending."""
     _show(Operation("append", path, data))
     left = memoryview(data)
-    while left:
-        left = left[file.write(left) :]
+    try:
+        while left:
+            left = left[file.write(left) :]
+    except OSError:
+        if len(left) < len(data):
+            truncate(path, os.fstat(file.fileno()).st_size - (len(data) - len(left)))
+        raise
 
 
 def write_new(path: Path, data: bytes) -> None:
@@ -135,17 +146,48 @@ def replace(path: Path, data: bytes) -> None:
     sync_folder(path.parent)
 
 
-def open_lines(path: Path, *, is_known: Callable[[bytes], bool] = lambda line: True) -> IO[bytes]:
-    """Open a file of lines for appending, and cut it off at the first line that a crash has torn, or is not known."""
-    if path.exists():
-        whole = sum(map(len, takewhile(is_known, read_lines(path))))
-        if whole < path.stat().st_size:
-            truncate(path, whole)
-        return path.open("ab", buffering=0)
-    file = path.open("ab", buffering=0)
-    append(file, path, b"")
-    sync_folder(path.parent)
-    return file
+class LineFile:
+    """A file of lines, appended whole. Lines that find the disk full are kept, and are written with the next ones."""
+
+    def __init__(self, path: Path, *, is_known: Callable[[bytes], bool] = lambda line: True) -> None:
+        """Open a file for appending, and cut it off at the first line that a crash has torn, or that is not known."""
+        self.path = path
+        self._kept = bytearray()
+        if path.exists():
+            whole = sum(map(len, takewhile(is_known, read_lines(path))))
+            if whole < path.stat().st_size:
+                truncate(path, whole)
+            self._file = path.open("ab", buffering=0)
+        else:
+            self._file = path.open("ab", buffering=0)
+            append(self._file, path, b"")
+            sync_folder(path.parent)
+
+    def write(self, lines: bytes) -> None:
+        """Append lines; DoraError if that fails for another reason than a full disk."""
+        self._kept += lines
+        if not self._kept:
+            return
+        try:
+            append(self._file, self.path, bytes(self._kept))
+        except OSError as err:
+            if not is_full(err) or len(self._kept) > MAX_KEPT_BYTES:
+                raise DoraError(f"{self.path}: cannot be written: {err.strerror}") from err
+        else:
+            self._kept.clear()
+
+    def close(self) -> None:
+        """Write what was kept, wait until all is on the disk, and close. Errors are ignored, as the journal has all."""
+        if not self._file.closed:
+            with suppress(OSError, DoraError):
+                self.write(b"")
+                sync(self.path, self._file.fileno())
+            self._file.close()
+
+
+def is_full(err: OSError) -> bool:
+    """Whether a file system or a quota is full, which may pass."""
+    return err.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def read_lines(path: Path) -> Iterator[bytes]:

@@ -1,17 +1,25 @@
 """Logging: JSON lines in a file, and warnings on the console.
 
 Invariant: every line has run, role and, for a trainer, rank, including lines that libraries log through `logging`.
-Without a file (in child processes, whose output is captured) the lines go to standard error.
+Without a file (in child processes, whose output is captured) the lines go to standard error. Lines that find the disk
+full are lost.
 """
 
 from __future__ import annotations
 
+import io
 import logging
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import structlog
 from structlog.typing import EventDict, WrappedLogger
+
+from dora.files import is_full
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 #: From this level on, a line is also shown on the console.
 CONSOLE_LEVEL = logging.WARNING
@@ -20,7 +28,7 @@ CONSOLE_LEVEL = logging.WARNING
 def configure_logging(path: Path | None, *, level: str, run: str, role: str, rank: int | None = None) -> None:
     """Log to `path`, appending, at `level` and above; call once per process."""
     threshold = logging.getLevelNamesMapping()[level.upper()]
-    stream = sys.stderr if path is None else path.open("a", encoding="utf-8", buffering=1)
+    stream = sys.stderr if path is None else _open(path)
     bound: dict[str, object] = {"run": run, "role": role}
     if rank is not None:
         bound["rank"] = rank
@@ -39,6 +47,22 @@ def configure_logging(path: Path | None, *, level: str, run: str, role: str, ran
     )
     logging.basicConfig(level=max(threshold, logging.INFO), handlers=[_ToStructlog()], force=True)
     logging.captureWarnings(True)
+
+
+def _open(path: Path) -> io.TextIOWrapper:
+    return io.TextIOWrapper(io.BufferedWriter(_LossyFile(path, "a")), encoding="utf-8", line_buffering=True)
+
+
+class _LossyFile(io.FileIO):
+    """A file that loses what finds the disk full: a log must not end the run that it describes."""
+
+    def write(self, data: ReadableBuffer, /) -> int:
+        try:
+            return super().write(data)
+        except OSError as err:
+            if not is_full(err):
+                raise
+            return memoryview(data).nbytes
 
 
 class _Bind:

@@ -227,6 +227,7 @@ class Opened:
             then=self.commits.then,
         )
         self._stack.callback(observer.close)
+        self.commits.on_full = observer.on_full
         return observer
 
     def rollout_writer(self, observer: RunObserver) -> RolloutWriter:

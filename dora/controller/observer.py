@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import msgspec
 import structlog
@@ -34,6 +34,7 @@ from dora.core.ids import GroupId, InstanceId, TrajectoryId, VersionId
 from dora.core.state import State
 from dora.core.tables import Group
 from dora.errors import DoraError, one_line
+from dora.files import LineFile
 from dora.journal.deep import KeptTrajectory
 from dora.journal.run_folder import RunFolder
 from dora.status.drift import Alarm, DriftWatch
@@ -74,14 +75,14 @@ class RunObserver:
         self._spans = spans
         self._urls = urls
         self._then = then
-        self._rows: list[tuple[IO[bytes], Path, bytes]] = []  # to be written with the next StepTrained
+        self._rows: list[tuple[LineFile, bytes]] = []  # to be written with the next StepTrained
         for eval_set in evaluations.sets:
             if eval_set.num_skipped:
                 why = "whose environment gave none, or one " if facts.has_environment else ""
                 skipped = f"skipped {eval_set.num_skipped} prompts {why}over task.max_prompt_tokens"
                 self._note_problem("evaluation_shortened", f"{eval_set.name}: {skipped}")
         is_known = partial(_is_known, state=state)  # else a truncated journal would repeat rows
-        self._metrics = files.open_lines(folder.metrics, is_known=is_known)
+        self._metrics = LineFile(folder.metrics, is_known=is_known)
         self._kept = SampleFile(folder.trajectories, is_known=is_known, max_bytes=max_kept_bytes)
         facts.scores += earlier_scores(folder.metrics)
         facts.starting = {*state.instances}
@@ -127,9 +128,7 @@ class RunObserver:
 
     def close(self) -> None:
         """Close the files."""
-        for file, path in ((self._metrics, self._folder.metrics), (self._kept.file, self._kept.path)):
-            with suppress(OSError):  # these rows are not essential
-                files.sync(path, file.fileno())
+        for file in (self._metrics, self._kept.file):
             file.close()
 
     # -- events ---------------------------------------------------------------------------------------------------
@@ -184,6 +183,11 @@ class RunObserver:
             self._fleet_slots_s += instance.slots * elapsed
             self._fleet_busy_s += len(instance.residents) * elapsed
 
+    def on_full(self, reason: str) -> None:
+        """Report that the journal waits for space on the disk."""
+        self.facts.note_problem(f"disk full: {reason}; the run waited for space")
+        log.warning("disk_full", reason=reason, waits_for="space")
+
     def on_lag(self, seconds: float) -> None:
         """Note a measurement of the event loop's lag."""
         self.facts.note_lag(seconds)
@@ -223,7 +227,7 @@ class RunObserver:
         self.facts.trainer_metrics = report.metrics
         self._watch_drift(report)
         row = self._step_row(facts, report) | {"zero_variance_groups": self._zero_variance(groups)}
-        self._rows.append((self._metrics, self._folder.metrics, _line(row)))
+        self._rows.append((self._metrics, _line(row)))
         self._rows += self._keep(self.samples.of_step(groups, step=report.step))
         self._turns.forget(self._trajectories.records)
 
@@ -267,12 +271,12 @@ class RunObserver:
             "trainer": report.metrics,
         }
 
-    def _keep(self, kept: Iterable[KeptTrajectory]) -> list[tuple[IO[bytes], Path, bytes]]:
+    def _keep(self, kept: Iterable[KeptTrajectory]) -> list[tuple[LineFile, bytes]]:
         """Return the lines of trajectories as far as the file may grow."""
         lines = self._kept.lines(kept)
         if self._kept.is_full:
             self._note_problem("trajectories_full", "trajectories.jsonl has reached log.trajectories_mb")
-        return [(self._kept.file, self._kept.path, line) for line in lines]
+        return [(self._kept.file, line) for line in lines]
 
     def _report_overtaken(self, position: int) -> None:
         """Report versions whose evaluation was skipped."""
@@ -281,7 +285,7 @@ class RunObserver:
         for version in versions:
             log.warning("evaluation_skipped", version=version, reason="a newer version was due before its turn")
             row = {"kind": "evaluation_skipped", "at": self._state.now, "version": version}
-            self._then(position, partial(_write, [(self._metrics, self._folder.metrics, _line(row))]))
+            self._then(position, partial(self._metrics.write, _line(row)))
 
     def on_evaluation(self, version: VersionId, *, position: int) -> None:
         """Write the scores of a version, whose samples are all graded."""
@@ -304,8 +308,7 @@ class RunObserver:
             own = [t for t in ids if self._evaluations.set_index(t) == index and records[t].reward is not None]
             if (episodes := self._episodes(own)) is not None:
                 row["episodes"] = asdict(episodes)
-            line = _line(row)
-            self._then(position, partial(_write, [(self._metrics, self._folder.metrics, line)]))
+            self._then(position, partial(self._metrics.write, _line(row)))
         kept = self._keep(self.samples.of_evaluation(version, trained=self._state.feed.trained))
         self._then(position, partial(_write, kept))
 
@@ -336,9 +339,9 @@ def _line(row: dict[str, Any]) -> bytes:
     return msgspec.json.encode(row) + b"\n"
 
 
-def _write(rows: list[tuple[IO[bytes], Path, bytes]]) -> None:
-    for file, path, line in rows:
-        files.append(file, path, line)
+def _write(rows: list[tuple[LineFile, bytes]]) -> None:
+    for file, line in rows:
+        file.write(line)
 
 
 class _Row(msgspec.Struct):

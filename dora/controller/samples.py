@@ -31,9 +31,8 @@ class SampleFile:
     """trajectories.jsonl, which grows up to a size."""
 
     def __init__(self, path: Path, *, is_known: Callable[[bytes], bool], max_bytes: int) -> None:
-        """Open it, and cut off what is not known (`files.open_lines`)."""
-        self.path = path
-        self.file = files.open_lines(path, is_known=is_known)
+        """Open it, and cut off what is not known."""
+        self.file = files.LineFile(path, is_known=is_known)
         self.is_full = False
         self._room = max_bytes - path.stat().st_size
 

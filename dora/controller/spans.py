@@ -27,6 +27,7 @@ from dora.core import events as ev
 from dora.core.ids import InstanceId, TrajectoryId
 from dora.core.state import State
 from dora.core.tables import Instance
+from dora.errors import DoraError
 from dora.journal.run_folder import RunFolder
 from dora.journal.spans import Kind, encode_line, ends_by, read_spans, read_timeline
 from dora.status.activities import admission_refusal, instance_activity, waiting_cause
@@ -99,10 +100,8 @@ class SpanRecorder:
         self._waves_done = [0] * num_ranks
         self._lines: list[bytes] = []
         self._rows: list[bytes] = []
-        self._paths = (folder.spans, folder.timeline)
-        self._files = (
-            files.open_lines(folder.spans, is_known=partial(ends_by, at=state.now)),
-            files.open_lines(folder.timeline, is_known=partial(ends_by, at=state.now)),
+        self._files = tuple(
+            files.LineFile(path, is_known=partial(ends_by, at=state.now)) for path in (folder.spans, folder.timeline)
         )
         rows = {row.kind: row.at + row.s for row in read_timeline(folder.timeline)}
         self._timelines: dict[Kind, Timeline] = {
@@ -251,10 +250,8 @@ class SpanRecorder:
             self._end(id, now)
         for timeline in self._timelines.values():
             self._rows += map(encode_line, timeline.rows(now, partial=True))
-        with suppress(OSError):  # these lines are not essential
+        with suppress(DoraError):  # these lines are not essential
             self._write(self._take())
-            for file, path in zip(self._files, self._paths, strict=True):
-                files.sync(path, file.fileno())
         for file in self._files:
             file.close()
 
@@ -362,9 +359,8 @@ class SpanRecorder:
         return data
 
     def _write(self, data: Sequence[bytes]) -> None:
-        for file, path, lines in zip(self._files, self._paths, data, strict=True):
-            if lines:
-                files.append(file, path, lines)
+        for file, lines in zip(self._files, data, strict=True):
+            file.write(lines)
 
 
 def _nothing_spent() -> dict[Kind, defaultdict[str, float]]:

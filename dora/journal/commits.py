@@ -2,17 +2,24 @@
 
 Invariant: tokens are on the disk before the journal records that refer to them are written, and a waiter continues only
 when its record is on the disk. A commit includes everything written before it begins, so that one pair of syncs
-serves many events. A failed commit ends the run, and no waiter continues.
+serves many events. A commit that finds the disk full is repeated until there is space. Any other failed commit ends the
+run, and no waiter continues.
 """
 
 from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 
-from dora.journal.frames import FrameWriter, JournalError
+from dora.journal.frames import FrameWriter, JournalError, JournalFull
+
+#: How long a commit is repeated while the disk is full. Training and pushes wait meanwhile, and what is generated stays
+#: in memory, at most what staleness admits.
+FULL_TIMEOUT_S = 600.0
+_PAUSE_S = 1.0
 
 
 class Commits:
@@ -23,6 +30,7 @@ class Commits:
         self._tokens = tokens
         self.position = 0  #: number of this process's journal records that are on the disk
         self.num_syncs = 0
+        self.on_full: Callable[[str], None] = lambda reason: None  #: called when a commit begins to wait for space
         self._requested = asyncio.Event()
         self._waiting: list[tuple[int, Callable[[], None]]] = []  # (position, callback)
         self._taken: deque[tuple[bytes, bytes]] = deque()  # frames of tokens and journal, not on the disk yet
@@ -65,15 +73,33 @@ class Commits:
             await self._requested.wait()
             self._requested.clear()
             position = self._take()
-            await asyncio.to_thread(self._store)
+            await self._store_patiently()
             self._reached(position)
+
+    async def _store_patiently(self) -> None:
+        deadline = 0.0
+        while True:
+            try:
+                return await asyncio.to_thread(self._store)
+            except JournalFull as err:
+                if deadline and time.monotonic() > deadline:
+                    self._fail()
+                    raise
+                if not deadline:
+                    deadline = time.monotonic() + FULL_TIMEOUT_S
+                    self.on_full(str(err))
+            await asyncio.sleep(_PAUSE_S)
 
     def sync(self) -> None:
         """Commit everything now, and block; used at the start and the end of a run. No effect after a failure."""
         if self._failed:
             return
         position = self._take()
-        self._store()
+        try:
+            self._store()
+        except JournalFull:
+            self._fail()
+            raise
         self._reached(position)
 
     def _take(self) -> int:
@@ -85,16 +111,23 @@ class Commits:
         """Store what was taken, in order, including what a cancelled task left."""
         with self._storing:
             while self._taken:
-                tokens, journal = self._taken.popleft()
+                tokens, journal = self._taken[0]
                 try:
                     self._tokens.store(tokens)
+                    self._taken[0] = (b"", journal)
                     self._journal.store(journal)
-                except JournalError:
-                    self._failed = True
-                    self._tokens.abandon()
-                    self._journal.abandon()
+                except JournalFull:
                     raise
+                except JournalError:
+                    self._fail()
+                    raise
+                self._taken.popleft()
                 self.num_syncs += 1
+
+    def _fail(self) -> None:
+        self._failed = True
+        self._tokens.abandon()
+        self._journal.abandon()
 
     def _reached(self, position: int) -> None:
         self.position = max(self.position, position)

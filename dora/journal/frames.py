@@ -34,6 +34,10 @@ class JournalError(DoraError):
     """A journal or token file is damaged or cannot be written; the message names file and offset."""
 
 
+class JournalFull(JournalError):
+    """There was no space for a frame. The file is unchanged, so the frame may be stored again."""
+
+
 class FrameReader:
     """The records of a file. Records that are appended after it was opened are left out."""
 
@@ -136,12 +140,15 @@ class FrameWriter:
         return _HEAD.pack(len(payload), crc32(length), crc32(payload)) + payload
 
     def store(self, frame: bytes) -> None:
-        """Append a frame, and wait until it is on the disk. After a failure nothing more can be stored, because it is
-        unknown how much of the frame is on the disk; the next writer cuts it off."""
+        """Append a frame, and wait until it is on the disk.
+
+        After a failure other than JournalFull nothing more can be stored, because it is unknown how much of the frame
+        is on the disk; the next writer cuts it off.
+        """
         if not frame:
             return
         try:
-            files.append(self._file, self.path, frame)
+            self._append(frame)
             files.sync(self.path, self._file.fileno())
             if not os.fstat(self._file.fileno()).st_nlink:
                 raise OSError(errno.ENOENT, "it was deleted")
@@ -149,6 +156,14 @@ class FrameWriter:
             self._file.close()
             reason = err.strerror if isinstance(err, OSError) else "an earlier write failed"
             raise JournalError(f"{self.path}: cannot be written: {reason}") from err
+
+    def _append(self, frame: bytes) -> None:
+        try:
+            files.append(self._file, self.path, frame)
+        except OSError as err:
+            if files.is_full(err):
+                raise JournalFull(f"{self.path}: cannot be written: {err.strerror}") from err
+            raise
 
     def abandon(self) -> None:
         """Close without storing pending records, because earlier ones are not on the disk."""

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import random
 import re
 import socket
+from contextlib import suppress
+from pathlib import Path
 
 from dora.config.schema import Config
 from dora.errors import ConfigError
 from dora.node.plan import HOST
 
+#: Above the ports of well-known services.
+_FIRST_PORT = 10_000
+#: The first and the last port of those that the system gives (Linux).
+_GIVEN_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 #: ZeroMQ also accepts names of interfaces, which only it can resolve and check.
 _NUMERIC_ADDRESS = re.compile(r"tcp://([\d.]+):(\d+)")
 
@@ -25,9 +32,17 @@ def require_free_ports(config: Config) -> None:
 
 
 def free_port() -> int:
-    """Return a port of HOST that is free now, for a server that cannot choose its own."""
-    with socket.create_server((HOST, 0)) as probe:
-        return int(probe.getsockname()[1])
+    """Return a port of HOST that is free now, for a server that cannot choose its own.
+
+    The server may bind it minutes later, once its model is loaded. So it is none of those that the system gives to
+    whoever asks for any port, unless 100 others are in use.
+    """
+    first_given = int(_GIVEN_PORTS.read_text().split()[0]) if _GIVEN_PORTS.exists() else 0
+    others = range(_FIRST_PORT, first_given)
+    for port in (*random.sample(others, k=min(100, len(others))), 0):
+        with suppress(OSError), socket.create_server((HOST, port)) as probe:
+            return int(probe.getsockname()[1])
+    raise ConfigError(f"{HOST} has no free port")
 
 
 def _require_free(host: str, port: int, *, field: str, who: str, host_field: str = "") -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import socket
-import sys
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -29,6 +28,7 @@ from dora.trainer.memory import memory_errors, rank_memory, train_in_memory
 from dora.trainer.model import Policy, make_mesh, require_device
 from dora.trainer.optimizer import moment_bytes
 from dora.trainer.publish import Publisher
+from dora.trainer.room import print_error
 from dora.trainer.spans import RankClock, process_start
 from dora.trainer.step import Trainer
 from dora.transport.messages import Configure, MicroBatch, SaveCheckpoint, Stop, TrainerFailed
@@ -182,7 +182,7 @@ def _publisher(order: Configure, end: TrainerEnd) -> Publisher:
 
 def _report_failure(end: TrainerEnd, rank: int, err: BaseException) -> None:
     """Print the whole error to this process's log, and send it to the controller as one line."""
-    print(f"dora trainer rank {rank}: {' '.join(repr(err).split())}", file=sys.stderr)  # noqa: T201
+    print_error(f"rank {rank}: {' '.join(repr(err).split())}")
     end.try_send(TrainerFailed(rank=rank, reason=reason_of(err)))
 
 

@@ -12,7 +12,6 @@ Legend: P trained tokens of a pass, p those of one sequence.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -32,6 +31,7 @@ from dora.trainer.loading import load_shards, open_folder, together
 from dora.trainer.logprobs import logprobs
 from dora.trainer.model import Policy
 from dora.trainer.packing import Layout, make_row
+from dora.trainer.room import print_error
 from dora.transport.messages import Configure, MicroBatch, TrainerSettings
 from dora.weights.store import StoreError, VersionStore
 
@@ -141,7 +141,7 @@ class Probe:
                 )[0]
         except ConfigError as err:
             if dist.get_rank() == 0:
-                print(f"dora trainer: the probe of version {version} is skipped: {err}", file=sys.stderr)  # noqa: T201
+                print_error(f"the probe of version {version} is skipped: {err}")
             return False
         if chosen:
             self._add_engine(sampled_P, torch.cat([sequence.behavior_p for sequence in chosen]))

@@ -1,4 +1,4 @@
-"""Writes that wait for space when the disk is full."""
+"""Writes of a trainer whose disk is full: those of tensors wait for space, lines of its log are lost."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import errno
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -20,6 +21,12 @@ FULL_TIMEOUT_S = 540.0
 _PAUSE_S = 2.0
 _T = TypeVar("_T")
 _NO_SPACE = f"os error {errno.ENOSPC}"
+
+
+def print_error(line: str) -> None:
+    """Print a line to standard error, which is a file of the run."""
+    with suppress(OSError):
+        print(f"dora trainer: {line}", file=sys.stderr, flush=True)  # noqa: T201
 
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
@@ -39,7 +46,7 @@ def wait_for_space(*attempts: Callable[[], _T]) -> _T:
                 return attempt()
             except StoreFull as err:
                 full = err
-                print(f"dora trainer: {err}", file=sys.stderr)  # noqa: T201
+                print_error(str(err))
         if time.monotonic() > deadline:
             raise full
         time.sleep(_PAUSE_S)

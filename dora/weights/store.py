@@ -404,6 +404,6 @@ def clear_errors(what: str, *, remove: Path | None = None) -> Iterator[None]:
             shutil.rmtree(remove, ignore_errors=True)
         if isinstance(err, StoreError):
             raise
-        if err.errno == errno.ENOSPC:
+        if files.is_full(err):
             raise StoreFull(f"{what}: the file system is full") from err
         raise StoreError(f"{what}: {err}") from err

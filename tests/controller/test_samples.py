@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from array import array
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from dora import files
 from dora.controller.evaluations import EvalSet, Evaluations
 from dora.controller.samples import SampleFile, Samples
 from dora.controller.trajectories import Trajectories
@@ -123,11 +123,11 @@ def test_the_file_of_samples_never_exceeds_its_bound_across_resumes_too(kept: Ke
     sizes = []
     for _ in range(3):  # each time as if resumed
         file = SampleFile(path, is_known=lambda line: True, max_bytes=bound)
-        with file.file:
+        with closing(file.file):
             assert not file.is_full
             for _ in range(4):
                 for line in file.lines(kept.of_step(kept.groups)):
-                    files.append(file.file, path, line)
+                    file.file.write(line)
                 sizes.append(path.stat().st_size)
             longest = max(map(len, path.read_bytes().splitlines(keepends=True)))
     assert file.is_full

@@ -43,8 +43,8 @@ def as_seen_by(run: Run, folder: Path) -> Path:
     return Path(f"/proc/{run.process.pid}/root") / folder.relative_to("/")
 
 
-def fill(folder: Path) -> Path:
-    """Writes until no room is left but LEFT_BYTES."""
+def fill(folder: Path, *, left_bytes: int = LEFT_BYTES) -> Path:
+    """Writes until no more room is left."""
     filler = folder / "filler"
     with filler.open("ab", buffering=0) as file:
         try:
@@ -53,7 +53,7 @@ def fill(folder: Path) -> Path:
         except OSError as err:
             if err.errno != errno.ENOSPC:
                 raise
-        file.truncate(file.tell() - LEFT_BYTES)
+        file.truncate(file.tell() - left_bytes)
     return filler
 
 
@@ -79,18 +79,50 @@ def test_versions_go_to_disk_while_the_memory_folder_is_full(tmp_path: Path) -> 
 
 
 def test_a_run_waits_for_room_on_its_only_disk_and_loses_nothing(tmp_path: Path) -> None:
+    """First the trainer finds none, then the journal: it is filled again, to the last byte."""
     disk = tmp_path / "disk"
     disk.mkdir()
     arguments = small(disk, run__steps=STEPS, trainer__checkpoint_every=1, weights__memory_folder=tmp_path / "none")
     with Run(*arguments, prefix=mounting(disk)) as run:
         run.until_trained(1)
-        filler = fill(as_seen_by(run, disk))
+        seen = as_seen_by(run, disk)
+        filler = fill(seen)
         log = as_seen_by(run, run.folder.logs / "trainer.log")
         until(lambda: has_no_room(log), what="the trainer finds no room")
+        filler.unlink()
+        run.until_trained(4)
+        filler = fill(seen, left_bytes=0)
+        until(lambda: "disk_full" in "".join(run.err), what="the journal finds no room")
         filler.unlink()
         code = run.end()
     assert code == 0, run.told()
     assert "audit of C1, C2, C3: clean" in "".join(run.out)  # its folder is gone with its file system
+
+
+LINES = """
+import os, sys
+from pathlib import Path
+from dora.files import LineFile
+lines, filler = LineFile(Path(sys.argv[1])), Path(sys.argv[2])
+lines.write(b"first" * 20_000 + b"\\n")
+with filler.open("wb", buffering=0) as file:
+    try:
+        while True:
+            file.write(bytes(4096))
+    except OSError:
+        os.truncate(filler, filler.stat().st_size - 8192)  # so that half of the next line fits
+lines.write(b"second" * 20_000 + b"\\n")
+print(lines.path.read_bytes() == b"first" * 20_000 + b"\\n")
+filler.unlink()
+lines.write(b"third\\n")
+print(lines.path.read_bytes() == b"first" * 20_000 + b"\\n" + b"second" * 20_000 + b"\\nthird\\n")
+"""
+
+
+def test_lines_that_find_no_room_are_written_later_and_never_in_part(tmp_path: Path) -> None:
+    command = [*mounting(tmp_path), sys.executable, "-c", LINES, str(tmp_path / "lines"), str(tmp_path / "filler")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "True\nTrue\n"
 
 
 SAVE = """

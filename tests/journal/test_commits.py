@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from dora import files
+from dora.journal import commits
 from dora.journal.commits import Commits
 from dora.journal.frames import FrameReader, FrameWriter, JournalError
 
@@ -73,6 +74,59 @@ async def test_after_a_failed_sync_no_waiter_continues_and_nothing_is_written(lo
     assert not waiting.done()
     assert not list(FrameReader(tmp_path / "journal"))
     waiting.cancel()
+
+
+class FullDisk:
+    """Refuses to append to a file until it `has_space`."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.has_space = name, False
+        self.refused = 0
+
+    def __call__(self, operation: files.Operation) -> None:
+        if operation.kind == "append" and operation.path.name == self.name and not self.has_space:
+            self.refused += 1
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("name", ["journal", "tokens"])
+async def test_a_commit_waits_for_space_and_stores_each_record_once(log: Log, tmp_path: Path, name: str) -> None:
+    full, told = FullDisk(name), asyncio.Queue[str]()
+    log.commits.on_full = told.put_nowait
+    waiting = asyncio.create_task(log.commits.durable(write(log)))
+    with files.observed(full):
+        running = asyncio.create_task(log.commits.run())
+        reason = await asyncio.wait_for(told.get(), 10)
+        later = asyncio.create_task(log.commits.durable(write(log)))
+        assert not waiting.done()
+        full.has_space = True
+        await asyncio.wait_for(asyncio.gather(waiting, later), 10)
+        running.cancel()
+    assert reason == f"{tmp_path / name}: cannot be written: No space left on device"
+    assert told.empty()
+    for file, record in (("journal", b"names them"), ("tokens", b"tokens")):
+        assert [read for _, read in FrameReader(tmp_path / file)] == [record] * 2
+
+
+async def test_a_disk_that_stays_full_ends_the_run(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commits, "FULL_TIMEOUT_S", 0.5)
+    full = FullDisk("journal")
+    waiting = asyncio.create_task(log.commits.durable(write(log)))
+    with files.observed(full):
+        log.commits.soon()
+        with pytest.raises(JournalError, match="journal: cannot be written: No space left on device"):
+            await asyncio.wait_for(log.commits.run(), 10)
+        refused = full.refused
+        log.commits.sync()
+    assert refused == full.refused > 1
+    assert not waiting.done()
+    waiting.cancel()
+
+
+async def test_a_run_that_ends_while_the_disk_is_full_says_so(log: Log) -> None:
+    write(log)
+    with files.observed(FullDisk("journal")), pytest.raises(JournalError, match="No space left on device"):
+        log.commits.sync()
 
 
 async def test_a_callback_runs_when_its_position_is_reached_and_not_before(log: Log) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from dora.config.load import load
 from dora.config.schema import Config
 from dora.errors import ConfigError
 from dora.node.plan import ProcessPlan, assign_gpus, plan_engines, plan_trainer
-from dora.node.ports import require_free_ports
+from dora.node.ports import free_port, require_free_ports
 
 ENVIRON = {"PATH": "/bin", "DORA_TOKEN": "of another run", "DORA_ENGINE_API_KEY": "key", "OMP_NUM_THREADS": "64"}
 
@@ -187,6 +188,16 @@ def test_a_port_in_use_is_refused_naming_field_and_port(settings: str, culprit: 
         wanted = config("status.port=0", settings.format(port=port, before=port - 1))
         with pytest.raises(ConfigError, match=culprit.format(port=port)):
             require_free_ports(wanted)
+
+
+def test_a_port_for_later_is_none_that_the_system_may_give_away_meanwhile():
+    ports = {free_port() for _ in range(50)}
+    with ExitStack() as stack:
+        given = [stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1] for _ in range(50)]
+        assert max(ports) < min(given)
+        for port in ports:
+            stack.enter_context(socket.create_server(("127.0.0.1", port)))
+    assert len(ports) > 40
 
 
 def test_port_zero_is_always_free():
