@@ -1,6 +1,6 @@
 """The pipes of a child process that runs code of the user.
 
-A frame is 4 bytes of length (big endian), then so many bytes. Invariant: only frames reach the pipes.
+A frame is 4 bytes of length (big endian), then its payload. Invariant: only frames reach the pipes.
 """
 
 from __future__ import annotations

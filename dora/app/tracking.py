@@ -1,7 +1,7 @@
 """The trackers of a run: a process each, which reads metrics.jsonl and to which nothing is sent.
 
 A process that ends is started again, after ever longer pauses. At the end of the run all get the same limited time to
-log what is left; what a record then lacks is said in one line.
+log what is left; one line tells what a record then lacks.
 """
 
 from __future__ import annotations

@@ -1,23 +1,19 @@
 """The settings of a run: frozen pydantic models, one per section, that refuse unknown keys.
 
 The docstring below a field is its documentation; docs/CONFIG.md is generated from this file. Rules that span fields are
-checked in `Config` and nowhere else (those within `[objective]` by `dora/objectives/rules.py`), so that a contradiction
-is found before anything starts. The defaults describe the embedded default job.
+in `dora/config/rules.py`. The defaults describe the embedded default job.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from dora.config.terms import term_problems
-from dora.core.strategies import SILENCE, Rules, rules_of
+from dora.config.rules import problems
+from dora.core.strategies import Rules, rules_of
 from dora.objectives.objective import compares_sequences
-from dora.objectives.rules import problems as objective_problems
 from dora.objectives.settings import Advantage, ObjectiveConfig
 from dora.section import Section
 
@@ -26,19 +22,8 @@ Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0.0)]
 
-
 #: Number of servers to start if the configuration gives neither `engine.instances` nor `engine.urls`.
 DEFAULT_INSTANCES = 4
-#: The address of a server, and the one the controller listens on (ZeroMQ resolves wildcards and interface names).
-_SERVER_URL = re.compile(r"https?://[^\s/]+(/\S*)?")
-_LISTEN_ADDRESS = re.compile(r"tcp://\S+:(\d+|\*)")
-#: The index of a prompt's source is one byte.
-MAX_SOURCES = 256
-#: Placeholders that `engine.command` may use.
-PLACEHOLDERS = ("model", "host", "port", "tp", "slots", "kv_tokens", "dtype", "device", "threads")
-
-#: Trackers with a name of their own.
-TRACKERS = ("wandb", "tensorboard", "trackio")
 
 
 def secret(variable: str) -> Any:
@@ -501,8 +486,9 @@ class LogConfig(Section):
     level: Literal["debug", "info", "warning", "error"] = "info"
     """Lowest level that is written to `log.jsonl` in the run folder."""
     trajectories_per_step: Annotated[int, Field(ge=0)] = 4
-    """Number of trajectories that are written to `trajectories.jsonl`, with text, tokens, log-probs and the terms of
-    the reward: so many trained ones and so many of groups left out per step, and so many per evaluation."""
+    """Number of trained trajectories per step that are written to `trajectories.jsonl`, with text, tokens, log-probs
+    and the terms of the reward. Up to as many again of the groups that were left out are written per step, and as many
+    per evaluation."""
     trajectories_mb: Annotated[int, Field(ge=0)] = 1024
     """Size of `trajectories.jsonl`, in MiB, from which on no more trajectories are written to it."""
 
@@ -583,161 +569,6 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _check_across_sections(self) -> Config:
-        problems = [
-            *self._algorithm_problems(),
-            *self._optimizer_problems(),
-            *self._capacity_problems(),
-            *self._address_problems(),
-            *self._template_problems(),
-            *self._evaluation_problems(),
-            *self._reward_problems(),
-            *self._environment_problems(),
-            *self._tracking_problems(),
-        ]
-        if problems:
-            raise ValueError("\n".join(problems))
+        if found := [*problems(self)]:
+            raise ValueError("\n".join(found))
         return self
-
-    def _algorithm_problems(self) -> Iterator[str]:
-        yield from objective_problems(self.objective, updates=self.trainer.updates, group_size=self.rollout.group_size)
-        if self.rollout.groups_per_step % self.trainer.updates:
-            yield (
-                f"trainer.updates: {self.trainer.updates} updates cannot share the {self.rollout.groups_per_step} "
-                "groups of a step (rollout.groups_per_step) equally"
-            )
-        if self.trainer.copies == "host" and self.trainer.device == "cpu":
-            yield "trainer.copies: with trainer.device = cpu, the copies are on the host anyway; use device"
-        if SILENCE * self.rollout.watchdog_s >= self.run.no_progress_s:
-            yield (
-                f"rollout.watchdog_s: {SILENCE:g} x {self.rollout.watchdog_s:g} s must be below run.no_progress_s "
-                f"({self.run.no_progress_s:g} s), otherwise a stuck request ends the run before it can be moved"
-            )
-
-    def _optimizer_problems(self) -> Iterator[str]:
-        trainer = self.trainer
-        if trainer.optimizer_state == "host" and trainer.device == "cpu":
-            yield "trainer.optimizer_state: with trainer.device = cpu, the moments are on the host anyway; use device"
-        if trainer.optimizer == "muon" and trainer.optimizer_state != "device":
-            yield (
-                f"trainer.optimizer_state: {trainer.optimizer_state} is for adamw; the momentum of muon, 4 bytes for "
-                "each parameter, is on the device in float32; use device"
-            )
-        if trainer.optimizer_state == "8bit" and trainer.beta1**2 >= trainer.beta2:
-            yield (
-                f"trainer.optimizer_state: 8bit needs beta1² < beta2, which bounds the steps ({trainer.beta1}, "
-                f"{trainer.beta2}); raise trainer.beta2 or use device"
-            )
-        if trainer.compile and trainer.activation_checkpointing in ("selective", "auto"):
-            yield (
-                f"trainer.compile: {trainer.activation_checkpointing} checkpointing may keep tensors that compiled "
-                "layers write in place; set trainer.activation_checkpointing to none or full"
-            )
-        if trainer.schedule == "constant" and trainer.min_learning_rate:
-            yield "trainer.min_learning_rate: has no effect with trainer.schedule = constant; remove it, or use cosine"
-
-    def _capacity_problems(self) -> Iterator[str]:
-        if self.rollout.strategy == "dora" and self.max_staleness + 1 > self.num_instances:
-            more = "list more engine.urls" if not self.num_managed else "raise engine.instances"
-            yield (
-                f"rollout.max_staleness: K = {self.max_staleness} keeps up to {self.max_staleness + 1} versions alive, "
-                f"but there are {self.num_instances} instances; lower K or {more}"
-            )
-        longest = self.longest_request
-        if longest > self.engine.kv_tokens:
-            yield (
-                f"engine.kv_tokens: {self.engine.kv_tokens} cannot hold the longest prompt plus the token budget "
-                f"({longest} tokens: task.max_prompt_tokens + rollout.max_new_tokens)"
-            )
-
-    def _address_problems(self) -> Iterator[str]:
-        for url in self.engine.urls:
-            if not _SERVER_URL.fullmatch(url):
-                yield f"engine.urls: {url} is not a server address; write it as http://HOST:PORT"
-        for url in sorted({url for url in self.engine.urls if self.engine.urls.count(url) > 1}):
-            yield f"engine.urls: {url} is listed twice; a server is one instance and holds one version at a time"
-        if not self.num_instances:
-            yield "engine.instances: 0 leaves the run without a server; raise it or give engine.urls"
-        if self.engine.base_port and self.engine.base_port + self.num_managed - 1 > 65_535:
-            yield f"engine.base_port: {self.engine.base_port} leaves no room for {self.num_managed} ports"
-        if not _LISTEN_ADDRESS.fullmatch(self.trainer.address):
-            yield f"trainer.address: cannot listen on {self.trainer.address}; write it as tcp://HOST:PORT"
-        if self.trainer.external and self.trainer.token is None:
-            yield "trainer.external: external ranks need the run's token; set DORA_TOKEN here and in their environment"
-
-    def _template_problems(self) -> Iterator[str]:
-        engine = self.engine
-        for name in sorted(set(re.findall(r"\{([a-z_]+)\}", " ".join((*engine.command, *engine.args))))):
-            if name not in PLACEHOLDERS:
-                known = ", ".join(f"{{{known}}}" for known in PLACEHOLDERS)
-                yield f"engine.command: unknown placeholder {{{name}}}; known are {known}"
-        needed = self.num_managed * engine.tensor_parallel
-        if engine.gpus and len(engine.gpus) < needed:
-            yield (
-                f"engine.gpus: {len(engine.gpus)} listed, but {self.num_managed} instances of engine.tensor_parallel = "
-                f"{engine.tensor_parallel} need {needed}; list a GPU several times to share it"
-            )
-        if engine.kind == "embedded" and not engine.command and engine.tensor_parallel > 1:
-            yield "engine.tensor_parallel: the embedded engine uses one GPU; set it to 1, or engine.kind to sglang"
-
-    def _evaluation_problems(self) -> Iterator[str]:
-        names = [s.name for s in self.eval.sets]
-        for name in sorted({name for name in names if names.count(name) > 1}):
-            yield f"eval.sets: two sets are named '{name}'"
-        trained = {source.kind for source in self.task.sources}
-        if not trained:
-            yield "task.sources: at least one source is needed"
-            return
-        if len(self.task.sources) > MAX_SOURCES:
-            yield f"task.sources: {len(self.task.sources)} sources; at most {MAX_SOURCES} can be mixed"
-        for index, held_out in enumerate(self.eval.sets):
-            if held_out.source.kind == "arithmetic" and "arithmetic" not in trained:
-                yield (
-                    f"eval.sets.{index}: evaluates the built-in arithmetic, which is not the task; "
-                    "give a held-out set of the task, or turn evaluation off with eval.sets = []"
-                )
-
-    def _reward_problems(self) -> Iterator[str]:
-        task, held_out = self.task, list(enumerate(self.eval.sets))
-        budget = self.rollout.max_new_tokens
-        labels = {f"task.sources.{i}": source.label for i, source in enumerate(task.sources)}
-        labels |= {f"eval.sets.{i}.source": one.source.label for i, one in held_out if not one.rewards}
-        yield from term_problems("task.rewards", task.rewards, labels=labels, budget=budget)
-        for i, one in held_out:
-            label = {f"eval.sets.{i}.source": one.source.label}
-            yield from term_problems(f"eval.sets.{i}.rewards", one.rewards, labels=label, budget=budget)
-
-    def _tracking_problems(self) -> Iterator[str]:
-        titles = [name.rpartition(":")[2] for name in self.tracking.trackers]
-        for name in self.tracking.trackers:
-            if name not in TRACKERS and ":" not in name:
-                yield f"tracking.trackers: no tracker '{name}'; use {', '.join(TRACKERS)} or module:Class"
-        for title in sorted({title for title in titles if titles.count(title) > 1}):
-            yield f"tracking.trackers: {title} is listed twice"
-
-    def _environment_problems(self) -> Iterator[str]:
-        environment = self.environment
-        if not environment.name:
-            if any(source.kind == "seeds" for source in self.task.sources):
-                yield "task.sources: rows of kind seeds have no prompt; name an environment that draws one"
-            if environment.command:
-                yield "environment.name: without one there is no environment, and environment.command has no effect"
-            for name in ("turn_rewards", "truncated_turns", "truncated_time"):
-                if getattr(self.objective, name) != ObjectiveConfig.model_fields[name].default:
-                    yield f"objective.{name}: has no effect without environment.name; remove the key"
-            return
-        if self.objective.truncated_time != "train" and environment.episode_timeout_s is None:
-            yield "objective.truncated_time: has no effect without environment.episode_timeout_s; remove the key"
-        if ":" not in environment.name and not environment.command:
-            yield f"environment.name: expected module:name or FILE.py:name, got '{environment.name}'"
-        if environment.capacity < self.rollout.group_size:
-            yield (
-                f"environment.episodes_per_host: {environment.hosts} x {environment.episodes_per_host} episodes are "
-                f"fewer than one group has (rollout.group_size = {self.rollout.group_size}); raise it"
-            )
-        if environment.command and environment.python:
-            yield "environment.python: has no effect with environment.command; remove one of them"
-        if environment.call_timeout_s >= self.run.no_progress_s:
-            yield (
-                f"environment.call_timeout_s: {environment.call_timeout_s:g} s must be below run.no_progress_s "
-                f"({self.run.no_progress_s:g} s), otherwise a call that hangs ends the run"
-            )

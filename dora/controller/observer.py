@@ -344,7 +344,7 @@ def _write(rows: list[tuple[LineFile, bytes]]) -> None:
         file.write(line)
 
 
-class _Row(msgspec.Struct):
+class _Subject(msgspec.Struct):
     """What a row of metrics or a kept trajectory is about."""
 
     kind: str = "step"
@@ -368,7 +368,7 @@ class _StepTokens(msgspec.Struct):
 def _is_known(line: bytes, *, state: State) -> bool:
     """Whether the journal has what a row tells."""
     try:
-        row = msgspec.json.decode(line, type=_Row)
+        row = msgspec.json.decode(line, type=_Subject)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return True  # a damaged line is kept
     if row.kind == "evaluation":

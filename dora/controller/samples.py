@@ -1,7 +1,7 @@
 """Samples in full, for people to read: trajectories.jsonl, with answers that were trained, dropped or held out.
 
 Invariant: a line is about something that the journal has, and no trajectory is there twice. Samples of dropped groups
-are written with the next step. The file is bounded: once it is full, that is said and nothing more is kept.
+are written with the next step. Once the file has its full size, a problem is reported and nothing more is kept.
 """
 
 from __future__ import annotations

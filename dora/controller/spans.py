@@ -43,7 +43,7 @@ REFUSAL_S: Final = 1e-3
 _SWEEPING: Final = (ev.Ticked, ev.StepTrained, ev.VersionPublished, ev.ControllerRestarted, ev.TrainerReady)
 
 
-class _Row(msgspec.Struct):
+class _Trained(msgspec.Struct):
     kind: str
     at: float
 
@@ -377,6 +377,6 @@ def _last_step_at(metrics: Path) -> float:
     if metrics.is_file():
         for line in files.read_lines(metrics):
             with suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-                row = msgspec.json.decode(line, type=_Row)
+                row = msgspec.json.decode(line, type=_Trained)
                 at = row.at if row.kind == "step" else at
     return at

@@ -146,7 +146,7 @@ class State:
         return self.window.entries[version]
 
     def hosts_have_room(self, count: int) -> bool:
-        """Whether the environment has room for so many more episodes. Evaluation samples count once they have begun."""
+        """Whether the environment has room for `count` more episodes. Evaluation samples count once they have begun."""
         most = self.settings.max_episodes
         if not most:
             return True

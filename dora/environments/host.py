@@ -82,7 +82,7 @@ def build(setup: dict[str, Any]) -> Callable[[], Environment]:
     return make
 
 
-class _Episode:
+class _Hosted:
     """An environment, and the call of it that is under way."""
 
     def __init__(self) -> None:
@@ -98,7 +98,7 @@ class _Host:
         self._limit_s: float = setup["call_timeout_s"]
         self._output_bytes: int = setup["output_bytes"]
         self._reply_bytes: int = setup["reply_bytes"]
-        self._episodes: dict[int, _Episode] = {}
+        self._episodes: dict[int, _Hosted] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._threads = _Threads(setup["episodes"] + _SPARE_THREADS)
         self._replies: asyncio.WriteTransport | None = None
@@ -119,7 +119,7 @@ class _Host:
     def _begin(self, request: dict[str, Any]) -> None:
         number = request["episode"]
         if request["type"] == "start":
-            episode = self._episodes[number] = _Episode()
+            episode = self._episodes[number] = _Hosted()
         elif number in self._episodes:
             episode = self._episodes[number]
         else:
@@ -130,7 +130,7 @@ class _Host:
         else:
             episode.call = asyncio.create_task(self._call(request, episode), name=f"episode {number}")
 
-    async def _call(self, request: dict[str, Any], episode: _Episode) -> None:
+    async def _call(self, request: dict[str, Any], episode: _Hosted) -> None:
         """Answer `start` or `step`, and drop the episode if that was its end."""
         try:
             reply = await self._limited(self._start if request["type"] == "start" else self._step, request, episode)
@@ -139,13 +139,13 @@ class _Host:
         if self._send(request["id"], reply) in ("end", "failed"):
             self._drop(request["episode"], episode)
 
-    async def _start(self, request: dict[str, Any], episode: _Episode) -> Reply:
+    async def _start(self, request: dict[str, Any], episode: _Hosted) -> Reply:
         episode.environment = await asyncio.to_thread(self._make)
         reset = await run(episode.environment.reset, request["row"])
         _require(reset, Reset, of="reset")
         return {"type": "reset", "messages": list(reset.messages), "tools": list(reset.tools)}
 
-    async def _step(self, request: dict[str, Any], episode: _Episode) -> Reply:
+    async def _step(self, request: dict[str, Any], episode: _Hosted) -> Reply:
         assert episode.environment is not None
         result = await run(episode.environment.step, _turn(request["turn"]))
         _require(result, (Observation, End), of="step")
@@ -172,7 +172,7 @@ class _Host:
                 raise CallFailed("raised", "cancelled", stuck=stuck) from None
             raise CallFailed("raised", f"raised {_describe(err)}") from None
 
-    def _drop(self, number: int, episode: _Episode, *, reply_to: int | None = None) -> None:
+    def _drop(self, number: int, episode: _Hosted, *, reply_to: int | None = None) -> None:
         """Forget an episode, end its call, and close its environment, once; then reply, if asked."""
         if self._episodes.get(number) is not episode:
             return  # `close` came during its last call
@@ -181,7 +181,7 @@ class _Host:
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
 
-    async def _close(self, episode: _Episode, *, reply_to: int | None) -> None:
+    async def _close(self, episode: _Hosted, *, reply_to: int | None) -> None:
         if episode.call is not None and reply_to is not None:  # without a reply, its call ends by itself
             episode.call.cancel()
             await asyncio.wait([episode.call])

@@ -49,7 +49,7 @@ class Objective:
     # ---- what the trainer must provide ------------------------------------------------------------------------------
 
     def needs_copy(self, updates: int) -> bool:
-        """Return whether the weights at the start of a step must be kept, if a step has so many updates."""
+        """Return whether the weights at the start of a step must be kept, if a step has this number of updates."""
         return updates > 1 and self.settings.proximal == "copy" and uses_proximal(self.settings)
 
     @property

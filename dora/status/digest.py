@@ -41,7 +41,7 @@ class Digest:
     """The rows of one kind, joined as they are read."""
 
     def __init__(self, *, most: int, size: int) -> None:
-        """At most so many rows, of so many bytes together, are given."""
+        """Give at most `most` rows, of at most `size` bytes in total."""
         self._most = most
         self._size = size
         self._length = 0.0  # of joined rows, in seconds
@@ -50,7 +50,7 @@ class Digest:
         self._bytes = 0
 
     def expect(self, seconds: float, line: bytes) -> None:
-        """Join rows as it fits if they come to so many seconds, and lines are about as long as this one."""
+        """Choose how many rows to join, if all cover `seconds` and their lines are about as long as this one."""
         self._length = seconds / min(self._most, self._size / len(line)) / _FILLED
 
     def add(self, row: TimelineRow, line: bytes) -> None:

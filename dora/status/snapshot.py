@@ -21,6 +21,7 @@ from dora.core.state import State
 from dora.core.tables import Instance
 from dora.core.versions import Version
 from dora.errors import ProtocolError
+from dora.status.activities import waiting_cause
 from dora.status.drift import Alarm
 from dora.status.durations import DurationHistogram
 from dora.status.episodes import EnvironmentRow
@@ -222,27 +223,24 @@ def snapshot(state: State, shell: ShellFacts) -> Snapshot:
 
 def trainer_waits_for(state: State) -> str:
     """Describe what the trainer waits for; "" while it works, and at the end."""
-    feed = state.feed
-    if state.finished or feed.trained >= state.settings.steps:
-        return ""
-    if feed.open_step is None:
-        return "its ranks"
-    if feed.idle_since is None:
-        return ""
-    if state.ledger.admitted == 0 and state.evaluation.version == 0:
-        return "the evaluation of version 0"
     counts = state.ledger.counts
-    if counts[GroupPhase.GENERATING]:
-        return _answers(state)
-    if counts[GroupPhase.GRADING]:
-        return f"the grading of {_groups(counts[GroupPhase.GRADING])}"
-    newest = state.window.newest
-    if newest is None or newest < state.formation.step - state.settings.rules.max_staleness:
-        return "a new version"
-    if not state.entry(newest).serving:
-        return f"version {newest} on an instance"
-    refusal = why_not_admitted(state)
-    return f"a new prompt group: {refusal.value}" if refusal is not None else "a new prompt group"
+    match waiting_cause(state):
+        case "end" | "delivery":
+            return ""
+        case "start":
+            return "its ranks"
+        case "evaluation":
+            return "the evaluation of version 0"
+        case "grading":
+            return f"the grading of {_groups(counts[GroupPhase.GRADING])}"
+        case "publishing":
+            return "a new version"
+        case "push" if not counts[GroupPhase.GENERATING]:
+            return f"version {state.window.newest} on an instance"
+        case "admission":
+            refusal = why_not_admitted(state)
+            return f"a new prompt group: {refusal.value}" if refusal is not None else "a new prompt group"
+    return _answers(state)
 
 
 def encode(snapshot: Snapshot) -> bytes:

@@ -24,7 +24,7 @@ _FULL, _LAST = 1, 4
 
 
 class WandbTracker:
-    """A run of W&B with the id of ours."""
+    """A W&B run with the id of the DORA run."""
 
     def __init__(self, run: TrackedRun, position: Position) -> None:
         self._complete: list[str] = position.mark.get("offline", [])

@@ -76,7 +76,7 @@ class Pattern:
     def __init__(self, segments: Segments | None, *, window: int | None = None, chunk: int | None = None) -> None:
         self.segments = segments  # None: every batch row is one sequence, padded at the end
         self.window = window  # a query sees this many keys, its own among them
-        self.chunk = chunk  # a query sees the keys of its chunk; chunks start every so many tokens of a sequence
+        self.chunk = chunk  # a query sees the keys of its chunk; chunks start at multiples of it
         self._block_masks: dict[int, BlockMask] = {}
 
     def __getattr__(self, name: str) -> Any:

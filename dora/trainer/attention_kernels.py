@@ -206,7 +206,7 @@ def _is_plain(q: Tensor, offset: int, rule: Rule) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class _Block:
+class _Tile:
     """Queries from `start` to `stop`, and the keys from `first` to `last` that they may see."""
 
     start: int
@@ -215,7 +215,7 @@ class _Block:
     last: int
 
 
-def _blocks(q: Tensor, k: Tensor, offset: int, rule: Rule) -> Iterator[_Block]:
+def _blocks(q: Tensor, k: Tensor, offset: int, rule: Rule) -> Iterator[_Tile]:
     """Cut the queries so that the scores of a block are at most BLOCK_SCORES."""
     sequences, heads, length, _ = q.shape
     keys = k.shape[2]
@@ -224,10 +224,10 @@ def _blocks(q: Tensor, k: Tensor, offset: int, rule: Rule) -> Iterator[_Block]:
     for start in range(0, length, step):
         stop = min(start + step, length)
         first = 0 if rule.window is None else max(0, start + offset - rule.window + 1)
-        yield _Block(start, stop, first, min(stop + offset, keys))
+        yield _Tile(start, stop, first, min(stop + offset, keys))
 
 
-def _scores(q_bKRD: Tensor, k_bKmD: Tensor, block: _Block, offset: int, rule: Rule) -> tuple[Tensor, Tensor]:
+def _scores(q_bKRD: Tensor, k_bKmD: Tensor, block: _Tile, offset: int, rule: Rule) -> tuple[Tensor, Tensor]:
     """Return the scores [b, K, G x n, m], and whether [n, m] a query does not see a key."""
     scores = (q_bKRD * rule.scale) @ k_bKmD.transpose(2, 3)
     if rule.softcap is not None:

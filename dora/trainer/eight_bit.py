@@ -53,7 +53,7 @@ class AdamW8bit:
     def __init__(
         self, parameters: Mapping[str, Tensor], *, betas: tuple[float, float], weight_decay: Mapping[str, float]
     ) -> None:
-        """Unless beta1² < beta2, ratios have no bound; config/schema.py refuses that."""
+        """Unless beta1² < beta2, ratios have no bound; config/rules.py refuses that."""
         self._parameters = parameters
         self._betas = beta1, beta2 = betas
         self._weight_decay = weight_decay

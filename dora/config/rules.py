@@ -1,0 +1,196 @@
+"""Rules that span the fields of a configuration, so that a contradiction is found before anything starts.
+
+Those within `[objective]` are in `dora/objectives/rules.py`, those of the terms of a reward in `terms.py`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from dora.config.terms import term_problems
+from dora.core.strategies import SILENCE
+from dora.objectives.rules import problems as objective_problems
+from dora.objectives.settings import ObjectiveConfig
+
+if TYPE_CHECKING:
+    from dora.config.schema import Config
+
+#: The address of a server, and the one the controller listens on (ZeroMQ resolves wildcards and interface names).
+_SERVER_URL = re.compile(r"https?://[^\s/]+(/\S*)?")
+_LISTEN_ADDRESS = re.compile(r"tcp://\S+:(\d+|\*)")
+#: The index of a prompt's source is one byte.
+_MAX_SOURCES = 256
+#: Placeholders that `engine.command` may use.
+_PLACEHOLDERS = ("model", "host", "port", "tp", "slots", "kv_tokens", "dtype", "device", "threads")
+#: Trackers with a name of their own.
+_TRACKERS = ("wandb", "tensorboard", "trackio")
+
+
+def problems(config: Config) -> Iterator[str]:
+    """Yield one line for each problem."""
+    yield from _algorithm_problems(config)
+    yield from _optimizer_problems(config)
+    yield from _capacity_problems(config)
+    yield from _address_problems(config)
+    yield from _template_problems(config)
+    yield from _evaluation_problems(config)
+    yield from _reward_problems(config)
+    yield from _environment_problems(config)
+    yield from _tracking_problems(config)
+
+
+def _algorithm_problems(config: Config) -> Iterator[str]:
+    yield from objective_problems(
+        config.objective, updates=config.trainer.updates, group_size=config.rollout.group_size
+    )
+    if config.rollout.groups_per_step % config.trainer.updates:
+        yield (
+            f"trainer.updates: {config.trainer.updates} updates cannot share the {config.rollout.groups_per_step} "
+            "groups of a step (rollout.groups_per_step) equally"
+        )
+    if config.trainer.copies == "host" and config.trainer.device == "cpu":
+        yield "trainer.copies: with trainer.device = cpu, the copies are on the host anyway; use device"
+    if SILENCE * config.rollout.watchdog_s >= config.run.no_progress_s:
+        yield (
+            f"rollout.watchdog_s: {SILENCE:g} x {config.rollout.watchdog_s:g} s must be below run.no_progress_s "
+            f"({config.run.no_progress_s:g} s), otherwise a stuck request ends the run before it can be moved"
+        )
+
+
+def _optimizer_problems(config: Config) -> Iterator[str]:
+    trainer = config.trainer
+    if trainer.optimizer_state == "host" and trainer.device == "cpu":
+        yield "trainer.optimizer_state: with trainer.device = cpu, the moments are on the host anyway; use device"
+    if trainer.optimizer == "muon" and trainer.optimizer_state != "device":
+        yield (
+            f"trainer.optimizer_state: {trainer.optimizer_state} is for adamw; the momentum of muon, 4 bytes for "
+            "each parameter, is on the device in float32; use device"
+        )
+    if trainer.optimizer_state == "8bit" and trainer.beta1**2 >= trainer.beta2:
+        yield (
+            f"trainer.optimizer_state: 8bit needs beta1² < beta2, which bounds the steps ({trainer.beta1}, "
+            f"{trainer.beta2}); raise trainer.beta2 or use device"
+        )
+    if trainer.compile and trainer.activation_checkpointing in ("selective", "auto"):
+        yield (
+            f"trainer.compile: {trainer.activation_checkpointing} checkpointing may keep tensors that compiled "
+            "layers write in place; set trainer.activation_checkpointing to none or full"
+        )
+    if trainer.schedule == "constant" and trainer.min_learning_rate:
+        yield "trainer.min_learning_rate: has no effect with trainer.schedule = constant; remove it, or use cosine"
+
+
+def _capacity_problems(config: Config) -> Iterator[str]:
+    if config.rollout.strategy == "dora" and config.max_staleness + 1 > config.num_instances:
+        more = "list more engine.urls" if not config.num_managed else "raise engine.instances"
+        yield (
+            f"rollout.max_staleness: K = {config.max_staleness} keeps up to {config.max_staleness + 1} versions alive, "
+            f"but there are {config.num_instances} instances; lower K or {more}"
+        )
+    longest = config.longest_request
+    if longest > config.engine.kv_tokens:
+        yield (
+            f"engine.kv_tokens: {config.engine.kv_tokens} cannot hold the longest prompt plus the token budget "
+            f"({longest} tokens: task.max_prompt_tokens + rollout.max_new_tokens)"
+        )
+
+
+def _address_problems(config: Config) -> Iterator[str]:
+    for url in config.engine.urls:
+        if not _SERVER_URL.fullmatch(url):
+            yield f"engine.urls: {url} is not a server address; write it as http://HOST:PORT"
+    for url in sorted({url for url in config.engine.urls if config.engine.urls.count(url) > 1}):
+        yield f"engine.urls: {url} is listed twice; a server is one instance and holds one version at a time"
+    if not config.num_instances:
+        yield "engine.instances: 0 leaves the run without a server; raise it or give engine.urls"
+    if config.engine.base_port and config.engine.base_port + config.num_managed - 1 > 65_535:
+        yield f"engine.base_port: {config.engine.base_port} leaves no room for {config.num_managed} ports"
+    if not _LISTEN_ADDRESS.fullmatch(config.trainer.address):
+        yield f"trainer.address: cannot listen on {config.trainer.address}; write it as tcp://HOST:PORT"
+    if config.trainer.external and config.trainer.token is None:
+        yield "trainer.external: external ranks need the run's token; set DORA_TOKEN here and in their environment"
+
+
+def _template_problems(config: Config) -> Iterator[str]:
+    engine = config.engine
+    for name in sorted(set(re.findall(r"\{([a-z_]+)\}", " ".join((*engine.command, *engine.args))))):
+        if name not in _PLACEHOLDERS:
+            known = ", ".join(f"{{{known}}}" for known in _PLACEHOLDERS)
+            yield f"engine.command: unknown placeholder {{{name}}}; known are {known}"
+    needed = config.num_managed * engine.tensor_parallel
+    if engine.gpus and len(engine.gpus) < needed:
+        yield (
+            f"engine.gpus: {len(engine.gpus)} listed, but {config.num_managed} instances of engine.tensor_parallel = "
+            f"{engine.tensor_parallel} need {needed}; list a GPU several times to share it"
+        )
+    if engine.kind == "embedded" and not engine.command and engine.tensor_parallel > 1:
+        yield "engine.tensor_parallel: the embedded engine uses one GPU; set it to 1, or engine.kind to sglang"
+
+
+def _evaluation_problems(config: Config) -> Iterator[str]:
+    names = [s.name for s in config.eval.sets]
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        yield f"eval.sets: two sets are named '{name}'"
+    trained = {source.kind for source in config.task.sources}
+    if not trained:
+        yield "task.sources: at least one source is needed"
+        return
+    if len(config.task.sources) > _MAX_SOURCES:
+        yield f"task.sources: {len(config.task.sources)} sources; at most {_MAX_SOURCES} can be mixed"
+    for index, held_out in enumerate(config.eval.sets):
+        if held_out.source.kind == "arithmetic" and "arithmetic" not in trained:
+            yield (
+                f"eval.sets.{index}: evaluates the built-in arithmetic, which is not the task; "
+                "give a held-out set of the task, or turn evaluation off with eval.sets = []"
+            )
+
+
+def _reward_problems(config: Config) -> Iterator[str]:
+    task, held_out = config.task, list(enumerate(config.eval.sets))
+    budget = config.rollout.max_new_tokens
+    labels = {f"task.sources.{i}": source.label for i, source in enumerate(task.sources)}
+    labels |= {f"eval.sets.{i}.source": one.source.label for i, one in held_out if not one.rewards}
+    yield from term_problems("task.rewards", task.rewards, labels=labels, budget=budget)
+    for i, one in held_out:
+        label = {f"eval.sets.{i}.source": one.source.label}
+        yield from term_problems(f"eval.sets.{i}.rewards", one.rewards, labels=label, budget=budget)
+
+
+def _tracking_problems(config: Config) -> Iterator[str]:
+    titles = [name.rpartition(":")[2] for name in config.tracking.trackers]
+    for name in config.tracking.trackers:
+        if name not in _TRACKERS and ":" not in name:
+            yield f"tracking.trackers: no tracker '{name}'; use {', '.join(_TRACKERS)} or module:Class"
+    for title in sorted({title for title in titles if titles.count(title) > 1}):
+        yield f"tracking.trackers: {title} is listed twice"
+
+
+def _environment_problems(config: Config) -> Iterator[str]:
+    environment = config.environment
+    if not environment.name:
+        if any(source.kind == "seeds" for source in config.task.sources):
+            yield "task.sources: rows of kind seeds have no prompt; name an environment that draws one"
+        if environment.command:
+            yield "environment.name: without one there is no environment, and environment.command has no effect"
+        for name in ("turn_rewards", "truncated_turns", "truncated_time"):
+            if getattr(config.objective, name) != ObjectiveConfig.model_fields[name].default:
+                yield f"objective.{name}: has no effect without environment.name; remove the key"
+        return
+    if config.objective.truncated_time != "train" and environment.episode_timeout_s is None:
+        yield "objective.truncated_time: has no effect without environment.episode_timeout_s; remove the key"
+    if ":" not in environment.name and not environment.command:
+        yield f"environment.name: expected module:name or FILE.py:name, got '{environment.name}'"
+    if environment.capacity < config.rollout.group_size:
+        yield (
+            f"environment.episodes_per_host: {environment.hosts} x {environment.episodes_per_host} episodes are "
+            f"fewer than one group has (rollout.group_size = {config.rollout.group_size}); raise it"
+        )
+    if environment.command and environment.python:
+        yield "environment.python: has no effect with environment.command; remove one of them"
+    if environment.call_timeout_s >= config.run.no_progress_s:
+        yield (
+            f"environment.call_timeout_s: {environment.call_timeout_s:g} s must be below run.no_progress_s "
+            f"({config.run.no_progress_s:g} s), otherwise a call that hangs ends the run"
+        )
