@@ -240,7 +240,7 @@ def trainer_waits_for(state: State) -> str:
         case "admission":
             refusal = why_not_admitted(state)
             return f"a new prompt group: {refusal.value}" if refusal is not None else "a new prompt group"
-    return _answers(state)
+    return _unfinished(state)
 
 
 def encode(snapshot: Snapshot) -> bytes:
@@ -256,13 +256,16 @@ def decode(body: bytes) -> Snapshot:
         raise ProtocolError(f"not the status of a run: {err}") from err
 
 
-def _answers(state: State) -> str:
+def _unfinished(state: State) -> str:
     entries = state.window.entries.values()
     unfinished = sum(e.unfinished for e in entries)
     waiting = sum(e.num_waiting for e in entries)
-    queued = f", {waiting:,} of them queued" if waiting else ""
-    answers = f"{unfinished:,} answer{'s' * (unfinished != 1)}"
-    return f"{answers} of {_groups(state.ledger.counts[GroupPhase.GENERATING])}{queued}"
+    queued = f" ({_answers(waiting)} queued)" if waiting else ""
+    return f"{_answers(unfinished)} of {_groups(state.ledger.counts[GroupPhase.GENERATING])}{queued}"
+
+
+def _answers(count: int) -> str:
+    return f"{count:,} answer{'s' * (count != 1)}"
 
 
 def _groups(count: int) -> str:

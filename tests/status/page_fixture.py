@@ -165,7 +165,7 @@ class Run:
             response_len_max=round(min(160, 135 + 20 * learned + 400 * noise)),
             duration_s=duration_s,
             idle_s=0.33 * duration_s,
-            waited_for="41 answers of 6 groups",
+            waited_for="28 answers of 7 groups",
         )
 
     def step_row(self, step: int) -> Data:
@@ -258,9 +258,9 @@ class Run:
             max_staleness=self.k,
             trainer=TrainerRow(
                 step=self.trained,
-                waits_for="" if is_over else "41 answers of 6 groups, 5 of them queued",
+                waits_for="" if is_over else self._waits_for(),
                 idle_share=0.33,
-                idle_reason="41 answers of 6 groups",
+                idle_reason="28 answers of 7 groups",
                 ranks=self.ranks,
                 ranks_ready=self.ranks,
             ),
@@ -299,7 +299,7 @@ class Run:
             instance=i,
             url=f"http://127.0.0.1:{30000 + i}",
             phase="serving",
-            version=max(0, newest - i % 2),
+            version=max(0, newest - i % (self.k + 1)),
             pushing=None,
             residents=11 + i % 5,
             slots=16,
@@ -321,6 +321,11 @@ class Run:
             waiting=3,
             evaluating=False,
         )
+
+    def _waits_for(self) -> str:
+        rows = [row for row in self.forming() if row["phase"] == "generating"]
+        answers, queued = sum(row["unfinished"] for row in rows), sum(row["queued"] for row in rows)
+        return f"{answers} answers of {len(rows)} groups ({queued} answers queued)"
 
     def forming(self) -> list[Data]:
         """The rows of data/groups."""

@@ -16,7 +16,7 @@ from dora.status.snapshot import EvaluationRow, InstanceRow, Snapshot, TrainerRo
 from tests.status.conftest import Watched, score, step_facts
 
 WIDTHS = (80, 120)
-WAITS = "101 answers of 8 groups, 5 of them queued"
+WAITS = "101 answers of 8 groups (5 answers queued)"
 
 
 def instance(number: int, version: int | None, **changes: Any) -> InstanceRow:
@@ -114,7 +114,7 @@ def thousand(four: Snapshot) -> Snapshot:
         instances=tuple(rows),
         num_servers=1000,
         versions=(*versions[:-1], replace(versions[-1], is_newest=True, evaluating=True)),
-        trainer=trainer("384,000 answers of 24,000 groups, 7,200 of them queued"),
+        trainer=trainer("384,000 answers of 24,000 groups (7,200 answers queued)"),
         steps=tuple(step_facts(i) for i in range(100)),
         held_out=tuple(f"\x1b[31mset {i} \u202e数学数学数学" for i in range(5)),
         scores=(replace(score(0, 0.5), name="\x1b[31mset 0 \u202e数学数学数学"),),
@@ -216,7 +216,7 @@ def test_a_time_is_written_as_people_say_it():
 def test_the_sentence_of_a_step_that_waits(four: Snapshot):
     assert sentence(four) == (
         "Step 15 of 24. Four servers generate: v14 on 2, v13 on 2. "
-        "Training waits for 101 answers of 8 groups, 5 of them queued."
+        "Training waits for 101 answers of 8 groups (5 answers queued)."
     )
 
 
@@ -291,7 +291,7 @@ def test_the_sentences_of_the_end(four: Snapshot):
 
 FOUR_80 = """\
 Step 15 of 24. Four servers generate: v14 on 2, v13 on 2. Training waits for 101
-answers of 8 groups, 5 of them queued.
+answers of 8 groups (5 answers queued).
 
 ━━━━━━━━━━━━────────  14 of 24 steps  39 s elapsed, about 19 s left
 reward     ▁▂▂▃▃▄▄▅▅▆▆▇▇█  0.250 → 0.380, 0.380 in trained groups
@@ -314,7 +314,7 @@ run        dora, K = 2  dora-20261123-130440-1a2b
 """
 THOUSAND_120 = """\
 Step 101 of 10,000. 990 servers generate: v100 on 166, v99 on 163, v98 on 167, older ones on 494; ten are down. Training
-waits for 384,000 answers of 24,000 groups, 7,200 of them queued.
+waits for 384,000 answers of 24,000 groups (7,200 answers queued).
 ────────────────────────────────────────  100 of 10,000 steps  4 d 15 h elapsed, about 458 d 8 h left
 reward     ▁▁▁▂▂▂▂▂▃▃▃▃▃▄▄▄▄▄▅▅▅▅▅▆▆▆▆▆▇▇▇▇▇███  0.250 → 1.240, 1.240 in trained groups
 �[31mset 0… ▄  0.500 (v0) held-out

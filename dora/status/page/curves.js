@@ -82,7 +82,7 @@ function recent(values) {
 }
 
 /** Groups by their rewards. */
-const GROUPS = [["mixed", (x) => x.mixed], ["all right", (x) => x.all_right], ["all wrong", (x) => x.all_wrong], ["all the same", (x) => x.all_same]];
+const GROUPS = [["mixed", (x) => x.mixed], ["all wrong", (x) => x.all_wrong], ["all right", (x) => x.all_right], ["all the same", (x) => x.all_same]];
 
 /** Every second row, every fourth ... and the last one: a card is some 300 pixels wide. */
 function thinned(rows) {
@@ -98,7 +98,7 @@ export class Cards {
     this.evaluations = [];
     this.cards = {
       heldOut: new Card("Held-out reward", "Mean reward on prompts that are never trained, by policy version", { axis: "version" }),
-      reward: new Card("Reward in training", `Mean reward of all graded answers, and of those that were trained; in figures of the last ${RECENT} steps`),
+      reward: new Card("Reward in training", `Mean reward of all graded answers, and of those that were trained`),
       groups: new Card("Groups by their rewards", "Shares of the groups graded since the step before, also of those that are not trained. Where all rewards are equal there is no advantage to learn from", { format: percent, stacked: true, range: [0, 1] }),
       length: new Card("Length of an answer, trained", "Number of tokens of the answers that were trained: mean, 90th percentile and maximum", { format: short }),
       entropy: new Card("Entropy of the policy", "Mean entropy of the next token at the sampling temperature, in nats"),
@@ -128,9 +128,9 @@ export class Cards {
     const trainer = (name) => of((x) => x.trainer?.[name]);
     this.drawHeldOut();
     const all = of((x) => x.reward_all_mean), trained = of((x) => x.reward_mean);
-    cards.reward.show(steps, [["all answers", all], ["trained", trained]], [number(recent(all)), unit("of all,"), ` ${number(recent(trained))}`, unit("trained")]);
+    cards.reward.show(steps, [["all answers", all], ["trained", trained]], [number(recent(all)), unit("of all,"), ` ${number(recent(trained))}`, unit(`trained (last ${RECENT} steps)`)]);
     const graded = rows.filter((x) => typeof x.mixed === "number"), shares = GROUPS.map(([name, get]) => [name, graded.map((x) => get(x) ?? 0)]);
-    cards.groups.show(graded.map((x) => x.step + 1), shares.filter(([, values]) => values.some((y) => y > 0)), [percent(recent(of((x) => x.mixed))), unit("mixed")]);
+    cards.groups.show(graded.map((x) => x.step + 1), shares.filter(([, values]) => values.some((y) => y > 0)), [percent(recent(of((x) => x.mixed))), unit(`mixed (last ${RECENT} steps)`)]);
     const length = of((x) => x.response_len_mean), p90 = of((x) => x.response_len_p90), longest = of((x) => x.response_len_max), cut = last(trainer("all/truncated_frac"));
     cards.length.show(steps, [["mean", length], ["p90", p90], ["max", longest]], [number(last(length)), unit(`tokens, at most ${short(last(longest) ?? 0)}${cut === null ? "" : `; ${percent(cut)} cut off`}`)]);
     const entropy = trainer("all/entropy");
@@ -157,7 +157,7 @@ export class Cards {
     const found = [];
     for (let staleness = 0; staleness < MAX_STALENESS; staleness++) {
       const values = trainer(`lag=${staleness}/mismatch_k3`);
-      if (values.some((y) => y !== null)) found.push([`${staleness}`, values]);
+      if (values.some((y) => y !== null)) found.push([`staleness ${staleness}`, values]);
     }
     const all = last(trainer("all/mismatch_k3"));
     this.cards.mismatch.show(steps, found, [number(all), unit("nats over all tokens")]);

@@ -4,12 +4,12 @@ export const count = (n) => (n === null || n === undefined ? "–" : Math.round(
 export const plural = (n, noun) => `${count(n)} ${noun}${n === 1 ? "" : "s"}`;
 export const percent = (x) => (x === null || x === undefined || Number.isNaN(x) ? "–" : `${x > 0 && x < 0.01 ? "< 1" : Math.round(100 * x)} %`);
 
-/** Three significant digits. */
-export function number(x) {
+/** Three significant digits, or as many as wanted. */
+export function number(x, digits = 3) {
   if (x === null || x === undefined || !Number.isFinite(x)) return "–";
   const size = Math.abs(x);
   if (size >= 1000) return count(x);
-  return size === 0 || size >= 0.001 ? String(Number(x.toPrecision(3))) : x.toExponential(1);
+  return size === 0 || size >= 0.001 ? String(Number(x.toPrecision(digits))) : x.toExponential(digits - 2);
 }
 
 /** Thousands and millions in short: 12.3 k, 4.56 M. */

@@ -23,7 +23,7 @@ function missing(g) {
 function cell(g) {
   const title = `group ${g.group}: version ${g.version}, ${slackText(g.slack)}; ${missing(g)}; ${count(g.graded)} graded; ${time(g.oldest_s)} old`;
   const isDone = g.phase === "committed", kind = isDone ? "done" : g.slack <= 0 ? "due" : "";
-  return element("li", { class: kind, title }, chip(g.version), isDone ? " ✓" : "", element("small", {}, missing(g)), element("small", {}, isDone ? time(g.oldest_s) : `${slackText(g.slack)}, ${time(g.oldest_s)}`));
+  return element("li", { class: kind, title }, chip(g.version), element("span", {}, ` group ${count(g.group)}`), element("small", {}, `${isDone ? "✓ " : ""}${missing(g)}`), element("small", {}, `${isDone ? "" : `${slackText(g.slack)}, `}${time(g.oldest_s)} old`));
 }
 
 /** `groups`: rows of data/groups, oldest first; null if this server does not have them. */

@@ -4,6 +4,7 @@ import { element } from "./dom.js";
 import { count, number, plural } from "./format.js";
 
 const VISIBLE = 0.01, STRONG = 1; // |difference| at which the tint begins, and is full
+const EXACT = 6; // digits of a log-prob beside a difference
 const LISTED = 5, SKIPPED = 8; // characters of the text that no token may show: specials, parts of characters
 
 /** Each token: its place, text and log-probs; those of observations have none, and few answers have the trainer's. */
@@ -64,7 +65,7 @@ export function logprobs(k) {
     ? `engine and trainer differ by ${number(mean(compared, differs))} on average, ${number(rows[0].differs)} at most`
     : `${number(mean(tokens, (token) => token.engine))} on average, ${number(rows[0].engine)} at least`;
   const headings = ["token", "position", "engine", ...(isCompared ? ["trainer", "difference"] : [])];
-  const cells = (token) => [JSON.stringify(token.text), count(token.i + 1), number(token.engine), ...(isCompared ? [number(token.trainer), number(token.differs)] : [])];
+  const cells = (token) => [JSON.stringify(token.text), count(token.i + 1), number(token.engine, EXACT), ...(isCompared ? [number(token.trainer, EXACT), number(token.differs)] : [])];
   const align = (i) => (i ? { class: "number" } : {});
   return element("details", { class: "logprobs" },
     element("summary", {}, `Log-probs of ${plural(isCompared ? compared.length : tokens.length, "token")}: ${said}`),
