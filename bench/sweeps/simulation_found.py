@@ -43,7 +43,7 @@ class Found(NamedTuple):
 
     def mean(self, digits: str, value: Callable[[Result], float]) -> str:
         """The mean of a figure over the seeds."""
-        return f"{fmean(map(value, self.results)):{digits}}"
+        return f"{fmean(map(value, self.results)):z{digits}}"
 
     def share(self, name: str) -> str:
         """The mean share of the instances' time."""
