@@ -8,6 +8,7 @@ problem; a traceback is a bug.
 
 from __future__ import annotations
 
+import errno
 import io
 import sys
 from pathlib import Path
@@ -18,6 +19,9 @@ import typer
 from dora.cli.instance_commands import instances
 from dora.cli.processes import Seed, TimeScale, WorkloadPath, processes
 from dora.errors import ConfigError, DoraError
+
+#: Errors of the operating system that no program can prevent, and a user may mend.
+_FAULTS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE}
 
 app = typer.Typer(
     name="dora",
@@ -390,6 +394,20 @@ def main() -> None:
         _end(err, code=2)
     except DoraError as err:
         _end(err, code=1)
+    except (OSError, ExceptionGroup) as err:
+        if (fault := _fault(err)) is None:
+            raise
+        _end(fault, code=1)
+
+
+def _fault(err: Exception) -> DoraError | None:
+    """Return what the machine refuses, if that is all that happened; None if it may be a bug."""
+    if isinstance(err, ExceptionGroup):
+        faults = [_fault(one) for one in err.exceptions]
+        return None if None in faults else faults[0]
+    if isinstance(err, OSError) and err.errno in _FAULTS:
+        return DoraError(f"{err.filename}: {err.strerror}" if err.filename else str(err.strerror))
+    return None
 
 
 def _end(err: DoraError, *, code: int) -> None:

@@ -99,6 +99,31 @@ def test_a_run_waits_for_room_on_its_only_disk_and_loses_nothing(tmp_path: Path)
     assert "audit of C1, C2, C3: clean" in "".join(run.out)  # its folder is gone with its file system
 
 
+def test_a_run_that_finds_no_room_at_its_start_says_so_in_a_line(tmp_path: Path) -> None:
+    """There is room for some of its first files: each may be the one that finds none."""
+    script = 'mount -t tmpfs -o size=64k tmpfs "$1"; head -c "$2" /dev/zero > "$1/filler"; shift 2; exec "$@"'
+    for left_pages in range(4):
+        disk = tmp_path / f"disk-{left_pages}"
+        disk.mkdir()
+        prefix = [
+            "unshare",
+            "--mount",
+            "--map-root-user",
+            "sh",
+            "-c",
+            script,
+            "sh",
+            disk,
+            str((16 - left_pages) * 4096),
+        ]
+        command = [*prefix, sys.executable, "-m", "dora", "run", *small(disk / "runs")]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 1, done.stderr
+        [line] = [line for line in done.stderr.splitlines() if "No space left on device" in line]
+        assert line.startswith("dora: ")
+        assert "Traceback" not in done.stderr
+
+
 LINES = """
 import os, sys
 from pathlib import Path
