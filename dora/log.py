@@ -1,8 +1,8 @@
 """Logging: JSON lines in a file, and warnings on the console.
 
 Invariant: every line has run, role and, for a trainer, rank, including lines that libraries log through `logging`.
-Without a file (in child processes, whose output is captured) the lines go to standard error. Lines that find the disk
-full are lost.
+Without a file (in child processes, whose output is captured) the lines go to standard error. Lines are dropped while
+the disk is full.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _open(path: Path) -> io.TextIOWrapper:
 
 
 class _LossyFile(io.FileIO):
-    """A file that loses what finds the disk full: a log must not end the run that it describes."""
+    """A file that drops what is written while the disk is full: a log must not end the run that it describes."""
 
     def write(self, data: ReadableBuffer, /) -> int:
         try:

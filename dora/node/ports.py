@@ -14,8 +14,8 @@ from dora.node.plan import HOST
 
 #: Above the ports of well-known services.
 _FIRST_PORT = 10_000
-#: The first and the last port of those that the system gives (Linux).
-_GIVEN_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+#: The first and the last port of the ephemeral range (Linux).
+_EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 #: ZeroMQ also accepts names of interfaces, which only it can resolve and check.
 _NUMERIC_ADDRESS = re.compile(r"tcp://([\d.]+):(\d+)")
 
@@ -34,11 +34,11 @@ def require_free_ports(config: Config) -> None:
 def free_port() -> int:
     """Return a port of HOST that is free now, for a server that cannot choose its own.
 
-    The server may bind it minutes later, once its model is loaded. So it is none of those that the system gives to
-    whoever asks for any port, unless 100 others are in use.
+    The server may bind it minutes later, once its model is loaded. It is therefore below the ephemeral range, from
+    which another process could get it meanwhile, unless 100 ports chosen at random there are in use.
     """
-    first_given = int(_GIVEN_PORTS.read_text().split()[0]) if _GIVEN_PORTS.exists() else 0
-    others = range(_FIRST_PORT, first_given)
+    first_ephemeral = int(_EPHEMERAL_PORTS.read_text().split()[0]) if _EPHEMERAL_PORTS.exists() else 0
+    others = range(_FIRST_PORT, first_ephemeral)
     for port in (*random.sample(others, k=min(100, len(others))), 0):
         with suppress(OSError), socket.create_server((HOST, port)) as probe:
             return int(probe.getsockname()[1])

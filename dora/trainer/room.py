@@ -1,4 +1,4 @@
-"""Writes of a trainer whose disk is full: those of tensors wait for space, lines of its log are lost."""
+"""Writes of a trainer whose disk is full: those of tensors wait for space, log lines are dropped."""
 
 from __future__ import annotations
 

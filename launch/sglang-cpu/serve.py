@@ -42,8 +42,8 @@ WITH_KEY = (
     f"import os, runpy, sys; sys.argv += ['--api-key', os.environ.pop('{KEY}')]; "
     "runpy.run_module('sglang.launch_server', run_name='__main__', alter_sys=True)"
 )
-#: The first and the last port of those that the system gives (Linux).
-GIVEN_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+#: The first and the last port of the ephemeral range (Linux).
+EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 ENVIRONMENT = {
     "SGLANG_USE_CPU_ENGINE": "1",
     "OMP_NUM_THREADS": "1",
@@ -90,16 +90,17 @@ def _options() -> tuple[argparse.Namespace, list[str]]:
 def _free_ports(count: int) -> list[int]:
     """Return ports that are free now, because SGLang cannot choose its own.
 
-    It binds one when its model is loaded. So none is of those that the system gives to whoever asks for any port.
+    It binds its port once the model is loaded. The ports are therefore below the ephemeral range, from which another
+    process could get one meanwhile.
     """
-    first_given = int(GIVEN_PORTS.read_text().split()[0]) if GIVEN_PORTS.exists() else 32_768
+    first_ephemeral = int(EPHEMERAL_PORTS.read_text().split()[0]) if EPHEMERAL_PORTS.exists() else 32_768
     found: list[int] = []
-    for port in random.sample(range(10_000, first_given), k=first_given - 10_000):
+    for port in random.sample(range(10_000, first_ephemeral), k=first_ephemeral - 10_000):
         with suppress(OSError), socket.create_server(("127.0.0.1", port)):
             found.append(port)
         if len(found) == count:
             return found
-    sys.exit(f"fewer than {count} ports are free from 10000 to {first_given - 1}; choose them with --ports")
+    sys.exit(f"fewer than {count} ports are free from 10000 to {first_ephemeral - 1}; choose them with --ports")
 
 
 def _start(
