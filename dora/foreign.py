@@ -1,0 +1,61 @@
+"""Files that others may have placed: in a run folder that was received, in a folder of a model, in shared memory.
+
+Invariant: only regular files are opened, opening never waits (a FIFO without a writer would block), and `read` takes no
+more memory than its bound, whatever size the file claims or however it grows.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+from typing import BinaryIO
+
+from dora.errors import DoraError
+
+
+class ForeignFileError(DoraError):
+    """A file is not what it should be: a link, a pipe, a device, too large, or of another user."""
+
+
+def open_regular(path: Path, *, follow_links: bool = False) -> BinaryIO:
+    """Open a regular file for reading; its owner must be this user, root, or the owner of the folder it is in.
+
+    `follow_links`: allow the last component to be a link, as in the caches of model hubs. FileNotFoundError if there is
+    no such file, ForeignFileError if it is not acceptable, other OSErrors as the system raises them.
+    """
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow_links else os.O_NOFOLLOW)
+    # Looked at before it is opened as well, since opening a device can have an effect.
+    _refuse_irregular(path, path.stat() if follow_links else path.lstat())
+    file = os.fdopen(os.open(path, flags), "rb")
+    try:
+        found = os.fstat(file.fileno())
+        _refuse_irregular(path, found)
+        if not follow_links and found.st_uid not in {os.geteuid(), 0, path.parent.stat().st_uid}:
+            raise ForeignFileError(f"{path}: belongs to another user than its folder; it was not read")
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def read(path: Path, *, max_bytes: int, follow_links: bool = False) -> bytes:
+    """Return the contents of a file of at most `max_bytes`; errors as in `open_regular`."""
+    with open_regular(path, follow_links=follow_links) as file:
+        if os.fstat(file.fileno()).st_size > max_bytes:
+            raise _too_large(path, max_bytes)
+        data = file.read(max_bytes + 1)
+    if len(data) > max_bytes:
+        raise _too_large(path, max_bytes)
+    return data
+
+
+def _refuse_irregular(path: Path, found: os.stat_result) -> None:
+    if not stat.S_ISREG(found.st_mode):
+        kinds = {stat.S_IFLNK: "a link", stat.S_IFIFO: "a pipe", stat.S_IFDIR: "a folder", stat.S_IFSOCK: "a socket"}
+        kind = kinds.get(stat.S_IFMT(found.st_mode), "a device")
+        raise ForeignFileError(f"{path}: is {kind}, not a regular file; it was not read")
+
+
+def _too_large(path: Path, max_bytes: int) -> ForeignFileError:
+    return ForeignFileError(f"{path}: has more than {max_bytes:,} bytes; it was not read")
