@@ -1,6 +1,6 @@
-"""`python -m tests.mutants [--only NAME]`: apply every mutation to a copy, and check that its tests fail.
+"""`python -m tests.mutants [--only NAME] [--jobs N]`: apply every mutation to a copy, and check that its tests fail.
 
-The tests are first run on the unchanged copy, where they must pass. Exit code 1 if a mutation survives.
+The tests are first run on an unchanged copy, where they must pass. Exit code 1 if a mutation survives.
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ import argparse
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
 
-from tests.mutants.copied import ROOT, Copy
+from tests.mutants.copied import ROOT, Copy, Outcome
 from tests.mutants.mutants import MUTANTS, Mutant
 
 
@@ -19,19 +21,30 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants")
     parser.add_argument("--only", metavar="NAME", action="append", choices=[m.name for m in MUTANTS])
     parser.add_argument("--results", type=Path, metavar="FILE", help="write the table there too")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="copies to test at the same time")
     chosen = parser.parse_args()
     mutants = [mutant for mutant in MUTANTS if not chosen.only or mutant.name in chosen.only]
-    with tempfile.TemporaryDirectory(prefix="dora-mutants-") as folder:
-        copy, commit = Copy(Path(folder)), _commit()
+    copies: SimpleQueue[Copy] = SimpleQueue()
+
+    def run(mutant: Mutant) -> tuple[Mutant, Outcome]:
+        copy = copies.get()
+        try:
+            return mutant, copy.run(mutant)
+        finally:
+            copies.put(copy)
+
+    with tempfile.TemporaryDirectory(prefix="dora-mutants-") as folder, ThreadPoolExecutor(chosen.jobs) as threads:
+        made, commit = [Copy(Path(folder, str(job))) for job in range(chosen.jobs)], _commit()
         killers = list(dict.fromkeys(node for mutant in mutants for node in mutant.killers))
-        clean = copy.test(killers)
+        clean = made[0].test(killers)
         if clean.code:
             _tell(f"{clean.tail}\nthe tests fail on the repository as it is")
             return 1
         _tell(f"{len(killers)} tests pass on the repository as it is ({clean.seconds:.0f} s)")
+        for copy in made:
+            copies.put(copy)
         lines, survived = [], 0
-        for mutant in mutants:
-            outcome = copy.run(mutant)
+        for mutant, outcome in threads.map(run, mutants):
             lines.append(_line(mutant, str(outcome), outcome.seconds))
             _tell(lines[-1])
             if not outcome.killed:
