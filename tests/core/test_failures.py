@@ -333,6 +333,15 @@ def test_a_trainer_that_restarts_beyond_the_last_event_is_accepted() -> None:
     assert core.state.ledger.counts[GroupPhase.TRAINED] == 2
 
 
+def test_the_trainers_idle_time_is_counted_from_a_restart_on_like_the_steps_duration() -> None:
+    core = started(groups_per_step=1, filter_zero_variance=False, max_staleness=2)
+    core.now += 5.0
+    core.answer(0)
+    assert core.state.feed.idle_s >= 5.0
+    core.restarted()
+    assert (core.state.feed.idle_s, core.state.step_trained_at) == (0.0, core.now)
+
+
 def test_a_trainer_that_starts_at_a_step_which_is_not_closed_fails_the_run() -> None:
     core = started(groups_per_step=2)
     assert core.ready(1) == [cmd.FailRun("the trainer starts at step 1, but only 0 steps are closed")]

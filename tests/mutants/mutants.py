@@ -27,6 +27,19 @@ def _of(file: str, killed_by: str, *mutations: tuple[str, str, str, str]) -> Ite
         yield Mutant(name, file, old, new, (f"{killed_by}::{test}",))
 
 
+_CORE: Final = (
+    *_of(
+        "dora/core/on_run.py",
+        "tests/core/test_failures.py",
+        (
+            "waiting-counted-from-before-a-restart",
+            "    state.feed.idle_s = state.feed.uneven_s = 0.0  # like",
+            "    # like",
+            "test_the_trainers_idle_time_is_counted_from_a_restart_on_like_the_steps_duration",
+        ),
+    ),
+)
+
 _JOURNAL: Final = (
     *_of(
         "dora/files.py",
@@ -1027,13 +1040,6 @@ _FOUND: Final = tuple(
             "test_what_a_kill_left_half_deleted_does_not_come_back_by_a_power_failure",
         ),
         (
-            "waiting-counted-from-before-a-restart",
-            "dora/core/on_run.py",
-            "    state.feed.idle_s = state.feed.uneven_s = 0.0  # like",
-            "    # like",
-            "test_a_step_that_is_trained_at_the_time_of_a_restart_does_not_divide_by_zero",
-        ),
-        (
             "finished-rollouts-resumed",
             "dora/app/resume.py",
             "(recorded.rollout_only or steps <= recorded.settings.steps)",
@@ -1184,4 +1190,4 @@ _EPISODES: Final = (
     ),
 )
 
-MUTANTS: Final = (*_JOURNAL, *_ORDER, *_RESUME, *_LINEAGE, *_ACCESS, *_EPISODES, *_FOUND)
+MUTANTS: Final = (*_CORE, *_JOURNAL, *_ORDER, *_RESUME, *_LINEAGE, *_ACCESS, *_EPISODES, *_FOUND)
