@@ -15,7 +15,8 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from tests.mutants.copied import ROOT, Copy, Outcome
-from tests.mutants.mutants import MUTANTS, Mutant
+from tests.mutants.mutant import Mutant
+from tests.mutants.mutants import MUTANTS
 
 
 def main() -> int:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.mutants.mutants import Mutant
+from tests.mutants.mutant import Mutant
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 300

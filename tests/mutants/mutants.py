@@ -1,34 +1,23 @@
-"""Mutations of durability, lineage, resume, access and episodes, each with the tests that must fail.
-
-Invariant: each replaces a text that occurs exactly once in its file; test_mutants.py fails if the code has changed.
-"""
+"""All mutations: of durability, lineage, resume, access and episodes here, of other parts in files of their own."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Final
 
-
-@dataclass(frozen=True, slots=True)
-class Mutant:
-    """One mutation."""
-
-    name: str
-    file: str
-    old: str
-    new: str
-    killers: tuple[str, ...]  # pytest node ids, at least one of which must fail
-
-
-def _of(file: str, killed_by: str, *mutations: tuple[str, str, str, str]) -> Iterator[Mutant]:
-    """Mutations (name, old, new, test) of one file, killed by tests in one file."""
-    for name, old, new, test in mutations:
-        yield Mutant(name, file, old, new, (f"{killed_by}::{test}",))
-
+from tests.mutants import (
+    core_in_flight,
+    durability,
+    episodes,
+    foreign_files,
+    limits,
+    models,
+    templates,
+    trust,
+)
+from tests.mutants.mutant import Mutant, of
 
 _CORE: Final = (
-    *_of(
+    *of(
         "dora/core/on_run.py",
         "tests/core/test_failures.py",
         (
@@ -41,7 +30,7 @@ _CORE: Final = (
 )
 
 _JOURNAL: Final = (
-    *_of(
+    *of(
         "dora/files.py",
         "tests/journal/test_files.py",
         (
@@ -57,7 +46,7 @@ _JOURNAL: Final = (
             "test_a_replacement_is_synced_before_it_gets_the_name",
         ),
     ),
-    *_of(
+    *of(
         "dora/journal/frames.py",
         "tests/journal/test_commits.py",
         (
@@ -79,7 +68,7 @@ _JOURNAL: Final = (
             "test_after_a_failed_sync_no_waiter_continues_and_nothing_is_written",
         ),
     ),
-    *_of(
+    *of(
         "dora/journal/commits.py",
         "tests/journal/test_commits.py",
         (
@@ -120,7 +109,7 @@ _JOURNAL: Final = (
             "test_a_callback_runs_when_its_position_is_reached_and_not_before",
         ),
     ),
-    *_of(
+    *of(
         "dora/journal/frames.py",
         "tests/journal/test_frames.py",
         (
@@ -154,7 +143,7 @@ _JOURNAL: Final = (
             "test_writing_to_a_deleted_file_is_an_error",
         ),
     ),
-    *_of(
+    *of(
         "dora/journal/tokens.py",
         "tests/journal/test_tokens.py",
         (
@@ -192,7 +181,7 @@ _JOURNAL: Final = (
 )
 
 _ORDER: Final = (
-    *_of(
+    *of(
         "dora/controller/trainer_link.py",
         "tests/controller/test_trainer_link.py",
         (
@@ -208,7 +197,7 @@ _ORDER: Final = (
             "test_output_of_another_history_ends_the_run",
         ),
     ),
-    *_of(
+    *of(
         "dora/controller/effects.py",
         "tests/crash/test_order.py",
         (
@@ -218,7 +207,7 @@ _ORDER: Final = (
             "test_waves_and_pushes_leave_after_their_cause_is_on_the_disk",
         ),
     ),
-    *_of(
+    *of(
         "dora/controller/orders.py",
         "tests/crash/test_order.py",
         (
@@ -228,7 +217,7 @@ _ORDER: Final = (
             "test_waves_and_pushes_leave_after_their_cause_is_on_the_disk",
         ),
     ),
-    *_of(
+    *of(
         "dora/controller/copies.py",
         "tests/crash/test_order.py",
         (
@@ -250,7 +239,7 @@ _ORDER: Final = (
             "test_deletions_and_metrics_follow_their_decision_on_the_disk",
         ),
     ),
-    *_of(
+    *of(
         "dora/controller/observer.py",
         "tests/crash/test_order.py",
         (
@@ -266,7 +255,7 @@ _ORDER: Final = (
             "test_deletions_and_metrics_follow_their_decision_on_the_disk",
         ),
     ),
-    *_of(
+    *of(
         "dora/controller/copies.py",
         "tests/controller/test_loop.py",
         (
@@ -282,7 +271,7 @@ _ORDER: Final = (
             "test_the_newest_durable_versions_are_kept_as_configured",
         ),
     ),
-    *_of(
+    *of(
         "dora/core/training.py",
         "tests/core/test_training.py",
         (
@@ -301,7 +290,7 @@ _ORDER: Final = (
 )
 
 _RESUME: Final = (
-    *_of(
+    *of(
         "dora/app/resume.py",
         "tests/crash/test_trust.py",
         (
@@ -389,7 +378,7 @@ _RESUME: Final = (
             "test_a_journal_that_was_altered_is_not_continued",
         ),
     ),
-    *_of(
+    *of(
         "dora/config/changes.py",
         "tests/crash/test_trust.py",
         (
@@ -399,7 +388,7 @@ _RESUME: Final = (
             "test_a_change_that_alters_the_experiment_must_be_accepted",
         ),
     ),
-    *_of(
+    *of(
         "dora/app/opening.py",
         "tests/crash/test_trust.py",
         (
@@ -421,7 +410,7 @@ _RESUME: Final = (
             "test_an_operational_change_needs_no_consent_but_is_reported_and_recorded",
         ),
     ),
-    *_of(
+    *of(
         "dora/weights/store.py",
         "tests/crash/test_trust.py",
         (
@@ -431,7 +420,7 @@ _RESUME: Final = (
             "test_a_version_with_other_bytes_than_in_the_journal_is_set_aside_and_recomputed",
         ),
     ),
-    *_of(
+    *of(
         "dora/cli/run.py",
         "tests/controller/test_resume.py",
         (
@@ -441,7 +430,7 @@ _RESUME: Final = (
             "test_a_run_locked_by_another_process_is_not_read",
         ),
     ),
-    *_of(
+    *of(
         "dora/node/lease.py",
         "tests/node/test_lease.py",
         (
@@ -451,7 +440,7 @@ _RESUME: Final = (
             "test_a_held_lease_cannot_be_taken_again",
         ),
     ),
-    *_of(
+    *of(
         "dora/journal/run_folder.py",
         "tests/node/test_lease.py",
         (
@@ -464,7 +453,7 @@ _RESUME: Final = (
 )
 
 _LINEAGE: Final = (
-    *_of(
+    *of(
         "dora/controller/lineage.py",
         "tests/controller/test_lineage.py",
         (
@@ -510,7 +499,7 @@ _LINEAGE: Final = (
             "test_every_wave_names_the_chain_before_its_step_and_the_last_one_the_chain_with_it",
         ),
     ),
-    *_of(
+    *of(
         "dora/trainer/step.py",
         "tests/trainer/test_history.py",
         (
@@ -520,7 +509,7 @@ _LINEAGE: Final = (
             "test_a_wave_of_another_history_is_not_trained",
         ),
     ),
-    *_of(
+    *of(
         "dora/trainer/publish.py",
         "tests/trainer/test_history.py",
         (
@@ -530,7 +519,7 @@ _LINEAGE: Final = (
             "test_a_version_recomputed_with_other_bytes_keeps_the_first_and_reports_the_difference",
         ),
     ),
-    *_of(
+    *of(
         "dora/engine/names.py",
         "tests/controller/test_published.py",
         (
@@ -540,7 +529,7 @@ _LINEAGE: Final = (
             "test_a_label_names_the_bytes_of_its_version",
         ),
     ),
-    *_of(
+    *of(
         "dora/controller/published.py",
         "tests/controller/test_published.py",
         (
@@ -562,7 +551,7 @@ _LINEAGE: Final = (
             "test_a_lost_version_is_awaited_until_it_is_written_again",
         ),
     ),
-    *_of(
+    *of(
         "dora/weights/store.py",
         "tests/weights/test_store.py",
         (
@@ -596,7 +585,7 @@ _LINEAGE: Final = (
             "test_a_live_version_whose_bytes_changed_is_never_copied",
         ),
     ),
-    *_of(
+    *of(
         "dora/trainer/checkpoint.py",
         "tests/trainer/test_checkpoint.py",
         (
@@ -624,7 +613,7 @@ _LINEAGE: Final = (
             "test_a_damaged_checkpoint_is_skipped_and_set_aside",
         ),
     ),
-    *_of(
+    *of(
         "dora/journal/audit_lineage.py",
         "tests/journal/test_audit_lineage.py",
         (
@@ -664,7 +653,7 @@ _LINEAGE: Final = (
             "test_a_checkpoint_deleted_while_fewer_than_two_newer_ones_are_kept_is_named",
         ),
     ),
-    *_of(
+    *of(
         "dora/journal/deep.py",
         "tests/journal/test_deep.py",
         (
@@ -674,7 +663,7 @@ _LINEAGE: Final = (
             "test_a_check_that_compared_nothing_is_not_ok_and_says_why",
         ),
     ),
-    *_of(
+    *of(
         "dora/cli/run.py",
         "tests/e2e/test_exit_codes.py",
         (
@@ -684,7 +673,7 @@ _LINEAGE: Final = (
             "test_an_outcome_that_is_not_good_has_an_exit_code_of_its_own",
         ),
     ),
-    *_of(
+    *of(
         "dora/cli/audit.py",
         "tests/e2e/test_exit_codes.py",
         (
@@ -697,7 +686,7 @@ _LINEAGE: Final = (
 )
 
 _ACCESS: Final = (
-    *_of(
+    *of(
         "dora/controller/effects.py",
         "tests/controller/test_effects.py",
         (
@@ -725,7 +714,7 @@ _ACCESS: Final = (
             "test_a_refusal_that_the_next_server_would_repeat_is_final",
         ),
     ),
-    *_of(
+    *of(
         "dora/controller/trajectories.py",
         "tests/controller/test_trajectories.py",
         (
@@ -735,7 +724,7 @@ _ACCESS: Final = (
             "test_tokens_of_an_older_attempt_are_refused",
         ),
     ),
-    *_of(
+    *of(
         "dora/embedded/server.py",
         "tests/embedded/test_guard.py",
         (
@@ -745,7 +734,7 @@ _ACCESS: Final = (
             "test_a_caller_without_the_key_changes_nothing_and_running_requests_continue[None]",
         ),
     ),
-    *_of(
+    *of(
         "dora/guard.py",
         "tests/status/test_endpoint.py",
         (
@@ -767,7 +756,7 @@ _ACCESS: Final = (
             "test_a_request_of_another_sites_page_is_refused_even_with_the_token",
         ),
     ),
-    *_of(
+    *of(
         "dora/status/server.py",
         "tests/status/test_endpoint.py",
         (
@@ -777,7 +766,7 @@ _ACCESS: Final = (
             "test_a_request_without_the_token_is_refused_and_changes_nothing",
         ),
     ),
-    *_of(
+    *of(
         "dora/engine/sglang/client.py",
         "tests/engine/test_client.py",
         (
@@ -793,7 +782,7 @@ _ACCESS: Final = (
             "test_the_api_key_is_sent_and_never_follows_a_redirect",
         ),
     ),
-    *_of(
+    *of(
         "dora/app/managed.py",
         "tests/e2e/test_ports.py",
         (
@@ -803,7 +792,7 @@ _ACCESS: Final = (
             "test_every_start_of_a_server_has_a_key_of_its_own",
         ),
     ),
-    *_of(
+    *of(
         "dora/journal/access.py",
         "tests/journal/test_access.py",
         (
@@ -813,7 +802,7 @@ _ACCESS: Final = (
             "test_a_run_folder_is_closed_to_others_under_any_umask",
         ),
     ),
-    *_of(
+    *of(
         "dora/node/plan.py",
         "tests/node/test_plan.py",
         (
@@ -823,7 +812,7 @@ _ACCESS: Final = (
             "test_a_child_gets_the_environment_without_our_own_variables_and_what_it_needs",
         ),
     ),
-    *_of(
+    *of(
         "dora/transport/curve.py",
         "tests/transport/test_strangers.py",
         (
@@ -854,7 +843,7 @@ _ACCESS: Final = (
             "test_idle_connections_are_closed_after_the_time_limit_of_a_handshake",
         ),
     ),
-    *_of(
+    *of(
         "dora/transport/curve.py",
         "tests/transport/test_broken_ranks.py",
         (
@@ -864,7 +853,7 @@ _ACCESS: Final = (
             "test_a_frame_beyond_the_limit_closes_the_connection_even_of_a_holder_of_the_token",
         ),
     ),
-    *_of(
+    *of(
         "dora/tasks/guard.py",
         "tests/tasks/test_pool.py",
         (
@@ -874,7 +863,7 @@ _ACCESS: Final = (
             "test_what_a_grader_started_in_other_sessions_ends_with_it",
         ),
     ),
-    *_of(
+    *of(
         "dora/controller/episodes.py",
         "tests/environments/test_episode_replays.py",
         (
@@ -890,7 +879,7 @@ _ACCESS: Final = (
             "test_an_environment_that_cannot_be_replayed_is_called_once",
         ),
     ),
-    *_of(
+    *of(
         "dora/app/resume.py",
         "tests/controller/test_resume.py",
         (
@@ -900,7 +889,7 @@ _ACCESS: Final = (
             "test_what_a_call_gave_is_not_known_without_its_event",
         ),
     ),
-    *_of(
+    *of(
         "dora/core/admission.py",
         "tests/core/test_calls.py",
         (
@@ -910,7 +899,7 @@ _ACCESS: Final = (
             "test_groups_are_admitted_while_the_hosts_have_room_for_all_unfinished_episodes",
         ),
     ),
-    *_of(
+    *of(
         "dora/environments/pool.py",
         "tests/environments/test_environment_pool.py",
         (
@@ -926,7 +915,7 @@ _ACCESS: Final = (
             "test_a_lost_host_is_one_failure_of_a_source_and_is_logged",
         ),
     ),
-    *_of(
+    *of(
         "dora/tasks/child.py",
         "tests/tasks/test_pool.py",
         (
@@ -936,7 +925,7 @@ _ACCESS: Final = (
             "test_graders_inherit_neither_sockets_nor_tokens",
         ),
     ),
-    *_of(
+    *of(
         "dora/environments/process.py",
         "tests/environments/test_environment_pool.py",
         (
@@ -952,7 +941,7 @@ _ACCESS: Final = (
             "test_a_row_is_not_blamed_for_a_host_that_died_in_a_call_of_another",
         ),
     ),
-    *_of(
+    *of(
         "dora/environments/pool.py",
         "tests/environments/test_environment_pool.py",
         (
@@ -968,7 +957,7 @@ _ACCESS: Final = (
             "test_a_host_with_many_stuck_threads_takes_no_more_episodes_and_is_replaced_when_it_is_empty",
         ),
     ),
-    *_of(
+    *of(
         "dora/environments/host.py",
         "tests/environments/test_environment_pool.py",
         (
@@ -1082,7 +1071,7 @@ _FOUND: Final = tuple(
 )
 
 _EPISODES: Final = (
-    *_of(
+    *of(
         "dora/core/on_calls.py",
         "tests/core/test_calls.py",
         (
@@ -1104,7 +1093,7 @@ _EPISODES: Final = (
             "test_a_slot_is_kept_for_the_time_that_a_prefill_elsewhere_would_cost_all_slots",
         ),
     ),
-    *_of(
+    *of(
         "dora/core/patience.py",
         "tests/core/test_calls.py",
         (
@@ -1120,7 +1109,7 @@ _EPISODES: Final = (
             "test_a_version_in_need_is_given_the_next_vacant_instance_of_the_newest_which_stops_admitting",
         ),
     ),
-    *_of(
+    *of(
         "dora/journal/audit_calls.py",
         "tests/journal/test_audit_calls.py",
         (
@@ -1136,7 +1125,7 @@ _EPISODES: Final = (
             "test_a_new_controller_repeats_only_calls_that_can_be_repeated",
         ),
     ),
-    *_of(
+    *of(
         "dora/environments/episode.py",
         "tests/environments/test_episode_rows.py",
         (
@@ -1158,7 +1147,7 @@ _EPISODES: Final = (
             "test_an_observation_is_cut_so_that_one_token_can_follow",
         ),
     ),
-    *_of(
+    *of(
         "dora/journal/rows.py",
         "tests/environments/test_episode_rows.py",
         (
@@ -1168,7 +1157,7 @@ _EPISODES: Final = (
             "test_each_sampled_token_is_trained_once_after_what_it_saw_however_the_conversation_changes",
         ),
     ),
-    *_of(
+    *of(
         "dora/trainer/batch.py",
         "tests/trainer/test_row.py",
         (
@@ -1178,7 +1167,7 @@ _EPISODES: Final = (
             "test_turns_are_counted_over_all_rows_of_a_trajectory",
         ),
     ),
-    *_of(
+    *of(
         "dora/trainer/packing.py",
         "tests/trainer/test_row.py",
         (
@@ -1190,4 +1179,14 @@ _EPISODES: Final = (
     ),
 )
 
-MUTANTS: Final = (*_CORE, *_JOURNAL, *_ORDER, *_RESUME, *_LINEAGE, *_ACCESS, *_EPISODES, *_FOUND)
+MUTANTS: Final = (
+    *(*_CORE, *_JOURNAL, *_ORDER, *_RESUME, *_LINEAGE, *_ACCESS, *_EPISODES, *_FOUND),
+    *core_in_flight.MUTANTS,
+    *durability.MUTANTS,
+    *episodes.MUTANTS,
+    *foreign_files.MUTANTS,
+    *limits.MUTANTS,
+    *models.MUTANTS,
+    *templates.MUTANTS,
+    *trust.MUTANTS,
+)

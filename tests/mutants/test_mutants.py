@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.mutants.copied import ROOT, Copy, NotApplied, mutated
-from tests.mutants.mutants import MUTANTS, Mutant
+from tests.mutants.mutant import Mutant
+from tests.mutants.mutants import MUTANTS
 
 #: Mutations with quick tests, of journal, lineage and access.
 QUICK = ("journal-not-synced", "chain-without-waves", "run-folder-open-to-all")
