@@ -139,7 +139,7 @@ class Proxy:
     """A proxy of one server that lies or breaks off on demand."""
 
     target: str
-    cut_every: int = 0  # of streams: broken off after the first piece of the answer, if there are two; 0: none
+    cut_every: int = 0  # of streams: one is broken off inside its second event; 0: none
     false_refusals: int = 0  # updates still to be answered with 400 although they were done
     streams: int = 0
     cut: int = 0
@@ -180,19 +180,20 @@ class Proxy:
 
     async def _stream(self, request: web.Request, answer: aiohttp.ClientResponse) -> web.StreamResponse:
         self.streams += 1
-        to_be_cut = self.cut_every and self.streams % self.cut_every == 0
         response = web.StreamResponse(status=answer.status, headers={"Content-Type": answer.headers["Content-Type"]})
         await response.prepare(request)
-        pieces = 0
-        async for piece in answer.content.iter_any():
-            pieces += 1
-            if to_be_cut and pieces > 1 and b"[DONE]" not in piece:
-                await response.write(piece[:-20])  # in the middle of an event
+        # An answer that is due but has one event only leaves it to the next one.
+        to_be_cut = self.cut_every > 0 and self.streams // self.cut_every > self.cut
+        events = 0
+        async for line in answer.content:  # events, and the empty lines after them
+            events += line.startswith(b"data: ") and b"[DONE]" not in line
+            if to_be_cut and events == 2:
+                await response.write(line[: len(line) // 2])
                 self.cut += 1
                 assert request.transport is not None
                 request.transport.abort()
                 break
-            await response.write(piece)
+            await response.write(line)
         return response
 
 
