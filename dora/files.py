@@ -14,10 +14,10 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import takewhile
 from pathlib import Path
 from typing import IO, Final, Literal
 
@@ -147,17 +147,22 @@ def replace(path: Path, data: bytes) -> None:
 
 
 class LineFile:
-    """A file of lines, appended whole. Lines that find the disk full are kept, and are written with the next ones."""
+    """A file of lines, appended whole. Lines that find the disk full are kept, and are written with the next ones.
+
+    `sync` may be called from another thread than the rest.
+    """
 
     def __init__(self, path: Path, *, is_known: Callable[[bytes], bool] = lambda line: True) -> None:
-        """Open a file for appending, and cut it off at the first line that a crash has torn, or that is not known."""
+        """Open a file for appending, without the lines that a crash has torn, or that are not known."""
         self.path = path
+        self.num_dropped = 0  #: lines that were left out
         self._kept = bytearray()
+        self._syncing = threading.Lock()  # so that the file is not closed meanwhile
+        self._is_synced = True
         if path.exists():
-            whole = sum(map(len, takewhile(is_known, read_lines(path))))
-            if whole < path.stat().st_size:
-                truncate(path, whole)
+            self.num_dropped = drop_lines(path, is_known=is_known)
             self._file = path.open("ab", buffering=0)
+            self._is_synced = False  # what a killed process has written may not be
         else:
             self._file = path.open("ab", buffering=0)
             append(self._file, path, b"")
@@ -175,14 +180,57 @@ class LineFile:
                 raise DoraError(f"{self.path}: cannot be written: {err.strerror}") from err
         else:
             self._kept.clear()
+            self._is_synced = False
+
+    def sync(self) -> None:
+        """Wait until what was written is on the disk, or until that finds it full; DoraError if it fails otherwise."""
+        with self._syncing:
+            if self._is_synced or self._file.closed:
+                return
+            self._is_synced = True  # but for what is written from now on
+            try:
+                sync(self.path, self._file.fileno())
+            except OSError as err:
+                self._is_synced = False
+                if not is_full(err):
+                    raise DoraError(f"{self.path}: cannot be synced: {err.strerror}") from err
 
     def close(self) -> None:
         """Write what was kept, wait until all is on the disk, and close. Errors are ignored, as the journal has all."""
-        if not self._file.closed:
-            with suppress(OSError, DoraError):
-                self.write(b"")
-                sync(self.path, self._file.fileno())
+        if self._file.closed:
+            return
+        with suppress(DoraError):
+            self.write(b"")
+        with suppress(DoraError):
+            self.sync()
+        with self._syncing:
             self._file.close()
+
+
+def drop_lines(path: Path, *, is_known: Callable[[bytes], bool]) -> int:
+    """Remove the torn last line of a file, and those that are not known; return their number.
+
+    After a crash the file has all of them or none.
+    """
+    dropped = kept = end = 0
+    with path.open("rb") as file:
+        for line in file:
+            if not (line.endswith(b"\n") and is_known(line)):
+                dropped += 1
+            else:
+                kept += len(line)
+                end = end if dropped else kept
+    if dropped and kept == end:
+        truncate(path, end)
+    elif dropped:
+        written = path.with_name(f".{path.name}-{os.getpid()}")
+        with written.open("wb") as copy:
+            copy.writelines(line for line in read_lines(path) if is_known(line))
+        wrote(written)
+        sync(written)
+        rename(written, path)
+        sync_folder(path.parent)
+    return dropped
 
 
 def is_full(err: OSError) -> bool:

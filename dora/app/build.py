@@ -179,7 +179,7 @@ def make_controller(
         journal=opened.journal,
         commits=opened.commits,
         trainer=trainer,
-        beside=(reporters, fleet),
+        beside=(reporters, fleet, opened.lines),
         observer=observer,
         now=opened.now,
         stop_timeout_s=config.trainer.stop_timeout_s,

@@ -289,6 +289,8 @@ class _Run:
                 f"{folder.versions} has no room for the last version, {lost[-1]}, which is only in memory "
                 f"({opened.store.memory_root}): copy it from there"
             )
+        if outcome.finished and (line := opened.lost_versions()):
+            self._frontend.tell(line)
         return replace(outcome, violations=violations)
 
 

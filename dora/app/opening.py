@@ -19,6 +19,7 @@ import structlog
 from dora import files
 from dora.app import resume as resuming
 from dora.app.inputs import model_bytes, model_files, weights_digest
+from dora.app.lost_rows import lost_rows, ranges
 from dora.app.prepare import Job
 from dora.app.settings import SPARE_VERSIONS, configure_message, drift_watch, lineage_settings
 from dora.config.load import dump
@@ -26,6 +27,7 @@ from dora.config.schema import Config
 from dora.controller.fleet import Fleet
 from dora.controller.in_flight import InFlight
 from dora.controller.inbox import Inbox
+from dora.controller.line_files import LineFiles
 from dora.controller.lineage import Lineage, base_chain
 from dora.controller.observer import RunObserver
 from dora.controller.rollouts import RolloutWriter
@@ -102,9 +104,15 @@ class Opened:
         tokens = stack.enter_context(TokenWriter(folder.tokens, epoch=job.epoch))
         self.journal = stack.enter_context(JournalWriter(folder.journal))
         self.commits = Commits(journal=self.journal, tokens=tokens)
+        self.lines = LineFiles(folder, job.state)
+        stack.callback(self.lines.close)
+        for line in self.lines.removed():
+            tell(line)
         self.spans = SpanRecorder(
             folder,
             job.state,
+            spans=self.lines.spans,
+            timeline=self.lines.timeline,
             num_ranks=0 if job.rollout_only else job.config.trainer.ranks,
             time_scale=job.time_scale,
             now=now,
@@ -131,10 +139,27 @@ class Opened:
 
     def _close_store(self) -> None:
         """Close the store, but keep and report versions that did not fit on the disk."""
-        needed = list(self.job.state.window.entries)
+        needed = self._promised
         if stranded := self.store.stranded(needed):
             log.error("versions_in_memory_only", versions=stranded, kept_in=str(self.store.memory_root))
         self.store.close(needed=needed)
+
+    @property
+    def _promised(self) -> list[VersionId]:
+        """Versions that are needed, and those of which `weights.keep` promises a durable copy."""
+        window, keep = self.job.state.window, self.job.config.weights.keep
+        if window.newest is None or self.job.rollout_only:
+            return sorted(window.entries)
+        oldest = max(0, window.newest - keep + 1) if keep else 0
+        return sorted({*window.entries, *map(VersionId, range(oldest, window.newest + 1))})
+
+    def lost_versions(self) -> str:
+        """Say which versions the run folder lacks in spite of `weights.keep`, and where they are; "" if none."""
+        if self.job.rollout_only or not (lost := sorted({*self._promised} - {*self.store.durable()})):
+            return ""
+        in_memory = self.store.stranded(lost)
+        where = f"; {ranges(in_memory)} in {self.store.memory_root}: copy them from there" if in_memory else ""
+        return f"{self.folder.versions} lacks versions {ranges(lost)}, for which the disk had no room{where}"
 
     def _restore(self, model_chain: str) -> resuming.Start:
         """Restore the state of an earlier controller; return where the trainer starts."""
@@ -152,6 +177,8 @@ class Opened:
         self.missing = resuming.recover_versions(store, recorded, tell=self.tell)
         start = resuming.choose_start(self.folder, recorded, missing=self.missing, tell=self.tell)
         resuming.require_same_history(recorded, start, settings=lineage_settings(job.config), config=job.config)
+        if lost := lost_rows(self.folder.metrics, recorded, again_from=start.step):
+            self.tell(lost)
         self._keep_live(store)
         added = job.settings.steps if job.settings.steps > recorded.settings.steps else 0
         calling = [t.id for t in job.state.trajectories.values() if t.phase is TrajectoryPhase.CALLING]
@@ -206,7 +233,7 @@ class Opened:
         """Create the observer, which keeps metrics and status."""
         job = self.job
         observer = RunObserver(
-            folder=self.folder,
+            lines=self.lines,
             facts=ShellFacts(
                 run_id=self.folder.run_id,
                 strategy=job.config.rollout.strategy,

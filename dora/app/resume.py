@@ -21,7 +21,7 @@ from dora.config.schema import Config
 from dora.controller.evaluations import Evaluations
 from dora.controller.token_ledger import TokenLedger
 from dora.controller.trajectories import Trajectories
-from dora.core.commands import FailRun, FinishRun
+from dora.core.commands import FailRun, FinishRun, ReportEvaluation
 from dora.core.events import CheckpointSaved, StepTrained, VersionPublished
 from dora.core.ids import GroupId, StepId, TrajectoryId, VersionId
 from dora.core.phases import TrajectoryPhase
@@ -56,6 +56,7 @@ class Recorded:
     base_chain: str | None  # of version 0; None if it was not published
     held_out: str | None  # digest of the held-out prompts; None if it was not recorded
     saved: Collection[str]  # names of all checkpoint folders ever reported
+    evaluated: Collection[VersionId]  # versions whose scores were reported, or whose evaluation was skipped
     ledger: TokenLedger  # outcomes of groups; the counts come with the tokens
     end: FinishRun | FailRun | None  # None unless the run has ended
 
@@ -74,7 +75,8 @@ def read_run(folder: RunFolder) -> Recorded:
     last_at, end = 0.0, None
     files: dict[VersionId, Mapping[str, str]] = {}
     chains: dict[StepId, str] = {}
-    saved = set()
+    saved: set[str] = set()
+    evaluated: set[VersionId] = set()
     base_chain = held_out = None
     ledger = TokenLedger(group_size=journal.header.settings.group_size, is_replay=True)
     for record in journal.records():
@@ -87,6 +89,7 @@ def read_run(folder: RunFolder) -> Recorded:
         event = record.event
         last_at = event.at
         ledger.note(event, record.commands)
+        evaluated.update(order.version for order in record.commands if isinstance(order, ReportEvaluation))
         end = next((order for order in record.commands if isinstance(order, FinishRun | FailRun)), end)
         match event:
             case StepTrained():
@@ -108,6 +111,7 @@ def read_run(folder: RunFolder) -> Recorded:
         base_chain=base_chain,
         held_out=held_out,
         saved=saved,
+        evaluated=evaluated | {*found.state.evaluation.overtaken},
         ledger=ledger,
         end=end if found.state.finished else None,
     )

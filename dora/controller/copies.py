@@ -1,6 +1,7 @@
 """Durable copies of versions, and the deletion of versions and checkpoints that are no longer needed.
 
 Invariant: no version that is needed is deleted, and nothing is deleted before the event that caused it is on the disk.
+A version whose copy finds the disk full stays in memory until there is space, as long as memory has room for others.
 At a shutdown these tasks are completed, not cancelled.
 """
 
@@ -24,8 +25,12 @@ from dora.weights.store import StoreError, StoreFull, VersionLost, VersionStore
 
 log = structlog.get_logger(__name__)
 
-#: Pauses after attempts at a durable copy that found the disk full, in seconds.
-COPY_PAUSES_S: Final = (1.0, 2.0, 4.0, 8.0, 16.0)
+#: Pause after the first attempt at a durable copy that found the disk full, in seconds; each one doubles it, up to a
+#: limit, as an attempt may write gigabytes.
+COPY_PAUSE_S: Final = 1.0
+MAX_COPY_PAUSE_S: Final = 16.0
+#: For how long attempts are made once the run ends.
+LAST_COPIES_S: Final = 30.0
 
 
 class Copies:
@@ -52,6 +57,7 @@ class Copies:
         self._work = work
         self._keep = keep
         self._copies: dict[VersionId, asyncio.Task[None]] = {}  # in progress, by version
+        self._gives_up_at: float | None = None  # by the event loop's clock; None while the run goes on
 
     def publish(self, event: ev.VersionPublished, *, position: int) -> None:
         """Copy a published version, unless it was written again in a replay and is no longer needed."""
@@ -65,9 +71,15 @@ class Copies:
 
     async def keep_result(self, event: ev.Event) -> None:
         """Copy the final version before FinishRun is journaled: no resume would write the version again."""
+        self.end()
         version = self._window.newest
         if version is not None and not (isinstance(event, ev.VersionPublished) and not event.files):
             await (self._copies.get(version) or self._copy(version))
+
+    def end(self) -> None:
+        """From now on, wait for space only for LAST_COPIES_S: the run ends."""
+        if self._gives_up_at is None:
+            self._gives_up_at = asyncio.get_running_loop().time() + LAST_COPIES_S
 
     def release(self, order: cmd.ReleaseVersion, *, position: int) -> None:
         """Delete a version from the live store once its durable copy is complete."""
@@ -88,18 +100,28 @@ class Copies:
 
     async def _copy(self, version: VersionId) -> None:
         """Make a durable copy for a resume and the audit; on failure, log an error and let the run continue."""
-        for pause_s in COPY_PAUSES_S:
+        pause_s = COPY_PAUSE_S
+        while self._keeps(version):
             try:
                 await asyncio.to_thread(self._store.copy_durable, version)
                 return
-            except StoreFull:
+            except StoreFull as err:
+                if not self._may_wait(version):
+                    log.error("version_not_durable", version=version, reason=str(err))
+                    return
                 await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, MAX_COPY_PAUSE_S)
             except StoreError as err:
                 if isinstance(err, VersionLost) and version in self._window.entries:
                     raise  # another process has deleted a version that the run needs
                 log.error("version_not_durable", version=version, reason=str(err))
                 return
-        log.error("version_not_durable", version=version, reason="the disk of the run folder is full")
+
+    def _may_wait(self, version: VersionId) -> bool:
+        """Whether a version waits for space on the disk: it is needed, or does not take memory that others need."""
+        if self._gives_up_at is not None and asyncio.get_running_loop().time() >= self._gives_up_at:
+            return False
+        return version in self._window.entries or self._store.has_room_beside(version)
 
     async def _release_when_copied(self, version: VersionId, *, position: int) -> None:
         await self._commits.durable(position)

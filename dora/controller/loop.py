@@ -174,6 +174,7 @@ class Controller:
 
     async def _shut_down(self) -> None:
         """End requests first, so that the token log is complete; then wait for the checkpoint."""
+        self._orders.copies.end()
         self._in_flight.cancel()
         await self._end_calls()
         if self._error is None:

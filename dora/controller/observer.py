@@ -1,7 +1,7 @@
 """Metrics, kept trajectories, and the facts for the status of a run.
 
-Invariant: a row in metrics.jsonl has the core's counters at the time when the step was trained. Rows are written once
-their event is on the disk, so that a resume writes none twice.
+Invariant: a row in metrics.jsonl has the core's counters at the time when the step was trained, or trained again if the
+row was lost. Rows are written once their event is on the disk, and no step has two.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import structlog
 from dora import files
 from dora.controller.evaluations import Evaluations
 from dora.controller.graded import GradedGroups
+from dora.controller.line_files import LineFiles
 from dora.controller.loop import Outcome
 from dora.controller.samples import SampleFile, Samples
 from dora.controller.spans import SpanRecorder
@@ -36,7 +37,6 @@ from dora.core.tables import Group
 from dora.errors import DoraError, one_line
 from dora.files import LineFile
 from dora.journal.deep import KeptTrajectory
-from dora.journal.run_folder import RunFolder
 from dora.status.drift import Alarm, DriftWatch
 from dora.status.episodes import EpisodeStats
 from dora.status.facts import RECENT_STEPS, Score, ShellFacts, StepFacts
@@ -52,7 +52,7 @@ class RunObserver:
     def __init__(
         self,
         *,
-        folder: RunFolder,
+        lines: LineFiles,
         facts: ShellFacts,
         state: State,
         trajectories: Trajectories,
@@ -67,7 +67,7 @@ class RunObserver:
     ) -> None:
         """`urls`: of the instances that are up. `then`: calls a function once a journal position is on the disk."""
         self.facts = facts
-        self._folder = folder
+        self._lines = lines
         self._state = state
         self._trajectories = trajectories
         self._evaluations = evaluations
@@ -81,14 +81,14 @@ class RunObserver:
                 why = "whose environment gave none, or one " if facts.has_environment else ""
                 skipped = f"skipped {eval_set.num_skipped} prompts {why}over task.max_prompt_tokens"
                 self._note_problem("evaluation_shortened", f"{eval_set.name}: {skipped}")
-        is_known = partial(_is_known, state=state)  # else a truncated journal would repeat rows
-        self._metrics = LineFile(folder.metrics, is_known=is_known)
-        self._kept = SampleFile(folder.trajectories, is_known=is_known, max_bytes=max_kept_bytes)
-        facts.scores += earlier_scores(folder.metrics)
+        self._metrics, metrics = lines.metrics, lines.metrics.path
+        self._kept = SampleFile(lines.trajectories, max_bytes=max_kept_bytes)
+        self._told = {row.get("step") for row in read_rows(metrics, kind="step")}  # steps that have a row
+        facts.scores += earlier_scores(metrics)
         facts.starting = {*state.instances}
-        facts.steps.extend(earlier_steps(folder.metrics))
-        facts.num_trained_tokens = earlier_trained_tokens(folder.metrics)
-        recall_alarms(drift, folder.metrics)
+        facts.steps.extend(earlier_steps(metrics))
+        facts.num_trained_tokens = earlier_trained_tokens(metrics)
+        recall_alarms(drift, metrics)
         facts.alarms = [*drift.alarms.values()]
         self._graded = GradedGroups(state)
         self._turns = Turns()
@@ -142,6 +142,8 @@ class RunObserver:
         if self._rows and isinstance(event, ev.StepTrained):
             rows, self._rows = self._rows, []
             self._then(position, partial(_write, rows))
+        if isinstance(event, ev.CheckpointSaved):
+            self._then(position, self._lines.soon)  # the steps before it are not trained again
         if isinstance(event, ev.InstanceUp | ev.InstanceLost | ev.InstanceRemoved):
             self.facts.starting.discard(event.instance)
         if isinstance(event, ev.Ticked):
@@ -199,8 +201,10 @@ class RunObserver:
     def on_step(self, report: StepReport) -> None:
         """Prepare the rows of a trained step; called just before its StepTrained is emitted."""
         state = self._state
-        if report.step < state.feed.trained:
-            return  # trained again: reported the first time
+        if report.step in self._told:
+            return  # trained again
+        self._told.add(report.step)
+        is_new = report.step >= state.feed.trained
         groups = state.feed.groups(report.step)
         trajectories = [t for g in groups for t in g.trajectories]
         rewards = [t.reward for t in trajectories if t.reward is not None]
@@ -216,12 +220,13 @@ class RunObserver:
             duration_s=duration_s,
             idle_s=min(state.feed.idle_s, duration_s),
             waited_for=self._waited_for,
-            **self._graded.take().shares(),
+            **(self._graded.take().shares() if is_new else {}),
             **_lengths([t.num_tokens for t in trajectories if t.reward is not None]),
             episodes=self._episodes([t.id for t in trajectories if t.reward is not None]),
         )
         self._waited_for = ""
-        self.facts.steps.append(facts)
+        if not self.facts.steps or report.step > self.facts.steps[-1].step:
+            self.facts.steps.append(facts)
         self._trajectories.ledger.train(report.step)
         self.facts.num_trained_tokens += num_tokens
         self.facts.trainer_metrics = report.metrics
@@ -344,14 +349,6 @@ def _write(rows: list[tuple[LineFile, bytes]]) -> None:
         file.write(line)
 
 
-class _Subject(msgspec.Struct):
-    """What a row of metrics or a kept trajectory is about."""
-
-    kind: str = "step"
-    step: int = -1
-    version: int = -1
-
-
 class _StepMetrics(msgspec.Struct):
     """What the drift alarms need of the row of a step."""
 
@@ -363,17 +360,6 @@ class _StepTokens(msgspec.Struct):
     """How many response tokens a step trained."""
 
     num_tokens: int
-
-
-def _is_known(line: bytes, *, state: State) -> bool:
-    """Whether the journal has what a row tells."""
-    try:
-        row = msgspec.json.decode(line, type=_Subject)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return True  # a damaged line is kept
-    if row.kind == "evaluation":
-        return state.evaluated is not None and row.version <= state.evaluated
-    return row.kind != "step" or row.step < state.feed.trained
 
 
 def read_rows(metrics: Path, *, kind: str) -> Iterator[dict[str, Any]]:

@@ -6,20 +6,20 @@ are written with the next step. Once the file has its full size, a problem is re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeVar
 
+import msgspec
 import numpy as np
 from msgspec.structs import replace
 
-from dora import files
 from dora.controller.evaluations import Evaluations
 from dora.controller.trajectories import Trajectories, TrajectoryRecord
 from dora.controller.turns import Turns
 from dora.core import commands as cmd
 from dora.core.ids import GroupId, StepId, TrajectoryId, VersionId
 from dora.core.tables import Group
+from dora.files import LineFile, read_lines
 from dora.journal.deep import EVALUATION, NO_GROUP, KeptTrajectory, encode_kept
 from dora.tasks.tokenizer import Tokenizer
 from dora.transport.messages import TrainerLogprobs
@@ -27,19 +27,25 @@ from dora.transport.messages import TrainerLogprobs
 T = TypeVar("T")
 
 
+class _Kept(msgspec.Struct):
+    trajectory: int = 0
+
+
 class SampleFile:
     """trajectories.jsonl, which grows up to a size."""
 
-    def __init__(self, path: Path, *, is_known: Callable[[bytes], bool], max_bytes: int) -> None:
-        """Open it, and cut off what is not known."""
-        self.file = files.LineFile(path, is_known=is_known)
+    def __init__(self, file: LineFile, *, max_bytes: int) -> None:
+        self.file = file
         self.is_full = False
-        self._room = max_bytes - path.stat().st_size
+        self._room = max_bytes - file.path.stat().st_size
+        self._earlier = {  # from before a resume, some of which may come again with a step that is trained again
+            msgspec.json.decode(line, type=_Kept).trajectory for line in read_lines(file.path)
+        }
 
     def lines(self, kept: Iterable[KeptTrajectory]) -> list[bytes]:
         """Return the lines to be appended: from the first one that does not fit on, none."""
         lines: list[bytes] = []
-        for line in map(encode_kept, kept):
+        for line in [encode_kept(one) for one in kept if one.trajectory not in self._earlier]:
             self.is_full = self.is_full or len(line) > self._room
             if not self.is_full:
                 self._room -= len(line)

@@ -28,8 +28,9 @@ from dora.core.ids import InstanceId, TrajectoryId
 from dora.core.state import State
 from dora.core.tables import Instance
 from dora.errors import DoraError
+from dora.files import LineFile
 from dora.journal.run_folder import RunFolder
-from dora.journal.spans import Kind, encode_line, ends_by, read_spans, read_timeline
+from dora.journal.spans import Kind, encode_line, read_spans, read_timeline
 from dora.status.activities import admission_refusal, instance_activity, waiting_cause
 from dora.transport.messages import RankSpans
 
@@ -78,6 +79,8 @@ class SpanRecorder:
         folder: RunFolder,
         state: State,
         *,
+        spans: LineFile,
+        timeline: LineFile,
         num_ranks: int,
         time_scale: float,
         now: Callable[[], float],
@@ -100,9 +103,7 @@ class SpanRecorder:
         self._waves_done = [0] * num_ranks
         self._lines: list[bytes] = []
         self._rows: list[bytes] = []
-        self._files = tuple(
-            files.LineFile(path, is_known=partial(ends_by, at=state.now)) for path in (folder.spans, folder.timeline)
-        )
+        self._files = (spans, timeline)
         rows = {row.kind: row.at + row.s for row in read_timeline(folder.timeline)}
         self._timelines: dict[Kind, Timeline] = {
             "rank": Timeline("rank", begin=rows.get("rank", 0.0)),

@@ -57,14 +57,14 @@ def encode_line(line: SpanLine | TimelineRow) -> bytes:
 
 
 def ends_by(line: bytes, at: float) -> bool:
-    """Whether what a line of either file says had ended by then; a damaged line is kept."""
+    """Whether a line of either file is undamaged, and what it says had ended by then."""
     with suppress(msgspec.MsgspecError, UnicodeDecodeError):
         if line.startswith(b"["):
             end: float = _SPAN.decode(line)[3]
             return end <= at + ROUNDING_S
         row = _ROW.decode(line)
         return row.at + row.s <= at + ROUNDING_S
-    return True
+    return False
 
 
 def read_spans(path: Path) -> Iterator[SpanLine]:

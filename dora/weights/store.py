@@ -140,6 +140,11 @@ class VersionStore:
                     raise StoreError(f"{source / name} does not match its checksum: version {version} is damaged")
             _expose(copy, target, fence=self._fence)
 
+    def has_room_beside(self, version: VersionId) -> bool:
+        """Whether the live root has room for two more versions of the size of this one."""
+        found = self._find(version)
+        return found is not None and shutil.disk_usage(self._memory).free >= 2 * found[1].num_bytes
+
     def release(self, version: VersionId) -> None:
         """Delete the live copy, if there is one."""
         if not self._is_shared:

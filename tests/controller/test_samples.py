@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from array import array
 from contextlib import closing
+from itertools import count
 from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from dora.controller.evaluations import EvalSet, Evaluations
 from dora.controller.samples import SampleFile, Samples
@@ -16,7 +18,8 @@ from dora.controller.turns import Turns
 from dora.core import commands as cmd
 from dora.core.ids import TrajectoryId, VersionId
 from dora.core.tables import Group
-from dora.journal.deep import EVALUATION, KeptTrajectory, read_kept
+from dora.files import LineFile
+from dora.journal.deep import EVALUATION, KeptTrajectory, encode_kept, read_kept
 from dora.journal.tokens import TokenWriter
 from dora.seed.policy import path as seed_path
 from dora.tasks.tokenizer import load_tokenizer
@@ -120,13 +123,13 @@ def test_a_sample_has_the_terms_of_its_reward_and_the_text_of_each_token(kept: K
 
 def test_the_file_of_samples_never_exceeds_its_bound_across_resumes_too(kept: Kept, tmp_path: Path) -> None:
     path, bound = tmp_path / "trajectories.jsonl", 4_000
-    sizes = []
+    sizes, ids = [], count()
     for _ in range(3):  # each time as if resumed
-        file = SampleFile(path, is_known=lambda line: True, max_bytes=bound)
+        file = SampleFile(LineFile(path), max_bytes=bound)
         with closing(file.file):
             assert not file.is_full
             for _ in range(4):
-                for line in file.lines(kept.of_step(kept.groups)):
+                for line in file.lines(replace(one, trajectory=next(ids)) for one in kept.of_step(kept.groups)):
                     file.file.write(line)
                 sizes.append(path.stat().st_size)
             longest = max(map(len, path.read_bytes().splitlines(keepends=True)))
@@ -139,3 +142,13 @@ def test_nothing_is_kept_if_that_is_the_setting(tmp_path: Path) -> None:
     kept = Kept(tmp_path, keep=0)
     kept.samples.on_commands([cmd.DropGroup(1, "filtered", "zero variance", (1.0, 1.0))])
     assert kept.of_step(kept.groups) == list(kept.samples.of_evaluation(VersionId(3), trained=3)) == []
+
+
+def test_a_sample_that_comes_again_after_a_resume_is_not_written_again(kept: Kept, tmp_path: Path) -> None:
+    """Its step is trained again, and the row of the step was lost."""
+    path = tmp_path / "trajectories.jsonl"
+    written = kept.of_step(kept.groups)
+    path.write_bytes(encode_kept(written[0]))
+    file = SampleFile(LineFile(path), max_bytes=10_000)
+    with closing(file.file):
+        assert file.lines(written) == [encode_kept(written[1])]

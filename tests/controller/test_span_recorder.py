@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -14,8 +15,9 @@ from dora.core import events as ev
 from dora.core.core import handle
 from dora.core.ids import InstanceId
 from dora.core.state import State
+from dora.files import LineFile
 from dora.journal.run_folder import RunFolder
-from dora.journal.spans import SpanLine, read_spans, read_timeline
+from dora.journal.spans import SpanLine, ends_by, read_spans, read_timeline
 from dora.status.activities import WAITING
 from dora.transport.messages import RankSpans
 from tests.core.builders import Core
@@ -40,6 +42,7 @@ class Recorded(World):
         self.recorder = SpanRecorder(
             self.folder,
             self.state,
+            **lines(self.folder, self.state),
             num_ranks=RANKS,
             time_scale=1.0,
             now=lambda: max(self.now, self.state.now),
@@ -72,6 +75,12 @@ class Recorded(World):
         activity = "start" if is_start else "waiting"
         spans = ((activity, spent / 2), ("forward_backward", spent / 2))
         self.recorder.on_rank_spans(rank, RankSpans(rank=rank, until=until + CLOCK, spans=spans))
+
+
+def lines(folder: RunFolder, state: State) -> dict[str, LineFile]:
+    """The two files of a recorder, opened as a run opens them."""
+    has_ended = partial(ends_by, at=state.now)
+    return {name: LineFile(getattr(folder, name), is_known=has_ended) for name in ("spans", "timeline")}
 
 
 def folder_at(path: Path) -> RunFolder:
@@ -175,7 +184,13 @@ def test_a_clock_that_is_ahead_and_slow_messages_do_not_shift_spans(tmp_path: Pa
 def started(folder: RunFolder) -> tuple[Core, SpanRecorder]:
     core = Core(groups_per_step=2, group_size=2)
     recorder = SpanRecorder(
-        folder, core.state, num_ranks=2, time_scale=1.0, now=lambda: core.now, then=lambda position, write: write()
+        folder,
+        core.state,
+        **lines(folder, core.state),
+        num_ranks=2,
+        time_scale=1.0,
+        now=lambda: core.now,
+        then=lambda position, write: write(),
     )
     return core, recorder
 

@@ -10,7 +10,9 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 import struct
+import tomllib
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -230,11 +232,40 @@ class Expected:
     settings: bytes  # of the lineage
 
 
+@dataclass(frozen=True)
+class Lost:
+    """What a run said to be lost."""
+
+    steps: set[int] = field(default_factory=set)  # without a row
+    scores: set[int] = field(default_factory=set)  # versions whose evaluation has none
+    versions: set[int] = field(default_factory=set)  # not in the run folder
+
+
+NOTHING = Lost()
+
+
+def lost_in(said: str) -> Lost:
+    """Read what a run told its user."""
+    return Lost(
+        _numbers(re.findall(r"taken the rows of steps ([-\d, ]+)", said)),
+        _numbers(re.findall(r"of evaluations of versions ([-\d, ]+)", said)),
+        _numbers(re.findall(r"lacks versions ([-\d, ]+),", said)),
+    )
+
+
+def _numbers(texts: list[str]) -> set[int]:
+    spans = [part.strip().split("-") for text in texts for part in text.split(",") if part.strip()]
+    return {number for span in spans for number in range(int(span[0]), int(span[-1]) + 1)}
+
+
 class Checker:
     """One run folder."""
 
-    def __init__(self, folder: Path, expected: Expected, *, damaged: str = "") -> None:
-        """`damaged`: name of a version or checkpoint that a test has damaged; it may stay so if nothing needs it."""
+    def __init__(self, folder: Path, expected: Expected, *, damaged: str = "", lost: Lost | None = NOTHING) -> None:
+        """`damaged`: name of a version or checkpoint that a test has damaged; it may stay so if nothing needs it.
+        `lost`: what the user was told to be lost; None if nobody was there to tell.
+        """
+        self.lost = lost
         self.folder = folder
         self.damaged = damaged
         self.expected = expected
@@ -384,6 +415,10 @@ class Checker:
         require(sorted(told.versions) == list(range(told.steps + 1)), f"versions {sorted(told.versions)}")
         durable = self.folder / "versions"
         require((durable / f"v{told.steps:06d}").is_dir(), "the last version is not in the run folder")
+        if self.lost is not None:
+            promised = range(told.steps + 1)[-self._kept_versions() :]
+            missing = {v for v in promised if not (durable / f"v{v:06d}").is_dir()} - self.lost.versions
+            require(not missing, f"versions {missing} are not in the run folder, and nobody said so")
         for path in durable.glob("v*"):
             if path.name == self.damaged and path.name != f"v{told.steps:06d}":
                 continue
@@ -393,6 +428,11 @@ class Checker:
             manifest = json.loads((path / "manifest.json").read_text())
             require(manifest["chain"] == told.versions[version]["chain"], f"{path} has another chain")
             require(manifest["files"] == told.versions[version]["files"], f"{path} has other files")
+
+    def _kept_versions(self) -> int:
+        """The number of versions to be kept in the run folder; 0: all."""
+        kept: int = tomllib.loads((self.folder / "config.toml").read_text())["weights"]["keep"]
+        return kept
 
     def _checkpoints(self) -> None:
         for event in self.told.saved:
@@ -411,10 +451,19 @@ class Checker:
         for line in path.read_bytes().splitlines() if path.exists() else ():
             try:
                 row = json.loads(line)
-                key = ("step", row["step"]) if row["kind"] == "step" else ("evaluation", row["version"], row["name"])
+                key = (
+                    ("step", row["step"]) if row["kind"] == "step" else ("evaluation", row["version"], row.get("name"))
+                )
             except (ValueError, LookupError, TypeError):
-                continue  # a power failure came before it was on the disk
+                require(self.lost is None, f"a damaged row has stayed: {line[:40]!r}")
+                continue
             seen[key] += 1
+        if self.lost is not None:
+            steps, scored = ({key[1] for key in seen if key[0] == kind} for kind in ("step", "evaluation"))
+            missing = {*self.told.chains} - steps - self.lost.steps
+            require(not missing, f"steps {missing} have no row, and nobody said so")
+            missing = {*self.told.evaluated} - scored - self.lost.scores
+            require(not missing, f"evaluations {missing} have no row, and nobody said so")
         twice = [key for key, count in seen.items() if count > 1]
         require(not twice, f"metrics tell twice of {twice}")
         again = [version for version, count in self.told.evaluated.items() if count > 1]

@@ -78,6 +78,7 @@ class Step:
     data: bytes = b""
     target: str = ""
     size: int = 0
+    at: float = 0.0  # seconds of virtual time since the life began
 
     def __str__(self) -> str:
         return f"{self.kind} {'/'.join(self.path)} {len(self.data) or ''}"
@@ -285,6 +286,7 @@ class Disk:
         self.tree = start.copy()
         self.steps: list[Step] = []
         self._prefix = f"{world}/"
+        self.clock: Callable[[], float] = lambda: 0.0
         self.before: Callable[[Step], None] = lambda step: None  #: called with each step, before it is carried out
 
     def observe(self, operation: Operation) -> None:
@@ -299,10 +301,13 @@ class Disk:
             data,
             operation.target.name if operation.target is not None else "",
             operation.size,
+            self.clock(),
         )
         before, self.before = self.before, lambda step: None  # it may do steps of its own
-        before(step)
-        self.before = before
+        try:
+            before(step)
+        finally:
+            self.before = before
         self.steps.append(step)
         self.tree.apply(step)
 

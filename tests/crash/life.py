@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import os
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +47,8 @@ from tests.crash.models import End, Engines, Faults, Graders, Server, TrainerMod
 
 RUN_ID = "test-20260101-000000-abcd"
 INSTANCES = 2
+FULL_S = 50.0  #: time for which a disk is full, after FULL_FROM_S
+FULL_FROM_S = 1.0
 FAULTS = Faults()
 
 
@@ -70,6 +75,7 @@ class Plan:
     fails_at: float | None = None  # seconds; the first trainer fails then
     calls: bool = False  # episodes have several turns
     can_replay: bool = False  # episodes of a lost host are repeated
+    fills: str = ""  # a part of the path of each file for which the first controller's disk has no room for a while
     faults: Faults = FAULTS
 
 
@@ -106,6 +112,7 @@ class World:
         self.inputs = open_inputs(self.config, converse=Converse(tokenizer) if plan.calls else None)
         for name in ("runs", "memory"):
             (path / name).mkdir()
+        self.said = ""  # by the last life
 
     def _overrides(self) -> list[str]:
         return [
@@ -136,7 +143,18 @@ class World:
         tree.folder(("memory",))
         tree.sync_all()
         tree.lay_out(self.path)
-        return self._live(Disk(self.path, tree), seed=seed, is_new=True)
+        disk = Disk(self.path, tree)
+        if self.plan.fills:
+            disk.before = partial(self._fill, disk)
+        return self._live(disk, seed=seed, is_new=True)
+
+    def _fill(self, disk: Disk, step: Step) -> None:
+        """Refuse a step that needs space in the run folder while there is none."""
+        needs = step.kind in ("write", "wrote", "make_folder") or (step.kind == "append" and step.data)
+        place = "/".join(step.path)
+        is_full = FULL_FROM_S <= step.at < FULL_FROM_S + FULL_S
+        if needs and is_full and place.startswith("runs/") and self.plan.fills in place:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def resume(self, tree: Tree, *, seed: str, before: Callable[[Step], None] | None = None) -> Life:
         """Resume a world as `dora run --resume` does; `before` is called with each file operation."""
@@ -153,11 +171,13 @@ class World:
                 life.outcome = run(self._drive(life, seed=seed, rng=rng, is_new=is_new), rng=rng)
             except DoraError as err:
                 life.refusal = err
+        self.said = life.said
         return life
 
     async def _drive(self, life: Life, *, seed: str, rng: random.Random, is_new: bool) -> Outcome:
         job = self._new_job() if is_new else self._resumed_job()
         loop = asyncio.get_running_loop()
+        life.disk.clock = loop.time
 
         def tell(line: str) -> None:
             life.said += f"dora: {line}\n"
@@ -212,6 +232,8 @@ class World:
                 model.cancel()
             if outcome.finished and opened.store.stranded(job.state.window.entries):
                 raise RunFailed("the last version is in memory alone")
+            if outcome.finished and (line := opened.lost_versions()):
+                tell(line)
         return outcome
 
     def _new_job(self) -> Job:

@@ -234,7 +234,7 @@ class TrainerModel:
                 case wire.MicroBatch():
                     await self._train(messages)
                 case wire.SaveCheckpoint():
-                    self._save()
+                    await self._save()
                 case wire.Stop():
                     break
         if self._publishing is not None:
@@ -276,7 +276,7 @@ class TrainerModel:
         await self._publish(self._step)
         settings = self._order.settings
         if self._step % settings.checkpoint_every == 0 or self._step == settings.steps:
-            self._save()
+            await self._save()
 
     # -- versions -----------------------------------------------------------------------------------------------------
 
@@ -311,15 +311,26 @@ class TrainerModel:
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
-    def _save(self) -> None:
+    async def _save(self) -> None:
         parent = Path(self._order.checkpoints)
         target = checkpoints.folder_of(parent, step=self._step, chain=self._chain)
         found = checkpoints.read_manifest(target)
         if found is None or found.state_checksums != self._checksums(self._policy):
-            self._save_in(parent, target)
+            while not self._save_in(parent, target):
+                await self._pause()
         self._say(wire.CheckpointWritten(step=self._step, folder=str(target), chain=self._chain))
 
-    def _save_in(self, parent: Path, target: Path) -> None:
+    def _save_in(self, parent: Path, target: Path) -> bool:
+        """Whether there was room for it."""
+        try:
+            self._write_checkpoint(parent, target)
+        except OSError as err:
+            if not files.is_full(err):
+                raise
+            return False
+        return True
+
+    def _write_checkpoint(self, parent: Path, target: Path) -> None:
         written = target.with_name(f".{target.name}")
         files.remove(written)
         files.make_folder(written)

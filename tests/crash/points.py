@@ -9,14 +9,18 @@ from pathlib import Path
 
 from dora.app.inputs import model_digest
 from dora.app.settings import lineage_settings
+from dora.controller.line_files import SYNC_EVERY_S
 from dora.controller.lineage import base_chain
 from dora.errors import ConfigError, DoraError
 from dora.journal.audit import audit
-from tests.crash.checker import Broken, Checker, Expected, check_order
-from tests.crash.disk import File, Kind, Tree, crashed
+from tests.crash.checker import Broken, Checker, Expected, check_order, lost_in
+from tests.crash.disk import Disk, File, Kind, Tree, crashed
 from tests.crash.life import Life, Plan, World
+from tests.crash.loop import DELAYS
 from tests.crash.models import Faults
 
+#: Age from which a line survives a power failure: a pause between syncs, and the delays of those of four files.
+LINES_S = SYNC_EVERY_S + 4 * max(DELAYS)
 #: Maximum number of resumes that crash in a row.
 DEPTH = 4
 
@@ -35,6 +39,13 @@ PLANS = {
         Plan("synchronous", ("rollout.max_staleness=0", "trainer.checkpoint_every=1")),
         Plan("calls", ("eval.every=2",), calls=True),
         Plan("replayed-calls", calls=True, can_replay=True),
+        Plan(
+            "no-room-for-versions",
+            ("run.steps=5", "trainer.checkpoint_every=5"),
+            fills="/versions/",
+            faults=Faults(grade_s=5.0),
+        ),
+        Plan("full-disk", ("eval.every=2",), fills="/"),
     )
 }
 
@@ -67,6 +78,7 @@ class Prober:
         """Crash at `point`; with `nested`, crash the resumes too. Raises Broken."""
         rng = random.Random(f"{self.world.plan.name} {self.seed} {point} {kind} {nested}")
         tree = crashed(self.base.disk, point=point, kind=kind, rng=rng)
+        _require_rows(self.base.disk, tree, point=point)
         calls = _calls(self.base, until=point)
         for depth in range(1, (DEPTH if nested else 1) + 1):
             tally.points += 1
@@ -82,6 +94,7 @@ class Prober:
                 return
             at = rng.randrange(steps + 1)
             tree = crashed(life.disk, point=at, kind=rng.choice(("kill", "power")), rng=rng)
+            _require_rows(life.disk, tree, point=at)
             calls |= _calls(life, until=at)
 
     def _require_order(self, life: Life) -> None:
@@ -98,17 +111,31 @@ class Prober:
             return "nothing to resume"
         if life.outcome is not None and not life.outcome.finished:
             raise Broken(f"ended with {life.outcome}")
-        self.check(with_audit=with_audit)
+        self.check(with_audit=with_audit, is_told=life.refusal is None)
         return "finished" if life.refusal is None else "was finished"
 
-    def check(self, *, with_audit: bool = True, damaged: str = "") -> None:
-        """Run the checker, and the application's audit, which takes longest."""
-        Checker(self.world.folder.root, self.expected, damaged=damaged).check()
+    def check(self, *, with_audit: bool = True, damaged: str = "", is_told: bool = True) -> None:
+        """Run the checker, and the application's audit, which takes longest.
+
+        `is_told`: the last life went on, so that it has said what is lost.
+        """
+        told = lost_in(self.world.said) if is_told else None
+        Checker(self.world.folder.root, self.expected, damaged=damaged, lost=told).check()
         if not with_audit:
             return
         report = audit(self.world.folder)
         if not report.ok:
             raise Broken(f"the audit alone finds: {report.violations[0].rule} {report.violations[0].message}")
+
+
+def _require_rows(disk: Disk, tree: Tree, *, point: int) -> None:
+    """Broken unless a crash has left the lines that were written a while before it."""
+    steps = disk.steps[:point]
+    for step in steps:
+        if step.kind == "append" and step.path[-1].endswith(".jsonl") and step.at < steps[-1].at - LINES_S:
+            file = tree.get(step.path)
+            if not isinstance(file, File) or step.data not in file.data:
+                raise Broken(f"{step} was written {steps[-1].at - step.at:.1f} s before the crash, and is gone")
 
 
 def _calls(life: Life, *, until: int) -> set[str]:

@@ -15,6 +15,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
+from dora import files
 from dora.app import saved_status as saving
 from dora.app.saved_status import SavedStatus, read_status, saved_status
 from dora.cli import status as command
@@ -71,6 +72,16 @@ async def test_the_file_has_the_latest_status_while_a_run_goes_on_and_the_last_o
         assert (await read_status(folder.root)).run_id == middle.run_id
     assert await read_status(folder.root) == last
     assert [path.name for path in folder.root.glob("*status*")] == ["status.json"]
+
+
+async def test_the_last_status_is_on_the_disk(folder: RunFolder, middle: Snapshot) -> None:
+    done: list[files.Operation] = []
+    with files.observed(done.append):
+        async with asyncio.timeout(10), saved_status(folder.status, lambda: middle, url=NOWHERE):
+            pass
+    last = done[-4:]
+    assert [operation.kind for operation in last] == ["write", "sync", "rename", "sync_folder"]
+    assert [last[1].path, last[2].target, last[3].path] == [last[0].path, folder.status, folder.root]
 
 
 def test_a_run_goes_on_if_its_status_cannot_be_written(tmp_path: Path, middle: Snapshot) -> None:

@@ -1,0 +1,90 @@
+"""The files of lines that a run leaves for people: metrics, kept trajectories, spans and timeline.
+
+Invariant: what a crash has damaged, or what the journal does not know, is removed before a line is added. What was
+written SYNC_EVERY_S ago, or before the last checkpoint, is on the disk, unless the disk is slow.
+
+Sync loop. Consumes: written lines. Waits for: the next time, then the disk, in a thread, one file after the other.
+Unblocked by: time, and `soon`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from functools import partial
+from typing import Any, Final
+
+import msgspec
+
+from dora.controller.work import Loop
+from dora.core.state import State
+from dora.files import LineFile
+from dora.journal.run_folder import RunFolder
+from dora.journal.spans import ends_by
+
+SYNC_EVERY_S: Final = 5.0
+
+
+class LineFiles:
+    """The files of one run, opened for appending."""
+
+    def __init__(self, folder: RunFolder, state: State) -> None:
+        """`state`: of the core, as the journal has it."""
+        is_known, has_ended = partial(_is_known, state=state), partial(ends_by, at=state.now)
+        self.metrics = LineFile(folder.metrics, is_known=is_known)
+        self.trajectories = LineFile(folder.trajectories, is_known=is_known)
+        self.spans = LineFile(folder.spans, is_known=has_ended)
+        self.timeline = LineFile(folder.timeline, is_known=has_ended)
+        self._files = (self.metrics, self.trajectories, self.spans, self.timeline)
+        self._requested = asyncio.Event()
+
+    def removed(self) -> list[str]:
+        """Say what was removed when the files were opened: a message for each."""
+        return [
+            f"{file.path}: removed {file.num_dropped} lines that are damaged or not in the journal"
+            for file in self._files
+            if file.num_dropped
+        ]
+
+    def close(self) -> None:
+        """Bring everything to the disk, and close the files."""
+        for file in self._files:
+            file.close()
+
+    def soon(self) -> None:
+        """Request that what was written is brought to the disk without delay."""
+        self._requested.set()
+
+    def loops(self) -> list[tuple[str, Loop]]:
+        """Return the named coroutine to be run beside the controller."""
+        return [("line-syncs", self._sync())]
+
+    async def _sync(self) -> None:
+        while True:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(SYNC_EVERY_S):
+                    await self._requested.wait()
+            self._requested.clear()
+            for file in self._files:
+                await asyncio.to_thread(file.sync)
+
+
+class _Subject(msgspec.Struct):
+    """What a row of metrics or a kept trajectory is about."""
+
+    kind: str = "step"
+    step: int = -1
+    version: int = -1
+    trajectory: int = 0
+
+
+def _is_known(line: bytes, *, state: State) -> bool:
+    """Whether a row is undamaged, and the journal has what it tells."""
+    try:
+        values: dict[str, Any] = msgspec.json.decode(line)  # all of it: a struct would pass over damaged values
+        row = msgspec.convert(values, _Subject)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return False
+    if row.kind == "evaluation":
+        return state.evaluated is not None and row.version <= state.evaluated
+    return row.kind != "step" or row.step < state.feed.trained
