@@ -41,7 +41,7 @@ class LineFiles:
     def removed(self) -> list[str]:
         """Say what was removed when the files were opened: a message for each."""
         return [
-            f"{file.path}: removed {file.num_dropped} lines that are damaged or not in the journal"
+            f"{file.path}: {file.num_dropped} of its lines were damaged or not in the journal, and were removed"
             for file in self._files
             if file.num_dropped
         ]

@@ -78,7 +78,7 @@ class Prober:
         """Crash at `point`; with `nested`, crash the resumes too. Raises Broken."""
         rng = random.Random(f"{self.world.plan.name} {self.seed} {point} {kind} {nested}")
         tree = crashed(self.base.disk, point=point, kind=kind, rng=rng)
-        _require_rows(self.base.disk, tree, point=point)
+        require_lines(self.base.disk, tree, point=point)
         calls = _calls(self.base, until=point)
         for depth in range(1, (DEPTH if nested else 1) + 1):
             tally.points += 1
@@ -94,7 +94,7 @@ class Prober:
                 return
             at = rng.randrange(steps + 1)
             tree = crashed(life.disk, point=at, kind=rng.choice(("kill", "power")), rng=rng)
-            _require_rows(life.disk, tree, point=at)
+            require_lines(life.disk, tree, point=at)
             calls |= _calls(life, until=at)
 
     def _require_order(self, life: Life) -> None:
@@ -128,7 +128,7 @@ class Prober:
             raise Broken(f"the audit alone finds: {report.violations[0].rule} {report.violations[0].message}")
 
 
-def _require_rows(disk: Disk, tree: Tree, *, point: int) -> None:
+def require_lines(disk: Disk, tree: Tree, *, point: int) -> None:
     """Broken unless a crash has left the lines that were written a while before it."""
     steps = disk.steps[:point]
     for step in steps:
