@@ -58,6 +58,7 @@ class Copies:
         self._keep = keep
         self._copies: dict[VersionId, asyncio.Task[None]] = {}  # in progress, by version
         self._gives_up_at: float | None = None  # by the event loop's clock; None while the run goes on
+        self._only_in_memory: set[VersionId] = set()  # for which there was no space until the end
 
     def publish(self, event: ev.VersionPublished, *, position: int) -> None:
         """Copy a published version, unless it was written again in a replay and is no longer needed."""
@@ -95,7 +96,7 @@ class Copies:
             await self._copy(version)
         if not is_needed:
             self._copies.pop(version, None)  # unless `_release_when_copied` has removed it
-            await asyncio.to_thread(self._store.release, version)
+            await self._release(version)
         await self._prune()
 
     async def _copy(self, version: VersionId) -> None:
@@ -120,6 +121,7 @@ class Copies:
     def _may_wait(self, version: VersionId) -> bool:
         """Whether a version waits for space on the disk: it is needed, or does not take memory that others need."""
         if self._gives_up_at is not None and asyncio.get_running_loop().time() >= self._gives_up_at:
+            self._only_in_memory.add(version)
             return False
         return version in self._window.entries or self._store.has_room_beside(version)
 
@@ -128,8 +130,12 @@ class Copies:
         copy = self._copies.pop(version, None)
         if copy is not None:
             await copy
-        await asyncio.to_thread(self._store.release, version)
+        await self._release(version)
         await self._prune()
+
+    async def _release(self, version: VersionId) -> None:
+        if version not in self._only_in_memory:
+            await asyncio.to_thread(self._store.release, version)
 
     async def _drop_when_durable(self, order: cmd.DropCheckpoint, *, position: int) -> None:
         await self._commits.durable(position)

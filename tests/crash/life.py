@@ -47,7 +47,7 @@ from tests.crash.models import End, Engines, Faults, Graders, Server, TrainerMod
 
 RUN_ID = "test-20260101-000000-abcd"
 INSTANCES = 2
-FULL_S = 50.0  #: time for which a disk is full, after FULL_FROM_S
+FULL_S = 90.0  #: time for which a disk is full, after FULL_FROM_S
 FULL_FROM_S = 1.0
 FAULTS = Faults()
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from pathlib import Path
 
 import pytest
 
+from dora.controller.copies import LAST_COPIES_S, MAX_COPY_PAUSE_S
+from dora.weights.store import VersionStore
 from tests.crash.checker import lost_in
 from tests.crash.disk import File, Step, Tree, crashed
-from tests.crash.life import FULL_FROM_S, FULL_S
+from tests.crash.life import FULL_FROM_S, FULL_S, RUN_ID, World
 from tests.crash.points import PLANS, Prober, require_lines
 
 
@@ -87,3 +90,19 @@ def test_versions_that_found_no_room_are_copied_when_there_is_room_again(probed:
     probed.check()
     assert lost_in(probed.world.said).versions == set()
     assert {path.name for path in probed.world.folder.versions.glob("v*")} == {f"v{number:06d}" for number in range(6)}
+
+
+def test_versions_for_which_there_never_was_room_stay_in_memory_at_the_end(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.crash.life.FULL_S", math.inf)
+    path = place / "world"
+    path.mkdir()
+    world = World(path, PLANS["no-room-for-versions"])
+    life = world.begin(seed="")
+    assert "the last version is in memory alone" in str(life.refusal)
+    held = VersionStore(memory_root=path / "memory" / f"dora-{RUN_ID}", durable_root=world.folder.versions)
+    assert held.live() == held.stranded(range(6)) == [1, 2, 3, 4, 5]
+    trained = max(step.at for step in life.disk.steps if is_row(step, 4))
+    graded = trained + 6 * PLANS["no-room-for-versions"].faults.grade_s  # the samples of its evaluation
+    assert trained + LAST_COPIES_S < life.disk.steps[-1].at < graded + LAST_COPIES_S + 2 * MAX_COPY_PAUSE_S

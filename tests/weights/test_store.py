@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from dora import files
+from dora.core.ids import VersionId
 from dora.files import Operation, observed
 from dora.journal.access import restrict
 from dora.weights.fence import StaleEpoch, pass_fence, raise_fence
@@ -363,6 +364,22 @@ def test_versions_that_did_not_fit_on_the_disk_outlive_the_run_and_every_sweep(t
         store.close(needed=[3, 4])
     assert sweep_orphans(tmp_path, run_id="mine") == []
     assert VersionStore(memory_root=memory, durable_root=disk).live() == [3, 4]
+
+
+def test_a_version_may_stay_in_memory_while_there_is_room_for_two_more(tmp_path: Path) -> None:
+    store = VersionStore(memory_root=tmp_path / "memory", durable_root=tmp_path / "disk")
+    publish(store, 3)
+    assert store.has_room_beside(VersionId(3))
+    folder = store.folder(VersionId(3))
+    manifest = json.loads((folder / "manifest.json").read_text())
+    largest = folder / next(iter(manifest["files"]))
+    rest = manifest["num_bytes"] - largest.stat().st_size
+    os.truncate(largest, shutil.disk_usage(tmp_path).free // 2 + 2**30)  # which takes no room
+    manifest["num_bytes"] = rest + largest.stat().st_size
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    assert store.live() == [3]
+    assert not store.has_room_beside(VersionId(3))
+    assert not store.has_room_beside(VersionId(4)), "it is not there"
 
 
 def test_a_version_that_a_killed_run_had_no_time_to_copy_waits_for_its_resume(tmp_path: Path) -> None:
