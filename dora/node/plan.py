@@ -36,6 +36,7 @@ class ProcessPlan:
     #: `{port}` in argv). None: ready when it prints `ready <url>`.
     port: int | None = None
     field: str = ""  #: the setting that the command comes from, if any
+    cause: str = ""  #: beginning of the line of its output that says why it ends; what others add hides it
 
 
 def plan_engines(config: Config, *, model: Path, lease: Path, environ: Mapping[str, str]) -> list[ProcessPlan]:
@@ -119,7 +120,8 @@ def plan_trainer(
     ranks = ("--nproc-per-node", str(config.trainer.ranks))
     argv = config.trainer.command or (sys.executable, *torchrun, *ranks, "-m", "dora", "train")
     field = "trainer.command" if config.trainer.command else ""
-    return ProcessPlan(name="trainer", argv=argv, env=env, ready_timeout_s=None, field=field)
+    cause = "dora trainer: rank "  # torchrun's own report follows
+    return ProcessPlan(name="trainer", argv=argv, env=env, ready_timeout_s=None, field=field, cause=cause)
 
 
 def plan_sender(config: Config, *, lease: Path, environ: Mapping[str, str]) -> ProcessPlan:

@@ -52,6 +52,7 @@ class Child:
         self._is_well = is_well
         self._process: asyncio.subprocess.Process | None = None
         self._output: asyncio.Task[None] | None = None
+        self._log_begin = 0  # where the output of this process begins
 
     @property
     def pid(self) -> int | None:
@@ -67,6 +68,7 @@ class Child:
         await self.kill()
         port = self.plan.port or free_port()
         with open_log(self.log) as log:
+            self._log_begin = log.tell()
             self._process = process = await self._spawn(log, port=port)
         if self.plan.ready_timeout_s is None:
             return ""
@@ -191,6 +193,8 @@ class Child:
         self._process = self._output = None
 
     def _end_of_log(self) -> str:
+        if cause := first_line(self.log, self.plan.cause, begin=self._log_begin):
+            return f"{cause}; its log: {self.log}"
         lines = tail(self.log)
         return f"its log ({self.log}) ends: {' | '.join(lines)}" if lines else f"its log ({self.log}) is empty"
 
@@ -248,6 +252,16 @@ def tail(log: Path) -> list[str]:
         file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
         lines = file.read().decode(errors="replace").splitlines()
     return [line.strip() for line in lines if line.strip()][-TAIL_LINES:]
+
+
+def first_line(log: Path, beginning: str, *, begin: int) -> str:
+    """Return the first line with this beginning, which is not "", from a position on; "" if there is none."""
+    if not beginning or not log.exists():
+        return ""
+    with log.open("rb") as file:
+        file.seek(begin)
+        found = (line for line in file if line.startswith(beginning.encode()))
+        return next(found, b"").decode(errors="replace").strip()
 
 
 def _tie_to(parent: int) -> None:

@@ -49,7 +49,11 @@ def main() -> None:
         raise SystemExit(f"dora trainer: {err}") from None
     rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
     end = TrainerEnd(
-        address=environment["DORA_CONTROLLER"], token=environment["DORA_TOKEN"], rank=rank, world_size=world_size
+        address=environment["DORA_CONTROLLER"],
+        token=environment["DORA_TOKEN"],
+        rank=rank,
+        world_size=world_size,
+        has_lease=_own_lease() is not None,
     )
     try:
         end.connect(CONNECT_TIMEOUT_S)
@@ -138,11 +142,16 @@ def _checkpointing(order: Configure, device: torch.device) -> tuple[Mode, str]:
     return mode, f"trainer.activation_checkpointing: {mode}, chosen to save memory" if mode != "none" else ""
 
 
+def _own_lease() -> str | None:
+    """Return the lease of a rank that the run started on this host; None for others."""
+    return os.environ.get("DORA_LEASE") if os.environ.get("MASTER_ADDR") == "127.0.0.1" else None
+
+
 def _join(backend: str) -> None:
     """Join the process group that torchrun's environment describes. Ranks that the run started on this host use a file
     beside their lease as the store, because a TCPStore accepts commands from anyone who can reach its port."""
-    lease = os.environ.get("DORA_LEASE")
-    if lease is None or os.environ["MASTER_ADDR"] != "127.0.0.1":
+    lease = _own_lease()
+    if lease is None:
         dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
         return
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -182,7 +191,8 @@ def _publisher(order: Configure, end: TrainerEnd) -> Publisher:
 
 def _report_failure(end: TrainerEnd, rank: int, err: BaseException) -> None:
     """Print the whole error to this process's log, and send it to the controller as one line."""
-    print_error(f"rank {rank}: {' '.join(repr(err).split())}")
+    whole = str(err) if isinstance(err, DoraError) else repr(err)
+    print_error(f"rank {rank}: {' '.join(whole.split())}")
     end.try_send(TrainerFailed(rank=rank, reason=reason_of(err)))
 
 

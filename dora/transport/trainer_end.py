@@ -40,6 +40,7 @@ from dora.transport.messages import (
 
 UNREACHABLE_LIMIT_S = 60.0  # a rank ends when the controller was unreachable for this long, so as not to outlive it
 SEND_TIMEOUT_S = 120.0  # a controller that has consumed none of MAX_UNACKED messages for this long is stuck
+STOPPED_LIMIT_S = 24 * 3600.0  # both, for a rank that ends with its controller: it waits for one that is stopped
 CLOSE_TIMEOUT_S = 5.0  # for the acknowledgement of the last messages
 POLL_MS = 1_000  # how often UNREACHABLE_LIMIT_S is checked, and the longest delay of an acknowledgement
 ACK_EVERY = MAX_UNACKED // 4  # number of consumed messages after which the thread is woken to acknowledge them
@@ -53,11 +54,13 @@ log = structlog.get_logger(__name__)
 class TrainerEnd:
     """Typed, acknowledged messages to and from the controller."""
 
-    def __init__(self, *, address: str, token: str, rank: int, world_size: int) -> None:
+    def __init__(self, *, address: str, token: str, rank: int, world_size: int, has_lease: bool = False) -> None:
+        """`has_lease`: this process ends when its controller has ended, so that a silent controller is alive."""
         self._address = address
         self._token = token
         self._rank = rank
         self._world_size = world_size
+        self._has_lease = has_lease
         self._link = Link()
         self._epoch: int | None = None  # of the controller; None until welcomed
         self._fault: RemoteError | None = None
@@ -106,9 +109,10 @@ class TrainerEnd:
 
     def send(self, message: ToController) -> None:
         """Send `message`, after waiting for space in the window."""
+        limit_s = STOPPED_LIMIT_S if self._has_lease else SEND_TIMEOUT_S
         with self._changed:
-            if not self._changed.wait_for(lambda: not self._link.full or self._fault is not None, SEND_TIMEOUT_S):
-                raise RemoteError(f"the controller at {self._address} consumed nothing for {SEND_TIMEOUT_S:g} s")
+            if not self._changed.wait_for(lambda: not self._link.full or self._fault is not None, limit_s):
+                raise RemoteError(f"the controller at {self._address} consumed nothing for {limit_s:g} s")
             self._raise_fault()
             assert self._epoch is not None, "send before connect"
             frames = encode(ControllerData(epoch=self._epoch, id=self._link.next_id, message=message))
@@ -199,10 +203,11 @@ class TrainerEnd:
                 wake.recv()
             for frames in self._take_outgoing(was_called=wake in ready, is_idle=not ready):
                 self._transmit(dealer, frames)
-            if unreachable_since is not None and time.monotonic() - unreachable_since > UNREACHABLE_LIMIT_S:
+            limit_s = STOPPED_LIMIT_S if self._has_lease and self._epoch is not None else UNREACHABLE_LIMIT_S
+            if unreachable_since is not None and time.monotonic() - unreachable_since > limit_s:
                 why = f"; {self._why_no_handshake()}" if self._failed_handshakes else ""
                 raise RemoteError(
-                    f"the controller at {self._address} was unreachable for {UNREACHABLE_LIMIT_S:g} s{why}"
+                    f"the controller at {self._address} was unreachable for {limit_s:g} s{why}"
                 )
 
     def _take_outgoing(self, *, was_called: bool, is_idle: bool) -> list[list[Buffer]]:
@@ -242,8 +247,8 @@ class TrainerEnd:
 
     def _why_no_handshake(self) -> str:
         return (
-            f"the handshake with the controller at {self._address} fails; "
-            "does this side have its run's DORA_TOKEN and the same version of DORA?"
+            f"the handshake with the controller at {self._address} fails; is that process stopped, or "
+            "does this side lack its run's DORA_TOKEN, or the same version of DORA?"
         )
 
     def _on_frames(self, dealer: zmq.Socket[bytes], buffers: list[Buffer]) -> None:

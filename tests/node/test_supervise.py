@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -117,6 +118,34 @@ async def test_an_end_is_reported_with_its_cause_and_the_end_of_the_log(node: No
     assert await child.ended() == f"engine-0 ended with exit code 1; its log ({child.log}) ends: " + (
         "loading | ready http://127.0.0.1:7777 | out of luck"
     )
+
+
+TORCHRUN = """
+import sys
+print("dora trainer: model-1.safetensors: the file system is full")
+print("dora trainer: rank 1: %s")
+print("dora trainer: rank 0: a collective with another rank failed")
+for line in ("exitcode: 1", "error_file: <N/A>", "traceback: To enable traceback see: https://pytorch.org", "=" * 60):
+    print(line)
+sys.exit(1)
+"""
+
+
+async def test_the_line_in_which_a_process_says_why_it_ends_is_shown_not_what_others_add(node: Node):
+    """The first one of this start: what follows is a consequence, and an earlier start had another cause."""
+    child = None
+    for cause in ("the controller was unreachable", "a later cause"):
+        trainer = plan(TORCHRUN % cause, ready_timeout_s=None, name="trainer")
+        child = node.add(replace(trainer, cause="dora trainer: rank "))
+        await child.start()
+        said = f"dora trainer: rank 1: {cause}; its log: {child.log}"
+        assert await child.ended() == f"trainer ended with exit code 1; {said}"
+    assert child is not None
+    quiet = node.add(
+        replace(plan("print('killed')", ready_timeout_s=None, name="trainer"), cause="dora trainer: rank ")
+    )
+    await quiet.start()
+    assert (await quiet.ended()).endswith(" | killed")
 
 
 async def test_an_end_by_signal_names_the_signal(node: Node):

@@ -87,9 +87,15 @@ async def controller(
 
 @asynccontextmanager
 async def rank(
-    address: str, *, number: int = 0, world_size: int = 1, token: str = TOKEN, timeout_s: float = WAIT_S
+    address: str,
+    *,
+    number: int = 0,
+    world_size: int = 1,
+    token: str = TOKEN,
+    timeout_s: float = WAIT_S,
+    has_lease: bool = False,
 ) -> AsyncIterator[TrainerEnd]:
-    end = TrainerEnd(address=address, token=token, rank=number, world_size=world_size)
+    end = TrainerEnd(address=address, token=token, rank=number, world_size=world_size, has_lease=has_lease)
     try:
         await asyncio.to_thread(end.connect, timeout_s)
         yield end

@@ -58,10 +58,10 @@ class Victim:
 
 
 @asynccontextmanager
-async def victim(tmp_path: Path) -> AsyncIterator[Victim]:
+async def victim(tmp_path: Path, *, ranks: int = 1) -> AsyncIterator[Victim]:
     with (tmp_path / "log").open("wb") as log:
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "tests.transport.victim", stdout=PIPE, stderr=log
+            sys.executable, "-m", "tests.transport.victim", str(ranks), stdout=PIPE, stderr=log
         )
         try:
             assert process.stdout is not None

@@ -1,8 +1,9 @@
-"""A controller in a separate process, so that its memory and log can be measured; it echoes the messages of rank 0."""
+"""A controller in a process of its own, to be measured and stopped; it echoes what its ranks say: `victim RANKS`."""
 
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
 
 from dora.log import configure_logging
@@ -13,7 +14,7 @@ from tests.transport.peers import TOKEN, WAIT_S
 
 async def main() -> None:
     configure_logging(None, level="info", run="run", role="controller")
-    end = ControllerEnd(address="tcp://127.0.0.1:0", token=TOKEN, world_size=1, now=time.monotonic)
+    end = ControllerEnd(address="tcp://127.0.0.1:0", token=TOKEN, world_size=int(sys.argv[1]), now=time.monotonic)
     print(await end.start(), flush=True)  # noqa: T201
     await end.wait_ready(WAIT_S)
     while True:
