@@ -31,7 +31,11 @@ def recompute(run: RunFolder, config: Config) -> DeepReport:
     """
     if not run.trajectories.is_file():
         raise ConfigError(f"{run.trajectories}: no trajectories were kept; set log.trajectories_per_step")
+    import torch
+
     from dora.trainer.score import score
+
+    torch.set_num_threads(config.trainer.threads)  # as a rank has: beside other work, threads wait for each other
 
     def score_responses(
         model: Path, sequences: Sequence[Sequence[int]], prompt_lengths: Sequence[int]

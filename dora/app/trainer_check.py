@@ -73,6 +73,7 @@ def check_trainer(config: Config, model: Path, stack: ExitStack) -> CheckedTrain
 
     from dora.trainer.forecast import Outline
 
+    torch.set_num_threads(config.trainer.threads)
     trainer = config.trainer
     is_here = trainer.device == "cpu" or torch.cuda.is_available()
     memory = _memory(config) if is_here and not trainer.external else None

@@ -206,9 +206,7 @@ class TrainerEnd:
             limit_s = STOPPED_LIMIT_S if self._has_lease and self._epoch is not None else UNREACHABLE_LIMIT_S
             if unreachable_since is not None and time.monotonic() - unreachable_since > limit_s:
                 why = f"; {self._why_no_handshake()}" if self._failed_handshakes else ""
-                raise RemoteError(
-                    f"the controller at {self._address} was unreachable for {limit_s:g} s{why}"
-                )
+                raise RemoteError(f"the controller at {self._address} was unreachable for {limit_s:g} s{why}")
 
     def _take_outgoing(self, *, was_called: bool, is_idle: bool) -> list[list[Buffer]]:
         """Return the messages to transmit, with an acknowledgement if one is due."""

@@ -9,6 +9,7 @@ import pytest
 
 from dora.journal.run_folder import RunFolder
 from dora.node.lease import hold
+from dora.transport.trainer_end import UNREACHABLE_LIMIT_S
 from tests.e2e.runs import (
     Run,
     assert_audit_clean,
@@ -43,6 +44,21 @@ def test_a_run_listens_where_it_must_and_children_that_are_stopped_do_not_outliv
         until_gone(guards)
     assert_audit_clean(folder)
     assert not [*folder.root.glob("lease*")]
+
+
+def test_a_controller_that_was_stopped_for_more_than_a_minute_goes_on_with_its_ranks(tmp_path: Path) -> None:
+    """As by Ctrl-Z, which reaches the controller alone."""
+    with Run(*small(tmp_path, trainer__ranks=2, run__steps=4)) as run:
+        run.until_trained(1)
+        ranks = [child for child in run.children() if child.cmdline()[-2:] == ["dora", "train"]]
+        assert len(ranks) >= 2
+        controller = psutil.Process(run.process.pid)
+        controller.suspend()
+        gone, _ = psutil.wait_procs(ranks, timeout=UNREACHABLE_LIMIT_S + 15)
+        controller.resume()
+        assert run.end() == 0, run.told()
+        assert gone == []
+    assert_audit_clean(run.folder)
 
 
 def listens(process: psutil.Process) -> int:
