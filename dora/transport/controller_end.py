@@ -49,7 +49,10 @@ FAILED_HANDSHAKES = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
 MAX_NAMED = 16  # missing ranks in one message
-STRANGER = "a handshake failed: does that side have this run's DORA_TOKEN and the same version of DORA?"
+STRANGER = (
+    "a handshake failed: was this process stopped, or does that side lack this run's DORA_TOKEN, "
+    "or the same version of DORA?"
+)
 
 
 class TrainerLost(RemoteError):

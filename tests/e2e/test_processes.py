@@ -49,6 +49,7 @@ def test_a_run_listens_where_it_must_and_children_that_are_stopped_do_not_outliv
 def test_a_controller_that_was_stopped_for_more_than_a_minute_goes_on_with_its_ranks(tmp_path: Path) -> None:
     """As by Ctrl-Z, which reaches the controller alone."""
     with Run(*small(tmp_path, trainer__ranks=2, run__steps=4)) as run:
+        folder = run.folder
         run.until_trained(1)
         ranks = [child for child in run.children() if child.cmdline()[-2:] == ["dora", "train"]]
         assert len(ranks) >= 2
@@ -58,7 +59,7 @@ def test_a_controller_that_was_stopped_for_more_than_a_minute_goes_on_with_its_r
         controller.resume()
         assert run.end() == 0, run.told()
         assert gone == []
-    assert_audit_clean(run.folder)
+    assert_audit_clean(folder)
 
 
 def listens(process: psutil.Process) -> int:

@@ -4,6 +4,95 @@ from __future__ import annotations
 
 from typing import Final
 
-from tests.mutants.mutant import Mutant
+from tests.mutants.mutant import Mutant, of
 
-MUTANTS: Final[tuple[Mutant, ...]] = ()
+MUTANTS: Final[tuple[Mutant, ...]] = (
+    *of(
+        "dora/controller/line_files.py",
+        "tests/crash/test_lines.py",
+        (
+            "lines-not-synced-while-the-run-goes-on",
+            "                await asyncio.to_thread(file.sync)\n",
+            "                pass\n",
+            "test_every_line_survives_a_power_failure_a_few_seconds_later",
+        ),
+        (
+            "damaged-rows-kept",
+            "        return False\n    if row.kind",
+            "        return True\n    if row.kind",
+            "test_a_step_that_is_trained_again_gets_the_row_that_it_has_lost",
+        ),
+    ),
+    *of(
+        "dora/controller/observer.py",
+        "tests/crash/test_lines.py",
+        (
+            "no-row-for-a-step-that-is-trained-again",
+            "        if report.step in self._told:\n",
+            "        if report.step < state.feed.trained or report.step in self._told:\n",
+            "test_a_step_that_is_trained_again_gets_the_row_that_it_has_lost",
+        ),
+    ),
+    *of(
+        "dora/app/opening.py",
+        "tests/crash/test_lines.py",
+        (
+            "lost-rows-not-told",
+            "            self.tell(lost)\n",
+            "            pass\n",
+            "test_a_resume_says_which_rows_are_gone_for_good",
+        ),
+    ),
+    *of(
+        "dora/controller/copies.py",
+        "tests/crash/test_lines.py",
+        (
+            "copy-given-up-after-half-a-minute",
+            "                if not self._may_wait(version):\n",
+            "                if pause_s >= MAX_COPY_PAUSE_S or not self._may_wait(version):\n",
+            "test_versions_that_found_no_room_are_copied_when_there_is_room_again",
+        ),
+        (
+            "version-without-a-copy-deleted-at-the-end",
+            "            self._only_in_memory.add(version)\n",
+            "",
+            "test_versions_for_which_there_never_was_room_stay_in_memory_at_the_end",
+        ),
+    ),
+    *of(
+        "dora/files.py",
+        "tests/journal/test_files.py",
+        (
+            "refused-sync-taken-for-done",
+            "                self._is_synced = False\n                if not is_full",
+            "                if not is_full",
+            "test_lines_that_the_system_refuses_to_sync_are_an_error_and_those_of_a_full_disk_wait",
+        ),
+    ),
+    *of(
+        "dora/transport/trainer_end.py",
+        "tests/transport/test_stopped.py",
+        (
+            "rank-gives-up-a-stopped-controller",
+            "limit_s = STOPPED_LIMIT_S if self._has_lease and self._epoch is not None else UNREACHABLE_LIMIT_S",
+            "limit_s = UNREACHABLE_LIMIT_S",
+            "test_a_rank_with_a_lease_waits_for_a_controller_that_is_stopped",
+        ),
+        (
+            "rank-does-not-wait-for-the-window-of-a-stopped-controller",
+            "limit_s = STOPPED_LIMIT_S if self._has_lease else SEND_TIMEOUT_S",
+            "limit_s = SEND_TIMEOUT_S",
+            "test_a_rank_with_a_lease_waits_for_a_controller_that_is_stopped",
+        ),
+    ),
+    *of(
+        "dora/node/supervise.py",
+        "tests/node/test_supervise.py",
+        (
+            "cause-of-an-earlier-start-shown",
+            "            self._log_begin = log.tell()\n",
+            "",
+            "test_the_line_in_which_a_process_says_why_it_ends_is_shown_not_what_others_add",
+        ),
+    ),
+)

@@ -38,7 +38,8 @@ metric from which it can be computed, the panel of the dashboard in quotes, the 
 _ROWS: Final = """## Rows of kind `step`
 
 What is not finite is `null`. `trainer` has what the trainer measured ([below](#by-staleness)), `episodes` what
-[episodes](#of-episodes) came to. Counters are totals since the start.
+[episodes](#of-episodes) came to. Counters are totals since the start. The row of a step that was trained again, as a
+crash had taken its first one, has counters and times of then ([RELIABILITY.md](RELIABILITY.md)).
 """
 _EVALUATIONS: Final = """## Rows of kind `evaluation`
 

@@ -219,10 +219,10 @@ async def test_an_impostor_of_the_controller_receives_nothing(token):
 async def test_a_wrong_token_is_named_on_both_ends_and_logged_once():
     with capture_logs() as logged:
         async with controller() as (end, address):
-            with pytest.raises(RemoteError, match=f"with the controller at {address} fails; does this side have"):
+            with pytest.raises(RemoteError, match=rf"with the controller at {address} fails; .* does this side lack"):
                 async with rank(address, token="guess", timeout_s=1.5):
                     pass
-            with pytest.raises(RemoteError, match="a handshake failed: does that side have this run"):
+            with pytest.raises(RemoteError, match=r"a handshake failed: .* does that side lack this run"):
                 await end.wait_ready(0.05)
             of_rank = [line for line in logged if "rank" in line]
             assert len(of_rank) == len(logged) - 1 == 1
