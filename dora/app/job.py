@@ -97,12 +97,14 @@ async def run_job(
     earlier: RunFolder | None = None,
     rollout_only: bool = False,
     accept_changes: bool = False,
+    trust_folder: bool = False,
     time_scale: float = 1.0,
 ) -> Outcome:
-    """Run a job to its end. `earlier`: the folder of the run to resume; the caller holds its lock."""
+    """Run a job to its end. `earlier`: the folder of the run to resume; the caller holds its lock. `trust_folder`: what
+    that folder names is executed even if no start of this user has signed it."""
     require_group(config.run.group)
     set_umask(config.run.group)
-    recorded = resuming.take_up(earlier, config) if earlier is not None else None
+    recorded = resuming.take_up(earlier, config, trust_folder=trust_folder) if earlier is not None else None
     async with AsyncExitStack() as stack:
         inputs, episodes = await enter_inputs(stack, config)
         job = prepare(

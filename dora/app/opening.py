@@ -16,12 +16,12 @@ from pathlib import Path
 
 import structlog
 
-from dora import files
 from dora.app import resume as resuming
 from dora.app.inputs import model_bytes, model_files, weights_digest
 from dora.app.lost_rows import lost_rows, ranges
 from dora.app.prepare import Job
 from dora.app.settings import SPARE_VERSIONS, configure_message, drift_watch, lineage_settings
+from dora.app.trust import write_config
 from dora.config.load import dump
 from dora.config.schema import Config
 from dora.controller.fleet import Fleet
@@ -214,17 +214,16 @@ class Opened:
         job, folder = self.job, self.folder
         if self.journal.torn_bytes:
             self.tell(f"{self.journal.path}: removed a torn end of {self.journal.torn_bytes} bytes")
-        config = dump(job.config)
         if job.recorded is not None:
             for change in job.changes:
                 self.tell(f"changed: {change}")
-            files.replace(folder.config, config.encode())
+            write_config(folder, job.config, run_id=job.recorded.run_id)
         else:
             created = datetime.now(UTC).isoformat(timespec="seconds")
             version = package_version("dora-rl")
             self.journal.append(Header(FORMAT, folder.run_id, created, version, job.settings, job.rollout_only))
             self.journal.append(Note(0.0, resuming.HELD_OUT, {"digest": job.inputs.evaluations.digest}))
-        self.journal.append(Epoch(job.epoch, job.started_at, config, job.changes))
+        self.journal.append(Epoch(job.epoch, job.started_at, dump(job.config), job.changes))
         self.commits.sync()
 
     # -- parts that write to the folder -------------------------------------------------------------------------------

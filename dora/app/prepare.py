@@ -6,11 +6,10 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from dora import files
 from dora.app import resume as resuming
 from dora.app.inputs import Inputs
 from dora.app.settings import rollout_only_settings, settings_of
-from dora.config.load import dump
+from dora.app.trust import write_config
 from dora.config.schema import Config
 from dora.core.state import State
 from dora.core.strategies import Settings
@@ -72,7 +71,7 @@ def prepare(
 
 
 def new_folder(config: Config) -> RunFolder:
-    """Create a run folder and write the configuration into it."""
+    """Create a run folder and write the configuration into it, signed."""
     folder = RunFolder.create(config.run.folder, name=config.run.name, group=config.run.group)
-    files.replace(folder.config, dump(config).encode())
+    write_config(folder, config, run_id=folder.run_id)
     return folder

@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from dora.app.inputs import Inputs
 from dora.app.settings import lineage_settings, settings_of
+from dora.app.trust import executed, require_trust
 from dora.config.changes import changes
 from dora.config.load import parse
 from dora.config.schema import Config
@@ -45,6 +46,7 @@ HELD_OUT = "held-out"
 class Recorded:
     """A run, as recorded in its journal."""
 
+    run_id: str  # the folder may have another name by now
     settings: Settings  # with the steps of the latest epoch
     state: State
     last_at: float  # time of the last event
@@ -100,6 +102,7 @@ def read_run(folder: RunFolder) -> Recorded:
             case CheckpointSaved():
                 saved.add(Path(event.folder).name)
     return Recorded(
+        run_id=journal.header.run_id,
         settings=found.state.settings,
         state=found.state,
         last_at=last_at,
@@ -117,8 +120,14 @@ def read_run(folder: RunFolder) -> Recorded:
     )
 
 
-def take_up(folder: RunFolder, config: Config) -> Recorded:
-    """Read a run to continue it, and restrict access to its folder; ConfigError if it has ended."""
+def take_up(folder: RunFolder, config: Config, *, trust_folder: bool = False) -> Recorded:
+    """Read a run to continue it, and restrict access to its folder; ConfigError if it has ended.
+
+    Unless `trust_folder`, also if an earlier start of this user has not signed its configuration. Until then nothing
+    that the folder names may be executed.
+    """
+    if not trust_folder:
+        require_trust(folder, config, named=executed(config), to="a resume")
     recorded = read_run(folder)
     require_unfinished(folder, recorded, steps=config.run.steps)
     folder.restrict(group=config.run.group)

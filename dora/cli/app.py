@@ -49,6 +49,13 @@ def dora(
     """Reinforcement learning of language models, with several policy versions served at once."""
 
 
+TrustFolder = Annotated[
+    bool,
+    typer.Option(
+        "--trust-folder",
+        help="Execute what the run folder names, though no start of yours has signed its configuration.",
+    ),
+]
 Overrides = Annotated[
     list[str] | None,
     typer.Option(
@@ -71,6 +78,7 @@ def run(
         bool,
         typer.Option("--accept-changes", help="With --resume: allow changes of settings that alter the experiment."),
     ] = False,
+    trust_folder: TrustFolder = False,
     rollout_only: Annotated[
         bool,
         typer.Option(
@@ -91,6 +99,7 @@ def run(
         overrides or [],
         resume=resume,
         accept_changes=accept_changes,
+        trust_folder=trust_folder,
         rollout_only=rollout_only,
         train_only=train_only,
     )
@@ -225,11 +234,12 @@ def track(
         list[str] | None,
         typer.Option(metavar="TRACKER", help="Instead of tracking.trackers of the run. May be repeated."),
     ] = None,
+    trust_folder: TrustFolder = False,
 ) -> None:
     """Log in its trackers what they lack of a run that has ended."""
     from dora.cli.track import track as command
 
-    command(folder, to=to)
+    command(folder, to=to, trust_folder=trust_folder)
 
 
 @app.command()

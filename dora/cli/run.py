@@ -27,11 +27,13 @@ def run(
     *,
     resume: Path | None,
     accept_changes: bool,
+    trust_folder: bool,
     rollout_only: bool,
     train_only: Path | None,
 ) -> None:
-    if accept_changes and resume is None:
-        raise ConfigError("--accept-changes: is only valid with --resume")
+    for option, is_given in (("--accept-changes", accept_changes), ("--trust-folder", trust_folder)):
+        if is_given and resume is None:
+            raise ConfigError(f"{option}: is only valid with --resume")
     if sum([resume is not None, rollout_only, train_only is not None]) > 1:
         raise ConfigError("--resume, --rollout-only and --train-only exclude each other; choose one")
     earlier = RunFolder.open(resume) if resume is not None else None
@@ -50,7 +52,14 @@ def run(
         from dora.app.job import run_job
         from dora.cli.terminal import Terminal
 
-        job = run_job(config, Terminal(), earlier=earlier, rollout_only=rollout_only, accept_changes=accept_changes)
+        job = run_job(
+            config,
+            Terminal(),
+            earlier=earlier,
+            rollout_only=rollout_only,
+            accept_changes=accept_changes,
+            trust_folder=trust_folder,
+        )
         end(uvloop.run(job))
 
 

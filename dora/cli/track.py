@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
+from dora.app.trust import require_trust
 from dora.cli.serve import watch_own_lease
 from dora.config.load import load
 from dora.errors import ConfigError
@@ -17,17 +18,20 @@ from dora.journal.access import set_umask
 from dora.journal.run_folder import RunFolder
 from dora.node.lease import hold
 from dora.trackers.follow import follow as follow_rows
-from dora.trackers.kinds import require_installed, title
+from dora.trackers.kinds import FIELD, KINDS, require_installed, title
 
 #: Of a tracker's process: generation and training come first.
 NICENESS = 10
 
 
-def track(path: Path, *, to: Sequence[str] | None) -> None:
+def track(path: Path, *, to: Sequence[str] | None, trust_folder: bool) -> None:
     folder = RunFolder.open(path)
     overrides = [f"tracking.trackers={list(to)!r}"] if to else []
-    config = load(folder.config, overrides, environ={})
+    config = load(folder.config, overrides, environ=os.environ)
     trackers = config.tracking.trackers
+    own = [f"{FIELD} = {name}" for name in trackers if name not in KINDS]
+    if own and not to and not trust_folder:
+        require_trust(folder, config, named=own, to="this")
     if not trackers:
         raise ConfigError(f"{path}: tracking.trackers of this run is empty; choose one with --to")
     require_installed(trackers)

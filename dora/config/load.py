@@ -234,6 +234,12 @@ def _refuse_secrets(data: Mapping[str, Any]) -> None:
             raise ConfigError(f"{section}.{name}: is a secret; set it only in the environment variable {variable}")
 
 
+def state_folder(environ: Mapping[str, str]) -> Path:
+    """Return the folder for what DORA keeps for this user, outside of all runs."""
+    base = Path(environ.get("XDG_STATE_HOME", ""))
+    return (base if base.is_absolute() else Path(environ.get("HOME") or "/", ".local", "state")) / "dora"
+
+
 # -- problems -----------------------------------------------------------------------------------------------------
 
 

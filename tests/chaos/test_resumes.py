@@ -143,8 +143,9 @@ def story_of_an_interrupt(base: Path) -> Story:
         for name in ("metrics.jsonl", "trajectories.jsonl"):
             (session.folder / name).write_bytes((session.folder / name).read_bytes() + b'{"kind": "st')
         edit_learning_rate(session.folder)
-        story.asked["an edited learning rate"] = resume(session.folder)
-        run = session.start("--accept-changes")
+        story.asked["an edited configuration"] = resume(session.folder)
+        story.asked["an edited learning rate"] = resume(session.folder, "--trust-folder")
+        run = session.start("--accept-changes", "--trust-folder")
         kill_in_the_last_evaluation(session, run)
         story.note("killed", session)
         session.start()
@@ -223,6 +224,8 @@ def test_a_token_store_with_a_frame_missing_is_refused(interrupted: Story) -> No
 
 
 def test_an_edited_learning_rate_needs_to_be_accepted_and_is_recorded(interrupted: Story) -> None:
+    says = r"config\.toml: is not signed by .* would execute task\.rewards\.1\.name = tests\.chaos\.pace:score"
+    assert_one_clear_error(interrupted.asked["an edited configuration"], code=2, says=says)
     says = r"trainer\.learning_rate: 2e-05 -> 0\.0004: alters the experiment; --accept-changes"
     assert_one_clear_error(interrupted.asked["an edited learning rate"], code=2, says=says)
     assert "dora: changed: trainer.learning_rate: 2e-05 -> 0.0004" in interrupted.told["killed"]

@@ -28,7 +28,8 @@ from dora.app.inputs import open_inputs
 from dora.app.job import STOP_TIMEOUT_S
 from dora.app.opening import Opened
 from dora.app.prepare import Job, prepare
-from dora.config.load import dump, load
+from dora.app.trust import write_config
+from dora.config.load import load
 from dora.controller.effects import Graders as GraderPools
 from dora.controller.fleet import Fleet, FleetLimits
 from dora.controller.loop import Outcome
@@ -237,7 +238,7 @@ class World:
         return outcome
 
     def _new_job(self) -> Job:
-        files.replace(self.folder.config, dump(self.config).encode())
+        write_config(self.folder, self.config, run_id=self.folder.run_id)
         return prepare(self.config, self.inputs, rollout_only=self.plan.rollout_only)
 
     def _resumed_job(self) -> Job:

@@ -6,6 +6,7 @@ The application's own resume continues the run in virtual time, and the checker 
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -17,11 +18,12 @@ import pytest
 from dora.app import resume as resuming
 from dora.app.inputs import model_digest
 from dora.app.settings import lineage_settings, settings_of
-from dora.config.load import load
+from dora.config.load import load, state_folder
 from dora.controller.lineage import base_chain
 from dora.core.phases import TrajectoryPhase
 from dora.core.tables import Trajectory
 from dora.errors import ConfigError, RunFailed
+from dora.journal.signature import sign, user_key
 from dora.journal.tokens import TokenWriter
 from dora.tasks.prompts import open_stream
 from dora.weights.store import checksum_of
@@ -183,10 +185,12 @@ def test_another_model_is_refused(stopped: Stopped, tmp_path: Path, monkeypatch:
 
 
 def reconfigured(tree: Tree, key: str, value: str) -> Tree:
-    """The tree with one line of the run's own configuration changed."""
+    """The tree with one line of the run's own configuration changed, and signed."""
     text, count = re.subn(rf"(?m)^{key} = .*$", f"{key} = {value}", data_of(tree, "config.toml").decode())
     assert count == 1
-    write(tree, text.encode(), "config.toml")
+    home = state_folder(os.environ)
+    content = text.partition("\n")[2].encode()
+    write(tree, sign(content, run_id=RUN_ID, keys=[user_key(home) or b""]), "config.toml")
     return tree
 
 
@@ -206,6 +210,14 @@ def test_another_format_of_the_optimizers_state_is_refused_even_if_accepted(
     config = load(stopped.world.folder.config, [f"trainer.{key}={value}"], environ={})
     with pytest.raises(ConfigError, match=f'trainer.{key}: .* -> "{value}": the checkpoints of the run hold'):
         resuming.accept(stopped.recorded, config, stopped.recorded.settings, is_accepted=True)
+
+
+def test_a_configuration_that_was_changed_without_a_signature_is_not_taken_up(stopped: Stopped) -> None:
+    tree = stopped.copy()
+    write(tree, data_of(tree, "config.toml") + b"# nothing", "config.toml")
+    assert "config.toml: is not signed by an earlier start of yours; --trust-folder" in stopped.refusal(
+        tree, ConfigError
+    )
 
 
 def test_an_operational_change_needs_no_consent_but_is_reported_and_recorded(stopped: Stopped) -> None:
