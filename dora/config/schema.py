@@ -366,7 +366,9 @@ class TaskConfig(Section):
     """Time limit for grading one answer. A grader that exceeds it is killed, and the trajectory is `grading_failed`,
     which is not the same as reward 0."""
     grader_memory_mb: Positive = 2_048
-    """Limit on the address space of one grader process."""
+    """Limit on the memory of one grader with all processes that it starts, and on the address space of each of them. By
+    a control group where the system gives one, else measured every 0.1 s ([SECURITY.md](SECURITY.md#rewards)). A grader
+    that exceeds it is killed with all of them, and the trajectory is `grading_failed`."""
 
 
 class EnvironmentConfig(Section):

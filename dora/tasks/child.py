@@ -1,4 +1,4 @@
-"""A process that runs code of the user, below a guard (guard.py), which ends everything that it starts.
+"""A process that runs code of the user, below its guards (guard.py), which end everything that it starts.
 
 It speaks in frames (dora/pipes.py) on its stdin and stdout. Its stderr is read to the end, so that it never blocks on a
 full pipe; the tail is kept to explain its death.
@@ -15,8 +15,10 @@ from collections.abc import Mapping, Sequence
 
 from dora.errors import ProtocolError
 from dora.pipes import HEADER
+from dora.tasks.groups import Group, make_group
+from dora.tasks.guard import OVER_MEMORY
 
-#: Timeout for a guard to kill its descendants, which only a stopped guard exceeds.
+#: Timeout for the guards to kill their descendants.
 _KILL_TIMEOUT_S = 5.0
 
 #: Time for a process that closed its pipe to exit by itself, so that its own exit status is reported.
@@ -29,15 +31,24 @@ _STDERR_TAIL_BYTES = 4_096
 class GuardedProcess:
     """A `name` ("grader") whose process may be started and killed any number of times.
 
-    `argv` are the guard's arguments after the pid: none for a grader, else memory limit, CPU cores and command.
-    `max_bytes` bounds the body of a frame that it sends. It inherits no DORA_* variable, because they hold the keys of
-    the run.
+    `argv` is the guard's COMMAND: none for a grader, else memory limit, CPU cores and command. `total_mb` limits the
+    memory of it and all that it starts together; 0 is no limit. `max_bytes` bounds the body of a frame that it sends.
+    It inherits no DORA_* variable, because they hold the keys of the run.
     """
 
     def __init__(
-        self, name: str, *, max_bytes: int, argv: Sequence[str] = (), environment: Mapping[str, str] | None = None
+        self,
+        name: str,
+        *,
+        max_bytes: int,
+        argv: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+        total_mb: int = 0,
     ) -> None:
         self.name = name
+        self.was_over_memory = False  #: when it last ended: it was killed because of `total_mb`
+        self._total_mb = total_mb
+        self._group: Group | None = None
         self._argv = argv
         self._environment = environment or {}
         self._max_bytes = max_bytes
@@ -52,11 +63,14 @@ class GuardedProcess:
     async def spawn(self) -> None:
         """Start the process in a session of its own, so that Ctrl-C reaches the controller only."""
         environment = {name: value for name, value in os.environ.items() if not name.startswith("DORA_")}  # no tokens
+        self._group = make_group(self._total_mb << 20) if self._total_mb else None
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
             "dora.tasks.guard",
             str(os.getpid()),
+            str(self._total_mb),
+            str(self._group.path) if self._group is not None else "",
             *self._argv,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
@@ -74,15 +88,20 @@ class GuardedProcess:
             return
         with contextlib.suppress(ProcessLookupError):  # already gone
             process.terminate()
+            os.killpg(process.pid, signal.SIGCONT)  # guards that were stopped; they lead a session of their own
         try:
             async with asyncio.timeout(_KILL_TIMEOUT_S):
                 await process.wait()
                 await self._stderr
         except TimeoutError:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # it leads a session of its own
+                os.killpg(process.pid, signal.SIGKILL)
         finally:
             self._stderr.cancel()
+            group, self._group = self._group, None
+            self.was_over_memory = process.returncode == OVER_MEMORY or (group is not None and group.was_exceeded())
+            if group is not None:
+                await group.close()
 
     def write(self, body: bytes) -> None:
         """Send a frame. It is buffered without a limit: wait for `drained`, or bound the requests without a reply."""
@@ -118,6 +137,8 @@ class GuardedProcess:
         code = process.returncode
         await self.kill()
         how = "stdout closed" if code is None else f"exit code {code}" if code >= 0 else signal.Signals(-code).name
+        if self.was_over_memory:
+            return f"it and all that it started took more than {self._total_mb} MB together"
         lines = self._stderr_tail.decode(errors="replace").strip().splitlines()
         return f"{how}: {lines[-1][:200]}" if lines else how
 

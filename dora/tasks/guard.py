@@ -1,13 +1,17 @@
-"""The parent process of a grader: `python -m dora.tasks.guard PID`, where PID is the process of the pool. With
-`MEMORY_MB CORES COMMAND...` after it, of that command in place of a grader, with a limit on its address space, and on
-the given CPU cores ("2,3") only; CORES may be empty.
+"""The parents of a process that runs code of the user: `python -m dora.tasks.guard PID TOTAL_MB CGROUP [COMMAND]`.
 
-Invariant: it outlives every process that its grader starts, even in another session, because the kernel makes orphaned
-descendants its children (Linux). It kills them when the grader exits, when the pool's process dies, and on SIGTERM,
-which the pool sends to kill a grader. Its exit status is the grader's. SIGKILL of the guard also kills the grader, but
-not the processes that the grader started.
+PID is the process of the pool. Without a command, the process is a grader. COMMAND is `MEMORY_MB CORES ARGV...`: a
+limit on the address space of each of its processes, and the CPU cores that it may use ("2,3"; may be empty). TOTAL_MB
+limits the memory of all its processes together; 0 is no limit. CGROUP is the folder of the control group that enforces
+it; if that is empty, this process measures every SAMPLE_S (memory.py), and exits with OVER_MEMORY if it is too much.
 
-It starts no thread and imports little before the fork, so it adds only a few milliseconds to the start of a grader.
+Two guards, one the child of the other, watch over the process. Invariant: each outlives every process that it starts,
+even in another session, because the kernel makes orphaned descendants its children (Linux). It kills them all when its
+child ends in any way, when its parent dies, and on SIGTERM, which the pool sends. So user code that kills either guard
+leaves nothing behind, and neither does a pool that dies; if both guards are killed at once, it takes a control group.
+The exit status is that of the process.
+
+They start no thread and import little before the forks, so they add only a few milliseconds to the start of a grader.
 """
 
 from __future__ import annotations
@@ -17,37 +21,72 @@ import os
 import resource
 import signal
 import sys
+import time
+from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+from dora.tasks.memory import children, exceeds
+
+#: Exit status of a guard that has killed all because of their memory.
+OVER_MEMORY: Final = 78
+SAMPLE_S: Final = 0.1
+_POLL_S: Final = 0.001
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-_SIGNALS = {signal.SIGTERM, signal.SIGCHLD}
+_SIGNALS = {signal.SIGTERM, signal.SIGCHLD, signal.SIGALRM}
+_LIBC = ctypes.CDLL(None)
 
 
 def main() -> None:
-    libc = ctypes.CDLL(None)
+    pool, total_mb, group, *command = sys.argv[1:]
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a grader's fatal signal ends all three processes
+    _become_guard(int(pool))
+    first = os.getpid()
+    limit = 0 if group else int(total_mb) << 20
+
+    def guard_again() -> None:
+        _become_guard(first)
+        _watch(lambda: _run(command, group), limit=0, group=group)
+
+    _watch(guard_again, limit=limit, group=group)
+
+
+def _become_guard(parent: int) -> None:
     if sys.platform == "linux":
-        libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != int(sys.argv[1]):
-        return  # the pool died before the call above
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a grader's fatal signal ends both processes
-    grader = os.fork()
-    if grader == 0:
-        if sys.platform == "linux":
-            libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
-        _run(sys.argv[2:])
+        _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:
+        os._exit(0)  # it died before the call above
+
+
+def _watch(work: Callable[[], None], *, limit: int, group: str) -> None:
+    """Fork a process that does `work`; when it exits, kill all that is left below this one, and exit like it."""
+    child = os.fork()
+    if child == 0:
+        work()
         sys.exit(0)
     for pipe in (0, 1):
-        os.close(pipe)  # only the pool and the grader may keep them open
-    status = _wait(grader)
+        os.close(pipe)  # only the pool and the user's process may keep them open
+    if limit:
+        signal.setitimer(signal.ITIMER_REAL, SAMPLE_S, SAMPLE_S)
+    status = _wait(child, limit=limit)
+    if group:
+        with suppress(OSError):  # the pool was faster
+            Path(group, "cgroup.kill").write_text("1")
     _kill_descendants()
     _exit_like(status)
 
 
-def _run(command: list[str]) -> None:
+def _run(command: list[str], group: str) -> None:
+    if sys.platform == "linux":
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if group:
+        Path(group, "cgroup.procs").write_text("0")
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     if not command:
         from dora.tasks.grader import main as grade
 
@@ -63,25 +102,29 @@ def _run(command: list[str]) -> None:
         sys.exit(f"{name}: {err.strerror}")
 
 
-def _wait(grader: int) -> int:
-    """Return the wait status of the grader when it exits, or 0 on SIGTERM. Reap other processes meanwhile."""
-    while signal.sigwait(_SIGNALS) != signal.SIGTERM:
+def _wait(child: int, *, limit: int) -> int:
+    """Return the wait status of the child when it exits, 0 on SIGTERM, or that of an exit with OVER_MEMORY if there is
+    too much memory below it. Reap other processes meanwhile."""
+    while (received := signal.sigwait(_SIGNALS)) != signal.SIGTERM:
+        if received == signal.SIGALRM and exceeds(child, limit):
+            return OVER_MEMORY << 8
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-            if ended[0] == grader:
+            if ended[0] == child:
                 return ended[1]
     return 0
 
 
 def _kill_descendants() -> None:
     """Kill all descendants: the children of a killed process become children of this one, and are next."""
-    import psutil
-
-    while children := psutil.Process().children():
-        for child in children:
-            with suppress(psutil.NoSuchProcess):
-                child.kill()
-        for _ in children:
-            os.wait()
+    while True:
+        for child in children(os.getpid()):
+            os.kill(child, signal.SIGKILL)  # its id is not given to another before it is waited for
+        try:
+            ended, _ = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:  # there are none
+            return
+        if not ended:
+            time.sleep(_POLL_S)
 
 
 def _exit_like(status: int) -> None:

@@ -21,7 +21,7 @@ import msgspec
 
 from dora.errors import ConfigError, ProtocolError, RunFailed, one_line
 from dora.tasks.child import GuardedProcess
-from dora.tasks.rewards import LARGEST_REWARD, GradeRequest
+from dora.tasks.rewards import LARGEST_REWARD, GradeRequest, term_name
 
 if TYPE_CHECKING:
     from dora.config.schema import RewardConfig
@@ -51,7 +51,9 @@ class Graded:
 class GradingFailed:
     """The outcome of an answer that could not be judged; not a reward of 0."""
 
-    reason: str  # `timeout`, `not finite: <the sum>`, `crashed: <how it ended>` or `error: <what the reward raised>`
+    #: `timeout`, `not finite: <the sum>`, `memory: <whose, and the limit>`, `crashed: <how it ended>` or `error: <what
+    #: the reward raised>`.
+    reason: str
 
 
 class GraderPool:
@@ -70,7 +72,8 @@ class GraderPool:
             "timeout_s": timeout_s,
             "memory_mb": memory_mb,
         }
-        self._graders = [_Grader(setup, timeout_s=timeout_s) for _ in range(graders)]
+        named = ", ".join(term_name(reward, field=f"{field}.{index}") for index, reward in enumerate(rewards))
+        self._graders = [_Grader(setup, rewards=named, timeout_s=timeout_s) for _ in range(graders)]
         self._idle: asyncio.LifoQueue[_Grader] = asyncio.LifoQueue()  # at most all graders; the last used one is warm
 
     async def __aenter__(self) -> GraderPool:
@@ -104,10 +107,11 @@ class GraderPool:
 class _Grader:
     """A slot of the pool, whose process is started on demand, and killed after any failure."""
 
-    def __init__(self, setup: dict[str, Any], *, timeout_s: float) -> None:
+    def __init__(self, setup: dict[str, Any], *, rewards: str, timeout_s: float) -> None:
         self._setup = setup
         self._timeout_s = timeout_s
-        self.process = GuardedProcess("grader", max_bytes=_MAX_REPLY_BYTES)
+        self._rewards = rewards
+        self.process = GuardedProcess("grader", max_bytes=_MAX_REPLY_BYTES, total_mb=setup["memory_mb"])
 
     async def grade(self, body: bytes) -> Graded | GradingFailed:
         if not self.process.is_running:
@@ -120,7 +124,9 @@ class _Grader:
         except TimeoutError:
             return GradingFailed("timeout")
         except (asyncio.IncompleteReadError, ConnectionError, ProtocolError) as err:
-            return GradingFailed(f"crashed: {await self.process.ending(err)}")
+            how = await self.process.ending(err)
+            kind = f"memory: {self._rewards}: " if self.process.was_over_memory else "crashed: "
+            return GradingFailed(one_line(f"{kind}{how}"))
         finally:
             if not is_complete:
                 await self.process.kill()

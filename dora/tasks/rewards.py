@@ -91,10 +91,15 @@ def build_scorer(
     return score
 
 
+def term_name(reward: RewardConfig, *, field: str) -> str:
+    """Return the name of a term for messages: `task.rewards.0 (function rewards:score)`."""
+    return f"{field} ({' '.join(word for word in (reward.kind, reward.name or reward.url) if word)})"
+
+
 def _named(reward: RewardConfig, *, field: str, http_timeout_s: float) -> Scorer:
-    """Return a term whose exceptions name it: `task.rewards.0 (function rewards:score)`."""
+    """Return a term whose exceptions name it."""
     term = _build_term(reward, field=field, http_timeout_s=http_timeout_s)
-    name = f"{field} ({' '.join(word for word in (reward.kind, reward.name or reward.url) if word)})"
+    name = term_name(reward, field=field)
 
     def score(request: GradeRequest) -> float:
         try:

@@ -203,10 +203,9 @@ class Session:
         return self.named("dora", "serve")
 
     def graders(self) -> list[psutil.Process]:
-        """Return the graders; each is the fork of a guard, which ends with it."""
-        guards = self.named("dora.tasks.guard")
-        known = {process.pid for process in guards}
-        return [process for process in guards if process.ppid() in known]
+        """Return the graders; each is the fork of a fork of a guard, and these end with it."""
+        forks = {process.pid: process.ppid() for process in self.named("dora.tasks.guard")}
+        return [psutil.Process(pid) for pid, parent in forks.items() if forks.get(parent) in forks]
 
     def torchrun(self) -> list[psutil.Process]:
         return self.named("torch.distributed.run")

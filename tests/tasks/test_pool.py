@@ -13,11 +13,12 @@ import pytest
 import dora
 from dora.config.schema import RewardConfig
 from dora.errors import ConfigError, RunFailed
+from dora.tasks.groups import make_group
 from dora.tasks.pool import Graded, GraderPool, GradingFailed
 from dora.tasks.rewards import GradeRequest
 
 REWARDS = """
-import os, subprocess, sys
+import ctypes, os, signal, subprocess, sys
 
 def grade(*, prompt, response, answer, metadata):
     return globals()[response](answer)
@@ -66,6 +67,44 @@ def leave_behind_and_hang(answer):
 def leave_behind_and_die(answer):
     leave_behind(answer)
     os._exit(3)
+def parent_of_parent():
+    return int(open(f"/proc/{os.getppid()}/stat").read().rpartition(")")[2].split()[1])
+def kill_guard(answer, pid=None):
+    leave_behind(answer)
+    os.kill(pid or os.getppid(), signal.SIGKILL)
+    while True: pass
+def kill_first_guard(answer): kill_guard(answer, parent_of_parent())
+def kill_guard_and_stay(answer):
+    ctypes.CDLL(None).prctl(1, 0)  # it no longer dies with its parent
+    kill_guard(answer)
+def kill_both_guards(answer):
+    leave_behind(answer)
+    ctypes.CDLL(None).prctl(1, 0)
+    for pid in (parent_of_parent(), os.getppid()): os.kill(pid, signal.SIGKILL)
+    while True: pass
+def stop_guards(answer):
+    leave_behind(answer)
+    for pid in (os.getppid(), parent_of_parent()): os.kill(pid, signal.SIGSTOP)
+    while True: pass
+def take(mb): return bytes(range(256)) * (mb << 12)
+def children_take(answer):
+    leave_behind(answer)  # more, in other sessions
+    for _ in range(4):
+        if os.fork() == 0:
+            os.setsid()
+            if os.fork():
+                os._exit(0)
+            hoard = take(200)
+            signal.pause()
+    while True: pass
+def children_share(answer):
+    hoard = take(200)
+    for _ in range(4):
+        if os.fork() == 0:
+            sum(hoard[::4096])
+            signal.pause()
+    subprocess.run(["sleep", answer])
+    return 1.0
 def token(answer): return float("DORA_TOKEN" in os.environ)
 def holds(answer):
     links = [f"/proc/self/fd/{number}" for number in range(256)]
@@ -138,6 +177,57 @@ async def test_what_a_grader_started_in_other_sessions_ends_with_it(module, resp
         if response != "leave_behind":
             until_gone(left)
     until_gone(left)
+
+
+@pytest.mark.parametrize("response", ["kill_guard", "kill_first_guard", "kill_guard_and_stay"])
+async def test_a_grader_that_kills_its_guard_ends_with_all_that_it_started(module, response):
+    async with pool_of(timeout_s=60) as pool:
+        grader = (await pool.grade(ask("pid"))).reward
+        assert await pool.grade(ask(response, str(module / "pids"))) == GradingFailed("crashed: SIGKILL")
+        left = [*written(module / "pids"), int(grader)]
+        assert len(left) == 4
+        until_gone(left)
+        assert isinstance(await pool.grade(ask("pid")), Graded)
+
+
+async def test_a_grader_that_stops_its_guards_is_killed_with_all_that_it_started(module):
+    async with pool_of(timeout_s=300) as pool:
+        grader = psutil.Process(int((await pool.grade(ask("pid"))).reward))
+        guards = grader.parents()[:2]
+        grading = asyncio.create_task(pool.grade(ask("stop_guards", str(module / "pids"))))
+        await asyncio.to_thread(until, lambda: all(guard.status() == psutil.STATUS_STOPPED for guard in guards))
+        grading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await grading
+        until_gone([*written(module / "pids"), grader.pid])
+
+
+async def test_a_control_group_ends_even_a_grader_that_ends_both_guards_at_once(module):
+    """Run under `systemd-run --user --scope -p Delegate=yes`, or where this user may divide its group otherwise."""
+    if (group := make_group(1 << 30)) is None:
+        pytest.skip("the system gives no control group (cgroup v2)")
+    await group.close()
+    assert not group.path.exists()
+    async with pool_of(timeout_s=60) as pool:
+        grader = (await pool.grade(ask("pid"))).reward
+        assert isinstance(await pool.grade(ask("kill_both_guards", str(module / "pids"))), GradingFailed)
+        until_gone([*written(module / "pids"), int(grader)])
+    assert not [*group.path.parent.glob("grader-*")]
+
+
+async def test_what_a_grader_starts_counts_towards_its_memory_even_in_other_sessions(module):
+    async with pool_of(memory_mb=512) as pool:
+        outcome = await pool.grade(ask("children_take", str(module / "pids")))
+        told = f"memory: {TERM}: it and all that it started took more than 512 MB together"
+        assert outcome == GradingFailed(told)
+        until_gone(written(module / "pids"))
+        assert isinstance(await pool.grade(ask("pid")), Graded)
+
+
+@pytest.mark.usefixtures("module")
+async def test_memory_that_processes_share_counts_once():
+    async with pool_of(memory_mb=768) as pool:
+        assert await pool.grade(ask("children_share", "1")) == Graded(1.0, (("pool_rewards:grade", 1.0),))
 
 
 @pytest.mark.usefixtures("module")
@@ -278,7 +368,7 @@ def test_a_grader_and_all_that_it_started_end_with_a_controller_that_is_killed(m
     controller = subprocess.Popen([sys.executable, "-c", CONTROLLER, hangs, str(pids)])
     try:
         started = written(pids) if hangs != "power" else []
-        below = until(lambda: len(found := children_of(controller.pid)) >= 2 + len(started) and found)
+        below = until(lambda: len(found := children_of(controller.pid)) >= 3 + len(started) and found)
         assert {*below} >= {*started}
     finally:
         controller.kill()
@@ -290,7 +380,7 @@ def test_a_grader_that_a_controller_leaves_idle_ends_with_it(module):
     idle = CONTROLLER.replace("await pool.grade(", "await asyncio.Event().wait(); (")
     controller = subprocess.Popen([sys.executable, "-c", idle, "", ""])
     try:
-        below = until(lambda: len(found := children_of(controller.pid)) == 2 and found)
+        below = until(lambda: len(found := children_of(controller.pid)) == 3 and found)
     finally:
         controller.kill()
         controller.wait()
