@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 
 from dora.errors import ProtocolError
 from dora.pipes import HEADER
-from dora.tasks.groups import Group, make_group
+from dora.tasks.cgroup import ControlGroup, make_cgroup
 from dora.tasks.guard import OVER_MEMORY
 
 #: Timeout for the guards to kill their descendants.
@@ -48,7 +48,7 @@ class GuardedProcess:
         self.name = name
         self.was_over_memory = False  #: when it last ended: it was killed because of `total_mb`
         self._total_mb = total_mb
-        self._group: Group | None = None
+        self._cgroup: ControlGroup | None = None
         self._argv = argv
         self._environment = environment or {}
         self._max_bytes = max_bytes
@@ -63,14 +63,14 @@ class GuardedProcess:
     async def spawn(self) -> None:
         """Start the process in a session of its own, so that Ctrl-C reaches the controller only."""
         environment = {name: value for name, value in os.environ.items() if not name.startswith("DORA_")}  # no tokens
-        self._group = make_group(self._total_mb << 20) if self._total_mb else None
+        self._cgroup = make_cgroup(self._total_mb << 20) if self._total_mb else None
         self._process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
             "dora.tasks.guard",
             str(os.getpid()),
             str(self._total_mb),
-            str(self._group.path) if self._group is not None else "",
+            str(self._cgroup.path) if self._cgroup is not None else "",
             *self._argv,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
@@ -98,10 +98,10 @@ class GuardedProcess:
                 os.killpg(process.pid, signal.SIGKILL)
         finally:
             self._stderr.cancel()
-            group, self._group = self._group, None
-            self.was_over_memory = process.returncode == OVER_MEMORY or (group is not None and group.was_exceeded())
-            if group is not None:
-                await group.close()
+            cgroup, self._cgroup = self._cgroup, None
+            self.was_over_memory = process.returncode == OVER_MEMORY or (cgroup is not None and cgroup.was_exceeded())
+            if cgroup is not None:
+                await cgroup.close()
 
     def write(self, body: bytes) -> None:
         """Send a frame. It is buffered without a limit: wait for `drained`, or bound the requests without a reply."""

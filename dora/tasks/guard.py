@@ -3,7 +3,7 @@
 PID is the process of the pool. Without a command, the process is a grader. COMMAND is `MEMORY_MB CORES ARGV...`: a
 limit on the address space of each of its processes, and the CPU cores that it may use ("2,3"; may be empty). TOTAL_MB
 limits the memory of all its processes together; 0 is no limit. CGROUP is the folder of the control group that enforces
-it; if that is empty, this process measures every SAMPLE_S (memory.py), and exits with OVER_MEMORY if it is too much.
+it; if that is empty, this process measures every MEASURE_S (memory.py), and exits with OVER_MEMORY if it is too much.
 
 Two guards, one the child of the other, watch over the process. Invariant: each outlives every process that it starts,
 even in another session, because the kernel makes orphaned descendants its children (Linux). It kills them all when its
@@ -31,7 +31,7 @@ from dora.tasks.memory import children, exceeds
 
 #: Exit status of a guard that has killed all because of their memory.
 OVER_MEMORY: Final = 78
-SAMPLE_S: Final = 0.1
+MEASURE_S: Final = 0.1
 _POLL_S: Final = 0.001
 
 _PR_SET_PDEATHSIG = 1
@@ -41,18 +41,18 @@ _LIBC = ctypes.CDLL(None)
 
 
 def main() -> None:
-    pool, total_mb, group, *command = sys.argv[1:]
+    pool, total_mb, cgroup, *command = sys.argv[1:]
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a grader's fatal signal ends all three processes
     _become_guard(int(pool))
     first = os.getpid()
-    limit = 0 if group else int(total_mb) << 20
+    limit = 0 if cgroup else int(total_mb) << 20
 
     def guard_again() -> None:
         _become_guard(first)
-        _watch(lambda: _run(command, group), limit=0, group=group)
+        _watch(lambda: _run(command, cgroup), limit=0, cgroup=cgroup)
 
-    _watch(guard_again, limit=limit, group=group)
+    _watch(guard_again, limit=limit, cgroup=cgroup)
 
 
 def _become_guard(parent: int) -> None:
@@ -63,7 +63,7 @@ def _become_guard(parent: int) -> None:
         os._exit(0)  # it died before the call above
 
 
-def _watch(work: Callable[[], None], *, limit: int, group: str) -> None:
+def _watch(work: Callable[[], None], *, limit: int, cgroup: str) -> None:
     """Fork a process that does `work`; when it exits, kill all that is left below this one, and exit like it."""
     child = os.fork()
     if child == 0:
@@ -72,20 +72,20 @@ def _watch(work: Callable[[], None], *, limit: int, group: str) -> None:
     for pipe in (0, 1):
         os.close(pipe)  # only the pool and the user's process may keep them open
     if limit:
-        signal.setitimer(signal.ITIMER_REAL, SAMPLE_S, SAMPLE_S)
+        signal.setitimer(signal.ITIMER_REAL, MEASURE_S, MEASURE_S)
     status = _wait(child, limit=limit)
-    if group:
+    if cgroup:
         with suppress(OSError):  # the pool was faster
-            Path(group, "cgroup.kill").write_text("1")
+            Path(cgroup, "cgroup.kill").write_text("1")
     _kill_descendants()
     _exit_like(status)
 
 
-def _run(command: list[str], group: str) -> None:
+def _run(command: list[str], cgroup: str) -> None:
     if sys.platform == "linux":
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if group:
-        Path(group, "cgroup.procs").write_text("0")
+    if cgroup:
+        Path(cgroup, "cgroup.procs").write_text("0")
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
     if not command:
         from dora.tasks.grader import main as grade

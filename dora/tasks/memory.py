@@ -11,7 +11,7 @@ import os
 import sys
 from contextlib import suppress
 
-#: The kernel lists the children of each thread. To search all processes of a large host instead takes 20 ms.
+#: The kernel lists the children of each thread: 0.02 ms, against some ms to search all processes of the host.
 _HAS_LISTS = os.path.exists(f"/proc/self/task/{os.getpid()}/children")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 

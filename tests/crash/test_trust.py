@@ -18,6 +18,7 @@ import pytest
 from dora.app import resume as resuming
 from dora.app.inputs import model_digest
 from dora.app.settings import lineage_settings, settings_of
+from dora.app.trust import require_trust
 from dora.config.load import load, state_folder
 from dora.controller.lineage import base_chain
 from dora.core.phases import TrajectoryPhase
@@ -218,6 +219,13 @@ def test_a_configuration_that_was_changed_without_a_signature_is_not_taken_up(st
     assert "config.toml: is not signed by an earlier start of yours; --trust-folder" in stopped.refusal(
         tree, ConfigError
     )
+
+
+def test_a_resume_signs_its_own_configuration(stopped: Stopped) -> None:
+    stopped.go_on(reconfigured(stopped.copy(), "checkpoint_every", "3"))
+    folder = stopped.world.folder
+    assert b"checkpoint_every = 3" in folder.config.read_bytes()
+    require_trust(folder, load(folder.config, environ={}), named=(), to="another resume")
 
 
 def test_an_operational_change_needs_no_consent_but_is_reported_and_recorded(stopped: Stopped) -> None:

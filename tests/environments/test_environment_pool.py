@@ -541,7 +541,7 @@ async def test_a_host_ends_with_the_process_that_started_it(tmp_path):
     controller = await asyncio.create_subprocess_exec(sys.executable, str(script), stdout=asyncio.subprocess.PIPE)
     assert await controller.stdout.readline() == b"ready\n"
     below = psutil.Process(controller.pid).children(recursive=True)
-    assert len(below) == 2
+    assert len(below) == 3
     controller.kill()
     await controller.wait()
     until(lambda: not any(child.is_running() for child in below))

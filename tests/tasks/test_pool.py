@@ -13,7 +13,7 @@ import pytest
 import dora
 from dora.config.schema import RewardConfig
 from dora.errors import ConfigError, RunFailed
-from dora.tasks.groups import make_group
+from dora.tasks.cgroup import make_cgroup
 from dora.tasks.pool import Graded, GraderPool, GradingFailed
 from dora.tasks.rewards import GradeRequest
 
@@ -88,12 +88,13 @@ def stop_guards(answer):
     while True: pass
 def take(mb): return bytes(range(256)) * (mb << 12)
 def children_take(answer):
-    leave_behind(answer)  # more, in other sessions
-    for _ in range(4):
+    leave_behind(answer)
+    for number in range(4):
         if os.fork() == 0:
-            os.setsid()
-            if os.fork():
-                os._exit(0)
+            if number % 2:  # an orphan in another session
+                os.setsid()
+                if os.fork():
+                    os._exit(0)
             hoard = take(200)
             signal.pause()
     while True: pass
@@ -204,7 +205,7 @@ async def test_a_grader_that_stops_its_guards_is_killed_with_all_that_it_started
 
 async def test_a_control_group_ends_even_a_grader_that_ends_both_guards_at_once(module):
     """Run under `systemd-run --user --scope -p Delegate=yes`, or where this user may divide its group otherwise."""
-    if (group := make_group(1 << 30)) is None:
+    if (group := make_cgroup(1 << 30)) is None:
         pytest.skip("the system gives no control group (cgroup v2)")
     await group.close()
     assert not group.path.exists()

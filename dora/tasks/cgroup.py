@@ -24,7 +24,7 @@ _POLL_S: Final = 0.01
 _numbers = itertools.count()
 
 
-class Group:
+class ControlGroup:
     """A control group for the processes of one grader."""
 
     def __init__(self, path: Path) -> None:
@@ -50,7 +50,7 @@ class Group:
                     await asyncio.sleep(_POLL_S)
 
 
-def make_group(limit_bytes: int) -> Group | None:
+def make_cgroup(limit_bytes: int) -> ControlGroup | None:
     """Return a new group whose processes together may take `limit_bytes`; None if the system gives none."""
     base = _divided()
     if base is None:
@@ -68,7 +68,7 @@ def make_group(limit_bytes: int) -> Group | None:
         with suppress(OSError):
             path.rmdir()
         return None
-    return Group(path)
+    return ControlGroup(path)
 
 
 @functools.cache
