@@ -25,7 +25,7 @@ from dora.environments.api import End, Observation, Turn
 from dora.environments.episode import Episode
 from dora.environments.pool import EnvironmentPool
 from dora.environments.renderer import Renderer, RenderingFailed
-from dora.environments.replies import EnvironmentFailed
+from dora.environments.replies import EnvironmentFailed, Outcome
 from dora.tasks.prompts import Conversation
 
 _Outcome = Observation | End | EnvironmentFailed
@@ -51,14 +51,17 @@ class Conversations:
 
     async def _begin(self, row: Mapping[str, Any], source: str, where: str) -> Conversation:
         episode = next(_PROMPTS)
-        reset = await self._pool.start(episode, row, source=source, name=where)
+        for replays in range(MAX_REPLAYS + 1):
+            reset = await self._pool.start(episode, row, source=source, name=where, may_replay=replays < MAX_REPLAYS)
+            if not (_is_lost(reset) and self._pool.can_replay):
+                break
         if isinstance(reset, EnvironmentFailed):
             return Conversation(failed=f"the environment failed: {reset.reason}")
-        await self._pool.close(episode)
         try:
-            tokens = self._renderer.render(reset.messages, tools=reset.tools)
+            tokens = Episode(self._renderer, reset.messages, max_tokens=0, tools=reset.tools).prompt
         except RenderingFailed as err:
-            return Conversation(failed=str(err))
+            return Conversation(failed=self._pool.fail(episode, EnvironmentFailed("invalid", str(err))).reason)
+        await self._pool.close(episode)
         return Conversation(tuple(reset.messages), tuple(reset.tools), tuple(tokens))
 
 
@@ -133,36 +136,44 @@ class Episodes:
 
     async def _outcome(self, trajectory: TrajectoryId, record: TrajectoryRecord) -> tuple[_Outcome, int]:
         """Return what becomes of a call, and how often the episode was replayed for it."""
-        replays = int(bool(record.observed) and trajectory not in self._open)
+        replays = int(self._pool.can_replay and bool(record.observed) and trajectory not in self._open)
         while True:
-            outcome = await self._step(trajectory, record)
-            is_lost = isinstance(outcome, EnvironmentFailed) and outcome.cause == "host"
-            if not (is_lost and self._pool.can_replay) or replays == MAX_REPLAYS or trajectory in self._unwanted:
+            may_replay = replays < MAX_REPLAYS
+            outcome = await self._step(trajectory, record, may_replay=may_replay)
+            if not (_is_lost(outcome) and may_replay and self._pool.can_replay) or trajectory in self._unwanted:
                 return outcome, replays
             replays += 1
 
-    async def _step(self, trajectory: TrajectoryId, record: TrajectoryRecord) -> _Outcome:
+    async def _step(self, trajectory: TrajectoryId, record: TrajectoryRecord, *, may_replay: bool) -> _Outcome:
         episode = self._open.get(trajectory)
         if episode is None:
-            began = await self._start(trajectory, record)
+            began = await self._start(trajectory, record, may_replay=may_replay)
             if isinstance(began, EnvironmentFailed):
                 return began
             episode = self._open[trajectory] = began
-        outcome = await self._pool.step(trajectory, _end_turn(episode, record))
+        outcome = await self._pool.step(trajectory, _end_turn(episode, record), may_replay=may_replay)
         if not isinstance(outcome, Observation):
             self._open.pop(trajectory, None)
         return outcome
 
-    async def _start(self, trajectory: TrajectoryId, record: TrajectoryRecord) -> Episode | EnvironmentFailed:
+    async def _start(
+        self, trajectory: TrajectoryId, record: TrajectoryRecord, *, may_replay: bool
+    ) -> Episode | EnvironmentFailed:
         """Begin an episode, and bring a new environment to where an earlier one was."""
         if record.observed and not self._pool.can_replay:
             return EnvironmentFailed("host", "its environment ended with an earlier controller")
         prompt = record.prompt
         conversation = prompt.conversation
         assert conversation is not None
-        reset = await self._pool.start(trajectory, prompt.row, source=prompt.label or prompt.source, name=prompt.where)
+        source = prompt.label or prompt.source
+        reset = await self._pool.start(
+            trajectory, prompt.row, source=source, name=prompt.where, may_replay=may_replay
+        )
         if isinstance(reset, EnvironmentFailed):
             return reset
+        if [*reset.messages, *reset.tools] != [*conversation.messages, *conversation.tools]:
+            reason = "reset gave other messages or tools than for the same row before"
+            return self._pool.fail(trajectory, EnvironmentFailed("invalid", reason))
         episode = Episode(
             self._renderer,
             reset.messages,
@@ -171,16 +182,13 @@ class Episodes:
             tools=reset.tools,
             prompt=prompt.tokens,
         )
-        if [*reset.messages, *reset.tools] != [*conversation.messages, *conversation.tools]:
-            self._leave(trajectory)
-            return EnvironmentFailed("invalid", "reset gave other messages or tools than for the same row before")
         for turn, (start, _) in enumerate(record.observed):
-            outcome = await self._pool.step(trajectory, _end_turn(episode, record, end=start))
+            outcome = await self._pool.step(trajectory, _end_turn(episode, record, end=start), may_replay=may_replay)
             if isinstance(outcome, EnvironmentFailed):
                 return outcome
             if not _is_as_recorded(outcome, episode, record, turn=turn):
-                self._leave(trajectory)
-                return EnvironmentFailed("replay", f"the environment answered turn {turn} in another way than before")
+                reason = f"the environment answered turn {turn} in another way than before"
+                return self._pool.fail(trajectory, EnvironmentFailed("replay", reason))
         return episode
 
     def _finished(
@@ -235,6 +243,7 @@ class Episodes:
         try:
             append(episode, outcome)
         except RenderingFailed as err:
+            self._pool.fail(order.trajectory, EnvironmentFailed("invalid", str(err)))
             return f"invalid: {err}"
         if episode.truncated:
             record.truncated = "tokens"
@@ -242,6 +251,10 @@ class Episodes:
         fork = episode.forks[-1] if len(episode.forks) > len(record.forks) else None
         self._trajectories.observe(order.trajectory, order.attempt, episode.tokens[known:], fork=fork)
         return ""
+
+
+def _is_lost(outcome: Outcome) -> bool:
+    return isinstance(outcome, EnvironmentFailed) and outcome.cause == "host"
 
 
 def append(episode: Episode, outcome: Observation) -> None:

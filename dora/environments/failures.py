@@ -2,14 +2,24 @@
 
 Invariant: pure. A few failed episodes cost little, as they are left out; many of one source mean that the environment
 is broken, and the run fails with its commonest error. A row that fails again and again is poisoned, and is no longer
-tried.
+tried. When a host is lost, nobody knows which of the calls under way did it: each of their rows is suspected, once, and
+cleared by an episode that goes well.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
+from dataclasses import dataclass, field
 
 from dora.errors import RunFailed
+
+
+@dataclass(frozen=True, slots=True)
+class Death:
+    """The loss of a host: what has been blamed for it, each once, however many episodes it had."""
+
+    sources: set[str] = field(default_factory=set)
+    rows: set[str] = field(default_factory=set)
 
 
 class Failures:
@@ -22,25 +32,31 @@ class Failures:
         self._field = field
         self._endings: defaultdict[str, deque[str]] = defaultdict(lambda: deque(maxlen=window))  # "": without failure
         self._of_rows: Counter[str] = Counter()
+        self._suspected: Counter[str] = Counter()  # rows: deaths of hosts, since an episode of theirs went well
         #: Name of a row that is set aside -> the reason of its last failure.
         self.set_aside: dict[str, str] = {}
 
-    def ended(self, source: str) -> None:
+    def ended(self, *, source: str, row: str) -> None:
         """Note an episode that did not fail."""
         self._endings[source].append("")
+        self._suspected.pop(row, None)
 
-    def failed(self, reason: str, *, source: str, row: str, is_own: bool, is_known: bool = False) -> None:
+    def failed(self, reason: str, *, source: str, row: str, is_own: bool = True, death: Death | None = None) -> None:
         """Note a failed episode. RunFailed if they are too many.
 
-        `is_own`: by its own fault, as far as one can know. `is_known`: another of the source has failed by the same
-        event, the loss of their host; they count as one.
+        `is_own`: by its own fault, as far as one can know. `death`: the loss of its host made it fail; None if nothing
+        but its own call did.
         """
-        if is_own:
-            self._of_rows[row] += 1
-            if self._of_rows[row] >= self._row_failures:
+        if is_own and (death is None or row not in death.rows):
+            (self._of_rows if death is None else self._suspected)[row] += 1
+            if self._of_rows[row] + self._suspected[row] >= self._row_failures:
                 self.set_aside[row] = reason
-        if is_known:
-            return
+        if death is not None:
+            if is_own:
+                death.rows.add(row)
+            if source in death.sources:
+                return
+            death.sources.add(source)
         endings = self._endings[source]
         endings.append(reason)
         num_failed = sum(map(bool, endings))

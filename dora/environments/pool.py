@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from dora.environments.api import End, Observation, Reset, Turn
-from dora.environments.failures import Failures
+from dora.environments.failures import Death, Failures
 from dora.environments.process import HostLost, HostProcess, StartFailed
 from dora.environments.replies import EnvironmentFailed, FailedCall, Head, Outcome, decode, outcome_of, read_reply
 from dora.errors import ProtocolError, RunFailed, one_line
@@ -101,10 +101,13 @@ class EnvironmentPool:
         """The rows that are no longer tried: name -> reason of the last failure."""
         return self._failures.set_aside
 
-    async def start(self, episode: int, row: Mapping[str, Any], *, source: str, name: str) -> Reset | EnvironmentFailed:
+    async def start(
+        self, episode: int, row: Mapping[str, Any], *, source: str, name: str, may_replay: bool = False
+    ) -> Reset | EnvironmentFailed:
         """Begin an episode with a row of `source`, called `name` in errors; `episode` is a number not in use.
 
-        RunFailed or ConfigError if no host can be started, or too many episodes have failed.
+        `may_replay`: the caller begins it again if its host is lost; that loss is then no failure, if the environment
+        can be replayed. RunFailed or ConfigError if no host can be started, or too many episodes have failed.
         """
         if name in self.set_aside:
             return EnvironmentFailed("set_aside", one_line(f"{name} is set aside; it failed: {self.set_aside[name]}"))
@@ -119,17 +122,20 @@ class EnvironmentPool:
             raise
         known = self._episodes[episode] = _Episode(slot, host, source=source, row=name)
         slot.enter(host)
-        outcome = await self._call(episode, known, {"type": "start", "row": row}, expected=("reset",))
+        request = {"type": "start", "row": row}
+        outcome = await self._call(episode, known, request, expected=("reset",), may_replay=may_replay)
         assert isinstance(outcome, Reset | EnvironmentFailed)
         return outcome
 
-    async def step(self, episode: int, turn: Turn) -> Observation | End | EnvironmentFailed:
-        """Answer a turn. After `End` or a failure, the episode is over. RunFailed as from `start`."""
+    async def step(
+        self, episode: int, turn: Turn, *, may_replay: bool = False
+    ) -> Observation | End | EnvironmentFailed:
+        """Answer a turn. After `End` or a failure, the episode is over. `may_replay` and RunFailed as for `start`."""
         known = self._episodes.get(episode)
         if known is None:
             return EnvironmentFailed("invalid", "the episode has ended, or never began")
         request = {"type": "step", "turn": turn}
-        outcome = await self._call(episode, known, request, expected=("observation", "end"))
+        outcome = await self._call(episode, known, request, expected=("observation", "end"), may_replay=may_replay)
         assert not isinstance(outcome, Reset)
         return outcome
 
@@ -139,14 +145,28 @@ class EnvironmentPool:
         if known is not None:
             self._forget(episode, known)
             if known.was_answered:  # else it has only given a prompt
-                self._failures.ended(known.source)
+                self._failures.ended(source=known.source, row=known.row)
             await self._closed(known, known.host.call({"type": "close", "episode": episode}))
 
+    def fail(self, episode: int, failed: EnvironmentFailed) -> EnvironmentFailed:
+        """End an episode that cannot go on with what its environment said, and return why. RunFailed as from `start`."""
+        known = self._episodes.get(episode)
+        if known is not None:
+            self._abandon(episode, known)
+            self._note_failed(failed, known)
+        return failed
+
     async def _call(
-        self, episode: int, known: _Episode, request: Mapping[str, Any], *, expected: Sequence[str]
+        self,
+        episode: int,
+        known: _Episode,
+        request: Mapping[str, Any],
+        *,
+        expected: Sequence[str],
+        may_replay: bool,
     ) -> Outcome:
         outcome: Outcome
-        is_own = True
+        is_own, death = True, None
         try:
             reply = read_reply(await known.host.call({"episode": episode, **request}), expected=expected)
             known.host.num_stuck += isinstance(reply, FailedCall) and reply.stuck
@@ -156,9 +176,10 @@ class EnvironmentPool:
                 self._losses.in_a_row = 0
         except TimeoutError:
             outcome = EnvironmentFailed("timeout", f"timed out after {self._settings.call_timeout_s:g} s")
+            death = known.host.death
         except HostLost as err:
             outcome = EnvironmentFailed("host", one_line(f"host died: {err}"))
-            is_own = err.is_own
+            is_own, death = err.is_own, known.host.death
         except ProtocolError as err:
             outcome = EnvironmentFailed("invalid", str(err))
             self._abandon(episode, known)
@@ -170,20 +191,21 @@ class EnvironmentPool:
             raise
         if isinstance(outcome, End | EnvironmentFailed):
             self._forget(episode, known)
-            self._note(outcome, known, is_own=is_own)
+        if isinstance(outcome, End):
+            self._failures.ended(source=known.source, row=known.row)
+        elif isinstance(outcome, EnvironmentFailed) and not (
+            may_replay and outcome.cause == "host" and known.host.can_replay
+        ):
+            self._note_failed(outcome, known, is_own=is_own, death=death)
         return outcome
 
-    def _note(self, outcome: End | EnvironmentFailed, known: _Episode, *, is_own: bool) -> None:
-        if isinstance(outcome, End):
-            self._failures.ended(known.source)
-            return
-        is_known = outcome.cause == "host" and known.source in known.host.blamed
-        if outcome.cause == "host":
-            known.host.blamed.add(known.source)
+    def _note_failed(
+        self, failed: EnvironmentFailed, known: _Episode, *, is_own: bool = True, death: Death | None = None
+    ) -> None:
         was_set_aside = known.row in self.set_aside
-        self._failures.failed(outcome.reason, source=known.source, row=known.row, is_own=is_own, is_known=is_known)
+        self._failures.failed(failed.reason, source=known.source, row=known.row, is_own=is_own, death=death)
         if known.row in self.set_aside and not was_set_aside:
-            log.warning("row_set_aside", row=known.row, source=known.source, reason=outcome.reason)
+            log.warning("row_set_aside", row=known.row, source=known.source, reason=failed.reason)
 
     def _abandon(self, episode: int, known: _Episode) -> None:
         """Forget an episode whose environment does not know that it is over, and tell it."""

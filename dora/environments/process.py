@@ -18,6 +18,7 @@ import msgspec
 import structlog
 
 import dora
+from dora.environments.failures import Death
 from dora.environments.replies import Head, Ready, decode
 from dora.errors import ConfigError, ProtocolError
 from dora.tasks.child import GuardedProcess
@@ -83,8 +84,8 @@ class HostProcess:
         self._was_calling = False  # when it was lost
         self.can_replay = False
         self.num_episodes = 0
-        #: Sources with an episode that its loss has failed.
-        self.blamed: set[str] = set()
+        #: What its loss has been blamed on.
+        self.death = Death()
         #: Threads that never returned, and still take memory and time.
         self.num_stuck = 0
 

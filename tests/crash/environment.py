@@ -39,12 +39,12 @@ class Hosts:
     called: Callable[[int, int], None]
     turns: dict[int, int] = field(default_factory=dict)  # turns answered, by episode
 
-    async def start(self, episode: int, row: Mapping[str, Any], *, source: str, name: str) -> Reset:
+    async def start(self, episode: int, row: Mapping[str, Any], *, source: str, name: str, may_replay: bool) -> Reset:
         await self._pause()
         self.turns[episode] = 0
         return reset(row)
 
-    async def step(self, episode: int, turn: Turn) -> Observation | End | EnvironmentFailed:
+    async def step(self, episode: int, turn: Turn, *, may_replay: bool) -> Observation | End | EnvironmentFailed:
         number = self.turns[episode]
         self.called(episode, number)
         await self._pause()
@@ -55,6 +55,10 @@ class Hosts:
         if kind == "failed":
             return EnvironmentFailed("raised", "raised ValueError")
         return End(reward if kind == "end" else None)
+
+    def fail(self, episode: int, failed: EnvironmentFailed) -> EnvironmentFailed:
+        self.turns.pop(episode)
+        return failed
 
     async def close(self, episode: int) -> None:
         self.turns.pop(episode, None)

@@ -515,6 +515,48 @@ async def test_a_row_is_not_blamed_for_a_host_that_died_in_a_call_of_another():
         assert list(pool.set_aside) == ["row 1"]
 
 
+async def test_the_death_of_a_host_is_held_against_a_row_once_however_many_siblings_called():
+    async with pool_of(row_failures=2, failure_budget=1) as pool:
+        for episode in range(8):
+            await pool.start(episode, {}, source="s", name="shared")
+        old = int(await answer(pool, "pid", 0))
+        calls = [asyncio.create_task(failure(pool, "forget", episode)) for episode in range(8)]
+        await answer_of_another(pool)
+        os.kill(old, signal.SIGKILL)
+        assert {failed.cause for failed in await asyncio.gather(*calls)} == {"host"}
+        assert not pool.set_aside
+
+
+async def answer_of_another(pool: EnvironmentPool) -> None:
+    """Wait until the host has taken what was sent to it before."""
+    await start(pool, 1_000)
+    await answer(pool, "turns", 1_000)
+    await pool.close(1_000)
+
+
+async def test_a_death_that_a_replay_makes_good_is_no_failure_and_nobody_is_blamed():
+    async with pool_of("Replayed", row_failures=1, failure_budget=0) as pool:
+        await start(pool)
+        lost = await pool.step(0, Turn("die"), may_replay=True)
+        assert (lost.cause, dict(pool.set_aside)) == ("host", {})
+        await start(pool)
+        with pytest.raises(RunFailed, match="1 of the last 1 episodes"):
+            await pool.step(0, Turn("die"))  # the last attempt
+        assert list(pool.set_aside) == ["row 0"]
+
+
+async def test_what_its_caller_cannot_use_is_a_failure_of_the_episode_and_its_environment_is_closed(tmp_path):
+    closed = tmp_path / "closed"
+    async with pool_of(options={"closed": str(closed)}, row_failures=1, failure_budget=0) as pool:
+        await start(pool, 1)
+        await answer(pool, "turns", 1)
+        with pytest.raises(RunFailed, match="1 of the last 1 episodes .* 1 of them: no conversation"):
+            pool.fail(1, EnvironmentFailed("invalid", "no conversation"))
+        assert dict(pool.set_aside) == {"row 1": "no conversation"}
+        assert pool.free == 256
+        until(lambda: closed.exists() and closed.read_text().split() == ["1"])
+
+
 # --- ends -----------------------------------------------------------------------------------------------------------
 
 

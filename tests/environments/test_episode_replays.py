@@ -19,6 +19,7 @@ from dora.core.events import CallFinished
 from dora.core.ids import GroupId, TrajectoryId
 from dora.environments.pool import EnvironmentPool
 from dora.environments.renderer import open_renderer
+from dora.errors import RunFailed
 from dora.tasks.prompts import Prompt
 from dora.tasks.tokenizer import Tokenizer
 
@@ -73,8 +74,9 @@ class Played:
         return self.tokenizer.decode(record.tokens[start:end].tolist())
 
 
-def pool_of(name: str = "Replayed") -> EnvironmentPool:
-    return EnvironmentPool(EnvironmentConfig(name=f"{WORLDS}:{name}", call_timeout_s=20, memory_mb=1_024))
+def pool_of(name: str = "Replayed", **settings: Any) -> EnvironmentPool:
+    settings = {"call_timeout_s": 20, "memory_mb": 1_024, **settings}
+    return EnvironmentPool(EnvironmentConfig(name=f"{WORLDS}:{name}", **settings))
 
 
 @pytest.fixture
@@ -138,3 +140,55 @@ async def test_an_environment_that_cannot_be_replayed_is_called_once(qwen3: Toke
         await played.begin(pool)
         event = await played.turn("turns")
         assert event.failed == "host: its environment ended with an earlier controller"
+
+
+async def test_a_row_is_not_blamed_for_a_death_that_its_replay_made_good(qwen3: Tokenizer, row: dict[str, str]) -> None:
+    async with pool_of(row_failures=1, failure_budget=0) as pool:
+        played = await Played(qwen3, row).begin(pool)
+        event = await played.turn("die_once")
+        assert (event.failed, event.replays, dict(pool.set_aside)) == ("", 1, {})
+
+
+async def test_no_replay_is_counted_where_none_was_possible(qwen3: Tokenizer, row: dict[str, str]) -> None:
+    played = Played(qwen3, row)
+    for _ in range(2):
+        async with pool_of("World") as pool:
+            await played.begin(pool)
+            event = await played.turn("turns")
+    assert (event.failed, event.replays) == ("host: its environment ended with an earlier controller", 0)
+
+
+async def test_messages_that_cannot_be_rendered_are_failures_of_the_environment(
+    qwen3: Tokenizer, row: dict[str, str]
+) -> None:
+    async with pool_of(failure_budget=0) as pool:
+        played = await Played(qwen3, row).begin(pool)
+        with pytest.raises(RunFailed, match=r"^environment.failure_budget: 1 of .* messages are no conversation"):
+            await played.turn("impossible")
+        assert pool.free == 256
+
+
+async def test_a_prompt_that_cannot_be_rendered_is_a_failure_of_the_environment(qwen3: Tokenizer) -> None:
+    row = {"reset": "impossible_prompt"}
+    async with pool_of(row_failures=2) as pool:
+        converse = Conversations(pool, open_renderer(qwen3, settings={"name": "qwen3"}))
+        said = [(await asyncio.to_thread(converse, row, "s", "row 1")).failed for _ in range(3)]
+        assert said[0] == said[1]
+        assert said[2] == f"the environment failed: row 1 is set aside; it failed: {said[0]}"
+
+
+async def test_an_environment_that_is_not_the_one_that_was_recorded_is_a_failure_of_its_row(
+    qwen3: Tokenizer, row: dict[str, str]
+) -> None:
+    async with pool_of(row_failures=1) as pool:
+        played = await Played(qwen3, row).begin(pool)
+        await played.turn("pid")
+        assert (await played.turn("die_once")).failed.startswith("replay: ")
+        assert set(pool.set_aside) == {"row 1"}
+
+
+async def test_a_prompt_is_asked_for_again_if_its_host_is_lost(qwen3: Tokenizer, row: dict[str, str]) -> None:
+    async with pool_of(row_failures=1) as pool:
+        converse = Conversations(pool, open_renderer(qwen3, settings={"name": "qwen3"}))
+        conversation = await asyncio.to_thread(converse, {**row, "reset": "die_at_first"}, "s", "row 1")
+        assert (conversation.failed, dict(pool.set_aside)) == ("", {})

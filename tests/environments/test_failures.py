@@ -2,7 +2,7 @@
 
 import pytest
 
-from dora.environments.failures import Failures
+from dora.environments.failures import Death, Failures
 from dora.errors import RunFailed
 
 
@@ -10,8 +10,8 @@ def failures_of(*, budget: float = 0.5, window: int = 10, row_failures: int = 3)
     return Failures(budget=budget, window=window, row_failures=row_failures, field="environment")
 
 
-def fail(failures: Failures, reason: str = "raised", *, source: str = "s", row: str = "r", is_own: bool = True) -> None:
-    failures.failed(reason, source=source, row=row, is_own=is_own)
+def fail(failures: Failures, reason: str = "raised", *, source: str = "s", row: str = "r", **how) -> None:
+    failures.failed(reason, source=source, row=row, **how)
 
 
 def test_the_share_is_of_the_whole_window_so_that_a_bad_beginning_is_no_verdict():
@@ -28,7 +28,7 @@ def test_what_is_older_than_the_window_is_forgotten():
         for _ in range(5):
             fail(failures)
         for _ in range(5):
-            failures.ended("s")
+            failures.ended(source="s", row="r")
     fail(failures)  # the oldest of 5 leaves
 
 
@@ -59,9 +59,9 @@ def test_a_whole_budget_never_ends_the_run_and_none_ends_it_at_once():
 
 def test_a_lost_host_counts_once_however_many_episodes_it_had():
     failures = failures_of(budget=0.1)
-    fail(failures)
+    death = Death()
     for _ in range(50):
-        failures.failed("host died", source="s", row="r", is_own=False, is_known=True)
+        fail(failures, "host died", is_own=False, death=death)
     with pytest.raises(RunFailed, match=r"2 of the last 2 episodes"):
         fail(failures)
 
@@ -75,3 +75,27 @@ def test_a_row_is_set_aside_by_failures_of_its_own():
     assert failures.set_aside == {}
     fail(failures, "third", row="poisoned")
     assert failures.set_aside == {"poisoned": "third"}
+
+
+def test_a_row_is_suspected_once_of_the_loss_of_a_host_however_many_of_its_episodes_called():
+    failures = failures_of(budget=1)
+    for _ in range(2):
+        death = Death()
+        for _ in range(8):
+            fail(failures, "host died", row="shared", death=death)
+    assert failures.set_aside == {}
+    fail(failures, "host died", row="shared", death=Death())
+    assert failures.set_aside == {"shared": "host died"}
+
+
+def test_an_episode_that_goes_well_clears_its_row_of_the_loss_of_hosts_but_not_of_failures_of_its_own():
+    failures = failures_of(budget=1)
+    for _ in range(5):
+        fail(failures, "host died", row="innocent", death=Death())
+        fail(failures, "host died", row="innocent", death=Death())
+        failures.ended(source="s", row="innocent")
+    assert failures.set_aside == {}
+    for _ in range(3):
+        fail(failures, row="poisoned")
+        failures.ended(source="s", row="poisoned")
+    assert set(failures.set_aside) == {"poisoned"}

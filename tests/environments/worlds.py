@@ -136,6 +136,25 @@ def gather(world):
         hoard.append(bytearray(1 << 26))
 
 
+def impossible(world):
+    """Answer with what no template renders: a call without a function, in the policy's own turn."""
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "tool_calls": [{}]}]
+    return Observation([*messages, {"role": "user", "content": "c"}], rewrites=True)
+
+
+def impossible_prompt(world):
+    return Reset([{"role": "assistant", "content": "I begin"}])
+
+
+def die_at_first(world):
+    """Begin only if an earlier host has died."""
+    marker = Path(world.row["file"])
+    if not marker.exists():
+        marker.touch()
+        os._exit(3)
+    return Reset([{"role": "user", "content": "hello"}])
+
+
 # --- answers --------------------------------------------------------------------------------------------------------
 
 
