@@ -136,7 +136,7 @@ def make_controller(
     ids = RequestIds(opened.folder.run_id, job.epoch)
     work = Work()
     effects = _effects(opened, engine, fleet, published, ids, graders=graders, episodes=episodes)
-    calls = _episodes(opened, episodes) if episodes is not None else NoEpisodes()
+    calls = _episodes(opened, episodes, graders) if episodes is not None else NoEpisodes()
     orders = Orders(
         effects={**effects, cmd.CallEnvironment: calls} if isinstance(calls, Episodes) else effects,
         episodes=calls,
@@ -218,12 +218,13 @@ def _effects(
     }
 
 
-def _episodes(opened: Opened, inputs: EpisodeInputs) -> Episodes:
+def _episodes(opened: Opened, inputs: EpisodeInputs, graders: Graders) -> Episodes:
     config = opened.job.config
     return Episodes(
         inputs.pool,
         inputs.renderer,
         trajectories=opened.trajectories,
+        is_graded=lambda trajectory: graders.of(trajectory) is not None,
         limits=EpisodeLimits(
             max_turns=config.environment.max_turns,
             max_tokens=config.rollout.max_new_tokens,

@@ -95,12 +95,16 @@ async def _check_rewards(config: Config, inputs: Inputs, graders: Graders, *, re
     """Grade the reference answers of a few rows: a reward that raises on these would raise on every answer."""
     rows = await asyncio.to_thread(_first_prompts, inputs, GRADED_ROWS)
     cases = [("task.rewards", config.task.rewards, rows, graders.training)]
+    if graders.training is None:
+        report("rewards", "those that the environment gives; task.rewards has no term")
     sets = zip(config.eval.sets, inputs.evaluations.sets, graders.held_out, strict=True)
     for index, (one, held_out, pool) in enumerate(sets):
         if one.rewards:
             cases.append((f"eval.sets.{index}.rewards", one.rewards, [*held_out.prompts[:GRADED_ROWS]], pool))
     problems: dict[str, None] = {}
     for field, rewards, prompts, pool in cases:
+        if pool is None:
+            continue
         requests = [_reference(prompt, inputs, max_tokens=config.rollout.max_new_tokens) for prompt in prompts]
         outcomes = [await pool.grade(request) for request in requests]
         graded = zip(prompts, outcomes, strict=True)

@@ -11,6 +11,7 @@ from dora.config.schema import Config
 from dora.controller.episodes import Conversations
 from dora.environments.pool import EnvironmentPool
 from dora.environments.renderer import Renderer, open_renderer
+from dora.errors import ConfigError
 from dora.seed.policy import model_folder
 from dora.tasks.tokenizer import load_tokenizer
 
@@ -39,4 +40,9 @@ async def _enter_environment(stack: AsyncExitStack, config: Config) -> EpisodeIn
     tokenizer = await asyncio.to_thread(load_tokenizer, model, thinking=config.model.thinking)
     renderer = await asyncio.to_thread(open_renderer, tokenizer, settings=config.environment.renderer)
     pool = await stack.enter_async_context(EnvironmentPool(config.environment))
+    if not (pool.gives_rewards or config.task.rewards):
+        raise ConfigError(
+            f"task.rewards: {config.environment.name} ends its episodes without a reward of its own, so they must be "
+            "graded; add [[task.rewards]], or override step of the environment and return End(reward=...)"
+        )
     return EpisodeInputs(pool, renderer, Conversations(pool, renderer))

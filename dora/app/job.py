@@ -139,7 +139,8 @@ async def enter_graders(stack: AsyncExitStack, config: Config, inputs: Inputs) -
             field=field,
         )
 
-    training = await stack.enter_async_context(pool(task.rewards, "task.rewards"))
+    is_graded = task.rewards or not config.environment.name  # else the environment alone gives rewards
+    training = await stack.enter_async_context(pool(task.rewards, "task.rewards")) if is_graded else None
     held_out = []
     for index, eval_set in enumerate(config.eval.sets):
         own = pool(eval_set.rewards, f"eval.sets.{index}.rewards") if eval_set.rewards else None

@@ -58,8 +58,11 @@ def load(path: Path | None, overrides: Sequence[str] = (), *, environ: Mapping[s
     """Return the defaults, overlaid in turn by the file at `path`, each `a.b=value`, and the secrets in `environ`."""
     data = Config().model_dump(mode="json")
     data["objective"] = {}  # the defaults of its keys depend on those that are given
+    rewards = data["task"].pop("rewards")  # so does this one: it is for the built-in arithmetic
     if path is not None:
         _overlay(data, read_toml(path))
+    if isinstance(data["task"], dict) and any(override.strip().startswith("task.rewards.") for override in overrides):
+        data["task"].setdefault("rewards", rewards)
     given = deepcopy(data["objective"])
     origins: dict[str, str] = {}  # dotted key -> the --set that gave it
     for override in overrides:
@@ -67,6 +70,9 @@ def load(path: Path | None, overrides: Sequence[str] = (), *, environ: Mapping[s
             _replace_loss(data["objective"], override)
         key = set_key(data, override)
         origins[key] = f"--set {override}"
+    match data:
+        case {"environment": {"name": str(name)}, "task": dict(task)} if name:
+            task.setdefault("rewards", [])  # its own reward counts
     _refuse_hidden_preset(given, data["objective"], origins=origins, path=path)
     _refuse_secrets(data)
     for section, name, field in _secrets():

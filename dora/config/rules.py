@@ -153,6 +153,13 @@ def _reward_problems(config: Config) -> Iterator[str]:
     labels = {f"task.sources.{i}": source.label for i, source in enumerate(task.sources)}
     labels |= {f"eval.sets.{i}.source": one.source.label for i, one in held_out if not one.rewards}
     yield from term_problems("task.rewards", task.rewards, labels=labels, budget=budget)
+    if "rewards" not in task.model_fields_set:
+        for index, source in enumerate(task.sources):
+            if source.kind != "arithmetic":
+                yield (
+                    f"task.rewards: nothing scores the answers to task.sources.{index}; add a term, such as "
+                    '[[task.rewards]] with kind = "math"'
+                )
     for i, one in held_out:
         label = {f"eval.sets.{i}.source": one.source.label}
         yield from term_problems(f"eval.sets.{i}.rewards", one.rewards, labels=label, budget=budget)

@@ -345,7 +345,8 @@ class TaskConfig(Section):
     sources: tuple[SourceConfig, ...] = (SourceConfig(options={"max_terms": 48}),)
     """Prompt sources, mixed by their weights."""
     rewards: tuple[RewardConfig, ...] = (RewardConfig(kind="regex", pattern=r"(?:^|\D)(\d\d)$"),)
-    """Terms of the reward."""
+    """Terms of the reward. Unset: beside an environment none, whose own reward counts; otherwise the default, which is
+    for the built-in arithmetic."""
     system_prompt: str = ""
     """System message put before every prompt (needs a chat template). A row's own system message takes precedence."""
     chat_template: bool = False

@@ -202,12 +202,12 @@ class StopAttempt:
 class Graders:
     """The grader pools for training and for each held-out set."""
 
-    training: GraderPool
-    held_out: Sequence[GraderPool]  # by set; the training pool if a set has no rewards of its own
+    training: GraderPool | None  # None: only the environment gives rewards
+    held_out: Sequence[GraderPool | None]  # by set; the training pool if a set has no rewards of its own
     evaluations: Evaluations
 
-    def of(self, trajectory: TrajectoryId) -> GraderPool:
-        """Return the pool that grades a trajectory."""
+    def of(self, trajectory: TrajectoryId) -> GraderPool | None:
+        """Return the pool that grades a trajectory, if any."""
         return self.training if trajectory >= 0 else self.held_out[self.evaluations.set_index(trajectory)]
 
 
@@ -239,7 +239,8 @@ class GradeAnswer:
             finish="length" if record.truncated else "stop",
             source=prompt.label,
         )
-        outcome = await self.graders.of(trajectory).grade(request)
+        pool = self.graders.of(trajectory)
+        outcome = await pool.grade(request) if pool is not None else Graded(0.0)  # beside the rewards of its turns
         if isinstance(outcome, Graded):
             record.reward, record.terms = sum(record.turn_rewards, outcome.reward), outcome.terms
             return ev.TrajectoryGraded(self.now(), trajectory, order.attempt, outcome.reward)

@@ -86,12 +86,15 @@ class Episodes:
         trajectories: Trajectories,
         limits: EpisodeLimits,
         now: Callable[[], float],
+        is_graded: Callable[[TrajectoryId], bool] = lambda trajectory: True,
     ) -> None:
+        """`is_graded`: whether terms of the reward grade an episode that ends without a reward of its own."""
         self._pool = pool
         self._renderer = renderer
         self._trajectories = trajectories
         self._limits = limits
         self._now = now
+        self._is_graded = is_graded
         self._open: dict[TrajectoryId, Episode] = {}
         self._calling: set[TrajectoryId] = set()
         self._unwanted: set[TrajectoryId] = set()  # to be closed after their call
@@ -167,7 +170,12 @@ class Episodes:
         assert conversation is not None
         source = prompt.label or prompt.source
         reset = await self._pool.start(
-            trajectory, prompt.row, source=source, name=prompt.where, may_replay=may_replay
+            trajectory,
+            prompt.row,
+            source=source,
+            name=prompt.where,
+            is_graded=self._is_graded(trajectory),
+            may_replay=may_replay,
         )
         if isinstance(reset, EnvironmentFailed):
             return reset

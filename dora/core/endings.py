@@ -47,12 +47,19 @@ def drop(state: State, group: Group, *, outcome: str, reason: str) -> None:
             state,
             f"step {state.formation.step} had to top up {state.top_ups} groups (rollout.max_top_up is "
             f"{state.settings.max_top_up:g} x {state.settings.groups_per_step}); the last one left as {key}; "
-            f"their siblings' rewards: {rewards}; bring prompts that are neither always nor never solved",
+            f"their siblings' rewards: {rewards}; {_advice(state)}",
         )
     if not group.ungraded:
         group.let_go()
     state.agenda.form = True
     admissions_changed(state)
+
+
+def _advice(state: State) -> str:
+    rewards = state.top_up_rewards
+    if rewards.get(None, 0) > sum(rewards.values()) / 2:
+        return "most have none, because something failed: log.jsonl and the status say what"
+    return "bring prompts that are neither always nor never solved"
 
 
 def discard_surplus(state: State) -> None:

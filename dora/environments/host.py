@@ -55,10 +55,11 @@ def main() -> None:
     setup = json.loads(hello)
     try:
         make = build(setup)
-        can_replay = type(make()).can_replay
+        kind = type(make())
     except ConfigError as err:
         return write_frame(replies, _encode({"id": setup["id"], "type": "refused", "reason": str(err)}))
-    write_frame(replies, _encode({"id": setup["id"], "type": "ready", "protocol": PROTOCOL, "can_replay": can_replay}))
+    traits = {"can_replay": kind.can_replay, "gives_rewards": kind.step is not ToolEnvironment.step}
+    write_frame(replies, _encode({"id": setup["id"], "type": "ready", "protocol": PROTOCOL, **traits}))
     asyncio.run(_Host(setup, make).serve(requests, replies))
 
 

@@ -44,6 +44,8 @@ _BACKOFF_S = 0.25
 #: Timeout for a place in a host, which another episode leaves when it ends.
 PLACE_TIMEOUT_S = 3_600.0
 
+_NO_REWARD = "the environment ended without a reward, and task.rewards has no term that could grade the episode"
+
 #: Number of stuck threads from which a host gets no new episode; once it is empty, it is replaced.
 _MAX_STUCK = 8
 
@@ -97,16 +99,28 @@ class EnvironmentPool:
         return self._slots[0].host is not None and self._slots[0].host.can_replay
 
     @property
+    def gives_rewards(self) -> bool:
+        """Whether the environment may give rewards of its own."""
+        return self._slots[0].host is not None and self._slots[0].host.gives_rewards
+
+    @property
     def set_aside(self) -> Mapping[str, str]:
         """The rows that are no longer tried: name -> reason of the last failure."""
         return self._failures.set_aside
 
     async def start(
-        self, episode: int, row: Mapping[str, Any], *, source: str, name: str, may_replay: bool = False
+        self,
+        episode: int,
+        row: Mapping[str, Any],
+        *,
+        source: str,
+        name: str,
+        is_graded: bool = True,
+        may_replay: bool = False,
     ) -> Reset | EnvironmentFailed:
         """Begin an episode with a row of `source`, called `name` in errors; `episode` is a number not in use.
 
-        `may_replay`: the caller begins it again if its host is lost; that loss is then no failure, if the environment
+        `is_graded`: it may end without a reward of its own, because others grade it then. `may_replay`: the caller begins it again if its host is lost; that loss is then no failure, if the environment
         can be replayed. RunFailed or ConfigError if no host can be started, or too many episodes have failed.
         """
         if name in self.set_aside:
@@ -120,7 +134,7 @@ class EnvironmentPool:
         except BaseException:
             self._leave(slot, host=None)
             raise
-        known = self._episodes[episode] = _Episode(slot, host, source=source, row=name)
+        known = self._episodes[episode] = _Episode(slot, host, source=source, row=name, is_graded=is_graded)
         slot.enter(host)
         request = {"type": "start", "row": row}
         outcome = await self._call(episode, known, request, expected=("reset",), may_replay=may_replay)
@@ -171,6 +185,8 @@ class EnvironmentPool:
             reply = read_reply(await known.host.call({"episode": episode, **request}), expected=expected)
             known.host.num_stuck += isinstance(reply, FailedCall) and reply.stuck
             outcome = outcome_of(reply) if isinstance(reply, FailedCall) else reply
+            if isinstance(outcome, End) and outcome.reward is None and not known.is_graded:
+                outcome = EnvironmentFailed("invalid", _NO_REWARD)
             if isinstance(outcome, Observation | End):
                 known.was_answered = True
                 self._losses.in_a_row = 0
@@ -264,6 +280,7 @@ class _Episode:
     host: HostProcess
     source: str
     row: str
+    is_graded: bool
     was_answered: bool = False  # a turn
 
 

@@ -82,7 +82,7 @@ class HostProcess:
         self._end: asyncio.Task[None] | None = None  # set as soon as the host is lost
         self._how = ""  # it ended, once `_end` is done
         self._was_calling = False  # when it was lost
-        self.can_replay = False
+        self.can_replay, self.gives_rewards = False, True
         self.num_episodes = 0
         #: What its loss has been blamed on.
         self.death = Death()
@@ -107,7 +107,7 @@ class HostProcess:
             raise StartFailed(await self._process.ending(err)) from None
         if ready.type == "refused":
             raise ConfigError(ready.reason)
-        self.can_replay = ready.can_replay
+        self.can_replay, self.gives_rewards = ready.can_replay, ready.gives_rewards
         self._reader = asyncio.create_task(self._read(), name="host-replies")
 
     def call(self, request: Mapping[str, Any]) -> Awaitable[bytes]:

@@ -45,6 +45,7 @@ class Ready(msgspec.Struct, frozen=True):
     type: Literal["ready", "refused"]
     protocol: int = 1
     can_replay: bool = False
+    gives_rewards: bool = True
     reason: str = ""
 
 

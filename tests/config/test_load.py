@@ -227,7 +227,11 @@ def test_a_syntax_error_names_file_line_and_column(tmp_path: Path):
         ),
         (["trainer.compile=true"], "trainer.compile: auto checkpointing may keep tensors that compiled layers write"),
         (["trainer.external=true"], "trainer.external: external ranks need the run's token; set DORA_TOKEN"),
-        (["task.sources.0.kind=jsonl"], "eval.sets.0: evaluates the built-in arithmetic, which is not the task"),
+        (
+            ["task.sources.0.kind=jsonl", "eval.sets=[]"],
+            "task.rewards: nothing scores the answers to task.sources.0; add a term, such as [[task.rewards]] with",
+        ),
+        (["task.sources.0.kind=jsonl", "task.rewards.0.kind=exact"], "eval.sets.0: evaluates the built-in arithmetic, which is not the task"),
         (["eval.sets.1.samples=2"], "eval.sets: two sets are named 'heldout'"),
         (
             ["task.rewards.1.sources=['easy']", "task.sources.0.label=simple"],
@@ -255,6 +259,16 @@ def test_a_syntax_error_names_file_line_and_column(tmp_path: Path):
 def test_a_contradiction_between_sections_is_found_before_anything_starts(overrides: list[str], beginning: str):
     (line,) = refused(*overrides)
     assert line.startswith(beginning)
+
+
+def test_without_terms_of_the_reward_an_environment_is_graded_by_no_one_else(tmp_path: Path):
+    environment = ["environment.name=a:b"]
+    assert load(None, environ={}).task.rewards == Config().task.rewards != ()
+    config = load(None, environment, environ={})
+    assert config.task.rewards == ()
+    assert load(written(tmp_path, dump(config)), environ={}) == config, "a resume goes on without"
+    (term,) = load(None, [*environment, "task.rewards=[{kind='math'}]"], environ={}).task.rewards
+    assert term.kind == "math"
 
 
 def test_all_contradictions_are_reported_at_once():
@@ -298,6 +312,7 @@ def test_a_dump_loads_into_the_same_config(tmp_path: Path):
             "trainer.learning_rate=1e-7",
             "model.thinking=false",
             "eval.sets.0.rewards=[{kind='exact'}]",
+            "task.rewards=[{kind='exact'}]",
         ],
         environ={},
     )

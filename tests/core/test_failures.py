@@ -226,6 +226,17 @@ def test_more_top_ups_than_allowed_stop_the_job_and_show_the_rewards() -> None:
     assert core.tick(1.0) == []
 
 
+def test_top_ups_of_groups_that_failed_are_no_reason_to_change_the_prompts() -> None:
+    core = started(groups_per_step=2, slots=6, max_top_up=1.0)
+    core.answer(0, rewards=(None, 0.0))
+    core.answer(1, rewards=(None, None))
+    assert core.answer(2, rewards=(None, None))[-1] == cmd.FailRun(
+        "step 0 had to top up 3 groups (rollout.max_top_up is 1 x 2); the last one left as failed: grading; "
+        "their siblings' rewards: none x 5, 0 x 1; most have none, because something failed: log.jsonl and the status "
+        "say what"
+    )
+
+
 def test_top_ups_are_counted_per_step() -> None:
     core = started(groups_per_step=2, slots=8, max_top_up=0.5, max_staleness=0)
     for step in range(3):

@@ -39,7 +39,7 @@ class Hosts:
     called: Callable[[int, int], None]
     turns: dict[int, int] = field(default_factory=dict)  # turns answered, by episode
 
-    async def start(self, episode: int, row: Mapping[str, Any], *, source: str, name: str, may_replay: bool) -> Reset:
+    async def start(self, episode: int, row: Mapping[str, Any], *, source: str, name: str, **_: bool) -> Reset:
         await self._pause()
         self.turns[episode] = 0
         return reset(row)

@@ -35,7 +35,7 @@ def jsonl(path: Path, *rows: object) -> str:
     return f'task.sources=[{{kind="jsonl", path="{path}"}}]'
 
 
-NO_EVALUATION = settings(eval__sets="[]")
+NO_EVALUATION = settings(eval__sets="[]", task__rewards='[{kind="exact"}]')
 
 
 @pytest.mark.parametrize(

@@ -40,10 +40,11 @@ class NoLog:
 class Played:
     """One episode, whose turns are what the test says."""
 
-    def __init__(self, tokenizer: Tokenizer, row: dict[str, str]) -> None:
+    def __init__(self, tokenizer: Tokenizer, row: dict[str, str], *, is_graded: bool = True) -> None:
         self.renderer = open_renderer(tokenizer, settings={"name": "qwen3"})
         self.tokenizer = tokenizer
         self.row = row
+        self.is_graded = is_graded
         self.trajectories = Trajectories(NoLog(), group_size=1)
         self.attempts = count()
 
@@ -56,7 +57,14 @@ class Played:
                 0, "s", "", tokens, "", {}, row=self.row, where="row 1", conversation=conversation
             )
             self.trajectories.admit(GroupId(0))
-        self.episodes = Episodes(pool, self.renderer, trajectories=self.trajectories, limits=LIMITS, now=lambda: 0.0)
+        self.episodes = Episodes(
+            pool,
+            self.renderer,
+            trajectories=self.trajectories,
+            limits=LIMITS,
+            now=lambda: 0.0,
+            is_graded=lambda trajectory: self.is_graded,
+        )
         return self
 
     async def turn(self, content: str) -> CallFinished:
@@ -192,3 +200,12 @@ async def test_a_prompt_is_asked_for_again_if_its_host_is_lost(qwen3: Tokenizer,
         converse = Conversations(pool, open_renderer(qwen3, settings={"name": "qwen3"}))
         conversation = await asyncio.to_thread(converse, {**row, "reset": "die_at_first"}, "s", "row 1")
         assert (conversation.failed, dict(pool.set_aside)) == ("", {})
+
+
+async def test_an_end_without_a_reward_needs_someone_who_grades(qwen3: Tokenizer, row: dict[str, str]) -> None:
+    async with pool_of(row_failures=1) as pool:
+        event = await (await Played(qwen3, row).begin(pool)).turn("finish_ungraded")
+        assert (event.ended, event.graded, event.failed) == (True, False, "")
+        event = await (await Played(qwen3, row, is_graded=False).begin(pool)).turn("finish_ungraded")
+        assert event.failed.startswith("invalid: the environment ended without a reward, and task.rewards has no term")
+        assert set(pool.set_aside) == {"row 1"}

@@ -55,6 +55,10 @@ def finish(world):
     return End(0.5, [{"role": "user", "content": "bye"}])
 
 
+def finish_ungraded(world):
+    return End()
+
+
 def turns(world):
     world.number = getattr(world, "number", 0) + 1
     return says(str(world.number))
