@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any, Final
 
+import structlog
 from msgspec.structs import replace
 
 from dora.controller.trajectories import Trajectories, TrajectoryRecord
@@ -27,6 +28,8 @@ from dora.environments.pool import EnvironmentPool
 from dora.environments.renderer import Renderer, RenderingFailed
 from dora.environments.replies import EnvironmentFailed, Outcome
 from dora.tasks.prompts import Conversation
+
+log = structlog.get_logger(__name__)
 
 _Outcome = Observation | End | EnvironmentFailed
 
@@ -47,7 +50,10 @@ class Conversations:
 
     def __call__(self, row: Mapping[str, Any], source: str, where: str) -> Conversation:
         """Return the beginning of an episode with this row. It blocks: call it in a thread."""
-        return asyncio.run_coroutine_threadsafe(self._begin(row, source, where), self._loop).result()
+        conversation = asyncio.run_coroutine_threadsafe(self._begin(row, source, where), self._loop).result()
+        if conversation.failed:
+            log.warning("no_prompt", row=where, source=source, reason=conversation.failed)
+        return conversation
 
     async def _begin(self, row: Mapping[str, Any], source: str, where: str) -> Conversation:
         episode = next(_PROMPTS)

@@ -155,7 +155,10 @@ def open_eval_prompts(
     found = [
         render(source, row, position=row, task=task, tokenizer=tokenizer, converse=converse) for row in range(count)
     ]
-    num_overlong = sum(bool(prompt.skipped) for prompt in found)
+    failed = [prompt.skipped for prompt in found if prompt.conversation is not None and prompt.conversation.failed]
+    if 2 * len(failed) > count:
+        raise ConfigError(f"{field}: {len(failed)} of the first {count} rows have no prompt; {failed[0]}")
+    num_overlong = sum(bool(prompt.skipped) for prompt in found) - len(failed)
     _require_half(num_overlong, of=count, what=f"rows of {field} ({source.name})", task=task)
     return found
 

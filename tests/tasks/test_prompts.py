@@ -15,7 +15,7 @@ from pyarrow import parquet
 from dora.config.schema import EvalSetConfig, SourceConfig, TaskConfig
 from dora.errors import ConfigError
 from dora.tasks import prompts
-from dora.tasks.prompts import PromptStream, mix, nested_shares, open_eval_prompts, open_stream
+from dora.tasks.prompts import Conversation, PromptStream, mix, nested_shares, open_eval_prompts, open_stream
 from dora.tasks.sources import HASH_DEPENDENT, open_source
 
 ROWS = [{"prompt": f"question {i}", "answer": i, "level": i % 3} for i in range(20)]
@@ -372,3 +372,15 @@ def test_data_sets_that_depend_on_the_hash_seed_are_refused_while_it_is_random(o
             open_with(SourceConfig(kind="reasoning_gym", name=name))
     else:
         assert open_with(SourceConfig(kind="reasoning_gym", name=name), max_prompt_tokens=10_000).at(0)
+
+
+def test_held_out_rows_whose_environment_fails_are_not_called_too_long(tmp_path, tokenizer):
+    source = SourceConfig(kind="jsonl", path=write_jsonl(tmp_path / "rows.jsonl"))
+    with pytest.raises(ConfigError, match=r"eval.sets.heldout.source: 20 of .* have no prompt; .*rows.jsonl:1: it broke"):
+        open_eval_prompts(
+            EvalSetConfig(source=source),
+            task=TaskConfig(),
+            tokenizer=tokenizer,
+            seed=0,
+            converse=lambda row, source, where: Conversation(failed="it broke"),
+        )
