@@ -1,4 +1,4 @@
-"""Loading of the `module:function` that a configuration names."""
+"""Code of the user: loading of the `module:function` that a configuration names, and the line at which it failed."""
 
 from __future__ import annotations
 
@@ -7,12 +7,20 @@ import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Callable
+import sysconfig
+import traceback
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, FrameType, ModuleType
 from typing import Any
 
 from dora.errors import ConfigError
+
+#: Where frames of Python and of DORA are.
+_PYTHON = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib"))
+_DORA = f"{Path(__file__).parent}{os.sep}"
+#: Folders of packages that were installed.
+_INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 
 
 def load_function(spec: str, *, field: str) -> Callable[..., Any]:
@@ -26,7 +34,7 @@ def load_function(spec: str, *, field: str) -> Callable[..., Any]:
     try:
         module = _import(module_name)
     except (Exception, SystemExit) as err:  # user code may raise anything; a script may exit
-        raise ConfigError(f"{field}: cannot import '{module_name}' ({type(err).__name__}: {err})") from err
+        raise ConfigError(f"{field}: cannot import '{module_name}' ({describe(err)})") from err
     function = getattr(module, name, None)
     if not callable(function):
         raise ConfigError(f"{field}: {getattr(module, '__file__', module_name)} has no function '{name}'")
@@ -52,3 +60,56 @@ def _import(name: str) -> ModuleType:
     sys.modules[spec.name] = module  # dataclasses resolve their types there
     spec.loader.exec_module(module)
     return module
+
+
+def describe(err: BaseException, *, of: object = None) -> str:
+    """Return the type and the message of an exception, and the line of the user's code that raised it, or led to it.
+
+    `of`: what was called; if no line of it was reached, as with wrong arguments, the line of its definition is named.
+    """
+    error = traceback.format_exception_only(err)[-1].strip() or type(err).__name__
+    place = place_of_error(err) or definition_of(of)
+    return f"{error} ({place})" if place else error
+
+
+def place_of_error(err: BaseException) -> str:
+    """Return the innermost line of the user's own code that an exception came through, as `place_of`."""
+    frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(err.__traceback__)]
+    if isinstance(err, SyntaxError) and err.filename and err.lineno:
+        frames.append((err.filename, err.lineno))
+    return place_of(frames)
+
+
+def place_of(frames: Iterable[tuple[str, int]]) -> str:
+    """Return the innermost line of the user's own code in frames (file, line), outermost first: "shop.py:12".
+
+    Installed packages count only if there is nothing else; then it is the line by which they were entered. "" if all
+    frames are Python's or DORA's.
+    """
+    foreign = [(file, line) for file, line in frames if not file.startswith((_DORA, "<")) and not _is_of_python(file)]
+    own = [place for place in foreign if not any(folder in place[0] for folder in _INSTALLED)]
+    if not foreign:
+        return ""
+    file, line = own[-1] if own else foreign[0]
+    return f"{Path(file).name}:{line}"
+
+
+def _is_of_python(file: str) -> bool:
+    return file.startswith(_PYTHON) and not any(folder in file for folder in _INSTALLED)
+
+
+def stack_of(frame: FrameType | None) -> list[tuple[str, int]]:
+    """Return the frames of a stack, as for `place_of`, from its innermost frame."""
+    frames = []
+    while frame is not None:
+        frames.append((frame.f_code.co_filename, frame.f_lineno))
+        frame = frame.f_back
+    return frames[::-1]
+
+
+def definition_of(function: object) -> str:
+    """Return the line at which a function, method or class of the user is defined; "" if it is unknown."""
+    if isinstance(function, type):
+        function = function.__init__  # type: ignore[misc]
+    code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
+    return place_of([(code.co_filename, code.co_firstlineno)]) if isinstance(code, CodeType) else ""

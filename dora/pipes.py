@@ -7,9 +7,17 @@ from __future__ import annotations
 
 import os
 import struct
+import sys
+import traceback
+from contextlib import suppress
 from typing import BinaryIO
 
 HEADER = struct.Struct(">I")
+
+#: Begins each line of stderr about a failure that the process survived, and which so does not explain its end.
+SURVIVED = "| "
+#: Maximum size of a traceback, in characters; the end is kept.
+_LONGEST_TRACEBACK = 16_000
 
 
 def take_pipes() -> tuple[BinaryIO, BinaryIO]:
@@ -43,3 +51,11 @@ def write_frame(pipe: BinaryIO, body: bytes) -> None:
     rest = memoryview(HEADER.pack(len(body)) + body)
     while rest:
         rest = rest[pipe.write(rest) :]
+
+
+def print_failure(what: str, err: BaseException) -> None:
+    """Write the traceback of an exception of the user's code, which the process survives, to stderr."""
+    lines = [what, *"".join(traceback.format_exception(err))[-_LONGEST_TRACEBACK:].splitlines()]
+    with suppress(Exception):  # code of the user may have closed or replaced it
+        sys.stderr.write("".join(f"{SURVIVED}{line}\n" for line in lines))
+        sys.stderr.flush()

@@ -178,6 +178,8 @@ class _Run:
         """Build the parts, run the controller, and end."""
         job, folder = self._job, self._folder
         configure_logging(folder.log, level=job.config.log.level, run=folder.run_id, role="controller")
+        if episodes is not None:
+            episodes.pool.log_into(folder.logs)
         folder.remove_leases()
         self._stack.callback(folder.remove_leases)
         node = await self._stack.enter_async_context(Node(logs=folder.logs, lease=self._lease))

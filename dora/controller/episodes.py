@@ -160,7 +160,7 @@ class Episodes:
             if isinstance(began, EnvironmentFailed):
                 return began
             episode = self._open[trajectory] = began
-        outcome = await self._pool.step(trajectory, _end_turn(episode, record), may_replay=may_replay)
+        outcome = await self._pool.step(trajectory, self._end_turn(episode, record), may_replay=may_replay)
         if not isinstance(outcome, Observation):
             self._open.pop(trajectory, None)
         return outcome
@@ -197,13 +197,22 @@ class Episodes:
             prompt=prompt.tokens,
         )
         for turn, (start, _) in enumerate(record.observed):
-            outcome = await self._pool.step(trajectory, _end_turn(episode, record, end=start), may_replay=may_replay)
+            outcome = await self._pool.step(
+                trajectory, self._end_turn(episode, record, end=start), may_replay=may_replay
+            )
             if isinstance(outcome, EnvironmentFailed):
                 return outcome
             if not _is_as_recorded(outcome, episode, record, turn=turn):
                 reason = f"the environment answered turn {turn} in another way than before"
                 return self._pool.fail(trajectory, EnvironmentFailed("replay", reason))
         return episode
+
+    def _end_turn(self, episode: Episode, record: TrajectoryRecord, *, end: int | None = None) -> Turn:
+        """Append the recorded tokens of the next turn, and parse it. `end` is None for the last turn of the record."""
+        start = len(episode.tokens)
+        episode.append(record.tokens[start:end], record.logprobs[start:end])
+        is_cut = episode.tokens[-1] not in self._renderer.stop_ids
+        return episode.end_turn("length" if is_cut else "stop")
 
     def _finished(
         self, order: cmd.CallEnvironment, record: TrajectoryRecord, outcome: Observation | End | EnvironmentFailed
@@ -277,13 +286,6 @@ def append(episode: Episode, outcome: Observation) -> None:
         episode.rewrite(outcome.messages)
     else:
         episode.observe(outcome.messages)
-
-
-def _end_turn(episode: Episode, record: TrajectoryRecord, *, end: int | None = None) -> Turn:
-    """Append the recorded tokens of the next turn, and parse it. `end` is None for the last turn of the record."""
-    start = len(episode.tokens)
-    episode.append(record.tokens[start:end], record.logprobs[start:end])
-    return episode.end_turn("stop")
 
 
 def _is_as_recorded(outcome: Observation | End, episode: Episode, record: TrajectoryRecord, *, turn: int) -> bool:

@@ -27,14 +27,24 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeVar
+
+from dora.functions import definition_of
+from dora.pipes import print_failure
 
 #: {"role": "system" | "user" | "assistant" | "tool", "content": text, ...}
 Message = dict[str, Any]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
+
+#: Calls of one turn that are under way at once.
+AT_ONCE = 8
+#: Threads of a process for calls beside the first one of their turn; without one, a call waits for those before it.
+SPARE_THREADS = 64
+_num_spare = SPARE_THREADS
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +64,7 @@ class Turn:
     content: str  # without reasoning and calls
     reasoning: str = ""
     calls: tuple[ToolCall, ...] = ()
-    finish: Literal["stop", "length"] = "stop"  # length: the token budget cut it
+    finish: Literal["stop", "length"] = "stop"  # length: the server cut it before its end, at a limit of its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +138,11 @@ class ToolEnvironment(Environment):
 
     A tool's name, docstring and type hints are its schema (schema.py). What it returns is shown to the policy, text as
     it is and everything else as JSON. A call with invalid arguments, or of a tool that does not exist or raises, is
-    answered with a line that begins with `error:`. The calls of a turn are answered in their order.
+    answered with a line that begins with `error:`.
+
+    The calls of a turn run concurrently, up to 8 at once: `async` ones in the event loop, functions in threads. Methods
+    that are not `async` share the episode's state, so they run one after the other, in the order of the calls. The
+    answers always have the order of the calls.
     """
 
     def __init__(self, tools: Iterable[Callable[..., Any]] = ()) -> None:
@@ -136,13 +150,15 @@ class ToolEnvironment(Environment):
 
     def reset(self, row: dict[str, Any]) -> Reset | Awaitable[Reset]:
         """Begin with the column `messages`, or with `prompt` as the message of a user."""
+        if not row.get("messages") and "prompt" not in row:
+            raise ValueError(f"the row has no column 'messages' or 'prompt'; it has {', '.join(row) or 'none'}")
         messages = row.get("messages") or [{"role": "user", "content": row["prompt"]}]
         return Reset(messages, tools=self.schemas())
 
     async def step(self, turn: Turn) -> Observation | End:
         if not turn.calls:
             return End()
-        return Observation([await self._answer(call) for call in turn.calls])
+        return Observation(await self._answers(turn.calls))
 
     def schemas(self) -> list[dict[str, Any]]:
         """Return the tools as OpenAI schemas. TypeError if a function cannot be one."""
@@ -158,8 +174,26 @@ class ToolEnvironment(Environment):
         functions = getattr(self, "_functions", ())  # a subclass need not call our constructor
         return {function.__name__: function for function in (*functions, *(getattr(self, name) for name in own))}
 
-    async def _answer(self, call: ToolCall) -> Message:
-        return {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": await self._content(call)}
+    async def _answers(self, calls: Sequence[ToolCall]) -> list[Message]:
+        tools = [self._tools().get(call.name) for call in calls]
+        in_loop = [n for n, tool in enumerate(tools) if inspect.iscoroutinefunction(tool)]
+        in_order = [n for n, tool in enumerate(tools) if inspect.ismethod(tool) and n not in in_loop]
+        in_threads = [n for n in range(len(calls)) if n not in in_loop and n not in in_order]
+        answers: dict[int, Message] = {}
+        with _spare_threads(min(AT_ONCE, len(in_threads) + bool(in_order)) - 1) as spare:
+            lanes = [[*in_order], *([] for _ in range(spare))]  # each is answered one after the other
+            for place, number in enumerate(in_threads, start=bool(in_order)):
+                lanes[place % len(lanes)].append(number)
+            lanes += [in_loop[first::AT_ONCE] for first in range(AT_ONCE)]
+            async with asyncio.TaskGroup() as group:
+                for lane in filter(None, lanes):
+                    group.create_task(self._answer({n: calls[n] for n in sorted(lane)}, answers))
+        return [answers[number] for number in range(len(calls))]
+
+    async def _answer(self, calls: dict[int, ToolCall], answers: dict[int, Message]) -> None:
+        for number, call in calls.items():
+            content = await self._content(call)
+            answers[number] = {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": content}
 
     async def _content(self, call: ToolCall) -> str:
         from dora.environments.schema import InvalidArguments, as_text
@@ -176,14 +210,38 @@ class ToolEnvironment(Environment):
             return f"error: arguments of {call.name}: {err}"
         try:
             return as_text(await run(function, **arguments))
-        except Exception as err:  # noqa: BLE001  code of the user
+        except (Exception, SystemExit, KeyboardInterrupt, asyncio.CancelledError) as err:
+            if isinstance(err, asyncio.CancelledError) and _is_cancelled():
+                raise
+            print_failure(f"tool {call.name}", err)
             return f"error: {type(err).__name__}: {err}"
+
+
+def _is_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+@contextmanager
+def _spare_threads(wanted: int) -> Iterator[int]:
+    """Take up to `wanted` of the process's spare threads; yield how many there were."""
+    global _num_spare
+    taken = max(0, min(wanted, _num_spare))
+    _num_spare -= taken
+    try:
+        yield taken
+    finally:
+        _num_spare += taken
 
 
 def _schema_of(function: Callable[..., Any]) -> Any:
     from dora.environments.schema import tool_schema  # pydantic, which plain environments do not need
 
-    return tool_schema(getattr(function, "__func__", function), is_method=inspect.ismethod(function))
+    try:
+        return tool_schema(getattr(function, "__func__", function), is_method=inspect.ismethod(function))
+    except TypeError as err:
+        where = definition_of(function)
+        raise TypeError(f"{err} ({where})" if where else str(err)) from err
 
 
 async def run(function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Any:

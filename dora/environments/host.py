@@ -5,8 +5,8 @@ and stdout is described in docs/ENVIRONMENTS-PROTOCOL.md; a host in another lang
 
 Invariant: each request has one reply, and code of the user can neither delay nor break those of other episodes: what is
 not `async` runs in threads, and every call has a time limit. A thread cannot be stopped: if its time is up it is left
-behind and the reply says so (`stuck`). What blocks the whole process is the controller's to notice. User code is
-imported in the main thread, before the loop.
+behind and the reply says so (`stuck`). A call that blocks the loop is ended (watch.py); what blocks the whole process
+is the controller's to notice. User code is imported in the main thread, before the loop.
 """
 
 from __future__ import annotations
@@ -17,16 +17,27 @@ import json
 import os
 import sys
 import threading
-import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
+from contextvars import ContextVar
 from typing import Any, BinaryIO
 
-from dora.environments.api import End, Environment, Message, Observation, Reset, ToolCall, ToolEnvironment, Turn, run
+from dora.environments.api import (
+    SPARE_THREADS,
+    End,
+    Environment,
+    Message,
+    Observation,
+    Reset,
+    ToolCall,
+    ToolEnvironment,
+    Turn,
+    run,
+)
+from dora.environments.watch import Blocked, LoopWatch
 from dora.errors import ConfigError
-from dora.functions import load_function
-from dora.pipes import HEADER, read_frame, take_pipes, write_frame
+from dora.functions import definition_of, describe, load_function, place_of_error
+from dora.pipes import HEADER, print_failure, read_frame, take_pipes, write_frame
 
 PROTOCOL = 1
 
@@ -34,7 +45,13 @@ PROTOCOL = 1
 _STACK_BYTES = 2 << 20
 
 #: Threads beyond one for each episode, in place of those that are stuck.
-_SPARE_THREADS = 16
+_STUCK_THREADS = 16
+
+#: Time for the other calls, after one that blocked the loop, to take what has arrived for them; below the controller's.
+_CATCH_UP_S = 2.0
+
+#: The task of the call for which code of the user runs, in the loop, in tasks of its own, or in threads.
+_CALL: ContextVar[asyncio.Task[Any] | None] = ContextVar("call", default=None)
 
 Reply = dict[str, Any]
 
@@ -79,7 +96,7 @@ def build(setup: dict[str, Any]) -> Callable[[], Environment]:
         if isinstance(one, ToolEnvironment):
             one.schemas()
     except Exception as err:  # user code may raise anything
-        raise ConfigError(f"{field}.name: {setup['environment']} cannot be made ({_describe(err)})") from err
+        raise ConfigError(f"{field}.name: {setup['environment']} cannot be made ({describe(err, of=maker)})") from err
     return make
 
 
@@ -101,13 +118,15 @@ class _Host:
         self._reply_bytes: int = setup["reply_bytes"]
         self._episodes: dict[int, _Hosted] = {}
         self._closing: set[asyncio.Task[None]] = set()
-        self._threads = _Threads(setup["episodes"] + _SPARE_THREADS)
+        self._threads = _Threads(setup["episodes"] + _STUCK_THREADS + SPARE_THREADS)
+        self._limits: set[asyncio.Timeout] = set()  # of the calls under way
         self._replies: asyncio.WriteTransport | None = None
 
     async def serve(self, requests: BinaryIO, replies: BinaryIO) -> None:
         """Consumes requests until stdin closes; each becomes a task that sends one reply."""
         loop = asyncio.get_running_loop()
         loop.set_default_executor(self._threads)
+        LoopWatch(self._limit_s, on_blocked=self._catch_up).start()
         reader = asyncio.StreamReader()
         await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), requests)
         self._replies, _ = await loop.connect_write_pipe(asyncio.Protocol, replies)
@@ -142,14 +161,14 @@ class _Host:
 
     async def _start(self, request: dict[str, Any], episode: _Hosted) -> Reply:
         episode.environment = await asyncio.to_thread(self._make)
-        reset = await run(episode.environment.reset, request["row"])
-        _require(reset, Reset, of="reset")
+        reset = await self._run(episode.environment.reset, request["row"])
+        _require(reset, Reset, of=episode.environment.reset)
         return {"type": "reset", "messages": list(reset.messages), "tools": list(reset.tools)}
 
     async def _step(self, request: dict[str, Any], episode: _Hosted) -> Reply:
         assert episode.environment is not None
-        result = await run(episode.environment.step, _turn(request["turn"]))
-        _require(result, (Observation, End), of="step")
+        result = await self._run(episode.environment.step, _turn(request["turn"]))
+        _require(result, (Observation, End), of=episode.environment.step)
         if isinstance(result, Observation) and result.rewrites:  # each message had its limit when it was new
             messages = [one for message in result.messages for one in cut_messages([message], limit=self._output_bytes)]
             return {"type": "observation", "messages": messages, "reward": result.reward, "rewrites": True}
@@ -159,19 +178,52 @@ class _Host:
 
     async def _limited(self, method: Callable[..., Awaitable[Any]], *arguments: Any) -> Any:
         """Run code of the user within the time limit; CallFailed, whatever it does."""
+        call = asyncio.current_task()
+        assert call is not None
+        _CALL.set(call)
+        limit = asyncio.timeout(self._limit_s)
         try:
-            async with asyncio.timeout(self._limit_s) as limit:
+            async with limit:
+                self._limits.add(limit)
                 return await method(*arguments)
         except CallFailed:
             raise
         except BaseException as err:  # noqa: BLE001  code of the user; SystemExit too
+            stuck = self._threads.are_left_by(call)
             if limit.expired() and isinstance(err, TimeoutError):
-                stuck = self._threads.are_left_by(asyncio.current_task())
                 raise CallFailed("timeout", f"timed out after {self._limit_s:g} s", stuck=stuck) from None
             if isinstance(err, asyncio.CancelledError):
-                stuck = self._threads.are_left_by(asyncio.current_task())
                 raise CallFailed("raised", "cancelled", stuck=stuck) from None
-            raise CallFailed("raised", f"raised {_describe(err)}") from None
+            raise self._failure(err) from None
+        finally:
+            self._limits.discard(limit)
+
+    async def _run(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a method of the user."""
+        try:
+            return await run(function, *arguments)
+        except asyncio.CancelledError:
+            raise
+        except BaseException as err:  # noqa: BLE001  code of the user
+            raise self._failure(err, of=function) from None
+
+    def _failure(self, err: BaseException, *, of: object = None) -> CallFailed:
+        print_failure("a call failed", err)
+        first = err
+        while isinstance(first, BaseExceptionGroup):
+            first = first.exceptions[0]
+        if isinstance(first, Blocked):
+            where = place_of_error(first)
+            reason = f"timed out after {self._limit_s:g} s, in which it blocked all episodes of its host ({where})"
+            return CallFailed("timeout", reason)
+        return CallFailed("raised", f"raised {describe(err, of=of)}")
+
+    def _catch_up(self) -> None:
+        """Let no call time out because of another one that blocked the loop, and what has arrived is yet to be read."""
+        until = asyncio.get_running_loop().time() + _CATCH_UP_S
+        for limit in self._limits:
+            if not limit.expired() and (limit.when() or 0.0) < until:
+                limit.reschedule(until)
 
     def _drop(self, number: int, episode: _Hosted, *, reply_to: int | None = None) -> None:
         """Forget an episode, end its call, and close its environment, once; then reply, if asked."""
@@ -189,7 +241,7 @@ class _Host:
         reply: Reply = {"type": "closed"}
         if episode.environment is not None and type(episode.environment).close is not Environment.close:
             try:
-                await self._limited(run, episode.environment.close)
+                await self._limited(self._run, episode.environment.close)
             except CallFailed as err:
                 reply = err.reply
         if reply_to is not None:
@@ -212,7 +264,7 @@ class _Host:
 
 
 class _Threads(ThreadPoolExecutor):
-    """Threads that know for which task they work."""
+    """Threads that know for which call they work."""
 
     def __init__(self, max_threads: int) -> None:
         threading.stack_size(_STACK_BYTES)
@@ -221,13 +273,13 @@ class _Threads(ThreadPoolExecutor):
 
     def submit(self, function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Future[Any]:
         future = super().submit(function, *arguments, **named)
-        self._working[future] = asyncio.current_task()
+        self._working[future] = _CALL.get()
         future.add_done_callback(lambda done: self._working.pop(done, None))
         return future
 
-    def are_left_by(self, task: asyncio.Task[Any] | None) -> bool:
-        """Return whether a thread still works for a task that no longer waits for it."""
-        return task in [*self._working.values()]
+    def are_left_by(self, call: asyncio.Task[Any]) -> bool:
+        """Return whether a thread still works for a call that no longer waits for it."""
+        return call in [*self._working.values()]
 
 
 def cut_messages(messages: Sequence[Message], *, limit: int) -> list[Message]:
@@ -254,17 +306,11 @@ def _turn(fields: dict[str, Any]) -> Turn:
     return Turn(**{**fields, "calls": tuple(ToolCall(**call) for call in fields["calls"])})
 
 
-def _require(result: object, kinds: type | tuple[type, ...], *, of: str) -> None:
+def _require(result: object, kinds: type | tuple[type, ...], *, of: Callable[..., Any]) -> None:
     if not isinstance(result, kinds):
         wanted = " or ".join(kind.__name__ for kind in (kinds if isinstance(kinds, tuple) else (kinds,)))
-        raise CallFailed("invalid", f"{of} returned {type(result).__name__}, not {wanted}")
-
-
-def _describe(err: BaseException) -> str:
-    """Return type and message of an exception, and the line that raised it."""
-    error = traceback.format_exception_only(err)[-1].strip()
-    frames = traceback.extract_tb(err.__traceback__)
-    return f"{error} ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else error
+        where = f" ({place})" if (place := definition_of(of)) else ""
+        raise CallFailed("invalid", f"{of.__name__} returned {type(result).__name__}, not {wanted}{where}")
 
 
 def _encode(content: dict[str, Any]) -> bytes:

@@ -16,6 +16,8 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -23,9 +25,11 @@ import structlog
 
 from dora.environments.api import End, Observation, Reset, Turn
 from dora.environments.failures import Death, Failures
+from dora.environments.logs import HostLog
 from dora.environments.process import HostLost, HostProcess, StartFailed
 from dora.environments.replies import EnvironmentFailed, FailedCall, Head, Outcome, decode, outcome_of, read_reply
 from dora.errors import ProtocolError, RunFailed, one_line
+from dora.pipes import SURVIVED
 
 if TYPE_CHECKING:
     from dora.config.schema import EnvironmentConfig
@@ -87,6 +91,13 @@ class EnvironmentPool:
     ) -> None:
         await asyncio.gather(*(slot.kill() for slot in self._slots))
         await asyncio.gather(*self._closing)
+        for slot in self._slots:
+            slot.log.close()
+
+    def log_into(self, folder: Path) -> None:
+        """Write what hosts print, from the beginning, into files of this folder (logs.py)."""
+        for number, slot in enumerate(self._slots):
+            slot.log.open(folder / f"host-{number}.log")
 
     @property
     def free(self) -> int:
@@ -311,6 +322,7 @@ class _Slot:
         self._field = field
         self._wake = wake
         self._starting = asyncio.Lock()
+        self.log = HostLog()
         self.host: HostProcess | None = None
         #: Episodes that have a place here, and no host yet.
         self.num_waiting = 0
@@ -358,7 +370,14 @@ class _Slot:
     async def _start(self) -> HostProcess:
         ending = ""
         for _ in range(START_ATTEMPTS):
-            host = HostProcess(self._settings, field=self._field, on_lost=self._on_lost, number=self._number)
+            self.log.write(f"{SURVIVED}{datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC: a host starts\n".encode())
+            host = HostProcess(
+                self._settings,
+                field=self._field,
+                on_lost=self._on_lost,
+                number=self._number,
+                on_output=self.log.write,
+            )
             try:
                 await host.start()
             except BaseException as err:

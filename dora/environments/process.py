@@ -64,17 +64,27 @@ class StartFailed(Exception):
 class HostProcess:
     """A host with the environment of `settings`, at the config key `field`.
 
-    `on_lost` is called when it is lost, with False if `kill` was the reason.
+    `on_lost` is called when it is lost, with False if `kill` was the reason; `on_output` with what it prints.
     """
 
     def __init__(
-        self, settings: EnvironmentConfig, *, field: str, on_lost: Callable[[bool], None], number: int = 0
+        self,
+        settings: EnvironmentConfig,
+        *,
+        field: str,
+        on_lost: Callable[[bool], None],
+        number: int = 0,
+        on_output: Callable[[bytes], None] | None = None,
     ) -> None:
         self._settings = settings
         self._field = field
         self._on_lost = on_lost
         self._process = GuardedProcess(
-            "host", max_bytes=REPLY_BYTES, argv=_argv(settings, number=number), environment=_ENVIRONMENT
+            "host",
+            max_bytes=REPLY_BYTES,
+            argv=_argv(settings, number=number),
+            environment=_ENVIRONMENT,
+            on_output=on_output,
         )
         self._pending: dict[int, asyncio.Future[bytes]] = {}
         self._num_requests = 0

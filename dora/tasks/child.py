@@ -11,10 +11,10 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from dora.errors import ProtocolError
-from dora.pipes import HEADER
+from dora.pipes import HEADER, SURVIVED
 from dora.tasks.cgroup import ControlGroup, make_cgroup
 from dora.tasks.guard import OVER_MEMORY
 
@@ -33,7 +33,7 @@ class GuardedProcess:
 
     `argv` is the guard's COMMAND: none for a grader, else memory limit, CPU cores and command. `total_mb` limits the
     memory of it and all that it starts together; 0 is no limit. `max_bytes` bounds the body of a frame that it sends.
-    It inherits no DORA_* variable, because they hold the keys of the run.
+    `on_output` is given what it writes to stderr. It inherits no DORA_* variable, because they hold the keys of the run.
     """
 
     def __init__(
@@ -44,6 +44,7 @@ class GuardedProcess:
         argv: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
         total_mb: int = 0,
+        on_output: Callable[[bytes], None] | None = None,
     ) -> None:
         self.name = name
         self.was_over_memory = False  #: when it last ended: it was killed because of `total_mb`
@@ -52,6 +53,7 @@ class GuardedProcess:
         self._argv = argv
         self._environment = environment or {}
         self._max_bytes = max_bytes
+        self._on_output = on_output
         self._process: asyncio.subprocess.Process | None = None
         self._stderr: asyncio.Task[None] | None = None
         self._stderr_tail = b""
@@ -139,10 +141,13 @@ class GuardedProcess:
         how = "stdout closed" if code is None else f"exit code {code}" if code >= 0 else signal.Signals(-code).name
         if self.was_over_memory:
             return f"it and all that it started took more than {self._total_mb} MB together"
-        lines = self._stderr_tail.decode(errors="replace").strip().splitlines()
+        tail = self._stderr_tail.decode(errors="replace")
+        lines = [line for line in tail.splitlines() if line.strip() and not line.startswith(SURVIVED)]
         return f"{how}: {lines[-1][:200]}" if lines else how
 
     async def _drain_stderr(self, process: asyncio.subprocess.Process) -> None:
         assert process.stderr is not None
         while chunk := await process.stderr.read(_STDERR_TAIL_BYTES):
             self._stderr_tail = (self._stderr_tail + chunk)[-_STDERR_TAIL_BYTES:]
+            if self._on_output is not None:
+                self._on_output(chunk)

@@ -18,16 +18,14 @@ import json
 import logging
 import math
 import re
-import traceback
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from dora.errors import ConfigError
-from dora.functions import load_function
+from dora.functions import describe, load_function
 
 if TYPE_CHECKING:
     from dora.config.schema import RewardConfig
@@ -58,13 +56,10 @@ Terms = list[tuple[str, float]]
 
 
 class RewardFailed(Exception):
-    """A term raised an exception; the message names the term, the exception and, unless it is here, file and line."""
+    """A term raised an exception; the message names the term, the exception and, of a function, file and line."""
 
     def __init__(self, term: str, err: Exception) -> None:
-        error = traceback.format_exception_only(err)[-1].strip()
-        frame = traceback.extract_tb(err.__traceback__)[-1]
-        where = f" ({Path(frame.filename).name}:{frame.lineno})" if frame.filename != __file__ else ""
-        super().__init__(f"{term}: {error}{where}")
+        super().__init__(f"{term}: {describe(err)}")
 
 
 def total(terms: Terms) -> float:

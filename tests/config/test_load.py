@@ -231,7 +231,10 @@ def test_a_syntax_error_names_file_line_and_column(tmp_path: Path):
             ["task.sources.0.kind=jsonl", "eval.sets=[]"],
             "task.rewards: nothing scores the answers to task.sources.0; add a term, such as [[task.rewards]] with",
         ),
-        (["task.sources.0.kind=jsonl", "task.rewards.0.kind=exact"], "eval.sets.0: evaluates the built-in arithmetic, which is not the task"),
+        (
+            ["task.sources.0.kind=jsonl", "task.rewards.0.kind=exact"],
+            "eval.sets.0: evaluates the built-in arithmetic, which is not the task",
+        ),
         (["eval.sets.1.samples=2"], "eval.sets: two sets are named 'heldout'"),
         (
             ["task.rewards.1.sources=['easy']", "task.sources.0.label=simple"],

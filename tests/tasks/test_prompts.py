@@ -376,7 +376,9 @@ def test_data_sets_that_depend_on_the_hash_seed_are_refused_while_it_is_random(o
 
 def test_held_out_rows_whose_environment_fails_are_not_called_too_long(tmp_path, tokenizer):
     source = SourceConfig(kind="jsonl", path=write_jsonl(tmp_path / "rows.jsonl"))
-    with pytest.raises(ConfigError, match=r"eval.sets.heldout.source: 20 of .* have no prompt; .*rows.jsonl:1: it broke"):
+    with pytest.raises(
+        ConfigError, match=r"eval.sets.heldout.source: 20 of .* have no prompt; .*rows.jsonl:1: it broke"
+    ):
         open_eval_prompts(
             EvalSetConfig(source=source),
             task=TaskConfig(),

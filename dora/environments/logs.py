@@ -1,0 +1,87 @@
+"""What hosts print: a log for each place of a host, in the run folder.
+
+Invariant: a log takes at most 2 x MAX_BYTES on the disk, whatever a host writes; it is text without control characters,
+which a terminal would obey; and it is a file of its own: neither a link nor a pipe that lies in its place is written to.
+What is written before the folder is known is kept, up to KEPT_BYTES. A disk that is full, or a file that cannot be written,
+costs the log and nothing else.
+"""
+
+from __future__ import annotations
+
+import codecs
+import os
+import re
+import stat
+from pathlib import Path
+from typing import Final
+
+import structlog
+
+log = structlog.get_logger(__name__)
+
+#: Size from which on a log is renamed to NAME.1, in place of the one before it.
+MAX_BYTES: Final = 2 << 20
+#: Bytes that are kept until there is a folder, the last ones.
+KEPT_BYTES: Final = 64 << 10
+
+_CONTROL: Final = re.compile(r"[^\n\t\x20-\x7e\xa0-\U0010ffff]")
+
+
+class HostLog:
+    """The output of the hosts in one place, one after the other."""
+
+    def __init__(self) -> None:
+        self._path: Path | None = None
+        self._file: int | None = None
+        self._size = 0
+        self._kept = b""
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def open(self, path: Path) -> None:
+        """Write to this file from now on, which may exist."""
+        self._path = path
+        self._reopen()
+        self._write(self._kept)
+        self._kept = b""
+
+    def close(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def write(self, data: bytes) -> None:
+        """Add output; it may end anywhere in a character."""
+        text = _CONTROL.sub("\N{REPLACEMENT CHARACTER}", self._decoder.decode(data))
+        clean = text.encode("utf-8", "replace")
+        if self._path is None:
+            self._kept = (self._kept + clean)[-KEPT_BYTES:]
+        else:
+            self._write(clean)
+
+    def _write(self, data: bytes) -> None:
+        if self._file is None or self._path is None:
+            return
+        try:
+            self._size += os.write(self._file, data)
+            if self._size >= MAX_BYTES:
+                os.replace(self._path, self._path.with_name(f"{self._path.name}.1"))
+                self._reopen()
+        except OSError as err:
+            self._give_up(str(err))
+
+    def _reopen(self) -> None:
+        assert self._path is not None
+        self.close()
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        try:
+            self._file = os.open(self._path, flags, 0o666)
+            found = os.fstat(self._file)
+        except OSError as err:  # among others: a link, or a pipe that nobody reads
+            return self._give_up(str(err))
+        self._size = found.st_size
+        if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
+            self._give_up("it is not a file of its own")
+
+    def _give_up(self, reason: str) -> None:
+        log.warning("host_log_ended", path=str(self._path), reason=reason)
+        self.close()
