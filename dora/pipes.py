@@ -28,6 +28,7 @@ def take_pipes() -> tuple[BinaryIO, BinaryIO]:
     os.dup2(nothing, 0)
     os.dup2(2, 1)
     os.close(nothing)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     return requests, replies
 
 

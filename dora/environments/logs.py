@@ -1,9 +1,9 @@
 """What hosts print: a log for each place of a host, in the run folder.
 
 Invariant: a log takes at most 2 x MAX_BYTES on the disk, whatever a host writes; it is text without control characters,
-which a terminal would obey; and it is a file of its own: neither a link nor a pipe that lies in its place is written to.
-What is written before the folder is known is kept, up to KEPT_BYTES. A disk that is full, or a file that cannot be written,
-costs the log and nothing else.
+which a terminal would obey; and it is a file of its own: nothing is written to a link or a pipe that lies in its place.
+What is written before the folder is known is kept, up to KEPT_BYTES. A disk that is full, or a file that cannot be
+written, costs the log and nothing else.
 """
 
 from __future__ import annotations

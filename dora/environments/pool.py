@@ -131,8 +131,9 @@ class EnvironmentPool:
     ) -> Reset | EnvironmentFailed:
         """Begin an episode with a row of `source`, called `name` in errors; `episode` is a number not in use.
 
-        `is_graded`: it may end without a reward of its own, because others grade it then. `may_replay`: the caller begins it again if its host is lost; that loss is then no failure, if the environment
-        can be replayed. RunFailed or ConfigError if no host can be started, or too many episodes have failed.
+        `is_graded`: it may end without a reward of its own, because others grade it then. `may_replay`: the caller
+        begins it again if its host is lost; that loss is then no failure, if the environment can be replayed. RunFailed
+        or ConfigError if no host can be started, or too many episodes have failed.
         """
         if name in self.set_aside:
             return EnvironmentFailed("set_aside", one_line(f"{name} is set aside; it failed: {self.set_aside[name]}"))
@@ -174,7 +175,7 @@ class EnvironmentPool:
             await self._closed(known, known.host.call({"type": "close", "episode": episode}))
 
     def fail(self, episode: int, failed: EnvironmentFailed) -> EnvironmentFailed:
-        """End an episode that cannot go on with what its environment said, and return why. RunFailed as from `start`."""
+        """End an episode that cannot use what its environment said, and return why. RunFailed as from `start`."""
         known = self._episodes.get(episode)
         if known is not None:
             self._abandon(episode, known)

@@ -1,8 +1,9 @@
 """Ends a call that blocks the event loop of its host, as `time.sleep` in an `async` method does.
 
 Such a call stops every other episode of the host, and the loop that would notice that its time is up. Here a thread
-notices; then a signal makes the main thread raise `Blocked` in the code that blocks, and the loop goes on. Code that never
-returns to the interpreter, such as one endless computation in C, cannot be ended: then the controller kills the host.
+notices; then a signal makes the main thread raise `Blocked` in the code that blocks, and the loop goes on. Code that
+never returns to the interpreter, such as one endless computation in C, cannot be ended: then the controller kills the
+host.
 
 Invariant: `Blocked` is raised in code of the user only, and only if one callback of the loop has not returned for
 `limit_s` of the time in which this process ran: neither many short callbacks nor a stopped process are a call that

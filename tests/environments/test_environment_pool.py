@@ -144,7 +144,7 @@ async def test_a_call_that_cannot_be_left_costs_the_host_and_names_itself(endles
 
 async def test_setting_up_has_the_same_limit():
     async with pool_of(call_timeout_s=2) as pool:
-        assert await pool.start(1, {"reset": "block"}, source="s", name="a") == EnvironmentFailed(
+        assert await pool.start(1, {"reset": "forget"}, source="s", name="a") == EnvironmentFailed(
             "timeout", "timed out after 2 s"
         )
         assert pool.free == 256
@@ -550,7 +550,7 @@ async def test_what_its_caller_cannot_use_is_a_failure_of_the_episode_and_its_en
     async with pool_of(options={"closed": str(closed)}, row_failures=1, failure_budget=0) as pool:
         await start(pool, 1)
         await answer(pool, "turns", 1)
-        with pytest.raises(RunFailed, match="1 of the last 1 episodes .* 1 of them: no conversation"):
+        with pytest.raises(RunFailed, match=r"1 of the last 1 episodes .* 1 of them: no conversation"):
             pool.fail(1, EnvironmentFailed("invalid", "no conversation"))
         assert dict(pool.set_aside) == {"row 1": "no conversation"}
         assert pool.free == 256

@@ -67,8 +67,9 @@ class Played:
         )
         return self
 
-    async def turn(self, content: str) -> CallFinished:
-        tokens = [*self.tokenizer.encode(content, special_tokens=False), self.renderer.stop_ids[0]]
+    async def turn(self, content: str, *, is_cut: bool = False) -> CallFinished:
+        tokens = self.tokenizer.encode(content, special_tokens=False)
+        tokens = tokens if is_cut else [*tokens, self.renderer.stop_ids[0]]
         self.trajectories.begin(EPISODE, attempt := next(self.attempts))
         self.trajectories.append(EPISODE, attempt, tokens, [-0.5] * len(tokens))
         event = await self.episodes(CallEnvironment(EPISODE, next(self.attempts)))
@@ -209,3 +210,12 @@ async def test_an_end_without_a_reward_needs_someone_who_grades(qwen3: Tokenizer
         event = await (await Played(qwen3, row, is_graded=False).begin(pool)).turn("finish_ungraded")
         assert event.failed.startswith("invalid: the environment ended without a reward, and task.rewards has no term")
         assert set(pool.set_aside) == {"row 1"}
+
+
+async def test_a_turn_that_its_server_cut_is_told_so(qwen3: Tokenizer, row: dict[str, str]) -> None:
+    async with pool_of() as pool:
+        played = await Played(qwen3, row).begin(pool)
+        await played.turn("finish_of_the_turn", is_cut=True)
+        assert "length" in played.last_observation
+        await played.turn("finish_of_the_turn")
+        assert "stop" in played.last_observation
