@@ -155,7 +155,7 @@ def _reward_problems(config: Config) -> Iterator[str]:
     yield from term_problems("task.rewards", task.rewards, labels=labels, budget=budget)
     if "rewards" not in task.model_fields_set:
         for index, source in enumerate(task.sources):
-            if source.kind != "arithmetic":
+            if source.kind not in ("arithmetic", "seeds"):
                 yield (
                     f"task.rewards: nothing scores the answers to task.sources.{index}; add a term, such as "
                     '[[task.rewards]] with kind = "math"'

@@ -339,6 +339,17 @@ async def test_an_answer_that_a_budget_ended_may_get_no_reward(io: Surroundings)
     assert len(graders.asked) == 1
 
 
+async def test_without_terms_of_the_reward_an_episode_that_a_budget_ended_has_the_rewards_of_its_turns(
+    io: Surroundings,
+) -> None:
+    record(io).tokens.extend(io.tokenizer.encode("03"))
+    record(io).turn_rewards = [0.25, 0.5]
+    record(io).truncated = "tokens"
+    event = await replace(io, graders=None).grade(cmd.GradeTrajectory(TrajectoryId(0), 3))
+    assert event == ev.TrajectoryGraded(1.0, TrajectoryId(0), 3, 0.0)
+    assert (record(io).reward, record(io).terms) == (0.75, ())
+
+
 # -- weights --------------------------------------------------------------------------------------------------------
 
 

@@ -127,6 +127,24 @@ def test_a_model_whose_turns_nobody_can_continue_is_refused_before_anything_star
     assert files_below(tmp_path) == set()
 
 
+def test_tools_without_anyone_who_grades_are_refused_before_anything_starts(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "k1"}\n' * 9)
+    worlds = Path(__file__).parents[1] / "environments" / "worlds.py"
+    overrides = {
+        "environment__name": f"{worlds}:tools",
+        "model__path": "seed-tools",
+        "task__sources": f'[{{kind="jsonl", path="{rows}", answer=""}}]',
+        "task__max_prompt_tokens": 2_000,
+        "engine__kv_tokens": 4_000,
+        "eval__sets": "[]",
+    }
+    result = run_to_end("check", *settings(**overrides), cwd=tmp_path)
+    assert_one_clear_error(result, code=2, says="task.rewards: .*worlds.py:tools ends its episodes without a reward")
+    result = run_to_end("check", *settings(**overrides, task__rewards='[{kind="length"}]'), cwd=tmp_path)
+    assert "task.rewards: " not in result.stderr
+
+
 def test_the_version_is_that_of_the_package() -> None:
     result = run_to_end("--version")
     assert (result.returncode, result.stdout, result.stderr) == (0, f"dora {version('dora-rl')}\n", "")

@@ -103,6 +103,12 @@ async def test_a_function_may_make_the_environment():
         assert (await pool.step(0, calls(("add", {"a": 1})))).messages[0]["content"] == "2"
 
 
+@pytest.mark.parametrize(("name", "gives"), [("World", True), ("Shop", False), ("tools", False)])
+async def test_an_environment_says_whether_it_gives_rewards(name, gives):
+    async with pool_of(name) as pool:
+        assert pool.gives_rewards is gives
+
+
 @pytest.mark.parametrize("place", ["meet", "meet_in_threads"])
 async def test_200_episodes_of_one_host_are_in_a_call_at_once(place):
     async with pool_of(call_timeout_s=60) as pool:
