@@ -345,8 +345,8 @@ class TaskConfig(Section):
     sources: tuple[SourceConfig, ...] = (SourceConfig(options={"max_terms": 48}),)
     """Prompt sources, mixed by their weights."""
     rewards: tuple[RewardConfig, ...] = (RewardConfig(kind="regex", pattern=r"(?:^|\D)(\d\d)$"),)
-    """Terms of the reward. Unset: beside an environment none, whose own reward counts; otherwise the default, which is
-    for the built-in arithmetic."""
+    """Terms of the reward. If they are not given, an environment's own rewards are the only ones, and without an
+    environment the default is for the built-in arithmetic alone: other rows need a term."""
     system_prompt: str = ""
     """System message put before every prompt (needs a chat template). A row's own system message takes precedence."""
     chat_template: bool = False
@@ -418,7 +418,8 @@ class EnvironmentConfig(Section):
     """Number of episodes of a source, the latest, over which `failure_budget` is a share."""
     row_failures: Positive = 8
     """A row whose episodes have failed so often in the environment, by faults of their own, is set aside: its further
-    episodes fail at once."""
+    episodes fail at once. The loss of a host counts once for a row, unless a replay makes it good, and only until an
+    episode of the row goes well."""
 
     @property
     def capacity(self) -> int:

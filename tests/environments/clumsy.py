@@ -86,6 +86,29 @@ def meet_in_threads(words: str) -> str:
     return words
 
 
+BEFORE, BEFORE_IN_THREADS = asyncio.Event(), threading.Event()
+
+
+async def before(words: str) -> str:
+    """Let the others return."""
+    BEFORE.set()
+    BEFORE_IN_THREADS.set()
+    return words
+
+
+async def after(words: str) -> str:
+    """Return after the other."""
+    await BEFORE.wait()
+    BEFORE.clear()
+    return words
+
+
+def after_in_threads(words: str) -> str:
+    """Return after the other."""
+    BEFORE_IN_THREADS.wait()
+    return words
+
+
 def crash(words: str) -> str:
     """Fail."""
     raise SystemExit(json.loads(words))  # crash
@@ -95,7 +118,7 @@ class Workshop(ToolEnvironment):
     """Tools that share a state, beside functions that share none."""
 
     def __init__(self):
-        super().__init__([slow, meet, meet_in_threads, crash])
+        super().__init__([slow, meet, meet_in_threads, before, after, after_in_threads, crash])
         self.under_way = self.number = 0
 
     @tool

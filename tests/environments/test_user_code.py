@@ -108,6 +108,16 @@ async def test_an_async_call_that_blocks_the_loop_costs_itself_alone(what: str, 
         assert await answers(pool, "pid", 2) == before, "the host lives"
 
 
+async def test_calls_that_are_done_when_the_loop_goes_on_have_not_timed_out() -> None:
+    async with pool_of(call_timeout_s=1) as pool:
+        for episode in range(40):
+            await start(pool, episode)
+        others = [asyncio.create_task(answers(pool, "waits_a_little", episode)) for episode in range(1, 40)]
+        failed = await pool.step(0, Turn("sleeps"))
+        assert failed.cause == "timeout"
+        assert await asyncio.gather(*others) == [["waited"]] * 39
+
+
 async def test_an_async_tool_that_blocks_the_loop_fails_its_turn() -> None:
     async with pool_of("Workshop", call_timeout_s=1) as pool:
         await start(pool)
@@ -133,6 +143,13 @@ async def test_methods_that_share_the_state_of_an_episode_run_one_after_the_othe
         meeting = [("meet_in_threads", {"words": word}) for word in "abc"]
         got = await answers(pool, calls(*numbers[:3], *meeting, *numbers[3:]))
         assert got == ["1 0", "2 0", "3 0", "a", "b", "c", "4 0", "5 0"]
+
+
+async def test_answers_have_the_order_of_the_calls_whichever_is_done_first() -> None:
+    async with pool_of("Workshop") as pool:
+        await start(pool)
+        for names in (("after", "before"), ("after_in_threads", "before")):
+            assert await answers(pool, calls(*((name, {"words": name}) for name in names))) == [*names]
 
 
 async def test_many_calls_of_one_turn_are_answered_all() -> None:

@@ -4,6 +4,97 @@ from __future__ import annotations
 
 from typing import Final
 
-from tests.mutants.mutant import Mutant
+from tests.mutants.mutant import Mutant, of
 
-MUTANTS: Final[tuple[Mutant, ...]] = ()
+MUTANTS: Final[tuple[Mutant, ...]] = (
+    *of(
+        "dora/environments/failures.py",
+        "tests/environments/test_failures.py",
+        (
+            "row-blamed-for-each-sibling",
+            "        if is_own and (death is None or row not in death.rows):\n",
+            "        if is_own:\n",
+            "test_a_row_is_suspected_once_of_the_loss_of_a_host_however_many_of_its_episodes_called",
+        ),
+        (
+            "suspicion-stays",
+            "        self._suspected.pop(row, None)\n",
+            "",
+            "test_an_episode_that_goes_well_clears_its_row_of_the_loss_of_hosts_but_not_of_failures_of_its_own",
+        ),
+    ),
+    *of(
+        "dora/controller/episodes.py",
+        "tests/environments/test_episode_replays.py",
+        (
+            "replayed-death-is-a-failure",
+            "self._step(trajectory, record, may_replay=may_replay)\n",
+            "self._step(trajectory, record, may_replay=False)\n",
+            "test_a_row_is_not_blamed_for_a_death_that_its_replay_made_good",
+        ),
+        (
+            "unrendered-messages-count-for-nothing",
+            '            self._pool.fail(order.trajectory, EnvironmentFailed("invalid", str(err)))\n',
+            "",
+            "test_messages_that_cannot_be_rendered_are_failures_of_the_environment",
+        ),
+        (
+            "every-turn-ended-by-itself",
+            "        is_cut = episode.tokens[-1] not in self._renderer.stop_ids\n",
+            "        is_cut = False\n",
+            "test_a_turn_that_its_server_cut_is_told_so",
+        ),
+        (
+            "replays-counted-where-there-are-none",
+            "        replays = int(self._pool.can_replay and bool(record.observed)",
+            "        replays = int(bool(record.observed)",
+            "test_no_replay_is_counted_where_none_was_possible",
+        ),
+    ),
+    *of(
+        "dora/environments/watch.py",
+        "tests/environments/test_user_code.py",
+        (
+            "blocked-loop-is-left",
+            "            if looks >= self._num_looks:\n",
+            "            if looks < 0:\n",
+            "test_an_async_call_that_blocks_the_loop_costs_itself_alone",
+        ),
+    ),
+    *of(
+        "dora/environments/host.py",
+        "tests/environments/test_user_code.py",
+        (
+            "blocked-loop-costs-the-others",
+            "                limit.reschedule(until)\n",
+            "                pass\n",
+            "test_calls_that_are_done_when_the_loop_goes_on_have_not_timed_out",
+        ),
+    ),
+    *of(
+        "dora/environments/api.py",
+        "tests/environments/test_user_code.py",
+        (
+            "methods-race",
+            "        in_order = [n for n, tool in enumerate(tools) if inspect.ismethod(tool) and n not in in_loop]\n",
+            "        in_order: list[int] = []\n",
+            "test_methods_that_share_the_state_of_an_episode_run_one_after_the_other_in_the_order_of_the_calls",
+        ),
+        (
+            "answers-in-the-order-of-their-ends",
+            "        return [answers[number] for number in range(len(calls))]\n",
+            "        return [*answers.values()]\n",
+            "test_answers_have_the_order_of_the_calls_whichever_is_done_first",
+        ),
+    ),
+    *of(
+        "dora/config/load.py",
+        "tests/config/test_load.py",
+        (
+            "environment-graded-as-arithmetic",
+            '            task.setdefault("rewards", [])  # its own reward counts\n',
+            '            task.setdefault("rewards", rewards)\n',
+            "test_without_terms_of_the_reward_an_environment_is_graded_by_no_one_else",
+        ),
+    ),
+)
