@@ -7,14 +7,16 @@ more memory than its bound, whatever size the file claims or however it grows.
 from __future__ import annotations
 
 import os
+import shutil
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from dora.errors import DoraError
+from dora.errors import ConfigError
 
 
-class ForeignFileError(DoraError):
+class ForeignFileError(ConfigError):
     """A file is not what it should be: a link, a pipe, a device, too large, or of another user."""
 
 
@@ -42,12 +44,50 @@ def open_regular(path: Path, *, follow_links: bool = False) -> BinaryIO:
 def read(path: Path, *, max_bytes: int, follow_links: bool = False) -> bytes:
     """Return the contents of a file of at most `max_bytes`; errors as in `open_regular`."""
     with open_regular(path, follow_links=follow_links) as file:
-        if os.fstat(file.fileno()).st_size > max_bytes:
-            raise _too_large(path, max_bytes)
-        data = file.read(max_bytes + 1)
-    if len(data) > max_bytes:
-        raise _too_large(path, max_bytes)
+        return read_open(file, path, max_bytes=max_bytes)
+
+
+def read_open(file: BinaryIO, path: Path, *, max_bytes: int) -> bytes:
+    """Return the contents of an opened file; ForeignFileError if it has more than `max_bytes`."""
+    size = os.fstat(file.fileno()).st_size
+    data = file.read(max_bytes + 1) if size <= max_bytes else b""
+    if max(size, len(data)) > max_bytes:
+        raise ForeignFileError(f"{path}: has more than {max_bytes:,} bytes; it was not read")
     return data
+
+
+def read_lines(path: Path, *, max_bytes: int) -> Iterator[bytes]:
+    """Yield the complete lines of a file, without a torn last one; ForeignFileError at one longer than `max_bytes`."""
+    with open_regular(path) as file:
+        number = 0
+        while line := file.readline(max_bytes + 1):
+            number += 1
+            if len(line) > max_bytes:
+                raise ForeignFileError(f"{path}, line {number}: has more than {max_bytes:,} bytes; the file is damaged")
+            if line.endswith(b"\n"):
+                yield line
+
+
+def size_of(path: Path) -> int:
+    """Return the size of a regular file; errors as in `open_regular`."""
+    found = path.lstat()
+    _refuse_irregular(path, found)
+    return found.st_size
+
+
+def copy(source: Path, target: Path) -> None:
+    """Copy a regular file into a new one; FileExistsError if `target` is there already, even as a link."""
+    with open_regular(source) as read_from, target.open("xb") as written:
+        shutil.copyfileobj(read_from, written, 1 << 20)
+
+
+def require_own_folder(path: Path) -> None:
+    """ForeignFileError unless `path` is a folder of this user, and no link to one; OSError if it is missing."""
+    found = path.lstat()
+    if not stat.S_ISDIR(found.st_mode):
+        raise ForeignFileError(f"{path}: is not a folder")
+    if found.st_uid != os.geteuid():
+        raise ForeignFileError(f"{path}: belongs to another user")
 
 
 def _refuse_irregular(path: Path, found: os.stat_result) -> None:
@@ -56,6 +96,3 @@ def _refuse_irregular(path: Path, found: os.stat_result) -> None:
         kind = kinds.get(stat.S_IFMT(found.st_mode), "a device")
         raise ForeignFileError(f"{path}: is {kind}, not a regular file; it was not read")
 
-
-def _too_large(path: Path, max_bytes: int) -> ForeignFileError:
-    return ForeignFileError(f"{path}: has more than {max_bytes:,} bytes; it was not read")

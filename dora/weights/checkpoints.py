@@ -11,12 +11,15 @@ import json
 import secrets
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Final
 
 import msgspec
 
-from dora import files
+from dora import files, foreign
 
 MANIFEST = "manifest.json"
+#: 50 bytes for each rank.
+_MAX_MANIFEST_BYTES: Final = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +53,10 @@ def write_manifest(folder: Path, manifest: CheckpointManifest) -> None:
 def read_manifest(folder: Path) -> CheckpointManifest | None:
     """Return the manifest if all files have the right sizes; None if the checkpoint is torn, half deleted or absent."""
     try:
-        manifest = msgspec.json.decode((folder / MANIFEST).read_bytes(), type=CheckpointManifest)
-        sizes = [rank_file(folder, rank).stat().st_size for rank in range(len(manifest.num_bytes))]
-    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        data = foreign.read(folder / MANIFEST, max_bytes=_MAX_MANIFEST_BYTES)
+        manifest = msgspec.json.decode(data, type=CheckpointManifest)
+        sizes = [foreign.size_of(rank_file(folder, rank)) for rank in range(len(manifest.num_bytes))]
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError, foreign.ForeignFileError):
         return None
     is_complete = sizes == manifest.num_bytes and len(sizes) == len(manifest.state_checksums) == manifest.world_size
     return manifest if is_complete else None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dora import files
+from dora import files, foreign
 from dora.errors import DoraError
 
 
@@ -24,8 +24,8 @@ def raise_fence(path: Path, *, epoch: int) -> None:
 def pass_fence(path: Path, *, epoch: int) -> None:
     """StaleEpoch unless the fence is at `epoch`."""
     try:
-        held = path.read_text(encoding="ascii").strip()
-    except (OSError, ValueError) as err:
+        held = foreign.read(path, max_bytes=100).decode("ascii").strip()
+    except (OSError, ValueError, foreign.ForeignFileError) as err:
         raise StaleEpoch(f"{path}: cannot be read ({err}); is the run folder still there?") from err
     if held != str(epoch):
         raise StaleEpoch(f"{path}: controller epoch {held} has taken over the run; this process belongs to {epoch}")

@@ -23,18 +23,21 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
-from typing import IO
+from typing import IO, Final
 
 import msgspec
 import xxhash
 
-from dora import files
+from dora import files, foreign
 from dora.core.ids import VersionId
 from dora.errors import DoraError
 from dora.journal.access import adopt, restrict
 
 MANIFEST = "manifest.json"
 OWNER = ".owner"
+#: Of a manifest: 100 bytes for each file, of which the largest models have some hundred.
+MAX_MANIFEST_BYTES: Final = 1 << 20
+_MAX_PATH_BYTES: Final = 4_096
 
 
 class StoreError(DoraError):
@@ -247,7 +250,7 @@ def checksum_of_files(files: Mapping[str, str]) -> str:
 
 def checksum_of(path: Path) -> str:
     """Return XXH3 (128 bits, hex) of a file. It detects damage, at five times the speed of SHA-256."""
-    with path.open("rb") as file:
+    with foreign.open_regular(path) as file:
         return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
@@ -263,13 +266,14 @@ def choose_memory_root(
     root = folder / f"dora-{run_id}"
     try:
         root.mkdir(mode=0o700, exist_ok=True)
+        foreign.require_own_folder(root)
         held_bytes = sum(path.stat().st_size for path in root.rglob("*") if path.is_file())
-        if root.lstat().st_uid == os.getuid() and shutil.disk_usage(root).free + held_bytes >= needed_bytes:
+        if shutil.disk_usage(root).free + held_bytes >= needed_bytes:
             restrict(root, group=group)
             return root
         if held_bytes == 0:
             root.rmdir()
-    except OSError:  # absent, read-only or owned by another user: use the disk instead
+    except (OSError, foreign.ForeignFileError):  # absent, read-only or of another user: use the disk instead
         pass
     return fallback
 
@@ -315,13 +319,14 @@ def sweep_orphans(folder: Path, *, run_id: str) -> list[Path]:
     orphans = []
     for root in sorted(set(folder.glob("dora-*")) - {folder / f"dora-{run_id}"}):
         try:
-            with (root / OWNER).open("rb+") as owner:
+            foreign.require_own_folder(root)
+            with foreign.open_regular(root / OWNER) as owner:
                 fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                durable_root = Path(os.fsdecode(owner.read()))
+                durable_root = Path(os.fsdecode(foreign.read_open(owner, root / OWNER, max_bytes=_MAX_PATH_BYTES)))
                 if durable_root.is_absolute() and durable_root.is_dir() and _held(root) - _held(durable_root):
                     continue
                 files.remove(root)
-        except (OSError, StoreError):  # locked, of another user, or still being written to: left for a later start
+        except (OSError, DoraError):  # locked, of another user, or still being written to: left for a later start
             continue
         orphans.append(root)
     return orphans
@@ -356,9 +361,11 @@ def _held(root: Path) -> set[VersionId]:
 def _read_manifest(path: Path) -> Manifest | None:
     """Return the manifest of a complete folder; None if it is absent or torn. Only sizes are checked, not bytes."""
     try:
-        manifest = msgspec.json.decode((path / MANIFEST).read_bytes(), type=Manifest)
-        num_bytes = sum((path / name).stat().st_size for name in manifest.files)
-    except (OSError, ValueError, msgspec.MsgspecError, RecursionError):
+        if path.is_symlink():
+            return None
+        manifest = msgspec.json.decode(foreign.read(path / MANIFEST, max_bytes=MAX_MANIFEST_BYTES), type=Manifest)
+        num_bytes = sum(foreign.size_of(path / name) for name in manifest.files)
+    except (OSError, ValueError, msgspec.MsgspecError, RecursionError, foreign.ForeignFileError):
         return None
     names = map(PurePosixPath, manifest.files)
     is_complete = num_bytes == manifest.num_bytes and manifest.version == _version_of(path)

@@ -21,6 +21,7 @@ from dora.journal.access import restrict
 from dora.weights.fence import StaleEpoch, pass_fence, raise_fence
 from dora.weights.store import (
     MANIFEST,
+    OWNER,
     StoreError,
     VersionStore,
     checksum_of_files,
@@ -338,6 +339,61 @@ def test_only_a_folder_whose_run_is_dead_is_swept(tmp_path: Path) -> None:
     processes["dora-alive"].communicate("")
     with processes["dora-dead"]:
         assert sweep_orphans(tmp_path, run_id="mine") == [tmp_path / "dora-alive"]
+
+
+def _link_to_zeros(owner: Path) -> None:
+    owner.symlink_to("/dev/zero")
+
+
+def _sparse_giant(owner: Path) -> None:
+    with owner.open("wb") as file:
+        file.truncate(1 << 40)
+
+
+def _link_to_a_file(owner: Path) -> None:
+    owner.symlink_to(owner.parent.parent / "other")
+
+
+@pytest.mark.parametrize("make", [_link_to_zeros, _sparse_giant, os.mkfifo, _link_to_a_file, Path.mkdir])
+def test_an_owner_file_that_is_none_is_not_read_and_its_folder_is_kept(tmp_path: Path, make) -> None:
+    """Other users may put such files into shared memory: no start may hang, or take memory, because of them."""
+    (tmp_path / "other").write_bytes(b"")
+    (tmp_path / "dora-trap").mkdir()
+    make(tmp_path / "dora-trap" / OWNER)
+    assert sweep_orphans(tmp_path, run_id="mine") == []
+    assert (tmp_path / "dora-trap").is_dir()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to make a folder of another user")
+@pytest.mark.parametrize("is_link", [False, True])
+def test_a_folder_of_another_user_is_not_touched(tmp_path: Path, is_link: bool) -> None:
+    folder = tmp_path / "theirs" if is_link else tmp_path / "dora-theirs"
+    folder.mkdir()
+    claim(folder).close()
+    if is_link:
+        (tmp_path / "dora-theirs").symlink_to(folder)
+        os.chown(tmp_path / "dora-theirs", 4_321, -1, follow_symlinks=False)
+    else:
+        os.chown(folder, 4_321, -1)
+    assert sweep_orphans(tmp_path, run_id="mine") == []
+    fallback = tmp_path / "disk"
+    assert choose_memory_root(tmp_path, run_id="theirs", needed_bytes=0, fallback=fallback) == fallback
+    assert (folder / OWNER).is_file()
+
+
+def test_a_version_is_complete_only_with_files_of_its_own(store: VersionStore, tmp_path: Path) -> None:
+    """A link in place of a file, of the manifest or of the folder could lead to any file of the user."""
+    for version in (1, 2, 3, 4):
+        publish(store, version)
+    outside = tmp_path / "outside"
+    for number, name in ((1, "model.safetensors"), (2, MANIFEST)):
+        inside = store.folder(number) / name
+        inside.rename(outside.with_suffix(f".{number}"))
+        inside.symlink_to(outside.with_suffix(f".{number}"))
+    folder = store.folder(3)
+    folder.rename(tmp_path / "elsewhere")
+    folder.symlink_to(tmp_path / "elsewhere")
+    assert store.live() == [4]
 
 
 def test_a_dead_run_can_be_claimed_again_by_its_resumption(tmp_path: Path) -> None:
