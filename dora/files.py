@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import errno
 import os
+import secrets
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -74,9 +75,10 @@ def append(file: IO[bytes], path: Path, data: bytes) -> None:
 
 
 def write_new(path: Path, data: bytes) -> None:
-    """Write a whole file."""
+    """Write a whole file that is not there yet; FileExistsError if it is, even as a link."""
     _show(Operation("write", path, data))
-    path.write_bytes(data)
+    with path.open("xb") as file:
+        file.write(data)
 
 
 def wrote(path: Path) -> None:
@@ -139,7 +141,7 @@ def truncate(path: Path, size: int) -> None:
 
 def replace(path: Path, data: bytes) -> None:
     """Replace the contents of a file; after a crash it has either the old or the new ones."""
-    written = path.with_name(f".{path.name}-{os.getpid()}")
+    written = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
     write_new(written, data)
     sync(written)
     rename(written, path)

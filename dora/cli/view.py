@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import sys
 import tempfile
 import webbrowser
@@ -55,10 +56,10 @@ def write_trace(folder: Path, output: Path | None) -> None:
 
 
 def _write(path: Path, write: Callable[[IO[bytes]], int]) -> int:
-    """Write a file that a failure does not leave incomplete."""
-    written = path.with_name(f".{path.name}")
+    """Write a file that a failure does not leave incomplete, whatever others may have placed beside it."""
+    written = path.with_name(f".{path.name[:200]}-{secrets.token_hex(8)}")
     try:
-        with written.open("wb") as file:
+        with written.open("xb") as file:
             count = write(file)
         written.replace(path)
     except OSError as err:
