@@ -22,8 +22,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Final, Literal
 
+from dora import foreign
 from dora.errors import DoraError
 
+#: Longest line with a sample: an answer of a million tokens takes 60 MB.
+MAX_SAMPLE_BYTES: Final = 64 << 20
+#: Longest line of other files of rows: with counts for thousands of steps and many lanes, one has some 10 KB.
+MAX_ROW_BYTES: Final = 1 << 20
 #: Bound on the lines of a LineFile that wait for space: a step takes kilobytes, and the journal gives up after minutes.
 MAX_KEPT_BYTES: Final = 64 << 20
 
@@ -214,20 +219,21 @@ def drop_lines(path: Path, *, is_known: Callable[[bytes], bool]) -> int:
 
     After a crash the file has all of them or none.
     """
-    dropped = kept = end = 0
-    with path.open("rb") as file:
-        for line in file:
-            if not (line.endswith(b"\n") and is_known(line)):
-                dropped += 1
-            else:
-                kept += len(line)
-                end = end if dropped else kept
+    dropped = kept = end = seen = 0
+    for line in foreign.read_lines(path, max_bytes=MAX_SAMPLE_BYTES):
+        seen += len(line)
+        if is_known(line):
+            kept += len(line)
+            end = end if dropped else kept
+        else:
+            dropped += 1
+    dropped += seen < foreign.size_of(path)
     if dropped and kept == end:
         truncate(path, end)
     elif dropped:
-        written = path.with_name(f".{path.name}-{os.getpid()}")
-        with written.open("wb") as copy:
-            copy.writelines(line for line in read_lines(path) if is_known(line))
+        written = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
+        with written.open("xb") as copy:
+            copy.writelines(filter(is_known, foreign.read_lines(path, max_bytes=MAX_SAMPLE_BYTES)))
         wrote(written)
         sync(written)
         rename(written, path)
@@ -238,11 +244,3 @@ def drop_lines(path: Path, *, is_known: Callable[[bytes], bool]) -> int:
 def is_full(err: OSError) -> bool:
     """Whether a file system or a quota is full, which may pass."""
     return err.errno in (errno.ENOSPC, errno.EDQUOT)
-
-
-def read_lines(path: Path) -> Iterator[bytes]:
-    """Yield the complete lines of a file, without a torn last one."""
-    with path.open("rb") as file:
-        for line in file:
-            if line.endswith(b"\n"):
-                yield line

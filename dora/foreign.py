@@ -9,9 +9,10 @@ from __future__ import annotations
 import os
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from contextlib import suppress
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO
 
 from dora.errors import ConfigError
 
@@ -20,7 +21,7 @@ class ForeignFileError(ConfigError):
     """A file is not what it should be: a link, a pipe, a device, too large, or of another user."""
 
 
-def open_regular(path: Path, *, follow_links: bool = False) -> BinaryIO:
+def open_regular(path: Path, *, follow_links: bool = False) -> BufferedReader:
     """Open a regular file for reading; its owner must be this user, root, or the owner of the folder it is in.
 
     `follow_links`: allow the last component to be a link, as in the caches of model hubs. FileNotFoundError if there is
@@ -33,8 +34,8 @@ def open_regular(path: Path, *, follow_links: bool = False) -> BinaryIO:
     try:
         found = os.fstat(file.fileno())
         _refuse_irregular(path, found)
-        if not follow_links and found.st_uid not in {os.geteuid(), 0, path.parent.stat().st_uid}:
-            raise ForeignFileError(f"{path}: belongs to another user than its folder; it was not read")
+        if not follow_links:
+            _refuse_owner(path, found, {os.geteuid(), 0, path.parent.stat().st_uid})
     except BaseException:
         file.close()
         raise
@@ -47,7 +48,7 @@ def read(path: Path, *, max_bytes: int, follow_links: bool = False) -> bytes:
         return read_open(file, path, max_bytes=max_bytes)
 
 
-def read_open(file: BinaryIO, path: Path, *, max_bytes: int) -> bytes:
+def read_open(file: BufferedReader, path: Path, *, max_bytes: int) -> bytes:
     """Return the contents of an opened file; ForeignFileError if it has more than `max_bytes`."""
     size = os.fstat(file.fileno()).st_size
     data = file.read(max_bytes + 1) if size <= max_bytes else b""
@@ -81,13 +82,49 @@ def copy(source: Path, target: Path) -> None:
         shutil.copyfileobj(read_from, written, 1 << 20)
 
 
-def require_own_folder(path: Path) -> None:
-    """ForeignFileError unless `path` is a folder of this user, and no link to one; OSError if it is missing."""
+def require_file(path: Path, *, owners: Collection[int]) -> None:
+    """ForeignFileError unless `path` is a regular file of one of these users."""
+    found = path.lstat()
+    _refuse_irregular(path, found)
+    _refuse_owner(path, found, owners)
+
+
+def require_folder(path: Path, *, owners: Collection[int]) -> None:
+    """ForeignFileError unless `path` is a folder, and no link to one, of one of these users."""
     found = path.lstat()
     if not stat.S_ISDIR(found.st_mode):
-        raise ForeignFileError(f"{path}: is not a folder")
-    if found.st_uid != os.geteuid():
-        raise ForeignFileError(f"{path}: belongs to another user")
+        raise ForeignFileError(f"{path}: is not a folder, but a link or a file; it was not read")
+    _refuse_owner(path, found, owners)
+
+
+def require_plain(folder: Path, *, owners: Collection[int], may_link: bool = False) -> None:
+    """ForeignFileError unless all that is in `folder`, at any depth, is regular files and folders of these users.
+
+    `may_link`: links to files are allowed, and links to folders that are in `folder`. What is missing, or may not be
+    listed, is no error.
+    """
+    pending = [folder]
+    while pending:
+        path = pending.pop()
+        with suppress(FileNotFoundError, PermissionError):
+            found = path.lstat()
+            _refuse_owner(path, found, owners)
+            if stat.S_ISDIR(found.st_mode):
+                pending += path.iterdir()
+            elif not (may_link and stat.S_ISLNK(found.st_mode) and _is_harmless(path, folder)):
+                _refuse_irregular(path, found)
+
+
+def _is_harmless(link: Path, folder: Path) -> bool:
+    try:
+        return not link.is_dir() or link.resolve().is_relative_to(folder.resolve())
+    except (OSError, RuntimeError):  # links that lead in a circle
+        return False
+
+
+def _refuse_owner(path: Path, found: os.stat_result, owners: Collection[int]) -> None:
+    if found.st_uid not in owners:
+        raise ForeignFileError(f"{path}: belongs to another user than its folder; it was not read")
 
 
 def _refuse_irregular(path: Path, found: os.stat_result) -> None:
@@ -95,4 +132,3 @@ def _refuse_irregular(path: Path, found: os.stat_result) -> None:
         kinds = {stat.S_IFLNK: "a link", stat.S_IFIFO: "a pipe", stat.S_IFDIR: "a folder", stat.S_IFSOCK: "a socket"}
         kind = kinds.get(stat.S_IFMT(found.st_mode), "a device")
         raise ForeignFileError(f"{path}: is {kind}, not a regular file; it was not read")
-

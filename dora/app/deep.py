@@ -50,6 +50,7 @@ def recompute(run: RunFolder, config: Config) -> DeepReport:
             fp32_head=config.trainer.fp32_head,
         )
 
+    run.require_plain(run.versions)
     store = VersionStore(memory_root=run.versions, durable_root=run.versions)
     journal = Journal(run.journal)
     published: dict[VersionId, Mapping[str, str]] = {}

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
+from dora import foreign
 from dora.core.ids import VersionId
 from dora.errors import ConfigError
 from dora.journal.run_folder import RunFolder
@@ -13,6 +13,7 @@ from dora.weights.store import StoreError, VersionStore, checksum_of, clear_erro
 
 def export(run: RunFolder, *, version: VersionId | None, to: Path | None) -> tuple[VersionId, Path]:
     """Copy `version` (default: the newest) to `to` (default: the run folder); return the version and its folder."""
+    run.require_plain(run.versions)
     store = VersionStore(memory_root=run.versions, durable_root=run.versions)
     durable = store.durable()
     if not durable:
@@ -29,7 +30,7 @@ def export(run: RunFolder, *, version: VersionId | None, to: Path | None) -> tup
         target.mkdir(parents=True)
         for name, checksum in manifest.files.items():
             (target / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(source / name, target / name)
+            foreign.copy(source / name, target / name)
             if checksum_of(target / name) != checksum:
                 raise StoreError(f"{source / name}: does not match its checksum; version {chosen} is damaged")
     return chosen, target

@@ -126,6 +126,7 @@ def take_up(folder: RunFolder, config: Config, *, trust_folder: bool = False) ->
     Unless `trust_folder`, also if an earlier start of this user has not signed its configuration. Until then nothing
     that the folder names may be executed.
     """
+    folder.require_plain()
     if not trust_folder:
         require_trust(folder, config, named=executed(config), to="a resume")
     recorded = read_run(folder)

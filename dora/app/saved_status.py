@@ -16,10 +16,10 @@ from typing import Final
 
 import msgspec
 
-from dora import files
+from dora import files, foreign
 from dora.errors import ConfigError, DoraError
 from dora.journal.run_folder import RunFolder
-from dora.status.client import fetch
+from dora.status.client import MAX_STATUS_BYTES, fetch
 from dora.status.groups import GroupRow
 from dora.status.sentence import ENDED, sentence
 from dora.status.snapshot import Snapshot
@@ -68,7 +68,7 @@ def read_saved(folder: Path) -> SavedStatus:
     """Return what status.json of a run folder has."""
     run = RunFolder.open(folder)
     try:
-        return msgspec.json.decode(run.status.read_bytes(), type=SavedStatus)
+        return msgspec.json.decode(foreign.read(run.status, max_bytes=MAX_STATUS_BYTES), type=SavedStatus)
     except FileNotFoundError:
         raise ConfigError(f"{folder}: has no {run.status.name}: did the run never start?") from None
     except OSError as err:

@@ -15,7 +15,7 @@ from typing import IO, Any, Final
 
 import msgspec
 
-from dora import files
+from dora import files, foreign
 from dora.core import events as ev
 from dora.errors import ConfigError
 from dora.journal.reader import Journal
@@ -82,7 +82,7 @@ def _spans(folder: RunFolder) -> Iterator[dict[str, Any]]:
 def _counters(metrics: Path) -> Iterator[dict[str, Any]]:
     if not metrics.is_file():
         return
-    for line in files.read_lines(metrics):
+    for line in foreign.read_lines(metrics, max_bytes=files.MAX_ROW_BYTES):
         with suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             row = msgspec.json.decode(line, type=_Step)
             if row.kind == "step":

@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
+from dora import foreign
 from dora.app.saved_status import read_saved, read_status
 from dora.errors import ConfigError
 from dora.journal.run_folder import RunFolder
@@ -50,7 +51,7 @@ def folder_server(path: Path, *, host: str, port: int) -> PageServer:
 def samples_token(path: Path) -> str:
     """Return the token of the run's status endpoint; a random one if the folder has none."""
     with suppress(OSError, UnicodeDecodeError):
-        if token := RunFolder(path).status_token.read_text(encoding="utf-8").strip():
+        if token := foreign.read(RunFolder(path).status_token, max_bytes=1_000).decode().strip():
             return token
     return secrets.token_hex(16)
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from dora.config.rules import problems
-from dora.core.strategies import Rules, rules_of
+from dora.core.strategies import MAX_GROUP_SIZE, MAX_RANKS, MAX_STALENESS, Rules, rules_of
 from dora.objectives.objective import compares_sequences
 from dora.objectives.settings import Advantage, ObjectiveConfig
 from dora.section import Section
@@ -74,7 +74,7 @@ class RolloutConfig(Section):
     (C3). `partial_bounded` is the same, but keeps C3. `partial_sync` has more groups under way than a step takes,
     trains when a whole step is complete, and then continues the rest. `oversample` has the same surplus, but discards
     the rest (C2)."""
-    max_staleness: Annotated[int, Field(ge=0)] = 2
+    max_staleness: Annotated[int, Field(ge=0, le=MAX_STALENESS)] = 2
     """K: step s trains only on versions s - K to s. 0 is exactly synchronous (`periodic`). Staleness is measured when a
     group is committed, from the version at its admission, so that time in a queue counts; how long an answer may take
     is not limited. `dora` and `partial_bounded` use K, and so does `partial`, but only to bound how many groups are
@@ -86,7 +86,7 @@ class RolloutConfig(Section):
     """Number of groups under way in a step of `oversample` and `partial_sync`, as a multiple of N."""
     groups_per_step: Positive = 12
     """N: the number of prompt groups in a training step."""
-    group_size: Positive = 8
+    group_size: Annotated[int, Field(ge=1, le=MAX_GROUP_SIZE)] = 8
     """G: the number of answers sampled per prompt."""
     max_new_tokens: Positive = 160
     """Maximum number of tokens in one answer. Migrations and resumes do not reset the count."""
@@ -192,7 +192,7 @@ class EngineConfig(Section):
 class TrainerConfig(Section):
     """The torchrun trainer and its optimizer."""
 
-    ranks: Positive = 2
+    ranks: Annotated[int, Field(ge=1, le=MAX_RANKS)] = 2
     """Number of trainer processes started on this host."""
     command: tuple[str, ...] = ()
     """Command that starts all ranks on this host in place of torchrun, as a list of arguments. The environment

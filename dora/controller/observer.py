@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 import structlog
 
-from dora import files
+from dora import files, foreign
 from dora.controller.evaluations import Evaluations
 from dora.controller.graded import GradedGroups
 from dora.controller.line_files import LineFiles
@@ -366,7 +366,7 @@ def read_rows(metrics: Path, *, kind: str) -> Iterator[dict[str, Any]]:
     """Yield the rows of a kind; torn ones are ignored."""
     if not metrics.is_file():
         return
-    for line in files.read_lines(metrics):
+    for line in foreign.read_lines(metrics, max_bytes=files.MAX_ROW_BYTES):
         with suppress(ValueError, TypeError, LookupError, RecursionError):  # a crash may tear a row
             row = json.loads(line)
             if row["kind"] == kind:

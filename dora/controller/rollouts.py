@@ -117,7 +117,9 @@ async def train_rollouts(
     """Send every step to the ranks."""
     for step, path in enumerate(steps):
         pieces: dict[TrajectoryId, list[Piece]] = {}
-        for batch, i, start in _pieces([_unpack(payload) for _, payload in FrameReader(path)]):
+        for batch, i, start in _pieces(
+            [_unpack(payload) for _, payload in FrameReader(path, max_record_bytes=1 << 32)]
+        ):
             pieces.setdefault(TrajectoryId(int(batch.trajectories[i])), []).append((batch, i, start))
         pending = _pending(pieces, updates=updates, shared_prompts=shared_prompts)
         for order in _orders(pending, step=StepId(step), num_ranks=link.num_ranks, budget=budget):

@@ -13,13 +13,14 @@ import msgspec
 import numpy as np
 from msgspec.structs import replace
 
+from dora import foreign
 from dora.controller.evaluations import Evaluations
 from dora.controller.trajectories import Trajectories, TrajectoryRecord
 from dora.controller.turns import Turns
 from dora.core import commands as cmd
 from dora.core.ids import GroupId, StepId, TrajectoryId, VersionId
 from dora.core.tables import Group
-from dora.files import LineFile, read_lines
+from dora.files import MAX_SAMPLE_BYTES, LineFile
 from dora.journal.deep import EVALUATION, NO_GROUP, KeptTrajectory, encode_kept
 from dora.tasks.tokenizer import Tokenizer
 from dora.transport.messages import TrainerLogprobs
@@ -39,7 +40,8 @@ class SampleFile:
         self.is_full = False
         self._room = max_bytes - file.path.stat().st_size
         self._earlier = {  # from before a resume, some of which may come again with a step that is trained again
-            msgspec.json.decode(line, type=_Kept).trajectory for line in read_lines(file.path)
+            msgspec.json.decode(line, type=_Kept).trajectory
+            for line in foreign.read_lines(file.path, max_bytes=MAX_SAMPLE_BYTES)
         }
 
     def lines(self, kept: Iterable[KeptTrajectory]) -> list[bytes]:

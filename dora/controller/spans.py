@@ -20,7 +20,7 @@ from typing import Final
 
 import msgspec
 
-from dora import files
+from dora import files, foreign
 from dora.controller.timeline import Doing, Timeline
 from dora.core import commands as cmd
 from dora.core import events as ev
@@ -376,7 +376,7 @@ def _last_step_at(metrics: Path) -> float:
     """Return when the last step that has a row was trained; 0 without one."""
     at = 0.0
     if metrics.is_file():
-        for line in files.read_lines(metrics):
+        for line in foreign.read_lines(metrics, max_bytes=files.MAX_ROW_BYTES):
             with suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
                 row = msgspec.json.decode(line, type=_Trained)
                 at = row.at if row.kind == "step" else at

@@ -20,6 +20,11 @@ Pause = Literal["retract", "in_place"]
 #: retraction it may be queued behind them for a while.
 SILENCE: Final = 3.0
 
+#: Largest settings for each of which something is kept. Runs have hundreds at most.
+MAX_STALENESS: Final = 1 << 16
+MAX_GROUP_SIZE: Final = 1 << 16
+MAX_RANKS: Final = 1 << 16
+
 #: Names of all strategies.
 STRATEGIES: Final = (
     "dora",
@@ -132,6 +137,18 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     decode_time: DecodeTime = DecodeTime()
     prefill_s_per_token: float = 5e-5  #: what it takes to prefill again what a version with calls had in KV
     deterministic: bool = False  #: the trainer writes the same bytes for the same waves, so a replay may not differ
+
+    @property
+    def is_possible(self) -> bool:
+        """Whether a run can have these settings, as far as what is kept, and what is divided by, depends on them."""
+        counts = (self.steps, self.groups_per_step, self.max_new_tokens, self.micro_batch_tokens, self.updates)
+        return (
+            min(counts) >= 1
+            and self.groups_per_update >= 1
+            and 1 <= self.group_size <= MAX_GROUP_SIZE
+            and 1 <= self.num_ranks <= MAX_RANKS
+            and 0 <= self.rules.max_staleness <= MAX_STALENESS
+        )
 
     @property
     def groups_per_update(self) -> int:

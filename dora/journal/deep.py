@@ -17,6 +17,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from dora import files, foreign
 from dora.core.ids import GroupId, StepId, TrajectoryId, Truncation, VersionId, evaluation_index, group_of
 from dora.errors import ConfigError
 from dora.journal.rows import Fork, row_ids
@@ -126,21 +127,18 @@ def encode_kept(kept: KeptTrajectory) -> bytes:
 
 def read_kept(path: Path) -> Iterator[KeptTrajectory]:
     """Return the lines of `trajectories.jsonl`; a torn last line is left out."""
-    with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.endswith(b"\n"):
-                return
-            try:
-                kept = msgspec.json.decode(line, type=KeptTrajectory)
-            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as err:
-                raise ConfigError(f"{path}, line {number}: not a kept trajectory: {err}") from err
-            if len(kept.tokens) != len(kept.logprobs):
-                raise ConfigError(f"{path}, line {number}: {len(kept.tokens)} tokens, {len(kept.logprobs)} log-probs")
-            try:
-                kept.rows()
-            except ValueError as err:
-                raise ConfigError(f"{path}, line {number}: trajectory {kept.trajectory}: {err}") from err
-            yield kept
+    for number, line in enumerate(foreign.read_lines(path, max_bytes=files.MAX_SAMPLE_BYTES), start=1):
+        try:
+            kept = msgspec.json.decode(line, type=KeptTrajectory)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as err:
+            raise ConfigError(f"{path}, line {number}: not a kept trajectory: {err}") from err
+        if len(kept.tokens) != len(kept.logprobs):
+            raise ConfigError(f"{path}, line {number}: {len(kept.tokens)} tokens, {len(kept.logprobs)} log-probs")
+        try:
+            kept.rows()
+        except (ValueError, OverflowError) as err:
+            raise ConfigError(f"{path}, line {number}: trajectory {kept.trajectory}: {err}") from err
+        yield kept
 
 
 def altered_rows(

@@ -10,22 +10,29 @@ offset.
 from __future__ import annotations
 
 import errno
-import mmap
 import os
 import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Final, Self
+from typing import BinaryIO, Final, Self
 from zlib import crc32
 
 import numpy as np
 
-from dora import files
+from dora import files, foreign
 from dora.errors import DoraError
 
 _LENGTH: Final = struct.Struct("<I")
 _HEAD: Final = struct.Struct("<III")
+#: Of a record. The largest is an answer or a prompt that arrives whole: one of a million tokens takes 9 MB.
+MAX_RECORD_BYTES: Final = 64 << 20
+_MAX_FRAME_BYTES: Final = _HEAD.size + (1 << 32)
+#: Number of bytes that are read at once.
+_PIECE: Final = 1 << 20
+#: Number of bytes after a damage of which checksums are computed. In what a crash leaves, no four bytes in a thousand
+#: million look like the checksum of those before them; heads that were put there on purpose could take hours.
+_MAX_SEARCHED_BYTES: Final = 1 << 28
 #: Number of pending bytes at which a commit is requested.
 LARGE: Final = 1 << 20
 
@@ -41,62 +48,81 @@ class JournalFull(JournalError):
 class FrameReader:
     """The records of a file. Records that are appended after it was opened are left out."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, max_record_bytes: int = MAX_RECORD_BYTES) -> None:
         self.path = path
-        self._size = path.stat().st_size
+        self._max_record_bytes = max_record_bytes
+        self._size = foreign.size_of(path)
         self.num_bytes = 0  #: of intact frames, as found by the last iteration
         self.torn_bytes = 0  #: of the damaged end after them
 
     def __iter__(self) -> Iterator[tuple[int, bytes]]:
         """Yield (offset of its frame, record) for every record, in order."""
         self.num_bytes = self.torn_bytes = 0
-        if not self._size:
-            return
-        with self.path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            if len(data) < self._size:
+        with foreign.open_regular(self.path) as file:
+            if os.fstat(file.fileno()).st_size < self._size:
                 raise JournalError(f"{self.path}: was truncated while it was read")
             while (offset := self.num_bytes) < self._size:
-                payload = self._payload(data, offset)
-                if payload is None:
-                    self._require_end(data, offset)
+                length = self._intact(file, offset)
+                if length is None:
+                    self._require_end(file, offset)
                     self.torn_bytes = self._size - offset
                     return
-                yield from self._records(payload, offset=offset)
-                self.num_bytes += _HEAD.size + len(payload)
+                yield from self._records(file, offset, length)
+                self.num_bytes += _HEAD.size + length
 
-    def _payload(self, data: mmap.mmap, offset: int) -> bytes | None:
-        """Return the payload of the frame at `offset`; None if the frame is damaged."""
+    def _intact(self, file: BinaryIO, offset: int) -> int | None:
+        """Return the length of the payload of the frame at `offset`; None if the frame is damaged."""
         start = offset + _HEAD.size
         if start > self._size:
             return None
-        length, length_crc, payload_crc = _HEAD.unpack_from(data, offset)
-        if crc32(data[offset : offset + _LENGTH.size]) != length_crc or start + length > self._size:
+        file.seek(offset)
+        head = file.read(_HEAD.size)
+        length, length_crc, payload_crc = _HEAD.unpack(head)
+        if crc32(head[: _LENGTH.size]) != length_crc or start + length > self._size:
             return None
-        payload = data[start : start + length]
-        return payload if crc32(payload) == payload_crc else None
+        found, left = 0, length
+        while left and (piece := file.read(min(left, _PIECE))):
+            found, left = crc32(piece, found), left - len(piece)
+        return length if not left and found == payload_crc else None
 
-    def _require_end(self, data: mmap.mmap, damaged: int) -> None:
-        """Raise JournalError if an intact frame follows. Only offsets whose length fits the file are checked."""
-        for start in range(damaged + 1, damaged + 1 + _LENGTH.size):
-            count = (self._size - _HEAD.size - start) // _LENGTH.size + 1
-            if count < 1:
-                continue
-            places = start + _LENGTH.size * np.arange(count)
-            lengths = np.frombuffer(data[start : start + _LENGTH.size * count], "<u4")
-            fits = (lengths >= _LENGTH.size) & (places + _HEAD.size + lengths <= self._size)
-            for offset in places[fits].tolist():
-                if self._payload(data, offset):
-                    raise JournalError(f"{self.path}: the record at byte {damaged} is damaged (checksum)")
+    def _require_end(self, file: BinaryIO, damaged: int) -> None:
+        """Raise JournalError unless the damage is that of a last frame: no intact one may follow, and it is not longer
+        than one. Only offsets whose length fits the file are checked."""
+        if self._size - damaged > _MAX_FRAME_BYTES:
+            raise self._damaged(damaged)
+        left = _MAX_SEARCHED_BYTES
+        for piece in range(damaged + 1, self._size - _HEAD.size + 1, _PIECE):
+            file.seek(piece)
+            data = file.read(_PIECE + _LENGTH.size - 1)
+            for start in range(min(_LENGTH.size, len(data) - _LENGTH.size + 1)):
+                lengths = np.frombuffer(data[start : start + (len(data) - start) // _LENGTH.size * _LENGTH.size], "<u4")
+                places = piece + start + _LENGTH.size * np.arange(len(lengths))
+                fits = (lengths >= _LENGTH.size) & (places + _HEAD.size + lengths <= self._size)
+                for offset, length in zip(places[fits].tolist(), lengths[fits].tolist(), strict=True):
+                    file.seek(offset)
+                    head = file.read(_HEAD.size)
+                    if crc32(head[: _LENGTH.size]) != int.from_bytes(head[_LENGTH.size : 2 * _LENGTH.size], "little"):
+                        continue
+                    left -= length
+                    if left < 0 or self._intact(file, offset):
+                        raise self._damaged(damaged)
 
-    def _records(self, payload: bytes, *, offset: int) -> Iterator[tuple[int, bytes]]:
-        start = 0
-        while start < len(payload):
-            end = start + _LENGTH.size
-            end += int.from_bytes(payload[start:end], "little")
-            if start + _LENGTH.size > len(payload) or end > len(payload):
+    def _damaged(self, offset: int) -> JournalError:
+        return JournalError(f"{self.path}: the record at byte {offset} is damaged (checksum)")
+
+    def _records(self, file: BinaryIO, offset: int, length: int) -> Iterator[tuple[int, bytes]]:
+        place = offset + _HEAD.size
+        end = place + length
+        file.seek(place)
+        while place < end:
+            size = int.from_bytes(file.read(_LENGTH.size), "little")
+            place += _LENGTH.size
+            if place + size > end:
                 raise JournalError(f"{self.path}: the frame at byte {offset} does not consist of whole records")
-            yield offset, payload[start + _LENGTH.size : end]
-            start = end
+            if size > self._max_record_bytes:
+                raise JournalError(f"{self.path}: the frame at byte {offset} has a record of {size:,} bytes")
+            place += size
+            yield offset, file.read(size)
 
 
 class FrameWriter:

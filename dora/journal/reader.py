@@ -12,7 +12,7 @@ from pathlib import Path
 from dora.core.commands import Command
 from dora.core.events import Event
 from dora.errors import ConfigError, ProtocolError
-from dora.journal.codec import FORMAT, AnyRecord, Handled, Header, decode, format_of
+from dora.journal.codec import FORMAT, MAX_RECORD_BYTES, AnyRecord, Handled, Header, decode, format_of
 from dora.journal.frames import FrameReader
 
 
@@ -22,7 +22,7 @@ class Journal:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self._frames = FrameReader(path)
+            self._frames = FrameReader(path, max_record_bytes=MAX_RECORD_BYTES)
             self.header = self._read_header()
         except OSError as err:
             raise ConfigError(f"{path}: cannot be read: {err.strerror}") from err
@@ -59,4 +59,6 @@ class Journal:
             )
         header = decode(first[1])
         assert isinstance(header, Header), "format_of has checked its type"
+        if not header.settings.is_possible:
+            raise ConfigError(f"{self.path}: has settings that no run has: the file is damaged or was altered")
         return header

@@ -11,13 +11,17 @@ import os
 import re
 import secrets
 import time
+from contextlib import suppress
 from pathlib import Path
+from typing import Final
 
-from dora import files
+from dora import files, foreign
 from dora.errors import ConfigError
 from dora.journal.access import restrict
 
 _NAME = re.compile(r"[A-Za-z0-9._-]+")
+#: A configuration takes 10 KB, and some more with the addresses of 64 servers.
+_MAX_CONFIG_BYTES: Final = 1 << 20
 
 
 class RunFolder:
@@ -62,8 +66,39 @@ class RunFolder:
             path.unlink(missing_ok=True)
 
     @property
+    def _files(self) -> tuple[Path, ...]:
+        return (
+            *(self.config, self.journal, self.tokens, self.metrics, self.trajectories, self.spans, self.timeline),
+            *(self.log, self.status_token, self.status, self.lock, self.fence, *self.root.glob("lease-*")),
+        )
+
+    @property
     def _folders(self) -> tuple[Path, ...]:
         return (self.checkpoints, self.versions, self.rollouts, self.logs)
+
+    @property
+    def _owners(self) -> set[int]:
+        return {os.geteuid(), 0, self.root.stat().st_uid}
+
+    def _require_own_kinds(self) -> None:
+        """ForeignFileError if a file or folder of the run is a link, of another kind, or of another user.
+
+        Whoever sent or shares the folder could use it to have another file read or written.
+        """
+        for path in self._files:
+            with suppress(FileNotFoundError):
+                foreign.require_file(path, owners=self._owners)
+        for path in (*self._folders, self.tracking):
+            with suppress(FileNotFoundError):
+                foreign.require_folder(path, owners=self._owners)
+
+    def require_plain(self, *folders: Path, may_link: bool = False) -> None:
+        """The same of all that is in these folders (default: all in which a run writes), at any depth.
+
+        `may_link`: links to files are allowed; W&B makes some, and does not write through them.
+        """
+        for folder in folders or self._folders:
+            foreign.require_plain(folder, owners=self._owners, may_link=may_link)
 
     def restrict(self, *, group: str | None) -> None:
         """Deny access to all but its owner and `group`."""
@@ -101,15 +136,18 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: Path) -> RunFolder:
-        """Return the folder of an earlier run."""
-        folder = cls(path.resolve())
+        """Return the folder of an earlier run; ConfigError if it is none, or has what a run does not write there."""
         if not path.exists():
             raise ConfigError(f"{path}: no such run folder")
+        folder = cls(path.resolve())
         if not path.is_dir():
             raise ConfigError(f"{path}: is a file; give the run folder that contains it")
+        folder._require_own_kinds()
         missing = [file.name for file in (folder.config, folder.journal) if not file.is_file()]
         if missing:
             raise ConfigError(f"{path}: is not a run folder: it has no {' and no '.join(missing)}")
+        if folder.config.stat().st_size > _MAX_CONFIG_BYTES:
+            raise ConfigError(f"{folder.config}: has more than {_MAX_CONFIG_BYTES:,} bytes; it was not read")
         return folder
 
 

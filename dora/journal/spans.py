@@ -19,7 +19,7 @@ from typing import Final, Literal, TypeVar
 
 import msgspec
 
-from dora import files
+from dora import files, foreign
 
 Kind = Literal["rank", "instance"]
 #: Kind, lane, start, end, activity, version.
@@ -58,7 +58,7 @@ def encode_line(line: SpanLine | TimelineRow) -> bytes:
 
 def ends_by(line: bytes, at: float) -> bool:
     """Whether a line of either file is undamaged, and what it says had ended by then."""
-    with suppress(msgspec.MsgspecError, UnicodeDecodeError):
+    with suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         if line.startswith(b"["):
             end: float = _SPAN.decode(line)[3]
             return end <= at + ROUNDING_S
@@ -80,6 +80,6 @@ def read_timeline(path: Path) -> Iterator[TimelineRow]:
 def _read(path: Path, decoder: msgspec.json.Decoder[Line]) -> Iterator[Line]:
     if not path.is_file():
         return
-    for line in files.read_lines(path):
-        with suppress(msgspec.MsgspecError, UnicodeDecodeError):
+    for line in foreign.read_lines(path, max_bytes=files.MAX_ROW_BYTES):
+        with suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             yield decoder.decode(line)

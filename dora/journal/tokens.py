@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dora.core.ids import GroupId, TrajectoryId
+from dora.core.strategies import MAX_GROUP_SIZE
 from dora.journal.frames import FrameReader, FrameWriter, JournalError
 from dora.journal.rows import Fork
 
@@ -35,7 +36,6 @@ _CHUNK: Final = 1  #: every token was sampled by the policy
 _MASKED_CHUNK: Final = 2  #: with a loss mask
 _FORKED_CHUNK: Final = 3  #: with a loss mask, and the parent row and the number of its tokens that the new row repeats
 DIGEST_BYTES: Final = 16  #: after the tokens of a prompt
-_MAX_SIBLINGS: Final = 1 << 16  #: larger than any group, so that a damaged head does not cause billions of iterations
 
 _TOKENS: Final = np.dtype("<i4")
 _LOGPROBS: Final = np.dtype("<f4")
@@ -179,7 +179,7 @@ def _parse_head(record: bytes, *, path: Path, offset: int) -> tuple[int, int, in
     if len(record) >= _HEAD.size:
         kind, number, epoch, attempt, start, count = _HEAD.unpack_from(record)
         width, rest = _SIZES.get(kind, (0, -1))
-        if len(record) == _HEAD.size + width * count + rest and (kind != _PROMPT or start <= _MAX_SIBLINGS):
+        if len(record) == _HEAD.size + width * count + rest and (kind != _PROMPT or start <= MAX_GROUP_SIZE):
             return kind, number, epoch, attempt, start, count
     raise JournalError(f"{path}: the record at byte {offset} is neither a prompt nor a chunk of tokens")
 

@@ -32,7 +32,7 @@ def hold(path: Path) -> IO[bytes]:
     Children do not inherit the descriptor across exec, so they cannot keep the lock.
     """
     try:
-        held = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b")
+        held = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600), "r+b")
     except OSError as err:
         raise ConfigError(f"{path}: cannot be written ({err.strerror})") from err
     try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import aiohttp
 import msgspec
 
@@ -9,6 +11,9 @@ from dora.errors import ConfigError, ProtocolError, RemoteError, one_line
 from dora.status.page_server import InstanceReply
 from dora.status.server import InstanceRequest
 from dora.status.snapshot import Snapshot, decode
+
+#: Of a status: 64 servers, 4,096 groups of a step and 4,000 evaluations take 1.5 MB.
+MAX_STATUS_BYTES: Final = 4 << 20
 
 
 async def fetch(url: str, *, timeout_s: float = 10.0) -> Snapshot:
@@ -50,7 +55,12 @@ async def _send(
             aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=timeout_s)) as session,
             session.request(method, address, headers=headers, data=body or None) as answer,
         ):
-            return answer.status, await answer.read()
+            body = await answer.content.read(MAX_STATUS_BYTES + 1)
+            while len(body) <= MAX_STATUS_BYTES and (more := await answer.content.read(MAX_STATUS_BYTES)):
+                body += more
+            if len(body) > MAX_STATUS_BYTES:
+                raise RemoteError(f"{address}: answered more than {MAX_STATUS_BYTES:,} bytes; is this a run's address?")
+            return answer.status, body
     except (aiohttp.ClientConnectionError, aiohttp.InvalidURL) as err:
         why = (err.os_error.strerror or err.os_error) if isinstance(err, aiohttp.ClientConnectorError) else err
         raise ConfigError(f"{address}: no answer ({why}); is the run alive, and is this its status address?") from err

@@ -99,7 +99,7 @@ def _progress(s: Snapshot, width: int) -> str:
     left = f", about {duration(s.eta_s)} left" if s.eta_s and s.phase not in ENDED else ""
     text = f"  {s.steps_trained:,} of {s.num_steps:,} steps  {duration(s.uptime_s)} elapsed{left}"
     bar = _BAR[width >= WIDE]
-    done = round(bar * s.progress)
+    done = round(bar * min(1.0, max(0.0, s.progress)))
     return f"{'━' * done}{'─' * (bar - done)}{text}"
 
 
@@ -187,7 +187,7 @@ def _held_by(rows: Sequence[VersionRow], s: Snapshot) -> str:
     """Return a bar of cells, one for a server or, of many servers, for a share of them."""
     serving, loading = sum(row.serving for row in rows), sum(row.loading for row in rows)
     scale = min(1.0, _SERVER_CELLS / max(1, len(s.instances)))
-    full, light = (max(1, round(scale * count)) if count else 0 for count in (serving, loading))
+    full, light = (min(_SERVER_CELLS, max(1, round(scale * n))) if n else 0 for n in (serving, loading))
     return f"{'█' * full}{'░' * light} {serving:,}".strip() + (f" + {loading:,} loading" if loading else "")
 
 

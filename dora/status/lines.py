@@ -12,6 +12,9 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from dora import foreign
+from dora.foreign import ForeignFileError
+
 #: Number of bytes at the end of what was read that must still be there, or the file is another one.
 _CHECKED_BYTES = 256
 
@@ -23,13 +26,15 @@ class Lines:
         self,
         path: Path,
         *,
+        max_bytes: int,
         kind_of: Callable[[bytes], str | None],
         on_reset: Callable[[], None] = lambda: None,
     ) -> None:
-        """`kind_of`: of a line, for which it is called once; None if it is not shown. `on_reset`: called before it is
-        called for all lines again.
+        """`max_bytes`: of a line. `kind_of`: of a line, for which it is called once; None if it is not shown.
+        `on_reset`: called before it is called for all lines again.
         """
         self.path = path
+        self._max_bytes = max_bytes
         self._kind_of = kind_of
         self._on_reset = on_reset
         self._forget()
@@ -40,11 +45,12 @@ class Lines:
         self._tail = b""  # their last bytes
         self._numbers: dict[str, array[int]] = {}  # kind -> numbers of its lines
         self._starts: dict[str, array[int]] = {}  # the same -> where they begin
+        self._lengths: dict[str, array[int]] = {}  # the same -> how many bytes they have
 
     def refresh(self) -> None:
-        """Read what was added; a file that is missing has no lines."""
+        """Read what was added; a file that is missing has no lines. ForeignFileError if a line is too long."""
         try:
-            file = self.path.open("rb")
+            file = foreign.open_regular(self.path)
         except OSError:
             self._reset()
             return
@@ -53,7 +59,11 @@ class Lines:
             if file.read(len(self._tail)) != self._tail:
                 self._reset()
                 file.seek(0)
-            for line in file:
+            while line := file.readline(self._max_bytes + 1):
+                if len(line) > self._max_bytes:
+                    raise ForeignFileError(
+                        f"{self.path}, line {self.count + 1}: has more than {self._max_bytes:,} bytes"
+                    )
                 if line.endswith(b"\n"):
                     self._add(line)
 
@@ -67,29 +77,35 @@ class Lines:
         if kind is not None:
             self._numbers.setdefault(kind, array("q")).append(self.count)
             self._starts.setdefault(kind, array("q")).append(self._size)
+            self._lengths.setdefault(kind, array("q")).append(len(line))
         self.count += 1
         self._size += len(line)
-        self._tail = (self._tail + line)[-_CHECKED_BYTES:]
+        self._tail = (self._tail + line[-_CHECKED_BYTES:])[-_CHECKED_BYTES:]
 
     def numbers(self, kind: str, *, since: int) -> Sequence[int]:
         """Return the numbers of the lines of a kind, from line `since` on."""
         found = self._numbers.get(kind, array("q"))
         return found[bisect_left(found, since) :]
 
+    def size(self, kind: str, numbers: Sequence[int]) -> int:
+        """Return the number of bytes of lines of a kind."""
+        known, lengths = self._numbers.get(kind, ()), self._lengths.get(kind, ())
+        return sum(lengths[bisect_left(known, number)] for number in numbers)
+
     def read(self, kind: str, numbers: Sequence[int]) -> list[bytes]:
         """Return lines of a kind by their numbers, without the line end; those that are gone by now are left out."""
         known, starts = self._numbers.get(kind, ()), self._starts.get(kind, ())
         lines = []
-        with suppress(OSError), self.path.open("rb") as file:
+        with suppress(OSError), foreign.open_regular(self.path) as file:
             for number in numbers:
                 file.seek(starts[bisect_left(known, number)])
-                lines.append(file.readline().rstrip(b"\n"))
+                lines.append(file.readline(self._max_bytes).rstrip(b"\n"))
         return lines
 
 
 def tail(path: Path, size: int) -> list[bytes]:
     """Return the complete lines in the last `size` bytes of a file; none if it is missing."""
-    with suppress(OSError), path.open("rb") as file:
+    with suppress(OSError), foreign.open_regular(path) as file:
         start = max(0, file.seek(0, os.SEEK_END) - size)
         file.seek(start)
         lines = file.read(size).splitlines(keepends=True)

@@ -6,14 +6,16 @@ as what was added. An answer is `{"rows": [...], "next": N}`: asked again with N
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
+from dora.files import MAX_ROW_BYTES, MAX_SAMPLE_BYTES
 from dora.journal.run_folder import RunFolder
 from dora.journal.spans import Kind
 from dora.status.digest import Digest, compact, decode_row
@@ -24,6 +26,8 @@ MAX_CHARACTERS: Final = 4_000
 #: Number of tokens of a sample whose log-probs are in an answer.
 MAX_TOKENS: Final = 1_000
 _KINDS: Final[tuple[Kind, ...]] = ("rank", "instance")
+#: What the lists of a sample consist of, one for each token.
+_LISTS: Final = {"tokens": list[int], "logprobs": list[float], "pieces": list[str], "trainer_logprobs": list[float]}
 #: Bytes at the end of the timeline in which there is a row of each kind.
 _TAIL_BYTES: Final = 2**20
 
@@ -45,6 +49,11 @@ class _Row(msgspec.Struct):
     kind: str
 
 
+_NONE: Final = msgspec.Raw(b"[]")
+#: The first elements of a list of numbers or texts. A list may have millions, which are not decoded.
+_FIRST: Final = re.compile(rb'\s*+\[(?:(?:\s*+"(?:[^"\\]++|\\.)*+"\s*+|[^"\[\],{}]++)(?:,|(?=\]))){0,%d}' % MAX_TOKENS)
+
+
 class _Sample(msgspec.Struct):
     """Line of trajectories.jsonl: what is shown of it (`dora.journal.deep.KeptTrajectory`)."""
 
@@ -56,8 +65,8 @@ class _Sample(msgspec.Struct):
     truncated: str
     prompt: str
     text: str
-    tokens: list[int]
-    logprobs: list[float]
+    tokens: msgspec.Raw
+    logprobs: msgspec.Raw
     num_tokens: int = 0  #: before they were cut
     observed: list[tuple[int, int]] = []
     turn_rewards: list[float] = []
@@ -65,8 +74,8 @@ class _Sample(msgspec.Struct):
     outcome: str = "trained"
     answer: str = ""
     terms: list[tuple[str, float]] = []
-    pieces: list[str] = []
-    trainer_logprobs: list[float] = []
+    pieces: msgspec.Raw = _NONE
+    trainer_logprobs: msgspec.Raw = _NONE
 
 
 class Records:
@@ -76,9 +85,11 @@ class Records:
         self._bounds = bounds
         self._lock = threading.Lock()
         self._digests = self._new_digests()
-        self._metrics = Lines(folder.metrics, kind_of=_kind_of_metric)
-        self._timeline = Lines(folder.timeline, kind_of=self._digest, on_reset=self._forget_digests)
-        self._samples = Lines(folder.trajectories, kind_of=_kind_of_sample)
+        self._metrics = Lines(folder.metrics, max_bytes=MAX_ROW_BYTES, kind_of=_kind_of_metric)
+        self._timeline = Lines(
+            folder.timeline, max_bytes=MAX_ROW_BYTES, kind_of=self._digest, on_reset=self._forget_digests
+        )
+        self._samples = Lines(folder.trajectories, max_bytes=MAX_SAMPLE_BYTES, kind_of=_kind_of_sample)
 
     def steps(self, since: int = 0) -> bytes:
         """Return the rows of steps and evaluations from line `since` of metrics.jsonl on, evenly thinned."""
@@ -93,11 +104,9 @@ class Records:
     def _thinned(self, kind: str, since: int, most: int) -> list[tuple[int, bytes]]:
         numbers = self._metrics.numbers(kind, since=_within(since, self._metrics))
         chosen = _spread(numbers, most)
-        lines = self._metrics.read(kind, chosen)
-        while (size := sum(map(len, lines))) > self._bounds.size and len(lines) > 1:
-            chosen = _spread(chosen, len(lines) * self._bounds.size // (size + 1))
-            lines = self._metrics.read(kind, chosen)
-        return list(zip(chosen, lines, strict=False))
+        while (size := self._metrics.size(kind, chosen)) > self._bounds.size and len(chosen) > 1:
+            chosen = _spread(chosen, len(chosen) * self._bounds.size // (size + 1))
+        return list(zip(chosen, self._metrics.read(kind, chosen), strict=False))
 
     def timeline(self, since: int = 0) -> bytes:
         """Return the rows of timeline.jsonl from line `since` on; neighbors are added up where there are too many."""
@@ -140,7 +149,7 @@ class Records:
         with self._lock:
             self._samples.refresh()
             numbers = self._samples.numbers("sample", since=_within(since, self._samples))[-self._bounds.samples :]
-            lines = self._samples.read("sample", numbers)
+            lines = (line for number in numbers for line in self._samples.read("sample", [number]))
             return _answer([shown for line in lines if (shown := _shown(line))], self._samples.count)
 
 
@@ -183,13 +192,20 @@ def _shown(line: bytes) -> bytes | None:
     """Return what is shown of a sample; None if the line is damaged."""
     with suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         sample = msgspec.json.decode(line, type=_Sample)
-        sample.num_tokens = len(sample.tokens)
+        sample.num_tokens = bytes(sample.tokens).count(b",") + (bytes(sample.tokens) != b"[]")
         for name in ("prompt", "text", "answer"):
             setattr(sample, name, _cut(getattr(sample, name)))
-        for name in ("tokens", "logprobs", "pieces", "trainer_logprobs"):
-            setattr(sample, name, getattr(sample, name)[:MAX_TOKENS])
+        for name, kind in _LISTS.items():
+            setattr(sample, name, _first(getattr(sample, name), kind))
         return msgspec.json.encode(sample)
     return None
+
+
+def _first(values: msgspec.Raw, kind: Any) -> msgspec.Raw:
+    """Return the first MAX_TOKENS elements of a list; MsgspecError if they are none of this kind."""
+    found = _FIRST.match(bytes(values))
+    first = found[0].rstrip(b",") + b"]" if found is not None else bytes(values)
+    return msgspec.Raw(msgspec.json.encode(msgspec.json.decode(first, type=kind)))
 
 
 def _cut(text: str) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from dora import files
+from dora import files, foreign
 from dora.errors import RunFailed
 from dora.journal.reader import Journal
 from dora.journal.run_folder import RunFolder
@@ -31,6 +31,7 @@ def follow(folder: RunFolder, name: str, *, project: str, ended: threading.Event
     RunFailed if the tracker raises.
     """
     home = folder.tracker(title(name))
+    folder.require_plain(home, may_link=name == "wandb")
     run = TrackedRun(
         run_id=folder.run_id,
         project=project,
@@ -49,14 +50,16 @@ def follow(folder: RunFolder, name: str, *, project: str, ended: threading.Event
 def read_position(home: Path) -> Position:
     """Return how far the record in a tracker's folder has come; the beginning if nothing is known."""
     try:
-        return msgspec.json.decode(_position(home).read_bytes(), type=Position)
-    except (OSError, msgspec.MsgspecError):
+        return msgspec.json.decode(foreign.read(_position(home), max_bytes=files.MAX_ROW_BYTES), type=Position)
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return Position()
 
 
 def num_rows(folder: RunFolder) -> int:
     """Return the number of rows of a run."""
-    return sum(1 for _ in files.read_lines(folder.metrics)) if folder.metrics.is_file() else 0
+    if not folder.metrics.is_file():
+        return 0
+    return sum(1 for _ in foreign.read_lines(folder.metrics, max_bytes=files.MAX_ROW_BYTES))
 
 
 def _position(home: Path) -> Path:

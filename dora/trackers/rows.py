@@ -6,13 +6,13 @@ Invariant: a name is the path of the value in its row, with `/` between keys; of
 
 from __future__ import annotations
 
-import io
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 import msgspec
 
+from dora import files, foreign
 from dora.trackers.api import TrackedRow
 
 #: Keys that are not values.
@@ -24,16 +24,20 @@ class RowReader:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file: io.BufferedReader | None = None
+        self._file: BinaryIO | None = None
         self._number = 0  # of the next line
 
     def new(self) -> Iterator[tuple[int, bytes]]:
         """Yield number and text of every complete line that was not yielded before."""
         if self._file is None and self._path.is_file():
-            self._file = self._path.open("rb")
+            self._file = foreign.open_regular(self._path)
         while self._file is not None:
             start = self._file.tell()
-            line = self._file.readline()
+            line = self._file.readline(files.MAX_ROW_BYTES + 1)
+            if len(line) > files.MAX_ROW_BYTES:
+                raise foreign.ForeignFileError(
+                    f"{self._path}, line {self._number + 1}: has more than {files.MAX_ROW_BYTES:,} bytes"
+                )
             if not line.endswith(b"\n"):
                 self._file.seek(start)
                 return

@@ -53,7 +53,7 @@ class TensorBoardTracker:
 
 def _open_at(path: Path, size: int) -> io.BufferedRandom:
     """Open a file for writing at its end, after cutting it off at `size`."""
-    file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o666), "r+b")
+    file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "r+b")
     file.truncate(size)
     file.seek(size)
     return file

@@ -266,7 +266,7 @@ def choose_memory_root(
     root = folder / f"dora-{run_id}"
     try:
         root.mkdir(mode=0o700, exist_ok=True)
-        foreign.require_own_folder(root)
+        foreign.require_folder(root, owners={os.geteuid()})
         held_bytes = sum(path.stat().st_size for path in root.rglob("*") if path.is_file())
         if shutil.disk_usage(root).free + held_bytes >= needed_bytes:
             restrict(root, group=group)
@@ -319,7 +319,7 @@ def sweep_orphans(folder: Path, *, run_id: str) -> list[Path]:
     orphans = []
     for root in sorted(set(folder.glob("dora-*")) - {folder / f"dora-{run_id}"}):
         try:
-            foreign.require_own_folder(root)
+            foreign.require_folder(root, owners={os.geteuid()})
             with foreign.open_regular(root / OWNER) as owner:
                 fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 durable_root = Path(os.fsdecode(foreign.read_open(owner, root / OWNER, max_bytes=_MAX_PATH_BYTES)))

@@ -13,7 +13,6 @@ import numpy as np
 from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
 from tensorboard.compat.proto.event_pb2 import Event
 
-from dora import files
 from dora.config.load import dump
 from dora.config.schema import Config
 from dora.journal.codec import FORMAT, Header
@@ -50,7 +49,9 @@ def track(folder: RunFolder, name: str) -> int:
 
 def expected(folder: RunFolder) -> list[Logged]:
     """What a record must have, computed from the file alone, and written in another way than the trackers do."""
-    return [logged for line in files.read_lines(folder.metrics) if (logged := _expected(json.loads(line))) is not None]
+    lines = folder.metrics.read_bytes().splitlines(keepends=True)
+    rows = [_expected(json.loads(line)) for line in lines if line.endswith(b"\n")]
+    return [row for row in rows if row is not None]
 
 
 def _expected(row: dict[str, Any]) -> Logged:
