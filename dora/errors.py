@@ -19,8 +19,13 @@ _LONGEST: Final = 1_000
 
 
 def one_line(text: object) -> str:
-    """Turn text from a file or another process into one line of printable characters, of limited length."""
-    line = " ".join(piece.strip() for piece in str(text)[: 2 * _LONGEST].splitlines())
+    """Turn text from a file or another process into one line of printable characters, of limited length.
+
+    All such text passes here on its way to a terminal: else it could move the cursor and forge lines. An indentation is
+    kept.
+    """
+    first, *others = str(text)[: 2 * _LONGEST].splitlines() or [""]
+    line = " ".join(filter(None, (first.rstrip(), *map(str.strip, others))))
     line = "".join(c if c.isprintable() else " " if c.isspace() else "\N{REPLACEMENT CHARACTER}" for c in line)
     return line if len(line) <= _LONGEST else f"{line[: _LONGEST - 3]}..."
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import structlog
 from structlog.typing import EventDict, WrappedLogger
 
+from dora.errors import one_line
 from dora.files import is_full
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ def _show_warnings(logger: WrappedLogger, method: str, event: EventDict) -> Even
     if logging.getLevelNamesMapping()[event["level"].upper()] >= CONSOLE_LEVEL:
         known = {"event", "level", "timestamp", "exception", "run", "role", "rank"}
         details = " ".join(f"{key}={value}" for key, value in event.items() if key not in known)
-        sys.stderr.write(f"{event['level']}: {event['event']} {details}".rstrip() + "\n")
+        sys.stderr.write(one_line(f"{event['level']}: {event['event']} {details}") + "\n")
     return event
 
 

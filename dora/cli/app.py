@@ -17,6 +17,7 @@ from typing import Annotated
 import typer
 
 from dora.cli.instance_commands import instances
+from dora.cli.output import say, tell
 from dora.cli.processes import Seed, TimeScale, WorkloadPath, processes
 from dora.errors import ConfigError, DoraError
 
@@ -36,7 +37,7 @@ def _print_version(requested: bool) -> None:
     if requested:
         from importlib.metadata import version
 
-        sys.stdout.write(f"dora {version('dora-rl')}\n")
+        say(f"dora {version('dora-rl')}")
         raise typer.Exit
 
 
@@ -108,7 +109,7 @@ def run(
 def _say_preparing() -> None:
     """Say at a terminal what takes some seconds, until there is a run folder."""
     if sys.stdout.isatty():
-        sys.stdout.write("preparing: modules, configuration, model and prompts\n")
+        say("preparing: modules, configuration, model and prompts")
 
 
 @app.command()
@@ -421,6 +422,5 @@ def _fault(err: Exception) -> DoraError | None:
 
 
 def _end(err: DoraError, *, code: int) -> None:
-    for line in str(err).splitlines():
-        sys.stderr.write(f"dora: {line}\n")
+    tell(*str(err).split("\n"))
     raise SystemExit(code)

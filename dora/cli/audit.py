@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 from dora.app.deep import recompute
+from dora.cli.output import say
 from dora.cli.run import VIOLATED
 from dora.config.load import load
 from dora.errors import ConfigError
@@ -19,15 +19,15 @@ from dora.journal.run_folder import RunFolder
 def audit(folder: Path, *, deep: bool) -> None:
     run = RunFolder.open(folder)
     report = audit_folder(run)
-    sys.stdout.write(render(report) + "\n")
+    say(*render(report).split("\n"))
     is_violated, is_compared = not report.ok, True
     if deep and any(violation.rule == DAMAGE for violation in report.violations):
-        sys.stdout.write("--deep is left out: it needs the whole journal and token store\n")
+        say("--deep is left out: it needs the whole journal and token store")
     elif deep:
         if "C1" in report.broken_by_design:
             raise ConfigError(f"{folder}: --deep needs answers of one version each; this strategy breaks C1 by design")
         found = recompute(run, load(run.config, environ={}))
-        sys.stdout.write(render_deep(found) + "\n")
+        say(*render_deep(found).split("\n"))
         is_violated, is_compared = is_violated or bool(found.violations or found.altered), bool(found.checks)
     if is_violated:
         raise SystemExit(VIOLATED)

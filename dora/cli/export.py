@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 from dora.app.export import export as copy_out
+from dora.cli.output import say
 from dora.core.ids import VersionId
 from dora.journal.run_folder import RunFolder
 
@@ -13,4 +13,4 @@ from dora.journal.run_folder import RunFolder
 def export(folder: Path, *, version: int | None, to: Path | None) -> None:
     run = RunFolder.open(folder)
     chosen, target = copy_out(run, version=None if version is None else VersionId(version), to=to)
-    sys.stdout.write(f"version {chosen} of {run.run_id} is in {target}\n")
+    say(f"version {chosen} of {run.run_id} is in {target}")

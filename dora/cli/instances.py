@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import os
-import sys
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
+from dora.cli.output import say
 from dora.config.load import load
-from dora.errors import ConfigError
+from dora.errors import ConfigError, one_line
 from dora.status.client import ask, fetch
 from dora.status.snapshot import InstanceRow
 
@@ -23,7 +24,7 @@ def show(url: str) -> None:
 
 def request(url: str, verb: str, instance: str, *, token_file: Path | None) -> None:
     """Add, drain or remove an instance, and print the run's answer."""
-    sys.stdout.write(asyncio.run(ask(url, verb, instance, token=_token(token_file))) + "\n")
+    say(asyncio.run(ask(url, verb, instance, token=_token(token_file))))
 
 
 def draw(rows: tuple[InstanceRow, ...]) -> Table:
@@ -31,8 +32,9 @@ def draw(rows: tuple[InstanceRow, ...]) -> Table:
     table = Table("instance", "address", "phase", "version", "requests", "KV", "asked", box=None)
     for row in sorted(rows, key=lambda row: row.instance):
         version = f"→ {row.pushing}" if row.pushing is not None else "" if row.version is None else str(row.version)
-        requests, kv = f"{row.residents}/{row.slots}", f"{row.kv_load / row.kv_tokens:.0%}"
-        table.add_row(str(row.instance), row.url, row.phase, version, requests, kv, row.asked)
+        requests, kv = f"{row.residents}/{row.slots}", f"{row.kv_load / max(1, row.kv_tokens):.0%}"
+        cells = (str(row.instance), row.url, row.phase, version, requests, kv, row.asked)
+        table.add_row(*(Text(one_line(cell)) for cell in cells))
     return table
 
 

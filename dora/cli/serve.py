@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from dora.cli.output import tell
 from dora.engine.engines import run_sender
 from dora.errors import ConfigError
 from dora.node.lease import watch_lease
@@ -23,7 +23,7 @@ def serve(model: Path, **options: Any) -> None:
     api_key = os.environ.get(SERVE_KEY) or None
     if api_key is None:
         _require_local(options["host"])
-        sys.stderr.write(f"dora: {SERVE_KEY} is not set: every user of this machine can control this server\n")
+        tell(f"{SERVE_KEY} is not set: every user of this machine can control this server")
     run_server(ServeOptions(model_path=model_folder(str(model)), api_key=api_key, **options))
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from dora.app.simulate import at_best_splits, from_file, from_run
+from dora.cli.output import say, show_progress
 from dora.errors import ConfigError
 from dora.sim.measure import Result
 from dora.sim.pictures import draw
@@ -57,20 +57,18 @@ def simulate(
         ablate=ablate,
     )
     _require_writable(json, pictures)
-    sys.stdout.write(note)
+    say(*note.splitlines())
     processes = processes or min(2, os.cpu_count() or 1)
     if best_split:
-        found = at_best_splits(found, processes=processes, report=lambda best: sys.stdout.write(f"{best}\n"))
+        found = at_best_splits(found, processes=processes, report=lambda best: say(str(best)))
     results: list[Result] = []
     for result in run(found, processes=processes):
         results.append(result)
-        if sys.stderr.isatty():
-            sys.stderr.write(f"\r{len(results)} of {len(found)} simulations\x1b[K")
-    if sys.stderr.isatty():
-        sys.stderr.write("\r\x1b[K")
+        show_progress(f"{len(results)} of {len(found)} simulations")
+    show_progress("")
     summary = rows(results)
     lines = [table(summary, wide=wide), *([] if wide else notes(summary))]
-    sys.stdout.write("\n".join(lines) + "\n")
+    say(*(line for text in lines for line in text.split("\n")))
     if pictures is not None:
         drawn = draw(summary, found)
         with _writing("--pictures", pictures):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from dora.app.saved_status import read_status
+from dora.cli.output import say, tell
 from dora.errors import ConfigError, DoraError
 from dora.status.client import fetch
 from dora.status.sentence import ENDED
@@ -28,7 +28,7 @@ def status(source: str, *, watch: bool) -> None:
         raise ConfigError(f"{source}: is neither an address (http://HOST:PORT) nor a run folder")
     now = asyncio.run(_watch(source, read) if watch else _show(read))
     if now.phase == "interrupted" and not source.startswith("http"):
-        sys.stdout.write(f"to continue it: dora run --resume {source}\n")
+        say(f"to continue it: dora run --resume {source}")
 
 
 async def _show(read: Callable[[], Awaitable[Snapshot]]) -> Snapshot:
@@ -47,12 +47,12 @@ async def _watch(source: str, read: Callable[[], Awaitable[Snapshot]]) -> Snapsh
             try:
                 now = await read()
             except DoraError:
-                sys.stderr.write(
-                    f"dora: {source} no longer answers: the run has ended, or cannot be reached; "
-                    "dora status RUN_FOLDER shows how it ended\n"
+                tell(
+                    f"{source} no longer answers: the run has ended, or cannot be reached; "
+                    "dora status RUN_FOLDER shows how it ended"
                 )
                 return now
             show(now)
     if not console.is_terminal:
-        sys.stdout.write(f"{now.sentence}\n")
+        say(now.sentence)
     return now

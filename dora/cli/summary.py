@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from dora.errors import one_line
 from dora.journal.run_folder import RunFolder
 from dora.status.episodes import by_cause
 from dora.status.facts import Score
-from dora.status.frame import by_set, mean_text, moves, printable
+from dora.status.frame import by_set, mean_text, moves
 from dora.status.snapshot import Snapshot
 
 
@@ -41,7 +42,7 @@ def summary(now: Snapshot, *, folder: RunFolder, violations: int) -> list[str]:
     lines.append(f"  everything is in {folder.root}")
     if now.phase == "interrupted":
         lines.append(f"  to continue it: dora run --resume {folder.root}")
-    return [printable(line) for line in lines]
+    return list(map(one_line, lines))
 
 
 def _left_out(score: Score) -> str:

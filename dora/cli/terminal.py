@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from dora.app.job import Running
+from dora.cli import output
 from dora.cli.run import INTERRUPTED
 from dora.cli.summary import summary
 from dora.journal.run_folder import RunFolder
@@ -21,7 +21,7 @@ class Terminal:
     """The frontend of `dora run` and `dora pace`."""
 
     def tell(self, line: str) -> None:
-        sys.stderr.write(f"dora: {line}\n")
+        output.tell(line)
 
     @asynccontextmanager
     async def watch(self, run: Running) -> AsyncIterator[None]:
@@ -32,7 +32,7 @@ class Terminal:
             yield
 
     def ended(self, snapshot: Snapshot, *, folder: RunFolder, violations: int) -> None:
-        sys.stdout.write("\n".join(summary(snapshot, folder=folder, violations=violations)) + "\n")
+        output.say(*summary(snapshot, folder=folder, violations=violations))
 
 
 def _stop_on_signals(run: Running) -> None:
@@ -45,9 +45,9 @@ def _stop_on_signals(run: Running) -> None:
         if signals > 1:
             run.kill()
             os._exit(INTERRUPTED)
-        sys.stderr.write(
-            "\ndora: stopping; everything in flight is kept. Waiting at most "
-            f"{run.stop_timeout_s:g} s for the trainer's checkpoint; press Ctrl-C again to end at once\n"
+        output.tell(
+            "stopping; everything in flight is kept. Waiting at most "
+            f"{run.stop_timeout_s:g} s for the trainer's checkpoint; press Ctrl-C again to end at once"
         )
         run.interrupt()
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 from dora.app.trust import require_trust
+from dora.cli.output import say
 from dora.cli.serve import watch_own_lease
 from dora.config.load import load
 from dora.errors import ConfigError
@@ -42,7 +42,7 @@ def track(path: Path, *, to: Sequence[str] | None, trust_folder: bool) -> None:
         held.enter_context(hold(folder.lock))
         for name in trackers:
             rows = follow_rows(folder, name, project=config.tracking.project, ended=ended)
-            sys.stdout.write(f"{title(name):<13}{rows} rows, complete\n")
+            say(f"{title(name):<13}{rows} rows, complete")
 
 
 def follow(path: Path, name: str) -> None:

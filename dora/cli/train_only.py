@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import uvloop
 
 from dora.app.train_only import train
+from dora.cli.output import say
 from dora.config.schema import Config
 from dora.controller.trainer_link import StepReport
 
 
 def train_only(config: Config, rollouts: Path) -> None:
     steps, folder = uvloop.run(train(config, rollouts, report=_print))
-    sys.stdout.write(f"{steps} steps are trained; versions and metrics are in {folder.root}\n")
+    say(f"{steps} steps are trained; versions and metrics are in {folder.root}")
 
 
 def _print(step: StepReport, steps: int) -> None:
     reward, norm = step.metrics.get("all/reward_mean", 0.0), step.metrics["grad_norm"]
-    sys.stdout.write(f"step {step.step + 1}/{steps}  reward {reward:.3f}  gradient norm {norm:.3f}\n")
+    say(f"step {step.step + 1}/{steps}  reward {reward:.3f}  gradient norm {norm:.3f}")

@@ -15,6 +15,7 @@ from typing import IO
 from dora.app.demo import unpack_demo
 from dora.app.trace import write_trace as write_trace_events
 from dora.app.viewing import folder_server, make_report
+from dora.cli.output import say, tell
 from dora.errors import ConfigError
 from dora.guard import is_loopback
 
@@ -31,12 +32,12 @@ def view(folder: Path | None, *, host: str, port: int, open_browser: bool) -> No
 
 async def _serve(folder: Path, *, host: str, port: int, open_browser: bool) -> None:
     async with folder_server(folder, host=host, port=port) as server:
-        sys.stdout.write(f"{server.url} shows {folder} (Ctrl-C ends it)\n")
+        say(f"{server.url} shows {folder} (Ctrl-C ends it)")
         if not (host == "localhost" or is_loopback(host)):
-            sys.stdout.write(f"answers need the status token: {server.token}\n")
+            say(f"answers need the status token: {server.token}")
         sys.stdout.flush()
         if open_browser and not webbrowser.open(server.url):
-            sys.stderr.write("dora: --open: no browser was found; open the address yourself\n")
+            tell("--open: no browser was found; open the address yourself")
         await asyncio.Event().wait()
 
 
@@ -45,14 +46,14 @@ def write_report(folder: Path, output: Path | None) -> None:
     html = asyncio.run(make_report(folder))
     path = output or Path(f"{folder.resolve().name}.html")
     _write(path, lambda file: file.write(html))
-    sys.stdout.write(f"{path}: {len(html) / 1e6:.1f} MB\n")
+    say(f"{path}: {len(html) / 1e6:.1f} MB")
 
 
 def write_trace(folder: Path, output: Path | None) -> None:
     """Write the trace of a run."""
     path = output or Path(f"{folder.resolve().name}.trace.json")
     count = _write(path, lambda file: write_trace_events(folder, file))
-    sys.stdout.write(f"{path}: {count:,} events; open it in https://ui.perfetto.dev\n")
+    say(f"{path}: {count:,} events; open it in https://ui.perfetto.dev")
 
 
 def _write(path: Path, write: Callable[[IO[bytes]], int]) -> int:

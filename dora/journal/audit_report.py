@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from dora.errors import one_line
+
 
 @dataclass(frozen=True, slots=True)
 class Violation:
@@ -104,7 +106,7 @@ def render(report: AuditReport, *, max_violations: int = 20) -> str:
     if len(report.violations) > max_violations:
         lines.append(f"... and {len(report.violations) - max_violations} more")
     verdict = _verdict(report) if report.ok else f"{len(report.violations)} violations"
-    return "\n".join([*lines, f"audit: {verdict}"])
+    return "\n".join(map(one_line, [*lines, f"audit: {verdict}"]))
 
 
 def _verdict(report: AuditReport) -> str:

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from dora import files, foreign
 from dora.core.ids import GroupId, StepId, TrajectoryId, Truncation, VersionId, evaluation_index, group_of
-from dora.errors import ConfigError
+from dora.errors import ConfigError, one_line
 from dora.journal.rows import Fork, row_ids
 from dora.journal.tokens import TokenStore
 
@@ -255,4 +255,4 @@ def render_deep(report: DeepReport) -> str:
     if not report.checks:
         skipped, empty = "keep more versions (weights.keep = 0: all)", "no trajectory with tokens was kept"
         lines.append(f"NOTHING WAS COMPARED: {skipped if report.skipped else empty}")
-    return "\n".join(lines)
+    return "\n".join(map(one_line, lines))

@@ -201,10 +201,13 @@ def read_run(folder: Path) -> tuple[Workload, RecordedRun]:
     run = RunFolder.open(folder)
     journal = Journal(run.journal)
     task = read_toml(run.config).get("task", {})
-    record = _Reader(journal.header.settings, graders=task.get("graders", 1)).read(journal)
-    if len(record.trained) < 2 or not record.requests:
-        raise ConfigError(f"{folder}: has trained {len(record.trained)} steps; a simulation needs at least 2")
-    return checked(_workload(record), origin=str(folder)), record
+    try:
+        record = _Reader(journal.header.settings, graders=task.get("graders", 1)).read(journal)
+        if len(record.trained) < 2 or not record.requests:
+            raise ConfigError(f"{folder}: has trained {len(record.trained)} steps; a simulation needs at least 2")
+        return checked(_workload(record), origin=str(folder)), record
+    except (LookupError, ValueError, ArithmeticError) as err:
+        raise ConfigError(f"{run.journal}: has events that no run has ({type(err).__name__}: {err})") from err
 
 
 def _workload(record: RecordedRun) -> Workload:

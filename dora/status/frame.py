@@ -13,6 +13,7 @@ from typing import Final
 
 from rich.cells import cell_len, set_cell_size
 
+from dora.errors import one_line
 from dora.status.episodes import by_cause
 from dora.status.facts import Score
 from dora.status.sentence import ENDED, duration
@@ -53,7 +54,7 @@ def frame(s: Snapshot, width: int, height: int | None = None) -> list[Line]:
     optional = [i for i, line in enumerate(lines) if line.is_optional]
     left_out = set(optional[-surplus:]) if surplus > 0 else set()
     return [
-        replace(line, text=_fit(printable(line.text), width).rstrip())
+        replace(line, text=_fit(one_line(line.text), width).rstrip())
         for i, line in enumerate(lines)
         if i not in left_out
     ]
@@ -90,7 +91,7 @@ def moves(s: Snapshot) -> str:
 
 def _sentence(s: Snapshot, width: int, *, is_over: bool) -> Iterator[Line]:
     num_lines = SENTENCE_LINES[width >= WIDE]
-    lines = wrap(printable(s.sentence), width, max_lines=None if is_over else num_lines, placeholder=" …")
+    lines = wrap(one_line(s.sentence), width, max_lines=None if is_over else num_lines, placeholder=" …")
     for text in lines + [""] * (0 if is_over else num_lines - len(lines)):
         yield Line(text, "bold red" if s.phase == "failed" else "bold")
 
@@ -231,11 +232,6 @@ def _problems(s: Snapshot) -> Iterator[Line]:
 
 def _row(label: str, text: str, *, is_optional: bool = False) -> Line:
     return Line(f"{_fit(label, _LABEL - 1)} {text}", dim=_LABEL, is_optional=is_optional)
-
-
-def printable(text: str) -> str:
-    """Replace control characters, which names and problems may have."""
-    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def _fit(text: str, width: int) -> str:

@@ -34,7 +34,7 @@ async def show_progress(
     """Show the run while the context is open, and its state at the end. `token`: the file with the status token."""
     console = console or Console()
     lines = [f"run folder {folder}", f"status     {status_url}", *([f"token      {token}"] if token else [])]
-    console.print("\n".join(lines), highlight=False, soft_wrap=True)
+    console.print("\n".join(map(one_line, lines)), highlight=False, markup=False, soft_wrap=True)
     with view(console, known=snapshot()) as show:
         async with _refreshed(show, snapshot):
             yield

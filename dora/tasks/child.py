@@ -33,7 +33,7 @@ class GuardedProcess:
 
     `argv` is the guard's COMMAND: none for a grader, else memory limit, CPU cores and command. `total_mb` limits the
     memory of it and all that it starts together; 0 is no limit. `max_bytes` bounds the body of a frame that it sends.
-    `on_output` is given what it writes to stderr. It inherits no DORA_* variable, because they hold the keys of the run.
+    `on_output` is given what it writes to stderr. It inherits no DORA_* variable, as they hold the keys of the run.
     """
 
     def __init__(

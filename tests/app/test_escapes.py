@@ -1,0 +1,149 @@
+"""Texts of files and other processes that would control a terminal, in every field: commands show them harmlessly."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import get_args
+
+import msgspec
+import pytest
+import tomli_w
+from rich.console import Console
+
+from dora.app.demo import unpack_demo
+from dora.app.saved_status import SavedStatus
+from dora.cli import output
+from dora.cli.app import main
+from dora.cli.instances import draw
+from dora.cli.summary import summary
+from dora.config.schema import Config
+from dora.core.commands import AnyCommand
+from dora.core.events import AnyEvent
+from dora.errors import DoraError, one_line
+from dora.journal.codec import FORMAT, Epoch, Handled, Header, Note
+from dora.journal.deep import KeptTrajectory, encode_kept
+from dora.journal.run_folder import RunFolder
+from dora.journal.spans import TimelineRow, encode_line
+from dora.journal.writer import JournalWriter
+from dora.status.snapshot import Snapshot, encode
+from dora.status.terminal import PlainView
+from dora.weights.store import Manifest
+from tests.journal.recorded import full_run
+from tests.made import made
+
+FORGED = "audit: C1, C2 and C3 hold"
+HOSTILE = f"\x1b[2J\x1b]0;title\x07\x9b31m\r\n\u2028\u202e\x00\x08\t[/red][bold]{FORGED}\n{FORGED}"
+
+
+def require_harmless(shown: str) -> None:
+    """No control character, and no line that text of others has made."""
+    assert all(line.isprintable() for line in shown.split("\n")), repr(shown)
+    assert FORGED not in {line.strip() for line in shown.split("\n")}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    """A run folder with hostile text in every field of every file."""
+    found = RunFolder(unpack_demo(tmp_path).rename(tmp_path / "hostile"))
+    for path in (found.journal, found.config):
+        path.unlink()
+    found.config.write_bytes(tomli_w.dumps(_poisoned(Config().model_dump(mode="json"))).encode())
+    facts = [made(kind, text=HOSTILE) for kind in get_args(AnyEvent)]
+    orders = tuple(made(kind, text=HOSTILE) for kind in get_args(AnyCommand))
+    world = full_run()
+    with JournalWriter(found.journal) as journal:
+        journal.append(Header(FORMAT, HOSTILE, "2026-01-01T00:00:00Z", HOSTILE, world.state.settings))
+        journal.append(made(Epoch, text=HOSTILE))
+        journal.append(made(Note, text=HOSTILE))
+        for fact in facts:
+            journal.append(Handled(fact, orders))
+        for event, commands in world.journal:
+            journal.handled(event, commands)
+    found.tokens.write_bytes(b"")
+    found.spans.write_bytes(encode_line(("rank", 0, 0.0, 1.0, HOSTILE, 3)) * 2)
+    with found.timeline.open("ab") as timeline:
+        timeline.write(encode_line(made(TimelineRow, text=HOSTILE)))
+    with found.trajectories.open("ab") as kept:
+        kept.write(encode_kept(made(KeptTrajectory, text=HOSTILE)))
+    with found.metrics.open("ab") as metrics:
+        rows = [{"kind": kind, "at": 1.0, "step": 1, "version": 1, "name": HOSTILE, HOSTILE: 1.0, "mean": 0.5}
+                for kind in ("step", "evaluation", HOSTILE)]  # fmt: skip
+        metrics.writelines(msgspec.json.encode(row) + b"\n" for row in rows)
+    found.status.write_bytes(msgspec.json.encode(made(SavedStatus, text=HOSTILE)))
+    version = found.versions / "v000001"
+    version.mkdir(parents=True)
+    (version / "manifest.json").write_bytes(msgspec.json.encode(made(Manifest, text=HOSTILE)))
+    found.status_token.write_text(HOSTILE)
+    return found
+
+
+def _poisoned(value: object) -> object:
+    if isinstance(value, dict):
+        return {key: _poisoned(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [_poisoned(item) for item in value if item is not None]
+    return HOSTILE if isinstance(value, str) else value
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        *("status", "audit", "audit --deep", "report", "trace", "export", "track", "track --to tensorboard"),
+        *("run --resume", "simulate --from"),
+    ],
+)
+def test_a_command_shows_text_of_a_run_folder_harmlessly(
+    folder: RunFolder, tmp_path: Path, command: str, monkeypatch: pytest.MonkeyPatch, capfd
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["dora", *command.split(), str(folder.root)])
+    with suppress(SystemExit):
+        main()
+    shown = capfd.readouterr()
+    assert shown.out + shown.err
+    require_harmless(shown.out)
+    require_harmless(shown.err)
+
+
+def test_a_status_of_another_process_is_shown_harmlessly(tmp_path: Path) -> None:
+    now = made(Snapshot, text=HOSTILE)
+    with (tmp_path / "shown").open("w+") as file:
+        console = Console(file=file, width=300)
+        console.print(draw(now.instances))
+        PlainView(console).show(now)
+        file.seek(0)
+        require_harmless(file.read())
+    require_harmless("\n".join(summary(now, folder=RunFolder(Path("/run")), violations=0)))
+    assert encode(now)
+
+
+@pytest.mark.parametrize("print_it", [output.say, output.tell])
+def test_what_a_command_prints_is_one_line(print_it: Callable[[str], None], capfd) -> None:
+    print_it(HOSTILE)
+    print_it(str(DoraError(HOSTILE)))
+    shown = "".join(capfd.readouterr())
+    require_harmless(shown)
+    assert shown.count("\n") == 2
+
+
+def test_a_warning_is_one_line_whatever_field_has_text_of_others(tmp_path: Path) -> None:
+    script = f"""if True:
+        import logging, structlog
+        from pathlib import Path
+        from dora.log import configure_logging
+        configure_logging(Path("log.jsonl"), level="info", run="r", role="controller")
+        structlog.get_logger().warning("instance_lost", reason={HOSTILE!r}, **{{{HOSTILE!r}: 1}})
+        structlog.get_logger().warning({HOSTILE!r})
+        logging.getLogger("library").warning({HOSTILE!r})
+    """
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    require_harmless(done.stderr)
+    assert done.stderr.count("\n") == 3
+
+
+def test_an_indentation_is_kept_and_a_line_stays_one() -> None:
+    assert one_line("  a \n  b\n\nc") == "  a b c"
