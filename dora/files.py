@@ -233,7 +233,7 @@ def drop_lines(path: Path, *, is_known: Callable[[bytes], bool]) -> int:
     elif dropped:
         written = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
         with written.open("xb") as copy:
-            copy.writelines(filter(is_known, foreign.read_lines(path, max_bytes=MAX_SAMPLE_BYTES)))
+            copy.writelines(line for line in foreign.read_lines(path, max_bytes=MAX_SAMPLE_BYTES) if is_known(line))
         wrote(written)
         sync(written)
         rename(written, path)
