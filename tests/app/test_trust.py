@@ -184,7 +184,10 @@ NAMED = {
 }
 #: What they need beside them.
 WITH = {
-    "task.sources.0.name": ['task.sources.0.kind="function"', "task.sources.0.options={}", "eval.sets=[]"],
+    "task.sources.0.name": [
+        *('task.sources.0.kind="function"', "task.sources.0.options={}", "eval.sets=[]"),
+        'task.rewards=[{kind="math"}]',
+    ],
     "task.rewards.0.name": ['task.rewards.0.kind="function"', 'task.rewards.0.pattern=""'],
     "eval.sets.0.source.name": ['eval.sets.0.source.kind="function"'],
     "eval.sets.0.rewards.0.name": ['eval.sets.0.rewards=[{kind="function"}]'],
