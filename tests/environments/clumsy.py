@@ -126,6 +126,6 @@ class Workshop(ToolEnvironment):
         """Return the next number, and how many others take one meanwhile."""
         self.under_way += 1
         self.number += 1
-        others = max(self.under_way - 1 for _ in range(20_000))
+        others = max(self.under_way - 1 for _ in range(1_000_000))
         self.under_way -= 1
         return f"{self.number} {others}"

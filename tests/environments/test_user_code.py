@@ -113,8 +113,8 @@ async def test_calls_that_are_done_when_the_loop_goes_on_have_not_timed_out() ->
         for episode in range(40):
             await start(pool, episode)
         others = [asyncio.create_task(answers(pool, "waits_a_little", episode)) for episode in range(1, 40)]
-        failed = await pool.step(0, Turn("sleeps"))
-        assert failed.cause == "timeout"
+        blocking = asyncio.create_task(pool.step(0, Turn("sleeps")))  # after them
+        assert (await blocking).cause == "timeout"
         assert await asyncio.gather(*others) == [["waited"]] * 39
 
 
