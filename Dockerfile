@@ -7,6 +7,7 @@
 # kept in /dev/shm, of which a container has 64 MB by default; without room there they go to the run folder. `runs` must
 # be writable for user 10001. To reach the status page from outside:
 #   -p 127.0.0.1:8421:8421 ... run --set status.host=0.0.0.0
+# Another container resumes a run without --trust-folder if both have the same DORA_TOKEN (docs/SECURITY.md).
 FROM python:3.11-slim
 
 ARG PIP_EXTRA_INDEX_URL=""
