@@ -90,7 +90,8 @@ class GuardedProcess:
             return
         with contextlib.suppress(ProcessLookupError):  # already gone
             process.terminate()
-            os.killpg(process.pid, signal.SIGCONT)  # guards that were stopped; they lead a session of their own
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGCONT)  # guards that were stopped; the first leads a session of its own
         try:
             async with asyncio.timeout(_KILL_TIMEOUT_S):
                 await process.wait()

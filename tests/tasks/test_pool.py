@@ -47,6 +47,7 @@ def parent_of(answer):
     while True: pass
 def leave_behind(answer):
     # Three processes in sessions of their own: a child, and two whose parents have ended.
+    open(answer, "a").close()
     def orphan():
         os.setsid()
         if os.fork():
@@ -81,6 +82,12 @@ def kill_both_guards(answer):
     leave_behind(answer)
     ctypes.CDLL(None).prctl(1, 0)
     for pid in (parent_of_parent(), os.getppid()): os.kill(pid, signal.SIGKILL)
+    while True: pass
+def kill_and_stop_guards(answer):
+    leave_behind(answer)
+    first = parent_of_parent()
+    os.kill(os.getppid(), signal.SIGSTOP)
+    os.kill(first, signal.SIGKILL)
     while True: pass
 def stop_guards(answer):
     leave_behind(answer)
@@ -197,6 +204,19 @@ async def test_a_grader_that_stops_its_guards_is_killed_with_all_that_it_started
         guards = grader.parents()[:2]
         grading = asyncio.create_task(pool.grade(ask("stop_guards", str(module / "pids"))))
         await asyncio.to_thread(until, lambda: all(guard.status() == psutil.STATUS_STOPPED for guard in guards))
+        grading.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await grading
+        until_gone([*written(module / "pids"), grader.pid])
+
+
+async def test_a_grader_that_kills_one_guard_and_stops_the_other_is_killed_with_all_that_it_started(module):
+    async with pool_of(timeout_s=300) as pool:
+        grader = psutil.Process(int((await pool.grade(ask("pid"))).reward))
+        second, first = grader.parents()[:2]
+        grading = asyncio.create_task(pool.grade(ask("kill_and_stop_guards", str(module / "pids"))))
+        gone = lambda: not first.is_running() and second.status() == psutil.STATUS_STOPPED  # noqa: E731
+        await asyncio.to_thread(until, gone)
         grading.cancel()
         with pytest.raises(asyncio.CancelledError):
             await grading
