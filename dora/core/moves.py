@@ -91,13 +91,13 @@ def relieve(state: State, instance: Instance) -> None:
 
 
 def vacate(state: State, instance: Instance) -> None:
-    """Drain an instance of evaluation samples, which are queued with their tokens for another of their version."""
+    """Drain an instance of its evaluation samples, which are queued with their tokens for another of their version."""
     if instance.weights is WeightsPhase.SERVING:
         instance.move(WeightsPhase.DRAINING)
         state.num_draining += 1
     elif instance.weights is not WeightsPhase.DRAINING:
         return
-    for trajectory in list(instance.residents.values()):
+    for trajectory in [t for t in instance.residents.values() if t.group is None]:
         if trajectory.phase is TrajectoryPhase.RESIDENT:
             stop(state, trajectory)
         elif trajectory.phase is _CALLING:

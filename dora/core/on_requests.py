@@ -100,7 +100,8 @@ def on_generation_stopped(state: State, event: ev.GenerationStopped) -> None:
     take_count(state, trajectory, event.num_tokens)
     target = unreserve(state, trajectory)
     end(state, trajectory)
-    if target is not None and target.takes_work and not is_abandoned(trajectory):
+    can_move = target is not None and target.takes_work and target.version == trajectory.version
+    if target is not None and can_move and not is_abandoned(trajectory):
         state.counters.migrations += 1
         footprint = footprint_of(state, trajectory.num_prompt_tokens, trajectory.num_tokens)
         begin(state, trajectory, target, footprint=footprint)
@@ -182,6 +183,8 @@ def graded(state: State, trajectory: Trajectory, reward: float | None) -> None:
 def _evaluation_graded(state: State) -> None:
     evaluation = state.evaluation
     evaluation.ungraded -= 1
+    if state.settings.rules.in_flight is not None:
+        state.progress_at = state.now  # training may have waited for the sample (`updates`)
     episode_left(state)
     if evaluation.ungraded:
         return

@@ -64,12 +64,24 @@ def culprit(state: State) -> str:
     )
 
 
+def _renew_deadlines(state: State) -> None:
+    """Where K bounds no staleness, all groups are due at the end of the job, which is later now."""
+    if state.settings.rules.bounded:
+        return
+    last = state.settings.steps - 1
+    for group in state.ledger.groups.values():
+        group.deadline = last
+    for earlier in list(state.complete):
+        state.complete[last] = state.complete.pop(earlier)
+
+
 def on_controller_restarted(state: State, event: ev.ControllerRestarted) -> None:
     if event.max_episodes != state.settings.max_episodes:
         state.settings = msgspec.structs.replace(state.settings, max_episodes=event.max_episodes)
     if event.steps > state.settings.steps:
         state.settings = msgspec.structs.replace(state.settings, steps=event.steps)
         state.formation.extend(state.settings)
+        _renew_deadlines(state)
     recovered = state.counters.recovered
     for instance in state.instances.values():
         if instance.weights is not WeightsPhase.LOST:

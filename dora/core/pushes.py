@@ -1,8 +1,7 @@
-"""Pushes of weights to empty instances and, if the strategy allows updates in flight, among live requests.
+"""Pushes of weights, and what changes for the trajectories that they reach.
 
 Invariant: with updates in flight, every untrained group belongs to the newest version (`Group.current`) and keeps its
-tag: staleness counts from the tag, and an answer with a span of another version counts as a conflict. An evaluation
-keeps its version: an instance is updated only after the last sample on it has ended.
+tag: staleness counts from the tag, and an answer with a span of another version counts as a conflict.
 """
 
 from __future__ import annotations
@@ -17,8 +16,6 @@ from dora.core.state import State, admissions_changed
 from dora.core.tables import Instance
 
 _RESIDENT: Final = TrajectoryPhase.RESIDENT
-#: Phases in which an instance with live requests may be updated.
-_UPDATABLE: Final = frozenset({WeightsPhase.BLANK, WeightsPhase.SERVING, WeightsPhase.QUARANTINED})
 
 
 def push(state: State, instance: Instance, version: VersionId) -> None:
@@ -70,36 +67,3 @@ def carry_over(state: State, version: VersionId) -> None:
                 state.entry(trajectory.version).kv_load -= trajectory.footprint
                 entry.kv_load += trajectory.footprint
             trajectory.version = version
-
-
-def update_fleet(state: State, newest: VersionId, *, is_wanted: bool) -> None:
-    """Push the newest version to all instances at once, if there is work for it."""
-    evaluation = state.evaluation
-    if not (is_wanted or state.entry(newest).unfinished or evaluation.waiting):
-        return
-    for instance in state.instances.values():
-        may = instance.weights in _UPDATABLE and instance.is_member and not instance.condemned
-        if may and instance.retry_at <= state.now:
-            version = _version_due(state, instance, newest=newest)
-            if version != instance.version:
-                push(state, instance, version)
-
-
-def _version_due(state: State, instance: Instance, *, newest: VersionId) -> VersionId:
-    """Return the newest version, unless an evaluation runs here, or needs an instance and this one is empty.
-
-    The last instance of an evaluation counts as running it while samples are calling.
-    """
-    evaluation = state.evaluation
-    if instance.version is not None and len(instance.residents) > instance.num_training:
-        return instance.version
-    if evaluation.version is None or not (evaluation.waiting or evaluation.away):
-        return newest
-    servers = state.entry(evaluation.version)
-    if evaluation.away and instance.version == evaluation.version and len(servers.serving) == 1:
-        return evaluation.version
-    if not evaluation.waiting:
-        return newest
-    if not servers.serving and not servers.loading and instance.is_empty:
-        return evaluation.version
-    return newest

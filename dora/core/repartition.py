@@ -12,9 +12,10 @@ from dora.core.occupancy import footprint_of, reserve
 from dora.core.patience import make_room, may_be_given_away
 from dora.core.phases import TrajectoryPhase, WeightsPhase
 from dora.core.placement import allot, allot_by_requests, kv_floor, plan_moves
-from dora.core.pushes import push, update_fleet
+from dora.core.pushes import push
 from dora.core.state import State
 from dora.core.tables import Instance
+from dora.core.updates import update_fleet
 from dora.core.versions import Version
 
 #: Seconds between two attempts at packing, which take longer than an ordinary event.

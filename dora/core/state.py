@@ -146,7 +146,10 @@ class State:
         return self.window.entries[version]
 
     def hosts_have_room(self, count: int) -> bool:
-        """Whether the environment has room for `count` more episodes. Evaluation samples count once they have begun."""
+        """Whether the environment has room for `count` more episodes. Evaluation samples count once they have begun.
+
+        Asked before an episode begins: after a resume with fewer or smaller hosts there may be more than fit.
+        """
         most = self.settings.max_episodes
         if not most:
             return True

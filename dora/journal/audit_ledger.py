@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final
 
+import msgspec
+
 from dora.core import commands as cmd
 from dora.core import events as ev
 from dora.core.ids import GroupId, TrajectoryId, deadline, group_of
@@ -42,7 +44,7 @@ def _admit_group(t: AuditTables, order: cmd.AdmitGroup) -> None:
         t.find(C2_LEDGER, "group", id, f"is admitted; next is {t.admitted}, prompts have arrived below {t.num_prompts}")
     if version not in t.stored:
         t.find(VERSIONS, "group", id, f"is admitted at version {version}, which is not in the store")
-    last = deadline(version, max_staleness=t.settings.max_lag, steps=t.settings.steps)
+    last = _last_step(t, version)
     if order.deadline != last or last < t.forming:
         found = f"of version {version} is due at {last}, not {order.deadline}; forming {t.forming}"
         t.find(C3_COMMIT, "group", id, found)
@@ -52,6 +54,19 @@ def _admit_group(t: AuditTables, order: cmd.AdmitGroup) -> None:
     for trajectory in t.siblings(id):
         t.answers[trajectory] = AuditedAnswer(version)
     _check_window(t)
+
+
+def _last_step(t: AuditTables, version: int) -> int:
+    """Return the last step that may train a group of this version."""
+    return deadline(version, max_staleness=t.settings.max_lag, steps=t.settings.steps)
+
+
+def _on_controller_restarted(t: AuditTables, event: ev.ControllerRestarted) -> None:
+    if event.steps > t.settings.steps:
+        t.settings = msgspec.structs.replace(t.settings, steps=event.steps)
+        if not t.settings.rules.bounded:  # all groups are due at the end of the job, which is later now
+            for group in t.groups.values():
+                group.deadline = _last_step(t, group.version)
 
 
 def _grade_trajectory(t: AuditTables, order: cmd.GradeTrajectory) -> None:
@@ -295,6 +310,7 @@ def _fail_run(t: AuditTables, order: cmd.FailRun) -> None:
 
 
 HANDLERS: Final[dict[type, Callable[[AuditTables, Any], None]]] = {
+    ev.ControllerRestarted: _on_controller_restarted,
     ev.PromptsArrived: _on_prompts_arrived,
     cmd.AdmitGroup: _admit_group,
     cmd.GradeTrajectory: _grade_trajectory,

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final
 
-import msgspec
-
 from dora.core import commands as cmd
 from dora.core import events as ev
 from dora.core.training import KEPT_CHECKPOINTS
@@ -52,15 +50,9 @@ def _drop_checkpoint(t: AuditTables, order: cmd.DropCheckpoint) -> None:
     t.checkpoints.discard(order.step)
 
 
-def _on_controller_restarted(t: AuditTables, event: ev.ControllerRestarted) -> None:
-    if event.steps > t.settings.steps:
-        t.settings = msgspec.structs.replace(t.settings, steps=event.steps)
-
-
 HANDLERS: Final[dict[type, Callable[[AuditTables, Any], None]]] = {
     ev.StepTrained: _on_step_trained,
     ev.VersionPublished: _on_version_published,
     ev.CheckpointSaved: _on_checkpoint_saved,
     cmd.DropCheckpoint: _drop_checkpoint,
-    ev.ControllerRestarted: _on_controller_restarted,
 }

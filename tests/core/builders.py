@@ -224,12 +224,19 @@ class Core:
         return self.tell(ev.Ticked(self.now))
 
     def restarted(
-        self, tokens: dict[int, int] | None = None, *, replayable: tuple[int, ...] = (), max_episodes: int = 0
+        self,
+        tokens: dict[int, int] | None = None,
+        *,
+        replayable: tuple[int, ...] = (),
+        max_episodes: int = 0,
+        steps: int = 0,
     ) -> list[Command]:
         self.waves.clear()
         counts = {TrajectoryId(t): n for t, n in (tokens or {}).items()}
         again = tuple(TrajectoryId(t) for t in replayable)
-        return self.tell(ev.ControllerRestarted(self.now, 1, counts, max_episodes=max_episodes, replayable=again))
+        return self.tell(
+            ev.ControllerRestarted(self.now, 1, counts, steps=steps, max_episodes=max_episodes, replayable=again)
+        )
 
 
 def started(strategy: str = "dora", *, instances: int = 1, slots: int = 4, kv: int = 4096, **changes: object) -> Core:

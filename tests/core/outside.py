@@ -24,7 +24,7 @@ from dora.core.invariants import check
 from dora.core.on_run import culprit
 from dora.core.state import State
 from dora.core.strategies import Settings
-from tests.core.world import replay
+from tests.core.world import replay, require_room
 
 #: Events that a job may still need once nothing fails any more; the largest job here takes a tenth of it.
 MAX_FAIR_EVENTS: Final = 10_000
@@ -66,7 +66,7 @@ class Outside:
         checked: bool = True,
         calls: float = 0.0,
     ) -> None:
-        self.settings = settings
+        self.first_settings = self.settings = settings  #: a new controller may have others
         self.checked = checked
         self.sink: Callable[[ev.Event, list[cmd.Command]], None] | None = None
         self.random = random.Random(seed)
@@ -128,6 +128,7 @@ class Outside:
                 handler(order)
         if self.checked:
             check(self.state)
+            require_room(self.state, orders)
         if self.checked and self.outcome is None:
             self._nothing_idles(event)
         self.sound = True
@@ -550,7 +551,13 @@ class Outside:
         self.ready_at = max(self.checkpoint, self.trained - back)
         self.unpublished = [self.ready_at]
 
-    def restart_controller(self, *, back: int, replays: bool = False) -> None:
+    def restart_controller(
+        self, *, back: int, replays: bool = False, more_steps: int = 0, max_episodes: int | None = None
+    ) -> None:
+        if max_episodes is None:
+            max_episodes = self.settings.max_episodes
+        longer = self.settings.steps + more_steps
+        self.settings = msgspec.structs.replace(self.settings, steps=longer, max_episodes=max_episodes)
         for t in list(self.requests):
             self._void_request(t)
         for t, order in self.grades.items():
@@ -575,7 +582,12 @@ class Outside:
         self.late = deque([e for e in self.late if e not in removed], maxlen=self.late.maxlen)
         self.deliver(
             ev.ControllerRestarted(
-                self.now, self.epoch, counts, max_episodes=self.settings.max_episodes, replayable=repeatable
+                self.now,
+                self.epoch,
+                counts,
+                steps=longer if more_steps else 0,
+                max_episodes=max_episodes,
+                replayable=repeatable,
             )
         )
         assert not self.intents or self.outcome is not None
@@ -673,4 +685,4 @@ class Outside:
                 self.recall(min(kept - self.dismissed))
         self.work(MAX_FAIR_EVENTS)
         assert self.outcome is not None, f"no end: {culprit(self.state)}"
-        replay(self.settings, self.journal)
+        replay(self.first_settings, self.journal)

@@ -20,6 +20,8 @@ from tests.core.outside import Outside
 from tests.core.test_sweep import CALLS
 
 _INDEX = st.integers(0, 11)
+#: Of the hosts of environments, in episodes: any, or that of a group and a few more.
+_ROOM = st.sampled_from([0, 0, 0, 3, 4, 9])
 
 _JOBS = st.builds(
     Settings,
@@ -51,6 +53,7 @@ _JOBS = st.builds(
     watchdog_s=st.just(30.0),
     no_progress_s=st.just(1e9),
     max_attempts=st.integers(1, 3),
+    max_episodes=_ROOM,
     max_parallel_pushes=st.integers(1, 4),
     eval_prompt_tokens=st.lists(st.integers(1, 5), max_size=4).map(tuple),
     eval_every=st.integers(0, 2),
@@ -267,6 +270,11 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(back=st.integers(0, 3), replays=st.booleans())
     def restart_controller(self, back: int, replays: bool) -> None:
         self.outside.restart_controller(back=back, replays=replays)
+
+    @while_running(lambda o: len(o.journal) > o.restarted_at + 25)
+    @rule(more_steps=st.integers(0, 2), max_episodes=_ROOM)
+    def resume_with_other_settings(self, more_steps: int, max_episodes: int) -> None:
+        self.outside.restart_controller(back=0, more_steps=more_steps, max_episodes=max_episodes)
 
     @rule(seconds=st.sampled_from([0.0, 0.2, 1.0, 4.0, 31.0, 70.0]))
     def tick(self, seconds: float) -> None:

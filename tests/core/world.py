@@ -137,6 +137,7 @@ class World:
             self.sink(event, orders)
         if self.checked:
             check(self.state)
+            require_room(self.state, orders)
         for order in orders:
             handler = getattr(self, "_" + type(order).__name__, None)
             if handler is not None:
@@ -357,6 +358,20 @@ class World:
         return ev.ControllerRestarted(
             self.now, self.epoch, counts, max_episodes=self.settings.max_episodes, replayable=replayable
         )
+
+
+def require_room(state: State, orders: list[cmd.Command]) -> None:
+    """Environments have room for all episodes after an event that has begun some."""
+    begun = any(
+        isinstance(o, cmd.AdmitGroup) or (isinstance(o, cmd.Generate) and o.trajectory < 0 and o.attempt == 1)
+        for o in orders
+    )
+    most = state.settings.max_episodes
+    if not (begun and most):
+        return
+    of_groups = sum(g.unfinished for g in state.ledger.groups.values())
+    samples = sum(t.attempt > 0 for t in state.trajectories.values() if t.group is None)
+    assert of_groups + samples <= most, f"{of_groups} episodes and {samples} samples in hosts with room for {most}"
 
 
 def replay(config: Settings, journal: list[tuple[ev.Event, list[cmd.Command]]]) -> None:

@@ -1,0 +1,92 @@
+"""Updates in flight: which version every instance is given, whatever runs there.
+
+Invariant: an evaluation keeps its version: an instance is updated only while none of its samples holds a slot there or
+moves there (C1), and the last one that has this version only if training has no other. Training waits for nothing but
+samples that are decoded on this last instance.
+"""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import Final
+
+from dora.core.ids import VersionId
+from dora.core.moves import vacate
+from dora.core.phases import DECODING, PUSHING, WeightsPhase
+from dora.core.pushes import push
+from dora.core.state import State
+from dora.core.tables import Instance
+
+#: Phases in which an instance cannot be updated.
+_NOT_NOW: Final = PUSHING | {WeightsPhase.LOST}
+
+
+def update_fleet(state: State, newest: VersionId, *, is_wanted: bool) -> None:
+    """Push the newest version to all instances at once, if there is work for it.
+
+    `is_wanted` says whether another group would be admitted under it.
+    """
+    training = state.entry(newest)
+    is_busy = is_wanted or training.unfinished > 0
+    if not (is_busy or state.evaluation.waiting):
+        return
+    for instance in state.instances.values():
+        may = instance.weights not in _NOT_NOW and instance.is_member and not instance.condemned
+        if may and instance.retry_at <= state.now:
+            version = _version_due(state, instance, newest=newest, is_busy=is_busy)
+            if version != instance.version:
+                push(state, instance, version)
+    if (is_wanted or training.num_waiting) and not _has_instance(state, newest):
+        _make_way(state, newest)
+
+
+def _version_due(state: State, instance: Instance, *, newest: VersionId, is_busy: bool) -> VersionId:
+    """Return the newest version, unless an evaluation runs here, has its last instance here, or gets this one.
+
+    It gets an empty instance if it has none, and training has another or nothing to do.
+    """
+    evaluation = state.evaluation
+    if instance.version is not None and _has_samples(instance):
+        return instance.version
+    is_unfinished = evaluation.waiting or evaluation.away
+    if evaluation.version is None or not is_unfinished or instance.weights is WeightsPhase.DRAINING:
+        return newest
+    if instance.version == evaluation.version and len(state.entry(evaluation.version).serving) == 1:
+        return evaluation.version
+    is_late = bool(evaluation.waiting) and not _has_instance(state, evaluation.version)
+    is_free = instance.is_empty and not instance.pressed
+    may_take = not is_busy or _has_instance(state, newest, besides=instance)
+    return evaluation.version if is_late and is_free and may_take else newest
+
+
+def _has_samples(instance: Instance) -> bool:
+    """Whether evaluation samples are decoded here, keep a slot here during a call, or move here."""
+    return len(instance.residents) > instance.num_training or any(t.group is None for t in instance.reserved.values())
+
+
+def _has_instance(state: State, version: VersionId, *, besides: Instance | None = None) -> bool:
+    """Whether another instance serves or loads this version."""
+    entry = state.entry(version)
+    return entry.loading > 0 or any(i is not besides for i in entry.serving.values())
+
+
+def _make_way(state: State, newest: VersionId) -> None:
+    """Have the samples on one instance make room, where they are fewest; they are queued with their tokens.
+
+    If it is the last one of their version, those that are decoded are waited for.
+    """
+    evaluated = state.evaluation.version
+    if evaluated is None or state.num_draining:
+        return
+    holders = [i for i in state.entry(evaluated).serving.values() if not i.condemned]
+    instance = min(holders, key=lambda i: (len(i.residents) - i.num_training, i.id), default=None)
+    if instance is None or (len(holders) == 1 and _decodes_samples(instance)):
+        return
+    vacate(state, instance)
+    if not _has_samples(instance):
+        push(state, instance, newest)
+
+
+def _decodes_samples(instance: Instance) -> bool:
+    here = chain(instance.residents.values(), instance.reserved.values())
+    return any(t.group is None and t.phase in DECODING for t in here)
