@@ -33,7 +33,6 @@ def admit_all(f: Formation, *versions: int) -> None:
         f.admit(f.deadline(version))
 
 
-@settings(derandomize=True, deadline=None)
 @given(due=st.lists(st.integers(0, 6), max_size=5), committed=st.integers(0, 3), step_size=st.integers(3, 5))
 def test_f_holds_exactly_when_the_groups_can_be_committed_by_their_deadlines(
     due: list[int], committed: int, step_size: int
@@ -44,7 +43,7 @@ def test_f_holds_exactly_when_the_groups_can_be_committed_by_their_deadlines(
     assert fits(due, committed=committed, step_size=step_size) == expected
 
 
-@settings(derandomize=True, deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(data=st.data(), n=st.integers(1, 4), k=st.integers(0, 4), steps=st.integers(1, 8))
 def test_allowed_operations_keep_f_and_refused_ones_would_break_it(
     data: st.DataObject, n: int, k: int, steps: int

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dora.core.decode_time import DecodeTime
@@ -71,7 +71,6 @@ def test_the_floor_has_a_slot_for_every_unfinished_trajectory(num_unfinished: in
     num_instances=st.integers(0, 20),
     versions=st.lists(st.tuples(st.floats(0, 1e6), st.integers(0, 6)), min_size=1, max_size=5),
 )
-@settings(derandomize=True, deadline=None)
 def test_the_allotment_is_the_whole_fleet_and_floors_come_first(
     num_instances: int, versions: list[tuple[float, int]]
 ) -> None:

@@ -7,7 +7,7 @@ import pytest
 from dora.core import commands as cmd
 from dora.core import events as ev
 from dora.core.admission import Refusal, why_not_admitted
-from dora.core.ids import TrajectoryId
+from dora.core.ids import InstanceId, TrajectoryId
 from dora.core.orchestration import Orchestration
 from dora.errors import InvariantViolation
 from dora.journal.audit import audit_entries
@@ -190,6 +190,7 @@ def test_training_on_the_only_instance_does_not_wait_for_the_call_of_an_evaluati
     core = evaluating(instances=1, orchestration=Orchestration(calls=calls))  # type: ignore[arg-type]
     core.called(-2)
     assert complete_and_publish_2(core) == [push(0, version=2, attempt=3)]
+    assert core.of(cmd.StopRequest) == []  # training goes on there
     core.pushed(0, 2)
     assert core.result(-2) == []
     assert pushes_of(core, rounds=5) == []
@@ -217,6 +218,19 @@ def test_an_evaluation_on_the_only_instance_goes_on_when_there_is_nothing_to_tra
     assert core.pushed(0, 1) == [generate(-2, on=0, version=1, attempt=3, tokens=2)]
 
 
+def test_an_evaluation_is_not_given_the_only_instance_while_training_calls() -> None:
+    core = evaluating(instances=1)
+    core.called(-2)
+    complete_and_publish_2(core)
+    core.pushed(0, 2)
+    for t in (4, 5, 6, 7):
+        core.called(t)
+    core.result(-2)
+    assert core.state.instances[InstanceId(0)].is_empty
+    assert pushes_of(core, rounds=5) == []
+    assert core.result(4) == [generate(4, on=0, version=2, attempt=3, tokens=2)]
+
+
 def test_where_samples_are_decoded_everywhere_those_of_one_instance_make_way_for_training() -> None:
     core = evaluating(instances=2, samples=3)
     samples = {i.id: [t for t in i.residents if t < 0] for i in core.state.instances.values()}
@@ -239,6 +253,18 @@ def test_the_instance_kept_for_an_evaluation_is_not_pushed_again_and_again_under
     core.result(-2)
     assert pushes_of(core, rounds=5) == []
     assert core.relieved(1) == [generate(-2, on=1, version=1, attempt=3, tokens=2)]
+
+
+def test_an_evaluation_is_not_given_an_instance_under_kv_pressure() -> None:
+    core = evaluating(instances=3)
+    complete_and_publish_2(core)
+    for instance in (1, 2):
+        core.pushed(instance, 2)
+    core.answer(3)
+    core.pressed(2)  # nothing runs there
+    core.lost(0, {-2: 2})
+    assert pushes_of(core, rounds=5) == []
+    assert core.relieved(2) == [push(2, version=1, attempt=4)]
 
 
 def test_nor_while_the_hosts_of_the_environment_are_full() -> None:

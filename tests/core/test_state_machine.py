@@ -295,7 +295,5 @@ TestAnyOrder = AnyOrder.TestCase
 TestAnyOrder.settings = settings(
     max_examples=150,
     stateful_step_count=50,
-    derandomize=True,
-    deadline=None,
     suppress_health_check=list(HealthCheck),
 )

@@ -104,7 +104,6 @@ def test_a_step_that_closes_after_everything_was_sent_ends_with_an_empty_wave() 
     assert f.next_wave() is None
 
 
-@settings(derandomize=True, deadline=None)
 @given(
     groups=st.lists(st.lists(st.one_of(st.none(), st.integers(1, 150)), min_size=2, max_size=2), max_size=12),
     num_ranks=st.integers(1, 4),
@@ -162,7 +161,7 @@ def test_a_step_that_is_cut_short_between_two_updates_ends_with_an_empty_one() -
     assert f.next_wave() == wave(0, 1, [], [], update=1, closes=True, last=True)
 
 
-@settings(derandomize=True, deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(data=st.data(), num_updates=st.integers(1, 4), size=st.integers(1, 3), num_ranks=st.integers(1, 4))
 def test_each_graded_trajectory_is_in_one_wave_of_its_update_and_each_update_ends_once(
     data: st.DataObject, num_updates: int, size: int, num_ranks: int

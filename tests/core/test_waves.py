@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dora.core.ids import GroupId, TrajectoryId
@@ -36,7 +36,6 @@ def ids(ranks: list[list[Answer]]) -> list[list[int]]:
     return [[a.trajectory for a in rank] for rank in ranks]
 
 
-@settings(derandomize=True, deadline=None)
 @given(sizes=st.lists(st.integers(1, 150), max_size=40), num_ranks=st.integers(1, 6))
 def test_every_rank_gets_one_micro_batch_within_the_budget_and_no_trajectory_is_lost(
     sizes: list[int], num_ranks: int
@@ -95,7 +94,6 @@ def test_siblings_are_spread_if_the_prompt_is_shorter_than_what_waiting_for_one_
     assert all(ranks)
 
 
-@settings(derandomize=True, deadline=None)
 @given(data=st.data(), num_ranks=st.integers(1, 6), budget=st.integers(50, 4000))
 def test_keeping_siblings_together_loses_nothing_and_never_costs_more_than_placing_them_one_by_one(
     data: st.DataObject, num_ranks: int, budget: int

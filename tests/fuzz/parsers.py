@@ -78,9 +78,7 @@ def require_robust(parser: Parser, scratch: Path) -> None:
 
     @settings(
         max_examples=_NUM_EXAMPLES,
-        deadline=None,
         database=None,
-        derandomize=True,
         suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example],
     )
     @given(inputs)
