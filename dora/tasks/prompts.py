@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -26,6 +26,8 @@ from dora.tasks.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from dora.config.schema import EvalSetConfig, SourceConfig, TaskConfig
+
+T = TypeVar("T")
 
 #: Rows of a finite source that are rendered and measured when it is opened (a few seconds at most). Later rows are
 #: measured when drawn, with the same error; the syntax of all JSONL lines is checked at the start.
@@ -241,7 +243,7 @@ def render(
         source=source.name,
         text=text,
         tokens=() if skipped else tuple(tokens),
-        answer=_as_text(answer),
+        answer=_as_json(_as_text(answer), where=where),
         metadata=_as_json({name: value for name, value in row.items() if name not in used}, where=where),
         skipped=skipped,
         label=source.label,
@@ -261,11 +263,15 @@ def _text(row: Row, *, source: Source, where: str, task: TaskConfig, tokenizer: 
         if not isinstance(text, str):
             raise ConfigError(f"{where}: column '{source.prompt}' has {type(text).__name__}, but a prompt is text")
         if not task.chat_template:
-            return text
+            return _as_json(text, where=where)
         messages = [{"role": "user", "content": text}]
     if task.system_prompt and messages[0]["role"] != "system":  # a row's own system message takes precedence
         messages = [{"role": "system", "content": task.system_prompt}, *messages]
-    return tokenizer.render_chat(messages)
+    messages = _as_json(messages, where=where)
+    try:
+        return tokenizer.render_chat(messages)
+    except ConfigError as err:
+        raise ConfigError(f"{err} ({where})") from err
 
 
 def _messages(value: object, *, where: str) -> list[dict[str, str]]:
@@ -291,11 +297,15 @@ def _as_text(value: object) -> str:
     return value if isinstance(value, str) else msgspec.json.encode(value).decode()
 
 
-def _as_json(columns: dict[str, Any], *, where: str) -> dict[str, Any]:
+def _as_json(value: T, *, where: str) -> T:
+    """Return what JSON can hold of a row: tables with texts as keys, and only whole characters."""
     try:
-        plain: dict[str, Any] = msgspec.to_builtins(columns, str_keys=True)
+        plain: T = msgspec.to_builtins(value, str_keys=True)
+        msgspec.json.encode(plain)
     except TypeError as err:
         raise ConfigError(f"{where}: a column cannot be passed to the rewards ({err})") from err
+    except UnicodeEncodeError as err:
+        raise ConfigError(f"{where}: a text has a lone surrogate, which is no character; replace it") from err
     return plain
 
 

@@ -2,29 +2,29 @@
 
 Transformers' tokenizers import torch (1.6-4 s, several hundred MB), which the controller does not need. So
 `tokenizer.json` is read by the `tokenizers` package, which transformers uses as well, and the chat template is rendered
-by jinja2 in the same sandbox and with the same settings. tests/tasks/test_tokenizer.py compares both with transformers.
+by jinja2 in the same sandbox and with the same settings (chat_template.py). tests/tasks/test_tokenizer.py compares both
+with transformers.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Final
 
-import jinja2
 import tokenizers
-from jinja2 import nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from dora import foreign
 from dora.errors import ConfigError
+from dora.tasks.chat_template import ChatTemplate
 
 Message = Mapping[str, Any]
 
+#: The longest templates of models have 20 kB.
+_MAX_TEMPLATE_BYTES: Final = 1 << 20
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
 
 
@@ -36,7 +36,7 @@ class Tokenizer:
     eos_ids: tuple[int, ...]  # every id that may end an answer
     thinking: bool | None
     _codec: tokenizers.Tokenizer
-    _template: jinja2.Template | None  # None: the folder has no chat template
+    _template: ChatTemplate | None  # None: the folder has no chat template
     _special_tokens: Mapping[str, str]
 
     @property
@@ -65,12 +65,13 @@ class Tokenizer:
         if self._template is None:
             raise ConfigError(f"task.chat_template: {self.folder} has no chat template; set it to false or add one")
         switch = {} if self.thinking is None else {"enable_thinking": self.thinking}
-        try:
-            return self._template.render(
-                messages=messages, tools=tools or None, add_generation_prompt=True, **self._special_tokens, **switch
-            )
-        except (jinja2.TemplateError, TypeError) as err:  # a template may add a text and something else
-            raise ConfigError(f"chat template of {self.folder} rejected the messages: {err}") from err
+        return self._template.render(
+            messages=[*messages],
+            tools=[*tools] or None,
+            add_generation_prompt=True,
+            **self._special_tokens,
+            **switch,
+        )
 
 
 def load_tokenizer(folder: Path, *, thinking: bool | None = None) -> Tokenizer:
@@ -88,7 +89,7 @@ def load_tokenizer(folder: Path, *, thinking: bool | None = None) -> Tokenizer:
     codec.no_truncation()
     codec.no_padding()
     settings = _read_json(folder / "tokenizer_config.json")
-    source = _template_source(folder, settings)
+    source, file = _template_source(folder, settings)
     if thinking is not None and "enable_thinking" not in source:
         raise ConfigError(f"model.thinking: the chat template of {folder} has no enable_thinking switch; unset it")
     special = _special_tokens(settings)
@@ -97,7 +98,7 @@ def load_tokenizer(folder: Path, *, thinking: bool | None = None) -> Tokenizer:
         eos_ids=_eos_ids(folder, codec, special),
         thinking=thinking,
         _codec=codec,
-        _template=_compile(source, folder) if source else None,
+        _template=ChatTemplate(source, file) if source else None,
         _special_tokens=special,
     )
 
@@ -131,48 +132,21 @@ def _eos_ids(folder: Path, codec: tokenizers.Tokenizer, special: Mapping[str, st
     return tuple(dict.fromkeys([*found, *([] if eos is None else [eos])]))
 
 
-def _template_source(folder: Path, settings: Mapping[str, Any]) -> str:
-    """Return the folder's chat template, "" if there is none: a file of its own comes before tokenizer_config.json."""
+def _template_source(folder: Path, settings: Mapping[str, Any]) -> tuple[str, Path]:
+    """Return the folder's chat template, "" if there is none, and its file. A file of its own comes before
+    tokenizer_config.json."""
     file = folder / "chat_template.jinja"
-    if file.is_file():
-        return file.read_text(encoding="utf-8")
-    found = _read_json(folder / "chat_template.json").get("chat_template", settings.get("chat_template"))
+    if os.path.lexists(file):
+        try:
+            return foreign.read(file, max_bytes=_MAX_TEMPLATE_BYTES, follow_links=True).decode(), file
+        except (OSError, UnicodeDecodeError, foreign.ForeignFileError) as err:
+            raise ConfigError(f"model.path: the chat template {file} cannot be read ({err}); replace it") from err
+    file = folder / "chat_template.json"
+    found = _read_json(file).get("chat_template")
+    if found is None:
+        file, found = folder / "tokenizer_config.json", settings.get("chat_template")
     if isinstance(found, list):
-        found = {entry["name"]: entry["template"] for entry in found}.get("default")
-    return found or ""
-
-
-def _compile(source: str, folder: Path) -> jinja2.Template:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_template_error
-    environment.globals["strftime_now"] = lambda layout: datetime.now().strftime(layout)
-    try:
-        return environment.from_string(source)
-    except jinja2.TemplateSyntaxError as err:
-        raise ConfigError(f"model.path: the chat template of {folder} does not parse ({err})") from err
-
-
-def _to_json(value: object, ensure_ascii: bool = False, **layout: Any) -> str:  # templates also pass these by position
-    """Encode without escaping HTML, unlike jinja2's own `tojson`: models were trained on unescaped text."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, **layout)
-
-
-def _raise_template_error(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
-
-
-class _GenerationBlock(Extension):
-    """`{% generation %}...{% endgeneration %}`, which marks an assistant's text. In a prompt it has no effect."""
-
-    tags = {"generation"}  # noqa: RUF012  jinja2 declares it so
-
-    def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_pass_through"), [], [], body).set_lineno(line)
-
-    def _pass_through(self, caller: Callable[[], str]) -> str:
-        return caller()
+        found = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}.get("default")
+    if found is not None and not isinstance(found, str):
+        raise ConfigError(f"model.path: chat_template in {file} must be a text, or a list of named texts; correct it")
+    return found or "", file

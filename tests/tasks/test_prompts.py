@@ -1,5 +1,6 @@
 import json
 import random
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -17,6 +18,7 @@ from dora.errors import ConfigError
 from dora.tasks import prompts
 from dora.tasks.prompts import Conversation, PromptStream, mix, nested_shares, open_eval_prompts, open_stream
 from dora.tasks.sources import HASH_DEPENDENT, open_source
+from dora.tasks.tokenizer import load_tokenizer
 
 ROWS = [{"prompt": f"question {i}", "answer": i, "level": i % 3} for i in range(20)]
 
@@ -136,6 +138,7 @@ def module_of_rows(tmp_path, monkeypatch):
     (tmp_path / "rows_module.py").write_text(
         "def make(count):\n    return ({'prompt': f'p{i}', 'answer': f'a{i}'} for i in range(count))\n"
         "def listed():\n    return [['no', 'columns']]\n"
+        "def given(row):\n    return [row]\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     return "rows_module"
@@ -320,6 +323,30 @@ def test_a_row_that_cannot_be_a_prompt_is_named_with_what_is_wrong(open_with, tm
     columns = {key: options[key] for key in options if key != "overlong"}
     with pytest.raises(ConfigError, match=message):
         open_with(SourceConfig(kind="jsonl", path=path, **columns), chat_template=bool(columns), **task)
+
+
+@pytest.mark.parametrize("chat_template", [True, False])
+@pytest.mark.parametrize(
+    "row",
+    [{"prompt": "\ud800"}, {"answer": "\ud800"}, {"more": [{"a": "\udc00"}]}, {"a\ud800": 1}],
+    ids=["prompt", "answer", "column", "name of a column"],
+)
+def test_half_of_a_character_in_a_row_is_one_line_that_names_the_row(open_with, module_of_rows, row, chat_template):
+    options = {"row": {"prompt": "p", "answer": "a"} | row}
+    source = SourceConfig(kind="function", name=f"{module_of_rows}:given", options=options)
+    with pytest.raises(ConfigError, match=r"given row 0: a text has a lone surrogate, which is no character; replace"):
+        open_with(source, chat_template=chat_template)
+
+
+def test_a_template_that_rejects_a_row_names_both(open_with, tmp_path, model_folder):
+    folder = shutil.copytree(model_folder, tmp_path / "model")
+    (folder / "chat_template.jinja").write_text("{{ 1 // (messages[0].content|length - 2) }}")
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a", "answer": ""}\n{"prompt": "bb", "answer": ""}\n')
+    task = TaskConfig(sources=[{"kind": "jsonl", "path": tmp_path / "a.jsonl"}], chat_template=True)
+    with pytest.raises(ConfigError) as refused:
+        open_stream(task, tokenizer=load_tokenizer(folder), seed=0)
+    assert f"the chat template in {folder / 'chat_template.jinja'} rejected the messages" in str(refused.value)
+    assert str(refused.value).endswith(f"({tmp_path / 'a.jsonl'}:2)")
 
 
 @pytest.mark.parametrize(
