@@ -9,7 +9,7 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,10 @@ import msgpack
 
 FRAME = struct.Struct("<III")  # payload bytes, CRC-32 of these four bytes, CRC-32 of the payload
 CHUNK = struct.Struct("<BqIIII")  # kind, trajectory or group, epoch, attempt, start or siblings, tokens
-PROMPT, SAMPLED, MASKED = 0, 1, 2
-BYTES_PER_TOKEN = {PROMPT: 4, SAMPLED: 8, MASKED: 9}
+PROMPT, SAMPLED, MASKED, FORKED = 0, 1, 2, 3
+BYTES_PER_TOKEN = {PROMPT: 4, SAMPLED: 8, MASKED: 9, FORKED: 9}
 DIGEST_BYTES = 16  # after a prompt's tokens
+FORK = struct.Struct("<II")  # after those of a forked chunk: parent row, number of its tokens
 
 Record = dict[str, Any]
 
@@ -110,6 +111,7 @@ class Chunk:
     attempt: int
     start: int  # of a prompt: siblings of the group
     count: int
+    fork: tuple[int, int] | None = None
 
 
 def read_chunks(path: Path) -> list[Chunk]:
@@ -117,8 +119,9 @@ def read_chunks(path: Path) -> list[Chunk]:
     found = []
     for record in read_frames(path).records:
         chunk = Chunk(*CHUNK.unpack_from(record))
-        extra = DIGEST_BYTES if chunk.kind == PROMPT else 0
+        extra = {PROMPT: DIGEST_BYTES, FORKED: FORK.size}.get(chunk.kind, 0)
         if len(record) != CHUNK.size + BYTES_PER_TOKEN.get(chunk.kind, -1) * chunk.count + extra:
             raise Damaged(f"{path.name}: a record of kind {chunk.kind} has {len(record)} bytes")
-        found.append(chunk)
+        fork = FORK.unpack(record[-FORK.size :]) if chunk.kind == FORKED else None
+        found.append(replace(chunk, fork=fork))
     return found

@@ -62,11 +62,12 @@ def records(data: bytes) -> Iterator[tuple[int, dict[str, Any]]]:
 
 @dataclass
 class Answer:
-    """Tokens, log-probs and loss mask."""
+    """Tokens, log-probs, loss mask, and (start, parent row, number of its tokens) of each row but the first."""
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     mask: list[int] = field(default_factory=list)
+    forks: list[tuple[int, int, int]] = field(default_factory=list)
 
     def turns(self) -> list[tuple[int, int, int]]:
         """(start, end, end of the observation that follows it) of each turn."""
@@ -96,16 +97,20 @@ def read_tokens(data: bytes) -> Stored:
             for sibling in range(number * start, (number + 1) * start):
                 found.answers.pop(sibling, None)
             continue
-        require(kind in (1, 2), f"token record of kind {kind}")
+        require(kind in (1, 2, 3), f"token record of kind {kind}")
         if (epoch, attempt) < latest.get(number, (0, 0)):
             continue
         latest[number] = (epoch, attempt)
         logprobs = list(struct.unpack_from(f"<{count}f", record, at + 4 * count))
-        mask = [*record[at + 8 * count : at + 9 * count]] if kind == 2 else [1] * count
+        mask = [1] * count if kind == 1 else [*record[at + 8 * count : at + 9 * count]]
+        fork = [(start, *struct.unpack_from("<II", record, at + 9 * count))] if kind == 3 else []
         known = found.answers.setdefault(number, Answer())
         require(start <= len(known.tokens), f"trajectory {number} has a gap at {len(known.tokens)}")
         found.answers[number] = Answer(
-            known.tokens[:start] + tokens, known.logprobs[:start] + logprobs, known.mask[:start] + mask
+            known.tokens[:start] + tokens,
+            known.logprobs[:start] + logprobs,
+            known.mask[:start] + mask,
+            [earlier for earlier in known.forks if earlier[0] < start] + fork,
         )
     return found
 
