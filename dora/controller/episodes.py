@@ -23,7 +23,7 @@ from dora.core import commands as cmd
 from dora.core import events as ev
 from dora.core.ids import TrajectoryId
 from dora.environments.api import End, Observation, Turn
-from dora.environments.episode import Episode
+from dora.environments.episode import Episode, conversation_of
 from dora.environments.pool import EnvironmentPool
 from dora.environments.renderer import Renderer, RenderingFailed
 from dora.environments.replies import EnvironmentFailed, Outcome
@@ -64,7 +64,8 @@ class Conversations:
         if isinstance(reset, EnvironmentFailed):
             return Conversation(failed=f"the environment failed: {reset.reason}")
         try:
-            tokens = Episode(self._renderer, reset.messages, max_tokens=0, tools=reset.tools).prompt
+            messages = conversation_of(reset.messages)
+            tokens = await asyncio.to_thread(self._renderer.begin, messages, tools=reset.tools)
         except RenderingFailed as err:
             return Conversation(failed=self._pool.fail(episode, EnvironmentFailed("invalid", str(err))).reason)
         await self._pool.close(episode)

@@ -75,7 +75,7 @@ class Episode:
         `max_tokens`: bound of the answer, observations included. `max_row_tokens`: of all rows together, if any.
         RenderingFailed: `messages` cannot be rendered.
         """
-        conversation = _with_names(_checked(messages))
+        conversation = conversation_of(messages)
         self.prompt = array("i", prompt or renderer.render(conversation, tools=tools))
         self.tokens = array("i")  #: the answer: sampled tokens and those between turns
         self.mask = bytearray()  #: 1 for a sampled token
@@ -130,7 +130,7 @@ class Episode:
         The tokens are cut so that one more can be sampled; then the episode is `truncated`.
         """
         branch, row = self._branches[-1], self._row(len(self._branches) - 1)
-        new = _with_names(_checked(messages), after=branch.messages[-1:])
+        new = conversation_of(messages, after=branch.messages[-1:])
         if branch.turns and branch.turns[-1].end == len(row):
             start = branch.turns[-1].start
             added = self._renderer.bridge(row[:start], row[start:], new, tools=self.tools)
@@ -146,7 +146,7 @@ class Episode:
         or those tokens cannot be continued, it is rendered, and shares with an earlier row only the prefix that is
         equal. RenderingFailed: the messages are not a conversation.
         """
-        conversation = _with_names(_checked(messages))
+        conversation = conversation_of(messages)
         row, keep, added = self._extended(conversation) or self._rendered(conversation)
         if row < len(self._branches) - 1 or keep < self._row_length():
             if not added:  # so that no two turns follow each other without a token between them
@@ -250,18 +250,15 @@ class _Shape(msgspec.Struct):
     tool_calls: list[_Call] | None = None
 
 
-def _checked(messages: Sequence[Message]) -> Sequence[Message]:
+def conversation_of(messages: Sequence[Message], *, after: Sequence[Message] = ()) -> list[Message]:
+    """Return what an environment says, each result with the name of its tool, which some families render; its call is
+    in `after` or `messages`. RenderingFailed if the messages are no conversation, or end with a turn of the policy."""
     try:
         shapes = msgspec.convert(messages, list[_Shape])
     except msgspec.ValidationError as err:
         raise RenderingFailed(f"the environment's messages are no conversation: {err}") from err
     if not shapes or shapes[-1].role == "assistant":
         raise RenderingFailed("the environment's messages must end with one that the policy can answer")
-    return messages
-
-
-def _with_names(messages: Sequence[Message], *, after: Sequence[Message] = ()) -> list[Message]:
-    """Give each result the name of its tool, which some families render; its call is in `after` or `messages`."""
     names: dict[str, str] = {}
     named: list[Message] = []
     for message in (*after, *messages):

@@ -13,11 +13,13 @@ import itertools
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from typing import Any, Final, Literal, get_args
+from typing import Any, Final, Literal, NamedTuple, get_args
 
 import msgspec
 
+from dora.environments import probes
 from dora.environments.api import ToolCall, Turn
 from dora.errors import ConfigError, DoraError
 from dora.tasks.tokenizer import Tokenizer
@@ -33,32 +35,6 @@ _TEMPLATE: Final = "default"
 #: What parsers written by others may raise over text that a policy sampled.
 _PARSER_ERRORS: Final = (AssertionError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
-_PROBE_TOOLS: Final[tuple[Tool, ...]] = (
-    {
-        "type": "function",
-        "function": {
-            "name": "look_up",
-            "description": "Look a key up.",
-            "parameters": {"type": "object", "properties": {"key": {"type": "string"}}, "required": ["key"]},
-        },
-    },
-)
-_PROBE_START: Final[tuple[Message, ...]] = (
-    {"role": "system", "content": "Be brief."},
-    {"role": "user", "content": "What is k?"},
-)
-_PROBE_CALL: Final = {"id": "functions.look_up:0", "type": "function"} | {
-    "function": {"name": "look_up", "arguments": {"key": "k"}}
-}
-_PROBE_RESULT: Final[Message] = {
-    "role": "tool", "tool_call_id": "functions.look_up:0", "name": "look_up", "content": "7",
-}  # fmt: skip
-_PROBE_TURNS: Final[tuple[Message, ...]] = (
-    *_PROBE_START,
-    {"role": "assistant", "content": "", "tool_calls": [_PROBE_CALL]},
-    _PROBE_RESULT,
-)
-
 
 class RenderingFailed(DoraError):
     """An environment's messages cannot be rendered; its episode cannot go on."""
@@ -67,9 +43,10 @@ class RenderingFailed(DoraError):
 class Renderer:
     """The renderer of one model: `family` is its name, `stop_ids` are the tokens that end a turn."""
 
-    def __init__(self, renderer: Any, tokenizer: Tokenizer, *, family: str) -> None:
-        """`renderer`: follows the protocol `renderers.Renderer`."""
+    def __init__(self, renderer: Any, tokenizer: Tokenizer, *, family: str, has_template: bool = False) -> None:
+        """`renderer`: follows the protocol `renderers.Renderer`. `has_template`: it stands for the chat template."""
         self.family = family
+        self._has_template = has_template
         self._renderer = renderer
         self._tokenizer = tokenizer
         self._own_stops = frozenset(renderer.get_stop_token_ids())
@@ -82,6 +59,19 @@ class Renderer:
         except _PARSER_ERRORS as err:
             raise RenderingFailed(f"renderer {self.family} rejected the messages: {_reason(err)}") from err
         return list(ids)
+
+    def begin(self, messages: Sequence[Message], *, tools: Sequence[Tool] = ()) -> list[int]:
+        """Return the tokens of a first prompt. RenderingFailed also if the chat template, from which the family was
+        recognized, renders others: nobody has compared them for all messages and tools. It may block for a while."""
+        ids = self.render(messages, tools=tools)
+        if self._has_template:
+            try:
+                wanted = _by_template(self._tokenizer, messages, tools)
+            except ConfigError as err:
+                raise RenderingFailed(str(err)) from err
+            if ids != wanted:
+                raise RenderingFailed(f"renderer {self.family} and the chat template render the messages differently")
+        return ids
 
     def bridge(
         self, prompt: Sequence[int], sampled: Sequence[int], messages: Sequence[Message], *, tools: Sequence[Tool] = ()
@@ -153,48 +143,76 @@ def families() -> list[str]:
     return sorted({variant.model_fields["name"].default for variant in variants} - {"auto", "custom", _TEMPLATE})
 
 
-def _recognize(tokenizer: Tokenizer, options: Mapping[str, Any]) -> Renderer:
-    """Return the first family that bridges and renders two conversations as the chat template does.
+class _Candidate(NamedTuple):
+    """A family that fits the tokenizer, with its options."""
 
-    `model.thinking` is left out of the comparison: without thinking, families keep marks that a template drops.
+    family: str
+    options: Mapping[str, Any]
+    renderer: Renderer
+
+
+def _recognize(tokenizer: Tokenizer, options: Mapping[str, Any]) -> Renderer:
+    """Return the first family that bridges, and renders all probes as the chat template does.
+
+    With `model.thinking` only first prompts are compared: without thinking, families keep marks that a template drops.
     """
     plain = replace(tokenizer, thinking=None)
-    wanted = list(_from_template(plain))
+    left = [*_candidates(plain, options)]
+    for name in probes.PROBES:
+        left = _equal(left, plain, name)
+    left = [candidate for candidate in left if _bridges(candidate.renderer)]
+    if not left:
+        raise ConfigError(_refusal("the chat template", tokenizer))
+    chosen = left[0]._replace(renderer=_open(left[0].family, tokenizer, left[0].options, has_template=True))
+    for name in probes.FIRST_PROMPTS:
+        _equal([chosen], tokenizer, name)
+    return chosen.renderer
+
+
+def _candidates(tokenizer: Tokenizer, options: Mapping[str, Any]) -> Iterator[_Candidate]:
     for family, switch in itertools.product(families(), ({}, {"enable_thinking": False})):
-        try:
-            found = _open(family, plain, {**switch, **options})
-            if wanted == [found.render(messages, tools=tools) for messages, tools in _probes()] and _bridges(found):
-                return _open(family, tokenizer, {**switch, **options})
-        except (ConfigError, RenderingFailed):
-            continue
-    raise ConfigError(_refusal("the chat template", tokenizer))
+        with suppress(ConfigError):
+            yield _Candidate(family, {**switch, **options}, _open(family, tokenizer, {**switch, **options}))
 
 
-def _probes() -> Iterator[tuple[tuple[Message, ...], tuple[Tool, ...]]]:
-    yield _PROBE_START, ()
-    yield _PROBE_TURNS, _PROBE_TOOLS
+def _equal(candidates: Sequence[_Candidate], tokenizer: Tokenizer, name: str) -> list[_Candidate]:
+    """Return those that render a probe, or reject it, as the chat template does; ConfigError if none does."""
+    probe, wanted = probes.PROBES[name], None
+    try:
+        wanted = _by_template(tokenizer, probe.messages, probe.tools)
+    except ConfigError as err:
+        if name in probes.REQUIRED:
+            raise ConfigError(_refusal("the chat template", tokenizer, why=str(err))) from err
+    equal = [candidate for candidate in candidates if _by_family(candidate.renderer, probe) == wanted]
+    if not equal:
+        why = f"{candidates[0].family} renders {name} differently" if candidates else "the tokens are of no family"
+        raise ConfigError(_refusal("the chat template", tokenizer, why=why))
+    return equal
 
 
-def _from_template(tokenizer: Tokenizer) -> Iterator[list[int]]:
-    for messages, tools in _probes():
-        try:
-            text = tokenizer.render_chat(messages, tools=tools)
-        except ConfigError as err:
-            raise ConfigError(_refusal("the chat template", tokenizer)) from err
-        yield tokenizer.encode(text, special_tokens=False)
+def _by_family(renderer: Renderer, probe: probes.Probe) -> list[int] | None:
+    try:
+        return renderer.render(probe.messages, tools=probe.tools)
+    except RenderingFailed:
+        return None
+
+
+def _by_template(tokenizer: Tokenizer, messages: Sequence[Message], tools: Sequence[Tool]) -> list[int]:
+    return tokenizer.encode(tokenizer.render_chat(messages, tools=tools), special_tokens=False)
 
 
 def _bridges(renderer: Renderer) -> bool:
     """Return whether a result can follow a call as the family writes it, or at least a text that was cut off."""
-    prompt = renderer.render(_PROBE_START, tools=_PROBE_TOOLS)
-    whole = renderer._renderer.render_ids([*_PROBE_TURNS[:-1]], tools=[*_PROBE_TOOLS])
+    start, result = probes.START, probes.RESULT
+    prompt = renderer.render(start.messages, tools=start.tools)
+    whole = renderer._renderer.render_ids([*probes.CALL.messages], tools=[*start.tools])
     same = next((index for index, (a, b) in enumerate(zip(prompt, whole, strict=False)) if a != b), len(prompt))
     stop = next((index for index, token in enumerate(whole) if index > same and token in renderer.stop_ids), len(whole))
     turns = (whole[same : stop + 1], renderer._tokenizer.encode("k", special_tokens=False))
-    return any(renderer.bridge(prompt, turn, [_PROBE_RESULT], tools=_PROBE_TOOLS) is not None for turn in turns)
+    return any(renderer.bridge(prompt, turn, result, tools=start.tools) is not None for turn in turns)
 
 
-def _open(family: str, tokenizer: Tokenizer, options: Mapping[str, Any]) -> Renderer:
+def _open(family: str, tokenizer: Tokenizer, options: Mapping[str, Any], *, has_template: bool = False) -> Renderer:
     from renderers import config_from_name, create_renderer
     from renderers.configs import CustomRendererConfig
 
@@ -210,7 +228,7 @@ def _open(family: str, tokenizer: Tokenizer, options: Mapping[str, Any]) -> Rend
     try:
         config = _config(schema, {"name": family, **options}, tokenizer)
         found = create_renderer(_ForRenderers(tokenizer), config)
-        return Renderer(found, tokenizer, family=options.get("import_path", family))
+        return Renderer(found, tokenizer, family=options.get("import_path", family), has_template=has_template)
     except Exception as err:  # custom renderers may raise anything
         raise ConfigError(
             f"{_FIELD}: '{family}' does not fit the tokenizer of {tokenizer.folder} or its settings ({_reason(err)})"
@@ -248,11 +266,12 @@ def _is_json(value: object) -> bool:
         return False
 
 
-def _refusal(what: str, tokenizer: Tokenizer) -> str:
+def _refusal(what: str, tokenizer: Tokenizer, *, why: str = "") -> str:
+    reason = why and f" ({why})"
     return (
         f"{_FIELD}: {what} of {tokenizer.folder} cannot continue a conversation after its sampled tokens, as several "
-        f"turns must; name the model's family if it has one ({', '.join(families())}), or a renderer of your own: "
-        '{ name = "custom", import_path = "file.py:Class" }'
+        f"turns must{reason}; name the model's family if it has one ({', '.join(families())}), or a renderer of your "
+        'own: { name = "custom", import_path = "file.py:Class" }'
     )
 
 

@@ -6,9 +6,9 @@ It is trained on transcripts in which nothing is of use. Each turn is a call or 
 key in sight; what the tool returns is any key or value; an answer is any value in sight, or any at all. So the policy
 calls and answers at random: when to call, which key to look up, and when to answer are left to reinforcement learning.
 
-The tokenizer has the control tokens of Qwen3 and its chat template (the part without reasoning), so that the renderer
-`qwen3` continues its turns. The constant parts of the template, the schema of the tool and the frame of a call are
-single tokens: a prompt has about 25 tokens, a call 6, its result 14. Everything else is spelled by characters.
+The tokenizer has the control tokens of Qwen3 and its chat template, so that the renderer `qwen3` continues its turns.
+The constant parts of the template, the schema of the tool and the frame of a call are single tokens: a prompt has about
+25 tokens, a call 6, its result 14. Everything else is spelled by characters.
 
 Invariant: the result is a function of `ToolsRecipe` alone (on one torch build, with one thread). Run this when the
 recipe or `dora.environments.lookup` changes, and commit the result under `dora/seed/checkpoint_tools/`.
@@ -60,13 +60,20 @@ TEMPLATE = """{%- if tools %}
 {%- elif messages[0].role == 'system' %}
 {{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
 {%- endif %}
+{%- set last = namespace(question=messages|length - 1) %}
+{%- for message in messages %}
+{%- if message.role == 'user' %}{% set last.question = loop.index0 %}{% endif %}
+{%- endfor %}
 {%- for message in messages %}
 {%- if message.role == 'tool' %}
 {%- if loop.first or messages[loop.index0 - 1].role != 'tool' %}{{ '<|im_start|>user' }}{% endif %}
 {{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
 {%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{ '<|im_end|>\\n' }}{% endif %}
 {%- elif message.role != 'system' or not loop.first %}
-{{- '<|im_start|>' + message.role + '\\n' + message.content }}
+{{- '<|im_start|>' + message.role + '\\n' }}
+{%- if message.role == 'assistant' and message.reasoning_content and loop.index0 > last.question %}
+{{- '<think>\\n' + message.reasoning_content.strip('\\n') + '\\n</think>\\n\\n' + message.content.lstrip('\\n') }}
+{%- else %}{{ message.content }}{% endif %}
 {%- for call in message.tool_calls or [] %}
 {%- if not loop.first or message.content %}{{ '\\n' }}{% endif %}
 {{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}

@@ -63,7 +63,7 @@ class ChatTemplate:
         return reply[1:].decode()
 
     def _error(self, what: str) -> ConfigError:
-        return ConfigError(f"the chat template in {self._file} {what}; correct it or set task.chat_template = false")
+        return ConfigError(f"the chat template in {self._file} {what}; correct it")
 
     def _reply(self, request: bytes) -> bytes:
         deadline = time.monotonic() + _TIMEOUT_S

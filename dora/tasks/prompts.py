@@ -271,7 +271,7 @@ def _text(row: Row, *, source: Source, where: str, task: TaskConfig, tokenizer: 
     try:
         return tokenizer.render_chat(messages)
     except ConfigError as err:
-        raise ConfigError(f"{err} ({where})") from err
+        raise ConfigError(f"{where}: {err}, or set task.chat_template = false") from err
 
 
 def _messages(value: object, *, where: str) -> list[dict[str, str]]:

@@ -63,7 +63,7 @@ class Tokenizer:
     def render_chat(self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = ()) -> str:
         """Render the conversation with the chat template, up to the start of the answer."""
         if self._template is None:
-            raise ConfigError(f"task.chat_template: {self.folder} has no chat template; set it to false or add one")
+            raise ConfigError(f"model.path: {self.folder} has no chat template; add one")
         switch = {} if self.thinking is None else {"enable_thinking": self.thinking}
         return self._template.render(
             messages=[*messages],

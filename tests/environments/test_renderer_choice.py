@@ -7,42 +7,17 @@ import subprocess
 import sys
 
 import pytest
-from renderers import qwen3 as package
 
 from dora.environments.renderer import RenderingFailed, open_renderer
 from dora.errors import ConfigError
 from dora.tasks.tokenizer import load_tokenizer
 from tests.environments.recorded_engine import TOOLS
+from tests.environments.templates_of_families import TEMPLATES
 from tests.environments.tokenizers_of_families import family_tokenizer, make_folder, special_tokens
 
 QUESTION = [{"role": "user", "content": "q"}]
 
-#: What Qwen3's template writes, as far as our probes see it.
-CHAT_TEMPLATE = """
-{%- if tools %}<|im_start|>system
-{{ messages[0].content }}
-
-HEADER{% for tool in tools %}{{ "\\n" }}{{ tool | tojson }}{% endfor %}{{ FOOTER }}<|im_end|>
-{% endif %}
-{%- for message in messages %}
-{%- if message.role == 'tool' %}<|im_start|>user
-<tool_response>
-{{ message.content }}
-</tool_response><|im_end|>
-{% elif message.role != 'system' or not tools %}<|im_start|>{{ message.role }}
-{% if message.tool_calls %}
-{%- for call in message.tool_calls %}<tool_call>
-{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
-</tool_call>{% endfor %}
-{%- else %}{{ message.content }}{% endif %}<|im_end|>
-{% endif %}
-{%- endfor %}<|im_start|>assistant
-{% if enable_thinking is defined and not enable_thinking %}<think>
-
-</think>
-
-{% endif %}"""
-TEMPLATE = CHAT_TEMPLATE.replace("HEADER", package._TOOLS_HEADER).replace("FOOTER", json.dumps(package._TOOLS_FOOTER))
+TEMPLATE = TEMPLATES["qwen3"]
 
 
 def _folder(path, template: str):
@@ -69,6 +44,62 @@ def test_a_template_that_no_family_renders_is_refused_by_name(tmp_path, change):
     assert 'import_path = "file.py:Class"' in line
     assert "\n" not in line
     assert open_renderer(tokenizer, settings={"name": "qwen3"}).family == "qwen3"  # the user knows
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "differs"),
+    [
+        ("{%- if tools", "{% if messages[0].role != 'system' %}Be kind.{% endif %}\n{%- if tools", "no system message"),
+        (
+            "message.role + '\\n'",
+            "message.role + ('\\n' if messages[0].role == 'system' else ' ')",
+            "no system message",
+        ),
+        ("{{ message.content }}", "{{ message.content if not message.tool_calls }}", "text with a call"),
+        ("and message.reasoning_content", "and false", "reasoning with a call"),
+        ("loop.index0 > last.question", "loop.index0 > 0", "the reasoning of an earlier turn"),
+        ("{%- if not loop.first or message.content %}", "{%- if message.content %}", "several calls in a turn"),
+    ],
+    ids=["default system message", "users without a system message", "text", "no reasoning", "old reasoning", "calls"],
+)
+def test_a_refusal_says_where_the_nearest_family_differs(tmp_path, old, new, differs):
+    assert TEMPLATE.count(old) == 1
+    tokenizer = load_tokenizer(_folder(tmp_path, TEMPLATE.replace(old, new)))
+    with pytest.raises(ConfigError, match=rf"several turns must \(qwen3 renders .*{differs}.* differently\); name the"):
+        open_renderer(tokenizer)
+
+
+def test_a_template_that_cannot_be_rendered_is_refused_with_its_file(tmp_path):
+    tokenizer = load_tokenizer(_folder(tmp_path, "{{ 1/0 }}"))
+    file = tmp_path / "tokenizer_config.json"
+    with pytest.raises(
+        ConfigError, match=rf"must \(the chat template in {file} rejected the messages: .*division by zero"
+    ):
+        open_renderer(tokenizer)
+
+
+def test_a_switch_that_was_changed_is_refused_where_it_is_used(tmp_path):
+    folder = _folder(tmp_path, TEMPLATE.replace("</think>\\n\\n' }}{% endif %}", "</think>' }}{% endif %}"))
+    assert open_renderer(load_tokenizer(folder)).family == "qwen3"
+    with pytest.raises(ConfigError, match=r"qwen3 renders a system message differently"):
+        open_renderer(load_tokenizer(folder, thinking=False))
+
+
+@pytest.mark.parametrize(
+    "added",
+    ["{{ 'X' if 'odd' in messages[0].content }}", "{{ raise_exception('odd') if 'odd' in messages[0].content }}"],
+)
+def test_a_first_prompt_that_no_probe_is_like_is_compared_with_the_template(tmp_path, added):
+    tokenizer = load_tokenizer(_folder(tmp_path, TEMPLATE + added))
+    odd = [{"role": "user", "content": "odd"}]
+    renderer = open_renderer(tokenizer)
+    assert renderer.begin(QUESTION, tools=TOOLS) == renderer.render(QUESTION, tools=TOOLS)
+    with pytest.raises(
+        RenderingFailed, match=r"qwen3 and the chat template render .* differently|rejected the messages"
+    ):
+        renderer.begin(odd)
+    named = open_renderer(tokenizer, settings={"name": "qwen3"})  # the user knows
+    assert named.begin(odd) == renderer.render(odd)
 
 
 def test_the_package_s_default_renderer_is_refused(qwen3):
