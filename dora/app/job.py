@@ -196,7 +196,7 @@ class _Run:
             tracking(job.config.tracking, folder, node, lease=self._lease, tell=self._frontend.tell)
         )
         fleet = make_fleet(opened, node, engine=engine, lease=self._lease)
-        observer = opened.observer(fleet)
+        observer = opened.observer(fleet, renderer=episodes.renderer if episodes is not None else None)
         trainer: TrainerLink | RolloutWriter
         if job.rollout_only:
             trainer = opened.rollout_writer(observer)

@@ -37,6 +37,7 @@ from dora.controller.trajectories import Trajectories
 from dora.core import events as ev
 from dora.core.ids import FIRST_VERSION, StepId, VersionId
 from dora.core.phases import TrajectoryPhase
+from dora.environments.renderer import Renderer
 from dora.errors import RunFailed
 from dora.journal.codec import FORMAT, Epoch, Header, Note
 from dora.journal.commits import Commits
@@ -228,8 +229,8 @@ class Opened:
 
     # -- parts that write to the folder -------------------------------------------------------------------------------
 
-    def observer(self, fleet: Fleet) -> RunObserver:
-        """Create the observer, which keeps metrics and status."""
+    def observer(self, fleet: Fleet, *, renderer: Renderer | None = None) -> RunObserver:
+        """Create the observer, which keeps metrics and status. `renderer`: if the run has episodes."""
         job = self.job
         observer = RunObserver(
             lines=self.lines,
@@ -251,6 +252,7 @@ class Opened:
             spans=self.spans,
             urls=fleet.urls,
             then=self.commits.then,
+            renderer=renderer,
         )
         self._stack.callback(observer.close)
         self.commits.on_full = observer.on_full

@@ -34,6 +34,7 @@ from dora.core import events as ev
 from dora.core.ids import GroupId, InstanceId, TrajectoryId, VersionId
 from dora.core.state import State
 from dora.core.tables import Group
+from dora.environments.renderer import Renderer
 from dora.errors import DoraError, one_line
 from dora.files import LineFile
 from dora.journal.deep import KeptTrajectory
@@ -64,8 +65,10 @@ class RunObserver:
         spans: SpanRecorder,
         urls: Mapping[InstanceId, str],
         then: Callable[[int, Callable[[], None]], None],
+        renderer: Renderer | None = None,
     ) -> None:
-        """`urls`: of the instances that are up. `then`: calls a function once a journal position is on the disk."""
+        """`urls`: of the instances that are up. `renderer`: if the run has episodes. `then`: calls a function once a
+        journal position is on the disk."""
         self.facts = facts
         self._lines = lines
         self._state = state
@@ -99,6 +102,7 @@ class RunObserver:
             turns=self._turns,
             tags={group.id: group.version for group in state.ledger.groups.values()},
             keep=keep_per_step,
+            renderer=renderer,
         )
         self._waited_for = ""
         self._num_overtaken = len(state.evaluation.overtaken)  # reported, by an earlier controller if any

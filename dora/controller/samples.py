@@ -20,8 +20,9 @@ from dora.controller.turns import Turns
 from dora.core import commands as cmd
 from dora.core.ids import GroupId, StepId, TrajectoryId, VersionId
 from dora.core.tables import Group
+from dora.environments.renderer import Renderer
 from dora.files import MAX_SAMPLE_BYTES, LineFile
-from dora.journal.deep import EVALUATION, NO_GROUP, KeptTrajectory, encode_kept
+from dora.journal.deep import EVALUATION, NO_GROUP, KeptPart, KeptTrajectory, encode_kept
 from dora.tasks.tokenizer import Tokenizer
 from dora.transport.messages import TrainerLogprobs
 
@@ -67,9 +68,10 @@ class Samples:
         turns: Turns,
         tags: dict[GroupId, VersionId],
         keep: int,
+        renderer: Renderer | None = None,
     ) -> None:
         """`tags`: versions of the groups that may still be dropped. `keep`: number per step of trained trajectories and
-        of dropped ones, and per evaluation.
+        of dropped ones, and per evaluation. `renderer`: if the run has episodes.
         """
         self._trajectories = trajectories
         self._evaluations = evaluations
@@ -77,6 +79,7 @@ class Samples:
         self._turns = turns
         self._tags = tags
         self._keep = keep
+        self._renderer = renderer
         self._dropped: list[KeptTrajectory] = []  # since the last step
         self._trainer_logprobs: dict[TrajectoryId, tuple[float, ...]] = {}
         self._pieces: dict[int, str] = {}  # text by token: decoding takes 10 us
@@ -165,4 +168,27 @@ class Samples:
             answer=record.prompt.answer,
             terms=record.terms,
             pieces=tuple(map(self._piece, record.tokens)),
+            parts=tuple(self._parts(record)) if self._renderer is not None else (),
+        )
+
+    def _parts(self, record: TrajectoryRecord) -> Iterator[KeptPart]:
+        """Yield an episode by its turns and observations."""
+        at, end = 0, len(record.tokens)
+        for start, after in [*record.observed, (end, end)]:
+            if at < start:
+                yield KeptPart("policy", self._text(record, at, start), start, self._calls(record, at, start))
+            if start < after:
+                yield KeptPart("environment", self._text(record, start, after), after)
+            at = after
+
+    def _text(self, record: TrajectoryRecord, start: int, end: int) -> str:
+        return self._tokenizer.decode(record.tokens[start:end].tolist(), special_tokens=True)
+
+    def _calls(self, record: TrajectoryRecord, start: int, end: int) -> tuple[tuple[str, str], ...]:
+        """Return the calls of a turn. Where it was sampled after a fork, only the end of what was before it counts."""
+        assert self._renderer is not None
+        turn = self._renderer.parse(record.tokens[start:end], prompt=[*record.prompt.tokens, *record.tokens[:start]])
+        return tuple(
+            ("", call.text) if call.arguments is None else (call.name, msgspec.json.encode(call.arguments).decode())
+            for call in turn.calls
         )

@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 import msgspec
 import numpy as np
@@ -40,6 +40,15 @@ EVALUATION: Final = "evaluation"
 NO_GROUP: Final = GroupId(-1)
 
 
+class KeptPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A turn of an episode, or what its environment answered."""
+
+    role: Literal["policy", "environment"]
+    text: str  #: control tokens included
+    end: int  #: position after its last token; it begins where the part before ends
+    calls: tuple[tuple[str, str], ...] = ()  #: of a turn: name, and arguments as JSON; "" and text if it is not valid
+
+
 class KeptTrajectory(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """One trajectory in full. Fields with their default are absent."""
 
@@ -62,6 +71,7 @@ class KeptTrajectory(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
     answer: str = ""  #: the reference answer
     terms: tuple[tuple[str, float], ...] = ()  #: of its reward, weighted: name and what it gave, if they are known
     pieces: tuple[str, ...] = ()  #: each token as text; a part of a character is U+FFFD
+    parts: tuple[KeptPart, ...] = ()  #: of an episode: its turns, and what the environment answered to each
     trainer_logprobs: tuple[float, ...] = ()  #: of the trained tokens, in the pass that trained them, if they were sent
 
     @property

@@ -16,6 +16,7 @@ from typing import Any, Final
 import msgspec
 
 from dora.files import MAX_ROW_BYTES, MAX_SAMPLE_BYTES
+from dora.journal.deep import KeptPart
 from dora.journal.run_folder import RunFolder
 from dora.journal.spans import Kind
 from dora.status.digest import Digest, compact, decode_row
@@ -25,6 +26,13 @@ from dora.status.lines import Lines, tail
 MAX_CHARACTERS: Final = 4_000
 #: Number of tokens of a sample whose log-probs are in an answer.
 MAX_TOKENS: Final = 1_000
+#: Number of turns and observations of a sample, and of their characters, after which no further one is shown.
+MAX_PARTS: Final = 100
+MAX_TRANSCRIPT: Final = 5 * MAX_CHARACTERS
+#: Bytes of all parts, beyond which they are not read: objects take several times as much as their text.
+MAX_PARTS_BYTES: Final = 8 << 20
+#: Number of calls of a turn.
+MAX_CALLS: Final = 20
 _KINDS: Final[tuple[Kind, ...]] = ("rank", "instance")
 #: What the lists of a sample consist of, one for each token.
 _LISTS: Final = {"tokens": list[int], "logprobs": list[float], "pieces": list[str], "trainer_logprobs": list[float]}
@@ -68,6 +76,7 @@ class _Sample(msgspec.Struct):
     tokens: msgspec.Raw
     logprobs: msgspec.Raw
     num_tokens: int = 0  #: before they were cut
+    num_parts: int = 0  #: the same
     observed: list[tuple[int, int]] = []
     turn_rewards: list[float] = []
     calls_s: list[float] = []
@@ -75,6 +84,7 @@ class _Sample(msgspec.Struct):
     answer: str = ""
     terms: list[tuple[str, float]] = []
     pieces: msgspec.Raw = _NONE
+    parts: msgspec.Raw = _NONE
     trainer_logprobs: msgspec.Raw = _NONE
 
 
@@ -197,6 +207,11 @@ def _shown(line: bytes) -> bytes | None:
             setattr(sample, name, _cut(getattr(sample, name)))
         for name, kind in _LISTS.items():
             setattr(sample, name, _first(getattr(sample, name), kind))
+        if len(bytes(sample.parts)) <= MAX_PARTS_BYTES:
+            parts = msgspec.json.decode(sample.parts, type=list[KeptPart])
+            sample.num_parts, sample.parts = len(parts), msgspec.Raw(msgspec.json.encode(_cut_parts(parts)))
+        else:
+            sample.parts = _NONE
         return msgspec.json.encode(sample)
     return None
 
@@ -208,5 +223,17 @@ def _first(values: msgspec.Raw, kind: Any) -> msgspec.Raw:
     return msgspec.Raw(msgspec.json.encode(msgspec.json.decode(first, type=kind)))
 
 
-def _cut(text: str) -> str:
-    return text if len(text) <= MAX_CHARACTERS else text[: MAX_CHARACTERS - 1] + "…"
+def _cut_parts(parts: Sequence[KeptPart]) -> list[KeptPart]:
+    """Return the first parts, with texts and calls cut."""
+    most, room, shown = MAX_CHARACTERS // MAX_CALLS, MAX_TRANSCRIPT, list[KeptPart]()
+    for part in parts[:MAX_PARTS]:
+        if room <= 0:
+            break
+        calls = tuple((_cut(name, most), _cut(arguments, most)) for name, arguments in part.calls[:MAX_CALLS])
+        shown.append(KeptPart(part.role, _cut(part.text), part.end, calls))
+        room -= len(shown[-1].text)
+    return shown
+
+
+def _cut(text: str, most: int = MAX_CHARACTERS) -> str:
+    return text if len(text) <= most else text[: most - 1] + "…"

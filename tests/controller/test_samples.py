@@ -18,11 +18,12 @@ from dora.controller.turns import Turns
 from dora.core import commands as cmd
 from dora.core.ids import TrajectoryId, VersionId
 from dora.core.tables import Group
+from dora.environments.renderer import Renderer, open_renderer
 from dora.files import LineFile
-from dora.journal.deep import EVALUATION, KeptTrajectory, encode_kept, read_kept
+from dora.journal.deep import EVALUATION, KeptPart, KeptTrajectory, encode_kept, read_kept
 from dora.journal.tokens import TokenWriter
 from dora.seed.policy import path as seed_path
-from dora.tasks.tokenizer import load_tokenizer
+from dora.tasks.tokenizer import Tokenizer, load_tokenizer
 from dora.transport.messages import TrainerLogprobs
 from tests.controller.fakes import prompt
 
@@ -32,7 +33,9 @@ GROUP_SIZE = 2
 class Kept:
     """Samples of six groups, and of an evaluation of four prompts."""
 
-    def __init__(self, folder: Path, *, keep: int = 2) -> None:
+    def __init__(
+        self, folder: Path, *, keep: int = 2, tokenizer: Tokenizer | None = None, renderer: Renderer | None = None
+    ) -> None:
         with TokenWriter(folder / "tokens.bin", epoch=0) as tokens:
             self.trajectories = Trajectories(tokens, group_size=GROUP_SIZE)
             self.groups = [self.group(number) for number in range(6)]
@@ -42,10 +45,11 @@ class Kept:
         self.samples = Samples(
             self.trajectories,
             evaluations=self.evaluations,
-            tokenizer=load_tokenizer(seed_path(), thinking=None),
+            tokenizer=tokenizer or load_tokenizer(seed_path()),
             turns=Turns(),
             tags={group.id: group.version for group in self.groups},
             keep=keep,
+            renderer=renderer,
         )
 
     def group(self, number: int) -> Group:
@@ -152,3 +156,33 @@ def test_a_sample_that_comes_again_after_a_resume_is_not_written_again(kept: Kep
     file = SampleFile(LineFile(path), max_bytes=10_000)
     with closing(file.file):
         assert file.lines(written) == [encode_kept(written[1])]
+
+
+def test_an_episode_is_kept_by_its_turns_with_their_calls_and_what_was_observed(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(seed_path("seed-tools"))
+    renderer = open_renderer(tokenizer)
+    kept = Kept(tmp_path, tokenizer=tokenizer, renderer=renderer)
+    said = (
+        '<tool_call>\n{"name": "look_up", "arguments": {"key": "k1"}}\n</tool_call><tool_call>{</tool_call><|im_end|>',
+        "v7",
+    )
+    shown = "\n<|im_start|>user\n<tool_response>\nk30\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    parts = [tokenizer.encode(text, special_tokens=False) for text in (said[0], shown, said[1])]
+    record = kept.trajectories.records[TrajectoryId(0)]
+    record.tokens = array("i", [token for part in parts for token in part])
+    record.observed = [(len(parts[0]), len(parts[0]) + len(parts[1]))]
+    record.logprobs = array("f", [0.0] * len(record.tokens))
+    found = kept.of_step(kept.groups[:1])[0].parts
+    ends = (len(parts[0]), len(parts[0]) + len(parts[1]), len(record.tokens))
+    assert found == (
+        KeptPart("policy", said[0], ends[0], (("look_up", '{"key":"k1"}'), ("", "{"))),
+        KeptPart("environment", shown, ends[1]),
+        KeptPart("policy", said[1], ends[2]),
+    )
+    path = tmp_path / "trajectories.jsonl"
+    path.write_bytes(b"".join(map(encode_kept, kept.of_step(kept.groups[:1]))))
+    assert next(iter(read_kept(path))).parts == found
+
+
+def test_an_answer_of_a_run_without_an_environment_has_no_parts(kept: Kept) -> None:
+    assert [sample.parts for sample in kept.of_step(kept.groups)] == [()] * 2

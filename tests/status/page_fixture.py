@@ -7,24 +7,28 @@ or `growing`, which goes on.
 
 from __future__ import annotations
 
+import json
 import random
 import re
 import sys
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cache
+from itertools import accumulate
 from operator import sub
 from typing import Any
 
 import msgspec
 from aiohttp import web
+from msgspec.structs import replace as replace_fields
 
 from dora.controller.timeline import FIRST_BUCKET_S, Timeline
 from dora.core.state import State
-from dora.journal.deep import EVALUATION, KeptTrajectory
+from dora.journal.deep import EVALUATION, KeptPart, KeptTrajectory
 from dora.journal.spans import ALL_LANES, TimelineRow
 from dora.status.assets import add_page
+from dora.status.episodes import EpisodeStats
 from dora.status.facts import Score, ShellFacts, StepFacts, TokenAccount
 from dora.status.sentence import sentence
 from dora.status.snapshot import InstanceRow, Snapshot, TrainerRow, VersionRow, snapshot
@@ -51,10 +55,12 @@ class Run:
         groups: int = 12,
         k: int = 2,
         name: str = "heldout",
+        has_episodes: bool = False,
     ) -> None:
         """`name`: of the held-out set; if it is SCRIPT, the run is called so, too, and has such a problem."""
         self.servers, self.steps, self.trained = servers, steps, trained
         self.ranks, self.groups, self.k, self.name = ranks, groups, k, name
+        self.has_episodes = has_episodes
         self.random = random.Random(7)
         self.ended_at: list[float] = []  # of steps
         at = 4.0
@@ -184,6 +190,7 @@ class Run:
         spent |= {"packing": 0.04, "waiting:slowest_rank": 0.05, "saving": 0.03}
         return {
             **{"kind": "step", "at": self.ended_at[step], **msgspec.to_builtins(facts)},
+            **({"episodes": asdict(self.episodes(learned))} if self.has_episodes else {}),
             **{"tokens_per_s": 11000 + 900 * self.random.random(), "staleness": [5, 4, 3], "live_versions": 3},
             "rank_s": {name: share * self.ranks * facts.duration_s for name, share in spent.items()},
             "trainer": {
@@ -195,6 +202,22 @@ class Run:
                 "grad_norm": 0.8,
             },
         }
+
+    def episodes(self, learned: float) -> EpisodeStats:
+        return EpisodeStats(
+            count=8 * self.groups,
+            turns_mean=1.6 + learned,
+            turns_max=4,
+            calls_mean=1.2 + learned,
+            calls_max=4,
+            sampled_tokens_mean=20.0,
+            observation_tokens_mean=28.0,
+            call_s_mean=0.25,
+            call_s_p90=0.5,
+            call_share=0.2,
+            turn_rewards=(0.1, 0.5 * learned),
+            truncated={"turns": 1},
+        )
 
     def evaluation_row(self, version: int) -> Data:
         learned = version / max(1, self.steps)
@@ -352,7 +375,11 @@ class Run:
     def samples(self) -> list[Data]:
         """The rows of data/samples."""
         outcomes = ("trained", "filtered: zero variance", EVALUATION, "trained")
-        return [msgspec.to_builtins(self._sample(i, outcomes[i % 4])) for i in range(24)]
+        kept = [self._sample(i, outcomes[i % 4]) for i in range(24)]
+        return [
+            msgspec.to_builtins(self._episode(one) if self.has_episodes and i % 2 else one)
+            for i, one in enumerate(kept)
+        ]
 
     def _sample(self, i: int, outcome: str) -> KeptTrajectory:
         a, b = 17 + 3 * i, 5 + 2 * i
@@ -382,6 +409,34 @@ class Run:
             answer=str(a + b - i),
         )
 
+    def _episode(self, kept: KeptTrajectory) -> KeptTrajectory:
+        """The same sample as an episode of two turns: a call, what it returned, and an answer."""
+        text = SCRIPT if self.name == SCRIPT else kept.text
+        said = [
+            f"<think>{text}</think>\n<tool_call>add</tool_call><|im_end|>",
+            f"\n<|im_start|>tool\n{text}<|im_end|>\n",
+            text,
+        ]
+        pieces = [tuple(re.findall(r"\w+|\s|.", part)) for part in said]
+        ends = [*accumulate(map(len, pieces))]
+        calls = (("add", json.dumps({"text": text})), ("", text))
+        return replace_fields(
+            kept,
+            text="".join(said),
+            pieces=sum(pieces, ()),
+            tokens=tuple(range(ends[-1])),
+            logprobs=tuple(-0.2 * self.random.random() for _ in range(ends[-1])),
+            trainer_logprobs=(),
+            observed=((ends[0], ends[1]),),
+            turn_rewards=(0.5, kept.reward - 0.5),
+            calls_s=(0.25, 0.1),
+            parts=(
+                KeptPart("policy", said[0], ends[0], calls),
+                KeptPart("environment", said[1], ends[1]),
+                KeptPart("policy", said[2], ends[2]),
+            ),
+        )
+
     def answers(self) -> dict[str, Any]:
         """What the page asks for, by name."""
         timeline, steps, samples = self.timeline(), self.rows(), self.samples()
@@ -402,7 +457,8 @@ class Run:
 
 RUNS: Mapping[str, Mapping[str, Any]] = {
     "small": {"servers": 4, "steps": 48, "trained": 30},
-    "markup": {"servers": 4, "steps": 48, "trained": 30, "name": SCRIPT},
+    "markup": {"servers": 4, "steps": 48, "trained": 30, "name": SCRIPT, "has_episodes": True},
+    "tools": {"servers": 4, "steps": 48, "trained": 30, "has_episodes": True},
     "finished": {"servers": 4, "steps": 48, "trained": 48},
     "large": {"servers": 1_000, "steps": 12_000, "trained": 10_000, "ranks": 8, "groups": 256, "k": 2},
 }

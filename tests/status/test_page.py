@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from dora.core.admission import Refusal
-from dora.journal.deep import KeptTrajectory
+from dora.journal.deep import KeptPart, KeptTrajectory
 from dora.journal.spans import TimelineRow
 from dora.status import activities, facts, snapshot
 from dora.status.data import Info
@@ -131,7 +131,8 @@ FIELDS: Final = {
     "e": {*EVALUATION_ROW} & names(facts.Score),
     "t": names(TimelineRow),
     "g": names(GroupRow),
-    "k": {*names(KeptTrajectory), "num_tokens"},  # of all tokens, as the reply has the first ones
+    "k": {*names(KeptTrajectory), "num_tokens", "num_parts"},  # of all of them, as the reply has the first ones
+    "u": names(KeptPart),
 }
 
 

@@ -32,7 +32,7 @@ from dora.status.digest import FOLDED_VERSIONS, LANE_VERSIONS, Digest, compact
 from dora.status.groups import MAX_GROUPS, forming
 from dora.status.lines import tail
 from dora.status.page_server import PageServer
-from dora.status.records import MAX_CHARACTERS, Bounds, Records
+from dora.status.records import MAX_CHARACTERS, MAX_TRANSCRIPT, Bounds, Records
 from dora.status.server import StatusServer
 from dora.status.snapshot import Snapshot, decode
 from tests.core.builders import started
@@ -342,6 +342,22 @@ def test_samples_are_the_latest_with_long_texts_cut(recorded: RunFolder) -> None
     assert rows[-1]["prompt"].endswith("p…")
     assert (rows[-1]["num_tokens"], len(rows[-1]["tokens"])) == (5_000, 1_000)
     assert "prompt_tokens" not in rows[-1]
+
+
+def test_an_episode_has_its_first_turns_with_long_texts_and_calls_cut(recorded: RunFolder) -> None:
+    calls = [["look_up" * 200, "x" * 9_000]] * 50
+    parts = [{"role": "policy", "text": "t" * 900, "end": i, "calls": calls} for i in range(500)]
+    huge = [{"role": "environment", "text": "e" * 90_000, "end": i} for i in range(500)]
+    few = [{"role": "policy", "text": "t", "end": 1}]
+    lines = [*(sample(i, parts=p) for i, p in enumerate((parts, huge, few))), sample(4)]
+    recorded.trajectories.write_bytes(b"".join(lines))
+    answer = Records(recorded).samples()
+    many, long, short, none = rows_of(answer)
+    assert (many["num_parts"], short["num_parts"], none["num_parts"]) == (500, 1, 0)
+    assert MAX_TRANSCRIPT <= sum(len(part["text"]) for part in many["parts"]) < MAX_TRANSCRIPT + MAX_CHARACTERS
+    assert [len(part["text"]) for part in long["parts"]] == [MAX_CHARACTERS] * 5
+    assert short["parts"] == few
+    assert len(answer) < 2**18
 
 
 def test_a_look_reads_only_what_was_added(recorded: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 import { theme } from "./colors.js";
 import { byId, element } from "./dom.js";
-import { number, percent, short } from "./format.js";
+import { count, number, percent, short } from "./format.js";
 import { words } from "./words.js";
 import uPlot from "./uPlot.js";
 
@@ -101,6 +101,8 @@ export class Cards {
       reward: new Card("Reward in training", `Mean reward of all graded answers, and of those that were trained`),
       groups: new Card("Groups by their rewards", "Shares of the groups graded since the step before, also of those that are not trained. Where all rewards are equal there is no advantage to learn from", { format: percent, stacked: true, range: [0, 1] }),
       length: new Card("Length of an answer, trained", "Number of tokens of the answers that were trained: mean, 90th percentile and maximum", { format: short }),
+      turns: new Card("Turns of an episode", "Turns of the episodes that were trained: mean and maximum"),
+      calls: new Card("Calls of an episode", "Calls of the environment by the episodes that were trained: mean and maximum"),
       entropy: new Card("Entropy of the policy", "Mean entropy of the next token at the sampling temperature, in nats"),
       mismatch: new Card("Mismatch by staleness", "k3 estimate of the divergence between the policy that sampled and the one that is trained, in nats"),
       speed: new Card("Tokens per second", "Response tokens sampled and trained per second", { format: short }),
@@ -133,6 +135,7 @@ export class Cards {
     cards.groups.show(graded.map((x) => x.step + 1), shares.filter(([, values]) => values.some((y) => y > 0)), [percent(recent(of((x) => x.mixed))), unit(`mixed (last ${RECENT} steps)`)]);
     const length = of((x) => x.response_len_mean), p90 = of((x) => x.response_len_p90), longest = of((x) => x.response_len_max), cut = last(trainer("all/truncated_frac"));
     cards.length.show(steps, [["mean", length], ["p90", p90], ["max", longest]], [number(last(length)), unit(`tokens, at most ${short(last(longest) ?? 0)}${cut === null ? "" : `; ${percent(cut)} cut off`}`)]);
+    this.drawEpisodes(rows.filter((x) => x.episodes));
     const entropy = trainer("all/entropy");
     cards.entropy.show(steps, [["entropy", entropy]], [number(last(entropy)), unit("nats")]);
     this.drawMismatch(steps, trainer);
@@ -151,6 +154,16 @@ export class Cards {
     this.cards.heldOut.format = isShare ? percent : number;
     const latest = best && [text(best), unit(`${isShare ? "right " : ""}at v${best.version}${first === best ? "" : `, from ${text(first)} at v${first.version}`}`)];
     this.cards.heldOut.show(versions, series, latest);
+  }
+
+  /** Only runs with an environment have rows with episodes. */
+  drawEpisodes(rows) {
+    const { turns, calls } = this.cards, steps = rows.map((x) => x.step + 1);
+    for (const card of [turns, calls]) card.node.hidden = !rows.length;
+    const of = (get) => rows.map(({ episodes: p }) => get(p));
+    const show = (card, mean, most) => card.show(steps, [["mean", mean], ["max", most]], [number(last(mean)), unit(`on average, at most ${count(last(most) ?? 0)}`)]);
+    show(turns, of((p) => p.turns_mean), of((p) => p.turns_max));
+    show(calls, of((p) => p.calls_mean), of((p) => p.calls_max));
   }
 
   drawMismatch(steps, trainer) {

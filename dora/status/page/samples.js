@@ -5,7 +5,7 @@ import { byId, element, say } from "./dom.js";
 import { chip } from "./forming.js";
 import { count, number, plural } from "./format.js";
 import { Refused, Rows, setToken } from "./source.js";
-import { answerText, logprobs, termsText } from "./tokens.js";
+import { answerText, logprobs, termsText, transcript } from "./tokens.js";
 
 const AT_ONCE = 5, KEPT = 500;
 
@@ -19,11 +19,12 @@ function outcomeText(k) {
 
 function sampleNode(k) {
   const field = (name, text) => [element("dt", {}, name), element("dd", {}, element("pre", {}, text))];
+  const answer = k.parts?.length ? [element("dt", {}, "Episode"), element("dd", {}, transcript(k))] : field("Answer", answerText(k));
   const reward = k.reward === null ? "not graded" : `reward ${number(k.reward)}`;
   const cut = k.truncated ? `cut off (${k.truncated})` : "";
   return element("article", { class: "sample" },
     element("div", { class: "what" }, chip(k.version), element("strong", {}, reward), element("span", {}, termsText(k)), element("span", {}, outcomeText(k)), element("span", { class: "quiet" }, [plural(k.num_tokens ?? k.tokens.length, "token"), cut].filter(Boolean).join(", "))),
-    element("dl", {}, ...field("Prompt", k.prompt), ...field("Answer", answerText(k)), ...(k.answer ? field("Reference", k.answer) : [])),
+    element("dl", {}, ...field("Prompt", k.prompt), ...answer, ...(k.answer ? field("Reference", k.answer) : [])),
     ...[logprobs(k)].filter(Boolean),
   );
 }

@@ -1,7 +1,7 @@
 // The tokens of an answer: what engine and trainer gave each, and where the two differ.
 
 import { element } from "./dom.js";
-import { count, number, plural } from "./format.js";
+import { count, number, plural, time } from "./format.js";
 
 const VISIBLE = 0.01, STRONG = 1; // |difference| at which the tint begins, and is full
 const EXACT = 6; // digits of a log-prob beside a difference
@@ -41,10 +41,28 @@ function tinted([text, token]) {
   return node;
 }
 
-/** The text of an answer, with its tokens tinted where engine and trainer differ. */
-export function answerText(k) {
-  const [found, rest] = cut(k.text, tokensOf(k));
+/** The text of an answer, or of its tokens from `start` to `end`, tinted where engine and trainer differ. */
+export function answerText(k, text = k.text, start = 0, end = undefined) {
+  const [found, rest] = cut(text, tokensOf(k).slice(start, end));
   return [...found.map(tinted), rest];
+}
+
+/** An episode by its turns: what the policy said and called, its reward, and what the environment answered. */
+export function transcript(k) {
+  let start = 0, turn = 0;
+  const isTimed = k.calls_s?.length === k.turn_rewards?.length; // a resumed run does not know the earlier times
+  const parts = k.parts.map((u) => {
+    const own = element("pre", {}, answerText(k, u.text, start, u.end)), size = plural(u.end - start, "token");
+    start = u.end;
+    if (u.role === "environment") return element("li", { class: "observed" }, element("p", {}, `Environment: ${size} observed, not trained`), own);
+    const reward = k.turn_rewards?.[turn], seconds = isTimed ? k.calls_s?.[turn] : undefined;
+    turn += 1;
+    const said = [`Turn ${turn}: ${size}`, reward !== undefined && `reward ${number(reward)}`, seconds !== undefined && `answered in ${time(seconds)}`];
+    const calls = (u.calls ?? []).map(([name, given]) => element("li", {}, name ? `${name}(${given})` : `not a valid call: ${given}`));
+    return element("li", {}, element("p", {}, said.filter(Boolean).join(", ")), own, ...(calls.length ? [element("ul", { "aria-label": "Calls" }, calls)] : []));
+  });
+  const more = k.num_parts - k.parts.length;
+  return element("ol", { class: "transcript" }, parts, ...(more > 0 ? [element("li", { class: "quiet" }, `and ${count(more)} more`)] : []));
 }
 
 /** What the reward is made of, if it has several parts. */
