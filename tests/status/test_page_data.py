@@ -345,15 +345,16 @@ def test_samples_are_the_latest_with_long_texts_cut(recorded: RunFolder) -> None
 
 
 def test_an_episode_has_its_first_turns_with_long_texts_and_calls_cut(recorded: RunFolder) -> None:
-    calls = [["look_up" * 200, "x" * 9_000]] * 50
+    calls = [["look_up" * 50, "x" * 300]] * 20
     parts = [{"role": "policy", "text": "t" * 900, "end": i, "calls": calls} for i in range(500)]
-    huge = [{"role": "environment", "text": "e" * 90_000, "end": i} for i in range(500)]
+    huge = [{"role": "environment", "text": "e" * 90_000, "end": i} for i in range(80)]
     few = [{"role": "policy", "text": "t", "end": 1}]
-    lines = [*(sample(i, parts=p) for i, p in enumerate((parts, huge, few))), sample(4)]
+    lines = [*(sample(i, parts=p) for i, p in enumerate((parts, huge, few))), sample(4), sample(5, parts=2 * huge)]
     recorded.trajectories.write_bytes(b"".join(lines))
     answer = Records(recorded).samples()
-    many, long, short, none = rows_of(answer)
+    many, long, short, none, unread = rows_of(answer)
     assert (many["num_parts"], short["num_parts"], none["num_parts"]) == (500, 1, 0)
+    assert unread["parts"] == []  # more than MAX_PARTS_BYTES
     assert MAX_TRANSCRIPT <= sum(len(part["text"]) for part in many["parts"]) < MAX_TRANSCRIPT + MAX_CHARACTERS
     assert [len(part["text"]) for part in long["parts"]] == [MAX_CHARACTERS] * 5
     assert short["parts"] == few
