@@ -19,6 +19,7 @@ from dora.core.events import CallFinished
 from dora.core.ids import TrajectoryId
 from dora.environments.api import Observation, Reset, Turn
 from dora.environments.renderer import open_renderer
+from dora.environments.replies import EnvironmentFailed
 from dora.journal.tokens import TokenWriter, read_tokens
 from dora.tasks.prompts import Conversation, Prompt
 from tests.environments.tokenizers_of_families import family_tokenizer
@@ -30,20 +31,27 @@ MORE = [{"role": "user", "content": "sure?"}]
 class Pool:
     """A host whose environment answers every turn with `outcome`."""
 
+    can_replay = False
+
     def __init__(self, outcome: Any) -> None:
         self.outcome = outcome
         self.turns: list[Turn] = []
         self.closed: list[int] = []
 
-    async def start(self, episode: int, row: Any, *, source: str, name: str) -> Reset:
+    async def start(self, episode: int, row: Any, **_: Any) -> Reset:
         return Reset(QUESTION)
 
-    async def step(self, episode: int, turn: Turn) -> Any:
+    async def step(self, episode: int, turn: Turn, **_: Any) -> Any:
         self.turns.append(turn)
         return self.outcome
 
-    async def close(self, episode: int) -> None:
+    def fail(self, episode: int, failed: EnvironmentFailed) -> EnvironmentFailed:
         self.closed.append(episode)
+        return failed
+
+    async def close(self, episode: int) -> None:
+        if episode not in self.closed:
+            self.closed.append(episode)
 
 
 class Dialog:
