@@ -405,7 +405,7 @@ _RESUME: Final = (
         ),
         (
             "changes-not-recorded",
-            "Epoch(job.epoch, job.started_at, config, job.changes)",
+            "Epoch(job.epoch, job.started_at, dump(job.config), job.changes)",
             "Epoch(job.epoch, job.started_at, config)",
             "test_an_operational_change_needs_no_consent_but_is_reported_and_recorded",
         ),
