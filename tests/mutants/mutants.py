@@ -406,7 +406,7 @@ _RESUME: Final = (
         (
             "changes-not-recorded",
             "Epoch(job.epoch, job.started_at, dump(job.config), job.changes)",
-            "Epoch(job.epoch, job.started_at, config)",
+            "Epoch(job.epoch, job.started_at, dump(job.config))",
             "test_an_operational_change_needs_no_consent_but_is_reported_and_recorded",
         ),
     ),
