@@ -1,9 +1,9 @@
 """The files of lines that a run leaves for people: metrics, kept trajectories, spans and timeline.
 
 Invariant: what a crash has damaged, or what the journal does not know, is removed before a line is added. What was
-written SYNC_EVERY_S ago, or before the last checkpoint, is on the disk, unless the disk is slow.
+written SAVE_EVERY_S ago, or before the last checkpoint, is on the disk, unless the disk is slow.
 
-Sync loop. Consumes: written lines. Waits for: the next time, then the disk, in a thread, one file after the other.
+Save loop. Consumes: written lines. Waits for: the next time, then the disk, in a thread, one file after the other.
 Unblocked by: time, and `soon`.
 """
 
@@ -22,7 +22,7 @@ from dora.files import LineFile
 from dora.journal.run_folder import RunFolder
 from dora.journal.spans import ends_by
 
-SYNC_EVERY_S: Final = 5.0
+SAVE_EVERY_S: Final = 5.0
 
 
 class LineFiles:
@@ -57,12 +57,12 @@ class LineFiles:
 
     def loops(self) -> list[tuple[str, Loop]]:
         """Return the named coroutine to be run beside the controller."""
-        return [("line-syncs", self._sync())]
+        return [("lines", self._save())]
 
-    async def _sync(self) -> None:
+    async def _save(self) -> None:
         while True:
             with suppress(TimeoutError):
-                async with asyncio.timeout(SYNC_EVERY_S):
+                async with asyncio.timeout(SAVE_EVERY_S):
                     await self._requested.wait()
             self._requested.clear()
             for file in self._files:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from dora.app.inputs import model_digest
 from dora.app.settings import lineage_settings
-from dora.controller.line_files import SYNC_EVERY_S
+from dora.controller.line_files import SAVE_EVERY_S
 from dora.controller.lineage import base_chain
 from dora.errors import ConfigError, DoraError
 from dora.journal.audit import audit
@@ -20,7 +20,7 @@ from tests.crash.loop import DELAYS
 from tests.crash.models import Faults
 
 #: Age from which a line survives a power failure: a pause between syncs, and the delays of those of four files.
-LINES_S = SYNC_EVERY_S + 4 * max(DELAYS)
+LINES_S = SAVE_EVERY_S + 4 * max(DELAYS)
 #: Maximum number of resumes that crash in a row.
 DEPTH = 4
 
