@@ -78,6 +78,15 @@ def test_a_template_that_cannot_be_rendered_is_refused_with_its_file(tmp_path):
         open_renderer(tokenizer)
 
 
+def test_a_template_that_rejects_what_the_family_renders_is_refused(tmp_path):
+    reject = (
+        "{% for m in messages if m.tool_calls and m.tool_calls|length > 1 %}{{ raise_exception('one') }}{% endfor %}"
+    )
+    tokenizer = load_tokenizer(_folder(tmp_path, reject + TEMPLATE))
+    with pytest.raises(ConfigError, match=r"qwen3 renders several calls in a turn differently"):
+        open_renderer(tokenizer)
+
+
 def test_a_switch_that_was_changed_is_refused_where_it_is_used(tmp_path):
     folder = _folder(tmp_path, TEMPLATE.replace("</think>\\n\\n' }}{% endif %}", "</think>' }}{% endif %}"))
     assert open_renderer(load_tokenizer(folder)).family == "qwen3"

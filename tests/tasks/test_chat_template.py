@@ -62,7 +62,7 @@ def _rejection(template: str) -> str:
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_template_ends_with_one_line_that_names_its_file_(name):
+def test_a_template_ends_with_one_line_that_names_its_file(name):
     template, said = HOSTILE[name]
     line = _rejection(template)
     assert line.startswith(f"the chat template in {FILE} ")
@@ -72,10 +72,10 @@ def test_a_template_ends_with_one_line_that_names_its_file_(name):
 
 
 def test_the_processor_time_of_many_prompts_is_bounded_as_well():
-    template = ChatTemplate("{% for a in range(99999) %}{% for b in range(4) %}{% endfor %}{% endfor %}", FILE)
+    template = ChatTemplate("{% for a in range(99999) %}{% for b in range(40) %}{% endfor %}{% endfor %}", FILE)
 
     def render_all() -> None:
-        for _ in range(1_000):
+        for _ in range(15):
             template.render(messages=MESSAGES)
 
     with pytest.raises(ConfigError, match="2 s of processor time"):
