@@ -24,6 +24,8 @@ from dora.journal.spans import Kind, read_spans
 
 _PROCESS: Final[dict[Kind, int]] = {"rank": 1, "instance": 2}
 _RUN: Final = 3
+#: Thirty years.
+_LATEST_S: Final = 1e9
 #: Key of a row of metrics.jsonl -> name of its counter.
 _COUNTERS: Final = {"reward_mean": "reward trained", "reward_all_mean": "reward all", "staleness_mean": "staleness"}
 
@@ -109,5 +111,8 @@ def _marks(journal: Path) -> Iterator[dict[str, Any]]:
 
 
 def _us(seconds: float) -> int:
-    """Return whole microseconds, to which spans are rounded: neighbors then neither overlap nor leave holes."""
-    return round(seconds * 1e6)
+    """Return whole microseconds, to which spans are rounded: neighbors then neither overlap nor leave holes.
+
+    Times that no run has are cut.
+    """
+    return round(min(_LATEST_S, max(0.0, seconds)) * 1e6)
