@@ -6,15 +6,15 @@ of docs/SIMULATION.md. The estimates are only displayed. What a trainer rank tak
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Self
+from typing import Final, Self
 
 import msgspec
 from safetensors import safe_open
 
 from dora.config.schema import Config
+from dora.model_config import load_config, text_config
 
 #: An H100: memory bandwidth, bf16 throughput at a trainer's typical utilization, and the constant part of a decoding
 #: step (fitted to 7.2 ms per token of Qwen3-8B at concurrency 4).
@@ -36,9 +36,8 @@ class Shapes:
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """Read config.json and the headers of the safetensors files."""
-        config: dict[str, Any] = json.loads((folder / "config.json").read_bytes())
-        config = config.get("text_config", config)
+        """Read the configuration and the headers of the safetensors files."""
+        config = text_config(load_config(folder))
         parameters = 0
         for file in sorted(folder.glob("*.safetensors")):
             with safe_open(file, framework="np") as tensors:
@@ -47,10 +46,10 @@ class Shapes:
                     for size in tensors.get_slice(name).get_shape():
                         count *= size
                     parameters += count
-        heads = config.get("num_attention_heads", 0)
-        kv_heads = config.get("num_key_value_heads") or heads
-        head_dim = config.get("head_dim") or config["hidden_size"] // max(heads, 1)
-        return cls(parameters=parameters, layers=config["num_hidden_layers"], kv_width=kv_heads * head_dim)
+        heads = getattr(config, "num_attention_heads", 0)
+        kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1)
+        return cls(parameters=parameters, layers=config.num_hidden_layers, kv_width=kv_heads * head_dim)
 
 
 class Memory(msgspec.Struct, frozen=True):

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from dora.config.schema import Config
 from dora.controller.evaluations import EvalSet, Evaluations
 from dora.engine.shapes import differences
 from dora.errors import ConfigError
+from dora.model_config import limits_of
+from dora.model_files import require_sound
 from dora.seed.policy import model_folder
 from dora.tasks.prompts import Converse, PromptStream, open_eval_prompts, open_stream
 from dora.tasks.tokenizer import Tokenizer, load_tokenizer
@@ -35,20 +35,21 @@ def open_inputs(config: Config, *, converse: Converse | None = None) -> Inputs:
     """Open the inputs; ConfigError names the invalid field, or the file and line. `converse` makes the prompts of
     episodes."""
     model = model_folder(config.model.path)
+    require_sound(model)
     tokenizer = load_tokenizer(model, thinking=config.model.thinking)
     if not tokenizer.eos_ids:
         raise ConfigError(f"model.path: {model} has no end-of-sequence token; set eos_token_id in its config.json")
     if config.objective.kl_reference:
         _check_reference(Path(config.objective.kl_reference), model)
-    vocab_size = _check_shapes(config, model, num_tokens=tokenizer.vocab_size)
+    vocab_size = _check_limits(config, model, num_tokens=tokenizer.vocab_size)
     stream = open_stream(config.task, tokenizer=tokenizer, seed=config.run.seed, converse=converse)
     return Inputs(model, tokenizer, vocab_size, stream, open_evaluations(config, tokenizer, converse=converse))
 
 
 def _check_reference(reference: Path, model: Path) -> None:
-    for needed in ("config.json", "*.safetensors"):
-        if not any(reference.glob(needed)):
-            raise ConfigError(f"objective.kl_reference: {reference} has no {needed}; give a Hugging Face model folder")
+    require_sound(reference, field="objective.kl_reference")
+    if not any(reference.glob("*.safetensors")):
+        raise ConfigError(f"objective.kl_reference: {reference} has no *.safetensors; give a Hugging Face model folder")
     if differing := differences(reference, model):
         raise ConfigError(
             f"objective.kl_reference: the shape of {reference} differs from model.path ({differing}); give weights of "
@@ -56,41 +57,28 @@ def _check_reference(reference: Path, model: Path) -> None:
         )
 
 
-def _check_shapes(config: Config, model: Path, *, num_tokens: int) -> int:
+def _check_limits(config: Config, model: Path, *, num_tokens: int) -> int:
     """Return the model's vocabulary size; ConfigError if it lacks embeddings for the tokenizer, or positions for the
     longest request."""
-    try:
-        shapes = json.loads((model / "config.json").read_bytes())
-    except ValueError as err:
-        raise ConfigError(f"model.path: {model / 'config.json'} is not JSON ({err})") from err
-    embedded: int = shapes.get("vocab_size", num_tokens)
+    limits = limits_of(model)
+    embedded = num_tokens if limits.vocab_size is None else limits.vocab_size
     if num_tokens > embedded:
         raise ConfigError(
             f"model.path: the tokenizer of {model} has {num_tokens} tokens, the model only {embedded}; "
             "use the tokenizer that belongs to the model"
         )
-    positions = shapes.get("max_position_embeddings")
     longest = config.longest_request
-    if positions is not None and longest > positions:
+    if limits.positions is not None and longest > limits.positions:
         raise ConfigError(
             f"rollout.max_new_tokens: with task.max_prompt_tokens a request has up to {longest} tokens, but the model "
-            f"has {positions} positions; lower one of them"
+            f"has {limits.positions} positions; lower one of them"
         )
-    _check_rope(shapes, model, longest=longest)
-    return embedded
-
-
-def _check_rope(shapes: dict[str, Any], model: Path, *, longest: int) -> None:
-    """ConfigError if rotary angles can depend on the sequences computed before, so that no log-prob is reproducible."""
-    rope = shapes.get("rope_parameters") or shapes.get("rope_scaling") or {}
-    kind = rope.get("rope_type", rope.get("type"))
-    keyword = "original_max_position_embeddings"
-    original = rope.get(keyword) or shapes.get(keyword) or shapes.get("max_position_embeddings")
-    if kind == "dynamic" and original is not None and longest > original:
+    if limits.dynamic_from is not None and longest > limits.dynamic_from:  # no log-prob would be reproducible
         raise ConfigError(
             f"rollout.max_new_tokens: with task.max_prompt_tokens a request has up to {longest} tokens; beyond "
-            f"{original}, the dynamic rotary embedding of {model} depends on earlier sequences; lower one"
+            f"{limits.dynamic_from}, the dynamic rotary embedding of {model} depends on earlier sequences; lower one"
         )
+    return embedded
 
 
 def open_evaluations(config: Config, tokenizer: Tokenizer, *, converse: Converse | None = None) -> Evaluations:

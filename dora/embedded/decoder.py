@@ -21,9 +21,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.cache_utils import DynamicCache
 from transformers.utils.logging import disable_progress_bar
 
@@ -34,6 +33,7 @@ from dora.embedded.sampling import GREEDY_BELOW, SamplingTensors, sample
 from dora.embedded.self_check import require_exact
 from dora.embedded.slots import ATTENTION, Saved, SlotCache, filled_cache
 from dora.errors import ConfigError
+from dora.model_config import dynamic_from, load_config, positions, ropes
 
 Result = TypeVar("Result")
 
@@ -58,12 +58,12 @@ class CausalDecoder:
 
     def __init__(self, folder: Path, *, slots: int, kv_tokens: int, device: str, dtype: str, threads: int) -> None:
         torch.set_num_threads(threads)
-        self._model = _build(folder, device=device, dtype=dtype)
-        self._weights = LiveWeights(self._model)
+        self._model, unused = _build(folder, device=device, dtype=dtype)
+        self._weights = LiveWeights(self._model, unused=unused)
         config = self._model.config
         text = config.get_text_config()
         filled = self._try(filled_cache, self._model)
-        self.context_tokens = _context_tokens(text, filled)
+        self.context_tokens = _context_tokens(config, filled, kv_tokens=kv_tokens)
         self.vocab_size = text.vocab_size
         self.model_type, self.architectures = config.model_type, list(config.architectures or [])
         self.eos_token_ids = _eos_token_ids(self._model)
@@ -288,19 +288,18 @@ def _from_start(logprobs: list[float] | None, joiner: Joiner) -> list[float | No
     return [None, *(logprobs or [])[-count:]] if count else [None]
 
 
-def _build(folder: Path, *, device: str, dtype: str) -> Any:
-    if not (folder / "config.json").is_file():
-        raise ConfigError(f"model folder {folder} has no config.json: give a Hugging Face model folder")
+def _build(folder: Path, *, device: str, dtype: str) -> tuple[Any, frozenset[str]]:
+    """Return the model, and the names of the tensors in the folder that it has no use for."""
+    config = load_config(folder, field="--model-path")
     if dtype not in DTYPES:
         raise ConfigError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
     if torch.device(device).type == "cuda" and not torch.cuda.is_available():
         raise ConfigError(f"device {device!r}: this machine has no CUDA device that torch can use; use cpu")
     disable_progress_bar()
     try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
         if getattr(config, "quantization_config", None) is not None:
             raise ValueError("it is quantized; give a bfloat16 or float32 version of it, or use SGLang")
-        model = AutoModelForCausalLM.from_pretrained(
+        model, found = AutoModelForCausalLM.from_pretrained(
             folder,
             config=config,
             dtype=dtype if dtype == "auto" else getattr(torch, dtype),
@@ -308,20 +307,20 @@ def _build(folder: Path, *, device: str, dtype: str) -> Any:
             trust_remote_code=False,
             local_files_only=True,
             use_safetensors=True,
+            output_loading_info=True,
         )
-    except (OSError, ValueError, KeyError, SafetensorError) as err:
+    except Exception as err:  # anything that the class of a model raises
         reason = "its attention cannot be replaced" if ATTENTION in str(err) else err
         raise ConfigError(f"model folder {folder} cannot be loaded as a causal LM: {reason}") from err
-    return model.eval().requires_grad_(False).to(device)
+    return model.eval().requires_grad_(False).to(device), frozenset(found["unexpected_keys"])
 
 
-def _context_tokens(config: PretrainedConfig, filled: DynamicCache) -> int:
+def _context_tokens(config: PretrainedConfig, filled: DynamicCache, *, kv_tokens: int) -> int:
     """Return the context length, at most that within which attention is full and no token's rope depends on others."""
     windows = [window for layer in filled.layers if (window := getattr(layer, "sliding_window", None))]
-    rope = getattr(config, "rope_parameters", None) or {}
-    ropes = [one for one in (rope, *rope.values()) if isinstance(one, dict)]  # one for all layers, or by kind of layer
-    short = [one["original_max_position_embeddings"] for one in ropes if one.get("rope_type") == "longrope"]
-    return min([config.max_position_embeddings, *windows, *short])
+    short = [r["original_max_position_embeddings"] for r in ropes(config) if r["rope_type"] == "longrope"]
+    limits = [limit for limit in (positions(config), dynamic_from(config), *windows, *short) if limit is not None]
+    return min(limits, default=kv_tokens)
 
 
 def _eos_token_ids(model: Any) -> frozenset[int]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -33,8 +33,10 @@ from dora.errors import ConfigError
 class LiveWeights:
     """All parameters and persistent buffers of a model."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, *, unused: Collection[str] = ()) -> None:
+        """`unused`: tensors of folders that this model has no use for, such as those of its vision part."""
         self._model = model
+        self._unused = unused
         self._live: dict[str, Tensor] = model.state_dict()
         mapping = get_model_conversion_mapping(model)
         self._renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
@@ -56,7 +58,8 @@ class LiveWeights:
         written: set[str] = set()
         for file, name, tensor in _tensors(folder):
             targets = self._write(name, tensor, file=file)
-            if targets is None and not any(pattern.search(name) for pattern in self._ignored):
+            is_known = name in self._unused or any(pattern.search(name) for pattern in self._ignored)
+            if targets is None and not is_known:
                 raise ConfigError(f"{file} holds {name}, which the served model does not have")
             written.update(targets or ())
         held = {self._live[name].data_ptr() for name in written}

@@ -5,12 +5,12 @@ The check reads `config.json` in the folder that the server was started with, if
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, Final
 
 from dora.errors import ConfigError
+from dora.model_files import read_config
 
 #: Config keys that determine the names, shapes and use of a causal LM's tensors.
 SHAPES: Final = (
@@ -57,7 +57,8 @@ def _local_path(served: str, path_map: Mapping[str, str]) -> Path:
 
 def _config(folder: Path) -> dict[str, Any] | None:
     try:
-        found = json.loads((folder / "config.json").read_bytes())
-    except (OSError, ValueError, RecursionError):
+        found = read_config(folder)
+    except ConfigError:
         return None
-    return found if isinstance(found, dict) else None
+    nested = found.get("text_config")
+    return {**found, **nested} if isinstance(nested, dict) else found

@@ -108,7 +108,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         return {}
     try:
         content = json.loads(path.read_bytes())
-    except ValueError as err:
+    except (ValueError, RecursionError) as err:
         raise ConfigError(f"model.path: {path} is not JSON ({err})") from err
     if not isinstance(content, dict):
         raise ConfigError(f"model.path: {path} must contain a JSON object")

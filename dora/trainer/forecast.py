@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._pytree import tree_iter
 
+from dora.model_config import load_config
 from dora.trainer import model as policy
 from dora.trainer.checkpointing import MODES, Mode, apply_checkpointing
 from dora.trainer.forward_check import likely_layout
@@ -87,7 +88,7 @@ class Outline:
         """
         self._copies = copies
         self._copies_on_host = copies_on_host
-        self._model = policy.build_on_meta(policy.read_config(model_path))
+        self._model = policy.build_on_meta(load_config(model_path))
         layers = list(policy.decoder_layers(self._model))
         units = [_size(unit) for unit in policy.sharding_units(self._model)]
         self.parameters = _size(self._model)  #: number

@@ -11,7 +11,6 @@ FP8 folders (`quant_method` fp8, a scale per block or per tensor) are dequantise
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import sys
@@ -40,6 +39,7 @@ from transformers.core_model_loading import (
 )
 
 from dora.errors import ConfigError
+from dora.model_files import indexed_files
 
 _T = TypeVar("_T")
 _MESSAGE_BYTES = 1000
@@ -294,9 +294,9 @@ def _kept_in_float32(folder: ModelFolder) -> frozenset[str]:
 
 def _files_by_name(model_path: Path) -> dict[str, Path]:
     """Map each tensor name to the safetensors file that contains it."""
-    index, single = model_path / "model.safetensors.index.json", model_path / "model.safetensors"
-    if index.is_file():
-        return {name: model_path / file for name, file in json.loads(index.read_text())["weight_map"].items()}
+    if indexed := indexed_files(model_path):
+        return indexed
+    single = model_path / "model.safetensors"
     found: dict[str, Path] = {}
     for path in [single] if single.is_file() else sorted(model_path.glob("*.safetensors")):
         try:

@@ -23,9 +23,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from dora.errors import ConfigError
+from dora.model_config import load_config
 from dora.trainer import attention, checkpointing
 from dora.trainer.loading import ModelFolder, Plan, load_shards, open_folder, plan, together
 
@@ -161,17 +162,10 @@ def make_mesh(device: str) -> DeviceMesh:
 
 def _planned(model_path: Path, opened: ExitStack) -> tuple[Any, ModelFolder, Plan]:
     """Build the model without memory for its parameters, and plan how the folder's tensors become its own."""
-    config = read_config(model_path)
+    config = load_config(model_path)
     folder = open_folder(model_path, config, opened)
     model = build_on_meta(config)
     return model, folder, plan(model, folder)
-
-
-def read_config(model_path: Path) -> Any:
-    """Return the config of a model folder."""
-    if not (model_path / "config.json").is_file():
-        raise ConfigError(f"model.path: {model_path} has no config.json; give a Hugging Face model folder")
-    return AutoConfig.from_pretrained(model_path, local_files_only=True, trust_remote_code=False)
 
 
 def build_on_meta(config: Any) -> Any:

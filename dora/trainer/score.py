@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
+from dora.model_config import load_config
 from dora.trainer import attention
 from dora.trainer.forward_check import check_forward
 from dora.trainer.logprobs import logprobs
@@ -39,9 +40,11 @@ def score(
         raise ValueError("the first token of a sequence has no log-prob; prompts have at least one token")
     require_device(device)
     disable_progress_bar()
-    attention.require_interface(AutoConfig.from_pretrained(model_path, local_files_only=True, trust_remote_code=False))
+    config = load_config(model_path)
+    attention.require_interface(config)
     model = AutoModelForCausalLM.from_pretrained(
         model_path,
+        config=config,
         dtype=getattr(torch, dtype),
         attn_implementation=attention.NAME,
         local_files_only=True,

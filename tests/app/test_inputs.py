@@ -37,16 +37,79 @@ def test_a_request_longer_than_the_context_is_refused(altered) -> None:
         open_with(altered(max_position_embeddings=16))
 
 
+#: Configurations with 16 positions, named and nested as families do; those of the vision part are no limit.
+SHORT = {
+    "named-otherwise": {"model_type": "gpt2", "n_positions": 16, "vocab_size": 66},
+    "nested": {
+        "model_type": "gemma3", "vision_config": {},
+        "text_config": {"model_type": "gemma3_text", "max_position_embeddings": 16, "vocab_size": 66},
+    },
+    "nested-twice": {
+        "model_type": "qwen2_5_omni",
+        "thinker_config": {"text_config": {"max_position_embeddings": 16, "vocab_size": 66}},
+    },
+}  # fmt: skip
+NESTED_ROPE = {"rope_parameters": {
+    "full_attention": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}}  # fmt: skip
+GEMMA = {"vocab_size": 66, "max_position_embeddings": 4096, "original_max_position_embeddings": 16, **NESTED_ROPE}
+#: Rotary embeddings that are dynamic beyond 16 positions, of which all layers or one kind of layer has one.
+DYNAMIC = {
+    "by-layer": {"model_type": "gemma3_text", **GEMMA},
+    "by-layer-nested": {"model_type": "gemma3", "vision_config": {}, "text_config": {**GEMMA}},
+    "old-name-nested": {
+        "model_type": "llava", "vision_config": {"model_type": "clip_vision_model"},
+        "text_config": {
+            "model_type": "llama", "max_position_embeddings": 4096, "original_max_position_embeddings": 16,
+            "vocab_size": 66, "rope_scaling": {"type": "dynamic", "factor": 4.0},
+        },
+    },
+}  # fmt: skip
+
+
+@pytest.fixture
+def configured(altered):
+    """The seed policy with another config.json."""
+
+    def configure(config: object) -> Path:
+        folder = altered()
+        (folder / "config.json").write_text(config if isinstance(config, str) else json.dumps(config))
+        return folder
+
+    return configure
+
+
+@pytest.mark.parametrize("kind", SHORT)
+def test_positions_are_read_as_transformers_reads_them(configured, kind) -> None:
+    with pytest.raises(ConfigError, match=r"^rollout\.max_new_tokens: .* but the model has 16 positions; lower one"):
+        open_with(configured(SHORT[kind]))
+
+
+@pytest.mark.parametrize("kind", DYNAMIC)
+def test_a_dynamic_rope_is_found_wherever_it_stands(configured, kind) -> None:
+    with pytest.raises(ConfigError, match=r"beyond 16, the dynamic rotary embedding of .* depends on earlier"):
+        open_with(configured(DYNAMIC[kind]))
+
+
+def test_the_vocabulary_is_read_as_transformers_reads_it(configured) -> None:
+    small = {"model_type": "gemma3", "vision_config": {}, "text_config": {**GEMMA, "vocab_size": 7}}
+    with pytest.raises(ConfigError, match=r"^model\.path: the tokenizer of .* has 66 tokens, the model only 7; use"):
+        open_with(configured(small))
+
+
 @pytest.mark.parametrize("key", ["rope_parameters", "rope_scaling"])
 def test_a_request_beyond_the_context_of_a_dynamic_rope_is_refused(altered, key) -> None:
-    rope = {"rope_type": "dynamic", "original_max_position_embeddings": 16}
+    rope = {"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 16}
     with pytest.raises(ConfigError, match=r"beyond 16, the dynamic rotary embedding of .* depends on earlier"):
         open_with(altered(**{"rope_parameters": None, key: rope}))
 
 
 @pytest.mark.parametrize(("kind", "original"), [("dynamic", 100_000), ("longrope", 16)])
 def test_one_within_it_is_not_and_the_trainer_handles_longrope(altered, kind, original) -> None:
-    open_with(altered(rope_parameters={"rope_type": kind, "original_max_position_embeddings": original}))
+    factors = {"short_factor": [1.0] * 16, "long_factor": [2.0] * 16} if kind == "longrope" else {"factor": 2.0}
+    rope = {"rope_type": kind, "rope_theta": 1e4, "original_max_position_embeddings": original, **factors}
+    open_with(altered(rope_parameters=rope))
 
 
 def test_a_reference_that_is_no_model_folder_is_refused(tmp_path: Path) -> None:

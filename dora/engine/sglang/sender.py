@@ -39,6 +39,7 @@ from dora.engine.sglang.orders import (
     Sent,
     TensorBucket,
 )
+from dora.model_files import read_config
 
 Named = tuple[str, torch.Tensor]
 #: Returns the log-probs of all tokens but the first, under the model in a folder.
@@ -157,6 +158,7 @@ def _broadcast(group: Any, tensors: Sequence[torch.Tensor], *, device: str) -> N
 
 def _score(order: ScoreOrder, score_prompt: ScorePrompt) -> Scored:
     folder = Path(order.folder)
-    vocab_size = msgspec.json.decode((folder / "config.json").read_bytes())["vocab_size"]
+    config = read_config(folder)
+    vocab_size = config.get("text_config", config)["vocab_size"]
     token_ids = [vocab_size * i // PROMPT_TOKENS for i in range(PROMPT_TOKENS)]
     return Scored(token_ids, score_prompt(folder, token_ids))

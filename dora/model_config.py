@@ -1,0 +1,145 @@
+"""The configuration of a model as transformers understands it: names of older releases, and nesting, are its business.
+
+transformers is imported by `load_config` alone. Code that a folder brings is never run.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from dora.errors import ConfigError
+from dora.model_files import read_config, require_sound
+
+#: Most CPU time and memory of the process in which `limits_of` loads a configuration; an ordinary one takes 1 s, 70 MB.
+CHILD_S: Final = 20
+CHILD_BYTES: Final = 2 * 2**30
+_CHILD: Final = """
+import resource, sys
+folder, seconds, size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
+resource.setrlimit(resource.RLIMIT_AS, (size, size))
+sys.modules["torch"] = None  # for transformers, it is not installed
+from pathlib import Path
+from dora.model_config import limits_json
+sys.stdout.buffer.write(limits_json(Path(folder)))
+"""
+
+
+class Limits(msgspec.Struct, frozen=True, tag=True):
+    """What a model's configuration says about the sequences it takes."""
+
+    positions: int | None  # tokens of a sequence; None: unlimited
+    dynamic_from: int | None  # tokens beyond which rotary angles depend on earlier sequences; None: never
+    vocab_size: int | None  # of the embeddings; None if it does not say
+
+
+class _Problem(msgspec.Struct, frozen=True, tag=True):
+    text: str
+
+
+def load_config(folder: Path, *, field: str = "model.path") -> Any:
+    """Return transformers' configuration of a model folder; ConfigError if it has none that could be used."""
+    require_sound(folder, field=field)
+    found = read_config(folder, field=field)
+    from transformers import CONFIG_MAPPING, AutoConfig, __version__
+
+    path, kind = folder / "config.json", found.get("model_type")
+    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
+        own_code = ", and the code that the folder brings is not run" if "auto_map" in found else ""
+        raise ConfigError(f"{field}: {path}: transformers {__version__} has no model_type {kind!r}{own_code}")
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        text_config(config)
+    except Exception as err:  # anything that the class of a configuration raises
+        raise ConfigError(f"{field}: {path} is no configuration of a {kind}: {err}") from err
+    return config
+
+
+def text_config(config: Any) -> Any:
+    """Return the part of a configuration that is about the language model; all of it for most models."""
+    return config.get_text_config(decoder=True)
+
+
+def positions(config: Any) -> int | None:
+    """Return how many tokens a sequence of this model may have; None if nothing limits them."""
+    found: int | None = getattr(text_config(config), "max_position_embeddings", None)
+    return found
+
+
+def dynamic_from(config: Any) -> int | None:
+    """Return the length beyond which rotary angles depend on the sequences computed before ("dynamic"), if any.
+
+    It is the least of all layers'. transformers goes by `max_position_embeddings`, other programs by the original one.
+    """
+    text = text_config(config)
+    name = "original_max_position_embeddings"
+    limits = [
+        limit
+        for rope in ropes(config)
+        if "dynamic" in str(rope["rope_type"])
+        for limit in (rope.get(name), getattr(text, name, None), positions(config))
+        if limit is not None
+    ]
+    return min(limits, default=None)
+
+
+def ropes(config: Any) -> Iterator[dict[str, Any]]:
+    """Yield the rotary embeddings of a language model: one for all layers, or one for each kind of layer."""
+    pending = [getattr(text_config(config), "rope_parameters", None)]
+    while pending:
+        rope = pending.pop()
+        if isinstance(rope, dict):
+            pending += rope.values()
+            if "rope_type" in rope:
+                yield rope
+
+
+def limits_json(folder: Path) -> bytes:
+    """Return the `Limits` of a model folder, or the ConfigError, as JSON: what the child process answers."""
+    try:
+        config = load_config(folder)
+    except ConfigError as err:
+        return msgspec.json.encode(_Problem(str(err)))
+    vocab_size = getattr(text_config(config), "vocab_size", None)
+    return msgspec.json.encode(Limits(positions(config), dynamic_from(config), vocab_size))
+
+
+def limits_of(folder: Path) -> Limits:
+    """Return the limits of a sound model folder, found by a process of its own.
+
+    It imports no torch, which takes seconds and 300 MB, and a hostile configuration takes at most CHILD_S seconds and
+    CHILD_BYTES there.
+    """
+    return _limits_of(folder, (folder / "config.json").read_bytes())
+
+
+@lru_cache(maxsize=8)
+def _limits_of(folder: Path, _config: bytes) -> Limits:
+    answer, reason = b"", f"it took more than {CHILD_S} s of CPU time or {CHILD_BYTES / 2**30:.0f} GB"
+    with suppress(subprocess.TimeoutExpired):
+        child = subprocess.run(
+            [sys.executable, "-c", _CHILD, str(folder), str(CHILD_S), str(CHILD_BYTES)],
+            env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},  # threads take memory at once
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=8 * CHILD_S,  # of a loaded machine: the process ends itself by its CPU time
+            check=False,
+        )
+        answer = child.stdout
+        reason = child.stderr.decode(errors="replace").strip().rpartition("\n")[2] if child.returncode > 0 else reason
+    try:
+        found: Limits | _Problem = msgspec.json.decode(answer, type=Limits | _Problem)
+    except msgspec.DecodeError:
+        raise ConfigError(f"model.path: {folder / 'config.json'} cannot be read by transformers: {reason}") from None
+    if isinstance(found, _Problem):
+        raise ConfigError(found.text)
+    return found

@@ -1,0 +1,116 @@
+"""The files of a model folder, which others may have made: checked once, before anything in it is used.
+
+Invariant: nothing outside the folder is read, and opening a file of it neither waits nor takes more memory than its
+kind needs. A link must lead to a file in the folder or, as in the caches of model hubs, from `snapshots/<revision>` to
+`blobs` beside it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from dora import foreign
+from dora.errors import ConfigError
+from dora.foreign import ForeignFileError
+
+_MB: Final = 2**20
+#: Largest file, by the end of its name. JSON of other kinds takes up to 20 times its size when it is parsed.
+_MAX_BYTES: Final[Mapping[str, int]] = {
+    ".safetensors.index.json": 32 * _MB,
+    "onfig.json": 4 * _MB,  # config.json, tokenizer_config.json, generation_config.json
+    ".json": 256 * _MB,  # the largest vocabularies have 40 MB
+    ".jinja": 4 * _MB,
+    ".txt": 256 * _MB,
+    ".model": 256 * _MB,
+}
+_MAX_HEADER: Final = 32 * _MB  # of a safetensors file; 94,000 experts one by one take 14 MB
+#: The deepest models have some hundred layers; a configuration has a list with an entry for each.
+_MAX_LAYERS: Final = 10_000
+_LAYERS: Final = ("layer", "layers", "depth", "blocks")
+
+
+class _Index(msgspec.Struct, frozen=True):
+    weight_map: dict[str, str]
+
+
+def require_sound(folder: Path, *, field: str = "model.path") -> None:
+    """ConfigError unless every file that may be read from a model folder is a regular one in it, of bounded size."""
+    if not (folder / "config.json").exists():
+        raise ConfigError(f"{field}: {folder} has no config.json; give a Hugging Face model folder")
+    if (folder / "adapter_config.json").exists():
+        raise ConfigError(f"{field}: {folder} is an adapter of another model; merge it into that model first")
+    home = Path(os.path.realpath(folder))
+    within = (home, home.parent.parent / "blobs") if home.parent.name == "snapshots" else (home,)
+    for path in sorted(folder.iterdir()):
+        if path.is_symlink() and not any(Path(os.path.realpath(path)).is_relative_to(root) for root in within):
+            raise ConfigError(f"{field}: {path} is a link that leads out of the folder; put the file itself there")
+        if path.name.endswith((*_MAX_BYTES, ".safetensors")):
+            try:
+                _require_file(path)
+            except (ForeignFileError, OSError) as err:
+                raise ConfigError(f"{field}: {err}") from err
+    indexed_files(folder, field=field)
+
+
+def _require_file(path: Path) -> None:
+    with foreign.open_regular(path, follow_links=True) as file:
+        size = os.fstat(file.fileno()).st_size
+        limit = next((limit for end, limit in _MAX_BYTES.items() if path.name.endswith(end)), None)
+        if limit is not None:
+            if size > limit:
+                raise ForeignFileError(f"{path}: has {size:,} bytes, expected at most {limit:,}; it was not read")
+            return
+        start = file.read(8)
+        length = struct.unpack("<Q", start)[0] if len(start) == 8 else size
+        if length > min(size - 8, _MAX_HEADER):
+            raise ForeignFileError(f"{path}: is not a safetensors file, or was cut; it was not read")
+
+
+def read_config(folder: Path, *, field: str = "model.path") -> dict[str, Any]:
+    """Return the config.json of a sound folder; ConfigError if it is none, or has more layers than any model."""
+    path = folder / "config.json"
+    try:
+        found = json.loads(foreign.read(path, max_bytes=_MAX_BYTES["onfig.json"], follow_links=True))
+    except (ValueError, RecursionError) as err:
+        raise ConfigError(f"{field}: {path} is not JSON ({err})") from err
+    except (ForeignFileError, OSError) as err:
+        raise ConfigError(f"{field}: {err}") from err
+    if not isinstance(found, dict):
+        raise ConfigError(f"{field}: {path} must contain a JSON object")
+    for key, value in _numbers(found):
+        if key.endswith(_LAYERS) and value > _MAX_LAYERS:
+            raise ConfigError(f"{field}: {path}: {key} is {value:.0f}; no model has more than {_MAX_LAYERS:,} layers")
+    return found
+
+
+def _numbers(found: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """Yield the numbers of an object and of the objects in it, with their keys."""
+    pending = [found]
+    while pending:
+        for key, value in pending.pop().items():
+            if isinstance(value, dict):
+                pending.append(value)
+            elif isinstance(value, int | float):
+                yield key, value
+
+
+def indexed_files(folder: Path, *, field: str = "model.path") -> dict[str, Path]:
+    """Return the file of each tensor by name, as the index of the folder has it; empty if there is no index."""
+    path = folder / "model.safetensors.index.json"
+    if not path.is_file():
+        return {}
+    try:
+        index = msgspec.json.decode(path.read_bytes(), type=_Index)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as err:
+        raise ConfigError(f"{field}: {path} is not an index of safetensors files ({err})") from err
+    for file in set(index.weight_map.values()):
+        if Path(file).name != file or not file.endswith(".safetensors"):
+            raise ConfigError(f"{field}: {path} names {file!r}, which is no safetensors file in its folder")
+    return {name: folder / file for name, file in index.weight_map.items()}
