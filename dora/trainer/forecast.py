@@ -88,7 +88,7 @@ class Outline:
         """
         self._copies = copies
         self._copies_on_host = copies_on_host
-        self._model = policy.build_on_meta(load_config(model_path))
+        self._model = policy.build_on_meta(load_config(model_path), dtype)
         layers = list(policy.decoder_layers(self._model))
         units = [_size(unit) for unit in policy.sharding_units(self._model)]
         self.parameters = _size(self._model)  #: number

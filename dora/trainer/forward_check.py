@@ -62,6 +62,10 @@ def check_forward(model: Any, *, device: torch.device, dtype: str, shared_prompt
         return _exact_layout(model, device=device, dtype=dtype, shared_prompts=shared_prompts)
     except (TypeError, ValueError, LookupError, AttributeError, NotImplementedError) as err:
         raise _refusal(model, f"its forward pass raises {err!r}") from err
+    except RuntimeError as err:  # also raised where memory runs out, or a rank ends
+        if "dtype" not in str(err) and "scalar type" not in str(err):
+            raise
+        raise _refusal(model, f"its forward pass in {dtype} raises {err!r}") from err
 
 
 def _exact_layout(model: Any, *, device: torch.device, dtype: str, shared_prompts: Sharing) -> CheckedLayout:

@@ -60,6 +60,7 @@ class Plan:
     """How all tensors of a model are loaded, and published under the names that they had."""
 
     conversions: tuple[Conversion, ...]
+    untrained: tuple[str, ...]  # names in the folder of buffers, and of tensors that the model has no use for
     float32: frozenset[str]  # names in the folder of tensors that a 16-bit or FP8 folder keeps in float32
 
 
@@ -159,7 +160,7 @@ def plan(model: Any, folder: ModelFolder) -> Plan:
     """Return how the tensors of `folder` become those of `model`, which is on the meta device and not yet sharded.
 
     Raise ConfigError if a tensor is missing, has another shape, or could not be published as it was found. Tensors
-    that the model has no use for are left out, as transformers does.
+    that the model has no use for, such as those of a vision part, are published as they are read.
     """
     mapping = get_model_conversion_mapping(model)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
@@ -190,7 +191,9 @@ def plan(model: Any, folder: ModelFolder) -> Plan:
             ) from err
     _require_all(model, folder, {target for conversion in conversions for target in conversion.targets})
     _name_unused(model, folder, unexpected)
-    return Plan(tuple(conversions), _kept_in_float32(folder))
+    buffers = dict(model.named_buffers()).keys()
+    constant = [name for one in conversions if buffers >= set(one.targets) for name in one.sources]
+    return Plan(tuple(conversions), (*unexpected, *constant), _kept_in_float32(folder))
 
 
 def _conversion(
@@ -277,7 +280,7 @@ def _name_unused(model: Any, folder: ModelFolder, names: list[str]) -> None:
     if names and dist.get_rank() == 0:
         print(  # noqa: T201
             f"dora trainer: {type(model).__name__} has no use for {names[0]} and {len(names) - 1} other tensors of "
-            f"{folder.path}; they are neither trained nor published",
+            f"{folder.path}; they are not trained, and published as they were read",
             file=sys.stderr,
         )
 

@@ -12,7 +12,7 @@ Both are correct, because every rank gets the same number of micro-batches.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,14 +23,26 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedModel
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+)
 
 from dora.errors import ConfigError
-from dora.model_config import load_config
+from dora.model_config import load_config, text_config
 from dora.trainer import attention, checkpointing
 from dora.trainer.loading import ModelFolder, Plan, load_shards, open_folder, plan, together
 
 GATHERED_BYTES = 2 * 2**30  # float32 weights + gradients of the whole model on every rank
+#: Kinds of models with an encoder, or that are one; a tolerance does not tell them from decoders in 16 bits.
+ENCODERS = {**MODEL_FOR_MASKED_LM_MAPPING_NAMES, **MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES}.keys()
+MAX_PARTS = 200_000  # 60 layers with 256 experts of three parameters each, none of them stacked, have 110,000
 
 
 class ShardedModel:
@@ -56,7 +68,7 @@ class ShardedModel:
         self.mesh, self.dtype, self.compiled = mesh, dtype, compiled
         with ExitStack() as opened:
             self.model: Any  # a transformers model whose class FSDP2 extends
-            self.model, folder, self.plan = together(lambda: _planned(model_path, opened), device=self.device)
+            self.model, folder, self.plan = together(lambda: _planned(model_path, dtype, opened), device=self.device)
             for parameter in self.model.parameters():
                 parameter.data = parameter.data.to(dtype if frozen else torch.float32)
                 parameter.requires_grad_(not frozen)
@@ -81,6 +93,10 @@ class ShardedModel:
                 lambda: load_shards(self.model, folder, self.plan, rank=rank, world_size=world_size),
                 device=self.device,
             )
+            keeps = rank == 0 and not frozen
+            #: What rank 0 publishes as it was read, by name; a copy, since a folder may change
+            self.untrained = {name: folder.read(name).clone() for name in self.plan.untrained if keeps}
+            self.dequantised = folder.scales.keys()
         for module in self._sharded_modules():  # lazy initialization allocates the shards; see shards()
             module.unshard()
             module.reshard()
@@ -160,26 +176,78 @@ def make_mesh(device: str) -> DeviceMesh:
 # ---- building -------------------------------------------------------------------------------------------------------
 
 
-def _planned(model_path: Path, opened: ExitStack) -> tuple[Any, ModelFolder, Plan]:
+def _planned(model_path: Path, dtype: torch.dtype, opened: ExitStack) -> tuple[Any, ModelFolder, Plan]:
     """Build the model without memory for its parameters, and plan how the folder's tensors become its own."""
     config = load_config(model_path)
     folder = open_folder(model_path, config, opened)
-    model = build_on_meta(config)
-    return model, folder, plan(model, folder)
+    model = build_on_meta(config, dtype)
+    planned = plan(model, folder)
+    buffers = dict(model.named_buffers())
+    for conversion in planned.conversions:
+        if planned.float32 & conversion.sources.keys():
+            for name in buffers.keys() & set(conversion.targets):
+                path, _, leaf = name.rpartition(".")
+                model.get_submodule(path)._buffers[leaf] = buffers[name].float()
+    return model, folder, planned
 
 
-def build_on_meta(config: Any) -> Any:
-    """Build the model of a config, without memory for its parameters."""
+def build_on_meta(config: Any, dtype: torch.dtype) -> Any:
+    """Build the model of a config, without memory for its parameters.
+
+    Buffers get the types that transformers gives them where it computes in `dtype`.
+    """
+    require_text_decoder(config)
     attention.require_interface(config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # what is read is dequantised
     try:
-        with torch.device("meta"):
+        with torch.device("meta"), _bounded():
             return AutoModelForCausalLM.from_config(
-                config, dtype=torch.float32, attn_implementation=attention.NAME, trust_remote_code=False
+                config, dtype=dtype, attn_implementation=attention.NAME, trust_remote_code=False
             )
+    except ConfigError:
+        raise
     except Exception as err:  # anything that the class of a model raises
         raise ConfigError(f"model.path: transformers cannot build {config.model_type} for training: {err!r}") from err
+
+
+def require_text_decoder(config: Any) -> None:
+    """ConfigError for kinds of models whose forward pass over text is not that of a decoder alone."""
+    kind, text = config.model_type, text_config(config)
+    if kind in ENCODERS or config.is_encoder_decoder:
+        raise ConfigError(
+            f"model.path: {kind} is a family of encoders, which see later tokens or count positions in ways of their "
+            "own; not supported"
+        )
+    family = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    is_of_text = text is not config and family is not None and family.config_class is type(text)
+    if kind in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES and not is_of_text:
+        alone = None if text is config else MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text), None)
+        advice = (
+            f"the text model alone can be trained from a folder of {alone.__name__}: text_config as its config.json, "
+            "and its tensors under the names of that class"
+            if alone is not None
+            else "transformers has no class for its text model alone, so it cannot be trained"
+        )
+        raise ConfigError(f"model.path: {kind} is multimodal: {advice}")
+
+
+@contextmanager
+def _bounded() -> Iterator[None]:
+    """ConfigError once models that are built meanwhile have more than MAX_PARTS modules and parameters."""
+    count = 0
+
+    def add(*_: object) -> None:
+        nonlocal count
+        count += 1
+        if count > MAX_PARTS:
+            raise ConfigError(f"model.path: its config.json describes more than {MAX_PARTS:,} modules and parameters")
+
+    with (
+        register_module_module_registration_hook(add),
+        register_module_parameter_registration_hook(add),
+    ):
+        yield
 
 
 def decoder_layers(model: Any) -> nn.ModuleList:

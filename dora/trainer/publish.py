@@ -94,13 +94,18 @@ class Publisher:
 
 
 def gather(policy: Policy, *, dtype: str, keep: bool) -> dict[str, Tensor]:
-    """Return the whole model in host memory, named and laid out as its folder was; empty unless `keep`. A collective,
-    one conversion (at most the experts of one layer) at a time.
+    """Return all tensors of the folder in host memory, named and laid out as they were; empty unless `keep`. A
+    collective, one conversion (at most the experts of one layer) at a time.
 
-    Floating-point tensors get `dtype`, except those that a 16-bit or FP8 folder keeps in float32.
+    What is trained gets `dtype`, except tensors that a 16-bit or FP8 folder keeps in float32. What is not keeps its
+    bits, or gets `dtype` if it was stored in FP8.
     """
     kept = {}
+    for name, tensor in policy.untrained.items():
+        kept[name] = tensor.to(getattr(torch, dtype)) if name in policy.dequantised else tensor
     for conversion in policy.plan.conversions:
+        if conversion.sources.keys() <= kept.keys():
+            continue
         tensors = {target: policy.full_tensor(target) for target in conversion.targets}
         if not keep:
             continue

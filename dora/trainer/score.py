@@ -19,7 +19,7 @@ from dora.model_config import load_config
 from dora.trainer import attention
 from dora.trainer.forward_check import check_forward
 from dora.trainer.logprobs import logprobs
-from dora.trainer.model import require_device
+from dora.trainer.model import require_device, require_text_decoder
 from dora.trainer.packing import Layout, PromptTokens, make_row, split_passes
 
 TOKENS_PER_ROW = 4_096  # sequences are packed up to this many tokens; a longer one is a row by itself
@@ -41,6 +41,7 @@ def score(
     require_device(device)
     disable_progress_bar()
     config = load_config(model_path)
+    require_text_decoder(config)
     attention.require_interface(config)
     model = AutoModelForCausalLM.from_pretrained(
         model_path,
