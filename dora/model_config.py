@@ -50,10 +50,12 @@ def load_config(folder: Path, *, field: str = "model.path") -> Any:
     """Return transformers' configuration of a model folder; ConfigError if it has none that could be used."""
     require_sound(folder, field=field)
     found = read_config(folder, field=field)
+    path, kind = folder / "config.json", found.get("model_type")
+    if not isinstance(kind, str):
+        raise ConfigError(f"{field}: {path}: model_type is {kind!r}, expected the name of a family of models")
     from transformers import CONFIG_MAPPING, AutoConfig, __version__
 
-    path, kind = folder / "config.json", found.get("model_type")
-    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
+    if kind not in CONFIG_MAPPING:
         own_code = ", and the code that the folder brings is not run" if "auto_map" in found else ""
         raise ConfigError(f"{field}: {path}: transformers {__version__} has no model_type {kind!r}{own_code}")
     try:

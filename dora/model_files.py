@@ -25,10 +25,10 @@ _MB: Final = 2**20
 _MAX_BYTES: Final[Mapping[str, int]] = {
     ".safetensors.index.json": 32 * _MB,
     "onfig.json": 4 * _MB,  # config.json, tokenizer_config.json, generation_config.json
-    ".json": 256 * _MB,  # the largest vocabularies have 40 MB
+    ".json": 64 * _MB,  # the largest tokenizer.json have 40 MB
     ".jinja": 4 * _MB,
-    ".txt": 256 * _MB,
-    ".model": 256 * _MB,
+    ".txt": 64 * _MB,
+    ".model": 64 * _MB,
 }
 _MAX_HEADER: Final = 32 * _MB  # of a safetensors file; 94,000 experts one by one take 14 MB
 #: The deepest models have some hundred layers; a configuration has a list with an entry for each.
@@ -68,8 +68,8 @@ def _require_file(path: Path) -> None:
                 raise ForeignFileError(f"{path}: has {size:,} bytes, expected at most {limit:,}; it was not read")
             return
         start = file.read(8)
-        length = struct.unpack("<Q", start)[0] if len(start) == 8 else size
-        if length > min(size - 8, _MAX_HEADER):
+        length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+        if not 2 <= length <= min(size - 8, _MAX_HEADER):
             raise ForeignFileError(f"{path}: is not a safetensors file, or was cut; it was not read")
 
 

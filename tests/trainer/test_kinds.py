@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -186,3 +187,25 @@ def test_a_model_of_endless_layers_is_refused_while_it_is_built(monkeypatch: pyt
     config.num_hidden_layers = 10**9
     with pytest.raises(ConfigError, match=r"^model\.path: its config\.json describes more than 2,000 modules"):
         build_on_meta(config, torch.float32)
+
+
+#: Entries of other types, and numbers that no model has.
+WRONG = ("x", [], {}, None, -1, 0, 10**30, 1e400, True, [[1]], {"model_type": 1}, [None])
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "qwen3_moe"])
+def test_entries_of_another_type_are_one_line_or_harmless(tmp_path: Path, family: str) -> None:
+    make_model(family).save_pretrained(tmp_path)
+    sound = json.loads((tmp_path / "config.json").read_bytes())
+    refused = 0
+    for key in [*sound, "quantization_config", "text_config", "auto_map", "attn_implementation", "_name_or_path"]:
+        for value in WRONG:
+            (tmp_path / "config.json").write_text(json.dumps(sound | {key: value}))
+            try:
+                Policy(tmp_path, mesh=make_mesh("cpu"), dtype=torch.float32)
+            except ConfigError as err:
+                assert "\n" not in str(err)  # noqa: PT017
+                assert "trust" not in str(err)  # noqa: PT017
+                refused += 1
+    assert refused > len(sound)
