@@ -126,6 +126,9 @@ def open_folder(path: Path, config: Any, stack: ExitStack) -> ModelFolder:
     method = quantization.get("quant_method")
     if method not in (None, "fp8"):
         raise ConfigError(f"model.path: {path} is quantized ({method}); give a bfloat16, float32 or FP8 version of it")
+    block = quantization.get("weight_block_size") or (1, 1)
+    if not (isinstance(block, list | tuple) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)):
+        raise ConfigError(f"model.path: weight_block_size of {path} is {block!r}, expected two positive integers")
     opened: dict[Path, Any] = {}
     files = {}
     for name, file in _files_by_name(path).items():
@@ -152,7 +155,7 @@ def open_folder(path: Path, config: Any, stack: ExitStack) -> ModelFolder:
         files={name: file for name, file in files.items() if name not in unused},
         scales=scales,
         scale_files={name: files[name] for name in scales.values()},
-        block=tuple(quantization.get("weight_block_size") or (1, 1)),
+        block=(block[0], block[1]),
     )
 
 
