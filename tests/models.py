@@ -170,6 +170,14 @@ model and its device, runs whenever a trainer starts and in `dora check`.
   with and without.
 - *published*: whether a version published without training has the names and the bits of the folder that was loaded.
 
+Refused by their kind, whatever their weights: encoders and models with an encoder (BERT, RoBERTa, CamemBERT, BART and
+others), and models of images or sound, unless transformers builds their text model alone (Qwen3.5, Llama 4): the line
+says whether the text model can be trained from a folder of its own. Refused by the length of requests: those beyond the
+positions of the model, and those beyond the original context of a `dynamic` rotary embedding, of whichever layers.
+
+Every version has all tensors of the folder. What is not trained (a vision part, layers that predict several tokens,
+buffers) is published bit for bit as it was read, but dequantised where it was FP8.
+
 | family | rows | max. difference of a log-prob | of the gradient | published | verdict |
 |---|---|---|---|---|---|
 {lines}
