@@ -158,6 +158,7 @@ def _try(config: Config, model: Path, mode: Mode, stack: ExitStack) -> Trial:
             checkpointing=mode,
             shared_prompts=trainer.shared_prompts,
             compiled=trainer.compile,
+            longest=config.longest_request,
         )
         return stack.enter_context(trial)
 

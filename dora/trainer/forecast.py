@@ -25,8 +25,8 @@ from torch.utils._pytree import tree_iter
 from dora.model_config import load_config
 from dora.trainer import model as policy
 from dora.trainer.checkpointing import MODES, Mode, apply_checkpointing
-from dora.trainer.forward_check import likely_layout
 from dora.trainer.kept import LiveBytes
+from dora.trainer.layouts import layout_of
 from dora.trainer.logprobs import few_tiles, logprobs
 from dora.trainer.optimizer import MomentBytes, roles_of
 from dora.trainer.packing import PACKED, Layout, Row, make_row
@@ -103,7 +103,7 @@ class Outline:
         apply_checkpointing(layers, checkpointing)
         _run_one_of_each(layers, self._live, self._repeated)
         self._run(trial_row(2, longest=2))  # the first pass also measures what follows the head
-        self._layout = likely_layout(self._model)
+        self._layout = layout_of(self._model)
         self._sizes = self._rows()
         self._counted: dict[Layout, tuple[_Count, _Count]] = {}  # with these sizes
 
@@ -112,7 +112,7 @@ class Outline:
     ) -> Forecast:
         """Forecast one pass over sequences of `longest` tokens, `tokens` in all (or one sequence, if that is longer).
 
-        `layout`: of the rows; by default the one that is likely for this model. `is_trial`: without moments and copies.
+        `layout`: of the rows; by default the one of this kind of model. `is_trial`: without moments and copies.
         """
         copies, moments = (0, 0.0) if is_trial else (self._copies, self._moments)
         if is_gathered := 8 * self.parameters <= policy.GATHERED_BYTES:  # all, and gradients until the step closes

@@ -95,7 +95,12 @@ def run(end: TrainerEnd, *, local_rank: int) -> None:
             activation_checkpointing=mode,
             compiled=settings.compile,
         )
-        checked = check_training(policy, dtype=settings.dtype, shared_prompts=settings.shared_prompts)
+        checked = check_training(
+            policy,
+            dtype=settings.dtype,
+            shared_prompts=settings.shared_prompts,
+            longest=settings.longest_request,
+        )
         trainer = Trainer(order, end=end, policy=policy, layout=checked.layout, publisher=publisher, clock=clock)
         trainer.start(note="; ".join(note for note in (checked.note, chosen) if note))
     clock.switch("waiting")

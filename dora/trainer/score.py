@@ -53,7 +53,8 @@ def score(
         use_safetensors=True,
     )
     model = model.to(device).eval()
-    layout = check_forward(model, device=torch.device(device), dtype=dtype).layout
+    longest = max(map(len, sequences), default=1)
+    layout = check_forward(model, device=torch.device(device), dtype=dtype, longest=longest).layout
     return score_with(
         model,
         layout,

@@ -31,6 +31,7 @@ from dora.objectives.settings import ObjectiveConfig
 from dora.trainer import checkpoint
 from dora.trainer.batch import advantages_of, check, firsts_of, pack, without_truncated
 from dora.trainer.copies import OtherPolicies
+from dora.trainer.forward_check import CHECK_EVERY, check_again
 from dora.trainer.logprobs import logprobs
 from dora.trainer.metrics import StepSums
 from dora.trainer.model import Policy
@@ -264,6 +265,9 @@ class Trainer:
     def _close_step(self, chain: str) -> None:
         started = time.perf_counter()
         self._close_update()
+        if (self._step + 1) % CHECK_EVERY == 0:
+            self._clock.switch("forward_backward")
+            self._check_again(f"the weights after step {self._step}, which are neither published nor saved")
         sums, updates = self._sums.reduce(), self._updates
         self._clock.switch("copying")
         weights = self._gather()
@@ -350,6 +354,13 @@ class Trainer:
         )
         self._step, self._skipped = loaded.step, loaded.skipped
         self._chain = loaded.chain or order.chain
+        self._check_again(f"the weights of the checkpoint of step {self._step}")
+
+    def _check_again(self, weights: str) -> None:
+        """Raise RunFailed unless the rows of this run are exact under the current weights; a collective."""
+        settings = self._settings
+        longest = settings.longest_request
+        check_again(self._policy, self._layout, dtype=settings.dtype, longest=longest, weights=weights)
 
     def _gather(self) -> dict[str, Tensor]:
         return gather(self._policy, dtype=self._settings.publish_dtype, keep=self._publisher is not None)

@@ -1,7 +1,7 @@
 """The lengths beyond which a decoder computes in another way, read from transformers' configuration object.
 
-Windows, chunks, blocks and original contexts, wherever a family keeps them: at the top, in the configuration of the text
-model, in the parameters of one rotary embedding or of one for each kind of layer.
+Windows, chunks, blocks and original contexts, wherever a family keeps them: at the top, in the configuration of the
+text model, in the parameters of one rotary embedding or of one for each kind of layer.
 """
 
 from __future__ import annotations

@@ -35,8 +35,9 @@ class Trial:
         checkpointing: Mode,
         shared_prompts: Sharing,
         compiled: bool,
+        longest: int,
     ) -> None:
-        """Load and check the model; ConfigError if it cannot be trained."""
+        """Load and check the model, for sequences of up to `longest` tokens; ConfigError if it cannot be trained."""
         require_device(device)
         disable_progress_bar()
         dist.init_process_group("nccl" if device == "cuda" else "gloo", store=HashStore(), rank=0, world_size=1)
@@ -48,7 +49,7 @@ class Trial:
                 activation_checkpointing=checkpointing,
                 compiled=compiled,
             )
-            self.checked = check_training(self._policy, dtype=dtype, shared_prompts=shared_prompts)
+            self.checked = check_training(self._policy, dtype=dtype, shared_prompts=shared_prompts, longest=longest)
         except BaseException:
             dist.destroy_process_group()
             raise

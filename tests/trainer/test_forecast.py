@@ -16,8 +16,8 @@ from dora.trainer import attention, forecast
 from dora.trainer import model as policy
 from dora.trainer.checkpointing import MODES, Mode, apply_checkpointing
 from dora.trainer.forecast import LOOP_ROWS, Outline, choose_mode, trial_row
-from dora.trainer.forward_check import check_forward, likely_layout
 from dora.trainer.kept import kept_bytes
+from dora.trainer.layouts import layout_of
 from dora.trainer.logprobs import logprobs
 from dora.trainer.model import Policy, decoder_layers, make_mesh
 from tests.families import make_config, make_model
@@ -44,7 +44,7 @@ def saved_config(folder: Path, config: Any) -> Path:
 
 def measure(model: Any, tokens: int, longest: int) -> int:
     model.set_attn_implementation(attention.NAME)
-    row = trial_row(tokens, longest=longest, layout=likely_layout(model))
+    row = trial_row(tokens, longest=longest, layout=layout_of(model))
     return kept_bytes(lambda: logprobs(model.eval().requires_grad_(), row, temperature=1.0))
 
 
@@ -56,13 +56,6 @@ def test_bytes_kept_are_those_of_the_real_model(family: str, mode: Mode, tmp_pat
     apply_checkpointing(decoder_layers(model), mode)
     found = outline.forecast(tokens=TOKENS, longest=LONGEST, ranks=2)
     assert found.kept == pytest.approx(measure(model, TOKENS, LONGEST), rel=TOLERANCE)
-
-
-@pytest.mark.parametrize(("family", "padded"), [("qwen3", False), ("lfm2", True), ("qwen3_5_text", True)])
-def test_the_likely_layout_is_the_one_that_the_check_finds(family: str, padded: bool) -> None:
-    model = make_model(family)
-    found = check_forward(model, device=torch.device("cpu"), dtype="float32").layout
-    assert likely_layout(model).padded == found.padded == padded
 
 
 def test_a_forecast_does_not_change_with_the_one_before(tmp_path: Path) -> None:

@@ -1,0 +1,49 @@
+"""The layout of rows that a model needs, told by what its layers are: a measurement never chooses one.
+
+Invariant: a model with a layer that carries state from one position to the next, other than by attention, is padded.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from transformers import DynamicCache
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
+
+from dora.trainer.model import decoder_layers
+from dora.trainer.packing import Layout
+from dora.trainer.thresholds import rope_limit
+
+
+def layout_of(model: Any) -> Layout:
+    """Return the layout, with prompts not shared."""
+    return Layout(padded=bool(why_padded(model)), rope_limit=rope_limit(model.config))
+
+
+def why_padded(model: Any) -> str:
+    """Return the reason why sequences cannot follow one another in a row, as a predicate; empty if they can."""
+    if scales_by_row(model):
+        return "scales queries by their position in the row"
+    if carries_state(model):
+        return "has layers which would carry state from one packed sequence into the next"
+    return ""
+
+
+def carries_state(model: Any) -> bool:
+    """Return whether a layer carries state by other means than attention (recurrence, state space, convolution).
+
+    Transformers marks many of these families, and a layer that decodes needs a place for its state in the cache. Of
+    all its causal models, those with one of these signs are those whose tokens still reach each other when none can
+    attend to another.
+    """
+    if any(getattr(module, "_is_stateful", False) for module in model.modules()):
+        return True
+    if any(isinstance(module, nn.Conv1d) for module in decoder_layers(model).modules()):
+        return True
+    return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in DynamicCache(config=model.config).layers)
+
+
+def scales_by_row(model: Any) -> bool:
+    """Return whether queries are scaled by their position in the row, in large steps (Llama 4)."""
+    return bool(getattr(model.config.get_text_config(decoder=True), "attn_temperature_tuning", False))
