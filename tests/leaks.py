@@ -1,4 +1,7 @@
-"""A planted leak: a share of the last hidden state of each sequence is added to the first one of the next in its row."""
+"""A planted leak: a share of the last hidden state of a sequence is added to the first one of the next in its row.
+
+Also how the layers that can leak so are told from attention without their names.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dora.trainer import attention
 from dora.trainer.model import decoder_layers
 
 
@@ -49,8 +53,6 @@ def plant(model: Any, *, share: float, layer: int = 1) -> list[Any]:
 
 def mixes_tokens(model: Any) -> bool:
     """Whether a token reaches another when none can attend to another; the model has the trainer's attention."""
-    from dora.trainer import attention
-
     num_tokens = 8
     embedded: list[Tensor] = []
 

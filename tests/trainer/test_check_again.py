@@ -96,7 +96,9 @@ def test_trained_weights_are_checked_again_without_a_change_and_a_leak_ends_the_
     with leaking(policy.model, share=0.01), pytest.raises(RunFailed) as failed:
         check()
     problem, _, advice = str(failed.value).rpartition("; ")
-    assert problem.startswith("under the weights after step 49, Qwen3ForCausalLM can no longer be trained: log-probs of")
+    assert problem.startswith(
+        "under the weights after step 49, Qwen3ForCausalLM can no longer be trained: log-probs of"
+    )
     assert advice == ("report it" if dtype == "float32" else 'resume with trainer.dtype = "float32", and report it')
 
 

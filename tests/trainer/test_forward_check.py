@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from dora.errors import ConfigError
 from dora.trainer import attention, forward_check, layouts
+from dora.trainer.check_rows import LENGTHS, sample_for
 from dora.trainer.forward_check import CheckedLayout, check_forward, check_training
 from dora.trainer.logprobs import logprobs
 from dora.trainer.model import Policy, make_mesh
@@ -46,6 +47,15 @@ STATEFUL = (
 DYNAMIC_ROPE = {
     "max_position_embeddings": 16, "rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4},
 }  # fmt: skip
+BY_KIND = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    "full_attention": {
+        "rope_type": "dynamic",
+        "factor": 4.0,
+        "rope_theta": 1e4,
+        "original_max_position_embeddings": 96,
+    },
+}
 LONG_ROPE = {
     "pad_token_id": 0, "original_max_position_embeddings": 16,
     "rope_parameters": {
@@ -155,6 +165,52 @@ def test_the_check_of_a_trainer_leaves_no_gradient_and_the_same_weights(policy: 
     assert policy.model.config._attn_implementation == attention.NAME
 
 
+# -- sequences beyond each threshold ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "longest", "beyond"),
+    [
+        ("llama", {}, 1000, ()),
+        ("mistral", {"sliding_window": 16}, 1000, ()),  # the short ones are beyond it
+        ("mistral", {"sliding_window": 80}, 1000, (88,)),
+        ("mistral", {"sliding_window": 80}, 85, (85,)),
+        ("mistral", {"sliding_window": 80}, 80, ()),
+        ("llama4_text", {"attention_chunk_size": 64, "floor_scale": 100}, 1000, (72, 108)),
+        ("gemma3_text", {"sliding_window": 70, "rope_parameters": BY_KIND}, 1000, (78, 104)),
+    ],
+)
+def test_there_is_a_sequence_beyond_each_threshold_up_to_the_longest(
+    family: str, changes: dict[str, Any], longest: int, beyond: tuple[int, ...]
+) -> None:
+    sample = sample_for(make_config(family, **changes), longest=longest)
+    assert sample.lengths == (*LENGTHS, *beyond)
+
+
+def test_a_rope_of_one_kind_of_layers_that_depends_on_the_row_is_refused_if_a_sequence_can_be_so_long() -> None:
+    kinds = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 16}
+    model = make("gemma3_text", head_dim=8, max_position_embeddings=96, rope_parameters=BY_KIND, **kinds)
+    check_forward(model, device=CPU, dtype="float32", longest=96)
+    with pytest.raises(ConfigError, match="cannot be trained: log-probs of packed sequences differ by"):
+        check_forward(model, device=CPU, dtype="float32", longest=120)
+
+
+def test_only_sequences_whose_scores_fit_are_compared_under_the_attention_of_transformers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = make("mistral", sliding_window=80)
+    compared: dict[str, list[int]] = {"eager": [], attention.NAME: []}
+
+    def note(_: Any, given: tuple[torch.Tensor, ...]) -> None:
+        compared[model.config._attn_implementation].append(given[0].shape[1])
+
+    model.get_input_embeddings().register_forward_pre_hook(note)
+    monkeypatch.setattr(forward_check, "SCORES", 4 * 64**2)
+    check_forward(model, device=CPU, dtype="float32", longest=100)
+    assert compared["eager"] == list(LENGTHS)
+    assert 88 in compared[attention.NAME]
+
+
 # -- planted faults ---------------------------------------------------------------------------------------------------
 
 
@@ -217,9 +273,15 @@ def test_a_model_that_cannot_share_prompts_is_packed_without_and_says_so() -> No
     model = mixes_neighbours(make("llama"))
     found = check_forward(model, device=CPU, dtype="float32", shared_prompts="auto")
     assert found.layout == Layout()
-    assert "LlamaForCausalLM computes each prompt once per answer: if they shared it, log-probs of packed sequences differ" in found.note
+    assert (
+        "LlamaForCausalLM computes each prompt once per answer: if they shared it, log-probs of packed sequences differ"
+        in found.note
+    )
     assert check_forward(model, device=CPU, dtype="float32", shared_prompts="off") == CheckedLayout(Layout())
-    with pytest.raises(ConfigError, match=r"trainer\.shared_prompts: LlamaForCausalLM cannot share prompts: if they shared it, log-probs"):
+    with pytest.raises(
+        ConfigError,
+        match=r"trainer\.shared_prompts: LlamaForCausalLM cannot share prompts: if they shared it, log-probs",
+    ):
         check_forward(model, device=CPU, dtype="float32", shared_prompts="on")
 
 
