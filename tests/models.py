@@ -159,11 +159,14 @@ the message shown. No GPU has run this table.
 Each family is a tiny model with random weights, built from the classes of transformers, saved as its publishers save
 it, and loaded by the trainer. Its log-probs and gradients (float32, up to {max(LENGTHS)} tokens) are compared
 with those of each sequence alone in plain transformers, under its own attention. The same comparison, on the loaded
-model and its device, runs whenever a trainer starts and in `dora check`.
+model and its device, runs whenever a trainer starts and in `dora check`; log-probs are compared again as weights are
+trained ([TRAINER.md](TRAINER.md)). `python -m tests.drawn SEED` does so in bfloat16, before and after 60 updates, with
+families and shapes drawn at random from all those of transformers.
 
 - *packed*: all sequences of a forward pass follow each other in one row.
-- *padded*: a row per sequence, for models with layers that carry state from token to token (linear attention, state
-  space, convolution). Sequences of similar length share a pass; the metric `padding_frac` is the cost.
+- *padded*: a row per sequence, for every model with a layer that carries state from token to token (recurrence, linear
+  attention, state space, convolution), in every data type: the kind decides, and what is measured can only refuse.
+  Sequences of similar length share a pass; the metric `padding_frac` is the cost.
 - *long apart*: sequences beyond the original context, whose rotary embedding (LongRoPE) differs, have passes of their
   own.
 - *shared*: answers to one prompt may follow it in a row that has it once; the differences are the larger ones of rows

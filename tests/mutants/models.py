@@ -65,4 +65,78 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
             "test_the_tensors_of_a_vision_part_are_published_bit_for_bit",
         ),
     ),
+    *of(
+        "dora/trainer/layouts.py",
+        "tests/trainer/test_layouts.py",
+        (
+            "marks-of-stateful-families-ignored",
+            'getattr(module, "_is_stateful", False)',
+            "False",
+            "test_a_family_carries_state_if_its_tokens_reach_each_other_without_attention[xlstm]",
+        ),
+        (
+            "convolutions-taken-for-attention",
+            "isinstance(module, nn.Conv1d)",
+            "False",
+            "test_a_convolution_is_a_sign_where_transformers_does_not_mark_the_family",
+        ),
+        (
+            "places-for-state-in-the-cache-ignored",
+            "isinstance(layer, LinearAttentionCacheLayerMixin)",
+            "False",
+            "test_a_family_carries_state_if_its_tokens_reach_each_other_without_attention[minimax]",
+        ),
+    ),
+    *of(
+        "dora/trainer/forward_check.py",
+        "tests/trainer/test_check_again.py",
+        (
+            "leak-between-sequences-not-measured",
+            "        if leak <= LEAK[self._dtype]:\n",
+            "        if True:\n",
+            "test_a_leak_of_a_hundredth_is_found_in_bfloat16_and_nothing_without_it[lfm2-12]",
+        ),
+        (
+            "no-sequence-follows-a-changed-one",
+            "for n in order[::2]]",
+            "for n in order[1::2]]",
+            "test_a_leak_of_a_hundredth_is_found_in_bfloat16_and_nothing_without_it[lfm2-0]",
+        ),
+        (
+            "failed-repeated-check-forgotten",
+            "    if problem:\n        raise RunFailed(",
+            "    if False:\n        raise RunFailed(",
+            "test_trained_weights_are_checked_again_without_a_change_and_a_leak_ends_the_run[bfloat16]",
+        ),
+    ),
+    *of(
+        "dora/trainer/step.py",
+        "tests/trainer/test_check_again.py",
+        (
+            "trained-weights-not-checked-at-a-resume",
+            '        self._check_again(f"the weights of the checkpoint of step {self._step}")\n',
+            "",
+            "test_ranks_end_the_run_at_a_leak_and_neither_publish_nor_save_nor_resume_such_weights",
+        ),
+    ),
+    *of(
+        "dora/trainer/check_rows.py",
+        "tests/trainer/test_forward_check.py",
+        (
+            "no-sequence-beyond-the-thresholds",
+            "if max(LENGTHS) <= limit < longest}",
+            "if False}",
+            "test_a_rope_of_one_kind_of_layers_that_depends_on_the_row_is_refused_if_a_sequence_can_be_so_long",
+        ),
+    ),
+    *of(
+        "dora/trainer/thresholds.py",
+        "tests/trainer/test_thresholds.py",
+        (
+            "rope-of-a-kind-of-layers-not-read",
+            "if isinstance(one, Mapping)}",
+            "if False}",
+            "test_longrope_is_found_in_the_one_embedding_and_in_that_of_a_kind_of_layer",
+        ),
+    ),
 )
