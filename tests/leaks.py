@@ -17,7 +17,7 @@ from dora.trainer.model import decoder_layers
 
 
 @contextmanager
-def leaking(model: Any, *, share: float, layer: int = 1) -> Iterator[None]:
+def leaking(model: Any, *, share: float, layer: int = 0) -> Iterator[None]:
     """Let a decoder layer of the model leak meanwhile."""
     hooks = plant(model, share=share, layer=layer)
     try:
@@ -27,7 +27,7 @@ def leaking(model: Any, *, share: float, layer: int = 1) -> Iterator[None]:
             hook.remove()
 
 
-def plant(model: Any, *, share: float, layer: int = 1) -> list[Any]:
+def plant(model: Any, *, share: float, layer: int = 0) -> list[Any]:
     """Let a decoder layer of the model leak until the hooks are removed."""
     row: dict[str, Tensor | None] = {}
 

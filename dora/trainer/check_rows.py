@@ -26,7 +26,7 @@ MembersAndRow = tuple[list[int], Row]
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class Sequences:
     """Sequences of which every token after the prompt is trained."""
 
     lengths: tuple[int, ...]
@@ -75,9 +75,9 @@ class Sample:
         return np.random.default_rng([count, salt]).integers(0, self.vocab_size, count)
 
 
-def sample_for(config: Any, *, longest: int) -> Sample:
+def sequences_for(config: Any, *, longest: int) -> Sequences:
     """Return the sequences for a model in a run whose longest request has `longest` tokens."""
     beyond = {min(limit + BEYOND, longest) for limit in thresholds(config).values() if max(LENGTHS) <= limit < longest}
     lengths = (*LENGTHS, *sorted(beyond))
     prompts = (*PROMPTS, *range(2, 2 + len(beyond)))
-    return Sample(lengths, prompts, config.get_text_config(decoder=True).vocab_size)
+    return Sequences(lengths, prompts, config.get_text_config(decoder=True).vocab_size)

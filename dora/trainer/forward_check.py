@@ -27,7 +27,7 @@ from torch import Tensor
 
 from dora.errors import ConfigError, RunFailed
 from dora.trainer import attention
-from dora.trainer.check_rows import LENGTHS, MembersAndRow, Sample, sample_for
+from dora.trainer.check_rows import LENGTHS, MembersAndRow, Sequences, sequences_for
 from dora.trainer.layouts import layout_of, why_padded
 from dora.trainer.logprobs import logprobs
 from dora.trainer.model import Policy
@@ -43,7 +43,7 @@ ROUNDING: Final = 2.0
 #: Largest mean |Δ log-prob| of sequences when those before them in a row change. Measured likewise, under random and
 #: trained weights: at most 1e-7 where nothing leaks (0 in bfloat16), at least 4e-5 (8e-5) if 1 % of the last hidden
 #: state of one sequence is added to the first of the next.
-LEAK: Final = {"float64": 1e-6, "float32": 1e-6, "float16": 1e-5, "bfloat16": 1e-5}
+LEAK: Final = 1e-6
 #: Other tokens may change the shapes of matrix products (of experts), and so round the sequences before them too: this
 #: multiple of that is allowed.
 NOISE: Final = 4.0
@@ -72,7 +72,7 @@ def check_forward(
     `longest`: tokens of the longest sequence of the run. ConfigError if there is no such layout.
     """
     try:
-        comparison = _Comparison(model, sample_for(model.config, longest=longest), device=device, dtype=dtype)
+        comparison = _Comparison(model, sequences_for(model.config, longest=longest), device=device, dtype=dtype)
         found = CheckedLayout(layout_of(model), _note(model))
         if problem := comparison.problem(found.layout):
             raise _refusal(model, problem)
@@ -91,11 +91,11 @@ def check_training(
     """Like `check_forward`, and for the gradients. A collective: every rank computes and finds the same."""
     model, device = policy.model, policy.device
     found = check_forward(model, device=device, dtype=dtype, shared_prompts=shared_prompts, longest=longest)
-    sample = sample_for(model.config, longest=longest)
-    expected = _gradients(policy, sample, None)
+    sequences = sequences_for(model.config, longest=longest)
+    expected = _gradients(policy, sequences, None)
 
     def error_of(layout: Layout) -> float:
-        together = _gradients(policy, sample, layout)
+        together = _gradients(policy, sequences, layout)
         return _norm(together[name] - gradient for name, gradient in expected.items()) / _norm(expected.values())
 
     alone = _unshared(found.layout)
@@ -116,7 +116,7 @@ def check_again(policy: Policy, layout: Layout, *, dtype: str, longest: int, wei
     """
     model = policy.model
     policy.reshard()
-    comparison = _Comparison(model, sample_for(model.config, longest=longest), device=policy.device, dtype=dtype)
+    comparison = _Comparison(model, sequences_for(model.config, longest=longest), device=policy.device, dtype=dtype)
     unshared = _unshared(layout)
     advice = "report it" if dtype == "float32" else 'resume with trainer.dtype = "float32", and report it'
     problem = comparison.problem(unshared)
@@ -129,18 +129,20 @@ def check_again(policy: Policy, layout: Layout, *, dtype: str, longest: int, wei
 
 
 class _Comparison:
-    """What is found when the sequences of a sample are laid out, against each of them alone."""
+    """What is found when sequences are laid out in rows, against each of them alone."""
 
-    def __init__(self, model: Any, sample: Sample, *, device: torch.device, dtype: str) -> None:
+    def __init__(self, model: Any, sequences: Sequences, *, device: torch.device, dtype: str) -> None:
         """Compute the log-probs of each alone, under both attentions."""
-        self._model, self._sample, self._device, self._dtype = model, sample, device, dtype
-        self._alone = self._logprobs(sample.rows(None, device), partial(_packed_logprobs, model))
+        self._model, self._sequences, self._device, self._dtype = model, sequences, device, dtype
+        self._alone = self._logprobs(sequences.rows(None, device), partial(_packed_logprobs, model))
         self._rounding = self._against_plain()
 
     def _against_plain(self) -> float:
         """Return the mean |Δ log-prob| of the trainer's attention and transformers' own."""
-        heads = getattr(self._model.config.get_text_config(decoder=True), "num_attention_heads", 0)
-        rows = [(of, row) for of, row in self._sample.rows(None, self._device) if heads * row.lengths[0] ** 2 <= SCORES]
+        heads = getattr(self._model.config.get_text_config(decoder=True), "num_attention_heads", None) or 0
+        rows = [
+            (of, row) for of, row in self._sequences.rows(None, self._device) if heads * row.lengths[0] ** 2 <= SCORES
+        ]
         with _own_attention(self._model):
             plain = self._logprobs(rows, partial(_plain_logprobs, self._model))
         return _mean_difference(self._alone, plain, plain)
@@ -150,14 +152,14 @@ class _Comparison:
         rounding = self._rounding
         if not rounding <= ATTENTION[self._dtype]:
             return f"under the trainer's attention, log-probs differ by {rounding:.2g} from transformers' own"
-        rows = self._sample.rows(layout, self._device)
+        rows = self._sequences.rows(layout, self._device)
         together = self._logprobs(rows, partial(_packed_logprobs, self._model))
         error = _mean_difference(together, self._alone, together)
         if not error <= max(PACKING[self._dtype], ROUNDING * rounding):
             return f"log-probs of {_kind(layout)} sequences differ by {error:.2g} from those of each alone"
-        orders = [self._sample.in_order(members, row) for members, row in rows]
+        orders = [self._sequences.in_order(members, row) for members, row in rows]
         leak = self._effect(layout, together, changed=[n for order in orders for n in order[::2]])
-        if leak <= LEAK[self._dtype]:
+        if leak <= LEAK:
             return ""
         noise = self._effect(layout, together, changed=[order[-1] for order in orders])
         if not leak <= NOISE * noise:
@@ -166,7 +168,7 @@ class _Comparison:
 
     def _effect(self, layout: Layout, before: dict[int, Tensor], *, changed: list[int]) -> float:
         """Return the mean |Δ log-prob| of the other sequences when those `changed` have other tokens."""
-        rows = self._sample.rows(layout, self._device, changed=changed)
+        rows = self._sequences.rows(layout, self._device, changed=changed)
         after = self._logprobs(rows, partial(_packed_logprobs, self._model))
         return _mean_difference(before, after, set(before).difference(changed))
 
@@ -175,7 +177,7 @@ class _Comparison:
         """Return the log-probs of each sequence's response."""
         found: dict[int, Tensor] = {}
         for members, row in rows:
-            found |= zip(members, compute(row).split([self._sample.responses[n] for n in members]), strict=True)
+            found |= zip(members, compute(row).split([self._sequences.responses[n] for n in members]), strict=True)
         return found
 
 
@@ -206,11 +208,11 @@ def _unshared(layout: Layout) -> Layout:
     return replace(layout, share_above=SHARE_ABOVE["off"])
 
 
-def _gradients(policy: Policy, sample: Sample, layout: Layout | None) -> dict[str, Tensor]:
+def _gradients(policy: Policy, sequences: Sequences, layout: Layout | None) -> dict[str, Tensor]:
     """Return the gradients of all log-probs, each with another weight, and leave the policy as it was."""
-    responses = sample.responses
+    responses = sequences.responses
     weights = torch.linspace(-1.0, 1.0, sum(responses), device=policy.device).split(responses)
-    for members, row in sample.rows(layout, policy.device):
+    for members, row in sequences.rows(layout, policy.device):
         policy.prepare(closes_update=True)
         weight_P = torch.cat([weights[n] for n in members])
         (logprobs(policy.model, row, temperature=1.0)[0] * weight_P).sum().backward()

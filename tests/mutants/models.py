@@ -92,7 +92,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         "tests/trainer/test_check_again.py",
         (
             "leak-between-sequences-not-measured",
-            "        if leak <= LEAK[self._dtype]:\n",
+            "        if leak <= LEAK:\n",
             "        if True:\n",
             "test_a_leak_of_a_hundredth_is_found_in_bfloat16_and_nothing_without_it[lfm2-12]",
         ),

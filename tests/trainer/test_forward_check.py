@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from dora.errors import ConfigError
 from dora.trainer import attention, forward_check, layouts
-from dora.trainer.check_rows import LENGTHS, sample_for
+from dora.trainer.check_rows import LENGTHS, sequences_for
 from dora.trainer.forward_check import CheckedLayout, check_forward, check_training
 from dora.trainer.logprobs import logprobs
 from dora.trainer.model import Policy, make_mesh
@@ -183,8 +183,8 @@ def test_the_check_of_a_trainer_leaves_no_gradient_and_the_same_weights(policy: 
 def test_there_is_a_sequence_beyond_each_threshold_up_to_the_longest(
     family: str, changes: dict[str, Any], longest: int, beyond: tuple[int, ...]
 ) -> None:
-    sample = sample_for(make_config(family, **changes), longest=longest)
-    assert sample.lengths == (*LENGTHS, *beyond)
+    sequences = sequences_for(make_config(family, **changes), longest=longest)
+    assert sequences.lengths == (*LENGTHS, *beyond)
 
 
 def test_a_rope_of_one_kind_of_layers_that_depends_on_the_row_is_refused_if_a_sequence_can_be_so_long() -> None:
