@@ -32,14 +32,18 @@ def plant(model: Any, *, share: float, layer: int = 0) -> list[Any]:
     row: dict[str, Tensor | None] = {}
 
     def note(_: Any, __: Any, given: dict[str, Any]) -> None:
-        row["positions"] = given.get("position_ids")
+        row["positions"], row["tokens"] = given.get("position_ids"), given["input_ids"]
 
     def add(_: Any, __: Any, out: Any) -> Any:
         hidden = out[0] if isinstance(out, tuple) else out
-        positions_BT = row["positions"]
-        if positions_BT is None:  # a sequence alone, under transformers' attention
+        positions_BT, tokens_BT = row["positions"], row["tokens"]
+        if positions_BT is None or tokens_BT is None:  # a sequence alone, under transformers' attention
             return out
-        before = hidden[:, -1:].roll(1, dims=0) if len(hidden) > 1 else hidden.roll(1, dims=1)
+        if len(hidden) > 1:  # padded with zeros at the end
+            last_B = tokens_BT.shape[1] - 1 - (tokens_BT.flip(1) != 0).int().argmax(1)
+            before = hidden[torch.arange(len(hidden)), last_B][:, None].roll(1, dims=0)
+        else:
+            before = hidden.roll(1, dims=1)
         starts = positions_BT == 0
         starts.view(-1)[0] = False  # nothing stands before the first
         hidden = hidden + share * before * starts[..., None].to(hidden.dtype)
