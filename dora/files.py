@@ -26,7 +26,7 @@ from dora import foreign
 from dora.errors import DoraError
 
 #: Longest line with a sample: an answer of a million tokens takes 60 MB.
-MAX_SAMPLE_BYTES: Final = 64 << 20
+MAX_TRAJECTORY_BYTES: Final = 64 << 20
 #: Longest line of other files of rows: with counts for thousands of steps and many lanes, one has some 10 KB.
 MAX_ROW_BYTES: Final = 1 << 20
 #: Bound on the lines of a LineFile that wait for space: a step takes kilobytes, and the journal gives up after minutes.
@@ -220,7 +220,7 @@ def drop_lines(path: Path, *, is_known: Callable[[bytes], bool]) -> int:
     After a crash the file has all of them or none.
     """
     dropped = kept = end = seen = 0
-    for line in foreign.read_lines(path, max_bytes=MAX_SAMPLE_BYTES):
+    for line in foreign.read_lines(path, max_bytes=MAX_TRAJECTORY_BYTES):
         seen += len(line)
         if is_known(line):
             kept += len(line)
@@ -233,7 +233,7 @@ def drop_lines(path: Path, *, is_known: Callable[[bytes], bool]) -> int:
     elif dropped:
         written = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
         with written.open("xb") as copy:
-            copy.writelines(line for line in foreign.read_lines(path, max_bytes=MAX_SAMPLE_BYTES) if is_known(line))
+            copy.writelines(line for line in foreign.read_lines(path, max_bytes=MAX_TRAJECTORY_BYTES) if is_known(line))
         wrote(written)
         sync(written)
         rename(written, path)

@@ -21,7 +21,7 @@ from dora.core import commands as cmd
 from dora.core.ids import GroupId, StepId, TrajectoryId, VersionId
 from dora.core.tables import Group
 from dora.environments.renderer import Renderer
-from dora.files import MAX_SAMPLE_BYTES, LineFile
+from dora.files import MAX_TRAJECTORY_BYTES, LineFile
 from dora.journal.deep import EVALUATION, NO_GROUP, KeptPart, KeptTrajectory, encode_kept
 from dora.tasks.tokenizer import Tokenizer
 from dora.transport.messages import TrainerLogprobs
@@ -42,7 +42,7 @@ class SampleFile:
         self._room = max_bytes - file.path.stat().st_size
         self._earlier = {  # from before a resume, some of which may come again with a step that is trained again
             msgspec.json.decode(line, type=_Kept).trajectory
-            for line in foreign.read_lines(file.path, max_bytes=MAX_SAMPLE_BYTES)
+            for line in foreign.read_lines(file.path, max_bytes=MAX_TRAJECTORY_BYTES)
         }
 
     def lines(self, kept: Iterable[KeptTrajectory]) -> list[bytes]:

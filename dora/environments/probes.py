@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 Message = Mapping[str, Any]
 
 
-class Probe(NamedTuple):
+class ProbeConversation(NamedTuple):
     """A conversation, and the tools that it has."""
 
     messages: tuple[Message, ...]
@@ -76,36 +76,38 @@ _ANSWER: Final = _turn("It is 7.")
 _THOUGHT_ANSWER: Final = _turn("It is 7.", reasoning="That was easy.")
 
 #: What is continued when a turn has called: the prompt, with the turn, and what follows.
-START: Final = Probe((_SYSTEM, _USER), _TOOLS)
-CALL: Final = Probe((*START.messages, _CALLED), _TOOLS)
+START: Final = ProbeConversation((_SYSTEM, _USER), _TOOLS)
+CALL: Final = ProbeConversation((*START.messages, _CALLED), _TOOLS)
 RESULT: Final = _results(_CALLED, "7")
 
 #: By what the conversation has.
-PROBES: Final[Mapping[str, Probe]] = MappingProxyType(
+PROBES: Final[Mapping[str, ProbeConversation]] = MappingProxyType(
     {
-        "a system message": Probe((_SYSTEM, _USER)),
-        "no system message": Probe((_USER,)),
-        "a call and its result": Probe((*CALL.messages, *RESULT), _TOOLS),
+        "a system message": ProbeConversation((_SYSTEM, _USER)),
+        "no system message": ProbeConversation((_USER,)),
+        "a call and its result": ProbeConversation((*CALL.messages, *RESULT), _TOOLS),
         "a tool": START,
-        "tools and no system message": Probe((_USER,), _TWO_TOOLS),
-        "a call without a system message": Probe((_USER, _CALLED, *RESULT), _TOOLS),
-        "text with a call": Probe((_USER, _SAID, *_results(_SAID, "7")), _TOOLS),
-        "reasoning with a call": Probe((_USER, _THOUGHT, *_results(_THOUGHT, "7")), _TOOLS),
-        "a turn without a call": Probe((_USER, _ANSWER, _MORE)),
-        "a turn without a call, and tools": Probe((_SYSTEM, _USER, _ANSWER, _MORE), _TOOLS),
-        "the reasoning of an earlier turn": Probe((_USER, _THOUGHT_ANSWER, _MORE)),
-        "a user's message after a result": Probe((_SYSTEM, _USER, _THOUGHT, *_results(_THOUGHT, "7"), _MORE), _TOOLS),
-        "several calls in a turn": Probe(
+        "tools and no system message": ProbeConversation((_USER,), _TWO_TOOLS),
+        "a call without a system message": ProbeConversation((_USER, _CALLED, *RESULT), _TOOLS),
+        "text with a call": ProbeConversation((_USER, _SAID, *_results(_SAID, "7")), _TOOLS),
+        "reasoning with a call": ProbeConversation((_USER, _THOUGHT, *_results(_THOUGHT, "7")), _TOOLS),
+        "a turn without a call": ProbeConversation((_USER, _ANSWER, _MORE)),
+        "a turn without a call, and tools": ProbeConversation((_SYSTEM, _USER, _ANSWER, _MORE), _TOOLS),
+        "the reasoning of an earlier turn": ProbeConversation((_USER, _THOUGHT_ANSWER, _MORE)),
+        "a user's message after a result": ProbeConversation(
+            (_SYSTEM, _USER, _THOUGHT, *_results(_THOUGHT, "7"), _MORE), _TOOLS
+        ),
+        "several calls in a turn": ProbeConversation(
             (_SYSTEM, _USER, _ONE, *_results(_ONE, "0"), _ALL, *_results(_ALL, "1", "2", "3")), _TWO_TOOLS
         ),
-        "turns of several kinds": Probe(
+        "turns of several kinds": ProbeConversation(
             (
                 *(_USER, _SAID, *_results(_SAID, "7"), _THOUGHT_ANSWER),
                 *(_MORE, _ANSWER, _USER, _MANY, *_results(_MANY, "1"), _CALLED, *RESULT),
             ),
             _TWO_TOOLS,
         ),
-        "space around its texts": Probe(
+        "space around its texts": ProbeConversation(
             (
                 {"role": "system", "content": " Be brief. "},
                 {"role": "user", "content": " k? \n"},
@@ -114,8 +116,8 @@ PROBES: Final[Mapping[str, Probe]] = MappingProxyType(
             ),
             _TOOLS,
         ),
-        "empty texts": Probe((_USER, _turn(""), {"role": "user", "content": ""})),
-        "two messages of the user": Probe((_USER, _MORE)),
+        "empty texts": ProbeConversation((_USER, _turn(""), {"role": "user", "content": ""})),
+        "two messages of the user": ProbeConversation((_USER, _MORE)),
     }
 )
 

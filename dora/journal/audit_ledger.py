@@ -14,7 +14,7 @@ import msgspec
 
 from dora.core import commands as cmd
 from dora.core import events as ev
-from dora.core.ids import GroupId, TrajectoryId, deadline, group_of
+from dora.core.ids import GroupId, TrajectoryId, VersionId, deadline, group_of
 from dora.journal.audit_tables import AuditedAnswer, AuditedGroup, AuditedStep, AuditTables
 
 C2_LEDGER: Final = "C2 ledger"
@@ -58,7 +58,7 @@ def _admit_group(t: AuditTables, order: cmd.AdmitGroup) -> None:
 
 def _last_step(t: AuditTables, version: int) -> int:
     """Return the last step that may train a group of this version."""
-    return deadline(version, max_staleness=t.settings.max_lag, steps=t.settings.steps)
+    return deadline(VersionId(version), max_staleness=t.settings.max_lag, steps=t.settings.steps)
 
 
 def _on_controller_restarted(t: AuditTables, event: ev.ControllerRestarted) -> None:

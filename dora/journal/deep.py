@@ -137,7 +137,7 @@ def encode_kept(kept: KeptTrajectory) -> bytes:
 
 def read_kept(path: Path) -> Iterator[KeptTrajectory]:
     """Return the lines of `trajectories.jsonl`; a torn last line is left out."""
-    for number, line in enumerate(foreign.read_lines(path, max_bytes=files.MAX_SAMPLE_BYTES), start=1):
+    for number, line in enumerate(foreign.read_lines(path, max_bytes=files.MAX_TRAJECTORY_BYTES), start=1):
         try:
             kept = msgspec.json.decode(line, type=KeptTrajectory)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as err:

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import msgspec
 
-from dora.files import MAX_ROW_BYTES, MAX_SAMPLE_BYTES
+from dora.files import MAX_ROW_BYTES, MAX_TRAJECTORY_BYTES
 from dora.journal.deep import KeptPart
 from dora.journal.run_folder import RunFolder
 from dora.journal.spans import Kind
@@ -99,7 +99,7 @@ class Records:
         self._timeline = Lines(
             folder.timeline, max_bytes=MAX_ROW_BYTES, kind_of=self._digest, on_reset=self._forget_digests
         )
-        self._samples = Lines(folder.trajectories, max_bytes=MAX_SAMPLE_BYTES, kind_of=_kind_of_sample)
+        self._samples = Lines(folder.trajectories, max_bytes=MAX_TRAJECTORY_BYTES, kind_of=_kind_of_sample)
 
     def steps(self, since: int = 0) -> bytes:
         """Return the rows of steps and evaluations from line `since` of metrics.jsonl on, evenly thinned."""

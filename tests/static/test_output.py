@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 CLI = Path("dora/cli")
-PRINTS = re.compile(r"\bstd(?:out|err)\.(?:write|buffer)|\bprint\(|typer\.echo|click\.echo")
+PRINTS = re.compile(r"\bstd(?:out|err)\.(?:write|buffer)|(?<!\.)\bprint\(|typer\.echo|click\.echo")
 
 
 @pytest.mark.parametrize("path", sorted(CLI.glob("*.py")), ids=lambda path: path.name)
