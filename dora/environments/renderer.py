@@ -190,7 +190,7 @@ def _equal(candidates: Sequence[_Candidate], tokenizer: Tokenizer, name: str) ->
     return equal
 
 
-def _by_family(renderer: Renderer, probe: probes.Probe) -> list[int] | None:
+def _by_family(renderer: Renderer, probe: probes.ProbeConversation) -> list[int] | None:
     try:
         return renderer.render(probe.messages, tools=probe.tools)
     except RenderingFailed:
