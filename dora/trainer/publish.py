@@ -100,11 +100,11 @@ def gather(policy: Policy, *, dtype: str, keep: bool) -> dict[str, Tensor]:
     What is trained gets `dtype`, except tensors that a 16-bit or FP8 folder keeps in float32. What is not keeps its
     bits, or gets `dtype` if it was stored in FP8.
     """
-    kept = {}
-    for name, tensor in policy.untrained.items():
+    kept, untrained = {}, set(policy.plan.untrained)
+    for name, tensor in policy.untrained.items():  # rank 0 has them
         kept[name] = tensor.to(getattr(torch, dtype)) if name in policy.dequantised else tensor
     for conversion in policy.plan.conversions:
-        if conversion.sources.keys() <= kept.keys():
+        if conversion.sources.keys() <= untrained:
             continue
         tensors = {target: policy.full_tensor(target) for target in conversion.targets}
         if not keep:
