@@ -4,6 +4,59 @@ from __future__ import annotations
 
 from typing import Final
 
-from tests.mutants.mutant import Mutant
+from tests.mutants.mutant import Mutant, of
 
-MUTANTS: Final[tuple[Mutant, ...]] = ()
+_HOSTILE: Final = "test_a_hostile_folder_ends_every_command_with_one_line"
+
+MUTANTS: Final[tuple[Mutant, ...]] = (
+    *of(
+        "dora/foreign.py",
+        "tests/journal/test_foreign.py",
+        (
+            "a file of any size is read",
+            "    if max(size, len(data)) > max_bytes:\n",
+            "    if False:\n",
+            "test_a_file_is_read_up_to_its_bound_and_not_beyond",
+        ),
+    ),
+    *of(
+        "dora/weights/store.py",
+        "tests/weights/test_store.py",
+        (
+            "the folder of another user is swept",
+            "            foreign.require_folder(root, owners={os.geteuid()})\n            with foreign",
+            "            with foreign",
+            "test_a_folder_of_another_user_is_not_touched",
+        ),
+    ),
+    *of(
+        "dora/cli/view.py",
+        "tests/app/test_written_files.py",
+        (
+            "an output is written through a link",
+            'f".{path.name[:200]}-{secrets.token_hex(8)}")\n    try:\n        with written.open("xb")',
+            'f".{path.name}")\n    try:\n        with written.open("wb")',
+            "test_a_link_beside_the_output_is_not_written_through",
+        ),
+    ),
+    *of(
+        "dora/journal/run_folder.py",
+        "tests/app/test_hostile_folders.py",
+        ("a run folder is opened as it is", "        folder._require_own_kinds()\n", "", _HOSTILE),
+    ),
+    *of(
+        "dora/journal/reader.py",
+        "tests/app/test_hostile_folders.py",
+        ("any settings are replayed", "if not header.settings.is_possible:", "if False:", _HOSTILE),
+    ),
+    *of(
+        "dora/journal/audit_report.py",
+        "tests/app/test_escapes.py",
+        (
+            "the audit prints what a journal says",
+            '"\\n".join(map(one_line, [*lines, f"audit: {verdict}"]))',
+            '"\\n".join([*lines, f"audit: {verdict}"])',
+            "test_a_command_shows_text_of_a_run_folder_harmlessly",
+        ),
+    ),
+)
