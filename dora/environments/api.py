@@ -175,10 +175,14 @@ class ToolEnvironment(Environment):
         return {function.__name__: function for function in (*functions, *(getattr(self, name) for name in own))}
 
     async def _answers(self, calls: Sequence[ToolCall]) -> list[Message]:
-        tools = [self._tools().get(call.name) for call in calls]
-        in_loop = [n for n, tool in enumerate(tools) if inspect.iscoroutinefunction(tool)]
-        in_order = [n for n, tool in enumerate(tools) if inspect.ismethod(tool) and n not in in_loop]
-        in_threads = [n for n in range(len(calls)) if n not in in_loop and n not in in_order]
+        tools = self._tools()
+        in_loop: list[int] = []
+        in_order: list[int] = []
+        in_threads: list[int] = []
+        for number, call in enumerate(calls):
+            tool = tools.get(call.name)
+            is_async, is_method = inspect.iscoroutinefunction(tool), inspect.ismethod(tool)
+            (in_loop if is_async else in_order if is_method else in_threads).append(number)
         answers: dict[int, Message] = {}
         with _spare_threads(min(AT_ONCE, len(in_threads) + bool(in_order)) - 1) as spare:
             lanes = [[*in_order], *([] for _ in range(spare))]  # each is answered one after the other

@@ -76,8 +76,8 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         "tests/environments/test_user_code.py",
         (
             "methods-race",
-            "        in_order = [n for n, tool in enumerate(tools) if inspect.ismethod(tool) and n not in in_loop]\n",
-            "        in_order: list[int] = []\n",
+            "(in_loop if is_async else in_order if is_method else in_threads)",
+            "(in_loop if is_async else in_threads)",
             "test_methods_that_share_the_state_of_an_episode_run_one_after_the_other_in_the_order_of_the_calls",
         ),
         (

@@ -908,10 +908,14 @@ _ACCESS: Final = (
             "            if True:",
             "test_what_only_gives_a_prompt_does_not_dilute_the_failures",
         ),
+    ),
+    *of(
+        "dora/environments/failures.py",
+        "tests/environments/test_environment_pool.py",
         (
             "every-episode-of-a-lost-host-counts",
-            'is_known = outcome.cause == "host" and known.source in known.host.blamed',
-            "is_known = False",
+            "            if source in death.sources:\n",
+            "            if False:\n",
             "test_a_lost_host_is_one_failure_of_a_source_and_is_logged",
         ),
     ),
