@@ -19,7 +19,7 @@ from dora.config.schema import Config
 from dora.errors import ConfigError
 from dora.journal import signature
 from dora.journal.reader import Journal
-from dora.journal.run_folder import RunFolder
+from dora.journal.run_folder import MAX_CONFIG_BYTES, RunFolder
 
 log = structlog.get_logger(__name__)
 
@@ -51,7 +51,7 @@ def require_trust(folder: RunFolder, config: Config, *, named: Iterable[str], to
     `config`: what it is with the user's overrides. `to`: what the user is about to do ("a resume"), which would execute
     what is `named`.
     """
-    signed = foreign.read(folder.config, max_bytes=signature.MAX_CONFIG_BYTES)
+    signed = foreign.read(folder.config, max_bytes=MAX_CONFIG_BYTES)
     if signature.is_signed(signed, run_id=Journal(folder.journal).header.run_id, keys=_keys(config)):
         return
     items = [*named]

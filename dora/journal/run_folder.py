@@ -21,7 +21,7 @@ from dora.journal.access import restrict
 
 _NAME = re.compile(r"[A-Za-z0-9._-]+")
 #: A configuration takes 10 KB, and some more with the addresses of 64 servers.
-_MAX_CONFIG_BYTES: Final = 1 << 20
+MAX_CONFIG_BYTES: Final = 1 << 20
 
 
 class RunFolder:
@@ -146,8 +146,8 @@ class RunFolder:
         missing = [file.name for file in (folder.config, folder.journal) if not file.is_file()]
         if missing:
             raise ConfigError(f"{path}: is not a run folder: it has no {' and no '.join(missing)}")
-        if folder.config.stat().st_size > _MAX_CONFIG_BYTES:
-            raise ConfigError(f"{folder.config}: has more than {_MAX_CONFIG_BYTES:,} bytes; it was not read")
+        if folder.config.stat().st_size > MAX_CONFIG_BYTES:
+            raise ConfigError(f"{folder.config}: has more than {MAX_CONFIG_BYTES:,} bytes; it was not read")
         return folder
 
 

@@ -21,8 +21,6 @@ from typing import Final
 from dora import files, foreign
 from dora.errors import ConfigError
 
-#: Bound on a configuration that is read to be verified.
-MAX_CONFIG_BYTES: Final = 16 << 20
 _PREFIX: Final = b"# signature: "
 _MAX_KEYS: Final = 2
 _KEY_BYTES: Final = 32

@@ -120,14 +120,14 @@ _JOURNAL: Final = (
         ),
         (
             "damaged-middle-taken-for-a-torn-end",
-            "                    self._require_end(data, offset)\n",
+            "                    self._require_end(file, offset)\n",
             "",
             "test_a_flipped_bit_in_front_of_a_whole_frame_is_an_error_that_names_file_and_offset",
         ),
         (
             "checksum-of-payload-not-compared",
-            "        return payload if crc32(payload) == payload_crc else None",
-            "        return payload",
+            "        return length if not left and found == payload_crc else None",
+            "        return length if not left else None",
             "test_a_damaged_last_frame_is_a_torn_end_whatever_its_bytes",
         ),
         (
