@@ -55,7 +55,7 @@ def _version_due(state: State, instance: Instance, *, newest: VersionId, is_busy
         return evaluation.version
     is_late = bool(evaluation.waiting) and not _has_instance(state, evaluation.version)
     is_free = instance.is_empty and not instance.pressed
-    may_take = not is_busy or _has_instance(state, newest, besides=instance)
+    may_take = not is_busy or _has_another(state, newest, besides=instance)
     return evaluation.version if is_late and is_free and may_take else newest
 
 
@@ -64,10 +64,17 @@ def _has_samples(instance: Instance) -> bool:
     return len(instance.residents) > instance.num_training or any(t.group is None for t in instance.reserved.values())
 
 
-def _has_instance(state: State, version: VersionId, *, besides: Instance | None = None) -> bool:
-    """Whether another instance serves or loads this version."""
+def _has_instance(state: State, version: VersionId) -> bool:
+    """Whether an instance serves or loads this version."""
     entry = state.entry(version)
-    return entry.loading > 0 or any(i is not besides for i in entry.serving.values())
+    return bool(entry.serving or entry.loading)
+
+
+def _has_another(state: State, version: VersionId, *, besides: Instance) -> bool:
+    """Whether another instance serves this version or, if this one does not serve it, loads it."""
+    if besides.version == version:
+        return len(state.entry(version).serving) > 1
+    return _has_instance(state, version)
 
 
 def _make_way(state: State, newest: VersionId) -> None:

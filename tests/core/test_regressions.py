@@ -231,6 +231,22 @@ def test_an_evaluation_is_not_given_the_only_instance_while_training_calls() -> 
     assert core.result(4) == [generate(4, on=0, version=2, attempt=3, tokens=2)]
 
 
+def test_an_evaluation_is_not_given_the_only_instance_that_is_confirmed_to_hold_the_newest_version() -> None:
+    core = started("partial", instances=2, slots=8, steps=4, groups_per_step=1, eval_prompt_tokens=(3,), eval_every=2)
+    core.finished(-1)
+    for step in (0, 1, 2):
+        core.answer(step)
+        core.train(step)
+        core.publish(step + 1)
+        if step < 2:
+            pushes_of(core, rounds=1)
+    core.graded(-1, 1.0)  # the evaluation of version 2 begins
+    busy, empty = sorted(core.state.instances.values(), key=lambda i: i.is_empty)
+    assert [(i.pushing, len(i.residents)) for i in (busy, empty)] == [(3, 2), (3, 0)]
+    assert core.pushed(empty.id, 3) == []  # the other push may fail
+    assert core.pushed(busy.id, 3) == [push(empty.id, version=2, attempt=5)]
+
+
 def test_where_samples_are_decoded_everywhere_those_of_one_instance_make_way_for_training() -> None:
     core = evaluating(instances=2, samples=3)
     samples = {i.id: [t for t in i.residents if t < 0] for i in core.state.instances.values()}

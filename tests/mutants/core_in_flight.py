@@ -36,9 +36,15 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         ),
         (
             "update-evaluation-takes-what-training-needs",
-            "not is_busy or _has_instance(state, newest, besides=instance)",
+            "not is_busy or _has_another(state, newest, besides=instance)",
             "True",
             "test_an_evaluation_is_not_given_the_only_instance_while_training_calls",
+        ),
+        (
+            "update-evaluation-takes-the-only-confirmed-instance",
+            "        return len(state.entry(version).serving) > 1\n",
+            "        return len(state.entry(version).serving) > 1 or state.entry(version).loading > 0\n",
+            "test_an_evaluation_is_not_given_the_only_instance_that_is_confirmed_to_hold_the_newest_version",
         ),
         (
             "update-evaluation-takes-instance-under-pressure",
