@@ -56,7 +56,7 @@ def _admit_group(t: AuditTables, order: cmd.AdmitGroup) -> None:
     _check_window(t)
 
 
-def _last_step(t: AuditTables, version: int) -> int:
+def _last_step(t: AuditTables, version: VersionId) -> int:
     """Return the last step that may train a group of this version."""
     return deadline(VersionId(version), max_staleness=t.settings.max_lag, steps=t.settings.steps)
 
@@ -66,7 +66,7 @@ def _on_controller_restarted(t: AuditTables, event: ev.ControllerRestarted) -> N
         t.settings = msgspec.structs.replace(t.settings, steps=event.steps)
         if not t.settings.rules.bounded:  # all groups are due at the end of the job, which is later now
             for group in t.groups.values():
-                group.deadline = _last_step(t, group.version)
+                group.deadline = _last_step(t, VersionId(group.version))
 
 
 def _grade_trajectory(t: AuditTables, order: cmd.GradeTrajectory) -> None:

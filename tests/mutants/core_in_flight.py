@@ -86,7 +86,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         (
             "audit-longer-job-keeps-deadlines",
             "            for group in t.groups.values():\n"
-            "                group.deadline = _last_step(t, group.version)\n",
+            "                group.deadline = _last_step(t, VersionId(group.version))\n",
             "            pass\n",
             _LONGER,
         ),
