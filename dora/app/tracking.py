@@ -21,7 +21,7 @@ from dora.journal.run_folder import RunFolder
 from dora.node.plan import plan_tracker
 from dora.node.supervise import Child, Node
 from dora.trackers.follow import num_rows, read_position
-from dora.trackers.kinds import KINDS, title, tracker_env
+from dora.trackers.kinds import title, tracker_env
 
 log = structlog.get_logger(__name__)
 
@@ -73,5 +73,4 @@ def _missing(folder: RunFolder, name: str) -> str:
     rows, logged = num_rows(folder), read_position(folder.tracker(title(name))).rows
     if logged >= rows:
         return ""
-    own = "" if name in KINDS else f"--to {name} "
-    return f"{title(name)} has {logged} of {rows} rows of this run; finish with dora track {own}{folder.root}"
+    return f"{title(name)} has {logged} of {rows} rows of this run; finish with dora track {folder.root}"
