@@ -63,7 +63,8 @@ seconds. If the record lacks rows at the end, a line says so, and this logs the 
 dora track runs/<run id>                    # --to wandb: also of a run without trackers, or in another one
 ```
 
-A tracker of your own is named with `--to module:Class`, since a run folder may come from somebody else.
+A tracker of your own (`module:Class`) that the folder names is executed if a start of yours signed the folder, else with
+`--trust-folder` ([SECURITY.md](SECURITY.md#run-folders-of-others)).
 
 How far a record has come is in `tracking/<tracker>/position.json` of the run folder. No row is logged twice, also not
 after a crash or a resume. `dora run --train-only` has no trackers.
