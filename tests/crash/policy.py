@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 EOS = 1
-POLICY = "model.safetensors"  #: file of a version that holds the policy
+POLICY = "policy.txt"  #: file of a version that holds the policy
 BASE = "0" * 32  #: policy of version 0
 #: Arrays of a micro-batch that its training depends on.
 ARRAYS = ("tokens", "loss_mask", "behavior_logprobs", "lengths", "versions", "group_rewards")

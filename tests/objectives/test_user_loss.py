@@ -110,7 +110,9 @@ def test_other_arguments_are_refused_when_it_is_imported(module, source, options
 
 
 def test_a_missing_module_or_function_is_refused(module):
-    with pytest.raises(ConfigError, match=r"objective.loss.kind: cannot import 'my_losses' \(SystemExit: 2\)"):
+    with pytest.raises(
+        ConfigError, match=r"objective.loss.kind: cannot import 'my_losses' \(SystemExit: 2 \(my_losses\.py:1\)\)"
+    ):
         loss_of(module("raise SystemExit(2)").loss)
     with pytest.raises(ConfigError, match=r"objective.loss.kind: cannot import 'nowhere'"):
         loss_of(ObjectiveConfig.model_validate({"loss": {"kind": "nowhere:loss"}}).loss)

@@ -176,7 +176,7 @@ def test_a_type_that_a_layer_cannot_compute_in_is_one_line(tmp_path: Path) -> No
     tensors |= {name: tensor.float() for name, tensor in tensors.items() if "decay" in name}
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     policy = Policy(tmp_path, mesh=make_mesh("cpu"), dtype=torch.bfloat16)
-    says = r"^model\.path: MiniMaxForCausalLM .* cannot be trained: its forward pass in bfloat16 raises RuntimeError"
+    says = r"^model\.path: MiniMaxForCausalLM .*cannot be trained: its forward pass in bfloat16 raises RuntimeError"
     with pytest.raises(ConfigError, match=says):
         check_training(policy, dtype="bfloat16")
 

@@ -48,7 +48,7 @@ def test_a_family_carries_state_if_its_tokens_reach_each_other_without_attention
     model = make_model(family) if family in FAMILIES else AutoModelForCausalLM.from_config(config).eval()
     model.set_attn_implementation(attention.NAME)
     assert carries_state(model) == mixes_tokens(model)
-    assert layout_of(build_on_meta(config)) == layout_of(model)
+    assert layout_of(build_on_meta(config, torch.float32)) == layout_of(model)
 
 
 def test_a_convolution_is_a_sign_where_transformers_does_not_mark_the_family(monkeypatch: pytest.MonkeyPatch) -> None:
