@@ -82,7 +82,7 @@ async def test_a_tracker_that_hangs_is_killed_at_the_end_and_the_user_is_told(fo
         await seen(lambda: list(folder.tracker("Hanging").glob("events.*")), what="its file")
         child = node.children["tracker-Hanging"]
     assert child.pid is None
-    finish = f"dora track --to {BAD}:Hanging {folder.root}"
+    finish = f"dora track {folder.root}"
     assert told == [f"Hanging has 0 of {num_rows(folder)} rows of this run; finish with {finish}"]
 
 
