@@ -126,11 +126,21 @@ class VersionStore:
         return self._require(version)[1]
 
     def copy_durable(self, version: VersionId) -> None:
-        """Copy `version` to the durable root, verify the copy against the manifest, then make it visible."""
-        target = _folder(self._durable, version)
-        if _read_manifest(target) is not None:
+        """Copy `version` to the durable root, verify the copy against the manifest, then make it visible.
+
+        VersionLost if another process has deleted it, before or meanwhile.
+        """
+        if _read_manifest(_folder(self._durable, version)) is not None:
             return
         source, manifest = self._require(version)
+        try:
+            self._copy(source, manifest)
+        except StoreError:
+            self._require(version)
+            raise
+
+    def _copy(self, source: Path, manifest: Manifest) -> None:
+        version = manifest.version
         with clear_errors(f"cannot copy version {version} to {self._durable}"):
             copy = _temporary(self._durable, "copy", version)
         with clear_errors(f"cannot copy version {version} to {self._durable}", remove=copy):
@@ -141,7 +151,7 @@ class VersionStore:
             for name, checksum in manifest.files.items():
                 if checksum_of(copy / name) != checksum:
                     raise StoreError(f"{source / name} does not match its checksum: version {version} is damaged")
-            _expose(copy, target, fence=self._fence)
+            _expose(copy, _folder(self._durable, version), fence=self._fence)
 
     def has_room_beside(self, version: VersionId) -> bool:
         """Whether the live root has room for two more versions of the size of this one."""

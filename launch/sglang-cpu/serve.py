@@ -88,10 +88,10 @@ def _options() -> tuple[argparse.Namespace, list[str]]:
 
 
 def _free_ports(count: int) -> list[int]:
-    """Return ports that are free now, because SGLang cannot choose its own.
+    """Return ports that are free now, because SGLang cannot choose its own safely.
 
-    It binds its port once the model is loaded. The ports are therefore below the ephemeral range, from which another
-    process could get one meanwhile.
+    It binds them once the model is loaded. They are therefore below the ephemeral range, from which another process
+    could get one meanwhile.
     """
     first_ephemeral = int(EPHEMERAL_PORTS.read_text().split()[0]) if EPHEMERAL_PORTS.exists() else 32_768
     found: list[int] = []
@@ -110,6 +110,7 @@ def _start(
         *(str(python), *(("-c", WITH_KEY) if os.environ.get(KEY) else ("-m", "sglang.launch_server"))),
         *("--model-path", str(options.model)),
         *("--host", "127.0.0.1", "--port", str(port), "--dtype", options.dtype),
+        *("--nccl-port", str(_free_ports(1)[0])),  # by default, one of the ephemeral range
         *("--max-running-requests", str(options.slots), "--max-total-tokens", str(options.kv_tokens)),
         *("--weight-version", options.weight_version, *CPU_FLAGS, *DORA_FLAGS),
         *([] if options.cumulative else [INCREMENTAL_FLAG]),

@@ -247,7 +247,10 @@ class Run:
 
     def end(self, *, timeout_s: float = END_S) -> int:
         """Waits for its end; returns the exit code."""
-        code = self.process.wait(timeout_s)
+        try:
+            code = self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"the run did not end within {timeout_s:g} s\n{self.told()}") from None
         for reader in self._readers:
             reader.join(timeout=30)
         return code

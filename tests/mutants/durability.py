@@ -95,4 +95,14 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
             "test_the_line_in_which_a_process_says_why_it_ends_is_shown_not_what_others_add",
         ),
     ),
+    *of(
+        "dora/weights/store.py",
+        "tests/weights/test_store.py",
+        (
+            "version-deleted-while-it-is-copied-not-lost",
+            "        except StoreError:\n            self._require(version)\n            raise\n",
+            "        except StoreError:\n            raise\n",
+            "test_a_version_that_disappears_while_it_is_copied_is_lost_and_not_merely_uncopied",
+        ),
+    ),
 )

@@ -23,6 +23,7 @@ from dora.weights.store import (
     MANIFEST,
     OWNER,
     StoreError,
+    VersionLost,
     VersionStore,
     checksum_of_files,
     choose_memory_root,
@@ -420,6 +421,22 @@ def test_versions_that_did_not_fit_on_the_disk_outlive_the_run_and_every_sweep(t
         store.close(needed=[3, 4])
     assert sweep_orphans(tmp_path, run_id="mine") == []
     assert VersionStore(memory_root=memory, durable_root=disk).live() == [3, 4]
+
+
+def test_a_version_that_disappears_while_it_is_copied_is_lost_and_not_merely_uncopied(
+    store: VersionStore, tmp_path: Path
+) -> None:
+    publish(store, 3)
+    memory = store.memory_root
+
+    def delete(operation: Operation) -> None:
+        if ".copy-" in str(operation) and memory.exists():
+            memory.rename(tmp_path / "gone")
+
+    with observed(delete), pytest.raises(VersionLost, match="version 3 is complete neither in"):
+        store.copy_durable(3)
+    assert not memory.exists()
+    assert list((tmp_path / "durable").iterdir()) == []
 
 
 def test_a_version_may_stay_in_memory_while_there_is_room_for_two_more(tmp_path: Path) -> None:
