@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -22,6 +22,8 @@ from dora.model_files import read_config, require_sound
 #: Most CPU time and memory of the process in which `limits_of` loads a configuration; an ordinary one takes 1 s, 70 MB.
 CHILD_S: Final = 20
 CHILD_BYTES: Final = 2 * 2**30
+#: The setting of rotary embeddings that were extended to longer sequences.
+ORIGINAL: Final = "original_max_position_embeddings"
 _CHILD: Final = """
 import resource, sys
 folder, seconds, size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
@@ -83,26 +85,42 @@ def dynamic_from(config: Any) -> int | None:
     It is the least of all layers'. transformers goes by `max_position_embeddings`, other programs by the original one.
     """
     text = text_config(config)
-    name = "original_max_position_embeddings"
     limits = [
         limit
-        for rope in ropes(config)
+        for rope in ropes(config).values()
         if "dynamic" in str(rope["rope_type"])
-        for limit in (rope.get(name), getattr(text, name, None), positions(config))
+        for limit in (rope.get(ORIGINAL), getattr(text, ORIGINAL, None), positions(config))
         if limit is not None
     ]
     return min(limits, default=None)
 
 
-def ropes(config: Any) -> Iterator[dict[str, Any]]:
-    """Yield the rotary embeddings of a language model: one for all layers, or one for each kind of layer."""
-    pending = [getattr(text_config(config), "rope_parameters", None)]
+def rope_limit(config: Any) -> int | None:
+    """Return the length beyond which all rotary angles of a row change (LongRoPE, arXiv 2402.13753), if any."""
+    limits = [original_context(rope, config) for rope in ropes(config).values() if rope["rope_type"] == "longrope"]
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def original_context(rope: Mapping[str, Any], config: Any) -> int | None:
+    """Return the number of tokens up to which a rotary embedding is that of the first training; None if it is unknown.
+
+    `rope`: one of `ropes(config)`.
+    """
+    found = rope.get(ORIGINAL) or getattr(text_config(config), ORIGINAL, None) or positions(config)
+    return None if found is None else int(found)
+
+
+def ropes(config: Any) -> dict[str, Mapping[str, Any]]:
+    """Return the parameters of each rotary embedding of a language model, by their place in its configuration."""
+    found: dict[str, Mapping[str, Any]] = {}
+    pending = [("rope_parameters", getattr(text_config(config), "rope_parameters", None))]
     while pending:
-        rope = pending.pop()
-        if isinstance(rope, dict):
-            pending += rope.values()
+        place, rope = pending.pop()
+        if isinstance(rope, Mapping):
+            pending += [(f"{place}.{name}", value) for name, value in rope.items()]
             if "rope_type" in rope:
-                yield rope
+                found[place] = rope
+    return found
 
 
 def limits_json(folder: Path) -> bytes:

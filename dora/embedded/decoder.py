@@ -33,7 +33,7 @@ from dora.embedded.sampling import GREEDY_BELOW, SamplingTensors, sample
 from dora.embedded.self_check import require_exact
 from dora.embedded.slots import ATTENTION, Saved, SlotCache, filled_cache
 from dora.errors import ConfigError
-from dora.model_config import dynamic_from, load_config, positions, ropes
+from dora.model_config import dynamic_from, load_config, positions, rope_limit
 
 Result = TypeVar("Result")
 
@@ -318,8 +318,8 @@ def _build(folder: Path, *, device: str, dtype: str) -> tuple[Any, frozenset[str
 def _context_tokens(config: PretrainedConfig, filled: DynamicCache, *, kv_tokens: int) -> int:
     """Return the context length, at most that within which attention is full and no token's rope depends on others."""
     windows = [window for layer in filled.layers if (window := getattr(layer, "sliding_window", None))]
-    short = [r["original_max_position_embeddings"] for r in ropes(config) if r["rope_type"] == "longrope"]
-    limits = [limit for limit in (positions(config), dynamic_from(config), *windows, *short) if limit is not None]
+    known = (positions(config), dynamic_from(config), rope_limit(config), *windows)
+    limits = [limit for limit in known if limit is not None]
     return min(limits, default=kv_tokens)
 
 

@@ -55,6 +55,9 @@ GRADIENT: Final = {"float32": 1e-3, "float16": 0.3, "bfloat16": 0.3}
 #: compared under the trainer's attention alone.
 SCORES: Final = 2**27
 
+#: In what torch says of operands that do not fit together: the configuration describes no model that can compute.
+_WORDS_OF_TENSORS: Final = ("dtype", "scalar type", "size", "shape")
+
 
 @dataclass(frozen=True, slots=True)
 class CheckedLayout:
@@ -80,7 +83,7 @@ def check_forward(
     except (TypeError, ValueError, LookupError, AttributeError, NotImplementedError) as err:
         raise _refusal(model, f"its forward pass raises {err!r}") from err
     except RuntimeError as err:  # also raised where memory runs out, or a rank ends
-        if "dtype" not in str(err) and "scalar type" not in str(err):
+        if isinstance(err, torch.OutOfMemoryError) or not any(word in str(err) for word in _WORDS_OF_TENSORS):
             raise
         raise _refusal(model, f"its forward pass in {dtype} raises {err!r}") from err
 

@@ -11,9 +11,9 @@ from torch import nn
 from transformers import DynamicCache
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
+from dora.model_config import rope_limit
 from dora.trainer.model import decoder_layers
 from dora.trainer.packing import Layout
-from dora.trainer.thresholds import rope_limit
 
 
 def layout_of(model: Any) -> Layout:

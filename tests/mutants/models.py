@@ -18,7 +18,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         ),
         (
             "rope-of-one-kind-of-layer-overlooked",
-            "            pending += rope.values()\n",
+            '            pending += [(f"{place}.{name}", value) for name, value in rope.items()]\n',
             "",
             "test_a_dynamic_rope_is_found_wherever_it_stands",
         ),
@@ -130,12 +130,12 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         ),
     ),
     *of(
-        "dora/trainer/thresholds.py",
+        "dora/model_config.py",
         "tests/trainer/test_thresholds.py",
         (
-            "rope-of-a-kind-of-layers-not-read",
-            "if isinstance(one, Mapping)}",
-            "if False}",
+            "longrope-overlooked",
+            'if rope["rope_type"] == "longrope"]',
+            'if rope["rope_type"] == "yarn"]',
             "test_longrope_is_found_in_the_one_embedding_and_in_that_of_a_kind_of_layer",
         ),
     ),

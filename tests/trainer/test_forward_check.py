@@ -21,7 +21,7 @@ from dora.trainer.logprobs import logprobs
 from dora.trainer.model import Policy, make_mesh
 from dora.trainer.packing import Layout, Row
 from dora.trainer.score import score
-from tests.families import make_config, make_model
+from tests.families import LATENT, make_config, make_model
 
 CPU = torch.device("cpu")
 SHAPE = {
@@ -138,6 +138,12 @@ def test_queries_that_are_scaled_by_their_position_in_the_row_are_not_packed() -
     found = check_forward(model, device=CPU, dtype="float32")
     assert found.layout == Layout(padded=True)
     assert "scales queries by their position in the row, so it is trained in padded rows" in found.note
+
+
+def test_a_configuration_with_which_transformers_itself_cannot_compute_is_refused_in_one_line() -> None:
+    model = make("youtu", **{**LATENT, "num_key_value_heads": 2})
+    with pytest.raises(ConfigError, match=r"YoutuForCausalLM cannot be trained: .* The size of tensor a \(4\)"):
+        check_forward(model, device=CPU, dtype="float32")
 
 
 def test_a_forward_pass_that_raises_is_refused_in_one_line() -> None:

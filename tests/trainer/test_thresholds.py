@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from dora.trainer.thresholds import rope_limit, thresholds
+from dora.model_config import rope_limit
+from dora.trainer.thresholds import thresholds
 
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
 LONG = {
