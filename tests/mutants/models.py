@@ -91,6 +91,12 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         "dora/trainer/forward_check.py",
         "tests/trainer/test_check_again.py",
         (
+            "operands-that-do-not-fit-raw",
+            '("dtype", "scalar type", "size", "shape")',
+            '("dtype", "scalar type")',
+            "test_a_configuration_with_which_transformers_itself_cannot_compute_is_refused_in_one_line",
+        ),
+        (
             "leak-between-sequences-not-measured",
             "        if leak <= LEAK:\n",
             "        if True:\n",
