@@ -89,13 +89,17 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
     ),
     *of(
         "dora/trainer/forward_check.py",
-        "tests/trainer/test_check_again.py",
+        "tests/trainer/test_forward_check.py",
         (
             "operands-that-do-not-fit-raw",
             '("dtype", "scalar type", "size", "shape")',
             '("dtype", "scalar type")',
             "test_a_configuration_with_which_transformers_itself_cannot_compute_is_refused_in_one_line",
         ),
+    ),
+    *of(
+        "dora/trainer/forward_check.py",
+        "tests/trainer/test_check_again.py",
         (
             "leak-between-sequences-not-measured",
             "        if leak <= LEAK:\n",
