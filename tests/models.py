@@ -173,10 +173,11 @@ families and shapes drawn at random from all those of transformers.
   with and without.
 - *published*: whether a version published without training has the names and the bits of the folder that was loaded.
 
-Some kinds of models are refused, whatever their weights: encoders and models with an encoder (BERT, RoBERTa, CamemBERT,
-BART and others), and models of images or sound, unless transformers can build their text model alone (Qwen3.5, Llama 4).
-The error says whether the text model can be trained from a folder of its own. A run is refused if its longest request has
-more tokens than the model has positions, or than the original context of a `dynamic` rotary embedding in any layer.
+Some kinds of models are refused, whatever their weights: encoders and models with an encoder (BERT, RoBERTa,
+CamemBERT, BART and others), and models of images or sound, unless transformers can build their text model alone
+(Qwen3.5, Llama 4). The error says whether the text model can be trained from a folder of its own. A run is refused if
+its longest request has more tokens than the model has positions, or than the original context of a `dynamic` rotary
+embedding in any layer.
 
 Every version has all tensors of the folder. Those that are not trained (buffers, and tensors of a vision part or of
 layers that predict several tokens) are published bit for bit as they were read, except that FP8 is dequantised.

@@ -103,7 +103,7 @@ async def test_an_async_call_that_blocks_the_loop_costs_itself_alone(what: str, 
         other, blocking = asyncio.gather(answers(pool, "waits_a_little", 2)), pool.step(1, Turn(what))
         failed = await blocking
         assert failed.cause == "timeout"
-        assert failed.reason == f"timed out after 1 s, in which it blocked all episodes of its host ({place(line)})"
+        assert failed.reason == f"timed out after 1 s, blocking all episodes of its host ({place(line)})"
         assert await other == [["waited"]]
         assert await answers(pool, "pid", 2) == before, "the host lives"
 
