@@ -418,9 +418,9 @@ class EnvironmentConfig(Section):
     failure_window: Positive = 100
     """Number of episodes of a source, the latest, over which `failure_budget` is a share."""
     row_failures: Positive = 8
-    """Number of failures in the environment, through faults of their own, of the episodes of a row after which the row
-    is set aside: its further episodes fail at once. The loss of a host counts once against a row, unless a replay makes
-    it good, and only until an episode of the row goes well."""
+    """After this many episodes of a row have failed in the environment through faults of their own, the row is set
+    aside: its further episodes fail at once. The loss of a host counts once against a row, unless a replay makes it
+    good, and only until an episode of the row goes well."""
 
     @property
     def capacity(self) -> int:

@@ -44,7 +44,7 @@ class Renderer:
     """The renderer of one model: `family` is its name, `stop_ids` are the tokens that end a turn."""
 
     def __init__(self, renderer: Any, tokenizer: Tokenizer, *, family: str, has_template: bool = False) -> None:
-        """`renderer`: follows the protocol `renderers.Renderer`. `has_template`: the chat template must agree with it."""
+        """`renderer`: follows the protocol `renderers.Renderer`. `has_template`: a chat template must agree."""
         self.family = family
         self._has_template = has_template
         self._renderer = renderer
