@@ -122,7 +122,7 @@ async def test_an_async_tool_that_blocks_the_loop_fails_its_turn() -> None:
     async with pool_of("Workshop", call_timeout_s=1) as pool:
         await start(pool)
         failed = await pool.step(0, calls(("slow", {"words": "a"}), ("slow", {"words": "b"})))
-        assert failed.reason.endswith(f"blocked all episodes of its host ({place('slow')})")
+        assert failed.reason.endswith(f"blocking all episodes of its host ({place('slow')})")
 
 
 # --- calls of one turn ----------------------------------------------------------------------------------------------
