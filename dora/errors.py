@@ -21,8 +21,8 @@ _LONGEST: Final = 1_000
 def one_line(text: object) -> str:
     """Turn text from a file or another process into one line of printable characters, of limited length.
 
-    All such text passes here on its way to a terminal: else it could move the cursor and forge lines. An indentation is
-    kept.
+    All such text passes through here on its way to a terminal; otherwise it could move the cursor and forge lines.
+    Indentation is kept.
     """
     first, *others = str(text)[: 2 * _LONGEST].splitlines() or [""]
     line = " ".join(filter(None, (first.rstrip(), *map(str.strip, others))))

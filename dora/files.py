@@ -80,7 +80,7 @@ def append(file: IO[bytes], path: Path, data: bytes) -> None:
 
 
 def write_new(path: Path, data: bytes) -> None:
-    """Write a whole file that is not there yet; FileExistsError if it is, even as a link."""
+    """Write a new file; FileExistsError if there is one, even a link."""
     _show(Operation("write", path, data))
     with path.open("xb") as file:
         file.write(data)
@@ -190,7 +190,7 @@ class LineFile:
             self._is_synced = False
 
     def sync(self) -> None:
-        """Wait until what was written is on the disk, or until that finds it full; DoraError if it fails otherwise."""
+        """Wait until what was written is on the disk, or the disk proves full; DoraError if it fails otherwise."""
         with self._syncing:
             if self._is_synced or self._file.closed:
                 return

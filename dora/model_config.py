@@ -1,6 +1,6 @@
-"""The configuration of a model as transformers understands it: names of older releases, and nesting, are its business.
+"""The configuration of a model as transformers understands it, which knows nesting and the names of older releases.
 
-transformers is imported by `load_config` alone. Code that a folder brings is never run.
+transformers is imported by `load_config` alone. Code in a model folder is never run.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import resource, sys
 folder, seconds, size = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
 resource.setrlimit(resource.RLIMIT_AS, (size, size))
-sys.modules["torch"] = None  # for transformers, it is not installed
+sys.modules["torch"] = None  # so that transformers does not import it
 from pathlib import Path
 from dora.model_config import limits_json
 sys.stdout.buffer.write(limits_json(Path(folder)))
@@ -49,7 +49,7 @@ class _Problem(msgspec.Struct, frozen=True, tag=True):
 
 
 def load_config(folder: Path, *, field: str = "model.path") -> Any:
-    """Return transformers' configuration of a model folder; ConfigError if it has none that could be used."""
+    """Return transformers' configuration of a model folder; ConfigError if it has none that can be used."""
     require_sound(folder, field=field)
     found = read_config(folder, field=field)
     path, kind = folder / "config.json", found.get("model_type")
@@ -58,13 +58,13 @@ def load_config(folder: Path, *, field: str = "model.path") -> Any:
     from transformers import CONFIG_MAPPING, AutoConfig, __version__
 
     if kind not in CONFIG_MAPPING:
-        own_code = ", and the code that the folder brings is not run" if "auto_map" in found else ""
+        own_code = ", and code in the folder is never run" if "auto_map" in found else ""
         raise ConfigError(f"{field}: {path}: transformers {__version__} has no model_type {kind!r}{own_code}")
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         text_config(config)
     except Exception as err:  # anything that the class of a configuration raises
-        raise ConfigError(f"{field}: {path} is no configuration of a {kind}: {err}") from err
+        raise ConfigError(f"{field}: {path} is not a configuration of a {kind}: {err}") from err
     return config
 
 
@@ -82,7 +82,7 @@ def positions(config: Any) -> int | None:
 def dynamic_from(config: Any) -> int | None:
     """Return the length beyond which rotary angles depend on the sequences computed before ("dynamic"), if any.
 
-    It is the least of all layers'. transformers goes by `max_position_embeddings`, other programs by the original one.
+    It is the smallest of all layers. transformers uses `max_position_embeddings`, other programs the original one.
     """
     text = text_config(config)
     limits = [
@@ -136,8 +136,8 @@ def limits_json(folder: Path) -> bytes:
 def limits_of(folder: Path) -> Limits:
     """Return the limits of a sound model folder, found by a process of its own.
 
-    It imports no torch, which takes seconds and 300 MB, and a hostile configuration takes at most CHILD_S seconds and
-    CHILD_BYTES there.
+    That process imports no torch, which takes seconds and 300 MB, and a hostile configuration takes at most CHILD_S
+    seconds and CHILD_BYTES there.
     """
     return _limits_of(folder, (folder / "config.json").read_bytes())
 
@@ -151,7 +151,7 @@ def _limits_of(folder: Path, _config: bytes) -> Limits:
             env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},  # threads take memory at once
             stdin=subprocess.DEVNULL,
             capture_output=True,
-            timeout=8 * CHILD_S,  # of a loaded machine: the process ends itself by its CPU time
+            timeout=8 * CHILD_S,  # for a busy machine: its CPU time ends the process earlier
             check=False,
         )
         answer = child.stdout

@@ -30,7 +30,7 @@ _MAX_BYTES: Final[Mapping[str, int]] = {
     ".txt": 64 * _MB,
     ".model": 64 * _MB,
 }
-_MAX_HEADER: Final = 32 * _MB  # of a safetensors file; 94,000 experts one by one take 14 MB
+_MAX_HEADER: Final = 32 * _MB  # of a safetensors file; 94,000 experts stored one by one take 14 MB
 #: The deepest models have some hundred layers; a configuration has a list with an entry for each.
 _MAX_LAYERS: Final = 10_000
 _LAYERS: Final = ("layer", "layers", "depth", "blocks")
@@ -70,7 +70,7 @@ def _require_file(path: Path) -> None:
         start = file.read(8)
         length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
         if not 2 <= length <= min(size - 8, _MAX_HEADER):
-            raise ForeignFileError(f"{path}: is not a safetensors file, or was cut; it was not read")
+            raise ForeignFileError(f"{path}: is not a safetensors file, or is truncated; it was not read")
 
 
 def read_config(folder: Path, *, field: str = "model.path") -> dict[str, Any]:
@@ -112,5 +112,5 @@ def indexed_files(folder: Path, *, field: str = "model.path") -> dict[str, Path]
         raise ConfigError(f"{field}: {path} is not an index of safetensors files ({err})") from err
     for file in set(index.weight_map.values()):
         if Path(file).name != file or not file.endswith(".safetensors"):
-            raise ConfigError(f"{field}: {path} names {file!r}, which is no safetensors file in its folder")
+            raise ConfigError(f"{field}: {path} names {file!r}, which is not a safetensors file in its folder")
     return {name: folder / file for name, file in index.weight_map.items()}

@@ -165,21 +165,22 @@ families and shapes drawn at random from all those of transformers.
 
 - *packed*: all sequences of a forward pass follow each other in one row.
 - *padded*: a row per sequence, for every model with a layer that carries state from token to token (recurrence, linear
-  attention, state space, convolution), in every data type: the kind decides, and what is measured can only refuse.
-  Sequences of similar length share a pass; the metric `padding_frac` is the cost.
+  attention, state space, convolution), in every data type: the kind of model decides the layout, and the measurement
+  can only refuse it. Sequences of similar length share a pass; the metric `padding_frac` is the cost.
 - *long apart*: sequences beyond the original context, whose rotary embedding (LongRoPE) differs, have passes of their
   own.
 - *shared*: answers to one prompt may follow it in a row that has it once; the differences are the larger ones of rows
   with and without.
 - *published*: whether a version published without training has the names and the bits of the folder that was loaded.
 
-Refused by their kind, whatever their weights: encoders and models with an encoder (BERT, RoBERTa, CamemBERT, BART and
-others), and models of images or sound, unless transformers builds their text model alone (Qwen3.5, Llama 4): the line
-says whether the text model can be trained from a folder of its own. Refused by the length of requests: those beyond the
-positions of the model, and those beyond the original context of a `dynamic` rotary embedding, of whichever layers.
+Some kinds of models are refused, whatever their weights: encoders and models with an encoder (BERT, RoBERTa,
+CamemBERT, BART and others), and models of images or sound, unless transformers can build their text model alone
+(Qwen3.5, Llama 4). The error says whether the text model can be trained from a folder of its own. A run is refused if
+its longest request has more tokens than the model has positions, or than the original context of a `dynamic` rotary
+embedding in any layer.
 
-Every version has all tensors of the folder. What is not trained (a vision part, layers that predict several tokens,
-buffers) is published bit for bit as it was read, but dequantised where it was FP8.
+Every version has all tensors of the folder. Those that are not trained (buffers, and tensors of a vision part or of
+layers that predict several tokens) are published bit for bit as they were read, except that FP8 is dequantised.
 
 | family | rows | max. difference of a log-prob | of the gradient | published | verdict |
 |---|---|---|---|---|---|

@@ -96,7 +96,7 @@ async def _check_rewards(config: Config, inputs: Inputs, graders: Graders, *, re
     rows = await asyncio.to_thread(_first_prompts, inputs, GRADED_ROWS)
     cases = [("task.rewards", config.task.rewards, rows, graders.training)]
     if graders.training is None:
-        report("rewards", "those that the environment gives; task.rewards has no term")
+        report("rewards", "only those of the environment; task.rewards has no term")
     sets = zip(config.eval.sets, inputs.evaluations.sets, graders.held_out, strict=True)
     for index, (one, held_out, pool) in enumerate(sets):
         if one.rewards:

@@ -35,7 +35,7 @@ def recompute(run: RunFolder, config: Config) -> DeepReport:
 
     from dora.trainer.score import score
 
-    torch.set_num_threads(config.trainer.threads)  # as a rank has: beside other work, threads wait for each other
+    torch.set_num_threads(config.trainer.threads)  # as in a rank: on a busy host, more threads wait for each other
 
     def score_responses(
         model: Path, sequences: Sequence[Sequence[int]], prompt_lengths: Sequence[int]

@@ -100,8 +100,8 @@ async def run_job(
     trust_folder: bool = False,
     time_scale: float = 1.0,
 ) -> Outcome:
-    """Run a job to its end. `earlier`: the folder of the run to resume; the caller holds its lock. `trust_folder`: what
-    that folder names is executed even if no start of this user has signed it."""
+    """Run a job to its end. `earlier`: the folder of the run to resume; the caller holds its lock. `trust_folder`:
+    execute what that folder names even if this user has not signed its configuration."""
     require_group(config.run.group)
     set_umask(config.run.group)
     recorded = resuming.take_up(earlier, config, trust_folder=trust_folder) if earlier is not None else None

@@ -1,4 +1,4 @@
-"""The rows of metrics.jsonl that an earlier controller wrote, or was about to write, and that a crash took."""
+"""The rows of metrics.jsonl that an earlier controller wrote, or was about to write, and that a crash has lost."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dora.controller.observer import read_rows
 
 
 def lost_rows(metrics: Path, recorded: Recorded, *, again_from: int) -> str:
-    """Say which rows are gone for good; "" if none. Steps from `again_from` on get a row when trained again."""
+    """Say which rows are lost for good; "" if none. Steps from `again_from` on get a row when trained again."""
     steps = {row.get("step") for row in read_rows(metrics, kind="step")}
     kinds = ("evaluation", "evaluation_skipped")
     scored = {row.get("version") for kind in kinds for row in read_rows(metrics, kind=kind)}
@@ -18,7 +18,7 @@ def lost_rows(metrics: Path, recorded: Recorded, *, again_from: int) -> str:
     lost_scores = [version for version in sorted(recorded.evaluated) if version not in scored]
     found = [f"steps {ranges(lost_steps)}"] if lost_steps else []
     found += [f"evaluations of versions {ranges(lost_scores)}"] if lost_scores else []
-    return f"{metrics}: a crash has taken the rows of {' and of '.join(found)}" if found else ""
+    return f"{metrics}: a crash has lost the rows of {' and of '.join(found)}" if found else ""
 
 
 def ranges(numbers: Iterable[int]) -> str:

@@ -147,7 +147,7 @@ class Opened:
 
     @property
     def _promised(self) -> list[VersionId]:
-        """Versions that are needed, and those of which `weights.keep` promises a durable copy."""
+        """Versions that are needed, and those for which `weights.keep` promises a durable copy."""
         window, keep = self.job.state.window, self.job.config.weights.keep
         if window.newest is None or self.job.rollout_only:
             return sorted(window.entries)

@@ -123,8 +123,8 @@ def read_run(folder: RunFolder) -> Recorded:
 def take_up(folder: RunFolder, config: Config, *, trust_folder: bool = False) -> Recorded:
     """Read a run to continue it, and restrict access to its folder; ConfigError if it has ended.
 
-    Unless `trust_folder`, also if an earlier start of this user has not signed its configuration. Until then nothing
-    that the folder names may be executed.
+    Unless `trust_folder` is true, also if no earlier start of this user signed its configuration: before that is known,
+    nothing that the folder names may be executed.
     """
     folder.require_plain()
     if not trust_folder:

@@ -1,7 +1,7 @@
 """The status of a run in its folder, so that `dora status` also shows a run that has ended, or a copy of one.
 
-Invariant: the file is a whole status, of the last seconds while the run goes on, and of the end after it, also if the
-power fails. It is only shown: nothing is decided by it, and a run goes on if it cannot be written.
+Invariant: the file is a whole status, even after a power failure: of the last seconds while the run goes on, and then
+of its end. It is only shown: nothing is decided by it, and a run goes on if it cannot be written.
 """
 
 from __future__ import annotations

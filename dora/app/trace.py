@@ -113,6 +113,6 @@ def _marks(journal: Path) -> Iterator[dict[str, Any]]:
 def _us(seconds: float) -> int:
     """Return whole microseconds, to which spans are rounded: neighbors then neither overlap nor leave holes.
 
-    Times that no run has are cut.
+    Times that no run can have are clamped.
     """
     return round(min(_LATEST_S, max(0.0, seconds)) * 1e6)

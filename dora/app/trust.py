@@ -1,6 +1,6 @@
-"""Whether what a run folder names may be executed: a start of this user wrote its configuration, or the user says so.
+"""Whether what a run folder names may be executed: only if this user wrote its configuration, or allows it.
 
-What a folder says of itself proves nothing, because it may have been received. Each start signs the configuration
+What a folder says about itself proves nothing, because others may have made it. Each start signs the configuration
 (journal/signature.py); a resume, and `dora track` with a class that the folder names, verify the signature first.
 """
 
@@ -25,7 +25,7 @@ log = structlog.get_logger(__name__)
 
 #: `module:name` or `file.py:name`; an address has a slash after its colon.
 _FUNCTION: Final = re.compile(r"[\w./~-]+:[A-Za-z_]\w*")
-#: Last part of the keys of commands, and of what decides what they do.
+#: Last part of the keys that name commands, or decide what these do.
 _OF_COMMANDS: Final = frozenset({"command", "args", "python", "import_path"})
 _OF_ENVIRONMENT: Final = "engine.environment."
 #: Bounds on what one line shows.
@@ -48,17 +48,17 @@ def write_config(folder: RunFolder, config: Config, *, run_id: str) -> None:
 def require_trust(folder: RunFolder, config: Config, *, named: Iterable[str], to: str) -> None:
     """Raise ConfigError unless a start of this user has signed the folder's configuration.
 
-    `config`: what it is with the user's overrides. `to`: what the user is about to do ("a resume"), which would execute
+    `config`: the same with the user's overrides. `to`: what the user is about to do ("a resume"), which would execute
     what is `named`.
     """
     signed = foreign.read(folder.config, max_bytes=MAX_CONFIG_BYTES)
     if signature.is_signed(signed, run_id=Journal(folder.journal).header.run_id, keys=_keys(config)):
         return
     items = [*named]
-    shown = ", ".join(_cut(one) for one in items[:_MAX_SHOWN]) or "no command or function of its own"
+    shown = ", ".join(_cut(one) for one in items[:_MAX_SHOWN]) or "no command or function"
     more = f" and {len(items) - _MAX_SHOWN} more" if len(items) > _MAX_SHOWN else ""
     raise ConfigError(
-        f"{folder.config}: is not signed by an earlier start of yours; --trust-folder allows {to}, which would execute "
+        f"{folder.config}: is not signed with a key of yours; --trust-folder allows {to}, which would execute "
         f"{shown}{more}"
     )
 

@@ -54,7 +54,7 @@ TrustFolder = Annotated[
     bool,
     typer.Option(
         "--trust-folder",
-        help="Execute what the run folder names, though no start of yours has signed its configuration.",
+        help="Execute what the run folder names, even if you have not signed its configuration.",
     ),
 ]
 Overrides = Annotated[

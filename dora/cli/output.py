@@ -1,4 +1,4 @@
-"""What commands print. Invariant: each line passes `one_line`, since most have text from a file or another process."""
+"""What commands print. Invariant: each line passes `one_line`, as most contain text from files or other processes."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def write_trace(folder: Path, output: Path | None) -> None:
 
 
 def _write(path: Path, write: Callable[[IO[bytes]], int]) -> int:
-    """Write a file that a failure does not leave incomplete, whatever others may have placed beside it."""
+    """Write a file so that a failure leaves no incomplete one, whatever others may have placed beside it."""
     written = path.with_name(f".{path.name[:200]}-{secrets.token_hex(8)}")
     try:
         with written.open("xb") as file:

@@ -58,7 +58,7 @@ def load(path: Path | None, overrides: Sequence[str] = (), *, environ: Mapping[s
     """Return the defaults, overlaid in turn by the file at `path`, each `a.b=value`, and the secrets in `environ`."""
     data = Config().model_dump(mode="json")
     data["objective"] = {}  # the defaults of its keys depend on those that are given
-    rewards = data["task"].pop("rewards")  # so does this one: it is for the built-in arithmetic
+    rewards = data["task"].pop("rewards")  # so does this one, which is for the built-in arithmetic
     if path is not None:
         _overlay(data, read_toml(path))
     if isinstance(data["task"], dict) and any(override.strip().startswith("task.rewards.") for override in overrides):
@@ -72,7 +72,7 @@ def load(path: Path | None, overrides: Sequence[str] = (), *, environ: Mapping[s
         origins[key] = f"--set {override}"
     match data:
         case {"environment": {"name": str(name)}, "task": dict(task)} if name:
-            task.setdefault("rewards", [])  # its own reward counts
+            task.setdefault("rewards", [])  # only its own rewards count
     _refuse_hidden_preset(given, data["objective"], origins=origins, path=path)
     _refuse_secrets(data)
     for section, name, field in _secrets():

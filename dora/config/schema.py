@@ -345,8 +345,8 @@ class TaskConfig(Section):
     sources: tuple[SourceConfig, ...] = (SourceConfig(options={"max_terms": 48}),)
     """Prompt sources, mixed by their weights."""
     rewards: tuple[RewardConfig, ...] = (RewardConfig(kind="regex", pattern=r"(?:^|\D)(\d\d)$"),)
-    """Terms of the reward. If they are not given, an environment's own rewards are the only ones, and without an
-    environment the default is for the built-in arithmetic alone: other rows need a term."""
+    """Terms of the reward. Default with an environment: none, so that only the environment gives rewards. Without one,
+    the default only scores the built-in arithmetic, and every other source needs a term."""
     system_prompt: str = ""
     """System message put before every prompt (needs a chat template). A row's own system message takes precedence."""
     chat_template: bool = False
@@ -367,9 +367,10 @@ class TaskConfig(Section):
     """Time limit for grading one answer. A grader that exceeds it is killed, and the trajectory is `grading_failed`,
     which is not the same as reward 0."""
     grader_memory_mb: Positive = 2_048
-    """Limit on the memory of one grader with all processes that it starts, and on the address space of each of them. By
-    a control group where the system gives one, else measured every 0.1 s ([SECURITY.md](SECURITY.md#rewards)). A grader
-    that exceeds it is killed with all of them, and the trajectory is `grading_failed`."""
+    """Limit on the memory of one grader together with all processes that it starts, and on the address space of each of
+    them. A control group enforces it if the system provides one; otherwise memory is measured every 0.1 s
+    ([SECURITY.md](SECURITY.md#rewards)). A grader that exceeds it is killed with all its processes, and the trajectory
+    is `grading_failed`."""
 
 
 class EnvironmentConfig(Section):
@@ -417,9 +418,9 @@ class EnvironmentConfig(Section):
     failure_window: Positive = 100
     """Number of episodes of a source, the latest, over which `failure_budget` is a share."""
     row_failures: Positive = 8
-    """A row whose episodes have failed so often in the environment, by faults of their own, is set aside: its further
-    episodes fail at once. The loss of a host counts once for a row, unless a replay makes it good, and only until an
-    episode of the row goes well."""
+    """After this many episodes of a row have failed in the environment through faults of their own, the row is set
+    aside: its further episodes fail at once. The loss of a host counts once against a row, unless a replay makes it
+    good, and only until an episode of the row goes well."""
 
     @property
     def capacity(self) -> int:

@@ -119,7 +119,7 @@ class Copies:
                 return
 
     def _may_wait(self, version: VersionId) -> bool:
-        """Whether a version waits for space on the disk: it is needed, or does not take memory that others need."""
+        """Whether a version may wait for space on the disk: it is needed, or takes no memory that others need."""
         if self._gives_up_at is not None and asyncio.get_running_loop().time() >= self._gives_up_at:
             self._only_in_memory.add(version)
             return False

@@ -240,7 +240,7 @@ class GradeAnswer:
             source=prompt.label,
         )
         pool = self.graders.of(trajectory)
-        outcome = await pool.grade(request) if pool is not None else Graded(0.0)  # beside the rewards of its turns
+        outcome = await pool.grade(request) if pool is not None else Graded(0.0)  # added to the rewards of its turns
         if isinstance(outcome, Graded):
             record.reward, record.terms = sum(record.turn_rewards, outcome.reward), outcome.terms
             return ev.TrajectoryGraded(self.now(), trajectory, order.attempt, outcome.reward)

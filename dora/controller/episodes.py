@@ -187,7 +187,7 @@ class Episodes:
         if isinstance(reset, EnvironmentFailed):
             return reset
         if [*reset.messages, *reset.tools] != [*conversation.messages, *conversation.tools]:
-            reason = "reset gave other messages or tools than for the same row before"
+            reason = "reset returned other messages or tools than before for the same row"
             return self._pool.fail(trajectory, EnvironmentFailed("invalid", reason))
         episode = Episode(
             self._renderer,
@@ -204,7 +204,7 @@ class Episodes:
             if isinstance(outcome, EnvironmentFailed):
                 return outcome
             if not _is_as_recorded(outcome, episode, record, turn=turn):
-                reason = f"the environment answered turn {turn} in another way than before"
+                reason = f"the environment answered turn {turn} differently than before"
                 return self._pool.fail(trajectory, EnvironmentFailed("replay", reason))
         return episode
 

@@ -1,7 +1,7 @@
-"""The files of lines that a run leaves for people: metrics, kept trajectories, spans and timeline.
+"""The files of lines that a run writes for people: metrics, kept trajectories, spans and timeline.
 
-Invariant: what a crash has damaged, or what the journal does not know, is removed before a line is added. What was
-written SAVE_EVERY_S ago, or before the last checkpoint, is on the disk, unless the disk is slow.
+Invariant: lines that a crash has damaged, and those about what the journal does not know, are removed before a line is
+added. What was written SAVE_EVERY_S ago, or before the last checkpoint, is on the disk, unless the disk is slow.
 
 Save loop. Consumes: written lines. Waits for: the next time, then the disk, in a thread, one file after the other.
 Unblocked by: time, and `soon`.
@@ -39,7 +39,7 @@ class LineFiles:
         self._requested = asyncio.Event()
 
     def removed(self) -> list[str]:
-        """Say what was removed when the files were opened: a message for each."""
+        """Return a message for each file from which lines were removed when it was opened."""
         return [
             f"{file.path}: {file.num_dropped} of its lines were damaged or not in the journal, and were removed"
             for file in self._files
@@ -52,7 +52,7 @@ class LineFiles:
             file.close()
 
     def soon(self) -> None:
-        """Request that what was written is brought to the disk without delay."""
+        """Request a sync of what was written without delay."""
         self._requested.set()
 
     def loops(self) -> list[tuple[str, Loop]]:
@@ -79,9 +79,9 @@ class _Subject(msgspec.Struct):
 
 
 def _is_known(line: bytes, *, state: State) -> bool:
-    """Whether a row is undamaged, and the journal has what it tells."""
+    """Whether a row is undamaged, and about something that the journal has."""
     try:
-        values: dict[str, Any] = msgspec.json.decode(line)  # all of it: a struct would pass over damaged values
+        values: dict[str, Any] = msgspec.json.decode(line)  # everything: a struct would skip damaged values
         row = msgspec.convert(values, _Subject)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return False

@@ -185,7 +185,7 @@ class Samples:
         return self._tokenizer.decode(record.tokens[start:end].tolist(), special_tokens=True)
 
     def _calls(self, record: TrajectoryRecord, start: int, end: int) -> tuple[tuple[str, str], ...]:
-        """Return the calls of a turn. Where it was sampled after a fork, only the end of what was before it counts."""
+        """Return the calls of a turn. After a fork its row began differently, but parsing only depends on its end."""
         assert self._renderer is not None
         turn = self._renderer.parse(record.tokens[start:end], prompt=[*record.prompt.tokens, *record.tokens[:start]])
         return tuple(

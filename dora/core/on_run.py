@@ -65,7 +65,7 @@ def culprit(state: State) -> str:
 
 
 def _renew_deadlines(state: State) -> None:
-    """Where K bounds no staleness, all groups are due at the end of the job, which is later now."""
+    """If K does not bound staleness, all groups are due at the end of the job, which is later now."""
     if state.settings.rules.bounded:
         return
     last = state.settings.steps - 1

@@ -20,7 +20,7 @@ Pause = Literal["retract", "in_place"]
 #: retraction it may be queued behind them for a while.
 SILENCE: Final = 3.0
 
-#: Largest settings for each of which something is kept. Runs have hundreds at most.
+#: Upper limits of settings on which the size of what is kept depends. Runs have hundreds at most.
 MAX_STALENESS: Final = 1 << 16
 MAX_GROUP_SIZE: Final = 1 << 16
 MAX_RANKS: Final = 1 << 16
@@ -140,7 +140,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def is_possible(self) -> bool:
-        """Whether a run can have these settings, as far as what is kept, and what is divided by, depends on them."""
+        """Whether a run can have these settings: those on which the size of what is kept depends, and divisors."""
         counts = (self.steps, self.groups_per_step, self.max_new_tokens, self.micro_batch_tokens, self.updates)
         return (
             min(counts) >= 1

@@ -1,8 +1,8 @@
 """Updates in flight: which version every instance is given, whatever runs there.
 
 Invariant: an evaluation keeps its version: an instance is updated only while none of its samples holds a slot there or
-moves there (C1), and the last one that has this version only if training has no other. Training waits for nothing but
-samples that are decoded on this last instance.
+moves there (C1), and the last one that has this version only if training has no other. Training waits only for
+samples that are being decoded on this last instance.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _version_due(state: State, instance: Instance, *, newest: VersionId, is_busy
 
 
 def _has_samples(instance: Instance) -> bool:
-    """Whether evaluation samples are decoded here, keep a slot here during a call, or move here."""
+    """Whether evaluation samples are being decoded here, keep a slot here during a call, or are moving here."""
     return len(instance.residents) > instance.num_training or any(t.group is None for t in instance.reserved.values())
 
 
@@ -78,9 +78,9 @@ def _has_another(state: State, version: VersionId, *, besides: Instance) -> bool
 
 
 def _make_way(state: State, newest: VersionId) -> None:
-    """Have the samples on one instance make room, where they are fewest; they are queued with their tokens.
+    """Have the samples make room on the instance that has the fewest; they are queued with their tokens.
 
-    If it is the last one of their version, those that are decoded are waited for.
+    If it is the last one of their version, those that are being decoded are waited for.
     """
     evaluated = state.evaluation.version
     if evaluated is None or state.num_draining:

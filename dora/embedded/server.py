@@ -83,7 +83,7 @@ def _tokenizer(folder: Path) -> TextCodec:
     try:
         tokenizer: TextCodec = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except Exception as err:  # anything that the class of a tokenizer raises
-        reason = "it needs code that the folder brings, which is not run" if "trust_remote_code" in str(err) else err
+        reason = "it needs code from the folder, which is never run" if "trust_remote_code" in str(err) else err
         raise ConfigError(
             f"model folder {folder} has no usable tokenizer ({reason}): add one, or pass --skip-tokenizer-init"
         ) from err

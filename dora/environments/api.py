@@ -40,9 +40,9 @@ Message = dict[str, Any]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
-#: Calls of one turn that are under way at once.
+#: Calls of one turn that are under way at once: as many in the event loop, and as many in threads.
 AT_ONCE = 8
-#: Threads of a process for calls beside the first one of their turn; without one, a call waits for those before it.
+#: Threads of a process for the calls of a turn beyond its first; if none is free, a call waits for those before it.
 SPARE_THREADS = 64
 _num_spare = SPARE_THREADS
 
@@ -140,9 +140,9 @@ class ToolEnvironment(Environment):
     it is and everything else as JSON. A call with invalid arguments, or of a tool that does not exist or raises, is
     answered with a line that begins with `error:`.
 
-    The calls of a turn run concurrently, up to 8 at once: `async` ones in the event loop, functions in threads. Methods
+    The calls of a turn run concurrently: up to 8 `async` ones in the event loop, and up to 8 others in threads. Methods
     that are not `async` share the episode's state, so they run one after the other, in the order of the calls. The
-    answers always have the order of the calls.
+    answers are always in the order of the calls.
     """
 
     def __init__(self, tools: Iterable[Callable[..., Any]] = ()) -> None:
@@ -185,7 +185,7 @@ class ToolEnvironment(Environment):
             (in_loop if is_async else in_order if is_method else in_threads).append(number)
         answers: dict[int, Message] = {}
         with _spare_threads(min(AT_ONCE, len(in_threads) + bool(in_order)) - 1) as spare:
-            lanes = [[*in_order], *([] for _ in range(spare))]  # each is answered one after the other
+            lanes = [[*in_order], *([] for _ in range(spare))]  # the calls of each run one after the other
             for place, number in enumerate(in_threads, start=bool(in_order)):
                 lanes[place % len(lanes)].append(number)
             lanes += [in_loop[first::AT_ONCE] for first in range(AT_ONCE)]

@@ -2,8 +2,8 @@
 
 Invariant: pure. A few failed episodes cost little, as they are left out; many of one source mean that the environment
 is broken, and the run fails with its commonest error. A row that fails again and again is poisoned, and is no longer
-tried. When a host is lost, nobody knows which of the calls under way did it: each of their rows is suspected, once, and
-cleared by an episode that goes well.
+tried. When a host is lost, it is unknown which of the calls under way caused that, so the loss counts once against each
+of their rows, until an episode of the row goes well.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dora.errors import RunFailed
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """The loss of a host: what has been blamed for it, each once, however many episodes it had."""
+    """The loss of a host, and what it has been counted against: once each, however many episodes were lost."""
 
     sources: set[str] = field(default_factory=set)
     rows: set[str] = field(default_factory=set)
@@ -32,7 +32,7 @@ class Failures:
         self._field = field
         self._endings: defaultdict[str, deque[str]] = defaultdict(lambda: deque(maxlen=window))  # "": without failure
         self._of_rows: Counter[str] = Counter()
-        self._suspected: Counter[str] = Counter()  # rows: deaths of hosts, since an episode of theirs went well
+        self._suspected: Counter[str] = Counter()  # losses of hosts by row, since its last episode that went well
         #: Name of a row that is set aside -> the reason of its last failure.
         self.set_aside: dict[str, str] = {}
 
@@ -44,8 +44,8 @@ class Failures:
     def failed(self, reason: str, *, source: str, row: str, is_own: bool = True, death: Death | None = None) -> None:
         """Note a failed episode. RunFailed if they are too many.
 
-        `is_own`: by its own fault, as far as one can know. `death`: the loss of its host made it fail; None if nothing
-        but its own call did.
+        `is_own`: by its own fault, as far as is known. `death`: the loss of the host that made it fail; None if it
+        failed by itself.
         """
         if is_own and (death is None or row not in death.rows):
             (self._of_rows if death is None else self._suspected)[row] += 1

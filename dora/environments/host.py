@@ -5,8 +5,8 @@ and stdout is described in docs/ENVIRONMENTS-PROTOCOL.md; a host in another lang
 
 Invariant: each request has one reply, and code of the user can neither delay nor break those of other episodes: what is
 not `async` runs in threads, and every call has a time limit. A thread cannot be stopped: if its time is up it is left
-behind and the reply says so (`stuck`). A call that blocks the loop is ended (watch.py); what blocks the whole process
-is the controller's to notice. User code is imported in the main thread, before the loop.
+behind and the reply says so (`stuck`). A call that blocks the loop is ended (watch.py); if the whole process is
+blocked, the controller has to notice. User code is imported in the main thread, before the loop.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _STACK_BYTES = 2 << 20
 #: Threads beyond one for each episode, in place of those that are stuck.
 _STUCK_THREADS = 16
 
-#: Time for the other calls, after one that blocked the loop, to take what has arrived for them; below the controller's.
+#: Time for the other calls, after one has blocked the loop, to read what has arrived for them; below the controller's.
 _CATCH_UP_S = 2.0
 
 #: The task of the call for which code of the user runs, in the loop, in tasks of its own, or in threads.
@@ -214,12 +214,12 @@ class _Host:
             first = first.exceptions[0]
         if isinstance(first, Blocked):
             where = place_of_error(first)
-            reason = f"timed out after {self._limit_s:g} s, in which it blocked all episodes of its host ({where})"
+            reason = f"timed out after {self._limit_s:g} s, blocking all episodes of its host ({where})"
             return CallFailed("timeout", reason)
         return CallFailed("raised", f"raised {describe(err, of=of)}")
 
     def _catch_up(self) -> None:
-        """Let no call time out because of another one that blocked the loop, and what has arrived is yet to be read."""
+        """Give calls time to read what arrived while another one blocked the loop, so that they do not time out."""
         until = asyncio.get_running_loop().time() + _CATCH_UP_S
         for limit in self._limits:
             if not limit.expired() and (limit.when() or 0.0) < until:

@@ -1,9 +1,9 @@
 """What hosts print: a log for each place of a host, in the run folder.
 
-Invariant: a log takes at most 2 x MAX_BYTES on the disk, whatever a host writes; it is text without control characters,
-which a terminal would obey; and it is a file of its own: nothing is written to a link or a pipe that lies in its place.
-What is written before the folder is known is kept, up to KEPT_BYTES. A disk that is full, or a file that cannot be
-written, costs the log and nothing else.
+Invariant: a log takes at most about 2 x MAX_BYTES on the disk, whatever a host writes. It is text without control
+characters, which could control a terminal. It is a regular file: nothing is written to a link or a pipe in its place.
+The last KEPT_BYTES of what is written before the folder is known are kept. If the disk is full or the file cannot be
+written, only the log is lost.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import structlog
 
 log = structlog.get_logger(__name__)
 
-#: Size from which on a log is renamed to NAME.1, in place of the one before it.
+#: Size at which a log is renamed to NAME.1, replacing the one before it.
 MAX_BYTES: Final = 2 << 20
-#: Bytes that are kept until there is a folder, the last ones.
+#: Number of bytes that are kept until there is a folder: the last ones.
 KEPT_BYTES: Final = 64 << 10
 
 _CONTROL: Final = re.compile(r"[^\n\t\x20-\x7e\xa0-\U0010ffff]")
@@ -38,7 +38,7 @@ class HostLog:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def open(self, path: Path) -> None:
-        """Write to this file from now on, which may exist."""
+        """From now on, write to this file, which may exist."""
         self._path = path
         self._reopen()
         self._write(self._kept)
@@ -50,7 +50,7 @@ class HostLog:
             self._file = None
 
     def write(self, data: bytes) -> None:
-        """Add output; it may end anywhere in a character."""
+        """Add output, which may end within a character."""
         text = _CONTROL.sub("\N{REPLACEMENT CHARACTER}", self._decoder.decode(data))
         clean = text.encode("utf-8", "replace")
         if self._path is None:
@@ -80,7 +80,7 @@ class HostLog:
             return self._give_up(str(err))
         self._size = found.st_size
         if not stat.S_ISREG(found.st_mode) or found.st_nlink > 1:
-            self._give_up("it is not a file of its own")
+            self._give_up("it is not a regular file with a single link")
 
     def _give_up(self, reason: str) -> None:
         log.warning("host_log_ended", path=str(self._path), reason=reason)

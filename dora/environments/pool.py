@@ -131,9 +131,9 @@ class EnvironmentPool:
     ) -> Reset | EnvironmentFailed:
         """Begin an episode with a row of `source`, called `name` in errors; `episode` is a number not in use.
 
-        `is_graded`: it may end without a reward of its own, because others grade it then. `may_replay`: the caller
-        begins it again if its host is lost; that loss is then no failure, if the environment can be replayed. RunFailed
-        or ConfigError if no host can be started, or too many episodes have failed.
+        `is_graded`: it may end without a reward of its own, because `task.rewards` grade it then. `may_replay`: the
+        caller begins it again if its host is lost; that loss is then no failure, if the environment can be replayed.
+        RunFailed or ConfigError if no host can be started, or too many episodes have failed.
         """
         if name in self.set_aside:
             return EnvironmentFailed("set_aside", one_line(f"{name} is set aside; it failed: {self.set_aside[name]}"))

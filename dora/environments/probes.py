@@ -1,4 +1,4 @@
-"""Conversations that tell chat templates apart: what a template may do differently shows in one of them.
+"""Conversations that tell chat templates apart; docs/AGENTS.md names what they leave out.
 
 They go from simple to long, so that the first one that two templates render differently says what differs.
 """
@@ -25,7 +25,7 @@ def _tool(name: str, about: str, **properties: Any) -> Mapping[str, Any]:
 
 
 def _call(name: str, **arguments: Any) -> dict[str, Any]:
-    """A call, with an id as those families write that have ids of their own."""
+    """A call, with an id in the format of the families that have one."""
     return {"id": f"functions.{name}:0", "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
@@ -75,12 +75,12 @@ _ONE: Final = _turn("", _call("count", start=1), reasoning="First one.")
 _ANSWER: Final = _turn("It is 7.")
 _THOUGHT_ANSWER: Final = _turn("It is 7.", reasoning="That was easy.")
 
-#: What is continued when a turn has called: the prompt, with the turn, and what follows.
+#: A turn with a call that is continued: the prompt, the prompt with the turn, and the result.
 START: Final = ProbeConversation((_SYSTEM, _USER), _TOOLS)
 CALL: Final = ProbeConversation((*START.messages, _CALLED), _TOOLS)
 RESULT: Final = _results(_CALLED, "7")
 
-#: By what the conversation has.
+#: By what is special in the conversation.
 PROBES: Final[Mapping[str, ProbeConversation]] = MappingProxyType(
     {
         "a system message": ProbeConversation((_SYSTEM, _USER)),
@@ -123,7 +123,7 @@ PROBES: Final[Mapping[str, ProbeConversation]] = MappingProxyType(
 
 #: Every template must be able to render these; of others, some take only one call in a turn.
 REQUIRED: Final = frozenset({"a system message", "no system message", "a call and its result"})
-#: Those without turns.
+#: Those without a turn of the policy.
 FIRST_PROMPTS: Final = tuple(
     name for name, probe in PROBES.items() if {m["role"] for m in probe.messages} <= {"system", "user"}
 )

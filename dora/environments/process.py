@@ -94,7 +94,7 @@ class HostProcess:
         self._was_calling = False  # when it was lost
         self.can_replay, self.gives_rewards = False, True
         self.num_episodes = 0
-        #: What its loss has been blamed on.
+        #: What its loss has been counted against.
         self.death = Death()
         #: Threads that never returned, and still take memory and time.
         self.num_stuck = 0

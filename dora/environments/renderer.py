@@ -44,7 +44,7 @@ class Renderer:
     """The renderer of one model: `family` is its name, `stop_ids` are the tokens that end a turn."""
 
     def __init__(self, renderer: Any, tokenizer: Tokenizer, *, family: str, has_template: bool = False) -> None:
-        """`renderer`: follows the protocol `renderers.Renderer`. `has_template`: it stands for the chat template."""
+        """`renderer`: follows the protocol `renderers.Renderer`. `has_template`: a chat template must agree."""
         self.family = family
         self._has_template = has_template
         self._renderer = renderer
@@ -62,7 +62,7 @@ class Renderer:
 
     def begin(self, messages: Sequence[Message], *, tools: Sequence[Tool] = ()) -> list[int]:
         """Return the tokens of a first prompt. RenderingFailed also if the chat template, from which the family was
-        recognized, renders others: nobody has compared them for all messages and tools. It may block for a while."""
+        recognized, renders others: probes cannot cover all messages and tools. It may block for a while."""
         ids = self.render(messages, tools=tools)
         if self._has_template:
             try:
@@ -185,7 +185,7 @@ def _equal(candidates: Sequence[_Candidate], tokenizer: Tokenizer, name: str) ->
             raise ConfigError(_refusal("the chat template", tokenizer, why=str(err))) from err
     equal = [candidate for candidate in candidates if _by_family(candidate.renderer, probe) == wanted]
     if not equal:
-        why = f"{candidates[0].family} renders {name} differently" if candidates else "the tokens are of no family"
+        why = f"{candidates[0].family} renders {name} differently" if candidates else "no family has its tokens"
         raise ConfigError(_refusal("the chat template", tokenizer, why=why))
     return equal
 

@@ -6,7 +6,7 @@ never returns to the interpreter, such as one endless computation in C, cannot b
 host.
 
 Invariant: `Blocked` is raised in code of the user only, and only if one callback of the loop has not returned for
-`limit_s` of the time in which this process ran: neither many short callbacks nor a stopped process are a call that
+`limit_s` of the time in which this process ran: neither many short callbacks nor a stopped process count as a call that
 blocks.
 """
 
@@ -22,7 +22,7 @@ from types import FrameType
 
 from dora.functions import place_of, stack_of
 
-#: How often the main thread is looked at, at least this many times within the limit.
+#: Longest time between two looks at the main thread, and their least number within the limit.
 _LOOK_S = 0.5
 _LOOKS = 8
 
@@ -30,7 +30,7 @@ _RUN = asyncio.Handle._run.__code__
 
 
 class Blocked(BaseException):
-    """Raised in code that blocks the event loop. No error of the program: `except Exception` lets it pass."""
+    """Raised in code that blocks the event loop. Not an `Exception`, so that `except Exception` lets it pass."""
 
 
 class LoopWatch:
@@ -45,7 +45,7 @@ class LoopWatch:
 
     def start(self) -> None:
         """Start the thread, which ends with the process. Call it in the main thread."""
-        signal.signal(signal.SIGURG, self._on_signal)  # nothing else sends it to a process without such sockets
+        signal.signal(signal.SIGURG, self._on_signal)  # otherwise sent only to owners of sockets, for urgent data
         threading.Thread(target=self._look, name="loop-watch", daemon=True).start()
 
     def _look(self) -> None:
@@ -68,7 +68,7 @@ class LoopWatch:
 
 
 def _callback(frame: FrameType | None) -> FrameType | None:
-    """Return the frame of the loop's callback that a stack is in, if any: it is another one for each callback."""
+    """Return the frame of the loop's callback that a stack is in, if any; each callback has its own."""
     while frame is not None and frame.f_code is not _RUN:
         frame = frame.f_back
     return frame

@@ -25,13 +25,13 @@ from dora.errors import DoraError
 
 _LENGTH: Final = struct.Struct("<I")
 _HEAD: Final = struct.Struct("<III")
-#: Of a record. The largest is an answer or a prompt that arrives whole: one of a million tokens takes 9 MB.
+#: Maximum size of a record. The largest is a whole answer or prompt: one of a million tokens takes 9 MB.
 MAX_RECORD_BYTES: Final = 64 << 20
 _MAX_FRAME_BYTES: Final = _HEAD.size + (1 << 32)
 #: Number of bytes that are read at once.
 _PIECE: Final = 1 << 20
-#: Number of bytes after a damage of which checksums are computed. In what a crash leaves, no four bytes in a thousand
-#: million look like the checksum of those before them; heads that were put there on purpose could take hours.
+#: Maximum number of bytes after damage whose checksums are computed. After a crash, four bytes match the checksum of
+#: those before them about once in 4e9 places; heads that were put there on purpose could take hours.
 _MAX_SEARCHED_BYTES: Final = 1 << 28
 #: Number of pending bytes at which a commit is requested.
 LARGE: Final = 1 << 20

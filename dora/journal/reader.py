@@ -60,5 +60,5 @@ class Journal:
         header = decode(first[1])
         assert isinstance(header, Header), "format_of has checked its type"
         if not header.settings.is_possible:
-            raise ConfigError(f"{self.path}: has settings that no run has: the file is damaged or was altered")
+            raise ConfigError(f"{self.path}: has settings that no run can have: the file is damaged or was altered")
         return header

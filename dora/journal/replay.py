@@ -22,7 +22,7 @@ from dora.errors import DoraError, InvariantViolation
 #: Number of last lines of the story that a difference has.
 STORY_LINES: Final = 40
 #: What the core raises for an impossible sequence of events, one that refers to something unknown, breaks a rule, or
-#: has numbers that no run has. It only occurs in an altered journal. Any other exception is a bug, and propagates.
+#: has numbers that no run can have. It only occurs in an altered journal. Any other exception is a bug, and propagates.
 _IMPOSSIBLE: Final = (DoraError, LookupError, ValueError, ArithmeticError)
 
 

@@ -93,7 +93,7 @@ class RunFolder:
                 foreign.require_folder(path, owners=self._owners)
 
     def require_plain(self, *folders: Path, may_link: bool = False) -> None:
-        """The same of all that is in these folders (default: all in which a run writes), at any depth.
+        """Require the same of everything in these folders (default: all in which a run writes), at any depth.
 
         `may_link`: links to files are allowed; W&B makes some, and does not write through them.
         """
@@ -136,7 +136,7 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: Path) -> RunFolder:
-        """Return the folder of an earlier run; ConfigError if it is none, or has what a run does not write there."""
+        """Return the folder of an earlier run; ConfigError if it is none, or has files that no run writes."""
         if not path.exists():
             raise ConfigError(f"{path}: no such run folder")
         folder = cls(path.resolve())

@@ -49,7 +49,7 @@ def _mac(config: bytes, *, run_id: str, key: bytes) -> bytes:
 
 
 def token_key(token: str) -> bytes:
-    """Derive a key from DORA_TOKEN; slowly, because who gets a run folder can try tokens on its signature."""
+    """Derive a key from DORA_TOKEN; slowly, because anyone with a run folder can try tokens on its signature."""
     salt = b"dora run folder"
     return hashlib.scrypt(token.encode("utf-8", "surrogateescape"), salt=salt, n=1 << 14, r=8, p=1, dklen=_KEY_BYTES)
 
@@ -57,7 +57,7 @@ def token_key(token: str) -> bytes:
 def user_key(home: Path) -> bytes | None:
     """Return the key of this user in its state folder `home`; None if none was drawn.
 
-    ConfigError if others may know the file, or if it holds no key. OSError if it cannot be read.
+    ConfigError if others have access to the file, or if it holds no key. OSError if it cannot be read.
     """
     path = _key_file(home)
     try:
@@ -75,7 +75,7 @@ def user_key(home: Path) -> bytes | None:
 
 
 def draw_user_key(home: Path) -> None:
-    """Draw the key of this user, unless there is one; of several processes, one does. OSError if it cannot."""
+    """Draw the key of this user, unless there is one; of several processes, one does. OSError if that fails."""
     if os.path.lexists(_key_file(home)):
         return
     home.mkdir(mode=0o700, parents=True, exist_ok=True)

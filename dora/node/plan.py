@@ -36,7 +36,7 @@ class ProcessPlan:
     #: `{port}` in argv). None: ready when it prints `ready <url>`.
     port: int | None = None
     field: str = ""  #: the setting that the command comes from, if any
-    cause: str = ""  #: beginning of the line of its output that says why it ends; what others add hides it
+    cause: str = ""  #: beginning of the line of its output that says why it ends, which more output may follow
 
 
 def plan_engines(config: Config, *, model: Path, lease: Path, environ: Mapping[str, str]) -> list[ProcessPlan]:

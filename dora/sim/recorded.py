@@ -207,7 +207,7 @@ def read_run(folder: Path) -> tuple[Workload, RecordedRun]:
             raise ConfigError(f"{folder}: has trained {len(record.trained)} steps; a simulation needs at least 2")
         return checked(_workload(record), origin=str(folder)), record
     except (LookupError, ValueError, ArithmeticError) as err:
-        raise ConfigError(f"{run.journal}: has events that no run has ({type(err).__name__}: {err})") from err
+        raise ConfigError(f"{run.journal}: has events that no run can have ({type(err).__name__}: {err})") from err
 
 
 def _workload(record: RecordedRun) -> Workload:

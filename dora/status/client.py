@@ -12,7 +12,7 @@ from dora.status.page_server import InstanceReply
 from dora.status.server import InstanceRequest
 from dora.status.snapshot import Snapshot, decode
 
-#: Of a status: 64 servers, 4,096 groups of a step and 4,000 evaluations take 1.5 MB.
+#: Maximum size of a status: 64 servers, 4,096 groups of a step and 4,000 evaluations take 1.5 MB.
 MAX_STATUS_BYTES: Final = 4 << 20
 
 

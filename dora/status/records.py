@@ -26,15 +26,15 @@ from dora.status.lines import Lines, tail
 MAX_CHARACTERS: Final = 4_000
 #: Number of tokens of a sample whose log-probs are in an answer.
 MAX_TOKENS: Final = 1_000
-#: Number of turns and observations of a sample, and of their characters, after which no further one is shown.
+#: Number of turns and observations of a sample, and of their characters, after which no more are shown.
 MAX_PARTS: Final = 100
 MAX_TRANSCRIPT: Final = 5 * MAX_CHARACTERS
 #: Bytes of all parts, beyond which they are not read: objects take several times as much as their text.
 MAX_PARTS_BYTES: Final = 8 << 20
-#: Number of calls of a turn.
+#: Number of calls of a turn that are shown.
 MAX_CALLS: Final = 20
 _KINDS: Final[tuple[Kind, ...]] = ("rank", "instance")
-#: What the lists of a sample consist of, one for each token.
+#: Types of the lists of a sample that have an element for each token.
 _LISTS: Final = {"tokens": list[int], "logprobs": list[float], "pieces": list[str], "trainer_logprobs": list[float]}
 #: Bytes at the end of the timeline in which there is a row of each kind.
 _TAIL_BYTES: Final = 2**20

@@ -18,7 +18,7 @@ from typing import Final
 
 import psutil
 
-#: Processes end within milliseconds of a kill, unless the kernel is busy for them.
+#: Processes end within milliseconds of a kill, unless the kernel is busy.
 _END_TIMEOUT_S: Final = 2.0
 _POLL_S: Final = 0.01
 _numbers = itertools.count()
@@ -109,7 +109,7 @@ def _own_group() -> Path | None:
 def _is_given(group: Path) -> bool:
     """Return whether this process may divide a group: it can limit memory, and all in it is this process or below it.
 
-    Root may write to every group, but those that systemd manages are its own unless it says that it has delegated them.
+    Root may write to every group, but groups that systemd manages are systemd's, unless they are marked as delegated.
     """
     try:
         can_limit = "memory" in (group / "cgroup.controllers").read_text().split()

@@ -51,7 +51,7 @@ class ChatTemplate:
         self._end: Callable[[], object] = lambda: None  # ends the process, at the latest with this object
 
     def render(self, **names: Any) -> str:
-        """Return the text that it makes of what JSON can hold; ConfigError says why there is none, and what to do."""
+        """Render with these names, whose values JSON can hold; ConfigError says why that fails, and what to do."""
         try:
             request = json.dumps(names).encode()
             with self._lock:

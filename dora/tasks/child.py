@@ -47,7 +47,7 @@ class GuardedProcess:
         on_output: Callable[[bytes], None] | None = None,
     ) -> None:
         self.name = name
-        self.was_over_memory = False  #: when it last ended: it was killed because of `total_mb`
+        self.was_over_memory = False  #: whether its last process was killed because of `total_mb`
         self._total_mb = total_mb
         self._cgroup: ControlGroup | None = None
         self._argv = argv

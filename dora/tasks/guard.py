@@ -8,7 +8,7 @@ it; if that is empty, this process measures every MEASURE_S (memory.py), and exi
 Two guards, one the child of the other, watch over the process. Invariant: each outlives every process that it starts,
 even in another session, because the kernel makes orphaned descendants its children (Linux). It kills them all when its
 child ends in any way, when its parent dies, and on SIGTERM, which the pool sends. So user code that kills either guard
-leaves nothing behind, and neither does a pool that dies; if both guards are killed at once, it takes a control group.
+leaves nothing behind, and neither does a pool that dies; if both guards are killed at once, only a control group helps.
 The exit status is that of the process.
 
 They start no thread and import little before the forks, so they add only a few milliseconds to the start of a grader.

@@ -1,8 +1,8 @@
 """The processes below one, and the memory that they hold together, for its guard (guard.py).
 
 Pages that processes share count once (PSS). For that the kernel walks their page tables, so it is asked only if their
-resident sets, which are read in microseconds and cannot be less, exceed the limit together. psutil, whose import takes
-longer than a guard has lived before, is loaded only then, and where the kernel has no lists of children.
+resident sets, which are read in microseconds and cannot be less, exceed the limit together. psutil takes longer to
+import than everything else in a guard, so it is imported only then, or if the kernel has no lists of children.
 """
 
 from __future__ import annotations

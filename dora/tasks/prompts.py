@@ -298,14 +298,14 @@ def _as_text(value: object) -> str:
 
 
 def _as_json(value: T, *, where: str) -> T:
-    """Return what JSON can hold of a row: tables with texts as keys, and only whole characters."""
+    """Return a value of a row as JSON can hold it: tables with texts as keys, and only whole characters."""
     try:
         plain: T = msgspec.to_builtins(value, str_keys=True)
         msgspec.json.encode(plain)
     except TypeError as err:
         raise ConfigError(f"{where}: a column cannot be passed to the rewards ({err})") from err
     except UnicodeEncodeError as err:
-        raise ConfigError(f"{where}: a text has a lone surrogate, which is no character; replace it") from err
+        raise ConfigError(f"{where}: a text has a lone surrogate, which is not a character; replace it") from err
     return plain
 
 

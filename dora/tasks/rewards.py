@@ -56,7 +56,7 @@ Terms = list[tuple[str, float]]
 
 
 class RewardFailed(Exception):
-    """A term raised an exception; the message names the term, the exception and, of a function, file and line."""
+    """A term raised an exception; the message names the term, the exception and, for a function, file and line."""
 
     def __init__(self, term: str, err: Exception) -> None:
         super().__init__(f"{term}: {describe(err)}")

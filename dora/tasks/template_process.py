@@ -65,7 +65,7 @@ def _reason(err: Exception) -> str:
     if isinstance(err, jinja2.TemplateSyntaxError):
         return f"line {err.lineno} does not parse: {err.message}"
     if isinstance(err, UnicodeEncodeError):
-        return "its text has a lone surrogate, which is no character"
+        return "its text has a lone surrogate, which is not a character"
     if isinstance(err, MemoryError):
         return f"they need more than {MEMORY_BYTES >> 20} MB of memory"
     return str(err) if isinstance(err, jinja2.TemplateError) else f"{type(err).__name__}: {err}"

@@ -1,11 +1,11 @@
-"""The check of the forward pass: at the start on the loaded model, and again on trained weights; it only refuses.
+"""The check of the forward pass: at the start on the loaded model, and again on trained weights; it can only refuse.
 
 Random sequences are laid out as in training, and compared with the same sequences one by one under transformers' own
 attention: log-probs and, at the start, gradients. A layer that accepts the arguments of packing proves nothing: linear
 attention, state-space and convolution layers accept them, and carry state from one sequence into the next. So models
 with such layers are padded by their kind (dora/trainer/layouts.py).
 
-In 16 bits rounding hides such state, above all under weights that were not trained yet: packing then changes log-probs
+In 16 bits rounding hides such state, above all under untrained weights: packing then changes log-probs
 by less than their rounding. So the same rows are also computed with other tokens in every second sequence: shapes,
 kernels and rounding are the same, and the log-probs of the others may not move.
 
@@ -33,7 +33,7 @@ from dora.trainer.logprobs import logprobs
 from dora.trainer.model import Policy
 from dora.trainer.packing import SHARE_ABOVE, Layout, Row, Sharing
 
-#: Steps from one check of trained weights to the next; each costs about a dozen short forward passes.
+#: Steps from one check of trained weights to the next; each costs about fifteen short forward passes.
 CHECK_EVERY: Final = 50
 #: Largest mean |Δ log-prob| between packed sequences and the same ones alone. Measured on a CPU with small random
 #: models: where packing is exact, at most 5e-7 in float32 and 7e-4 in bfloat16; where it is not, at least 1e-2.
@@ -166,7 +166,7 @@ class _Comparison:
             return ""
         noise = self._effect(layout, together, changed=[order[-1] for order in orders])
         if not leak <= NOISE * noise:
-            return f"log-probs of {_kind(layout)} sequences change by {leak:.2g} with the tokens of those before them"
+            return f"log-probs of {_kind(layout)} sequences change by {leak:.2g} if those before them have other tokens"
         return ""
 
     def _effect(self, layout: Layout, before: dict[int, Tensor], *, changed: list[int]) -> float:
@@ -191,7 +191,7 @@ def _check_sharing(model: Any, found: CheckedLayout, wanted: Sharing, *, compari
     if found.layout.padded:
         return _without_sharing(model, found, wanted, "its rows are padded, one sequence a line")
     if problem := comparison.problem(_sharing(found.layout)):
-        return _without_sharing(model, found, wanted, f"if they shared it, {problem}")
+        return _without_sharing(model, found, wanted, f"with shared prompts, {problem}")
     return replace(found, layout=replace(found.layout, share_above=SHARE_ABOVE[wanted]))
 
 

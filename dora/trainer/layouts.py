@@ -1,4 +1,4 @@
-"""The layout of rows that a model needs, told by what its layers are: a measurement never chooses one.
+"""The layout of rows that a model needs, by the kinds of its layers: a measurement never chooses one.
 
 Invariant: a model with a layer that carries state from one position to the next, other than by attention, is padded.
 """
@@ -26,16 +26,16 @@ def why_padded(model: Any) -> str:
     if scales_by_row(model):
         return "scales queries by their position in the row"
     if carries_state(model):
-        return "has layers which would carry state from one packed sequence into the next"
+        return "has layers that would carry state from one packed sequence into the next"
     return ""
 
 
 def carries_state(model: Any) -> bool:
     """Return whether a layer carries state by other means than attention (recurrence, state space, convolution).
 
-    Transformers marks many of these families, and a layer that decodes needs a place for its state in the cache. Of
-    all its causal models, those with one of these signs are those whose tokens still reach each other when none can
-    attend to another.
+    Transformers marks many of these families, and a layer that decodes needs a place for its state in the cache. Among
+    the causal models that were tested (docs/DECISIONS.md), exactly those with such a sign let tokens affect each other
+    when none can attend to another.
     """
     if any(getattr(module, "_is_stateful", False) for module in model.modules()):
         return True

@@ -283,7 +283,7 @@ def _name_unused(model: Any, folder: ModelFolder, names: list[str]) -> None:
     if names and dist.get_rank() == 0:
         print(  # noqa: T201
             f"dora trainer: {type(model).__name__} has no use for {names[0]} and {len(names) - 1} other tensors of "
-            f"{folder.path}; they are not trained, and published as they were read",
+            f"{folder.path}; they are not trained, but published as they were read",
             file=sys.stderr,
         )
 

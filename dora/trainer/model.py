@@ -216,8 +216,8 @@ def require_text_decoder(config: Any) -> None:
     kind, text = config.model_type, text_config(config)
     if kind in ENCODERS or config.is_encoder_decoder:
         raise ConfigError(
-            f"model.path: {kind} is a family of encoders, which see later tokens or count positions in ways of their "
-            "own; not supported"
+            f"model.path: {kind} is a family of encoders, which see later tokens or count positions differently; "
+            "not supported"
         )
     family = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     is_of_text = text is not config and family is not None and family.config_class is type(text)

@@ -40,7 +40,7 @@ from dora.transport.messages import (
 
 UNREACHABLE_LIMIT_S = 60.0  # a rank ends when the controller was unreachable for this long, so as not to outlive it
 SEND_TIMEOUT_S = 120.0  # a controller that has consumed none of MAX_UNACKED messages for this long is stuck
-STOPPED_LIMIT_S = 24 * 3600.0  # both, for a rank that ends with its controller: it waits for one that is stopped
+STOPPED_LIMIT_S = 24 * 3600.0  # in place of both, if a rank ends with its controller: it waits for a stopped one
 CLOSE_TIMEOUT_S = 5.0  # for the acknowledgement of the last messages
 POLL_MS = 1_000  # how often UNREACHABLE_LIMIT_S is checked, and the longest delay of an acknowledgement
 ACK_EVERY = MAX_UNACKED // 4  # number of consumed messages after which the thread is woken to acknowledge them
@@ -55,7 +55,7 @@ class TrainerEnd:
     """Typed, acknowledged messages to and from the controller."""
 
     def __init__(self, *, address: str, token: str, rank: int, world_size: int, has_lease: bool = False) -> None:
-        """`has_lease`: this process ends when its controller has ended, so that a silent controller is alive."""
+        """`has_lease`: this process ends with its controller, so a controller that is silent is still alive."""
         self._address = address
         self._token = token
         self._rank = rank

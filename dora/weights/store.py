@@ -35,7 +35,7 @@ from dora.journal.access import adopt, restrict
 
 MANIFEST = "manifest.json"
 OWNER = ".owner"
-#: Of a manifest: 100 bytes for each file, of which the largest models have some hundred.
+#: Maximum size of a manifest: 100 bytes for each file, of which the largest models have some hundred.
 MAX_MANIFEST_BYTES: Final = 1 << 20
 _MAX_PATH_BYTES: Final = 4_096
 

@@ -377,7 +377,7 @@ def test_every_command_accepts_the_folder_that_is_not_hostile(
     found = {name: execute(forks, command, run.root, place) for name, command in COMMANDS.items()}
     ended = {"resume": 2, "track as configured": 2}
     assert {name: used.code for name, used in found.items()} == {name: ended.get(name, 0) for name in COMMANDS}, found
-    assert "is not signed by an earlier start of yours" in found["resume"].err
+    assert "is not signed with a key of yours" in found["resume"].err
     assert {name: status for name, (status, _) in found["view"].answers.items() if status != 200} == {}
 
 

@@ -155,10 +155,10 @@ def mapping(file: object) -> str:
         ('{"weight_map"', "is not an index of safetensors files"),
         ('{"metadata": ' + 100_000 * "[", "is not an index of safetensors files"),
         (mapping(None), "is not an index of safetensors files"),
-        (mapping("../outside.safetensors"), "names '../outside.safetensors', which is no safetensors file in its"),
-        (mapping("/etc/passwd"), "names '/etc/passwd', which is no safetensors file in its folder"),
-        (mapping("/outside.safetensors"), "names '/outside.safetensors', which is no safetensors file in its folder"),
-        (mapping("tokenizer.json"), "names 'tokenizer.json', which is no safetensors file in its folder"),
+        (mapping("../outside.safetensors"), "names '../outside.safetensors', which is not a safetensors file in its"),
+        (mapping("/etc/passwd"), "names '/etc/passwd', which is not a safetensors file in its folder"),
+        (mapping("/outside.safetensors"), "names '/outside.safetensors', which is not a safetensors file in its"),
+        (mapping("tokenizer.json"), "names 'tokenizer.json', which is not a safetensors file in its folder"),
     ],
 )
 def test_an_index_that_is_none_or_leads_elsewhere(folder: Path, index: str, says: str) -> None:
@@ -173,14 +173,14 @@ def test_an_index_that_is_none_or_leads_elsewhere(folder: Path, index: str, says
 )
 def test_a_safetensors_file_that_was_cut(folder: Path, content: bytes) -> None:
     (folder / "model.safetensors").write_bytes(content)
-    assert "model.safetensors: is not a safetensors file, or was cut; it was not read" in refusal(folder)
+    assert "model.safetensors: is not a safetensors file, or is truncated; it was not read" in refusal(folder)
 
 
 def test_a_header_that_is_longer_than_any_models(folder: Path) -> None:
     with (folder / "model.safetensors").open("wb") as file:
         file.write(struct.pack("<Q", 2**36))
         file.truncate(2**37)
-    assert "model.safetensors: is not a safetensors file, or was cut; it was not read" in refusal(folder)
+    assert "model.safetensors: is not a safetensors file, or is truncated; it was not read" in refusal(folder)
 
 
 # ---- config.json ----------------------------------------------------------------------------------------------------
@@ -217,9 +217,9 @@ def test_code_that_a_folder_brings_is_not_run(folder: Path, tmp_path: Path) -> N
     change(folder, **own)
     open_inputs(load(None, [f"model.path={folder}"], environ={}))  # transformers has this kind itself
     change(folder, **own, model_type="evil")
-    assert "has no model_type 'evil', and the code that the folder brings is not run" in refusal(folder)
+    assert "has no model_type 'evil', and code in the folder is never run" in refusal(folder)
     change(folder, auto_map={"AutoConfig": "somebody/else--evil.Config"}, model_type="evil")
-    assert "has no model_type 'evil', and the code that the folder brings is not run" in refusal(folder)
+    assert "has no model_type 'evil', and code in the folder is never run" in refusal(folder)
     assert not (tmp_path / "ran").exists()
 
 

@@ -257,7 +257,7 @@ def test_a_resume_of_a_received_folder_executes_nothing_until_it_is_trusted(
 ) -> None:
     line = ("run", "--resume", str(received.root))
     says = (
-        r"config\.toml: is not signed by an earlier start of yours; --trust-folder allows a resume, which would "
+        r"config\.toml: is not signed with a key of yours; --trust-folder allows a resume, which would "
         r"execute engine\.command = touch executed, task\.sources\.0\.name = evil:rows, "
         r"tracking\.trackers\.0 = evil:rows$"
     )
@@ -279,7 +279,7 @@ def test_a_tracker_that_a_received_folder_names_is_executed_only_if_it_is_truste
 
 async def test_the_library_has_the_same_rule(tmp_path: Path, received: RunFolder) -> None:
     config = load(received.config, environ=os.environ)
-    with pytest.raises(ConfigError, match="is not signed by an earlier start"):
+    with pytest.raises(ConfigError, match="is not signed with a key of yours"):
         await run_job(config, Terminal(), earlier=received)
     assert not (tmp_path / "executed").exists()
 

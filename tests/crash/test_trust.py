@@ -216,9 +216,7 @@ def test_another_format_of_the_optimizers_state_is_refused_even_if_accepted(
 def test_a_configuration_that_was_changed_without_a_signature_is_not_taken_up(stopped: Stopped) -> None:
     tree = stopped.copy()
     write(tree, data_of(tree, "config.toml") + b"# nothing", "config.toml")
-    assert "config.toml: is not signed by an earlier start of yours; --trust-folder" in stopped.refusal(
-        tree, ConfigError
-    )
+    assert "config.toml: is not signed with a key of yours; --trust-folder" in stopped.refusal(tree, ConfigError)
 
 
 def test_a_resume_signs_its_own_configuration(stopped: Stopped) -> None:

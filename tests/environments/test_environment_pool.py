@@ -152,7 +152,7 @@ async def test_setting_up_has_the_same_limit():
     async with pool_of(call_timeout_s=2) as pool:
         failed = await pool.start(1, {"reset": "block"}, source="s", name="a")  # in the loop, as `reset` is async
         assert failed.cause == "timeout"
-        assert failed.reason.startswith("timed out after 2 s, in which it blocked all episodes of its host (worlds.py:")
+        assert failed.reason.startswith("timed out after 2 s, blocking all episodes of its host (worlds.py:")
         assert pool.free == 256
 
 

@@ -125,7 +125,7 @@ async def test_an_environment_that_answers_in_another_way_has_failed(qwen3: Toke
         await played.turn("turns")
         await played.turn("pid")
         event = await played.turn("die_once")
-        assert event.failed == "replay: the environment answered turn 1 in another way than before"
+        assert event.failed == "replay: the environment answered turn 1 differently than before"
 
 
 async def test_a_call_that_kills_every_host_fails_its_episode(qwen3: Tokenizer, row: dict[str, str]) -> None:

@@ -103,7 +103,7 @@ async def test_an_async_call_that_blocks_the_loop_costs_itself_alone(what: str, 
         other, blocking = asyncio.gather(answers(pool, "waits_a_little", 2)), pool.step(1, Turn(what))
         failed = await blocking
         assert failed.cause == "timeout"
-        assert failed.reason == f"timed out after 1 s, in which it blocked all episodes of its host ({place(line)})"
+        assert failed.reason == f"timed out after 1 s, blocking all episodes of its host ({place(line)})"
         assert await other == [["waited"]]
         assert await answers(pool, "pid", 2) == before, "the host lives"
 
@@ -122,7 +122,7 @@ async def test_an_async_tool_that_blocks_the_loop_fails_its_turn() -> None:
     async with pool_of("Workshop", call_timeout_s=1) as pool:
         await start(pool)
         failed = await pool.step(0, calls(("slow", {"words": "a"}), ("slow", {"words": "b"})))
-        assert failed.reason.endswith(f"blocked all episodes of its host ({place('slow')})")
+        assert failed.reason.endswith(f"blocking all episodes of its host ({place('slow')})")
 
 
 # --- calls of one turn ----------------------------------------------------------------------------------------------

@@ -38,8 +38,8 @@ metric from which it can be computed, the panel of the dashboard in quotes, the 
 _ROWS: Final = """## Rows of kind `step`
 
 What is not finite is `null`. `trainer` has what the trainer measured ([below](#by-staleness)), `episodes` what
-[episodes](#of-episodes) came to. Counters are totals since the start. The row of a step that was trained again, as a
-crash had taken its first one, has counters and times of then ([RELIABILITY.md](RELIABILITY.md)).
+[episodes](#of-episodes) came to. Counters are totals since the start. If a crash loses the row of a step that is then
+trained again, the new row has the counters and times of the second training ([RELIABILITY.md](RELIABILITY.md)).
 """
 _EVALUATIONS: Final = """## Rows of kind `evaluation`
 
@@ -63,8 +63,8 @@ seconds. If the record lacks rows at the end, a line says so, and this logs the 
 dora track runs/<run id>                    # --to wandb: also of a run without trackers, or in another one
 ```
 
-A tracker of your own (`module:Class`) that the folder names is executed if a start of yours signed the folder, else with
-`--trust-folder` ([SECURITY.md](SECURITY.md#run-folders-of-others)).
+A tracker class (`module:Class`) that the folder names is executed only if you have signed the folder's configuration, or
+with `--trust-folder` ([SECURITY.md](SECURITY.md#run-folders-of-others)).
 
 How far a record has come is in `tracking/<tracker>/position.json` of the run folder. No row is logged twice, also not
 after a crash or a resume. `dora run --train-only` has no trackers.

@@ -334,7 +334,7 @@ def test_a_row_that_cannot_be_a_prompt_is_named_with_what_is_wrong(open_with, tm
 def test_half_of_a_character_in_a_row_is_one_line_that_names_the_row(open_with, module_of_rows, row, chat_template):
     options = {"row": {"prompt": "p", "answer": "a"} | row}
     source = SourceConfig(kind="function", name=f"{module_of_rows}:given", options=options)
-    with pytest.raises(ConfigError, match=r"given row 0: a text has a lone surrogate, which is no character; replace"):
+    with pytest.raises(ConfigError, match=r"given row 0: a text has a lone surrogate, which is not a character"):
         open_with(source, chat_template=chat_template)
 
 

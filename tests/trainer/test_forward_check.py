@@ -121,7 +121,7 @@ def test_a_family_with_layers_that_carry_state_is_padded_whatever_can_be_measure
         model, dtype = model.float(), torch.float32
     found = check_forward(model, device=CPU, dtype=name_of(dtype))
     assert found.layout == Layout(padded=True)
-    assert "has layers which would carry state from one packed sequence into the next" in found.note
+    assert "has layers that would carry state from one packed sequence into the next" in found.note
 
 
 def test_longrope_is_exact_since_long_and_short_sequences_share_no_pass(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -285,13 +285,13 @@ def test_a_model_that_cannot_share_prompts_is_packed_without_and_says_so() -> No
     found = check_forward(model, device=CPU, dtype="float32", shared_prompts="auto")
     assert found.layout == Layout()
     assert (
-        "LlamaForCausalLM computes each prompt once per answer: if they shared it, log-probs of packed sequences differ"
+        "LlamaForCausalLM computes each prompt once per answer: with shared prompts, log-probs of packed sequences"
         in found.note
     )
     assert check_forward(model, device=CPU, dtype="float32", shared_prompts="off") == CheckedLayout(Layout())
     with pytest.raises(
         ConfigError,
-        match=r"trainer\.shared_prompts: LlamaForCausalLM cannot share prompts: if they shared it, log-probs",
+        match=r"trainer\.shared_prompts: LlamaForCausalLM cannot share prompts: with shared prompts, log-probs",
     ):
         check_forward(model, device=CPU, dtype="float32", shared_prompts="on")
 

@@ -232,7 +232,7 @@ def test_so_do_steps_of_a_hybrid_in_padded_rows_and_the_user_is_told(hybrid, hyb
         assert hybrid.metrics[step]["grad_norm"] == pytest.approx(norm, rel=1e-4)
         assert 0 < hybrid.metrics[step]["padding_frac"] < 1 / 3
     [note] = {message.note for message in hybrid.reports if isinstance(message, RankReady)}
-    assert re.match("Lfm2ForCausalLM has layers which would carry state .* padded rows", note)
+    assert re.match("Lfm2ForCausalLM has layers that would carry state .* padded rows", note)
 
 
 @pytest.mark.slow
