@@ -232,6 +232,6 @@ def test_a_config_of_endless_layers_is_refused_before_it_is_built(folder: Path, 
 def test_a_config_that_takes_endless_memory_or_time_costs_a_process_of_its_own(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dora.model_config.CHILD_S", 1)  # less than importing transformers takes
-    change(folder, rope_theta=7.0)
-    assert "config.json cannot be read by transformers: it took more than 1 s of CPU time or 2 GB" in refusal(folder)
+    monkeypatch.setattr("dora.model_config.CHILD_S", 3)
+    change(folder, num_labels=10**12)  # transformers draws up a name of each
+    assert "config.json cannot be read by transformers: it took more than 3 s of CPU time or 2 GB" in refusal(folder)
