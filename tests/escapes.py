@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import socketserver
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import cast
+
 from dora.cli.output import say, tell
 from dora.errors import DoraError
 
@@ -23,3 +30,60 @@ def show(outcome: object) -> None:
         tell(*str(outcome).split("\n"))
     else:
         say(str(outcome))
+
+
+def hostile_answers() -> list[bytes]:
+    """Answers to any HTTP request, with such text in each part of the head, and in place of a body or of an answer."""
+    found = []
+    for text in (HOSTILE_LINE.encode(), f"\x9b31m\u202e\u2028{FORGED}".encode()):
+        ok = b"HTTP/1.1 200 OK\r\n"
+        heads = (
+            b"HTTP/1.1 400 " + text, b"HTTP/1.1 " + text, text,
+            *(ok + name + b": " + text for name in (b"Content-Type", b"Content-Length", b"Content-Encoding", text)),
+            ok + b"Set-Cookie: " + text + b"=" + text + b"; Path=" + text,
+            *(b"HTTP/1.1 307 Moved\r\nLocation: " + scheme + text for scheme in (b"http://", b"x:", b"/")),
+            ok + b"Transfer-Encoding: chunked\r\n\r\n" + text,
+        )  # fmt: skip
+        found += [head + b"\r\n\r\n" for head in heads]
+        found += [b"HTTP/1.1 %d X\r\nConnection: close\r\n\r\n" % status + HOSTILE.encode() for status in (200, 400)]
+    return found
+
+
+def as_json(body: object, *, status: int = 200, kind: str = "application/json") -> bytes:
+    """An answer with this body, which is sent as it is if it is bytes."""
+    encoded = body if isinstance(body, bytes) else json.dumps(body).encode()
+    head = f"HTTP/1.1 {status} X\r\nContent-Type: {kind}\r\nContent-Length: {len(encoded)}\r\n\r\n"
+    return head.encode() + encoded
+
+
+class Answering(socketserver.ThreadingTCPServer):
+    """A server that answers every request with the same bytes, and closes the connection."""
+
+    answer = b""
+    block_on_close = False
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class _Request(socketserver.StreamRequestHandler):
+    def handle(self) -> None:
+        size = 0
+        while line := self.rfile.readline().strip():
+            name, _, value = line.partition(b":")
+            size = int(value) if name.lower() == b"content-length" else size
+        self.rfile.read(size)
+        self.wfile.write(cast(Answering, self.server).answer)
+
+
+@contextmanager
+def answering() -> Iterator[Answering]:
+    with Answering(("127.0.0.1", 0), _Request) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()

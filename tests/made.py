@@ -20,7 +20,7 @@ def plain(kind: Any, *, text: str, number: int = 1) -> Any:
 
 
 def poisoned(value: Any, text: str) -> Iterator[Any]:
-    """Copies of what is sent, each with `text` in place of one text in it: a value, a tag, or the first name of a map."""
+    """Copies of what is sent, each with `text` in place of one text in it: a value, a tag, the first name of a map."""
     if isinstance(value, str):
         yield text
     elif isinstance(value, dict):

@@ -29,12 +29,13 @@ from dora.journal.deep import KeptTrajectory, encode_kept
 from dora.journal.run_folder import RunFolder
 from dora.journal.spans import TimelineRow, encode_line
 from dora.journal.writer import JournalWriter
+from dora.status.page_server import InstanceReply
 from dora.status.snapshot import Snapshot, encode
 from dora.status.terminal import PlainView
 from dora.weights.store import Manifest
-from tests.escapes import HOSTILE, require_harmless
+from tests.escapes import HOSTILE, answering, as_json, hostile_answers, require_harmless
 from tests.journal.recorded import full_run
-from tests.made import made
+from tests.made import made, plain, poisoned
 
 
 @pytest.fixture
@@ -120,6 +121,29 @@ def test_what_a_command_prints_is_one_line(print_it: Callable[[str], None], capf
     shown = "".join(capfd.readouterr())
     require_harmless(shown)
     assert shown.count("\n") == 2
+
+
+@pytest.mark.parametrize("command", ["status", "status --watch", "instances list", "instances add 1"])
+def test_a_command_shows_the_answers_of_an_address_harmlessly(
+    command: str, monkeypatch: pytest.MonkeyPatch, capfd
+) -> None:
+    first, *others = command.split()
+    wanted, code = (InstanceReply, 409) if "add" in others else (Snapshot, 200)
+    good = plain(wanted, text="x") | ({"phase": "finished"} if "--watch" in others else {})  # else it goes on
+    answers = [*(as_json(bad, status=code) for bad in poisoned(good, HOSTILE)), *hostile_answers()]
+    if "--watch" in others:
+        answers = [answer for answer in answers if b'"phase": "\\u001b' not in answer]
+    monkeypatch.setenv("DORA_STATUS_TOKEN", "sesame and more of it")
+    with answering() as server:
+        monkeypatch.setattr(sys, "argv", ["dora", first, server.url, *others])
+        for answer in answers:
+            server.answer = answer
+            with suppress(SystemExit):
+                main()
+            shown = capfd.readouterr()
+            assert shown.out + shown.err
+            require_harmless(shown.out)
+            require_harmless(shown.err)
 
 
 @pytest.mark.parametrize(
