@@ -51,7 +51,7 @@ def configure_logging(path: Path | None, *, level: str, run: str, role: str, ran
 
 
 def show_warnings() -> None:
-    """Show warnings, with tracebacks, on the console alone: what structlog and `logging` print themselves is not escaped."""
+    """Show warnings, with tracebacks, on the console alone: by default, structlog and `logging` escape nothing."""
     structlog.configure(
         processors=[structlog.stdlib.add_log_level, structlog.processors.format_exc_info, _show_warnings, _end],
         cache_logger_on_first_use=False,

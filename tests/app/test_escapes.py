@@ -180,5 +180,13 @@ def test_a_process_without_a_log_shows_a_traceback_harmlessly(tmp_path: Path) ->
     assert "\n  | ValueError: " in done.stderr
 
 
+@pytest.mark.parametrize("prints", ["dora.trainer.room import print_error", "dora.embedded.engine import die"])
+def test_the_last_words_of_a_process_are_one_line(prints: str) -> None:
+    script = f"from {prints} as show; show({HOSTILE!r})"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    require_harmless(done.stderr)
+    assert done.stderr.count("\n") == 1
+
+
 def test_an_indentation_is_kept_and_a_line_stays_one() -> None:
     assert one_line("  a \n  b\n\nc") == "  a b c"

@@ -1,4 +1,4 @@
-"""Text of inference servers that would control a terminal, in every field of every answer: what is shown is harmless."""
+"""Text of inference servers that would control a terminal, in every field of every answer: it is shown harmlessly."""
 
 from __future__ import annotations
 

