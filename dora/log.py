@@ -2,7 +2,7 @@
 
 Invariant: every line has run, role and, for a trainer, rank, including lines that libraries log through `logging`.
 Without a file (in child processes, whose output is captured) the lines go to standard error. Lines are dropped while
-the disk is full.
+the disk is full. A process that has no log, or none yet, shows its warnings (`show_warnings`).
 """
 
 from __future__ import annotations
@@ -50,6 +50,16 @@ def configure_logging(path: Path | None, *, level: str, run: str, role: str, ran
     logging.captureWarnings(True)
 
 
+def show_warnings() -> None:
+    """Show warnings, with tracebacks, on the console alone: by default, structlog and `logging` escape nothing."""
+    structlog.configure(
+        processors=[structlog.stdlib.add_log_level, structlog.processors.format_exc_info, _show_warnings, _end],
+        cache_logger_on_first_use=False,
+    )
+    logging.basicConfig(level=CONSOLE_LEVEL, handlers=[_ToStructlog()], force=True)
+    logging.captureWarnings(True)
+
+
 def _open(path: Path) -> io.TextIOWrapper:
     return io.TextIOWrapper(io.BufferedWriter(_LossyFile(path, "a")), encoding="utf-8", line_buffering=True)
 
@@ -83,6 +93,13 @@ def _show_warnings(logger: WrappedLogger, method: str, event: EventDict) -> Even
         details = " ".join(f"{key}={value}" for key, value in event.items() if key not in known)
         sys.stderr.write(one_line(f"{event['level']}: {event['event']} {details}") + "\n")
     return event
+
+
+def _end(logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
+    """Print the traceback of a line that no log keeps, and drop the line."""
+    for line in str(event.get("exception", "")).splitlines():
+        sys.stderr.write(one_line(f"  | {line}") + "\n")
+    raise structlog.DropEvent
 
 
 class _ToStructlog(logging.Handler):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -10,7 +11,26 @@ from msgspec import inspect as ms
 
 def made(kind: Any, *, text: str, number: int = 1) -> Any:
     """A value of a type in which every text is `text`, every number is `number`, and every collection has one entry."""
-    return msgspec.convert(_plain(ms.type_info(kind), text=text, number=number), kind)
+    return msgspec.convert(plain(kind, text=text, number=number), kind)
+
+
+def plain(kind: Any, *, text: str, number: int = 1) -> Any:
+    """The same as it is sent."""
+    return _plain(ms.type_info(kind), text=text, number=number)
+
+
+def poisoned(value: Any, text: str) -> Iterator[Any]:
+    """Copies of what is sent, each with `text` in place of one text in it: a value, a tag, the first name of a map."""
+    if isinstance(value, str):
+        yield text
+    elif isinstance(value, dict):
+        for at, (key, item) in enumerate(value.items()):
+            if at == 0:
+                yield {text if other == key else other: each for other, each in value.items()}
+            yield from ({**value, key: bad} for bad in poisoned(item, text))
+    elif isinstance(value, list):
+        for at, item in enumerate(value):
+            yield from ([*value[:at], bad, *value[at + 1 :]] for bad in poisoned(item, text))
 
 
 def _plain(info: ms.Type, *, text: str, number: int) -> Any:

@@ -48,6 +48,9 @@ def dora(
     ] = False,
 ) -> None:
     """Reinforcement learning of language models, with several policy versions served at once."""
+    from dora.log import show_warnings
+
+    show_warnings()
 
 
 TrustFolder = Annotated[

@@ -16,6 +16,7 @@ from dora.embedded.gate import Gate
 from dora.embedded.requests import NOT_A_BODY, RequestLimits
 from dora.embedded.scheduler import Scheduler
 from dora.embedded.text import TextCodec
+from dora.errors import one_line
 
 Body = TypeVar("Body", bound=msgspec.Struct)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -67,6 +68,6 @@ async def read_body(request: web.Request, kind: type[Body]) -> Body:
 
 def die(reason: str) -> None:
     """End the process, because its weights or its state can no longer be trusted."""
-    sys.stderr.write(f"engine stopped: {reason}\n")
+    sys.stderr.write(one_line(f"engine stopped: {reason}") + "\n")
     sys.stderr.flush()
     os._exit(1)

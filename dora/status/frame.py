@@ -152,7 +152,8 @@ def _work(s: Snapshot) -> Iterator[Line]:
     forming = f"step {s.step_forming + 1:,}: {s.step_committed:,} of {s.groups_per_step:,} groups"
     yield _row("forming", forming if s.step_forming < s.num_steps else "-")
     shown = ("generating", "grading", "complete", "filtered", "failed")
-    yield _row("groups", ", ".join(f"{s.groups_by_phase[phase]:,} {phase}" for phase in shown), is_optional=True)
+    counts = ", ".join(f"{s.groups_by_phase.get(phase, 0):,} {phase}" for phase in shown)
+    yield _row("groups", counts, is_optional=True)
     yield _row("admission", f"closed: {s.not_admitting}" if s.not_admitting else "open")
     if s.environment is not None:
         last = s.steps[-1].episodes if s.steps else None

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 import re
-import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -40,6 +39,7 @@ from transformers.core_model_loading import (
 
 from dora.errors import ConfigError
 from dora.model_files import indexed_files
+from dora.trainer.room import print_error
 
 _T = TypeVar("_T")
 _MESSAGE_BYTES = 1000
@@ -281,10 +281,9 @@ def _name_unused(model: Any, folder: ModelFolder, names: list[str]) -> None:
     silent = [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq", r"(^|\.)position_ids$"]
     names = [name for name in names if not any(re.search(pattern, name) for pattern in silent)]
     if names and dist.get_rank() == 0:
-        print(  # noqa: T201
-            f"dora trainer: {type(model).__name__} has no use for {names[0]} and {len(names) - 1} other tensors of "
-            f"{folder.path}; they are not trained, but published as they were read",
-            file=sys.stderr,
+        print_error(
+            f"{type(model).__name__} has no use for {names[0]} and {len(names) - 1} other tensors of {folder.path}; "
+            "they are not trained, but published as they were read"
         )
 
 

@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from dora.errors import one_line
 from dora.weights.store import StoreFull
 
 #: Timeout. The other ranks wait in a collective meanwhile, so this must be below the timeout of collectives.
@@ -24,9 +25,9 @@ _NO_SPACE = f"os error {errno.ENOSPC}"
 
 
 def print_error(line: str) -> None:
-    """Print a line to standard error, which is a file of the run."""
+    """Print a line to standard error: a file of the run or, if the ranks are external, a terminal."""
     with suppress(OSError):
-        print(f"dora trainer: {line}", file=sys.stderr, flush=True)  # noqa: T201
+        print(one_line(f"dora trainer: {line}"), file=sys.stderr, flush=True)  # noqa: T201
 
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:

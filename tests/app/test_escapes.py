@@ -29,20 +29,13 @@ from dora.journal.deep import KeptTrajectory, encode_kept
 from dora.journal.run_folder import RunFolder
 from dora.journal.spans import TimelineRow, encode_line
 from dora.journal.writer import JournalWriter
+from dora.status.page_server import InstanceReply
 from dora.status.snapshot import Snapshot, encode
 from dora.status.terminal import PlainView
 from dora.weights.store import Manifest
+from tests.escapes import HOSTILE, answering, as_json, hostile_answers, require_harmless
 from tests.journal.recorded import full_run
-from tests.made import made
-
-FORGED = "audit: C1, C2 and C3 hold"
-HOSTILE = f"\x1b[2J\x1b]0;title\x07\x9b31m\r\n\u2028\u202e\x00\x08\t[/red][bold]{FORGED}\n{FORGED}"
-
-
-def require_harmless(shown: str) -> None:
-    """No control character, and no line that text of others has made."""
-    assert all(line.isprintable() for line in shown.split("\n")), repr(shown)
-    assert FORGED not in {line.strip() for line in shown.split("\n")}
+from tests.made import made, plain, poisoned
 
 
 @pytest.fixture
@@ -130,19 +123,69 @@ def test_what_a_command_prints_is_one_line(print_it: Callable[[str], None], capf
     assert shown.count("\n") == 2
 
 
-def test_a_warning_is_one_line_whatever_field_has_text_of_others(tmp_path: Path) -> None:
+@pytest.mark.parametrize("command", ["status", "status --watch", "instances list", "instances add 1"])
+def test_a_command_shows_the_answers_of_an_address_harmlessly(
+    command: str, monkeypatch: pytest.MonkeyPatch, capfd
+) -> None:
+    first, *others = command.split()
+    wanted, code = (InstanceReply, 409) if "add" in others else (Snapshot, 200)
+    good = plain(wanted, text="x") | ({"phase": "finished"} if "--watch" in others else {})  # else it goes on
+    answers = [*(as_json(bad, status=code) for bad in poisoned(good, HOSTILE)), *hostile_answers()]
+    if "--watch" in others:
+        answers = [answer for answer in answers if b'"phase": "\\u001b' not in answer]
+    monkeypatch.setenv("DORA_STATUS_TOKEN", "sesame and more of it")
+    with answering() as server:
+        monkeypatch.setattr(sys, "argv", ["dora", first, server.url, *others])
+        for answer in answers:
+            server.answer = answer
+            with suppress(SystemExit):
+                main()
+            shown = capfd.readouterr()
+            assert shown.out + shown.err
+            require_harmless(shown.out)
+            require_harmless(shown.err)
+
+
+@pytest.mark.parametrize(
+    "begin", ["configure_logging(Path('log.jsonl'), level='info', run='r', role='controller')", "show_warnings()"]
+)
+def test_a_warning_is_one_line_whatever_field_has_text_of_others(tmp_path: Path, begin: str) -> None:
     script = f"""if True:
         import logging, structlog
         from pathlib import Path
-        from dora.log import configure_logging
-        configure_logging(Path("log.jsonl"), level="info", run="r", role="controller")
+        from dora.log import configure_logging, show_warnings
+        {begin}
+        structlog.get_logger().info({HOSTILE!r})
         structlog.get_logger().warning("instance_lost", reason={HOSTILE!r}, **{{{HOSTILE!r}: 1}})
         structlog.get_logger().warning({HOSTILE!r})
         logging.getLogger("library").warning({HOSTILE!r})
     """
     done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=60)
     require_harmless(done.stderr)
-    assert done.stderr.count("\n") == 3
+    assert (done.stdout, done.stderr.count("\n")) == ("", 3)
+
+
+def test_a_process_without_a_log_shows_a_traceback_harmlessly(tmp_path: Path) -> None:
+    script = f"""if True:
+        import logging, sys
+        from dora.log import show_warnings
+        show_warnings()
+        try:
+            raise KeyError(ValueError({HOSTILE!r}), type(sys)) from ValueError({HOSTILE!r})
+        except KeyError:
+            logging.getLogger("library").exception({HOSTILE!r})
+    """
+    done = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    require_harmless(done.stderr)
+    assert "\n  | ValueError: " in done.stderr
+
+
+@pytest.mark.parametrize("prints", ["dora.trainer.room import print_error", "dora.embedded.engine import die"])
+def test_the_last_words_of_a_process_are_one_line(prints: str) -> None:
+    script = f"from {prints} as show; show({HOSTILE!r})"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    require_harmless(done.stderr)
+    assert done.stderr.count("\n") == 1
 
 
 def test_an_indentation_is_kept_and_a_line_stays_one() -> None:

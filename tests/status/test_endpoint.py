@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 import aiohttp
+import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -23,6 +24,8 @@ from dora.status.page_server import MAX_ARRIVING_BYTES, MAX_BODY_BYTES, MAX_CONN
 from dora.status.server import StatusServer
 from dora.status.snapshot import Snapshot
 from dora.trainer.metrics import METRICS
+from tests.escapes import HOSTILE
+from tests.made import poisoned
 
 TOKEN = "open sesame"
 
@@ -369,3 +372,17 @@ async def test_idle_connections_of_strangers_are_closed_for_new_ones(server: Sta
                 assert await reader.read() == b""
     for _, writer in (*idle, *late):
         writer.close()
+
+
+def test_no_text_of_others_makes_a_line_of_the_metrics(middle: Snapshot):
+    """Of a rank, a source of prompts, a reason: in any field."""
+    sent = msgspec.to_builtins(middle)
+    durations = sent.pop("durations")
+    known = {family.name for family in text_string_to_metric_families(metrics.render(middle))}
+    forged = f"{HOSTILE}\ndora_forged 1\n"
+    for bad in poisoned(sent, forged):
+        with suppress(msgspec.ValidationError):  # the name of a field
+            text = metrics.render(msgspec.convert({**bad, "durations": durations}, Snapshot))
+            assert {family.name for family in text_string_to_metric_families(text)} <= known
+            assert all(line.startswith(("dora_", "# HELP dora_", "# TYPE dora_")) for line in text.split("\n")[:-1])
+            assert "\ndora_forged" not in text

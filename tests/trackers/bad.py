@@ -12,6 +12,7 @@ import threading
 
 from dora.trackers.api import Position, TrackedRow, TrackedRun
 from dora.trackers.tensorboard import TensorBoardTracker
+from tests.escapes import HOSTILE
 
 #: Rows after which a tracker goes wrong.
 GOOD_ROWS = 2
@@ -34,6 +35,13 @@ class _Bad(TensorBoardTracker):
 class Raising(_Bad):
     def fail(self) -> None:
         raise ConnectionError("the service is gone")
+
+
+class Hostile(_Bad):
+    """Its service answers with text that would control a terminal."""
+
+    def fail(self) -> None:
+        raise ConnectionError(HOSTILE)
 
 
 class Hanging(_Bad):

@@ -19,6 +19,7 @@ from dora.journal.run_folder import RunFolder
 from dora.trackers.api import Position
 from dora.trackers.follow import follow, num_rows, read_position
 from dora.trackers.kinds import require_installed, title, tracker_env
+from tests.escapes import require_harmless
 from tests.trackers import records
 
 BAD = "tests/trackers/bad.py"
@@ -149,6 +150,14 @@ def test_a_tracker_that_fails_says_so_in_one_line_and_is_completed_later(folder:
     (folder.tracking / "healed").touch()
     records.track(folder, f"{BAD}:{name}")
     assert tensorboard_has_all(folder, name)
+
+
+@pytest.mark.parametrize("words", [("track", "DIR", "--to", f"{BAD}:Hostile"), ("follow", "DIR", f"{BAD}:Hostile")])
+def test_text_of_a_service_is_shown_harmlessly(folder: RunFolder, words: tuple[str, ...]) -> None:
+    command = [sys.executable, "-m", "dora", *(str(folder.root) if word == "DIR" else word for word in words)]
+    told = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert (told.returncode, told.stdout, told.stderr.count("\n")) == (1, "", 1)
+    require_harmless(told.stderr)
 
 
 def test_a_damaged_position_is_the_beginning(tmp_path: Path) -> None:
