@@ -130,7 +130,9 @@ def _samples(value: float | tuple[float, ...] | dict[str, int] | None) -> Iterat
 
 def _durations(s: Snapshot) -> Iterator[str]:
     for key, text in TIMED.items():
-        name, histogram = f"{key}_duration_seconds", s.durations[key]
+        if (histogram := s.durations.get(key)) is None:  # of a folder that was received
+            continue
+        name = f"{key}_duration_seconds"
         yield from _head(name, "histogram", text)
         for bound, count in zip((*BOUNDS_S, "+Inf"), accumulate(histogram.counts), strict=True):
             yield f'dora_{name}_bucket{{le="{bound}"}} {count}\n'

@@ -59,4 +59,34 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
             "test_a_command_shows_text_of_a_run_folder_harmlessly",
         ),
     ),
+    *of(
+        "dora/log.py",
+        "tests/app/test_escapes.py",
+        (
+            "tracebacks-of-processes-without-a-log-raw",
+            'one_line(f"  | {line}")',
+            'f"  | {line}"',
+            "test_a_process_without_a_log_shows_a_traceback_harmlessly",
+        ),
+    ),
+    *of(
+        "dora/trainer/room.py",
+        "tests/app/test_escapes.py",
+        (
+            "errors-of-ranks-raw",
+            'one_line(f"dora trainer: {line}")',
+            'f"dora trainer: {line}"',
+            "test_the_last_words_of_a_process_are_one_line",
+        ),
+    ),
+    *of(
+        "dora/status/metrics.py",
+        "tests/status/test_endpoint.py",
+        (
+            "names-of-metrics-unchecked",
+            "        if not (trainer_name(key).isascii() and trainer_name(key).isidentifier()):\n",
+            "        if False:\n",
+            "test_no_text_of_others_makes_a_line_of_the_metrics",
+        ),
+    ),
 )

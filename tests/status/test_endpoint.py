@@ -386,3 +386,8 @@ def test_no_text_of_others_makes_a_line_of_the_metrics(middle: Snapshot):
             assert {family.name for family in text_string_to_metric_families(text)} <= known
             assert all(line.startswith(("dora_", "# HELP dora_", "# TYPE dora_")) for line in text.split("\n")[:-1])
             assert "\ndora_forged" not in text
+
+
+def test_a_status_of_a_folder_may_lack_durations(middle: Snapshot):
+    assert "dora_push_duration_seconds" in metrics.render(middle)
+    assert "dora_push_duration_seconds" not in metrics.render(replace(middle, durations={}))
