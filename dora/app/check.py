@@ -257,9 +257,11 @@ def _report_plan(config: Config, inputs: Inputs, *, num_samples: int, report: Re
     for index, names in enumerate(gpus):
         if names:
             report("GPUs", f"instance {len(engine.urls) + index}: CUDA_VISIBLE_DEVICES={names}")
-    report("KV", f"{engine.slots} slots and {engine.kv_tokens} tokens per instance: every slot can hold "
-                 f"{engine.kv_tokens // engine.slots} tokens at once; the longest request has "
-                 f"{config.longest_request}")  # fmt: skip
+    room = "slots and tokens as each server says"
+    if config.slots is not None and config.kv_tokens is not None:
+        room = (f"{config.slots} slots and {config.kv_tokens} tokens per instance: every slot can hold "
+                f"{config.kv_tokens // config.slots} tokens at once")  # fmt: skip
+    report("KV", f"{room}; the longest request has {config.longest_request} tokens")
     report(
         "trainer",
         f"{trainer.ranks} ranks {ranks}, {trainer.dtype}, {trainer.micro_batch_tokens} tokens per micro-batch",

@@ -7,6 +7,7 @@ of docs/SIMULATION.md. The estimates are only displayed. What a trainer rank tak
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Final, Self
 
@@ -56,7 +57,7 @@ class Memory(msgspec.Struct, frozen=True):
     """Bytes per GPU (on a CPU, per process)."""
 
     engine_weights: float
-    engine_kv: float
+    engine_kv: float | None  # None: as much as a server decides to use
 
 
 def memory(config: Config, shapes: Shapes) -> Memory:
@@ -64,7 +65,7 @@ def memory(config: Config, shapes: Shapes) -> Memory:
     served, tp = BYTES[config.trainer.publish_dtype], config.engine.tensor_parallel
     return Memory(
         engine_weights=shapes.parameters * served / tp,
-        engine_kv=config.engine.kv_tokens * kv_bytes_per_token(shapes, dtype_bytes=served) / tp,
+        engine_kv=config.kv_tokens and config.kv_tokens * kv_bytes_per_token(shapes, dtype_bytes=served) / tp,
     )
 
 
@@ -95,7 +96,7 @@ def step_time(config: Config, shapes: Shapes, *, instances: int, ranks: int) -> 
     prompt = config.task.max_prompt_tokens / 2
     context = prompt + length / 2
     in_flight = (config.max_staleness + 1) * answers / instances
-    batch = max(1.0, min(config.engine.slots, config.engine.kv_tokens / context, in_flight))
+    batch = max(1.0, min(config.slots or inf, (config.kv_tokens or inf) / context, in_flight))
     kv = kv_bytes_per_token(shapes, dtype_bytes=served)
     weights_s = shapes.parameters * served / tp / BANDWIDTH
     decode_step_s = STEP_BASE_S + weights_s + batch * context * kv / tp / BANDWIDTH
@@ -120,10 +121,9 @@ def best_split(config: Config, shapes: Shapes) -> tuple[int, int]:
 def lines(config: Config, shapes: Shapes) -> list[tuple[str, str]]:
     """Return (topic, text) lines for the plan of `dora check`."""
     need = memory(config, shapes)
-    found = [
-        ("memory", f"one instance: {size_text(need.engine_weights)} weights + {size_text(need.engine_kv)} KV"
-                   f"{' per GPU' if config.engine.tensor_parallel > 1 else ''}"),
-    ]  # fmt: skip
+    kv = "KV as it decides" if need.engine_kv is None else f"{size_text(need.engine_kv)} KV"
+    per_gpu = " per GPU" if config.engine.tensor_parallel > 1 else ""
+    found = [("memory", f"one instance: {size_text(need.engine_weights)} weights + {kv}{per_gpu}")]
     all_here = config.num_managed and not config.engine.urls and not config.trainer.external
     if config.engine.device == "cpu" or config.trainer.device == "cpu" or not all_here:
         return found

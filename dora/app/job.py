@@ -20,7 +20,7 @@ from typing import Protocol
 import structlog
 
 from dora.app import resume as resuming
-from dora.app.build import MAX_JOINED, REACH_TIMEOUT_S, enter_pushing, make_controller, make_fleet, start_trainer
+from dora.app.build import REACH_TIMEOUT_S, enter_pushing, make_controller, make_fleet, start_trainer
 from dora.app.episodes import EpisodeInputs, enter_inputs
 from dora.app.inputs import Inputs
 from dora.app.opening import Opened
@@ -61,7 +61,6 @@ GC_THRESHOLDS = (700, 10, 1000)
 #: Time in which the ranks must exit after Stop; then they are killed.
 STOP_TIMEOUT_S = 30.0
 #: Connections beyond one per slot, for requests that are ending and for probes.
-STREAM_MARGIN = 64
 
 
 @dataclass(frozen=True)
@@ -117,9 +116,9 @@ async def run_job(
         )
         require_free_ports(config)
         await asyncio.to_thread(require_cuda, config, environ=os.environ)
-        allow_open_files(config.num_instances * config.engine.slots)
+        streams = allow_open_files(config.num_instances * (config.engine.slots or 1))
         graders = await enter_graders(stack, config, inputs)
-        engine = await _enter_engine(stack, config, inputs)
+        engine = await _enter_engine(stack, config, inputs, streams=streams)
         folder = earlier or new_folder(config)
         if earlier is None:
             stack.enter_context(hold(folder.lock))  # a resume holds it already
@@ -148,12 +147,9 @@ async def enter_graders(stack: AsyncExitStack, config: Config, inputs: Inputs) -
     return Graders(training, held_out, inputs.evaluations)
 
 
-async def _enter_engine(stack: AsyncExitStack, config: Config, inputs: Inputs) -> InferenceEngine:
-    """Open the engine, with a connection per slot; ConfigError if an external server does not answer."""
-    connections = (config.num_instances + MAX_JOINED) * config.engine.slots + STREAM_MARGIN
-    engine = await stack.enter_async_context(
-        open_engine(config, max_connections=connections, vocab_size=inputs.vocab_size)
-    )
+async def _enter_engine(stack: AsyncExitStack, config: Config, inputs: Inputs, *, streams: int) -> InferenceEngine:
+    """Open the engine, with at most this number of streams; ConfigError if an external server does not answer."""
+    engine = await stack.enter_async_context(open_engine(config, max_connections=streams, vocab_size=inputs.vocab_size))
     for url in config.engine.urls:
         if not await engine.is_alive(url, timeout_s=REACH_TIMEOUT_S):
             raise ConfigError(f"engine.urls: {url} does not answer; start the server or correct the address")

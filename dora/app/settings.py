@@ -170,6 +170,7 @@ def workload_of(config: Config) -> Workload:
     """Return a workload for the simulator, with example lengths and rates (`dora simulate --from` measures them)."""
     rollout, engine, trainer = config.rollout, config.engine, config.trainer
     rollout_devices = config.num_instances * engine.tensor_parallel
+    known: dict[str, Any] = {"slots": config.slots, "kv_tokens": config.kv_tokens}
     return Workload(
         job=JobModel(**_common(rollout, JobModel), steps=config.run.steps),
         lengths=LengthModel(
@@ -182,7 +183,7 @@ def workload_of(config: Config) -> Workload:
             devices=rollout_devices + trainer.ranks,
             rollout_devices=rollout_devices,
             devices_per_instance=engine.tensor_parallel,
-            server=SimulatedServer(slots=engine.slots, kv_tokens=engine.kv_tokens),
+            server=SimulatedServer(**{name: value for name, value in known.items() if value is not None}),
             parallel_pushes=engine.max_parallel_pushes,
         ),
         train=TrainerModel(micro_batch_tokens=trainer.micro_batch_tokens, updates=trainer.updates),

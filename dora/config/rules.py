@@ -90,9 +90,9 @@ def _capacity_problems(config: Config) -> Iterator[str]:
             f"but there are {config.num_instances} instances; lower K or {more}"
         )
     longest = config.longest_request
-    if longest > config.engine.kv_tokens:
+    if config.kv_tokens is not None and longest > config.kv_tokens:
         yield (
-            f"engine.kv_tokens: {config.engine.kv_tokens} cannot hold the longest prompt plus the token budget "
+            f"engine.kv_tokens: {config.kv_tokens} cannot hold the longest prompt plus the token budget "
             f"({longest} tokens: task.max_prompt_tokens + rollout.max_new_tokens)"
         )
 

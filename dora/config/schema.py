@@ -24,6 +24,9 @@ Seconds = Annotated[float, Field(gt=0.0)]
 
 #: Number of servers to start if the configuration gives neither `engine.instances` nor `engine.urls`.
 DEFAULT_INSTANCES = 4
+#: What an embedded engine that the run starts is given.
+EMBEDDED_SLOTS = 24
+EMBEDDED_KV_TOKENS = 16_384
 
 
 def secret(variable: str) -> Any:
@@ -144,10 +147,11 @@ class EngineConfig(Section):
     `dora` needs at least K + 1 instances in all."""
     kind: Literal["embedded", "sglang"] = "embedded"
     """Kind of the managed instances. `embedded`: DORA's own server. `sglang`: SGLang from this Python environment, with
-    --dtype from `trainer.publish_dtype` and --max-running-requests from `slots`."""
+    --dtype from `trainer.publish_dtype` and, if it is set, --max-running-requests from `slots`."""
     command: tuple[str, ...] = ()
     """Command that starts a managed instance, as a list of arguments; it replaces the one of `kind`. {model}, {host},
-    {port}, {tp}, {slots}, {kv_tokens}, {dtype}, {device} and {threads} are filled in. With {port}, the server is ready
+    {port}, {tp}, {slots}, {kv_tokens}, {dtype}, {device} and {threads} are filled in; an argument that is {slots} or
+    {kv_tokens} alone is left out, with the one before it, if that is unset. With {port}, the server is ready
     when /health answers there; without it, when it prints a line `ready http://HOST:PORT`. The command must stay in the
     foreground."""
     args: tuple[str, ...] = ()
@@ -160,10 +164,12 @@ class EngineConfig(Section):
     """GPUs of this host for managed instances on cuda: each instance takes the next `tensor_parallel` of them. A GPU
     that is listed several times is shared. Empty: embedded engines share the first GPU, other servers take those after
     the trainer's ranks. If CUDA_VISIBLE_DEVICES is set, the numbers are positions in it."""
-    slots: Positive = 24
-    """Number of requests that one instance decodes at the same time."""
-    kv_tokens: Positive = 16_384
-    """KV capacity of one instance, in tokens."""
+    slots: Positive | None = None
+    """Maximum number of requests that one instance decodes at the same time. Unset: as many as the server says; an
+    embedded engine that the run starts is given 24."""
+    kv_tokens: Positive | None = None
+    """Maximum KV capacity that is used of one instance, in tokens. Unset: all that the server says; an embedded engine
+    that the run starts is given 16,384."""
     decode: DecodeConfig = DecodeConfig()
     """Duration of a decoding step."""
     prefill_s_per_token: Annotated[float, Field(ge=0.0)] = 5e-5
@@ -559,6 +565,20 @@ class Config(Section):
         if not compares_sequences(self.objective):
             return None
         return max(self.trainer.micro_batch_tokens, self.longest_request)
+
+    @property
+    def slots(self) -> int | None:
+        """Slots of an instance, where they are known before a server is asked."""
+        return self.engine.slots or (EMBEDDED_SLOTS if self._starts_embedded else None)
+
+    @property
+    def kv_tokens(self) -> int | None:
+        """KV capacity of an instance, where it is known before a server is asked."""
+        return self.engine.kv_tokens or (EMBEDDED_KV_TOKENS if self._starts_embedded else None)
+
+    @property
+    def _starts_embedded(self) -> bool:
+        return self.num_managed > 0 and self.engine.kind == "embedded" and not self.engine.command
 
     @property
     def num_managed(self) -> int:

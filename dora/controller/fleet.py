@@ -66,9 +66,9 @@ class Server(Protocol):
 class FleetLimits:
     """Limits and requirements of a run's instances."""
 
-    instances: int  # maximum number, for which the client has enough connections
-    slots: int
-    kv_tokens: int
+    instances: int  # maximum number
+    slots: int | None  # of each; None: as many as it says
+    kv_tokens: int | None
     context_tokens: int  # longest prompt + token limit, which every server must be able to hold
     model: Path  # every server's model must have the same shapes
     path_map: Mapping[str, str]  # local folders -> folders as servers see them
@@ -214,8 +214,8 @@ class Fleet:
                 self._now(),
                 instance,
                 member.incarnation,
-                min(self._limits.slots, capabilities.slots),
-                min(self._limits.kv_tokens, capabilities.kv_tokens),
+                min(self._limits.slots or capabilities.slots, capabilities.slots),
+                min(self._limits.kv_tokens or capabilities.kv_tokens, capabilities.kv_tokens),
             )
         )
         return url

@@ -12,8 +12,11 @@ SPARE_FILES: Final = 256
 MAX_FILES: Final = 2**20  # more than any run opens; some libraries iterate up to the limit
 
 
-def allow_open_files(streams: int) -> None:
-    """Raise the soft limit to the hard one. ConfigError if it is too low for this number of streams."""
+def allow_open_files(streams: int) -> int:
+    """Raise the soft limit to the hard one, and return the number of streams that it allows.
+
+    ConfigError if these are fewer than `streams`.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     allowed = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
     if soft != resource.RLIM_INFINITY and soft < allowed:
@@ -24,3 +27,4 @@ def allow_open_files(streams: int) -> None:
             f"engine.slots: {streams} concurrent requests need about {needed} open files, but this host allows {hard}; "
             "raise the hard limit (ulimit -Hn), or lower engine.slots"
         )
+    return allowed - SPARE_FILES

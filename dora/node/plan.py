@@ -7,7 +7,7 @@ the parent without its DORA_ variables, plus what the child needs.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -59,8 +59,8 @@ def _engine(config: Config, *, index: int, model: Path, env: Mapping[str, str]) 
         "model": model,
         "host": HOST,
         "tp": engine.tensor_parallel,
-        "slots": engine.slots,
-        "kv_tokens": engine.kv_tokens,
+        "slots": config.slots,
+        "kv_tokens": config.kv_tokens,
         "dtype": config.trainer.publish_dtype,  # decode in the dtype that is published
         "device": engine.device,
         "threads": engine.threads,
@@ -71,12 +71,20 @@ def _engine(config: Config, *, index: int, model: Path, env: Mapping[str, str]) 
         values["port"] = port
     return ProcessPlan(
         name=f"engine-{len(engine.urls) + index}",
-        argv=tuple(_fill_in(word, values) for word in words),
+        argv=tuple(_fill_in(word, values) for word in _without_unset(words, values)),
         env=env,
         ready_timeout_s=engine.start_timeout_s,
         port=port if not is_embedded and any("{port}" in word for word in words) else None,
         field="engine.command" if engine.command else "",
     )
+
+
+def _without_unset(words: Sequence[str], values: Mapping[str, object]) -> Iterator[str]:
+    """Leave out each option, of two words, whose value is unset."""
+    unset = {f"{{{name}}}" for name, value in values.items() if value is None}
+    for word, following in zip(words, (*words[1:], ""), strict=True):
+        if word not in unset and following not in unset:
+            yield word
 
 
 def _fill_in(word: str, values: Mapping[str, object]) -> str:

@@ -256,8 +256,8 @@ class World:
             engine=SglangEngine(engines),  # type: ignore[arg-type]
             limits=FleetLimits(
                 instances=8,
-                slots=config.engine.slots,
-                kv_tokens=config.engine.kv_tokens,
+                slots=config.slots,
+                kv_tokens=config.kv_tokens,
                 context_tokens=config.longest_request,
                 model=self.path / "model",
                 path_map={},

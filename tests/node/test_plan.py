@@ -72,7 +72,7 @@ def test_sglang_is_started_from_this_environment_on_a_port_chosen_at_its_start()
     )
     argv = " ".join(plan.argv)
     assert argv.startswith(f"{sys.executable} -m dora.engine.sglang.serve ")
-    assert "--model-path /m --host 127.0.0.1 --port {port} --max-running-requests 24 " in argv
+    assert "--model-path /m --host 127.0.0.1 --port {port} --device cpu " in argv
     assert "--tp-size 2 " in argv
     assert "--mem-fraction-static 0.7" in argv
     assert plan.port == 0
