@@ -150,10 +150,9 @@ class EngineConfig(Section):
     --dtype from `trainer.publish_dtype` and, if it is set, --max-running-requests from `slots`."""
     command: tuple[str, ...] = ()
     """Command that starts a managed instance, as a list of arguments; it replaces the one of `kind`. {model}, {host},
-    {port}, {tp}, {slots}, {kv_tokens}, {dtype}, {device} and {threads} are filled in; an argument that is {slots} or
-    {kv_tokens} alone is left out, with the one before it, if that is unset. With {port}, the server is ready
-    when /health answers there; without it, when it prints a line `ready http://HOST:PORT`. The command must stay in the
-    foreground."""
+    {port}, {tp}, {slots}, {kv_tokens}, {dtype}, {device} and {threads} are filled in; options with {slots} or
+    {kv_tokens} are left out if `slots` or `kv_tokens` is unset. With {port}, the server is ready when /health answers
+    there; without it, when it prints a line `ready http://HOST:PORT`. The command must stay in the foreground."""
     args: tuple[str, ...] = ()
     """Further arguments, appended to the command."""
     environment: dict[str, str] = Field(default={})

@@ -80,10 +80,10 @@ def _engine(config: Config, *, index: int, model: Path, env: Mapping[str, str]) 
 
 
 def _without_unset(words: Sequence[str], values: Mapping[str, object]) -> Iterator[str]:
-    """Leave out each option, of two words, whose value is unset."""
+    """Leave out the words whose value is unset, and the option before a word that is nothing but such a value."""
     unset = {f"{{{name}}}" for name, value in values.items() if value is None}
     for word, following in zip(words, (*words[1:], ""), strict=True):
-        if word not in unset and following not in unset:
+        if following not in unset and not any(name in word for name in unset):
             yield word
 
 

@@ -93,6 +93,11 @@ async def test_an_instance_comes_up_with_the_lesser_of_its_room_and_the_configur
         assert await kept.next() == InstanceUp(0.0, ZERO, 1, slots=8, kv_tokens=4096)
 
 
+async def test_without_configured_limits_an_instance_has_all_the_room_that_its_server_says() -> None:
+    async with keeping(Kept(1, slots=None, kv_tokens=None)) as kept:
+        assert await kept.next() == InstanceUp(0.0, ZERO, 1, slots=8, kv_tokens=4096)
+
+
 async def test_a_server_that_dies_is_lost_with_its_counts_and_comes_back_as_another_incarnation() -> None:
     async with serving(Kept(1)) as kept:
         for incarnation in (1, 2, 3):

@@ -47,9 +47,9 @@ REJOINED = InstanceId(4)
 
 
 @contextmanager
-def serving(model: Path, log: Path) -> Iterator[tuple[str, psutil.Process]]:
+def serving(model: Path, log: Path, *options: str) -> Iterator[tuple[str, psutil.Process]]:
     """A server that somebody else started."""
-    arguments = ("serve", "--model", str(model), "--port", "0", "--incremental-streaming-output")
+    arguments = ("serve", "--model", str(model), "--port", "0", "--incremental-streaming-output", *options)
     with log.open("wb") as output:
         process = subprocess.Popen(command(*arguments), stdout=output, stderr=subprocess.STDOUT, env=environment())
     try:

@@ -85,6 +85,12 @@ def test_a_template_is_filled_in_and_unknown_placeholders_are_kept():
     assert plan.port == 7000
 
 
+def test_an_option_whose_value_is_unset_is_left_out():
+    command = """engine.command=["serve", "{model}", "--slots", "{slots}", "--kv={kv_tokens}"]"""
+    assert engines(command, "engine.kv_tokens=7000")[0].argv == ("serve", "/m", "--kv=7000")
+    assert engines(command, "engine.slots=9", "engine.kv_tokens=7000")[0].argv[2:4] == ("--slots", "9")
+
+
 def test_a_template_without_a_port_must_print_its_ready_line():
     assert engines('engine.command=["serve", "{model}"]')[0].port is None
 
