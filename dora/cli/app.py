@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import io
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -23,6 +24,8 @@ from dora.errors import ConfigError, DoraError
 
 #: Errors of the operating system that no program can prevent, and a user may mend.
 _FAULTS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE}
+#: Distributions on the index that install a package `dora`.
+_NAMESAKES = ("dora-rs", "dora-search")
 
 app = typer.Typer(
     name="dora",
@@ -51,6 +54,17 @@ def dora(
     from dora.log import show_warnings
 
     show_warnings()
+    _warn_of_namesakes()
+
+
+def _warn_of_namesakes() -> None:
+    """Name a distribution of others that has a folder `dora` too: the last one installed has replaced files."""
+    from importlib.metadata import PackageNotFoundError, distribution
+
+    for name in _NAMESAKES:
+        with suppress(PackageNotFoundError):
+            distribution(name)
+            tell(f"{name} is installed here too, in the same folder `dora`; install dora-rl in its own environment")
 
 
 TrustFolder = Annotated[

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -148,6 +149,23 @@ def test_tools_without_anyone_who_grades_are_refused_before_anything_starts(tmp_
 def test_the_version_is_that_of_the_package() -> None:
     result = run_to_end("--version")
     assert (result.returncode, result.stdout, result.stderr) == (0, f"dora {version('dora-rl')}\n", "")
+
+
+def test_another_distribution_with_a_package_of_the_same_name_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "dora_rs-0.3.0.dist-info").mkdir()
+    (tmp_path / "dora_rs-0.3.0.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: dora-rs\nVersion: 0.3.0\n"
+    )
+    missing = str(tmp_path / "missing")
+    assert "installed here too" not in run_to_end("audit", missing).stderr
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    first, last = run_to_end("audit", missing).stderr.splitlines()
+    assert first.startswith(
+        "dora: dora-rs is installed here too, in the same folder `dora`; install dora-rl in its own"
+    )
+    assert "missing" in last
 
 
 def test_help_lists_the_commands_and_loads_no_torch() -> None:
