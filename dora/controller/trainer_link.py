@@ -185,7 +185,7 @@ class TrainerLink:
         await self.emit(ev.TrainerReady(self.now(), steps.pop()))
 
     async def _emit_script(self) -> None:
-        """Emit events in the order of rank 0's messages; that of a wave waits until every rank has completed it."""
+        """Emit events in the order of rank 0's messages; the event of a wave waits for all ranks to complete it."""
         while self._script:
             message = self._script[0]
             if isinstance(message, wire.MicroBatchDone):
