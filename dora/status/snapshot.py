@@ -52,7 +52,7 @@ class VersionRow:
     loading: int  #: instances that are loading it
     groups: int  #: untrained groups with its tag
     unfinished: int  #: trajectories that are running or queued
-    waiting: int  #: those of them that are queued
+    waiting: int  #: unfinished trajectories that are queued
     evaluating: bool
 
 
@@ -70,7 +70,7 @@ class InstanceRow:
     kv_load: int  #: KV tokens reserved for residents and for moves under way
     kv_tokens: int
     incarnation: int  #: number of times it has started
-    asked: str  #: the request about it: "drain", "remove" or ""
+    asked: str  #: the user's request about the instance: "drain", "remove" or ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +153,7 @@ class Snapshot:
     trained_tokens_per_s: float  #: over the last steps
     counts: Counts
     environment: EnvironmentRow | None  #: None without one
-    problems: tuple[str, ...]  #: that do not stop the run, such as a reward that raises; each once, oldest first
+    problems: tuple[str, ...]  #: problems that do not stop the run, such as a failed reward; each once, oldest first
     alarms: tuple[Alarm, ...]  #: drift alarms, cleared ones included; the latest of each name
     by_design: dict[str, str]  #: constraint (C1, C2, C3) that the strategy breaks by design -> how often it broke it
     lag_p50_s: float  #: event-loop lag, latest samples
@@ -370,7 +370,7 @@ def _averaged(shell: ShellFacts) -> list[StepFacts]:
 def _eta_s(state: State, shell: ShellFacts) -> float | None:
     """Mean duration of the last steps x steps left, minus the time spent in the current one.
 
-    None before two steps are trained: the first one has the start in it.
+    None before two steps are trained: the first step includes the start of the run.
     """
     recent = [s for s in _averaged(shell) if s.step > 0]
     if not recent:
