@@ -57,7 +57,7 @@ class Copies:
         self._work = work
         self._keep = keep
         self._copies: dict[VersionId, asyncio.Task[None]] = {}  # in progress, by version
-        self._gives_up_at: float | None = None  # by the event loop's clock; None while the run goes on
+        self._gives_up_at: float | None = None  # by the event loop's clock; None until the run ends
         self._only_in_memory: set[VersionId] = set()  # versions for which there was no space until the end
 
     def publish(self, event: ev.VersionPublished, *, position: int) -> None:

@@ -182,7 +182,7 @@ class StreamAttempt:
 
 @dataclass(frozen=True)
 class StopAttempt:
-    """Effect of StopRequest: abort a request on its server. The event is that of the request itself."""
+    """Effect of StopRequest: abort a request on its server. The event that follows comes from the request itself."""
 
     engine: InferenceEngine
     fleet: Fleet

@@ -120,7 +120,7 @@ class Fleet:
         self.urls: dict[InstanceId, str] = {}  #: of the instances that are up
 
     def loops(self) -> list[tuple[str, Loop]]:
-        """Return the named coroutines to be run beside the controller."""
+        """Return the named coroutines to run together with the controller."""
         return [("fleet", self.run())]
 
     async def run(self) -> None:

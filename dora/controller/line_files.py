@@ -57,7 +57,7 @@ class LineFiles:
         self._requested.set()
 
     def loops(self) -> list[tuple[str, Loop]]:
-        """Return the named coroutine to be run beside the controller."""
+        """Return the named coroutine to run together with the controller."""
         return [("lines", self._save())]
 
     async def _save(self) -> None:

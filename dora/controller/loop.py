@@ -51,7 +51,7 @@ class Part(Protocol):
     """A part of the run with its own loops."""
 
     def loops(self) -> list[tuple[str, Loop]]:
-        """Return the named coroutines to be run beside the controller."""
+        """Return the named coroutines to run together with the controller."""
 
 
 class TrainerSide(Part, Protocol):
@@ -87,7 +87,7 @@ class Controller:
         now: Callable[[], float],
         stop_timeout_s: float = 600.0,
     ) -> None:
-        """`beside`: other parts with loops. `stop_timeout_s`: limit on the checkpoint of a clean stop."""
+        """`beside`: other parts with loops to run. `stop_timeout_s`: limit on the checkpoint of a clean stop."""
         self.state = state
         self._inbox = inbox
         self._in_flight = in_flight

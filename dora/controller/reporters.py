@@ -67,7 +67,7 @@ class Reporters:
         self._polled: set[InstanceId] = set()  # requests for their KV use are in flight
 
     def loops(self) -> list[tuple[str, Loop]]:
-        """Return the named coroutines to be run beside the controller."""
+        """Return the named coroutines to run together with the controller."""
         return [("ticks", self._tick()), ("event-loop-lag", self._measure_lag())]
 
     async def _tick(self) -> None:

@@ -114,8 +114,8 @@ class Samples:
     def of_step(self, groups: Sequence[Group], *, step: StepId) -> Iterator[KeptTrajectory]:
         """Yield the trajectories kept of a trained step, and those of groups dropped since the step before.
 
-        One graded sibling is kept of each of some groups. The groups are evenly spread; those with log-probs that the
-        trainer has sent come first.
+        Some groups are chosen, evenly spread; groups with log-probs from the trainer come first. Of each chosen group,
+        one graded sibling is kept.
         """
         sent = [g for g in groups if any(t.id in self._trainer_logprobs for t in g.trajectories)]
         others = [g for g in groups if g not in sent]

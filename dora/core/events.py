@@ -230,7 +230,7 @@ class ControllerRestarted(Event, frozen=True):
 
     epoch: int
     num_tokens: dict[TrajectoryId, int]
-    steps: int = 0  #: new number of steps of the job; 0: as many as before
+    steps: int = 0  #: new number of steps of the job; 0: the number stays
     missing: tuple[VersionId, ...] = ()  #: published versions without a folder, which the trainer has to write again
     max_episodes: int = 0  #: episodes for which the hosts have room now; 0: any number
     replayable: tuple[TrajectoryId, ...] = ()  #: calling trajectories whose environments can be replayed

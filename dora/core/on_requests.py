@@ -153,7 +153,7 @@ def on_trajectory_graded(state: State, event: ev.TrajectoryGraded) -> None:
 
 
 def graded(state: State, trajectory: Trajectory, reward: float | None) -> None:
-    """Give a trajectory its reward: that of grading plus those of its turns, or none if `reward` is None.
+    """Give a trajectory its reward: `reward`, from grading, plus its turns' rewards; None if `reward` is None.
 
     The sibling that is graded last decides what becomes of the group.
     """

@@ -137,7 +137,7 @@ class State:
         self.mean_length = self.length_sum
 
     def admission_version(self) -> VersionId | None:
-        """Return the version of new groups: the newest, or that of the current batch; None before version 0."""
+        """Return the version of new groups: the newest, or the current batch's version; None before version 0."""
         if self.settings.rules.batched and self.formation.num_unconsumed:
             return self.block_version
         return self.window.newest
@@ -174,7 +174,7 @@ def episode_left(state: State) -> None:
     if state.settings.max_episodes:
         admissions_changed(state)
         if state.evaluation.version is not None:
-            state.agenda.fill(state.evaluation.version)  # what is noted last is filled first
+            state.agenda.fill(state.evaluation.version)  # the version noted last is filled first
 
 
 def admissions_changed(state: State) -> None:

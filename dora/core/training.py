@@ -103,7 +103,7 @@ class Feed:
         is_complete = feed.closed or len(feed.groups) >= (feed.update + 1) * self.groups_per_update
         pending = feed.pending[feed.update]
         if not is_complete and (not pending.answers or (ahead and pending.num_tokens < self._capacity)):
-            return None  # only a full wave is sent ahead; an idle trainer gets what there is
+            return None  # only a full wave is sent ahead; an idle trainer gets all pending answers
         wave = self._cut_wave(feed, pending, step=self.open_step, is_complete=is_complete)
         feed.waves.append(wave)
         feed.update += wave.closes

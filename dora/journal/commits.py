@@ -108,7 +108,7 @@ class Commits:
         return self._journal.num_records
 
     def _store(self) -> None:
-        """Store what was taken, in order, including what a cancelled task left."""
+        """Store the frames that were taken, in order, including those that a cancelled task has left."""
         with self._storing:
             while self._taken:
                 tokens, journal = self._taken[0]

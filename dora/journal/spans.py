@@ -1,4 +1,4 @@
-"""The lines of spans.jsonl and timeline.jsonl, for whoever reads a run folder.
+"""The lines of spans.jsonl and timeline.jsonl, for programs that read a run folder.
 
 A span is `[kind, lane, start, end, activity, version]`: kind `rank` or `instance`, times in seconds since the run
 began, version null without one. Lines of one lane are in order, those of different lanes are not.

@@ -70,7 +70,7 @@ class PacedModel:
         return {}
 
     def flush(self) -> None:
-        """No effect: the simulated server has what is cached."""
+        """No effect: the simulated server holds the cache."""
 
     def tokens(self, start: int, end: int, *, total: int, capped: bool, passes: bool) -> list[int]:
         """Tokens [start, end) of an answer whose turn ends at `total`. The answer's first token encodes the reward; the
@@ -281,7 +281,7 @@ class PacedEngine(Scheduler):
         return self._remove(number).generation
 
     def _grow(self, running: _Running, num_tokens: int) -> None:
-        """Extend the answer to `num_tokens`, those of earlier attempts included."""
+        """Extend the answer to `num_tokens`, including tokens of earlier attempts."""
         generation, total = running.generation, running.request.stops_at
         have = running.start + len(generation.output_ids)
         generation.output_ids += self._paced.tokens(

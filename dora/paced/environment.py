@@ -1,4 +1,4 @@
-"""The environment of a paced run: a host whose calls take the time of the workload's table and return as many tokens.
+"""The environment of a paced run: a host whose calls take the time and return the tokens of the workload's table.
 
 It speaks the protocol of docs/ENVIRONMENTS-PROTOCOL.md. A run numbers its episodes by trajectory, and so the number of
 an episode names its answer in the table; episodes that only give a prompt are never stepped. Invariant: the k-th `step`

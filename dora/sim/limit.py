@@ -134,7 +134,7 @@ class _Block:
     def __init__(self, groups: Sequence[SimulatedGroup]) -> None:
         self.prompts: Floats = np.array([g.prompt_tokens for g in groups], dtype=np.float64)
         self.lengths: Floats = np.array([g.lengths for g in groups], dtype=np.float64)
-        self.decoded = self.lengths.copy()  #: tokens, without those of results
+        self.decoded = self.lengths.copy()  #: tokens, without tokens of tool results
         self.before = self.lengths * (self.lengths - 1) / 2  #: answer tokens before each decoded one, summed over these
         self.waited_s = np.zeros_like(self.lengths)  #: for tools
         made = ((row, sibling, g.calls_of(sibling)) for row, g in enumerate(groups) for sibling in range(len(g.calls)))

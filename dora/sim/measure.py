@@ -241,7 +241,7 @@ class Tail(msgspec.Struct, frozen=True):
     """Where the time goes between the publications of a version and of the version K + 1 later: seconds of the
     version's last answer, means over the versions of the measured steps."""
 
-    alone_s: float  #: what it takes alone, at batch 1, with its tool calls
+    alone_s: float  #: time of the answer alone, at batch 1, with its tool calls
     batch_s: float  #: additional time in the batches that it shared
     queue_s: float  #: until its prompt was admitted and it had a slot, and whenever it was stopped or evicted
     push_s: float  #: the push to its server

@@ -105,7 +105,7 @@ class ShellFacts:
     has_environment: bool = False
     num_servers: int = 0  #: servers of the configuration
     num_ranks: int = 0  #: ranks of the trainer
-    ranks_ready: int = 0  #: those that have loaded the model
+    ranks_ready: int = 0  #: ranks that have loaded the model
     held_out: tuple[str, ...] = ()  #: names of the held-out sets
     phase: Literal["starting", "running", "finished", "interrupted", "failed"] = "starting"
     reason: str = ""  #: why it ended

@@ -20,7 +20,7 @@ _CHECKED_BYTES = 256
 
 
 class Lines:
-    """Where the lines of a file are, and of which kind."""
+    """An index of the lines of a file: where each line is, and its kind."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class Lines:
         return sum(lengths[bisect_left(known, number)] for number in numbers)
 
     def read(self, kind: str, numbers: Sequence[int]) -> list[bytes]:
-        """Return lines of a kind by their numbers, without the line end; those that are gone by now are left out."""
+        """Return lines of a kind by their numbers, without the line end; lines that are gone meanwhile are left out."""
         known, starts = self._numbers.get(kind, ()), self._starts.get(kind, ())
         lines = []
         with suppress(OSError), foreign.open_regular(self.path) as file:

@@ -63,7 +63,7 @@ _FIRST: Final = re.compile(rb'\s*+\[(?:(?:\s*+"(?:[^"\\]++|\\.)*+"\s*+|[^"\[\],{
 
 
 class _Sample(msgspec.Struct):
-    """Line of trajectories.jsonl: what is shown of it (`dora.journal.deep.KeptTrajectory`)."""
+    """The part of a line of trajectories.jsonl that is shown (`dora.journal.deep.KeptTrajectory`)."""
 
     step: int
     group: int
@@ -199,7 +199,7 @@ def _kind_of_sample(line: bytes) -> str | None:
 
 
 def _shown(line: bytes) -> bytes | None:
-    """Return what is shown of a sample; None if the line is damaged."""
+    """Return the part of a sample that is shown; None if the line is damaged."""
     with suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         sample = msgspec.json.decode(line, type=_Sample)
         sample.num_tokens = bytes(sample.tokens).count(b",") + (bytes(sample.tokens) != b"[]")

@@ -82,7 +82,7 @@ class TrainerRow:
     idle_share: float | None  #: of the last step; None before the first
     idle_reason: str  #: what it waited for in the last step
     ranks: int  #: 0 without a trainer (--rollout-only)
-    ranks_ready: int  #: those that have loaded the model
+    ranks_ready: int  #: ranks that have loaded the model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +127,7 @@ class Snapshot:
     newest_version: int | None  #: None until version 0 is published
     versions: tuple[VersionRow, ...]  #: oldest first
     num_servers: int  #: servers of the configuration
-    instances: tuple[InstanceRow, ...]  #: those that have been up
+    instances: tuple[InstanceRow, ...]  #: instances that have been up
     instances_by_phase: dict[str, int]
     trainer: TrainerRow
     not_admitting: str  #: why no prompt group is admitted just now; "" if one may be
@@ -141,7 +141,7 @@ class Snapshot:
     trainer_metrics: dict[str, float]  #: of the last step (docs/METRICS.md), finite ones over all its tokens
     durations: dict[str, DurationHistogram]  #: by the names of `durations.TIMED`, of this controller
     scores: tuple[Score, ...]  #: held-out, in the order of evaluation
-    evaluations_skipped: tuple[int, ...]  #: versions not evaluated, as a newer one was due before their turn
+    evaluations_skipped: tuple[int, ...]  #: versions not evaluated, because a newer version was due before their turn
     held_out: tuple[str, ...]  #: names of the held-out sets
     evaluation: EvaluationRow | None  #: None while there is none
     num_tokens: int  #: sampled since the start, evaluation included

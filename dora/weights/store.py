@@ -186,7 +186,7 @@ class VersionStore:
         Only at the start of a run, before anything is staged.
         """
         for root in self.roots:
-            files.sync_folder(root)  # what is done next relies on the names found here
+            files.sync_folder(root)  # later steps rely on the names found here
             for path in root.iterdir():
                 is_temporary = path.name.startswith((".stage-", ".copy-", ".trash-"))
                 if path.is_dir() and (is_temporary or (_version_of(path) is not None and not _read_manifest(path))):
