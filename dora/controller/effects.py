@@ -173,7 +173,7 @@ class StreamAttempt:
         length_capped = record.tokens[-1] not in self.sampling.eos_ids
         if self.sampling.has_turns and len(record.tokens) < self.sampling.bound(order.trajectory, record):
             return ev.CallStarted(self.now(), order.trajectory, order.attempt, len(record.tokens), spans)
-        length_capped = length_capped or self.sampling.has_turns  # the turn ended, but the budget ends the episode
+        length_capped = length_capped or self.sampling.has_turns  # the budget ends the episode, not only the turn
         record.truncated = "tokens" if length_capped else ""
         return ev.GenerationFinished(
             self.now(), order.trajectory, order.attempt, len(record.tokens), length_capped, spans

@@ -160,7 +160,7 @@ class CallFinished(Event, frozen=True):
     reward: float = 0.0  #: of the turn; an answer's reward is the sum over its turns plus the task's rewards
     graded: bool = False  #: the episode has ended, and the task's rewards are not asked
     truncated: Truncation = ""  #: the budget that ended it
-    repeated: int = 0  #: tokens that rows of a forked episode share and repeat; not in `num_tokens`
+    repeated: int = 0  #: tokens that rows of a forked episode repeat from earlier rows; not in `num_tokens`
     replays: int = 0  #: how often a lost environment was replayed for this call
 
 
