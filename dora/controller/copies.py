@@ -25,11 +25,11 @@ from dora.weights.store import StoreError, StoreFull, VersionLost, VersionStore
 
 log = structlog.get_logger(__name__)
 
-#: Pause after the first attempt at a durable copy that found the disk full, in seconds; each one doubles it, up to a
-#: limit, as an attempt may write gigabytes.
+#: Pause after the first attempt at a durable copy that found the disk full, in seconds. Each further attempt doubles
+#: the pause up to a limit, because an attempt may write gigabytes.
 COPY_PAUSE_S: Final = 1.0
 MAX_COPY_PAUSE_S: Final = 16.0
-#: For how long attempts are made once the run ends.
+#: For how long copies are still attempted on a full disk once the run ends, in seconds.
 LAST_COPIES_S: Final = 30.0
 
 
@@ -47,8 +47,8 @@ class Copies:
         work: Work,
         keep: int,
     ) -> None:
-        """`checkpoints`: their folder. `window`: the core's, with the versions needed. `keep`: number of other durable
-        copies to keep; 0: all."""
+        """`checkpoints`: the folder of all checkpoints. `window`: the core's versions, which are all needed. `keep`:
+        number of newest versions whose durable copies are kept although nothing needs them; 0: all."""
         self._store = store
         self._checkpoints = checkpoints
         self._published = published
@@ -57,8 +57,8 @@ class Copies:
         self._work = work
         self._keep = keep
         self._copies: dict[VersionId, asyncio.Task[None]] = {}  # in progress, by version
-        self._gives_up_at: float | None = None  # by the event loop's clock; None while the run goes on
-        self._only_in_memory: set[VersionId] = set()  # for which there was no space until the end
+        self._gives_up_at: float | None = None  # by the event loop's clock; None until the run ends
+        self._only_in_memory: set[VersionId] = set()  # versions for which there was no space until the end
 
     def publish(self, event: ev.VersionPublished, *, position: int) -> None:
         """Copy a published version, unless it was written again in a replay and is no longer needed."""
@@ -87,7 +87,7 @@ class Copies:
         self._work.finishing(self._release_when_copied(order.version, position=position), name="release")
 
     def drop_checkpoint(self, order: cmd.DropCheckpoint, *, position: int) -> None:
-        """Delete a checkpoint, found by its name: in a copied run folder, the journal has the original's paths."""
+        """Delete a checkpoint by its name: in a copied run folder, the journal still has the paths of the original."""
         self._work.finishing(self._drop_when_durable(order, position=position), name="drop-checkpoint")
 
     async def _keep_version(self, version: VersionId, *, is_needed: bool, position: int) -> None:

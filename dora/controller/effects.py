@@ -69,9 +69,9 @@ class Sampling:
     max_new_tokens: int
     temperature: float  # of training
     eos_ids: Sequence[int]
-    evaluations: Evaluations  # whose sets have their own temperatures
+    evaluations: Evaluations  # each held-out set has its own temperature
     has_turns: bool = False  # a stop token ends a turn, which goes to the environment
-    max_row_tokens: int | None = None  # of all rows of a forked episode in training
+    max_row_tokens: int | None = None  # bound on all rows together of a forked episode in training
 
     def request(self, trajectory: TrajectoryId, record: TrajectoryRecord, *, id: str, label: str) -> GenerateRequest:
         """Return the request that continues a trajectory from its tokens."""
@@ -173,7 +173,7 @@ class StreamAttempt:
         length_capped = record.tokens[-1] not in self.sampling.eos_ids
         if self.sampling.has_turns and len(record.tokens) < self.sampling.bound(order.trajectory, record):
             return ev.CallStarted(self.now(), order.trajectory, order.attempt, len(record.tokens), spans)
-        length_capped = length_capped or self.sampling.has_turns  # whatever its environment would have said
+        length_capped = length_capped or self.sampling.has_turns  # the budget ends the episode, not only the turn
         record.truncated = "tokens" if length_capped else ""
         return ev.GenerationFinished(
             self.now(), order.trajectory, order.attempt, len(record.tokens), length_capped, spans
@@ -182,7 +182,7 @@ class StreamAttempt:
 
 @dataclass(frozen=True)
 class StopAttempt:
-    """Effect of StopRequest: abort a request on its server. The event is that of the request itself."""
+    """Effect of StopRequest: abort a request on its server. The event that follows comes from the request itself."""
 
     engine: InferenceEngine
     fleet: Fleet
@@ -255,7 +255,7 @@ class Push:
     fleet: Fleet
     store: VersionStore
     published: Published
-    live: Pause | None  # how a server with live requests is paused; None: it has none
+    live: Pause | None  # how a server with live requests is paused; None: no server with live requests gets a push
     timeout_s: float
     now: Clock
     on_stage: Callable[[InstanceId, PushStage], None] = lambda instance, stage: None

@@ -1,10 +1,10 @@
-"""Episodes of several turns: what becomes of a turn's end, and the prompts with which episodes begin.
+"""Episodes of several turns: the prompts with which they begin, and the calls of the environment between turns.
 
-Invariant: a call is sent to an environment at most once, after its intent is on the disk, and what it gives is in the
+Invariant: a call is sent to an environment at most once, after its intent is on the disk, and the observation is in the
 token log before the event that reports it. The tokens of a request are those of the record, never text rendered again.
 
-If an environment is lost that can be replayed, a new one gets the recorded turns again, which it must answer with the
-recorded tokens and rewards, and then the call.
+When an environment is lost that can be replayed, a new environment gets the recorded turns again. It must answer them
+with the recorded tokens and rewards; then it gets the call.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ log = structlog.get_logger(__name__)
 
 _Outcome = Observation | End | EnvironmentFailed
 
-#: How often a lost environment is replayed for one call, which may be what kills it.
+#: How often a lost environment is replayed for one call: the call itself may be what kills the environment.
 MAX_REPLAYS: Final = 3
 
-#: Numbers of the episodes that only give a prompt; no trajectory has them.
+#: Numbers of episodes that are begun only for their prompt. No trajectory has such a number.
 _PROMPTS: Final = count(1 << 62)
 
 
@@ -78,8 +78,8 @@ class EpisodeLimits:
 
     max_turns: int
     max_tokens: int  # of an answer, observations included
-    max_row_tokens: int | None = None  # of all rows of a forked episode in training; None: no bound
-    timeout_s: float | None = None  # from its first request on; None: no bound
+    max_row_tokens: int | None = None  # of all rows together of a forked episode in training; None: no bound
+    timeout_s: float | None = None  # since the first request of the episode; None: no bound
 
 
 class Episodes:
@@ -95,7 +95,7 @@ class Episodes:
         now: Callable[[], float],
         is_graded: Callable[[TrajectoryId], bool] = lambda trajectory: True,
     ) -> None:
-        """`is_graded`: whether terms of the reward grade an episode that ends without a reward of its own."""
+        """`is_graded`: whether the task's rewards grade an episode that its environment ends without a reward."""
         self._pool = pool
         self._renderer = renderer
         self._trajectories = trajectories
@@ -128,7 +128,7 @@ class Episodes:
         return event
 
     def close(self, trajectories: Iterable[TrajectoryId]) -> None:
-        """End episodes that their environment has not ended; those with a call under way end after it."""
+        """End episodes that their environment has not ended. An episode with a call under way ends after the call."""
         for trajectory in trajectories:
             if trajectory in self._calling:
                 self._unwanted.add(trajectory)
@@ -169,7 +169,7 @@ class Episodes:
     async def _start(
         self, trajectory: TrajectoryId, record: TrajectoryRecord, *, may_replay: bool
     ) -> Episode | EnvironmentFailed:
-        """Begin an episode, and bring a new environment to where an earlier one was."""
+        """Begin an episode; if it has recorded turns, replay them to the new environment."""
         if record.observed and not self._pool.can_replay:
             return EnvironmentFailed("host", "its environment ended with an earlier controller")
         prompt = record.prompt
@@ -290,7 +290,7 @@ def append(episode: Episode, outcome: Observation) -> None:
 
 
 def _is_as_recorded(outcome: Observation | End, episode: Episode, record: TrajectoryRecord, *, turn: int) -> bool:
-    """Append an observation to an episode that is replayed; return whether it is what was observed before."""
+    """Append an observation to an episode that is replayed; return whether it is the same as the recorded one."""
     start, end = record.observed[turn]
     if isinstance(outcome, End) or outcome.reward != record.turn_rewards[turn]:
         return False
@@ -304,7 +304,7 @@ def _is_as_recorded(outcome: Observation | End, episode: Episode, record: Trajec
 
 @dataclass(frozen=True)
 class NoEpisodes:
-    """In runs without an environment."""
+    """A replacement for `Episodes` in runs without an environment."""
 
     def close(self, trajectories: Iterable[TrajectoryId]) -> None:
         """Do nothing."""

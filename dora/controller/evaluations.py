@@ -50,8 +50,8 @@ class SetScore:
 def pass_at_k(counts: Sequence[tuple[int, int]], *, k: int) -> float | None:
     """Return the mean over prompts of the unbiased estimate of pass@k (arXiv 2107.03374, §2.1).
 
-    `counts`: (samples solved, samples graded) by prompt. Prompts with fewer than k graded samples are left out; None
-    if there is no other.
+    `counts`: (samples solved, samples graded) by prompt. Prompts with fewer than k graded samples are left out; the
+    result is None if no prompt is left.
     """
     found = [1.0 - math.comb(graded - solved, k) / math.comb(graded, k) for solved, graded in counts if graded >= k]
     return sum(found) / len(found) if found else None
@@ -73,7 +73,7 @@ class Evaluations:
 
     @property
     def digest(self) -> str:
-        """Of every prompt with its answer: scores are comparable only if it is the same."""
+        """Digest of every prompt with its answer. Scores with different digests cannot be compared."""
         digest = hashlib.blake2b(digest_size=16)
         for s, p in self._samples:
             digest.update(self.sets[s].prompts[p].digest)

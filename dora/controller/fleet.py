@@ -82,7 +82,7 @@ class _Member:
     incarnation: int = 0
     condemned: asyncio.Event = field(default_factory=asyncio.Event)
     reason: str = ""  # why it is condemned
-    has_joined: bool = False  # during the run, which then does not fail because of it
+    has_joined: bool = False  # added during the run, which does not fail if the server is unsuitable
     given_up: bool = False
     inquiry: asyncio.Lock = field(default_factory=asyncio.Lock)  # held during an inquiry
     inquiries: int = 0  # completed
@@ -120,7 +120,7 @@ class Fleet:
         self.urls: dict[InstanceId, str] = {}  #: of the instances that are up
 
     def loops(self) -> list[tuple[str, Loop]]:
-        """Return the named coroutines to be run beside the controller."""
+        """Return the named coroutines to run together with the controller."""
         return [("fleet", self.run())]
 
     async def run(self) -> None:

@@ -1,7 +1,7 @@
-"""The rewards of all groups that are graded, also of those that are filtered and never trained.
+"""The rewards of all groups that are graded, including groups that are filtered and never trained.
 
-Invariant: a group counts once, when its last answer is graded, and for one share, so that the shares add up to 1;
-answers without a reward are left out. Only rewards of 0 and 1 are called right or wrong.
+Invariant: a group counts once, when its last answer is graded, and in exactly one of the shares, so that the shares add
+up to 1; answers without a reward are left out. Only rewards of 0 and 1 are called right or wrong.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class RewardShares:
     answers: int = 0
     reward_sum: float = 0.0
     all_right: int = 0  #: groups whose rewards are all 1
-    all_wrong: int = 0  #: all 0
-    all_same: int = 0  #: all the same number, other than 0 and 1
-    mixed: int = 0  #: not all equal: these alone have something to learn from
+    all_wrong: int = 0  #: groups whose rewards are all 0
+    all_same: int = 0  #: groups whose rewards are all the same number, other than 0 and 1
+    mixed: int = 0  #: groups whose rewards differ: only these have something to learn from
 
     def add(self, rewards: Sequence[float]) -> None:
         """Add a group."""
@@ -62,7 +62,7 @@ class GradedGroups:
         self._now = RewardShares()
 
     def on_event(self, event: ev.Event, commands: Iterable[cmd.Command]) -> None:
-        """Add the group that an event ends the grading of, if any."""
+        """Add the group whose grading is complete with this event, if any."""
         if not isinstance(event, ev.TrajectoryGraded | ev.CallFinished) or event.trajectory < 0:
             return
         group = self._state.ledger.groups.get(self._group_of(event.trajectory))

@@ -20,7 +20,7 @@ ASK_TIMEOUT_S: Final = 10.0
 
 
 class Inbox:
-    """A queue of events, some of which are answered."""
+    """A queue of events. The sender of an event may ask for the commands that it leads to."""
 
     def __init__(self) -> None:
         self._queue: asyncio.Queue[Event] = asyncio.Queue(QUEUE_SIZE)

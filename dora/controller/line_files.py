@@ -1,9 +1,10 @@
 """The files of lines that a run writes for people: metrics, kept trajectories, spans and timeline.
 
-Invariant: lines that a crash has damaged, and those about what the journal does not know, are removed before a line is
-added. What was written SAVE_EVERY_S ago, or before the last checkpoint, is on the disk, unless the disk is slow.
+Invariant: before a line is added, lines that a crash has damaged are removed, and so are lines about a step, an
+evaluation or a time that the journal does not have. Lines that were written SAVE_EVERY_S ago, or before the last
+checkpoint, are on the disk, unless the disk is slow.
 
-Save loop. Consumes: written lines. Waits for: the next time, then the disk, in a thread, one file after the other.
+Save loop. Consumes: written lines. Waits for: SAVE_EVERY_S, then the disk, in a thread, one file after the other.
 Unblocked by: time, and `soon`.
 """
 
@@ -29,7 +30,7 @@ class LineFiles:
     """The files of one run, opened for appending."""
 
     def __init__(self, folder: RunFolder, state: State) -> None:
-        """`state`: of the core, as the journal has it."""
+        """`state`: the core's state at the end of the journal."""
         is_known, has_ended = partial(_is_known, state=state), partial(ends_by, at=state.now)
         self.metrics = LineFile(folder.metrics, is_known=is_known)
         self.trajectories = LineFile(folder.trajectories, is_known=is_known)
@@ -52,11 +53,11 @@ class LineFiles:
             file.close()
 
     def soon(self) -> None:
-        """Request a sync of what was written without delay."""
+        """Request that the lines written so far be synced without delay."""
         self._requested.set()
 
     def loops(self) -> list[tuple[str, Loop]]:
-        """Return the named coroutine to be run beside the controller."""
+        """Return the named coroutine to run together with the controller."""
         return [("lines", self._save())]
 
     async def _save(self) -> None:
@@ -79,9 +80,9 @@ class _Subject(msgspec.Struct):
 
 
 def _is_known(line: bytes, *, state: State) -> bool:
-    """Whether a row is undamaged, and about something that the journal has."""
+    """Whether a row is undamaged, and about a step or an evaluation that the journal has."""
     try:
-        values: dict[str, Any] = msgspec.json.decode(line)  # everything: a struct would skip damaged values
+        values: dict[str, Any] = msgspec.json.decode(line)  # decode all of it: a struct would skip damaged values
         row = msgspec.convert(values, _Subject)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return False

@@ -2,8 +2,8 @@
 
 chain(s) = H(chain(s - 1), the settings that affect the model, the waves of step s as sent); chain(-1) = H(the model).
 Invariant: equal chains mean equal histories. Every wave has the chain before its step, which the trainer compares with
-that of its weights; the last wave of a step also has the chain after it. Versions, checkpoints and StepTrained have the
-latter. A step that is trained again must result in the same chain.
+the chain of its weights; the last wave of a step also has the chain after the step, and so have the version, the
+checkpoint and the StepTrained of the step. A step that is trained again must result in the same chain.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Lineage:
         return self.before(StepId(step + 1))
 
     def add(self, wave: list[MicroBatch]) -> list[MicroBatch]:
-        """Return the next wave with its chains. Waves come in order, those of a step from its first one on."""
+        """Return the next wave with its chains. Waves come in order, and each step begins with its first wave."""
         first = wave[0]
         parent = self.before(first.step)
         if first.index == 0:

@@ -1,8 +1,8 @@
 """The controller: one queue, one consumer. Event → core → journal → effects → event.
 
-Invariant: only this loop calls the core, all its events are journaled, and the tokens of an event were passed to the
-token log before. Actions that cannot be undone (sending a wave, a push, a deletion, a row in metrics.jsonl) wait until
-the event that caused them is on the disk. An unexpected error in any task ends the run.
+Invariant: only this loop calls the core, all events are journaled, and the tokens of an event are passed to the token
+log before the event. Actions that cannot be undone (sending a wave, a push, a deletion, a row in metrics.jsonl) wait
+until the event that caused them is on the disk. An unexpected error in any task ends the run.
 
     effects, fleet, trainer ──events──▶ Inbox ──▶ core.handle ──commands──▶ Orders (a task for each effect)
                                                    │
@@ -38,7 +38,7 @@ class JournalSink(Protocol):
     """A journal of events and the commands they led to."""
 
     def handled(self, event: ev.Event, commands: Sequence[cmd.Command]) -> int:
-        """Write them, and return the position after them."""
+        """Write an event and its commands, and return the position after them."""
 
 
 class Observer(Protocol):
@@ -51,7 +51,7 @@ class Part(Protocol):
     """A part of the run with its own loops."""
 
     def loops(self) -> list[tuple[str, Loop]]:
-        """Return the named coroutines to be run beside the controller."""
+        """Return the named coroutines to run together with the controller."""
 
 
 class TrainerSide(Part, Protocol):
@@ -87,7 +87,7 @@ class Controller:
         now: Callable[[], float],
         stop_timeout_s: float = 600.0,
     ) -> None:
-        """`beside`: other parts with loops. `stop_timeout_s`: limit on the checkpoint of a clean stop."""
+        """`beside`: other parts with loops to run. `stop_timeout_s`: limit on the checkpoint of a clean stop."""
         self.state = state
         self._inbox = inbox
         self._in_flight = in_flight

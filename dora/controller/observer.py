@@ -67,8 +67,8 @@ class RunObserver:
         then: Callable[[int, Callable[[], None]], None],
         renderer: Renderer | None = None,
     ) -> None:
-        """`urls`: of the instances that are up. `renderer`: if the run has episodes. `then`: calls a function once a
-        journal position is on the disk."""
+        """`urls`: of the instances that are up. `renderer`: of episodes, if the run has any. `then`: calls a function
+        once a journal position is on the disk."""
         self.facts = facts
         self._lines = lines
         self._state = state
@@ -105,7 +105,7 @@ class RunObserver:
             renderer=renderer,
         )
         self._waited_for = ""
-        self._num_overtaken = len(state.evaluation.overtaken)  # reported, by an earlier controller if any
+        self._num_overtaken = len(state.evaluation.overtaken)  # an earlier controller has reported them
         self._step_began_at = state.now
         self._num_filtered = _num_filtered(state)
         self._fleet_busy_s = 0.0  # slot-seconds in use since the last step
@@ -147,7 +147,7 @@ class RunObserver:
             rows, self._rows = self._rows, []
             self._then(position, partial(_write, rows))
         if isinstance(event, ev.CheckpointSaved):
-            self._then(position, self._lines.soon)  # the steps before it are not trained again
+            self._then(position, self._lines.soon)  # the steps before the checkpoint are not trained again
         if isinstance(event, ev.InstanceUp | ev.InstanceLost | ev.InstanceRemoved):
             self.facts.starting.discard(event.instance)
         if isinstance(event, ev.Ticked):
@@ -281,7 +281,7 @@ class RunObserver:
         }
 
     def _keep(self, kept: Iterable[KeptTrajectory]) -> list[tuple[LineFile, bytes]]:
-        """Return the lines of trajectories as far as the file may grow."""
+        """Return the lines of the trajectories for which the file has room."""
         lines = self._kept.lines(kept)
         if self._kept.is_full:
             self._note_problem("trajectories_full", "trajectories.jsonl has reached log.trajectories_mb")
@@ -354,7 +354,7 @@ def _write(rows: list[tuple[LineFile, bytes]]) -> None:
 
 
 class _StepMetrics(msgspec.Struct):
-    """What the drift alarms need of the row of a step."""
+    """The values in a step's row that the drift alarms need."""
 
     step: int
     trainer: dict[str, float | None]  # None: it was not finite

@@ -31,7 +31,7 @@ class Published:
         self._missing = {version: asyncio.Event() for version in missing}
 
     def add(self, version: VersionId, files: Mapping[str, str], *, is_needed: bool) -> None:
-        """Add a version that the trainer wrote, possibly again; RunFailed if a needed one now has other bytes."""
+        """Add a version that the trainer wrote, possibly again; RunFailed if it is needed and now has other bytes."""
         checksum = checksum_of_files(files)
         if self._checksums.setdefault(version, checksum) != checksum and is_needed:
             raise RunFailed(
@@ -51,7 +51,7 @@ class Published:
         return version_label(self._run_id, version, checksum=self._checksums[version])
 
     def version_of(self, label: str) -> VersionId:
-        """Return the version with this label, or FOREIGN_VERSION if it is of other bytes than the journaled ones."""
+        """Return the version with this label, or FOREIGN_VERSION if no journaled version has the label."""
         version = version_in(label, run_id=self._run_id)
         if version is None or version not in self._checksums or self.label(version) != label:
             return FOREIGN_VERSION

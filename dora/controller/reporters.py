@@ -25,7 +25,7 @@ from dora.journal.commits import Commits
 log = structlog.get_logger(__name__)
 
 TICK_S: Final = 1.0
-#: Share of KV in use from which a server will soon retract requests, and below which it gets work again.
+#: Shares of KV in use: above KV_PRESSED a server will soon retract requests; below KV_RELIEVED it gets work again.
 KV_PRESSED: Final = 0.95
 KV_RELIEVED: Final = 0.8
 _LAG_PROBE_S: Final = 0.1
@@ -67,7 +67,7 @@ class Reporters:
         self._polled: set[InstanceId] = set()  # requests for their KV use are in flight
 
     def loops(self) -> list[tuple[str, Loop]]:
-        """Return the named coroutines to be run beside the controller."""
+        """Return the named coroutines to run together with the controller."""
         return [("ticks", self._tick()), ("event-loop-lag", self._measure_lag())]
 
     async def _tick(self) -> None:

@@ -63,7 +63,7 @@ class RolloutWriter:
         self._file_of: dict[int, StepId] = {}  # by group, in order of arrival
 
     def loops(self) -> list[tuple[str, Coroutine[Any, Any, None]]]:
-        """Return the named coroutines to be run beside the controller."""
+        """Return the named coroutines to run together with the controller."""
         return [("rollout-writer", self._write_waves())]
 
     async def checkpoint(self, *, timeout_s: float) -> bool:

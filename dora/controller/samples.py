@@ -1,7 +1,7 @@
-"""Samples in full, for people to read: trajectories.jsonl, with answers that were trained, dropped or held out.
+"""Samples in full, for people to read: trajectories.jsonl, with trained and dropped answers and evaluation samples.
 
-Invariant: a line is about something that the journal has, and no trajectory is there twice. Samples of dropped groups
-are written with the next step. Once the file has its full size, a problem is reported and nothing more is kept.
+Invariant: a line is about a step or an evaluation that the journal has, and no trajectory is there twice. Samples of
+dropped groups are written with the next step. Once the file is full, a problem is reported and nothing more is kept.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ class _Kept(msgspec.Struct):
 
 
 class SampleFile:
-    """trajectories.jsonl, which grows up to a size."""
+    """trajectories.jsonl, with a maximum size."""
 
     def __init__(self, file: LineFile, *, max_bytes: int) -> None:
         self.file = file
         self.is_full = False
         self._room = max_bytes - file.path.stat().st_size
-        self._earlier = {  # from before a resume, some of which may come again with a step that is trained again
+        self._earlier = {  # lines from before a resume; steps trained again may offer them again
             msgspec.json.decode(line, type=_Kept).trajectory
             for line in foreign.read_lines(file.path, max_bytes=MAX_TRAJECTORY_BYTES)
         }
 
     def lines(self, kept: Iterable[KeptTrajectory]) -> list[bytes]:
-        """Return the lines to be appended: from the first one that does not fit on, none."""
+        """Return the lines to be appended. The first line that does not fit, and all later lines, are left out."""
         lines: list[bytes] = []
         for line in [encode_kept(one) for one in kept if one.trajectory not in self._earlier]:
             self.is_full = self.is_full or len(line) > self._room
@@ -70,8 +70,8 @@ class Samples:
         keep: int,
         renderer: Renderer | None = None,
     ) -> None:
-        """`tags`: versions of the groups that may still be dropped. `keep`: number per step of trained trajectories and
-        of dropped ones, and per evaluation. `renderer`: if the run has episodes.
+        """`tags`: versions of the groups that may still be dropped. `keep`: number of trained trajectories per step, of
+        dropped ones per step, and of samples per evaluation. `renderer`: of episodes, if the run has any.
         """
         self._trajectories = trajectories
         self._evaluations = evaluations
@@ -112,8 +112,10 @@ class Samples:
                 return
 
     def of_step(self, groups: Sequence[Group], *, step: StepId) -> Iterator[KeptTrajectory]:
-        """Yield what is kept of a trained step: a graded sibling of evenly spread groups, first of those whose
-        log-probs the trainer has sent, and what was dropped since the step before.
+        """Yield the trajectories kept of a trained step, and those of groups dropped since the step before.
+
+        Some groups are chosen, evenly spread; groups with log-probs from the trainer come first. Of each chosen group,
+        one graded sibling is kept.
         """
         sent = [g for g in groups if any(t.id in self._trainer_logprobs for t in g.trajectories)]
         others = [g for g in groups if g not in sent]
@@ -130,14 +132,14 @@ class Samples:
         self._dropped, self._trainer_logprobs = [], {}
 
     def of_evaluation(self, version: VersionId, *, trained: StepId) -> Iterator[KeptTrajectory]:
-        """Yield what is kept of an evaluation: evenly spread samples. `trained`: steps trained so far."""
+        """Yield the samples kept of an evaluation, evenly spread. `trained`: steps trained so far."""
         for trajectory in self._spread(self._evaluations.ids(version)):
             record = self._trajectories.records[trajectory]
             step = StepId(trained - 1)
             yield self._describe(trajectory, record, step=step, version=version, outcome=EVALUATION)
 
     def _spread(self, of: Sequence[T]) -> Sequence[T]:
-        """Return as many as are kept, evenly spread."""
+        """Return `keep` elements, evenly spread, or all if there are fewer."""
         return of[:: max(1, len(of) // self._keep)][: self._keep] if self._keep else []
 
     def _piece(self, token: int) -> str:
@@ -172,7 +174,7 @@ class Samples:
         )
 
     def _parts(self, record: TrajectoryRecord) -> Iterator[KeptPart]:
-        """Yield an episode by its turns and observations."""
+        """Yield the turns and observations of an episode in order."""
         at, end = 0, len(record.tokens)
         for start, after in [*record.observed, (end, end)]:
             if at < start:
@@ -185,7 +187,7 @@ class Samples:
         return self._tokenizer.decode(record.tokens[start:end].tolist(), special_tokens=True)
 
     def _calls(self, record: TrajectoryRecord, start: int, end: int) -> tuple[tuple[str, str], ...]:
-        """Return the calls of a turn. After a fork its row began differently, but parsing only depends on its end."""
+        """Return the calls of a turn. After a fork `prompt` is not that of the row, but parsing needs only its end."""
         assert self._renderer is not None
         turn = self._renderer.parse(record.tokens[start:end], prompt=[*record.prompt.tokens, *record.tokens[:start]])
         return tuple(

@@ -1,11 +1,11 @@
 """What every rank and every instance did at any time: spans.jsonl, and the time added up from it.
 
 dora/journal/spans.py describes the files. Invariant: the spans of a lane neither overlap nor leave holes, across
-resumes too: each begins where the one before ended. Lines are written once the event after them is on the disk; what a
-crash cut off is filled in by a resume, with what the journal says the instance did last.
+resumes too: each span begins where the span before it ended. Lines are written once the event after them is on the
+disk. A resume fills in the time that a crash cut off, with what the journal says the instance did last.
 
-Ranks report durations, by their own clocks. Their spans are placed by the arrival of the message that took least time
-of the last ones, so that a difference between clocks, even a slow drift, does not matter.
+Ranks report durations, by their own clocks. The difference between a rank's clock and the controller's is taken from
+the fastest of the rank's recent messages, so that neither the difference nor a slow drift of it matters.
 """
 
 from __future__ import annotations
@@ -34,11 +34,12 @@ from dora.journal.spans import Kind, encode_line, read_spans, read_timeline
 from dora.status.activities import admission_refusal, instance_activity, waiting_cause
 from dora.transport.messages import RankSpans
 
-#: Number of messages of a rank over which the difference between its clock and the controller's is taken.
+#: Number of recent messages of a rank from which the difference between its clock and the controller's is taken.
 RECENT_MESSAGES: Final = 64
 #: What a rank did from its last report until the controller was lost.
 UNREPORTED: Final = "unreported"
-#: Age from which on the reason why nothing is admitted is looked up again, for each instance: it costs as much.
+#: The reason why nothing is admitted is looked up again after this time, in seconds, multiplied by the number of
+#: instances: the look-up visits every instance.
 REFUSAL_S: Final = 1e-3
 #: Events after which any instance may do something else, or be empty for another reason.
 _SWEEPING: Final = (ev.Ticked, ev.StepTrained, ev.VersionPublished, ev.ControllerRestarted, ev.TrainerReady)
@@ -55,7 +56,7 @@ class _Lane:
 
     doing: Doing
     since: float
-    counted: float  # up to when its time is added up
+    counted: float  # end of the part that is added up already
 
 
 @dataclass(slots=True)
@@ -96,8 +97,8 @@ class SpanRecorder:
         self._lanes: dict[InstanceId, _Lane] = {}
         self._stages: dict[InstanceId, str] = {}
         self._where: dict[TrajectoryId, InstanceId] = {}
-        self._left: dict[TrajectoryId, InstanceId] = {}  # where an answer was that is at no instance now
-        self._sampling: dict[InstanceId, set[TrajectoryId]] = {}  # residents with a token of their present request
+        self._left: dict[TrajectoryId, InstanceId] = {}  # last instance of each answer that is at none now
+        self._sampling: dict[InstanceId, set[TrajectoryId]] = {}  # residents whose present request has a token
         self._refusal, self._refusal_at = "", -1.0
         self._causes: deque[tuple[float, str]] = deque([(state.now, "start")])
         self._waves_done = [0] * num_ranks
@@ -134,7 +135,7 @@ class SpanRecorder:
     def on_event(self, event: ev.Event, commands: Sequence[cmd.Command], *, position: int) -> None:
         """Note what an event and the commands it led to change."""
         if isinstance(event, ev.ProgressReported) and not commands:
-            return  # the most frequent event, after which every instance does what it did
+            return  # the most frequent event; it changes nothing that an instance does
         touched = self._note(event, commands)
         if isinstance(event, _SWEEPING):
             touched = {*self._state.instances, *self._lanes}
@@ -179,7 +180,7 @@ class SpanRecorder:
         return touched
 
     def _note_move(self, order: cmd.Generate, at: float) -> None:
-        """Note that an answer goes on at another instance than before, which may be lost."""
+        """Note that an answer continues on another instance than before; the earlier instance may be lost."""
         before = self._left.pop(order.trajectory, self._where.get(order.trajectory, order.instance))
         if before != order.instance and order.num_tokens:
             self._timelines["instance"].move(order.instance, at)
@@ -285,7 +286,7 @@ class SpanRecorder:
             self._lanes[id] = _Lane(doing, at, at)
 
     def _end(self, id: InstanceId, at: float) -> None:
-        """End a span; not before what is counted, as an event may be older than the one before it."""
+        """End a span, but not before the time already counted: an event may be older than the event before it."""
         lane = self._lanes.pop(id)
         self._count_lane(id, lane, at)
         self._add_line("instance", id, lane.doing, lane.since, lane.counted)
@@ -304,7 +305,7 @@ class SpanRecorder:
         self._add_line("rank", rank, (activity, None), start, end)
 
     def _count(self, kind: Kind, lane: int, doing: Doing, start: float, end: float, *, is_new: bool = True) -> None:
-        """Add up a span. What ranks report after a step's row, of the time before, belongs to the next row."""
+        """Add up a span. If ranks report time before a step's row only after that row, it belongs to the next row."""
         if end > start:
             self._totals[kind][doing[0]] += end - start
             begin = start if is_new and kind == "rank" else max(start, self._step_at)
@@ -329,7 +330,7 @@ class SpanRecorder:
             self._causes.append((max(at, self._causes[-1][0]), cause))
 
     def _causes_until(self, start: float, end: float) -> list[tuple[str, float]]:
-        """Return what was waited for in a span: each cause, and until when."""
+        """Return the causes of the waiting in a span, each with its end."""
         found = []
         ends = [at for at, _ in list(self._causes)[1:]] + [end]
         for (_, cause), until in zip(self._causes, ends, strict=True):
@@ -347,7 +348,7 @@ class SpanRecorder:
     # -- files ------------------------------------------------------------------------------------------------------
 
     def _end_rows(self, at: float) -> None:
-        """Make the rows that are complete."""
+        """Make the rows of the timeline that are complete."""
         if self._timelines["instance"].is_due(at):
             self._count_lanes(at)
         known = {"instance": at, "rank": min((lane.until for lane in self._ranks), default=at)}

@@ -14,10 +14,11 @@ import msgspec
 
 from dora.journal.spans import ALL_LANES, Entry, Kind, TimelineRow
 
-#: Length of the first buckets, in seconds, and up to when buckets have it; whenever that time doubles, so do buckets.
+#: Length of the first buckets, in seconds, and the age of the run at which it doubles. Whenever the age doubles from
+#: then on, the length doubles again.
 FIRST_BUCKET_S: Final = 0.25
 FIRST_BUCKETS_UNTIL_S: Final = 512.0
-#: Number of lanes from which on a row has lane-seconds by activity and version instead of lanes.
+#: Maximum number of lanes in a row. With more lanes, a row has lane-seconds by activity and version instead of lanes.
 MAX_LANES: Final = 64
 
 #: Activity and policy version; None without one.
@@ -26,7 +27,7 @@ Spent = defaultdict[Doing, float]
 
 
 def bucket_of(at: float) -> tuple[float, float]:
-    """Return start and length of the bucket that a moment belongs to. Both are multiples of powers of two: exact."""
+    """Return start and length of the bucket that a moment belongs to. Both are exact, as multiples of powers of two."""
     length, until = FIRST_BUCKET_S, FIRST_BUCKETS_UNTIL_S
     while at >= until:
         length, until = 2 * length, 2 * until
@@ -37,7 +38,7 @@ class Timeline:
     """The rows of one kind of lane."""
 
     def __init__(self, kind: Kind, *, begin: float) -> None:
-        """`begin`: where the rows that exist end."""
+        """`begin`: the end of the rows that were written before."""
         self._kind = kind
         self._begin = begin
         self._buckets: dict[float, dict[int, Spent]] = {}  # start -> lane -> seconds
@@ -45,7 +46,7 @@ class Timeline:
         self._published: defaultdict[float, list[tuple[int, float]]] = defaultdict(list)
 
     def add(self, lane: int, doing: Doing, start: float, end: float) -> None:
-        """Add a span, or a part of one; what lies before `begin` is in a row."""
+        """Add a span, or a part of one. The part before `begin` is in a row already."""
         start = max(start, self._begin)
         while start < end:
             begin, length = bucket_of(start)
@@ -62,14 +63,14 @@ class Timeline:
         self._published[bucket_of(at)[0]].append((version, round(at, 6)))
 
     def is_due(self, until: float) -> bool:
-        """Whether a bucket has ended by then."""
+        """Whether the first bucket without a row has ended at `until`."""
         begin, length = bucket_of(self._begin)
         return begin + length <= until
 
     def rows(self, until: float, *, partial: bool = False) -> list[TimelineRow]:
-        """Return the rows of the buckets that have ended by then, to which nothing may be added any more.
+        """Return the rows of the buckets that have ended at `until`; nothing may be added to these buckets any more.
 
-        `partial`: with what there is of the last one.
+        `partial`: also return the row of the last bucket, as far as it goes.
         """
         rows = []
         for begin in sorted(self._buckets):

@@ -1,8 +1,9 @@
 """The account of sampled tokens: what became of each.
 
-Invariant: sampled = trained + the sum of `dropped` + in flight, at any time and across resumes; tokens of evaluation
-are apart. It is fed with events, the commands they led to, and counts of tokens as they arrive, so that a resume gets
-the same account from the journal and the token store. Tokens of observations were not sampled and are not in it.
+Invariant: sampled = trained + the sum of `dropped` + in flight, at any time and across resumes; evaluation tokens are
+counted separately. The account is made from events, the commands they led to, and counts of tokens as they arrive, so
+that a resume gets the same account from the journal and the token store. Tokens of observations were not sampled and
+are not counted.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dora.core import events as ev
 from dora.core.ids import GroupId, StepId, TrajectoryId, group_of
 from dora.status.facts import TokenAccount
 
-#: Of an answer without a reward, whose group was trained with its other answers.
+#: Outcome of an answer without a reward whose group was trained with its other answers.
 UNGRADED: Final = "failed: not graded"
 
 
@@ -24,7 +25,7 @@ class TokenLedger:
     """The account of one run."""
 
     def __init__(self, *, group_size: int, is_replay: bool = False) -> None:
-        """`is_replay`: events come first, and the counts of tokens by `restore`."""
+        """`is_replay`: all events come first, and then the counts of tokens, by `restore`."""
         self._group_size = group_size
         self._is_replay = is_replay
         self._sampled = self._trained = self._evaluation = 0
@@ -32,7 +33,7 @@ class TokenLedger:
         self._open: dict[TrajectoryId, int] = {}  # tokens of trajectories in flight
         self._committed: dict[StepId, list[GroupId]] = {}
         self._ungraded: set[TrajectoryId] = set()
-        self._outcomes: dict[GroupId, str] = {}  # of dropped groups whose answers may still run; replay: of all
+        self._outcomes: dict[GroupId, str] = {}  # dropped groups whose answers may run; replay: all
 
     def append(self, trajectory: TrajectoryId, num_tokens: int) -> None:
         """Count tokens as they arrive."""
@@ -72,7 +73,7 @@ class TokenLedger:
             self._end(group, "")
 
     def restore(self, sampled: Mapping[TrajectoryId, int]) -> None:
-        """Take in the tokens of all trajectories after a replay."""
+        """Count the tokens of all trajectories after a replay."""
         for trajectory, num_tokens in sampled.items():
             self.append(trajectory, num_tokens)
         self._is_replay = False

@@ -22,9 +22,9 @@ from dora.errors import RemoteError, RunFailed
 from dora.transport import messages as wire
 from dora.transport.controller_end import ControllerEnd
 
-#: Maximum number of queued waves. The core sends MAX_WAVES_AHEAD = 2 ahead; a restart may add as many.
+#: Maximum number of queued waves. The core sends MAX_WAVES_AHEAD = 2 ahead; a restart may add another two.
 OUTBOX_SIZE = 8
-#: Delay between the end of the trainer's process and that of the run, for the arrival of the last message.
+#: Time between the end of the trainer's process and the end of the run, in which a last message may arrive.
 LAST_WORDS_S = 1.0
 
 
@@ -78,7 +78,7 @@ class TrainerLink:
         self._outbox.put_nowait((position, wave))
 
     def loops(self) -> list[tuple[str, Coroutine[Any, Any, None]]]:
-        """Return the named coroutines to be run beside the controller."""
+        """Return the named coroutines to run together with the controller."""
         loops: list[tuple[str, Coroutine[Any, Any, None]]] = [("trainer-start", self.start_ranks())]
         loops += [("trainer-sender", self.send_waves()), ("trainer-receiver", self.receive_messages())]
         return [*loops, ("trainer-process", self._watch())] if self.process_ended is not None else loops
@@ -185,7 +185,7 @@ class TrainerLink:
         await self.emit(ev.TrainerReady(self.now(), steps.pop()))
 
     async def _emit_script(self) -> None:
-        """Emit events in the order of rank 0's messages; that of a wave waits until every rank has completed it."""
+        """Emit events in the order of rank 0's messages; the event of a wave waits for all ranks to complete it."""
         while self._script:
             message = self._script[0]
             if isinstance(message, wire.MicroBatchDone):

@@ -59,13 +59,13 @@ class TrajectoryRecord:
         self.tokens = array("i")  #: of the answer so far: sampled, and of observations
         self.logprobs = array("f")  #: behavior log-probs, one per token; 0 for those of observations
         self.observed: list[tuple[int, int]] = []  #: start and end of each observation
-        self.forks: list[Fork] = []  #: where its rows begin, but the first
+        self.forks: list[Fork] = []  #: where each row but the first begins
         self.attempt = -1  #: the attempt that may append
         self.awaits_token = False  #: its present request has got no token yet
         self.began_at: float | None = None  #: when this controller first sent a request for it
-        self.turn_rewards: list[float] = []  #: that the environment gave
+        self.turn_rewards: list[float] = []  #: rewards that the environment gave
         self.reward: float | None = None
-        self.terms: tuple[tuple[str, float], ...] = ()  #: of the reward, by name, if this controller had it graded
+        self.terms: tuple[tuple[str, float], ...] = ()  #: of the reward, by name, if this controller ordered it
         self.truncated: Truncation = ""
 
     @property
@@ -97,14 +97,14 @@ class TrajectoryRecord:
         )
 
     def rewards_to_go(self, reward: float | None) -> list[float]:
-        """Return for each turn what the rewards add up to from it on, if all of them are `reward`; NaN for None."""
+        """Return for each turn the sum of its and all later rewards. `reward`: the sum of all; None gives NaN."""
         left = math.nan if reward is None else reward
-        earlier = self.turn_rewards[: len(self.observed)]  # each observation but the last turn was rewarded
+        earlier = self.turn_rewards[: len(self.observed)]  # one for each observation; the last turn gets the rest
         return [left - given for given in accumulate(earlier, initial=0.0)]
 
     @property
     def repeated(self) -> int:
-        """Tokens of its rows that are repeated from others."""
+        """Number of tokens that rows repeat from earlier rows."""
         return repeated(self.forks)
 
 
@@ -119,7 +119,7 @@ class Trajectories:
         ledger: TokenLedger | None = None,
         on_first_token: Callable[[TrajectoryId], None] = lambda trajectory: None,
     ) -> None:
-        """`ledger`: of the run so far. `on_first_token` is called with the first tokens of each request."""
+        """`ledger`: the account of the run so far. `on_first_token` is called with the first tokens of each request."""
         self.ledger = ledger or TokenLedger(group_size=group_size)
         self._log = log
         self._on_first_token = on_first_token
@@ -168,7 +168,7 @@ class Trajectories:
     ) -> None:
         """Append the tokens of an observation, which the policy did not sample; `attempt`: of the call.
 
-        `fork`: where the row comes from that they begin, if the answer could not be continued.
+        `fork`: the origin of the new row that begins with these tokens, if the answer could not be continued.
         """
         record = self.records[trajectory]
         start, end = len(record.tokens), len(record.tokens) + len(tokens)

@@ -1,4 +1,4 @@
-"""What the turns of episodes came to: their number, tokens and rewards, and how long their calls took.
+"""Statistics of episodes: number of turns, tokens and rewards, and the duration of calls.
 
 Invariant: times are of this controller alone, from the events of the core; all else is in the records.
 """
@@ -48,7 +48,7 @@ class Turns:
                 times.called_at = event.at
 
     def forget(self, known: Container[TrajectoryId]) -> None:
-        """Drop the times of all others."""
+        """Drop the times of all episodes that are not in `known`."""
         self.times = {id: times for id, times in self.times.items() if id in known}
 
     def calls_s(self, trajectory: TrajectoryId) -> tuple[float, ...]:
@@ -57,7 +57,7 @@ class Turns:
         return tuple(times.calls_s) if times is not None else ()
 
     def stats(self, records: Mapping[TrajectoryId, TrajectoryRecord]) -> EpisodeStats | None:
-        """Return what some episodes came to; None without episodes."""
+        """Return the statistics of some episodes; None without episodes."""
         if not records:
             return None
         turns = [len(record.observed) + 1 for record in records.values()]

@@ -63,7 +63,7 @@ def why_not_admitted(state: State) -> Refusal | None:
 
 
 def _why_no_room(state: State, entry: Version, instance: Instance | None) -> Refusal | None:
-    """Return the first reason why the least loaded instance gets no new group of this version; there is a prompt."""
+    """Return the first reason why the version's least loaded instance gets no new group; a prompt must be available."""
     if instance is None:
         return Refusal.NO_INSTANCE
     if instance is state.yielding:
@@ -95,12 +95,12 @@ def may_refill(state: State, entry: Version) -> bool:
 
 
 def _has_its_share(state: State, instance: Instance, entry: Version) -> bool:
-    """Whether an instance has its share of the groups, which are spread over those being given the version too."""
+    """Whether an instance has its share of the version's requests; instances that are to load it have shares, too."""
     if not entry.loading or state.settings.rules.batched or not state.settings.orchestration.tail_care:
         return False
     if instance.is_empty:
         return False
-    servers = len(entry.serving) + entry.loading + len(state.vacant)  # no vacant one serves this version
+    servers = len(entry.serving) + entry.loading + len(state.vacant)  # no vacant instance serves this version
     wanted = entry.unfinished + num_admissible(state, entry.number) * state.settings.group_size
     return instance.num_requests * servers >= wanted
 

@@ -21,7 +21,7 @@ class Agenda:
     release: bool = False  #: a version may no longer be needed
     repack: bool = False  #: an old version may fit on fewer instances
     repack_not_before: float = 0.0  #: seconds of the run
-    versions: dict[VersionId, None] = field(default_factory=dict)  #: to be filled, the one noted last at the end
+    versions: dict[VersionId, None] = field(default_factory=dict)  #: to be filled; the latest is at the end
 
     def fill(self, version: VersionId) -> None:
         """Note that slots of this version are free, or that a trajectory waits for one."""

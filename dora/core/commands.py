@@ -61,7 +61,7 @@ class PushWeights(Command, frozen=True):
 class TrainMicroBatch(Command, frozen=True):
     """Train one micro-batch per rank, empty ones included → MicroBatchTrained, and StepTrained after the `last`.
 
-    An optimizer update follows if it `closes` one; the last one always does.
+    A wave that `closes` an update is followed by the optimizer update; the last wave of a step always closes one.
     """
 
     step: StepId
@@ -90,7 +90,7 @@ class DismissInstance(Command, frozen=True):
 
 
 class StopRequest(Command, frozen=True):
-    """Stop a request and keep its tokens; the event is that of its Generate."""
+    """Stop a request and keep its tokens. The event that follows answers the request's Generate."""
 
     trajectory: TrajectoryId
     attempt: int

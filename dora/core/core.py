@@ -20,7 +20,7 @@ def handle(state: State, event: ev.Event) -> list[Command]:
     """Process one event and return the commands that it leads to, in order."""
     if isinstance(event, ev.ControllerRestarted) and (state.stalled or event.steps > state.settings.steps):
         state.finished = state.stalled = False
-    if state.finished and not isinstance(event, ev.CheckpointSaved):  # the last one may arrive after the end
+    if state.finished and not isinstance(event, ev.CheckpointSaved):  # the last checkpoint may be saved after the end
         return []
     out = state.out = []
     state.now = event.at

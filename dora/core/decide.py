@@ -35,7 +35,7 @@ def settle(state: State) -> None:
             agenda.repack = False
             consolidate(state)
             if state.agenda.place or state.agenda.versions:
-                continue  # it has moved trajectories that are calling, at once
+                continue  # `consolidate` moves calling trajectories at once
         if agenda.release:
             agenda.release = False
             for unneeded in state.window.releasable():

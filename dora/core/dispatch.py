@@ -32,7 +32,11 @@ def fill(state: State, version: VersionId) -> None:
 
 
 def _room_for(state: State, group: Group, entry: Version, *, footprint: int) -> Instance | None:
-    """Return the instance of its last turn, that of its latest sibling, whose cache has the prompt, or the roomiest."""
+    """Return an instance with room for the group's next trajectory, or None.
+
+    The trajectory's last turn is cached where it was decoded, and the prompt where the latest sibling was dispatched;
+    if that instance has no room, the roomiest one is taken.
+    """
     last = group.waiting[-1].last
     home = last if last is not None and last.version == entry.number else group.home
     if home is not None and home.version == entry.number and home.takes_work and home.has_room(footprint):
@@ -42,7 +46,7 @@ def _room_for(state: State, group: Group, entry: Version, *, footprint: int) -> 
 
 
 def want_evaluation(state: State, version: VersionId) -> None:
-    """Have a version evaluated next. It is kept until then; one that was due and has not begun is not evaluated."""
+    """Have a version evaluated next, and keep it until then. It replaces a version whose evaluation has not begun."""
     replaced = state.evaluation.want(version)
     state.entry(version).evaluating = True
     if replaced is not None:
@@ -63,7 +67,7 @@ def start_evaluation(state: State) -> None:
 def _fill_evaluation(state: State, entry: Version) -> None:
     """Dispatch evaluation samples to their share of the slots, or to all slots that training could not use.
 
-    An older version's last instance, on which nothing is trained, is no use to training: it takes all it has room for.
+    If an older version has a single instance, and no training work for it, samples may fill that instance.
     """
     evaluation = state.evaluation
     limit = max(1, int(state.settings.max_eval_share * state.num_slots))

@@ -1,7 +1,7 @@
 """The ways in which a group or a trajectory ends: filtered, failed, discarded, abandoned, graded.
 
-Invariant: a group that is given up leaves the ledger immediately, and once; its siblings end with their requests or
-calls.
+Invariant: a group that is given up leaves the ledger immediately, and once; a sibling ends when its request or call
+ends.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _GRADING: Final = TrajectoryPhase.GRADING
 
 
 def _remove(state: State, group: Group, *, outcome: str, reason: str) -> str:
-    """Remove a group from U without training it; return outcome and reason as they are counted."""
+    """Remove a group from U without training it; return its key in `Ledger.reasons`."""
     state.out.append(DropGroup(group.id, outcome, reason, group.rewards))
     state.ledger.move(group, GroupPhase(outcome))
     key = f"{outcome}: {reason}"
@@ -76,7 +76,7 @@ def discard_surplus(state: State) -> None:
 
 
 def abandon_siblings(state: State, group: Group) -> None:
-    """Abandon queued siblings, and stop those that are running. Those that are calling end with their calls."""
+    """Abandon queued siblings, and stop running ones. A sibling that is calling ends when its call ends."""
     state.entry(group.current).forget_waiting(group)
     for sibling in group.trajectories:
         if sibling.phase is _WAITING:
@@ -110,7 +110,7 @@ def leave_unfinished(state: State, trajectory: Trajectory) -> None:
 
 
 def is_abandoned(trajectory: Trajectory) -> bool:
-    """Whether its group is given up."""
+    """Whether the trajectory's group is given up."""
     return trajectory.group is not None and trajectory.group.phase in GIVEN_UP
 
 
@@ -152,7 +152,7 @@ def finish(state: State, trajectory: Trajectory) -> None:
 
 
 def grade(state: State, trajectory: Trajectory) -> None:
-    """Order the grading of a trajectory, again if an earlier controller had ordered it."""
+    """Order the grading of a trajectory; a new controller orders it again."""
     trajectory.move(_GRADING)
     trajectory.attempt += 1
     state.out.append(GradeTrajectory(trajectory.id, trajectory.attempt))

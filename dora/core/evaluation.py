@@ -18,10 +18,10 @@ from dora.core.tables import Trajectory
 class Evaluation:
     """The evaluation in progress, and the one that is next."""
 
-    prompt_tokens: Sequence[int]  #: of each sample
+    prompt_tokens: Sequence[int]  #: prompt length of each sample
     every: int  #: versions between evaluations; 0: only the first and the last
     due: VersionId | None = None  #: the version that is evaluated next
-    overtaken: list[VersionId] = field(default_factory=list)  #: versions that were due until a newer one was
+    overtaken: list[VersionId] = field(default_factory=list)  #: due versions that a newer one replaced
     version: VersionId | None = None  #: version under evaluation
     trajectories: dict[TrajectoryId, Trajectory] = field(default_factory=dict)
     waiting: list[Trajectory] = field(default_factory=list)  #: samples queued for a slot; the last one is next
@@ -42,7 +42,7 @@ class Evaluation:
         return version == 0 or is_last or (self.every > 0 and version % self.every == 0)
 
     def want(self, version: VersionId) -> VersionId | None:
-        """Have a version evaluated next; return the one that it replaces, which will not be evaluated."""
+        """Have a version evaluated next; return the due version that it replaces, which will not be evaluated."""
         replaced, self.due = self.due, version
         if replaced is not None:
             self.overtaken.append(replaced)

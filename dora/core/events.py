@@ -1,7 +1,8 @@
 """Events: the facts that the decision core receives, one type each.
 
 Invariant: an event says what happened, never what to do. Time is `at`, in seconds since the run began, by the shell's
-clock; counts are tokens. A completion has the `attempt` of its command; one with an old attempt is counted and ignored.
+clock; counts are tokens. A completion has the `attempt` of its command; if the attempt is old, the completion is
+counted and ignored.
 Events are msgspec structs, which are faster than frozen dataclasses (bench/core.py).
 """
 
@@ -11,8 +12,8 @@ import msgspec
 
 from dora.core.ids import GroupId, InstanceId, StepId, TrajectoryId, Truncation, VersionId
 
-#: (version, start, end): half-open, positions in the whole answer; those of an attempt begin where it began.
-#: FOREIGN_VERSION for a foreign label.
+#: (version, start, end): a half-open range of positions in the whole answer. The spans of an attempt start at the
+#: position where the attempt began. The version of a foreign label is FOREIGN_VERSION.
 Span = tuple[int, int, int]
 
 
@@ -64,7 +65,7 @@ class KvPressureReported(Event, frozen=True):
 
 
 class WeightPushFinished(Event, frozen=True):
-    """The instance was given a version, and read back `version`."""
+    """The push has ended, and the instance says that it holds `version`."""
 
     instance: InstanceId
     attempt: int
@@ -80,7 +81,7 @@ class WeightPushFailed(Event, frozen=True):
 
 
 class InstanceDrainRequested(Event, frozen=True):
-    """A user wants the instance drained until it is recalled, or for it to `leave` the run."""
+    """A user wants the instance drained, to be recalled later or, with `leave`, to leave the run."""
 
     instance: InstanceId
     leave: bool
@@ -136,14 +137,14 @@ class GenerationFailed(Event, frozen=True):
     num_tokens: int
     server_gone: bool  #: the instance no longer answers, or holds other weights
     reason: str
-    final: bool = False  #: every server would refuse it
+    final: bool = False  #: every server would refuse the request
 
 
 class CallStarted(Event, frozen=True):
     """The turn ended with a call of the environment: the intent to call it, which precedes the call itself."""
 
     trajectory: TrajectoryId
-    attempt: int  #: of the Generate that it answers
+    attempt: int  #: of the Generate whose request ended with the call
     num_tokens: int  #: of the whole answer so far
     spans: tuple[Span, ...]
 
@@ -156,10 +157,10 @@ class CallFinished(Event, frozen=True):
     num_tokens: int  #: of the whole answer, observation included
     ended: bool = False  #: the environment ended the episode: the answer is complete
     failed: str = ""  #: "cause: reason" if the environment cannot go on; the answer gets no reward
-    reward: float = 0.0  #: of the turn; an answer's reward is the sum over its turns and what the task's rewards give
-    graded: bool = False  #: it has ended, and the task's rewards are not asked
+    reward: float = 0.0  #: of the turn; an answer's reward is the sum over its turns plus the task's rewards
+    graded: bool = False  #: the episode has ended, and the task's rewards are not asked
     truncated: Truncation = ""  #: the budget that ended it
-    repeated: int = 0  #: tokens that its rows repeat of each other, since it forked; not in `num_tokens`
+    repeated: int = 0  #: tokens that rows of a forked episode repeat from earlier rows; not in `num_tokens`
     replays: int = 0  #: how often a lost environment was replayed for this call
 
 
@@ -189,7 +190,7 @@ class MicroBatchTrained(Event, frozen=True):
 
 
 class StepTrained(Event, frozen=True):
-    """The optimizer update of `step` is done."""
+    """All optimizer updates of `step` are done."""
 
     step: StepId
     chain: str = ""  #: digest of everything trained up to this step (controller/lineage.py)
@@ -201,7 +202,7 @@ class VersionPublished(Event, frozen=True):
     version: VersionId
     num_bytes: int
     files: dict[str, str]  #: name -> checksum of the bytes served
-    chain: str = ""  #: of the step that wrote it
+    chain: str = ""  #: of the step that wrote the version
     differs: str = ""  #: checksum of a replayed version that differs from the one published first
 
 
@@ -223,16 +224,16 @@ class Ticked(Event, frozen=True):
 class ControllerRestarted(Event, frozen=True):
     """A new controller took over: the state of every server is unknown and every command in flight is void.
 
-    `num_tokens` counts the tokens on disk of each unfinished trajectory, except that of one that calls its environment,
-    which is known. The trainer reports its own position.
+    `num_tokens` has the number of tokens on disk for each unfinished trajectory that is not calling its environment;
+    the core knows the number for one that is. The trainer reports its own position.
     """
 
     epoch: int
     num_tokens: dict[TrajectoryId, int]
-    steps: int = 0  #: new number of steps of the job; 0: as many as before
+    steps: int = 0  #: new number of steps of the job; 0: the number stays
     missing: tuple[VersionId, ...] = ()  #: published versions without a folder, which the trainer has to write again
-    max_episodes: int = 0  #: for which environments have room now; 0: any number
-    replayable: tuple[TrajectoryId, ...] = ()  #: calling ones, whose environments can be replayed and called again
+    max_episodes: int = 0  #: episodes for which the hosts have room now; 0: any number
+    replayable: tuple[TrajectoryId, ...] = ()  #: calling trajectories whose environments can be replayed
 
 
 AnyEvent = (

@@ -82,7 +82,7 @@ class Formation:
     def may_commit(self, deadline: int) -> bool:
         """Whether F holds after a group with this deadline is committed.
 
-        The earliest deadline in U is always safe; a later one needs slack at every m below its own.
+        The earliest deadline in U is always safe; a later deadline needs slack at every m below its own.
         """
         room = self.step_size - self.committed
         if room < 1:
@@ -127,8 +127,8 @@ class CapacityGate(Formation):
     """AReaL's capacity gate in place of F (arXiv 2505.24298, section 4): it admits groups for the steps up to v* + K.
 
     Groups are committed in completion order, so K bounds admission, not staleness. `oversample` and `partial_sync` use
-    the gate with K = 0 and `surplus` groups beyond the step. When the step closes, these are discarded or, with
-    `keeps_surplus`, continue; then the last step of the job has no surplus. `due` has a single entry.
+    the gate with K = 0 and `surplus` groups beyond the step. When the step closes, the surplus groups are discarded.
+    With `keeps_surplus` they continue instead, and the last step of the job has no surplus. `due` has a single entry.
     """
 
     __slots__ = ("keeps_surplus", "surplus")

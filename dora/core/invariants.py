@@ -1,8 +1,8 @@
 """Checks of C1, C2, C3, conservation and all counters, recomputed from scratch.
 
 `check(state)` takes time proportional to the state, so the controller calls it only at the end of a run. The simulator
-calls it every 10,000 events with up to a million trajectories, so the loops over them are comprehensions, and messages
-are formatted only for a violation.
+calls it every 10,000 events with up to a million trajectories, so the loops over trajectories are comprehensions, and
+messages are formatted only for a violation.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ def _evaluation(state: State) -> None:
 
 
 def _is_given_up(trajectory: Trajectory) -> bool:
-    """Whether it only waits for the end of a call, after which it is abandoned."""
+    """Whether the trajectory only waits for the end of a call, after which it is abandoned."""
     return trajectory.phase is _CALLING and trajectory.group is not None and trajectory.group.phase in GIVEN_UP
 
 

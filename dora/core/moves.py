@@ -1,4 +1,4 @@
-"""Moves off an instance: it is drained by a user, has little free KV, makes no progress, or holds an evaluation.
+"""Moves of requests off an instance that is drained, short of KV, without progress, or in use by an evaluation.
 
 Invariant: a stopped request can always continue from all its tokens. Until it is recalled, a drained instance gets
 neither work nor weights, and does not count as serving its version.
@@ -74,7 +74,7 @@ def evacuate(state: State, instance: Instance) -> None:
 
 
 def move_call(state: State, trajectory: Trajectory, target: Instance | None) -> None:
-    """Move what a calling trajectory holds to a peer, at once as nothing of it runs; without one it holds no slot."""
+    """Move a calling trajectory's slot to a peer, at once, as no request of it runs; without a peer, free the slot."""
     unhold(state, trajectory)
     hold(state, trajectory, target)
 
@@ -91,7 +91,7 @@ def relieve(state: State, instance: Instance) -> None:
 
 
 def vacate(state: State, instance: Instance) -> None:
-    """Drain an instance of its evaluation samples, which are queued with their tokens for another of their version."""
+    """Drain an instance of its evaluation samples; they keep their tokens and wait for another of its version."""
     if instance.weights is WeightsPhase.SERVING:
         instance.move(WeightsPhase.DRAINING)
         state.num_draining += 1
@@ -126,7 +126,7 @@ def dismiss(state: State) -> None:
 def look(state: State, instance: Instance) -> None:
     """Process an instance's progress reports; condemn it if none of its residents got a token for too long.
 
-    A resident that is calling expects none.
+    A resident that is calling expects no token.
     """
     now, watchdog_s = state.now, state.settings.watchdog_s
     instance.look_at = now + min(LOOK_PAUSE_S, watchdog_s / 8)
@@ -151,12 +151,12 @@ def look(state: State, instance: Instance) -> None:
 
 
 def _start_again(state: State, trajectory: Trajectory, instance: Instance) -> None:
-    """Continue a request that gets no tokens, unlike others on its instance, on a peer or else in a new request."""
+    """Move a trajectory whose request gets no tokens, unlike others, to a peer; without a peer, request it again."""
     if trajectory.phase is TrajectoryPhase.STOPPING:
         limit_s = SILENCE * state.settings.watchdog_s
         condemn(state, instance, f"the request of trajectory {trajectory.id} did not stop within {limit_s:g} s")
         return
-    trajectory.seen_at = state.now  # it has the same time to stop
+    trajectory.seen_at = state.now  # the request gets as much time to stop
     target = peer_for(state, trajectory)
     if target is not None:
         reserve(state, trajectory, target)

@@ -1,7 +1,7 @@
 """Occupancy of slots and KV, and which instance serves which version. No choice is made here.
 
-Invariant: only `seat` and `end` make a trajectory resident or not, and only `hold` and `unhold` count those that hold
-no slot during a call, so that the counters of instance, version and evaluation agree.
+Invariant: only `seat` and `end` give a trajectory a slot or take it, and only `hold` and `unhold` count trajectories
+without a slot during a call, so that the counters of instance, version and evaluation agree.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def end(state: State, trajectory: Trajectory) -> Instance:
 
 
 def hold(state: State, trajectory: Trajectory, instance: Instance | None) -> None:
-    """Give a calling trajectory a slot and KV on this instance; if there is none, or it does not serve it, none."""
+    """Give a calling trajectory a slot and KV on `instance`, unless that is None or does not serve its version."""
     if instance is not None and instance.serves(trajectory.version):
         footprint = footprint_of(state, trajectory.num_prompt_tokens, trajectory.num_tokens)
         seat(state, trajectory, instance, footprint=footprint)
@@ -83,7 +83,7 @@ def hold(state: State, trajectory: Trajectory, instance: Instance | None) -> Non
 
 
 def unhold(state: State, trajectory: Trajectory) -> Instance | None:
-    """Take from a calling trajectory what it holds, and return the instance where that was."""
+    """Take its slot and KV from a calling trajectory; return their instance, or None if it had no slot."""
     if trajectory.instance is not None:
         return end(state, trajectory)
     _count_away(state, trajectory, -1)
@@ -93,7 +93,7 @@ def unhold(state: State, trajectory: Trajectory) -> Instance | None:
 def _count_away(state: State, trajectory: Trajectory, count: int) -> None:
     if trajectory.group is None:
         state.evaluation.away += count
-        state.agenda.fill(trajectory.version)  # its share of the slots may have room
+        state.agenda.fill(trajectory.version)  # the evaluation's share of the slots may have room
     else:
         entry = state.window.entries[trajectory.version]
         entry.away += count
@@ -148,7 +148,7 @@ def wait(state: State, trajectory: Trajectory) -> None:
 
 
 def stop(state: State, trajectory: Trajectory) -> None:
-    """Stop a trajectory's request, to be continued from its tokens."""
+    """Stop a trajectory's request; another one will continue from its tokens."""
     assert trajectory.instance is not None
     trajectory.move(_STOPPING)
     state.out.append(StopRequest(trajectory.id, trajectory.attempt, trajectory.instance.id))
@@ -167,7 +167,7 @@ def outgrow(state: State, trajectory: Trajectory, instance: Instance) -> None:
 
 
 def peer_for(state: State, trajectory: Trajectory) -> Instance | None:
-    """Return the least loaded other instance of its version, if that has room."""
+    """Return the least loaded other instance of the trajectory's version, if it has room."""
     for peer in state.entry(trajectory.version).roomiest_few(2):
         if peer is not trajectory.instance:
             return peer if peer.has_room(trajectory.footprint) else None
@@ -193,7 +193,7 @@ def count_in_fleet(state: State, instance: Instance, *, sign: int = 1) -> None:
 
 
 def serve(state: State, instance: Instance) -> None:
-    """List an instance as serving the version that it holds, if that is still needed."""
+    """List an instance as serving the version that it holds, if the version is still needed."""
     assert instance.version is not None
     if instance.version in state.window.entries:
         state.entry(instance.version).serving[instance.id] = instance

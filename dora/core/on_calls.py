@@ -39,7 +39,7 @@ def on_call_started(state: State, event: ev.CallStarted) -> None:
         go_on(state, trajectory)
         return
     trajectory.last = instance
-    kept = target if trajectory.phase is _STOPPING else instance  # it has moved, as nothing of it runs
+    kept = target if trajectory.phase is _STOPPING else instance  # no request of it runs, so a move ends here
     _call(state, trajectory)
     if state.settings.orchestration.calls == "keep":
         hold(state, trajectory, kept)
@@ -48,10 +48,10 @@ def on_call_started(state: State, event: ev.CallStarted) -> None:
 
 
 def _hold_for_a_while(state: State, trajectory: Trajectory, instance: Instance | None) -> None:
-    """Keep the slot for as long as the slots of an instance would wait for the prefill of this context elsewhere, times
-    the chance that the next slot is elsewhere.
+    """Keep the slot for as long as a prefill on another instance would cost, times the chance that one is necessary.
 
-    How long the call takes is not known; this costs at most twice what the better choice would (Karlin et al., 1988,
+    All slots of an instance wait for a prefill, so its cost in slot-seconds is its duration times the slots. How long
+    the call will take is not known; this rule costs at most twice what the better choice would (Karlin et al., 1988,
     "Competitive snoopy caching").
     """
     until = state.now

@@ -24,7 +24,7 @@ from dora.core.pushes import push_ended, resumed
 from dora.core.state import State
 from dora.core.tables import Instance
 
-#: Delays between failed pushes, in seconds; when the push after the last one fails, the instance is condemned.
+#: Delays before a failed push is repeated, in seconds; if the push after the last delay fails, a condemnation follows.
 PUSH_BACKOFF_S: Final = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0)
 
 
@@ -72,7 +72,7 @@ def on_instance_removed(state: State, event: ev.InstanceRemoved) -> None:
 def drop_instance(state: State, instance: Instance, num_tokens: dict[TrajectoryId, int]) -> None:
     """Mark an instance as lost; its residents continue elsewhere from the tokens already streamed."""
     for trajectory in list(instance.reserved.values()):
-        unreserve(state, trajectory)  # still on its source; it is queued when it stops there
+        unreserve(state, trajectory)  # it is still on its source, and is queued once it stops there
     for trajectory in list(instance.residents.values()):
         if trajectory.phase is TrajectoryPhase.CALLING:
             move_call(state, trajectory, None)  # it is queued when its call has ended

@@ -153,9 +153,9 @@ def on_trajectory_graded(state: State, event: ev.TrajectoryGraded) -> None:
 
 
 def graded(state: State, trajectory: Trajectory, reward: float | None) -> None:
-    """Take what grading adds to the rewards of a trajectory's turns, or None if it has no reward.
+    """Give a trajectory its reward: `reward`, from grading, plus its turns' rewards; None if `reward` is None.
 
-    The last one decides what becomes of the group.
+    The sibling that is graded last decides what becomes of the group.
     """
     trajectory.move(_GRADED)
     trajectory.reward = reward if reward is None else sum(trajectory.turn_rewards, reward)

@@ -35,7 +35,7 @@ def on_ticked(state: State, event: ev.Ticked) -> None:
 
 
 def _no_progress_s(state: State) -> float:
-    """Return the time without progress after which the run fails, which a call extends once by its own limit."""
+    """Return the time without progress after which the run fails. Calls extend it once, by the time limit of a call."""
     settings = state.settings
     has_called = state.called_at > state.progress_at or any(t.phase is _CALLING for t in state.trajectories.values())
     return settings.no_progress_s + (settings.call_limit_s if has_called else 0.0)
@@ -86,7 +86,7 @@ def on_controller_restarted(state: State, event: ev.ControllerRestarted) -> None
     for instance in state.instances.values():
         if instance.weights is not WeightsPhase.LOST:
             drop_instance(state, instance, event.num_tokens)
-    state.counters.recovered = recovered  # nothing was lost: a new controller takes the run up
+    state.counters.recovered = recovered  # nothing was lost: a new controller continues the run
     for instance in list(state.drained.values()):
         recall(state, instance)  # users have to repeat drain requests to the new controller
     state.removed.clear()
@@ -99,7 +99,7 @@ def on_controller_restarted(state: State, event: ev.ControllerRestarted) -> None
             restart_call(state, trajectory, replayable=trajectory.id in event.replayable)
     state.missing = set(event.missing)
     state.feed.open_step = None
-    state.feed.idle_s = state.feed.uneven_s = 0.0  # like `step_trained_at`, they start again
+    state.feed.idle_s = state.feed.uneven_s = 0.0  # counted anew, like the time since `step_trained_at`
     state.prompts.clear()
     state.source_dry = False
     state.fetching = False

@@ -11,9 +11,9 @@ from typing import Final, Literal
 
 import msgspec
 
-#: What a trajectory holds during a call of its environment. `keep`: its slot and KV. `pinned`: these for the time that
-#: its prefill would cost, then neither, but its version keeps its last instance. `release`: as `pinned`, and after a
-#: while the last instance may serve another version.
+#: What a trajectory holds during a call of its environment. `keep`: its slot and KV. `pinned`: its slot and KV for as
+#: long as a prefill would cost, then nothing; but the version's last instance stays with the version. `release`: as
+#: `pinned`, but after a while the version's last instance may serve another version.
 Calls = Literal["keep", "pinned", "release"]
 
 

@@ -1,9 +1,10 @@
-"""`calls = "release"`: the last instance of a version whose trajectories all call may serve another version meanwhile.
+"""`calls = "release"`: while all trajectories of a version are calling, its last instance may serve another version.
 
-Its version keeps it for the patience: two measured pushes, there and back, and the prefill of all that is away. Then it
-may be given away, if there is work for it elsewhere. A version that has given its last instance away and gets a
-trajectory back is in need, so that the next vacant instance is given it. If that takes long, the least loaded instance
-of the newest version makes room: otherwise it is filled again and again, and never vacant.
+The version keeps its last instance for a while, its patience: the time of two pushes (of the other version, and of its
+own again) and of the prefill of all its trajectories without a slot. Then the instance may be given to a version that
+has work for it. When a call ends afterwards, the trajectory's version is in need, and gets the next vacant instance. If
+the wait is long, the least loaded instance of the newest version stops admitting groups; otherwise it would be filled
+again and again, and never become vacant.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from dora.core.versions import Version
 
 
 def patience_s(state: State, entry: Version) -> float:
-    """Return how long a version keeps its last instance without a request, and waits for one in need."""
+    """Return how long a version without requests keeps its last instance, and a version in need waits for another."""
     return 2 * state.push_s + entry.away_tokens * state.settings.prefill_s_per_token
 
 
@@ -41,7 +42,7 @@ def _wants_more(state: State, newest: VersionId) -> bool:
 
 
 def make_room(state: State, *, needs: list[VersionId], newest: VersionId | None) -> None:
-    """Have an instance of the newest version stop admitting while a version in need has waited for too long."""
+    """Have an instance of the newest version stop admitting groups while a version in need waits for too long."""
     is_urgent = newest is not None and any(_is_urgent(state, state.entry(v)) for v in needs)
     held = state.yielding
     if held is not None and not (is_urgent and held.version == newest and held.is_member and not held.condemned):
@@ -53,12 +54,12 @@ def make_room(state: State, *, needs: list[VersionId], newest: VersionId | None)
         state.yielding = takers[0]
     held = state.yielding
     if held is not None and held.weights is WeightsPhase.SERVING and any(i is not held for i in takers):
-        held.move(WeightsPhase.DRAINING)  # the version's queue and what returns have another instance
+        held.move(WeightsPhase.DRAINING)  # queued and returning trajectories have another instance
         state.num_draining += 1
 
 
 def _is_urgent(state: State, entry: Version) -> bool:
-    """Whether a version that has given its last instance away must have one soon."""
+    """Whether a version that has given its last instance away must soon get another."""
     if entry.number not in state.given_away:
         return False
     since = state.given_away[entry.number]

@@ -66,8 +66,8 @@ def plan_moves(
 ) -> list[tuple[Trajectory, Instance]] | None:
     """Assign each resident of `source` to a target; None if they do not fit or slow down urgent work too much.
 
-    Longest first onto the least loaded target. A target with a resident due by `urgent_deadline` may become slower by
-    the factor MAX_SLOWDOWN at most.
+    The longest resident comes first, onto the least loaded target. A target with a resident due by `urgent_deadline`
+    may become slower by the factor MAX_SLOWDOWN at most.
     """
     open_targets = [_rank(i, num_requests=i.num_requests, kv_load=i.kv_load) for i in targets]
     heapify(open_targets)

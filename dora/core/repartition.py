@@ -41,7 +41,7 @@ def place(state: State) -> None:
 
 
 def _give(state: State, needs: list[VersionId], newest: VersionId | None) -> None:
-    """Order the pushes to vacant instances; versions in need that get one leave `needs`."""
+    """Order the pushes to vacant instances, and remove from `needs` the versions that get an instance."""
     newest_wants = newest is not None and (why_not(state, newest) is None or state.entry(newest).num_waiting > 0)
     idle = not needs and not newest_wants and not state.evaluation.waiting and not _versions_waiting(state)
     if idle and not state.num_draining:
@@ -70,9 +70,9 @@ def _give(state: State, needs: list[VersionId], newest: VersionId | None) -> Non
 def _version_for(
     state: State, instance: Instance, *, needs: list[VersionId], newest: VersionId | None
 ) -> VersionId | None:
-    """Return the first of: a version in need, the newest, the one under evaluation, one with queued trajectories.
+    """Return a version in need, else the newest, the version under evaluation, or one with queued trajectories.
 
-    The one under evaluation comes before the newest if only the newest has an instance.
+    The version under evaluation comes before the newest if it has no instance and the newest has one.
     """
     evaluated = state.evaluation.version
     if needs:
@@ -94,7 +94,7 @@ def _has_instance(state: State, version: VersionId) -> bool:
 
 
 def _is_kept_for_evaluation(state: State, instance: Instance) -> bool:
-    """Whether an instance is the last of the version under evaluation, and training has another."""
+    """Whether an instance is the last one of the version under evaluation, and training has other instances."""
     evaluated = state.evaluation.version
     if evaluated is None or instance.version != evaluated:
         return False
@@ -113,13 +113,13 @@ def _is_last_of_needed(state: State, instance: Instance, *, needs: list[VersionI
 
 
 def _is_quiet(state: State, instance: Instance) -> bool:
-    """Whether all trajectories of its version call, and hold no slot."""
+    """Whether all unfinished trajectories of the instance's version are calling and hold no slot."""
     entry = state.window.entries.get(instance.version) if instance.version is not None else None
     return entry is not None and entry.away == entry.unfinished > 0
 
 
 def _leave_version(state: State, instance: Instance) -> None:
-    """Note that a version whose trajectories all call loses its last instance, if this is it."""
+    """If an instance is the last one of a version whose trajectories are all calling, note that it is given away."""
     entry = state.window.entries.get(instance.version) if instance.version is not None else None
     if entry is not None and entry.needs_instance and len(entry.serving) == 1:
         state.given_away[entry.number] = None

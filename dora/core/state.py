@@ -24,8 +24,8 @@ from dora.core.versions import Version, Window
 WINDOW_START: Final = 1.5
 #: Prior of the mean answer length, as a share of the token limit; it counts as one observation.
 PRIOR_LENGTH_SHARE: Final = 0.25
-#: Share of the expected rest of an answer for which KV is reserved. Residents do not all end at once: 1 leaves a third
-#: of the KV empty (docs/DECISIONS.md), and 0 makes the server retract requests.
+#: Share of the tokens still expected of an answer for which KV is reserved. Residents do not all end at once: a share
+#: of 1 leaves a third of the KV empty (docs/DECISIONS.md), and 0 makes the server retract requests.
 KV_RESERVE: Final = 1 / 3
 
 
@@ -34,13 +34,13 @@ class Counters:
     """Counters of the run. version_conflicts, scheduling_aborts and staleness_violations stay 0, unless the strategy
     breaks their constraint by design (`Rules.broken_by_design`)."""
 
-    staleness: list[int]  #: groups committed at staleness i; longer where K does not bound it
+    staleness: list[int]  #: groups committed at staleness i; it grows where K is no bound
     version_conflicts: int = 0  #: answers with a span of another version than their group's tag (C1)
     scheduling_aborts: int = 0  #: trajectories stopped on command and not resumed from all their tokens (C2)
     staleness_violations: int = 0  #: groups committed outside 0 <= s - v <= K (C3)
     late_completions: int = 0  #: events of an old attempt or incarnation, ignored
     migrations: int = 0  #: trajectories moved to a peer
-    replays: int = 0  #: of environments that were lost
+    replays: int = 0  #: of lost environments
     recovered: int = 0  #: trajectories that continued elsewhere after their instance was lost
     #: trajectories without a reward because their environment could not go on, by cause
     environment_failed: dict[str, int] = field(default_factory=dict)
@@ -75,7 +75,7 @@ class State:
     block_version: VersionId | None = None  #: batched strategies: version of the current batch; None before the first
     block_left: int = 0  #: batched strategies: groups of the batch still to be admitted
     top_ups: int = 0  #: groups filtered or failed since the last close
-    top_up_rewards: dict[float | None, int] = field(default_factory=dict)  #: counts of their siblings' rewards
+    top_up_rewards: dict[float | None, int] = field(default_factory=dict)  #: reward of their siblings -> count
 
     # -- fleet totals, over members that are not lost
     num_up: int = 0
@@ -85,21 +85,22 @@ class State:
     pushes: int = 0  #: in flight, including those to drained instances
     push_s: float = 0.0  #: mean time of the pushes that succeeded
     num_pushed: int = 0
-    yielding: Instance | None = None  #: it admits no more, to make room for a version in need (`patience`)
+    yielding: Instance | None = None  #: admits no group, to make room for a version in need (`patience`)
     vacant: dict[InstanceId, Instance] = field(default_factory=dict)  #: no training resident, reservation or push
     drained: dict[InstanceId, Instance] = field(default_factory=dict)  #: not members, lost ones included
     leaving: dict[InstanceId, Instance] = field(default_factory=dict)  #: to be dismissed once they are empty
     removed: set[InstanceId] = field(default_factory=set)  #: left since this controller began; not reused
 
     # -- calls
-    given_away: dict[VersionId, float | None] = field(default_factory=dict)  #: since when it needs one
-    holding: list[tuple[float, TrajectoryId, int]] = field(default_factory=list)  #: heap: until when, id, attempt
+    #: Versions whose last instance was given away, and since when each needs an instance; None: it does not yet.
+    given_away: dict[VersionId, float | None] = field(default_factory=dict)
+    holding: list[tuple[float, TrajectoryId, int]] = field(default_factory=list)  #: heap: end of the hold, id, attempt
 
     # -- answer lengths
-    length_sum: int = field(init=False)  #: of finished answers, and a prior
+    length_sum: int = field(init=False)  #: total length of finished answers, plus the prior
     length_count: int = 1
     mean_length: int = field(init=False)  #: in whole tokens
-    kv_reserve: float = field(init=False)  #: share of the expected rest of an answer for which KV is reserved
+    kv_reserve: float = field(init=False)  #: share of the tokens still expected for which KV is reserved
 
     # -- liveness
     now: float = 0.0  #: time of the current event
@@ -124,19 +125,19 @@ class State:
         )
         self.evaluation = Evaluation(prompt_tokens=settings.eval_prompt_tokens, every=settings.eval_every)
         self.counters = Counters(staleness=[0] * (rules.max_staleness + 1))
-        # F and the gate admit K + 1 steps of unconsumed groups, and as many may be committed.
+        # F and the gate admit K + 1 steps of unconsumed groups, and as many groups may be committed besides.
         most = 2 * (rules.max_staleness + 1) * math.ceil(rules.oversample)
         self.window_limit = most * settings.groups_per_step
         window = settings.orchestration.window if rules.has_window else "open"
         self.adapts_window = window == "adaptive"
         self.window_size = self.window_limit if window == "open" else WINDOW_START * settings.groups_per_step
-        is_mixed = rules.max_staleness > 0 or rules.spreads  # answers that share the KV do not all grow to their end
+        is_mixed = rules.max_staleness > 0 or rules.spreads  # answers in the KV do not all end at the same time
         self.kv_reserve = KV_RESERVE if settings.orchestration.kv_overcommit and is_mixed else 1.0
         self.length_sum = max(1, int(PRIOR_LENGTH_SHARE * settings.max_new_tokens))
         self.mean_length = self.length_sum
 
     def admission_version(self) -> VersionId | None:
-        """Return the version of new groups: the newest, or that of the current batch; None before version 0."""
+        """Return the version of new groups: the newest, or the current batch's version; None before version 0."""
         if self.settings.rules.batched and self.formation.num_unconsumed:
             return self.block_version
         return self.window.newest
@@ -148,7 +149,7 @@ class State:
     def hosts_have_room(self, count: int) -> bool:
         """Whether the environment has room for `count` more episodes. Evaluation samples count once they have begun.
 
-        Asked before an episode begins: after a resume with fewer or smaller hosts there may be more than fit.
+        Only the beginning of an episode is refused: after a resume with less room, more episodes may run than fit.
         """
         most = self.settings.max_episodes
         if not most:
@@ -169,11 +170,11 @@ def fail(state: State, reason: str) -> None:
 
 
 def episode_left(state: State) -> None:
-    """Note that the hosts of an environment have room for one more episode: for an evaluation sample first."""
+    """Note that the hosts have room for one more episode, which is offered to evaluation samples first."""
     if state.settings.max_episodes:
         admissions_changed(state)
         if state.evaluation.version is not None:
-            state.agenda.fill(state.evaluation.version)  # what is noted last is filled first
+            state.agenda.fill(state.evaluation.version)  # the version noted last is filled first
 
 
 def admissions_changed(state: State) -> None:

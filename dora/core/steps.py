@@ -102,7 +102,7 @@ def step_trained(state: State, step: StepId) -> None:
 def _adapt_window(state: State) -> None:
     """Grow W if the trainer was idle noticeably, else shrink it slowly.
 
-    Idle time includes ranks that waited for the fullest one of a wave that was small for lack of groups.
+    Idle time includes the waiting of ranks for the fullest rank, in waves that are small for lack of groups.
     """
     duration, lost_s = state.now - state.step_trained_at, state.feed.idle_s + state.feed.uneven_s
     state.feed.idle_s = state.feed.uneven_s = 0.0

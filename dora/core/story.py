@@ -64,7 +64,7 @@ def story(entries: Iterable[Entry], subject: Subject, *, group_size: int) -> lis
 
 
 def describe(fact: Event | Command, trajectories: Container[int] = ()) -> str:
-    """Describe an event or command in one line; of several trajectories only those given are shown."""
+    """Describe an event or command in one line; of several trajectories, show only those in `trajectories`."""
     parts = [type(fact).__name__]
     for name in fact.__struct_fields__:
         if name != "at":

@@ -16,11 +16,11 @@ from dora.core.orchestration import Orchestration
 #: under the new weights; `in_place`: the KV of the old weights is kept.
 Pause = Literal["retract", "in_place"]
 
-#: Watchdog times without a token after which a trajectory is moved, although its instance serves others; after a
-#: retraction it may be queued behind them for a while.
+#: Number of watchdog times without a token after which a trajectory is moved, although others on its instance get
+#: tokens. One would be too few: after a retraction the server may queue the request behind others for a while.
 SILENCE: Final = 3.0
 
-#: Upper limits of settings on which the size of what is kept depends. Runs have hundreds at most.
+#: Upper limits of settings that determine how much the state holds. Runs have hundreds at most.
 MAX_STALENESS: Final = 1 << 16
 MAX_GROUP_SIZE: Final = 1 << 16
 MAX_RANKS: Final = 1 << 16
@@ -50,12 +50,12 @@ class Rules(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def discards(self) -> bool:
-        """Whether surplus groups are discarded when the step closes (breaks C2); with updates in flight they go on."""
+        """Whether surplus groups are discarded when the step closes (breaks C2). With updates in flight they stay."""
         return self.oversample > 1.0 and self.in_flight is None
 
     @property
     def spreads(self) -> bool:
-        """Whether siblings go to different servers, since the step waits for all and long ones have long siblings."""
+        """Whether siblings go to different servers: a step waits for all groups, and siblings have similar lengths."""
         return not self.streamed
 
     @property
@@ -133,14 +133,14 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_parallel_pushes: int = 4
     eval_prompt_tokens: tuple[int, ...] = ()  #: prompt lengths of all evaluation samples, in order
     eval_every: int = 0  #: steps between evaluations; 0: only the first and the last version
-    max_eval_share: float = 0.1  #: share of all slots, while training work could use them
+    max_eval_share: float = 0.1  #: share of all slots for samples, while training could use the slots
     decode_time: DecodeTime = DecodeTime()
-    prefill_s_per_token: float = 5e-5  #: what it takes to prefill again what a version with calls had in KV
+    prefill_s_per_token: float = 5e-5  #: time to prefill the context of a trajectory again after a call
     deterministic: bool = False  #: the trainer writes the same bytes for the same waves, so a replay may not differ
 
     @property
     def is_possible(self) -> bool:
-        """Whether a run can have these settings: those on which the size of what is kept depends, and divisors."""
+        """Whether a run can have these settings: the divisors, and those that determine how much the state holds."""
         counts = (self.steps, self.groups_per_step, self.max_new_tokens, self.micro_batch_tokens, self.updates)
         return (
             min(counts) >= 1

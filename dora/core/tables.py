@@ -35,7 +35,7 @@ class Trajectory:
     id: TrajectoryId
     _: KW_ONLY
     group: Group | None
-    version: VersionId  #: the group's tag; where updates reach live requests, the newest until it is finished
+    version: VersionId  #: the group's tag or, with updates in flight, the newest until it is finished
     num_prompt_tokens: int
     num_tokens: int = 0  #: produced, as of the last report processed or the last completion
     phase: TrajectoryPhase = _WAITING
@@ -46,10 +46,10 @@ class Trajectory:
     failures: int = 0  #: failed requests, not counting lost instances
     seen_at: float = 0.0  #: when its token count was last seen to grow, or its latest request began
     footprint: int = 0  #: KV tokens accounted for while it is resident: prompt + max(produced, expected)
-    turn_rewards: tuple[float, ...] = ()  #: that the environment gave, one for each call
+    turn_rewards: tuple[float, ...] = ()  #: rewards of the environment, one for each call
     reward: float | None = None
     truncated: Truncation = ""  #: the budget that ended it; known once it is finished
-    repeated: int = 0  #: tokens that the trainer computes again, since the conversation forked
+    repeated: int = 0  #: tokens that the trainer computes again because the conversation forked
     is_mixed: bool = False  #: a span has another version than its group's tag (C1)
 
     def move(self, phase: TrajectoryPhase) -> None:
@@ -72,8 +72,8 @@ class Group:
     admitted_at: float
     phase: GroupPhase = GroupPhase.GENERATING
     step: StepId | None = None  #: the step it is committed to
-    home: Instance | None = None  #: where a sibling was last dispatched, so that the prompt's prefix is cached
-    current: VersionId = field(init=False)  #: it continues under the tag or, with updates in flight, the newest
+    home: Instance | None = None  #: where a sibling was last dispatched: its cache has the prompt
+    current: VersionId = field(init=False)  #: version to continue under: the tag or, with updates in flight, the newest
     waiting: list[Trajectory] = field(default_factory=list)  #: siblings queued for a slot; the last one is next
     unfinished: int = field(init=False)
     ungraded: int = field(init=False)

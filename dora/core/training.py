@@ -1,10 +1,10 @@
 """The feed of the trainer: committed groups become waves of one micro-batch per rank.
 
-A step has M optimizer updates, each of the next N / M groups in commit order; a step cut short by the end of the
-prompts has fewer. Invariant: the waves of a step are numbered from 0; each has one micro-batch for every rank (FSDP2
-hangs on unequal counts), with answers of one update only; every graded trajectory of the step is in exactly one of
-them; the last wave of each update is marked, and that of the step. Waves are kept back to the oldest checkpoint kept,
-so that a trainer restarted from any checkpoint gets the same waves.
+Each of the M optimizer updates of a step trains the next N / M groups in commit order; a step that is cut short by the
+end of the prompts has fewer updates. Invariant: the waves of a step are numbered from 0; each has one micro-batch for
+every rank (FSDP2 hangs on unequal counts), with answers of one update only; every graded trajectory of the step is in
+exactly one wave; the last wave of each update and the last wave of the step are marked. Waves since the oldest
+remaining checkpoint are kept, so that a trainer restarted from any checkpoint gets the same waves.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class StepFeed:
 
     groups: list[Group] = field(default_factory=list)  #: in commit order
     pending: defaultdict[int, Pending] = field(default_factory=lambda: defaultdict(Pending))  #: by update
-    update: int = 0  #: the one of the next wave
+    update: int = 0  #: the update of the next wave
     closed: bool = False  #: no more groups follow
     waves: list[TrainMicroBatch] = field(default_factory=list)
     slack: list[float] = field(default_factory=list)  #: of each wave: share of the ranks' time idle for lack of groups
@@ -45,16 +45,16 @@ class Feed:
     budget: int  #: tokens of one rank's micro-batch
     groups_per_update: int  #: N / M
     shared_prompts: bool = False  #: the prompt of siblings on one rank is computed once
-    steps: dict[StepId, StepFeed] = field(default_factory=dict)  #: by step, back to the oldest checkpoint kept
+    steps: dict[StepId, StepFeed] = field(default_factory=dict)  #: by step, from the oldest remaining checkpoint
     #: Folder by step. The start counts as a checkpoint without a folder.
     checkpoints: dict[StepId, str] = field(default_factory=lambda: {StepId(0): ""})
     open_step: StepId | None = None  #: the step the trainer works on or waits for; None until it is ready
-    trained: StepId = field(default=StepId(0))  #: steps trained; the open step is below it while some are repeated
+    trained: StepId = field(default=StepId(0))  #: steps trained; `open_step` is lower while steps are repeated
     waves_done: int = 0  #: of the open step
     idle_since: float | None = None  #: start of the trainer's idle time; None while it works
     busy_since: float = 0.0  #: when it began the current wave
     idle_s: float = 0.0  #: idle time since the last step was trained
-    uneven_s: float = 0.0  #: time since then in which ranks waited for others because there were too few groups
+    uneven_s: float = 0.0  #: time since the last step in which ranks waited for others, for lack of groups
 
     def groups(self, step: StepId) -> Sequence[Group]:
         """Return the groups of a step in commit order; none if it has none or will not be trained again."""
@@ -103,7 +103,7 @@ class Feed:
         is_complete = feed.closed or len(feed.groups) >= (feed.update + 1) * self.groups_per_update
         pending = feed.pending[feed.update]
         if not is_complete and (not pending.answers or (ahead and pending.num_tokens < self._capacity)):
-            return None  # only a full wave is sent ahead; an idle trainer gets what there is
+            return None  # only a full wave is sent ahead; an idle trainer gets all pending answers
         wave = self._cut_wave(feed, pending, step=self.open_step, is_complete=is_complete)
         feed.waves.append(wave)
         feed.update += wave.closes

@@ -1,8 +1,8 @@
-"""Updates in flight: which version every instance is given, whatever runs there.
+"""Updates in flight: which version each instance is given, even while requests run there.
 
-Invariant: an evaluation keeps its version: an instance is updated only while none of its samples holds a slot there or
-moves there (C1), and the last one that has this version only if training has no other. Training waits only for
-samples that are being decoded on this last instance.
+Invariant: an evaluation keeps its version. An instance is updated only while no evaluation sample holds a slot there or
+moves there (C1); and the last instance with the version under evaluation, only if training has no other instance.
+Training waits only for samples that are being decoded on this last instance.
 """
 
 from __future__ import annotations
@@ -41,9 +41,10 @@ def update_fleet(state: State, newest: VersionId, *, is_wanted: bool) -> None:
 
 
 def _version_due(state: State, instance: Instance, *, newest: VersionId, is_busy: bool) -> VersionId:
-    """Return the newest version, unless an evaluation runs here, has its last instance here, or gets this one.
+    """Return the version for an instance: the newest, unless the evaluation needs the instance.
 
-    It gets an empty instance if it has none, and training has another or nothing to do.
+    The evaluation needs an instance that has its samples, and the last one that holds its version. If no instance holds
+    its version, it gets an empty instance, provided that training has another one or nothing to do.
     """
     evaluation = state.evaluation
     if instance.version is not None and _has_samples(instance):
@@ -78,9 +79,9 @@ def _has_another(state: State, version: VersionId, *, besides: Instance) -> bool
 
 
 def _make_way(state: State, newest: VersionId) -> None:
-    """Have the samples make room on the instance that has the fewest; they are queued with their tokens.
+    """Free the instance with the fewest evaluation samples for training; the samples are queued with their tokens.
 
-    If it is the last one of their version, those that are being decoded are waited for.
+    If the instance is the last one of their version, samples that are being decoded there end first.
     """
     evaluated = state.evaluation.version
     if evaluated is None or state.num_draining:

@@ -22,8 +22,8 @@ class Version:
     groups: int = 0  #: untrained groups
     unfinished: int = 0  #: training trajectories that are queued, resident, moving or calling
     away: int = 0  #: training trajectories that are calling and hold no slot
-    away_tokens: int = 0  #: their prompts and answers
-    quiet_since: float = 0.0  #: when the last unfinished one that was not away left or ended
+    away_tokens: int = 0  #: tokens of their prompts and answers
+    quiet_since: float = 0.0  #: when `away` last became equal to `unfinished`: no trajectory holds a slot or waits
     num_waiting: int = 0  #: training trajectories that are queued for a slot
     evaluating: bool = False  #: its evaluation is due or in progress
     kv_load: int = 0  #: footprints of its residents
@@ -135,7 +135,7 @@ class Window:
         return [v for v, e in self.entries.items() if v == self.newest or e.groups]
 
     def releasable(self) -> list[VersionId]:
-        """Return the versions that are neither live nor to be evaluated, and without a push in flight."""
+        """Return the versions that are not live, are not to be evaluated, and have no push in flight."""
         return [
             v
             for v, e in self.entries.items()

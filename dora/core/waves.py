@@ -1,7 +1,7 @@
 """Waves: how the trajectories of one wave are distributed over the ranks.
 
-A rank's load is the tokens that it computes. Where the trainer computes the prompt of siblings once, those on one rank
-add their prompt once; so siblings stay together if that saves more tokens than it costs in balance.
+A rank's load is the number of tokens that it computes. If the trainer computes the prompt of siblings once, siblings on
+one rank add their prompt once; so siblings stay together if this saves more tokens than it costs in balance.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import Final, NamedTuple
 
 from dora.core.ids import GroupId, TrajectoryId
 
-#: A prompt is computed once where this divides the tokens of its group by more: the layout has a price of its own.
+#: Siblings share their prompt if that divides the tokens of their group by at least this: sharing has a cost, too.
 MIN_SAVING: Final = 1.15
-#: Siblings are kept in pieces of at most these shares of a rank's load; the smaller they are, the better the balance.
+#: Siblings are kept together in pieces of at most these shares of a rank's load; smaller pieces balance better.
 PIECES: Final = (1.0, 0.5, 0.25, 0.125)
 
 
@@ -32,7 +32,7 @@ class Answer(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Tokens that it takes by itself."""
+        """Tokens that a rank computes for the answer if it has none of its siblings."""
         return self.num_tokens + self.shared
 
 
@@ -44,7 +44,7 @@ class Pending:
     """The answers of one update that are in no wave yet, in commit order, with siblings side by side."""
 
     answers: deque[Answer] = field(default_factory=deque)
-    num_tokens: int = 0  #: that ranks compute for them, if siblings side by side share their prompt
+    num_tokens: int = 0  #: that ranks compute for `answers`, if neighboring siblings share their prompt
 
     def add(self, answer: Answer) -> None:
         """Append an answer."""
@@ -102,9 +102,9 @@ def load_of(answers: Iterable[Answer]) -> int:
 def split_wave(answers: Iterable[Answer], *, num_ranks: int, budget: int) -> tuple[list[list[Answer]], list[Answer]]:
     """Return one micro-batch per rank, balanced by tokens, and the answers that did not fit.
 
-    Largest piece first onto the least loaded rank (LPT); a rank gets more than `budget` tokens only as a single
-    trajectory. Of the plans with siblings in pieces of different size, and of that which ignores them, the one with the
-    least time per answer is taken: the load of the fullest rank, divided by the tokens that the wave trains.
+    The largest piece comes first, onto the least loaded rank (LPT); a rank gets more than `budget` tokens only as a
+    single trajectory. One plan places answers one by one, the others place siblings in pieces, a size of piece each.
+    The plan with the least time per token is taken: the load of the fullest rank, divided by the tokens of the wave.
     """
     answers = list(answers)
     plans = [_place([[a] for a in answers], num_ranks=num_ranks, budget=budget, shared=False)]

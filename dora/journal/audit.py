@@ -49,7 +49,7 @@ def audit(folder: RunFolder) -> AuditReport:
     entries = _UpToDamage(journal)
     counts: Mapping[TrajectoryId, int] | None = None
     damage: list[Violation] = []
-    try:  # read after the journal was opened, so it can only be ahead
+    try:  # the token store is read after the journal was opened, so it can only be ahead
         counts = read_tokens(folder.tokens, wanted=()).counts
     except (JournalError, FileNotFoundError) as err:  # it is created before the journal
         damage.append(_damaged(folder.tokens, err))

@@ -1,8 +1,9 @@
 """The audit of calls of environments: C2, as far as it says that a call is made at most once.
 
-Each call has its intent, the CallStarted with which a turn ended, in the journal before it is ordered; it is ordered
-once, and once more only if a new controller says that the environment can be replayed; no turn begins and no grading
-while it is under way; and what it appends is added to all tokens known before. Replays are counted.
+The intent of a call, the CallStarted with which a turn ended, is in the journal before the call is ordered. A call is
+ordered once, and once more only if a new controller says that the environment can be replayed. No turn or grading
+begins while a call is under way, and the tokens that a call appends follow all tokens known before. Replays are
+counted.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ def _on_controller_restarted(t: AuditTables, event: ev.ControllerRestarted) -> N
         _lose(t, instance, event.num_tokens)
         for trajectory in residents:
             if (answer := t.answers.get(trajectory)) is not None:
-                answer.recovering = False  # nothing was lost: a new controller takes the run up
+                answer.recovering = False  # nothing was lost: a new controller continues the run
         instance.barred = False
     t.removed.clear()
     for trajectory, num_tokens in event.num_tokens.items():
@@ -178,7 +178,7 @@ def _generate(t: AuditTables, order: cmd.Generate) -> None:
 
 
 def _answer_of(t: AuditTables, id: TrajectoryId) -> AuditedAnswer | None:
-    """Return the entry of a trajectory; a sample of an evaluation gets one when it first appears."""
+    """Return the entry of a trajectory; an evaluation sample gets an entry when it first appears."""
     samples = len(t.settings.eval_prompt_tokens)
     if id < 0 and samples and id not in t.answers and id not in t.lengths:
         t.answers[id] = AuditedAnswer(evaluation_index(id, num_samples=samples)[0])
@@ -186,7 +186,7 @@ def _answer_of(t: AuditTables, id: TrajectoryId) -> AuditedAnswer | None:
 
 
 def _count_resumption(t: AuditTables, id: TrajectoryId, answer: AuditedAnswer, instance: InstanceId) -> None:
-    """Count a migration (the controller stopped it, and it continues elsewhere) or a recovery (its server was lost)."""
+    """Count a migration (the controller stopped the answer, which continues elsewhere) or a recovery (after a loss)."""
     if answer.recovering:
         t.recovered += 1
     elif answer.left is not None and answer.left != instance and id >= 0:

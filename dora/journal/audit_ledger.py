@@ -86,7 +86,7 @@ def _on_trajectory_graded(t: AuditTables, event: ev.TrajectoryGraded) -> None:
 
 
 def take_reward(t: AuditTables, trajectory: TrajectoryId, answer: AuditedAnswer, reward: float | None) -> None:
-    """Add what grading gives to the rewards of the turns; None if the answer has no reward."""
+    """Add the reward of grading to the rewards of the turns; None: the answer gets no reward."""
     answer.graded = True
     answer.reward = reward if reward is None else answer.turn_reward + reward
     if trajectory < 0:
@@ -282,7 +282,7 @@ def _release_version(t: AuditTables, order: cmd.ReleaseVersion) -> None:
 
 def _check_window(t: AuditTables) -> None:
     """Check that at most K + 1 versions are live: the newest, and those with an untrained group. If the strategy
-    updates weights among live requests, an old tag needs no version."""
+    updates weights in flight, groups with an old tag keep no version live."""
     live = {v for v in t.untrained if t.untrained[v]} | ({t.newest} if t.newest is not None else set())
     if t.settings.rules.in_flight is not None:
         live = {max(live)}

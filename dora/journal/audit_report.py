@@ -54,14 +54,14 @@ class AuditReport:
     reasons: Mapping[str, int]  #: "filtered: ...", "failed: ..." or "discarded: ..." -> groups
     steps: int  #: trained
     staleness: Mapping[int, int]  #: step - version -> groups committed
-    lengths: Mapping[str, Lengths]  #: generated, trained, filtered, failed; finished answers of discarded groups
+    lengths: Mapping[str, Lengths]  #: by outcome: generated, trained, filtered, failed, discarded (if finished)
     broken_by_design: Mapping[str, str]  #: constraint that the strategy breaks by design -> how often
     max_live_versions: int
     migrations: int  #: trajectories that the controller stopped and continued on another instance
     recovered: int  #: trajectories that continued after their instance was lost
     environment_failed: int  #: trajectories without a reward because their environment could not go on
-    episode_replays: int  #: of environments that were lost
-    late_completions: int  #: of an old attempt, ignored; those of micro-batches are not counted
+    episode_replays: int  #: of lost environments
+    late_completions: int  #: completions of an old attempt, ignored; micro-batches are not counted
     evaluations: tuple[int, ...]  #: versions evaluated
     replays_differ: int  #: versions that a replay computed with other bytes (0 if the trainer is deterministic)
     token_counts_checked: int | None  #: trajectories compared with the token store; None: it is missing or damaged

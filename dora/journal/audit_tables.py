@@ -26,10 +26,10 @@ class AuditedInstance:
 
     incarnation: int = 0
     up: bool = False
-    holds: int | None = None  #: version of the last confirmed push, if none has begun since
+    holds: int | None = None  #: version of the last confirmed push, if no push has begun since
     pushing: tuple[int, int] | None = None  #: (attempt, version) of the push under way
     barred: bool = False  #: drained on request
-    was_barred: bool = False  #: before the last request, which the core may refuse
+    was_barred: bool = False  #: `barred` before the last request, which the core may refuse
     residents: set[TrajectoryId] = field(default_factory=set)
 
 
@@ -67,9 +67,9 @@ class AuditedGroup:
 
 @dataclass(slots=True)
 class AuditedStep:
-    """One training step, back to the oldest checkpoint that is kept."""
+    """One training step since the oldest checkpoint that is kept."""
 
-    groups: dict[GroupId, int] = field(default_factory=dict)  #: committed to it, with their places in that order
+    groups: dict[GroupId, int] = field(default_factory=dict)  #: committed groups -> place in commit order
     closed: bool = False
     due: set[TrajectoryId] = field(default_factory=set)  #: graded siblings that are not in a micro-batch yet
     trajectories: list[TrajectoryId] = field(default_factory=list)  #: in micro-batches
@@ -116,7 +116,7 @@ class AuditTables:
 
         self.chains: dict[int, str] = {}  #: by step, as first trained
         self.published: dict[int, Mapping[str, str]] = {}  #: files by version, as first published
-        self.checkpoints: set[int] = set()  #: steps of those kept
+        self.checkpoints: set[int] = set()  #: steps of the checkpoints that are kept
         self.replays_differ = 0  #: versions that a replay computed with other bytes
 
         self.outcomes: dict[GroupId, str] = {}  #: "trained" | "filtered" | "failed" | "discarded"
@@ -143,7 +143,7 @@ class AuditTables:
         return self.instances.setdefault(id, AuditedInstance())
 
     def is_wanted(self, trajectory: TrajectoryId) -> bool:
-        """Whether its group is still in the ledger, or it is an evaluation sample."""
+        """Whether a trajectory is an evaluation sample, or its group is still in the ledger."""
         return trajectory < 0 or trajectory // self.settings.group_size in self.groups
 
     def siblings(self, group: GroupId) -> list[TrajectoryId]:

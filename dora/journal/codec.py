@@ -14,8 +14,8 @@ from dora.core.events import AnyEvent
 from dora.core.strategies import Settings
 from dora.errors import ProtocolError
 
-#: Maximum size of a record; as an object it takes up to thirty times as much. The largest has a number for each
-#: held-out sample: a million take 3 MB.
+#: Maximum size of a record; the decoded object takes up to thirty times as much. The largest record has a number for
+#: each held-out sample: a million samples take 3 MB.
 MAX_RECORD_BYTES: Final = 4 << 20
 #: Incremented with every change that older readers would misread.
 FORMAT: Final = 2

@@ -16,8 +16,8 @@ from collections.abc import Callable
 
 from dora.journal.frames import FrameWriter, JournalError, JournalFull
 
-#: How long a commit is repeated while the disk is full. Training and pushes wait meanwhile, and what is generated stays
-#: in memory, at most what staleness admits.
+#: How long a commit is repeated while the disk is full. Training and pushes wait meanwhile, and generated tokens stay
+#: in memory; the staleness bound limits their number.
 FULL_TIMEOUT_S = 600.0
 _PAUSE_S = 1.0
 
@@ -58,7 +58,7 @@ class Commits:
     def then(self, position: int, callback: Callable[[], None], *, is_urgent: bool = True) -> None:
         """Call `callback` when the journal is on the disk up to `position`, at once if it already is.
 
-        Unless it `is_urgent`, it waits for a commit that something else requests.
+        If `is_urgent`, a commit is requested; otherwise the callback waits for a commit that something else requests.
         """
         if position <= self.position:
             callback()
@@ -108,7 +108,7 @@ class Commits:
         return self._journal.num_records
 
     def _store(self) -> None:
-        """Store what was taken, in order, including what a cancelled task left."""
+        """Store the frames that were taken, in order, including those that a cancelled task has left."""
         with self._storing:
             while self._taken:
                 tokens, journal = self._taken[0]

@@ -46,14 +46,14 @@ class KeptPart(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     role: Literal["policy", "environment"]
     text: str  #: control tokens included
     end: int  #: position after its last token; it begins where the part before ends
-    calls: tuple[tuple[str, str], ...] = ()  #: of a turn: name, and arguments as JSON; "" and text if it is not valid
+    calls: tuple[tuple[str, str], ...] = ()  #: of a turn: (name, JSON arguments), or ("", text) if invalid
 
 
 class KeptTrajectory(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """One trajectory in full. Fields with their default are absent."""
 
-    step: StepId  #: that trained it, or that was trained next or last
-    group: GroupId  #: -1: of an evaluation
+    step: StepId  #: that trained it; dropped: the step trained next; evaluation: the step trained last
+    group: GroupId  #: -1 for an evaluation sample
     trajectory: TrajectoryId
     version: VersionId
     reward: float | None
@@ -64,15 +64,15 @@ class KeptTrajectory(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]  #: behavior log-probs, one per token
     observed: tuple[tuple[int, int], ...] = ()  #: start and end of each observation, whose tokens were not sampled
-    forks: tuple[Fork, ...] = ()  #: where its rows begin, but the first
-    turn_rewards: tuple[float, ...] = ()  #: that the environment gave, one for each call
+    forks: tuple[Fork, ...] = ()  #: where each row but the first begins
+    turn_rewards: tuple[float, ...] = ()  #: rewards of the environment, one for each call
     calls_s: tuple[float, ...] = ()  #: seconds of each call under the controller that wrote this
     outcome: str = "trained"  #: trained, evaluation, or the "outcome: reason" of its dropped group
     answer: str = ""  #: the reference answer
-    terms: tuple[tuple[str, float], ...] = ()  #: of its reward, weighted: name and what it gave, if they are known
+    terms: tuple[tuple[str, float], ...] = ()  #: weighted terms of its reward, if known: name and value
     pieces: tuple[str, ...] = ()  #: each token as text; a part of a character is U+FFFD
     parts: tuple[KeptPart, ...] = ()  #: of an episode: its turns, and what the environment answered to each
-    trainer_logprobs: tuple[float, ...] = ()  #: of the trained tokens, in the pass that trained them, if they were sent
+    trainer_logprobs: tuple[float, ...] = ()  #: in the pass that trained the tokens, if the trainer sent them
 
     @property
     def is_sampled(self) -> npt.NDArray[np.bool_]:
@@ -83,9 +83,9 @@ class KeptTrajectory(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
         return sampled
 
     def rows(self) -> list[tuple[list[int], int]]:
-        """Return the tokens of each row, and how many of them come before its own part.
+        """Return the tokens of each row, and how many of them come before the row's own part.
 
-        ValueError if the forks are none of this answer. The own parts are the answer, in order.
+        Together, the own parts are the answer, in order. ValueError if the forks do not fit the answer.
         """
         prompt, answer = array("i", self.prompt_tokens), array("i", self.tokens)
         keeps = [len(self.prompt_tokens), *(fork.keep for fork in self.forks)]
@@ -116,7 +116,7 @@ class DeepReport:
     """One check per version that is still stored together with its successor."""
 
     checks: tuple[VersionCheck, ...]
-    skipped: tuple[int, ...]  #: versions with kept trajectories; they or their successors are not stored whole
+    skipped: tuple[int, ...]  #: versions not compared: they or their successors are not stored completely
     altered: tuple[str, ...] = ()  #: a message for each file or line that differs from what was recorded
 
     @property
@@ -154,7 +154,7 @@ def read_kept(path: Path) -> Iterator[KeptTrajectory]:
 def altered_rows(
     path: Path, stored: TokenStore, *, tags: Mapping[GroupId, VersionId], group_size: int, evaluated: Sequence[int]
 ) -> Iterator[str]:
-    """The lines of `trajectories.jsonl` that are not what was recorded, or that were there before.
+    """Yield a message for each line of `trajectories.jsonl` that differs from the records or repeats a trajectory.
 
     `tags`: versions of groups. `evaluated`: prompt lengths of the samples of one evaluation.
     """
@@ -187,7 +187,7 @@ def altered_rows(
 
 
 def _is_of_evaluation(kept: KeptTrajectory, evaluated: Sequence[int]) -> bool:
-    """Whether version and prompt are those of its id, as far as is known: the token store has no such prompts."""
+    """Whether version and prompt length are those of the sample's id; the token store does not have its prompt."""
     if not evaluated:
         return False
     version, index = evaluation_index(kept.trajectory, num_samples=len(evaluated))
@@ -209,7 +209,7 @@ def deep_check(
     tolerance = max(TOLERANCE[dtype] for dtype in dtypes)
     by_version: dict[VersionId, list[KeptTrajectory]] = {}
     for trajectory in kept:
-        if trajectory.tokens and trajectory.outcome != EVALUATION:  # which has a temperature of its own
+        if trajectory.tokens and trajectory.outcome != EVALUATION:  # a held-out set has its own temperature
             by_version.setdefault(trajectory.version, []).append(trajectory)
     checks: list[VersionCheck] = []
     skipped: list[int] = []

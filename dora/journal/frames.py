@@ -86,8 +86,8 @@ class FrameReader:
         return length if not left and found == payload_crc else None
 
     def _require_end(self, file: BinaryIO, damaged: int) -> None:
-        """Raise JournalError unless the damage is that of a last frame: no intact one may follow, and it is not longer
-        than one. Only offsets whose length fits the file are checked."""
+        """Raise JournalError unless the damage is a torn last frame: no intact frame follows, and the damage is not
+        longer than a frame. Only offsets at which a frame would fit into the file are checked."""
         if self._size - damaged > _MAX_FRAME_BYTES:
             raise self._damaged(damaged)
         left = _MAX_SEARCHED_BYTES
@@ -131,7 +131,7 @@ class FrameWriter:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.torn_bytes = 0  #: cut off the end on opening
+        self.torn_bytes = 0  #: bytes that were cut off the end on opening
         self.num_records = 0  #: written since the file was opened
         self.on_large: Callable[[], None] = lambda: None  #: called when LARGE bytes are pending
         self._pending = bytearray()

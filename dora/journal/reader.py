@@ -17,7 +17,7 @@ from dora.journal.frames import FrameReader
 
 
 class Journal:
-    """A journal on disk: `header`, `records()`, and as an iterable its (event, commands)."""
+    """A journal on disk: `header`, `records()`, and, when iterated, its (event, commands)."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -1,8 +1,9 @@
 """Rows: the sequences that the trainer gets of one answer.
 
-An answer that only grows is one row, after its prompt. Where the tokens sampled so far could not be continued, it
-forks: another row begins with the first tokens of an earlier one, and goes on with the answer from there. Invariant:
-every token of the answer is in the own part of exactly one row; what a row repeats of another has mask and log-prob 0.
+An answer that only grows is one row: its prompt, then all its tokens. Where the tokens so far cannot be continued, the
+answer forks: a new row begins with the first tokens of an earlier row, and then has the next tokens of the answer, its
+own part. Invariant: every token of the answer is in the own part of exactly one row; tokens that a row repeats from an
+earlier row have mask and log-prob 0.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class Fork(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class EpisodeRow:
-    """One sequence for the trainer; the three have the same length, and the last token is a sampled one."""
+    """One sequence for the trainer. All fields have the same length, and the last token was sampled."""
 
     ids: array[int]
     mask: bytearray  # 1 for the tokens that were sampled in this row
@@ -31,7 +32,7 @@ class EpisodeRow:
 
 
 def row_ids(prompt: array[int], answer: array[int], forks: Sequence[Fork], number: int) -> array[int]:
-    """Return the tokens of a row, prompt included. ValueError if its fork repeats what its parent does not have."""
+    """Return the tokens of a row, prompt included. ValueError if the row's fork is impossible."""
     start, end = own_part(forks, number, len(answer))
     if number == 0:
         return prompt + answer[:end]
@@ -45,18 +46,18 @@ def row_ids(prompt: array[int], answer: array[int], forks: Sequence[Fork], numbe
 
 
 def own_part(forks: Sequence[Fork], number: int, num_tokens: int) -> tuple[int, int]:
-    """Return start and end, in an answer of `num_tokens`, of what belongs to this row alone."""
+    """Return the start and the end of a row's own part in an answer of `num_tokens` tokens."""
     start = forks[number - 1].start if number else 0
     return start, forks[number].start if number < len(forks) else num_tokens
 
 
 def repeated(forks: Sequence[Fork]) -> int:
-    """Return the number of tokens that rows repeat of others."""
+    """Return the number of tokens that rows repeat from earlier rows."""
     return sum(fork.keep for fork in forks)
 
 
 def answer_bound(max_tokens: int, *, prompt: int, forks: Sequence[Fork], max_row_tokens: int | None) -> int:
-    """Return the most tokens of an answer, if `max_row_tokens` (None: no bound) is the most of all its rows together.
+    """Return the maximum length of an answer whose rows together have at most `max_row_tokens` tokens (None: no bound).
 
     An answer without a fork is bounded by `max_tokens` alone.
     """
@@ -68,7 +69,7 @@ def answer_bound(max_tokens: int, *, prompt: int, forks: Sequence[Fork], max_row
 def rows_of(
     prompt: array[int], answer: array[int], *, mask: bytes | bytearray, logprobs: array[float], forks: Sequence[Fork]
 ) -> list[EpisodeRow]:
-    """Return the rows that have sampled tokens of their own, each up to the last of these."""
+    """Return the rows whose own part has sampled tokens. A row ends with the last sampled token of its own part."""
     rows = []
     for number in range(len(forks) + 1):
         start, end = own_part(forks, number, len(answer))

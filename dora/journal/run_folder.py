@@ -40,7 +40,7 @@ class RunFolder:
         self.status_token = root / "status-token"  #: random, readable by its owner only
         self.status = root / "status.json"  #: the last status, for `dora status DIR`
         self.lock = root / "lock"  #: held by the process that may write here
-        self.fence = root / "epoch"  #: of the controller whose ranks may publish and save
+        self.fence = root / "epoch"  #: epoch of the controller whose ranks may publish and save
         self.checkpoints = root / "checkpoints"  #: of the trainer
         self.versions = root / "versions"  #: the durable version store
         self.rollouts = root / "rollouts"  #: whole steps written by --rollout-only, read by --train-only
@@ -93,7 +93,7 @@ class RunFolder:
                 foreign.require_folder(path, owners=self._owners)
 
     def require_plain(self, *folders: Path, may_link: bool = False) -> None:
-        """Require the same of everything in these folders (default: all in which a run writes), at any depth.
+        """Make the same check for everything in these folders (default: all that a run writes), at any depth.
 
         `may_link`: links to files are allowed; W&B makes some, and does not write through them.
         """
@@ -136,7 +136,7 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: Path) -> RunFolder:
-        """Return the folder of an earlier run; ConfigError if it is none, or has files that no run writes."""
+        """Return the folder of an earlier run; ConfigError if `path` is not one, or has files that no run writes."""
         if not path.exists():
             raise ConfigError(f"{path}: no such run folder")
         folder = cls(path.resolve())

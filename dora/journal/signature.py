@@ -75,7 +75,7 @@ def user_key(home: Path) -> bytes | None:
 
 
 def draw_user_key(home: Path) -> None:
-    """Draw the key of this user, unless there is one; of several processes, one does. OSError if that fails."""
+    """Draw the key of this user, unless there is one; if several processes try, one succeeds. OSError if that fails."""
     if os.path.lexists(_key_file(home)):
         return
     home.mkdir(mode=0o700, parents=True, exist_ok=True)

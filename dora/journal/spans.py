@@ -1,13 +1,13 @@
-"""The lines of spans.jsonl and timeline.jsonl, for whoever reads a run folder.
+"""The lines of spans.jsonl and timeline.jsonl, for programs that read a run folder.
 
 A span is `[kind, lane, start, end, activity, version]`: kind `rank` or `instance`, times in seconds since the run
 began, version null without one. Lines of one lane are in order, those of different lanes are not.
 
-A row of the timeline is an object: `kind` as above, `at` and `s` where its bucket of time begins and how long it is,
-and `num_lanes`. `lanes` has the time of each lane as `[activity, version, seconds]`, in the order in which they began.
-With more than 64 lanes it has `folded` instead: the same, as lane-seconds over all lanes. Of instances it also has
-`moved`, the number of answers that came from another instance to go on, by lane, or at -1 over all lanes; and
-`published`, the versions that became available, each with when.
+A row of the timeline is an object: `kind` as above, `at` and `s` (start and length of its bucket of time), and
+`num_lanes`. `lanes` has the time of each lane as `[activity, version, seconds]`, in the order in which the activities
+began. A row with more than 64 lanes has `folded` instead of `lanes`: lane-seconds, added up over all lanes. A row of
+instances also has `moved` and `published`. `moved` is the number of answers that came from another instance, by lane;
+lane -1 stands for all lanes. `published` has each version that became available, with the time.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class TimelineRow(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True)
     published: list[tuple[int, float]] = msgspec.field(default_factory=list)
 
 
-#: The lane of `moved` that stands for all.
+#: The lane of `moved` that stands for all lanes.
 ALL_LANES: Final = -1
 #: Times are rounded to a microsecond.
 ROUNDING_S: Final = 2e-6
@@ -57,7 +57,7 @@ def encode_line(line: SpanLine | TimelineRow) -> bytes:
 
 
 def ends_by(line: bytes, at: float) -> bool:
-    """Whether a line of either file is undamaged, and what it says had ended by then."""
+    """Whether a line of either file is undamaged, and its span or bucket ends at `at` or before."""
     with suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         if line.startswith(b"["):
             end: float = _SPAN.decode(line)[3]

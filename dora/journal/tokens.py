@@ -79,7 +79,7 @@ class TokenWriter(FrameWriter):
         """Append tokens that an attempt has produced, from position `start` of the answer, with behavior log-probs.
 
         `loss_mask` is 1 for tokens that the policy sampled and 0 for those of a tool; None: all were sampled. `fork`:
-        where the row comes from that these tokens begin, if they do; it starts at `start`, with at least one token.
+        the origin of the new row that begins with these tokens, if one does; then there is at least one token.
         """
         if len(logprobs) != len(tokens) or (loss_mask is not None and len(loss_mask) != len(tokens)):
             raise ValueError(f"trajectory {trajectory}: {len(tokens)} tokens need as many log-probs and mask entries")
@@ -105,7 +105,7 @@ class StoredAnswer:
     tokens: npt.NDArray[np.int32]
     logprobs: npt.NDArray[np.float32]
     loss_mask: npt.NDArray[np.uint8]
-    forks: tuple[Fork, ...] = ()  #: where its rows begin, but the first
+    forks: tuple[Fork, ...] = ()  #: where each row but the first begins
 
     @property
     def observed(self) -> list[tuple[int, int]]:
@@ -129,7 +129,7 @@ class TokenStore:
     prompts: dict[GroupId, StoredPrompt] = field(default_factory=dict)
     answers: dict[TrajectoryId, StoredAnswer] = field(default_factory=dict)
     counts: dict[TrajectoryId, int] = field(default_factory=dict)  #: tokens of every trajectory, wanted or not
-    sampled: dict[TrajectoryId, int] = field(default_factory=dict)  #: of these, those that are no observation's
+    sampled: dict[TrajectoryId, int] = field(default_factory=dict)  #: the same, without tokens of observations
     torn_bytes: int = 0  #: of a torn end
 
 

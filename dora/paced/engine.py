@@ -70,11 +70,11 @@ class PacedModel:
         return {}
 
     def flush(self) -> None:
-        """No effect: the simulated server has what is cached."""
+        """No effect: the simulated server holds the cache."""
 
     def tokens(self, start: int, end: int, *, total: int, capped: bool, passes: bool) -> list[int]:
-        """Tokens [start, end) of an answer whose turn ends at `total`: the first of all encodes the reward, the last of
-        the turn ends it unless capped."""
+        """Tokens [start, end) of an answer whose turn ends at `total`. The answer's first token encodes the reward; the
+        turn's last token ends the turn, unless capped."""
         made = [self.fail_id] * (end - start)
         if start == 0 and end and passes:
             made[0] = self.pass_id
@@ -108,10 +108,10 @@ class PacedEngine(Scheduler):
         self._paced = model
         self._answers, self._push_s, self._time_scale = answers, push_s, time_scale
         self._instance = SimulatedInstance(InstanceId(0), server, slowness=slowness)
-        self._running: dict[TrajectoryId, _Running] = {}  # by attempt; those of one may overlap
+        self._running: dict[TrajectoryId, _Running] = {}  # a number per attempt: attempts of one answer may overlap
         self._calling: dict[int, Request] = {}  # by trajectory: the KV of these answers may still be here
         self._number = 0
-        self._publish_at = 0.0  # in the workload's time, as all that `_now` is compared with
+        self._publish_at = 0.0  # in the workload's time, like everything compared with `_now`
 
     def _now(self) -> float:
         return time.monotonic() * self._time_scale
@@ -150,7 +150,7 @@ class PacedEngine(Scheduler):
                 self.waiting.append(self._cut_off(number))
 
     def flush(self, *, over_queue: bool = False) -> bool:
-        """Drop the KV of answers that call; that of a prompt leaves with the last sibling that uses it."""
+        """Drop the KV of calling answers; the KV of a prompt is freed with the last sibling that uses it."""
         flushed = super().flush(over_queue=over_queue)
         while flushed and self._calling:
             self._instance.forget(self._calling.popitem()[1].order.trajectory)
@@ -221,7 +221,7 @@ class PacedEngine(Scheduler):
                 f"request {generation.rid} has a prompt of {len(generation.prompt_ids)} tokens, but the workload's has "
                 f"{answer.prompt_tokens}: it belongs to another run"
             )
-        so_far = produced + len(generation.output_ids)  # the latter precede a retraction
+        so_far = produced + len(generation.output_ids)  # `output_ids`: tokens from before a retraction
         request = self._next_turn(trajectory, so_far)
         if request is None:
             self._number += 1
@@ -237,12 +237,12 @@ class PacedEngine(Scheduler):
         self._instance.take(request)
 
     def _next_turn(self, trajectory: int, so_far: int) -> Request | None:
-        """Return the request of an answer that has called from here, and whose KV may still be here."""
+        """Return the next request of an answer that called from this server, if its KV is still here."""
         request = self._calling.pop(trajectory, None)
         if request is None:
             return None
         request.receive_result()
-        if request.offset != so_far:  # it has been elsewhere
+        if request.offset != so_far:  # the answer was continued elsewhere meanwhile
             self._instance.forget(request.order.trajectory)
             return None
         return request.resent(request.order)
@@ -281,7 +281,7 @@ class PacedEngine(Scheduler):
         return self._remove(number).generation
 
     def _grow(self, running: _Running, num_tokens: int) -> None:
-        """Extend the answer to `num_tokens`, those of earlier attempts included."""
+        """Extend the answer to `num_tokens`, including tokens of earlier attempts."""
         generation, total = running.generation, running.request.stops_at
         have = running.start + len(generation.output_ids)
         generation.output_ids += self._paced.tokens(

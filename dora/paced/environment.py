@@ -1,8 +1,9 @@
-"""The environment of a paced run: a host whose calls take the time of the workload's table and return as many tokens.
+"""The environment of a paced run: a host whose calls take the time and return the tokens of the workload's table.
 
 It speaks the protocol of docs/ENVIRONMENTS-PROTOCOL.md. A run numbers its episodes by trajectory, and so the number of
 an episode names its answer in the table; episodes that only give a prompt are never stepped. Invariant: the k-th `step`
-of an episode is answered by its k-th call, after the time that this takes, and the one after the last by `end`.
+of an episode is answered with the result of its k-th call, after the time of that call; the step after the last call is
+answered with `end`.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class _PacedHost:
         self._answers = answers
         self._replies = replies
         self._time_scale = time_scale
-        self._calls: dict[int, list[Call]] = {}  # those to come, by episode; the last one first
+        self._calls: dict[int, list[Call]] = {}  # calls to come, by episode, in reverse order
 
     async def serve(self, requests: BinaryIO) -> None:
         loop, reader = asyncio.get_running_loop(), asyncio.StreamReader()

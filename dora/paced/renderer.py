@@ -33,7 +33,7 @@ class PacedRenderer:
         return [id for message in messages for id in self._tokenizer.encode(message["content"])]
 
     def parse_response(self, ids: Sequence[int], **_: object) -> ParsedResponse:
-        """What a turn says is nobody's concern: the table knows which call it makes."""
+        """Ignore the text of a turn: the workload's table says which call it makes."""
         return ParsedResponse(content="")
 
     def bridge_to_next_turn(

@@ -7,7 +7,8 @@ chunk mixing); resident siblings share the KV of their prompt. If the next step 
 evicted: it goes to the head of the queue and is prefilled again with all its tokens.
 
 A request whose turn ends with a call has ended, but its KV stays, as in a prefix cache, until another request needs the
-space; the longest idle is dropped first. If its answer continues here, only what its KV lacks is prefilled.
+space; the KV that was idle longest is dropped first. If the answer continues here, only tokens that are not in its KV
+are prefilled.
 
 Invariant: `used` is the KV of running requests and of idle ones, with prompts shared by siblings counted once, and
 never above `kv_tokens` while more than one request has KV. `use` accounts for all time until the anchor. `next_at()` is
@@ -78,7 +79,7 @@ class SimulatedInstance:
         self.used = 0
         self.evictions = 0
         self.use = Use()
-        self.held_s = 0.0  #: time that requests have held slots, minus the anchor for each that does: see `slots_s`
+        self.held_s = 0.0  #: time that requests held slots, minus the anchor for each that holds one: see `slots_s`
         self.wake = 0  #: number of the latest plan; a wake-up of an older one is ignored
         self._ages = 0
         self._ahead: int | None = None  # steps until an answer ends or the KV is full; None after a change of the batch

@@ -38,7 +38,7 @@ class Limit(msgspec.Struct, frozen=True):
     last_s: float  #: tau
     step_s: float  #: the limit of the strategy
     rule: str  #: the largest term: train, decode or slowest
-    floor_s: float  #: the least if every version has N groups; never below `step_s`
+    floor_s: float  #: lower bound if every version has N groups; never below `step_s`
 
 
 class _Terms(NamedTuple):
@@ -134,7 +134,7 @@ class _Block:
     def __init__(self, groups: Sequence[SimulatedGroup]) -> None:
         self.prompts: Floats = np.array([g.prompt_tokens for g in groups], dtype=np.float64)
         self.lengths: Floats = np.array([g.lengths for g in groups], dtype=np.float64)
-        self.decoded = self.lengths.copy()  #: tokens, without those of results
+        self.decoded = self.lengths.copy()  #: tokens, without tokens of tool results
         self.before = self.lengths * (self.lengths - 1) / 2  #: answer tokens before each decoded one, summed over these
         self.waited_s = np.zeros_like(self.lengths)  #: for tools
         made = ((row, sibling, g.calls_of(sibling)) for row, g in enumerate(groups) for sibling in range(len(g.calls)))
@@ -183,8 +183,10 @@ def _blocks(workload: Workload, *, seed: int) -> Iterator[tuple[list[SimulatedGr
 
 
 def _decode_s(block: _Block, *, server: SimulatedServer, called_s: float) -> float:
-    """Return the instance-seconds of decoding, if the batch always fills the KV, or the slots that calls leave, which
-    hold some for `called_s`."""
+    """Return the instance-seconds of decoding, if the batch always fills the KV, or the slots that calls leave free.
+
+    `called_s`: slot-seconds of calls.
+    """
     grown, decoded, prompts = float(block.before.sum()), block.decoded, block.prompts
     shared = float((decoded.max(axis=1) * prompts).sum())  # a prompt is in KV once, until its slowest sibling ends
     read = grown + float((decoded.sum(axis=1) * prompts).sum())

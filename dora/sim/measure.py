@@ -65,7 +65,7 @@ class Measure:
         self.counts.answers += 1
 
     def graded(self, version: int, *, at: float) -> None:
-        """Record that an answer of this version will be graded then."""
+        """Record that an answer of this version will be graded at `at`."""
         self._last_reward[version] = max(at, self._last_reward.get(version, 0.0))
 
     def calls_hold(self, num_slots: int, *, seconds: float) -> None:
@@ -238,15 +238,15 @@ def _violations(state: State) -> int:
 
 
 class Tail(msgspec.Struct, frozen=True):
-    """Where the time between the publications of a version and of that K + 1 later goes: seconds of the version's last
-    answer, means over the versions of the measured steps."""
+    """Where the time goes between the publications of a version and of the version K + 1 later: seconds of the
+    version's last answer, means over the versions of the measured steps."""
 
-    alone_s: float  #: what it takes alone, at batch 1, with its tool calls
+    alone_s: float  #: time of the answer alone, at batch 1, with its tool calls
     batch_s: float  #: additional time in the batches that it shared
     queue_s: float  #: until its prompt was admitted and it had a slot, and whenever it was stopped or evicted
     push_s: float  #: the push to its server
     grade_s: float  #: until the version's last reward
-    train_s: float  #: from there: micro-batches and updates that were left, and the publication
+    train_s: float  #: from that reward on: remaining micro-batches and updates, and the publication
 
 
 class Result(msgspec.Struct, frozen=True):

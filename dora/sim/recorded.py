@@ -162,7 +162,7 @@ class _Reader:
         record = self.record
         if isinstance(event, ev.MicroBatchTrained):
             sent, wave = self._waves.pop((event.step, event.index))
-            if wave.last or not wave.closes:  # otherwise its time includes that of an update
+            if wave.last or not wave.closes:  # otherwise its time includes an optimizer update
                 record.wave_tokens += max(sum(map(self._size, rank)) for rank in wave.ranks)
                 record.wave_s += event.at - max(sent, self._free_at)
             self._free_at = event.at

@@ -47,7 +47,7 @@ class ReportRow(msgspec.Struct, frozen=True):
     rule: str
     ratio: float
     floor_ratio: float  #: step time over the floor of versions in order
-    sync_ratio: float | None  #: step time of `sync` on as many devices over this one; None if it was not simulated
+    sync_ratio: float | None  #: step time of `sync` on as many devices, divided by this one; None: no `sync`
     trainer_idle: float
     trainer_unbalanced: float
     instance_shares: dict[str, float]
@@ -172,7 +172,7 @@ def _cells(row: ReportRow, *, is_best: bool) -> dict[str, str]:
 
 
 def notes(found: Sequence[ReportRow]) -> list[str]:
-    """Return what a reader of the narrow table must know besides: its terms, and what was violated."""
+    """Return the notes for the narrow table: the terms in it, and which constraints were violated."""
     lines = ["* fastest split; x limit: step time over its lower bound; stale: mean staleness; --wide: all columns"]
     for row in found:
         name = f"{_name(row)}, K = {row.max_staleness}"

@@ -46,7 +46,7 @@ class Request:
     unread: int = 0  #: tokens of a result that is still to be read
     age: int = 0  #: larger for a request that was taken later
     running: bool = False
-    ran_s: float = 0.0  #: in a batch until it last left one; minus the time when it joined, while it runs
+    ran_s: float = 0.0  #: total time in batches; while it runs, minus the time when it joined the batch
     spans: tuple[Span, ...] = ()  #: closed by weight updates during the request
 
     @property

@@ -84,7 +84,7 @@ class FleetModel(_Part, frozen=True):
 
 
 class TrainerModel(_Part, frozen=True):
-    """The trainer. A step has `updates` optimizer updates, each of as many groups."""
+    """The trainer. A step has `updates` optimizer updates, all with the same number of groups."""
 
     tokens_s_per_device: float = 6000.0
     updates: int = 1

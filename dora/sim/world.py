@@ -252,7 +252,7 @@ class World:
         self._touched[instance.id] = instance
 
     def _forget(self, id: TrajectoryId, instance: SimulatedInstance) -> None:
-        """Drop the KV of an answer that was there before a call and continues elsewhere."""
+        """Drop the KV of an answer that was on this instance before a call and continues elsewhere."""
         instance.reach(self.now)
         instance.forget(id)
         self._touched[instance.id] = instance

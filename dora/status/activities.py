@@ -24,7 +24,7 @@ RANK: Final = {
     "copying": "gathers the weights of the next version, and refreshes copies for reference and proximal policy",
     "saving": "writes a checkpoint, and waits for the other ranks to do so",
     "waiting:<cause>": "has nothing to do; see below",
-    "unreported": "did what the controller was not told before it ended",
+    "unreported": "did something that it had not reported when the controller ended",
 }
 #: What an instance does.
 INSTANCE: Final = {
@@ -33,18 +33,18 @@ INSTANCE: Final = {
     "push:wait": "a push is ordered, and waits for its turn or for the version to be complete",
     "push:drain": "is found empty and paused",
     "push:load": "loads the weights",
-    "push:verify": "its weights are read back, and it goes on",
+    "push:verify": "its weights are read back, and then it resumes",
     "empty:<cause>": "has no request that it could decode; see below",
     "down": "is lost, or not up yet",
 }
 #: Why an instance decodes nothing, besides the refusals of admission (`dora.core.admission.Refusal`, in lower case).
 EMPTY: Final = {
-    "drained": "a user had it drained",
+    "drained": "a user has drained it",
     "new": "it is up and waits for its first version",
-    "quarantined": "its last push failed, and the next one waits",
+    "quarantined": "its last push failed, and the next push is not due yet",
     "old_version": "it holds an older version, which gets no new groups, and waits for a push",
-    "calls": "its answers all call their environment",
-    "admitting": "a group may be admitted, and is about to be",
+    "calls": "all its answers are calling their environment",
+    "admitting": "a group may be admitted, and will be at once",
 }
 #: Why the trainer waits for a message.
 WAITING: Final = {
@@ -52,7 +52,7 @@ WAITING: Final = {
     "evaluation": "for the evaluation of version 0",
     "generation": "for answers, which keep the instances busy",
     "tail": "for the last answers: none is queued, and more than half of the slots are free",
-    "grading": "for graders: what they have would fill the step",
+    "grading": "for graders: the answers that they have would fill the step",
     "publishing": "for the version that the last step made to be complete in the store",
     "push": "for the newest version to reach an instance",
     "admission": "for a group to be admitted",

@@ -1,7 +1,7 @@
 """The page for people: the files in dora/status/page, served as they are.
 
 Invariant: a browser loads nothing from elsewhere and runs no script but these files; data is fetched by relative
-addresses, so that the page works behind a path prefix. Whoever serves it serves `data/*` beside it.
+addresses, so that the page works behind a path prefix. A server of the page also serves `data/*`.
 """
 
 from __future__ import annotations

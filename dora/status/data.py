@@ -1,7 +1,7 @@
-"""What the page shows of a run, as JSON by name: the same of a run that goes on and of a run folder.
+"""The data of the page as JSON, by name. A run in progress and a run folder have the same data.
 
 `status` is the snapshot, `groups` the step being formed (`GroupRow`), `info` what the run is and its evidence for C1,
-C2 and C3. `steps`, `timeline` and `samples` are rows of its files, from a line on (`Records`).
+C2 and C3. `steps`, `timeline` and `samples` are rows of the run's files, from a given line on (`Records`).
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from dora.status.records import Records
 from dora.status.sentence import ENDED
 from dora.status.snapshot import Snapshot, encode
 
-#: Names of what is about the present.
+#: Names of the data about the present.
 CURRENT: Final = ("status", "info", "groups")
-#: Names of what is in files.
+#: Names of the data that is read from files.
 RECORDED: Final = ("steps", "timeline", "samples")
 NAMES: Final = (*CURRENT, *RECORDED)
 _EMPTY: Final = b'{"rows":[],"next":0}'
@@ -32,7 +32,7 @@ class Constraint(msgspec.Struct, frozen=True):
 
     name: str
     meaning: str
-    counter: str  #: its field of `Snapshot.counts`
+    counter: str  #: the field of `Snapshot.counts` with its violations
     count: int  #: violations
     by_design: str  #: how often the strategy broke it; "" if it keeps it
 
@@ -41,9 +41,9 @@ class Info(msgspec.Struct, frozen=True):
     """What a run is."""
 
     run_id: str
-    live: bool  #: whether it goes on
+    live: bool  #: whether the run is in progress
     constraints: tuple[Constraint, ...]
-    audit: str  #: the command that proves them from the journal
+    audit: str  #: the command that proves the constraints from the journal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

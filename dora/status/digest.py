@@ -1,7 +1,8 @@
 """Rows of the timeline joined with their neighbors, until they fit into an answer.
 
-Invariant: joined rows have the same time of each activity, of each lane. Rows are decoded one by one: thousands of them
-at once cost Python's garbage collector six times what they cost to read.
+Invariant: joining does not change the time of any activity, in each lane or, if the lanes are added up, in all lanes
+together. Rows are decoded one by one: with thousands of decoded rows in memory, Python's garbage collector would take
+six times as long as reading them.
 """
 
 from __future__ import annotations
@@ -15,18 +16,18 @@ import msgspec
 
 from dora.journal.spans import ALL_LANES, Entry, Kind, TimelineRow
 
-#: Number of lanes in a row from which on they are added up.
+#: Maximum number of lanes in a joined row; the times of more lanes are added up.
 MAX_LANES: Final = 64
-#: Number of policy versions of an activity in a joined row: of a lane, and of all lanes.
+#: Maximum number of policy versions of an activity in a joined row: in one lane, and in all lanes added up.
 LANE_VERSIONS: Final = 2
 FOLDED_VERSIONS: Final = 8
-#: Number of publications in a joined row: the latest.
+#: Maximum number of publications in a joined row; the latest ones are kept.
 PUBLICATIONS: Final = 4
-#: Share of the bounds that joined rows take, so that there is room for more.
+#: Share of the bounds that rows take up after joining; the rest is room for further rows.
 _FILLED: Final = 0.75
 _ROW: Final = msgspec.json.Decoder(TimelineRow)
 
-#: Lane, or None for those that are added up -> activity -> version -> seconds.
+#: Lane, or None for all lanes added up -> activity -> version -> seconds.
 Spent = dict[int | None, dict[str, dict[int | None, float]]]
 
 
@@ -50,11 +51,11 @@ class Digest:
         self._bytes = 0
 
     def expect(self, seconds: float, line: bytes) -> None:
-        """Choose how many rows to join, if all cover `seconds` and their lines are about as long as this one."""
+        """Choose how many rows to join, if all rows cover `seconds`, and their lines are about as long as `line`."""
         self._length = seconds / min(self._most, self._size / len(line)) / _FILLED
 
     def add(self, row: TimelineRow, line: bytes) -> None:
-        """Add the next row, which is that of the line."""
+        """Add the next row; `line` is the same row encoded."""
         if self._sum is not None and row.at + row.s - self._sum.at > self._length:
             self._close()
         if self._sum is not None:
@@ -84,8 +85,10 @@ class Digest:
 
 
 def compact(lines: Sequence[bytes], *, most: int, size: int) -> Sequence[bytes]:
-    """Return rows of one kind with the same time of each activity: at most `most`, of at most `size` bytes together
-    unless it is one. Neighbors are joined to rows of about equal length; there is then room for a third more.
+    """Return at most `most` rows with the same time of each activity as `lines`, which are rows of one kind.
+
+    Neighbors are joined to rows of about equal length, until there is room for a third more. Together the rows have at
+    most `size` bytes; a single row may have more.
     """
     total = sum(map(len, lines))
     ends = [row for line in (*lines[:1], *lines[-1:]) if (row := decode_row(line))]
@@ -115,7 +118,7 @@ def _joined(lines: Iterable[bytes], *, up_to: float) -> Iterator[TimelineRow]:
 
 
 class _Sum:
-    """Rows that follow each other, as one."""
+    """The sum of consecutive rows."""
 
     def __init__(self, first: TimelineRow) -> None:
         self.at = first.at
@@ -141,7 +144,7 @@ class _Sum:
         self._published = [*self._published, *row.published][-PUBLICATIONS:]
 
     def row(self) -> TimelineRow:
-        """Return the row of all of these."""
+        """Return the sum as one row."""
         if self._count == 1:
             return self._first  # its entries are in the order in which they began
         spent, moved = self._spent, dict(self._moved)
@@ -178,7 +181,7 @@ def _entries(spent: dict[str, dict[int | None, float]]) -> list[Entry]:
 
 
 def _kept(spent: dict[str, dict[int | None, float]], *, versions: int) -> list[Entry]:
-    """Of an activity with more than `versions` versions, give the time of the lesser ones to the first."""
+    """Return the entries; of more than `versions` versions of an activity, the longest gets the shortest's time."""
     found: list[Entry] = []
     for activity, of in spent.items():
         if len(of) > versions:

@@ -1,10 +1,10 @@
 """Drift alarms: what the metrics of a step say about the distance between trainer and engine.
 
 Invariant: pure; alarms are a function of the metrics of the steps so far. An alarm is raised when a quantity passes its
-limit, and cleared after 3 steps on the calm side of a second, easier limit; in between it is neither repeated nor
-withdrawn. A quantity that a step does not have, as nothing was trained at that staleness, changes nothing.
+limit, and cleared after 3 steps on the calm side of a second limit; in between the alarm is neither repeated nor
+withdrawn. If a step does not have a quantity, as nothing was trained at that staleness, its alarm does not change.
 
-Limits, beside the worst values of healthy runs: the default job at a learning rate of 5e-4 with two seeds, at K = 8
+Limits, and the worst values of healthy runs: the default job at a learning rate of 5e-4 with two seeds, at K = 8
 with 9 instances, at K = 16 with 17, and under `sync`, of 14 to 24 steps (two CPU cores, float32):
 
 | alarm | quantity | healthy | limit |
@@ -50,10 +50,10 @@ CAUSES: Final = {
 ENGINE_LIMIT: Final = {"float32": 1e-6, "bfloat16": 1e-2}
 #: Calm steps that clear an alarm.
 CALM_STEPS: Final = 3
-#: Steps whose gradient norms are compared, and how many are needed.
+#: Maximum and minimum number of earlier steps whose gradient norms a gradient norm is compared with.
 BASELINE_STEPS: Final = 20
 MIN_BASELINE_STEPS: Final = 5
-#: Steps whose mean entropy is that of the beginning.
+#: Number of first steps, whose mean entropy is taken as the entropy at the beginning.
 FIRST_STEPS: Final = 3
 #: A staleness with a smaller share of the step's tokens is not judged.
 MIN_SHARE: Final = 0.05
@@ -99,7 +99,7 @@ class Reading:
 
     @property
     def is_passed(self) -> bool:
-        """Whether the value is beyond the limit; above it, unless the calm side is above too."""
+        """Whether the value is beyond the limit: above it or, if the calm side is above the limit, below it."""
         return self.value < self.threshold if self.calm > self.threshold else self.value > self.threshold
 
     @property
@@ -136,7 +136,7 @@ class DriftWatch:
     def note(self, step: int, metrics: Mapping[str, float]) -> list[Alarm]:
         """Take in the trainer's metrics of a step; return the alarms that it raises or clears.
 
-        What is not finite is left out: its update is skipped, which has an alarm of its own.
+        Values that are not finite are left out: such a step's update is skipped, which has an alarm of its own.
         """
         metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
         worst: dict[str, Reading] = {}

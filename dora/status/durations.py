@@ -1,7 +1,7 @@
 """How long steps, requests, pushes, gradings and calls took, as histograms.
 
-Invariant: times are of this controller alone, from the events of the core; what has begun is forgotten at its end, and
-what begins again (a request that was moved, a push that is retried) is timed from then on.
+Invariant: times are of this controller alone, from the events of the core. A start is forgotten at its end, and work
+that starts again (a request that was moved, a push that is retried) is timed from its new start.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What is shown of episodes that have an environment; a run without one shows nothing of it.
+"""What is shown of the episodes and the environment of a run. A run without an environment shows none of it.
 
 Invariant: pure; plain data and its words.
 """
@@ -20,7 +20,7 @@ MEASURED: Final[Mapping[str, tuple[str, str]]] = {
     "observation_tokens_mean": ("tokens", "Tokens of an episode's observations, mean."),
     "call_s_mean": ("seconds", "Time of a call, from the end of its turn until its result, mean."),
     "call_s_p90": ("seconds", "The same, 90th percentile."),
-    "call_share": ("fraction", "Share of the episodes' time, from the first request to the end, in which they called."),
+    "call_share": ("fraction", "Share of the episodes' time, from the first request to the end, that calls took."),
     "turn_rewards": ("reward", "Mean reward that the environment gave for the first turn, the second, and so on."),
     "truncated": ("episodes", "Episodes that a budget ended, by cause: tokens, turns, time."),
 }

@@ -14,7 +14,7 @@ from dora.status.drift import Alarm
 from dora.status.durations import Durations
 from dora.status.episodes import EpisodeStats
 
-#: Failure reason of a group whose prompt is over the limit; such groups are counted by it.
+#: Failure reason of a group whose prompt is over the limit; such groups are counted by this reason.
 SKIPPED = "the prompt is longer than task.max_prompt_tokens"
 #: Failure reason of a group whose environment could not begin.
 NOT_BEGUN = "the environment gave no prompt"
@@ -38,13 +38,13 @@ class StepFacts:
     num_tokens: int  #: response tokens trained
     staleness_mean: float  #: over its groups
     duration_s: float  #: since the previous step was trained
-    idle_s: float  #: the part of it in which the trainer had nothing to do
+    idle_s: float  #: the part of `duration_s` in which the trainer had nothing to do
     waited_for: str  #: what the trainer last waited for (`snapshot.trainer_waits_for`); "" if it never did
     reward_all_mean: float | None = None  #: over all answers of the groups graded since the last step; None without one
     all_right: float | None = None  #: share of these groups whose rewards are all 1
-    all_wrong: float | None = None  #: all 0
-    all_same: float | None = None  #: all the same number, other than 0 and 1
-    mixed: float | None = None  #: not all equal
+    all_wrong: float | None = None  #: share of these groups whose rewards are all 0
+    all_same: float | None = None  #: share whose rewards are all the same number, other than 0 and 1
+    mixed: float | None = None  #: share of these groups whose rewards differ
     response_len_mean: float | None = None  #: tokens of a trained answer; None without one
     response_len_p90: float | None = None  #: nine of ten are at most as long
     response_len_max: float | None = None
@@ -72,7 +72,7 @@ class TokenAccount:
     trained: int = 0
     dropped: dict[str, int] = field(default_factory=dict)  #: by "outcome: reason"
     in_flight: int = 0  #: of groups that are neither trained nor dropped
-    evaluation: int = 0  #: apart
+    evaluation: int = 0  #: sampled for evaluation; in none of the other counts
 
 
 class Rate:
@@ -105,7 +105,7 @@ class ShellFacts:
     has_environment: bool = False
     num_servers: int = 0  #: servers of the configuration
     num_ranks: int = 0  #: ranks of the trainer
-    ranks_ready: int = 0  #: those that have loaded the model
+    ranks_ready: int = 0  #: ranks that have loaded the model
     held_out: tuple[str, ...] = ()  #: names of the held-out sets
     phase: Literal["starting", "running", "finished", "interrupted", "failed"] = "starting"
     reason: str = ""  #: why it ended

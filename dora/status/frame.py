@@ -44,7 +44,7 @@ class Line:
 
 
 def frame(s: Snapshot, width: int, height: int | None = None) -> list[Line]:
-    """Return the lines; while the run goes on there are always as many of them, and at most `height` if possible."""
+    """Return the lines. Their number is the same throughout a run, and at most `height` if possible."""
     is_over = s.phase in ENDED
     lines = [*_sentence(s, width, is_over=is_over), Line(_progress(s, width)), *_learning(s, width)]
     lines += [_tokens(s, is_over=is_over), _row("staleness", _staleness(s), is_optional=True)]
@@ -218,7 +218,7 @@ def _checks(s: Snapshot) -> Line:
 
 
 def _problems(s: Snapshot) -> Iterator[Line]:
-    """The raised alarms and the latest problems; while the run goes on, always as many lines."""
+    """The raised alarms and the latest problems; the number of lines is the same throughout a run."""
     found = [f"drift: {alarm.text}" for alarm in s.alarms if alarm.cleared is None]
     if s.environment is not None and s.environment.failed:
         found.append(f"environment failed: {by_cause(s.environment.failed)}")

@@ -23,11 +23,11 @@ class GroupRow:
     group: int
     version: int  #: its tag
     phase: str  #: generating, grading, complete, committed
-    slack: int  #: steps after the one being formed that it may still be committed to
+    slack: int  #: number of steps after the one being formed to which the group may still be committed
     unfinished: int  #: siblings that are queued or being sampled
-    queued: int  #: those of them that are queued
+    queued: int  #: unfinished siblings that are queued
     graded: int  #: siblings with a reward
-    oldest_s: float  #: since it was admitted
+    oldest_s: float  #: time since the group was admitted
 
 
 def forming(state: State) -> list[GroupRow]:

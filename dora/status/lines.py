@@ -15,12 +15,12 @@ from pathlib import Path
 from dora import foreign
 from dora.foreign import ForeignFileError
 
-#: Number of bytes at the end of what was read that must still be there, or the file is another one.
+#: Number of bytes at the end of the part that was read. If they have changed, the file counts as another one.
 _CHECKED_BYTES = 256
 
 
 class Lines:
-    """Where the lines of a file are, and of which kind."""
+    """An index of the lines of a file: where each line is, and its kind."""
 
     def __init__(
         self,
@@ -30,8 +30,8 @@ class Lines:
         kind_of: Callable[[bytes], str | None],
         on_reset: Callable[[], None] = lambda: None,
     ) -> None:
-        """`max_bytes`: of a line. `kind_of`: of a line, for which it is called once; None if it is not shown.
-        `on_reset`: called before it is called for all lines again.
+        """`max_bytes`: of a line. `kind_of`: returns the kind of a line, or None if the line is not shown; called once
+        for each line. `on_reset`: called before the file is read again and `kind_of` is called for all lines again.
         """
         self.path = path
         self._max_bytes = max_bytes
@@ -44,8 +44,8 @@ class Lines:
         self._size = 0  # bytes of these lines
         self._tail = b""  # their last bytes
         self._numbers: dict[str, array[int]] = {}  # kind -> numbers of its lines
-        self._starts: dict[str, array[int]] = {}  # the same -> where they begin
-        self._lengths: dict[str, array[int]] = {}  # the same -> how many bytes they have
+        self._starts: dict[str, array[int]] = {}  # kind -> where its lines begin
+        self._lengths: dict[str, array[int]] = {}  # kind -> number of bytes of each line
 
     def refresh(self) -> None:
         """Read what was added; a file that is missing has no lines. ForeignFileError if a line is too long."""
@@ -93,7 +93,7 @@ class Lines:
         return sum(lengths[bisect_left(known, number)] for number in numbers)
 
     def read(self, kind: str, numbers: Sequence[int]) -> list[bytes]:
-        """Return lines of a kind by their numbers, without the line end; those that are gone by now are left out."""
+        """Return lines of a kind by their numbers, without the line end; lines that are gone meanwhile are left out."""
         known, starts = self._numbers.get(kind, ()), self._starts.get(kind, ())
         lines = []
         with suppress(OSError), foreign.open_regular(self.path) as file:

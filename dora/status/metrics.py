@@ -95,7 +95,7 @@ def trainer_name(key: str) -> str:
 
 
 def _trainer(s: Snapshot) -> Iterator[str]:
-    for key, value in s.trainer_metrics.items():  # of a rank: a name that is none would forge lines
+    for key, value in s.trainer_metrics.items():  # names come from a rank: an invalid one could forge lines
         if not (trainer_name(key).isascii() and trainer_name(key).isidentifier()):
             continue
         yield from _one(trainer_name(key), "gauge", f"`{key}` of the last step, see docs/METRICS.md.", value)

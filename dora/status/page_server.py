@@ -1,9 +1,10 @@
 """The HTTP server that shows a run: the page at /, its files below /page/, its data below /data/, and for programs
 /status (JSON), /metrics (Prometheus) and /healthz.
 
-Invariant: a GET changes nothing. It listens on loopback unless told otherwise; then samples, which have prompts and
-answers, need the token. Web pages of other sites are refused (`guard.py`). The number of connections is bounded,
-because a run needs file descriptors itself. The page's addresses are relative, so that a path prefix or a tunnel works.
+Invariant: a GET changes nothing. The server listens on loopback by default. On any other address samples, which have
+prompts and answers, need the token. Web pages of other sites are refused (`guard.py`). The number of connections is
+bounded, because a run needs file descriptors itself. The page's addresses are relative, so that a path prefix or a
+tunnel works.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from dora.status.snapshot import encode
 
 #: Maximum size of a request.
 MAX_BODY_BYTES = 16 * 2**10
-#: Maximum number of connections. For one more, the oldest is closed; a page or a scraper connects again.
+#: Maximum number of connections. A new one then closes the oldest; a page or a scraper connects again.
 MAX_CONNECTIONS = 64
 #: Maximum number of bytes to parse at once: aiohttp copies all of them, several times, into the error for a malformed
 #: request.
 MAX_ARRIVING_BYTES = 4 * MAX_BODY_BYTES
-#: Time for which an answer about the present is given again.
+#: Time in seconds for which an answer about the present is reused.
 SHARED_S = 1.0
 
 
@@ -96,9 +97,9 @@ class PageServer:
         token: str,
         setting: str = "--port",
     ) -> None:
-        """`token`: that samples need unless `host` is loopback. `setting`: what the user set the port with."""
+        """`token`: samples need it unless `host` is loopback. `setting`: the option that sets the port."""
         self._data = data
-        self.token = token  #: that samples and requests need
+        self.token = token  #: needed for samples and requests
         self._host = host
         self._port = port
         self._setting = setting
@@ -159,7 +160,7 @@ class PageServer:
         return web.Response(text=f"{now.phase}\n", status=503 if now.phase == "failed" else 200)
 
     async def _answer(self, request: web.Request) -> web.Response:
-        """Answer 400 if the number is none, 401 without the token."""
+        """Answer 400 if `from` is not a line number, 401 without the token."""
         name, since = request.match_info["name"], request.query.get("from", "0")
         if name == "samples" and not self._is_local and not knows(self.token, request.headers):
             return reply(401, "samples need the status token, as this server is not on loopback")

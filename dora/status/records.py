@@ -1,7 +1,7 @@
-"""What the files of a run say of its past, in answers of bounded size: rows of steps, of the timeline, and samples.
+"""The past of a run, read from its files in answers of bounded size: steps, timeline and samples.
 
-Invariant: files are only read, from where the last look ended, so that what is asked while a run goes on costs as much
-as what was added. An answer is `{"rows": [...], "next": N}`: asked again with N, it has what was added since.
+Invariant: files are only read, and from where the last reading ended, so that the cost of a request depends only on how
+much was added since the last. An answer is `{"rows": [...], "next": N}`; a request with N gets what was added after it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MAX_TOKENS: Final = 1_000
 #: Number of turns and observations of a sample, and of their characters, after which no more are shown.
 MAX_PARTS: Final = 100
 MAX_TRANSCRIPT: Final = 5 * MAX_CHARACTERS
-#: Bytes of all parts, beyond which they are not read: objects take several times as much as their text.
+#: Maximum size of all parts of a sample, in bytes. Larger ones are not decoded: objects take several times as much.
 MAX_PARTS_BYTES: Final = 8 << 20
 #: Number of calls of a turn that are shown.
 MAX_CALLS: Final = 20
@@ -49,7 +49,7 @@ class Bounds:
     samples: int = 50
 
 
-#: Of an answer to a page.
+#: The bounds of an answer to a page.
 HTTP_BOUNDS: Final = Bounds()
 
 
@@ -63,7 +63,7 @@ _FIRST: Final = re.compile(rb'\s*+\[(?:(?:\s*+"(?:[^"\\]++|\\.)*+"\s*+|[^"\[\],{
 
 
 class _Sample(msgspec.Struct):
-    """Line of trajectories.jsonl: what is shown of it (`dora.journal.deep.KeptTrajectory`)."""
+    """The part of a line of trajectories.jsonl that is shown (`dora.journal.deep.KeptTrajectory`)."""
 
     step: int
     group: int
@@ -75,8 +75,8 @@ class _Sample(msgspec.Struct):
     text: str
     tokens: msgspec.Raw
     logprobs: msgspec.Raw
-    num_tokens: int = 0  #: before they were cut
-    num_parts: int = 0  #: the same
+    num_tokens: int = 0  #: before the lists were cut
+    num_parts: int = 0  #: before the parts were cut
     observed: list[tuple[int, int]] = []
     turn_rewards: list[float] = []
     calls_s: list[float] = []
@@ -149,7 +149,7 @@ class Records:
         return row.kind
 
     def _expect(self) -> None:
-        """Look at the end of the timeline, so that its rows are joined while they are read for the first time."""
+        """Read the end of the timeline, so that rows can be joined while the timeline is read for the first time."""
         for line in tail(self._timeline.path, _TAIL_BYTES):
             if row := decode_row(line):
                 self._digests[row.kind].expect(row.at + row.s, line)
@@ -164,7 +164,7 @@ class Records:
 
 
 def _within(since: int, lines: Lines) -> int:
-    """Return the first line to show: the whole file, if it was cut to fewer lines than the asker has seen."""
+    """Return the first line to show: line 0 if the file was cut to fewer than `since` lines."""
     return since if 0 <= since <= lines.count else 0
 
 
@@ -173,7 +173,7 @@ def _answer(rows: Sequence[bytes], count: int) -> bytes:
 
 
 def _spread(numbers: Sequence[int], most: int) -> Sequence[int]:
-    """Return at most that many, evenly spread, with the first and the last one."""
+    """Return at most `most` of the numbers, evenly spread, including the first and the last."""
     if len(numbers) <= most:
         return numbers
     if most < 2:
@@ -199,7 +199,7 @@ def _kind_of_sample(line: bytes) -> str | None:
 
 
 def _shown(line: bytes) -> bytes | None:
-    """Return what is shown of a sample; None if the line is damaged."""
+    """Return the part of a sample that is shown; None if the line is damaged."""
     with suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         sample = msgspec.json.decode(line, type=_Sample)
         sample.num_tokens = bytes(sample.tokens).count(b",") + (bytes(sample.tokens) != b"[]")
@@ -217,7 +217,7 @@ def _shown(line: bytes) -> bytes | None:
 
 
 def _first(values: msgspec.Raw, kind: Any) -> msgspec.Raw:
-    """Return the first MAX_TOKENS elements of a list; MsgspecError if they are none of this kind."""
+    """Return the first MAX_TOKENS elements of a list; MsgspecError if they are not of this kind."""
     found = _FIRST.match(bytes(values))
     first = found[0].rstrip(b",") + b"]" if found is not None else bytes(values)
     return msgspec.Raw(msgspec.json.encode(msgspec.json.decode(first, type=kind)))

@@ -1,7 +1,7 @@
-"""The page of a run as one file that opens offline: its scripts and styles are inside, and so is what it shows.
+"""The page of a run as one file that opens offline: it contains its scripts, its styles and the data it shows.
 
-`page/recorded.js` answers what the page asks from the data inside. Invariant: text of a run cannot end the element that
-it is in, and the content policy admits the page's own scripts by their hashes, and no connection.
+`page/recorded.js` answers the page's requests from this data. Invariant: text of a run cannot end the element that it
+is in, and the content policy admits only the page's own scripts, by their hashes, and no connection.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _IMPORT: Final = re.compile(r'((?:\bfrom|\bimport)\s*)"\./([\w.-]+)"')
 
 
 def report(pages: Mapping[str, bytes], answers: Mapping[str, bytes]) -> bytes:
-    """Return the page with the answers to its questions. `pages`: its files; both by their names."""
+    """Return the page with the answers to its requests. `pages`: files of the page by name. `answers`: also by name."""
     recorded = {name: msgspec.Raw(body) for name, body in answers.items()}
     data = _harmless(msgspec.json.encode(recorded).decode(errors="replace"))
     modules = [name for name in sorted(pages) if name.endswith(".js") and name != RECORDED]
@@ -45,7 +45,7 @@ def report(pages: Mapping[str, bytes], answers: Mapping[str, bytes]) -> bytes:
 
 
 def _module(source: str) -> str:
-    """Return a module's address, which contains it. Its imports are found by the import map: it has no neighbors."""
+    """Return an address that contains a module. The import map resolves its imports, as the module is in no folder."""
     found = _IMPORT.sub(r'\1"page/\2"', source).encode()
     return f"data:text/javascript;base64,{base64.b64encode(found).decode()}"
 
@@ -65,7 +65,7 @@ def _policy(html: str) -> str:
 
 
 def _digests(html: str) -> Iterator[str]:
-    """The hashes of the scripts in a page that are run."""
+    """Yield the hashes of the scripts that the page executes."""
     for kind, script in re.findall(r"<script([^>]*)>(.*?)</script>", html, flags=re.DOTALL):
         if "application/json" not in kind:
             yield base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()

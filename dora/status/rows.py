@@ -21,7 +21,7 @@ STEP_ROW: Final[dict[str, tuple[str, str, str]]] = {
     "response_len_max": ("tokens", "of the longest trained answer", ""),
     "staleness_mean": ("steps", "mean over the groups trained", ""),
     "duration_s": ("s", "since the previous step was trained", "step_duration_seconds"),
-    "idle_s": ("s", "the part of it in which the trainer had nothing to do", "trainer_idle_share"),
+    "idle_s": ("s", "the part of `duration_s` in which the trainer had nothing to do", "trainer_idle_share"),
     "waited_for": ("text", "what the trainer last waited for; empty if it never did", ""),
     "rollout_idle_share": ("fraction", "share of the slots of all instances that were free, since the last step", ""),
     "tokens_per_s": ("tokens/s", "tokens sampled, over the last ten seconds", "tokens_total"),
@@ -45,7 +45,7 @@ STEP_ROW: Final[dict[str, tuple[str, str, str]]] = {
     "controller_cpu_s": ("s", "CPU time of the controller since the last step", ""),
     "rank_s": ("s", "time of all ranks since the last row, by activity", ""),
     "instance_s": ("s", "time of all instances since the last row, by activity", ""),
-    "tokens": ("tokens", "sampled = trained + dropped + in_flight, since the start; those of evaluation apart", ""),
+    "tokens": ("tokens", "sampled = trained + dropped + in_flight, since the start; evaluation is separate", ""),
     "alarms": ("names", "drift alarms that are raised", "drift_alarm"),
 }
 #: Of a row of kind `evaluation`: one for each held-out set.

@@ -1,4 +1,4 @@
-"""The HTTP endpoint of a run that goes on: what `page_server.py` serves, and /instances/.
+"""The HTTP endpoint of a run in progress: what `page_server.py` serves, and /instances/.
 
 Invariant: a GET is answered from a new snapshot and changes nothing; POST /instances/add, drain and remove need the
 run's bearer token. The server runs in the controller's event loop, so that an answer also shows that the loop is

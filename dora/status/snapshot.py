@@ -52,7 +52,7 @@ class VersionRow:
     loading: int  #: instances that are loading it
     groups: int  #: untrained groups with its tag
     unfinished: int  #: trajectories that are running or queued
-    waiting: int  #: those of them that are queued
+    waiting: int  #: unfinished trajectories that are queued
     evaluating: bool
 
 
@@ -70,7 +70,7 @@ class InstanceRow:
     kv_load: int  #: KV tokens reserved for residents and for moves under way
     kv_tokens: int
     incarnation: int  #: number of times it has started
-    asked: str  #: the request about it: "drain", "remove" or ""
+    asked: str  #: the user's request about the instance: "drain", "remove" or ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +82,7 @@ class TrainerRow:
     idle_share: float | None  #: of the last step; None before the first
     idle_reason: str  #: what it waited for in the last step
     ranks: int  #: 0 without a trainer (--rollout-only)
-    ranks_ready: int  #: those that have loaded the model
+    ranks_ready: int  #: ranks that have loaded the model
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +127,7 @@ class Snapshot:
     newest_version: int | None  #: None until version 0 is published
     versions: tuple[VersionRow, ...]  #: oldest first
     num_servers: int  #: servers of the configuration
-    instances: tuple[InstanceRow, ...]  #: those that have been up
+    instances: tuple[InstanceRow, ...]  #: instances that have been up
     instances_by_phase: dict[str, int]
     trainer: TrainerRow
     not_admitting: str  #: why no prompt group is admitted just now; "" if one may be
@@ -141,7 +141,7 @@ class Snapshot:
     trainer_metrics: dict[str, float]  #: of the last step (docs/METRICS.md), finite ones over all its tokens
     durations: dict[str, DurationHistogram]  #: by the names of `durations.TIMED`, of this controller
     scores: tuple[Score, ...]  #: held-out, in the order of evaluation
-    evaluations_skipped: tuple[int, ...]  #: versions not evaluated, as a newer one was due before their turn
+    evaluations_skipped: tuple[int, ...]  #: versions not evaluated, because a newer version was due before their turn
     held_out: tuple[str, ...]  #: names of the held-out sets
     evaluation: EvaluationRow | None  #: None while there is none
     num_tokens: int  #: sampled since the start, evaluation included
@@ -153,7 +153,7 @@ class Snapshot:
     trained_tokens_per_s: float  #: over the last steps
     counts: Counts
     environment: EnvironmentRow | None  #: None without one
-    problems: tuple[str, ...]  #: that do not stop the run, such as a reward that raises; each once, oldest first
+    problems: tuple[str, ...]  #: problems that do not stop the run, such as a failed reward; each once, oldest first
     alarms: tuple[Alarm, ...]  #: drift alarms, cleared ones included; the latest of each name
     by_design: dict[str, str]  #: constraint (C1, C2, C3) that the strategy breaks by design -> how often it broke it
     lag_p50_s: float  #: event-loop lag, latest samples
@@ -370,7 +370,7 @@ def _averaged(shell: ShellFacts) -> list[StepFacts]:
 def _eta_s(state: State, shell: ShellFacts) -> float | None:
     """Mean duration of the last steps x steps left, minus the time spent in the current one.
 
-    None before two steps are trained: the first one has the start in it.
+    None before two steps are trained: the first step includes the start of the run.
     """
     recent = [s for s in _averaged(shell) if s.step > 0]
     if not recent:

@@ -42,9 +42,9 @@ async def show_progress(
 
 @contextmanager
 def view(console: Console, *, known: Snapshot | None = None) -> Iterator[Callable[[Snapshot], None]]:
-    """Yield a function that shows a snapshot in place of the last one, or, if this is no terminal, what is new.
+    """Yield a function that shows a snapshot in place of the last one or, if the output is no terminal, what is new.
 
-    Lines about steps and evaluations that are `known`, those before a resume, are not printed again.
+    Lines about steps and evaluations in `known`, from before a resume, are not printed again.
     """
     if not console.is_terminal:
         yield PlainView(console, known=known).show
@@ -118,7 +118,7 @@ class PlainView:
 
 
 def step_line(step: StepFacts, snapshot: Snapshot) -> str:
-    """Format a step as one line; that of the latest also says who holds which version now."""
+    """Format a step as one line; the line of the latest step also has the number of instances per live version."""
     duration_s = step.duration_s or 1e-9
     parts = [
         f"step {step.step + 1}/{snapshot.num_steps}",

@@ -21,7 +21,7 @@ from dora.errors import ProtocolError
 from dora.transport.messages import Message
 
 Buffer = bytes | memoryview
-OWN_FRAME_BYTES = 65_536  # pyzmq copies what is smaller
+OWN_FRAME_BYTES = 65_536  # pyzmq copies smaller frames
 ALIGN = 8
 MAX_REASON = 200  # characters of an error text, parts of which the sender can choose
 _MAX_DIMENSIONS = 32

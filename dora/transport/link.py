@@ -1,4 +1,4 @@
-"""The state of one end about its peer: numbering, acknowledgement, redelivery. No sockets, no clock.
+"""What one end of the transport knows of its peer: numbering, acknowledgement, redelivery. No sockets, no clock.
 
 Invariant: each message is consumed exactly once and in order, even if connections are lost. A sent message is kept
 until the peer acknowledges it; after a reconnection all messages that the peer lacks are sent again (go-back-N). A
@@ -16,8 +16,8 @@ from dora.transport.codec import Buffer
 # Maximum number of messages in flight to one peer; consumption acknowledges them. A rank trains one micro-batch while
 # the next ones are queued: 64 are several steps of the default job and, at 4,096 tokens of 13 B each, at most 3.4 MB.
 MAX_UNACKED = 64
-# Limit on ignored messages between two new ones or reconnections. A broken connection leaves up to one window of
-# messages that were sent too early, and redelivery one of duplicates.
+# Maximum number of ignored messages without a new message or a reconnection in between. A broken connection leaves up
+# to one window of messages that were sent too early, and redelivery one window of duplicates.
 MAX_IGNORED = 4 * MAX_UNACKED
 
 
@@ -31,7 +31,7 @@ class Link:
         self.last_consumed = 0  # newest id of the peer that was passed on, and is acknowledged
         self.duplicates = 0  # messages received again and ignored
         self.gaps = 0  # messages received too early and ignored
-        self._ignored = 0  # both, since the last accepted message or reconnection
+        self._ignored = 0  # duplicates and gaps since the last accepted message or reconnection
 
     @property
     def full(self) -> bool:

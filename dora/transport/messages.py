@@ -20,7 +20,7 @@ from dora.core.ids import StepId, TrajectoryId, Truncation, VersionId
 
 PROTOCOL_VERSION = 7
 
-#: Of episodes of one turn.
+#: `MicroBatch.rewards_to_go` if all episodes have one turn.
 NO_TURNS: Final = np.zeros((0, 0, 0), np.float32)
 
 #: What `MicroBatch.truncated` counts: the budget that ended the answer.
@@ -60,11 +60,11 @@ class TrainerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     max_grad_norm: float
     updates: int  # M
     copies: Literal["device", "host"]  # where the shards of proximal and reference policy are
-    probe_tokens: int  # most stale tokens of a rank and step whose log-probs under their version are computed; 0: off
+    probe_tokens: int  # per rank and step: maximum number of stale tokens rescored under their version; 0: off
     probe_every: int  # steps between two such probes
     shared_prompts: Literal["auto", "on", "off"] = "auto"
-    sends_logprobs: bool = False  # of an answer in each micro-batch, for people to read
-    advantages: tuple[str, ...] = ()  # by source of prompts; empty: the objective's for all
+    sends_logprobs: bool = False  # whether to send the log-probs of one answer of each micro-batch
+    advantages: tuple[str, ...] = ()  # kind of advantage by source of prompts; empty: the objective's for all
     objective: str  # the section `[objective]` as JSON
     temperature: float
     max_staleness: int  # K of the strategy, or T - 1 if the strategy does not bound staleness
@@ -101,7 +101,7 @@ class MicroBatch(Message, frozen=True):
     tokens: NDArray[np.int32]  # [T]
     loss_mask: NDArray[np.uint8]  # [T] 1: sampled by the model and trained
     behavior_logprobs: NDArray[np.float32]  # [T] from the engine under `versions`; used only where loss_mask is 1
-    lengths: NDArray[np.int32]  # [n] prompt + response, or of a row of it
+    lengths: NDArray[np.int32]  # [n] tokens of prompt + response, or of one row of a forked trajectory
     trajectories: NDArray[np.int64]  # [n] ids; equal for the sequences of one trajectory
     groups: NDArray[np.int64]  # [n] ids
     versions: NDArray[np.int32]  # [n] policy version of the group
@@ -109,11 +109,11 @@ class MicroBatch(Message, frozen=True):
     group_rewards: NDArray[np.float32]  # [n, G] of all siblings; NaN: that sibling is grading_failed
     truncated: NDArray[np.uint8]  # [n] index into TRUNCATIONS
     sources: NDArray[np.uint8]  # [n] index into `task.sources`
-    #: [n, G, U] what each sibling got from each turn on, beginning with group_rewards; after its last turn, what it got
-    #: in that. Empty if none had several.
+    #: [n, G, U] sum of each sibling's rewards from each turn on; for the first turn, group_rewards. After the last turn
+    #: of a sibling, the value of its last turn. Empty if no sibling had several turns.
     rewards_to_go: NDArray[np.float32] = NO_TURNS
     update: int = 0  # 0 ... M - 1: the optimizer update that it belongs to
-    closes: bool = False  # its update ends with it, as with the last one; the same on all ranks
+    closes: bool = False  # ends its update, as `last` always does; the same on all ranks
     parent: str = ""  # lineage before this step, that is, of the trainer's weights
     chain: str = ""  # lineage including this step; in the last micro-batch only
 
@@ -191,7 +191,7 @@ class TrainerFailed(Message, frozen=True):
 
 
 #: What a rank does (dora/trainer/spans.py). waiting: for a message; slowest_rank: in a collective, for the other ranks;
-#: publishing: for the version before to be written; copying: gathering weights, and copies of them.
+#: publishing: for the previous version to be written; copying: gathers weights and makes copies of them.
 RankActivity = Literal[
     "start",
     "waiting",
@@ -206,7 +206,7 @@ RankActivity = Literal[
 
 
 class RankSpans(Message, frozen=True):
-    """What a rank has done since its last such message, in order and without holes."""
+    """What a rank has done since its last RankSpans, in order and without holes."""
 
     rank: int
     until: float  # end of the last span, by the rank's monotonic clock, in seconds

@@ -40,7 +40,7 @@ from dora.transport.messages import (
 
 UNREACHABLE_LIMIT_S = 60.0  # a rank ends when the controller was unreachable for this long, so as not to outlive it
 SEND_TIMEOUT_S = 120.0  # a controller that has consumed none of MAX_UNACKED messages for this long is stuck
-STOPPED_LIMIT_S = 24 * 3600.0  # in place of both, if a rank ends with its controller: it waits for a stopped one
+STOPPED_LIMIT_S = 24 * 3600.0  # in place of both limits, if a rank ends with its controller
 CLOSE_TIMEOUT_S = 5.0  # for the acknowledgement of the last messages
 POLL_MS = 1_000  # how often UNREACHABLE_LIMIT_S is checked, and the longest delay of an acknowledgement
 ACK_EVERY = MAX_UNACKED // 4  # number of consumed messages after which the thread is woken to acknowledge them

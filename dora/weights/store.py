@@ -35,7 +35,7 @@ from dora.journal.access import adopt, restrict
 
 MANIFEST = "manifest.json"
 OWNER = ".owner"
-#: Maximum size of a manifest: 100 bytes for each file, of which the largest models have some hundred.
+#: Maximum size of a manifest: 100 bytes for each file; the largest models have some hundred files.
 MAX_MANIFEST_BYTES: Final = 1 << 20
 _MAX_PATH_BYTES: Final = 4_096
 
@@ -128,7 +128,7 @@ class VersionStore:
     def copy_durable(self, version: VersionId) -> None:
         """Copy `version` to the durable root, verify the copy against the manifest, then make it visible.
 
-        VersionLost if another process has deleted it, before or meanwhile.
+        VersionLost if another process deletes it before or during the copy.
         """
         if _read_manifest(_folder(self._durable, version)) is not None:
             return
@@ -186,7 +186,7 @@ class VersionStore:
         Only at the start of a run, before anything is staged.
         """
         for root in self.roots:
-            files.sync_folder(root)  # what is done next relies on the names found here
+            files.sync_folder(root)  # later steps rely on the names found here
             for path in root.iterdir():
                 is_temporary = path.name.startswith((".stage-", ".copy-", ".trash-"))
                 if path.is_dir() and (is_temporary or (_version_of(path) is not None and not _read_manifest(path))):

@@ -75,7 +75,7 @@ class Card {
 const unit = (text) => element("small", {}, ` ${text}`);
 const last = (values) => values.findLast((y) => y !== null && y !== undefined) ?? null;
 
-/** The mean of the latest values: of one step with few groups it says little. */
+/** The mean of the latest values: the value of a single step with few groups says little. */
 function recent(values) {
   const known = values.filter((y) => y !== null).slice(-RECENT);
   return known.length ? known.reduce((sum, y) => sum + y, 0) / known.length : null;
@@ -104,7 +104,7 @@ export class Cards {
       turns: new Card("Turns of an episode", "Turns of the episodes that were trained: mean and maximum"),
       calls: new Card("Calls of an episode", "Calls of the environment by the episodes that were trained: mean and maximum"),
       entropy: new Card("Entropy of the policy", "Mean entropy of the next token at the sampling temperature, in nats"),
-      mismatch: new Card("Mismatch by staleness", "k3 estimate of the divergence between the policy that sampled and the one that is trained, in nats"),
+      mismatch: new Card("Mismatch by staleness", "k3 estimate of the divergence between the policy that sampled the tokens and the policy that is trained, in nats"),
       speed: new Card("Tokens per second", "Response tokens sampled and trained per second", { format: short }),
       time: new Card("Trainer time by cause", "Share of the time of all trainer ranks in each step", { format: percent, stacked: true, range: [0, 1] }),
     };

@@ -1,6 +1,6 @@
 // The records of the timeline: what each lane did at any time, from the rows of data/timeline.
 
-/** The spans of one lane, in order. A bucket has sums: what the lane did at its end of the last one comes first. */
+/** The spans of one lane, in order. A bucket has sums only: the activity at the end of the bucket before comes first. */
 class Lane {
   constructor() {
     this.starts = [];

@@ -51,7 +51,7 @@ function connection(kind, text) {
 /** Fetch and show what is new; return whether there will be more. */
 async function round() {
   const [s, groups, told] = await Promise.all([get("data/status").then((found) => found ?? get("status")), get("data/groups"), get("data/info")]);
-  if (shown && s.run_id !== shown.run_id) location.reload(); // another run has this address
+  if (shown && s.run_id !== shown.run_id) location.reload(); // another run has this address now
   info = told;
   await Promise.all([steps.more(), spans.more()]);
   const start = performance.now(), rows = steps.take(), buckets = spans.take();

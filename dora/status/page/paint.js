@@ -57,7 +57,7 @@ export function pixelsOf(lanes, { from, to, width, colors }) {
 
 const SCRATCH = typeof OffscreenCanvas === "undefined" ? null : new OffscreenCanvas(1, 1);
 
-/** Draw lanes below each other: pixels, then gaps, then version numbers and losses. `stopped`: when the run did not go on. */
+/** Draw lanes below each other: pixels, then gaps, then version numbers and losses. `stopped`: when the run was stopped. */
 export function drawLanes(context, lanes, box, view, colors, ratio, stopped) {
   const width = Math.max(1, Math.round(box.width * ratio)), height = box.height / lanes.length;
   const scratch = SCRATCH ?? document.createElement("canvas");
@@ -165,7 +165,7 @@ export function isCrowded(rows, box, view) {
   return seen.length > 1 && newestOf(seen[seen.length - 1]) - newestOf(seen[0]) > box.width / 12;
 }
 
-/** The color of a version that is `behind` the newest one by so many. */
+/** The color of a version that is `behind` versions older than the newest. */
 const behindColor = (behind, colors) => colors.series[Math.min(behind, colors.series.length - 1)];
 
 /** Draw versions x time: at each time, the share of the lanes that each version has. Where there are too many versions, the
