@@ -342,7 +342,7 @@ class _First:
 
 
 def _kind(layer: nn.Module) -> object:
-    """Return the same for equal layers: their classes, shapes and plain settings (such as a window), not their index."""
+    """Return the same for equal layers: their classes, shapes and plain settings (a window), not their index."""
     return tuple(
         (
             name,

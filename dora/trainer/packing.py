@@ -109,8 +109,8 @@ def make_row(
 ) -> Row:
     """Return the row in which the tokens at the ascending indices `trained` are predicted, in this order.
 
-    `tokens` has the sequences one after the other. If there is no sequence, the row is one untrained token, so that this
-    rank takes part in the collectives of the other ranks.
+    `tokens` has the sequences one after the other. If there is no sequence, the row is one untrained token, so that
+    this rank takes part in the collectives of the other ranks.
     """
     lengths_n = np.asarray(lengths, np.int64)
     if len(tokens) == 0:

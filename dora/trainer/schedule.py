@@ -15,8 +15,8 @@ def learning_rate(
 
     It rises linearly from peak / warmup_steps to the peak in the last step of the warm-up. With `linear`, or `cosine`
     (half a wave, arXiv 1608.03983), it then falls to min_share * peak, which it would reach in step number `steps`, one
-    after the last step. So the last step still trains, even with a share of 0. `steps` is the current T of the job: after
-    a resume that raises T, steps follow the schedule of the new T, at a higher rate than before.
+    after the last step. So the last step still trains, even with a share of 0. `steps` is the current T of the job:
+    after a resume that raises T, steps follow the schedule of the new T, at a higher rate than before.
     """
     if step < warmup_steps:
         return peak * (step + 1) / warmup_steps
