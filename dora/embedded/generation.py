@@ -74,11 +74,11 @@ class Generation:
         return len(self.prompt_ids) + len(self.output_ids)
 
     def relabel(self, version: str) -> None:
-        """Tokens from here on come from `version`."""
+        """Note that all later tokens come from `version`."""
         self.labels.append((version, len(self.output_ids)))
 
     def spans(self) -> list[VersionSpan]:
-        """Half-open, contiguous, in order; one empty span for a request without tokens."""
+        """The spans of versions: half-open, contiguous, in order; one empty span for a request without tokens."""
         ends = [start for _, start in self.labels[1:]] + [len(self.output_ids)]
         spans: list[VersionSpan] = [
             {"version": version, "start": start, "end": end}
