@@ -41,7 +41,7 @@ class _Index(msgspec.Struct, frozen=True):
 
 
 def require_sound(folder: Path, *, field: str = "model.path") -> None:
-    """ConfigError unless every file that may be read from a model folder is a regular one in it, of bounded size."""
+    """Raise ConfigError unless each file that may be read is a regular file in the model folder, of bounded size."""
     if not (folder / "config.json").exists():
         raise ConfigError(f"{field}: {folder} has no config.json; give a Hugging Face model folder")
     if (folder / "adapter_config.json").exists():
@@ -74,7 +74,7 @@ def _require_file(path: Path) -> None:
 
 
 def read_config(folder: Path, *, field: str = "model.path") -> dict[str, Any]:
-    """Return the config.json of a sound folder; ConfigError if it is none, or has more layers than any model."""
+    """Return the config.json of a sound folder; ConfigError if it is not a JSON object, or has too many layers."""
     path = folder / "config.json"
     try:
         found = json.loads(foreign.read(path, max_bytes=_MAX_BYTES["onfig.json"], follow_links=True))
@@ -102,7 +102,7 @@ def _numbers(found: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def indexed_files(folder: Path, *, field: str = "model.path") -> dict[str, Path]:
-    """Return the file of each tensor by name, as the index of the folder has it; empty if there is no index."""
+    """Return the file of each tensor, by the tensor's name, from the index of the folder; empty if it has no index."""
     path = folder / "model.safetensors.index.json"
     if not path.is_file():
         return {}
