@@ -1,7 +1,7 @@
 """The trackers of a run. Each is a process that reads metrics.jsonl; the run sends nothing to it.
 
-A process that ends is started again, after ever longer pauses. At the end of the run all trackers have the
-same limited time to log the remaining rows. If a record is still incomplete, a line says so.
+A process that ends is started again, after ever longer pauses. At the end of the run all trackers have the same
+limited time to log the remaining rows. If a record is still incomplete, a line says so.
 """
 
 from __future__ import annotations

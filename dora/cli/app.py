@@ -170,7 +170,7 @@ def view(
     demo: Annotated[bool, typer.Option("--demo", help="Show a recorded run that comes with DORA.")] = False,
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the page; 0 for any free one.")] = 8422,
     host: Annotated[
-        str, typer.Option(help="Address to listen on. Other machines need the status token to see answers.")
+        str, typer.Option(help="Address to listen on. Unless it is loopback, answers need the status token.")
     ] = "127.0.0.1",
     open_browser: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
 ) -> None:
