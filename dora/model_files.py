@@ -30,7 +30,7 @@ _MAX_BYTES: Final[Mapping[str, int]] = {
     ".txt": 64 * _MB,
     ".model": 64 * _MB,
 }
-_MAX_HEADER: Final = 32 * _MB  # of a safetensors file; 94,000 experts stored one by one take 14 MB
+_MAX_HEADER: Final = 32 * _MB  # header of a safetensors file; 94,000 experts stored one by one take 14 MB
 #: The deepest models have some hundred layers; a configuration has a list with an entry for each.
 _MAX_LAYERS: Final = 10_000
 _LAYERS: Final = ("layer", "layers", "depth", "blocks")

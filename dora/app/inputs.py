@@ -26,7 +26,7 @@ class Inputs:
 
     model: Path
     tokenizer: Tokenizer
-    vocab_size: int  # of the model's embeddings, which padding may make larger than the tokenizer's
+    vocab_size: int  # number of embeddings; padding may make it larger than the tokenizer's vocabulary
     stream: PromptStream
     evaluations: Evaluations
 

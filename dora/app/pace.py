@@ -51,7 +51,7 @@ CALL_MARGIN_S: Final = 60.0
 class Pace:
     """A paced run, checked and ready to start."""
 
-    path: Path  # of the workload
+    path: Path  # workload file
     workload: Workload
     seed: int
     time_scale: float

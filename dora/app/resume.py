@@ -51,7 +51,7 @@ class Recorded:
     state: State
     last_at: float  # time of the last event
     next_epoch: int
-    config: str  # of the latest epoch, as TOML
+    config: str  # configuration of the latest epoch, as TOML
     rollout_only: bool
     files: Mapping[VersionId, Mapping[str, str]]  # of every version, as first published
     chains: Mapping[StepId, str]  # of every trained step

@@ -36,7 +36,7 @@ class SavedStatus(msgspec.Struct, frozen=True):
     """The contents of status.json."""
 
     at: float  #: seconds since 1970
-    url: str  #: of the status endpoint, while the run goes on
+    url: str  #: address of the status endpoint, while the run goes on
     snapshot: Snapshot
     groups: tuple[GroupRow, ...] = ()  #: the step being formed
 

@@ -74,9 +74,9 @@ class CausalDecoder:
         self._ints = torch.zeros(slots, 5, dtype=torch.int64, device=device)
         self._length, self._token, self._seed, self._top_k, self._greedy = self._ints.unbind(1)
         self._floats = torch.ones(slots, 3, device=device)
-        self._settings: SamplingTensors | None = None  # of all live rows; None when they have changed
+        self._settings: SamplingTensors | None = None  # settings of all live rows; None when the rows have changed
         self._poisoned = False  # the model returned NaN, so the KV may contain NaN
-        self._lengths: list[int] = []  # of the live rows, on the host
+        self._lengths: list[int] = []  # lengths of the live rows, on the host
         self._bans: list[tuple[int, Sequence[int]] | None] = []  # (first index allowed, token ids) of the live rows
         self._row_ids = torch.arange(slots, device=device)
         self._prefixes: PrefixCache[Saved] = PrefixCache(budget_tokens=kv_tokens // 4)

@@ -46,7 +46,7 @@ class Generation:
     rid: str
     prompt_ids: list[int]
     sampling: SamplingParams
-    namespace: str = ""  # of the prefix cache: extra_key and cache_salt
+    namespace: str = ""  # namespace in the prefix cache: extra_key and cache_salt
     logprob_start: int | None = None  # first prompt token to return a log-prob of; None for no prompt log-probs
 
     output_ids: list[int] = field(default_factory=list)

@@ -18,7 +18,7 @@ Payload = TypeVar("Payload")
 
 @dataclass(slots=True)
 class _Node(Generic[Payload]):
-    token_ids: Sequence[int]  # of the first prompt that passed through this node
+    token_ids: Sequence[int]  # tokens of the first prompt that passed through this node
     payload: Payload
     children: dict[int, _Node[Payload]] = field(default_factory=dict)
 

@@ -86,7 +86,7 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is untyped
         self.capacity = 0
         held = [(at, layer.keys, layer.values) for at, layer in enumerate(self.layers) if _has_kv(layer)]
         self._shapes = [tuple((one.shape[1], one.shape[3]) for one in (keys, values)) for _, keys, values in held]
-        self._place = {at: place for place, (at, _, _) in enumerate(held)}  # of a layer among those with KV
+        self._place = {at: place for place, (at, _, _) in enumerate(held)}  # layer -> place among layers with KV
         width = max((heads * size for pair in self._shapes for heads, size in pair), default=0)
         like = held[0][1] if held else torch.zeros(0)
         self.kv = torch.zeros(len(held), 2, slots + 1, 0, width, dtype=like.dtype, device=like.device)

@@ -71,7 +71,7 @@ class Capabilities:
     slots: int  # maximum number of concurrent requests
     kv_tokens: int  # KV capacity
     context_tokens: int | None  # maximum length of prompt + answer; None if the server does not report it
-    label: str  # of the current weights
+    label: str  # label of the current weights
     model_path: str  # the folder it was started with, as the server sees it; "" if not reported
 
     @property

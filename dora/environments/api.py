@@ -80,7 +80,7 @@ class Observation:
     """The answer to a turn; the policy goes on."""
 
     messages: Sequence[Message]  # at least one; roles user, tool, system
-    reward: float = 0.0  # of the turn
+    reward: float = 0.0  # reward of the turn
     rewrites: bool = False  # `messages` replace the whole conversation, turns of the assistant included
 
 
@@ -88,7 +88,7 @@ class Observation:
 class End:
     """The end of an episode."""
 
-    reward: float | None = None  # of the last turn; None: the whole episode is graded by the task's rewards
+    reward: float | None = None  # reward of the last turn; None: the whole episode is graded by the task's rewards
     messages: Sequence[Message] = ()  # for logs; the policy does not see them
 
 

@@ -88,7 +88,7 @@ class Episode:
         self._renderer = renderer
         self._num_calls = 0
         self._branches = [_Branch(Fork(start=0, parent=0, keep=len(self.prompt)), conversation)]
-        self._start = len(self.prompt)  # of the turn to be sampled, in the current row
+        self._start = len(self.prompt)  # where the next sampled turn begins in the current row
 
     @property
     def messages(self) -> Sequence[Message]:

@@ -121,7 +121,7 @@ class _Host:
         self._episodes: dict[int, _Hosted] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._threads = _Threads(setup["episodes"] + _STUCK_THREADS + SPARE_THREADS)
-        self._limits: set[asyncio.Timeout] = set()  # of the calls under way
+        self._limits: set[asyncio.Timeout] = set()  # time limits of the running calls
         self._replies: asyncio.WriteTransport | None = None
 
     async def serve(self, requests: BinaryIO, replies: BinaryIO) -> None:

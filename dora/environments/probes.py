@@ -80,7 +80,7 @@ START: Final = ProbeConversation((_SYSTEM, _USER), _TOOLS)
 CALL: Final = ProbeConversation((*START.messages, _CALLED), _TOOLS)
 RESULT: Final = _results(_CALLED, "7")
 
-#: By what is special in the conversation.
+#: Conversations by the feature that each one tests.
 PROBES: Final[Mapping[str, ProbeConversation]] = MappingProxyType(
     {
         "a system message": ProbeConversation((_SYSTEM, _USER)),

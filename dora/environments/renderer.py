@@ -99,7 +99,7 @@ class Renderer:
         finish: Literal["stop", "length"] = "stop",
         first_call: int = 0,
     ) -> Turn:
-        """Parse a sampled turn, whatever it is; text that looks like a call but is none gets `arguments` None.
+        """Parse any sampled turn. Text that looks like a call but is not a valid one gets `arguments` None.
 
         `prompt` is what the turn was sampled after, since it may have opened the reasoning. `first_call` numbers the
         calls of an episode, unless the family writes ids of its own.

@@ -69,7 +69,7 @@ class Recipe:
 
 
 _SMALL = Recipe(worked_steps=700, mixed_steps=300, hidden_size=64)
-#: By family; the first one makes the shipped policy.
+#: Recipes by family of models; the first recipe makes the shipped policy.
 RECIPES = {
     "qwen3": Recipe(),
     "qwen3_moe": Recipe(family="qwen3_moe", hidden_size=64, num_layers=2),

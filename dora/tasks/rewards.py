@@ -44,7 +44,7 @@ class GradeRequest:
     response: str  # decoded, without special tokens
     answer: str = ""  # reference answer, "" if there is none
     metadata: Mapping[str, Any] = field(default_factory=dict)  # the prompt's other columns
-    num_tokens: int = 0  # of the response, with its stop token
+    num_tokens: int = 0  # length of the response, stop token included
     max_tokens: int = 1  # token budget of a response
     finish: Literal["stop", "length"] = "stop"  # length: the response reached its budget
     source: str = ""  # label of the prompt's source

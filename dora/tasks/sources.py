@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from dora.config.schema import SourceConfig
 
 Row = Mapping[str, Any]
-Split = Literal["train", "heldout"]  # of a generator's items; other sources use separate files or data sets
+Split = Literal["train", "heldout"]  # splits of a generator's items; other sources use separate files or data sets
 
 #: Seeds of items lie below 2**30 (training) or between it and 2**31 (held out), so they never overlap.
 _GENERATOR_SEEDS = 2**29

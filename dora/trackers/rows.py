@@ -26,7 +26,7 @@ class RowReader:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file: BinaryIO | None = None
-        self._number = 0  # of the next line
+        self._number = 0  # number of the next line
 
     def new(self) -> Iterator[tuple[int, bytes]]:
         """Yield number and text of every complete line that was not yielded before."""

@@ -28,11 +28,11 @@ Role = Literal["hidden", "outer", "undecayed"]
 class MomentBytes(NamedTuple):
     """Bytes of moments on the device per parameter."""
 
-    hidden: float  # of a hidden matrix
+    hidden: float  # for a parameter of a hidden matrix
     other: float
 
 
-#: By `trainer.optimizer_state`, for AdamW.
+#: Bytes of moments with AdamW, by the value of `trainer.optimizer_state`.
 MOMENT_BYTES: Final = {"device": 8.0, "host": 0.0, "8bit": 2.02}
 
 

@@ -69,7 +69,7 @@ class Probe:
     def _begin(self) -> None:
         self._version = _NONE  # the version of the collected sequences: the smallest one seen in this step
         self._sequences: list[_Sequence] = []
-        # of the engine: tokens, k3; of staleness: tokens, log-ratio, k3
+        # sums for the engine mismatch: tokens, k3; for the version drift: tokens, log-ratio, k3
         self._sums = torch.zeros(5, dtype=torch.float64, device=self._policy.device)
 
     def add(self, batch: MicroBatch, members: Sequence[int], current_P: Tensor, behavior_P: Tensor) -> None:
