@@ -25,9 +25,9 @@ from typing import IO, Final, Literal
 from dora import foreign
 from dora.errors import DoraError
 
-#: Longest line with a sample: an answer of a million tokens takes 60 MB.
+#: Longest line that holds a sample: an answer of a million tokens takes 60 MB.
 MAX_TRAJECTORY_BYTES: Final = 64 << 20
-#: Longest line of other files of rows: with counts for thousands of steps and many lanes, one has some 10 KB.
+#: Longest line of other files of rows: a row with counts for thousands of steps and many lanes has some 10 KB.
 MAX_ROW_BYTES: Final = 1 << 20
 #: Bound on the lines of a LineFile that wait for space: a step takes kilobytes, and the journal gives up after minutes.
 MAX_KEPT_BYTES: Final = 64 << 20
@@ -35,7 +35,7 @@ MAX_KEPT_BYTES: Final = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """An operation that is about to be done (`wrote`: that other code has just done)."""
+    """An operation that is about to be done; with `wrote`, other code has just done it."""
 
     kind: Literal[
         "append", "write", "wrote", "sync", "sync_folder", "rename", "make_folder", "remove", "truncate", "link"
@@ -154,29 +154,30 @@ def replace(path: Path, data: bytes) -> None:
 
 
 class LineFile:
-    """A file of lines, appended whole. Lines that find the disk full are kept, and are written with the next ones.
+    """A file of lines, appended whole. Lines for which the disk has no space are kept and written with later lines.
 
     `sync` may be called from another thread than the rest.
     """
 
     def __init__(self, path: Path, *, is_known: Callable[[bytes], bool] = lambda line: True) -> None:
-        """Open a file for appending, without the lines that a crash has torn, or that are not known."""
+        """Open a file for appending. First remove a line that a crash has torn, and lines for which `is_known` is
+        false."""
         self.path = path
         self.num_dropped = 0  #: lines that were left out
         self._kept = bytearray()
-        self._syncing = threading.Lock()  # so that the file is not closed meanwhile
+        self._syncing = threading.Lock()  # held during a sync, so that the file is not closed
         self._is_synced = True
         if path.exists():
             self.num_dropped = drop_lines(path, is_known=is_known)
             self._file = path.open("ab", buffering=0)
-            self._is_synced = False  # what a killed process has written may not be
+            self._is_synced = False  # a killed process may have left lines that are not synced
         else:
             self._file = path.open("ab", buffering=0)
             append(self._file, path, b"")
             sync_folder(path.parent)
 
     def write(self, lines: bytes) -> None:
-        """Append lines; DoraError if that fails for another reason than a full disk."""
+        """Append lines; DoraError if that fails for a reason other than a full disk."""
         self._kept += lines
         if not self._kept:
             return
@@ -194,7 +195,7 @@ class LineFile:
         with self._syncing:
             if self._is_synced or self._file.closed:
                 return
-            self._is_synced = True  # but for what is written from now on
+            self._is_synced = True  # a write after this line sets it to False again
             try:
                 sync(self.path, self._file.fileno())
             except OSError as err:
@@ -215,9 +216,9 @@ class LineFile:
 
 
 def drop_lines(path: Path, *, is_known: Callable[[bytes], bool]) -> int:
-    """Remove the torn last line of a file, and those that are not known; return their number.
+    """Remove the torn last line of a file, and all lines that are not known; return the number of removed lines.
 
-    After a crash the file has all of them or none.
+    If a crash interrupts this, either all of these lines are removed or none.
     """
     dropped = kept = end = seen = 0
     for line in foreign.read_lines(path, max_bytes=MAX_TRAJECTORY_BYTES):
@@ -242,5 +243,5 @@ def drop_lines(path: Path, *, is_known: Callable[[bytes], bool]) -> int:
 
 
 def is_full(err: OSError) -> bool:
-    """Whether a file system or a quota is full, which may pass."""
+    """Return whether the error means that a file system or a quota is full; there may be space again later."""
     return err.errno in (errno.ENOSPC, errno.EDQUOT)

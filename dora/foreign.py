@@ -1,4 +1,4 @@
-"""Files that others may have placed: in a run folder that was received, in a folder of a model, in shared memory.
+"""Files that other users may have placed: in a run folder received from others, in a model folder, in shared memory.
 
 Invariant: only regular files are opened, opening never waits (a FIFO without a writer would block), and `read` takes no
 more memory than its bound, whatever size the file claims or however it grows.
@@ -28,7 +28,7 @@ def open_regular(path: Path, *, follow_links: bool = False) -> BufferedReader:
     no such file, ForeignFileError if it is not acceptable, other OSErrors as the system raises them.
     """
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if follow_links else os.O_NOFOLLOW)
-    # Looked at before it is opened as well, since opening a device can have an effect.
+    # The file is checked before it is opened, and again after: opening a device can already have an effect.
     _refuse_irregular(path, path.stat() if follow_links else path.lstat())
     file = os.fdopen(os.open(path, flags), "rb")
     try:
@@ -90,7 +90,7 @@ def require_file(path: Path, *, owners: Collection[int]) -> None:
 
 
 def require_folder(path: Path, *, owners: Collection[int]) -> None:
-    """ForeignFileError unless `path` is a folder, and no link to one, of one of these users."""
+    """Raise ForeignFileError unless `path` is a folder (not a link to one) that belongs to one of these users."""
     found = path.lstat()
     if not stat.S_ISDIR(found.st_mode):
         raise ForeignFileError(f"{path}: is not a folder, but a link or a file; it was not read")
@@ -98,10 +98,10 @@ def require_folder(path: Path, *, owners: Collection[int]) -> None:
 
 
 def require_plain(folder: Path, *, owners: Collection[int], may_link: bool = False) -> None:
-    """ForeignFileError unless all that is in `folder`, at any depth, is regular files and folders of these users.
+    """Raise ForeignFileError unless `folder` contains, at any depth, only regular files and folders of these users.
 
-    `may_link`: links to files are allowed, and links to folders that are in `folder`. What is missing, or may not be
-    listed, is no error.
+    `may_link`: links to files are allowed, and links to folders inside `folder`. A folder that is missing or cannot be
+    listed is no error.
     """
     pending = [folder]
     while pending:

@@ -1,4 +1,4 @@
-"""Code of the user: loading of the `module:function` that a configuration names, and the line at which it failed."""
+"""Code of the user: loads the `module:function` that a configuration names, and finds the line at which it failed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 
 from dora.errors import ConfigError
 
-#: Where frames of Python and of DORA are.
+#: Folders that contain the code of Python and of DORA.
 _PYTHON = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib"))
 _DORA = f"{Path(__file__).parent}{os.sep}"
 #: Folders of packages that were installed.
@@ -40,7 +40,7 @@ def load_function(spec: str, *, field: str) -> Callable[..., Any]:
         raise ConfigError(f"{field}: {getattr(module, '__file__', module_name)} has no function '{name}'")
     try:
         inspect.signature(function)
-    except ValueError as err:  # of most functions written in C
+    except ValueError as err:  # most functions written in C have no signature
         raise ConfigError(f"{field}: the arguments of {spec} are unknown; call it in a function of yours") from err
     return function  # type: ignore[no-any-return]
 
@@ -52,7 +52,7 @@ def _import(name: str) -> ModuleType:
     known = sys.modules.get(path.stem)
     if known is not None and getattr(known, "__file__", None) == str(path):
         return known
-    title = path.stem if known is None else f"file_{path.stem}"  # it must not replace a module of others
+    title = path.stem if known is None else f"file_{path.stem}"  # must not replace the module of another file
     spec = importlib.util.spec_from_file_location(title, path)
     assert spec is not None
     assert spec.loader is not None
@@ -63,9 +63,10 @@ def _import(name: str) -> ModuleType:
 
 
 def describe(err: BaseException, *, of: object = None) -> str:
-    """Return the type and the message of an exception, and the line of the user's code that raised it, or led to it.
+    """Return the type and the message of an exception, and the line of the user's code that raised it or led to it.
 
-    `of`: what was called; if no line of it was reached, as with wrong arguments, the line of its definition is named.
+    `of`: the function that was called. If none of its lines was reached, as with wrong arguments, the line of its
+    definition is named.
     """
     error = traceback.format_exception_only(err)[-1].strip() or type(err).__name__
     place = place_of_error(err) or definition_of(of)
@@ -83,8 +84,8 @@ def place_of_error(err: BaseException) -> str:
 def place_of(frames: Iterable[tuple[str, int]]) -> str:
     """Return the innermost line of the user's own code in frames (file, line), outermost first: "shop.py:12".
 
-    Installed packages count only if there is nothing else; then it is the line by which they were entered. "" if all
-    frames are Python's or DORA's.
+    If all frames of user code are in installed packages, it is the outermost of them, where the package was entered. ""
+    if all frames belong to Python or DORA.
     """
     foreign = [(file, line) for file, line in frames if not file.startswith((_DORA, "<")) and not _is_of_python(file)]
     own = [place for place in foreign if not any(folder in place[0] for folder in _INSTALLED)]

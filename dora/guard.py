@@ -1,4 +1,4 @@
-"""The checks of every HTTP port of DORA: the bearer key, and protection from web pages.
+"""The checks on every HTTP port of DORA: the bearer key, and protection from web pages.
 
 A page in a browser on this machine can send requests to the machine's ports, loopback included. It cannot choose
 `Host`, `Origin` or `Sec-Fetch-Site`, nor send a JSON `Content-Type` without permission, so these four headers reveal
@@ -40,8 +40,8 @@ CONNECTION_LOG.addFilter(_is_worth_logging)
 
 
 def guard(*, name: str, open_reads: bool, refuse: Refuse) -> Middleware:
-    """Return the middleware with the checks. `name`: the host that the server binds. `open_reads`: web pages may send a
-    GET, which changes nothing and whose answer they cannot read."""
+    """Return the middleware with the checks. `name`: the host that the server binds. `open_reads`: web pages may send
+    GET requests, because these change nothing, and the page cannot read the answer."""
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -67,7 +67,7 @@ def _bytes(text: str) -> bytes:
 
 
 def _refusal_of_host(request: web.Request, *, name: str) -> tuple[int, str] | None:
-    """Detect a page whose host name now resolves to this machine (DNS rebinding): `Host` has that name.
+    """Detect a web page whose host name now resolves to this machine (DNS rebinding): `Host` is then that name.
 
     Only connections on loopback are checked: other addresses may have names, proxies and port mappings that this
     process cannot know.

@@ -51,7 +51,8 @@ def configure_logging(path: Path | None, *, level: str, run: str, role: str, ran
 
 
 def show_warnings() -> None:
-    """Show warnings, with tracebacks, on the console alone: by default, structlog and `logging` escape nothing."""
+    """Show warnings, with tracebacks, on the console alone. (The defaults of structlog and `logging` do not escape
+    control characters.)"""
     structlog.configure(
         processors=[structlog.stdlib.add_log_level, structlog.processors.format_exc_info, _show_warnings, _end],
         cache_logger_on_first_use=False,
@@ -96,7 +97,7 @@ def _show_warnings(logger: WrappedLogger, method: str, event: EventDict) -> Even
 
 
 def _end(logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
-    """Print the traceback of a line that no log keeps, and drop the line."""
+    """Print the traceback of a line and drop the line, because there is no log."""
     for line in str(event.get("exception", "")).splitlines():
         sys.stderr.write(one_line(f"  | {line}") + "\n")
     raise structlog.DropEvent

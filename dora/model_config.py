@@ -19,7 +19,7 @@ import msgspec
 from dora.errors import ConfigError
 from dora.model_files import read_config, require_sound
 
-#: Most CPU time and memory of the process in which `limits_of` loads a configuration; an ordinary one takes 1 s, 70 MB.
+#: Limits on CPU time and memory of the process in which `limits_of` loads a configuration; usually it takes 1 s, 70 MB.
 CHILD_S: Final = 20
 CHILD_BYTES: Final = 2 * 2**30
 #: The setting of rotary embeddings that were extended to longer sequences.
@@ -41,7 +41,7 @@ class Limits(msgspec.Struct, frozen=True, tag=True):
 
     positions: int | None  # tokens of a sequence; None: unlimited
     dynamic_from: int | None  # tokens beyond which rotary angles depend on earlier sequences; None: never
-    vocab_size: int | None  # of the embeddings; None if it does not say
+    vocab_size: int | None  # number of embeddings; None if the configuration does not say
 
 
 class _Problem(msgspec.Struct, frozen=True, tag=True):
@@ -82,7 +82,8 @@ def positions(config: Any) -> int | None:
 def dynamic_from(config: Any) -> int | None:
     """Return the length beyond which rotary angles depend on the sequences computed before ("dynamic"), if any.
 
-    It is the smallest of all layers. transformers uses `max_position_embeddings`, other programs the original one.
+    It is the smallest such length of all layers. transformers uses `max_position_embeddings`, other programs the
+    original context.
     """
     text = text_config(config)
     limits = [
@@ -102,7 +103,7 @@ def rope_limit(config: Any) -> int | None:
 
 
 def original_context(rope: Mapping[str, Any], config: Any) -> int | None:
-    """Return the number of tokens up to which a rotary embedding is that of the first training; None if it is unknown.
+    """Return the original context: the number of tokens for which a rotary embedding was first trained; None: unknown.
 
     `rope`: one of `ropes(config)`.
     """
@@ -134,10 +135,10 @@ def limits_json(folder: Path) -> bytes:
 
 
 def limits_of(folder: Path) -> Limits:
-    """Return the limits of a sound model folder, found by a process of its own.
+    """Return the limits of a sound model folder, found by a separate process.
 
-    That process imports no torch, which takes seconds and 300 MB, and a hostile configuration takes at most CHILD_S
-    seconds and CHILD_BYTES there.
+    The separate process does not import torch, which would take seconds and 300 MB, and limits a hostile configuration
+    to CHILD_S seconds and CHILD_BYTES.
     """
     return _limits_of(folder, (folder / "config.json").read_bytes())
 
@@ -151,7 +152,7 @@ def _limits_of(folder: Path, _config: bytes) -> Limits:
             env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},  # threads take memory at once
             stdin=subprocess.DEVNULL,
             capture_output=True,
-            timeout=8 * CHILD_S,  # for a busy machine: its CPU time ends the process earlier
+            timeout=8 * CHILD_S,  # for a busy machine; normally the limit of CPU time acts first
             check=False,
         )
         answer = child.stdout

@@ -30,7 +30,7 @@ _MAX_BYTES: Final[Mapping[str, int]] = {
     ".txt": 64 * _MB,
     ".model": 64 * _MB,
 }
-_MAX_HEADER: Final = 32 * _MB  # of a safetensors file; 94,000 experts stored one by one take 14 MB
+_MAX_HEADER: Final = 32 * _MB  # header of a safetensors file; 94,000 experts stored one by one take 14 MB
 #: The deepest models have some hundred layers; a configuration has a list with an entry for each.
 _MAX_LAYERS: Final = 10_000
 _LAYERS: Final = ("layer", "layers", "depth", "blocks")
@@ -41,7 +41,7 @@ class _Index(msgspec.Struct, frozen=True):
 
 
 def require_sound(folder: Path, *, field: str = "model.path") -> None:
-    """ConfigError unless every file that may be read from a model folder is a regular one in it, of bounded size."""
+    """Raise ConfigError unless each file that may be read is a regular file in the model folder, of bounded size."""
     if not (folder / "config.json").exists():
         raise ConfigError(f"{field}: {folder} has no config.json; give a Hugging Face model folder")
     if (folder / "adapter_config.json").exists():
@@ -74,7 +74,7 @@ def _require_file(path: Path) -> None:
 
 
 def read_config(folder: Path, *, field: str = "model.path") -> dict[str, Any]:
-    """Return the config.json of a sound folder; ConfigError if it is none, or has more layers than any model."""
+    """Return the config.json of a sound folder; ConfigError if it is not a JSON object, or has too many layers."""
     path = folder / "config.json"
     try:
         found = json.loads(foreign.read(path, max_bytes=_MAX_BYTES["onfig.json"], follow_links=True))
@@ -102,7 +102,7 @@ def _numbers(found: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def indexed_files(folder: Path, *, field: str = "model.path") -> dict[str, Path]:
-    """Return the file of each tensor by name, as the index of the folder has it; empty if there is no index."""
+    """Return the file of each tensor, by the tensor's name, from the index of the folder; empty if it has no index."""
     path = folder / "model.safetensors.index.json"
     if not path.is_file():
         return {}

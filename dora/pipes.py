@@ -14,7 +14,8 @@ from typing import BinaryIO
 
 HEADER = struct.Struct(">I")
 
-#: Begins each line of stderr about a failure that the process survived, so that it does not explain its end.
+#: Begins each line of stderr about a failure that the process survived, so that such a line is not taken for the reason
+#: why the process ended.
 SURVIVED = "| "
 #: Maximum size of a traceback, in characters; the end is kept.
 _LONGEST_TRACEBACK = 16_000

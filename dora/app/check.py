@@ -47,7 +47,7 @@ COMPARED_PROMPTS = 4
 COMPARED_TOKENS = 16
 #: Number of rows whose reference answers are graded, for each list of rewards.
 GRADED_ROWS = 4
-#: Largest difference of one log-prob between two correct implementations, by dtype.
+#: Largest difference of a log-prob between two correct implementations, by dtype.
 TOLERANCE = {"float32": 1e-3, "bfloat16": 5e-2}
 PROBE_TIMEOUT_S = 60.0
 

@@ -1,6 +1,6 @@
-"""Recomputes the log-probs of kept answers, which shows the version that each came from.
+"""Recomputes the log-probs of kept answers, which shows the version that each answer came from.
 
-Versions and kept trajectories are first compared with what the run recorded, because altered ones prove nothing.
+Versions and kept trajectories are first compared with what the run recorded: altered data would prove nothing.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def recompute(run: RunFolder, config: Config) -> DeepReport:
 def _altered_versions(
     store: VersionStore, published: Mapping[VersionId, Mapping[str, str]]
 ) -> Iterator[tuple[VersionId, str]]:
-    """Stored versions that are not what was published, each with the first file that differs."""
+    """Yield stored versions that differ from the published version, each with the first file that differs."""
     for version in store.durable():
         folder = store.folder(version)
         for name, checksum in published.get(version, {}).items():

@@ -23,7 +23,7 @@ def unpack_demo(home: Path) -> Path:
     folder = RunFolder(home / "demo")
     with _ARCHIVE.open("rb") as packed, zipfile.ZipFile(packed) as archive:
         archive.extractall(folder.root)
-    folder.journal.touch()  # is too large to come along
+    folder.journal.touch()  # the archive has no journal: it would be too large
     folder.config.touch()
     return folder.root
 

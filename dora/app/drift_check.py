@@ -32,7 +32,7 @@ _MISMATCH: Final = re.compile(r"lag=(\d+)/mismatch_k3")
 class Mismatches:
     """Mean k3 between engine and trainer, by step and staleness, in nats."""
 
-    limit: float  #: between two correct implementations of this data type
+    limit: float  #: largest mismatch between two correct implementations, for this data type
     steps: list[Mapping[int, float]] = field(default_factory=list)
 
     def lines(self) -> Iterator[str]:
@@ -57,7 +57,7 @@ def without_learning(config: Config) -> Config:
     """Return the job with few steps and groups, learning rate 0, no evaluation, and a reward without user code."""
     updates, rollout = config.trainer.updates, config.rollout
     groups = min(rollout.groups_per_step, updates * -(-GROUPS // updates))
-    length = RewardConfig(kind="length", weight=-1.0)  # positive, as advantage maxrl needs
+    length = RewardConfig(kind="length", weight=-1.0)  # rewards are positive, as the advantage maxrl needs
     changes: dict[str, dict[str, Any]] = {
         "run": {"name": "drift-check", "steps": STEPS},
         "rollout": {"groups_per_step": groups, "filter_zero_variance": False},

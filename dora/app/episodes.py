@@ -1,4 +1,4 @@
-"""What episodes of several turns need beside a run's other inputs: hosts of their environment, and a renderer."""
+"""What episodes of several turns need in addition to a run's other inputs: environment hosts and a renderer."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def kv_bytes_per_token(shapes: Shapes, *, dtype_bytes: int) -> int:
 class StepTime:
     """Lower bounds of the time of a training step, in seconds."""
 
-    decode_s: float  # all answers, the instances' best batch
+    decode_s: float  # decoding all answers, with the best batch size of the instances
     train_s: float
     longest_s: float  # the longest answer alone, shared by K + 1 steps
 

@@ -26,7 +26,7 @@ class Inputs:
 
     model: Path
     tokenizer: Tokenizer
-    vocab_size: int  # of the model's embeddings, which padding may make larger than the tokenizer's
+    vocab_size: int  # number of embeddings; padding may make it larger than the tokenizer's vocabulary
     stream: PromptStream
     evaluations: Evaluations
 
@@ -98,8 +98,8 @@ def model_files(model: Path) -> list[Path]:
 
 
 def model_digest(model: Path) -> str:
-    """Return a digest of the model folder: of each file's name, size and first MiB. Other weights with the same header
-    are only detected when version 0 is made again."""
+    """Return a digest of the name, size and first MiB of each file of the model folder. If weights change but their
+    header does not, that is only detected when version 0 is made again."""
     digest = hashlib.blake2b(digest_size=16)
     for path in model_files(model):
         with path.open("rb") as file:
@@ -108,7 +108,7 @@ def model_digest(model: Path) -> str:
 
 
 def weights_digest(config: Config, model: Path) -> str:
-    """Return a digest of what training starts from: the model folder and, if it has one of its own, the reference's."""
+    """Return a digest of what training starts from: the model folder, and the reference's folder if it has one."""
     reference = config.objective.kl_reference
     return model_digest(model) + (model_digest(Path(reference)) if reference else "")
 

@@ -121,7 +121,7 @@ async def run_job(
         engine = await _enter_engine(stack, config, inputs, streams=streams)
         folder = earlier or new_folder(config)
         if earlier is None:
-            stack.enter_context(hold(folder.lock))  # a resume holds it already
+            stack.enter_context(hold(folder.lock))  # a resume already holds the lock
         return await _Run(job, folder, stack, frontend).drive(engine, graders, episodes)
 
 
@@ -138,7 +138,7 @@ async def enter_graders(stack: AsyncExitStack, config: Config, inputs: Inputs) -
             field=field,
         )
 
-    is_graded = task.rewards or not config.environment.name  # else the environment alone gives rewards
+    is_graded = task.rewards or not config.environment.name  # otherwise the environment alone gives rewards
     training = await stack.enter_async_context(pool(task.rewards, "task.rewards")) if is_graded else None
     held_out = []
     for index, eval_set in enumerate(config.eval.sets):
@@ -271,7 +271,7 @@ class _Run:
         return outcome
 
     def _explain(self, err: DoraError) -> RunFailed | None:
-        """Add to the error what the user can do; None if it already says so."""
+        """Return the error with advice for the user; None if the error already contains advice."""
         state, folder = self._job.state, self._folder
         if not folder.root.is_dir():
             return RunFailed(f"{folder.root} was deleted during the run ({err})")

@@ -1,7 +1,8 @@
-"""A policy loss against finite differences, and its sequences against each alone: `dora check` for a user's own loss.
+"""`dora check` for a user's own loss: compares its gradient with finite differences, and its value for each sequence
+with the value for the sequence alone.
 
-Random tokens, in float64. What a loss detaches is held fixed while its inputs vary, so that stop-gradients, on which
-most policy losses rely, count as constants in the differences too.
+The tokens are random, in float64. Tensors that the loss detaches stay fixed while its inputs vary. So stop-gradients,
+on which most policy losses rely, are constants in the finite differences too.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def check_loss(settings: ObjectiveConfig) -> str:
 def gradient_error(loss: Loss, tokens: Tokens, *, directions_dP: Tensor | None = None) -> float:
     """Return the largest error of the gradient of Σ i l_i against central differences, relative to 1 + its size.
 
-    `directions_dP`: those in which differences are taken; if None, each token by itself.
+    `directions_dP`: the directions in which differences are taken; None: each token by itself.
     """
     import torch
 
@@ -128,7 +129,8 @@ def part_of(tokens: Tokens, sequences: list[int]) -> Tokens:
 
 
 def _frozen_detach() -> Callable[[], Any]:
-    """Return a context in which `detach` gives what it gave in the context's first use, call by call."""
+    """Return a context that can be entered repeatedly: every call of `detach` returns what the same call returned when
+    the context was first entered."""
     import torch
     from torch.overrides import TorchFunctionMode
 

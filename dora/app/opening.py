@@ -147,7 +147,7 @@ class Opened:
 
     @property
     def _promised(self) -> list[VersionId]:
-        """Versions that are needed, and those for which `weights.keep` promises a durable copy."""
+        """Versions that are needed, and versions for which `weights.keep` promises a durable copy."""
         window, keep = self.job.state.window, self.job.config.weights.keep
         if window.newest is None or self.job.rollout_only:
             return sorted(window.entries)
@@ -155,7 +155,7 @@ class Opened:
         return sorted({*window.entries, *map(VersionId, range(oldest, window.newest + 1))})
 
     def lost_versions(self) -> str:
-        """Say which versions the run folder lacks in spite of `weights.keep`, and where they are; "" if none."""
+        """Say which versions the run folder lacks although `weights.keep` promises them, and where they are, or ""."""
         if self.job.rollout_only or not (lost := sorted({*self._promised} - {*self.store.durable()})):
             return ""
         in_memory = self.store.stranded(lost)

@@ -36,12 +36,12 @@ from dora.sim.workload import Faults, Workload, load
 START_TIMEOUT_S: Final = 120.0
 #: Steps between two checkpoints, as in the simulator.
 CHECKPOINT_STEPS: Final = 5
-#: Instances for which one grader process suffices; a scaled run has as many answers per second as a far larger fleet.
+#: Number of instances per grader process. A scaled run has as many answers per second as a far larger fleet.
 INSTANCES_PER_GRADER: Final = 16
 #: Wall-clock seconds without progress after which a server is lost, or the run fails.
 WATCHDOG_S: Final = 120.0
 NO_PROGRESS_S: Final = 1_800.0
-#: Episodes in the host: no place is waited for.
+#: Number of episodes in the host: so many that no episode waits for a place.
 EPISODES: Final = 1_000_000
 #: Wall-clock seconds that a call may be late.
 CALL_MARGIN_S: Final = 60.0
@@ -51,11 +51,11 @@ CALL_MARGIN_S: Final = 60.0
 class Pace:
     """A paced run, checked and ready to start."""
 
-    path: Path  # of the workload
+    path: Path  # workload file
     workload: Workload
     seed: int
     time_scale: float
-    processes: int  # over which the servers are spread
+    processes: int  # number of processes over which the servers are spread
     home: Path  # folder of the model, prompts and server logs; beside the run folder
     longest_prompt: int  # tokens
     trackers: tuple[str, ...]

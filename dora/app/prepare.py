@@ -1,4 +1,4 @@
-"""Prepares a job: whatever can be refused is refused before a folder or a process exists."""
+"""Prepares a job: every invalid input that can be found early is refused before a folder or a process exists."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Job:
     settings: Settings
     state: State
     recorded: resuming.Recorded | None  # the journaled run; None unless this is a resume
-    changes: tuple[str, ...]  # of the configuration, since the previous epoch
+    changes: tuple[str, ...]  # changes of the configuration since the previous epoch
     rollout_only: bool
     time_scale: float  # seconds of the run per second of the wall clock; 1 unless the run is paced
 

@@ -51,7 +51,7 @@ class Recorded:
     state: State
     last_at: float  # time of the last event
     next_epoch: int
-    config: str  # of the latest epoch, as TOML
+    config: str  # configuration of the latest epoch, as TOML
     rollout_only: bool
     files: Mapping[VersionId, Mapping[str, str]]  # of every version, as first published
     chains: Mapping[StepId, str]  # of every trained step
@@ -123,8 +123,8 @@ def read_run(folder: RunFolder) -> Recorded:
 def take_up(folder: RunFolder, config: Config, *, trust_folder: bool = False) -> Recorded:
     """Read a run to continue it, and restrict access to its folder; ConfigError if it has ended.
 
-    Unless `trust_folder` is true, also if no earlier start of this user signed its configuration: before that is known,
-    nothing that the folder names may be executed.
+    Unless `trust_folder` is true, it is also a ConfigError if no earlier start of this user signed the configuration:
+    nothing that an unsigned configuration names may be executed.
     """
     folder.require_plain()
     if not trust_folder:
@@ -199,12 +199,13 @@ def _keys_that_change(derived: Callable[[Config], object], before: Config, after
 
 
 def _moments(config: Config) -> tuple[str, bool]:
-    """Return what decides the format of the optimizer's state in a checkpoint; where it is held does not."""
+    """Return the settings that decide the format of the optimizer's state in a checkpoint. Where the state is stored
+    does not matter."""
     return config.trainer.optimizer, config.trainer.optimizer_state == "8bit"
 
 
 def require_same_held_out(recorded: Recorded, evaluations: Evaluations) -> None:
-    """RunFailed if later versions would be asked other questions than earlier ones."""
+    """Raise RunFailed if the held-out questions have changed, so that scores of versions could not be compared."""
     if recorded.held_out not in (None, evaluations.digest):
         raise RunFailed(
             "eval.sets: the held-out prompts or answers are not what they were, and scores could not be compared; "
@@ -216,9 +217,9 @@ def require_same_held_out(recorded: Recorded, evaluations: Evaluations) -> None:
 
 
 def restore(folder: RunFolder, state: State, *, trajectories: Trajectories, inputs: Inputs) -> dict[TrajectoryId, int]:
-    """Fill `trajectories` with those in flight and those that the trainer may need again.
+    """Fill `trajectories` with the trajectories in flight and the trajectories that the trainer may need again.
 
-    Returns the token counts of those in flight. RunFailed if tokens or prompts differ from the journal.
+    Returns the token counts of trajectories in flight. RunFailed if tokens or prompts differ from the journal.
     """
     needed = _needed(state)
     stored = read_tokens(folder.tokens, wanted=needed)
@@ -257,14 +258,17 @@ def _needed(state: State) -> dict[TrajectoryId, Trajectory]:
 
 
 def _may_have_unknown_tokens(trajectory: Trajectory) -> bool:
-    """Whether it was calling when a controller ended: an observation is on the disk before its CallFinished, without
-    which it is not known. If it could not be replayed, it has no reward."""
+    """Return whether the token store may have tokens of the trajectory that the journal does not know.
+
+    An observation is on the disk before its CallFinished. So there may be unknown tokens if the trajectory was calling
+    its environment when a controller ended. If it could not be replayed, it has failed and has no reward.
+    """
     has_failed = trajectory.phase is TrajectoryPhase.GRADED and trajectory.reward is None
     return has_failed or trajectory.phase is TrajectoryPhase.CALLING
 
 
 def _require_tokens(folder: RunFolder, state: State, trajectory: Trajectory, stored: TokenStore) -> None:
-    """Check that the token store has all tokens of a finished answer, and at least the journaled ones of others."""
+    """Check that the token store has all tokens of a finished answer, and at least the journaled tokens of others."""
     found = stored.counts.get(trajectory.id, 0)
     known = trajectory.num_tokens
     if trajectory.instance is not None:
@@ -281,7 +285,7 @@ def _require_tokens(folder: RunFolder, state: State, trajectory: Trajectory, sto
 def _restore_prompt(
     folder: RunFolder, group: GroupId, stored: TokenStore, *, trajectories: Trajectories, inputs: Inputs
 ) -> None:
-    """Read a group's prompt again; RunFailed unless it is what it was when the group was admitted."""
+    """Read a group's prompt again; RunFailed unless it is the same as when the group was admitted."""
     prompt = inputs.stream.at(group)
     known = stored.prompts.get(group)
     if known is None:
@@ -299,7 +303,7 @@ def _restore_prompt(
 
 
 def recover_versions(store: VersionStore, recorded: Recorded, *, tell: Callable[[str], None]) -> list[VersionId]:
-    """Set aside versions that the journal does not know, and verify the checksums of those still needed.
+    """Set aside versions that the journal does not know, and verify the checksums of versions that are still needed.
 
     Returns the versions that unfinished work needs but no folder holds; the trainer must recompute them.
     """
@@ -331,7 +335,7 @@ class Start:
 
     folders: tuple[Path, ...]  # checkpoints, newest first
     may_start_over: bool  # from the model, at step 0
-    step: int  # of the newest checkpoint; 0 without one
+    step: int  # step of the newest checkpoint; 0 if there is no checkpoint
 
 
 def choose_start(

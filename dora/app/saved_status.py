@@ -1,7 +1,8 @@
 """The status of a run in its folder, so that `dora status` also shows a run that has ended, or a copy of one.
 
-Invariant: the file is a whole status, even after a power failure: of the last seconds while the run goes on, and then
-of its end. It is only shown: nothing is decided by it, and a run goes on if it cannot be written.
+Invariant: the file is always a complete status, even after a power failure. While the run goes on, the status is a few
+seconds old at most; afterwards it is the status at the end. The file is only shown: no decision depends on it, and a
+run goes on if the file cannot be written.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from dora.status.sentence import ENDED, sentence
 from dora.status.snapshot import Snapshot
 
 SAVE_EVERY_S: Final = 5.0
-#: A running run whose file is older has ended without notice. Hosts that share the folder may differ in time by less.
+#: If the file of a running run is older than this, the run has ended without notice. The clocks of hosts that share the
+#: folder may differ by less than this.
 FRESH_S: Final = 60.0
 _ANSWER_S: Final = 3.0
 
@@ -34,7 +36,7 @@ class SavedStatus(msgspec.Struct, frozen=True):
     """The contents of status.json."""
 
     at: float  #: seconds since 1970
-    url: str  #: of the status endpoint, while the run goes on
+    url: str  #: address of the status endpoint, while the run goes on
     snapshot: Snapshot
     groups: tuple[GroupRow, ...] = ()  #: the step being formed
 
@@ -65,7 +67,7 @@ async def saved_status(
 
 
 def read_saved(folder: Path) -> SavedStatus:
-    """Return what status.json of a run folder has."""
+    """Return the contents of status.json of a run folder."""
     run = RunFolder.open(folder)
     try:
         return msgspec.json.decode(foreign.read(run.status, max_bytes=MAX_STATUS_BYTES), type=SavedStatus)
@@ -78,7 +80,7 @@ def read_saved(folder: Path) -> SavedStatus:
 
 
 async def read_status(folder: Path) -> Snapshot:
-    """Return the status of the run in a folder: from the run itself if it goes on, else as it was at the end."""
+    """Return the status of the run in a folder: from the run itself if it goes on, otherwise the status at its end."""
     saved = read_saved(folder)
     if saved.snapshot.phase in ENDED:
         return saved.snapshot

@@ -20,8 +20,8 @@ from dora.sim.workload import FleetModel, JobModel, LengthModel, TrainerModel, W
 from dora.status.drift import DriftWatch, Precision
 from dora.transport.messages import Configure, TrainerSettings
 
-#: Versions for which the store needs room besides the K + 1 live ones: one being evaluated, one being published, one
-#: being read by a push.
+#: Number of versions for which the store needs room in addition to the K + 1 live versions: one that is being
+#: evaluated, one that is being published, and one that a push is reading.
 SPARE_VERSIONS = 3
 
 
@@ -84,7 +84,7 @@ def trainer_settings(config: Config, *, max_staleness: int) -> TrainerSettings:
         max_staleness=max_staleness,
         sends_logprobs=config.log.trajectories_per_step > 0,
     )
-    if config.rules.in_flight is not None:  # a group has no version under which all its tokens were sampled
+    if config.rules.in_flight is not None:  # tokens of one group may be sampled under several versions
         return msgspec.structs.replace(settings, probe_tokens=0)
     return settings
 
@@ -105,7 +105,7 @@ def precision_of(config: Config) -> Precision:
 
 
 def _advantages(config: Config) -> tuple[str, ...]:
-    """Return the kind of advantage of each source; empty if all have the objective's."""
+    """Return the kind of advantage of each source; empty if all sources have the kind of the objective."""
     own = [source.advantage for source in config.task.sources]
     return tuple(kind or config.objective.advantage for kind in own) if any(own) else ()
 
@@ -161,7 +161,8 @@ def configure_message(
     )
 
 
-#: Regime of answer lengths for a configuration, which gives none; scaled so that the token budget cuts 1 % of answers.
+#: Regime of answer lengths for a configuration, which has no lengths; scaled so that the token budget cuts 1 % of
+#: answers.
 CONFIG_REGIME: Final = "A"
 REGIME_P99: Final = 2_447
 
@@ -196,5 +197,5 @@ def rollout_section(job: JobModel) -> dict[str, Any]:
 
 
 def _common(section: Section, target: type[msgspec.Struct]) -> dict[str, Any]:
-    """Return the settings of `section` that `target` has under the same name."""
+    """Return the settings of `section` whose names are also fields of `target`."""
     return {name: getattr(section, name) for name in target.__struct_fields__ if name in type(section).model_fields}

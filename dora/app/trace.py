@@ -2,8 +2,8 @@
 
 The format is the JSON of trace events (Google, "Trace Event Format", 2016): a process for ranks and one for instances
 with a track each, complete events with the policy version as an argument, counters of reward and staleness, and marks
-for versions published and instances lost. Invariant: a line of a file is an event of the trace, and nothing but a few
-names is kept, so that memory does not grow with the run.
+for versions published and instances lost. Invariant: lines are turned into events of the trace one at a time, and only
+a few names are kept, so memory does not grow with the run.
 """
 
 from __future__ import annotations
@@ -111,7 +111,8 @@ def _marks(journal: Path) -> Iterator[dict[str, Any]]:
 
 
 def _us(seconds: float) -> int:
-    """Return whole microseconds, to which spans are rounded: neighbors then neither overlap nor leave holes.
+    """Return a time in whole microseconds. Begin and end of spans are rounded in this way, so that neighbors neither
+    overlap nor leave gaps.
 
     Times that no run can have are clamped.
     """

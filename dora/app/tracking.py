@@ -1,7 +1,7 @@
-"""The trackers of a run: a process each, which reads metrics.jsonl and to which nothing is sent.
+"""The trackers of a run. Each is a process that reads metrics.jsonl; the run sends nothing to it.
 
-A process that ends is started again, after ever longer pauses. At the end of the run all get the same limited time to
-log what is left; one line tells what a record then lacks.
+A process that ends is started again, after ever longer pauses. At the end of the run all trackers have the same
+limited time to log the remaining rows. If a record is still incomplete, a line says so.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dora.trackers.kinds import title, tracker_env
 
 log = structlog.get_logger(__name__)
 
-#: Pauses before a process is started again; after the last one it is left to `dora track`.
+#: Pauses before a process is started again. After the last pause there is no further start; use `dora track`.
 PAUSES_S: Final = (5.0, 20.0, 60.0)
 
 

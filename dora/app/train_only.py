@@ -74,7 +74,7 @@ async def train(config: Config, rollouts: Path, *, report: Callable[[StepReport,
     require_group(config.run.group)
     set_umask(config.run.group)
     rollout = rollout_files(rollouts)
-    run = config.run.model_copy(update={"steps": len(rollout)})  # so that a schedule of the learning rate ends there
+    run = config.run.model_copy(update={"steps": len(rollout)})  # the learning-rate schedule ends with them
     config = config.model_copy(update={"run": run})
     async with AsyncExitStack() as opening:
         inputs, _ = await enter_inputs(opening, config)

@@ -1,7 +1,7 @@
 """The trainer's part of `dora check`: its forward pass, and the memory of a rank, forecast and measured.
 
-A rank is forecast from the model's config. Where its device is here and one rank alone can hold the model, the model is
-loaded as in a run, its forward pass is checked by the trainer's own code, and one pass is measured.
+The memory of a rank is forecast from the model's config. If this host has the rank's device and one rank alone can hold
+the model, the model is loaded as in a run, the trainer's own code checks its forward pass, and one pass is measured.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _Copies(TypedDict):
 
 @dataclass(frozen=True)
 class CheckedTrainer:
-    """What was found out, and the loaded model; None if it could not be tried."""
+    """The findings, and the loaded model (None if it could not be tried)."""
 
     config: Config
     model: Path
@@ -139,7 +139,7 @@ def _mode(config: Config, model: Path, memory: int | None) -> Mode:
 
 
 def _copies(config: Config) -> _Copies:
-    """Return the forecast's arguments about the policies beside the one that is trained."""
+    """Return the forecast's arguments about the policies that a rank holds in addition to the trained one."""
     from dora.trainer.copies import count_copies
 
     count = count_copies(trainer_settings(config, max_staleness=config.max_staleness))
@@ -173,7 +173,7 @@ def _memory_errors(config: Config, *, during: str) -> AbstractContextManager[Non
 
 
 def _measure(config: Config, outline: Outline, trial: Trial) -> str:
-    """Return the memory of a pass, forecast beside measured."""
+    """Return the forecast and the measured memory of a pass."""
     trainer = config.trainer
     tokens, longest = trainer.micro_batch_tokens, config.longest_request
     if is_cpu := trainer.device == "cpu":
@@ -219,7 +219,7 @@ def _memory_lines(
 
 
 def _change(config: Config, model: Path, *, mode: Mode, most: int, memory: int) -> str:
-    """Return what to change so that a pass fits, if `most` tokens do now."""
+    """Return what to change so that a pass fits; with the current settings, passes of up to `most` tokens fit."""
     import torch
 
     from dora.trainer.forecast import FITS, Outline, choose_mode, largest_pass

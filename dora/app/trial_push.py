@@ -1,8 +1,8 @@
 """Pushes the model to each server once, as a run does: publishes it in the version store and has each server load it.
 
 This detects stores that another host cannot see or another user cannot read. Invariant: afterwards each server has its
-former weights and label, and the disk is unchanged. Servers with weights other than the model's are therefore skipped,
-because theirs could not be restored. The caller sets the umask of a run (`set_umask`).
+former weights and label, and the disk is unchanged. Servers that hold other weights than the model's are therefore
+skipped: their weights could not be restored. The caller sets the umask of a run (`set_umask`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Held:
     """A server and the weights that it holds before the push."""
 
     url: str
-    field: str  # the setting that names it
+    field: str  # the setting that names the server
     label: str
     is_model: bool  # its weights are those of model.path
 

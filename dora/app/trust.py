@@ -1,4 +1,4 @@
-"""Whether what a run folder names may be executed: only if this user wrote its configuration, or allows it.
+"""Decides whether code that a run folder names may be executed: only if this user wrote its configuration or allows it.
 
 What a folder says about itself proves nothing, because others may have made it. Each start signs the configuration
 (journal/signature.py); a resume, and `dora track` with a class that the folder names, verify the signature first.
@@ -25,7 +25,7 @@ log = structlog.get_logger(__name__)
 
 #: `module:name` or `file.py:name`; an address has a slash after its colon.
 _FUNCTION: Final = re.compile(r"[\w./~-]+:[A-Za-z_]\w*")
-#: Last part of the keys that name commands, or decide what these do.
+#: Last part of the keys that name commands, or that change what commands do.
 _OF_COMMANDS: Final = frozenset({"command", "args", "python", "import_path"})
 _OF_ENVIRONMENT: Final = "engine.environment."
 #: Bounds on what one line shows.
@@ -48,8 +48,8 @@ def write_config(folder: RunFolder, config: Config, *, run_id: str) -> None:
 def require_trust(folder: RunFolder, config: Config, *, named: Iterable[str], to: str) -> None:
     """Raise ConfigError unless a start of this user has signed the folder's configuration.
 
-    `config`: the same with the user's overrides. `to`: what the user is about to do ("a resume"), which would execute
-    what is `named`.
+    `config`: the folder's configuration with the user's overrides. `to`: what the user is about to do ("a resume").
+    `named`: the commands and functions that this would execute.
     """
     signed = foreign.read(folder.config, max_bytes=MAX_CONFIG_BYTES)
     if signature.is_signed(signed, run_id=Journal(folder.journal).header.run_id, keys=_keys(config)):

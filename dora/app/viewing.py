@@ -1,4 +1,4 @@
-"""What a run folder shows: the same page as a run that goes on, served or as one file."""
+"""The page of a run folder, the same as the page of a running run: served, or as one file."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from dora.status.snapshot import Snapshot
 
 #: Largest report.
 MAX_REPORT_BYTES: Final = 5 * 10**6
-#: Bounds of a report to begin with.
+#: Bounds of a report in the first attempt; they are lowered if the report is too large.
 _REPORT_ROWS: Final = 1_000
 _REPORT_BYTES: Final = 2**20
 _REPORT_SAMPLES: Final = 50
 
 
 def folder_data(path: Path, *, bounds: Bounds = HTTP_BOUNDS) -> RunData:
-    """Return what a run folder shows, now or as it was at the end; ConfigError if it is none."""
+    """Return the data of a run folder, current or as of the run's end; ConfigError if it is not a run folder."""
     folder = RunFolder.open(path)
     read_saved(path)
 
@@ -57,7 +57,7 @@ def samples_token(path: Path) -> str:
 
 
 async def make_report(path: Path) -> bytes:
-    """Return the page with all that it shows as one HTML file of at most MAX_REPORT_BYTES."""
+    """Return the page with all its data as one HTML file of at most MAX_REPORT_BYTES."""
     for halvings in range(8):
         bounds = Bounds(
             rows=_REPORT_ROWS >> halvings, size=_REPORT_BYTES >> halvings, samples=_REPORT_SAMPLES >> halvings

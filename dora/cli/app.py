@@ -22,7 +22,7 @@ from dora.cli.output import say, tell
 from dora.cli.processes import Seed, TimeScale, WorkloadPath, processes
 from dora.errors import ConfigError, DoraError
 
-#: Errors of the operating system that no program can prevent, and a user may mend.
+#: Errors of the operating system that a program cannot prevent, but a user may be able to fix.
 _FAULTS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE}
 #: Distributions on the index that install a package `dora`.
 _NAMESAKES = ("dora-rs", "dora-search")
@@ -124,7 +124,7 @@ def run(
 
 
 def _say_preparing() -> None:
-    """Say at a terminal what takes some seconds, until there is a run folder."""
+    """At a terminal, say that preparing takes some seconds; there is no other output until the run folder exists."""
     if sys.stdout.isatty():
         say("preparing: modules, configuration, model and prompts")
 
@@ -168,7 +168,7 @@ def status(
     source: Annotated[
         str, typer.Argument(metavar="URL|DIR", help="Address of a run's status endpoint, or a run folder.")
     ] = "http://127.0.0.1:8421",
-    watch: Annotated[bool, typer.Option("--watch", help="Keep showing it until it ends.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Keep showing the run until it ends.")] = False,
 ) -> None:
     """Show a run: while it is running, or how it ended."""
     from dora.cli.status import status as command
@@ -184,9 +184,9 @@ def view(
     demo: Annotated[bool, typer.Option("--demo", help="Show a recorded run that comes with DORA.")] = False,
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the page; 0 for any free one.")] = 8422,
     host: Annotated[
-        str, typer.Option(help="Address to listen on. Elsewhere than on this machine, answers need the status token.")
+        str, typer.Option(help="Address to listen on. Unless it is loopback, answers need the status token.")
     ] = "127.0.0.1",
-    open_browser: Annotated[bool, typer.Option("--open", help="Open it in a browser.")] = False,
+    open_browser: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
 ) -> None:
     """Serve the page of a run from its folder."""
     from dora.cli.view import view as command
@@ -254,7 +254,7 @@ def track(
     ] = None,
     trust_folder: TrustFolder = False,
 ) -> None:
-    """Log in its trackers what they lack of a run that has ended."""
+    """Send the rows that the trackers of an ended run are missing."""
     from dora.cli.track import track as command
 
     command(folder, to=to, trust_folder=trust_folder)
@@ -429,7 +429,7 @@ def main() -> None:
 
 
 def _fault(err: Exception) -> DoraError | None:
-    """Return what the machine refuses, if that is all that happened; None if it may be a bug."""
+    """Return an error that says what the operating system refused; None if the exception may be a bug."""
     if isinstance(err, ExceptionGroup):
         faults = [_fault(one) for one in err.exceptions]
         return None if None in faults else faults[0]

@@ -20,7 +20,7 @@ from dora.node.lease import hold
 from dora.trackers.follow import follow as follow_rows
 from dora.trackers.kinds import FIELD, KINDS, require_installed, title
 
-#: Of a tracker's process: generation and training come first.
+#: Niceness of a tracker's process: generation and training come first.
 NICENESS = 10
 
 
@@ -46,7 +46,7 @@ def track(path: Path, *, to: Sequence[str] | None, trust_folder: bool) -> None:
 
 
 def follow(path: Path, name: str) -> None:
-    """Log until SIGTERM, and then what is left."""
+    """Log new rows until SIGTERM, and then the rows that are left."""
     os.nice(NICENESS)
     watch_own_lease()
     folder = RunFolder.open(path)

@@ -21,7 +21,7 @@ from dora.guard import is_loopback
 
 
 def view(folder: Path | None, *, host: str, port: int, open_browser: bool) -> None:
-    """Serve the page until Ctrl-C. `folder`: None for the run that comes with DORA."""
+    """Serve the page until Ctrl-C. `folder`: None shows the recorded run that comes with DORA."""
     with suppress(KeyboardInterrupt):
         if folder is not None:
             asyncio.run(_serve(folder, host=host, port=port, open_browser=open_browser))
@@ -57,7 +57,7 @@ def write_trace(folder: Path, output: Path | None) -> None:
 
 
 def _write(path: Path, write: Callable[[IO[bytes]], int]) -> int:
-    """Write a file so that a failure leaves no incomplete one, whatever others may have placed beside it."""
+    """Write a file so that a failure leaves no incomplete file. Files placed in the folder by others do not matter."""
     written = path.with_name(f".{path.name[:200]}-{secrets.token_hex(8)}")
     try:
         with written.open("xb") as file:

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from dora.config.schema import Config
 
-#: Keys and sections that decide where a run happens, how fast it is and who watches it, but not what is learned.
+#: Keys and sections that decide where a run takes place, how fast it is and who watches it, but not what is learned.
 OPERATIONAL: Final = (
     "run.name",
     "run.folder",

@@ -57,8 +57,8 @@ _LONG_KEY = re.compile(rf"(?<![\w.-]){_PART}(?:[ \t]*+\.[ \t]*+{_PART}){{100}}")
 def load(path: Path | None, overrides: Sequence[str] = (), *, environ: Mapping[str, str]) -> Config:
     """Return the defaults, overlaid in turn by the file at `path`, each `a.b=value`, and the secrets in `environ`."""
     data = Config().model_dump(mode="json")
-    data["objective"] = {}  # the defaults of its keys depend on those that are given
-    rewards = data["task"].pop("rewards")  # so does this one, which is for the built-in arithmetic
+    data["objective"] = {}  # the defaults of its keys depend on the keys that are given
+    rewards = data["task"].pop("rewards")  # so does this default, which is for the built-in arithmetic
     if path is not None:
         _overlay(data, read_toml(path))
     if isinstance(data["task"], dict) and any(override.strip().startswith("task.rewards.") for override in overrides):
@@ -72,7 +72,7 @@ def load(path: Path | None, overrides: Sequence[str] = (), *, environ: Mapping[s
         origins[key] = f"--set {override}"
     match data:
         case {"environment": {"name": str(name)}, "task": dict(task)} if name:
-            task.setdefault("rewards", [])  # only its own rewards count
+            task.setdefault("rewards", [])  # the default is for tasks without an environment
     _refuse_hidden_preset(given, data["objective"], origins=origins, path=path)
     _refuse_secrets(data)
     for section, name, field in _secrets():
@@ -136,7 +136,7 @@ def _overlay(data: dict[str, Any], given: Mapping[str, Any]) -> None:
 
 
 def _replace_loss(objective: Any, override: str) -> None:
-    """Remove the options of the loss that a file names, before --set names another one, whose options differ."""
+    """Remove the options of the file's loss before --set names another loss, whose options differ."""
     loss = objective.get("loss") if isinstance(objective, dict) else None
     kind = _value(override.partition("=")[2].strip())
     if isinstance(loss, dict) and loss.get("kind", kind) != kind:
@@ -144,9 +144,10 @@ def _replace_loss(objective: Any, override: str) -> None:
 
 
 def _refuse_hidden_preset(given: Any, objective: Any, *, origins: Mapping[str, str], path: Path | None) -> None:
-    """Refuse a --set of a preset whose keys the file gives otherwise: it would have no effect, as keys take precedence.
+    """Refuse a --set of a preset if the file sets the preset's keys to other values: the --set would have no effect,
+    because keys take precedence over the preset.
 
-    A file that spells everything out, like the configuration of a run, does so.
+    A file that spells everything out, like the configuration of a run, is such a file.
     """
     name = objective.get("preset") if isinstance(objective, dict) else None
     if "objective.preset" not in origins or not isinstance(given, dict) or name == given.get("preset"):

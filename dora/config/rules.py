@@ -1,6 +1,6 @@
 """Rules that span the fields of a configuration, so that a contradiction is found before anything starts.
 
-Those within `[objective]` are in `dora/objectives/rules.py`, those of the terms of a reward in `terms.py`.
+Rules within `[objective]` are in `dora/objectives/rules.py`, rules about the terms of a reward in `terms.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dora.objectives.settings import ObjectiveConfig
 if TYPE_CHECKING:
     from dora.config.schema import Config
 
-#: The address of a server, and the one the controller listens on (ZeroMQ resolves wildcards and interface names).
+#: The address of a server, and the address on which the controller listens (ZeroMQ resolves wildcards and interfaces).
 _SERVER_URL = re.compile(r"https?://[^\s/]+(/\S*)?")
 _LISTEN_ADDRESS = re.compile(r"tcp://\S+:(\d+|\*)")
 #: The index of a prompt's source is one byte.

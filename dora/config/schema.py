@@ -111,15 +111,15 @@ class RolloutConfig(Section):
     refill: bool = False
     """Admit new prompts under old versions too, where rule F allows it. 3-10 % slower in simulation."""
     calls: Literal["keep", "pinned", "release"] = "release"
-    """What an episode holds during a call of its environment. `keep`: its slot and KV. `pinned`: these for the time
-    that its prefill would cost, then neither, but its version keeps its last instance. `release`: as `pinned`, and
-    after a while the last instance may serve another version."""
+    """What an episode holds while its environment is called. `keep`: its slot and its KV. `pinned`: slot and KV for as
+    long as computing the KV again would take; then it gives both up, but the last instance of its version stays with
+    that version. `release`: like `pinned`, but after a while the last instance may serve another version."""
     watchdog_s: Seconds = 120.0
     """An instance is lost if none of its requests gets a token for this long, even if it still answers health checks;
     reading a long prompt counts as progress. A single request that gets no token for three times as long, while others
     on its instance do, is stopped and continued on another instance."""
     max_attempts: Positive = 8
-    """Maximum number of attempts at one trajectory. After that its group fails with the reason of the last one.
+    """Maximum number of attempts at one trajectory. After that its group fails with the reason of the last attempt.
     Attempts that ended because an instance was lost do not count."""
 
 
@@ -172,8 +172,8 @@ class EngineConfig(Section):
     decode: DecodeConfig = DecodeConfig()
     """Duration of a decoding step."""
     prefill_s_per_token: Annotated[float, Field(ge=0.0)] = 5e-5
-    """Time in which an instance reads one token: what it costs to continue an episode where its KV is not
-    (`rollout.calls`)."""
+    """Time in which an instance reads one token. It gives the cost of continuing an episode on an instance that does
+    not have the KV of the episode (`rollout.calls`)."""
     base_port: Annotated[int, Field(ge=0, le=65_535)] = 0
     """Managed instance i listens on port base_port + i. 0: free ports are chosen."""
     device: Literal["cpu", "cuda"] = "cpu"
@@ -219,10 +219,11 @@ class TrainerConfig(Section):
     """Compute the logits in float32 where `dtype` is bfloat16, so that they are not rounded to 16 bits. Use it if the
     log-probs of trainer and engine differ too much."""
     activation_checkpointing: Literal["none", "selective", "full", "auto"] = "auto"
-    """What the layers keep of a micro-batch for its backward pass; the rest is computed again. `selective`: the outputs
-    of matrix products and attention (about half the memory, 6 % more time). `full`: the input of each layer (a
-    twentieth, 27 %). Results are the same. `auto`: the first of them whose forecast fits in the memory of the GPU or,
-    on a CPU, in the rank's share of the host's free memory; `dora check` shows the forecast."""
+    """What the layers keep of a micro-batch for its backward pass; the rest is computed again. `none`: everything is
+    kept. `selective`: the outputs of matrix products and attention (about half the memory, 6 % more time). `full`: the
+    input of each layer (a twentieth of the memory, 27 % more time). Results are the same. `auto`: the first of these
+    modes whose forecast fits in the memory of the GPU or, on a CPU, in the rank's share of the host's free memory;
+    `dora check` shows the forecast."""
     compile: bool = False
     """Compile the decoder layers (torch.compile). The forward pass is checked as compiled. It takes seconds to minutes
     at the start, and on a CPU nothing is gained (unverified without a GPU). `activation_checkpointing` must be `none`
@@ -231,9 +232,9 @@ class TrainerConfig(Section):
     """`muon`: orthogonalized momentum for the hidden matrices, experts one by one, and AdamW for embeddings, head,
     norms and biases. Its steps are scaled so that the learning rate and weight decay of AdamW apply."""
     optimizer_state: Literal["device", "host", "8bit"] = "device"
-    """How the moments of AdamW are held. `device`: in float32, 8 bytes for each parameter of a rank. `8bit`: in 8 bits
-    each, 2.02 bytes for each parameter. `host`: in the memory of the host, with 16 bytes in all; the update is computed
-    there too."""
+    """How the moments of AdamW are stored. `device`: in float32, 8 bytes for each parameter of a rank. `8bit`: in 8
+    bits each, 2.02 bytes for each parameter. `host`: in the memory of the host, which then holds 16 bytes for each
+    parameter; the update is computed there too."""
     threads: Positive = 1
     """Number of torch threads per rank."""
     micro_batch_tokens: Positive = 4_096
@@ -243,7 +244,8 @@ class TrainerConfig(Section):
     """Peak learning rate."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Learning rate after the warm-up. `linear`, `cosine`: it falls to `min_learning_rate` at the end of `run.steps`.
-    All updates of a step have the same rate. A resume that raises `run.steps` follows the schedule of the new one."""
+    All updates of a step have the same rate. After a resume that raises `run.steps`, steps follow the schedule of the
+    new number."""
     min_learning_rate: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.0
     """Learning rate at which `linear` and `cosine` end, as a share of the peak."""
     warmup_steps: Annotated[int, Field(ge=0)] = 2
@@ -261,20 +263,20 @@ class TrainerConfig(Section):
     more than one, a rank keeps the state before the step on the host, 12 bytes for each of its parameters, for a
     checkpoint in mid-step."""
     shared_prompts: Literal["auto", "on", "off"] = "auto"
-    """Compute a prompt once for its sibling answers. `auto`: where they would have over 1.15 times as many tokens
-    otherwise, and the model allows it; `on`: always, and an error if the model does not."""
+    """Compute a prompt once for its sibling answers. `auto`: if the answers would otherwise have over 1.15 times as
+    many tokens, and the model allows it. `on`: always; it is an error if the model does not allow it."""
     copies: Literal["device", "host"] = "device"
-    """Where the weights of the proximal policy (needed with `updates` > 1, unless objective.proximal is `approximate`)
-    and of the reference policy (objective.kl_coefficient > 0) are: 2 bytes for each parameter of a rank and each of
-    the two if `dtype` is bfloat16, else 4. `host`: in pinned memory of the host, from which every layer is fetched
-    before it computes (unverified without a GPU)."""
+    """Where a rank stores its part of the proximal policy (needed with `updates` > 1, unless objective.proximal is
+    `approximate`) and of the reference policy (objective.kl_coefficient > 0). Each of the two policies takes 2 bytes
+    per parameter if `dtype` is bfloat16, otherwise 4. `host`: in pinned memory of the host, from which every layer is
+    fetched before it computes (unverified without a GPU)."""
     probe_tokens: Annotated[int, Field(ge=0)] = 512
-    """Most stale tokens, prompts included, of a rank and step whose log-probs are also computed under the version that
-    sampled them, so that the mismatch of the engine (`engine_mismatch_k3`) is known apart from the drift of the weights
-    (`version_drift_k3`). 0 is off. It is always off with strategies whose answers have tokens of several versions
-    (`partial`, `partial_bounded`, `partial_sync`)."""
+    """Size of the probe: the maximum number of stale tokens per rank and step, prompts included, whose log-probs are
+    also computed under the version that sampled them. The probe measures the mismatch of the engine
+    (`engine_mismatch_k3`) separately from the drift of the weights (`version_drift_k3`). 0 turns it off. It is always
+    off with strategies whose answers have tokens of several versions (`partial`, `partial_bounded`, `partial_sync`)."""
     probe_every: Positive = 4
-    """Number of steps from one such probe to the next. A probe reads the rank's rows of a whole version."""
+    """Number of steps from one probe (`probe_tokens`) to the next. A probe reads the rank's rows of a whole version."""
     checkpoint_every: Positive = 10
     """Number of steps between resumable checkpoints. A clean stop writes one too."""
     stop_timeout_s: Seconds = 600.0
@@ -288,8 +290,8 @@ class SourceConfig(Section):
 
     kind: Literal["arithmetic", "reasoning_gym", "seeds", "jsonl", "parquet", "datasets", "function"] = "arithmetic"
     """`arithmetic`: the built-in long-tailed task. `reasoning_gym`: a dataset of that package, by name. `seeds`: rows
-    with nothing but a `seed` and the `options`, for an environment that draws its task from them; those of training and
-    of held-out sets differ. `jsonl`, `parquet`: a file. `datasets`: a Hugging Face dataset. `function`: a function of
+    with nothing but a `seed` and the `options`, for an environment that draws its task from them; training and held-out
+    sets get different seeds. `jsonl`, `parquet`: a file. `datasets`: a Hugging Face dataset. `function`: a function of
     yours that returns an iterable of rows."""
     name: str = ""
     """Name of the dataset (`reasoning_gym`, `datasets`), or module:function (`function`)."""
@@ -308,8 +310,8 @@ class SourceConfig(Section):
     weight: Annotated[float, Field(gt=0.0)] = 1.0
     """Share of prompts drawn from this source, relative to the other sources."""
     label: str = ""
-    """Name of the source for rewards: `task.rewards[].sources` lists labels, and reward functions are given it. Sources
-    may share a label."""
+    """Label of the source for rewards: `task.rewards[].sources` lists labels, and reward functions receive the label.
+    Sources may share a label."""
     advantage: Advantage | None = None
     """How the advantages of this source are computed. Unset: by `objective.advantage`."""
 
@@ -350,8 +352,8 @@ class TaskConfig(Section):
     sources: tuple[SourceConfig, ...] = (SourceConfig(options={"max_terms": 48}),)
     """Prompt sources, mixed by their weights."""
     rewards: tuple[RewardConfig, ...] = (RewardConfig(kind="regex", pattern=r"(?:^|\D)(\d\d)$"),)
-    """Terms of the reward. Default with an environment: none, so that only the environment gives rewards. Without one,
-    the default only scores the built-in arithmetic, and every other source needs a term."""
+    """Terms of the reward. Default with an environment: none, so that only the environment gives rewards. Default
+    without an environment: a term for the built-in arithmetic; every other source needs a term of its own."""
     system_prompt: str = ""
     """System message put before every prompt (needs a chat template). A row's own system message takes precedence."""
     chat_template: bool = False
@@ -364,8 +366,8 @@ class TaskConfig(Section):
     """Maximum number of tokens in a prompt; `overlong` decides what happens to longer ones."""
     overlong: Literal["skip", "fail"] = "skip"
     """How a row over `max_prompt_tokens` is handled. `skip`: it keeps its position in the stream but is not used; if
-    more than half of the first 1,000 rows are over the limit, that is still an error. `fail`: the command fails with
-    file and line: at the start for one of the first 10,000 rows, otherwise when the row is drawn."""
+    more than half of the first 1,000 rows are over the limit, that is still an error. `fail`: the command fails and
+    names file and line: at the start if the row is among the first 10,000, otherwise when the row is drawn."""
     graders: Positive = 1
     """Number of grader processes."""
     grade_timeout_s: Seconds = 10.0
@@ -408,24 +410,25 @@ class EnvironmentConfig(Section):
     """Number of CPU cores that a host and the processes it starts may use (on Linux); hosts get different ones, from
     the last core down, as long as there are enough. 0: all cores."""
     max_turns: Positive = 16
-    """Maximum number of turns in an episode. One that reaches it ends there, truncated."""
+    """Maximum number of turns in an episode. An episode that reaches it ends there and is truncated."""
     episode_timeout_s: Seconds | None = None
-    """Time limit of an episode from its first request on, waiting included. It is looked at when a turn ends: the
-    environment is then not called again, and the episode ends, truncated. A resume begins it anew. Unset: no limit."""
+    """Time limit of an episode, measured from its first request, waiting included. The limit is checked when a turn
+    ends: if it has passed, the environment is not called again, and the episode ends and is truncated. After a resume
+    the time starts again at 0. Unset: no limit."""
     renderer: dict[str, Any] = Field(default={})
     """The renderer of the model's family, in the terms of the package `renderers`: `name` and its options, or `name =
     "custom"` and `import_path`. Empty: recognized by the chat template (docs/AGENTS.md)."""
     output_bytes: Annotated[int, Field(ge=1, le=1_000_000)] = 8_192
     """Maximum size of the text of one observation; longer text is cut, with a mark that the model sees."""
     failure_budget: Fraction = 0.5
-    """The run fails if more than this share of `failure_window` episodes of one source have failed in the environment.
-    1: it never does."""
+    """The run fails if more than this share of the last `failure_window` episodes of one source failed in the
+    environment. 1: the run never fails for this reason."""
     failure_window: Positive = 100
-    """Number of episodes of a source, the latest, over which `failure_budget` is a share."""
+    """Number of the latest episodes of a source to which `failure_budget` applies."""
     row_failures: Positive = 8
     """After this many episodes of a row have failed in the environment through faults of their own, the row is set
-    aside: its further episodes fail at once. The loss of a host counts once against a row, unless a replay makes it
-    good, and only until an episode of the row goes well."""
+    aside: its further episodes fail at once. The loss of a host counts once against a row, unless the episode is
+    replayed on another host, and only until an episode of the row succeeds."""
 
     @property
     def capacity(self) -> int:
@@ -458,9 +461,9 @@ class EvalConfig(Section):
     )
     """Held-out sets; empty: no evaluation."""
     every: Annotated[int, Field(ge=0)] = 8
-    """Number of steps between evaluations; 0: only at the beginning and at the end. One version is evaluated at a time
-    and one more waits, kept until its turn; if a newer one is due before that, it is skipped, and the log, the metrics
-    and the status say so."""
+    """Number of steps between evaluations; 0: only at the beginning and at the end. One version is evaluated at a time,
+    and one more version is kept and waits for its turn. If a newer version is due before that, the waiting version is
+    skipped, and the log, the metrics and the status say so."""
     max_slot_share: Fraction = 0.1
     """Share of all slots that evaluation may take while training could use them."""
 
@@ -475,7 +478,8 @@ class WeightsConfig(Section):
     `distributed`: a process beside the trainer broadcasts them (by gloo, or by NCCL if trainer and server are on GPUs),
     and log-probs or checksums are compared after each push. Data-parallel servers read the folder in both cases."""
     keep: Annotated[int, Field(ge=0)] = 0
-    """Number of durable versions to keep besides those still needed, newest first; 0 keeps all."""
+    """Number of durable versions to keep in addition to the versions that are still needed: the newest ones. 0 keeps
+    all."""
 
 
 class StatusConfig(Section):
@@ -496,11 +500,11 @@ class LogConfig(Section):
     level: Literal["debug", "info", "warning", "error"] = "info"
     """Lowest level that is written to `log.jsonl` in the run folder."""
     trajectories_per_step: Annotated[int, Field(ge=0)] = 4
-    """Number of trained trajectories per step that are written to `trajectories.jsonl`, with text, tokens, log-probs
-    and the terms of the reward. Up to as many again of the groups that were left out are written per step, and as many
-    per evaluation."""
+    """Maximum number of trained trajectories per step that are written to `trajectories.jsonl`, with text, tokens,
+    log-probs and the terms of the reward. In addition, up to this number of trajectories from groups that were left out
+    is written per step, and up to this number per evaluation."""
     trajectories_mb: Annotated[int, Field(ge=0)] = 1024
-    """Size of `trajectories.jsonl`, in MiB, from which on no more trajectories are written to it."""
+    """Maximum size of `trajectories.jsonl`, in MiB. Once the file has reached it, no more trajectories are written."""
 
 
 class TrackingConfig(Section):
@@ -560,7 +564,8 @@ class Config(Section):
 
     @property
     def max_row_tokens(self) -> int | None:
-        """Most tokens of all rows of a forked episode, if the objective needs them in one forward pass; else None."""
+        """Maximum number of tokens of all rows of a forked episode together, if the objective needs them in one forward
+        pass; otherwise None."""
         if not compares_sequences(self.objective):
             return None
         return max(self.trainer.micro_batch_tokens, self.longest_request)

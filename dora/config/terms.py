@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 def term_problems(
     field: str, terms: Sequence[RewardConfig], *, labels: Mapping[str, str], budget: int
 ) -> Iterator[str]:
-    """Yield a line for each problem. `labels`: of the sources whose answers are scored, by field of the configuration;
-    `budget`: tokens of an answer."""
+    """Yield a line for each problem. `labels`: configuration field of each source whose answers are scored -> its
+    label. `budget`: maximum number of tokens of an answer."""
     known = sorted({label for label in labels.values() if label})
     for index, term in enumerate(terms):
         for label in term.sources:

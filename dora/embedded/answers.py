@@ -56,7 +56,8 @@ class CallAnswer:
         return answer
 
     def _ended_in_queue(self) -> bool:
-        """SGLang makes these answers outside the batch: always with a text, never with the prompt's counts."""
+        """Whether the request ended in the queue. SGLang makes such answers outside the batch: always with a text,
+        never with the counts of the prompt."""
         return self.generation.done and self.generation.finish_reason in (ABORTED_WAITING, QUEUE_FULL)
 
     def _meta(self, start: int, end: int) -> dict[str, Any]:

@@ -52,8 +52,8 @@ class Joined:
 
 
 class Decoder(Model, Protocol):
-    """Rows of running requests. New rows are appended, in the order in which `join` lists them; a row that leaves is
-    replaced by the last one. Tokens come from `step` alone."""
+    """Rows of running requests. New rows are appended, in the order in which `join` lists them. When a row leaves, the
+    last row takes its place. Tokens come from `step` alone."""
 
     def join(self, joiners: Sequence[Joiner]) -> list[Joined]: ...  # prefills what is not cached
     def step(self) -> tuple[list[int], list[float]]: ...  # one token and log-prob per row
@@ -61,8 +61,8 @@ class Decoder(Model, Protocol):
 
 
 def waves(generations: Sequence[Generation]) -> list[list[Generation]]:
-    """Group requests for prefill. The lengths in a wave are within a factor of two, which bounds padding. Siblings come
-    after the first of them, whose prompt they then find in the prefix cache."""
+    """Group requests for prefill. The lengths in a wave are within a factor of two, which bounds padding. Of siblings,
+    one comes first, and the others come in a later wave, in which they find the prompt in the prefix cache."""
     leaders: list[Generation] = []
     followers: list[Generation] = []
     seen: set[tuple[str, tuple[int, ...]]] = set()

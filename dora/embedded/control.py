@@ -76,7 +76,7 @@ async def _end_all(batcher: Scheduler) -> None:
 
 
 async def health(request: web.Request) -> web.Response:
-    """200 once a token was generated after the request arrived: by a probe or, on a busy server, by any request."""
+    """Answer 200 once a token was generated after the call arrived: by a probe or, on a busy server, by any request."""
     engine = request.app[ENGINE]
     if engine.draining:
         return web.Response(status=503)

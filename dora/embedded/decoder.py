@@ -1,12 +1,13 @@
 """A small `transformers` causal LM as a Decoder: rows of different lengths in one KV tensor, stepped together.
 
 The model's own forward runs; DORA supplies only the cache and the attention call (`slots.py`). Rows 0..n-1 are the live
-requests and always dense, so that a step reads views and copies nothing; when a row leaves, the last one takes its
-place. A prefill stops before the last prompt token: like a sampled token, that one is pending and is computed in the
-next step with those of all other rows, so that a request whose prompt is cached needs no separate forward. Invariant:
-KV positions below a row's length hold its tokens in order, and the positions behind are masked and finite. An extra row
-receives the writes of padding. A model whose layers have states sees no padding and continues no prompt, which not all
-families can: each row is prefilled alone and at once, and the prefix cache serves whole prompts. Not thread-safe.
+requests and always dense, so that a step reads views and copies nothing; when a row leaves, the last row takes its
+place. A prefill stops before the last prompt token. Like a sampled token, the last prompt token is pending, and the
+next step computes it together with the pending tokens of all other rows. So a request whose prompt is cached needs no
+separate forward. Invariant: KV positions below a row's length hold its tokens in order, and all later positions are
+masked and finite. An extra row receives the writes of padding. Models whose layers have states cannot all skip padding
+or continue a prompt. So each of their rows is prefilled alone and as a whole, and the prefix cache serves whole prompts
+only. Not thread-safe.
 
 Legend: B rows, T new tokens per row, V vocabulary.
 """
@@ -45,11 +46,11 @@ LENGTH_STEP = 32  # positions read are rounded up to this, so that kernels see f
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """The part of a prompt that the prefix cache holds; the last token is never taken from it."""
+    """The part of a prompt that the prefix cache holds; the last prompt token is never taken from the cache."""
 
     saved: Saved | None
-    held: int  # tokens it holds
-    length: int  # tokens taken from it
+    held: int  # tokens that the cache holds
+    length: int  # tokens taken from the cache
     missing: int  # tokens to prefill
 
 
@@ -73,9 +74,9 @@ class CausalDecoder:
         self._ints = torch.zeros(slots, 5, dtype=torch.int64, device=device)
         self._length, self._token, self._seed, self._top_k, self._greedy = self._ints.unbind(1)
         self._floats = torch.ones(slots, 3, device=device)
-        self._settings: SamplingTensors | None = None  # of all live rows; None when they have changed
+        self._settings: SamplingTensors | None = None  # settings of all live rows; None when the rows have changed
         self._poisoned = False  # the model returned NaN, so the KV may contain NaN
-        self._lengths: list[int] = []  # of the live rows, on the host
+        self._lengths: list[int] = []  # lengths of the live rows, on the host
         self._bans: list[tuple[int, Sequence[int]] | None] = []  # (first index allowed, token ids) of the live rows
         self._row_ids = torch.arange(slots, device=device)
         self._prefixes: PrefixCache[Saved] = PrefixCache(budget_tokens=kv_tokens // 4)
@@ -86,7 +87,8 @@ class CausalDecoder:
 
     @torch.inference_mode()
     def join(self, joiners: Sequence[Joiner]) -> list[Joined]:
-        """Add rows. Those to prefill come first, so that they form one view; the others need no forward pass."""
+        """Add rows. Rows that need a prefill come first, so that they form one view; the others need no forward
+        pass."""
         found = [self._find(joiner) for joiner in joiners]
         order = sorted(range(len(joiners)), key=lambda i: found[i].missing == 0)
         joiners, found = [joiners[i] for i in order], [found[i] for i in order]
@@ -271,7 +273,7 @@ class CausalDecoder:
         )
 
     def _try(self, act: Callable[..., Result], *arguments: Any) -> Result:
-        """Run a first forward pass: where an unsupported architecture shows."""
+        """Run a first forward pass; an unsupported architecture fails here, with a ConfigError."""
         try:
             with torch.inference_mode():
                 return act(*arguments)
@@ -289,7 +291,7 @@ def _from_start(logprobs: list[float] | None, joiner: Joiner) -> list[float | No
 
 
 def _build(folder: Path, *, device: str, dtype: str) -> tuple[Any, frozenset[str]]:
-    """Return the model, and the names of the tensors in the folder that it has no use for."""
+    """Return the model, and the names of the tensors in the folder that the model does not use."""
     config = load_config(folder, field="--model-path")
     if dtype not in DTYPES:
         raise ConfigError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
@@ -316,7 +318,8 @@ def _build(folder: Path, *, device: str, dtype: str) -> tuple[Any, frozenset[str
 
 
 def _context_tokens(config: PretrainedConfig, filled: DynamicCache, *, kv_tokens: int) -> int:
-    """Return the context length, at most that within which attention is full and no token's rope depends on others."""
+    """Return the context length: at most the length up to which every token sees all earlier ones, and the rotary
+    angles of a token do not depend on other tokens."""
     windows = [window for layer in filled.layers if (window := getattr(layer, "sliding_window", None))]
     known = (positions(config), dynamic_from(config), rope_limit(config), *windows)
     limits = [limit for limit in known if limit is not None]

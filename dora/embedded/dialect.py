@@ -1,7 +1,7 @@
 """The differences between the releases of SGLang that the embedded engine can imitate (docs/SGLANG.md).
 
-Handlers read these facts and never compare versions. `dora serve --dialect` chooses one; the others exist so that tests
-show the client to work with each release.
+Handlers read these facts and never compare versions. `dora serve --dialect` chooses a release. All but the default are
+for tests, which show that the client works with each release.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Dialect:
     has_ready: bool = True  # GET /ready
     has_get_load: bool = False  # GET /get_load, which /v1/loads replaced
     has_update_gate: bool = True  # tensor and distributed updates are refused outside begin_ and end_weight_update
-    #: A paused server flushes even if requests are queued, as retracted ones are. False: the queue must be empty.
+    #: A paused server flushes even if requests (such as retracted ones) are queued. False: the queue must be empty.
     flushes_over_queue: bool = True
     #: An update that cannot flush changes the weights, keeps the label and answers 400. False: the server dies.
     outlives_failed_flush: bool = True

@@ -33,7 +33,7 @@ class Engine:
     tokenizer: TextCodec | None
     arguments: dict[str, Any]  # for /server_info
     api_key: str | None
-    label: str  # of the last update that succeeded, shown by /model_info; spans have the batcher's
+    label: str  # label of the last successful update, shown by /model_info; version spans use the batcher's label
     updating: bool = False  # between begin_ and end_weight_update
     groups: dict[str, Any] = field(default_factory=dict)  # process groups that transfer weights, by name
     draining: bool = False
@@ -58,7 +58,7 @@ def outcome(message: str, *, success: bool, **more: Any) -> web.Response:
 
 
 async def read_body(request: web.Request, kind: type[Body]) -> Body:
-    """The request's body as `kind`. Unknown keys are ignored; any other mistake is answered with SGLang's 400."""
+    """Decode the request's body as `kind`. Unknown keys are ignored; any other mistake is answered with a 400."""
     try:
         return msgspec.json.decode(await request.read() or b"{}", type=kind)
     except NOT_A_BODY as err:

@@ -1,8 +1,8 @@
 """The gate in front of generation: a pause holds new requests back; a weight update without a pause waits until the
 server is empty.
 
-A request that waits at the gate is not live: it cannot be aborted and is in no queue, and it is generated under the
-weights that the server holds when it passes.
+A request that waits at the gate is not live: it cannot be aborted and is in no queue. It is generated under the weights
+that the server holds when the request passes the gate.
 """
 
 from __future__ import annotations

@@ -18,7 +18,8 @@ from dora.embedded.requests import BadBody, BadValue, GenerateCall, RefusedCall,
 from dora.embedded.text import Text
 from dora.engine.sglang import protocol
 
-#: Headers wait this long for a first chunk to share a packet with: a write costs as much as a step of a small model.
+#: Headers wait this long, so that they can share a packet with the first chunk: a write costs as much as a step of a
+#: small model.
 HEADERS_AFTER_S = 0.05
 _DONE_EVENT = f"data: {protocol.DONE}\n\n".encode()
 _STREAM_HEADERS = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
@@ -77,12 +78,12 @@ async def _open(request: web.Request) -> web.StreamResponse:
 async def _stream(
     request: web.Request, engine: Engine, answer: CallAnswer, opened: web.StreamResponse | None
 ) -> web.StreamResponse:
-    """Send chunks as they are published. An answer that is complete before its headers are due is one write."""
+    """Send chunks as they are published. If the answer is complete before its headers are due, all is one write."""
     generation = answer.generation
     if opened is None:
         with suppress(TimeoutError):
             async with asyncio.timeout(HEADERS_AFTER_S):
-                await generation.news.wait()  # without consuming it
+                await generation.news.wait()  # does not clear the event
         if generation.done:
             return web.Response(body=event(answer.next()) + _DONE_EVENT, headers=_STREAM_HEADERS)
         opened = await _open(request)

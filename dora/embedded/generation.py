@@ -46,7 +46,7 @@ class Generation:
     rid: str
     prompt_ids: list[int]
     sampling: SamplingParams
-    namespace: str = ""  # of the prefix cache: extra_key and cache_salt
+    namespace: str = ""  # namespace in the prefix cache: extra_key and cache_salt
     logprob_start: int | None = None  # first prompt token to return a log-prob of; None for no prompt log-probs
 
     output_ids: list[int] = field(default_factory=list)
@@ -74,11 +74,11 @@ class Generation:
         return len(self.prompt_ids) + len(self.output_ids)
 
     def relabel(self, version: str) -> None:
-        """Tokens from here on come from `version`."""
+        """Note that all later tokens come from `version`."""
         self.labels.append((version, len(self.output_ids)))
 
     def spans(self) -> list[VersionSpan]:
-        """Half-open, contiguous, in order; one empty span for a request without tokens."""
+        """The spans of versions: half-open, contiguous, in order; one empty span for a request without tokens."""
         ends = [start for _, start in self.labels[1:]] + [len(self.output_ids)]
         spans: list[VersionSpan] = [
             {"version": version, "start": start, "end": end}

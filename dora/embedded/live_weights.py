@@ -1,9 +1,9 @@
 """The weights of a served model, replaced in place under the names of published folders.
 
-A folder may store in several tensors what the model holds as one parameter: experts are stored one by one and computed
-together. Names and parts are those of transformers' own conversion (`core_model_loading`), so that a folder is read as
-`from_pretrained` reads it. Invariant: the parts of a parameter are kept until the last one has arrived, and are then
-written at once.
+A folder may store one parameter of the model in several tensors, its parts: experts are stored one by one, but computed
+together. Names and parts come from transformers' own conversion (`core_model_loading`), so a folder is read in the same
+way as by `from_pretrained`. Invariant: the parts of a parameter are kept until the last part has arrived, and are then
+written together.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class LiveWeights:
         self._converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
         published = revert_weight_conversion(model, {name: held.to("meta") for name, held in self._live.items()})
         self._num_parts = Counter(self._target(name)[0] for name in published)
-        self._parts: dict[str, dict[str, Tensor]] = {}  # of parameters that are not complete, by published name
+        self._parts: dict[str, dict[str, Tensor]] = {}  # incomplete parameters: name -> published name -> part
         self._ignored = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_unexpected or ()]
 
     def load(self, folder: Path) -> None:
@@ -78,7 +78,7 @@ class LiveWeights:
         return {name: _checksum(tensor) for name, tensor in revert_weight_conversion(self._model, self._live).items()}
 
     def _target(self, name: str) -> tuple[str, str | None]:
-        """Return the (first) parameter that a published tensor becomes, and the pattern of its conversion, if any."""
+        """Return the (first) parameter that a published tensor becomes, and the pattern of its conversion, or None."""
         prefix = self._model.base_model_prefix
         target, pattern = rename_source_key(name, self._renamings, self._converters, prefix, self._live)
         if target not in self._live and name in self._live:
@@ -86,7 +86,7 @@ class LiveWeights:
         return target, pattern
 
     def _write(self, name: str, tensor: Tensor, *, file: object) -> Iterable[str] | None:
-        """Return the parameters that are complete with this tensor; None if it belongs to none."""
+        """Write a tensor; return the parameters that it completes, or None if it belongs to no parameter."""
         target, pattern = self._target(name)
         if target not in self._live:
             return None

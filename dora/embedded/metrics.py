@@ -37,7 +37,7 @@ class EngineMetrics:
         self.generated_tokens = 0
         self.requests = 0
         self.aborted_requests = 0
-        self.weight_load_s = 0.0  # of the last load from disk
+        self.weight_load_s = 0.0  # duration of the last load from disk
         self.time_to_first_token = Histogram()
         self.inter_token_latency = Histogram()
         self.e2e_request_latency = Histogram()

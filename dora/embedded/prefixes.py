@@ -1,9 +1,10 @@
 """Prefix cache: finds computed prompt prefixes by their tokens and namespace.
 
-It holds opaque payloads (the decoder's KV of a whole prompt) in two generations. Entries are put into the young one;
-when that exceeds its budget it becomes the old one, and the previous old one is dropped, so that entries that were not
-used lately go first. A hit in the old generation moves to the young one. Invariant: a payload found at depth d was
-computed for a prompt with the same namespace and the same first d tokens.
+It holds opaque payloads (the decoder's KV of a whole prompt) in two generations, young and old. Entries are put into
+the young generation. When that would exceed its budget, it becomes the old generation, and the previous old generation
+is dropped. A hit in the old generation is copied to the young one, so entries that were not used lately are dropped
+first. Invariant: a payload found at depth d was computed for a prompt with the same namespace and the same first d
+tokens.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ Payload = TypeVar("Payload")
 
 @dataclass(slots=True)
 class _Node(Generic[Payload]):
-    token_ids: Sequence[int]  # of the first prompt that passed through this node
+    token_ids: Sequence[int]  # tokens of the first prompt that passed through this node
     payload: Payload
     children: dict[int, _Node[Payload]] = field(default_factory=dict)
 
@@ -63,7 +64,7 @@ class PrefixCache(Generic[Payload]):
         return self._young.tokens + self._old.tokens
 
     def match(self, namespace: str, token_ids: Sequence[int]) -> tuple[int, Payload | None]:
-        """The longest held prefix of `token_ids`: its length, and a payload that covers at least it."""
+        """Return the length of the longest cached prefix of `token_ids`, and a payload that covers at least that."""
         depth, node = self._young.match(namespace, token_ids)
         if depth < len(token_ids):
             old_depth, old_node = self._old.match(namespace, token_ids)

@@ -3,8 +3,8 @@
 Invariant: a bucket is received whole or not at all. An update of several buckets that fails midway leaves weights that
 are neither old nor new, and the client must push again. Everything runs between steps on the decoder thread, as in
 SGLang's scheduler, so that the server decodes nothing while a group is formed or a bucket is received. A wait for the
-other ranks ends with their processes, or after torch's default time limit. torch is imported inside the functions,
-because `server` must be importable without it.
+other ranks ends when their processes end, or after torch's default time limit. torch is imported inside the functions,
+because `server` must be importable without torch.
 """
 
 from __future__ import annotations

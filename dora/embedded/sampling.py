@@ -1,8 +1,8 @@
 """Sampling: logits to one token per row, with noise that is a pure function of (seed, position).
 
 The noise of a token depends on its request's seed and on its index in prompt + output, never on the batch, the step or
-the server. A request that is continued elsewhere, from prompt + tokens so far and with the same seed, gets the same
-tokens as it would have here.
+the server. So a request that continues on another server, from prompt + tokens so far and with the same seed, gets the
+same tokens as on this server.
 
 Legend: B rows, V vocabulary.
 """
@@ -22,7 +22,7 @@ _GOLDEN = -0x61C8864680B583EB  # the increment of SplitMix64
 class SamplingTensors:
     """Sampling settings of the live rows, as tensors; the flags tell which work can be skipped."""
 
-    temperature_B1: Tensor  # 1 where the row is greedy, so that its log-probs are of the plain logits
+    temperature_B1: Tensor  # 1 where the row is greedy, so that its log-probs come from the unscaled logits
     greedy_B: Tensor
     top_p_B1: Tensor
     top_k_B1: Tensor  # vocabulary size where off

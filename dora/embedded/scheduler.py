@@ -1,9 +1,9 @@
 """The requests of one engine, between HTTP and the loop that generates: queue, aborts, orders, publication.
 
-Handlers submit generations, abort them and run control orders; the engine's loop (`Batcher` with a model, `dora.paced`
-with a clock) takes these up between steps. Invariant: a generation is live from `submit` until its end is published,
-and handlers see tokens and ends only once they are published. Methods under "orders" may be called only through
-`between_steps`.
+Handlers submit generations, abort them and run control orders. The engine's loop (`Batcher` with a model, `dora.paced`
+with a clock) handles all of these between steps. Invariant: a generation is live from `submit` until its end is
+published, and handlers see tokens and ends only once they are published. Methods under "orders" may be called only
+through `between_steps`.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Scheduler(ABC):
             self._want_floor()
 
     def abort_only(self, rid: str) -> None:
-        """End `rid` and no other; its client has disconnected."""
+        """End the request `rid` alone; its client has disconnected."""
         if rid in self.live:
             self._aborting.add(rid)
             self._want_floor()

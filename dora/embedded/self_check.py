@@ -1,7 +1,7 @@
-"""The check of a loaded model before it serves: its log-probs are those of transformers' own forward pass.
+"""The check of a loaded model before it serves: its log-probs must be those of transformers' own forward pass.
 
-Requests join, decode side by side, leave and move to another row, and one continues a prompt of the prefix cache. A
-family whose layers keep more than the slots hold gives other log-probs then, and is refused with the difference.
+Requests join, decode side by side, leave and move to another row, and one continues a prompt of the prefix cache. If
+the layers of a family keep state that the slots do not hold, the log-probs differ, and the model is refused.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dora.embedded.slots import ATTENTION
 
 #: Largest mean |Δ log-prob|; with small random models on a CPU, 1e-6 was measured in float32.
 LIMIT: Final = {torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.1}
-STEPS: Final = 2  # before a row leaves, and after
+STEPS: Final = 2  # number of steps before a row leaves, and again after that
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ def _prompts(decoder: Decoder, *, count: int) -> list[list[int]]:
 
 
 def _served(decoder: Decoder, prompts: Sequence[list[int]]) -> list[_Request]:
-    """Return the requests with their log-probs: of the tokens after the prompt, and of the last prompt as well."""
+    """Return the requests with the log-probs of their sampled tokens, and for the last request also of its prompt."""
     rows: list[_Request] = []
     left: list[_Request] = []
     for wave in (prompts[:1], prompts[1:]):

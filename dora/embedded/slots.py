@@ -1,8 +1,8 @@
 """The caches of all rows of the embedded engine: keys and values by position, recurrent states by row, and attention.
 
-The layout is read off the cache that transformers itself fills in a forward pass of two tokens, so any family that uses
-its standard cache layers is served. Linear attention, state-space and convolution layers have states instead of keys
-and values: a state belongs to one number of tokens, so it can be moved and restored, but not cut.
+The layout is taken from the cache that transformers itself fills in a forward pass of two tokens, so every family that
+uses transformers' standard cache layers is served. Linear attention, state-space and convolution layers have states
+instead of keys and values. A state belongs to a fixed number of tokens: it can be moved and restored, but not cut.
 
 Legend: L layers with keys and values, S positions, W width of keys or values (heads x head size), the widest of all.
 """
@@ -56,7 +56,7 @@ def _attend(
         if softcap is not None:
             scores = softcap * (scores / softcap).tanh()
         scores = scores if attention_mask is None else scores + attention_mask
-        if sinks is not None:  # a score of each head that takes probability and has no value
+        if sinks is not None:  # an extra score of each head, which takes probability but has no value
             scores = torch.cat((scores, sinks.view(1, query.shape[1], -1, 1).expand(*scores.shape[:3], 1)), dim=3)
         out = scores.softmax(dim=3, dtype=torch.float32)[..., : key.shape[2]].to(value.dtype) @ value
     return out.reshape(rows, heads, new, -1).transpose(1, 2), None
@@ -81,12 +81,12 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is untyped
     """All rows, and the view that one forward writes to (`write_at`) and reads (`rows`, `positions`)."""
 
     def __init__(self, filled: DynamicCache, *, slots: int) -> None:
-        """`filled`: the cache of the model after a forward pass of one row; its layers are taken over."""
+        """`filled`: the cache of the model after a forward pass of one row; this object takes over its layers."""
         super().__init__(layers=filled.layers)
         self.capacity = 0
         held = [(at, layer.keys, layer.values) for at, layer in enumerate(self.layers) if _has_kv(layer)]
         self._shapes = [tuple((one.shape[1], one.shape[3]) for one in (keys, values)) for _, keys, values in held]
-        self._place = {at: place for place, (at, _, _) in enumerate(held)}  # of a layer among those with KV
+        self._place = {at: place for place, (at, _, _) in enumerate(held)}  # layer -> place among layers with KV
         width = max((heads * size for pair in self._shapes for heads, size in pair), default=0)
         like = held[0][1] if held else torch.zeros(0)
         self.kv = torch.zeros(len(held), 2, slots + 1, 0, width, dtype=like.dtype, device=like.device)
@@ -101,7 +101,7 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is untyped
 
     @property
     def stateful(self) -> bool:
-        """Some layers have states, which hold for exactly the tokens that were computed."""
+        """Whether some layers have states; a state belongs to exactly the tokens that were computed."""
         return bool(self._states)
 
     def grow(self, capacity: int) -> None:
@@ -117,7 +117,8 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is untyped
         self._aimed: tuple[slice, int, bool] | None = None
 
     def aim(self, write_at: Tensor, *, rows: slice, positions: int, first: bool = False) -> None:
-        """`write_at`: flat (row, position) index of every new token; `first`: they begin their rows."""
+        """Choose the view for the next forward pass. `write_at`: flat (row, position) index of every new token;
+        `first`: the new tokens are the first ones of their rows."""
         self.write_at = write_at
         if self._aimed == (rows, positions, first):
             return
@@ -157,11 +158,12 @@ class SlotCache(Cache):  # type: ignore[misc]  # transformers is untyped
             all_rows[target] = all_rows[source]
 
     def save(self, row: int, *, length: int) -> Saved:
-        """Copy a row of `length` tokens, the number for which its states hold."""
+        """Copy a row of `length` tokens; its states must belong to exactly this number of tokens."""
         return Saved(self.kv[:, :, row, :length].clone(), [all_rows[row].clone() for _, _, all_rows in self._states])
 
     def restore(self, row: int, saved: Saved | None, *, length: int) -> None:
-        """Set up a row with the first `length` tokens of `saved`: all of them, where layers have states, or none."""
+        """Set up a row with the first `length` tokens of `saved`. Where layers have states, that is all tokens or
+        none."""
         if saved is not None:
             self.kv[:, :, row, :length] = saved.kv[:, :, :length]
         for at, (_, _, all_rows) in enumerate(self._states):

@@ -21,7 +21,7 @@ FinishReason = Literal["stop", "length", "abort"]
 #: Called with the ids and log-probs of new tokens.
 OnTokens = Callable[[Sequence[int], Sequence[float]], None]
 
-#: Of a push: make sure that no request runs; replace the weights; check them, and serve again.
+#: The stages of a push: make sure that no request runs; replace the weights; check them, and serve again.
 PushStage = Literal["drain", "load", "verify"]
 OnStage = Callable[[PushStage], None]
 
@@ -40,7 +40,7 @@ class GenerateRequest:
     temperature: float  # 0 is greedy
     stop_tokens: Sequence[int]
     seed: int | None  # for this attempt and position; an engine may ignore it
-    label: str  # of the version: KV cached under one label must not be reused under another
+    label: str  # label of the version; KV cached under one label must not be reused under another label
     top_p: float = 1.0
     top_k: int = -1  # -1: off
 
@@ -51,8 +51,8 @@ class GenerateResult:
 
     finish_reason: FinishReason
     #: (version label, start, end): half-open, contiguous from 0, over the output tokens of this request alone (not
-    #: those of earlier attempts). From a server that reports only the label at the end of the request, one span, which
-    #: is correct if weights never change during a request. Empty if the server reports no version.
+    #: those of earlier attempts). If the server reports only one label, at the end of the request, there is one span;
+    #: that is correct if weights never change during a request. Empty if the server reports no version.
     spans: tuple[tuple[str, int, int], ...]
     num_tokens: int  # output tokens of this request, including a matched stop token
     cached_tokens: int  # prompt tokens found in the prefix cache
@@ -71,7 +71,7 @@ class Capabilities:
     slots: int  # maximum number of concurrent requests
     kv_tokens: int  # KV capacity
     context_tokens: int | None  # maximum length of prompt + answer; None if the server does not report it
-    label: str  # of the current weights
+    label: str  # label of the current weights
     model_path: str  # the folder it was started with, as the server sees it; "" if not reported
 
     @property
@@ -110,12 +110,12 @@ class InferenceEngine(Protocol):
         """Return what the server can do, and change nothing. ConfigError if it cannot prove which weights it used."""
 
     async def label(self, url: str) -> str:
-        """Return the label of the weights that the server reports. It also does so while paused."""
+        """Return the label of the weights that the server reports. A paused server answers too."""
 
     async def kv_use(self, url: str) -> KvUse: ...
 
     async def resume(self, url: str) -> None:
-        """Continue after a pause, in which a failed push may have left the server."""
+        """End a pause of the server; a failed push may have left the server paused."""
 
     async def push(
         self,
@@ -130,7 +130,7 @@ class InferenceEngine(Protocol):
         """Load the weights in `folder` into a server without requests or, with `live`, among its running requests.
 
         `on_stage` is called as each stage begins. Returns when the server has confirmed `label` and serves again. After
-        a RemoteError its weights are unknown.
+        a RemoteError, the weights of the server are unknown.
         """
 
     def sending(
@@ -138,7 +138,7 @@ class InferenceEngine(Protocol):
     ) -> AbstractAsyncContextManager[InferenceEngine]:
         """The same servers, but pushes go through sender processes, started with `argv`, instead of through folders.
 
-        The processes end with the context. `dtype` is that of the weights; `on_gpu`: the processes have a GPU.
+        The processes end with the context. `dtype`: data type of the weights. `on_gpu`: the processes have a GPU.
         """
 
     def set_key(self, url: str, key: str) -> None:

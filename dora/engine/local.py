@@ -1,4 +1,4 @@
-"""Retries for when this host cannot open another connection, which is not the fault of any server.
+"""Retries for the case that this host cannot open another connection, which is not the fault of any server.
 
 Invariant: `NoConnectionLeft` never leaves the client. Nothing was sent, so the call is retried; if no connection can be
 opened for `LIMIT_S`, the run fails with the reason.

@@ -2,8 +2,8 @@
 
 An aiohttp session takes 15 us of CPU per chunk (a queue, a future, a task step). Here the socket callback runs the HTTP
 parser, which passes the body on: 0.3 us (bench/streams.py). Invariant: the body is passed on as it arrives, without
-queueing; `ended` is done when the answer or the connection ends, and holds the error that the receiver of the body
-raised, if any.
+queueing. `ended` is done when the answer or the connection ends; if the receiver of the body raised an error, `ended`
+holds that error.
 """
 
 from __future__ import annotations

@@ -38,8 +38,8 @@ def require_same_shapes(url: str, served: str, *, model: Path, path_map: Mapping
 
 
 def differences(folder: Path, model: Path) -> str:
-    """Return in what shapes the model of a folder differs from that of the run; "" if a config is unreadable, like that
-    of a folder on another host: the first push reveals a difference."""
+    """Return how the shapes of a folder's model differ from those of the run's model; "" if they are equal or a config
+    is unreadable, as in a folder on another host. In that case the first push reveals a difference."""
     theirs, ours = _config(folder) or {}, _config(model) or {}
     return ", ".join(
         f"{key} {theirs[key]} instead of {ours[key]}"

@@ -2,8 +2,8 @@
 
 An environment is the other side of an episode. It gives the first messages (`reset`), and answers each turn of the
 policy with an observation or the end (`step`). There is one object per episode, so that `self` is the state of the
-episode. Its methods may be `async` or not: the others run in a thread, so that a call that blocks stops no other
-episode. A call that does not return within `environment.call_timeout_s` fails its episode.
+episode. Its methods may be `async` or not: methods that are not run in a thread, so that a call that blocks stops no
+other episode. A call that does not return within `environment.call_timeout_s` fails its episode.
 
     class Guess(Environment):
         def reset(self, row):
@@ -18,7 +18,7 @@ episode. A call that does not return within `environment.call_timeout_s` fails i
             return Observation([{"role": "user", "content": hint}])
 
 Typed functions become tools with `ToolEnvironment`. Messages are those of the OpenAI API: {"role", "content"}, with
-"tool_call_id" and "name" if the role is "tool". What a method raises fails the episode, which then has no reward.
+"tool_call_id" and "name" if the role is "tool". If a method raises, the episode fails and has no reward.
 
 This module needs Python 3.11 and no other package; `ToolEnvironment` needs pydantic.
 """
@@ -40,9 +40,9 @@ Message = dict[str, Any]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
-#: Calls of one turn that are under way at once: as many in the event loop, and as many in threads.
+#: Most calls of one turn that run at once: this many in the event loop, and this many in threads.
 AT_ONCE = 8
-#: Threads of a process for the calls of a turn beyond its first; if none is free, a call waits for those before it.
+#: Extra threads of a process. A turn's first thread is not among them; if none is free, calls run one after another.
 SPARE_THREADS = 64
 _num_spare = SPARE_THREADS
 
@@ -80,24 +80,24 @@ class Observation:
     """The answer to a turn; the policy goes on."""
 
     messages: Sequence[Message]  # at least one; roles user, tool, system
-    reward: float = 0.0  # of the turn
-    rewrites: bool = False  # `messages` are the whole conversation from now on, turns of the assistant included
+    reward: float = 0.0  # reward of the turn
+    rewrites: bool = False  # `messages` replace the whole conversation, turns of the assistant included
 
 
 @dataclass(frozen=True, slots=True)
 class End:
     """The end of an episode."""
 
-    reward: float | None = None  # of the last turn; None: the whole episode is graded by the task's rewards
+    reward: float | None = None  # reward of the last turn; None: the whole episode is graded by the task's rewards
     messages: Sequence[Message] = ()  # for logs; the policy does not see them
 
 
 class Environment:
-    """One episode. A host also makes one object, and drops it, when it starts, to see that it can.
+    """One episode. When a host starts, it also makes one object and drops it, to find out whether that works.
 
     The arguments of the constructor are `environment.options`. `can_replay`: the same row and turns always lead to the
-    same observations and rewards. If the host or the controller is lost, the episode is repeated from its recorded
-    turns and goes on; the call that was under way is then made again.
+    same observations and rewards. If the host or the controller is lost, a new object then repeats the recorded turns
+    and the episode continues; a call that had not returned is made again.
     """
 
     can_replay: ClassVar[bool] = False
@@ -136,9 +136,9 @@ class ToolEnvironment(Environment):
                 "Look up the price of an item."
                 return self.prices[item]
 
-    A tool's name, docstring and type hints are its schema (schema.py). What it returns is shown to the policy, text as
-    it is and everything else as JSON. A call with invalid arguments, or of a tool that does not exist or raises, is
-    answered with a line that begins with `error:`.
+    A tool's name, docstring and type hints are its schema (schema.py). The policy sees what the tool returns: text
+    unchanged, everything else as JSON. If the arguments of a call are invalid, or its tool does not exist or raises,
+    the policy sees a line that begins with `error:`.
 
     The calls of a turn run concurrently: up to 8 `async` ones in the event loop, and up to 8 others in threads. Methods
     that are not `async` share the episode's state, so they run one after the other, in the order of the calls. The
@@ -249,7 +249,7 @@ def _schema_of(function: Callable[..., Any]) -> Any:
 
 
 async def run(function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Any:
-    """Call a function: one that is `async` in the loop, any other in a thread."""
+    """Call a function: in the event loop if it is `async`, otherwise in a thread."""
     if inspect.iscoroutinefunction(function):
         return await function(*arguments, **named)
     result = await asyncio.to_thread(function, *arguments, **named)

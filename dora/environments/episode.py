@@ -1,8 +1,8 @@
 """The tokens of one episode, and the rows that it becomes for the trainer.
 
 Invariants: the answer is only appended to; it has every sampled token (mask 1) and every token between turns (mask 0).
-What a request continues is the tokens of the current row, never text. A row that can no longer be continued stays as it
-is, and a fork begins another, with a prefix of an earlier one; so each sampled token has mask 1 in exactly one row.
+A request continues the tokens of the current row, never text. A row that can no longer be continued stays unchanged,
+and a fork begins a new row with a prefix of an earlier row. So each sampled token has mask 1 in exactly one row.
 """
 
 from __future__ import annotations
@@ -70,9 +70,10 @@ class Episode:
         tools: Sequence[Tool] = (),
         prompt: Sequence[int] = (),
     ) -> None:
-        """`messages`: the first prompt; `prompt`: its tokens, if a sibling has rendered it.
+        """`messages`: the first prompt; `prompt`: its tokens, if they were rendered for a sibling before.
 
-        `max_tokens`: bound of the answer, observations included. `max_row_tokens`: of all rows together, if any.
+        `max_tokens`: bound of the answer, observations included. `max_row_tokens`: bound of all rows together; None: no
+        bound.
         RenderingFailed: `messages` cannot be rendered.
         """
         conversation = conversation_of(messages)
@@ -87,7 +88,7 @@ class Episode:
         self._renderer = renderer
         self._num_calls = 0
         self._branches = [_Branch(Fork(start=0, parent=0, keep=len(self.prompt)), conversation)]
-        self._start = len(self.prompt)  # of the turn to be sampled, in the current row
+        self._start = len(self.prompt)  # where the next sampled turn begins in the current row
 
     @property
     def messages(self) -> Sequence[Message]:
@@ -96,7 +97,7 @@ class Episode:
 
     @property
     def forks(self) -> Sequence[Fork]:
-        """One for each row but the first."""
+        """The fork that began each row; the first row has none."""
         return [branch.fork for branch in self._branches[1:]]
 
     def context(self) -> list[int]:
@@ -142,14 +143,14 @@ class Episode:
     def rewrite(self, messages: Sequence[Message]) -> int:
         """Continue with a whole conversation, which an environment or agent may have changed.
 
-        It continues after the tokens of the longest conversation of this episode that it extends. If it extends none,
-        or those tokens cannot be continued, it is rendered, and shares with an earlier row only the prefix that is
-        equal. RenderingFailed: the messages are not a conversation.
+        If `messages` extend an earlier conversation of this episode, they continue the tokens of the longest one. If
+        they extend none, or those tokens cannot be continued, `messages` are rendered as a whole, and the new row
+        shares only the prefix of equal tokens with an earlier row. RenderingFailed: they are not a conversation.
         """
         conversation = conversation_of(messages)
         row, keep, added = self._extended(conversation) or self._rendered(conversation)
         if row < len(self._branches) - 1 or keep < self._row_length():
-            if not added:  # so that no two turns follow each other without a token between them
+            if not added:  # two turns must have a token between them
                 keep, added = keep - 1, self._row(row)[keep - 1 : keep].tolist()
             self._branches.append(_Branch(Fork(len(self.tokens), row, keep), conversation))
         self._branches[-1].messages = conversation
@@ -185,7 +186,7 @@ class Episode:
         return None if added is None else (row, turn.end, added)
 
     def _matching(self, messages: Sequence[Message]) -> Iterator[tuple[int, int, _TurnAt]]:
-        """Yield (number of equal messages, row, turn) for each turn that `messages` continue or would repeat."""
+        """Yield (number of equal messages, row, turn) for each turn that `messages` continue or sample again."""
         keys = [_key(message) for message in messages]
         for row, branch in enumerate(self._branches):
             same = _common_prefix([_key(message) for message in branch.messages], keys)
@@ -251,8 +252,9 @@ class _Shape(msgspec.Struct):
 
 
 def conversation_of(messages: Sequence[Message], *, after: Sequence[Message] = ()) -> list[Message]:
-    """Return what an environment says, each result with the name of its tool, which some families render; its call is
-    in `after` or `messages`. RenderingFailed if the messages are no conversation, or end with a turn of the policy."""
+    """Return an environment's messages, and add to each result the name of its tool, which some families render. The
+    name comes from the call, in `after` or `messages`. RenderingFailed if the messages are no conversation, or end with
+    a turn of the policy."""
     try:
         shapes = msgspec.convert(messages, list[_Shape])
     except msgspec.ValidationError as err:
@@ -269,7 +271,8 @@ def conversation_of(messages: Sequence[Message], *, after: Sequence[Message] = (
 
 
 def _without_orphans(messages: Sequence[Message]) -> list[Message]:
-    """Let the user say what answers no call of the conversation, such as one that was invalid: templates refuse it."""
+    """Turn each tool result that belongs to no call of the conversation (an invalid call is not in it) into a message
+    of the user, because templates refuse such results."""
     calls: set[str] = set()
     kept: list[Message] = []
     for message in messages:

@@ -1,9 +1,9 @@
 """How many failed episodes are too many: a budget for each source, and rows that are set aside.
 
 Invariant: pure. A few failed episodes cost little, as they are left out; many of one source mean that the environment
-is broken, and the run fails with its commonest error. A row that fails again and again is poisoned, and is no longer
-tried. When a host is lost, it is unknown which of the calls under way caused that, so the loss counts once against each
-of their rows, until an episode of the row goes well.
+is broken, and the run fails with its commonest error. A row that fails again and again is set aside and no longer
+tried. When a host is lost, nobody knows which of the running calls caused it. So the loss counts once against the row
+of each of these calls, until an episode of that row succeeds.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from dora.errors import RunFailed
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """The loss of a host, and what it has been counted against: once each, however many episodes were lost."""
+    """The loss of a host, and the sources and rows against which it was counted: once each, whatever number of episodes
+    was lost."""
 
     sources: set[str] = field(default_factory=set)
     rows: set[str] = field(default_factory=set)
@@ -30,9 +31,9 @@ class Failures:
         self._window = window
         self._row_failures = row_failures
         self._field = field
-        self._endings: defaultdict[str, deque[str]] = defaultdict(lambda: deque(maxlen=window))  # "": without failure
+        self._endings: defaultdict[str, deque[str]] = defaultdict(lambda: deque(maxlen=window))  # "": no failure
         self._of_rows: Counter[str] = Counter()
-        self._suspected: Counter[str] = Counter()  # losses of hosts by row, since its last episode that went well
+        self._suspected: Counter[str] = Counter()  # losses of hosts by row, since the row's last success
         #: Name of a row that is set aside -> the reason of its last failure.
         self.set_aside: dict[str, str] = {}
 
@@ -44,8 +45,8 @@ class Failures:
     def failed(self, reason: str, *, source: str, row: str, is_own: bool = True, death: Death | None = None) -> None:
         """Note a failed episode. RunFailed if they are too many.
 
-        `is_own`: by its own fault, as far as is known. `death`: the loss of the host that made it fail; None if it
-        failed by itself.
+        `is_own`: the episode itself may have caused the failure. `death`: the loss of the host that made the episode
+        fail; None if no host was lost.
         """
         if is_own and (death is None or row not in death.rows):
             (self._of_rows if death is None else self._suspected)[row] += 1

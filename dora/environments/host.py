@@ -3,10 +3,11 @@
 It may be of another Python than the controller: this file needs Python 3.11 and no package. The protocol on its stdin
 and stdout is described in docs/ENVIRONMENTS-PROTOCOL.md; a host in another language replaces this file.
 
-Invariant: each request has one reply, and code of the user can neither delay nor break those of other episodes: what is
-not `async` runs in threads, and every call has a time limit. A thread cannot be stopped: if its time is up it is left
-behind and the reply says so (`stuck`). A call that blocks the loop is ended (watch.py); if the whole process is
-blocked, the controller has to notice. User code is imported in the main thread, before the loop.
+Invariant: each request has one reply, and code of the user can neither delay nor break the replies to other episodes:
+methods that are not `async` run in threads, and every call has a time limit. A thread cannot be stopped, so a thread
+that exceeds the limit goes on running, and the reply says so (`stuck`). A call that blocks the loop is ended
+(watch.py). If the whole process is blocked, the controller notices. User code is imported in the main thread, before
+the loop.
 """
 
 from __future__ import annotations
@@ -44,10 +45,11 @@ PROTOCOL = 1
 #: Stack of a thread; the default of 8 MiB would count towards the memory limit, untouched as it is.
 _STACK_BYTES = 2 << 20
 
-#: Threads beyond one for each episode, in place of those that are stuck.
+#: Threads in addition to one for each episode; they replace threads that are stuck.
 _STUCK_THREADS = 16
 
-#: Time for the other calls, after one has blocked the loop, to read what has arrived for them; below the controller's.
+#: After a call has blocked the loop, the other calls get this much time to read what has arrived for them. It is
+#: shorter than the controller's own extra time for a call.
 _CATCH_UP_S = 2.0
 
 #: The task of the call for which code of the user runs, in the loop, in tasks of its own, or in threads.
@@ -81,7 +83,7 @@ def main() -> None:
 
 
 def build(setup: dict[str, Any]) -> Callable[[], Environment]:
-    """Return the maker of environments that `setup` names, which has made one; or raise ConfigError."""
+    """Return the function that makes the environments named by `setup`, after a first try; or raise ConfigError."""
     field = setup["field"]
     maker = load_function(setup["environment"], field=f"{field}.name")
 
@@ -101,7 +103,7 @@ def build(setup: dict[str, Any]) -> Callable[[], Environment]:
 
 
 class _Hosted:
-    """An environment, and the call of it that is under way."""
+    """An environment, and its current call."""
 
     def __init__(self) -> None:
         self.environment: Environment | None = None  # until `start` has made it
@@ -119,7 +121,7 @@ class _Host:
         self._episodes: dict[int, _Hosted] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._threads = _Threads(setup["episodes"] + _STUCK_THREADS + SPARE_THREADS)
-        self._limits: set[asyncio.Timeout] = set()  # of the calls under way
+        self._limits: set[asyncio.Timeout] = set()  # time limits of the running calls
         self._replies: asyncio.WriteTransport | None = None
 
     async def serve(self, requests: BinaryIO, replies: BinaryIO) -> None:
@@ -177,7 +179,7 @@ class _Host:
         return {"type": kind, "messages": messages, "reward": result.reward}
 
     async def _limited(self, method: Callable[..., Awaitable[Any]], *arguments: Any) -> Any:
-        """Run code of the user within the time limit; CallFailed, whatever it does."""
+        """Run code of the user within the time limit; raise CallFailed for anything that goes wrong."""
         call = asyncio.current_task()
         assert call is not None
         _CALL.set(call)
@@ -235,7 +237,7 @@ class _Host:
         task.add_done_callback(self._closing.discard)
 
     async def _close(self, episode: _Hosted, *, reply_to: int | None) -> None:
-        if episode.call is not None and reply_to is not None:  # without a reply, its call ends by itself
+        if episode.call is not None and reply_to is not None:  # without `reply_to`, the call itself drops the episode
             episode.call.cancel()
             await asyncio.wait([episode.call])
         reply: Reply = {"type": "closed"}
@@ -250,7 +252,7 @@ class _Host:
             sys.stderr.write(f"close {reply['reason']}\n")
 
     def _send(self, number: int, reply: Reply) -> str:
-        """Send a reply, or why it cannot be sent, and return the type of what was sent."""
+        """Send a reply, or the reason why it cannot be sent; return the type of the message that was sent."""
         try:
             frame = _encode({"id": number, **reply})
             if len(frame) > self._reply_bytes:

@@ -21,7 +21,7 @@ log = structlog.get_logger(__name__)
 
 #: Size at which a log is renamed to NAME.1, replacing the one before it.
 MAX_BYTES: Final = 2 << 20
-#: Number of bytes that are kept until there is a folder: the last ones.
+#: Number of the latest bytes that are kept until the folder is known.
 KEPT_BYTES: Final = 64 << 10
 
 _CONTROL: Final = re.compile(r"[^\n\t\x20-\x7e\xa0-\U0010ffff]")

@@ -1,12 +1,12 @@
 """The built-in task with a tool: find where a key leads, in a table that the policy cannot see.
 
 The prompt names a key, "k19". It leads to another key, and that one to a value; the policy is to answer with the value.
-It learns where a key leads from its tool `look_up` alone, and the second key from the first look-up. With `named` = 2,
-"k19 k4", another key is in sight whose value is not asked for; with more `hops`, the way is longer.
+Only the tool `look_up` tells where a key leads, so the policy learns the second key from its first look-up. With
+`named` = 2, "k19 k4", the prompt has another key, whose value is not asked for. `hops` is the number of look-ups.
 
 Values are drawn independently of everything in the prompt, so a policy that looks nothing up is right once in
 `len(VALUES)` prompts, whatever it answers. With `shuffled` the tool answers from another table, drawn from the same
-seed; then this is so for every policy.
+seed; then every policy is right only that often.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The controller's side of environments: hosts, places in them, and one outcome for each call.
 
 Invariant: a call is sent at most once, and a failure is never a reward. A host that hangs or dies is killed with
-everything it started, and replaced when a place in it is needed; it fails its own episodes and no others. What fails is
-an `EnvironmentFailed` with its cause. Whoever calls has made the intent durable before.
+everything it started, and replaced when a place in it is needed. Only its own episodes fail. A failure is returned as
+`EnvironmentFailed`, with its cause. Callers record a call durably before they make it.
 
 Waits: `start` for a place, at most an hour, and for a host, at most START_ATTEMPTS times `start_timeout_s` and a minute
 of back-off if hosts are lost one after another; each call for its reply, at most `call_timeout_s` and the time to kill
@@ -39,18 +39,18 @@ log = structlog.get_logger(__name__)
 #: Number of consecutive failed starts of a host after which the run fails.
 START_ATTEMPTS = 3
 
-#: Number of hosts lost without the answer to a single turn between them, after which the run fails.
+#: The run fails after this number of hosts in a row was lost and no turn was answered between the losses.
 LOST_IN_A_ROW = 10
 
-#: Delay before the second of such hosts is replaced, in seconds; it doubles with each of them.
+#: Delay in seconds before the second host lost in this way is replaced; it doubles with each further loss.
 _BACKOFF_S = 0.25
 
-#: Timeout for a place in a host, which another episode leaves when it ends.
+#: Longest wait for a place in a host; a place gets free when another episode ends.
 PLACE_TIMEOUT_S = 3_600.0
 
 _NO_REWARD = "the environment ended without a reward, and task.rewards has no term that could grade the episode"
 
-#: Number of stuck threads from which a host gets no new episode; once it is empty, it is replaced.
+#: A host with this many stuck threads gets no new episode, and is replaced when it has none left.
 _MAX_STUCK = 8
 
 
@@ -116,7 +116,7 @@ class EnvironmentPool:
 
     @property
     def set_aside(self) -> Mapping[str, str]:
-        """The rows that are no longer tried: name -> reason of the last failure."""
+        """The rows that are no longer tried, by name, with the reason of the last failure."""
         return self._failures.set_aside
 
     async def start(
@@ -131,8 +131,9 @@ class EnvironmentPool:
     ) -> Reset | EnvironmentFailed:
         """Begin an episode with a row of `source`, called `name` in errors; `episode` is a number not in use.
 
-        `is_graded`: it may end without a reward of its own, because `task.rewards` grade it then. `may_replay`: the
-        caller begins it again if its host is lost; that loss is then no failure, if the environment can be replayed.
+        `is_graded`: the episode may end without a reward of its own, because `task.rewards` then grade it.
+        `may_replay`: the caller begins the episode again if its host is lost. If the environment can be replayed, that
+        loss is then no failure.
         RunFailed or ConfigError if no host can be started, or too many episodes have failed.
         """
         if name in self.set_aside:
@@ -170,12 +171,13 @@ class EnvironmentPool:
         known = self._episodes.get(episode)
         if known is not None:
             self._forget(episode, known)
-            if known.was_answered:  # else it has only given a prompt
+            if known.was_answered:  # otherwise the environment has only given a prompt
                 self._failures.ended(source=known.source, row=known.row)
             await self._closed(known, known.host.call({"type": "close", "episode": episode}))
 
     def fail(self, episode: int, failed: EnvironmentFailed) -> EnvironmentFailed:
-        """End an episode that cannot use what its environment said, and return why. RunFailed as from `start`."""
+        """End an episode that cannot use its environment's messages, and return the failure; RunFailed as in
+        `start`."""
         known = self._episodes.get(episode)
         if known is not None:
             self._abandon(episode, known)
@@ -236,7 +238,7 @@ class EnvironmentPool:
             log.warning("row_set_aside", row=known.row, source=known.source, reason=failed.reason)
 
     def _abandon(self, episode: int, known: _Episode) -> None:
-        """Forget an episode whose environment does not know that it is over, and tell it."""
+        """Forget an episode, and tell its environment that the episode is over."""
         self._forget(episode, known)
         closing = known.host.call({"type": "close", "episode": episode})  # sent before its number is used again
         task = asyncio.create_task(self._closed(known, closing), name=f"close {episode}")
@@ -255,7 +257,7 @@ class EnvironmentPool:
             self._leave(known.slot, host=known.host)
 
     async def _place(self) -> _Slot:
-        """Take a place in the slot that has most, in the order of the calls."""
+        """Take a place in the slot with the most free places; calls that must wait are served in their order."""
         if self.free:
             return self._take()
         turn: asyncio.Future[_Slot] = asyncio.get_running_loop().create_future()
@@ -297,7 +299,7 @@ class _Episode:
 
 
 class _Losses:
-    """The hosts that were lost without the answer to a turn between them."""
+    """Counts the hosts that were lost in a row, without an answered turn between the losses."""
 
     def __init__(self, field: str) -> None:
         self._field = field
@@ -347,7 +349,7 @@ class _Slot:
             host.num_episodes -= 1
 
     async def ready(self) -> HostProcess:
-        """Return a host that is ready, a new one if the last is lost or, when it is empty, has stuck threads."""
+        """Return a host that is ready. It is a new one if the last one is lost, or has stuck threads and no episode."""
         async with self._starting:
             host = self.host
             if host is not None and not host.is_lost and (host.num_episodes or not host.num_stuck):

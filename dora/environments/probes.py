@@ -1,6 +1,6 @@
-"""Conversations that tell chat templates apart; docs/AGENTS.md names what they leave out.
+"""Conversations that tell chat templates apart; docs/AGENTS.md names what they do not cover.
 
-They go from simple to long, so that the first one that two templates render differently says what differs.
+They go from simple to long, so the name of the first one that two templates render differently says what differs.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ START: Final = ProbeConversation((_SYSTEM, _USER), _TOOLS)
 CALL: Final = ProbeConversation((*START.messages, _CALLED), _TOOLS)
 RESULT: Final = _results(_CALLED, "7")
 
-#: By what is special in the conversation.
+#: Conversations by the feature that each one tests.
 PROBES: Final[Mapping[str, ProbeConversation]] = MappingProxyType(
     {
         "a system message": ProbeConversation((_SYSTEM, _USER)),
@@ -121,7 +121,8 @@ PROBES: Final[Mapping[str, ProbeConversation]] = MappingProxyType(
     }
 )
 
-#: Every template must be able to render these; of others, some take only one call in a turn.
+#: Every template must render these. The others are optional: some templates accept only one call in a turn, for
+#: example.
 REQUIRED: Final = frozenset({"a system message", "no system message", "a call and its result"})
 #: Those without a turn of the policy.
 FIRST_PROMPTS: Final = tuple(

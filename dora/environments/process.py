@@ -31,13 +31,13 @@ log = structlog.get_logger(__name__)
 #: Maximum size of a reply: the messages of `reset`, or an observation of 1 MiB with every byte escaped.
 REPLY_BYTES = 16 << 20
 
-#: Time beyond that of a call in which a host must report that it was exceeded. Then it is the host that hangs.
+#: A host must report that a call exceeded its time limit within this much more time; otherwise the host itself hangs.
 _GRACE_S = 5.0
 
 #: Timeout for reading a reply that is already in the pipe.
 _UNREAD_S = 0.1
 
-#: Imports this very DORA in any Python, without the packages beside it.
+#: Imports this copy of DORA in any Python, but not the packages that are installed in the same folder.
 _BOOTSTRAP = """\
 import sys
 from importlib.util import module_from_spec, spec_from_file_location
@@ -50,7 +50,8 @@ main()
 
 
 class HostLost(Exception):
-    """The host of an episode is gone. `is_own`: a call of the episode was under way, or of none."""
+    """The host of an episode is gone. `is_own`: the episode may have caused it, because the host was running a call of
+    the episode, or no call at all."""
 
     def __init__(self, how: str, *, is_own: bool) -> None:
         super().__init__(how)
@@ -90,11 +91,11 @@ class HostProcess:
         self._num_requests = 0
         self._reader: asyncio.Task[None] | None = None
         self._end: asyncio.Task[None] | None = None  # set as soon as the host is lost
-        self._how = ""  # it ended, once `_end` is done
-        self._was_calling = False  # when it was lost
+        self._how = ""  # how the host ended; set when `_end` is done
+        self._was_calling = False  # whether a call was running when the host was lost
         self.can_replay, self.gives_rewards = False, True
         self.num_episodes = 0
-        #: What its loss has been counted against.
+        #: The sources and rows against which the loss of this host was counted.
         self.death = Death()
         #: Threads that never returned, and still take memory and time.
         self.num_stuck = 0
@@ -121,7 +122,8 @@ class HostProcess:
         self._reader = asyncio.create_task(self._read(), name="host-replies")
 
     def call(self, request: Mapping[str, Any]) -> Awaitable[bytes]:
-        """Send a request at once; to wait for its reply raises TimeoutError, which costs the host, or HostLost."""
+        """Send a request at once, and return its reply as an awaitable. Awaiting it raises TimeoutError if the reply is
+        not there in time (the host is then killed), and HostLost if the host is lost."""
         if self._end is not None:
             return self._refuse(self._end)
         self._num_requests += 1
@@ -129,12 +131,12 @@ class HostProcess:
         reply = self._pending[self._num_requests] = asyncio.get_running_loop().create_future()
         try:
             self._process.write(body)
-        except (OSError, RuntimeError) as err:  # it died, and the reader has not heard of it
+        except (OSError, RuntimeError) as err:  # the host died, and `_read` has not noticed it yet
             self._lose(ConnectionError(str(err)))
         return self._in_time(reply)
 
     async def kill(self) -> None:
-        """End the process, and every call as HostLost."""
+        """End the process; every pending call raises HostLost."""
         if self._reader is None:  # it was never ready
             await self._process.kill()
         else:
@@ -160,7 +162,8 @@ class HostProcess:
         raise HostLost(self._how, is_own=not self._was_calling)
 
     async def _in_time(self, reply: asyncio.Future[bytes]) -> bytes:
-        """As for graders: a reply that is there by the limit counts even if this process stood still meanwhile."""
+        """Return the reply. If this process was itself stopped during the wait (as in the wait for graders), a reply
+        that the host sent within the limit is still read and counts."""
         limit_s = self._settings.call_timeout_s
         try:
             for each_s in (limit_s + _GRACE_S, _UNREAD_S):

@@ -16,8 +16,8 @@ from dora.tasks.sources import reasoning_gym_dataset
 
 
 class ReasoningGym(Environment):
-    """An answer is scored by the data set. The episode ends with the full score (1), or after `attempts` turns with the
-    score of the last one; each other turn is answered by `feedback`."""
+    """The data set scores each answer. The episode ends when an answer gets the full score (1), or after `attempts`
+    turns with the score of the last answer. After any other answer the policy sees `feedback`."""
 
     can_replay = True
 

@@ -30,7 +30,7 @@ Message = Mapping[str, Any]
 Tool = Mapping[str, Any]
 
 _FIELD: Final = "environment.renderer"
-#: Without a bridge: the chat template, whose end of a turn nobody knows.
+#: The family that uses the chat template; it cannot continue turns, because where a turn ends in a template is unknown.
 _TEMPLATE: Final = "default"
 #: What parsers written by others may raise over text that a policy sampled.
 _PARSER_ERRORS: Final = (AssertionError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
@@ -99,7 +99,7 @@ class Renderer:
         finish: Literal["stop", "length"] = "stop",
         first_call: int = 0,
     ) -> Turn:
-        """Parse a sampled turn, whatever it is; text that looks like a call but is none gets `arguments` None.
+        """Parse any sampled turn. Text that looks like a call but is not a valid one gets `arguments` None.
 
         `prompt` is what the turn was sampled after, since it may have opened the reasoning. `first_call` numbers the
         calls of an episode, unless the family writes ids of its own.
@@ -176,7 +176,7 @@ def _candidates(tokenizer: Tokenizer, options: Mapping[str, Any]) -> Iterator[_C
 
 
 def _equal(candidates: Sequence[_Candidate], tokenizer: Tokenizer, name: str) -> list[_Candidate]:
-    """Return those that render a probe, or reject it, as the chat template does; ConfigError if none does."""
+    """Return the candidates that render (or reject) a probe as the chat template does; ConfigError if there is none."""
     probe, wanted = probes.PROBES[name], None
     try:
         wanted = _by_template(tokenizer, probe.messages, probe.tools)
@@ -242,7 +242,7 @@ def _config(schema: Any, options: dict[str, Any], tokenizer: Tokenizer) -> Any:
     try:
         return schema.model_validate({"thinking_retention": "all", **options})
     except ValueError:
-        return schema.model_validate(options)  # an option of the user's drops it
+        return schema.model_validate(options)  # an option of the user says that reasoning is dropped
 
 
 def _call(parsed: Any, number: int) -> ToolCall:

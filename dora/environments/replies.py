@@ -15,9 +15,9 @@ from dora.environments.api import End, Message, Observation, Reset
 from dora.errors import ProtocolError, one_line
 from dora.tasks.rewards import LARGEST_REWARD
 
-#: `raised`: by code of the user. `timeout`: a call did not return. `host`: its process died. `invalid`: a reply that is
-#: none. `set_aside`: the row had failed too often. `no_place`: all hosts stayed full. `replay`: a new environment did
-#: not repeat what is recorded of a lost one.
+#: `raised`: code of the user raised. `timeout`: a call did not return in time. `host`: the host process died.
+#: `invalid`: the reply, row or turn was not valid. `set_aside`: the row had failed too often. `no_place`: all hosts
+#: stayed full. `replay`: a new environment did not repeat what was recorded of the lost one.
 Cause = Literal["raised", "timeout", "host", "invalid", "set_aside", "no_place", "replay"]
 
 
@@ -62,7 +62,7 @@ _ANY = {"system", "user", "assistant", "tool"}
 
 
 def decode(body: bytes, kind: type[Any]) -> Any:
-    """Return a frame as a `kind`. Fields that it does not know are ignored. ProtocolError if it is none."""
+    """Decode a frame as a `kind`, ignoring fields that the kind does not have; ProtocolError if that fails."""
     try:
         return msgspec.json.decode(body, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as err:
@@ -70,7 +70,7 @@ def decode(body: bytes, kind: type[Any]) -> Any:
 
 
 def read_reply(body: bytes, *, expected: Sequence[str]) -> Reset | Observation | End | FailedCall:
-    """Return the reply to a call, of one of the `expected` types or `failed`. ProtocolError if it is none."""
+    """Return the reply to a call; ProtocolError unless its type is `failed` or one of `expected`."""
     kind = decode(body, Head).type
     if kind not in (*expected, "failed"):
         raise ProtocolError(f"invalid reply: the reply is '{kind}', not {' or '.join(expected)}")
@@ -87,7 +87,7 @@ def read_reply(body: bytes, *, expected: Sequence[str]) -> Reset | Observation |
 
 
 def _roles(reply: Reset | Observation | End) -> set[str] | None:
-    """Return whose messages a reply may have; None: it may have any, or none at all."""
+    """Return the roles that messages of a reply may have; None: any role, and the reply may have no message."""
     if isinstance(reply, End):
         return None
     return _ANY if isinstance(reply, Reset) or reply.rewrites else _ANY - {"assistant"}

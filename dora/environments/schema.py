@@ -47,7 +47,7 @@ class ToolSchema:
 
 
 class _Untitled(GenerateJsonSchema):
-    """Without "title": the name of a parameter once more, in the prompt of every episode."""
+    """A schema without "title", which would repeat the name of each parameter in the prompt of every episode."""
 
     def field_title_should_be_set(self, schema: Any) -> bool:
         return False

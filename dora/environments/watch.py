@@ -1,13 +1,13 @@
 """Ends a call that blocks the event loop of its host, as `time.sleep` in an `async` method does.
 
-Such a call stops every other episode of the host, and the loop that would notice that its time is up. Here a thread
-notices; then a signal makes the main thread raise `Blocked` in the code that blocks, and the loop goes on. Code that
-never returns to the interpreter, such as one endless computation in C, cannot be ended: then the controller kills the
-host.
+Such a call stops every other episode of the host, and also the loop, which would enforce the time limit. So a thread
+watches the loop. If a call blocks it, a signal makes the main thread raise `Blocked` in the code that blocks, and the
+loop goes on. Code that never returns to the interpreter, such as an endless computation in C, cannot be ended in this
+way; then the controller kills the host.
 
 Invariant: `Blocked` is raised in code of the user only, and only if one callback of the loop has not returned for
-`limit_s` of the time in which this process ran: neither many short callbacks nor a stopped process count as a call that
-blocks.
+`limit_s` of the time in which this process ran. Many short callbacks do not count as a blocking call, and neither does
+the time in which the process was stopped.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from types import FrameType
 
 from dora.functions import place_of, stack_of
 
-#: Longest time between two looks at the main thread, and their least number within the limit.
+#: Longest time between two looks at the main thread, and the least number of looks within the limit.
 _LOOK_S = 0.5
 _LOOKS = 8
 
@@ -34,7 +34,7 @@ class Blocked(BaseException):
 
 
 class LoopWatch:
-    """A watch of the event loop of the main thread. `on_blocked` is called there before `Blocked` is raised."""
+    """A watch of the main thread's event loop. `on_blocked` runs in the main thread before `Blocked` is raised."""
 
     def __init__(self, limit_s: float, *, on_blocked: Callable[[], None]) -> None:
         self._look_s = min(_LOOK_S, limit_s / _LOOKS)

@@ -47,8 +47,8 @@ def hold(path: Path) -> IO[bytes]:
 
 
 def watch_lease(path: Path) -> None:
-    """From now on, end this process with exit code 1 when the holder of `path` ends, and kill it when its parent
-    ends."""
+    """Begin to watch: when the holder of `path` ends, this process ends with exit code 1; when its parent ends, the
+    kernel kills this process."""
     try:
         lease = path.open("rb")
     except OSError as err:

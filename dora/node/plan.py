@@ -36,7 +36,7 @@ class ProcessPlan:
     #: `{port}` in argv). None: ready when it prints `ready <url>`.
     port: int | None = None
     field: str = ""  #: the setting that the command comes from, if any
-    cause: str = ""  #: beginning of the line of its output that says why it ends, which more output may follow
+    cause: str = ""  #: beginning of the output line that says why the process ends; more output may follow that line
 
 
 def plan_engines(config: Config, *, model: Path, lease: Path, environ: Mapping[str, str]) -> list[ProcessPlan]:
@@ -140,7 +140,7 @@ def plan_sender(config: Config, *, lease: Path, environ: Mapping[str, str]) -> P
 
 
 def plan_tracker(folder: Path, name: str, *, title: str, lease: Path, env: Mapping[str, str]) -> ProcessPlan:
-    """Return the plan of the process that logs a run in a tracker. `env` has nothing that is not the tracker's."""
+    """Return the plan of the process that logs a run in a tracker. `env`: only variables meant for this tracker."""
     argv = (sys.executable, "-m", "dora", "follow", str(folder), name)
     env = {**env, "DORA_LEASE": str(lease), "PYTHONUNBUFFERED": "1"}
     return ProcessPlan(name=f"tracker-{title}", argv=argv, env=env, ready_timeout_s=None)

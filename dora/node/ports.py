@@ -34,8 +34,8 @@ def require_free_ports(config: Config) -> None:
 def free_port() -> int:
     """Return a port of HOST that is free now, for a server that cannot choose its own.
 
-    The server may bind it minutes later, once its model is loaded. It is therefore below the ephemeral range, from
-    which another process could get it meanwhile, unless 100 ports chosen at random there are in use.
+    The server may bind the port minutes later, once its model is loaded. By then another process could have got a port
+    of the ephemeral range. So the port is below that range, unless 100 ports chosen at random there are in use.
     """
     first_ephemeral = int(_EPHEMERAL_PORTS.read_text().split()[0]) if _EPHEMERAL_PORTS.exists() else 0
     others = range(_FIRST_PORT, first_ephemeral)

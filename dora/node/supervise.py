@@ -30,7 +30,7 @@ from dora.node.plan import HOST, ProcessPlan
 from dora.node.ports import free_port
 
 READY_LINE = re.compile(rb"^ready (http://\S+)\r?$", re.MULTILINE)
-#: From SIGTERM to SIGKILL. An idle engine ends at once; a trainer has written its checkpoint before.
+#: Time from SIGTERM to SIGKILL. An idle engine ends at once; a trainer has written its checkpoint before SIGTERM.
 GRACE_S = 3.0
 KILL_TIMEOUT_S = 10.0  # exceeded only by a process that is stuck in the kernel
 READY_POLL_S = 0.25  # between health checks of a child without a ready line
@@ -99,7 +99,7 @@ class Child:
         await self._end(signal.SIGTERM, grace_s=grace_s)
 
     async def finish(self, *, timeout_s: float) -> None:
-        """Terminate the process, but leave processes of its own to it; after `timeout_s`, kill it with them."""
+        """Terminate the process, which must end its own children; after `timeout_s`, kill it and its descendants."""
         if self._process is not None and self._process.returncode is None:
             with suppress(TimeoutError):
                 async with asyncio.timeout(timeout_s):
@@ -255,7 +255,7 @@ def tail(log: Path) -> list[str]:
 
 
 def first_line(log: Path, beginning: str, *, begin: int) -> str:
-    """Return the first line with this beginning, which is not "", from a position on; "" if there is none."""
+    """Return the first line after position `begin` that starts with `beginning` (not ""); "" if there is none."""
     if not beginning or not log.exists():
         return ""
     with log.open("rb") as file:
@@ -267,7 +267,7 @@ def first_line(log: Path, beginning: str, *, begin: int) -> str:
 def _tie_to(parent: int) -> None:
     """Tie the child to its parent, between fork and exec."""
     die_with_parent()
-    if os.getppid() != parent:  # it died before that
+    if os.getppid() != parent:  # the parent died before the kernel was told
         os._exit(1)
 
 

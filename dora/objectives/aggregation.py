@@ -5,8 +5,9 @@
     seq_mean_token_sum_norm   Σ_i (Σ_t l / T) / number of sequences                    Dr. GRPO, arXiv 2503.20783
     longcat                   Σ_g (Σ_i Σ_t l / (G_g T)) / number of groups             arXiv 2509.18883
 
-Numerator and D are sums over sequences, and a sequence is never cut, so that passes and ranks add up. A sequence of
-`longcat` adds 1/G_g to D, and the group, wherever its siblings are, 1. Sequences without tokens add nothing.
+Numerator and D are sums over sequences, and a sequence is never cut, so the sums of passes and ranks add up. With
+`longcat` a sequence adds 1/G_g to D, so its group adds 1 in all, wherever its siblings are. Sequences without tokens
+add nothing.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ if TYPE_CHECKING:
 
 
 def aggregate(tokens: Tokens, lengths_n: Tensor, *, kind: str, norm_tokens: int) -> tuple[Tensor | float, Tensor]:
-    """Return the factors [P] of the losses (or one for all), and the share of D, of this pass.
+    """Return the factors [P] of the losses of this pass (or one factor for all), and its share of D.
 
-    `lengths_n`: the tokens of each sequence that count.
+    `lengths_n`: the number of tokens of each sequence that count.
     """
     has_tokens_n = (lengths_n > 0).double()
     match kind:

@@ -23,7 +23,7 @@ LEVELS: Final = {"tis": "token", "tis_sequence": "sequence", "tis_geometric": "g
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """What the settings make of the tokens of one pass."""
+    """Weights and masks of the tokens of one pass, as the settings say."""
 
     marks: dict[str, Tensor]
     weight_P: Tensor | None = None  # None: 1
@@ -31,7 +31,7 @@ class Correction:
 
 
 def correct(tokens: Tokens, settings: ObjectiveConfig) -> Correction:
-    """Return weights and masks; `tokens.proximal_P` is given."""
+    """Return weights and masks; `tokens.proximal_P` must be given."""
     log_P = log_ratio_of(tokens, settings.on)
     marks: dict[str, Tensor] = {}
     weight_P = _weight(tokens, log_P, settings, marks)
@@ -54,7 +54,7 @@ def sequence_ratio(tokens: Tokens, log_P: Tensor) -> Tensor:
 
 
 def ratio_at(level: str, tokens: Tokens, log_P: Tensor) -> Tensor:
-    """Return [P] the ratio of the token, or the product or geometric mean of those of its sequence."""
+    """Return [P] the ratio of each token, or the product or geometric mean of the ratios of its sequence."""
     match level:
         case "sequence":
             return tokens.spread(sequence_ratio(tokens, log_P))

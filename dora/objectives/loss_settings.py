@@ -45,12 +45,12 @@ class RatioLoss(LossSettings):
     """A loss over a ratio that may be r = π/π_o or k = π/μ."""
 
     ratio: Literal["decoupled", "bypass"] = "decoupled"
-    """`decoupled`: the loss is over r = π/π_o, and staleness is corrected apart, by `objective.weight`. `bypass`: it is
-    over k = π/μ, which includes staleness; `objective.weight` is then `none` unless it is given."""
+    """`decoupled`: the loss is over r = π/π_o, and `objective.weight` corrects for staleness separately. `bypass`: the
+    loss is over k = π/μ, which includes staleness; `objective.weight` is then `none` unless it is given."""
 
     @classmethod
     def implied(cls, given: Mapping[str, Any]) -> Mapping[str, str]:
-        """Return the defaults of other keys; those of `bypass` have no weight."""
+        """Return the defaults of other keys; with `bypass` they have no weight."""
         ratio = given.get("ratio", cls.model_fields["ratio"].default)
         return {**cls.IMPLIED, **UNWEIGHTED} if ratio == "bypass" else cls.IMPLIED
 

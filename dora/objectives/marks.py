@@ -1,10 +1,10 @@
-"""What the objective marks or measures of tokens for the metrics."""
+"""What the objective marks or measures on tokens for the metrics."""
 
 from __future__ import annotations
 
 from typing import Final
 
-#: What a term may mark or measure of a token, without gradient: name -> (unit, formula of its mean over tokens). Tokens
+#: What a term may mark or measure on a token, without gradient: name -> (unit, formula of its mean over tokens). Tokens
 #: that a mask rejects count too.
 MARKS: Final = {
     "clip_low": ("fraction", "mean of [the loss is clipped because the ratio is too low]"),

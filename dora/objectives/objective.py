@@ -1,8 +1,8 @@
 """The objective of a run: from the log-probs of a pass to a sum to be differentiated, and the sums that divide it.
 
-The loss of an update is Σ l / D over all its tokens on all ranks. D is only known when the update closes, so a pass
-returns its Σ l and its share of D's parts, and `divisor` makes D of the totals: the result does not depend on how an
-update is cut into passes, or on which rank gets which.
+The loss of an update is Σ l / D over all its tokens on all ranks. D is only known when the update closes. So a pass
+returns its Σ l and its share of the sums that make up D, and `divisor` computes D from the totals. The result does not
+depend on how an update is cut into passes, or on which rank gets which.
 
     l = factor [kept] (weight · policy loss + β · divergence from the reference - η · entropy)
 """
@@ -23,8 +23,8 @@ from dora.objectives.tokens import Tokens, log_ratio
 if TYPE_CHECKING:
     from torch import Tensor
 
-#: Sums of an update, over its passes and ranks: D; with `normalized`, Σ w and the number of weights; with `vcpo`, Σ w,
-#: Σ w² and B over sequences.
+#: Sums of an update, over its passes and ranks: D; with `normalized`, Σ w and the number of weights; with `vcpo`, Σ w
+#: and Σ w² over sequences, and the number B of sequences.
 SUMS: Final = ("denominator", "weights", "weighted", "sequence_weights", "sequence_weights_squared", "sequences")
 
 
@@ -125,7 +125,7 @@ class Objective:
         return loss_P - self.settings.entropy_coefficient * tokens.entropy_P
 
     def _weight_sums(self, tokens: Tokens, correction: Correction) -> dict[str, Tensor]:
-        """Return Σ w and the number of weights: one for each token or, if its tokens share it, for each sequence."""
+        """Return Σ w and the number of weights: one per token, or one per sequence if all its tokens share a weight."""
         if not self.settings.normalized or correction.weight_P is None:
             return {}
         weight_P = correction.weight_P.double()
@@ -163,9 +163,9 @@ class Objective:
 
 
 def compares_sequences(settings: ObjectiveConfig) -> bool:
-    """Return whether a token's loss or its share of D depends on other tokens of its sequence, which must be whole.
+    """Return whether a token's loss or its share of D depends on other tokens of its sequence.
 
-    If not, the rows of a forked episode are sequences of their own.
+    If so, a sequence must be in one pass as a whole. If not, each row of a forked episode is a sequence of its own.
     """
     return (
         settings.aggregation != "token_mean"

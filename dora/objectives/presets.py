@@ -1,7 +1,7 @@
 """Known algorithms as defaults of `[objective]`; keys that are given explicitly take precedence.
 
-Where the clip is all that an algorithm is about, its ratio is against the policy that sampled (`bypass`): with one
-update per step, r = π/π_o is 1, and a clip of it would do nothing.
+Algorithms that differ only in their clip use the ratio to the policy that sampled (`bypass`): with one update per step,
+r = π/π_o is always 1, so clipping r would have no effect.
 """
 
 from __future__ import annotations

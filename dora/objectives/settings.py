@@ -16,7 +16,7 @@ from dora.section import Section
 Advantage = Literal["grpo", "dr_grpo", "rloo", "maxrl"]
 Truncated = Literal["train", "mask", "fail"]
 Level = Literal["none", "token", "sequence", "geometric"]
-#: Names that a user may look for -> why they are not among `Advantage`.
+#: Names of advantages that a user may look for -> the reason why DORA does not have them.
 _REFUSED = {
     "reinforce_pp": "whitens advantages over the whole batch, which is never complete when a group is trained; "
     "objective.advantage: use grpo or rloo",
@@ -48,27 +48,30 @@ class ObjectiveConfig(Section):
     norm_tokens: int | None = Field(default=None, ge=1)
     """Constant length by which `seq_mean_token_sum_norm` and `longcat` divide. Unset: rollout.max_new_tokens."""
     turn_rewards: Literal["sum", "reward_to_go"] = "sum"
-    """Rewards of an episode with several turns. `sum`: all its tokens have the advantage of their sum. `reward_to_go`:
-    those of turn t have that of the rewards from turn t on, among the siblings' rewards from their turn t on, or from
-    their last turn if they had fewer."""
+    """How the rewards of an episode with several turns are used. `sum`: all tokens of the episode have the same
+    advantage, computed from the sum of its rewards. `reward_to_go`: the tokens of turn t have an advantage computed
+    from the sum of the rewards of turn t and all later turns. It is compared with the same sum of each sibling; a
+    sibling with fewer turns counts with the reward of its last turn."""
     truncated: Truncated = "train"
-    """Answers that reached the token budget. `mask`: they count in the statistics of their group, but none of their
-    tokens is trained. `fail`: they get no reward, and their siblings are trained without them."""
+    """How answers that reached the token budget are used. `train`: like any other answer. `mask`: they count in the
+    statistics of their group, but none of their tokens is trained. `fail`: they get no reward, and their siblings are
+    trained without them."""
     truncated_turns: Truncated = "train"
-    """The same for episodes that reached environment.max_turns."""
+    """Like `truncated`, for episodes that reached environment.max_turns."""
     truncated_time: Truncated = "train"
-    """The same for episodes that reached environment.episode_timeout_s."""
+    """Like `truncated`, for episodes that reached environment.episode_timeout_s."""
     loss: PolicyLoss = Ppo()
     """The policy loss."""
     weight: Literal["none", "tis", "tis_sequence", "tis_geometric", "icepop"] = "tis"
-    """Weight that corrects for the difference between the policy of the ratio and the one that sampled, of the ratio
-    `on`. `tis`: the ratio of the token; `tis_sequence`: the product of the ratios of its sequence; `tis_geometric`:
-    their geometric mean; each cut to `tis_floor` ... `tis_cap`. `icepop`: the ratio of the token, or 0 if it is outside
-    `icepop_low` ... `icepop_high`. The default is `tis_geometric` with `gspo` and `gspo_token`, and `none` where the
-    loss is over k = π/μ."""
+    """Weight of each token that corrects for the difference between π_o or π and the policy μ that sampled the token;
+    the key `on` chooses the ratio from which it is made. `tis`: the ratio of the token. `tis_sequence`: the product of
+    the ratios of its sequence. `tis_geometric`: their geometric mean. These three are clipped to `tis_floor` ...
+    `tis_cap`. `icepop`: the ratio of the token, or 0 if it is outside `icepop_low` ... `icepop_high`. The default is
+    `tis_geometric` with `gspo` and `gspo_token`, and `none` if the loss is over k = π/μ."""
     on: Literal["rho", "k"] = "rho"
-    """The ratio of `weight`, `mis` and `veto`. `rho`: π_o/μ, what staleness and the engine changed. `k`: π/μ, what the
-    updates of this step changed too; the default with `aipo`, `dppo_tv`, `ipo` and `reinforce`."""
+    """The ratio from which `weight`, `mis` and `veto` are made. `rho`: π_o/μ, which contains the effects of staleness
+    and of the engine. `k`: π/μ, which also contains the updates of this step; it is the default with `aipo`, `dppo_tv`,
+    `ipo` and `reinforce`."""
     tis_cap: Annotated[float, Field(ge=1.0)] = 2.0
     """Largest weight of `tis`. A cap of 1e9 or more truncates nothing."""
     tis_floor: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
@@ -93,11 +96,11 @@ class ObjectiveConfig(Section):
     mask_denominator: Literal["kept", "all"] = "kept"
     """Whether tokens that `mis`, `veto` or `opsm` reject leave the denominator (`kept`) or stay in it (`all`)."""
     vcpo: bool = False
-    """Multiply the learning rate of an update by the square root of its effective sample size: (Σ w)² / (B Σ w²), w the
-    product of the ratios `on` of each of its B sequences."""
+    """Multiply the learning rate of an update by the square root of its effective sample size, (Σ w)² / (B Σ w²). B is
+    the number of its sequences, and w is the product of the ratios of a sequence (the key `on` chooses the ratio)."""
     proximal: Literal["copy", "approximate"] = "copy"
-    """How π_o, the policy at the start of the step, is known in updates after the first. `copy`: from its weights,
-    which are kept. `approximate`: log π_o is interpolated between log μ and log π by their versions (A-3PO)."""
+    """How π_o, the policy at the start of the step, is computed in updates after the first. `copy`: a copy of its
+    weights is kept. `approximate`: log π_o is interpolated between log μ and log π by their versions (A-3PO)."""
     kl_coefficient: Annotated[float, Field(ge=0.0)] = 0.0
     """Coefficient of the divergence from the reference policy."""
     kl_reference: str = ""
@@ -110,7 +113,7 @@ class ObjectiveConfig(Section):
     """Coefficient of the entropy of softmax(logits / temperature), which is maximized."""
 
     def truncations(self, treatment: Truncated) -> frozenset[Truncation]:
-        """Return the budgets whose answers are treated so."""
+        """Return the budgets for which answers that reach them get this treatment."""
         of: dict[Truncation, Truncated] = {
             "tokens": self.truncated,
             "turns": self.truncated_turns,

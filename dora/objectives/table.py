@@ -51,7 +51,7 @@ LOSS_SETTINGS: Final[dict[str, type[LossSettings]]] = {
 
 
 def _tag(given: Any) -> str:
-    """Return the tag of loss settings or of a table of them; of an unknown kind, the kind."""
+    """Return the tag of loss settings, given as an object or as a table; for an unknown kind, return the kind."""
     kind = given.get("kind") if isinstance(given, dict) else getattr(given, "kind", None)
     return USER if isinstance(kind, str) and ":" in kind else str(kind)
 
@@ -62,7 +62,7 @@ def settings_type(given: Any) -> type[LossSettings] | None:
 
 
 def loss_of(settings: LossSettings) -> Callable[[Tokens], TokenLoss]:
-    """Return the policy loss that the settings describe; a user's own is imported, and ConfigError if it cannot be."""
+    """Return the policy loss that the settings describe. A user's own loss is imported; ConfigError if that fails."""
     if isinstance(settings, UserLoss):
         return load_loss(settings)
     return partial(LOSSES[settings.kind].function, settings=settings)

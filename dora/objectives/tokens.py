@@ -26,7 +26,7 @@ class Tokens:
     lengths_n: Tensor  # int64: trained tokens of each sequence; 0 if none
     siblings_n: Tensor  # int64: graded answers of each sequence's group, itself included
     staleness_n: Tensor  # int64: step - version
-    progress: float = 0.0  # share of the step's updates that came before this one: j / M
+    progress: float = 0.0  # share of the step's updates that were made before this update: j / M
     proximal_P: Tensor | None = None  # log π_o of the weights at the start of the step; None: computed by `proximal`
     reference_P: Tensor | None = None  # log-probs of the reference policy, if the objective needs them
     entropy_P: Tensor | None = None  # of softmax(logits / temperature); with gradient if the objective needs it

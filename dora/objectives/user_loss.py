@@ -2,10 +2,10 @@
 
     def my_loss(tokens: Tokens, **options) -> Tensor | TokenLoss
 
-`tokens` are those of one forward pass (`dora.objectives.tokens.Tokens`), and `options` is the table
-`objective.loss.options`. It returns one loss for each token, [P], with a gradient with respect to `tokens.current_P`;
-how tokens are averaged is not its concern. A sequence is always whole, but other sequences may be in other passes, so
-the loss of a token must depend on its own sequence only. Parts without gradient are written with `.detach()`.
+`tokens` are the tokens of one forward pass (`dora.objectives.tokens.Tokens`), and `options` is the table
+`objective.loss.options`. The function returns one loss for each token, [P], with a gradient with respect to
+`tokens.current_P`; it does not average them. A sequence is always whole, but other sequences may be in other passes, so
+the loss of a token must depend on its own sequence only. Use `.detach()` for parts without gradient.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ KEY = "objective.loss.kind"
 
 
 class UserLoss(LossSettings):
-    """A function of yours: function(tokens, **options) -> a loss for each token; docs/OBJECTIVES.md has an example. It
-    is imported by the ranks of the trainer, also from the working directory."""
+    """A function of yours: function(tokens, **options) -> a loss for each token; docs/OBJECTIVES.md has an example. The
+    ranks of the trainer import it, also from the working directory."""
 
     IMPLIED = UNWEIGHTED
     IS_OF_SEQUENCES = True
@@ -49,7 +49,7 @@ class UserLoss(LossSettings):
 def load_loss(settings: UserLoss) -> Callable[[Tokens], TokenLoss]:
     """Import the function; ConfigError if it is missing or takes other arguments.
 
-    What is returned raises ConfigError if the function raises, or returns something else than a loss for each token.
+    The returned loss raises ConfigError if the function raises, or returns anything but one loss for each token.
     """
     function = load_function(settings.kind, field=KEY)
     try:

@@ -57,7 +57,7 @@ class Recipe:
     #: In the mixed part: share of worked answers, and of right answers among the guesses.
     worked_share: float = 0.2
     right_share: float = 0.1
-    #: Share of long problems, whose last labels are rare otherwise, and their minimum number of terms.
+    #: Share of added long problems, without which the last labels would be rare, and their minimum number of terms.
     long_share: float = 0.25
     long_terms: int = 12
     #: Maximum error of a wrong guess.
@@ -69,7 +69,7 @@ class Recipe:
 
 
 _SMALL = Recipe(worked_steps=700, mixed_steps=300, hidden_size=64)
-#: By family; the first one makes the shipped policy.
+#: Recipes by family of models; the first recipe makes the shipped policy.
 RECIPES = {
     "qwen3": Recipe(),
     "qwen3_moe": Recipe(family="qwen3_moe", hidden_size=64, num_layers=2),
@@ -130,7 +130,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast, *, recipe: Recipe) -> PreTra
 
 
 def _of_family(recipe: Recipe) -> dict[str, Any]:
-    """What the config of a family has besides the shape. A hybrid ends with a layer of full attention."""
+    """Return the settings of a family's config apart from the shape. A hybrid ends with a layer of full attention."""
     head = {"head_dim": recipe.hidden_size // 4}
     match recipe.family:
         case "qwen3":

@@ -2,9 +2,10 @@
 
     python -m dora.seed.make_tools OUT
 
-It is trained on transcripts in which nothing is of use. Each turn is a call or an answer by a coin; a call is of any
-key in sight; what the tool returns is any key or value; an answer is any value in sight, or any at all. So the policy
-calls and answers at random: when to call, which key to look up, and when to answer are left to reinforcement learning.
+It is trained on random transcripts, from which nothing can be learned about the task. Chance decides whether a turn is
+a call or an answer. A call looks up a random key of those seen so far, and the tool returns a random key or value. An
+answer is a random value of those seen so far, or of all values if none was seen. So the policy calls and answers at
+random: when to call, which key to look up, and when to answer are left to reinforcement learning.
 
 The tokenizer has the control tokens of Qwen3 and its chat template, so that the renderer `qwen3` continues its turns.
 The constant parts of the template, the schema of the tool and the frame of a call are single tokens: a prompt has about
@@ -140,7 +141,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 @dataclass(frozen=True)
 class Transcript:
-    """An episode in which nothing is of use: keys of the prompt, calls as (key, result), and the answer, "" if none."""
+    """A random episode: keys of the prompt, calls as (key, result), and the answer ("" if there is none)."""
 
     prompt: tuple[str, ...]
     calls: tuple[tuple[str, str], ...]

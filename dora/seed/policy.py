@@ -21,7 +21,7 @@ def path(name: str = "seed") -> Path:
 
 
 def model_folder(name: str) -> Path:
-    """The folder of a model, which may be one of those shipped with DORA."""
+    """Return the folder of a model; `name` is a path, or the name of a policy that is shipped with DORA."""
     if name in SHIPPED:
         return path(name)
     folder = Path(name)

@@ -18,7 +18,7 @@ from typing import Final
 
 from dora.errors import ConfigError
 
-#: Terms are 0 to LARGEST_TERM, less where the total of many terms would need three digits.
+#: Terms are 0 to LARGEST_TERM; problems with many terms have smaller terms, so that the total has two digits.
 LARGEST_TERM: Final = 4
 LARGEST_TOTAL: Final = 99
 
@@ -28,7 +28,7 @@ SPLITS: Final = {"train": 0, "heldout": 1}
 #: One label per term, in this order.
 LABELS: Final = ascii_letters
 
-#: Shape and scale, in terms, of the Lomax (shifted Pareto) law that sizes follow.
+#: Shape and scale (in numbers of terms) of the Lomax (shifted Pareto) distribution of sizes.
 TAIL_SHAPE: Final = 1.5
 TAIL_SCALE: Final = 2.5
 

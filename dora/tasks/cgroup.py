@@ -1,9 +1,9 @@
 """Control groups (cgroup v2), in which the kernel limits the memory of processes together and ends all of them at once.
 
 They are used where the system has given this process a group that it may divide: under `systemd-run --user --scope -p
-Delegate=yes`, in a service with `Delegate=yes`, or in a container with a writable hierarchy. A group with processes of
-its own cannot limit those below it, so this process first moves into one below. Elsewhere, and in version 1, there are
-none, and guards measure (memory.py).
+Delegate=yes`, in a service with `Delegate=yes`, or in a container with a writable hierarchy. A group that contains
+processes cannot limit the groups below it, so this process first moves into a group below its own. Where there is no
+such group, and with version 1, no control group is made, and guards measure memory instead (memory.py).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class ControlGroup:
         self.path = path
 
     def was_exceeded(self) -> bool:
-        """Return whether the kernel has killed its processes because of their memory."""
+        """Return whether the kernel has killed processes of the group because of their memory."""
         with suppress(OSError):
             events = dict(line.split() for line in (self.path / "memory.events").read_text().splitlines())
             return int(events["oom_kill"]) > 0
@@ -107,7 +107,8 @@ def _own_group() -> Path | None:
 
 
 def _is_given(group: Path) -> bool:
-    """Return whether this process may divide a group: it can limit memory, and all in it is this process or below it.
+    """Return whether this process may divide a group: the group can limit memory, and contains only this process and
+    its descendants.
 
     Root may write to every group, but groups that systemd manages are systemd's, unless they are marked as delegated.
     """

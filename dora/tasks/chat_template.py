@@ -22,7 +22,7 @@ from typing import Any, Final
 from dora.errors import ConfigError
 from dora.pipes import HEADER
 
-#: Processor time that a template may save up, and what it gets with each prompt, in seconds.
+#: Processor time in seconds: the maximum that a template can save up, and the time that it gets with each prompt.
 MAX_CPU_S: Final = 2.0
 CPU_S_PER_PROMPT: Final = 0.1
 MEMORY_BYTES: Final = 512 << 20
@@ -30,12 +30,13 @@ MEMORY_BYTES: Final = 512 << 20
 RENDERED: Final = b"="
 REJECTED: Final = b"!"
 
-#: Time for a reply. Unless the machine is overloaded or the process stopped, its processor time ends it earlier.
+#: Time for a reply. Normally the limit of processor time ends the process earlier; this limit is for an overloaded
+#: machine or a stopped process.
 _TIMEOUT_S: Final = 60.0
 
 
 def max_characters(request_bytes: int) -> int:
-    """Return the length of the longest text that may be rendered from a request: templates add to it, and escape."""
+    """Return the length of the longest text that may be rendered from a request; templates add text and escape some."""
     return 8 * request_bytes + (1 << 20)
 
 
@@ -48,10 +49,11 @@ class ChatTemplate:
         self._file = file
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
-        self._end: Callable[[], object] = lambda: None  # ends the process, at the latest with this object
+        self._end: Callable[[], object] = lambda: None  # ends the process; also called when this object is deleted
 
     def render(self, **names: Any) -> str:
-        """Render with these names, whose values JSON can hold; ConfigError says why that fails, and what to do."""
+        """Render with these names; JSON must be able to hold their values. ConfigError says what failed and what to
+        do."""
         try:
             request = json.dumps(names).encode()
             with self._lock:

@@ -31,9 +31,10 @@ _STDERR_TAIL_BYTES = 4_096
 class GuardedProcess:
     """A `name` ("grader") whose process may be started and killed any number of times.
 
-    `argv` is the guard's COMMAND: none for a grader, else memory limit, CPU cores and command. `total_mb` limits the
-    memory of it and all that it starts together; 0 is no limit. `max_bytes` bounds the body of a frame that it sends.
-    `on_output` is given what it writes to stderr. It inherits no DORA_* variable, as they hold the keys of the run.
+    `argv` is the guard's COMMAND: empty for a grader, otherwise memory limit, CPU cores and command. `total_mb` limits
+    the memory of the process and all its descendants together; 0 is no limit. `max_bytes` bounds the body of a frame
+    that the process sends. `on_output` receives what the process writes to stderr. The process inherits no DORA_*
+    variable, because these hold the keys of the run.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class GuardedProcess:
         with contextlib.suppress(ProcessLookupError):  # already gone
             process.terminate()
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGCONT)  # guards that were stopped; the first leads a session of its own
+            os.killpg(process.pid, signal.SIGCONT)  # the guards may be stopped; the first one leads their session
         try:
             async with asyncio.timeout(_KILL_TIMEOUT_S):
                 await process.wait()
@@ -107,7 +108,7 @@ class GuardedProcess:
                 await cgroup.close()
 
     def write(self, body: bytes) -> None:
-        """Send a frame. It is buffered without a limit: wait for `drained`, or bound the requests without a reply."""
+        """Send a frame. The buffer has no limit: wait for `drained`, or bound the number of unanswered requests."""
         assert self._process is not None
         assert self._process.stdin is not None
         self._process.stdin.write(HEADER.pack(len(body)) + body)
@@ -118,7 +119,8 @@ class GuardedProcess:
         await self._process.stdin.drain()
 
     async def read(self) -> bytes:
-        """Return the next frame. IncompleteReadError or ConnectionError if it is gone, ProtocolError if too large."""
+        """Return the next frame. IncompleteReadError or ConnectionError if the process is gone, ProtocolError if the
+        frame is too large."""
         assert self._process is not None
         stdout = self._process.stdout  # a kill forgets the process
         assert stdout is not None
@@ -128,7 +130,7 @@ class GuardedProcess:
         return await stdout.readexactly(size)
 
     async def ending(self, err: Exception) -> str:
-        """Kill it after an error of `read` or `write`; return how it ended, with its last line of stderr."""
+        """Kill the process after an error of `read` or `write`; return how it ended, with its last line of stderr."""
         process = self._process
         assert process is not None
         if isinstance(err, ProtocolError):

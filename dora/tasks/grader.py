@@ -5,7 +5,7 @@ Frames on stdin and stdout: 4 bytes of length (big endian), then msgpack. The fi
 `{"reward": x, "terms": [[name, y], ...]}` or `{"error": text}`.
 
 Invariant: only frames reach the pipes (dora/pipes.py). Grading runs in the main thread, so that libraries may use
-signals. The process exits when its stdin closes. Its memory is limited, which protects from accidents but is not a
+signals. The process exits when its stdin closes. Its memory is limited; that protects from accidents, but it is not a
 sandbox.
 """
 

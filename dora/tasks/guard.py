@@ -3,15 +3,16 @@
 PID is the process of the pool. Without a command, the process is a grader. COMMAND is `MEMORY_MB CORES ARGV...`: a
 limit on the address space of each of its processes, and the CPU cores that it may use ("2,3"; may be empty). TOTAL_MB
 limits the memory of all its processes together; 0 is no limit. CGROUP is the folder of the control group that enforces
-it; if that is empty, this process measures every MEASURE_S (memory.py), and exits with OVER_MEMORY if it is too much.
+the limit. If CGROUP is empty, this process measures the memory every MEASURE_S (memory.py), and exits with OVER_MEMORY
+if it exceeds the limit.
 
-Two guards, one the child of the other, watch over the process. Invariant: each outlives every process that it starts,
-even in another session, because the kernel makes orphaned descendants its children (Linux). It kills them all when its
-child ends in any way, when its parent dies, and on SIGTERM, which the pool sends. So user code that kills either guard
-leaves nothing behind, and neither does a pool that dies; if both guards are killed at once, only a control group helps.
-The exit status is that of the process.
+Two guards, one the child of the other, watch over the process. Invariant: each guard outlives every process that was
+started below it, even in another session, because the kernel makes orphaned descendants children of the guard (Linux).
+A guard kills all its descendants when its child ends in any way, when its parent dies, and on SIGTERM, which the pool
+sends. So nothing is left if user code kills one of the guards, or if the pool dies. If both guards are killed at once,
+only a control group helps. A guard exits with the status of the process.
 
-They start no thread and import little before the forks, so they add only a few milliseconds to the start of a grader.
+Guards start no thread and import little before the forks, so they add only a few milliseconds to the start of a grader.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from typing import Final
 
 from dora.tasks.memory import children, exceeds
 
-#: Exit status of a guard that has killed all because of their memory.
+#: Exit status of a guard that has killed its descendants because of their memory.
 OVER_MEMORY: Final = 78
 MEASURE_S: Final = 0.1
 _POLL_S: Final = 0.001
@@ -60,11 +61,11 @@ def _become_guard(parent: int) -> None:
         _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1)
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:
-        os._exit(0)  # it died before the call above
+        os._exit(0)  # the parent died before the call above
 
 
 def _watch(work: Callable[[], None], *, limit: int, cgroup: str) -> None:
-    """Fork a process that does `work`; when it exits, kill all that is left below this one, and exit like it."""
+    """Fork a process that does `work`. When it exits, kill all descendants that are left, and exit with its status."""
     child = os.fork()
     if child == 0:
         work()
@@ -103,8 +104,8 @@ def _run(command: list[str], cgroup: str) -> None:
 
 
 def _wait(child: int, *, limit: int) -> int:
-    """Return the wait status of the child when it exits, 0 on SIGTERM, or that of an exit with OVER_MEMORY if there is
-    too much memory below it. Reap other processes meanwhile."""
+    """Return the wait status of the child when it exits. Return 0 on SIGTERM, and the wait status of an exit with
+    OVER_MEMORY if the descendants exceed the memory limit. Other processes that end are reaped during the wait."""
     while (received := signal.sigwait(_SIGNALS)) != signal.SIGTERM:
         if received == signal.SIGALRM and exceeds(child, limit):
             return OVER_MEMORY << 8
@@ -115,10 +116,10 @@ def _wait(child: int, *, limit: int) -> int:
 
 
 def _kill_descendants() -> None:
-    """Kill all descendants: the children of a killed process become children of this one, and are next."""
+    """Kill all descendants: the children of a killed process become children of this process, and are killed next."""
     while True:
         for child in children(os.getpid()):
-            os.kill(child, signal.SIGKILL)  # its id is not given to another before it is waited for
+            os.kill(child, signal.SIGKILL)  # its id is not reused before this process waits for it
         try:
             ended, _ = os.waitpid(-1, os.WNOHANG)
         except ChildProcessError:  # there are none

@@ -1,8 +1,9 @@
-"""The processes below one, and the memory that they hold together, for its guard (guard.py).
+"""The descendants of a process, and the memory that they hold together, for the process's guard (guard.py).
 
-Pages that processes share count once (PSS). For that the kernel walks their page tables, so it is asked only if their
-resident sets, which are read in microseconds and cannot be less, exceed the limit together. psutil takes longer to
-import than everything else in a guard, so it is imported only then, or if the kernel has no lists of children.
+Pages that processes share count once (PSS). The kernel must walk page tables to find that number, so it is read only if
+the resident sets exceed the limit together. They are read in microseconds, and their sum is never less. psutil takes
+longer to import than everything else in a guard, so it is imported only if PSS is needed, or if the kernel has no lists
+of children.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ def exceeds(parent: int, limit: int) -> bool:
 
 
 def descendants(parent: int) -> list[int]:
-    """Return the processes below `parent`, as far as they are found while they change."""
+    """Return the descendants of `parent`; processes that start or end during the call may be missing."""
     found = children(parent)
-    for each in found:  # which grows
+    for each in found:  # the list grows in the loop
         found += children(each)
     return found
 
@@ -61,7 +62,7 @@ def _proportional(pid: int) -> int:
     with suppress(psutil.NoSuchProcess):
         try:
             memory = psutil.Process(pid).memory_full_info()
-        except psutil.AccessDenied:  # of a program that runs as another user
+        except psutil.AccessDenied:  # the program runs as another user
             return int(psutil.Process(pid).memory_info().rss)
-        return int(getattr(memory, "pss", memory.uss))  # not every system has the first
+        return int(getattr(memory, "pss", memory.uss))  # not every system has `pss`
     return 0

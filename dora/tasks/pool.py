@@ -1,10 +1,10 @@
 """Grading in separate processes with a memory limit and a timeout per answer.
 
 Invariant: every request has exactly one outcome, and a failure is never a reward. A grader that times out, dies or
-breaks the protocol is killed with every process it started (guard.py), and replaced before the next request. Its
-request is `GradingFailed` without a retry, which would only hang the next grader.
+breaks the protocol is killed with every process it started (guard.py), and replaced before the next request. The
+request that it was grading is `GradingFailed`; a retry would only hang the next grader.
 
-Each `grade` call waits for an idle grader, at most the start timeout plus `timeout_s` for each call before it. There is
+Each `grade` call waits for an idle grader, at most the start timeout plus `timeout_s` for each earlier call. There is
 no other queue: the number of calls is bounded by the trajectories in flight.
 """
 
@@ -44,7 +44,7 @@ class Graded:
     """The outcome of an answer that was judged."""
 
     reward: float  # finite, also in 32 bits
-    terms: tuple[tuple[str, float], ...] = ()  # what each reward gave, weighted
+    terms: tuple[tuple[str, float], ...] = ()  # (name, weighted reward) of each term
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class GraderPool:
         }
         named = ", ".join(term_name(reward, field=f"{field}.{index}") for index, reward in enumerate(rewards))
         self._graders = [_Grader(setup, rewards=named, timeout_s=timeout_s) for _ in range(graders)]
-        self._idle: asyncio.LifoQueue[_Grader] = asyncio.LifoQueue()  # at most all graders; the last used one is warm
+        self._idle: asyncio.LifoQueue[_Grader] = asyncio.LifoQueue()  # the last used, warm grader is taken first
 
     async def __aenter__(self) -> GraderPool:
         try:
@@ -116,7 +116,7 @@ class _Grader:
     async def grade(self, body: bytes) -> Graded | GradingFailed:
         if not self.process.is_running:
             await self.start()
-        is_complete = False  # if not, the pipes may contain part of an exchange
+        is_complete = False  # while False, the pipes may contain part of an exchange
         try:
             outcome = outcome_of(await self._exchange_in_time(body))
             is_complete = True
@@ -154,8 +154,8 @@ class _Grader:
         raise RunFailed(f"{self._setup['field']}: no grader started in {START_ATTEMPTS} attempts ({ending})")
 
     async def _exchange_in_time(self, body: bytes) -> dict[str, Any]:
-        """TimeoutError if there is no reply within the limit; one that is there by then counts even if this process was
-        stopped, or busy, until long after it."""
+        """Return the reply; TimeoutError if the grader sent none within the limit. A reply that arrived in time counts
+        even if this process was stopped or busy and reads it much later."""
         exchange = asyncio.create_task(self._exchange(body), name="grader-exchange")
         try:
             for limit_s in (self._timeout_s, _UNREAD_S):

@@ -1,7 +1,7 @@
 """The prompt stream: the prompt at each position of a run.
 
-Invariant: `stream.at(position)` is a pure function of (task config, tokenizer, seed, position). So the cursor that a
-resume needs is one integer, prefetching cannot move it, and it is found without replaying earlier draws:
+Invariant: `stream.at(position)` is a pure function of (task config, tokenizer, seed, position). So a resume needs only
+one integer as its cursor, prefetching does not affect it, and no earlier draws are replayed:
 
     position --mixture--> (source, n-th draw from it) --epoch, shuffle--> row --render, encode--> Prompt
 """
@@ -33,18 +33,18 @@ T = TypeVar("T")
 #: measured when drawn, with the same error; the syntax of all JSONL lines is checked at the start.
 CHECKED_ROWS = 10_000
 
-#: At most half of this many first rows of a source, or first prompts of the stream, may be over the limit.
+#: Of this number of first rows of a source, or of first prompts of the stream, at most half may be over the limit.
 JUDGED_ROWS = 1_000
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """The beginning of an episode, as its environment made it of a row; in the terms of OpenAI's API."""
+    """The beginning of an episode, made by its environment from a row, in the format of OpenAI's API."""
 
     messages: Sequence[Mapping[str, Any]] = ()
     tools: Sequence[Mapping[str, Any]] = ()
     tokens: Sequence[int] = ()
-    failed: str = ""  # why there is none
+    failed: str = ""  # the reason if the environment could not make it; otherwise ""
 
 
 #: (row, label of its source, name of the row) -> Conversation; it may block, and is called in a thread.
@@ -61,7 +61,7 @@ class Prompt:
     tokens: tuple[int, ...]
     answer: str  # reference answer, "" if there is none
     metadata: Mapping[str, Any]  # the other columns of the row, as plain JSON values
-    skipped: str = ""  # not empty if it is over the limit: the reason; `tokens` is then empty
+    skipped: str = ""  # the reason if the prompt is over the limit, with `tokens` empty; otherwise ""
     source_index: int = 0  # in `task.sources`
     label: str = ""  # of its source
     row: Row = field(default_factory=dict)  # all columns, for an environment
@@ -76,7 +76,7 @@ class Prompt:
 
 
 class PromptStream:
-    """Prompts by position; `None` from the first position at which a source has no row left."""
+    """Prompts by position. They end at the first position at which a source has no row left; after that, None."""
 
     def __init__(
         self,
@@ -218,7 +218,7 @@ def render(
 ) -> Prompt:
     """Return row `row_index` as a prompt; `ConfigError` names the row if it is unusable.
 
-    A row over the limit is `skipped`, or unusable if `task.overlong` is "fail"; so is one whose episode cannot begin.
+    A row over the limit, or whose episode cannot begin, is `skipped`, or unusable if `task.overlong` is "fail".
     """
     row, where = source.row(row_index), source.where(row_index)
     tokens: Sequence[int]
@@ -298,7 +298,8 @@ def _as_text(value: object) -> str:
 
 
 def _as_json(value: T, *, where: str) -> T:
-    """Return a value of a row as JSON can hold it: tables with texts as keys, and only whole characters."""
+    """Return a value of a row in a form that JSON can hold: keys of tables are text, and there are no lone
+    surrogates."""
     try:
         plain: T = msgspec.to_builtins(value, str_keys=True)
         msgspec.json.encode(plain)
@@ -310,7 +311,7 @@ def _as_json(value: T, *, where: str) -> T:
 
 
 def _check_rows(source: Source, *, limit: int, task: TaskConfig, tokenizer: Tokenizer) -> None:
-    """Render and measure the first `limit` rows, but only one of a generator, where a thousand may take minutes."""
+    """Render and measure the first `limit` rows; of a generator only one, because a thousand could take minutes."""
     num_overlong = 0
     for row in range(min(source.num_rows or 1, limit)):
         prompt = render(source, row, position=row, task=task, tokenizer=tokenizer)

@@ -38,20 +38,20 @@ _MAX_HTTP_ANSWER_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class GradeRequest:
-    """The input of a reward. A function of the user asks for any of these by name."""
+    """The input of a reward. A function of the user gets the fields that its signature names."""
 
     prompt: str  # as the model read it
     response: str  # decoded, without special tokens
     answer: str = ""  # reference answer, "" if there is none
     metadata: Mapping[str, Any] = field(default_factory=dict)  # the prompt's other columns
-    num_tokens: int = 0  # of the response, with its stop token
+    num_tokens: int = 0  # length of the response, stop token included
     max_tokens: int = 1  # token budget of a response
     finish: Literal["stop", "length"] = "stop"  # length: the response reached its budget
     source: str = ""  # label of the prompt's source
 
 
 Scorer = Callable[[GradeRequest], float]
-#: What each term gave, weighted: (kind, or name of a function; reward).
+#: The weighted reward of each term: (kind, or name of the function; reward).
 Terms = list[tuple[str, float]]
 
 
@@ -70,8 +70,8 @@ def total(terms: Terms) -> float:
 def build_scorer(
     rewards: Sequence[RewardConfig], *, field: str, http_timeout_s: float
 ) -> Callable[[GradeRequest], Terms]:
-    """Return a function to the weighted terms that apply to a prompt's source; `ConfigError` names a term (`field`.i)
-    that cannot be built."""
+    """Return a function that computes the weighted terms for a request: those that apply to its source. `ConfigError`
+    names a term (`field`.i) that cannot be built."""
     if not rewards:
         raise ConfigError(f"{field}: at least one reward is needed")
     terms = [
@@ -203,7 +203,8 @@ def _build_http(url: str, *, field: str, timeout_s: float) -> Scorer:
 
 
 def _build_function(spec: str, *, field: str) -> Scorer:
-    """Call the function with those fields of the request that its signature names, or all for `**name`."""
+    """Return a scorer that calls the function with the fields of the request that its signature names (`**name`:
+    all)."""
     function = load_function(spec, field=field)
     known = [each.name for each in fields(GradeRequest)]
     parameters = inspect.signature(function).parameters.values()
@@ -216,7 +217,7 @@ def _build_function(spec: str, *, field: str) -> Scorer:
 
     def score_function(request: GradeRequest) -> float:
         result = function(**{name: getattr(request, name) for name in passed})
-        if not hasattr(result, "__float__"):  # text has none, though float() would read it
+        if not hasattr(result, "__float__"):  # refuses text, which float() would parse
             raise TypeError(f"it returned {str(result)[:100]!r} ({type(result).__name__}), expected a number")
         return float(result)
 

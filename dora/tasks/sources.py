@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from dora.config.schema import SourceConfig
 
 Row = Mapping[str, Any]
-Split = Literal["train", "heldout"]  # of a generator's items; other sources use separate files or data sets
+Split = Literal["train", "heldout"]  # splits of a generator's items; other sources use separate files or data sets
 
 #: Seeds of items lie below 2**30 (training) or between it and 2**31 (held out), so they never overlap.
 _GENERATOR_SEEDS = 2**29
@@ -133,7 +133,8 @@ def _check_reasoning_gym(config: SourceConfig, *, field: str) -> None:
 
 @lru_cache(maxsize=4)  # siblings and neighbors share a chunk; some data sets take a second to set up
 def reasoning_gym_dataset(dataset: str, options: str, seed: int) -> Any:
-    """`_CHUNK` items whose own seeds are seed, seed + 1, ...; `options` as JSON. Graders make the same one again."""
+    """Return a data set of `_CHUNK` items with the seeds seed, seed + 1, ...; `options` are JSON. Graders make the same
+    data set again."""
     import reasoning_gym
 
     return reasoning_gym.create_dataset(dataset, seed=seed, size=_CHUNK, **msgspec.json.decode(options))

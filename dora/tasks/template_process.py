@@ -1,12 +1,13 @@
 """A process that renders a chat template: `python -m dora.tasks.template_process`.
 
-A template is code of whoever made the model folder. jinja2's sandbox keeps it from Python's objects, but bounds neither
-time nor memory, and compiling alone may take both, because constants are computed then. So both happen here.
+A template is code of whoever made the model folder. jinja2's sandbox keeps it from Python's objects, but limits neither
+time nor memory. Even compiling may take much of both, because constants are computed then. So templates are compiled
+and rendered in this process.
 
-Frames on stdin and stdout (dora/pipes.py). The first request is the template; each later one is JSON with the names
-that it may use, and the reply is `RENDERED` and the text or `REJECTED` and the reason, in UTF-8. Invariant: its memory
-is limited, and so is its processor time, above which SIGPROF ends it: it may save up to `MAX_CPU_S`, and gets
-`CPU_S_PER_PROMPT` with each prompt. It exits when its stdin closes.
+Frames on stdin and stdout (dora/pipes.py). The first request is the template. Each later request is JSON with the names
+that the template may use; the reply is `RENDERED` and the text, or `REJECTED` and the reason, in UTF-8. Invariant: the
+memory of the process is limited, and so is its processor time: it gets `CPU_S_PER_PROMPT` with each prompt, can save up
+to `MAX_CPU_S`, and SIGPROF ends it when the time is used up. It exits when its stdin closes.
 """
 
 from __future__ import annotations

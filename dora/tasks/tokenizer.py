@@ -46,7 +46,8 @@ class Tokenizer:
         return size
 
     def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
-        """Return the ids of `text`. `special_tokens`: add the tokenizer's own (BOS); rendered chats have them."""
+        """Return the ids of `text`. `special_tokens`: add the tokenizer's special tokens (BOS); rendered chats already
+        contain them."""
         ids: list[int] = self._codec.encode(text, add_special_tokens=special_tokens).ids
         return ids
 
@@ -133,8 +134,8 @@ def _eos_ids(folder: Path, codec: tokenizers.Tokenizer, special: Mapping[str, st
 
 
 def _template_source(folder: Path, settings: Mapping[str, Any]) -> tuple[str, Path]:
-    """Return the folder's chat template, "" if there is none, and its file. A file of its own comes before
-    tokenizer_config.json."""
+    """Return the folder's chat template, "" if there is none, and its file. A separate file of the template takes
+    precedence over tokenizer_config.json."""
     file = folder / "chat_template.jinja"
     if os.path.lexists(file):
         try:

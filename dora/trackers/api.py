@@ -1,8 +1,8 @@
 """What a tracker is: a class that writes the rows of metrics.jsonl into a record that others display.
 
-A class of one's own is named `module:Class` in `tracking.trackers` and is made as `Class(run, position)`. An error that
-it raises ends its process, never the run. Invariant: what was logged after the position is not in the record that a new
-object continues, because it is logged again.
+A user's own class is named as `module:Class` in `tracking.trackers` and is made as `Class(run, position)`. An error
+that it raises ends the tracker's process, never the run. Invariant: a new object continues the record at the position;
+it must drop rows that were logged after the position, because they are logged again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class TrackedRun:
 
     run_id: str
     project: str
-    folder: Path  #: of this tracker, inside the run folder; it exists
+    folder: Path  #: folder of this tracker, inside the run folder; it exists
     config: dict[str, Any]  #: without secrets
     began: float  #: Unix time
 
@@ -30,15 +30,15 @@ class TrackedRun:
 class Position:
     """How far a record has come."""
 
-    rows: int = 0  #: rows of metrics.jsonl that it has
-    mark: Mark = field(default_factory=dict)  #: from `save` or `close` after these rows
+    rows: int = 0  #: number of rows of metrics.jsonl that the record has
+    mark: Mark = field(default_factory=dict)  #: what `save` or `close` returned after these rows
 
 
 @dataclass(frozen=True, slots=True)
 class TrackedRow:
     """A row of metrics.jsonl."""
 
-    number: int  #: of its line, from 0
+    number: int  #: number of its line, from 0
     axis: Literal["step", "version"]
     value: int  #: on this axis
     at: float  #: Unix time

@@ -17,7 +17,7 @@ KINDS: Final = {
     "tensorboard": "dora.trackers.tensorboard:TensorBoardTracker",
     "trackio": "dora.trackers.trackio:TrackioTracker",
 }
-#: Variables that a process needs to run, to find its user's files and to reach the network.
+#: Environment variables that a process needs to run, to find its user's files and to reach the network.
 _COMMON: Final = re.compile(
     r"PATH|HOME|USER|LOGNAME|LANG|LC_\w+|TZ|TMPDIR|PYTHONPATH|VIRTUAL_ENV|LD_LIBRARY_PATH|XDG_\w+|"
     r"SSL_CERT_(FILE|DIR)|REQUESTS_CA_BUNDLE|(?i:https?_proxy|no_proxy|all_proxy)"

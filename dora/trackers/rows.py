@@ -1,7 +1,8 @@
 """Rows of metrics.jsonl as scalars, and reading them while the run writes them.
 
-Invariant: a name is the path of the value in its row, with `/` between keys; of an evaluation it begins with
-`evaluation/<name of the set>`. Text and null are left out; a list of names is logged as 1 for each.
+Invariant: the name of a scalar is the path of its value in the row, with `/` between keys. In rows of an evaluation the
+name begins with `evaluation/<name of the set>`. Text and null are left out. A list of names becomes a scalar 1 for each
+name.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class RowReader:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file: BinaryIO | None = None
-        self._number = 0  # of the next line
+        self._number = 0  # number of the next line
 
     def new(self) -> Iterator[tuple[int, bytes]]:
         """Yield number and text of every complete line that was not yielded before."""
@@ -51,7 +52,7 @@ class RowReader:
 
 
 def parse(number: int, line: bytes, *, began: float) -> TrackedRow | None:
-    """Return a line as a row; None if it is torn or has nothing to log. `began`: Unix time of the run's begin."""
+    """Return a line as a row; None if the line is torn or has nothing to log. `began`: Unix time of the run's start."""
     try:
         row = msgspec.json.decode(line, type=dict[str, Any])
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):

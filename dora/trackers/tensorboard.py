@@ -1,6 +1,6 @@
 """TensorBoard: one event file per run, written with the `tensorboard` package alone.
 
-Invariant: the file is a function of the rows, so that whatever a crash left after the last saved byte is cut off and
+Invariant: the file is a function of the rows. So after a crash, everything after the last saved byte is cut off and
 written again.
 """
 

@@ -1,8 +1,8 @@
 """Weights & Biases, online or offline (WANDB_MODE), through the `wandb` package and its service.
 
 Invariant: W&B's own step is the number of the row. Online, the server's last step is therefore the position. Offline,
-each process writes a folder of its own, which counts once it was read back complete; others are removed before they
-are written again.
+each process writes its own folder. A folder counts when it has been read back and is complete; the others are removed,
+and their rows are written again.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from wandb.proto.wandb_internal_pb2 import Record
 
 from dora.trackers.api import Mark, Position, TrackedRow, TrackedRun
 
-#: Of a .wandb file: LevelDB's log format after its own header of 7 bytes.
+#: The format of a .wandb file: a header of 7 bytes, then LevelDB's log format.
 _FILE_HEADER_BYTES = 7
 _BLOCK_BYTES = 32_768
 _CHUNK_HEADER = struct.Struct("<IHB")  # checksum, length, type

@@ -1,10 +1,11 @@
 """Attention over rows of sequences: every sequence attends to itself only, and no mask of [T, T] is built.
 
 A row is either packed, [1, T] with several segments one after another, or each batch row of [B, L] is one sequence,
-padded at the end: under a causal mask no real query sees the padding. `within(segments)` says which while the model
-runs. Registered with transformers as "dora_segments", both as attention and as the maker of its masks: in place of a
-mask a layer gets a `Pattern`, which says what transformers would have masked there, and in which segments. It reaches
-layers that pass no other arguments on, and stays what it was when a layer is run again for its backward pass.
+padded at the end: under a causal mask no real query sees the padding. `within(segments)` says which of the two forms
+the model runs on. The functions of this file are registered with transformers as "dora_segments", as attention and as
+the maker of masks. In place of a mask a layer gets a `Pattern`: what transformers would have masked, and in which
+segments. The pattern takes the place of the mask because every layer passes its mask on to its attention, and because
+a layer that runs again for its backward pass is given the same mask again.
 Legend: B batch rows, L their length (T of a packed row), H heads, H_kv heads of keys, D head size, D_v that of values.
 """
 
@@ -28,7 +29,7 @@ from dora.trainer import attention_kernels as kernels
 from dora.trainer.attention_kernels import Rule
 
 NAME: Final = "dora_segments"
-#: Tensors that some models pass on to their attention, and that change nothing there: positions are already applied.
+#: Arguments that some models pass to their attention and that have no effect: the positions were applied before.
 POSITIONS: Final = frozenset({"position_ids", "cache_position"})
 
 
@@ -53,12 +54,13 @@ class Segments:
     def chunked(self, size: int) -> Segments:
         """Return each segment cut where chunks of `size` tokens of its sequence end.
 
-        Llama 4's chunked attention is attention in these: what is left of a prompt's last chunk is a response's first.
+        Llama 4's chunked attention is ordinary attention within these pieces: a response begins in the chunk in which
+        its prompt ended.
         """
         if size not in self._chunked:
             pieces: list[int] = []
             prompts: list[int] = []
-            last_piece: list[int] = []  # of each segment
+            last_piece: list[int] = []  # index of the last piece of each segment
             for length, prompt in zip(self.lengths, self.prompts, strict=True):
                 begun = self.lengths[prompt] % size if prompt >= 0 else 0
                 first = min(length, size - begun)
@@ -75,7 +77,7 @@ class Pattern:
 
     def __init__(self, segments: Segments | None, *, window: int | None = None, chunk: int | None = None) -> None:
         self.segments = segments  # None: every batch row is one sequence, padded at the end
-        self.window = window  # a query sees this many keys, its own among them
+        self.window = window  # a query sees this many keys, its own included
         self.chunk = chunk  # a query sees the keys of its chunk; chunks start at multiples of it
         self._block_masks: dict[int, BlockMask] = {}
 
@@ -102,7 +104,7 @@ _segments: ContextVar[Segments | None] = ContextVar("segments", default=None)
 
 @contextmanager
 def within(segments: Segments | None) -> Iterator[None]:
-    """Run models on a packed row of these segments meanwhile; without it, every batch row is one sequence."""
+    """In this context, models run on a packed row of these segments; None: every batch row is one sequence."""
     token = _segments.set(segments)
     try:
         yield
@@ -111,14 +113,14 @@ def within(segments: Segments | None) -> Iterator[None]:
 
 
 def require_interface(config: Any) -> None:
-    """ConfigError if this family computes attention by itself, such as those with ALiBi (Bloom, MPT)."""
+    """Raise ConfigError if this family computes attention with its own code, as families with ALiBi do (Bloom, MPT)."""
     family = AutoModelForCausalLM._model_mapping.get(type(config), None)
     if family is not None and not family._can_set_attn_implementation():
         raise ConfigError(f"model.path: {family.__name__} has an attention of its own; not supported")
 
 
 def pattern_of(*, mask_function: Callable[..., Any], attention_mask: Tensor | None = None, **_: Any) -> Pattern:
-    """Transformers' mask interface: read which parts the mask would have, instead of building it.
+    """Transformers' mask interface: find out which parts the mask would have, instead of building the mask.
 
     The parts are the functions of `transformers.masking_utils`, recognised by name; a part without an equivalent here
     (bidirectional, prefixes, blocks of an image) is a ConfigError.

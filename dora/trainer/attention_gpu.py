@@ -19,8 +19,8 @@ from torch.nn.attention.varlen import varlen_attn
 
 from dora.trainer.attention_kernels import Rule, widened
 
-BLOCK: Final = 128  # tokens to a block of FlexAttention's masks
-LARGEST_HEAD: Final = 256  # of FlashAttention
+BLOCK: Final = 128  # tokens in a block of FlexAttention's masks
+LARGEST_HEAD: Final = 256  # the largest head size that FlashAttention supports
 
 
 @cache
@@ -45,7 +45,7 @@ def describe(device: str) -> str:
 
 
 def choose(query: Tensor, rule: Rule, sink_H: Tensor | None, *, shares: bool) -> str | None:
-    """Return "flash" or "flex", or None for the blocks of `attention_kernels`; `shares`: prompts are shared."""
+    """Return "flash" or "flex", or None for the blocks of `attention_kernels`. `shares`: sequences share prompts."""
     if query.device.type != "cuda" or query.dtype not in (torch.bfloat16, torch.float16):
         return None
     present = kernels_present("cuda")
@@ -81,7 +81,7 @@ def attend_flex(
         score_mod=None if rule.softcap is None else _soft_cap(rule.softcap),
         block_mask=mask, scale=rule.scale, enable_gqa=True, return_aux=AuxRequest(lse=True),
     )  # fmt: skip
-    if sink_H is not None:  # one more key of score s and value 0; z is the log-sum-exp of the others
+    if sink_H is not None:  # one more key of score s and value 0; z is the log-sum-exp of the other scores
         out = out * torch.sigmoid(aux.lse - sink_H[:, None])[..., None].to(out.dtype)
     return out.transpose(1, 2)
 
@@ -91,8 +91,8 @@ def block_mask(
 ) -> BlockMask:
     """Return the mask of a row of `length` tokens; `ends` as in `attend_flash`, or None for a single sequence.
 
-    A query sees the keys up to itself in its own segment, and those of the segment that is its prompt, `prompts_N` (-1:
-    none). Blocks are found from the number of keys of each block that each query sees, [T, C] in all.
+    A query sees the keys up to itself in its own segment, and all keys of its prompt's segment, whose index is in
+    `prompts_N` (-1: none). A table [T, C] of how many keys each query sees in each block tells which blocks to compute.
     """
     position_T = torch.arange(-(-length // BLOCK) * BLOCK, device=device)
     own_T = stop_T = first_T = torch.zeros_like(position_T)  # a query sees keys from own to itself, and first to stop
@@ -127,7 +127,7 @@ def block_mask(
 
 
 def _ordered(blocks_CC: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the number of blocks of each row [1, 1, C], and their indices first [1, 1, C, C]."""
+    """Return the number of blocks of each row [1, 1, C], and all indices [1, 1, C, C], those of its blocks first."""
     order = blocks_CC.int().argsort(dim=-1, descending=True, stable=True)
     return blocks_CC.sum(-1, dtype=torch.int32)[None, None], order.int()[None, None]
 
@@ -140,7 +140,7 @@ def _flex(kind: str) -> Any:
 
 @cache
 def _soft_cap(cap: float) -> Callable[..., Tensor]:
-    """The same function for the same cap, so that it is compiled once."""
+    """Return the score function of a cap: always the same one for the same cap, so that it is compiled once."""
 
     def capped(score: Tensor, _b: Tensor, _h: Tensor, _q: Tensor, _kv: Tensor) -> Tensor:
         return cap * torch.tanh(score / cap)

@@ -31,7 +31,7 @@ LEAST: Final = 16
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """How scores are computed. A query sees itself and the keys before it, `window` in all if that is not None."""
+    """How scores are computed. A query sees itself and the keys before it; with a `window`, that many keys in all."""
 
     scale: float
     window: int | None = None
@@ -52,8 +52,8 @@ def attend(
 ) -> Tensor:
     """Attention of b sequences: query [b, H, L, D], key [b, K, L, D], value [b, K, L, D_v] -> [b, L, H, D_v].
 
-    With `lengths`, each row is cut into segments of these lengths instead; with `prompts`, each sees the segment of
-    that index too, as if it stood before it (-1: none).
+    With `lengths`, each row is cut into segments of these lengths instead. `prompts` has for each segment the index of
+    its prompt's segment (-1: none), which it sees as if the prompt stood right before it.
     """
     calls = _calls(lengths or (query.shape[2],), prompts, window=rule.window)
     out: Tensor = _Attention.apply(query, key, value, sink_H, rule, calls)
@@ -64,8 +64,8 @@ def attend(
 class AttentionCall:
     """Part of the attention of a row: some queries over some keys.
 
-    Without an offset, a segment over itself; otherwise responses over their prompt, where the position of the first
-    query is `offset` more than that of the first key.
+    Without an offset, a segment attends to itself. Otherwise responses attend to their prompt, and the position of the
+    first query is `offset` more than that of the first key.
     """
 
     queries: slice
@@ -74,7 +74,7 @@ class AttentionCall:
 
 
 def _calls(lengths: Sequence[int], prompts: Sequence[int], *, window: int | None) -> list[AttentionCall]:
-    """Return each segment over itself, and then responses over the part of their prompt that they see.
+    """Return a call of each segment over itself, then calls of responses over the part of their prompt that they see.
 
     Without a window, responses that follow each other see their prompt in a single call. Forward and backward of 8
     responses of 240 tokens, 8 heads of 64 and 4 of keys, to prompts of 100, 1,000, 4,000 tokens: 77, 288, 1,938 ms,
@@ -99,9 +99,9 @@ def _calls(lengths: Sequence[int], prompts: Sequence[int], *, window: int | None
 class _Attention(torch.autograd.Function):
     """Attention that is computed in several calls, with sinks.
 
-    With z and z' as the log-sum-exp of the scores of two calls, the output over the keys of both is the mean of theirs
-    with weights exp(z) and exp(z'). A sink s is one more key of score s and value 0. The gradients of a call's keys are
-    those of an ordinary backward pass that is given the joined output and the joined log-sum-exp.
+    With z and z' as the log-sum-exp of the scores of two calls, the output over the keys of both calls is the mean of
+    the two outputs with weights exp(z) and exp(z'). A sink s is one more key of score s and value 0. The gradients of a
+    call's keys are those of an ordinary backward pass that is given the joined output and the joined log-sum-exp.
     """
 
     @staticmethod
@@ -115,7 +115,7 @@ class _Attention(torch.autograd.Function):
         calls: Sequence[AttentionCall],
     ) -> Tensor:
         (batch, heads, length, _), size_v = query.shape, value.shape[3]
-        out_bLHD = query.new_empty(batch, length, heads, size_v)  # as layers want it
+        out_bLHD = query.new_empty(batch, length, heads, size_v)  # the order of dimensions that layers expect
         lse_bHL = query.new_empty(batch, heads, length, dtype=torch.promote_types(query.dtype, torch.float32))
         for call in calls:
             rows, keys = call.queries, call.keys
@@ -194,13 +194,13 @@ def _backward(
 
 
 def widened(tensor: Tensor, size: int) -> Tensor:
-    """Fill the last dimension up with zeros, which change no score and no gradient; no copy if it has this size."""
+    """Pad the last dimension with zeros, which change no score and no gradient; no copy if it has this size already."""
     missing = size - tensor.shape[-1]
     return F.pad(tensor, (0, missing)) if missing else tensor
 
 
 def _is_plain(q: Tensor, offset: int, rule: Rule) -> bool:
-    """Whether torch's own kernel computes this."""
+    """Return whether torch's own kernel can compute this call."""
     covered = rule.window is None or offset + q.shape[2] <= rule.window
     return covered and rule.softcap is None and q.device.type == "cpu"
 
@@ -228,7 +228,7 @@ def _blocks(q: Tensor, k: Tensor, offset: int, rule: Rule) -> Iterator[_Tile]:
 
 
 def _scores(q_bKRD: Tensor, k_bKmD: Tensor, block: _Tile, offset: int, rule: Rule) -> tuple[Tensor, Tensor]:
-    """Return the scores [b, K, G x n, m], and whether [n, m] a query does not see a key."""
+    """Return the scores [b, K, G x n, m], and a mask [n, m] that is true where a query does not see a key."""
     scores = (q_bKRD * rule.scale) @ k_bKmD.transpose(2, 3)
     if rule.softcap is not None:
         scores = scores.div_(rule.softcap).tanh_().mul_(rule.softcap)
@@ -282,7 +282,7 @@ def _blocked_backward(
 
 
 def _fold(tensor: Tensor, key_heads: int) -> Tensor:
-    """[b, H, n, D] -> [b, K, G x n, D]: the queries of all heads that share a key head, so that it is not repeated."""
+    """[b, H, n, D] -> [b, K, G x n, D]: join the queries of the heads that share a key head, so no key is repeated."""
     return tensor.unflatten(1, (key_heads, -1)).flatten(2, 3)
 
 

@@ -68,10 +68,10 @@ def pack(
     layout: Layout,
     device: torch.device,
 ) -> tuple[Row, Targets]:
-    """Return the row and the loss inputs of one pass: of the sequences `members` of a checked micro-batch.
+    """Return the row and the loss inputs of one pass over the sequences `members` of a checked micro-batch.
 
-    For the objective, those with the same one of `owners_n` are one sequence; None: each is one of its own. Turns after
-    the last of U have its advantage.
+    The objective treats sequences with the same number in `owners_n` as one sequence; None: each sequence by itself.
+    `advantages_nU` has an advantage per turn; turns beyond the last column have the advantage of the last column.
     """
     chosen = np.array(members, np.int64)
     ends, lengths = np.cumsum(batch.lengths)[chosen], batch.lengths[chosen]
@@ -101,20 +101,22 @@ def firsts_of(batch: MicroBatch) -> NDArray[np.int64]:
 
 
 def turns_of(batch: MicroBatch) -> NDArray[np.int64]:
-    """Return [T] the turn of its trajectory in which each trained token was sampled, from 0: turns have other tokens
-    between them."""
+    """Return [T] the number of the turn, from 0 in each trajectory, in which each trained token was sampled.
+
+    Two turns always have tokens between them that are not trained, so a turn is a run of trained tokens.
+    """
     begins = np.diff(batch.loss_mask != 0, prepend=False) & (batch.loss_mask != 0)
     firsts = firsts_of(batch)
-    before = np.cumsum(begins)[(np.cumsum(batch.lengths) - batch.lengths)[firsts]]  # no sequence begins with a turn
+    before = np.cumsum(begins)[(np.cumsum(batch.lengths) - batch.lengths)[firsts]]  # first tokens are never trained
     tokens = np.add.reduceat(batch.lengths, firsts) if len(firsts) else batch.lengths
     turns: NDArray[np.int64] = np.cumsum(begins) - np.repeat(before, tokens) - 1
     return turns
 
 
 def advantages_of(batch: MicroBatch, kinds: Sequence[str], *, to_go: bool = False) -> NDArray[np.float64]:
-    """Return [n, 1] advantages or, `to_go`, [n, U] of each turn: of what a trajectory gets from it on.
+    """Return [n, 1] advantages or, with `to_go`, [n, U]: one for each turn, of the rewards from that turn to the end.
 
-    `kinds`: of each source of prompts, or one for all.
+    `kinds`: the kind of advantage of each source of prompts, or a single kind for all.
     """
     if len(kinds) > 1 and batch.sources.max(initial=0) >= len(kinds):
         raise ProtocolError(f"micro-batch {batch.step}/{batch.index}: a prompt of source {batch.sources.max()}")
@@ -128,8 +130,10 @@ def advantages_of(batch: MicroBatch, kinds: Sequence[str], *, to_go: bool = Fals
 
 
 def without_truncated(batch: MicroBatch, kinds: Collection[Truncation]) -> MicroBatch:
-    """Return the micro-batch with no token trained of answers that such a budget ended; they count in the statistics of
-    groups."""
+    """Return the micro-batch without training on answers that a budget of these kinds ended.
+
+    The rewards of these answers still count in the statistics of their groups.
+    """
     kept = np.repeat(~np.isin(batch.truncated, [TRUNCATIONS.index(kind) for kind in kinds]), batch.lengths)
     return msgspec.structs.replace(batch, loss_mask=batch.loss_mask * kept)
 

@@ -1,7 +1,7 @@
 """Random sequences for the check of the forward pass, and the rows that they make under a layout.
 
-Some share their prompt. Besides short ones there is one just beyond each length at which the model computes in another
-way (dora/trainer/thresholds.py), up to the run's longest.
+Some share their prompt. Most are short. For each length beyond which the model computes in another way
+(dora/trainer/thresholds.py), one sequence is just longer than it, unless no sequence of the run is that long.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import torch
 from dora.trainer.packing import Layout, Row, make_row, prompts_of, split_passes
 from dora.trainer.thresholds import thresholds
 
-#: Of the short sequences and of their prompts; prompts of the same length are the same.
+#: The lengths of the short sequences and of their prompts; prompts of the same length are equal.
 LENGTHS: Final = (5, 40, 17, 64, 9)
 PROMPTS: Final = (1, 11, 11, 11, 1)
-#: Tokens of a longer sequence beyond its threshold.
+#: Number of tokens by which a longer sequence exceeds its threshold.
 BEYOND: Final = 8
 
 MembersAndRow = tuple[list[int], Row]
@@ -35,15 +35,15 @@ class Sequences:
 
     @property
     def responses(self) -> tuple[int, ...]:
-        """The number of trained tokens of each."""
+        """The number of trained tokens of each sequence."""
         return tuple(length - prompt for length, prompt in zip(self.lengths, self.prompts, strict=True))
 
     def rows(
         self, layout: Layout | None, device: torch.device, *, changed: Collection[int] = ()
     ) -> list[MembersAndRow]:
-        """Return rows with the sequences of each; without a layout, each has a row of its own.
+        """Return rows, each with the indices of its sequences; without a layout, each sequence has a row of its own.
 
-        `changed`: the sequences that get other responses, of the same length.
+        `changed`: sequences to which other responses of the same length are given.
         """
         sequences = [
             np.concatenate([self._draw(prompt), self._draw(response, salt=int(n in changed))])

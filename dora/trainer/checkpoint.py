@@ -129,7 +129,7 @@ def load(
                 raise ConfigError(f"{path}: the loaded state differs from the saved one, but the file is undamaged")
             return Loaded(StepId(manifest.step), manifest.chain, tuple(skipped))
         if reason:
-            skipped.append(reason)  # otherwise it is damaged on another rank, which names it
+            skipped.append(reason)  # without a reason here, the checkpoint is damaged on another rank, which says why
         if dist.get_rank() == 0 and path.exists():
             fence()
             set_aside(path, why="damaged")

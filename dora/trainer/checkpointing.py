@@ -7,9 +7,10 @@ forward and backward):
     selective  357   1.06   keeps the outputs of matrix products and attention; repeats norms, rotations, activations
     full        38   1.27   keeps the input of the layer; repeats its whole forward pass
 
-Keeping attention alone takes 69 KiB and 1.27, every second product 228 and 1.16: more time per byte saved than
-`selective`, so that there is only one such mode. Batched products are repeated, because in an attention written with
-them their outputs are the [T x T] scores. What is repeated has the same values: gradients are equal bit for bit.
+Keeping attention alone takes 69 KiB and 1.27, keeping every second product takes 228 KiB and 1.16. Both cost more time
+per byte saved than `selective`, so there is no mode for them. Batched products are repeated, because where attention is
+written with them, their outputs are the [T x T] scores. Repeated operations give the same values, so gradients are
+equal bit for bit.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 Mode = Literal["none", "selective", "full"]
 MODES: Final[tuple[Mode, ...]] = get_args(Mode)
 
-#: Operators, without namespace and overload, whose outputs `selective` keeps. Those of GPUs are unverified without one.
+#: Operators, without namespace and overload, whose outputs `selective` keeps. The operators of GPUs are untested.
 KEPT_OPERATORS: Final = frozenset(
     {
         "mm", "addmm", "_grouped_mm", "_scaled_mm",

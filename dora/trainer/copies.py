@@ -1,4 +1,4 @@
-"""Policies beside the one that is trained: the proximal and the reference policy, in the same process.
+"""The policies that the trained policy is compared with: the proximal and the reference policy, in the same process.
 
 All three see the same rows of the same micro-batches, one after the other (periodic asynchrony, arXiv 2511.18871), so
 that no pass waits for a whole batch. Their layout over the ranks, kernels and temperature are the same: with equal
@@ -69,7 +69,7 @@ class FrozenPolicy(ShardedModel):
 
 
 class OtherPolicies:
-    """The policies that an objective compares the trained one with: each is loaded only if it needs it."""
+    """The policies that an objective compares the trained policy with; a policy that it does not need is not loaded."""
 
     def __init__(self, order: Configure, *, policy: Policy, objective: Objective) -> None:
         settings = order.settings
@@ -84,7 +84,7 @@ class OtherPolicies:
             self._reference = load_reference(path, policy=policy, on_host=on_host)
 
     def begin_step(self, version: VersionId) -> None:
-        """Keep the weights of the policy, which are those of `version`, as those of the proximal policy."""
+        """Copy the weights of the policy, which are those of `version`, to the proximal policy."""
         if self._proximal is not None:
             self._proximal.refresh(self._policy, version=version)
         if self._reference is not None:
@@ -103,7 +103,7 @@ class OtherPolicies:
 
 
 def count_copies(settings: TrainerSettings) -> int:
-    """Return how many policies there are beside the one that is trained."""
+    """Return how many policies a rank holds in addition to the trained one: 0, 1 or 2."""
     of_run = ObjectiveConfig.model_validate_json(settings.objective)
     objective = Objective(of_run, longest=settings.max_new_tokens)
     return objective.needs_copy(settings.updates) + objective.needs_reference
@@ -112,7 +112,7 @@ def count_copies(settings: TrainerSettings) -> int:
 def load_reference(model_path: Path, *, policy: Policy, on_host: bool = False) -> FrozenPolicy:
     """Load the reference policy; ConfigError unless it has the architecture of `policy`.
 
-    The forward pass was checked for that one, and the layout of rows was chosen for it.
+    The forward pass was checked, and the layout of rows chosen, for the architecture of `policy`.
     """
     try:
         reference = FrozenPolicy(model_path, policy=policy, on_host=on_host)

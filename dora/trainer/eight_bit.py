@@ -5,9 +5,10 @@ The smallest code is 2^-32 and not 0, so that a second moment cannot vanish whil
 m is stored as the ratio m / sqrt(v), in 255 equal steps. By the inequality of Cauchy and Schwarz it never exceeds
 `_bound`, so it needs no scale, and a parameter never moves further than AdamW could move it.
 
-A moment changes by less than the distance of two codes per step, so rounding to the nearest would freeze it. It is
-rounded up or down in proportion to its distances instead, decided by low-discrepancy sequences over steps and positions
-in place of random numbers: errors cancel over steps, and an update is a function of the stored state alone.
+A moment changes by less than the distance of two codes per step, so rounding to the nearest would freeze it. Instead
+it is rounded up or down with a frequency in proportion to its distance from the two codes. Low-discrepancy sequences
+over steps and positions decide, not random numbers. So errors cancel over steps, and an update is a function of the
+stored state alone.
 
 A block never spans two rows of a matrix, so that the result does not depend on the number of ranks. Parameters of
 less than two dimensions are for `torch.optim.AdamW`.
@@ -23,17 +24,17 @@ from typing import Final
 import torch
 from torch import Tensor
 
-#: Elements of a block, if that divides a row; otherwise the largest divisor, and below MIN_BLOCK the whole row.
+#: Elements of a block, if that divides a row; otherwise the largest divisor, or the row if that is below MIN_BLOCK.
 BLOCK: Final = 256
 MIN_BLOCK: Final = 32
 #: Elements that are updated at a time, so that their moments in float32 stay small (in a CPU's cache).
 CHUNK: Final = {"cpu": 2**15, "cuda": 2**24}
 EPS: Final = 1e-8
 _MANTISSA: Final = 20  # bits of a float32 that are dropped
-_ONE: Final = 127 << 3  # 1.0 without them
-_STEPS: Final = 127.0  # of a ratio, in either direction
+_ONE: Final = 127 << 3  # the float32 1.0 without these bits
+_STEPS: Final = 127.0  # steps of a ratio, in either direction
 _TINY: Final = 1e-30  # below the least scale and sqrt(v) that matter beside EPS
-#: Irrational increments per step and position, of the ratio and of v (the plane sequence of the plastic number).
+#: Irrational increments per step and per position, for the ratio and for v (the plane sequence of the plastic number).
 _DITHER: Final = ((0.7548776662466927, 0.6180339887498949), (0.5698402909980532, 0.4142135623730951))
 
 
@@ -53,7 +54,7 @@ class AdamW8bit:
     def __init__(
         self, parameters: Mapping[str, Tensor], *, betas: tuple[float, float], weight_decay: Mapping[str, float]
     ) -> None:
-        """Unless beta1² < beta2, ratios have no bound; config/rules.py refuses that."""
+        """`betas` must satisfy beta1² < beta2, otherwise ratios have no bound; config/rules.py checks it."""
         self._parameters = parameters
         self._betas = beta1, beta2 = betas
         self._weight_decay = weight_decay
@@ -98,7 +99,7 @@ class AdamW8bit:
         return _decoded(self._moments[name].square).mul_(self._moments[name].scale)
 
     def state(self) -> dict[str, Tensor]:
-        """Return the stored tensors by name, a kind before a slash; not copies."""
+        """Return the stored tensors themselves, not copies, by name: KIND/PARAMETER."""
         return {
             f"{kind}/{name}": getattr(moments, kind)
             for name, moments in self._moments.items()
@@ -118,12 +119,13 @@ def _zero_moments(parameter: Tensor) -> Moments:
 
 
 def block_size(row: int) -> int:
-    """Return the elements of a block in rows of `row` elements."""
+    """Return the number of elements of a block in rows of `row` elements."""
     return next((size for size in range(min(BLOCK, row), MIN_BLOCK - 1, -1) if row % size == 0), max(row, 1))
 
 
 def _dither(step: int, size: int, *, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return numbers in [0, 1) for each position in a block: of the ratio, and of the second moment in code steps."""
+    """Return two numbers in [0, 1) for each position in a block: one to round the ratio, and one to round the second
+    moment, as an integer multiple of 2^-_MANTISSA."""
     position = torch.arange(size, dtype=torch.float64)
     first, second = ((position * along + step * over).frac().float() for over, along in _DITHER)
     return first.to(device), (second * 2**_MANTISSA).int().to(device)
@@ -135,5 +137,5 @@ def _decoded(code: Tensor) -> Tensor:
 
 
 def _encoded(value: Tensor, dither: Tensor) -> Tensor:
-    """Return the codes of numbers in [0, 1], rounded up if what is dropped and the dither carry."""
+    """Return the codes of numbers in [0, 1]; a number is rounded up if its dropped bits plus the dither carry over."""
     return value.view(torch.int32).add(dither).bitwise_right_shift_(_MANTISSA).sub_(_ONE - 255).clamp_(min=0)

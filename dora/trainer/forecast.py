@@ -1,10 +1,10 @@
 """The memory of one trainer rank, forecast from the config of a model folder.
 
-The trainer's own forward and backward pass run on tensors without data, and every storage counts while it lives. So a
-forecast needs no weights, and no formula for a family or a kind of checkpointing. Of equal layers only the first runs:
-the others return their input, and what the first one keeps counts once more for each. Only the copies that FSDP2 makes
-of weights and gradients are arithmetic. What only a GPU has is not seen: its kernels' scratch memory, and the unused
-parts of the allocator's blocks.
+The trainer's own forward and backward pass run on tensors without data, and every storage counts while it is alive. So
+a forecast needs no weights, and no formula for a family or a kind of checkpointing. Of equal layers only the first one
+runs. The others return their input, and the memory that the first one keeps is counted again for each of them. The
+copies that FSDP2 makes of weights and gradients are calculated. Two parts that only a GPU has are left out: the scratch
+memory of kernels, and the unused parts of the allocator's blocks.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from dora.trainer.logprobs import few_tiles, logprobs
 from dora.trainer.optimizer import MomentBytes, roles_of
 from dora.trainer.packing import PACKED, Layout, Row, make_row
 
-#: A model with no more bytes of weights runs with data, which takes a tenth of the time.
+#: Models with at most this many bytes of weights run with data, which takes a tenth of the time.
 WITH_DATA: Final = 2**26
-#: Tokens of the two rows from which longer ones are extrapolated: with data; without; and without, if the layers loop
-#: over tokens, because each operation takes 0.1 ms even without data.
+#: Tokens of the two rows that are run; longer rows are extrapolated from them. For models with data; without data; and
+#: without data if the layers loop over tokens, because each operation takes 0.1 ms even then.
 WITH_DATA_ROWS: Final = (128, 512)
 ROWS: Final = (2048, 4096)
 LOOP_ROWS: Final = (64, 128)
@@ -52,7 +52,7 @@ class Forecast:
     states: int  # this rank's rows of weights, gradients and moments, float32, and of copies
     gathered: int  # whole weights and gradients, of the model or of a few layers, and whole copies
     kept: int  # for the backward pass, at the end of the forward pass
-    working: int  # at most used by the backward pass besides
+    working: int  # the most that the backward pass uses in addition
 
     @property
     def total(self) -> int:
@@ -64,8 +64,8 @@ class _Count:
     """Bytes that a forward and backward pass took."""
 
     kept: int  # for the backward pass
-    working: tuple[int, ...]  # used besides by the backward pass of head, layers and embeddings
-    operations: int  # number, of the forward pass of the layers
+    working: tuple[int, ...]  # the most in addition during the backward pass of the head, the layers, the embeddings
+    operations: int  # number of operations in the forward pass of the layers
 
 
 class Outline:
@@ -81,8 +81,8 @@ class Outline:
         copies: int = 0,
         copies_on_host: bool = False,
     ) -> None:
-        """`dtype`: of the computation. `moments`: of the optimizer on the device. `copies`: number of policies beside
-        the one that is trained (dora/trainer/copies.py).
+        """`dtype`: of the computation. `moments`: of the optimizer on the device. `copies`: number of policies in
+        addition to the trained one (dora/trainer/copies.py).
 
         ConfigError if the folder has no model that can be trained.
         """
@@ -110,9 +110,9 @@ class Outline:
     def forecast(
         self, *, tokens: int, longest: int, ranks: int, layout: Layout | None = None, is_trial: bool = False
     ) -> Forecast:
-        """Forecast one pass over sequences of `longest` tokens, `tokens` in all (or one sequence, if that is longer).
+        """Forecast one pass over sequences of `longest` tokens, `tokens` in all, but at least one sequence.
 
-        `layout`: of the rows; by default the one of this kind of model. `is_trial`: without moments and copies.
+        `layout`: of the rows; None: the layout for this kind of model. `is_trial`: without moments and copies.
         """
         copies, moments = (0, 0.0) if is_trial else (self._copies, self._moments)
         if is_gathered := 8 * self.parameters <= policy.GATHERED_BYTES:  # all, and gradients until the step closes
@@ -129,7 +129,7 @@ class Outline:
         )
 
     def _count(self, tokens: int, longest: int, layout: Layout) -> tuple[int, int]:
-        """Return the bytes kept by the forward pass, and those that the backward pass uses besides."""
+        """Return the bytes that the forward pass keeps, and the bytes that the backward pass uses in addition."""
         sizes = self._sizes
         if tokens <= sizes[1]:
             found = self._run(trial_row(tokens, longest=longest, layout=layout))
@@ -251,7 +251,7 @@ def _drop_gradient(parameter: Tensor) -> None:
 
 
 class _LiveShapes(LiveBytes):
-    """Makes operations work whose result depends on data; counts those of layers, and the most bytes in each phase."""
+    """Run operations whose result would depend on data; count the operations of layers and the peak of each phase."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -259,10 +259,10 @@ class _LiveShapes(LiveBytes):
 
     def begin(self) -> None:
         """Begin with a new pass."""
-        self.operations = 0  #: of the forward pass of the layers
+        self.operations = 0  #: number of operations in the forward pass of the layers
         self.in_layer = False
-        self.most = [0, 0, 0]  #: bytes alive at a time in the backward pass of the head, the layers, the embeddings
-        self._phase: int | None = None  # of the backward pass
+        self.most = [0, 0, 0]  #: most bytes alive at once in the backward pass of the head, the layers, the embeddings
+        self._phase: int | None = None  # index into `most`; None: not in the backward pass
 
     def reach(self, phase: int) -> None:
         """Begin a phase of the backward pass."""
@@ -342,7 +342,7 @@ class _First:
 
 
 def _kind(layer: nn.Module) -> object:
-    """Return what makes layers equal: classes, shapes and plain settings, such as a window, but not the index."""
+    """Return the same for equal layers: their classes, shapes and plain settings (a window), not their index."""
     return tuple(
         (
             name,

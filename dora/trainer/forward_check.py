@@ -1,13 +1,13 @@
-"""The check of the forward pass: at the start on the loaded model, and again on trained weights; it can only refuse.
+"""The check of the forward pass, on the loaded model at the start and again on trained weights. A failure ends the run.
 
 Random sequences are laid out as in training, and compared with the same sequences one by one under transformers' own
 attention: log-probs and, at the start, gradients. A layer that accepts the arguments of packing proves nothing: linear
 attention, state-space and convolution layers accept them, and carry state from one sequence into the next. So models
 with such layers are padded by their kind (dora/trainer/layouts.py).
 
-In 16 bits rounding hides such state, above all under untrained weights: packing then changes log-probs
-by less than their rounding. So the same rows are also computed with other tokens in every second sequence: shapes,
-kernels and rounding are the same, and the log-probs of the others may not move.
+In 16 bits rounding hides such state, above all under untrained weights: packing then changes log-probs by less than
+their rounding. So the same rows are computed once more with other tokens in every second sequence. Shapes, kernels and
+rounding are the same, so the log-probs of the unchanged sequences must stay the same too.
 
 A row in which the sequences share their prompts is checked likewise. If only that fails, prompts are not shared.
 """
@@ -38,14 +38,14 @@ CHECK_EVERY: Final = 50
 #: Largest mean |Δ log-prob| between packed sequences and the same ones alone. Measured on a CPU with small random
 #: models: where packing is exact, at most 5e-7 in float32 and 7e-4 in bfloat16; where it is not, at least 1e-2.
 PACKING: Final = {"float64": 1e-3, "float32": 1e-3, "float16": 5e-3, "bfloat16": 5e-3}
-#: A large model rounds more: in 16 bits, this multiple of the difference between the two attentions is allowed too.
+#: A large model rounds more. So the limit is at least this multiple of the difference between the two attentions.
 ROUNDING: Final = 2.0
 #: Largest mean |Δ log-prob| of sequences when those before them in a row change. Measured likewise, under random and
 #: trained weights: at most 1e-7 where nothing leaks (0 in bfloat16), at least 4e-5 (8e-5) if 1 % of the last hidden
 #: state of one sequence is added to the first of the next.
 LEAK: Final = 1e-6
-#: Other tokens may change the shapes of matrix products (of experts), and so round the sequences before them too: this
-#: multiple of that is allowed.
+#: Other tokens may change the shapes of the experts' matrix products, and so the rounding even of the sequences before
+#: them. The limit is at least this multiple of that rounding.
 NOISE: Final = 4.0
 #: Largest difference between this package's attention and transformers' own; at most 0.016 was measured in bfloat16.
 ATTENTION: Final = {"float64": 1e-3, "float32": 1e-3, "float16": 0.1, "bfloat16": 0.1}
@@ -55,7 +55,7 @@ GRADIENT: Final = {"float32": 1e-3, "float16": 0.3, "bfloat16": 0.3}
 #: compared under the trainer's attention alone.
 SCORES: Final = 2**27
 
-#: In what torch says of operands that do not fit together: the configuration describes no model that can compute.
+#: Parts of torch's messages about operands that do not fit together: the configuration describes an impossible model.
 _WORDS_OF_TENSORS: Final = ("dtype", "scalar type", "size", "shape")
 
 
@@ -70,7 +70,7 @@ class CheckedLayout:
 def check_forward(
     model: Any, *, device: torch.device, dtype: str, shared_prompts: Sharing = "auto", longest: int = max(LENGTHS)
 ) -> CheckedLayout:
-    """Return the layout under which sequences have the log-probs they have alone, also under transformers' attention.
+    """Return the layout in which each sequence has the same log-probs as alone, also under transformers' attention.
 
     `longest`: tokens of the longest sequence of the run. ConfigError if there is no such layout.
     """
@@ -91,7 +91,7 @@ def check_forward(
 def check_training(
     policy: Policy, *, dtype: str, shared_prompts: Sharing = "auto", longest: int = max(LENGTHS)
 ) -> CheckedLayout:
-    """Like `check_forward`, and for the gradients. A collective: every rank computes and finds the same."""
+    """Like `check_forward`, and check the gradients too. A collective: every rank computes and finds the same."""
     model, device = policy.model, policy.device
     found = check_forward(model, device=device, dtype=dtype, shared_prompts=shared_prompts, longest=longest)
     sequences = sequences_for(model.config, longest=longest)
@@ -132,7 +132,7 @@ def check_again(policy: Policy, layout: Layout, *, dtype: str, longest: int, wei
 
 
 class _Comparison:
-    """What is found when sequences are laid out in rows, against each of them alone."""
+    """Compares sequences that are laid out in rows with each of them alone."""
 
     def __init__(self, model: Any, sequences: Sequences, *, device: torch.device, dtype: str) -> None:
         """Compute the log-probs of each alone, under both attentions."""
@@ -170,7 +170,7 @@ class _Comparison:
         return ""
 
     def _effect(self, layout: Layout, before: dict[int, Tensor], *, changed: list[int]) -> float:
-        """Return the mean |Δ log-prob| of the other sequences when those `changed` have other tokens."""
+        """Return the mean |Δ log-prob| of the unchanged sequences when the sequences `changed` get other tokens."""
         rows = self._sequences.rows(layout, self._device, changed=changed)
         after = self._logprobs(rows, partial(_packed_logprobs, self._model))
         return _mean_difference(before, after, set(before).difference(changed))
@@ -212,7 +212,7 @@ def _unshared(layout: Layout) -> Layout:
 
 
 def _gradients(policy: Policy, sequences: Sequences, layout: Layout | None) -> dict[str, Tensor]:
-    """Return the gradients of all log-probs, each with another weight, and leave the policy as it was."""
+    """Return the gradients of a sum of all log-probs, each with its own weight, and leave the policy as it was."""
     responses = sequences.responses
     weights = torch.linspace(-1.0, 1.0, sum(responses), device=policy.device).split(responses)
     for members, row in sequences.rows(layout, policy.device):
@@ -231,7 +231,7 @@ def _packed_logprobs(model: Any, row: Row) -> Tensor:
 
 @contextmanager
 def _own_attention(model: Any) -> Iterator[None]:
-    """Use transformers' own attention meanwhile: the one that every family has."""
+    """In this context, the model uses transformers' own attention, in the form that every family supports."""
     model.set_attn_implementation("eager")
     try:
         yield

@@ -1,8 +1,9 @@
 """Memory counted by storage: what a forward pass keeps for the backward pass, and the peak of any computation.
 
-Counted are the storages that tensor operations of this thread made, from the operation that made them until they are
-freed; parameters and inputs existed before and are not among them. Hooks on saved tensors would miss the outputs that
-selective checkpointing holds beside the graph. The scratch memory of a kernel is not seen. A GPU's allocator says more.
+The storages that tensor operations of this thread make are counted, from the operation that makes them until they are
+freed. Parameters and inputs exist before, so they are not counted. Hooks on saved tensors would miss the outputs that
+selective checkpointing holds outside the graph. The scratch memory of kernels is not counted; a GPU's allocator counts
+it.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from torch.utils._pytree import tree_iter
 
 
 class LiveBytes(TorchDispatchMode):
-    """While active: the bytes alive `now` that operations made since the start; at any time, their `peak`."""
+    """While active, counts the bytes that operations make: `now` are the bytes still alive, `peak` is their maximum."""
 
     def __init__(self) -> None:
         super().__init__()
         self.now = 0
-        self._made: dict[int, tuple[int, weakref.ref[Any]]] = {}  # alive: number of the storage in order of making
-        self._changes: list[tuple[int, int]] = []  # this number, and the bytes that were made or (negative) freed
+        self._made: dict[int, tuple[int, weakref.ref[Any]]] = {}  # live storages: key -> (number, reference)
+        self._changes: list[tuple[int, int]] = []  # number of a storage, and the bytes made (positive) or freed
 
     def peak(self, *, without: Iterable[Tensor] = ()) -> int:
         """Return the largest number of bytes alive so far, not counting the storages of some tensors (gradients)."""
@@ -63,7 +64,7 @@ class LiveBytes(TorchDispatchMode):
 
 
 def kept_bytes(forward: Callable[[], object]) -> int:
-    """Return the bytes that the graph of `forward` keeps, its result included: all it made that is alive at its end."""
+    """Return the bytes that `forward` makes and that are alive at its end: its result, and what the graph keeps."""
     with LiveBytes() as live:
         result = forward()
         kept = live.now

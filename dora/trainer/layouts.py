@@ -1,4 +1,4 @@
-"""The layout of rows that a model needs, by the kinds of its layers: a measurement never chooses one.
+"""The layout of rows that a model needs. The kinds of its layers decide, never a measurement.
 
 Invariant: a model with a layer that carries state from one position to the next, other than by attention, is padded.
 """
@@ -17,7 +17,7 @@ from dora.trainer.packing import Layout
 
 
 def layout_of(model: Any) -> Layout:
-    """Return the layout, with prompts not shared."""
+    """Return the layout of a model, without shared prompts."""
     return Layout(padded=bool(why_padded(model)), rope_limit=rope_limit(model.config))
 
 
@@ -33,9 +33,9 @@ def why_padded(model: Any) -> str:
 def carries_state(model: Any) -> bool:
     """Return whether a layer carries state by other means than attention (recurrence, state space, convolution).
 
-    Transformers marks many of these families, and a layer that decodes needs a place for its state in the cache. Among
-    the causal models that were tested (docs/DECISIONS.md), exactly those with such a sign let tokens affect each other
-    when none can attend to another.
+    There are two signs: transformers marks many of these families, and such a layer needs a place for its state in the
+    cache to decode. Among the causal models that were tested (docs/DECISIONS.md), tokens that cannot attend to each
+    other still affect each other in exactly those models that have one of the signs.
     """
     if any(getattr(module, "_is_stateful", False) for module in model.modules()):
         return True

@@ -1,10 +1,11 @@
-"""Loading of a model folder as it was published; each rank reads only its own rows of the safetensors.
+"""Loads a model folder as it was published; each rank reads only its own rows of the safetensors.
 
-transformers knows how the tensors of a folder become those of its model: renamed, or converted, as the experts of a
-layer, which are stacked. `plan` applies its conversions to shapes alone, in both directions, before anything is read:
-what is missing, does not fit or could not be published again is known by then. Experts are stacked after a rank has
-chosen its own. transformers' own loader cuts the rows of every source before it joins them, which is wrong for
-conversions that join rows (the convolutions of OLMo Hybrid and Kimi Linear), so those are read whole, one at a time.
+transformers knows how the tensors of a folder become those of its model: some are renamed, others are converted, such
+as the experts of a layer, which are stacked. `plan` applies the conversions to shapes alone, in both directions, before
+anything is read. So a tensor that is missing, does not fit or could not be published again is known before that. A rank
+chooses its own experts first and then stacks them. transformers' own loader cuts the rows of every source before it
+joins them. That is wrong for conversions that join rows (the convolutions of OLMo Hybrid and Kimi Linear), so the
+tensors of such conversions are read whole, one conversion at a time.
 
 FP8 folders (`quant_method` fp8, a scale per block or per tensor) are dequantised as they are read.
 """
@@ -48,7 +49,7 @@ _FP8: Final = ("F8_E4M3", "F8_E5M2")
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """Tensors of a folder and the tensors of the model that transformers makes of them, all at once."""
+    """Tensors of a folder, and the tensors of the model that transformers makes of them in one conversion."""
 
     sources: Mapping[str, str]  # name in the folder -> the pattern of `converter` that it matches
     targets: tuple[str, ...]  # names in the model
@@ -253,7 +254,7 @@ def _convert(
 
 
 def _require_experts(folder: ModelFolder, names: list[str], *, count: int) -> None:
-    """ConfigError unless each kind of tensor is there for every expert; their number is the last in a name."""
+    """Raise ConfigError unless every expert has each kind of tensor. The last number in a name is the expert's."""
     kinds: dict[tuple[str, str], set[int]] = {}
     for name in names:
         before, number, after = re.fullmatch(r"(.*\.)(\d+)(\..*)", name).groups()  # type: ignore[union-attr]
@@ -266,7 +267,7 @@ def _require_experts(folder: ModelFolder, names: list[str], *, count: int) -> No
 
 
 def _require_all(model: Any, folder: ModelFolder, found: set[str]) -> None:
-    """ConfigError unless every tensor of the model is loaded, tied ones under one name at least."""
+    """Raise ConfigError unless every tensor of the model is loaded; of tied tensors, one must be."""
     aliases: dict[int, set[str]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         aliases.setdefault(id(tensor), set()).add(name)
@@ -337,7 +338,7 @@ def load_shards(model: Any, folder: ModelFolder, plan: Plan, *, rank: int, world
 
 
 def _own_rows(tensor: Tensor, *, rank: int, world_size: int) -> range:
-    """Return the rows of a parameter that this rank has; of a buffer, all."""
+    """Return the rows of a parameter that this rank has; buffers are whole on every rank."""
     if not isinstance(tensor, DTensor):
         return range(tensor.shape[0] if tensor.dim() else 1)
     chunk = -(-tensor.shape[0] // world_size)
@@ -345,7 +346,7 @@ def _own_rows(tensor: Tensor, *, rank: int, world_size: int) -> range:
 
 
 def _read(model: Any, folder: ModelFolder, conversion: Conversion, rows: Mapping[str, range]) -> dict[str, Tensor]:
-    """Return `rows` of each target; nothing where there are none."""
+    """Return `rows` of each target; targets of which no rows are wanted are left out."""
     target, *others = conversion.targets
     mine = rows[target]
     if not mine and not others:
@@ -362,7 +363,7 @@ def _read(model: Any, folder: ModelFolder, conversion: Conversion, rows: Mapping
 
 
 def _stacks_rows(converter: WeightConverter) -> bool:
-    """Return whether every source is in one row of the only target, so that rows can be chosen before converting."""
+    """Return whether every source becomes one row of a single target, so that rows can be chosen before converting."""
     first, *others = converter.operations
     return (
         isinstance(first, MergeModulelist)

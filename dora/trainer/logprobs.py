@@ -5,8 +5,8 @@ again in the backward pass. The head is replaced, and not called from outside, b
 the forward pass of the root module; a hook hands the log-probs out as the root's output, because FSDP2 prepares the
 backward pass where a gradient reaches that output.
 
-Many families scale or cap the logits after the head. What they do is measured, once for each model: known values in
-place of logits are followed through the model's own code.
+Many families scale or cap the logits after the head. The scale and the cap are measured once for each model: the head
+returns known values in place of logits, and the model's own code changes them.
 
 Legend: P trained tokens, V vocabulary, H hidden size, n tokens and v words of a tile.
 """
@@ -29,7 +29,7 @@ from dora.errors import ConfigError
 from dora.trainer import attention
 from dora.trainer.packing import Row
 
-#: Most tokens and words of a tile: 16 MiB in float32, of which up to three exist; on a CPU faster than 64 MiB.
+#: Most tokens and words of a tile: 16 MiB in float32. Up to three exist at a time. On a CPU, 64 MiB would be slower.
 TILE = (2_048, 2_048)
 
 Span = tuple[int, int]
@@ -38,7 +38,8 @@ _most_tiles: ContextVar[int | None] = ContextVar("most_tiles", default=None)
 
 @contextmanager
 def few_tiles() -> Iterator[None]:
-    """Compute no more than two tiles along each dimension meanwhile: they take the memory of all; values are wrong."""
+    """In this context, compute at most two tiles along each dimension. The results are wrong, but the peak memory is
+    the same as with all tiles, so a forecast of memory is faster."""
     token = _most_tiles.set(2)
     try:
         yield
@@ -63,7 +64,7 @@ def logprobs(
         hidden_PH = hidden.flatten(0, -2).index_select(0, row.predictors_P)
         arguments = (hidden_PH, head.weight, head.bias, row.targets_P, finish, temperature, fp32_head, entropy_gradient)
         found.append(TiledLogProbs.apply(*arguments))
-        return hidden.new_zeros(1, 1, 1)  # the model finishes it, and the hook drops it
+        return hidden.new_zeros(1, 1, 1)  # the model scales and caps this value, and the hook drops it
 
     hook = model.register_forward_hook(lambda *_: found[0], prepend=True)  # before FSDP2's hook
     try:
@@ -74,7 +75,7 @@ def logprobs(
 
 
 def _run(model: Any, row: Row, forward: Callable[[nn.Linear, Tensor], Tensor]) -> Any:
-    """Run the model on a row with `forward` in place of the one of its output head."""
+    """Run the model on a row, with `forward` in place of the output head's own forward method."""
     head: Any = model.get_output_embeddings()
     kind = type(head)
     if kind is not nn.Linear:
@@ -107,12 +108,12 @@ class Finish:
 
 
 _FINISHES: WeakKeyDictionary[nn.Module, Finish] = WeakKeyDictionary()
-_TINY, _HUGE = 2.0**-40, 1e30  # so small that the cap, and so large that the scale has no effect
+_TINY, _HUGE = 2.0**-40, 1e30  # so small that the cap has no effect, so large that the scale has none
 _PROBES = (0.0, _TINY, _HUGE, -_HUGE, 1.0, -3.0, 10.0, 100.0)
 
 
 def _measure_finish(model: nn.Module, row: Row) -> Finish:
-    """Return what follows the model's head; ConfigError if that is anything but a scale and a cap for every word."""
+    """Return what the model does after its head; ConfigError unless that is one scale and one cap for all words."""
     sent: list[Tensor] = []
 
     def send(head: nn.Linear, hidden: Tensor) -> Tensor:
@@ -141,8 +142,9 @@ class TiledLogProbs(torch.autograd.Function):
     """(hidden [P, H], weight [V, H], bias [V] or None, targets [P], ...) -> log-probs [P], entropies [P].
 
     Kept for the backward pass: the inputs, and a float32 number for each token. The gradient of the weight is summed
-    over tokens in float32 one block of words after the other, so that no float32 copy of a 16-bit weight's gradient
-    exists; that of the hidden states is summed in float32 as a whole, and is small beside what the layers keep.
+    over tokens in float32, one block of words after the other, so that no float32 copy of the whole gradient of a
+    16-bit weight exists. The gradient of the hidden states is summed in float32 as a whole: it is small compared with
+    what the layers keep.
     """
 
     @staticmethod
@@ -250,13 +252,13 @@ def _head(hidden_PH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, *, at: Sp
 
 
 def _locate(target_n: Tensor, block: Span) -> tuple[Tensor, Tensor]:
-    """Return whether each target is a word of the block, and its index there (any, if it is not)."""
+    """Return whether each target is a word of the block, and its index there (arbitrary if it is not)."""
     start, stop = block
     return (target_n >= start) & (target_n < stop), (target_n - start).clamp(0, stop - start - 1)
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add left @ right in place; 16-bit factors have 16-bit products, which are summed in float32."""
+    """Add left @ right to `total` in place. The product of 16-bit factors has 16 bits, and is added in float32."""
     if total.dtype == left.dtype:
         total.addmm_(left, right)
     else:

@@ -148,7 +148,7 @@ def _checkpointing(order: Configure, device: torch.device) -> tuple[Mode, str]:
 
 
 def _own_lease() -> str | None:
-    """Return the lease of a rank that the run started on this host; None for others."""
+    """Return the lease of a rank that the run started on this host; None for external ranks."""
     return os.environ.get("DORA_LEASE") if os.environ.get("MASTER_ADDR") == "127.0.0.1" else None
 
 

@@ -17,7 +17,7 @@ from dora.transport.messages import MicroBatch, TrainerSettings
 _GB: Final = 2**30
 #: What torch's CPU allocator raises, as a RuntimeError.
 _CPU_ALLOCATOR: Final = "DefaultCPUAllocator"
-#: Limits of a container (cgroup v2): of all its processes together, and what they use.
+#: Files of a container (cgroup v2): the memory limit of all its processes together, and the memory that they use.
 _CGROUP: Final = Path("/sys/fs/cgroup")
 
 
@@ -63,7 +63,7 @@ def _read_number(path: Path) -> int | None:
 
 @contextmanager
 def memory_errors(device: torch.device, *, during: str, change: str) -> Iterator[None]:
-    """Raise DeviceMemoryError, which says where, during what, and what to `change`, if memory runs out meanwhile."""
+    """Raise DeviceMemoryError if memory runs out in this context; it names device, `during`, and what to `change`."""
     try:
         yield
     except (RuntimeError, MemoryError) as err:

@@ -2,7 +2,7 @@
 
 Invariant: until the step is closed everything is a sum, a maximum or a count per bin over trained tokens or
 trajectories. Division comes last, so that neither packing nor the number of ranks changes a metric. Sums that an update
-needs are kept apart: they are reduced when it closes, and begin anew.
+needs are kept separately: they are reduced and set to zero when the update closes.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ WHOLE: dict[str, tuple[str, str]] = {
     "busy_s": ("s", "time spent on micro-batches, mean over ranks; without waiting for them"),
     "close_s": ("s", "from the end of the last micro-batch to the gathered weights of the next version, rank 0"),
 }
-#: Of the probe (dora/trainer/probe.py), in steps in which it has tokens to measure. v: the version that sampled.
+#: Metrics of the probe (dora/trainer/probe.py), in steps with tokens to measure. v: the version that sampled a token.
 PROBED: dict[str, tuple[str, str]] = {
     "engine_mismatch_k3": (
         "nats",
@@ -82,7 +82,7 @@ _TRUNCATED = {f"truncated_{kind}": index for index, kind in enumerate(TRUNCATION
 _SEQUENCE_SUMS = ("sequences", "reward", *_TRUNCATED)
 _COLUMNS = {name: i for i, name in enumerate((*_TOKEN_SUMS, *_SEQUENCE_SUMS))}
 
-#: Bins of log k, around multiples of their width: the middle of a bin differs by less than 1 % from any ratio in it.
+#: Bins of log k, centered on multiples of their width. The center of a bin is within 1 % of every ratio in it.
 _BINS = 2_049
 _BIN_WIDTH = 2 * MAX_LOG_RATIO / (_BINS - 1)
 
@@ -94,7 +94,7 @@ class StepSums:
         self._sums = torch.zeros(max_staleness + 1, len(_COLUMNS), dtype=torch.float64, device=device)
         self._extremes = torch.full((max_staleness + 1, 2), -math.inf, dtype=torch.float64, device=device)  # of ±log k
         self._bins = torch.zeros(max_staleness + 1, _BINS, dtype=torch.float64, device=device)  # tokens by log k
-        self._measured: tuple[str, ...] = ()  # of MARKS; the same on all ranks and in all passes
+        self._measured: tuple[str, ...] = ()  # the MARKS that the objective measures; equal on all ranks, in all passes
         self._update_sums = torch.zeros(len(SUMS), dtype=torch.float64, device=device)
         self.step_tokens = 0
         self.padding = 0  # positions without a token
@@ -115,7 +115,7 @@ class StepSums:
         self._sums[:, : len(_TOKEN_SUMS)].index_add_(0, lag_P, values)
         both = torch.stack([-log_k, log_k], dim=1)
         self._extremes.scatter_reduce_(0, lag_P[:, None].expand_as(both), both, "amax")
-        bin_P = ((log_k + MAX_LOG_RATIO) / _BIN_WIDTH).round().long().clamp(0, _BINS - 1)  # a NaN is in any of them
+        bin_P = ((log_k + MAX_LOG_RATIO) / _BIN_WIDTH).round().long().clamp(0, _BINS - 1)  # a NaN falls into some bin
         self._bins += torch.bincount(lag_P * _BINS + bin_P, minlength=self._bins.numel()).view_as(self._bins)
         self._update_sums += torch.stack([terms.sums[name].to(self._update_sums) for name in SUMS])
 
@@ -126,8 +126,7 @@ class StepSums:
         self._sums[:, len(_TOKEN_SUMS) :].index_add_(0, lag.to(self._sums.device), values.to(self._sums.device))
 
     def reduce_update(self) -> dict[str, float]:
-        """Return the objective's sums of the update that ends, over all ranks, and begin those of the next; a
-        collective."""
+        """Return the objective's sums of the update that ends, over all ranks, and reset them; a collective."""
         dist.all_reduce(self._update_sums)
         totals = dict(zip(SUMS, self._update_sums.tolist(), strict=True))
         self._update_sums.zero_()
@@ -176,7 +175,7 @@ class ReducedSums:
         self._busy_s = busy_s
 
     def metrics(self, *, denominator: float, **whole: float) -> dict[str, float]:
-        """Return all metrics; the arguments are those of WHOLE that the caller knows."""
+        """Return all metrics; the arguments are the metrics of WHOLE that the caller computed."""
         computed = max(self._step_tokens + self._padding, 1.0)
         result = {
             "denominator": denominator,

@@ -40,7 +40,8 @@ from dora.trainer import attention, checkpointing
 from dora.trainer.loading import ModelFolder, Plan, load_shards, open_folder, plan, together
 
 GATHERED_BYTES = 2 * 2**30  # float32 weights + gradients of the whole model on every rank
-#: Kinds of models with an encoder, or that are one; a tolerance does not tell them from decoders in 16 bits.
+#: Kinds of models that are or contain an encoder. In 16 bits, the check of the forward pass cannot tell them from
+#: decoders.
 ENCODERS = {**MODEL_FOR_MASKED_LM_MAPPING_NAMES, **MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES}.keys()
 MAX_PARTS = 200_000  # 60 layers with 256 experts of three parameters each, none of them stacked, have 110,000
 
@@ -59,9 +60,9 @@ class ShardedModel:
         activation_checkpointing: checkpointing.Mode = "none",
         compiled: bool = False,
     ) -> None:
-        """`dtype`: of the computation, and of the shards if they are `frozen`; those that are trained are float32.
+        """`dtype`: of the computation, and of the shards if they are `frozen`; trained shards are float32.
 
-        `on_host`: the shards are in pinned host memory, and FSDP2 copies each layer's to the device before it computes.
+        `on_host`: the shards are in pinned host memory, and FSDP2 copies those of a layer to the device before it runs.
         """
         is_cuda = mesh.device_type == "cuda"
         self.device = torch.device(f"cuda:{torch.cuda.current_device()}") if is_cuda else torch.device("cpu")
@@ -108,7 +109,7 @@ class ShardedModel:
         return {name: parameter.to_local().detach() for name, parameter in self.model.named_parameters()}
 
     def loaded(self) -> dict[str, Tensor]:
-        """Return all that a folder contains, as this rank has it: `shards` and persistent buffers."""
+        """Return this rank's part of all that a folder contains: `shards` and persistent buffers."""
         persistent = self.model.state_dict().keys()
         return self.shards() | {name: buffer for name, buffer in self.model.named_buffers() if name in persistent}
 
@@ -140,7 +141,7 @@ class Policy(ShardedModel):
             self.model.set_reshard_after_backward(closes_update)
 
     def gather(self) -> None:
-        """Gather the weights for the passes of an update; a collective. On a GPU the first pass does it as it goes."""
+        """Gather the weights for the passes of an update; a collective. On a GPU, the first pass does this instead."""
         self.is_sharded = False
         if self.device.type == "cpu":
             for module in self._sharded_modules():
@@ -212,7 +213,7 @@ def build_on_meta(config: Any, dtype: torch.dtype) -> Any:
 
 
 def require_text_decoder(config: Any) -> None:
-    """ConfigError for kinds of models whose forward pass over text is not that of a decoder alone."""
+    """Raise ConfigError for kinds of models that are not just a decoder of text."""
     kind, text = config.model_type, text_config(config)
     if kind in ENCODERS or config.is_encoder_decoder:
         raise ConfigError(
@@ -234,7 +235,7 @@ def require_text_decoder(config: Any) -> None:
 
 @contextmanager
 def _bounded() -> Iterator[None]:
-    """ConfigError once models that are built meanwhile have more than MAX_PARTS modules and parameters."""
+    """Raise ConfigError if models that are built in this context have more than MAX_PARTS modules and parameters."""
     count = 0
 
     def add(*_: object) -> None:
@@ -293,7 +294,7 @@ def _materialize(model: Any, *, device: torch.device, shards_on: torch.device) -
 
 
 def _build_buffers(model: Any) -> None:
-    """Compute the buffers that no file contains as transformers does: by `_init_weights`, from the inside out."""
+    """Compute the buffers that no file contains, as transformers does: by `_init_weights`, innermost modules first."""
     persistent = model.state_dict().keys()
     modules = list(_with_owners(model))
     places = [
@@ -303,7 +304,7 @@ def _build_buffers(model: Any) -> None:
         if buffer is not None and f"{prefix}{name}" not in persistent
     ]
     built = []
-    for filling in (0, 1):  # what `_init_weights` leaves out keeps its filling
+    for filling in (0, 1):  # a buffer that `_init_weights` does not set keeps the filling, and is found by that
         for _, buffers, name in places:
             buffers[name].fill_(filling)
         for owner, prefix, module in reversed(modules):
@@ -317,7 +318,7 @@ def _build_buffers(model: Any) -> None:
 
 
 def _with_owners(module: Any, *, owner: Any = None, prefix: str = "") -> Iterator[tuple[Any, str, Any]]:
-    """Yield each module after the nearest transformers model around it (its `_init_weights` applies) and its prefix."""
+    """Yield (owner, prefix, module): the owner, whose `_init_weights` applies, is the innermost transformers model."""
     owner = module if isinstance(module, PreTrainedModel) else owner
     yield owner, prefix, module
     for name, child in module.named_children():

@@ -1,8 +1,8 @@
 """Muon (K. Jordan et al., 2024, https://kellerjordan.github.io/posts/muon) over a rank's own rows of matrices.
 
 The momentum of a matrix is orthogonalized whole, by torch's Newton-Schulz iteration in bfloat16. So each matrix has an
-owner among the ranks: it receives the rows of all others, orthogonalizes, and returns to each rank its own rows. The
-matrices of experts, stacked in one parameter, are whole where they are, one for each expert.
+owner among the ranks. The owner receives the rows of all other ranks, orthogonalizes the matrix, and returns to each
+rank its own rows. The matrices of experts are stacked in one parameter; each is whole on one rank and needs no owner.
 
 Steps are scaled as in arXiv 2502.16982 (0.2 sqrt(max(rows, columns))), so that their root mean square is that of AdamW
 and both take the same learning rate.
@@ -26,7 +26,7 @@ class ShardedMuon:
     def __init__(
         self, shards: Mapping[str, Tensor], *, rows: Mapping[str, int], weight_decay: float, group: dist.ProcessGroup
     ) -> None:
-        """`rows`: of whole parameters, which are cut along dim 0 in chunks of ceil(rows / ranks)."""
+        """`rows`: the number of rows of each whole parameter, which is cut in chunks of ceil(rows / ranks)."""
         self._shards = shards
         self._rows = rows
         self._weight_decay = weight_decay
@@ -47,7 +47,7 @@ class ShardedMuon:
                 )
 
     def state(self) -> dict[str, Tensor]:
-        """Return the momenta by name, a kind before a slash; not copies."""
+        """Return the momenta themselves, not copies, by name: KIND/PARAMETER."""
         return {f"momentum/{name}": momentum for name, momentum in self._momenta.items()}
 
     def _looked_ahead(self, name: str, gradient: Tensor) -> Tensor:

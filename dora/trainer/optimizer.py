@@ -1,8 +1,9 @@
 """The optimizer over a rank's own rows of the parameters: AdamW, or Muon for matrices and AdamW for the rest.
 
 AdamW is elementwise, so sharding does not change it. Its moments are in float32, on the device or on the host, or in
-8 bits. Only matrices are decayed: neither norms and biases, which are scales and offsets, nor embeddings, most rows of
-which get no gradient in a step. State exists from the start, so that all checkpoints have the same format.
+8 bits. Only matrices are decayed. Norms and biases are not, because they are scales and offsets, and embeddings are
+not, because most of their rows get no gradient in a step. State exists from the start, so that all checkpoints have the
+same format.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ Role = Literal["hidden", "outer", "undecayed"]
 class MomentBytes(NamedTuple):
     """Bytes of moments on the device per parameter."""
 
-    hidden: float  # of a hidden matrix
+    hidden: float  # for a parameter of a hidden matrix
     other: float
 
 
-#: By `trainer.optimizer_state`, for AdamW.
+#: Bytes of moments with AdamW, by the value of `trainer.optimizer_state`.
 MOMENT_BYTES: Final = {"device": 8.0, "host": 0.0, "8bit": 2.02}
 
 
@@ -62,7 +63,7 @@ class ShardOptimizer:
     def __init__(
         self, shards: Mapping[str, Tensor], settings: TrainerSettings, *, model: Any, group: dist.ProcessGroup
     ) -> None:
-        """`shards`: rows of the parameters of `model`, by name. `group`: the ranks that have the other rows."""
+        """`shards`: this rank's rows of the parameters of `model`, by name. `group`: all ranks that share them."""
         roles = roles_of(model)
         self._parts: list[_AdamW | AdamW8bit | ShardedMuon] = []
         rest = dict(shards)
@@ -84,7 +85,7 @@ class ShardOptimizer:
             part.update(gradients, learning_rate=learning_rate)
 
     def state(self) -> dict[str, Tensor]:
-        """Return moments and update counts by name, for a checkpoint; not copies. A name has a kind before a slash."""
+        """Return the moments and update counts themselves, not copies, by name (KIND/PARAMETER), for a checkpoint."""
         return {name: tensor for part in self._parts for name, tensor in part.state().items()}
 
 

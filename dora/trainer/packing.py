@@ -1,9 +1,9 @@
 """Rows of sequences: the input of one forward pass.
 
 A packed row has all sequences of a pass one after the other. Sequences with the same prompt may share it: the row then
-has the prompt once, and after it the rest of each of them, its response, whose positions go on from the prompt's. A
-padded row has one sequence per line, padded on the right: for models with layers that carry state from one token to the
-next, which would not end with a packed sequence.
+has the prompt once, followed by the responses, each of which has positions that continue those of the prompt. A padded
+row has one sequence per line, padded on the right. It is for models with layers that carry state from one token to the
+next: in a packed row the state of one sequence would reach the next.
 
 Invariant: only positions that predict a trained token reach the loss, so that values at masked positions (NaN included)
 have no effect.
@@ -39,9 +39,9 @@ class Layout:
     """How the sequences of a micro-batch share forward passes."""
 
     padded: bool = False
-    #: The rotary embedding differs beyond this length: longer and shorter sequences share no pass.
+    #: The rotary embedding changes beyond this length, so longer and shorter sequences are never in one pass.
     rope_limit: int | None = None
-    #: Sequences share their prompt where they would otherwise have more than this many times as many tokens.
+    #: Sequences share their prompt if they would otherwise have more than this many times as many tokens.
     share_above: float = math.inf
 
     def is_long(self, length: int) -> bool:
@@ -49,7 +49,7 @@ class Layout:
         return self.rope_limit is not None and length > self.rope_limit
 
     def shared(self, lengths: Sequence[int], prompt: PromptTokens) -> int:
-        """Return how many tokens sequences of these lengths share, which start with `prompt`: all of it, or none."""
+        """Return how many tokens are shared by sequences of these lengths that start with `prompt`: all of it, or 0."""
         alone, saved = sum(lengths), (len(lengths) - 1) * prompt.length
         return prompt.length if saved and alone > self.share_above * (alone - saved) else 0
 
@@ -68,7 +68,7 @@ class PromptTokens(NamedTuple):
 def prompts_of(
     tokens: NDArray[np.integer], *, lengths: Sequence[int] | NDArray[np.integer], trained: NDArray[np.integer]
 ) -> list[PromptTokens]:
-    """Return the prompt of each sequence; they follow one another in `tokens`, and the indices `trained` ascend."""
+    """Return the prompt of each sequence. `tokens`: all sequences one after the other; `trained`: ascending indices."""
     prompts = []
     for end, length in zip(np.cumsum(lengths).tolist(), lengths, strict=True):
         start = end - int(length)
@@ -80,9 +80,9 @@ def prompts_of(
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """The sequences of one forward pass; nothing crosses from one to another.
+    """The sequences of one forward pass; no sequence affects another.
 
-    A segment is a sequence, a prompt that several share, or the response of one of these.
+    A segment is a whole sequence, a prompt that several sequences share, or the response of such a sequence.
     """
 
     tokens_BT: Tensor  # int64; 0 where padded
@@ -109,8 +109,8 @@ def make_row(
 ) -> Row:
     """Return the row in which the tokens at the ascending indices `trained` are predicted, in this order.
 
-    `tokens` has the sequences one after the other. Without any, the row is one token that is not trained, so that its
-    rank takes part in the collectives of the others.
+    `tokens` has the sequences one after the other. If there is no sequence, the row is one untrained token, so that
+    this rank takes part in the collectives of the other ranks.
     """
     lengths_n = np.asarray(lengths, np.int64)
     if len(tokens) == 0:
@@ -165,7 +165,7 @@ def _pack(
 
 
 def _families(sequences: Iterable[int], prompts: Sequence[PromptTokens]) -> list[list[int]]:
-    """Return the sequences with the same prompt, in the order of the first of each."""
+    """Return the sequences, grouped by equal prompts, in the order of the first sequence of each group."""
     families: dict[PromptTokens, list[int]] = {}
     for n in sequences:
         families.setdefault(prompts[n], []).append(n)
@@ -185,8 +185,8 @@ def split_passes(
 ) -> list[list[int]]:
     """Return the indices of the sequences of each pass: at most `budget` tokens, padding included, or one sequence.
 
-    With `prompts`, sequences that share theirs are kept in one pass, unless they are too many. Sequences with the same
-    one of `owners` are in one pass in any case. ConfigError if the model computes them in different ways.
+    With `prompts`, sequences that share a prompt are kept in one pass, unless they have too many tokens. Sequences with
+    the same number in `owners` are always in one pass; ConfigError if the model computes them in different ways.
     """
     passes: list[list[int]] = []
     together = _together(lengths, owners, layout=layout)
@@ -208,7 +208,7 @@ def _may_join(
     layout: Layout,
     budget: int,
 ) -> bool:
-    """Return whether sequences may join the pass of those present."""
+    """Return whether sequences may be added to a pass that has other sequences."""
     if layout.is_long(lengths[part[0]]) != layout.is_long(lengths[present[0]]):
         return False
     if layout.padded:
@@ -227,7 +227,7 @@ def _num_tokens(members: Sequence[int], lengths: Sequence[int], prompts: Sequenc
 
 
 def _together(lengths: Sequence[int], owners: Sequence[int], *, layout: Layout) -> list[list[int]]:
-    """Return the sequences of each owner that has several."""
+    """Return the sequences of each owner that has several sequences."""
     owned: dict[int, list[int]] = {}
     for n, owner in enumerate(owners):
         owned.setdefault(owner, []).append(n)
@@ -243,7 +243,7 @@ def _together(lengths: Sequence[int], owners: Sequence[int], *, layout: Layout) 
 def _parts(
     members: Sequence[int], lengths: Sequence[int], prompts: Sequence[PromptTokens], *, layout: Layout, budget: int
 ) -> Iterator[list[int]]:
-    """Yield what one pass takes as a whole: sequences that share their prompt, as many as fit, or one alone."""
+    """Yield sequences that must be in the same pass: as many that share a prompt as fit, or a single sequence."""
     order = sorted(members, key=lambda n: (layout.is_long(lengths[n]), layout.padded * lengths[n]))
     if layout.padded or not prompts or math.isinf(layout.share_above):
         yield from ([n] for n in order)

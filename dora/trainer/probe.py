@@ -1,10 +1,10 @@
 """The probe: log-probs under the version that sampled, so that the engine's mismatch is known apart from staleness.
 
-log π_s/μ of a stale token mixes two differences: one of engines under the same weights, log π_v/μ, and one of weights
-in the same engine, log π_s/π_v. For a token of version s (in the first update) they are told apart already: π_v = π_s.
-For a few stale sequences of a step the probe computes log π_v with the weights that are in the store: no group of v is
-forgotten before the step is trained, so v is still there. There is no further copy of the model: the policy's shards
-are set aside in host memory, v is loaded in their place for one pass, and then they are put back, bit for bit.
+log π_s/μ of a stale token mixes two differences: log π_v/μ is between two engines under the same weights, log π_s/π_v
+is between two weights in the same engine. For a token of version s in the first update the second one is 0, as
+π_v = π_s. For a few stale sequences of a step the probe computes log π_v with the weights of v from the store, which
+keeps v until the step with its groups is trained. The model is not copied: the policy's shards are set aside in host
+memory, v is loaded in their place for one pass, and then the shards are put back, bit for bit.
 
 Invariant: the probe changes no weight and no gradient, and never ends a run: a version that cannot be read is skipped.
 Legend: P trained tokens of a pass, p those of one sequence.
@@ -67,9 +67,9 @@ class Probe:
         self._begin()
 
     def _begin(self) -> None:
-        self._version = _NONE  # of the sequences: the smallest one seen
+        self._version = _NONE  # the version of the collected sequences: the smallest one seen in this step
         self._sequences: list[_Sequence] = []
-        # of the engine: tokens, k3; of staleness: tokens, log-ratio, k3
+        # sums for the engine mismatch: tokens, k3; for the version drift: tokens, log-ratio, k3
         self._sums = torch.zeros(5, dtype=torch.float64, device=self._policy.device)
 
     def add(self, batch: MicroBatch, members: Sequence[int], current_P: Tensor, behavior_P: Tensor) -> None:
@@ -90,7 +90,8 @@ class Probe:
     def _choose(
         self, version: int, tokens: NDArray[np.int32], trained: NDArray[np.int64], behavior_p: Tensor, current_p: Tensor
     ) -> None:
-        """Keep as much of a sequence as there is room for; causal models predict its beginning as in the whole."""
+        """Keep as much of a sequence as there is room for: in a causal model, log-probs of the first tokens do not
+        depend on later tokens."""
         if version < self._version:
             self._version, self._sequences = version, []
         room = self._settings.probe_tokens - sum(len(sequence.tokens) for sequence in self._sequences)
@@ -151,7 +152,7 @@ class Probe:
 
     @contextmanager
     def _under(self, version: VersionId) -> Iterator[None]:
-        """Give the policy the weights of `version` meanwhile; ConfigError on all ranks if one cannot read them."""
+        """In this context the policy has the weights of `version`; ConfigError on all ranks if one cannot read them."""
         policy = self._policy
         loaded = policy.loaded()
         aside = {name: tensor.to("cpu", copy=True) for name, tensor in loaded.items()}

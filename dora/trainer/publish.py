@@ -94,11 +94,11 @@ class Publisher:
 
 
 def gather(policy: Policy, *, dtype: str, keep: bool) -> dict[str, Tensor]:
-    """Return all tensors of the folder in host memory, named and laid out as they were; empty unless `keep`. A
+    """Return all tensors of the folder in host memory, with the names and layout of the folder; empty unless `keep`. A
     collective, one conversion (at most the experts of one layer) at a time.
 
-    What is trained gets `dtype`, except tensors that a 16-bit or FP8 folder keeps in float32. What is not keeps its
-    bits, or gets `dtype` if it was stored in FP8.
+    Trained tensors get `dtype`, except those that a 16-bit or FP8 folder keeps in float32. Other tensors are unchanged,
+    except that those stored in FP8 get `dtype`.
     """
     kept, untrained = {}, set(policy.plan.untrained)
     for name, tensor in policy.untrained.items():  # rank 0 has them

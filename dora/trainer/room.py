@@ -17,7 +17,7 @@ from torch import Tensor
 from dora.errors import one_line
 from dora.weights.store import StoreFull
 
-#: Timeout. The other ranks wait in a collective meanwhile, so this must be below the timeout of collectives.
+#: Longest wait for space. The other ranks wait in a collective, so this must be below the timeout of collectives.
 FULL_TIMEOUT_S = 540.0
 _PAUSE_S = 2.0
 _T = TypeVar("_T")

@@ -14,9 +14,9 @@ def learning_rate(
     """Return the rate of all updates of `step`, the first of which is 0.
 
     It rises linearly from peak / warmup_steps to the peak in the last step of the warm-up. With `linear`, or `cosine`
-    (half a wave, arXiv 1608.03983), it then falls to min_share * peak, which it would reach in step number `steps`,
-    the one after the last: with a share of 0, the last step still trains. `steps` is the T of the job as it is now. If
-    a resume raises it, the rest follows the schedule of the new T, at a higher rate than before.
+    (half a wave, arXiv 1608.03983), it then falls to min_share * peak, which it would reach in step number `steps`, one
+    after the last step. So the last step still trains, even with a share of 0. `steps` is the current T of the job:
+    after a resume that raises T, steps follow the schedule of the new T, at a higher rate than before.
     """
     if step < warmup_steps:
         return peak * (step + 1) / warmup_steps

@@ -76,7 +76,7 @@ def score_with(
     device: torch.device,
     fp32_head: bool = False,
 ) -> list[NDArray[np.float32]]:
-    """Like `score`, under a loaded model; `layout` is the one under which its forward pass is exact."""
+    """Like `score`, under a loaded model; `layout` must be a layout in which its forward pass is exact."""
     scored: list[NDArray[np.float32]] = [np.empty(0, np.float32)] * len(sequences)
     lengths = [len(sequence) for sequence in sequences]
     mask = [np.arange(length) >= prompt for length, prompt in zip(lengths, prompt_lengths, strict=True)]

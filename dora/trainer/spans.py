@@ -1,9 +1,10 @@
-"""The clock of a rank: what it does at any moment, from its start to its end, in one activity at a time.
+"""The clock of a rank: what the rank does at any moment, from its start to its end, in one activity at a time.
 
-Invariant: spans neither overlap nor leave holes, as each begins where the one before ended, by one monotonic clock.
-On a GPU they are times of the process: what it has queued there counts where it next waits for the GPU. A rank waits
-for the others (`slowest_rank`) before the first forward and the last backward pass of an update, and at its close. Only
-models that are gathered layer by layer also wait in the collectives of their passes, which is `forward_backward`.
+Invariant: spans neither overlap nor leave gaps: each begins where the previous one ended, by one monotonic clock.
+Spans are times of the process. Work that it has queued on a GPU counts in the activity that next waits for the GPU. A
+rank waits for the other ranks (`slowest_rank`) before the first forward and the last backward pass of an update, and
+when the update closes. Models that are gathered layer by layer also wait in the collectives of their passes; that time
+counts as `forward_backward`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ class RankClock:
     """The spans of one rank."""
 
     def __init__(self, rank: int, *, began: float | None = None, now: Callable[[], float] = time.monotonic) -> None:
-        """`began`: by the same clock; None: now. The first activity is `start`."""
+        """`began`: start of the first activity, `start`, by the same clock; None: now."""
         self._rank = rank
         self._now = now
         self._activity: RankActivity = "start"
@@ -29,7 +30,7 @@ class RankClock:
         self._closed: list[tuple[RankActivity, float]] = []
 
     def switch(self, activity: RankActivity) -> None:
-        """Begin an activity, which ends the one before."""
+        """Begin an activity, which ends the current one."""
         if activity == self._activity:
             return
         now = self._now()
@@ -45,7 +46,7 @@ class RankClock:
         self.switch(before)
 
     def take(self) -> RankSpans:
-        """Return the spans since the last call, the current one up to now."""
+        """Return the spans since the last call; the current activity counts up to now."""
         now = self._now()
         spans, self._closed = [*self._closed, (self._activity, now - self._since)], []
         self._since = now

@@ -2,8 +2,8 @@
 
 Micro-batches are trained as they arrive. Their gradients of unnormalized sums are accumulated, and divided once, when
 their update closes, by the objective's divisor over all ranks. So the result does not depend on how an update is cut
-into micro-batches, or on which rank gets which. A step has M updates; π_o is sg(π) in the first of them, and that of a
-copy of the weights before the step in the others.
+into micro-batches, or on which rank gets which. A step has M updates. In the first one, the proximal policy π_o is the
+current policy without gradient, sg(π); in the others, π_o is a copy of the weights before the step.
 
 Invariant: step s is trained under version s and publishes s + 1, exactly once; every rank gets the same number of
 micro-batches, in order; a checkpoint may be written at any time and contains the state before the current step.
@@ -80,7 +80,7 @@ class Trainer:
         publisher: Publisher | None,
         clock: RankClock | None = None,
     ) -> None:
-        """`publisher`: on rank 0 only. `clock`: of this process; None: one that begins now."""
+        """`publisher`: on rank 0 only. `clock`: the clock of this process; None: a clock that begins now."""
         self._settings = order.settings
         self._checkpoints = Path(order.checkpoints)
         self._objective = Objective(
@@ -165,7 +165,7 @@ class Trainer:
         self._clock.switch("waiting")
 
     def _passes(self, batch: MicroBatch) -> list[list[int]]:
-        """Return the sequences of each forward pass; as many passes on all ranks, if each of them is a collective."""
+        """Return the sequences of each forward pass. If passes are collectives, all ranks get the same number."""
         prompts = prompts_of(batch.tokens, lengths=batch.lengths, trained=np.flatnonzero(batch.loss_mask))
         passes = split_passes(
             batch.lengths.tolist(),
@@ -182,7 +182,8 @@ class Trainer:
         return passes
 
     def _owners(self, batch: MicroBatch) -> NDArray[np.int64]:
-        """Return what makes sequences one for the objective: their trajectory, or nothing if it acts on tokens."""
+        """Return a number per sequence; the objective treats sequences with the same number as one. It is the number of
+        the trajectory, or different for every sequence if the objective acts on tokens."""
         return batch.trajectories if self._compares_sequences else np.arange(len(batch.lengths))
 
     def _accumulate(
@@ -231,7 +232,7 @@ class Trainer:
             self._send_logprobs(batch, members, current_P)
 
     def _await_ranks(self) -> None:
-        """Wait for the slowest rank where that can be told from computing, and not in the collectives that follow."""
+        """Wait for the slowest rank here, so that the wait is measured apart from the collectives that follow."""
         if self._policy.device.type == "cuda":
             torch.cuda.synchronize()  # what this rank has queued
         with self._clock.during("slowest_rank"):
@@ -320,7 +321,7 @@ class Trainer:
         self._copies.begin_step(VersionId(self._step))
         self._next_index = 0
         self._updates: list[Update] = []
-        self._before: dict[str, Tensor] | None = None  # the state before the step, from its first update on
+        self._before: dict[str, Tensor] | None = None  # the state before the step; None until its first update
         self._sums = StepSums(max_staleness=self._settings.max_staleness, device=self._policy.device)
 
     # ---- weights and state ------------------------------------------------------------------------------------------
@@ -340,7 +341,7 @@ class Trainer:
             self._end.send(CheckpointWritten(step=self._step, folder=str(folder), chain=self._chain))
 
     def _keep_state(self) -> None:
-        """Copy what the first update of a step changes, for a checkpoint."""
+        """Copy the state that the first update of a step will change, so that a checkpoint can be written later."""
         if self._before is None:
             self._before = {name: tensor.to("cpu", copy=True) for name, tensor in self._state().items()}
 

@@ -1,7 +1,7 @@
 """The lengths beyond which a decoder computes in another way, read from transformers' configuration object.
 
-Windows, chunks, blocks and original contexts, wherever a family keeps them: at the top, in the configuration of the
-text model, in the parameters of one rotary embedding or of one for each kind of layer.
+They are windows, chunks, blocks and original context lengths. Families keep them in different places: at the top, in
+the configuration of the text model, or in the parameters of a rotary embedding (one, or one for each kind of layer).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from dora.model_config import ORIGINAL, original_context, ropes, text_config
 
-#: Parts of the names of settings that are such lengths, unless the name ends with one of `_OTHERS`.
+#: A setting whose name contains one of these is such a length, unless its name ends with one of `_OTHERS`.
 _WORDS: Final = (
     "window",
     "chunk",

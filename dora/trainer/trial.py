@@ -24,7 +24,7 @@ from dora.trainer.score import score_with
 
 
 class Trial:
-    """A loaded model whose forward pass was checked as in a run. It uses this process's default process group."""
+    """A loaded model, with its forward pass checked as in a run. It uses the default process group of this process."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Trial:
     def measure(self, *, tokens: int, longest: int) -> int:
         """Train two passes, without an update; return the peak of the allocator or, on a CPU, the bytes kept.
 
-        The gradients of the first pass are there in the second, whose memory is measured.
+        The memory of the second pass is measured, because the gradients of the first one exist by then.
         """
         policy = self._policy
         row = trial_row(tokens, longest=longest, layout=self.checked.layout, device=policy.device)

@@ -27,10 +27,10 @@ from dora.engine.sglang.target import PushTarget, ServerShape
 from dora.errors import RemoteError
 
 BUCKET_BYTES: Final = 256 * 2**20  # memory that the server needs besides its weights
-#: Maximum difference of log-probs under the same weights, by dtype. With bfloat16 the test finds torn weights, but not
-#: always those of an adjacent version.
+#: Maximum difference of log-probs under the same weights, by dtype. With bfloat16 the comparison detects weights of
+#: mixed versions, but not always the weights of an adjacent version.
 TOLERANCE: Final = {"float32": 1e-3, "bfloat16": 5e-2}
-#: Number of versions whose expected values are kept; more than are ever live.
+#: Number of versions whose expected values are kept; there are never so many live versions.
 REMEMBERED: Final = 64
 
 _Key = TypeVar("_Key")
@@ -43,8 +43,8 @@ class Distributed:
     def __init__(
         self, senders: Senders, *, otherwise: Transfer, dtype: str, use_nccl: bool, bucket_bytes: int = BUCKET_BYTES
     ) -> None:
-        """`dtype` is that of the published weights. `use_nccl`: the senders have a GPU (torch's first), so servers on
-        GPUs use NCCL; all others use gloo."""
+        """`dtype`: data type of the published weights. `use_nccl`: the senders have a GPU (torch's first), so servers
+        on GPUs use NCCL; all other servers use gloo."""
         self._senders = senders
         self._otherwise = otherwise
         self._tolerance = TOLERANCE[dtype]
@@ -129,7 +129,8 @@ class Distributed:
 
 
 async def _receive(server: PushTarget, order: Send, rendezvous: Listening, *, label: str, gated: bool) -> None:
-    """Have the server join the group and receive all buckets. The sender proceeds as each one is received."""
+    """Have the server join the group and receive all buckets. The sender sends a bucket when the previous one
+    arrived."""
     timeout_s = order.timeout_s
     await server.join_group(
         order.group,

@@ -23,11 +23,11 @@ class Send(msgspec.Struct, frozen=True, tag=True):
 
     folder: str
     group: str  # a unique name
-    address: str  # of this host, as the server sees it; the rendezvous listens on this address only
+    address: str  # address of this host, as the server sees it; the rendezvous listens on this address only
     world_size: int  # the sender and the server's ranks
     backend: str  # gloo or nccl
     bucket_bytes: int  # maximum size of a bucket of more than one tensor
-    timeout_s: float  # of the rendezvous and of each broadcast
+    timeout_s: float  # time limit of the rendezvous and of each broadcast
 
 
 class ScoreOrder(msgspec.Struct, frozen=True, tag=True):
@@ -53,7 +53,7 @@ class Sent(msgspec.Struct, frozen=True, tag=True):
 
 class Scored(msgspec.Struct, frozen=True, tag=True):
     token_ids: list[int]
-    logprobs: list[float]  # of all tokens but the first
+    logprobs: list[float]  # log-probs of all tokens but the first
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):

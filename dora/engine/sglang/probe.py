@@ -1,8 +1,8 @@
 """The probe of a server's capabilities, made once when it joins the run.
 
 A server that cannot prove C1 (it returns no log-probs, or no version of its weights) is refused. The probe decides, not
-the version string, which means nothing in a build from source, a patched server or the embedded engine. It changes
-nothing on the server and does not disturb other users.
+the version string, which means nothing in a build from source, a patched server or the embedded engine. The probe
+changes nothing on the server and does not disturb other users.
 """
 
 from __future__ import annotations

@@ -34,7 +34,8 @@ _REPORTED: Final[Mapping[Stage, PushStage]] = {
     "verify": "verify",
 }
 
-#: A server frees a finished request shortly after its last chunk; after this time, the request is a real one.
+#: A server frees a finished request shortly after its last chunk. A request that it still holds after this time is
+#: running.
 DRAIN_TIMEOUT_S: Final = 5.0
 DRAIN_POLL_S: Final = 0.02
 

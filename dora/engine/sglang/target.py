@@ -100,7 +100,7 @@ class PushTarget:
         label: str | None,
         timeout_s: float,
     ) -> None:
-        """Receive these tensors from the group, in this order; then set `label`, if any."""
+        """Have the server receive these tensors from the group, in this order, and then set `label`, if any."""
         if group not in self.groups:
             raise RemoteError(f"{self.url}: has not joined group '{group}'; a bucket in it would crash SGLang")
         body = {

@@ -19,7 +19,8 @@ class Gspo(RatioLoss):
     kind: Literal["gspo"] = "gspo"
     """Name of the loss."""
     clip_low: Annotated[float, Field(ge=0.0, le=1.0)] = 3e-4
-    """s is clipped below 1 - clip_low: a mean over tokens needs a band hundreds of times narrower than a ratio does."""
+    """s is clipped below 1 - clip_low. As s is a mean over tokens, its band is hundreds of times narrower than the band
+    of a token's ratio."""
     clip_high: Annotated[float, Field(ge=0.0)] = 4e-4
     """s is clipped above 1 + clip_high."""
 

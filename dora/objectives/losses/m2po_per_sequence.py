@@ -40,7 +40,8 @@ def loss(tokens: Tokens, settings: M2poPerSequence) -> TokenLoss:
 
 
 def within_second_moment(tokens: Tokens, log_ratio_P: Tensor, *, bound: float) -> Tensor:
-    """Return which tokens are kept: in the order of their squares, those up to which the mean is within the bound."""
+    """Return which tokens are kept: as many as possible, smallest squares first, so that the mean of the squares is
+    within the bound."""
     square_P = log_ratio_P.double().square()
     order = square_P.argsort(stable=True)
     order = order[tokens.sequence_P[order].argsort(stable=True)]  # sequence by sequence, squares ascending
