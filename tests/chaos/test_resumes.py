@@ -224,7 +224,7 @@ def test_a_token_store_with_a_frame_missing_is_refused(interrupted: Story) -> No
 
 
 def test_an_edited_learning_rate_needs_to_be_accepted_and_is_recorded(interrupted: Story) -> None:
-    says = r"config\.toml: is not signed by .* would execute task\.rewards\.1\.name = tests\.chaos\.pace:score"
+    says = r"config\.toml: is not signed .* would execute task\.rewards\.1\.name = tests\.chaos\.pace:score"
     assert_one_clear_error(interrupted.asked["an edited configuration"], code=2, says=says)
     says = r"trainer\.learning_rate: 2e-05 -> 0\.0004: alters the experiment; --accept-changes"
     assert_one_clear_error(interrupted.asked["an edited learning rate"], code=2, says=says)

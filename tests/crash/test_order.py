@@ -15,7 +15,7 @@ from tests.crash.life import Life, Plan, World
 PLAN = Plan("order", ("run.steps=6", "weights.keep=1", "trainer.checkpoint_every=1", "eval.every=2"))
 
 
-@pytest.fixture(scope="module", params=["0", "1"])
+@pytest.fixture(scope="module", params=["0", "9", "21"])
 def lived(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[World, Life]:
     world = World(tmp_path_factory.mktemp("world"), PLAN)
     life = world.begin(seed=request.param)

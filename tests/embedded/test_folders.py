@@ -47,7 +47,7 @@ def test_an_index_that_leads_out_of_the_folder_is_refused(tmp_path: Path) -> Non
     names = load_file(tmp_path / "outside.safetensors").keys()
     index = {"metadata": {}, "weight_map": dict.fromkeys(names, "../outside.safetensors")}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ConfigError, match=r"^--model-path: .* names '\.\./outside\.safetensors', which is no safetens"):
+    with pytest.raises(ConfigError, match=r"^--model-path: .* names '\.\./outside\.safetensors', which is not"):
         decoder_of(folder)
 
 

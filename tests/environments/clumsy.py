@@ -8,7 +8,7 @@ import threading
 import time
 from itertools import count
 
-from dora.environments.api import End, Environment, Observation, Reset, ToolEnvironment, Turn, tool
+from dora.environments.api import AT_ONCE, End, Environment, Observation, Reset, ToolEnvironment, Turn, tool
 
 
 class Clumsy(Environment):
@@ -86,6 +86,21 @@ def meet_in_threads(words: str) -> str:
     return words
 
 
+ALL_IN_LOOP, ALL_IN_THREADS = asyncio.Barrier(AT_ONCE), threading.Barrier(AT_ONCE)
+
+
+async def meet_all(words: str) -> str:
+    """Return when as many calls are here as run at once."""
+    await ALL_IN_LOOP.wait()
+    return words
+
+
+def meet_all_in_threads(words: str) -> str:
+    """Return when as many calls are here as run at once."""
+    ALL_IN_THREADS.wait()
+    return words
+
+
 BEFORE, BEFORE_IN_THREADS = asyncio.Event(), threading.Event()
 
 
@@ -118,7 +133,8 @@ class Workshop(ToolEnvironment):
     """Tools that share a state, beside functions that share none."""
 
     def __init__(self):
-        super().__init__([slow, meet, meet_in_threads, before, after, after_in_threads, crash])
+        meetings = [meet, meet_in_threads, meet_all, meet_all_in_threads]
+        super().__init__([slow, *meetings, before, after, after_in_threads, crash])
         self.under_way = self.number = 0
 
     @tool

@@ -155,8 +155,8 @@ async def test_answers_have_the_order_of_the_calls_whichever_is_done_first() -> 
 async def test_many_calls_of_one_turn_are_answered_all() -> None:
     async with pool_of("Workshop") as pool:
         await start(pool)
-        many = 3 * (AT_ONCE // 3) * 5
-        for meeting in ("meet", "meet_in_threads"):
+        many = AT_ONCE * 4  # each of those that run at once is followed by as many others
+        for meeting in ("meet_all", "meet_all_in_threads"):
             words = [str(number) for number in range(many)]
             assert await answers(pool, calls(*((meeting, {"words": word}) for word in words))) == words
 
