@@ -28,7 +28,7 @@ from dora.app.trial_push import Held, push_once
 from dora.config.schema import Config
 from dora.controller.effects import Graders
 from dora.engine.api import Capabilities, GenerateRequest, InferenceEngine
-from dora.engine.engines import open_engine
+from dora.engine.engines import open_engine, require_engine
 from dora.engine.shapes import require_same_shapes
 from dora.errors import ConfigError, RemoteError
 from dora.journal.access import require_group, set_umask
@@ -63,6 +63,7 @@ async def check(config: Config, report: Report, *, push: bool = False) -> None:
         inputs, episodes = await enter_inputs(stack, config)
         settings = settings_of(config, eval_prompt_tokens=inputs.evaluations.prompt_tokens)
         require_free_ports(config)
+        require_engine(config)
         await asyncio.to_thread(require_cuda, config, environ=os.environ)
         RunFolder.require_possible(config.run.folder)
         require_group(config.run.group)

@@ -37,7 +37,7 @@ from dora.controller.trainer_link import TrainerLink
 from dora.core.events import Event
 from dora.core.invariants import check as check_invariants
 from dora.engine.api import InferenceEngine
-from dora.engine.engines import open_engine
+from dora.engine.engines import open_engine, require_engine
 from dora.errors import ConfigError, DoraError, RunFailed
 from dora.journal.access import require_group, set_umask
 from dora.journal.audit import audit
@@ -115,6 +115,7 @@ async def run_job(
             time_scale=time_scale,
         )
         require_free_ports(config)
+        require_engine(config)
         await asyncio.to_thread(require_cuda, config, environ=os.environ)
         streams = allow_open_files(config.num_instances * (config.engine.slots or 1))
         graders = await enter_graders(stack, config, inputs)

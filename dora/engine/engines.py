@@ -7,16 +7,25 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
 from dora.config.schema import Config
 from dora.engine.api import InferenceEngine
 from dora.engine.sglang import launch
+from dora.errors import ConfigError
 
 #: Command lines of managed servers by `engine.kind`; `node/plan.py` replaces the names in braces.
 COMMANDS: Final[Mapping[str, tuple[str, ...]]] = {"embedded": launch.EMBEDDED, "sglang": launch.SGLANG}
 _ANY_TOKEN: Final = 2**31  # the vocabulary is unknown
+
+
+def require_engine(config: Config) -> None:
+    """ConfigError if the servers that the run starts are of a kind that is not installed in this environment."""
+    engine = config.engine
+    if config.num_managed and not engine.command and engine.kind == "sglang" and find_spec("sglang") is None:
+        raise ConfigError("engine.kind: sglang is not installed; run pip install 'dora-rl[sglang]'")
 
 
 @asynccontextmanager

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 import psutil
@@ -144,6 +145,15 @@ def test_tools_without_anyone_who_grades_are_refused_before_anything_starts(tmp_
     assert_one_clear_error(result, code=2, says="task.rewards: .*worlds.py:tools ends its episodes without a reward")
     result = run_to_end("check", *settings(**overrides, task__rewards='[{kind="length"}]'), cwd=tmp_path)
     assert "task.rewards: " not in result.stderr
+
+
+@pytest.mark.skipif(find_spec("sglang") is not None, reason="SGLang is installed")
+@pytest.mark.parametrize("asked", ["run", "check"])
+def test_a_missing_sglang_is_refused_with_the_command_that_installs_it(tmp_path: Path, asked: str) -> None:
+    result = run_to_end(asked, *settings(engine__kind="sglang", status__port=0, run__folder=tmp_path / "runs"))
+    says = r"engine\.kind: sglang is not installed; run pip install 'dora-rl\[sglang\]'"
+    assert_one_clear_error(result, code=2, says=says)
+    assert not (tmp_path / "runs").exists()
 
 
 def test_the_version_is_that_of_the_package() -> None:
