@@ -40,6 +40,8 @@ def score(response: str, answer: str = "", *, metadata=None, **reward) -> float:
         ("\\boxed{7}", "3+4=7", True),
         ("7", "", False),
         ("7", "\\frac{{{", False),
+        ("In May 48/2 = <<48/2=24>>24, in all 48+24 = <<48+24=72>>72.\n#### 72", "\\boxed{72}", True),  # GSM8K
+        ("In May 48/2 = <<48/2=24>>24, in all 48+24 = <<48+24=72>>72.\n#### 72", "\\boxed{24}", False),
     ],
 )
 def test_math_compares_values_by_the_stated_conventions(answer, response, equal):
