@@ -274,5 +274,8 @@ def _report_plan(config: Config, inputs: Inputs, *, num_samples: int, report: Re
     if engine.urls and config.weights.transfer == "disk":
         readers = f"members of group {config.run.group}" if config.run.group else "this user only (run.group is unset)"
         report("access", f"versions are readable by {readers}")
-    report("evaluation", f"{len(config.eval.sets)} sets, {num_samples} answers per evaluation")
+    report(
+        "evaluation",
+        f"{len(config.eval.sets)} set{'s' * (len(config.eval.sets) != 1)}, {num_samples} answers per evaluation",
+    )
     report("status", f"http://{config.status.host}:{config.status.port or '<free port>'}")

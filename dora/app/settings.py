@@ -94,7 +94,7 @@ def drift_watch(config: Config) -> DriftWatch:
     return DriftWatch(
         precision=precision_of(config),
         updates=config.trainer.updates,
-        clips_many=config.objective.loss.kind in ("gspo", "gspo_token"),
+        clips_many=config.objective.loss.CLIPS_MANY,
     )
 
 

@@ -15,6 +15,7 @@ class Gspo(RatioLoss):
 
     IMPLIED = OF_SEQUENCES
     IS_OF_SEQUENCES = True
+    CLIPS_MANY = True
 
     kind: Literal["gspo"] = "gspo"
     """Name of the loss."""

@@ -15,6 +15,7 @@ class GspoToken(RatioLoss):
 
     IMPLIED = OF_SEQUENCES
     IS_OF_SEQUENCES = True
+    CLIPS_MANY = True
 
     kind: Literal["gspo_token"] = "gspo_token"
     """Name of the loss."""
