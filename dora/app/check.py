@@ -276,6 +276,6 @@ def _report_plan(config: Config, inputs: Inputs, *, num_samples: int, report: Re
         report("access", f"versions are readable by {readers}")
     report(
         "evaluation",
-        f"{len(config.eval.sets)} set{'s' * (len(config.eval.sets) != 1)}, {num_samples} answers per evaluation",
+        f"held-out sets: {len(config.eval.sets)}; {num_samples} answers per evaluation",
     )
     report("status", f"http://{config.status.host}:{config.status.port or '<free port>'}")
