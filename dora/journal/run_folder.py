@@ -93,9 +93,10 @@ class RunFolder:
                 foreign.require_folder(path, owners=self._owners)
 
     def require_plain(self, *folders: Path, may_link: bool = False) -> None:
-        """Make the same check for everything in these folders (default: all that a run writes), at any depth.
+        """ForeignFileError if anything in these folders, at any depth, is a link, of another kind, or of another user.
 
-        `may_link`: links to files are allowed; W&B makes some, and does not write through them.
+        Without `folders`: in all that a run writes to. `may_link`: links to files are allowed; W&B makes some, and does
+        not write through them.
         """
         for folder in folders or self._folders:
             foreign.require_plain(folder, owners=self._owners, may_link=may_link)

@@ -105,6 +105,7 @@ def _run(main: object, arguments: Sequence[str]) -> Used:
 def _become(main: object, arguments: Sequence[str], out: Path, err: Path) -> None:
     """Run the command in this process, and end it."""
     assert callable(main)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # even if the tests run in the background
     signal.alarm(LIMIT_S)
     resource.setrlimit(resource.RLIMIT_AS, (LIMIT_BYTES, LIMIT_BYTES))
     for stream, path in ((1, out), (2, err)):

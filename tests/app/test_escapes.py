@@ -94,12 +94,7 @@ def test_a_command_shows_text_of_a_run_folder_harmlessly(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["dora", *command.split(), str(folder.root)])
-    with suppress(SystemExit):
-        main()
-    shown = capfd.readouterr()
-    assert shown.out + shown.err
-    require_harmless(shown.out)
-    require_harmless(shown.err)
+    require_harmless_end(capfd)
 
 
 def test_a_status_of_another_process_is_shown_harmlessly(tmp_path: Path) -> None:
@@ -138,12 +133,17 @@ def test_a_command_shows_the_answers_of_an_address_harmlessly(
         monkeypatch.setattr(sys, "argv", ["dora", first, server.url, *others])
         for answer in answers:
             server.answer = answer
-            with suppress(SystemExit):
-                main()
-            shown = capfd.readouterr()
-            assert shown.out + shown.err
-            require_harmless(shown.out)
-            require_harmless(shown.err)
+            require_harmless_end(capfd)
+
+
+def require_harmless_end(capfd: pytest.CaptureFixture[str]) -> None:
+    """Carry out the command of sys.argv; it prints something, and nothing harmful."""
+    with suppress(SystemExit):
+        main()
+    shown = capfd.readouterr()
+    assert shown.out + shown.err
+    require_harmless(shown.out)
+    require_harmless(shown.err)
 
 
 @pytest.mark.parametrize(

@@ -71,33 +71,18 @@ async def slow(words: str) -> str:
     return words
 
 
-IN_LOOP, IN_THREADS = asyncio.Barrier(3), threading.Barrier(3)
+IN_LOOP, IN_THREADS = ({of: kind(of) for of in (3, AT_ONCE)} for kind in (asyncio.Barrier, threading.Barrier))
 
 
-async def meet(words: str) -> str:
-    """Return when three calls are here."""
-    await IN_LOOP.wait()
+async def meet(words: str, of: int = 3) -> str:
+    """Return when so many calls are here."""
+    await IN_LOOP[of].wait()
     return words
 
 
-def meet_in_threads(words: str) -> str:
-    """Return when three calls are here."""
-    IN_THREADS.wait()
-    return words
-
-
-ALL_IN_LOOP, ALL_IN_THREADS = asyncio.Barrier(AT_ONCE), threading.Barrier(AT_ONCE)
-
-
-async def meet_all(words: str) -> str:
-    """Return when as many calls are here as run at once."""
-    await ALL_IN_LOOP.wait()
-    return words
-
-
-def meet_all_in_threads(words: str) -> str:
-    """Return when as many calls are here as run at once."""
-    ALL_IN_THREADS.wait()
+def meet_in_threads(words: str, of: int = 3) -> str:
+    """Return when so many calls are here."""
+    IN_THREADS[of].wait()
     return words
 
 
@@ -133,8 +118,7 @@ class Workshop(ToolEnvironment):
     """Tools that share a state, beside functions that share none."""
 
     def __init__(self):
-        meetings = [meet, meet_in_threads, meet_all, meet_all_in_threads]
-        super().__init__([slow, *meetings, before, after, after_in_threads, crash])
+        super().__init__([slow, meet, meet_in_threads, before, after, after_in_threads, crash])
         self.under_way = self.number = 0
 
     @tool

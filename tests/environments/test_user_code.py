@@ -156,9 +156,10 @@ async def test_many_calls_of_one_turn_are_answered_all() -> None:
     async with pool_of("Workshop") as pool:
         await start(pool)
         many = AT_ONCE * 4  # each of those that run at once is followed by as many others
-        for meeting in ("meet_all", "meet_all_in_threads"):
+        for meeting in ("meet", "meet_in_threads"):
             words = [str(number) for number in range(many)]
-            assert await answers(pool, calls(*((meeting, {"words": word}) for word in words))) == words
+            made = [(meeting, {"words": word, "of": AT_ONCE}) for word in words]
+            assert await answers(pool, calls(*made)) == words
 
 
 async def test_a_tool_that_exits_is_an_error_of_its_call_alone() -> None:
