@@ -14,6 +14,8 @@ from typing import Final
 import pytest
 from hypothesis import settings
 
+pytest_plugins = ("tests.durations",)
+
 settings.register_profile("dora", deadline=None, print_blob=True)
 settings.load_profile("dora")
 

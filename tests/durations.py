@@ -1,0 +1,117 @@
+"""How long each test computes and waits, in a file; and the limit for tests outside the deep set.
+
+A pytest plugin (`--durations-file FILE`). CPU seconds are those of the test's process and of the children that it has
+waited for, with the fixtures that were set up or torn down for it. A test idles while it neither computes nor waits for a
+core: the wall time beyond its CPU time, but no more than the cores were idle in that time, since other workers use them.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Generator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import pytest
+
+LIMIT_S: Final = 5.0  #: CPU seconds, and seconds idle, of a test outside the deep set
+
+_TICKS_S: Final = 1 / os.sysconf("SC_CLK_TCK")
+_IDLE: Final = 4  #: place of the idle ticks in the first line of /proc/stat
+
+
+class Clock(NamedTuple):
+    """Seconds since some moment in the past."""
+
+    wall: float
+    cpu: float  #: of this process and of the children that it has waited for
+    idle: float  #: of all cores together
+
+    @classmethod
+    def now(cls) -> Clock:
+        times = os.times()
+        first = Path("/proc/stat").read_text().split("\n", 1)[0]
+        return cls(time.monotonic(), sum(times[:4]), int(first.split()[_IDLE]) * _TICKS_S)
+
+
+@dataclass(frozen=True, slots=True)
+class Duration:
+    test: str
+    deep: bool
+    cpu_s: float
+    wall_s: float
+    idle_s: float
+
+    def line(self) -> str:
+        return f"{self.cpu_s:.2f}\t{self.wall_s:.2f}\t{self.idle_s:.2f}\t{'deep' if self.deep else '-'}\t{self.test}"
+
+    @property
+    def is_too_long(self) -> bool:
+        return not self.deep and max(self.cpu_s, self.idle_s) > LIMIT_S
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--durations-file",
+        type=Path,
+        help=f"write CPU, wall and idle seconds of each test; fail if one outside the deep set exceeds {LIMIT_S:g} s",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Recorder(config.getoption("durations_file")), "dora-durations")
+
+
+class Recorder:
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._durations: list[Duration] = []
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
+        item.stash[_BEGAN] = Clock.now()
+        return (yield)
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_makereport(self, item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        """Note the figures in the report of the teardown, with which they get from a worker to the main process."""
+        report = yield
+        if report.when == "teardown":
+            before, now = item.stash[_BEGAN], Clock.now()
+            wall, cpu = now.wall - before.wall, now.cpu - before.cpu
+            idle = max(0.0, min(wall - cpu, now.idle - before.idle))
+            deep = item.get_closest_marker("deep") is not None
+            report.user_properties.append((_PROPERTY, (deep, cpu, wall, idle)))
+        return report
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        for name, value in report.user_properties if report.when == "teardown" else ():
+            if name == _PROPERTY:
+                self._durations.append(Duration(report.nodeid.partition("@")[0], *value))
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> Generator[None, None, None]:
+        yield
+        if self._path is not None and not hasattr(session.config, "workerinput"):
+            longest = sorted(self._durations, key=lambda each: -each.cpu_s)
+            self._path.write_text("".join(f"{each.line()}\n" for each in longest))
+            if self._too_long and session.exitstatus == pytest.ExitCode.OK:
+                session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if self._path is not None:
+            for each in self._too_long:
+                terminalreporter.line(
+                    f"TOO LONG outside the deep set (limit {LIMIT_S:g} s): {each.cpu_s:.1f} s of CPU, {each.idle_s:.1f} s "
+                    f"idle: {each.test}"
+                )
+
+    @property
+    def _too_long(self) -> list[Duration]:
+        return [each for each in self._durations if each.is_too_long]
+
+
+_BEGAN: Final = pytest.StashKey[Clock]()
+_PROPERTY: Final = "dora durations"
