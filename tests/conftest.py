@@ -1,11 +1,12 @@
 """Where tests run, and what is kept of a property test that fails.
 
-With several workers (`pytest -n`) a file's tests run in one of them, and all whole runs in the same one: whole runs and
-real servers have processes of their own, so that two at once would only slow each other down.
+With several workers (`pytest -n`) a file's tests run in one of them, unless they name a group of their own. Whole runs
+and real servers have processes that keep two cores busy, so that only half of the workers run them at the same time.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Generator
 from pathlib import Path
@@ -26,9 +27,15 @@ _WHOLE_RUNS: Final = {"sglang", "e2e", "chaos"}
 @pytest.hookimpl(wrapper=True)  # before the plugin, which reads the names
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None, None, None]:
     """Name the group of each test; --dist=loadgroup keeps it in one worker."""
+    whole_runs: dict[str, str] = {}
     for item in items:
-        path = item.path.relative_to(_TESTS)
-        group = "runs" if path.parts[0] in _WHOLE_RUNS else path.as_posix()
+        if item.get_closest_marker("xdist_group") is not None:
+            continue
+        path = item.path.relative_to(_TESTS).as_posix()
+        group = path
+        if path.partition("/")[0] in _WHOLE_RUNS:
+            number = len(whole_runs) % max(1, (os.cpu_count() or 1) // 2)
+            group = whole_runs.setdefault(path, f"whole runs {number}")
         item.add_marker(pytest.mark.xdist_group(group))
     return (yield)
 

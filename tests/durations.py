@@ -1,8 +1,8 @@
 """How long each test computes and waits, in a file; and the limit for tests outside the deep set.
 
 A pytest plugin (`--durations-file FILE`). CPU seconds are those of the test's process and of the children that it has
-waited for, with the fixtures that were set up or torn down for it. A test idles while it neither computes nor waits for a
-core: the wall time beyond its CPU time, but no more than the cores were idle in that time, since other workers use them.
+waited for, with the fixtures that were set up or torn down for it. A test idles while it neither computes nor waits for
+a core: its wall time less its CPU time, but at most the time for which cores were idle meanwhile.
 """
 
 from __future__ import annotations
@@ -103,10 +103,8 @@ class Recorder:
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         if self._path is not None:
             for each in self._too_long:
-                terminalreporter.line(
-                    f"TOO LONG outside the deep set (limit {LIMIT_S:g} s): {each.cpu_s:.1f} s of CPU, {each.idle_s:.1f} s "
-                    f"idle: {each.test}"
-                )
+                took = f"{each.cpu_s:.1f} s of CPU, {each.idle_s:.1f} s idle"
+                terminalreporter.line(f"TOO LONG ({took}), mark it deep or make it shorter: {each.test}")
 
     @property
     def _too_long(self) -> list[Duration]:

@@ -14,7 +14,7 @@ from dora.controller.trainer_link import StepReport
 
 def train_only(config: Config, rollouts: Path) -> None:
     steps, folder = uvloop.run(train(config, rollouts, report=_print))
-    say(f"{steps} steps are trained; versions and metrics are in {folder.root}")
+    say(f"trained steps: {steps}; versions and metrics are in {folder.root}")
 
 
 def _print(step: StepReport, steps: int) -> None:

@@ -87,6 +87,7 @@ def _conclude(state: State) -> bool:
         return False  # a restarted trainer has to catch up first: the final checkpoint may be missing
     step, steps = formation.step, state.settings.steps
     state.finished = True
+    trained = "the only step is trained" if steps == 1 else f"all {steps} steps are trained"
     dry = f"the prompt source is dry after step {step} of {steps}"
-    state.out.append(FinishRun(f"all {step} steps are trained" if step == steps else dry))
+    state.out.append(FinishRun(trained if step == steps else dry))
     return False

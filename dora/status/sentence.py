@@ -28,7 +28,7 @@ def sentence(s: Snapshot) -> str:
         )
         return f"{begin}: {_share(num_up, s.num_servers, 'server')} up, {_ranks(s)}."
     if s.steps_trained >= s.num_steps:
-        return f"All {_count(s.num_steps, 'step')} are trained; {_evaluation(s) or 'the run is about to end.'}"
+        return f"Training is complete; {_evaluation(s) or 'the run is about to end.'}"
     if not s.steps_trained and not any(row.serving for row in s.versions):
         return f"Starting: version {s.newest_version} is being loaded into {_count(num_up, 'server')}; {_ranks(s)}."
     if not s.groups_admitted and s.evaluation is not None:

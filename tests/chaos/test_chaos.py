@@ -8,7 +8,7 @@ import pytest
 
 from tests.chaos.faults import Driver
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.deep, pytest.mark.timeout(900)]
 
 SEED = 7
 FAULTS = 20

@@ -18,7 +18,7 @@ from tests.chaos.checker import check
 from tests.chaos.recorded import CHUNK, FRAME, PROMPT, Record, read_frames, unpack
 from tests.chaos.session import ROOT, Session
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.deep, pytest.mark.timeout(400)]
 
 STEPS = 3
 

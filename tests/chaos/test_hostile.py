@@ -9,7 +9,7 @@ from tests.chaos.attacks import IDLE, MALFORMED, ZMTP
 from tests.chaos.hostile import Seen
 from tests.e2e.runs import paced_workload
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.deep, pytest.mark.timeout(300)]
 
 ATTACK_S = 6.0
 SCALE = 10.0

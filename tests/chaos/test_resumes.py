@@ -18,7 +18,7 @@ from tests.chaos.recorded import FRAME, read_chunks
 from tests.chaos.session import ROOT, Session
 from tests.e2e.runs import Run, assert_one_clear_error, command, environment, run_to_end, settings
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.deep, pytest.mark.timeout(600)]
 
 STEPS = 6
 MORE_STEPS = 8

@@ -399,7 +399,7 @@ def test_a_run_killed_in_its_last_evaluation_ends_once_its_trainer_is_ready() ->
     core.pushed(0, 1)
     core.finished(-2)
     assert core.graded(-2, 1.0) == [cmd.ReportEvaluation(1)]
-    assert core.train(0)[-1] == cmd.FinishRun("all 1 steps are trained")
+    assert core.train(0)[-1] == cmd.FinishRun("the only step is trained")
 
 
 def test_a_finished_run_goes_on_when_a_restart_adds_steps() -> None:
@@ -407,7 +407,7 @@ def test_a_finished_run_goes_on_when_a_restart_adds_steps() -> None:
     core.answer(0)
     core.answer(1)
     core.train(0)
-    assert cmd.FinishRun("all 1 steps are trained") in core.publish(1)
+    assert cmd.FinishRun("the only step is trained") in core.publish(1)
     assert handle(core.state, ev.ControllerRestarted(core.now, 1, {}, steps=1)) == []
     assert handle(core.state, ev.ControllerRestarted(core.now, 2, {}, steps=3)) == [
         cmd.FetchPrompts(core.state.next_group, 4)

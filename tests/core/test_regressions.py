@@ -56,7 +56,7 @@ def test_the_job_ends_only_when_the_siblings_of_a_failed_group_have_stopped() ->
     core.train(0)
     core.publish(1)
     assert core.of(cmd.FinishRun) == []
-    assert core.stopped(1, tokens=0)[-1:] == [cmd.FinishRun("all 1 steps are trained")]
+    assert core.stopped(1, tokens=0)[-1:] == [cmd.FinishRun("the only step is trained")]
 
 
 def test_the_optimizer_update_is_not_idle_time() -> None:

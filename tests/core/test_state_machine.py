@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
@@ -291,9 +292,14 @@ class AnyOrder(RuleBasedStateMachine):
         self.outside.repeat(pick(self.outside.echoes_of_the_removed(), index))
 
 
-TestAnyOrder = AnyOrder.TestCase
-TestAnyOrder.settings = settings(
-    max_examples=150,
-    stateful_step_count=50,
-    suppress_health_check=list(HealthCheck),
-)
+def examples(number: int) -> settings:
+    return settings(max_examples=number, stateful_step_count=50, suppress_health_check=list(HealthCheck))
+
+
+class TestAnyOrder(AnyOrder.TestCase):  # type: ignore[misc]
+    settings = examples(10)
+
+
+@pytest.mark.deep
+class TestAnyOrderLong(AnyOrder.TestCase):  # type: ignore[misc]
+    settings = examples(150)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,26 +18,42 @@ from tests.crash.points import PLANS, Prober, Tally
 
 POINTS = {"plain": 350, "evaluation": 250, "keep": 250}
 OTHERS = 165
+SHALLOW, STRIDE = 8, 23
 
 
-@pytest.mark.timeout(900)  # a loaded machine
+def worker_of_its_own(name: str) -> Any:
+    return pytest.param(name, marks=pytest.mark.xdist_group(f"crash points {name}"))
+
+
 @pytest.mark.parametrize("name", PLANS)
+def test_a_run_that_crashes_at_some_points_is_resumed_to_a_correct_end(name: str, place: Path) -> None:
+    crash_and_resume(name, place, num_points=SHALLOW, stride=STRIDE)
+
+
+@pytest.mark.deep
+@pytest.mark.timeout(900)  # a loaded machine
+@pytest.mark.parametrize("name", map(worker_of_its_own, PLANS))
 def test_a_run_that_crashes_anywhere_is_resumed_to_a_correct_end(name: str, place: Path) -> None:
+    crash_and_resume(name, place, num_points=POINTS.get(name, OTHERS))
+
+
+def crash_and_resume(name: str, place: Path, *, num_points: int, stride: int = 1) -> None:
+    """Crash at every point (or every `stride`-th) of worlds 0, 1, ... until there were enough."""
     tally = Tally()
     seed = 0
-    while tally.points < POINTS.get(name, OTHERS):
+    while tally.points < num_points:
         path = place / f"world-{seed:08d}"
         path.mkdir()
         prober = Prober(path, PLANS[name], seed=seed)
         rng = random.Random(f"{seed} {name}")
-        for point in range(prober.num_points):
+        for point in range(0, prober.num_points, stride):
             kind, nested = rng.choice(("kill", "power")), rng.random() < 0.25
             try:
                 prober.probe(point, kind, nested=nested, tally=tally)
             except AssertionError as err:
                 again = f"python -m tests.crash --plan {name} --only {seed}:{point}:{kind}{':nested' if nested else ''}"
                 raise AssertionError(f"{again}: {err}") from err
-            if tally.points >= POINTS.get(name, OTHERS):
+            if tally.points >= num_points:
                 break
         seed += 1
     assert tally.ends["finished"] > tally.points // 2

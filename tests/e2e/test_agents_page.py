@@ -71,8 +71,7 @@ def test_each_renderer_of_the_page_is_one(shop: Path) -> None:
     assert open_renderer(tokenizer, settings=tomllib.loads(f"x = {own}")["x"]).family == path
 
 
-@pytest.mark.e2e
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.timeout(1200)
 def test_the_commands_of_the_example_check_and_train_it(shop: Path) -> None:
     [commands] = blocks("")

@@ -11,7 +11,7 @@ import pytest
 
 from tests.e2e.runs import assert_one_clear_error, run_to_end, settings
 
-pytestmark = pytest.mark.e2e
+pytestmark = pytest.mark.deep
 
 
 @pytest.fixture

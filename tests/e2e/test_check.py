@@ -22,14 +22,13 @@ from dora.engine.engines import open_engine
 from dora.errors import ConfigError
 from tests.e2e.runs import assert_one_clear_error, command, environment, get, run_to_end, settings, until
 
-pytestmark = pytest.mark.e2e
+pytestmark = pytest.mark.deep
 
 
 def files_below(folder: Path) -> set[Path]:
     return set(folder.rglob("*"))
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_check_prints_the_plan_and_changes_nothing(tmp_path: Path) -> None:
     before = {p.pid for p in psutil.process_iter() if _is_ours(p)}
@@ -78,7 +77,6 @@ def label_of(url: str) -> str:
     return str(json.loads(get(f"{url}/model_info")[2])["weight_version"])
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("transfer", ["disk", "distributed"])
 def test_a_push_is_tried_and_taken_back(tmp_path: Path, server: str, transfer: str) -> None:
@@ -89,7 +87,6 @@ def test_a_push_is_tried_and_taken_back(tmp_path: Path, server: str, transfer: s
     assert files_below(tmp_path) == {tmp_path / "memory"}
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_store_that_a_server_does_not_see_is_named_and_the_server_left_as_it_was(tmp_path: Path, server: str) -> None:
     elsewhere = settings(engine__path_map=f'{{"{tmp_path}" = "/not/mounted"}}')

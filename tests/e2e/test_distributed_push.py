@@ -13,7 +13,7 @@ from dora.core import events as ev
 from dora.node.plan import SERVE_KEY
 from tests.e2e.runs import Run, assert_audit_clean, events_of, get, small, until, until_gone
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.deep, pytest.mark.timeout(600)]
 
 
 def senders(run: Run) -> list[psutil.Process]:

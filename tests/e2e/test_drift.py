@@ -12,7 +12,7 @@ import pytest
 from dora.journal.run_folder import RunFolder
 from tests.e2e.runs import END_S, environment, run_to_end, small
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.deep, pytest.mark.timeout(300)]
 
 #: The `dora` command with the trainer's temperature changed on its way to the ranks.
 PLANTED = """

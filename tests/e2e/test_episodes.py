@@ -32,7 +32,7 @@ from dora.tasks.arithmetic import problem
 from dora.tasks.tokenizer import load_tokenizer
 from tests.e2e.runs import Run, assert_audit_clean, events_of, get, orders_of, run_to_end, settings, small, until
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.deep, pytest.mark.timeout(400)]
 
 HERE = Path(__file__).parent
 GROUP_SIZE = 4  # of `small`

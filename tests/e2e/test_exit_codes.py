@@ -15,7 +15,7 @@ from tests.core.world import run
 from tests.e2e.runs import Run, run_to_end, small
 from tests.journal.recorded import first_event, new_folder, with_event, write
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.deep, pytest.mark.timeout(240)]
 
 
 @pytest.fixture

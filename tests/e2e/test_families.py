@@ -10,7 +10,7 @@ import pytest
 from dora.journal.run_folder import RunFolder
 from tests.e2e.runs import assert_audit_clean, run_to_end, settings
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.deep, pytest.mark.timeout(400)]
 
 POLICIES = Path(__file__).parent / "policies"
 

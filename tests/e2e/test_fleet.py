@@ -31,7 +31,7 @@ from tests.e2e.runs import (
     until,
 )
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.deep, pytest.mark.timeout(600)]
 
 STEPS = 1000  # it is interrupted
 MAX_NEW_TOKENS = 512

@@ -27,8 +27,7 @@ def _can_mount() -> bool:
 
 
 pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.slow,
+    pytest.mark.deep,
     pytest.mark.skipif(not _can_mount(), reason="this machine lets nobody mount a file system of their own"),
 ]
 

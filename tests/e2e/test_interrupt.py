@@ -30,7 +30,7 @@ from tests.e2e.runs import (
     until_gone,
 )
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.deep, pytest.mark.timeout(400)]
 
 STEPS = 8
 STOP_LIMIT_S = 10.0

@@ -27,7 +27,7 @@ from tests.e2e.runs import (
     until_gone,
 )
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.deep, pytest.mark.timeout(600)]
 
 STEPS = 8
 MAX_NEW_TOKENS = 512  # seconds even on a fast machine: the journal is read a second or two behind

@@ -12,7 +12,7 @@ from dora.core.events import StepTrained, VersionPublished
 from dora.journal.run_folder import RunFolder
 from tests.e2e.runs import assert_audit_clean, assert_one_clear_error, events_of, run_to_end, settings, small
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = pytest.mark.deep
 
 RANK = Path(__file__).parents[1] / "trainer" / "starved_rank.py"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1", str(RANK)]

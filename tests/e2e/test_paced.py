@@ -17,7 +17,7 @@ from dora.sim.workload import Workload, load
 from dora.sim.world import World
 from tests.e2e.runs import assert_audit_clean, assert_one_clear_error, orders_of, paced_workload, run_to_end
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = pytest.mark.deep
 
 SEED, SCALE = 3, 20.0
 WORKLOAD = paced_workload(steps=5, devices=10, rollout_devices=8, slots=4, kv_tokens=4000, tokens_s_per_device=3000.0)

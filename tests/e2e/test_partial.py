@@ -13,7 +13,7 @@ from dora.journal.audit import audit
 from dora.journal.run_folder import RunFolder
 from tests.e2e.runs import events_of, orders_of, run_to_end, small
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.deep, pytest.mark.timeout(300)]
 
 STEPS = 2
 

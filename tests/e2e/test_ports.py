@@ -34,7 +34,7 @@ from tests.e2e.runs import (
     small,
 )
 
-pytestmark = pytest.mark.e2e
+pytestmark = pytest.mark.deep
 
 #: What would change answers, weights or order of a run.
 HOSTILE: dict[str, dict[str, object]] = {

@@ -20,7 +20,7 @@ from tests.e2e.runs import (
     until_gone,
 )
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.deep, pytest.mark.timeout(400)]
 
 
 def test_a_run_listens_where_it_must_and_children_that_are_stopped_do_not_outlive_it(tmp_path: Path) -> None:

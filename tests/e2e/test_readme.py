@@ -15,7 +15,7 @@ from dora.seed.policy import path as seed_path
 from tests.e2e.runs import Run, assert_one_clear_error, run_to_end, settings
 from tests.e2e.test_fleet import serving
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.deep, pytest.mark.timeout(300)]
 
 README = Path(__file__).parents[2] / "README.md"
 SLOTS, KV_TOKENS = 256, 300_000

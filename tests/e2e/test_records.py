@@ -25,7 +25,7 @@ def slow(prompt, response, answer, metadata):
     return float(len(response) % 2)
 """
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.deep, pytest.mark.timeout(400)]
 
 
 def of(home: Path) -> RunFolder:

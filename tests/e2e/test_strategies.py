@@ -10,7 +10,7 @@ from dora.core import commands as cmd
 from dora.journal.run_folder import RunFolder
 from tests.e2e.runs import assert_audit_clean, orders_of, run_to_end, small
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.deep, pytest.mark.timeout(300)]
 
 STEPS = 3
 

@@ -25,7 +25,7 @@ from tests.e2e.runs import (
     small,
 )
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.deep, pytest.mark.timeout(300)]
 
 REWARDS = """
 import time

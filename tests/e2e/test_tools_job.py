@@ -13,7 +13,7 @@ from dora.journal.deep import read_kept
 from dora.journal.run_folder import RunFolder
 from tests.e2e.runs import assert_audit_clean, events_of, orders_of, run_to_end, settings
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.deep, pytest.mark.timeout(300)]
 
 JOB = "launch/configs/tools-cpu.toml"
 

@@ -17,7 +17,7 @@ from tests.trackers import records
 
 BAD = [f"tests/trackers/bad.py:{name}" for name in ("Raising", "Hanging", "Stopped", "FullDisk", "Deaf")]
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = pytest.mark.deep
 
 
 def assert_tensorboard_complete(folder: RunFolder, name: str) -> None:

@@ -106,7 +106,7 @@ def test_a_family_renders_what_its_template_renders(family: tuple[str, Tokenizer
     assert [*_differing(tokenizer, found)] == []
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_a_changed_template_is_refused_or_rendered_as_it_is(family: tuple[str, Tokenizer], monkeypatch) -> None:
     name, tokenizer = family
     monkeypatch.setattr(renderer, "families", lambda: [name])  # no other has its tokens, and each would be opened

@@ -214,6 +214,7 @@ def test_any_bytes_of_a_file_are_read_or_refused_in_one_line(parser: Parser, tmp
     require_robust(parser, tmp_path)
 
 
+@pytest.mark.deep
 @pytest.mark.timeout(0 if LONG else 120)
 @pytest.mark.parametrize("parser", PARSERS, ids=str)
 def test_many_more_files_are_read_or_refused(parser: Parser, tmp_path: Path) -> None:

@@ -151,6 +151,7 @@ def test_any_input_is_accepted_or_refused_with_one_line_per_problem(parser: Pars
     require_robust(parser, tmp_path)
 
 
+@pytest.mark.deep
 @pytest.mark.timeout(0 if LONG else 120)
 @pytest.mark.parametrize("parser", PARSERS, ids=str)
 def test_many_more_inputs_are_accepted_or_refused(parser: Parser, tmp_path: Path) -> None:

@@ -161,6 +161,7 @@ def test_any_message_is_accepted_or_refused_in_one_line(parser: Parser, tmp_path
     require_robust(parser, tmp_path)
 
 
+@pytest.mark.deep
 @pytest.mark.timeout(0 if LONG else 120)
 @pytest.mark.parametrize("parser", PARSERS, ids=str)
 def test_many_more_messages_are_accepted_or_refused(parser: Parser, tmp_path: Path) -> None:

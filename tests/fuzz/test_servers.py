@@ -214,6 +214,7 @@ def test_any_bytes_from_a_server_give_a_value_or_one_line(parser: Parser, tmp_pa
     require_robust(parser, tmp_path)
 
 
+@pytest.mark.deep
 @pytest.mark.timeout(0 if LONG else 120)
 @pytest.mark.parametrize("parser", PARSERS, ids=str)
 def test_many_more_bytes_give_a_value_or_one_line(parser: Parser, tmp_path: Path) -> None:

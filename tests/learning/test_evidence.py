@@ -48,7 +48,7 @@ def test_one_pair_shows_nothing_and_none_says_so() -> None:
     assert str(paired({0: 0.5}, {1: 0.4})) == "not run"
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_the_configuration_passes_its_check() -> None:
     command = [sys.executable, "-m", "dora", "check", str(cells.PROFILE), "--set", "status.port=0"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -19,8 +19,8 @@ from tests.mutants.mutant import Mutant
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 300
-#: Exit code of pytest if tests failed. Any other code but 0 means that they did not run properly.
-FAILED = 1
+#: Exit codes of pytest. Any other means that the tests did not run properly.
+PASSED, FAILED, NONE_CHOSEN = 0, 1, 5
 
 
 class NotApplied(ValueError):
@@ -40,7 +40,7 @@ class Outcome:
         return self.code == FAILED
 
     def __str__(self) -> str:
-        return {FAILED: "killed", 0: "SURVIVED"}.get(self.code, f"ERROR {self.code}")
+        return {FAILED: "killed", PASSED: "SURVIVED", NONE_CHOSEN: "DEEP"}.get(self.code, f"ERROR {self.code}")
 
 
 def mutated(text: str, mutant: Mutant) -> str:
@@ -63,15 +63,15 @@ class Copy:
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(ROOT / name, folder / name)
 
-    def run(self, mutant: Mutant) -> Outcome:
+    def run(self, mutant: Mutant, *, short: bool = False) -> Outcome:
         """Apply a mutation, run its tests, and revert it."""
         with self._applied(mutant):
-            return self.test(mutant.killers)
+            return self.test(mutant.killers, short=short)
 
-    def test(self, nodes: Sequence[str]) -> Outcome:
-        """Run tests on the copy in its present state."""
+    def test(self, nodes: Sequence[str], *, short: bool = False) -> Outcome:
+        """Run tests on the copy in its present state (`short`: those that are not deep)."""
         environment = {name: value for name, value in os.environ.items() if not name.startswith(("DORA_", "PYTEST_"))}
-        options = ["-x", "-q", "-p", "no:cacheprovider", "--timeout=100"]
+        options = ["-m", "not deep" if short else "", "-x", "-q", "-p", "no:cacheprovider", "--timeout=100"]
         began = time.monotonic()
         done = subprocess.run(
             [sys.executable, "-m", "pytest", *options, *nodes],

@@ -39,7 +39,7 @@ def test_a_mutation_whose_text_is_not_there_once_is_refused(text: str) -> None:
         mutated(text, Mutant("m", "file.py", "old", "new", ("a::b",)))
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.timeout(400)
 def test_some_mutations_are_noticed_by_their_tests(tmp_path: Path) -> None:
     copy = Copy(tmp_path)

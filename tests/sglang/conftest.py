@@ -110,7 +110,9 @@ def serving(kind: Kind, model: Path, logs: Path, *, incremental: bool = True) ->
             launcher.communicate(timeout=60)
 
 
-@pytest.fixture(scope="module", params=["embedded", pytest.param("sglang", marks=pytest.mark.sglang)])
+@pytest.fixture(
+    scope="module", params=["embedded", pytest.param("sglang", marks=[pytest.mark.sglang, pytest.mark.deep])]
+)
 def kind(request: pytest.FixtureRequest) -> Kind:
     kind: Kind = request.param
     if kind == "sglang" and os.environ.get("DORA_SGLANG") != "1":

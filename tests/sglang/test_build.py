@@ -10,7 +10,7 @@ import pytest
 
 from tests.sglang.conftest import LAUNCH, launch_module
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]  # making a virtual environment takes seconds when quiet
+pytestmark = [pytest.mark.deep, pytest.mark.timeout(300)]  # making a virtual environment takes seconds when quiet
 
 BUILD = """
 import sys

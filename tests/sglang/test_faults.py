@@ -37,7 +37,7 @@ from tests.e2e.runs import (
 )
 from tests.sglang.conftest import LAUNCH, Kind, serving
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600, func_only=True)]
+pytestmark = [pytest.mark.deep, pytest.mark.timeout(600, func_only=True)]
 
 SERVERS = 3
 STEPS = 8

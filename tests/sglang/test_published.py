@@ -15,7 +15,7 @@ from tests.families import make_model
 from tests.sglang.conftest import PROMPT, Wire, serving
 from tests.trainer.publishing import load_policy, publish
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.sglang, pytest.mark.deep, pytest.mark.timeout(600)]
 
 if os.environ.get("DORA_SGLANG") != "1":
     pytest.skip("asked for by DORA_SGLANG=1", allow_module_level=True)

@@ -28,7 +28,7 @@ from dora.status.client import ask
 from tests.e2e.runs import Run, events_of, orders_of
 from tests.sglang.conftest import LAUNCH
 
-pytestmark = [pytest.mark.sglang, pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.sglang, pytest.mark.deep, pytest.mark.timeout(900)]
 
 CONFIG = LAUNCH.parent / "configs" / "sglang-cpu.toml"
 #: Median k3 of the log-probs that the server returned against the trainer's own, fp32 on both sides.

@@ -32,7 +32,7 @@ from tests.sglang.conftest import LAUNCH, START_LABEL, Kind
 pytestmark = [
     pytest.mark.timeout(300, func_only=True),  # starting two servers has a limit of its own
     pytest.mark.asyncio(loop_scope="module"),
-    pytest.mark.slow,
+    pytest.mark.deep,
 ]
 
 PROMPT = [5, 600, 7000, 15999, 9, 10]

@@ -273,9 +273,9 @@ def test_after_a_resume_training_waits_for_its_ranks(four: Snapshot):
 
 def test_the_sentences_of_the_end(four: Snapshot):
     trained = replace(four, steps_trained=24)
-    assert sentence(trained) == "All 24 steps are trained; the run is about to end."
+    assert sentence(trained) == "Training is complete; the run is about to end."
     assert sentence(replace(trained, evaluation=EvaluationRow(version=24, graded=3, samples=128))) == (
-        "All 24 steps are trained; version 24 is being evaluated: 3 of 128 answers graded."
+        "Training is complete; version 24 is being evaluated: 3 of 128 answers graded."
     )
     finished = replace(trained, phase="finished", reason="all 24 steps are trained", uptime_s=58.0)
     assert sentence(finished) == (

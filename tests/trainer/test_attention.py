@@ -421,7 +421,7 @@ def test_a_cpu_has_neither_flash_nor_flex_attention() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("row", [(LENGTHS, ()), SHARED], ids=["alone", "shared"])

@@ -103,7 +103,7 @@ def test_trained_weights_are_checked_again_without_a_change_and_a_leak_ends_the_
     assert advice == ("report it" if dtype == "float32" else 'resume with trainer.dtype = "float32", and report it')
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 async def test_ranks_end_the_run_at_a_leak_and_neither_publish_nor_save_nor_resume_such_weights(
     tmp_path: Path, model_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -32,7 +32,7 @@ def run(policy: Policy, lengths: list[int]) -> tuple[torch.Tensor, dict[str, tor
     return found_P.detach(), gradients
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.timeout(300)  # the C++ compiler runs for each graph
 @pytest.mark.filterwarnings("ignore")  # of torch's compiler, about itself
 def test_compiled_layers_train_as_eager_ones_and_repeat_their_forward_pass(model_path: Path) -> None:

@@ -52,7 +52,8 @@ def train(policy: Policy, *, rate: float = 0.1) -> dict[str, Tensor]:
 
 def live_bytes() -> int:
     """Bytes of all storages. (The allocator also counts those that gloo holds until its threads let go of them.)"""
-    gc.collect()
+    while gc.collect():
+        pass
     tensors = [each for each in gc.get_objects() if isinstance(each, Tensor) and not isinstance(each, DTensor)]
     storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors if not tensor.is_meta}
     return sum(storage.nbytes() for storage in storages.values())

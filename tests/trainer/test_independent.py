@@ -13,7 +13,7 @@ import torch
 
 from tests.trainer import independent, plain_trainer
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.deep
 
 
 def test_the_plain_trainer_shares_no_code():

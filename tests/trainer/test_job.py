@@ -207,7 +207,7 @@ def resumed(two_ranks, first_folder, model_path, tmp_path_factory) -> Record:
     return asyncio.run(run_resumed(folder, model_path, first_folder=first_folder, checkpoint=two_ranks.checkpoint))
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.parametrize("job", ["two_ranks", "one_rank", "layerwise"])
 def test_streamed_steps_equal_a_plain_synchronous_trainer_parameter_for_parameter(job, model_path, request):
     record = request.getfixturevalue(job)
@@ -220,7 +220,7 @@ def test_streamed_steps_equal_a_plain_synchronous_trainer_parameter_for_paramete
             assert record.metrics[step]["grad_norm"] == pytest.approx(norm, rel=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_so_do_steps_of_a_hybrid_in_padded_rows_and_the_user_is_told(hybrid, hybrid_path):
     plain = PlainTrainer(hybrid_path)
     assert_equal_weights(hybrid.weights[0], plain.parameters, atol=0)
@@ -235,7 +235,7 @@ def test_so_do_steps_of_a_hybrid_in_padded_rows_and_the_user_is_told(hybrid, hyb
     assert re.match("Lfm2ForCausalLM has layers that would carry state .* padded rows", note)
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_a_step_without_trained_tokens_skips_the_update_and_still_publishes(two_ranks):
     empty = STEPS.index([])
     assert two_ranks.metrics[empty]["updates_skipped"] == 1
@@ -243,7 +243,7 @@ def test_a_step_without_trained_tokens_skips_the_update_and_still_publishes(two_
     assert_equal_weights(two_ranks.weights[empty + 1], two_ranks.weights[empty], atol=0)
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_metrics_do_not_depend_on_how_work_is_split_over_ranks(two_ranks, one_rank):
     timing = {"busy_s", "close_s"}
     for left, right in zip(two_ranks.metrics, one_rank.metrics, strict=False):
@@ -258,14 +258,14 @@ def test_metrics_do_not_depend_on_how_work_is_split_over_ranks(two_ranks, one_ra
     assert mixed["all/tis_capped_frac"] > 0
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_every_rank_reports_every_micro_batch_once(two_ranks):
     for rank in range(2):
         trained = [(m.step, m.index) for m in two_ranks.reports if isinstance(m, MicroBatchDone) and m.rank == rank]
         assert trained == [(step, index) for step in range(4) for index in range(3)]
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_a_published_version_is_a_folder_that_transformers_loads(two_ranks, first_folder):
     folder = first_folder / "memory" / "v000004"
     model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
@@ -274,26 +274,26 @@ def test_a_published_version_is_a_folder_that_transformers_loads(two_ranks, firs
     assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_a_c3_violation_ends_the_job_and_names_the_group(two_ranks):
     reason = next(m.reason for m in two_ranks.reports if isinstance(m, TrainerFailed) and m.rank == 0)
     assert reason == "C3: group 100 of version 0 was committed to step 4 (K = 2)"
     assert two_ranks.exit_code == 1
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_a_clean_stop_has_exit_code_0(one_rank):
     assert one_rank.exit_code == 0
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_a_resumed_job_equals_the_uninterrupted_one_bit_for_bit(two_ranks, resumed):
     assert {m.next_step for m in resumed.reports if isinstance(m, RankReady)} == {CHECKPOINT_STEP + 1}
     assert json.loads(resumed.final_state)["step"] == CHECKPOINT_STEP + 2
     assert resumed.final_state == two_ranks.final_state
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_a_version_in_the_store_keeps_its_bytes_and_is_compared(two_ranks, resumed):
     published = [m for m in resumed.reports if isinstance(m, VersionWritten)]
     assert [(m.version, bool(m.differs)) for m in published] == [(3, False), (4, True)]
@@ -303,7 +303,7 @@ def test_a_version_in_the_store_keeps_its_bytes_and_is_compared(two_ranks, resum
     assert_equal_weights(resumed.weights[1], two_ranks.weights[2], atol=0)
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_a_killed_rank_ends_the_others(resumed):
     assert resumed.exit_code != 0
     assert resumed.survivors == []

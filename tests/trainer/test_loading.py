@@ -89,7 +89,7 @@ def folder(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
 # ---- any number of ranks --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 @pytest.mark.timeout(300)
 def test_every_number_of_ranks_loads_and_publishes_the_same_weights(tmp_path: Path) -> None:
     for family in (*EVERYWHERE, *ONCE):

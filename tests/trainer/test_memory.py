@@ -29,7 +29,7 @@ def answers(count: int, length: int) -> list[Answer]:
     return [Answer(n // 4, n % 4, 0, [n % VOCAB] * length, 1, [-3.0] * (length - 1), rewards) for n in range(count)]
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 async def test_a_rank_without_memory_ends_all_ranks_with_one_clear_line(tmp_path, model_path):
     async with start_job(tmp_path, model_path, entry=STARVED, micro_batch_tokens=40_000) as job:
         await job.until(RankReady, count=2)

@@ -203,7 +203,7 @@ def _rank(rank: int, folder: Path, model_path: Path) -> None:
         dist.destroy_process_group()
 
 
-@pytest.mark.slow
+@pytest.mark.deep
 def test_three_policies_over_one_data_path_before_and_after_a_resume(tmp_path: Path, model_path: Path) -> None:
     for gathered in (2**31, 0):
         for name in ("whole", "resumed", "without"):

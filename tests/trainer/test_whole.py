@@ -11,7 +11,7 @@ import pytest
 
 from tests.trainer import whole
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.deep, pytest.mark.timeout(600)]
 
 CASES = whole.pairwise()
 
