@@ -1,8 +1,8 @@
 """How long each test computes and waits, in a file; and the limit for tests outside the deep set.
 
-A pytest plugin (`--durations-file FILE`). CPU seconds are those of the test's process and of the children that it has
-waited for, with the fixtures that were set up or torn down for it. A test idles while it neither computes nor waits for
-a core: its wall time less its CPU time, but at most the time for which cores were idle meanwhile.
+A pytest plugin (`--durations-file FILE`). CPU seconds are those of the test's process and of all processes below it,
+with the fixtures that were set up or torn down for the test. A test idles while it neither computes nor waits for a
+core: its wall time less its CPU time, but at most the time for which cores were idle meanwhile.
 """
 
 from __future__ import annotations
@@ -10,15 +10,17 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Generator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NamedTuple
 
+import psutil
 import pytest
 
 LIMIT_S: Final = 5.0  #: CPU seconds, and seconds idle, of a test outside the deep set
 
-_TICKS_S: Final = 1 / os.sysconf("SC_CLK_TCK")
+_TICK_S: Final = 1 / os.sysconf("SC_CLK_TCK")
 _IDLE: Final = 4  #: place of the idle ticks in the first line of /proc/stat
 
 
@@ -26,14 +28,22 @@ class Clock(NamedTuple):
     """Seconds since some moment in the past."""
 
     wall: float
-    cpu: float  #: of this process and of the children that it has waited for
+    cpu: float  #: of this process and of those below it, also of those that have ended
     idle: float  #: of all cores together
 
     @classmethod
     def now(cls) -> Clock:
-        times = os.times()
-        first = Path("/proc/stat").read_text().split("\n", 1)[0]
-        return cls(time.monotonic(), sum(times[:4]), int(first.split()[_IDLE]) * _TICKS_S)
+        cores = Path("/proc/stat").read_text().partition("\n")[0]
+        return cls(time.monotonic(), _cpu_s(), int(cores.split()[_IDLE]) * _TICK_S)
+
+
+def _cpu_s() -> float:
+    """CPU time of this process and of all below it, with that of the children that each has waited for."""
+    me, total = psutil.Process(), 0.0
+    for process in (me, *me.children(recursive=True)):
+        with suppress(psutil.NoSuchProcess):
+            total += sum(process.cpu_times()[:4])
+    return total
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +71,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.pluginmanager.register(Recorder(config.getoption("durations_file")), "dora-durations")
+    if (path := config.getoption("durations_file")) is not None:
+        config.pluginmanager.register(Recorder(path), "dora-durations")
 
 
 class Recorder:
-    def __init__(self, path: Path | None) -> None:
+    def __init__(self, path: Path) -> None:
         self._path = path
         self._durations: list[Duration] = []
 
@@ -89,22 +100,21 @@ class Recorder:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         for name, value in report.user_properties if report.when == "teardown" else ():
             if name == _PROPERTY:
-                self._durations.append(Duration(report.nodeid.partition("@")[0], *value))
+                self._durations.append(Duration(report.nodeid, *value))
 
     @pytest.hookimpl(wrapper=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> Generator[None, None, None]:
         yield
-        if self._path is not None and not hasattr(session.config, "workerinput"):
+        if not hasattr(session.config, "workerinput"):
             longest = sorted(self._durations, key=lambda each: -each.cpu_s)
             self._path.write_text("".join(f"{each.line()}\n" for each in longest))
             if self._too_long and session.exitstatus == pytest.ExitCode.OK:
                 session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
-        if self._path is not None:
-            for each in self._too_long:
-                took = f"{each.cpu_s:.1f} s of CPU, {each.idle_s:.1f} s idle"
-                terminalreporter.line(f"TOO LONG ({took}), mark it deep or make it shorter: {each.test}")
+        for each in self._too_long:
+            took = f"{each.cpu_s:.1f} s of CPU, {each.idle_s:.1f} s idle"
+            terminalreporter.line(f"TOO LONG ({took}), mark it deep or make it shorter: {each.test}")
 
     @property
     def _too_long(self) -> list[Duration]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Final
 
 import msgspec
+import pytest
 
 from dora.core import commands as cmd
 from dora.core import events as ev
@@ -27,6 +28,7 @@ CALLS: Final = ("keep", "pinned", "release")
 IN_FLIGHT = ["partial", "partial_bounded", "partial_sync"]
 _ROOT = Path(__file__).parents[2]
 _RUNS = 320
+_ANY_NUMBER = pytest.mark.parametrize("runs", [50, pytest.param(_RUNS, marks=pytest.mark.deep)])
 _SAMPLE = range(0, _RUNS, 40)
 #: What the sweep would be blind without.
 _KINDS = {
@@ -108,9 +110,10 @@ def digest(seed: int) -> str:
     return hashlib.sha256(repr(w.journal).encode()).hexdigest()
 
 
-def test_every_job_ends_with_all_it_admitted_trained_once_or_dropped_for_a_reason() -> None:
+@_ANY_NUMBER
+def test_every_job_ends_with_all_it_admitted_trained_once_or_dropped_for_a_reason(runs: int) -> None:
     seen: Counter[str] = Counter()
-    for seed in range(_RUNS):
+    for seed in range(runs):
         w = world(seed)
         try:
             _run_to_the_end(w)
@@ -134,9 +137,10 @@ def test_so_does_every_job_with_several_updates_a_step_and_shared_prompts() -> N
     assert sizes.keys() == {1, 2, 3, 4, 5}
 
 
-def test_so_does_every_job_with_calls() -> None:
+@_ANY_NUMBER
+def test_so_does_every_job_with_calls(runs: int) -> None:
     seen: Counter[str] = Counter()
-    for seed in range(_RUNS):
+    for seed in range(runs):
         w = world(seed, calls=True)
         try:
             _run_to_the_end(w)

@@ -51,17 +51,23 @@ def restarts(prober: Prober) -> list[dict[str, object]]:
     return [event for event in events if event["type"] == "ControllerRestarted"]
 
 
-def test_a_run_that_the_journal_calls_finished_has_its_result_on_the_disk(prober: Callable[..., Prober]) -> None:
-    for seed in range(4):
+@pytest.mark.parametrize("seeds", [1, pytest.param(4, marks=pytest.mark.deep)])
+def test_a_run_that_the_journal_calls_finished_has_its_result_on_the_disk(
+    seeds: int, prober: Callable[..., Prober]
+) -> None:
+    for seed in range(seeds):
         probed = prober("unevaluated", seed=seed)
         first = points_where(probed, lambda step: journaled(step, "FinishRun"))[0]
         for point in range(first, probed.num_points):
             probed.probe(point, "power", nested=False, tally=Tally())
 
 
-def test_a_result_that_was_lost_before_its_evaluation_ended_is_recomputed_first(prober: Callable[..., Prober]) -> None:
+@pytest.mark.parametrize("seeds", [1, pytest.param(6, marks=pytest.mark.deep)])
+def test_a_result_that_was_lost_before_its_evaluation_ended_is_recomputed_first(
+    seeds: int, prober: Callable[..., Prober]
+) -> None:
     """A resume grades its last samples at once, long before the trainer is ready. (The disk had been full.)"""
-    for seed in range(6):
+    for seed in range(seeds):
         probed = prober("slow-grades", seed=seed)
         end = points_where(probed, lambda step: journaled(step, "FinishRun"))[0]
         tree = cut(probed, end - 2, "power")  # in front of the frame that ends it, no part of which is there
@@ -106,13 +112,14 @@ def test_what_a_kill_left_half_deleted_does_not_come_back_by_a_power_failure(pro
             assert halves(tree) == [], (point, at)
 
 
-def test_what_a_resume_has_read_survives_a_power_failure(prober: Callable[..., Prober]) -> None:
+@pytest.mark.parametrize("stride", [9, pytest.param(3, marks=pytest.mark.deep)])
+def test_what_a_resume_has_read_survives_a_power_failure(stride: int, prober: Callable[..., Prober]) -> None:
     """The process is killed between writing and syncing, and the power fails during the resume."""
     probed = prober("plain")
     written = points_where(
         probed, lambda step: step.kind == "append" and step.path[-1] in ("tokens.bin", "journal.msgpack")
     )
-    for point in written[::3]:
+    for point in written[::stride]:
         killed = crashed(probed.base.disk, point=point, kind="kill", rng=random.Random(1))
         life = probed.world.resume(killed, seed="first")
         begun = [n for n, step in enumerate(life.disk.steps) if journaled(step, "ControllerRestarted")]
@@ -124,11 +131,12 @@ def test_what_a_resume_has_read_survives_a_power_failure(prober: Callable[..., P
                 probed.check()
 
 
+@pytest.mark.parametrize("seeds", [1, pytest.param(4, marks=pytest.mark.deep)])
 def test_the_result_survives_a_power_failure_even_if_the_process_that_copied_it_was_killed(
-    prober: Callable[..., Prober],
+    seeds: int, prober: Callable[..., Prober]
 ) -> None:
     """The copy had its name, but the folder was not synced; the resume finds the copy and finishes."""
-    for seed in range(4):
+    for seed in range(seeds):
         probed = prober("slow-grades", seed=seed)
         named = points_where(probed, lambda step: step.kind == "rename" and ".copy-v000004" in step.path[-1])[0]
         life = probed.world.resume(cut(probed, named, "kill"), seed="")
@@ -155,10 +163,11 @@ def test_a_finished_run_of_rollouts_is_not_resumed(prober: Callable[..., Prober]
     assert tally.ends["was finished"] == 1
 
 
-def test_a_kill_loses_no_version(prober: Callable[..., Prober]) -> None:
+@pytest.mark.parametrize("stride", [24, pytest.param(4, marks=pytest.mark.deep)])
+def test_a_kill_loses_no_version(stride: int, prober: Callable[..., Prober]) -> None:
     """Versions in memory survive the process, so that the trainer need not recompute the same bytes."""
     probed = prober("keep")
-    for point in range(5, probed.num_points, 4):
+    for point in range(5, probed.num_points, stride):
         tally = Tally()
         probed.probe(point, "kill", nested=False, tally=tally)
         assert not tally.ends["finished"] or restarts(probed)[-1]["missing"] == [], point

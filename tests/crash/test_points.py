@@ -32,7 +32,7 @@ def test_a_run_that_crashes_at_some_points_is_resumed_to_a_correct_end(name: str
 
 @pytest.mark.deep
 @pytest.mark.timeout(900)  # a loaded machine
-@pytest.mark.parametrize("name", map(worker_of_its_own, PLANS))
+@pytest.mark.parametrize("name", [worker_of_its_own(name) for name in PLANS])
 def test_a_run_that_crashes_anywhere_is_resumed_to_a_correct_end(name: str, place: Path) -> None:
     crash_and_resume(name, place, num_points=POINTS.get(name, OTHERS))
 

@@ -130,6 +130,7 @@ def test_its_first_turn_is_a_call_of_either_key_or_a_guess():
     assert sum(guessed) > 0.9 * len(guessed) > 60
 
 
+@pytest.mark.deep
 def test_a_folder_is_made_by_the_command(tmp_path):
     code = "from dora.seed.make_tools import *; make(Path(sys.argv[1]), recipe=ToolsRecipe(steps=2))"
     subprocess.run([sys.executable, "-c", "import sys\n" + code, str(tmp_path / "made")], check=True)

@@ -20,7 +20,7 @@ from dora.sim.workload import Faults, FleetModel, GradingModel, JobModel, Length
 from dora.sim.world import World
 from tests.sim.worlds import simulate
 
-RUNS = 100
+SHALLOW, RUNS = 30, 100
 
 
 def drawn(seed: int) -> Workload:
@@ -71,9 +71,10 @@ def drawn(seed: int) -> Workload:
     )
 
 
-def test_every_simulation_ends_with_everything_accounted_for() -> None:
+@pytest.mark.parametrize("runs", [SHALLOW, pytest.param(RUNS, marks=pytest.mark.deep)])
+def test_every_simulation_ends_with_everything_accounted_for(runs: int) -> None:
     seen: Counter[str] = Counter()
-    for seed in range(RUNS):
+    for seed in range(runs):
         try:
             seen[_run_to_the_end(seed)] += 1
         except BaseException as err:

@@ -109,8 +109,9 @@ def test_a_config_of_a_run_can_be_simulated() -> None:
     assert "a config" in done.stdout
 
 
-def test_an_impossible_setting_is_one_line() -> None:
-    for words, said in [
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
         (["--k", "one"], "--k one"),
         (["nowhere.toml"], "nowhere.toml: no such file"),
         (["--from", "/nowhere"], "no such run folder"),
@@ -122,12 +123,14 @@ def test_an_impossible_setting_is_one_line() -> None:
         (["--instances", "0"], "--instances 0: a fleet has at least one instance"),
         (["--json", "/dev/null/results.json"], "--json /dev/null/results.json: cannot be written"),
         (["--pictures", "/dev/null/pictures"], "--pictures /dev/null/pictures: cannot be written"),
-    ]:
-        done = dora(*words)
-        assert done.returncode == 2
-        assert len(done.stderr.splitlines()) == 1
-        assert said in done.stderr
-        assert done.stdout == "", "it is refused before the first simulation"
+    ],
+)
+def test_an_impossible_setting_is_one_line(words: list[str], said: str) -> None:
+    done = dora(*words)
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1
+    assert said in done.stderr
+    assert done.stdout == "", "it is refused before the first simulation"
 
 
 def test_an_ablation_turns_off_one_rule_of_dora_at_a_time() -> None:

@@ -19,7 +19,11 @@ def run(*argv: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize(
     "tool",
-    [("ruff", "format", "--check", "."), ("ruff", "check", "."), ("mypy",)],
+    [
+        ("ruff", "format", "--check", "."),
+        ("ruff", "check", "."),
+        pytest.param(("mypy",), marks=pytest.mark.deep),
+    ],
     ids=["ruff-format", "ruff-check", "mypy-strict"],
 )
 @pytest.mark.timeout(600)

@@ -139,6 +139,7 @@ def _rank(rank: int, folder: Path, model_path: Path) -> None:
         dist.destroy_process_group()
 
 
+@pytest.mark.deep
 def test_on_two_ranks_copies_are_equal_to_the_bit_frozen_and_as_large_as_computed(
     tmp_path: Path, wide_model_path: Path
 ) -> None:

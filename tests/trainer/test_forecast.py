@@ -72,6 +72,7 @@ def test_one_answer_longer_than_the_budget_is_a_pass_by_itself(tmp_path: Path) -
     assert outline.forecast(tokens=64, longest=200, ranks=2) == alone
 
 
+@pytest.mark.deep
 def test_a_loop_over_tokens_is_extrapolated(tmp_path: Path) -> None:
     tokens = 2 * LOOP_ROWS[1]
     outline = Outline(saved_config(tmp_path, make_config("mamba", num_hidden_layers=1)), dtype=torch.float32)
@@ -114,7 +115,7 @@ def one_rank() -> Iterator[None]:
     ("gathered_bytes", "dtype", "mode", "tokens"),
     [
         (0, torch.float32, "none", 512),
-        (0, torch.bfloat16, "full", 5000),
+        pytest.param(0, torch.bfloat16, "full", 5000, marks=pytest.mark.deep),
         (policy.GATHERED_BYTES, torch.float32, "selective", 512),
         (policy.GATHERED_BYTES, torch.bfloat16, "none", 512),
     ],

@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -77,6 +78,7 @@ def with_torchs_own() -> dict[str, Tensor]:
     return {name: torch.cat([p.detach() for p in each]).view(SHAPES[name]) for name, each in parameters.items()}
 
 
+@pytest.mark.deep
 def test_any_number_of_ranks_makes_the_steps_of_torchs_own(tmp_path: Path) -> None:
     mp.spawn(run_rank, args=(str(tmp_path),), nprocs=4)
     found = torch.load(tmp_path / "found")

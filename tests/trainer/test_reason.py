@@ -51,6 +51,7 @@ def test_a_rank_without_its_own_gpu_says_which_setting_to_lower() -> None:
     require_device("cpu", index=99)
 
 
+@pytest.mark.deep
 def test_a_rank_left_alone_in_a_collective_says_so(tmp_path) -> None:
     (tmp_path / "ranks.py").write_text(LEFT_ALONE)
     done = subprocess.run(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from pathlib import Path
 
+import pytest
 from conftest import make_groups, start_job
 from slow_rank import SLOW_S
 
@@ -13,6 +14,7 @@ from dora.transport.messages import RankReady, RankSpans, VersionWritten
 STEPS, WAVES = 2, 2
 
 
+@pytest.mark.deep
 async def test_the_other_rank_waits_for_the_slow_one_and_does_not_compute_meanwhile(
     tmp_path: Path, model_path: Path
 ) -> None:

@@ -253,5 +253,6 @@ def _rank(rank: int, folder: Path, model_path: Path) -> None:
         dist.destroy_process_group()
 
 
+@pytest.mark.deep
 def test_on_two_ranks_all_take_part_with_or_without_sequences(tmp_path: Path, model_path: Path) -> None:
     mp.start_processes(_rank, (tmp_path, model_path), nprocs=RANKS, start_method="spawn")
