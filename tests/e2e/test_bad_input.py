@@ -44,7 +44,10 @@ NO_EVALUATION = settings(eval__sets="[]", task__rewards='[{kind="exact"}]')
         ("rollout.max_stalenes=1", r"unknown key rollout.max_stalenes; did you mean rollout.max_staleness\?"),
         ("run.steps=many", r'run.steps: got "many", expected an integer'),
         ("rollout.max_staleness=4", r"K = 4 keeps up to 5 versions alive, but there are 4 instances; lower K or raise"),
-        ("model.path=/no/such/model", r"model.path: /no/such/model .*has no config.json; give a Hugging Face folder"),
+        (
+            "model.path=/no/such/model",
+            r"model.path: /no/such/model .*has no config.json; give a Hugging Face model folder",
+        ),
         (
             "rollout.group_size=1",
             r"rollout.group_size: 1 answer .*advantage 'grpo' is group-relative; use at least 2",
