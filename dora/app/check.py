@@ -22,6 +22,7 @@ from dora.app.inputs import Inputs, model_bytes
 from dora.app.job import enter_graders
 from dora.app.loss_check import check_loss
 from dora.app.managed import ManagedServer
+from dora.app.sample_check import Lines, sample_sources
 from dora.app.settings import SPARE_VERSIONS, settings_of
 from dora.app.trainer_check import CheckedTrainer, check_trainer
 from dora.app.trial_push import Held, push_once
@@ -37,7 +38,7 @@ from dora.node.cuda import require_cuda
 from dora.node.plan import assign_gpus, plan_engines
 from dora.node.ports import require_free_ports
 from dora.node.supervise import Node
-from dora.tasks.pool import Graded
+from dora.tasks.pool import Graded, GraderPool
 from dora.tasks.prompts import Prompt
 from dora.tasks.rewards import GradeRequest
 from dora.trackers.kinds import require_installed
@@ -84,6 +85,11 @@ async def check(config: Config, report: Report, *, push: bool = False) -> None:
         engine = await stack.enter_async_context(open_engine(config, max_connections=8))
         async with _servers(config, inputs, engine) as urls:
             servers = [await _check_server(config, inputs, engine, url, trained, report=report) for url in urls]
+            if graders.training is None or episodes is not None:
+                report("sample", "none: an answer would be one turn of an episode, which only a run plays to its end")
+            else:
+                for topic, text in await _sample(config, inputs, graders.training, engine, urls[0]):
+                    report(topic, text)
             if push:
                 set_umask(config.run.group)
                 await push_once(config, model=inputs.model, engine=engine, servers=servers)
@@ -186,6 +192,13 @@ async def _check_server(
             f"engine: its log-probs differ from the trainer's by up to {worst:.1e} under the same weights"
         )
     return Held(url, _field(config, url), found.label, is_model=worst <= limit)
+
+
+async def _sample(config: Config, inputs: Inputs, pool: GraderPool, engine: InferenceEngine, url: str) -> Lines:
+    try:
+        return await sample_sources(config, inputs, pool, engine, url)
+    except RemoteError as err:
+        raise ConfigError(f"{_field(config, url)}: {err}") from err
 
 
 def _field(config: Config, url: str) -> str:

@@ -41,6 +41,8 @@ def test_check_prints_the_plan_and_changes_nothing(tmp_path: Path) -> None:
     assert "dora, K = 2 in force" in result.stdout
     assert "7 steps of " in result.stdout
     assert "server and trainer agree" in result.stdout
+    says = r"\nsample       task.sources.0 \(arithmetic\): reward [01]; \d+ tokens, (stop|length) \(.*\)\n"
+    assert re.search(rf"{says}  prompt     '\w+='\n  response   '\w*'\n  reference  '\d\d'\n", result.stdout), result.stdout
     assert result.stdout.endswith("all checks passed; nothing was changed\n")
     assert files_below(tmp_path) == set()
     assert {p.pid for p in psutil.process_iter() if _is_ours(p)} <= before
