@@ -252,11 +252,9 @@ async def _compare_logprobs(
     )
 
 
-def _report_plan(config: Config, inputs: Inputs, *, num_samples: int, report: Report) -> None:
+def report_job(config: Config, report: Report) -> None:
+    """Report what the configuration alone says about the run."""
     rollout, engine, trainer = config.rollout, config.engine, config.trainer
-    version_mb = model_bytes(inputs.model) * 2 / 2**20
-    versions = config.max_staleness + 1 + SPARE_VERSIONS
-    gpus = assign_gpus(config, environ=os.environ)
     ranks = "started externally" if trainer.external else f"started here on {trainer.device}"
     live = 1 if config.rules.in_flight else config.max_staleness + 1
     broken = "".join(f"; breaks {name} by design" for name in config.rules.broken_by_design)
@@ -266,11 +264,6 @@ def _report_plan(config: Config, inputs: Inputs, *, num_samples: int, report: Re
                   f"at most {rollout.max_new_tokens} tokens each")  # fmt: skip
     managed = f"{config.num_managed} of kind {engine.kind} started here on {engine.device}"
     report("rollout", f"{len(engine.urls)} external servers, {managed}")
-    if config.tracking.trackers:
-        report("tracking", ", ".join(config.tracking.trackers))
-    for index, names in enumerate(gpus):
-        if names:
-            report("GPUs", f"instance {len(engine.urls) + index}: CUDA_VISIBLE_DEVICES={names}")
     room = "slots and tokens as each server says"
     if config.slots is not None and config.kv_tokens is not None:
         room = (f"{config.slots} slots and {config.kv_tokens} tokens per instance: every slot can hold "
@@ -280,11 +273,22 @@ def _report_plan(config: Config, inputs: Inputs, *, num_samples: int, report: Re
         "trainer",
         f"{trainer.ranks} ranks {ranks}, {trainer.dtype}, {trainer.micro_batch_tokens} tokens per micro-batch",
     )
+
+
+def _report_plan(config: Config, inputs: Inputs, *, num_samples: int, report: Report) -> None:
+    report_job(config, report)
+    if config.tracking.trackers:
+        report("tracking", ", ".join(config.tracking.trackers))
+    for index, names in enumerate(assign_gpus(config, environ=os.environ)):
+        if names:
+            report("GPUs", f"instance {len(config.engine.urls) + index}: CUDA_VISIBLE_DEVICES={names}")
     for topic, text in lines(config, Shapes.read(inputs.model)):
         report(topic, text)
+    version_mb = model_bytes(inputs.model) * 2 / 2**20
+    versions = config.max_staleness + 1 + SPARE_VERSIONS
     report("weights", f"at most {version_mb:.1f} MB per version; in {config.weights.memory_folder} if {versions} "
                       "versions fit there, else in the run folder")  # fmt: skip
-    if engine.urls and config.weights.transfer == "disk":
+    if config.engine.urls and config.weights.transfer == "disk":
         readers = f"members of group {config.run.group}" if config.run.group else "this user only (run.group is unset)"
         report("access", f"versions are readable by {readers}")
     report(
