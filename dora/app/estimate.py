@@ -168,7 +168,8 @@ def time_text(config: Config, shapes: Shapes) -> str:
         f"a step takes at least {now.limit_s:,.0f} s ({tokens / now.limit_s:,.0f} tokens of answers per second), "
         f"limited by {max(limits, key=limits.__getitem__)}: decoding {now.decode_s:,.0f} s, training "
         f"{now.train_s:,.0f} s, the longest answer {now.longest_s:,.0f} s over K + 1 steps; assumed, not measured: "
-        f"H100s with {BANDWIDTH / 1e12:g} TB/s and {FLOPS / 1e12:g} TFLOP/s in training, texts of half the longest length"
+        f"H100s with {BANDWIDTH / 1e12:g} TB/s and {FLOPS / 1e12:g} TFLOP/s in training, "
+        "texts of half the longest length"
     )
 
 

@@ -148,12 +148,12 @@ def check(
         ),
     ] = False,
     gpus: Annotated[
-        str,
+        str | None,
         typer.Option(
             metavar="NUMBERxMEMORY",
             help="Instead, plan for GPUs that are not here, such as 8x80GB: memory, split and step time.",
         ),
-    ] = "",
+    ] = None,
 ) -> None:
     """Validate a configuration, contact its servers, print the plan.
 
@@ -162,9 +162,9 @@ def check(
     from dora.cli.check import check as command
     from dora.cli.check import check_drift, check_plan
 
-    if sum((push, drift, bool(gpus))) > 1:
+    if sum((push, drift, gpus is not None)) > 1:
         raise ConfigError("--push, --drift and --gpus exclude each other; choose one")
-    if gpus:
+    if gpus is not None:
         check_plan(config, overrides or [], gpus=gpus)
     elif drift:
         check_drift(config, overrides or [])

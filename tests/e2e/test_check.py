@@ -132,7 +132,7 @@ def test_a_plan_for_other_gpus_starts_nothing_and_needs_no_data(tmp_path: Path) 
     assert files_below(tmp_path) == set()
 
 
-@pytest.mark.parametrize("given", ["8", "8xfooGB"])
+@pytest.mark.parametrize("given", ["", "8xfooGB"])
 def test_gpus_that_are_not_a_number_and_a_memory_are_refused(given: str) -> None:
     says = f"--gpus {given}: expected the number and the memory of the GPUs, such as 8x80GB"
     assert_one_clear_error(run_to_end("check", "--gpus", given), code=2, says=says)
