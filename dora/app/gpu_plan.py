@@ -149,7 +149,7 @@ class _Plan:
             left = "" if tokens is None else f", room for {tokens:,} tokens of KV"
             report("memory", f"{text}, of {size_text(self.available)} (assumed: 90 % of a GPU){left}")
             return True
-        change = "raise engine.tensor_parallel" if config.engine.kind == "sglang" else "use larger GPUs"
+        change = "use larger GPUs" if config.engine.kind == "embedded" else "raise engine.tensor_parallel"
         if tokens is not None and config.kv_tokens is not None and tokens >= config.longest_request:
             change += f", or set engine.kv_tokens to at most {tokens}"
         report("memory", f"{text}: DOES NOT FIT in {size_text(self.available)} (assumed: 90 % of a GPU); {change}")
