@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import struct
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any, Final
 
 import msgspec
 
-from dora import foreign
+from dora import foreign, hub
 from dora.errors import ConfigError
 from dora.foreign import ForeignFileError
 
@@ -43,7 +44,7 @@ class _Index(msgspec.Struct, frozen=True):
 def require_sound(folder: Path, *, field: str = "model.path") -> None:
     """Raise ConfigError unless each file that may be read is a regular file in the model folder, of bounded size."""
     if not (folder / "config.json").exists():
-        raise ConfigError(f"{field}: {folder} has no config.json; give a Hugging Face model folder")
+        raise ConfigError(no_model(str(folder), field=field))
     if (folder / "adapter_config.json").exists():
         raise ConfigError(f"{field}: {folder} is an adapter of another model; merge it into that model first")
     home = Path(os.path.realpath(folder))
@@ -57,6 +58,14 @@ def require_sound(folder: Path, *, field: str = "model.path") -> None:
             except (ForeignFileError, OSError) as err:
                 raise ConfigError(f"{field}: {err}") from err
     indexed_files(folder, field=field)
+
+
+def no_model(name: str, *, field: str = "model.path") -> str:
+    """Return the error for a path that leads to no model folder."""
+    if identifier := hub.instead(name, "model", field=field):
+        return f"{field}: {name} is not a folder; {identifier}"
+    download = "" if Path(name).exists() else f", for example by hf download OWNER/NAME --local-dir {shlex.quote(name)}"
+    return f"{field}: {name} has no config.json; give a Hugging Face model folder{download}"
 
 
 def _require_file(path: Path) -> None:

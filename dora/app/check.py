@@ -22,6 +22,7 @@ from dora.app.inputs import Inputs, model_bytes
 from dora.app.job import enter_graders
 from dora.app.loss_check import check_loss
 from dora.app.managed import ManagedServer
+from dora.app.sample_check import Lines, sample_sources
 from dora.app.settings import SPARE_VERSIONS, settings_of
 from dora.app.trainer_check import CheckedTrainer, check_trainer
 from dora.app.trial_push import Held, push_once
@@ -37,7 +38,7 @@ from dora.node.cuda import require_cuda
 from dora.node.plan import assign_gpus, plan_engines
 from dora.node.ports import require_free_ports
 from dora.node.supervise import Node
-from dora.tasks.pool import Graded
+from dora.tasks.pool import Graded, GraderPool
 from dora.tasks.prompts import Prompt
 from dora.tasks.rewards import GradeRequest
 from dora.trackers.kinds import require_installed
@@ -84,6 +85,11 @@ async def check(config: Config, report: Report, *, push: bool = False) -> None:
         engine = await stack.enter_async_context(open_engine(config, max_connections=8))
         async with _servers(config, inputs, engine) as urls:
             servers = [await _check_server(config, inputs, engine, url, trained, report=report) for url in urls]
+            if graders.training is None or episodes is not None:
+                report("sample", "none: an answer would be one turn of an episode, which only a run plays to its end")
+            else:
+                for topic, text in await _sample(config, inputs, graders.training, engine, urls[0]):
+                    report(topic, text)
             if push:
                 set_umask(config.run.group)
                 await push_once(config, model=inputs.model, engine=engine, servers=servers)
@@ -188,6 +194,13 @@ async def _check_server(
     return Held(url, _field(config, url), found.label, is_model=worst <= limit)
 
 
+async def _sample(config: Config, inputs: Inputs, pool: GraderPool, engine: InferenceEngine, url: str) -> Lines:
+    try:
+        return await sample_sources(config, inputs, pool, engine, url)
+    except RemoteError as err:
+        raise ConfigError(f"{_field(config, url)}: {err}") from err
+
+
 def _field(config: Config, url: str) -> str:
     """Return the setting to which an error about this server refers."""
     return "engine.urls" if url in config.engine.urls else "engine"
@@ -239,11 +252,9 @@ async def _compare_logprobs(
     )
 
 
-def _report_plan(config: Config, inputs: Inputs, *, num_samples: int, report: Report) -> None:
+def report_job(config: Config, report: Report) -> None:
+    """Report what the configuration alone says about the run."""
     rollout, engine, trainer = config.rollout, config.engine, config.trainer
-    version_mb = model_bytes(inputs.model) * 2 / 2**20
-    versions = config.max_staleness + 1 + SPARE_VERSIONS
-    gpus = assign_gpus(config, environ=os.environ)
     ranks = "started externally" if trainer.external else f"started here on {trainer.device}"
     live = 1 if config.rules.in_flight else config.max_staleness + 1
     broken = "".join(f"; breaks {name} by design" for name in config.rules.broken_by_design)
@@ -253,11 +264,6 @@ def _report_plan(config: Config, inputs: Inputs, *, num_samples: int, report: Re
                   f"at most {rollout.max_new_tokens} tokens each")  # fmt: skip
     managed = f"{config.num_managed} of kind {engine.kind} started here on {engine.device}"
     report("rollout", f"{len(engine.urls)} external servers, {managed}")
-    if config.tracking.trackers:
-        report("tracking", ", ".join(config.tracking.trackers))
-    for index, names in enumerate(gpus):
-        if names:
-            report("GPUs", f"instance {len(engine.urls) + index}: CUDA_VISIBLE_DEVICES={names}")
     room = "slots and tokens as each server says"
     if config.slots is not None and config.kv_tokens is not None:
         room = (f"{config.slots} slots and {config.kv_tokens} tokens per instance: every slot can hold "
@@ -267,11 +273,22 @@ def _report_plan(config: Config, inputs: Inputs, *, num_samples: int, report: Re
         "trainer",
         f"{trainer.ranks} ranks {ranks}, {trainer.dtype}, {trainer.micro_batch_tokens} tokens per micro-batch",
     )
+
+
+def _report_plan(config: Config, inputs: Inputs, *, num_samples: int, report: Report) -> None:
+    report_job(config, report)
+    if config.tracking.trackers:
+        report("tracking", ", ".join(config.tracking.trackers))
+    for index, names in enumerate(assign_gpus(config, environ=os.environ)):
+        if names:
+            report("GPUs", f"instance {len(config.engine.urls) + index}: CUDA_VISIBLE_DEVICES={names}")
     for topic, text in lines(config, Shapes.read(inputs.model)):
         report(topic, text)
+    version_mb = model_bytes(inputs.model) * 2 / 2**20
+    versions = config.max_staleness + 1 + SPARE_VERSIONS
     report("weights", f"at most {version_mb:.1f} MB per version; in {config.weights.memory_folder} if {versions} "
                       "versions fit there, else in the run folder")  # fmt: skip
-    if engine.urls and config.weights.transfer == "disk":
+    if config.engine.urls and config.weights.transfer == "disk":
         readers = f"members of group {config.run.group}" if config.run.group else "this user only (run.group is unset)"
         report("access", f"versions are readable by {readers}")
     report(

@@ -6,6 +6,7 @@ of docs/SIMULATION.md. The estimates are only displayed. What a trainer rank tak
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
@@ -34,6 +35,7 @@ class Shapes:
     parameters: int
     layers: int
     kv_width: int  # KV heads x head size; 0 without attention
+    kv_heads: int
 
     @classmethod
     def read(cls, folder: Path) -> Self:
@@ -50,7 +52,12 @@ class Shapes:
         heads = getattr(config, "num_attention_heads", 0)
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1)
-        return cls(parameters=parameters, layers=config.num_hidden_layers, kv_width=kv_heads * head_dim)
+        return cls(
+            parameters=parameters,
+            layers=config.num_hidden_layers,
+            kv_width=kv_heads * head_dim,
+            kv_heads=kv_heads,
+        )
 
 
 class Memory(msgspec.Struct, frozen=True):
@@ -65,13 +72,13 @@ def memory(config: Config, shapes: Shapes) -> Memory:
     served, tp = BYTES[config.trainer.publish_dtype], config.engine.tensor_parallel
     return Memory(
         engine_weights=shapes.parameters * served / tp,
-        engine_kv=config.kv_tokens and config.kv_tokens * kv_bytes_per_token(shapes, dtype_bytes=served) / tp,
+        engine_kv=config.kv_tokens and config.kv_tokens * kv_bytes_per_token(shapes, dtype_bytes=served, tp=tp),
     )
 
 
-def kv_bytes_per_token(shapes: Shapes, *, dtype_bytes: int) -> int:
-    """Return the size of one token's keys and values in all layers."""
-    return 2 * shapes.layers * shapes.kv_width * dtype_bytes
+def kv_bytes_per_token(shapes: Shapes, *, dtype_bytes: int, tp: int = 1) -> float:
+    """Return the size of one token's keys and values in all layers, on one of `tp` GPUs; a KV head is not divided."""
+    return 2 * shapes.layers * shapes.kv_width * dtype_bytes / min(tp, max(shapes.kv_heads, 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +104,9 @@ def step_time(config: Config, shapes: Shapes, *, instances: int, ranks: int) -> 
     context = prompt + length / 2
     in_flight = (config.max_staleness + 1) * answers / instances
     batch = max(1.0, min(config.slots or inf, (config.kv_tokens or inf) / context, in_flight))
-    kv = kv_bytes_per_token(shapes, dtype_bytes=served)
+    kv = kv_bytes_per_token(shapes, dtype_bytes=served, tp=tp)
     weights_s = shapes.parameters * served / tp / BANDWIDTH
-    decode_step_s = STEP_BASE_S + weights_s + batch * context * kv / tp / BANDWIDTH
+    decode_step_s = STEP_BASE_S + weights_s + batch * context * kv / BANDWIDTH
     trained = answers * (prompt + length)
     return StepTime(
         decode_s=answers * length * decode_step_s / batch / instances,
@@ -108,39 +115,79 @@ def step_time(config: Config, shapes: Shapes, *, instances: int, ranks: int) -> 
     )
 
 
-def best_split(config: Config, shapes: Shapes) -> tuple[int, int]:
-    """Return the (instances, ranks) with the shortest step on the same GPUs; `dora` needs K + 1 instances."""
+def best_split(
+    config: Config, shapes: Shapes, *, gpus: int, ranks: Sequence[int] | None = None
+) -> tuple[int, int] | None:
+    """Return the (instances, ranks) with the shortest step on `gpus` GPUs; None if there is none.
+
+    `dora` needs K + 1 instances. `ranks`: the numbers of ranks that may be chosen; None: all.
+    """
     tp = config.engine.tensor_parallel
-    gpus = config.num_managed * tp + config.trainer.ranks
     least = config.max_staleness + 1 if config.rollout.strategy == "dora" else 1
-    splits = [((gpus - ranks) // tp, ranks) for ranks in range(1, gpus) if (gpus - ranks) // tp >= least]
+    splits = [((gpus - n) // tp, n) for n in (range(1, gpus) if ranks is None else ranks) if (gpus - n) // tp >= least]
     now = (config.num_managed, config.trainer.ranks)
-    return min([now, *splits], key=lambda s: step_time(config, shapes, instances=s[0], ranks=s[1]).limit_s)
+    return min(
+        splits,
+        key=lambda s: (step_time(config, shapes, instances=s[0], ranks=s[1]).limit_s, s != now, -s[1]),
+        default=None,
+    )
+
+
+def starts_all_on_gpus(config: Config) -> bool:
+    """Return whether the run starts all its servers and ranks, and all on GPUs; only then are times estimated."""
+    all_here = config.num_managed and not config.engine.urls and not config.trainer.external
+    return bool(all_here) and config.engine.device != "cpu" and config.trainer.device != "cpu"
 
 
 def lines(config: Config, shapes: Shapes) -> list[tuple[str, str]]:
     """Return (topic, text) lines for the plan of `dora check`."""
+    found = [("memory", memory_text(config, shapes))]
+    if not starts_all_on_gpus(config):
+        return found
+    gpus = config.num_managed * config.engine.tensor_parallel + config.trainer.ranks
+    found.append(("split", time_text(config, shapes)))
+    if better := better_split(config, shapes, gpus=gpus):
+        found.append(("", better))
+    return found
+
+
+def memory_text(config: Config, shapes: Shapes) -> str:
+    """Return a text about the memory of an instance."""
     need = memory(config, shapes)
     kv = "KV as it decides" if need.engine_kv is None else f"{size_text(need.engine_kv)} KV"
     per_gpu = " per GPU" if config.engine.tensor_parallel > 1 else ""
-    found = [("memory", f"one instance: {size_text(need.engine_weights)} weights + {kv}{per_gpu}")]
-    all_here = config.num_managed and not config.engine.urls and not config.trainer.external
-    if config.engine.device == "cpu" or config.trainer.device == "cpu" or not all_here:
-        return found
+    return f"one instance: {size_text(need.engine_weights)} weights + {kv}{per_gpu}"
+
+
+def time_text(config: Config, shapes: Shapes) -> str:
+    """Return a text about the step time, if the run starts all on GPUs."""
     now = step_time(config, shapes, instances=config.num_managed, ranks=config.trainer.ranks)
     limits = {"decoding": now.decode_s, "training": now.train_s, "the longest answer": now.longest_s}
-    found.append(
-        ("split", f"a step takes at least {now.limit_s:,.0f} s, limited by {max(limits, key=limits.__getitem__)}: "
-                  f"decoding {now.decode_s:,.0f} s, training {now.train_s:,.0f} s, the longest answer "
-                  f"{now.longest_s:,.0f} s over K + 1 steps (H100s, texts of half the longest length)")
-    )  # fmt: skip
-    instances, ranks = best_split(config, shapes)
-    other = step_time(config, shapes, instances=instances, ranks=ranks).limit_s
-    if other < (1 - MIN_SAVING) * now.limit_s:
-        found.append(
-            ("", f"better: engine.instances = {instances}, trainer.ranks = {ranks} ({other:,.0f} s on the same GPUs)")
-        )
-    return found
+    tokens = config.rollout.groups_per_step * config.rollout.group_size * config.rollout.max_new_tokens / 2
+    return (
+        f"a step takes at least {now.limit_s:,.0f} s ({tokens / now.limit_s:,.0f} tokens of answers per second), "
+        f"limited by {max(limits, key=limits.__getitem__)}: decoding {now.decode_s:,.0f} s, training "
+        f"{now.train_s:,.0f} s, the longest answer {now.longest_s:,.0f} s over K + 1 steps; assumed, not measured: "
+        f"H100s with {BANDWIDTH / 1e12:g} TB/s and {FLOPS / 1e12:g} TFLOP/s in training, "
+        "texts of half the longest length"
+    )
+
+
+def better_split(config: Config, shapes: Shapes, *, gpus: int, ranks: Sequence[int] | None = None) -> str:
+    """Return a text about a split of `gpus` GPUs that saves much of the step time; "" if there is none."""
+    best = best_split(config, shapes, gpus=gpus, ranks=ranks)
+    now = step_time(config, shapes, instances=config.num_managed, ranks=config.trainer.ranks).limit_s
+    if best is None:
+        return ""
+    other = step_time(config, shapes, instances=best[0], ranks=best[1]).limit_s
+    if other >= (1 - MIN_SAVING) * now:
+        return ""
+    return f"better: {split_text(best)} ({other:,.0f} s on {gpus} GPUs)"
+
+
+def split_text(split: tuple[int, int]) -> str:
+    """Return the settings of a split (instances, ranks)."""
+    return f"engine.instances = {split[0]}, trainer.ranks = {split[1]}"
 
 
 def size_text(num_bytes: float) -> str:

@@ -71,16 +71,11 @@ def check_trainer(config: Config, model: Path, stack: ExitStack) -> CheckedTrain
     """Forecast a rank, and try one if possible; ConfigError if the model cannot be trained. It blocks."""
     import torch
 
-    from dora.trainer.forecast import Outline
-
     torch.set_num_threads(config.trainer.threads)
     trainer = config.trainer
     is_here = trainer.device == "cpu" or torch.cuda.is_available()
     memory = _memory(config) if is_here and not trainer.external else None
-    mode = _mode(config, model, memory)
-    outline = Outline(
-        model, dtype=getattr(torch, trainer.dtype), checkpointing=mode, moments=_moments(config), **_copies(config)
-    )
+    mode, outline = outline_of(config, model, memory)
     alone = outline.forecast(tokens=trainer.micro_batch_tokens, longest=config.longest_request, ranks=1, is_trial=True)
     lines = []
     trial = None
@@ -95,8 +90,19 @@ def check_trainer(config: Config, model: Path, stack: ExitStack) -> CheckedTrain
         note = trial.checked.note or "log-probs and gradients of packed sequences are those of each alone"
         lines += [("forward", note), ("trial", _measure(config, outline, trial))]
     layout = trial.checked.layout if trial is not None else None
-    lines += _memory_lines(config, model, outline, mode=mode, memory=memory, layout=layout)
+    lines += memory_lines(config, model, outline, mode=mode, memory=memory, layout=layout)
     return CheckedTrainer(config, model, lines, trial)
+
+
+def outline_of(config: Config, model: Path, memory: int | None) -> tuple[Mode, Outline]:
+    """Return the kind of checkpointing that ranks with this memory will use, and the forecast of a rank."""
+    import torch
+
+    from dora.trainer.forecast import Outline
+
+    mode = _mode(config, model, memory)
+    dtype = getattr(torch, config.trainer.dtype)
+    return mode, Outline(model, dtype=dtype, checkpointing=mode, moments=_moments(config), **_copies(config))
 
 
 def _memory(config: Config) -> int:
@@ -189,8 +195,8 @@ def _measure(config: Config, outline: Outline, trial: Trial) -> str:
     )
 
 
-def _memory_lines(
-    config: Config, model: Path, outline: Outline, *, mode: Mode, memory: int | None, layout: Layout | None
+def memory_lines(
+    config: Config, model: Path, outline: Outline, *, mode: Mode, memory: int | None, layout: Layout | None = None
 ) -> list[tuple[str, str]]:
     """Return the forecast of a rank, and the longest answer that fits, or what to change."""
     from dora.trainer.forecast import largest_pass
@@ -198,7 +204,10 @@ def _memory_lines(
     trainer = config.trainer
     tokens, longest = max(trainer.micro_batch_tokens, config.longest_request), config.longest_request
     need = outline.forecast(tokens=tokens, longest=longest, ranks=trainer.ranks, layout=layout)
-    available = f" of {size_text(memory)}" if memory is not None else ""
+    available = ""
+    if memory is not None:
+        left = f" ({size_text(memory - need.total)} left)" if need.total <= memory else ""
+        available = f" of {size_text(memory)}{left}"
     lines = [
         (
             "memory",

@@ -147,17 +147,26 @@ def check(
             help="Instead, run some steps at learning rate 0, and compare the log-probs of engine and trainer in each.",
         ),
     ] = False,
+    gpus: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NUMBERxMEMORY",
+            help="Instead, plan for GPUs that are not here, such as 8x80GB: memory, split and step time.",
+        ),
+    ] = None,
 ) -> None:
     """Validate a configuration, contact its servers, print the plan.
 
     Nothing is changed.
     """
     from dora.cli.check import check as command
-    from dora.cli.check import check_drift
+    from dora.cli.check import check_drift, check_plan
 
-    if drift and push:
-        raise ConfigError("--drift and --push exclude each other; choose one")
-    if drift:
+    if sum((push, drift, gpus is not None)) > 1:
+        raise ConfigError("--push, --drift and --gpus exclude each other; choose one")
+    if gpus is not None:
+        check_plan(config, overrides or [], gpus=gpus)
+    elif drift:
         check_drift(config, overrides or [])
     else:
         command(config, overrides or [], push=push)

@@ -1,4 +1,7 @@
-"""`dora check`: validates a configuration, contacts its servers, and prints the plan; or looks for drift."""
+"""`dora check`: validates a configuration, contacts its servers, and prints the plan.
+
+`--gpus` plans for other GPUs instead, and `--drift` looks for drift.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,8 @@ import uvloop
 
 from dora.app.check import check as check_config
 from dora.app.drift_check import train_without_learning, verdict
+from dora.app.gpu_plan import Gpus
+from dora.app.gpu_plan import check_plan as plan
 from dora.cli.output import say
 from dora.config.load import load
 
@@ -17,6 +22,15 @@ from dora.config.load import load
 def check(config_path: Path | None, overrides: Sequence[str], *, push: bool = False) -> None:
     uvloop.run(check_config(load(config_path, overrides, environ=os.environ), _print, push=push))
     say("all checks passed; nothing was changed")
+
+
+def check_plan(config_path: Path | None, overrides: Sequence[str], *, gpus: str) -> None:
+    """Exit with code 1 if the run does not fit on the GPUs."""
+    given = Gpus.parse(gpus)
+    if not plan(load(config_path, overrides, environ=os.environ), given, _print):
+        say(f"the run DOES NOT FIT on {given}")
+        raise SystemExit(1)
+    say(f"the run fits on {given} by this forecast; nothing was started or measured")
 
 
 def check_drift(config_path: Path | None, overrides: Sequence[str]) -> None:

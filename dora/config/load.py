@@ -46,6 +46,9 @@ _WANTED = {
     "union_tag_invalid": "{expected_tags}",
 }
 
+#: Types of errors about a value that is none of several choices.
+_ONE_OF = ("literal_error", "union_tag_invalid")
+
 #: Similarity (0 to 1) from which a key of another section is suggested; high, because short words are often similar.
 _MIN_SIMILARITY = 0.85
 
@@ -271,7 +274,8 @@ def _describe(problem: ErrorDetails, *, origins: Mapping[str, str], path: Path |
     if kind == "value_error":
         return [f"{where}{key}: {problem['ctx']['error']}"]
     wanted = _WANTED.get(kind, problem["msg"]).format(**problem.get("ctx", {}))
-    return [f"{where}{key}: got {_shown(value)}, expected {wanted}"]
+    meant = _meant(value, choices=wanted) if kind in _ONE_OF else ""
+    return [f"{where}{key}: got {_shown(value)}, expected {wanted}{meant}"]
 
 
 def _without_tag(loc: tuple[int | str, ...]) -> tuple[int | str, ...]:
@@ -282,6 +286,12 @@ def _without_tag(loc: tuple[int | str, ...]) -> tuple[int | str, ...]:
 def _shown(value: Any) -> str:
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _meant(value: Any, *, choices: str) -> str:
+    """Suggest the choice that is similar to a misspelt value; "" if none is. `choices` are in single quotes."""
+    near = get_close_matches(str(value).lower(), re.findall(r"'([^']+)'", choices), n=1)
+    return f'; did you mean "{near[0]}"?' if near else ""
 
 
 def _nearest(key: str, *, loc: tuple[int | str, ...]) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from dora.errors import ConfigError
+from dora.model_files import no_model
 
 #: Folders of the shipped policies by the names that `model.path` may have.
 SHIPPED: Final = {"seed": "checkpoint", "seed-tools": "checkpoint_tools"}
@@ -26,7 +27,5 @@ def model_folder(name: str) -> Path:
         return path(name)
     folder = Path(name)
     if not (folder / "config.json").is_file():
-        raise ConfigError(
-            f"model.path: {name} is not a model folder: it has no config.json; give a Hugging Face folder"
-        )
+        raise ConfigError(no_model(name))
     return folder.resolve()

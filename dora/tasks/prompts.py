@@ -116,6 +116,10 @@ class PromptStream:
             _require_half(len(self._overlong), of=JUDGED_ROWS, what="prompts", task=self._task)
         return replace(prompt, source_index=index)
 
+    def position_of(self, source: int, *, draw: int) -> int:
+        """Return the position of the draw-th prompt of a source, both counted from 0."""
+        return _position(source, draw, shares=self._shares)
+
     def _num_draws(self, source: Source) -> int | None:
         return source.num_rows * self._task.epochs if source.num_rows and self._task.epochs else None
 
@@ -191,13 +195,13 @@ def _draws_before(position: int, *, source: int, shares: Sequence[Fraction]) -> 
     return int(position * shares[source])
 
 
+def _position(source: int, draw: int, *, shares: Sequence[Fraction]) -> int:
+    return bisect_right(range(2**62), draw, key=partial(_draws_before, source=source, shares=shares)) - 1
+
+
 def _mixture_length(num_draws: Sequence[int | None], *, shares: Sequence[Fraction]) -> int | None:
     """Return the first position whose source is exhausted; None if there is none."""
-    ends = [
-        bisect_right(range(2**62), draws, key=partial(_draws_before, source=source, shares=shares)) - 1
-        for source, draws in enumerate(num_draws)
-        if draws is not None
-    ]
+    ends = [_position(source, draws, shares=shares) for source, draws in enumerate(num_draws) if draws is not None]
     return min(ends, default=None)
 
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
+from dora import hub
 from dora.errors import ConfigError
 from dora.functions import load_function
 
@@ -277,5 +278,6 @@ def _file(config: SourceConfig, *, field: str) -> Path:
     if config.path is None:
         raise ConfigError(f"{field}.path: kind '{config.kind}' needs a file")
     if not config.path.is_file():
-        raise ConfigError(f"{field}.path: {config.path} is not a file")
+        identifier = hub.instead(str(config.path), "dataset", field=f"{field}.path")
+        raise ConfigError("; ".join(filter(None, (f"{field}.path: {config.path} is not a file", identifier))))
     return config.path

@@ -84,7 +84,7 @@ def subfolder(path: Path) -> None:
 
 KINDS = {
     link_outside: "leads out of the folder", link_to_a_device: "leads out of the folder",
-    link_to_itself: r"no config\.json|no such file|Too many levels|No such file|is not a model folder",
+    link_to_itself: r"no config\.json|no such file|Too many levels|No such file",
     pipe: r"is a pipe|no config\.json", sparse_giant: r"expected at most|is not a safetensors file",
     subfolder: r"is a folder|no config\.json",
 }  # fmt: skip

@@ -37,6 +37,38 @@ def test_a_request_longer_than_the_context_is_refused(altered) -> None:
         open_with(altered(max_position_embeddings=16))
 
 
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (
+            "Qwen/Qwen2.5-0.5B",
+            "model.path: Qwen/Qwen2.5-0.5B is not a folder; correct the path or, if it is a model of the Hugging Face "
+            "hub, run hf download Qwen/Qwen2.5-0.5B --local-dir models/Qwen2.5-0.5B and set model.path to "
+            "models/Qwen2.5-0.5B",
+        ),
+        (
+            "models/my-model",
+            "model.path: models/my-model has no config.json; give a Hugging Face model folder, for example by "
+            "hf download OWNER/NAME --local-dir models/my-model",
+        ),
+        (
+            "there/my model",
+            "model.path: there/my model has no config.json; give a Hugging Face model folder, for example by "
+            "hf download OWNER/NAME --local-dir 'there/my model'",
+        ),
+        ("there", "model.path: there has no config.json; give a Hugging Face model folder"),
+    ],
+)
+def test_a_model_that_is_not_here_is_refused_with_the_command_that_downloads_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str, says: str
+) -> None:
+    (tmp_path / "there").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as refused:
+        open_inputs(load(None, [f"model.path={given}"], environ={}))
+    assert str(refused.value) == says
+
+
 #: Configurations with 16 positions, named and nested as families do; those of the vision part are no limit.
 SHORT = {
     "named-otherwise": {"model_type": "gpt2", "n_positions": 16, "vocab_size": 66},

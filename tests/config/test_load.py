@@ -142,7 +142,7 @@ def test_every_problem_has_a_line_of_its_own_and_its_own_origin(tmp_path: Path):
     assert refused("trainer.learning_rate=-1", "rollout.strategy=dorra", path=path) == [
         "--set rollout.strategy=dorra: rollout.strategy: "
         "got \"dorra\", expected 'dora', 'sync', 'periodic', 'one_step_off', 'partial', 'partial_bounded', "
-        "'partial_sync' or 'oversample'",
+        "'partial_sync' or 'oversample'; did you mean \"dora\"?",
         f'{path}: rollout.refill: got "no", expected true or false',
         f'{path}: trainer.ranks: got "two", expected an integer',
         "--set trainer.learning_rate=-1: trainer.learning_rate: got -1, expected more than 0",
@@ -166,6 +166,22 @@ def test_every_problem_has_a_line_of_its_own_and_its_own_origin(tmp_path: Path):
 )
 def test_a_wrong_type_names_the_given_value_and_the_expected_type(override: str, wanted: str):
     assert refused(override) == [f"--set {override}: {override.partition('=')[0]}: {wanted}"]
+
+
+@pytest.mark.parametrize(
+    ("override", "meant"),
+    [
+        ("engine.kind=SGLang", "got \"SGLang\", expected 'embedded' or 'sglang'; did you mean \"sglang\"?"),
+        ("task.rewards.0.kind=mth", "'http' or 'function'; did you mean \"math\"?"),
+        ('rollout.without=["streming"]', "'tail_care' or 'hysteresis'; did you mean \"streaming\"?"),
+        ("objective.loss.kind=gsop", ", 'module:function'; did you mean \"gspo\"?"),
+        ("engine.kind=vllm", "got \"vllm\", expected 'embedded' or 'sglang'"),
+        ("rollout.strategy=7", "'partial_sync' or 'oversample'"),
+    ],
+)
+def test_a_misspelt_value_suggests_the_choice_that_is_similar(override: str, meant: str):
+    [line] = refused(override)
+    assert line.endswith(meant)
 
 
 def test_a_file_that_is_missing_unreadable_or_not_text_is_named(tmp_path: Path):

@@ -44,7 +44,10 @@ NO_EVALUATION = settings(eval__sets="[]", task__rewards='[{kind="exact"}]')
         ("rollout.max_stalenes=1", r"unknown key rollout.max_stalenes; did you mean rollout.max_staleness\?"),
         ("run.steps=many", r'run.steps: got "many", expected an integer'),
         ("rollout.max_staleness=4", r"K = 4 keeps up to 5 versions alive, but there are 4 instances; lower K or raise"),
-        ("model.path=/no/such/model", r"model.path: /no/such/model .*has no config.json; give a Hugging Face folder"),
+        (
+            "model.path=/no/such/model",
+            r"model.path: /no/such/model .*has no config.json; give a Hugging Face model folder",
+        ),
         (
             "rollout.group_size=1",
             r"rollout.group_size: 1 answer .*advantage 'grpo' is group-relative; use at least 2",
@@ -145,5 +148,5 @@ def test_a_status_address_where_nobody_listens_is_one_line(taken_port: int) -> N
 def test_ways_of_running_exclude_each_other(tmp_path: Path) -> None:
     refused(tmp_path, "--rollout-only", "--train-only", str(tmp_path), says="exclude each other; choose one")
     refused(tmp_path, "--train-only", str(tmp_path), says=r"no step-\*.rollout")
-    says = "--drift and --push exclude each other; choose one"
+    says = "--push, --drift and --gpus exclude each other; choose one"
     assert_one_clear_error(run_to_end("check", "--drift", "--push"), code=2, says=says)

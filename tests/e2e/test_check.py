@@ -40,6 +40,10 @@ def test_check_prints_the_plan_and_changes_nothing(tmp_path: Path) -> None:
     assert "dora, K = 2 in force" in result.stdout
     assert "7 steps of " in result.stdout
     assert "server and trainer agree" in result.stdout
+    says = r"\nsample       task.sources.0 \(arithmetic\): reward [01]; \d+ tokens, (stop|length) \(.*\)\n"
+    assert re.search(rf"{says}  prompt     '\w+='\n  response   '\w*'\n  reference  '\d\d'\n", result.stdout), (
+        result.stdout
+    )
     assert result.stdout.endswith("all checks passed; nothing was changed\n")
     assert files_below(tmp_path) == set()
     assert {p.pid for p in psutil.process_iter() if _is_ours(p)} <= before
@@ -110,6 +114,25 @@ async def test_a_server_with_other_weights_is_not_pushed_to(tmp_path: Path) -> N
         with pytest.raises(ConfigError, match=r"engine.urls: \S+ holds other weights \('run/7'\) than model.path: no"):
             await push_once(config, model=model_folder("seed"), engine=engine, servers=[held])
     assert files_below(tmp_path) == set()
+
+
+@pytest.mark.slow
+def test_a_plan_for_other_gpus_starts_nothing_and_needs_no_data(tmp_path: Path) -> None:
+    config = Path(__file__).parents[2] / "launch" / "configs" / "gpu-8.toml"
+    asked = ("check", str(config), *settings(model__path="seed", run__folder=tmp_path / "runs"))
+    fits = run_to_end(*asked, "--gpus", "8x80GB", cwd=tmp_path)
+    assert (fits.returncode, fits.stderr) == (0, "")
+    assert fits.stdout.endswith("the run fits on 8 GPUs of 80 GB by this forecast; nothing was started or measured\n")
+    too_large = run_to_end(*asked, "--gpus", "6x80GB", cwd=tmp_path)
+    assert (too_large.returncode, too_large.stderr) == (1, "")
+    assert too_large.stdout.endswith("the run DOES NOT FIT on 6 GPUs of 80 GB\n")
+    assert files_below(tmp_path) == set()
+
+
+@pytest.mark.parametrize("given", ["", "8xfooGB"])
+def test_gpus_that_are_not_a_number_and_a_memory_are_refused(given: str) -> None:
+    says = f"--gpus {given}: expected the number and the memory of the GPUs, such as 8x80GB"
+    assert_one_clear_error(run_to_end("check", "--gpus", given), code=2, says=says)
 
 
 def test_check_refuses_what_a_run_refuses(tmp_path: Path) -> None:

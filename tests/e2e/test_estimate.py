@@ -15,7 +15,7 @@ from dora.seed.policy import path as seed_path
 
 GPU_8 = Path(__file__).parents[2] / "launch" / "configs" / "gpu-8.toml"
 #: Qwen2.5-1.5B.
-ONE_AND_A_HALF_B = Shapes(parameters=1_543_714_304, layers=28, kv_width=256)
+ONE_AND_A_HALF_B = Shapes(parameters=1_543_714_304, layers=28, kv_width=256, kv_heads=2)
 
 
 def gpu_8(*changes: str) -> Config:
@@ -44,12 +44,23 @@ def test_the_limit_of_a_step_is_its_slowest_part() -> None:
 
 def test_a_bad_split_is_told_and_a_good_one_is_not() -> None:
     told = dict(lines(gpu_8("engine.instances=7", "trainer.ranks=1"), ONE_AND_A_HALF_B))
-    assert told[""] == "better: engine.instances = 4, trainer.ranks = 4 (2 s on the same GPUs)"
+    assert told[""] == "better: engine.instances = 4, trainer.ranks = 4 (2 s on 8 GPUs)"
     assert "limited by training" in told["split"]
-    assert best_split(gpu_8(), ONE_AND_A_HALF_B) == (4, 4)
+    assert best_split(gpu_8(), ONE_AND_A_HALF_B, gpus=8) == (4, 4)
     assert "" not in dict(lines(gpu_8(), ONE_AND_A_HALF_B))
 
 
 def test_the_split_keeps_as_many_instances_as_versions() -> None:
-    instances, _ = best_split(gpu_8("rollout.max_staleness=5", "engine.instances=6"), ONE_AND_A_HALF_B)
-    assert instances >= 6
+    config = gpu_8("rollout.max_staleness=5", "engine.instances=6")
+    split = best_split(config, ONE_AND_A_HALF_B, gpus=10)
+    assert split is not None
+    assert split[0] >= 6
+    assert best_split(config, ONE_AND_A_HALF_B, gpus=6) is None
+    assert best_split(config, ONE_AND_A_HALF_B, gpus=10, ranks=[3]) == (7, 3)
+
+
+def test_gpus_share_the_kv_heads_but_divide_none() -> None:
+    whole, halved, quartered = (
+        kv_bytes_per_token(ONE_AND_A_HALF_B, dtype_bytes=2, tp=tensor_parallel) for tensor_parallel in (1, 2, 4)
+    )
+    assert whole == 2 * halved == 2 * quartered

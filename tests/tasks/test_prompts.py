@@ -356,6 +356,13 @@ def test_a_template_that_rejects_a_row_names_both(open_with, tmp_path, model_fol
     [
         ({"kind": "jsonl"}, r"task.sources.0.path: kind 'jsonl' needs a file"),
         ({"kind": "parquet", "path": "nowhere"}, "nowhere is not a file"),
+        ({"kind": "jsonl", "path": "rows/train.jsonl"}, "rows/train.jsonl is not a file$"),
+        (
+            {"kind": "jsonl", "path": "openai/gsm8k"},
+            r"task.sources.0.path: openai/gsm8k is not a file; correct the path or, if it is a data set of the Hugging "
+            r"Face hub, run hf download --repo-type dataset openai/gsm8k --local-dir data/gsm8k and set "
+            r"task.sources.0.path to a file in data/gsm8k$",
+        ),
         ({"kind": "parquet", "path": __file__}, "is not a Parquet file"),
         ({"kind": "reasoning_gym", "name": "leg_count"}, "did you mean 'leg_counting'"),
         ({"kind": "reasoning_gym", "name": "leg_counting", "options": {"legs": 3}}, "rejects them"),

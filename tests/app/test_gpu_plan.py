@@ -1,0 +1,132 @@
+"""`dora check --gpus`: what fits on GPUs that are not here, told from the configuration of a tiny model alone."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from dora.app.check import Report
+from dora.app.gpu_plan import Gpus, check_plan
+from dora.config.load import load
+from dora.errors import ConfigError
+from tests.families import make_config
+
+GPU_8 = Path(__file__).parents[2] / "launch" / "configs" / "gpu-8.toml"
+GB, MB = 2**30, 2**20
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a config.json and nothing else; 13 MB of KV for the tokens of gpu-8.toml."""
+    folder = tmp_path_factory.mktemp("model")
+    make_config("qwen3", max_position_embeddings=4096, tie_word_embeddings=True).save_pretrained(folder)
+    return folder
+
+
+def _into(lines: list[str]) -> Report:
+    return lambda topic, text: lines.append(f"{topic}: {text}")
+
+
+def planned(model: Path, *changes: str, count: int = 8, memory: int = 80 * GB) -> tuple[bool, list[str]]:
+    lines: list[str] = []
+    config = load(GPU_8, [f"model.path={model}", *changes], environ={})
+    fits = check_plan(config, Gpus(count, memory), _into(lines))
+    return fits, lines
+
+
+def line(lines: list[str], start: str) -> str:
+    [found] = [line for line in lines if line.startswith(start)]
+    return found
+
+
+def test_ranks_servers_and_time_are_forecast_without_gpus_weights_or_data(model: Path) -> None:
+    fits, lines = planned(model)
+    assert fits
+    assert line(lines, "GPUs") == (
+        "GPUs: 4 trainer.ranks and 4 engine.instances of engine.tensor_parallel = 1: 8 of 8 GPUs of 80 GB"
+    )
+    assert re.match(r"memory: one rank: [\d.]+ MB of 80.0 GB \(\d+\.\d GB left\): ", line(lines, "memory: one rank"))
+    assert re.fullmatch(
+        r"memory: one instance: 0\.\d MB weights \+ 64\.0 MB KV, of 72\.0 GB \(assumed: 90 % of a GPU\), room for "
+        r"[\d,]+ tokens of KV",
+        line(lines, "memory: one instance"),
+    )
+    assert "tokens of answers per second" in line(lines, "split")
+    assert "assumed, not measured: H100s with 3.35 TB/s" in line(lines, "split")
+    assert line(lines, "sample").startswith("sample: none: nothing was started or contacted")
+
+
+@pytest.mark.parametrize(
+    ("count", "changes", "says"),
+    [
+        (6, (), "need 8 GPUs, and 6 are given; set engine.instances = 5, trainer.ranks = 1"),
+        (3, (), "no split has room for the ranks and, with strategy dora, for K + 1 = 3 instances"),
+        (
+            8,
+            ("engine.tensor_parallel=2",),
+            "need 12 GPUs, and 8 are given; set engine.instances = 3, trainer.ranks = 2",
+        ),
+        (4, ("engine.gpus=[4,5,6,7]",), "need 8 GPUs, and 4 are given; list other GPUs in engine.gpus"),
+    ],
+)
+def test_a_split_that_needs_more_gpus_is_told_with_what_to_change(
+    model: Path, count: int, changes: tuple[str, ...], says: str
+) -> None:
+    fits, lines = planned(model, *changes, count=count)
+    assert not fits
+    assert "DOES NOT FIT: 4 trainer.ranks and 4 engine.instances" in line(lines, "GPUs")
+    assert says in line(lines, "GPUs")
+
+
+def test_memory_that_does_not_suffice_is_told_with_what_to_change(model: Path) -> None:
+    fits, lines = planned(model, memory=50 * MB)
+    assert not fits
+    says = r"DOES NOT FIT in 45\.0 MB .*; raise engine.tensor_parallel, or set engine.kv_tokens to at most (\d+)$"
+    found = re.search(says, line(lines, "memory: one instance"))
+    assert found
+    assert planned(model, f"engine.kv_tokens={found[1]}", "trainer.ranks=1", memory=50 * MB)[1]
+    fits, lines = planned(model, memory=MB)
+    assert line(lines, ": DOES NOT FIT in 1.0 MB")
+    assert not fits
+
+
+def test_engines_that_share_a_gpu_are_added_up_and_no_time_is_forecast(model: Path) -> None:
+    embedded = ("engine.kind=embedded", "engine.args=[]")
+    fits, lines = planned(model, *embedded, count=4)
+    assert fits
+    shared = line(lines, "memory: GPU 0")
+    assert shared.startswith("memory: GPU 0 is shared by rank 0, instance 0, instance 1, instance 2, instance 3: ")
+    assert "not forecast" in line(lines, "split")
+    fits, lines = planned(model, *embedded, count=4, memory=250 * MB)
+    assert line(lines, "memory: GPU 0").endswith("which DOES NOT FIT: list other GPUs in engine.gpus")
+    assert not fits
+
+
+def test_external_servers_and_ranks_are_not_contacted(model: Path) -> None:
+    urls = 'engine.urls=["http://a:1", "http://b:1", "http://c:1"]'
+    config = load(
+        GPU_8,
+        [f"model.path={model}", urls, "engine.instances=0", "trainer.external=true"],
+        environ={"DORA_TOKEN": "s" * 16},
+    )
+    lines: list[str] = []
+    assert check_plan(config, Gpus(4, 80 * GB), _into(lines))
+    assert line(lines, "GPUs") == "GPUs: 4 trainer.ranks: 4 of 4 GPUs of 80 GB"
+    assert "the 3 servers of engine.urls have GPUs of their own" in line(lines, "server")
+
+
+def test_a_run_without_gpus_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"--gpus: trainer\.device and engine.device are cpu, so the run uses no GPU"):
+        check_plan(load(None, environ={}), Gpus(8, GB), lambda *_: None)
+
+
+@pytest.mark.parametrize(
+    "text", ["8", "0x80GB", "8x80", "8xfooGB", "8x0GB", "-1x80GB", "8x80GBx", "x80GB", "88888x80GB"]
+)
+def test_another_form_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        Gpus.parse(text)
+    assert str(refused.value) == (f"--gpus {text}: expected the number and the memory of the GPUs, such as 8x80GB")
+    assert Gpus.parse("8x80GB") == Gpus(8, 80 * GB)
