@@ -13,7 +13,7 @@ from tests.crash.disk import crashed
 from tests.crash.points import PLANS, Prober
 
 CASES = 45
-SHALLOW = 6
+SHALLOW = 15
 
 
 @pytest.mark.timeout(600)  # a loaded machine

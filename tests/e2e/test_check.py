@@ -116,7 +116,6 @@ async def test_a_server_with_other_weights_is_not_pushed_to(tmp_path: Path) -> N
     assert files_below(tmp_path) == set()
 
 
-@pytest.mark.slow
 def test_a_plan_for_other_gpus_starts_nothing_and_needs_no_data(tmp_path: Path) -> None:
     config = Path(__file__).parents[2] / "launch" / "configs" / "gpu-8.toml"
     asked = ("check", str(config), *settings(model__path="seed", run__folder=tmp_path / "runs"))

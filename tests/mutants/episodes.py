@@ -92,7 +92,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         "tests/config/test_load.py",
         (
             "environment-graded-as-arithmetic",
-            '            task.setdefault("rewards", [])  # only its own rewards count\n',
+            '            task.setdefault("rewards", [])  # the default is for tasks without an environment\n',
             '            task.setdefault("rewards", rewards)\n',
             "test_without_terms_of_the_reward_an_environment_is_graded_by_no_one_else",
         ),

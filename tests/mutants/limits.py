@@ -14,7 +14,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         _POOL,
         (
             "children-of-graders-not-measured",
-            "    for each in found:  # which grows\n        found += children(each)\n",
+            "    for each in found:  # the list grows in the loop\n        found += children(each)\n",
             "",
             "test_what_a_grader_starts_counts_towards_its_memory_even_in_other_sessions",
         ),

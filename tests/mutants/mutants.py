@@ -22,8 +22,8 @@ _CORE: Final = (
         "tests/core/test_failures.py",
         (
             "waiting-counted-from-before-a-restart",
-            "    state.feed.idle_s = state.feed.uneven_s = 0.0  # like",
-            "    # like",
+            "    state.feed.idle_s = state.feed.uneven_s = 0.0  # counted anew",
+            "    # counted anew",
             "test_the_trainers_idle_time_is_counted_from_a_restart_on_like_the_steps_duration",
         ),
     ),
@@ -904,7 +904,7 @@ _ACCESS: Final = (
         "tests/environments/test_environment_pool.py",
         (
             "prompts-dilute-failures",
-            "            if known.was_answered:  # else it has only given a prompt",
+            "            if known.was_answered:  # otherwise the environment has only given a prompt",
             "            if True:",
             "test_what_only_gives_a_prompt_does_not_dilute_the_failures",
         ),
@@ -1021,8 +1021,8 @@ _FOUND: Final = tuple(
         (
             "names-that-are-found-not-synced",
             "dora/weights/store.py",
-            "            files.sync_folder(root)  # what is done next",
-            "            # what is done next",
+            "            files.sync_folder(root)  # later steps rely on the names found here",
+            "            # later steps rely on the names found here",
             "test_the_result_survives_a_power_failure_even_if_the_process_that_copied_it_was_killed",
         ),
         (
