@@ -11,8 +11,6 @@ import pytest
 
 from tests.e2e.runs import assert_one_clear_error, run_to_end, settings
 
-pytestmark = pytest.mark.deep
-
 
 @pytest.fixture
 def taken_port() -> Iterator[int]:

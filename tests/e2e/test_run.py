@@ -27,7 +27,7 @@ from tests.e2e.runs import (
     settings,
 )
 
-pytestmark = [pytest.mark.deep, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.timeout(400)
 
 STEPS = 8
 COUNTERS = ("version_conflicts", "scheduling_aborts", "staleness_violations")
