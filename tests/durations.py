@@ -121,7 +121,7 @@ class Recorder:
     def _complaints(self) -> list[str]:
         run_s = sum(each.cpu_s for each in self._durations if each.test.startswith(WHOLE_RUN))
         return [
-            f"{each.test}: {each.cpu_s:.1f} s of CPU, {each.idle_s:.1f} s idle; {LIMIT_S:g} are allowed unless it is deep"
+            f"{each.test}: {each.cpu_s:.1f} s of CPU, {each.idle_s:.1f} s idle; unless deep, {LIMIT_S:g} are allowed"
             for each in self._durations
             if each.is_too_long
         ] + [f"{WHOLE_RUN}: {run_s:.1f} s of CPU; {WHOLE_RUN_S:g} are allowed"] * (run_s > WHOLE_RUN_S)
