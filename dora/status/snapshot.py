@@ -39,6 +39,8 @@ _ASKED = {
 STARTING = "starting"
 #: Number of steps over which the time left and the trained tokens per second are averaged.
 AVERAGED_STEPS = 5
+#: Maximum number of rewards in a snapshot.
+MAX_REWARDS = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +82,7 @@ class TrainerRow:
     step: int | None  #: the step that it trains or waits for; None until its ranks are ready
     waits_for: str  #: "" while it works
     idle_share: float | None  #: of the last step; None before the first
+    mean_idle_share: float | None  #: of all steps but the first, which includes the start; None before the second
     idle_reason: str  #: what it waited for in the last step
     ranks: int  #: 0 without a trainer (--rollout-only)
     ranks_ready: int  #: ranks that have loaded the model
@@ -138,6 +141,7 @@ class Snapshot:
     staleness: tuple[int, ...]  #: groups committed at staleness 0, 1, ... K, and beyond where K does not bound it
     staleness_mean: float | None
     steps: tuple[StepFacts, ...]  #: the latest, oldest first
+    rewards: tuple[float, ...]  #: `reward_all_mean` of all steps or, of many, of every k-th step and the latest
     trainer_metrics: dict[str, float]  #: of the last step (docs/METRICS.md), finite ones over all its tokens
     durations: dict[str, DurationHistogram]  #: by the names of `durations.TIMED`, of this controller
     scores: tuple[Score, ...]  #: held-out, in the order of evaluation
@@ -196,6 +200,7 @@ def snapshot(state: State, shell: ShellFacts) -> Snapshot:
         staleness=tuple(staleness),
         staleness_mean=sum(i * n for i, n in enumerate(staleness)) / sum(staleness) if any(staleness) else None,
         steps=tuple(shell.steps),
+        rewards=_thinned(shell.rewards),
         trainer_metrics={n: v for n, v in shell.trainer_metrics.items() if isfinite(v) and not n.startswith("lag=")},
         durations={n: replace(h, counts=[*h.counts]) for n, h in shell.durations.histograms.items()},
         scores=tuple(shell.scores),
@@ -321,6 +326,7 @@ def _trainer(state: State, shell: ShellFacts) -> TrainerRow:
         step=state.feed.open_step,
         waits_for=trainer_waits_for(state),
         idle_share=last.idle_s / last.duration_s if last is not None and last.duration_s > 0 else None,
+        mean_idle_share=shell.later_idle_s / shell.later_s if shell.later_s > 0 else None,
         idle_reason=last.waited_for if last is not None else "",
         ranks=shell.num_ranks,
         ranks_ready=shell.ranks_ready,
@@ -384,6 +390,12 @@ def _trained_tokens_per_s(shell: ShellFacts) -> float:
     recent = _averaged(shell)
     duration_s = sum(s.duration_s for s in recent)
     return sum(s.num_tokens for s in recent) / duration_s if duration_s > 0 else 0.0
+
+
+def _thinned(rewards: Sequence[float]) -> tuple[float, ...]:
+    stride = -(-len(rewards) // (MAX_REWARDS - 1)) or 1
+    found = rewards[::stride]
+    return (*found, rewards[-1]) if (len(rewards) - 1) % stride else tuple(found)
 
 
 def _most_first(spent: Mapping[str, float]) -> dict[str, float]:

@@ -283,6 +283,7 @@ class Run:
                 step=self.trained,
                 waits_for="" if is_over else self._waits_for(),
                 idle_share=0.33,
+                mean_idle_share=0.31,
                 idle_reason="28 answers of 7 groups",
                 ranks=self.ranks,
                 ranks_ready=self.ranks,
@@ -294,6 +295,7 @@ class Run:
             staleness=tuple(self.trained * n for n in (5, 4, 3)),
             staleness_mean=0.83,
             steps=tuple(self.facts(step) for step in range(max(0, self.trained - 100), self.trained)),
+            rewards=(0.25, 0.5),
             scores=tuple(
                 Score(
                     name=self.name,
