@@ -39,7 +39,7 @@ from dora.files import LineFile
 from dora.journal.deep import KeptTrajectory
 from dora.status.drift import Alarm, DriftWatch
 from dora.status.episodes import EpisodeStats
-from dora.status.facts import Score, ShellFacts, StepFacts
+from dora.status.facts import Down, Score, ShellFacts, StepFacts
 from dora.status.snapshot import Snapshot, snapshot, trainer_waits_for
 from dora.tasks.tokenizer import Tokenizer
 
@@ -63,11 +63,12 @@ class RunObserver:
         max_kept_bytes: int,
         spans: SpanRecorder,
         urls: Mapping[InstanceId, str],
+        down: Mapping[InstanceId, Down],
         then: Callable[[int, Callable[[], None]], None],
         renderer: Renderer | None = None,
     ) -> None:
-        """`urls`: of the instances that are up. `renderer`: of episodes, if the run has any. `then`: calls a function
-        once a journal position is on the disk."""
+        """`urls`: of the instances that are up; `down`: those that are not. `renderer`: of episodes, if there are any.
+        `then`: calls a function once a journal position is on the disk."""
         self.facts = facts
         self._lines = lines
         self._state = state
@@ -76,6 +77,7 @@ class RunObserver:
         self._drift = drift
         self._spans = spans
         self._urls = urls
+        self._down = down
         self._then = then
         self._rows: list[tuple[LineFile, bytes]] = []  # to be written with the next StepTrained
         for eval_set in evaluations.sets:
@@ -116,6 +118,7 @@ class RunObserver:
     def snapshot(self) -> Snapshot:
         """Return the current state of the run."""
         self.facts.urls = dict(self._urls)
+        self.facts.down = dict(self._down)
         self.facts.num_tokens = self._trajectories.num_tokens
         self.facts.account = self._trajectories.ledger.account
         self.facts.rank_s, self.facts.instance_s = self._spans.seconds()

@@ -131,7 +131,9 @@ def _drop_group(t: AuditTables, order: cmd.DropGroup) -> None:
 
 def _fate_of(t: AuditTables, id: GroupId) -> str:
     group = t.groups.get(id)
-    return f"committed to step {group.step + 1}" if group is not None else t.outcomes.get(id, "never admitted")
+    if group is not None and group.step is not None:
+        return f"committed to step {group.step + 1}"
+    return t.outcomes.get(id, "never admitted")
 
 
 def _is_confirmed(t: AuditTables, order: cmd.DropGroup) -> bool:

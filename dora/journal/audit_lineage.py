@@ -39,7 +39,7 @@ def _on_version_published(t: AuditTables, event: ev.VersionPublished) -> None:
 def _on_checkpoint_saved(t: AuditTables, event: ev.CheckpointSaved) -> None:
     expected = t.chains.get(event.step - 1, event.chain)
     if event.chain != expected:
-        t.find(LINEAGE, "step", event.step, f"continues from a checkpoint with chain {event.chain}; expected {expected}")
+        t.find(LINEAGE, "step", event.step, f"follows a checkpoint with chain {event.chain}; expected {expected}")
     t.checkpoints.add(event.step)
 
 

@@ -57,7 +57,7 @@ class AuditReport:
     lengths: Mapping[str, Lengths]  #: by outcome: generated, trained, filtered, failed, discarded (if finished)
     broken_by_design: Mapping[str, str]  #: constraint that the strategy breaks by design -> how often
     max_live_versions: int
-    migrations: int  #: trajectories, evaluation samples included, that were stopped and continued on another instance
+    migrations: int  #: trajectories (evaluation samples, too) stopped and continued on another instance
     recovered: int  #: trajectories that continued after their instance was lost
     environment_failed: int  #: trajectories without a reward because their environment could not go on
     episode_replays: int  #: of lost environments

@@ -96,12 +96,22 @@ class Rate:
         return (total - before) / (end - start) if end > start else 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class Down:
+    """A server that is not up."""
+
+    since: float
+    reason: str  #: "" until it has come up or failed to for the first time
+    then: str  #: what happens next
+
+
 @dataclass(slots=True, kw_only=True)
 class ShellFacts:
     """The facts about one run."""
 
     run_id: str
     strategy: str
+    task: str = ""  #: what the prompts ask for; "" if the configuration does not say so
     has_environment: bool = False
     num_servers: int = 0  #: servers of the configuration
     num_ranks: int = 0  #: ranks of the trainer
@@ -126,6 +136,7 @@ class ShellFacts:
     problems: list[str] = field(default_factory=list)  #: distinct ones, as they came up
     alarms: list[Alarm] = field(default_factory=list)  #: drift alarms, cleared ones included; the latest of each name
     urls: dict[InstanceId, str] = field(default_factory=dict)  #: of the instances that are up
+    down: dict[InstanceId, Down] = field(default_factory=dict)  #: the instances that are not up
     lags_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_LAGS))  #: event-loop lag, latest samples
     max_lag_s: float = 0.0  #: since the start
 

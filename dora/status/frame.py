@@ -49,7 +49,8 @@ def frame(s: Snapshot, width: int, height: int | None = None) -> list[Line]:
     lines = [*_sentence(s, width, is_over=is_over), Line(_progress(s, width)), *_learning(s, width)]
     lines += [_tokens(s, is_over=is_over), _row("staleness", _staleness(s), is_optional=True)]
     lines += [_row("trainer", f"idle {idle_text(s) or '-'}"), _left_out(s)] if is_over else [*_work(s), *_versions(s)]
-    lines += [_checks(s), *_problems(s), _row("run", f"{s.strategy}, K = {s.max_staleness}  {s.run_id}")]
+    lines += [_checks(s), *_problems(s), *([_row("task", s.task, is_optional=True)] if s.task else [])]
+    lines += [_row("run", f"{s.strategy}, K = {s.max_staleness}  {s.run_id}")]
     surplus = len(lines) - height if height is not None else 0
     optional = [i for i, line in enumerate(lines) if line.is_optional]
     left_out = set(optional[-surplus:]) if surplus > 0 else set()
@@ -155,9 +156,9 @@ def _staleness(s: Snapshot) -> str:
 
 def _work(s: Snapshot) -> Iterator[Line]:
     """What the trainer did last, the step that is being formed, and why nothing more is admitted."""
-    mean, last = idle_text(s), s.trainer.idle_share
+    mean, share = idle_text(s), s.trainer.idle_share
     waited = f", waiting for {s.trainer.idle_reason}" if s.trainer.idle_reason else ""
-    idle = "" if last is None else f"{100 * last:.0f} % of the last {'one' if mean else 'step'}{waited}"
+    idle = "" if share is None else f"{100 * share:.0f} % of the last {'one' if mean else 'step'}{waited}"
     yield _row("trainer", f"idle {'; '.join(filter(None, (mean, idle)))}" if idle else "-")
     forming = f"step {s.step_forming + 1:,}: {s.step_committed:,} of {s.groups_per_step:,} groups"
     yield _row("forming", forming if s.step_forming < s.num_steps else "-")
@@ -228,8 +229,8 @@ def _checks(s: Snapshot) -> Line:
 
 
 def _problems(s: Snapshot) -> Iterator[Line]:
-    """The raised alarms and the latest problems; the number of lines is the same throughout a run."""
-    found = [f"drift: {alarm.text}" for alarm in s.alarms if alarm.cleared is None]
+    """The servers that are down, the raised alarms and the latest problems, in the same number of lines throughout."""
+    found = [*s.down, *(f"drift: {alarm.text}" for alarm in s.alarms if alarm.cleared is None)]
     if s.environment is not None and s.environment.failed:
         found.append(f"environment failed: {by_cause(s.environment.failed)}")
     found += reversed(s.problems)

@@ -26,7 +26,7 @@ from dora.status.drift import Alarm
 from dora.status.durations import DurationHistogram
 from dora.status.episodes import EnvironmentRow
 from dora.status.facts import SKIPPED, Score, ShellFacts, StepFacts, TokenAccount
-from dora.status.sentence import sentence
+from dora.status.sentence import ENDED, duration, sentence
 
 #: The user's request about an instance, by its membership.
 _ASKED = {
@@ -39,6 +39,8 @@ _ASKED = {
 STARTING = "starting"
 #: Number of steps over which the time left and the trained tokens per second are averaged.
 AVERAGED_STEPS = 5
+#: Number of servers that are down to name.
+MAX_DOWN = 4
 #: Maximum number of rewards in a snapshot.
 MAX_REWARDS = 256
 
@@ -116,6 +118,7 @@ class Snapshot:
     sentence: str  #: what is going on, in plain words
     run_id: str
     strategy: str
+    task: str  #: what the prompts ask for; "" if the configuration does not say so
     phase: str  #: starting, running, finished, interrupted, failed
     reason: str  #: why it ended; "" until then
     uptime_s: float
@@ -157,6 +160,7 @@ class Snapshot:
     trained_tokens_per_s: float  #: over the last steps
     counts: Counts
     environment: EnvironmentRow | None  #: None without one
+    down: tuple[str, ...]  #: servers that are down, why, and what happens next; the first MAX_DOWN and a count
     problems: tuple[str, ...]  #: problems that do not stop the run, such as a failed reward; each once, oldest first
     alarms: tuple[Alarm, ...]  #: drift alarms, cleared ones included; the latest of each name
     by_design: dict[str, str]  #: constraint (C1, C2, C3) that the strategy breaks by design -> how often it broke it
@@ -175,6 +179,7 @@ def snapshot(state: State, shell: ShellFacts) -> Snapshot:
         sentence="",
         run_id=shell.run_id,
         strategy=shell.strategy,
+        task=shell.task,
         phase=shell.phase,
         reason=shell.reason,
         uptime_s=state.now,
@@ -216,6 +221,7 @@ def snapshot(state: State, shell: ShellFacts) -> Snapshot:
         trained_tokens_per_s=_trained_tokens_per_s(shell),
         counts=_counts(state),
         environment=_environment(state) if shell.has_environment else None,
+        down=_down(state, shell),
         problems=tuple(shell.problems),
         alarms=tuple(shell.alarms),
         by_design=_by_design(state),
@@ -351,6 +357,21 @@ def _counts(state: State) -> Counts:
         migrations=counters.migrations,
         recovered=counters.recovered,
     )
+
+
+def _down(state: State, shell: ShellFacts) -> tuple[str, ...]:
+    """Describe the servers that are down while the run goes on; during the start only those that failed."""
+    if shell.phase in ENDED:
+        return ()
+    found = [
+        f"server {id} has been down for {duration(state.now - down.since)}: {down.reason}; {down.then}"
+        if down.reason
+        else f"server {id} has not come up for {duration(state.now - down.since)}"
+        for id, down in shell.down.items()
+        if down.reason or shell.phase == "running"
+    ]
+    more = len(found) - MAX_DOWN
+    return (*found[:MAX_DOWN], *([f"{more:,} more server{'s are' if more > 1 else ' is'} down"] if more > 0 else []))
 
 
 def _environment(state: State) -> EnvironmentRow:

@@ -23,6 +23,7 @@ from dora.engine.errors import ServerGone
 from dora.engine.sglang.client import EngineClient
 from dora.engine.sglang.engine import SglangEngine
 from dora.errors import ConfigError, RemoteError, RunFailed
+from dora.status.facts import Down
 from tests.controller.fakes import FakeEngines, FakeServer
 from tests.engine.scripted_server import ScriptedServer
 
@@ -110,6 +111,22 @@ async def test_a_server_that_dies_is_lost_with_its_counts_and_comes_back_as_anot
             assert isinstance(up, InstanceUp)
             assert up.incarnation == incarnation + 1
         assert kept.servers[0].starts == 4
+
+
+async def test_a_server_is_down_from_its_loss_until_it_is_back_with_the_latest_reason() -> None:
+    kept = Kept(1)
+    async with serving(kept):
+        assert kept.fleet.down == {}
+        kept.servers[0].failures = [RemoteError("http://engine-0: connection refused")]
+        kept.servers[0].die()
+        assert isinstance(await kept.next(), InstanceLost)
+        assert kept.fleet.down == {ZERO: Down(0.0, "http://engine-0 died", "it is started again")}
+        seen = []
+        while ZERO not in kept.fleet.urls:
+            seen.append(dict(kept.fleet.down))
+            await asyncio.sleep(0)
+        assert seen[-1] == {ZERO: Down(0.0, "http://engine-0: connection refused", "it is started again")}
+        assert kept.fleet.down == {}
 
 
 async def test_a_condemned_server_is_lost_killed_and_started_again() -> None:

@@ -95,7 +95,7 @@ def saved(entries: Entries, steps: int, *, chain: str | None = None) -> Entries:
 
 def test_a_checkpoint_of_another_chain_is_named(entries: Entries, audited: Audited) -> None:
     assert lineage(audited(saved(entries, 1))) == {}
-    assert "from a checkpoint with chain another" in lineage(audited(saved(entries, 1, chain="another")))["step 2"]
+    assert "follows a checkpoint with chain another" in lineage(audited(saved(entries, 1, chain="another")))["step 2"]
 
 
 def test_a_checkpoint_deleted_while_fewer_than_two_newer_ones_are_kept_is_named(

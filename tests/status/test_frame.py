@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from rich.cells import cell_len
 
+from dora.config.schema import SUMS
 from dora.status.drift import Alarm
 from dora.status.facts import Score
 from dora.status.frame import frame, sparkline
@@ -209,6 +210,18 @@ def test_a_constraint_that_is_broken_is_shown(four: Snapshot):
     [line] = [line for line in frame(broken, 120) if line.text.startswith("checks")]
     assert line.text.startswith("checks     3 scheduling aborts; C1 broken by design: 5 answers mix versions; ")
     assert line.style == "bold red"
+
+
+def test_a_server_that_is_down_is_the_first_problem(four: Snapshot):
+    down = "server 2 has been down for 12 s: connection refused; it is started again"
+    shown = lines(worded(four, down=(down,), problems=("not graded: a",)), 120)
+    assert shown[shown.index(f"problems   {down}") + 1] == "           not graded: a"
+
+
+def test_the_task_is_said_if_the_configuration_says_it(four: Snapshot):
+    assert not any(line.startswith("task") for line in lines(four, 80))
+    *_, task, run = lines(worded(four, task=SUMS), 80)
+    assert (task, run[:3]) == (f"task       {SUMS}", "run")
 
 
 def test_a_sparkline_goes_from_the_lowest_to_the_highest_value():

@@ -8,10 +8,11 @@ import json
 import pytest
 
 from dora.core.admission import Refusal
+from dora.core.ids import InstanceId
 from dora.core.state import State
 from dora.errors import ProtocolError
-from dora.status.facts import RATE_SPAN_S, RECENT_STEPS, Rate, ShellFacts
-from dora.status.snapshot import MAX_REWARDS, Snapshot, decode, encode, snapshot
+from dora.status.facts import RATE_SPAN_S, RECENT_STEPS, Down, Rate, ShellFacts
+from dora.status.snapshot import MAX_DOWN, MAX_REWARDS, Snapshot, decode, encode, snapshot
 from tests.core.world import settings
 from tests.status.conftest import Watched, step_facts
 
@@ -146,6 +147,28 @@ def test_rewards_go_from_the_first_step_to_the_latest_however_long_the_run_is(nu
     assert (rewards[0], rewards[-1]) == (facts.rewards[0], facts.rewards[-1])
     assert min(num_steps, 100) <= len(rewards) <= MAX_REWARDS
     assert list(rewards) == sorted(set(rewards))
+
+
+def test_a_server_that_is_down_is_shown_with_its_time_reason_and_what_happens_next():
+    state, facts = State(settings()), ShellFacts(run_id="r", strategy="dora", phase="running")
+    facts.down[InstanceId(2)] = Down(5.0, "connection refused", "it is started again")
+    facts.down[InstanceId(3)] = Down(0.0, "", "it is started again")
+    state.now = 17.0
+    assert snapshot(state, facts).down == (
+        "server 2 has been down for 12 s: connection refused; it is started again",
+        "server 3 has not come up for 17 s",
+    )
+    facts.phase = "starting"
+    assert len(snapshot(state, facts).down) == 1, "a server that starts is no problem"
+    facts.phase = "finished"
+    assert snapshot(state, facts).down == ()
+
+
+def test_of_many_servers_that_are_down_the_first_are_named():
+    facts = ShellFacts(run_id="r", strategy="dora", phase="running")
+    facts.down = {InstanceId(i): Down(0.0, "died", "it is started again") for i in range(1000)}
+    *named, rest = snapshot(State(settings()), facts).down
+    assert (len(named), rest) == (MAX_DOWN, "996 more servers are down")
 
 
 def test_counters_that_must_stay_0_are_shown(job: Watched):

@@ -48,7 +48,7 @@ function figures(s) {
     "moves": `${count(s.counts.migrations)} answers moved, ${count(s.counts.recovered)} recovered after a loss, ${count(s.counts.late_completions)} late completions ignored`,
     ...episodes(s),
     "drift alarms": s.alarms.length ? s.alarms.map((a) => element("div", { class: a.cleared === null ? "wrong" : "" }, alarmText(a))) : "none",
-    "problems": s.problems.length ? s.problems.map((text) => element("div", {}, text)) : "none",
+    "problems": s.down.length + s.problems.length ? [...s.down, ...s.problems].map((text) => element("div", {}, text)) : "none",
     "controller's delay": `median ${number(1000 * s.lag_p50_s)} ms, p99 ${number(1000 * s.lag_p99_s)} ms, longest ${number(1000 * s.lag_max_s)} ms`,
   };
 }
