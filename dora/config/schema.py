@@ -147,7 +147,8 @@ class EngineConfig(Section):
 
     urls: tuple[str, ...] = ()
     """Addresses of servers that the run does not start itself (external instances). They may be combined with
-    `instances`."""
+    `instances`. They speak SGLang's protocol, as those of both kinds do: SGLang servers or `dora serve`, whatever
+    `kind` is."""
     instances: int | None = Field(default=None, ge=0)
     """Number of servers that the run starts and supervises (managed instances). Unset: 4 if `urls` is empty, else 0.
     `dora` needs at least K + 1 instances in all."""

@@ -195,7 +195,6 @@ class Fleet:
                 log.warning("instance_start_failed", instance=instance, failures=failures, reason=str(err))
                 await member.server.kill()
                 continue
-            del self.down[instance]
             reason = await self._wait_for_its_end(instance, member, url)
             del self.urls[instance]
             self._note_down(instance, reason)
@@ -213,7 +212,7 @@ class Fleet:
     def _note_down(self, instance: InstanceId, reason: str) -> None:
         is_external = isinstance(self._members[instance].server, ExternalServer)
         since = self.down[instance].since if instance in self.down else self._now()
-        then = "waiting until it answers" if is_external else "it is started again"
+        then = "waiting for it to answer" if is_external else "being restarted"
         self.down[instance] = Down(since, reason, then)
 
     async def _bring_up(self, instance: InstanceId, member: _Member) -> str:
@@ -222,6 +221,7 @@ class Fleet:
         member.condemned.clear()
         member.incarnation += 1
         self.urls[instance] = url
+        self.down.pop(instance, None)
         log.info("instance_up", instance=instance, url=url, incarnation=member.incarnation)
         await self._inbox.emit(
             InstanceUp(

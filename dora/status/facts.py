@@ -102,7 +102,7 @@ class Down:
 
     since: float
     reason: str  #: "" until it has come up or failed to for the first time
-    then: str  #: what happens next
+    then: str  #: what is done about it
 
 
 @dataclass(slots=True, kw_only=True)

@@ -160,7 +160,7 @@ class Snapshot:
     trained_tokens_per_s: float  #: over the last steps
     counts: Counts
     environment: EnvironmentRow | None  #: None without one
-    down: tuple[str, ...]  #: servers that are down, why, and what happens next; the first MAX_DOWN and a count
+    down: tuple[str, ...]  #: servers that are down, what is done about it, and why: the first MAX_DOWN, and a count
     problems: tuple[str, ...]  #: problems that do not stop the run, such as a failed reward; each once, oldest first
     alarms: tuple[Alarm, ...]  #: drift alarms, cleared ones included; the latest of each name
     by_design: dict[str, str]  #: constraint (C1, C2, C3) that the strategy breaks by design -> how often it broke it
@@ -364,7 +364,7 @@ def _down(state: State, shell: ShellFacts) -> tuple[str, ...]:
     if shell.phase in ENDED:
         return ()
     found = [
-        f"server {id} has been down for {duration(state.now - down.since)}: {down.reason}; {down.then}"
+        f"server {id} has been down for {duration(state.now - down.since)} ({down.then}): {down.reason}"
         if down.reason
         else f"server {id} has not come up for {duration(state.now - down.since)}"
         for id, down in shell.down.items()

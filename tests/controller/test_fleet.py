@@ -120,12 +120,12 @@ async def test_a_server_is_down_from_its_loss_until_it_is_back_with_the_latest_r
         kept.servers[0].failures = [RemoteError("http://engine-0: connection refused")]
         kept.servers[0].die()
         assert isinstance(await kept.next(), InstanceLost)
-        assert kept.fleet.down == {ZERO: Down(0.0, "http://engine-0 died", "it is started again")}
+        assert kept.fleet.down == {ZERO: Down(0.0, "http://engine-0 died", "being restarted")}
         seen = []
         while ZERO not in kept.fleet.urls:
             seen.append(dict(kept.fleet.down))
             await asyncio.sleep(0)
-        assert seen[-1] == {ZERO: Down(0.0, "http://engine-0: connection refused", "it is started again")}
+        assert seen[-1] == {ZERO: Down(0.0, "http://engine-0: connection refused", "being restarted")}
         assert kept.fleet.down == {}
 
 
@@ -166,6 +166,7 @@ async def test_a_server_that_never_starts_is_given_up_and_the_others_go_on() -> 
         await kept.fleet.keep(ZERO)  # returns: given up
     assert kept.servers[0].starts == MAX_START_FAILURES
     assert kept.servers[0].kills == MAX_START_FAILURES
+    assert kept.fleet.down[ZERO] == Down(0.0, "engine-0: no memory", "given up after 5 failed starts")
     async with keeping(Kept(1)) as other:
         assert isinstance(await other.next(), InstanceUp)
 

@@ -213,7 +213,7 @@ def test_a_constraint_that_is_broken_is_shown(four: Snapshot):
 
 
 def test_a_server_that_is_down_is_the_first_problem(four: Snapshot):
-    down = "server 2 has been down for 12 s: connection refused; it is started again"
+    down = "server 2 has been down for 12 s (being restarted): connection refused"
     shown = lines(worded(four, down=(down,), problems=("not graded: a",)), 120)
     assert shown[shown.index(f"problems   {down}") + 1] == "           not graded: a"
 

@@ -149,13 +149,13 @@ def test_rewards_go_from_the_first_step_to_the_latest_however_long_the_run_is(nu
     assert list(rewards) == sorted(set(rewards))
 
 
-def test_a_server_that_is_down_is_shown_with_its_time_reason_and_what_happens_next():
+def test_a_server_that_is_down_is_shown_with_its_time_and_reason_and_what_is_done():
     state, facts = State(settings()), ShellFacts(run_id="r", strategy="dora", phase="running")
-    facts.down[InstanceId(2)] = Down(5.0, "connection refused", "it is started again")
-    facts.down[InstanceId(3)] = Down(0.0, "", "it is started again")
+    facts.down[InstanceId(2)] = Down(5.0, "connection refused", "being restarted")
+    facts.down[InstanceId(3)] = Down(0.0, "", "being restarted")
     state.now = 17.0
     assert snapshot(state, facts).down == (
-        "server 2 has been down for 12 s: connection refused; it is started again",
+        "server 2 has been down for 12 s (being restarted): connection refused",
         "server 3 has not come up for 17 s",
     )
     facts.phase = "starting"
@@ -166,7 +166,7 @@ def test_a_server_that_is_down_is_shown_with_its_time_reason_and_what_happens_ne
 
 def test_of_many_servers_that_are_down_the_first_are_named():
     facts = ShellFacts(run_id="r", strategy="dora", phase="running")
-    facts.down = {InstanceId(i): Down(0.0, "died", "it is started again") for i in range(1000)}
+    facts.down = {InstanceId(i): Down(0.0, "died", "being restarted") for i in range(1000)}
     *named, rest = snapshot(State(settings()), facts).down
     assert (len(named), rest) == (MAX_DOWN, "996 more servers are down")
 
