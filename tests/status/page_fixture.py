@@ -299,7 +299,7 @@ class Run:
             task=SCRIPT
             if self.name == SCRIPT
             else "Sums: a3b4c2= asks for 3 + 4 + 2; answers that end in 09 are right.",
-            down=() if is_over else (f"server 1 has been down for 3 s (being restarted): {self.name} ended",),
+            down=(f"server 1 has been down for 3 s (being restarted): {SCRIPT}",) if self.name == SCRIPT else (),
             scores=tuple(
                 Score(
                     name=self.name,
