@@ -260,6 +260,8 @@ def report_job(config: Config, report: Report) -> None:
     broken = "".join(f"; breaks {name} by design" for name in config.rules.broken_by_design)
     report("strategy", f"{rollout.strategy}, K = {config.max_staleness} in force, "
                        f"at most {live} live versions (+ 1 under evaluation){broken}")  # fmt: skip
+    if config.task.description:
+        report("task", config.task.description)
     report("job", f"{config.run.steps} steps of {rollout.groups_per_step} groups x {rollout.group_size} answers, "
                   f"at most {rollout.max_new_tokens} tokens each")  # fmt: skip
     managed = f"{config.num_managed} of kind {engine.kind} started here on {engine.device}"

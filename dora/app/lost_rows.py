@@ -16,7 +16,7 @@ def lost_rows(metrics: Path, recorded: Recorded, *, again_from: int) -> str:
     scored = {row.get("version") for kind in kinds for row in read_rows(metrics, kind=kind)}
     lost_steps = [step for step in range(min(again_from, recorded.state.feed.trained)) if step not in steps]
     lost_scores = [version for version in sorted(recorded.evaluated) if version not in scored]
-    found = [f"steps {ranges(lost_steps)}"] if lost_steps else []
+    found = [f"steps {ranges(step + 1 for step in lost_steps)}"] if lost_steps else []
     found += [f"evaluations of versions {ranges(lost_scores)}"] if lost_scores else []
     return f"{metrics}: a crash has lost the rows of {' and of '.join(found)}" if found else ""
 

@@ -237,6 +237,7 @@ class Opened:
             facts=ShellFacts(
                 run_id=self.folder.run_id,
                 strategy=job.config.rollout.strategy,
+                task=job.config.task.description,
                 has_environment=bool(job.config.environment.name),
                 num_servers=job.config.num_instances,
                 num_ranks=0 if job.rollout_only else job.config.trainer.ranks,
@@ -251,6 +252,7 @@ class Opened:
             max_kept_bytes=job.config.log.trajectories_mb * 2**20,
             spans=self.spans,
             urls=fleet.urls,
+            down=fleet.down,
             then=self.commits.then,
             renderer=renderer,
         )

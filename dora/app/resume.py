@@ -376,8 +376,8 @@ def require_same_history(recorded: Recorded, start: Start, *, settings: bytes, c
     if start.step < recorded.state.feed.trained and settings != lineage_settings(parse(recorded.config)):
         altered = _keys_that_change(lineage_settings, parse(recorded.config), config)
         raise ConfigError(
-            f"--resume: {', '.join(altered)}: cannot change now: steps {start.step} to "
-            f"{recorded.state.feed.trained - 1} must be trained again with the same settings; resume without the "
+            f"--resume: {', '.join(altered)}: cannot change now: steps {start.step + 1} to "
+            f"{recorded.state.feed.trained} must be trained again with the same settings; resume without the "
             "change, stop with Ctrl-C, which writes a checkpoint, and change it then"
         )
 

@@ -8,7 +8,7 @@ from dora.errors import one_line
 from dora.journal.run_folder import RunFolder
 from dora.status.episodes import by_cause
 from dora.status.facts import Score
-from dora.status.frame import by_set, mean_text, moves
+from dora.status.frame import by_set, idle_text, mean_text, moves
 from dora.status.snapshot import Snapshot
 
 
@@ -23,9 +23,8 @@ def summary(now: Snapshot, *, folder: RunFolder, violations: int) -> list[str]:
         f"  {now.num_tokens:,} tokens sampled, {now.num_trained_tokens:,} trained "
         f"({now.num_trained_tokens / max(now.uptime_s, 1e-9):,.0f} per second over the whole run)"
     )
-    if now.trainer.idle_share is not None:
-        idle = sum(s.idle_s for s in now.steps) / max(sum(s.duration_s for s in now.steps), 1e-9)
-        lines.append(f"  trainer idle: {idle:.0%} of the last {len(now.steps)} steps")
+    if idle := idle_text(now):
+        lines.append(f"  trainer idle: {idle}")
     if any(now.staleness):
         total = sum(now.staleness)
         shares = ", ".join(f"{i}: {n / total:.0%}" for i, n in enumerate(now.staleness))

@@ -27,6 +27,8 @@ DEFAULT_INSTANCES = 4
 #: What an embedded engine that the run starts is given.
 EMBEDDED_SLOTS = 24
 EMBEDDED_KV_TOKENS = 16_384
+#: What the prompts of the default job ask for.
+SUMS = "Sums: a3b4c2= asks for 3 + 4 + 2; answers that end in 09 are right."
 
 
 def secret(variable: str) -> Any:
@@ -111,9 +113,13 @@ class RolloutConfig(Section):
     refill: bool = False
     """Admit new prompts under old versions too, where rule F allows it. 3-10 % slower in simulation."""
     calls: Literal["keep", "pinned", "release"] = "release"
-    """What an episode holds while its environment is called. `keep`: its slot and its KV. `pinned`: slot and KV for as
-    long as computing the KV again would take; then it gives both up, but the last instance of its version stays with
-    that version. `release`: like `pinned`, but after a while the last instance may serve another version."""
+    """What an episode holds on its server while its environment is called: a slot, which another episode could use, and
+    the KV of its tokens, which has to be computed again if it is given up. `keep`: both, until the call ends. `pinned`:
+    both for about as long as computing the KV again would take, and then neither; the episode continues on any server
+    of its version, and the last server of that version stays with it even if it has nothing to do until calls end.
+    `release`: like `pinned`, but after a while that last server may load another version; when a call ends, the next
+    free server loads the old one again. The choice affects only the speed: `keep` suits calls that are shorter than
+    computing the KV, `release` long ones. It has no effect without an environment."""
     watchdog_s: Seconds = 120.0
     """An instance is lost if none of its requests gets a token for this long, even if it still answers health checks;
     reading a long prompt counts as progress. A single request that gets no token for three times as long, while others
@@ -141,7 +147,8 @@ class EngineConfig(Section):
 
     urls: tuple[str, ...] = ()
     """Addresses of servers that the run does not start itself (external instances). They may be combined with
-    `instances`."""
+    `instances`. They speak SGLang's protocol, as those of both kinds do: SGLang servers or `dora serve`, whatever
+    `kind` is."""
     instances: int | None = Field(default=None, ge=0)
     """Number of servers that the run starts and supervises (managed instances). Unset: 4 if `urls` is empty, else 0.
     `dora` needs at least K + 1 instances in all."""
@@ -305,6 +312,8 @@ class SourceConfig(Section):
     """Column that holds chat messages, a list of {role, content}. If set, it is used in place of `prompt`."""
     answer: str = "answer"
     """Column that holds the reference answer, which is passed to the reward. Empty: the rows have none."""
+    description: str = ""
+    """What the prompts ask for, in a sentence: the terminal, the page and `dora check` show it beside the run."""
     options: dict[str, Any] = Field(default={})
     """Further arguments of the source; for `arithmetic` and `reasoning_gym`, parameters of the generator."""
     weight: Annotated[float, Field(gt=0.0)] = 1.0
@@ -349,7 +358,7 @@ class RewardConfig(Section):
 class TaskConfig(Section):
     """The prompts, and how answers are scored."""
 
-    sources: tuple[SourceConfig, ...] = (SourceConfig(options={"max_terms": 48}),)
+    sources: tuple[SourceConfig, ...] = (SourceConfig(description=SUMS, options={"max_terms": 48}),)
     """Prompt sources, mixed by their weights."""
     rewards: tuple[RewardConfig, ...] = (RewardConfig(kind="regex", pattern=r"(?:^|\D)(\d\d)$"),)
     """Terms of the reward. Default with an environment: none, so that only the environment gives rewards. Default
@@ -378,6 +387,11 @@ class TaskConfig(Section):
     them. A control group enforces it if the system provides one; otherwise memory is measured every 0.1 s
     ([SECURITY.md](SECURITY.md#rewards)). A grader that exceeds it is killed with all its processes, and the trajectory
     is `grading_failed`."""
+
+    @property
+    def description(self) -> str:
+        """What the prompts ask for, of all sources that say so."""
+        return " ".join(dict.fromkeys(source.description for source in self.sources if source.description))
 
 
 class EnvironmentConfig(Section):

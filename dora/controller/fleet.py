@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -28,6 +28,7 @@ from dora.engine.api import Capabilities, InferenceEngine
 from dora.engine.errors import ServerGone
 from dora.engine.shapes import require_same_shapes
 from dora.errors import ConfigError, RemoteError, RunFailed
+from dora.status.facts import Down
 
 log = structlog.get_logger(__name__)
 
@@ -118,6 +119,7 @@ class Fleet:
         self._next = InstanceId(max([len(servers) - 1, *rows]) + 1)
         self._keepers: asyncio.TaskGroup | None = None
         self.urls: dict[InstanceId, str] = {}  #: of the instances that are up
+        self.down: dict[InstanceId, Down] = {}  #: the instances that are not
 
     def loops(self) -> list[tuple[str, Loop]]:
         """Return the named coroutines to run together with the controller."""
@@ -159,6 +161,7 @@ class Fleet:
             member.keeper.cancel()
             await asyncio.wait({member.keeper})
         self.urls.pop(instance, None)
+        self.down.pop(instance, None)
         try:
             await member.server.stop()
         except RemoteError as err:
@@ -178,6 +181,7 @@ class Fleet:
         """Keep one instance up until cancelled, or until MAX_START_FAILURES consecutive starts have failed."""
         member = self._members[instance]
         failures = 0
+        self._note_down(instance, "")
         while failures < MAX_START_FAILURES:
             if failures:
                 await asyncio.sleep(min(RESTART_PAUSE_S * 2**failures, MAX_RESTART_PAUSE_S))
@@ -187,20 +191,29 @@ class Fleet:
                 if isinstance(err, ConfigError) and not member.has_joined:
                     raise
                 failures += 1
+                self._note_down(instance, str(err))
                 log.warning("instance_start_failed", instance=instance, failures=failures, reason=str(err))
                 await member.server.kill()
                 continue
             reason = await self._wait_for_its_end(instance, member, url)
             del self.urls[instance]
+            self._note_down(instance, reason)
             counts = self._in_flight.fence(instance)
             log.warning("instance_lost", instance=instance, reason=reason, trajectories=len(counts))
             await self._inbox.emit(InstanceLost(self._now(), instance, member.incarnation, counts, reason))
             await member.server.kill()
             failures = 1  # for a short pause before the restart
         member.given_up = True
+        self.down[instance] = replace(self.down[instance], then=f"given up after {failures} failed starts")
         log.error("instance_given_up", instance=instance, failures=failures)
         if all(member.given_up for member in self._members.values()):
             raise RunFailed("no inference server is left: each failed to start five times; see the servers' logs")
+
+    def _note_down(self, instance: InstanceId, reason: str) -> None:
+        is_external = isinstance(self._members[instance].server, ExternalServer)
+        since = self.down[instance].since if instance in self.down else self._now()
+        then = "waiting for it to answer" if is_external else "being restarted"
+        self.down[instance] = Down(since, reason, then)
 
     async def _bring_up(self, instance: InstanceId, member: _Member) -> str:
         url = await member.server.start()
@@ -208,6 +221,7 @@ class Fleet:
         member.condemned.clear()
         member.incarnation += 1
         self.urls[instance] = url
+        self.down.pop(instance, None)
         log.info("instance_up", instance=instance, url=url, incarnation=member.incarnation)
         await self._inbox.emit(
             InstanceUp(

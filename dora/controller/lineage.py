@@ -39,7 +39,7 @@ class Lineage:
         earlier = StepId(step - 1)
         chain = self._chains.get(earlier) or self._trained.get(earlier)
         if chain is None:
-            raise RunFailed(f"step {step} cannot be trained: the chain of step {step - 1} is unknown")
+            raise RunFailed(f"step {step + 1} cannot be trained: the chain of step {step} is unknown")
         return chain
 
     def after(self, step: StepId) -> str:
@@ -62,7 +62,7 @@ class Lineage:
         known = self._trained.setdefault(step, chain)
         if chain != known:
             raise RunFailed(
-                f"step {step} would be trained again on different data (chain {chain}, previously {known}): "
+                f"step {step + 1} would be trained again on different data (chain {chain}, previously {known}): "
                 "the journal, the token store or the data has changed"
             )
         self._chains[step] = chain

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -40,7 +39,7 @@ from dora.files import LineFile
 from dora.journal.deep import KeptTrajectory
 from dora.status.drift import Alarm, DriftWatch
 from dora.status.episodes import EpisodeStats
-from dora.status.facts import RECENT_STEPS, Score, ShellFacts, StepFacts
+from dora.status.facts import Down, Score, ShellFacts, StepFacts
 from dora.status.snapshot import Snapshot, snapshot, trainer_waits_for
 from dora.tasks.tokenizer import Tokenizer
 
@@ -64,11 +63,12 @@ class RunObserver:
         max_kept_bytes: int,
         spans: SpanRecorder,
         urls: Mapping[InstanceId, str],
+        down: Mapping[InstanceId, Down],
         then: Callable[[int, Callable[[], None]], None],
         renderer: Renderer | None = None,
     ) -> None:
-        """`urls`: of the instances that are up. `renderer`: of episodes, if the run has any. `then`: calls a function
-        once a journal position is on the disk."""
+        """`urls`: of the instances that are up; `down`: those that are not. `renderer`: of episodes, if there are any.
+        `then`: calls a function once a journal position is on the disk."""
         self.facts = facts
         self._lines = lines
         self._state = state
@@ -77,6 +77,7 @@ class RunObserver:
         self._drift = drift
         self._spans = spans
         self._urls = urls
+        self._down = down
         self._then = then
         self._rows: list[tuple[LineFile, bytes]] = []  # to be written with the next StepTrained
         for eval_set in evaluations.sets:
@@ -89,7 +90,8 @@ class RunObserver:
         self._told = {row.get("step") for row in read_rows(metrics, kind="step")}  # steps that have a row
         facts.scores += earlier_scores(metrics)
         facts.starting = {*state.instances}
-        facts.steps.extend(earlier_steps(metrics))
+        for step in earlier_steps(metrics):
+            facts.note_step(step)
         facts.num_trained_tokens = earlier_trained_tokens(metrics)
         recall_alarms(drift, metrics)
         facts.alarms = [*drift.alarms.values()]
@@ -116,6 +118,7 @@ class RunObserver:
     def snapshot(self) -> Snapshot:
         """Return the current state of the run."""
         self.facts.urls = dict(self._urls)
+        self.facts.down = dict(self._down)
         self.facts.num_tokens = self._trajectories.num_tokens
         self.facts.account = self._trajectories.ledger.account
         self.facts.rank_s, self.facts.instance_s = self._spans.seconds()
@@ -230,7 +233,7 @@ class RunObserver:
         )
         self._waited_for = ""
         if not self.facts.steps or report.step > self.facts.steps[-1].step:
-            self.facts.steps.append(facts)
+            self.facts.note_step(facts)
         self._trajectories.ledger.train(report.step)
         self.facts.num_trained_tokens += num_tokens
         self.facts.trainer_metrics = report.metrics
@@ -394,13 +397,11 @@ def earlier_trained_tokens(metrics: Path) -> int:
     return total
 
 
-def earlier_steps(metrics: Path) -> list[StepFacts]:
-    """Read the latest steps from before a resume; torn rows are ignored."""
-    steps: deque[StepFacts] = deque(maxlen=RECENT_STEPS)
+def earlier_steps(metrics: Path) -> Iterator[StepFacts]:
+    """Yield the steps from before a resume; torn rows are ignored."""
     for row in read_rows(metrics, kind="step"):
         with suppress(ValueError):
-            steps.append(msgspec.convert(row, StepFacts))
-    return [*steps]
+            yield msgspec.convert(row, StepFacts)
 
 
 def earlier_scores(metrics: Path) -> list[Score]:

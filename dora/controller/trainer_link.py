@@ -181,7 +181,7 @@ class TrainerLink:
         if message.note:
             self.tell(message.note)
         for reason in self._skipped:
-            self.tell(f"{reason}; the trainer continues from step {message.next_step}")
+            self.tell(f"{reason}; the trainer continues from step {message.next_step + 1}")
         await self.emit(ev.TrainerReady(self.now(), steps.pop()))
 
     async def _emit_script(self) -> None:
@@ -200,7 +200,7 @@ class TrainerLink:
             case wire.MicroBatchDone():
                 await self.emit(ev.MicroBatchTrained(self.now(), message.step, message.index))
             case wire.StepDone():
-                self._require_chain(message.chain, step=message.step, what=f"step {message.step}")
+                self._require_chain(message.chain, step=message.step, what=f"step {message.step + 1}")
                 self.on_step(StepReport(message.step, dict(message.metrics)))
                 await self.emit(ev.StepTrained(self.now(), message.step, message.chain))
             case wire.CheckpointWritten():

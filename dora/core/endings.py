@@ -45,7 +45,7 @@ def drop(state: State, group: Group, *, outcome: str, reason: str) -> None:
         rewards = ", ".join(f"{'none' if reward is None else f'{reward:g}'} x {n}" for reward, n in common)
         fail(
             state,
-            f"step {state.formation.step} had to top up {state.top_ups} groups (rollout.max_top_up is "
+            f"step {state.formation.step + 1} had to top up {state.top_ups} groups (rollout.max_top_up is "
             f"{state.settings.max_top_up:g} x {state.settings.groups_per_step}); the last one left as {key}; "
             f"their siblings' rewards: {rewards}; {_advice(state)}",
         )

@@ -97,7 +97,7 @@ class Formation:
     def admit(self, deadline: int) -> None:
         """Count a new unconsumed group."""
         if not 0 <= self._index(deadline) < len(self.due):
-            raise InvariantViolation(f"C3: a group is due at step {deadline} while step {self.step} is formed")
+            raise InvariantViolation(f"C3: a group is due at step {deadline + 1} while step {self.step + 1} is formed")
         self.due[self._index(deadline)] += 1
 
     def commit(self, deadline: int) -> None:
@@ -116,7 +116,7 @@ class Formation:
     def close(self) -> None:
         """Form the next step; InvariantViolation if a group that is due now is not committed."""
         if self.due[0]:
-            raise InvariantViolation(f"C3: step {self.step} closes without {self.due[0]} groups that are due now")
+            raise InvariantViolation(f"C3: step {self.step + 1} closes without {self.due[0]} groups that are due now")
         self.step = StepId(self.step + 1)
         self.committed = 0
         self.due.pop(0)

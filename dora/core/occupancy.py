@@ -35,6 +35,9 @@ def begin(state: State, trajectory: Trajectory, instance: Instance, *, footprint
     trajectory.attempt += 1
     trajectory.move(_RESIDENT)
     trajectory.seen_at = state.now
+    if trajectory.left is not None:
+        state.counters.migrations += trajectory.left != instance.id
+        trajectory.left = None
     seat(state, trajectory, instance, footprint=footprint)
     state.out.append(
         Generate(trajectory.id, trajectory.attempt, instance.id, trajectory.version, trajectory.num_tokens)

@@ -99,10 +99,9 @@ def on_generation_stopped(state: State, event: ev.GenerationStopped) -> None:
     check_spans(state, trajectory, event.spans)
     take_count(state, trajectory, event.num_tokens)
     target = unreserve(state, trajectory)
-    end(state, trajectory)
+    trajectory.left = end(state, trajectory).id
     can_move = target is not None and target.takes_work and target.version == trajectory.version
     if target is not None and can_move and not is_abandoned(trajectory):
-        state.counters.migrations += 1
         footprint = footprint_of(state, trajectory.num_prompt_tokens, trajectory.num_tokens)
         begin(state, trajectory, target, footprint=footprint)
     else:

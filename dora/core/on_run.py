@@ -47,10 +47,10 @@ def culprit(state: State) -> str:
     if state.feed.open_step is None:
         return "the trainer has not reported ready"
     if waves is not None and waves.sent > state.feed.waves_done:
-        return f"the trainer works on micro-batch {state.feed.waves_done} of step {state.feed.open_step}"
+        return f"the trainer works on micro-batch {state.feed.waves_done} of step {state.feed.open_step + 1}"
     groups = [g for g in state.ledger.groups.values() if g.phase in (GroupPhase.GENERATING, GroupPhase.GRADING)]
     if not groups:
-        return f"step {state.formation.step} waits, and every admitted group is complete"
+        return f"step {state.formation.step + 1} waits, and every admitted group is complete"
     group = min(groups, key=lambda g: (g.deadline, g.id))
     open_ones = [t for t in group.trajectories if t.phase is not TrajectoryPhase.GRADED]
     where = ", ".join(
@@ -60,7 +60,7 @@ def culprit(state: State) -> str:
     waited_s = state.now - group.admitted_at
     return (
         f"group {group.id} of version {group.version}, admitted {waited_s:.0f} s ago, "
-        f"holds up step {state.formation.step}: {where}"
+        f"holds up step {state.formation.step + 1}: {where}"
     )
 
 

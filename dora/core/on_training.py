@@ -13,11 +13,12 @@ from dora.core.steps import step_trained
 
 def on_trainer_ready(state: State, event: ev.TrainerReady) -> None:
     if event.step > state.formation.step:
-        fail(state, f"the trainer starts at step {event.step}, but only {state.formation.step} steps are closed")
+        fail(state, f"the trainer starts at step {event.step + 1}, but only {state.formation.step} steps are closed")
         return
     if event.step < min(state.feed.checkpoints):
         oldest = min(state.feed.checkpoints)
-        fail(state, f"the trainer starts at step {event.step}, but what it would train again is kept from {oldest} on")
+        kept = f"what it would train again is kept from step {oldest + 1} on"
+        fail(state, f"the trainer starts at step {event.step + 1}, but {kept}")
         return
     while state.feed.trained < event.step:
         step_trained(state, state.feed.trained)  # its event was lost with an earlier controller
@@ -33,7 +34,7 @@ def on_micro_batch_trained(state: State, event: ev.MicroBatchTrained) -> None:
         return
     step = feed.steps.get(event.step)
     if step is None or event.index >= len(step.waves):
-        fail(state, f"the trainer says that it trained micro-batch {event.index} of step {event.step}: it has none")
+        fail(state, f"the trainer says that it trained micro-batch {event.index} of step {event.step + 1}: it has none")
         return
     feed.uneven_s += step.slack[feed.waves_done] * (state.now - feed.busy_since)
     feed.busy_since = state.now

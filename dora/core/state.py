@@ -39,7 +39,7 @@ class Counters:
     scheduling_aborts: int = 0  #: trajectories stopped on command and not resumed from all their tokens (C2)
     staleness_violations: int = 0  #: groups committed outside 0 <= s - v <= K (C3)
     late_completions: int = 0  #: events of an old attempt or incarnation, ignored
-    migrations: int = 0  #: trajectories moved to a peer
+    migrations: int = 0  #: trajectories (evaluation samples, too) stopped and continued on another instance
     replays: int = 0  #: of lost environments
     recovered: int = 0  #: trajectories that continued elsewhere after their instance was lost
     #: trajectories without a reward because their environment could not go on, by cause

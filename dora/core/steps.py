@@ -50,7 +50,7 @@ def _commit(state: State, group: Group) -> None:
     step, staleness = state.formation.step, state.counters.staleness
     if not state.formation.staleness_allowed(group.version, step=step):
         state.counters.staleness_violations += 1
-        fail(state, f"C3: group {group.id} of version {group.version} committed to step {step}")
+        fail(state, f"C3: group {group.id} of version {group.version} committed to step {step + 1}")
     else:
         staleness += [0] * (step - group.version + 1 - len(staleness))
         staleness[step - group.version] += 1

@@ -26,7 +26,8 @@ class Subject(NamedTuple):
     id: int
 
     def __str__(self) -> str:
-        return f"{self.kind} {self.id}"
+        """In words, steps count from 1."""
+        return f"{self.kind} {self.id + (self.kind == 'step')}"
 
 
 RUN: Final = Subject("run", 0)

@@ -41,6 +41,7 @@ class Trajectory:
     phase: TrajectoryPhase = _WAITING
     instance: Instance | None = None  #: where it is decoded or, if CALLING, keeps its slot; else None
     last: Instance | None = None  #: where its last turn was decoded; set by a call, until it is dispatched again
+    left: InstanceId | None = None  #: where its request was stopped; set until it is dispatched again
     target: Instance | None = None  #: where a slot and KV are reserved for its move; only while STOPPING
     attempt: int = 0  #: of its latest command
     failures: int = 0  #: failed requests, not counting lost instances

@@ -189,7 +189,7 @@ def _count_resumption(t: AuditTables, id: TrajectoryId, answer: AuditedAnswer, i
     """Count a migration (the controller stopped the answer, which continues elsewhere) or a recovery (after a loss)."""
     if answer.recovering:
         t.recovered += 1
-    elif answer.left is not None and answer.left != instance and id >= 0:
+    elif answer.left is not None and answer.left != instance:
         t.migrations += 1
     answer.recovering = False
     answer.left = None

@@ -46,7 +46,7 @@ def _admit_group(t: AuditTables, order: cmd.AdmitGroup) -> None:
         t.find(VERSIONS, "group", id, f"is admitted at version {version}, which is not in the store")
     last = _last_step(t, version)
     if order.deadline != last or last < t.forming:
-        found = f"of version {version} is due at {last}, not {order.deadline}; forming {t.forming}"
+        found = f"of version {version} is due at step {last + 1}, not {order.deadline + 1}; forming {t.forming + 1}"
         t.find(C3_COMMIT, "group", id, found)
     t.admitted = max(t.admitted, id + 1)
     t.groups[id] = AuditedGroup(version, last)
@@ -98,15 +98,15 @@ def _commit_group(t: AuditTables, order: cmd.CommitGroup) -> None:
     id, staleness = order.group, order.step - order.version
     group = t.groups.get(id)
     if group is None or group.step is not None:
-        t.find(C2_LEDGER, "group", id, f"is committed to step {order.step}, but was {_fate_of(t, id)}")
+        t.find(C2_LEDGER, "group", id, f"is committed to step {order.step + 1}, but was {_fate_of(t, id)}")
         return
     if group.version != order.version:
         t.find("C1 tag", "group", id, f"is committed as version {order.version}, but its tag is {group.version}")
     if not 0 <= staleness <= t.settings.max_lag:
-        found = f"of version {order.version} is committed to step {order.step}: {staleness} stale"
+        found = f"of version {order.version} is committed to step {order.step + 1}: {staleness} stale"
         t.find(C3_COMMIT, "group", id, found)
     if order.step != t.forming:
-        t.find(C3_COMMIT, "group", id, f"is committed to step {order.step} while step {t.forming} is formed")
+        t.find(C3_COMMIT, "group", id, f"is committed to step {order.step + 1} while step {t.forming + 1} is formed")
     ungraded = [s for s in t.siblings(id) if s not in t.answers or not t.answers[s].graded]
     if ungraded:
         t.find(C2_SIBLINGS, "group", id, f"is committed without its siblings {ungraded}, which are not graded")
@@ -131,7 +131,9 @@ def _drop_group(t: AuditTables, order: cmd.DropGroup) -> None:
 
 def _fate_of(t: AuditTables, id: GroupId) -> str:
     group = t.groups.get(id)
-    return f"committed to step {group.step}" if group is not None else t.outcomes.get(id, "never admitted")
+    if group is not None and group.step is not None:
+        return f"committed to step {group.step + 1}"
+    return t.outcomes.get(id, "never admitted")
 
 
 def _is_confirmed(t: AuditTables, order: cmd.DropGroup) -> bool:
@@ -176,14 +178,15 @@ def _close_step(t: AuditTables, order: cmd.CloseStep) -> None:
     unconsumed = {id: g for id, g in t.groups.items() if g.step is None}
     for id, group in unconsumed.items():
         if group.deadline <= order.step:
-            t.find(C3_CLOSE, "group", id, f"is due at step {group.deadline}, but not in step {order.step} as it closes")
+            found = f"is due at step {group.deadline + 1}, but not in step {order.step + 1} as it closes"
+            t.find(C3_CLOSE, "group", id, found)
     is_last = t.source_dry and not unconsumed and t.admitted == t.num_prompts
     full = t.settings.groups_per_step
     if order.num_groups != size or (size != full and not is_last):
         found = f"closes with {order.num_groups} groups; {size} were committed, and a step has {full}"
         t.find(C3_CLOSE, "step", order.step, found)
     if order.step != t.forming:
-        t.find(C3_CLOSE, "step", order.step, f"closes while step {t.forming} is formed")
+        t.find(C3_CLOSE, "step", order.step, f"closes while step {t.forming + 1} is formed")
     step.closed = True
     t.forming = order.step + 1
 
@@ -218,7 +221,7 @@ def _train_micro_batch(t: AuditTables, order: cmd.TrainMicroBatch) -> None:
         if not step.closed:
             t.find(C2_MICRO_BATCH, "step", order.step, "gets its last micro-batch before it is closed")
         for trajectory in sorted(step.due):
-            found = f"is in no micro-batch of its step {order.step}: not trained"
+            found = f"is in no micro-batch of its step {order.step + 1}: not trained"
             t.find(C2_MICRO_BATCH, "trajectory", trajectory, found)
         step.due.clear()
 
@@ -229,7 +232,7 @@ def _feed(t: AuditTables, step: AuditedStep, trajectory: TrajectoryId, order: cm
         step.trajectories.append(trajectory)
     else:
         again = "a second time" if trajectory in step.trajectories else "without being due there"
-        t.find(C2_MICRO_BATCH, "trajectory", trajectory, f"is trained in step {order.step} {again}")
+        t.find(C2_MICRO_BATCH, "trajectory", trajectory, f"is trained in step {order.step + 1} {again}")
     group = group_of(trajectory, group_size=t.settings.group_size)
     if group in step.groups and step.groups[group] // t.settings.groups_per_update != order.update:
         t.find(C2_MICRO_BATCH, "trajectory", trajectory, f"is trained in update {order.update}, which is not its own")

@@ -27,7 +27,7 @@ def _on_version_published(t: AuditTables, event: ev.VersionPublished) -> None:
     version = event.version
     expected = t.chains.get(version - 1, event.chain)
     if event.chain != expected:
-        t.find(LINEAGE, "version", version, f"has chain {event.chain}; step {version - 1} has {expected}")
+        t.find(LINEAGE, "version", version, f"has chain {event.chain}; step {version} has {expected}")
     if event.files != t.published.setdefault(version, event.files):
         t.find(LINEAGE, "version", version, "is published again with other bytes, which are served")
     elif event.differs:
@@ -39,7 +39,7 @@ def _on_version_published(t: AuditTables, event: ev.VersionPublished) -> None:
 def _on_checkpoint_saved(t: AuditTables, event: ev.CheckpointSaved) -> None:
     expected = t.chains.get(event.step - 1, event.chain)
     if event.chain != expected:
-        t.find(LINEAGE, "step", event.step, f"has a checkpoint with chain {event.chain}; expected {expected}")
+        t.find(LINEAGE, "step", event.step, f"follows a checkpoint with chain {event.chain}; expected {expected}")
     t.checkpoints.add(event.step)
 
 

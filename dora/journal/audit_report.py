@@ -57,7 +57,7 @@ class AuditReport:
     lengths: Mapping[str, Lengths]  #: by outcome: generated, trained, filtered, failed, discarded (if finished)
     broken_by_design: Mapping[str, str]  #: constraint that the strategy breaks by design -> how often
     max_live_versions: int
-    migrations: int  #: trajectories that the controller stopped and continued on another instance
+    migrations: int  #: trajectories (evaluation samples, too) stopped and continued on another instance
     recovered: int  #: trajectories that continued after their instance was lost
     environment_failed: int  #: trajectories without a reward because their environment could not go on
     episode_replays: int  #: of lost environments
@@ -87,7 +87,7 @@ def render(report: AuditReport, *, max_violations: int = 20) -> str:
         f"  staleness    {staleness} (groups by step - version)",
         *(_length_line(name, lengths) for name, lengths in report.lengths.items()),
         f"  versions     at most {report.max_live_versions} live, evaluated {list(report.evaluations)}",
-        f"  moves        {report.migrations} migrations, {report.recovered} recovered after a loss, "
+        f"  moves        {report.migrations} answers moved, {report.recovered} recovered after a loss, "
         f"{report.late_completions} late completions ignored",
         f"  token store  {tokens}",
         *(

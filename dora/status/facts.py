@@ -96,12 +96,22 @@ class Rate:
         return (total - before) / (end - start) if end > start else 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class Down:
+    """A server that is not up."""
+
+    since: float
+    reason: str  #: "" until it has come up or failed to for the first time
+    then: str  #: what is done about it
+
+
 @dataclass(slots=True, kw_only=True)
 class ShellFacts:
     """The facts about one run."""
 
     run_id: str
     strategy: str
+    task: str = ""  #: what the prompts ask for; "" if the configuration does not say so
     has_environment: bool = False
     num_servers: int = 0  #: servers of the configuration
     num_ranks: int = 0  #: ranks of the trainer
@@ -117,14 +127,27 @@ class ShellFacts:
     instance_s: dict[str, float] = field(default_factory=dict)  #: seconds of all instances by activity
     starting: set[InstanceId] = field(default_factory=set)  #: instances of an earlier controller, not up again yet
     steps: deque[StepFacts] = field(default_factory=lambda: deque(maxlen=RECENT_STEPS))
+    rewards: list[float] = field(default_factory=list)  #: `reward_all_mean` of every step that has one
+    later_s: float = 0.0  #: duration of all steps but the first, whose duration includes the start of the run
+    later_idle_s: float = 0.0  #: the part of it in which the trainer had nothing to do
     trainer_metrics: dict[str, float] = field(default_factory=dict)  #: of the last step
     durations: Durations = field(default_factory=Durations)
     scores: list[Score] = field(default_factory=list)  #: in the order of evaluation
     problems: list[str] = field(default_factory=list)  #: distinct ones, as they came up
     alarms: list[Alarm] = field(default_factory=list)  #: drift alarms, cleared ones included; the latest of each name
     urls: dict[InstanceId, str] = field(default_factory=dict)  #: of the instances that are up
+    down: dict[InstanceId, Down] = field(default_factory=dict)  #: the instances that are not up
     lags_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_LAGS))  #: event-loop lag, latest samples
     max_lag_s: float = 0.0  #: since the start
+
+    def note_step(self, step: StepFacts) -> None:
+        """Add the next trained step."""
+        self.steps.append(step)
+        if step.reward_all_mean is not None:
+            self.rewards.append(step.reward_all_mean)
+        if step.step:
+            self.later_s += step.duration_s
+            self.later_idle_s += step.idle_s
 
     def note_problem(self, text: str) -> bool:
         """Record a problem that does not stop the run; return False if it is already known or there are too many."""

@@ -48,8 +48,9 @@ def frame(s: Snapshot, width: int, height: int | None = None) -> list[Line]:
     is_over = s.phase in ENDED
     lines = [*_sentence(s, width, is_over=is_over), Line(_progress(s, width)), *_learning(s, width)]
     lines += [_tokens(s, is_over=is_over), _row("staleness", _staleness(s), is_optional=True)]
-    lines += [_left_out(s)] if is_over else [*_work(s), *_versions(s)]
-    lines += [_checks(s), *_problems(s), _row("run", f"{s.strategy}, K = {s.max_staleness}  {s.run_id}")]
+    lines += [_row("trainer", f"idle {idle_text(s) or '-'}"), _left_out(s)] if is_over else [*_work(s), *_versions(s)]
+    lines += [_checks(s), *_problems(s), *([_row("task", s.task, is_optional=True)] if s.task else [])]
+    lines += [_row("run", f"{s.strategy}, K = {s.max_staleness}  {s.run_id}")]
     surplus = len(lines) - height if height is not None else 0
     optional = [i for i, line in enumerate(lines) if line.is_optional]
     left_out = set(optional[-surplus:]) if surplus > 0 else set()
@@ -89,6 +90,15 @@ def moves(s: Snapshot) -> str:
     return f"{moved}, {s.counts.recovered:,} recovered after a loss"
 
 
+def idle_text(s: Snapshot) -> str:
+    """Return the share of the steps in which the trainer was idle; "" before the second step.
+
+    The first step is left out: it includes the start of the servers and the first evaluation.
+    """
+    share = s.trainer.mean_idle_share
+    return "" if share is None else f"{100 * share:.0f} % of steps 2 to {s.steps_trained:,}"
+
+
 def _sentence(s: Snapshot, width: int, *, is_over: bool) -> Iterator[Line]:
     num_lines = SENTENCE_LINES[width >= WIDE]
     lines = wrap(one_line(s.sentence), width, max_lines=None if is_over else num_lines, placeholder=" …")
@@ -106,9 +116,9 @@ def _progress(s: Snapshot, width: int) -> str:
 
 def _learning(s: Snapshot, width: int) -> Iterator[Line]:
     sparks = (width - _LABEL) // 3
-    rewards = [step.reward_all_mean for step in s.steps if step.reward_all_mean is not None]
     trained = f", {s.steps[-1].reward_mean:.3f} in trained groups" if s.steps else ""
-    trend = f"{sparkline(rewards, sparks)}  {rewards[0]:.3f} → {rewards[-1]:.3f}{trained}" if rewards else "-"
+    known = s.rewards
+    trend = f"{sparkline(known, sparks)}  {known[0]:.3f} → {known[-1]:.3f}{trained}" if known else "-"
     yield _row("reward", trend)
     own = by_set(s.scores)
     names = s.held_out or tuple(own)
@@ -146,9 +156,10 @@ def _staleness(s: Snapshot) -> str:
 
 def _work(s: Snapshot) -> Iterator[Line]:
     """What the trainer did last, the step that is being formed, and why nothing more is admitted."""
+    mean, share = idle_text(s), s.trainer.idle_share
     waited = f", waiting for {s.trainer.idle_reason}" if s.trainer.idle_reason else ""
-    idle = s.trainer.idle_share
-    yield _row("trainer", "-" if idle is None else f"idle {100 * idle:.0f} % of the last step{waited}")
+    idle = "" if share is None else f"{100 * share:.0f} % of the last {'one' if mean else 'step'}{waited}"
+    yield _row("trainer", f"idle {'; '.join(filter(None, (mean, idle)))}" if idle else "-")
     forming = f"step {s.step_forming + 1:,}: {s.step_committed:,} of {s.groups_per_step:,} groups"
     yield _row("forming", forming if s.step_forming < s.num_steps else "-")
     shown = ("generating", "grading", "complete", "filtered", "failed")
@@ -218,8 +229,8 @@ def _checks(s: Snapshot) -> Line:
 
 
 def _problems(s: Snapshot) -> Iterator[Line]:
-    """The raised alarms and the latest problems; the number of lines is the same throughout a run."""
-    found = [f"drift: {alarm.text}" for alarm in s.alarms if alarm.cleared is None]
+    """The servers that are down, the raised alarms and the latest problems, in the same number of lines throughout."""
+    found = [*s.down, *(f"drift: {alarm.text}" for alarm in s.alarms if alarm.cleared is None)]
     if s.environment is not None and s.environment.failed:
         found.append(f"environment failed: {by_cause(s.environment.failed)}")
     found += reversed(s.problems)

@@ -27,7 +27,7 @@ _COUNTER_HELP = {
     "scheduling_aborts": "C2: trajectories stopped and not resumed with all their tokens; 0 unless oversample.",
     "staleness_violations": "C3: groups committed outside the staleness bound; must stay 0.",
     "late_completions": "Completions of an old attempt, which are ignored.",
-    "migrations": "Trajectories moved to another instance of their version.",
+    "migrations": "Trajectories stopped and continued on another instance of their version.",
     "recovered": "Trajectories continued elsewhere after the loss of their instance.",
 }
 
@@ -44,7 +44,7 @@ def _progress(s: Snapshot) -> Iterator[str]:
     yield from _one("eta_seconds", "gauge", "Estimated time left.", s.eta_s)
     yield from _one("steps", "gauge", "T: number of steps of the job.", s.num_steps)
     yield from _one("steps_trained_total", "counter", "Steps trained.", s.steps_trained)
-    yield from _one("step_forming", "gauge", "Step being formed.", s.step_forming)
+    yield from _one("step_forming", "gauge", "Step being formed, from 0.", s.step_forming)
     yield from _one("step_committed_groups", "gauge", "Groups committed to the step being formed.", s.step_committed)
     yield from _one("newest_version", "gauge", "Newest published policy version.", s.newest_version)
     yield from _one("trainer_idle_share", "gauge", "Share of the last step in which the trainer had nothing to do.",

@@ -34,7 +34,11 @@ STEP_ROW: Final[dict[str, tuple[str, str, str]]] = {
     "scheduling_aborts": ("answers", "C2: stopped and not resumed with all tokens", "scheduling_aborts_total"),
     "staleness_violations": ("groups", "C3: committed outside the bound", "staleness_violations_total"),
     "late_completions": ("events", "completions of an old attempt, which are ignored", "late_completions_total"),
-    "migrations": ("answers", "moved to another instance of their version", "migrations_total"),
+    "migrations": (
+        "answers",
+        "stopped and continued on another instance of their version, evaluation samples included",
+        "migrations_total",
+    ),
     "recovered": ("answers", "continued elsewhere after the loss of their instance", "recovered_total"),
     "environment_failed": ("episodes", "that could not go on, by cause, since the start", "environment_failed_total"),
     "lag_p99_s": (

@@ -26,7 +26,7 @@ from dora.status.drift import Alarm
 from dora.status.durations import DurationHistogram
 from dora.status.episodes import EnvironmentRow
 from dora.status.facts import SKIPPED, Score, ShellFacts, StepFacts, TokenAccount
-from dora.status.sentence import sentence
+from dora.status.sentence import ENDED, duration, sentence
 
 #: The user's request about an instance, by its membership.
 _ASKED = {
@@ -39,6 +39,10 @@ _ASKED = {
 STARTING = "starting"
 #: Number of steps over which the time left and the trained tokens per second are averaged.
 AVERAGED_STEPS = 5
+#: Number of servers that are down to name.
+MAX_DOWN = 4
+#: Maximum number of rewards in a snapshot.
+MAX_REWARDS = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +84,7 @@ class TrainerRow:
     step: int | None  #: the step that it trains or waits for; None until its ranks are ready
     waits_for: str  #: "" while it works
     idle_share: float | None  #: of the last step; None before the first
+    mean_idle_share: float | None  #: of all steps but the first, which includes the start; None before the second
     idle_reason: str  #: what it waited for in the last step
     ranks: int  #: 0 without a trainer (--rollout-only)
     ranks_ready: int  #: ranks that have loaded the model
@@ -113,6 +118,7 @@ class Snapshot:
     sentence: str  #: what is going on, in plain words
     run_id: str
     strategy: str
+    task: str  #: what the prompts ask for; "" if the configuration does not say so
     phase: str  #: starting, running, finished, interrupted, failed
     reason: str  #: why it ended; "" until then
     uptime_s: float
@@ -138,6 +144,7 @@ class Snapshot:
     staleness: tuple[int, ...]  #: groups committed at staleness 0, 1, ... K, and beyond where K does not bound it
     staleness_mean: float | None
     steps: tuple[StepFacts, ...]  #: the latest, oldest first
+    rewards: tuple[float, ...]  #: `reward_all_mean` of all steps or, of many, of every k-th step and the latest
     trainer_metrics: dict[str, float]  #: of the last step (docs/METRICS.md), finite ones over all its tokens
     durations: dict[str, DurationHistogram]  #: by the names of `durations.TIMED`, of this controller
     scores: tuple[Score, ...]  #: held-out, in the order of evaluation
@@ -153,6 +160,7 @@ class Snapshot:
     trained_tokens_per_s: float  #: over the last steps
     counts: Counts
     environment: EnvironmentRow | None  #: None without one
+    down: tuple[str, ...]  #: servers that are down, what is done about it, and why: the first MAX_DOWN, and a count
     problems: tuple[str, ...]  #: problems that do not stop the run, such as a failed reward; each once, oldest first
     alarms: tuple[Alarm, ...]  #: drift alarms, cleared ones included; the latest of each name
     by_design: dict[str, str]  #: constraint (C1, C2, C3) that the strategy breaks by design -> how often it broke it
@@ -171,6 +179,7 @@ def snapshot(state: State, shell: ShellFacts) -> Snapshot:
         sentence="",
         run_id=shell.run_id,
         strategy=shell.strategy,
+        task=shell.task,
         phase=shell.phase,
         reason=shell.reason,
         uptime_s=state.now,
@@ -196,6 +205,7 @@ def snapshot(state: State, shell: ShellFacts) -> Snapshot:
         staleness=tuple(staleness),
         staleness_mean=sum(i * n for i, n in enumerate(staleness)) / sum(staleness) if any(staleness) else None,
         steps=tuple(shell.steps),
+        rewards=_thinned(shell.rewards),
         trainer_metrics={n: v for n, v in shell.trainer_metrics.items() if isfinite(v) and not n.startswith("lag=")},
         durations={n: replace(h, counts=[*h.counts]) for n, h in shell.durations.histograms.items()},
         scores=tuple(shell.scores),
@@ -211,6 +221,7 @@ def snapshot(state: State, shell: ShellFacts) -> Snapshot:
         trained_tokens_per_s=_trained_tokens_per_s(shell),
         counts=_counts(state),
         environment=_environment(state) if shell.has_environment else None,
+        down=_down(state, shell),
         problems=tuple(shell.problems),
         alarms=tuple(shell.alarms),
         by_design=_by_design(state),
@@ -321,6 +332,7 @@ def _trainer(state: State, shell: ShellFacts) -> TrainerRow:
         step=state.feed.open_step,
         waits_for=trainer_waits_for(state),
         idle_share=last.idle_s / last.duration_s if last is not None and last.duration_s > 0 else None,
+        mean_idle_share=shell.later_idle_s / shell.later_s if shell.later_s > 0 else None,
         idle_reason=last.waited_for if last is not None else "",
         ranks=shell.num_ranks,
         ranks_ready=shell.ranks_ready,
@@ -345,6 +357,21 @@ def _counts(state: State) -> Counts:
         migrations=counters.migrations,
         recovered=counters.recovered,
     )
+
+
+def _down(state: State, shell: ShellFacts) -> tuple[str, ...]:
+    """Describe the servers that are down while the run goes on; during the start only those that failed."""
+    if shell.phase in ENDED:
+        return ()
+    found = [
+        f"server {id} has been down for {duration(state.now - down.since)} ({down.then}): {down.reason}"
+        if down.reason
+        else f"server {id} has not come up for {duration(state.now - down.since)}"
+        for id, down in shell.down.items()
+        if down.reason or shell.phase == "running"
+    ]
+    more = len(found) - MAX_DOWN
+    return (*found[:MAX_DOWN], *([f"{more:,} more server{'s are' if more > 1 else ' is'} down"] if more > 0 else []))
 
 
 def _environment(state: State) -> EnvironmentRow:
@@ -384,6 +411,12 @@ def _trained_tokens_per_s(shell: ShellFacts) -> float:
     recent = _averaged(shell)
     duration_s = sum(s.duration_s for s in recent)
     return sum(s.num_tokens for s in recent) / duration_s if duration_s > 0 else 0.0
+
+
+def _thinned(rewards: Sequence[float]) -> tuple[float, ...]:
+    stride = -(-len(rewards) // (MAX_REWARDS - 1)) or 1
+    found = rewards[::stride]
+    return (*found, rewards[-1]) if (len(rewards) - 1) % stride else tuple(found)
 
 
 def _most_first(spent: Mapping[str, float]) -> dict[str, float]:

@@ -143,7 +143,7 @@ def check(batch: MicroBatch, *, max_staleness: int, vocab_size: int) -> None:
     for group, version in zip(batch.groups, batch.versions, strict=True):
         if not 0 <= batch.step - version <= max_staleness:
             raise InvariantViolation(
-                f"C3: group {group} of version {version} was committed to step {batch.step} (K = {max_staleness})"
+                f"C3: group {group} of version {version} was committed to step {batch.step + 1} (K = {max_staleness})"
             )
     n, total = len(batch.lengths), len(batch.tokens)
     if len(np.unique(batch.trajectories)) != len(firsts_of(batch)):

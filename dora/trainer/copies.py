@@ -65,7 +65,7 @@ class FrozenPolicy(ShardedModel):
     def require(self, version: VersionId) -> None:
         """Raise InvariantViolation unless the weights are those of `version`."""
         if self.version != version:
-            raise InvariantViolation(f"the proximal policy has version {self.version}, but step {version} is trained")
+            raise InvariantViolation(f"the proximal policy has version {self.version} in step {version + 1}")
 
 
 class OtherPolicies:

@@ -268,7 +268,7 @@ class Trainer:
         self._close_update()
         if (self._step + 1) % CHECK_EVERY == 0:
             self._clock.switch("forward_backward")
-            self._check_again(f"the weights after step {self._step}, which are neither published nor saved")
+            self._check_again(f"the weights after step {self._step + 1}, which are neither published nor saved")
         sums, updates = self._sums.reduce(), self._updates
         self._clock.switch("copying")
         weights = self._gather()

@@ -107,7 +107,7 @@ def test_a_finished_run_can_be_given_more_steps(killed: Story) -> None:
 
 def test_a_damaged_newest_checkpoint_costs_steps_and_not_the_run(killed: Story) -> None:
     killed.require("extended")
-    told = re.findall(r"(\S+) .*; the trainer continues from step 5", killed.told["extended"].replace("dora: ", ""))
+    told = re.findall(r"(\S+) .*; the trainer continues from step 6", killed.told["extended"].replace("dora: ", ""))
     assert [Path(path).name for path in told] == ["rank-0.safetensors"]
     assert len(list((killed.folder / "checkpoints").glob(".damaged-*"))) == 1
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from dora.config.load import dump, load, parse
-from dora.config.schema import Config, EngineConfig, SourceConfig, TaskConfig
+from dora.config.schema import SUMS, Config, EngineConfig, SourceConfig, TaskConfig
 from dora.errors import ConfigError
 
 
@@ -84,7 +84,16 @@ def test_lists_are_reached_by_index_and_the_first_index_past_the_end_appends():
         None, ["eval.sets.0.prompts=64", "eval.sets.1.name=other", "task.sources.0.options.max_terms=9"], environ={}
     )
     assert [(s.name, s.prompts) for s in config.eval.sets] == [("heldout", 64), ("other", 512)]
-    assert config.task.sources == (SourceConfig(options={"max_terms": 9}),)
+    assert config.task.sources == (SourceConfig(description=SUMS, options={"max_terms": 9}),)
+
+
+def test_the_task_is_described_by_its_sources_and_not_by_those_of_the_default_job():
+    assert Config().task.description == SUMS
+    own = TaskConfig(
+        sources=(SourceConfig(kind="jsonl"), SourceConfig(description="A."), SourceConfig(description="A."))
+    )
+    assert own.description == "A."
+    assert TaskConfig(sources=(SourceConfig(kind="jsonl"),)).description == ""
 
 
 def test_an_index_beyond_the_end_is_refused():
@@ -117,7 +126,8 @@ def test_a_set_below_a_plain_value_is_refused():
         ("weights.zzz", "valid here: memory_folder, transfer, keep"),
         (
             "task.sources.0.zzzzzzzz",
-            "valid here: kind, name, path, split, prompt, messages, answer, options, weight, label, advantage",
+            "valid here: kind, name, path, split, prompt, messages, answer, description, options, weight, label, "
+            "advantage",
         ),
     ],
 )

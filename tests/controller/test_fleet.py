@@ -23,6 +23,7 @@ from dora.engine.errors import ServerGone
 from dora.engine.sglang.client import EngineClient
 from dora.engine.sglang.engine import SglangEngine
 from dora.errors import ConfigError, RemoteError, RunFailed
+from dora.status.facts import Down
 from tests.controller.fakes import FakeEngines, FakeServer
 from tests.engine.scripted_server import ScriptedServer
 
@@ -112,6 +113,22 @@ async def test_a_server_that_dies_is_lost_with_its_counts_and_comes_back_as_anot
         assert kept.servers[0].starts == 4
 
 
+async def test_a_server_is_down_from_its_loss_until_it_is_back_with_the_latest_reason() -> None:
+    kept = Kept(1)
+    async with serving(kept):
+        assert kept.fleet.down == {}
+        kept.servers[0].failures = [RemoteError("http://engine-0: connection refused")]
+        kept.servers[0].die()
+        assert isinstance(await kept.next(), InstanceLost)
+        assert kept.fleet.down == {ZERO: Down(0.0, "http://engine-0 died", "being restarted")}
+        seen = []
+        while ZERO not in kept.fleet.urls:
+            seen.append(dict(kept.fleet.down))
+            await asyncio.sleep(0)
+        assert seen[-1] == {ZERO: Down(0.0, "http://engine-0: connection refused", "being restarted")}
+        assert kept.fleet.down == {}
+
+
 async def test_a_condemned_server_is_lost_killed_and_started_again() -> None:
     async with serving(Kept(1)) as kept:
         kept.fleet.condemn(ZERO, incarnation=1, reason="no token for 120 s")
@@ -149,6 +166,7 @@ async def test_a_server_that_never_starts_is_given_up_and_the_others_go_on() -> 
         await kept.fleet.keep(ZERO)  # returns: given up
     assert kept.servers[0].starts == MAX_START_FAILURES
     assert kept.servers[0].kills == MAX_START_FAILURES
+    assert kept.fleet.down[ZERO] == Down(0.0, "engine-0: no memory", "given up after 5 failed starts")
     async with keeping(Kept(1)) as other:
         assert isinstance(await other.next(), InstanceUp)
 

@@ -90,9 +90,9 @@ def test_every_wave_names_the_chain_before_its_step_and_the_last_one_the_chain_w
 def test_training_a_step_again_on_different_data_ends_the_run() -> None:
     known = chain_of([[batch()]], settings=b"")
     Lineage(base=BASE, settings=b"", trained={0: known}).add([batch()])
-    with pytest.raises(RunFailed, match="step 0 would be trained again on different data"):
+    with pytest.raises(RunFailed, match="step 1 would be trained again on different data"):
         Lineage(base=BASE, settings=b"", trained={0: known}).add([batch(seed=1)])
-    with pytest.raises(RunFailed, match="step 7 cannot be trained: the chain of step 6 is unknown"):
+    with pytest.raises(RunFailed, match="step 8 cannot be trained: the chain of step 7 is unknown"):
         Lineage(base=BASE, settings=b"", trained={}).before(7)
 
 

@@ -228,7 +228,7 @@ async def test_a_loop_of_the_trainer_that_fails_ends_the_run_with_its_line(jobs:
 async def test_a_frozen_trainer_is_named_when_there_is_no_progress(jobs: Any) -> None:
     job = jobs(no_progress_s=2.0, watchdog_s=1.0)
     job.trainer.frozen = True
-    with pytest.raises(RunFailed, match=r"^no progress for \d s: the trainer works on micro-batch 0 of step 0$"):
+    with pytest.raises(RunFailed, match=r"^no progress for \d s: the trainer works on micro-batch 0 of step 1$"):
         await job.run(timeout_s=6.0)
 
 

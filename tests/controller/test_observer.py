@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import asdict
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from dora.controller.observer import _lengths, _line, earlier_trained_tokens, recall_alarms
+from dora.controller.observer import _lengths, _line, earlier_steps, earlier_trained_tokens, recall_alarms
 from dora.status.drift import DriftWatch
+from dora.status.facts import RECENT_STEPS, ShellFacts
+from tests.status.conftest import step_facts
 
 STALE = {"all/tokens": 100.0, "lag=2/tokens": 100.0, "lag=2/mismatch_k3": 0.5}
 
@@ -73,3 +76,14 @@ def test_a_new_run_has_no_alarms(tmp_path: Path) -> None:
     drift = DriftWatch(precision="float32", updates=1)
     recall_alarms(drift, tmp_path / "metrics.jsonl")
     assert drift.alarms == {}
+
+
+def test_a_resumed_run_knows_the_reward_of_its_first_step_however_many_there_were(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    before = [step_facts(step) for step in range(3 * RECENT_STEPS)]
+    path.write_bytes(b"".join(_line({"kind": "step", **asdict(step)}) for step in before))
+    facts = ShellFacts(run_id="r", strategy="dora")
+    for step in earlier_steps(path):
+        facts.note_step(step)
+    assert facts.rewards == [step.reward_all_mean for step in before]
+    assert [*facts.steps] == before[-RECENT_STEPS:]

@@ -340,7 +340,7 @@ async def test_skipped_checkpoints_are_reported_once() -> None:
         for rank in range(2):
             message = wire.RankReady(rank=rank, next_step=1, skipped=("step-2 is damaged",))
             await one.end.hears(rank, message)
-        assert one.told == ["step-2 is damaged; the trainer continues from step 1"]
+        assert one.told == ["step-2 is damaged; the trainer continues from step 2"]
 
 
 async def test_a_wave_reaches_real_ranks_and_results_in_one_event() -> None:

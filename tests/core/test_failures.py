@@ -220,7 +220,7 @@ def test_more_top_ups_than_allowed_stop_the_job_and_show_the_rewards() -> None:
     core.answer(0, rewards=(0.0, 0.0))
     core.answer(1, rewards=(1.0, 1.0))
     assert core.answer(2, rewards=(0.0, 0.0))[-1] == cmd.FailRun(
-        "step 0 had to top up 3 groups (rollout.max_top_up is 1 x 2); the last one left as filtered: zero variance; "
+        "step 1 had to top up 3 groups (rollout.max_top_up is 1 x 2); the last one left as filtered: zero variance; "
         "their siblings' rewards: 0 x 4, 1 x 2; bring prompts that are neither always nor never solved"
     )
     assert core.tick(1.0) == []
@@ -231,7 +231,7 @@ def test_top_ups_of_groups_that_failed_are_no_reason_to_change_the_prompts() -> 
     core.answer(0, rewards=(None, 0.0))
     core.answer(1, rewards=(None, None))
     assert core.answer(2, rewards=(None, None))[-1] == cmd.FailRun(
-        "step 0 had to top up 3 groups (rollout.max_top_up is 1 x 2); the last one left as failed: grading; "
+        "step 1 had to top up 3 groups (rollout.max_top_up is 1 x 2); the last one left as failed: grading; "
         "their siblings' rewards: none x 5, 0 x 1; most have none, because something failed: log.jsonl and the status "
         "say what"
     )
@@ -261,7 +261,7 @@ def test_no_progress_names_the_group_that_holds_up_the_step_its_instance_and_age
     assert core.tick(100.0) == []
     assert core.tick(1.0) == [
         cmd.FailRun(
-            "no progress for 101 s: group 0 of version 0, admitted 101 s ago, holds up step 0: "
+            "no progress for 101 s: group 0 of version 0, admitted 101 s ago, holds up step 1: "
             "trajectory 1 resident on instance 0"
         )
     ]
@@ -290,7 +290,7 @@ def test_any_other_failure_is_permanent() -> None:
 def test_no_progress_names_a_trainer_that_hangs() -> None:
     core = started(groups_per_step=2, no_progress_s=100.0, watchdog_s=1e6)
     core.answer(0)
-    assert core.tick(101.0) == [cmd.FailRun("no progress for 101 s: the trainer works on micro-batch 0 of step 0")]
+    assert core.tick(101.0) == [cmd.FailRun("no progress for 101 s: the trainer works on micro-batch 0 of step 1")]
 
 
 def test_no_progress_names_a_trainer_that_never_became_ready() -> None:
@@ -316,7 +316,7 @@ def test_a_commit_is_progress_and_having_nothing_outstanding_is_no_lack_of_it() 
 def test_a_trainer_that_reports_a_micro_batch_it_was_never_given_fails_the_run() -> None:
     core = started()
     core.ready()
-    reason = "the trainer says that it trained micro-batch 0 of step 0: it has none"
+    reason = "the trainer says that it trained micro-batch 0 of step 1: it has none"
     assert core.tell(ev.MicroBatchTrained(core.now, 0, 0)) == [cmd.FailRun(reason)]
 
 
@@ -355,7 +355,7 @@ def test_the_trainers_idle_time_is_counted_from_a_restart_on_like_the_steps_dura
 
 def test_a_trainer_that_starts_at_a_step_which_is_not_closed_fails_the_run() -> None:
     core = started(groups_per_step=2)
-    assert core.ready(1) == [cmd.FailRun("the trainer starts at step 1, but only 0 steps are closed")]
+    assert core.ready(1) == [cmd.FailRun("the trainer starts at step 2, but only 0 steps are closed")]
 
 
 def test_waves_are_kept_back_to_the_oldest_checkpoint_that_is_kept() -> None:
@@ -380,7 +380,7 @@ def test_a_trainer_that_starts_before_the_waves_that_are_kept_fails_the_run() ->
     core.tell(ev.CheckpointSaved(core.now, 2, "checkpoints/2"))
     core.restarted()
     assert core.ready(0) == [
-        cmd.FailRun("the trainer starts at step 0, but what it would train again is kept from 1 on")
+        cmd.FailRun("the trainer starts at step 1, but what it would train again is kept from step 2 on")
     ]
 
 

@@ -188,7 +188,7 @@ def test_a_step_never_closes_over_a_group_that_is_due_now() -> None:
     f = formation(n=2, k=0)
     admit_all(f, 0, 0)
     f.commit(0)
-    with pytest.raises(InvariantViolation, match="step 0 closes without 1 groups that are due now"):
+    with pytest.raises(InvariantViolation, match="step 1 closes without 1 groups that are due now"):
         f.close()
 
 
@@ -203,6 +203,6 @@ def test_a_filtered_group_gives_its_place_back() -> None:
 @pytest.mark.parametrize("deadline", [-1, 3, 9])
 def test_a_group_that_is_due_outside_the_next_k_steps_is_never_admitted(deadline: int) -> None:
     f = formation(k=2)
-    with pytest.raises(InvariantViolation, match=f"C3: a group is due at step {deadline} while step 0 is formed"):
+    with pytest.raises(InvariantViolation, match=f"C3: a group is due at step {deadline + 1} while step 1 is formed"):
         f.admit(deadline)
     assert f.num_unconsumed == 0

@@ -35,7 +35,18 @@ def test_check_prints_the_plan_and_changes_nothing(tmp_path: Path) -> None:
     result = run_to_end("check", *settings(status__port=0, run__steps=7, run__folder=tmp_path / "runs"), cwd=tmp_path)
     assert (result.returncode, result.stderr) == (0, "")
     heads = [line[:11].strip() for line in result.stdout.splitlines()]
-    for wanted in ("inputs", "server", "log-probs", "strategy", "job", "rollout", "trainer", "weights", "status"):
+    for wanted in (
+        "inputs",
+        "server",
+        "log-probs",
+        "strategy",
+        "task",
+        "job",
+        "rollout",
+        "trainer",
+        "weights",
+        "status",
+    ):
         assert wanted in heads, result.stdout
     assert "dora, K = 2 in force" in result.stdout
     assert "7 steps of " in result.stdout

@@ -157,13 +157,13 @@ def test_a_reward_without_variance_stops_the_job_and_shows_the_rewards(tmp_path:
         task__sources=rows(tmp_path, hangs=(False, False)),
     )
     result = run_to_end("run", *arguments)
-    says = r"step 0 had to top up 5 groups \(rollout.max_top_up is 2 x 2\); .*filtered: zero variance.* rewards.*0\.5"
+    says = r"step 1 had to top up 5 groups \(rollout.max_top_up is 2 x 2\); .*filtered: zero variance.* rewards.*0\.5"
     assert_one_clear_error(result, code=1, says=says)
     [folder] = (tmp_path / "runs").iterdir()
-    assert run_to_end("status", str(folder)).stdout.startswith("Failed after 0 of 10 steps: step 0 had to top up")
+    assert run_to_end("status", str(folder)).stdout.startswith("Failed after 0 of 10 steps: step 1 had to top up")
     result = run_to_end("run", "--resume", str(folder), *settings(status__port=0))
     assert_one_clear_error(
-        result, code=2, says="the run has failed and cannot be resumed: step 0 had to top up 5 groups"
+        result, code=2, says="the run has failed and cannot be resumed: step 1 had to top up 5 groups"
     )
 
 

@@ -9,11 +9,13 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
+from dora.config.schema import Config, EngineConfig, RolloutConfig
 from dora.engine.api import GenerateRequest
+from dora.engine.engines import open_engine, require_engine
 from dora.engine.errors import PushFailed, ServerGone
 from dora.engine.sglang.client import EngineClient
 from dora.engine.sglang.engine import SglangEngine
@@ -118,6 +120,17 @@ async def test_the_probe_accepts_it(url: str, client: EngineClient) -> None:
     capabilities = await probe(client, url, timeout_s=30)
     assert (capabilities.label, capabilities.slots, capabilities.kv_tokens) == ("run/0", 8, 16384)
     assert await SglangEngine(client).is_alive(url, timeout_s=30)
+
+
+@pytest.mark.parametrize("kind", ["embedded", "sglang"])
+async def test_an_external_server_is_spoken_to_in_the_same_way_whatever_the_kind_of_managed_ones(
+    url: str, kind: Literal["embedded", "sglang"]
+) -> None:
+    config = Config(engine=EngineConfig(kind=kind, urls=(url,)), rollout=RolloutConfig(max_staleness=0))
+    require_engine(config)
+    async with open_engine(config, max_connections=1, vocab_size=64) as engine:
+        assert (await engine.examine(url, timeout_s=30)).label == "run/0"
+        assert (await engine.generate(url, REQUEST, Tokens())).num_tokens == 24
 
 
 async def test_both_forms_of_stream_give_the_same_tokens_and_logprobs(

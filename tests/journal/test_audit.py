@@ -18,7 +18,7 @@ from dora.journal.reader import Journal
 from dora.journal.replay import replay
 from dora.journal.run_folder import RunFolder
 from dora.journal.tokens import TokenWriter
-from tests.core.builders import Core, started
+from tests.core.builders import PROMPT, Core, generate, packing, started, stop
 from tests.core.world import Faults, World, run
 from tests.journal.recorded import (
     RECORDS_PER_FRAME,
@@ -94,6 +94,28 @@ def test_a_real_journal_is_clean_and_its_counts_are_those_of_the_core(
     assert report.token_counts_checked == len(world.totals)
     assert report.run_id == folder.run_id
     assert "audit: C1, C2 and C3 hold" in render(report)
+
+
+def moved(core: Core) -> tuple[int, int]:
+    """The answers moved, as the core and the audit count them."""
+    return core.state.counters.migrations, audit_entries(core.state.settings, core.journal).migrations
+
+
+def test_an_evaluation_sample_that_moves_is_counted_as_any_other_answer() -> None:
+    core = started(instances=2, source=1, eval_prompt_tokens=(PROMPT,) * 5)
+    assert core.drain(0) == [stop(-4, on=0)]
+    assert core.stopped(-4, tokens=7) == [generate(-4, on=1, version=0, attempt=2, tokens=7)]
+    assert moved(core) == (1, 1)
+
+
+def test_an_answer_that_was_stopped_and_queued_has_moved_once_another_instance_continues_it() -> None:
+    core = packing()
+    core.tick(1.0)
+    core.pressed(0)
+    assert core.stopped(22, tokens=7) == []
+    assert moved(core) == (0, 0)
+    assert core.relieved(0) == [generate(22, on=0, version=0, attempt=2, tokens=7)]
+    assert moved(core) == (1, 1)
 
 
 def test_lengths_trained_are_those_generated_minus_the_dropped_ones(world: World) -> None:
@@ -215,13 +237,13 @@ def test_a_group_committed_with_an_ungraded_sibling_is_named(world: World, entri
 
 def test_a_group_trained_twice_is_named(world: World, entries: Entries) -> None:
     _, order = first_command(entries, cmd.CommitGroup, lambda c: c.step == 2)
-    for step, was in ((2, "committed to step 2"), (4, "trained")):
+    for step, was in ((2, "committed to step 3"), (4, "trained")):
         (later, _), _ = first_command(entries, cmd.CloseStep, lambda c, step=step: c.step == step)
         again = cmd.CommitGroup(order.group, order.version, step)
         changed = with_commands(entries, later, [*entries[later][1], again])
         report = audit_entries(world.settings, changed)
         messages = [v.message for v in report.violations if (v.rule, v.id) == ("C2 ledger", f"group {order.group}")]
-        assert messages == [f"is committed to step {step}, but was {was}"]
+        assert messages == [f"is committed to step {step + 1}, but was {was}"]
 
 
 def test_a_group_that_is_never_trained_is_named(entries: Entries, found: Found) -> None:
@@ -279,7 +301,7 @@ def test_a_replayed_step_with_another_split_is_named(entries: Entries, found: Fo
     (at, _), order = first_command(entries, cmd.TrainMicroBatch, lambda c: c.index == 0)
     again = msgspec.structs.replace(order, ranks=order.ranks[::-1])
     messages = found(with_commands(entries, at, [*entries[at][1], again]))
-    assert "is fed again, and differs" in messages[f"C2 micro-batch: step {order.step}"]
+    assert "is fed again, and differs" in messages[f"C2 micro-batch: step {order.step + 1}"]
 
 
 def test_an_answer_over_the_token_budget_is_named(entries: Entries, found: Found) -> None:
@@ -340,16 +362,16 @@ ALTERED: list[tuple[type[cmd.Command], dict[str, object], str, str]] = [
     (cmd.PushWeights, {"version": 99}, "versions: version 99", "not in the store"),
     (cmd.Generate, {"num_tokens": 65}, "C2 budget: trajectory {trajectory}", "more than its budget"),
     (cmd.AdmitGroup, {"version": 99}, "versions: group {group}", "is admitted at version 99"),
-    (cmd.AdmitGroup, {"deadline": 1}, "C3 commit: group {group}", "is due at 2, not 1"),
+    (cmd.AdmitGroup, {"deadline": 1}, "C3 commit: group {group}", "is due at step 3, not 2"),
     (cmd.CommitGroup, {"version": 1}, "C1 tag: group {group}", "is committed as version 1, but its tag is 0"),
-    (cmd.CommitGroup, {"step": 1}, "C3 commit: group {group}", "while step 0 is formed"),
-    (cmd.CloseStep, {"num_groups": 3}, "C3 close: step {step}", "closes with 3 groups; 4 were committed"),
-    (cmd.CloseStep, {"step": 1}, "C3 close: step 1", "closes while step 0 is formed"),
-    (cmd.TrainMicroBatch, {"step": 99}, "C2 micro-batch: step 99", "no group was committed to it"),
-    (cmd.TrainMicroBatch, {"index": 5}, "C2 micro-batch: step {step}", "follows a gap"),
-    (cmd.TrainMicroBatch, {"ranks": ()}, "C2 micro-batch: step {step}", "has 0 ranks"),
-    (cmd.TrainMicroBatch, {"update": 1}, "C2 micro-batch: step {step}", "belongs to the wrong update"),
-    (cmd.TrainMicroBatch, {"last": True}, "C2 micro-batch: step {step}", "before it is closed"),
+    (cmd.CommitGroup, {"step": 1}, "C3 commit: group {group}", "while step 1 is formed"),
+    (cmd.CloseStep, {"num_groups": 3}, "C3 close: step {nth}", "closes with 3 groups; 4 were committed"),
+    (cmd.CloseStep, {"step": 1}, "C3 close: step 2", "closes while step 1 is formed"),
+    (cmd.TrainMicroBatch, {"step": 99}, "C2 micro-batch: step 100", "no group was committed to it"),
+    (cmd.TrainMicroBatch, {"index": 5}, "C2 micro-batch: step {nth}", "follows a gap"),
+    (cmd.TrainMicroBatch, {"ranks": ()}, "C2 micro-batch: step {nth}", "has 0 ranks"),
+    (cmd.TrainMicroBatch, {"update": 1}, "C2 micro-batch: step {nth}", "belongs to the wrong update"),
+    (cmd.TrainMicroBatch, {"last": True}, "C2 micro-batch: step {nth}", "before it is closed"),
 ]
 
 
@@ -359,7 +381,7 @@ def test_an_altered_order_is_named_by_the_rule_that_it_breaks(
 ) -> None:
     at, order = first_command(entries, kind, lambda c: getattr(c, "trajectory", 0) >= 0)
     fields = msgspec.structs.asdict(order)
-    assert said in found(with_command(entries, at, **change))[key.format(**fields)]
+    assert said in found(with_command(entries, at, **change))[key.format(**fields, nth=fields.get("step", 0) + 1)]
 
 
 def test_an_order_given_twice_or_to_nobody_is_named(entries: Entries, found: Found) -> None:
@@ -384,12 +406,12 @@ def test_an_order_given_twice_or_to_nobody_is_named(entries: Entries, found: Fou
 def test_a_step_trained_without_its_last_micro_batch_is_named(entries: Entries, found: Found) -> None:
     at, order = first_command(entries, cmd.TrainMicroBatch, lambda c: c.last)
     messages = found(with_command(entries, at, last=False))
-    assert "before its last micro-batch was sent" in messages[f"C2 micro-batch: step {order.step}"]
+    assert "before its last micro-batch was sent" in messages[f"C2 micro-batch: step {order.step + 1}"]
 
 
 def test_a_trainer_that_starts_ahead_of_what_is_trained_is_named(entries: Entries, found: Found) -> None:
     at, _ = first_event(entries, ev.TrainerReady)
-    assert "is where the trainer starts" in found(with_event(entries, at, step=2))["C2 ledger: step 2"]
+    assert "is where the trainer starts" in found(with_event(entries, at, step=2))["C2 ledger: step 3"]
 
 
 def test_a_version_out_of_turn_is_named(entries: Entries, found: Found) -> None:
@@ -430,8 +452,8 @@ def test_a_removed_event_is_named_by_the_ledger_and_by_replay(world: World, entr
 def test_an_altered_command_that_breaks_no_rule_is_named_by_replay(entries: Entries, found: Found) -> None:
     at, order = first_command(entries, cmd.TrainMicroBatch, lambda c: c.step == 5)
     messages = found(with_command(entries, at, ranks=order.ranks[::-1]))
-    assert list(messages) == ["replay: step 5"]
-    assert "recorded TrainMicroBatch" in messages["replay: step 5"]
+    assert list(messages) == ["replay: step 6"]
+    assert "recorded TrainMicroBatch" in messages["replay: step 6"]
 
 
 def test_damaged_bytes_are_named_with_their_place(world: World, entries: Entries, folder: RunFolder) -> None:

@@ -56,14 +56,14 @@ def test_a_whole_run_has_one_history(entries: Entries, audited: Audited) -> None
 def test_a_step_trained_again_with_another_chain_is_named(entries: Entries, audited: Audited) -> None:
     at, event = first_event(entries, ev.StepTrained)
     found = lineage(audited(again(entries, at, chain="another")))
-    assert "is trained again with chain another" in found[f"step {event.step}"]
+    assert "is trained again with chain another" in found[f"step {event.step + 1}"]
     assert lineage(audited(again(entries, at))) == {}
 
 
 def test_a_version_of_another_chain_than_its_step_is_named(entries: Entries, audited: Audited) -> None:
     at, event = first_event(entries, ev.VersionPublished, lambda e: e.version == 1)
     found = lineage(audited(with_event(entries, at, chain="another")))
-    assert "has chain another; step 0 has" in found[f"version {event.version}"]
+    assert "has chain another; step 1 has" in found[f"version {event.version}"]
 
 
 def test_a_version_served_with_other_bytes_than_it_was_published_with_is_named(
@@ -95,7 +95,7 @@ def saved(entries: Entries, steps: int, *, chain: str | None = None) -> Entries:
 
 def test_a_checkpoint_of_another_chain_is_named(entries: Entries, audited: Audited) -> None:
     assert lineage(audited(saved(entries, 1))) == {}
-    assert "has a checkpoint with chain another" in lineage(audited(saved(entries, 1, chain="another")))["step 1"]
+    assert "follows a checkpoint with chain another" in lineage(audited(saved(entries, 1, chain="another")))["step 2"]
 
 
 def test_a_checkpoint_deleted_while_fewer_than_two_newer_ones_are_kept_is_named(
@@ -105,5 +105,5 @@ def test_a_checkpoint_deleted_while_fewer_than_two_newer_ones_are_kept_is_named(
         *before, (event, _) = saved(entries, steps)
         return lineage(audited([*before, (event, [cmd.DropCheckpoint(1, "step-1")])]))
 
-    assert "loses its checkpoint, but only 1 newer ones are kept" in dropped(2)["step 1"]
+    assert "loses its checkpoint, but only 1 newer ones are kept" in dropped(2)["step 2"]
     assert dropped(3) == {}

@@ -4,7 +4,8 @@
 //   NODE_PATH=node_modules tests/page/pictures.sh
 //   node tests/page/pictures.cjs ADDRESS PREFIX light dark phone wide timeline details samples lost use growing axe times
 //
-// It exits with 1 if axe-core finds something serious, if a text of the run was parsed as markup, or if the page logs an error.
+// It exits with 1 if axe-core finds something serious, if a text of the run was parsed as markup, if a text in a drawing is
+// cut off at the side, or if the page logs an error.
 "use strict";
 const { readFileSync } = require("node:fs");
 const puppeteer = require("puppeteer-core");
@@ -23,10 +24,25 @@ async function open(browser, name) {
     { name: "prefers-color-scheme", value: name === "dark" ? "dark" : "light" },
     { name: "prefers-reduced-motion", value: "reduce" },
   ]);
+  await page.evaluateOnNewDocument(noteClipped);
   await page.goto(address, { waitUntil: "load" });
   await page.waitForFunction(() => document.getElementById("samples-note").textContent, { timeout: 20_000 });
   if (await page.evaluate(() => window.parsed || document.querySelector("img"))) report("a text of the run was parsed as markup");
+  const clipped = await page.evaluate(() => [...window.clipped]);
+  if (clipped.length) report(`cut off at the side of a drawing: ${clipped.join(", ")}`);
   return page;
+}
+
+/** In the page: remember the texts that are drawn beyond the left or right side of their canvas. */
+function noteClipped() {
+  const draw = CanvasRenderingContext2D.prototype.fillText;
+  window.clipped = new Set();
+  CanvasRenderingContext2D.prototype.fillText = function (text, x, y, most = Infinity) {
+    const width = Math.min(most, this.measureText(text).width), { a, e } = this.getTransform();
+    const left = x - width * ({ center: 0.5, right: 1, end: 1 }[this.textAlign] ?? 0);
+    if (a * left + e < -1 || a * (left + width) + e > this.canvas.width + 1) window.clipped.add(text);
+    draw.call(this, text, x, y, ...(most < Infinity ? [most] : []));
+  };
 }
 
 function report(text) {

@@ -30,7 +30,7 @@ class Watched(World):
     def deliver(self, event: ev.Event) -> None:
         super().deliver(event)
         if isinstance(event, ev.StepTrained):
-            self.facts.steps.append(step_facts(event.step, duration_s=self.now - self.trained_at))
+            self.facts.note_step(step_facts(event.step, duration_s=self.now - self.trained_at))
             self.trained_at = self.now
         feed = self.state.feed
         works = feed.open_step is not None and feed.idle_since is None

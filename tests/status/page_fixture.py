@@ -283,6 +283,7 @@ class Run:
                 step=self.trained,
                 waits_for="" if is_over else self._waits_for(),
                 idle_share=0.33,
+                mean_idle_share=0.31,
                 idle_reason="28 answers of 7 groups",
                 ranks=self.ranks,
                 ranks_ready=self.ranks,
@@ -294,6 +295,11 @@ class Run:
             staleness=tuple(self.trained * n for n in (5, 4, 3)),
             staleness_mean=0.83,
             steps=tuple(self.facts(step) for step in range(max(0, self.trained - 100), self.trained)),
+            rewards=(0.25, 0.5),
+            task=SCRIPT
+            if self.name == SCRIPT
+            else "Sums: a3b4c2= asks for 3 + 4 + 2; answers that end in 09 are right.",
+            down=(f"server 1 has been down for 3 s (being restarted): {SCRIPT}",) if self.name == SCRIPT else (),
             scores=tuple(
                 Score(
                     name=self.name,
@@ -459,7 +465,7 @@ RUNS: Mapping[str, Mapping[str, Any]] = {
     "small": {"servers": 4, "steps": 48, "trained": 30},
     "markup": {"servers": 4, "steps": 48, "trained": 30, "name": SCRIPT, "has_episodes": True},
     "tools": {"servers": 4, "steps": 48, "trained": 30, "has_episodes": True},
-    "finished": {"servers": 4, "steps": 48, "trained": 48},
+    "finished": {"servers": 4, "steps": 100, "trained": 100},
     "large": {"servers": 1_000, "steps": 12_000, "trained": 10_000, "ranks": 8, "groups": 256, "k": 2},
 }
 

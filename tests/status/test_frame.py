@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from rich.cells import cell_len
 
+from dora.config.schema import SUMS
 from dora.status.drift import Alarm
 from dora.status.facts import Score
 from dora.status.frame import frame, sparkline
@@ -45,7 +46,13 @@ def version(number: int, **changes: Any) -> VersionRow:
 def trainer(waits_for: str = WAITS, *, ranks_ready: int = 2) -> TrainerRow:
     reason = "12 answers of 3 groups"
     return TrainerRow(
-        step=14, waits_for=waits_for, idle_share=0.23, idle_reason=reason, ranks=2, ranks_ready=ranks_ready
+        step=14,
+        waits_for=waits_for,
+        idle_share=0.23,
+        mean_idle_share=0.07,
+        idle_reason=reason,
+        ranks=2,
+        ranks_ready=ranks_ready,
     )
 
 
@@ -80,6 +87,7 @@ def four(middle: Snapshot) -> Snapshot:
         staleness=(104, 96, 31),
         staleness_mean=0.68,
         steps=tuple(step_facts(i) for i in range(14)),
+        rewards=tuple(0.25 + i / 100 for i in range(14)),
         held_out=("heldout",),
         scores=(score(0, 0.346), score(8, 0.82), score(12, 0.95)),
         dropped={"filtered: zero variance": 29},
@@ -116,6 +124,7 @@ def thousand(four: Snapshot) -> Snapshot:
         versions=(*versions[:-1], replace(versions[-1], is_newest=True, evaluating=True)),
         trainer=trainer("384,000 answers of 24,000 groups (7,200 answers queued)"),
         steps=tuple(step_facts(i) for i in range(100)),
+        rewards=tuple(0.25 + i / 100 for i in range(100)),
         held_out=tuple(f"\x1b[31mset {i} \u202e数学数学数学" for i in range(5)),
         scores=(replace(score(0, 0.5), name="\x1b[31mset 0 \u202e数学数学数学"),),
         problems=("not graded: \x1b]0;title\x07 raised\nin its second line", "b" * 500, "c"),
@@ -183,9 +192,15 @@ def test_a_version_that_is_evaluated_is_told_from_one_that_waits_for_its_turn(fo
     assert notes == {"version": "", "v8": "evaluating", "v14": "to evaluate"}
 
 
-def test_a_finished_run_has_neither_a_next_step_nor_a_trainer(four: Snapshot):
+def test_a_finished_run_has_no_next_step(four: Snapshot):
     ended = worded(four, phase="finished", reason="all 24 steps are trained", steps_trained=24, progress=1.0, eta_s=0.0)
     assert text(ended, 80) == FINISHED_80
+
+
+def test_in_the_first_step_the_trainer_is_idle_for_a_share_of_that_step_alone(four: Snapshot):
+    early = worded(four, trainer=replace(trainer(), mean_idle_share=None))
+    [line] = [line for line in lines(early, 120) if line.startswith("trainer")]
+    assert line == "trainer    idle 23 % of the last step, waiting for 12 answers of 3 groups"
 
 
 def test_a_constraint_that_is_broken_is_shown(four: Snapshot):
@@ -195,6 +210,18 @@ def test_a_constraint_that_is_broken_is_shown(four: Snapshot):
     [line] = [line for line in frame(broken, 120) if line.text.startswith("checks")]
     assert line.text.startswith("checks     3 scheduling aborts; C1 broken by design: 5 answers mix versions; ")
     assert line.style == "bold red"
+
+
+def test_a_server_that_is_down_is_the_first_problem(four: Snapshot):
+    down = "server 2 has been down for 12 s (being restarted): connection refused"
+    shown = lines(worded(four, down=(down,), problems=("not graded: a",)), 120)
+    assert shown[shown.index(f"problems   {down}") + 1] == "           not graded: a"
+
+
+def test_the_task_is_said_if_the_configuration_says_it(four: Snapshot):
+    assert not any(line.startswith("task") for line in lines(four, 80))
+    *_, task, run = lines(worded(four, task=SUMS), 80)
+    assert (task, run[:3]) == (f"task       {SUMS}", "run")
 
 
 def test_a_sparkline_goes_from_the_lowest_to_the_highest_value():
@@ -298,7 +325,7 @@ reward     ▁▂▂▃▃▄▄▅▅▆▆▇▇█  0.250 → 0.380, 0.380 in
 heldout    ▁▆█  0.346 (v0) → 0.950 (v12) held-out
 tokens/s   4,120 sampled, 2,950 trained
 staleness  mean 0.68; groups: 104 at 0, 96 at 1, 31 at 2
-trainer    idle 23 % of the last step, waiting for 12 answers of 3 groups
+trainer    idle 7 % of steps 2 to 14; 23 % of the last one, waiting for 12 answ…
 forming    step 15: 7 of 16 groups
 groups     8 generating, 1 grading, 5 complete, 29 filtered, 0 failed
 admission  open
@@ -322,7 +349,7 @@ reward     ▁▁▁▂▂▂▂▂▃▃▃▃▃▄▄▄▄▄▅▅▅▅▅
 held-out   and 3 more sets: they are in metrics.jsonl
 tokens/s   4,120 sampled, 2,950 trained
 staleness  mean 0.68; groups: 104 at 0, 96 at 1, 31 at 2
-trainer    idle 23 % of the last step, waiting for 12 answers of 3 groups
+trainer    idle 7 % of steps 2 to 100; 23 % of the last one, waiting for 12 answers of 3 groups
 forming    step 104: 7 of 16,384 groups
 groups     8 generating, 1 grading, 5 complete, 29 filtered, 0 failed
 admission  open
@@ -344,6 +371,7 @@ reward     ▁▂▂▃▃▄▄▅▅▆▆▇▇█  0.250 → 0.380, 0.380 in
 heldout    ▁▆█  0.346 (v0) → 0.950 (v12) held-out
 tokens     1,000 sampled, 800 trained
 staleness  mean 0.68; groups: 104 at 0, 96 at 1, 31 at 2
+trainer    idle 7 % of steps 2 to 24
 left out   29 filtered: zero variance
 checks     C1, C2, C3 hold; 12 answers moved, 0 recovered after a loss
 problems   none

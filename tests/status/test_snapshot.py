@@ -8,10 +8,11 @@ import json
 import pytest
 
 from dora.core.admission import Refusal
+from dora.core.ids import InstanceId
 from dora.core.state import State
 from dora.errors import ProtocolError
-from dora.status.facts import RATE_SPAN_S, Rate, ShellFacts
-from dora.status.snapshot import Snapshot, decode, encode, snapshot
+from dora.status.facts import RATE_SPAN_S, RECENT_STEPS, Down, Rate, ShellFacts
+from dora.status.snapshot import MAX_DOWN, MAX_REWARDS, Snapshot, decode, encode, snapshot
 from tests.core.world import settings
 from tests.status.conftest import Watched, step_facts
 
@@ -126,6 +127,48 @@ def test_the_evaluation_under_way_counts_its_graded_samples(job: Watched):
 def test_the_idle_share_is_that_of_the_last_step(middle: Snapshot):
     assert middle.trainer.idle_share == pytest.approx(0.5 / middle.steps[-1].duration_s)
     assert middle.trainer.idle_reason == "3 answers of 2 groups"
+
+
+def test_the_mean_idle_share_leaves_out_the_first_step():
+    facts = ShellFacts(run_id="r", strategy="dora")
+    facts.note_step(step_facts(0, duration_s=100.0, idle_s=90.0))
+    assert snapshot(State(settings()), facts).trainer.mean_idle_share is None
+    for step in range(1, 3 * RECENT_STEPS):
+        facts.note_step(step_facts(step, duration_s=2.0, idle_s=0.5 if step < RECENT_STEPS else 0.0))
+    assert snapshot(State(settings()), facts).trainer.mean_idle_share == pytest.approx(0.25 * 99 / 299)
+
+
+@pytest.mark.parametrize("num_steps", [1, 100, 255, 256, 1_000, 10_001])
+def test_rewards_go_from_the_first_step_to_the_latest_however_long_the_run_is(num_steps: int):
+    facts = ShellFacts(run_id="r", strategy="dora")
+    for step in range(num_steps):
+        facts.note_step(step_facts(step))
+    rewards = snapshot(State(settings()), facts).rewards
+    assert (rewards[0], rewards[-1]) == (facts.rewards[0], facts.rewards[-1])
+    assert min(num_steps, 100) <= len(rewards) <= MAX_REWARDS
+    assert list(rewards) == sorted(set(rewards))
+
+
+def test_a_server_that_is_down_is_shown_with_its_time_and_reason_and_what_is_done():
+    state, facts = State(settings()), ShellFacts(run_id="r", strategy="dora", phase="running")
+    facts.down[InstanceId(2)] = Down(5.0, "connection refused", "being restarted")
+    facts.down[InstanceId(3)] = Down(0.0, "", "being restarted")
+    state.now = 17.0
+    assert snapshot(state, facts).down == (
+        "server 2 has been down for 12 s (being restarted): connection refused",
+        "server 3 has not come up for 17 s",
+    )
+    facts.phase = "starting"
+    assert len(snapshot(state, facts).down) == 1, "a server that starts is no problem"
+    facts.phase = "finished"
+    assert snapshot(state, facts).down == ()
+
+
+def test_of_many_servers_that_are_down_the_first_are_named():
+    facts = ShellFacts(run_id="r", strategy="dora", phase="running")
+    facts.down = {InstanceId(i): Down(0.0, "died", "being restarted") for i in range(1000)}
+    *named, rest = snapshot(State(settings()), facts).down
+    assert (len(named), rest) == (MAX_DOWN, "996 more servers are down")
 
 
 def test_counters_that_must_stay_0_are_shown(job: Watched):

@@ -122,7 +122,7 @@ async def test_ranks_end_the_run_at_a_leak_and_neither_publish_nor_save_nor_resu
             await job.end.send(rank, in_history(batch))
         failed = await job.until(TrainerFailed)
         assert await job.exit_code() == 1
-    assert failed.reason.startswith("under the weights after step 1, which are neither published nor saved, Qwen3For")
+    assert failed.reason.startswith("under the weights after step 2, which are neither published nor saved, Qwen3For")
     assert failed.reason.endswith('resume with trainer.dtype = "float32", and report it')
     assert VersionStore(memory_root=tmp_path / "memory", durable_root=tmp_path / "durable").live() == [0, 1]
     assert [str(path) for path in (tmp_path / "checkpoints").iterdir()] == [kept[0].folder]

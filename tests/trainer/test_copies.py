@@ -171,11 +171,11 @@ def policy(one_rank: None, model_path: Path) -> Policy:
 
 def test_a_copy_of_another_version_is_refused(policy: Policy, model_path: Path) -> None:
     proximal = FrozenPolicy(model_path, policy=policy)
-    with pytest.raises(InvariantViolation, match="has version None, but step 3 is trained"):
+    with pytest.raises(InvariantViolation, match="has version None in step 4"):
         proximal.require(3)
     proximal.refresh(policy, version=3)
     proximal.require(3)
-    with pytest.raises(InvariantViolation, match="has version 3, but step 4"):
+    with pytest.raises(InvariantViolation, match="has version 3 in step 5"):
         proximal.require(4)
 
 

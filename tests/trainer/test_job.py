@@ -277,7 +277,7 @@ def test_a_published_version_is_a_folder_that_transformers_loads(two_ranks, firs
 @pytest.mark.deep
 def test_a_c3_violation_ends_the_job_and_names_the_group(two_ranks):
     reason = next(m.reason for m in two_ranks.reports if isinstance(m, TrainerFailed) and m.rank == 0)
-    assert reason == "C3: group 100 of version 0 was committed to step 4 (K = 2)"
+    assert reason == "C3: group 100 of version 0 was committed to step 5 (K = 2)"
     assert two_ranks.exit_code == 1
 
 

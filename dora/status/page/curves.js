@@ -56,8 +56,14 @@ class Card {
       width: this.node.clientWidth || 280, height: HEIGHT, series: [{ label: this.axis, value: (_, x) => String(x ?? this.x[this.x.length - 1]) }, ...shown.map(line)],
       axes: [{ ...axis, size: 24, gap: 2, incrs: [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000] },
         { ...axis, size: 46, gap: 4, space: 34, values: (_, ticks) => ticks.map((y) => this.format(y)) }],
-      scales: { x: { time: false }, y: { range: this.range } }, cursor: { drag: { x: true, y: false }, y: false }, padding: [8, 8, 0, 0],
+      scales: { x: { time: false }, y: { range: this.range } }, cursor: { drag: { x: true, y: false }, y: false },
+      padding: [8, () => this.half(), 0, 0],
     }, this.data, this.plot);
+  }
+
+  /** Half the width of the largest number on the x axis, which may be at its end. */
+  half() {
+    return 4 + 4 * count(this.x[this.x.length - 1]).length;
   }
 
   /** The value of one series, under the cursor or the latest. */

@@ -37,7 +37,7 @@ function episodes(s) {
 function figures(s) {
   return {
     "run": `${s.run_id}, ${s.phase}${s.reason ? `: ${s.reason}` : ""}`,
-    "trainer": `${count(s.trainer.ranks_ready)} of ${plural(s.trainer.ranks, "rank")} ready; idle for ${percent(s.trainer.idle_share)} of the last step${s.trainer.idle_reason ? `, waiting for ${s.trainer.idle_reason}` : ""}`,
+    "trainer": `${count(s.trainer.ranks_ready)} of ${plural(s.trainer.ranks, "rank")} ready; idle for ${s.trainer.mean_idle_share === null ? "" : `${percent(s.trainer.mean_idle_share)} of steps 2 to ${count(s.steps_trained)}; `}${percent(s.trainer.idle_share)} of the last step${s.trainer.idle_reason ? `, waiting for ${s.trainer.idle_reason}` : ""}`,
     "time of the ranks": spent(s.rank_s),
     "time of the servers": spent(s.instance_s),
     "servers": listed(s.instances_by_phase),
@@ -48,7 +48,7 @@ function figures(s) {
     "moves": `${count(s.counts.migrations)} answers moved, ${count(s.counts.recovered)} recovered after a loss, ${count(s.counts.late_completions)} late completions ignored`,
     ...episodes(s),
     "drift alarms": s.alarms.length ? s.alarms.map((a) => element("div", { class: a.cleared === null ? "wrong" : "" }, alarmText(a))) : "none",
-    "problems": s.problems.length ? s.problems.map((text) => element("div", {}, text)) : "none",
+    "problems": s.down.length + s.problems.length ? [...s.down, ...s.problems].map((text) => element("div", {}, text)) : "none",
     "controller's delay": `median ${number(1000 * s.lag_p50_s)} ms, p99 ${number(1000 * s.lag_p99_s)} ms, longest ${number(1000 * s.lag_max_s)} ms`,
   };
 }

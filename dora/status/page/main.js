@@ -24,9 +24,11 @@ function showHeader(s) {
   say("run", s.run_id);
   say("settings", `${s.strategy}, K = ${s.max_staleness}`);
   say("sentence", s.sentence);
+  say("task", s.task);
   byId("progress").value = s.progress;
   const left = s.eta_s === null || ENDED.includes(s.phase) ? "" : `, about ${time(s.eta_s)} left`;
   say("progress-text", `${count(s.steps_trained)} of ${count(s.num_steps)} steps trained · ${time(s.uptime_s)} elapsed${left}`);
+  byId("down").replaceChildren(...s.down.map((text) => element("div", {}, text))); // no alert: the times change
   const raised = s.alarms.filter((a) => a.cleared === null).map(alarmText);
   if (changed("warnings", [s.problems, raised])) byId("warnings").replaceChildren(...[...raised, ...s.problems].map((text) => element("div", {}, text)));
 }
