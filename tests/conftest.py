@@ -1,7 +1,8 @@
 """Where tests run, and what is kept of a property test that fails.
 
 With several workers (`pytest -n`) a file's tests run in one of them, unless they name a group of their own. Whole runs
-and real servers have processes that keep two cores busy, so that only half of the workers run them at the same time.
+and real servers, the deep tests of three folders, have processes that keep two cores busy, so that only half of the
+workers run them at the same time.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None, N
             continue
         path = item.path.relative_to(_TESTS).as_posix()
         group = path
-        if path.partition("/")[0] in _WHOLE_RUNS:
+        if path.partition("/")[0] in _WHOLE_RUNS and item.get_closest_marker("deep") is not None:
             number = len(whole_runs) % max(1, (os.cpu_count() or 1) // 2)
             group = whole_runs.setdefault(path, f"whole runs {number}")
         item.add_marker(pytest.mark.xdist_group(group))

@@ -76,10 +76,10 @@ def test_a_config_file_is_named_with_line_and_column(tmp_path: Path) -> None:
     [
         (("trainer.device=cuda",), r"trainer.device: 2 ranks need a CUDA device each, .*can use 0 here; set it to cpu"),
         (("engine.device=cuda",), r"engine.device: the instances need 1 CUDA devices .*can use 0 here; set it to cpu"),
-        (("engine.kind=sglang", "engine.device=cuda"), r"engine.device: the instances need 4 CUDA devices .*"),
+        (("engine.kind=sglang", "engine.device=cuda"), r"engine.kind: sglang is not installed; run pip install .*"),
     ],
 )
-def test_missing_cuda_is_found_before_anything_starts(
+def test_a_missing_gpu_or_engine_is_found_before_anything_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, settings: tuple[str, ...], says: str
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
@@ -117,16 +117,18 @@ def test_a_missing_column_is_named_with_those_present(tmp_path: Path) -> None:
     refused(tmp_path, "--set", rows, *NO_EVALUATION, says=says)
 
 
-def test_a_run_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
-    blocked = tmp_path / "file"
-    blocked.touch()
-    result = run_to_end("check", *settings(run__folder=blocked / "runs", status__port=0))
-    said = rf"run.folder: cannot create {blocked}/runs: {blocked} is not a writable folder"
-    assert_one_clear_error(result, code=2, says=said)
-    result = run_to_end("run", *settings(run__folder=blocked / "runs", status__port=0))
-    assert_one_clear_error(result, code=2, says=rf"run.folder: cannot create {blocked}/runs/\S+: Not a directory")
-    result = run_to_end("run", *settings(run__folder=blocked, status__port=0))
-    assert_one_clear_error(result, code=2, says=rf"run.folder: cannot create {blocked}/\S+: File exists")
+@pytest.mark.parametrize(
+    ("command", "folder", "says"),
+    [
+        ("check", "file/runs", r"/file/runs: \S+/file is not a writable folder"),
+        ("run", "file/runs", r"/file/runs/\S+: Not a directory"),
+        ("run", "file", r"/file/\S+: File exists"),
+    ],
+)
+def test_a_run_folder_that_cannot_be_made_is_named(tmp_path: Path, command: str, folder: str, says: str) -> None:
+    (tmp_path / "file").touch()
+    result = run_to_end(command, *settings(run__folder=tmp_path / folder, status__port=0))
+    assert_one_clear_error(result, code=2, says=rf"run.folder: cannot create {tmp_path}{says}")
 
 
 @pytest.mark.parametrize("command", ["audit", "export", "run --resume"])

@@ -178,6 +178,7 @@ def stand_still(seconds: float) -> None:
     time.sleep(seconds)
 
 
+@pytest.mark.deep
 async def test_a_controller_that_stood_still_takes_the_reply_that_came_meanwhile():
     async with pool_of(call_timeout_s=2) as pool:
         await start(pool)

@@ -232,6 +232,7 @@ async def _outcome(call: Coroutine[Any, Any, object]) -> object:
         return err
 
 
+@pytest.mark.deep
 def test_no_sequence_of_our_calls_kills_a_server(
     server: Server,
     model_a: Path,

@@ -178,7 +178,7 @@ async def test_children_of_a_hanging_grader_die_with_it(module):
 
 @pytest.mark.parametrize("response", ["leave_behind", "leave_behind_and_hang", "leave_behind_and_die"])
 async def test_what_a_grader_started_in_other_sessions_ends_with_it(module, response):
-    async with pool_of(timeout_s=10) as pool:
+    async with pool_of(timeout_s=3) as pool:
         await pool.grade(ask(response, str(module / "pids")))
         left = written(module / "pids")
         assert len(left) == 3
