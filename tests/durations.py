@@ -1,6 +1,6 @@
 """How long each test computes and waits, in a file; and the limit for tests outside the deep set.
 
-A pytest plugin (`--durations-file FILE`). CPU seconds are those of the test's process and of all processes below it,
+A pytest plugin (`--durations-file=FILE`). CPU seconds are those of the test's process and of all processes below it,
 with the fixtures that were set up or torn down for the test. A test idles while it neither computes nor waits for a
 core: its wall time less its CPU time, but at most the time for which cores were idle meanwhile.
 """
