@@ -129,8 +129,11 @@ def live_cells(seeds: int) -> list[LiveCell]:
 
 
 def profile() -> str:
-    """Return a digest of the settings that PROFILE gives, whatever its comments."""
-    return hashlib.blake2b(msgspec.json.encode(read_toml(PROFILE), order="sorted"), digest_size=8).hexdigest()
+    """Return a digest of the settings that PROFILE gives, whatever its comments and descriptions."""
+    given = read_toml(PROFILE)
+    for source in given["task"]["sources"]:
+        source.pop("description", None)
+    return hashlib.blake2b(msgspec.json.encode(given, order="sorted"), digest_size=8).hexdigest()
 
 
 def read(path: Path, kind: type[Kind]) -> list[Kind]:

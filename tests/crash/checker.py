@@ -252,7 +252,7 @@ NOTHING = Lost()
 def lost_in(said: str) -> Lost:
     """Read what a run told its user."""
     return Lost(
-        _numbers(re.findall(r"lost the rows of steps ([-\d, ]+)", said)),
+        {step - 1 for step in _numbers(re.findall(r"lost the rows of steps ([-\d, ]+)", said))},  # words count from 1
         _numbers(re.findall(r"of evaluations of versions ([-\d, ]+)", said)),
         _numbers(re.findall(r"lacks versions ([-\d, ]+),", said)),
     )
