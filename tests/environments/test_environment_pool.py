@@ -133,6 +133,7 @@ async def test_a_call_that_never_returns_fails_its_episode_alone(endless):
         assert (await failure(pool, "pid", 1)).reason == "the episode has ended, or never began"
 
 
+@pytest.mark.deep
 @pytest.mark.parametrize("endless", ["power", "stubborn"])
 async def test_a_call_that_cannot_be_left_costs_the_host_and_names_itself(endless):
     async with pool_of(call_timeout_s=2) as pool:

@@ -40,6 +40,7 @@ async def until_gone(process: psutil.Process) -> None:
     assert not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
 
 
+@pytest.mark.deep
 async def test_sigterm_lets_running_requests_finish_and_ends_the_server(wire: Wire) -> None:
     main = wire.server.main_process()
     async with wire.stream(sampling=LONG) as (stream, task):

@@ -131,6 +131,7 @@ async def test_a_rank_acknowledges_many_messages_at_once_without_waiting_to_be_i
         assert end.link(0).num_unacked == MAX_UNACKED - trainer_end.ACK_EVERY + 1
 
 
+@pytest.mark.deep
 async def test_an_acknowledgement_is_sent_with_the_next_message(monkeypatch):
     monkeypatch.setattr(trainer_end, "POLL_MS", 1_000_000)
     async with controller() as (end, address), rank(address) as trainer:
