@@ -125,7 +125,7 @@ class State:
         )
         self.evaluation = Evaluation(prompt_tokens=settings.eval_prompt_tokens, every=settings.eval_every)
         self.counters = Counters(staleness=[0] * (rules.max_staleness + 1))
-        # F and the gate admit K + 1 steps of unconsumed groups, and as many groups may be committed besides.
+        # F and the gate admit K + 1 steps of unconsumed groups, and as many more groups may be committed.
         most = 2 * (rules.max_staleness + 1) * math.ceil(rules.oversample)
         self.window_limit = most * settings.groups_per_step
         window = settings.orchestration.window if rules.has_window else "open"

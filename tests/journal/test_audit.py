@@ -274,7 +274,7 @@ def test_a_group_that_nobody_fetched_is_named(entries: Entries, found: Found) ->
     (at, _), order = first_command(entries, cmd.AdmitGroup, lambda c: c.version == 3)
     forged = cmd.AdmitGroup(GroupId(10_000), 3, order.deadline)
     messages = found(with_commands(entries, at, [*entries[at][1], forged]))
-    assert "is admitted; next is" in messages["C2 ledger: group 10000"]
+    assert "is admitted, but" in messages["C2 ledger: group 10000"]
 
 
 def test_tokens_lost_at_a_migration_are_named(entries: Entries, found: Found) -> None:
@@ -432,7 +432,7 @@ def test_more_live_versions_than_the_window_allows_are_named(entries: Entries, f
 def test_a_version_released_while_it_is_needed_is_named(entries: Entries, found: Found) -> None:
     (at, _), _ = first_command(entries, cmd.AdmitGroup, lambda c: c.version == 3)
     changed = with_commands(entries, at, [*entries[at][1], cmd.ReleaseVersion(3)])
-    assert "is released while" in found(changed)["versions: version 3"]
+    assert "is released, but still needed" in found(changed)["versions: version 3"]
 
 
 def test_an_evaluation_reported_before_its_last_sample_is_named(entries: Entries, found: Found) -> None:
