@@ -103,7 +103,7 @@ def _commit_group(t: AuditTables, order: cmd.CommitGroup) -> None:
     if group.version != order.version:
         t.find("C1 tag", "group", id, f"is committed as version {order.version}, but its tag is {group.version}")
     if not 0 <= staleness <= t.settings.max_lag:
-        found = f"of version {order.version} is committed to step {order.step + 1}: {staleness} stale"
+        found = f"of version {order.version} is committed to step {order.step + 1} with staleness {staleness}"
         t.find(C3_COMMIT, "group", id, found)
     if order.step != t.forming:
         t.find(C3_COMMIT, "group", id, f"is committed to step {order.step + 1} while step {t.forming + 1} is formed")
