@@ -1,4 +1,4 @@
-"""Commands in forks of a process that has imported everything: what each uses is then what its input made it use.
+"""Runs commands in forks of a process that has imported everything, so that what a command uses is due to its input.
 
 `python -m tests.app.forked` reads requests, a line of JSON each: the arguments of a command. It answers each with a
 line: exit code (negative: killed by that signal), CPU seconds, peak memory in bytes, stdout, stderr, and, for `view`,

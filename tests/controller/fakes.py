@@ -1,6 +1,6 @@
 """Stand-ins at the four outside borders (engine, transport, reward, weights), and a controller between them.
 
-Each does its part at once unless a test tells it to freeze, fail or answer late. Everything else is real: the core, the
+Each does its part at once unless a test makes it freeze, fail or answer late. Everything else is real: the core, the
 loop, the effects, the fleet's keepers, the token log and the journal.
 """
 

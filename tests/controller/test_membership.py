@@ -1,4 +1,4 @@
-"""Requests of people to a running fleet: what the core decides, carried out, in a job on fakes."""
+"""Users' requests to a running fleet: what the core decides is carried out, in a job on fakes."""
 
 from __future__ import annotations
 

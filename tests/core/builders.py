@@ -1,7 +1,6 @@
-"""A core with short names for the facts it is told: the tests of single rules read as event lists.
-
-Invariant: every fact is one the shell could report (a completion carries the attempt of the latest order it answers,
-unless told otherwise), and `invariants.check` runs after each. Every method returns the commands of its event.
+"""A core with short names for the events that it receives: the tests of single rules read as event lists. Invariant:
+the shell could report every event (a completion carries the attempt of the latest command that it answers, unless a
+test gives another), and `invariants.check` runs after each. Every method returns the commands of its event.
 """
 
 from __future__ import annotations

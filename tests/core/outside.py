@@ -1,9 +1,7 @@
-"""Everything around one State, held by the test: what each command asked for stays outstanding until the
-test, or a fair scheduler, answers it.
-
-Invariant: it keeps books of its own (tokens, tags, places in steps, what each server really holds) and refuses every
-command that contradicts them; `invariants.check` and `_nothing_idles` run after every event. Called by
-test_state_machine.py and test_regressions.py.
+"""Everything around one State, controlled by the test: the effect of each command stays outstanding until the test, or
+a fair scheduler, completes it. Invariant: it keeps its own accounts (tokens, tags, places in steps, what each server
+really holds) and refuses every command that contradicts them; `invariants.check` and `_nothing_idles` run after every
+event. Called by test_state_machine.py and test_regressions.py.
 """
 
 from __future__ import annotations

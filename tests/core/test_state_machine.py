@@ -1,4 +1,4 @@
-"""The decision core against an outside that answers in any order, late, twice, or not at all.
+"""The decision core in surroundings that answer in any order, late, twice, or not at all.
 
 Each example drives one job through faults that hypothesis chooses; `Outside` refuses whatever breaks a rule. At the end
 the faults stop, and the job has to end by itself. A bug found here becomes an event list in test_regressions.py.

@@ -1,4 +1,4 @@
-"""Shared by whole runs: a policy whose answers take long enough to be caught in their middle."""
+"""Shared by whole runs: a policy whose answers take long enough to be interrupted."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The `dora` command as a user types it: real processes, watched from outside.
 
-A run's state is read from what it offers anybody: its output, its status endpoint, its journal. Nothing here shares
-memory with it, so waiting means asking again.
+A run's state is read from what any user can see: its output, its status endpoint, its journal. Nothing here shares
+memory with it, so waiting means polling.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""How a server ends, on both: asked to, killed, and by weights that cannot be loaded. One server per test."""
+"""How a server of either kind ends: by a signal, by a kill, and by weights that cannot be loaded. One server per
+test."""
 
 from __future__ import annotations
 

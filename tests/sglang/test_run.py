@@ -1,6 +1,7 @@
 """A whole run on three real servers that the run starts itself: launch/configs/sglang-cpu.toml, as a user calls it.
 
-Instances are drained in its middle and called back, until answers have migrated: packing alone may move none.
+In the middle of the run, instances are drained and recalled until answers have migrated, because packing alone may move
+none.
 """
 
 from __future__ import annotations

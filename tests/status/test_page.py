@@ -1,4 +1,4 @@
-"""The page: how it is served, what it may not contain, and that it reads only what a run says."""
+"""The page: how it is served, what it may not contain, and that it reads only fields that a run sends."""
 
 from __future__ import annotations
 
