@@ -64,9 +64,8 @@ def wave(
 
 
 class Core:
-    """One State, told facts one at a time. Time stands still unless a test moves it.
-
-    Prompts arrive at the moment when they are asked for: FetchPrompts is left out of what is returned.
+    """One State, which receives events one at a time. Time stands still unless a test advances it. Prompts arrive as
+    soon as they are ordered, so FetchPrompts is left out of the returned commands.
     """
 
     def __init__(

@@ -68,12 +68,12 @@ def pick(items: Sequence[Any] | Mapping[Any, Any], index: int) -> Any:
 
 
 def while_running(condition: Any) -> Any:
-    """The rule needs something to happen to, in a job that has not ended."""
+    """Apply a rule only to a job that has not ended, and only under this condition."""
     return precondition(lambda self: self.outside.outcome is None and condition(self.outside))
 
 
 class AnyOrder(RuleBasedStateMachine):
-    """A job and its outside, one happening per rule."""
+    """A job and its surroundings; each rule is one thing that can happen."""
 
     @initialize(
         job=_JOBS,

@@ -174,7 +174,7 @@ async def test_a_host_with_many_stuck_threads_takes_no_more_episodes_and_is_repl
 
 
 def stand_still(seconds: float) -> None:
-    """The event loop does nothing meanwhile, as if its process were stopped."""
+    """Block the event loop, as if its process were stopped."""
     time.sleep(seconds)
 
 

@@ -62,7 +62,8 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
 
 
 async def provoke_a_migration(run: Run, *, token: str) -> None:
-    """Drains one of two instances that share a version, and calls it back, until what ran there has moved."""
+    """Drains one of two instances that share a version, and recalls it, until the requests that ran there have
+    moved."""
     while run.process.poll() is None:
         try:
             status = await asyncio.to_thread(run.status)

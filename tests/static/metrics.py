@@ -136,7 +136,8 @@ What each rank and instance did at any time is in `spans.jsonl` of the run folde
 overlap nor leave holes. `/status` has the seconds since the start as `rank_s` and `instance_s`, most first.
 """
 _PROBED: Final = (
-    "## Of the probe\n\nPresent in steps with tokens to measure (`trainer.probe_tokens`). v is the version that sampled.\n"
+    "## Of the probe\n\n"
+    "These metrics exist in steps with tokens to measure (`trainer.probe_tokens`). v is the version that sampled.\n"
 )
 _EPISODES: Final = """## Of episodes
 

@@ -49,7 +49,7 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
 
 
 def load(folder: Path, *, dtype: torch.dtype = torch.float32) -> Any:
-    """The model as transformers loads it, without a tensor that is missing or too much."""
+    """The model as transformers loads it, with no tensor missing or left over."""
     model, info = AutoModelForCausalLM.from_pretrained(
         folder, dtype=dtype, attn_implementation="eager", output_loading_info=True
     )
