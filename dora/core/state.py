@@ -34,7 +34,7 @@ class Counters:
     """Counters of the run. version_conflicts, scheduling_aborts and staleness_violations stay 0, unless the strategy
     breaks their constraint by design (`Rules.broken_by_design`)."""
 
-    staleness: list[int]  #: groups committed at staleness i; it grows where K is no bound
+    staleness: list[int]  #: groups committed at staleness i; it grows where K is not a bound
     version_conflicts: int = 0  #: answers with a span of another version than their group's tag (C1)
     scheduling_aborts: int = 0  #: trajectories stopped on command and not resumed from all their tokens (C2)
     staleness_violations: int = 0  #: groups committed outside 0 <= s - v <= K (C3)

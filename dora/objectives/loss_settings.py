@@ -28,7 +28,7 @@ class LossSettings(Section):
     IMPLIED: ClassVar[Mapping[str, str]] = {}
     #: The loss of a token depends on other tokens of its sequence.
     IS_OF_SEQUENCES: ClassVar[bool] = False
-    #: Healthy runs clip most tokens too, so that clipping is no sign of drift.
+    #: Healthy runs clip most tokens too, so that clipping is not a sign of drift.
     CLIPS_MANY: ClassVar[bool] = False
 
     kind: str
