@@ -101,7 +101,7 @@ def require_plain(folder: Path, *, owners: Collection[int], may_link: bool = Fal
     """Raise ForeignFileError unless `folder` contains, at any depth, only regular files and folders of these users.
 
     `may_link`: links to files are allowed, and links to folders inside `folder`. A folder that is missing or cannot be
-    listed is no error.
+    listed is not an error.
     """
     pending = [folder]
     while pending:

@@ -1,4 +1,4 @@
-"""The configuration of a model as transformers understands it, which knows nesting and the names of older releases.
+"""The configuration of a model as transformers understands it, which handles nesting and the names of older releases.
 
 transformers is imported by `load_config` alone. Code in a model folder is never run.
 """

@@ -86,7 +86,7 @@ async def check(config: Config, report: Report, *, push: bool = False) -> None:
         async with _servers(config, inputs, engine) as urls:
             servers = [await _check_server(config, inputs, engine, url, trained, report=report) for url in urls]
             if graders.training is None or episodes is not None:
-                report("sample", "none: an answer would be one turn of an episode, which only a run plays to its end")
+                report("sample", "none: an answer would be a single turn, and only a run plays whole episodes")
             else:
                 for topic, text in await _sample(config, inputs, graders.training, engine, urls[0]):
                     report(topic, text)
@@ -266,7 +266,7 @@ def report_job(config: Config, report: Report) -> None:
                   f"at most {rollout.max_new_tokens} tokens each")  # fmt: skip
     managed = f"{config.num_managed} of kind {engine.kind} started here on {engine.device}"
     report("rollout", f"{len(engine.urls)} external servers, {managed}")
-    room = "slots and tokens as each server says"
+    room = "slots and tokens as each server reports"
     if config.slots is not None and config.kv_tokens is not None:
         room = (f"{config.slots} slots and {config.kv_tokens} tokens per instance: every slot can hold "
                 f"{config.kv_tokens // config.slots} tokens at once")  # fmt: skip

@@ -90,7 +90,7 @@ def verdict(found: Mismatches) -> tuple[bool, str]:
             "different log-probs from the same weights: compare their temperature, dtype and model"
         )
     return False, (
-        f"the mismatch is {lowest:.1e} here and {highest:.1e} there ({limit}), though no weight has changed: some "
+        f"the mismatch varies from {lowest:.1e} to {highest:.1e} ({limit}), though no weight has changed: some "
         "servers hold other weights, or compute other log-probs, than the rest; dora check compares each of them"
     )
 

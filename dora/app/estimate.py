@@ -154,7 +154,7 @@ def lines(config: Config, shapes: Shapes) -> list[tuple[str, str]]:
 def memory_text(config: Config, shapes: Shapes) -> str:
     """Return a text about the memory of an instance."""
     need = memory(config, shapes)
-    kv = "KV as it decides" if need.engine_kv is None else f"{size_text(need.engine_kv)} KV"
+    kv = "KV as the server decides" if need.engine_kv is None else f"{size_text(need.engine_kv)} KV"
     per_gpu = " per GPU" if config.engine.tensor_parallel > 1 else ""
     return f"one instance: {size_text(need.engine_weights)} weights + {kv}{per_gpu}"
 

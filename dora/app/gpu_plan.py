@@ -74,7 +74,7 @@ def check_plan(config: Config, gpus: Gpus, report: Report) -> bool:
         fits += [plan.check_instance(report), plan.check_shared(report)]
     if config.engine.urls:
         report("server", f"the {len(config.engine.urls)} servers of engine.urls have GPUs of their own, which were not "
-                         "planned; nobody was contacted")  # fmt: skip
+                         "planned; nothing was contacted")  # fmt: skip
     plan.report_time(report)
     report("sample", "none: nothing was started or contacted; dora check without --gpus does so")
     return all(fits)

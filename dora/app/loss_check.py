@@ -43,14 +43,14 @@ def check_loss(settings: ObjectiveConfig) -> str:
             alone_P = loss(part_of(tokens, [sequence])).loss_P.detach()
             if (alone_P - together_P[tokens.sequence_P == sequence]).abs().max() > TOLERANCE:
                 raise ConfigError(
-                    f"{KEY}: {kind} returns other losses for a sequence if other sequences are in the same pass; a "
+                    f"{KEY}: {kind} returns different losses for a sequence if other sequences are in the same pass; a "
                     "loss may depend on the tokens of its own sequence only"
                 )
         worst = max(worst, gradient_error(loss, tokens))
     try:
         loss(part_of(random_tokens(0), []))
     except ConfigError as err:
-        raise ConfigError(f"{err} (in a pass without tokens, as of a rank that gets no sequence)") from err
+        raise ConfigError(f"{err} (in a pass without tokens, such as that of a rank that gets no sequence)") from err
     if not worst <= TOLERANCE:
         raise ConfigError(
             f"{KEY}: the gradient of {kind} differs from finite differences by {worst:.1e}; stop a gradient with "

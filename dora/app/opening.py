@@ -169,7 +169,7 @@ class Opened:
             return resuming.Start((), may_start_over=True, step=0)
         if recorded.base_chain not in (None, model_chain):
             reference = job.config.objective.kl_reference
-            also = f", or objective.kl_reference: {reference} not the reference" if reference else ""
+            also = f", or objective.kl_reference: {reference} is not its reference" if reference else ""
             raise RunFailed(
                 f"model.path: {job.inputs.model} is not the model that the run began with{also}; restore it"
             )

@@ -208,7 +208,7 @@ def require_same_held_out(recorded: Recorded, evaluations: Evaluations) -> None:
     """Raise RunFailed if the held-out questions have changed, so that scores of versions could not be compared."""
     if recorded.held_out not in (None, evaluations.digest):
         raise RunFailed(
-            "eval.sets: the held-out prompts or answers are not what they were, and scores could not be compared; "
+            "eval.sets: the held-out prompts or answers have changed, so scores could not be compared; "
             "restore the data that the run began with"
         )
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # torch takes seconds to import
     from dora.trainer.packing import Layout
     from dora.trainer.trial import Trial
 
-#: Most operations of a trial on a CPU, about 5 s on one core: a larger model is tried on fewer tokens.
+#: Maximum number of operations in a trial on a CPU, about 5 s on one core: a larger model is tried on fewer tokens.
 CPU_OPERATIONS: Final = 1e11
 MIN_TOKENS: Final = 64
 #: Largest number of ranks that is proposed.
@@ -87,7 +87,7 @@ def check_trainer(config: Config, model: Path, stack: ExitStack) -> CheckedTrain
         lines.append(("trial", f"not tried: one rank alone would take {size_text(alone.total)}"))
     else:
         trial = _try(config, model, mode, stack)
-        note = trial.checked.note or "log-probs and gradients of packed sequences are those of each alone"
+        note = trial.checked.note or "log-probs and gradients of packed sequences equal those of each alone"
         lines += [("forward", note), ("trial", _measure(config, outline, trial))]
     layout = trial.checked.layout if trial is not None else None
     lines += memory_lines(config, model, outline, mode=mode, memory=memory, layout=layout)

@@ -58,7 +58,8 @@ def dora(
 
 
 def _warn_of_namesakes() -> None:
-    """Name a distribution of others that has a folder `dora` too: the last one installed has replaced files."""
+    """Warn about a distribution of others that installs a folder `dora` too: the last one installed has replaced
+    files."""
     from importlib.metadata import PackageNotFoundError, distribution
 
     for name in _NAMESAKES:

@@ -55,7 +55,7 @@ def _episodes(now: Snapshot) -> Iterator[str]:
     if now.steps and (last := now.steps[-1].episodes) is not None:
         yield f"  episodes of the last step: {last.text}; calls: {last.calls_text}"
     if failed := now.environment.failed:
-        yield f"  {sum(failed.values())} episodes left out, as their environment failed: {by_cause(failed)}"
+        yield f"  {sum(failed.values())} episodes left out because their environment failed: {by_cause(failed)}"
 
 
 def _verdict(now: Snapshot, violations: int, *, folder: RunFolder) -> str:

@@ -180,7 +180,7 @@ def _environment_problems(config: Config) -> Iterator[str]:
         if any(source.kind == "seeds" for source in config.task.sources):
             yield "task.sources: rows of kind seeds have no prompt; name an environment that draws one"
         if environment.command:
-            yield "environment.name: without one there is no environment, and environment.command has no effect"
+            yield "environment.name: is empty, so there is no environment and environment.command has no effect"
         for name in ("turn_rewards", "truncated_turns", "truncated_time"):
             if getattr(config.objective, name) != ObjectiveConfig.model_fields[name].default:
                 yield f"objective.{name}: has no effect without environment.name; remove the key"

@@ -147,8 +147,7 @@ class EngineConfig(Section):
 
     urls: tuple[str, ...] = ()
     """Addresses of servers that the run does not start itself (external instances). They may be combined with
-    `instances`. They speak SGLang's protocol, as those of both kinds do: SGLang servers or `dora serve`, whatever
-    `kind` is."""
+    `instances`. They must speak SGLang's protocol, as SGLang and `dora serve` do, whatever `kind` is."""
     instances: int | None = Field(default=None, ge=0)
     """Number of servers that the run starts and supervises (managed instances). Unset: 4 if `urls` is empty, else 0.
     `dora` needs at least K + 1 instances in all."""
@@ -171,11 +170,11 @@ class EngineConfig(Section):
     that is listed several times is shared. Empty: embedded engines share the first GPU, other servers take those after
     the trainer's ranks. If CUDA_VISIBLE_DEVICES is set, the numbers are positions in it."""
     slots: Positive | None = None
-    """Maximum number of requests that one instance decodes at the same time. Unset: as many as the server says; an
+    """Maximum number of requests that one instance decodes at the same time. Unset: as many as the server reports; an
     embedded engine that the run starts is given 24."""
     kv_tokens: Positive | None = None
-    """Maximum KV capacity that is used of one instance, in tokens. Unset: all that the server says; an embedded engine
-    that the run starts is given 16,384."""
+    """Maximum KV capacity that is used of one instance, in tokens. Unset: all that the server reports; an embedded
+    engine that the run starts is given 16,384."""
     decode: DecodeConfig = DecodeConfig()
     """Duration of a decoding step."""
     prefill_s_per_token: Annotated[float, Field(ge=0.0)] = 5e-5

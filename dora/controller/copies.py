@@ -78,7 +78,7 @@ class Copies:
             await (self._copies.get(version) or self._copy(version))
 
     def end(self) -> None:
-        """From now on, wait for space only for LAST_COPIES_S: the run ends."""
+        """Wait for space for at most LAST_COPIES_S from now on, because the run is ending."""
         if self._gives_up_at is None:
             self._gives_up_at = asyncio.get_running_loop().time() + LAST_COPIES_S
 

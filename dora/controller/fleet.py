@@ -68,7 +68,7 @@ class FleetLimits:
     """Limits and requirements of a run's instances."""
 
     instances: int  # maximum number
-    slots: int | None  # of each; None: as many as it says
+    slots: int | None  # of each; None: as many as the server reports
     kv_tokens: int | None
     context_tokens: int  # longest prompt + token limit, which every server must be able to hold
     model: Path  # every server's model must have the same shapes
@@ -239,7 +239,7 @@ class Fleet:
         capabilities = await self._engine.examine(url, timeout_s=PROBE_TIMEOUT_S)
         if capabilities.longest_request < self._limits.context_tokens:
             raise ConfigError(
-                f"{url}: holds {capabilities.longest_request} tokens of one request, but "
+                f"{url}: accepts requests of up to {capabilities.longest_request} tokens, but "
                 f"task.max_prompt_tokens + rollout.max_new_tokens is {self._limits.context_tokens}; lower one of them"
             )
         limits = self._limits

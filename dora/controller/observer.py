@@ -82,8 +82,8 @@ class RunObserver:
         self._rows: list[tuple[LineFile, bytes]] = []  # to be written with the next StepTrained
         for eval_set in evaluations.sets:
             if eval_set.num_skipped:
-                why = "whose environment gave none, or one " if facts.has_environment else ""
-                skipped = f"skipped {eval_set.num_skipped} prompts {why}over task.max_prompt_tokens"
+                what = "rows without a prompt from the environment, or with one" if facts.has_environment else "prompts"
+                skipped = f"skipped {eval_set.num_skipped} {what} over task.max_prompt_tokens"
                 self._note_problem("evaluation_shortened", f"{eval_set.name}: {skipped}")
         self._metrics, metrics = lines.metrics, lines.metrics.path
         self._kept = SampleFile(lines.trajectories, max_bytes=max_kept_bytes)

@@ -2,7 +2,7 @@
 
 dora/journal/spans.py describes the files. Invariant: the spans of a lane neither overlap nor leave holes, across
 resumes too: each span begins where the span before it ended. Lines are written once the event after them is on the
-disk. A resume fills in the time that a crash cut off, with what the journal says the instance did last.
+disk. A resume fills in the time that a crash cut off, with the last activity of the instance according to the journal.
 
 Ranks report durations, by their own clocks. The difference between a rank's clock and the controller's is taken from
 the fastest of the rank's recent messages, so that neither the difference nor a slow drift of it matters.

@@ -65,7 +65,7 @@ class KvPressureReported(Event, frozen=True):
 
 
 class WeightPushFinished(Event, frozen=True):
-    """The push has ended, and the instance says that it holds `version`."""
+    """The push has ended, and the instance reports that it holds `version`."""
 
     instance: InstanceId
     attempt: int

@@ -74,7 +74,8 @@ def evacuate(state: State, instance: Instance) -> None:
 
 
 def move_call(state: State, trajectory: Trajectory, target: Instance | None) -> None:
-    """Move a calling trajectory's slot to a peer, at once, as no request of it runs; without a peer, free the slot."""
+    """Move a calling trajectory's slot to a peer, at once, because none of its requests runs; without a peer, free the
+    slot."""
     unhold(state, trajectory)
     hold(state, trajectory, target)
 

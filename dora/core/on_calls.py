@@ -39,7 +39,7 @@ def on_call_started(state: State, event: ev.CallStarted) -> None:
         go_on(state, trajectory)
         return
     trajectory.last = instance
-    kept = target if trajectory.phase is _STOPPING else instance  # no request of it runs, so a move ends here
+    kept = target if trajectory.phase is _STOPPING else instance  # none of its requests runs, so a move ends here
     _call(state, trajectory)
     if state.settings.orchestration.calls == "keep":
         hold(state, trajectory, kept)

@@ -34,7 +34,7 @@ class Counters:
     """Counters of the run. version_conflicts, scheduling_aborts and staleness_violations stay 0, unless the strategy
     breaks their constraint by design (`Rules.broken_by_design`)."""
 
-    staleness: list[int]  #: groups committed at staleness i; it grows where K is no bound
+    staleness: list[int]  #: groups committed at staleness i; it grows where K is not a bound
     version_conflicts: int = 0  #: answers with a span of another version than their group's tag (C1)
     scheduling_aborts: int = 0  #: trajectories stopped on command and not resumed from all their tokens (C2)
     staleness_violations: int = 0  #: groups committed outside 0 <= s - v <= K (C3)
@@ -125,7 +125,7 @@ class State:
         )
         self.evaluation = Evaluation(prompt_tokens=settings.eval_prompt_tokens, every=settings.eval_every)
         self.counters = Counters(staleness=[0] * (rules.max_staleness + 1))
-        # F and the gate admit K + 1 steps of unconsumed groups, and as many groups may be committed besides.
+        # F and the gate admit K + 1 steps of unconsumed groups, and as many more groups may be committed.
         most = 2 * (rules.max_staleness + 1) * math.ceil(rules.oversample)
         self.window_limit = most * settings.groups_per_step
         window = settings.orchestration.window if rules.has_window else "open"

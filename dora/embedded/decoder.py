@@ -153,7 +153,7 @@ class CausalDecoder:
         return self._weights.checksums()
 
     def _forget_nan(self) -> None:
-        if self._poisoned and not self._live:  # masked positions count 0 times what they hold, and 0 x NaN is NaN
+        if self._poisoned and not self._live:  # a masked position adds 0 x its contents, and 0 x NaN is NaN
             self._cache.kv.zero_()
             self._poisoned = False
 

@@ -2,8 +2,8 @@
 
 An environment is the other side of an episode. It gives the first messages (`reset`), and answers each turn of the
 policy with an observation or the end (`step`). There is one object per episode, so that `self` is the state of the
-episode. Its methods may be `async` or not: methods that are not run in a thread, so that a call that blocks stops no
-other episode. A call that does not return within `environment.call_timeout_s` fails its episode.
+episode. Methods that are not `async` run in a thread, so that a call that blocks does not stop other episodes. A call
+that does not return within `environment.call_timeout_s` fails its episode.
 
     class Guess(Environment):
         def reset(self, row):
@@ -40,7 +40,7 @@ Message = dict[str, Any]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
-#: Most calls of one turn that run at once: this many in the event loop, and this many in threads.
+#: Maximum number of calls of one turn that run at once, for the event loop and for threads separately.
 AT_ONCE = 8
 #: Extra threads of a process. A turn's first thread is not among them; if none is free, calls run one after another.
 SPARE_THREADS = 64
@@ -64,7 +64,7 @@ class Turn:
     content: str  # without reasoning and calls
     reasoning: str = ""
     calls: tuple[ToolCall, ...] = ()
-    finish: Literal["stop", "length"] = "stop"  # length: the server cut it before its end, at a limit of its own
+    finish: Literal["stop", "length"] = "stop"  # length: the server ended it early, at a limit of its own
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,7 +42,7 @@ class _Branch:
 class Episode:
     """The tokens of an episode in the order in which they came, with log-probs and loss mask.
 
-    A turn is sampled by `append` and `end_turn`; then `observe` or `rewrite` says what follows it.
+    `append` and `end_turn` record a sampled turn; then `observe` or `rewrite` adds what follows it.
     """
 
     __slots__ = (
@@ -218,7 +218,7 @@ def sampled_turns(mask: bytes | bytearray) -> list[tuple[int, int]]:
 
 
 def assistant_message(turn: Turn) -> dict[str, Any]:
-    """Return a turn as a message; text that is no valid call stays in the content."""
+    """Return a turn as a message; text that is not a valid call stays in the content."""
     calls = [
         {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
         for call in turn.calls
@@ -253,12 +253,12 @@ class _Shape(msgspec.Struct):
 
 def conversation_of(messages: Sequence[Message], *, after: Sequence[Message] = ()) -> list[Message]:
     """Return an environment's messages, and add to each result the name of its tool, which some families render. The
-    name comes from the call, in `after` or `messages`. RenderingFailed if the messages are no conversation, or end with
-    a turn of the policy."""
+    name comes from the call, in `after` or `messages`. RenderingFailed if the messages are not a conversation, or end
+    with a turn of the policy."""
     try:
         shapes = msgspec.convert(messages, list[_Shape])
     except msgspec.ValidationError as err:
-        raise RenderingFailed(f"the environment's messages are no conversation: {err}") from err
+        raise RenderingFailed(f"the environment's messages are not a conversation: {err}") from err
     if not shapes or shapes[-1].role == "assistant":
         raise RenderingFailed("the environment's messages must end with one that the policy can answer")
     names: dict[str, str] = {}

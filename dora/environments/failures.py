@@ -2,7 +2,7 @@
 
 Invariant: pure. A few failed episodes cost little, as they are left out; many of one source mean that the environment
 is broken, and the run fails with its commonest error. A row that fails again and again is set aside and no longer
-tried. When a host is lost, nobody knows which of the running calls caused it. So the loss counts once against the row
+tried. When a host is lost, it is unknown which of the running calls caused it. So the loss counts once against the row
 of each of these calls, until an episode of that row succeeds.
 """
 

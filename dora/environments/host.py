@@ -1,7 +1,7 @@
 """A process that runs environments: many episodes at once in one event loop (`python -m dora.environments.host`).
 
-It may be of another Python than the controller: this file needs Python 3.11 and no package. The protocol on its stdin
-and stdout is described in docs/ENVIRONMENTS-PROTOCOL.md; a host in another language replaces this file.
+It may run under another Python than the controller: this file needs Python 3.11 and no packages. The protocol on its
+stdin and stdout is described in docs/ENVIRONMENTS-PROTOCOL.md; a host in another language replaces this file.
 
 Invariant: each request has one reply, and code of the user can neither delay nor break the replies to other episodes:
 methods that are not `async` run in threads, and every call has a time limit. A thread cannot be stopped, so a thread
@@ -42,7 +42,7 @@ from dora.pipes import HEADER, print_failure, read_frame, take_pipes, write_fram
 
 PROTOCOL = 1
 
-#: Stack of a thread; the default of 8 MiB would count towards the memory limit, untouched as it is.
+#: Stack size of a thread. The default of 8 MiB would count towards the memory limit even if it is never used.
 _STACK_BYTES = 2 << 20
 
 #: Threads in addition to one for each episode; they replace threads that are stuck.
@@ -98,7 +98,9 @@ def build(setup: dict[str, Any]) -> Callable[[], Environment]:
         if isinstance(one, ToolEnvironment):
             one.schemas()
     except Exception as err:  # user code may raise anything
-        raise ConfigError(f"{field}.name: {setup['environment']} cannot be made ({describe(err, of=maker)})") from err
+        raise ConfigError(
+            f"{field}.name: {setup['environment']} cannot be created ({describe(err, of=maker)})"
+        ) from err
     return make
 
 

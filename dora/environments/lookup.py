@@ -53,7 +53,8 @@ class Lookup(ToolEnvironment):
         return self._table.get(key, "none")
 
     def _draw_table(self, keys: list[str], rng: random.Random) -> dict[str, str]:
-        """Chains from the named keys, which come first in `keys`, over all other keys to a value each."""
+        """Chains that begin at the named keys (the first ones in `keys`), pass through all other keys, and end at a
+        value each."""
         table: dict[str, str] = {}
         level, rest = keys[: self._named], keys[self._named :]
         rng.shuffle(rest)

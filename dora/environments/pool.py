@@ -4,9 +4,9 @@ Invariant: a call is sent at most once, and a failure is never a reward. A host 
 everything it started, and replaced when a place in it is needed. Only its own episodes fail. A failure is returned as
 `EnvironmentFailed`, with its cause. Callers record a call durably before they make it.
 
-Waits: `start` for a place, at most an hour, and for a host, at most START_ATTEMPTS times `start_timeout_s` and a minute
-of back-off if hosts are lost one after another; each call for its reply, at most `call_timeout_s` and the time to kill
-the host.
+Waits: `start` waits at most an hour for a place, and for a host at most START_ATTEMPTS times `start_timeout_s` plus a
+minute of back-off if hosts are lost one after another. Each call waits for its reply, at most `call_timeout_s` plus the
+time to kill the host.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _MAX_STUCK = 8
 class EnvironmentPool:
     """Hosts with the environment of `settings`; errors name the config key `field`.
 
-    Entering the pool starts one host, so that an environment that cannot be made is a `ConfigError` before anything
+    Entering the pool starts one host, so that an environment that cannot be created is a `ConfigError` before anything
     else starts. The others start on first use.
     """
 

@@ -32,7 +32,7 @@ Tool = Mapping[str, Any]
 _FIELD: Final = "environment.renderer"
 #: The family that uses the chat template; it cannot continue turns, because where a turn ends in a template is unknown.
 _TEMPLATE: Final = "default"
-#: What parsers written by others may raise over text that a policy sampled.
+#: Exceptions that third-party parsers may raise for text that a policy sampled.
 _PARSER_ERRORS: Final = (AssertionError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
 
@@ -61,8 +61,8 @@ class Renderer:
         return list(ids)
 
     def begin(self, messages: Sequence[Message], *, tools: Sequence[Tool] = ()) -> list[int]:
-        """Return the tokens of a first prompt. RenderingFailed also if the chat template, from which the family was
-        recognized, renders others: probes cannot cover all messages and tools. It may block for a while."""
+        """Return the tokens of a first prompt. RenderingFailed also if the chat template, by which the family was
+        recognized, renders them differently: probes cannot cover all messages and tools. It may block for a while."""
         ids = self.render(messages, tools=tools)
         if self._has_template:
             try:
@@ -259,7 +259,7 @@ def _call(parsed: Any, number: int) -> ToolCall:
 
 
 def _is_json(value: object) -> bool:
-    """Python's decoder also takes NaN and lone surrogates, which JSON has not."""
+    """Python's decoder also accepts NaN and lone surrogates, which JSON does not have."""
     try:
         return bool(msgspec.json.decode(msgspec.json.encode(value)) == value)
     except (msgspec.MsgspecError, RecursionError, UnicodeError):

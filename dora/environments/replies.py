@@ -1,4 +1,4 @@
-"""Replies of hosts, checked: what a host sends is never trusted to be what the protocol says.
+"""Replies of hosts, checked: a host is never trusted to follow the protocol.
 
 The protocol is described in docs/ENVIRONMENTS-PROTOCOL.md.
 """

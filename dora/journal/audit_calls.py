@@ -1,7 +1,7 @@
-"""The audit of calls of environments: C2, as far as it says that a call is made at most once.
+"""The audit of calls of environments: the part of C2 by which a call is made at most once.
 
 The intent of a call, the CallStarted with which a turn ended, is in the journal before the call is ordered. A call is
-ordered once, and once more only if a new controller says that the environment can be replayed. No turn or grading
+ordered once, and once more only if a new controller reports that the environment can be replayed. No turn or grading
 begins while a call is under way, and the tokens that a call appends follow all tokens known before. Replays are
 counted.
 """

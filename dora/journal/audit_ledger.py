@@ -41,12 +41,12 @@ def _on_prompts_arrived(t: AuditTables, event: ev.PromptsArrived) -> None:
 def _admit_group(t: AuditTables, order: cmd.AdmitGroup) -> None:
     id, version = order.group, order.version
     if id != t.admitted or id >= t.num_prompts:
-        t.find(C2_LEDGER, "group", id, f"is admitted; next is {t.admitted}, prompts have arrived below {t.num_prompts}")
+        t.find(C2_LEDGER, "group", id, f"is admitted, but {t.admitted} is next, of {t.num_prompts} prompts so far")
     if version not in t.stored:
         t.find(VERSIONS, "group", id, f"is admitted at version {version}, which is not in the store")
     last = _last_step(t, version)
     if order.deadline != last or last < t.forming:
-        found = f"of version {version} is due at step {last + 1}, not {order.deadline + 1}; forming {t.forming + 1}"
+        found = f"of version {version} is due at step {last + 1}, not {order.deadline + 1} (forming {t.forming + 1})"
         t.find(C3_COMMIT, "group", id, found)
     t.admitted = max(t.admitted, id + 1)
     t.groups[id] = AuditedGroup(version, last)
@@ -103,7 +103,7 @@ def _commit_group(t: AuditTables, order: cmd.CommitGroup) -> None:
     if group.version != order.version:
         t.find("C1 tag", "group", id, f"is committed as version {order.version}, but its tag is {group.version}")
     if not 0 <= staleness <= t.settings.max_lag:
-        found = f"of version {order.version} is committed to step {order.step + 1}: {staleness} stale"
+        found = f"of version {order.version} is committed to step {order.step + 1} with staleness {staleness}"
         t.find(C3_COMMIT, "group", id, found)
     if order.step != t.forming:
         t.find(C3_COMMIT, "group", id, f"is committed to step {order.step + 1} while step {t.forming + 1} is formed")
@@ -178,7 +178,7 @@ def _close_step(t: AuditTables, order: cmd.CloseStep) -> None:
     unconsumed = {id: g for id, g in t.groups.items() if g.step is None}
     for id, group in unconsumed.items():
         if group.deadline <= order.step:
-            found = f"is due at step {group.deadline + 1}, but not in step {order.step + 1} as it closes"
+            found = f"is due at step {group.deadline + 1}, but step {order.step + 1} closes without it"
             t.find(C3_CLOSE, "group", id, found)
     is_last = t.source_dry and not unconsumed and t.admitted == t.num_prompts
     full = t.settings.groups_per_step
@@ -201,7 +201,7 @@ def _on_trainer_ready(t: AuditTables, event: ev.TrainerReady) -> None:
 def _train_micro_batch(t: AuditTables, order: cmd.TrainMicroBatch) -> None:
     step = t.steps.get(order.step)
     if step is None:
-        found = "is fed, but no group was committed to it since the kept checkpoints"
+        found = "is fed, but no group was committed to it since the oldest kept checkpoint"
         t.find(C2_MICRO_BATCH, "step", order.step, found)
         return
     if 0 <= order.index < len(step.waves):
@@ -279,7 +279,9 @@ def _release_version(t: AuditTables, order: cmd.ReleaseVersion) -> None:
     sampled = any(a.version == version for id, a in t.answers.items() if id < 0)
     in_use = (t.untrained[version] and t.settings.rules.in_flight is None) or pushed or sampled
     if version not in t.stored or version == t.newest or in_use:
-        t.find(VERSIONS, "version", version, f"is released while {t.untrained[version]} groups or others need it")
+        t.find(
+            VERSIONS, "version", version, f"is released, but still needed (untrained groups: {t.untrained[version]})"
+        )
     t.stored.discard(version)
 
 

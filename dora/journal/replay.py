@@ -19,7 +19,7 @@ from dora.core.story import RUN, Entry, Subject, describe, story, subject_of
 from dora.core.strategies import Settings
 from dora.errors import DoraError, InvariantViolation
 
-#: Number of lines, the last ones of the story, that are kept with a difference.
+#: Number of lines, from the end of the story, that are kept with a difference.
 STORY_LINES: Final = 40
 #: What the core raises for an impossible sequence of events, one that refers to something unknown, breaks a rule, or
 #: has numbers that no run can have. It only occurs in an altered journal. Any other exception is a bug, and propagates.

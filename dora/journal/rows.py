@@ -38,7 +38,7 @@ def row_ids(prompt: array[int], answer: array[int], forks: Sequence[Fork], numbe
         return prompt + answer[:end]
     fork = forks[number - 1]
     if not (0 <= fork.parent < number and start <= end):
-        raise ValueError(f"{fork} is no beginning of row {number}")
+        raise ValueError(f"{fork} cannot begin row {number}")
     before = row_ids(prompt, answer, forks, fork.parent)
     if not 0 <= fork.keep <= len(before):
         raise ValueError(f"{fork} repeats more than the {len(before)} tokens of its parent")

@@ -3,7 +3,8 @@
 It is a file of records in frames (frames.py). A record is a prompt or a chunk of an answer: a little-endian head, then
 raw arrays. Every record has the epoch of the controller that wrote it; a chunk also has its start position.
 
-A chunk may begin a row of its own (rows.py): it then also has the row that it forks from, and how much of it.
+A chunk may begin a new row (rows.py). It then also has the row that it forks from, and the number of that row's tokens
+that the new row repeats.
 
 Invariant: an answer is the sequence of its chunks, where a later chunk replaces everything from its position on. A
 chunk of an older attempt after one of a newer attempt is ignored, because a server treated as lost may still send

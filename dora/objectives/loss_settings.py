@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
 #: The policy to which a loss compares π: π_o, μ, or none.
 Anchor = Literal["proximal", "behavior", "none"]
-#: Defaults of other keys of `[objective]` with losses of some kinds. Without a weight: k = π/μ contains ρ.
+#: Defaults of other keys of `[objective]` for some kinds of loss. Losses over k = π/μ have no weight, because k
+#: contains ρ.
 UNWEIGHTED: Final = {"weight": "none"}
 UNWEIGHTED_ON_K: Final = {"weight": "none", "on": "k"}
 ON_K: Final = {"on": "k"}
@@ -27,7 +28,7 @@ class LossSettings(Section):
     IMPLIED: ClassVar[Mapping[str, str]] = {}
     #: The loss of a token depends on other tokens of its sequence.
     IS_OF_SEQUENCES: ClassVar[bool] = False
-    #: Healthy runs clip most tokens too, so that clipping is no sign of drift.
+    #: Healthy runs clip most tokens too, so that clipping is not a sign of drift.
     CLIPS_MANY: ClassVar[bool] = False
 
     kind: str

@@ -70,7 +70,7 @@ def load_loss(settings: UserLoss) -> Callable[[Tokens], TokenLoss]:
                 raise ConfigError(f"{KEY}: {settings.kind} marks '{name}'; known are {', '.join(MARKS)}")
             if getattr(mark_P, "shape", None) != tokens.current_P.shape:
                 raise ConfigError(
-                    f"{KEY}: {settings.kind} marks '{name}' with something else than a value for each token"
+                    f"{KEY}: {settings.kind} marks '{name}' with something other than a value for each token"
                 )
         return of_loss
 

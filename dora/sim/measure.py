@@ -181,10 +181,10 @@ class Measure:
 
         By rule F no group of block s is admitted before step s - K - 1 is trained, and each is trained with step s + K
         at the latest. So the measured blocks are decoded and trained within the measured steps and K more on both
-        sides, whose time is the tolerance: none if K = 0. A reward may come sooner than the median, by at most that in
-        a step. If many blocks with a long answer follow each other, up to 2 K + 1 of these are decoded during one step,
-        instead of the K + 1 of an even stream. Strategies that break C2 or C3, and failed groups, train other groups
-        than those of the blocks.
+        sides, whose time is the tolerance: none if K = 0. A reward may arrive earlier than after the median time, by at
+        most that time in a step. If many blocks with a long answer follow each other, up to 2 K + 1 of these are
+        decoded during one step, instead of the K + 1 of an even stream. Strategies that break C2 or C3, and failed
+        groups, train other groups than those of the blocks.
         """
         rules, grade = self.workload.rules, self.workload.grade
         if not rules.bounded or rules.discards or grade.hang_share or grade.failure_share:

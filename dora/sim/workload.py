@@ -294,7 +294,7 @@ def _problems(workload: Workload) -> list[str]:
         )
     found += _tool_problems(workload)
     if fleet.answer_s and workload.faults.instance_hours:
-        found.append("fleet.answer_s, faults.instance_hours: a delayed answer would survive a loss; set one to 0")
+        found.append("fleet.answer_s, faults.instance_hours: a delayed answer would survive a loss; set either to 0")
     if workload.train_devices < 1:
         found.append("fleet.rollout_devices: leaves no device for the trainer")
     longest = max(lengths.prompt_tokens, *lengths.prompts, 0) + workload.cap

@@ -31,7 +31,7 @@ INSTANCE: Final = {
     "decoding": "at least one request gets tokens",
     "prefill": "has requests, none of which has got a token yet",
     "push:wait": "a push is ordered, and waits for its turn or for the version to be complete",
-    "push:drain": "is found empty and paused",
+    "push:drain": "is checked to be empty, and paused",
     "push:load": "loads the weights",
     "push:verify": "its weights are read back, and then it resumes",
     "empty:<cause>": "has no request that it could decode; see below",

@@ -181,7 +181,8 @@ def _entries(spent: dict[str, dict[int | None, float]]) -> list[Entry]:
 
 
 def _kept(spent: dict[str, dict[int | None, float]], *, versions: int) -> list[Entry]:
-    """Return the entries; of more than `versions` versions of an activity, the longest gets the shortest's time."""
+    """Return the entries; if an activity has more than `versions` versions, the shortest time is added to the
+    longest."""
     found: list[Entry] = []
     for activity, of in spent.items():
         if len(of) > versions:

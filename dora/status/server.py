@@ -24,7 +24,8 @@ from dora.status.snapshot import Snapshot
 
 
 class Requests(Protocol):
-    """Requests about an instance, given by its number or address. They return a sentence, or refuse by ConfigError."""
+    """Requests about an instance, given by its number or address. They return a sentence, or raise ConfigError if the
+    request is refused."""
 
     async def add(self, which: str) -> str: ...
 

@@ -42,7 +42,7 @@ async def show_progress(
 
 @contextmanager
 def view(console: Console, *, known: Snapshot | None = None) -> Iterator[Callable[[Snapshot], None]]:
-    """Yield a function that shows a snapshot in place of the last one or, if the output is no terminal, what is new.
+    """Yield a function that shows a snapshot in place of the last one or, if the output is not a terminal, what is new.
 
     Lines about steps and evaluations in `known`, from before a resume, are not printed again.
     """

@@ -50,7 +50,7 @@ def problem(index: int, *, seed: int, split: str, min_terms: int = 3, max_terms:
         prompt = "".join(f"{label}{term}" for label, term in zip(LABELS, terms, strict=False)) + "="
         if split_of(prompt) == split:
             return prompt, f"{sum(terms):02d}"
-    raise AssertionError("unmassable: count() has no end")
+    raise AssertionError("unreachable: count() has no end")
 
 
 def split_of(prompt: str) -> str:

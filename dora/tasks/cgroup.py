@@ -73,7 +73,7 @@ def make_cgroup(limit_bytes: int) -> ControlGroup | None:
 
 @functools.cache
 def _divided() -> Path | None:
-    """Divide the group of this process, once, and return it; None if it is not this process's to divide."""
+    """Divide the group of this process, once, and return it; None if this process may not divide it."""
     own = _own_group()
     if own is None or not _is_given(own):
         return None

@@ -76,7 +76,8 @@ class Prompt:
 
 
 class PromptStream:
-    """Prompts by position. They end at the first position at which a source has no row left; after that, None."""
+    """Prompts by position. They end at the first position for which a source has no row left; from there on, `at`
+    returns None."""
 
     def __init__(
         self,
@@ -170,7 +171,7 @@ def open_eval_prompts(
 
 
 def nested_shares(weights: Sequence[float]) -> tuple[Fraction, ...]:
-    """Return the share of each source in what its predecessors leave; the last one is 1."""
+    """Return for each source its share of the positions that the sources before it leave; the last share is 1."""
     exact = [Fraction(str(weight)) for weight in weights]
     return tuple(weight / sum(exact[source:]) for source, weight in enumerate(exact))
 
@@ -265,7 +266,7 @@ def _text(row: Row, *, source: Source, where: str, task: TaskConfig, tokenizer: 
     else:
         text = _column(row, source.prompt, where=where, field="prompt")
         if not isinstance(text, str):
-            raise ConfigError(f"{where}: column '{source.prompt}' has {type(text).__name__}, but a prompt is text")
+            raise ConfigError(f"{where}: column '{source.prompt}' has {type(text).__name__}, but a prompt must be text")
         if not task.chat_template:
             return _as_json(text, where=where)
         messages = [{"role": "user", "content": text}]

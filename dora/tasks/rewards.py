@@ -213,7 +213,7 @@ def _build_function(spec: str, *, field: str) -> Scorer:
     try:
         inspect.signature(function).bind(**dict.fromkeys(passed))
     except TypeError as err:
-        raise ConfigError(f"{field}: {spec} may only ask for {', '.join(known)}, each by name ({err})") from err
+        raise ConfigError(f"{field}: {spec} may only take {', '.join(known)}, each by name ({err})") from err
 
     def score_function(request: GradeRequest) -> float:
         result = function(**{name: getattr(request, name) for name in passed})

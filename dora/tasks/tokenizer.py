@@ -149,5 +149,5 @@ def _template_source(folder: Path, settings: Mapping[str, Any]) -> tuple[str, Pa
     if isinstance(found, list):
         found = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}.get("default")
     if found is not None and not isinstance(found, str):
-        raise ConfigError(f"model.path: chat_template in {file} must be a text, or a list of named texts; correct it")
+        raise ConfigError(f"model.path: chat_template in {file} must be text, or a list of named texts; correct it")
     return found or "", file

@@ -36,8 +36,8 @@ POSITIONS: Final = frozenset({"position_ids", "cache_position"})
 class Segments:
     """The segments of a packed row, made once per micro-batch for all layers: sequences, or prompts and responses.
 
-    A response sees its prompt, which is another segment, as if it stood right before it. No dataclass, because FSDP
-    makes a copy of each dataclass among the arguments of each layer.
+    A response sees its prompt, which is another segment, as if it stood right before it. It is not a dataclass, because
+    FSDP copies each dataclass among the arguments of each layer.
     """
 
     def __init__(self, lengths: tuple[int, ...], device: torch.device, prompts: tuple[int, ...] = ()) -> None:
@@ -73,7 +73,7 @@ class Segments:
 
 
 class Pattern:
-    """What a layer gets in place of a mask: causal attention within the segments. No dataclass, like `Segments`."""
+    """What a layer gets in place of a mask: causal attention within the segments. Like `Segments`, not a dataclass."""
 
     def __init__(self, segments: Segments | None, *, window: int | None = None, chunk: int | None = None) -> None:
         self.segments = segments  # None: every batch row is one sequence, padded at the end

@@ -60,7 +60,7 @@ def attend_flash(query: Tensor, key: Tensor, value: Tensor, rule: Rule, *, ends:
     `ends` [N + 1], int32 and on the device, counts the tokens before each sequence; `longest` is the longest's length.
     """
     batch, _, length, size_v = *query.shape[:3], value.shape[3]
-    size = -(-max(query.shape[3], size_v) // 8) * 8  # the kernel wants equal head sizes, multiples of 8
+    size = -(-max(query.shape[3], size_v) // 8) * 8  # the kernel requires equal head sizes, multiples of 8
     # [b, heads, L, D] -> [b x L, heads, D]
     q, k, v = (widened(t, size).transpose(1, 2).flatten(0, 1) for t in (query, key, value))
     window = -1 if rule.window is None or rule.window >= longest else rule.window - 1

@@ -170,7 +170,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, offset: int, rule: Rule) -> tuple[
     """Return the output [b, H, L, D_v] and the log-sum-exp of the scores [b, H, L]."""
     if not _is_plain(q, offset, rule):
         return _blocked_forward(q, k, v, offset, rule)
-    size = max(q.shape[3], v.shape[3])  # the kernel wants equal head sizes
+    size = max(q.shape[3], v.shape[3])  # the kernel requires equal head sizes
     q, k, w = (widened(tensor, size) for tensor in (q, k, v))
     out, lse_bHL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         q, k, w, is_causal=not offset, scale=rule.scale

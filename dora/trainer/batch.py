@@ -152,7 +152,7 @@ def check(batch: MicroBatch, *, max_staleness: int, vocab_size: int) -> None:
     if any(len(getattr(batch, column)) != n for column in per_trajectory):
         raise ProtocolError(f"micro-batch {batch.step}/{batch.index}: columns of different length for {n} sequences")
     if batch.rewards_to_go.size and batch.rewards_to_go.shape[:2] != batch.group_rewards.shape:
-        raise ProtocolError(f"micro-batch {batch.step}/{batch.index}: rewards to go of other siblings")
+        raise ProtocolError(f"micro-batch {batch.step}/{batch.index}: rewards to go that do not fit the siblings")
     if any(len(column) != total for column in (batch.loss_mask, batch.behavior_logprobs)):
         raise ProtocolError(f"micro-batch {batch.step}/{batch.index}: columns of different length for {total} tokens")
     if (batch.lengths < 1).any() or batch.lengths.sum() != total:

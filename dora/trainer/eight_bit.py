@@ -33,7 +33,7 @@ EPS: Final = 1e-8
 _MANTISSA: Final = 20  # bits of a float32 that are dropped
 _ONE: Final = 127 << 3  # the float32 1.0 without these bits
 _STEPS: Final = 127.0  # steps of a ratio, in either direction
-_TINY: Final = 1e-30  # below the least scale and sqrt(v) that matter beside EPS
+_TINY: Final = 1e-30  # below the smallest scale and sqrt(v) that matter beside EPS
 #: Irrational increments per step and per position, for the ratio and for v (the plane sequence of the plastic number).
 _DITHER: Final = ((0.7548776662466927, 0.6180339887498949), (0.5698402909980532, 0.4142135623730951))
 

@@ -33,8 +33,9 @@ from dora.trainer.packing import PACKED, Layout, Row, make_row
 
 #: Models with at most this many bytes of weights run with data, which takes a tenth of the time.
 WITH_DATA: Final = 2**26
-#: Tokens of the two rows that are run; longer rows are extrapolated from them. For models with data; without data; and
-#: without data if the layers loop over tokens, because each operation takes 0.1 ms even then.
+#: Tokens of the two rows that are run; longer rows are extrapolated from them. The three pairs are for models with
+#: data, for models without data, and for models without data whose layers loop over tokens: each operation takes 0.1 ms
+#: even then.
 WITH_DATA_ROWS: Final = (128, 512)
 ROWS: Final = (2048, 4096)
 LOOP_ROWS: Final = (64, 128)

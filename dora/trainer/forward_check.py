@@ -51,8 +51,8 @@ NOISE: Final = 4.0
 ATTENTION: Final = {"float64": 1e-3, "float32": 1e-3, "float16": 0.1, "bfloat16": 0.1}
 #: Largest |Δ gradient| / |gradient| between packed sequences and the same ones alone, norms over all parameters.
 GRADIENT: Final = {"float32": 1e-3, "float16": 0.3, "bfloat16": 0.3}
-#: Most scores of a layer under transformers' own attention, which keeps all of them: about 1 GiB. Longer sequences are
-#: compared under the trainer's attention alone.
+#: Maximum number of attention scores of a layer under transformers' own attention, which keeps all of them: about 1
+#: GiB. Longer sequences are compared under the trainer's attention alone.
 SCORES: Final = 2**27
 
 #: Parts of torch's messages about operands that do not fit together: the configuration describes an impossible model.

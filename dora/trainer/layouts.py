@@ -31,7 +31,7 @@ def why_padded(model: Any) -> str:
 
 
 def carries_state(model: Any) -> bool:
-    """Return whether a layer carries state by other means than attention (recurrence, state space, convolution).
+    """Return whether a layer carries state by means other than attention (recurrence, state space, convolution).
 
     There are two signs: transformers marks many of these families, and such a layer needs a place for its state in the
     cache to decode. Among the causal models that were tested (docs/DECISIONS.md), tokens that cannot attend to each

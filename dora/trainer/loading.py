@@ -147,7 +147,7 @@ def open_folder(path: Path, config: Any, stack: ExitStack) -> ModelFolder:
         module = name.removesuffix(".weight")
         found = [scale for scale in (f"{name}_scale_inv", f"{module}.scale") if scale in files]
         if not found or not method:
-            what = "without its scale" if method else "which its config.json does not say (quantization_config)"
+            what = "without its scale" if method else "but its config.json does not say so (quantization_config)"
             raise ConfigError(f"model.path: {name} in {path} is stored in FP8, {what}")
         scales[name] = found[0]
         unused |= {found[0], f"{module}.activation_scale"}

@@ -29,7 +29,8 @@ from dora.errors import ConfigError
 from dora.trainer import attention
 from dora.trainer.packing import Row
 
-#: Most tokens and words of a tile: 16 MiB in float32. Up to three exist at a time. On a CPU, 64 MiB would be slower.
+#: Maximum number of tokens, and of words, in a tile, which then takes 16 MiB in float32. Up to three tiles exist at a
+#: time. On a CPU, 64 MiB would be slower.
 TILE = (2_048, 2_048)
 
 Span = tuple[int, int]

@@ -54,7 +54,7 @@ WHOLE: dict[str, tuple[str, str]] = {
     "grad_norm": ("1", "Euclidean norm of the normalized gradient before clipping, mean over updates"),
     "learning_rate": ("1", "rate in force, warm-up and objective.vcpo included, mean over updates"),
     "nonfinite_count": ("tokens", "trained tokens whose loss is NaN or infinite"),
-    "updates_skipped": ("updates", "updates that were not made, as D = 0 or the gradient is not finite"),
+    "updates_skipped": ("updates", "updates that were not made because D = 0 or the gradient is not finite"),
     "step_tokens": ("tokens", "all tokens of the step, prompts included, all ranks"),
     "useful_frac": ("fraction", "share of computed positions whose token is trained, not a prompt or padding"),
     "padding_frac": ("fraction", "share of computed positions that hold no token; 0 if sequences are packed"),
@@ -65,7 +65,7 @@ WHOLE: dict[str, tuple[str, str]] = {
 PROBED: dict[str, tuple[str, str]] = {
     "engine_mismatch_k3": (
         "nats",
-        "mean of π_v/μ - 1 - log π_v/μ over probed tokens, and fresh ones of the first update",
+        "mean of π_v/μ - 1 - log π_v/μ over probed tokens and the fresh tokens of the first update",
     ),
     "version_drift_mean": ("nats", "mean of log π_s/π_v over probed tokens"),
     "version_drift_k3": ("nats", "mean of π_s/π_v - 1 - log π_s/π_v over probed tokens"),

@@ -19,7 +19,7 @@ from dora.errors import ConfigError
 HANDSHAKE_MS = 5_000  # time limit of a handshake, which runs in ZeroMQ's own threads even if the process is busy
 # The longest message of a rank lists the files of a version: 1 MiB is some 10,000 of them.
 MAX_TO_CONTROLLER_BYTES = 1 << 20
-# The largest frame to a rank is the token ids of a micro-batch: this is 64 million.
+# The largest frame to a rank holds the token ids of a micro-batch: 64 million fit.
 MAX_TO_TRAINER_BYTES = 1 << 28
 CURVE_BYTES = 64  # upper bound of what encryption adds to a frame
 

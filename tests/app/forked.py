@@ -1,4 +1,4 @@
-"""Commands in forks of a process that has imported everything: what each uses is then what its input made it use.
+"""Runs commands in forks of a process that has imported everything, so that what a command uses is due to its input.
 
 `python -m tests.app.forked` reads requests, a line of JSON each: the arguments of a command. It answers each with a
 line: exit code (negative: killed by that signal), CPU seconds, peak memory in bytes, stdout, stderr, and, for `view`,
@@ -127,7 +127,7 @@ def _become(main: object, arguments: Sequence[str], out: Path, err: Path) -> Non
 
 
 def _ask(child: int, out: Path) -> dict[str, tuple[int, str]]:
-    """Ask what the page asks, once the command listens, and end it; nothing if it ended by itself."""
+    """Make the page's requests once the command listens, and end it; return nothing if it ended by itself."""
     deadline = time.monotonic() + LIMIT_S
     while time.monotonic() < deadline and not os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT):
         if out.exists() and (found := re.match(r"(http://\S+) shows .*\n", out.read_text())):

@@ -20,7 +20,7 @@ from tests.core.world import settings
 
 @pytest.fixture
 def threads() -> Iterator[int]:
-    """A number of threads that this process had before, and gets back."""
+    """A number of threads that this process has during the test; the earlier number is restored."""
     before = torch.get_num_threads()
     torch.set_num_threads(7)
     yield 7

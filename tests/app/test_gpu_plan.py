@@ -1,4 +1,4 @@
-"""`dora check --gpus`: what fits on GPUs that are not here, told from the configuration of a tiny model alone."""
+"""`dora check --gpus`: what fits on GPUs that are not here, computed from the configuration of a tiny model alone."""
 
 from __future__ import annotations
 

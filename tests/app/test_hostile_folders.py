@@ -1,5 +1,5 @@
-"""Run folders that someone else has made, with what is not a run's: each command ends with one clear line, soon and
-with little memory, reads and writes nothing outside, and executes nothing."""
+"""Run folders that someone else has made, with contents that no run writes: each command ends with one clear line, soon
+and with little memory, reads and writes nothing outside, and executes nothing."""
 
 from __future__ import annotations
 

@@ -3,10 +3,10 @@
     python -m tests.chaos.hostile --seconds 60              paced servers and a paced trainer
     python -m tests.chaos.hostile --seconds 60 --job real   embedded engines and torchrun ranks; no bound on step time
 
-Every TCP port on which a process of the run listens is attacked (attacks.py). The run must do the same as undisturbed:
-no event of trouble, no answer with another length or reward, no violation in checker or audit, no request granted
-without a key, and the controller's memory within MEMORY_SHARE, steps within STEP_SHARE and logs within LOG_BYTES of the
-undisturbed run. Exit code 1 if a bound is exceeded.
+Every TCP port on which a process of the run listens is attacked (attacks.py). The run must do the same as the
+undisturbed one: no event of trouble, no answer with another length or reward, no violation in checker or audit, no
+request granted without a key, and the controller's memory within MEMORY_SHARE, steps within STEP_SHARE and logs within
+LOG_BYTES of the undisturbed run. Exit code 1 if a bound is exceeded.
 """
 
 from __future__ import annotations

@@ -214,7 +214,7 @@ def test_other_data_is_refused(interrupted: Story) -> None:
 
 
 def test_other_held_out_answers_are_refused(interrupted: Story) -> None:
-    says = r"eval\.sets: the held-out prompts or answers are not what they were"
+    says = r"eval\.sets: the held-out prompts or answers have changed"
     assert_one_clear_error(interrupted.asked["other held-out answers"], code=1, says=says)
 
 

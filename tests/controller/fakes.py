@@ -1,6 +1,6 @@
 """Stand-ins at the four outside borders (engine, transport, reward, weights), and a controller between them.
 
-Each does its part at once unless a test tells it to freeze, fail or answer late. Everything else is real: the core, the
+Each does its part at once unless a test makes it freeze, fail or answer late. Everything else is real: the core, the
 loop, the effects, the fleet's keepers, the token log and the journal.
 """
 
@@ -265,7 +265,7 @@ class FakeTrainer:
             self.emit(ev.VersionPublished(self.now(), step + 1, 1, {"model.safetensors": chain}, chain))
 
     async def checkpoint(self, *, timeout_s: float) -> bool:
-        """Takes as long as a few pushes, in which an order that is carried out shows."""
+        """Takes as long as a few pushes, so that an order that is carried out in the meantime shows."""
         self.checkpoints += 1
         self.waited_s = timeout_s
         for _ in range(50):

@@ -137,7 +137,7 @@ def test_a_rank_without_work_gets_an_empty_micro_batch_of_the_same_wave() -> Non
 
 
 class Ranks:
-    """Stands for the trainer link: keeps what every rank would be sent."""
+    """A stand-in for the trainer link that keeps what would be sent to every rank."""
 
     def __init__(self, num_ranks: int) -> None:
         self.num_ranks = num_ranks

@@ -1,4 +1,4 @@
-"""The end of a job: its result is on the disk before its last order is, and nothing that comes after takes it away."""
+"""The end of a job: its result is on the disk before its last order is, and nothing that happens later undoes it."""
 
 from __future__ import annotations
 

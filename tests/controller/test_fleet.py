@@ -191,7 +191,7 @@ async def test_a_start_that_fails_now_and_then_is_forgiven() -> None:
 
 async def test_a_server_that_cannot_hold_the_longest_request_is_a_config_error() -> None:
     kept = Kept(1, context_tokens=5000)
-    with pytest.raises(ConfigError, match=r"holds 4096 tokens of one request, .* is 5000; lower one of them"):
+    with pytest.raises(ConfigError, match=r"accepts requests of up to 4096 tokens, .* is 5000; lower one of them"):
         await kept.fleet.keep(ZERO)
 
 

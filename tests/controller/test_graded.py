@@ -1,4 +1,4 @@
-"""The rewards of all graded groups of a job, against the same from its journal."""
+"""The rewards of all graded groups of a job, compared with those computed from its journal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests of people to a running fleet: what the core decides, carried out, in a job on fakes."""
+"""Users' requests to a running fleet: what the core decides is carried out, in a job on fakes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ZERO, ONE = InstanceId(0), InstanceId(1)
 
 
 class Asked:
-    """A job under way, frozen in the middle of its answers until it is let go, and the desk that takes requests."""
+    """A job under way, frozen in the middle of its answers until it is released, and the object that takes requests."""
 
     def __init__(self, job: Job) -> None:
         self.job = job

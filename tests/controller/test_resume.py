@@ -1,4 +1,4 @@
-"""A run that stopped in the middle, gone on with from its folder alone."""
+"""A run that stopped in the middle, continued from its folder alone."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ class Recorded(World):
             self.open()
 
     def report(self, rank: int, *, is_start: bool) -> None:
-        """The message takes a while each time, but for some; the first half was spent waiting."""
+        """Report a rank's time with a delay, except sometimes; the rank waited for the first half of it."""
         self.delays += 1
         until = self.state.now - 0.002 * (self.delays % 3)
         spent = max(0.0, until - self.reported[rank])

@@ -48,7 +48,7 @@ CONFIGURE = wire.Configure(
 
 
 class FakeEnd:
-    """Stands for the transport: what is sent is kept, what ranks say is taken from a queue, one by one."""
+    """A stand-in for the transport: it keeps what is sent, and takes the messages of ranks from a queue, one by one."""
 
     def __init__(self, *, ready: bool = True) -> None:
         self.sent: list[tuple[int, wire.ToTrainer]] = []

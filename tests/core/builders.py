@@ -1,7 +1,6 @@
-"""A core with short names for the facts it is told: the tests of single rules read as event lists.
-
-Invariant: every fact is one the shell could report (a completion carries the attempt of the latest order it answers,
-unless told otherwise), and `invariants.check` runs after each. Every method returns the commands of its event.
+"""A core with short names for the events that it receives: the tests of single rules read as event lists. Invariant:
+the shell could report every event (a completion carries the attempt of the latest command that it answers, unless a
+test gives another), and `invariants.check` runs after each. Every method returns the commands of its event.
 """
 
 from __future__ import annotations
@@ -65,9 +64,8 @@ def wave(
 
 
 class Core:
-    """One State, told facts one at a time. Time stands still unless a test moves it.
-
-    Prompts arrive at the moment when they are asked for: FetchPrompts is left out of what is returned.
+    """One State, which receives events one at a time. Time stands still unless a test advances it. Prompts arrive as
+    soon as they are ordered, so FetchPrompts is left out of the returned commands.
     """
 
     def __init__(

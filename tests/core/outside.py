@@ -1,9 +1,7 @@
-"""Everything around one State, held by the test: what each command asked for stays outstanding until the
-test, or a fair scheduler, answers it.
-
-Invariant: it keeps books of its own (tokens, tags, places in steps, what each server really holds) and refuses every
-command that contradicts them; `invariants.check` and `_nothing_idles` run after every event. Called by
-test_state_machine.py and test_regressions.py.
+"""Everything around one State, controlled by the test: the effect of each command stays outstanding until the test, or
+a fair scheduler, completes it. Invariant: it keeps its own accounts (tokens, tags, places in steps, what each server
+really holds) and refuses every command that contradicts them; `invariants.check` and `_nothing_idles` run after every
+event. Called by test_state_machine.py and test_regressions.py.
 """
 
 from __future__ import annotations
@@ -139,7 +137,8 @@ class Outside:
         self.late.append(event)
 
     def _nothing_idles(self, event: ev.Event) -> None:
-        """At rest, the roomiest server of a version has no room for what waits, and none is vacant for one in need."""
+        """At rest, the roomiest server of a version has no room for its queued work, and no server is vacant while a
+        version is in need."""
         state = self.state
         takers = [i for i in state.instances.values() if i.takes_work]
         for version, entry in state.window.entries.items():
@@ -473,7 +472,7 @@ class Outside:
                 self.barred.add(instance)
 
     def let_go(self, instance: InstanceId) -> None:
-        """Its keeper has ended; what it reported may still come, once more and too late."""
+        """The keeper of the instance has ended; its reports may still arrive, again and too late."""
         self._void(instance)
         del self.servers[instance]
         self.dismissed.remove(instance)
@@ -498,7 +497,7 @@ class Outside:
         self.answer(ev.WeightPushFinished(self.now, instance, order.attempt, order.version))
 
     def fail_push(self, instance: InstanceId) -> None:
-        """It failed, or its answer was lost: what the server holds is unknown."""
+        """The push failed, or its answer was lost: what the server holds is unknown."""
         order = self.pushes.pop(instance)
         if order.attempt % 2:
             self._load(instance, order.version)
@@ -543,7 +542,7 @@ class Outside:
         self.deliver(ev.CheckpointSaved(self.now, self.checkpoint, ""))
 
     def restart_trainer(self, *, back: int) -> None:
-        """It dies, and will report a step between its last checkpoint and where it was."""
+        """The trainer dies, and will report a step between its last checkpoint and the step that it was at."""
         self.waves.clear()
         self.num_waves = 0
         self.update_due = False
@@ -597,7 +596,8 @@ class Outside:
         self.deliver(ev.Ticked(self.now))
 
     def echoes(self) -> list[ev.Event]:
-        """Completions that could be mistaken for that of a command in flight; all there are if none could."""
+        """Completions that could be mistaken for the completion of a command in flight; all completions if none
+        could."""
         open_ones = self.requests.keys() | self.grades.keys() | self.calls.keys()
         return [
             e
@@ -617,7 +617,7 @@ class Outside:
     # -- a fair scheduler ---------------------------------------------------------------------------------------------
 
     def possible(self, *, stalled: Container[int] = ()) -> list[Callable[[], None]]:
-        """Everything that is bound to happen, one call each; answers of `stalled` versions take their time."""
+        """Everything that is bound to happen, one call each; answers of `stalled` versions take longer."""
         acts: list[Callable[[], None]] = []
         if self.fetch is not None:
             acts.append(self.bring_prompts)
@@ -655,7 +655,7 @@ class Outside:
         return acts
 
     def work(self, num_events: int, *, mishap_share: float = 0.0, stalled: Container[int] = ()) -> None:
-        """So many things happen in any order; time passes, and faster when there is nothing else to wait for."""
+        """Let this many things happen, in any order; time passes, and faster when there is nothing else to wait for."""
         for _ in range(num_events):
             if self.outcome is not None:
                 return
@@ -670,7 +670,7 @@ class Outside:
                 self.tick(0.3 if acts else 5.0)
 
     def conclude(self) -> None:
-        """From here on nothing fails, on fewer servers perhaps: the job must end, and all it did can be replayed."""
+        """From here on nothing fails, although servers may be missing: the job must end, and it can be replayed."""
         if not self.sound:
             return
         for i in list(self.servers)[1 + self.random.randrange(len(self.servers)) :]:

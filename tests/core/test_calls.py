@@ -1,4 +1,5 @@
-"""Calls of environments: what a trajectory holds meanwhile, where it goes on, and what becomes of it otherwise."""
+"""Calls of environments: what a trajectory holds in the meantime, where it continues, and what becomes of it if it
+cannot."""
 
 from __future__ import annotations
 

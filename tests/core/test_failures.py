@@ -1,4 +1,4 @@
-"""What the core does when something fails: nothing lost, nothing sampled twice, errors that say what."""
+"""What the core does when something fails: nothing is lost or sampled twice, and errors name the cause."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rule F (docs/STALENESS.md), held against its text: counted over a plain list of deadlines."""
+"""Rule F, compared with its definition in docs/STALENESS.md: counted over a plain list of deadlines."""
 
 from __future__ import annotations
 

@@ -268,7 +268,8 @@ def test_w_gives_the_place_of_a_filtered_group_back_at_once() -> None:
 
 
 def trained_step(core: Core, *, waited: float, trained: float) -> float:
-    """One step for whose first wave the trainer waited so long and on which it then worked so long; W after it."""
+    """Run a step for whose first wave the trainer waits `waited` seconds, and which it trains for `trained` seconds;
+    return W after it."""
     state, instance = core.state, core.state.instances[InstanceId(0)]
     step = state.formation.step
     core.now += waited

@@ -1,4 +1,4 @@
-"""The heap of rooms gives what a search over all instances of the version would give."""
+"""The heap of rooms gives the same result as a search over all instances of the version."""
 
 from __future__ import annotations
 

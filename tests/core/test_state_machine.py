@@ -1,4 +1,4 @@
-"""The decision core against an outside that answers in any order, late, twice, or not at all.
+"""The decision core in surroundings that answer in any order, late, twice, or not at all.
 
 Each example drives one job through faults that hypothesis chooses; `Outside` refuses whatever breaks a rule. At the end
 the faults stop, and the job has to end by itself. A bug found here becomes an event list in test_regressions.py.
@@ -68,12 +68,12 @@ def pick(items: Sequence[Any] | Mapping[Any, Any], index: int) -> Any:
 
 
 def while_running(condition: Any) -> Any:
-    """The rule needs something to happen to, in a job that has not ended."""
+    """Apply a rule only to a job that has not ended, and only under this condition."""
     return precondition(lambda self: self.outside.outcome is None and condition(self.outside))
 
 
 class AnyOrder(RuleBasedStateMachine):
-    """A job and its outside, one happening per rule."""
+    """A job and its surroundings; each rule is one thing that can happen."""
 
     @initialize(
         job=_JOBS,

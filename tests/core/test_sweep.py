@@ -46,7 +46,8 @@ _KINDS = {
 
 
 def world(seed: int, *, shared_prompts: bool = False, calls: bool = False) -> World:
-    """A job, its fleet and its faults, all from the seed; with shared prompts, as many updates as may be."""
+    """A job, its fleet and its faults, all from the seed; with shared prompts, the largest possible number of
+    updates."""
     r = random.Random(seed)
     strategy = r.choice(["dora", "dora", "dora", "sync", "periodic", "one_step_off", *IN_FLIGHT, "oversample"])
     job = settings(

@@ -268,7 +268,7 @@ class Checker:
 
     def __init__(self, folder: Path, expected: Expected, *, damaged: str = "", lost: Lost | None = NOTHING) -> None:
         """`damaged`: name of a version or checkpoint that a test has damaged; it may stay so if nothing needs it.
-        `lost`: what the user was told to be lost; None if nobody was there to tell.
+        `lost`: what the user was told to be lost; None if the user was told nothing.
         """
         self.lost = lost
         self.folder = folder

@@ -117,7 +117,7 @@ class Prober:
     def check(self, *, with_audit: bool = True, damaged: str = "", is_told: bool = True) -> None:
         """Run the checker, and the application's audit, which takes longest.
 
-        `is_told`: the last life went on, so that it has said what is lost.
+        `is_told`: the last life continued, so that it has reported what is lost.
         """
         told = lost_in(self.world.said) if is_told else None
         Checker(self.world.folder.root, self.expected, damaged=damaged, lost=told).check()

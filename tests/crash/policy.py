@@ -26,7 +26,7 @@ def token(policy: str, trajectory: int, place: int) -> int:
 def answered(
     episode: int, turn: int, sampled: Sequence[int]
 ) -> tuple[Literal["observation", "end", "graded", "failed"], list[int], float]:
-    """What the environment makes of a turn: the tokens that it appends, never those of a policy, and its reward.
+    """The environment's answer to a turn: the tokens that it appends, which a policy never samples, and its reward.
 
     "graded": the episode ends, and the task's rewards grade it.
     """

@@ -1,4 +1,4 @@
-"""Rows of metrics after a power failure, and versions after a full disk: nothing is lost without a word."""
+"""Rows of metrics after a power failure, and versions after a full disk: nothing is lost without a message."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Shared by whole runs: a policy whose answers take long enough to be caught in their middle."""
+"""Shared by whole runs: a policy whose answers take long enough to be interrupted."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dora.seed.policy import path as seed_path
 @pytest.fixture(scope="session")
 def slow_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The seed's tokenizer over a larger, random policy: its stop token is one of so many that answers reach the token
-    budget, a hundred tokens take a good part of a second."""
+    budget, and a hundred tokens take a good part of a second."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     folder = tmp_path_factory.mktemp("models") / "slow"

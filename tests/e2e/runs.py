@@ -1,7 +1,7 @@
 """The `dora` command as a user types it: real processes, watched from outside.
 
-A run's state is read from what it offers anybody: its output, its status endpoint, its journal. Nothing here shares
-memory with it, so waiting means asking again.
+A run's state is read from what any user can see: its output, its status endpoint, its journal. Nothing here shares
+memory with it, so waiting means polling.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def command(*arguments: str) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """Without the variables that a run of the person who tests might have set."""
+    """The environment without variables that the tester may have set for runs."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith("DORA_")}
     return {**kept, "COLUMNS": "200"}
 
@@ -119,7 +119,7 @@ def run_to_end(*arguments: str, cwd: Path | None = None, timeout_s: float = END_
 
 
 def until(ask: Callable[[], Found | None], *, what: str, timeout_s: float = START_S) -> Found:
-    """Asks another process again and again until the answer says something."""
+    """Polls another process until `ask` returns something that is true."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         if found := ask():
@@ -138,7 +138,7 @@ def get(url: str, **headers: str) -> tuple[int, str, str]:
 
 
 def heed_ctrl_c() -> None:
-    """Who starts the tests in the background of a shell has them ignore SIGINT, and a child inherits that."""
+    """Tests that are started in the background of a shell ignore SIGINT, and their children inherit that."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 

@@ -1,4 +1,4 @@
-"""A trainer whose temperature is not its servers': what a run says, and what `dora check --drift` says."""
+"""A trainer with another temperature than its servers: what a run reports, and what `dora check --drift` reports."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ def assert_shown(folder: RunFolder, status: dict[str, Any], gauges: str, *, told
             assert (row["mean"], row["pass_at"], row["num_samples"], row["num_failed"]) == (None, {}, 0, 2)
     assert "version 3: failing reward: nothing was graded (0 answers, 2 failed)\n" in told
     assert re.search(r"  episodes of the last step: [\d.]+ turns \(at most 2\), .*; calls: [\d.]+ an episode", told)
-    assert "  4 episodes left out, as their environment failed: 4 raised\n" in told
+    assert "  4 episodes left out because their environment failed: 4 raised\n" in told
 
 
 def test_a_run_whose_environment_rewrites_the_conversation_trains_the_rows_of_its_forks(tmp_path: Path) -> None:
@@ -199,7 +199,7 @@ def test_what_goes_wrong_in_an_environment_costs_its_episodes_alone(tmp_path: Pa
     for fault, reason in FAULTS.items():
         assert any(each.startswith(reason) for each in found) or not reason, (fault, found)
     assert all(any(each.startswith(reason) for reason in FAULTS.values() if reason) for each in found), found
-    assert f"{len(found)} episodes left out, as their environment failed" in result.stdout
+    assert f"{len(found)} episodes left out because their environment failed" in result.stdout
     assert [event.step for event in events_of(folder, StepTrained)] == [0, 1, 2]
     assert_audit_clean(folder)
     answers = read_tokens(folder.tokens).answers.values()

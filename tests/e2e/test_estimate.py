@@ -1,4 +1,5 @@
-"""The numbers of `dora check`: arithmetic against what torch really holds, and a split that is told when it is bad."""
+"""The numbers of `dora check`: arithmetic compared with what torch really holds, and a bad split of the GPUs, which is
+reported."""
 
 from __future__ import annotations
 

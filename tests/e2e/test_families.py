@@ -1,4 +1,4 @@
-"""The default job with a policy of another kind: experts stored one by one, and layers with states of their own."""
+"""The default job with a policy of another kind: experts stored one by one, and layers that carry state."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ def story(slow_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Story:
 
 
 def freeze_in_mid_answer(run: Run, server: psutil.Process) -> dict[TrajectoryId, int]:
-    """SIGSTOP a server that has streamed many tokens of an answer; another time if it has ended just then."""
+    """SIGSTOP a server that has streamed many tokens of an answer; try again if the answer has just ended."""
 
     def freeze() -> dict[TrajectoryId, int] | None:
         if not run.folder.journal.exists() or max(latest_counts(run.folder).values(), default=0) < MANY_TOKENS:

@@ -57,7 +57,7 @@ def fill(folder: Path, *, left_bytes: int = LEFT_BYTES) -> Path:
 
 
 def has_no_room(log: Path) -> bool:
-    """For a version or for a checkpoint: while one waits, the other may not be begun."""
+    """Whether there is no room for a version or for a checkpoint: while one waits, the other may not have begun."""
     told = [line for line in log.read_text().splitlines() if line.endswith(": the file system is full")]
     return any("cannot write " in line for line in told)
 

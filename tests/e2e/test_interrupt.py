@@ -1,4 +1,4 @@
-"""Ctrl-C: a clean stop that a resume goes on from, and a second one that ends at once."""
+"""Ctrl-C: a clean stop from which a resume continues, and a second Ctrl-C, which ends the run at once."""
 
 from __future__ import annotations
 

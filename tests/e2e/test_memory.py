@@ -1,4 +1,4 @@
-"""A rank runs out of memory: the run says what to change, and a resume with that change goes on."""
+"""A rank runs out of memory: the error names what to change, and a resume with that change continues."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`dora pace`: a small workload live, against what the table and the models say of it."""
+"""`dora pace`: a small workload live, compared with its table and its models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run offers other users of its machine: ports that demand a key, folders that are closed."""
+"""What other users of a run's machine can reach: ports that demand a key, and folders that are closed."""
 
 from __future__ import annotations
 

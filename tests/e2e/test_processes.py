@@ -1,4 +1,4 @@
-"""The processes of a run: what they listen on, who may go on with a run, and what is left of one that is killed."""
+"""The processes of a run: what they listen on, who may continue a run, and what is left of a run that is killed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The second default job, cut to a few steps: a policy that makes calls of its own, through hosts, and audited."""
+"""The second default job, cut to a few steps: a policy that makes its own calls, through hosts; the run is audited."""
 
 from __future__ import annotations
 

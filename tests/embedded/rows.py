@@ -1,4 +1,5 @@
-"""A decoder's rows as a test follows them: requests, their tokens, and log-probs to compare with a plain forward."""
+"""A decoder's rows as a test follows them: requests, their tokens, and log-probs to compare with a plain forward
+pass."""
 
 from __future__ import annotations
 

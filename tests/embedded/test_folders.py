@@ -1,4 +1,4 @@
-"""Folders of models that hold more, or other, than a text decoder needs: served, or refused in one line."""
+"""Model folders with more than a text decoder needs, or with other contents: served, or refused in one line."""
 
 from __future__ import annotations
 

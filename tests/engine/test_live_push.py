@@ -43,7 +43,7 @@ class Stream:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Two policies that end no answer by themselves: whatever the speed, the push meets it in its middle."""
+    """Two policies that never end an answer by themselves, so that at any speed the push comes in the middle of one."""
     config = qwen3()
     config.eos_token_id = None
     root = tmp_path_factory.mktemp("endless")

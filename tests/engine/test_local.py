@@ -1,4 +1,4 @@
-"""A host without open files: no server is blamed, and a run that cannot continue ends with a clear error."""
+"""A host that has no open files left: no server is blamed, and a run that cannot continue ends with a clear error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What requests and versions are called: no id is the beginning of another, and a label is read by its run alone."""
+"""What requests and versions are called: no id is the beginning of another, and only its own run can read a label."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The push through the real client: every failure a server was seen to make, at every stage, over real sockets."""
+"""The push through the real client: every failure that was seen on a server, at every stage, over real sockets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The stream parser: each token once and in order, in every form of the stream, split anywhere, ended anyhow."""
+"""The stream parser: each token once and in order, in every form of the stream, wherever it is split and however it
+ends."""
 
 from __future__ import annotations
 

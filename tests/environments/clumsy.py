@@ -1,4 +1,4 @@
-"""Environments that fail in the ways of users, for the lines that their failures must name: each has a comment."""
+"""Environments that fail as users' environments do. A comment marks each line that the failure must name."""
 
 import asyncio
 import json

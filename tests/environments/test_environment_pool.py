@@ -175,7 +175,7 @@ async def test_a_host_with_many_stuck_threads_takes_no_more_episodes_and_is_repl
 
 
 def stand_still(seconds: float) -> None:
-    """The event loop does nothing meanwhile, as if its process were stopped."""
+    """Block the event loop, as if its process were stopped."""
     time.sleep(seconds)
 
 
@@ -386,8 +386,8 @@ async def test_a_cancelled_wait_takes_no_place():
         ("no_such_module:World", r"environment.name: cannot import 'no_such_module' \(ModuleNotFoundError: "),
         ("no/such/file.py:World", r"environment.name: cannot import 'no/such/file.py' \(FileNotFoundError: "),
         (f"{WORLDS}:Wurld", r"environment.name: .*worlds.py has no function 'Wurld'"),
-        (f"{WORLDS}:Untyped", r"Untyped cannot be made \(TypeError: tool price: parameter 'item' has no type \("),
-        (f"{WORLDS}:not_an_environment", r"cannot be made \(TypeError: it made str, not an Environment \("),
+        (f"{WORLDS}:Untyped", r"Untyped cannot be created \(TypeError: tool price: parameter 'item' has no type \("),
+        (f"{WORLDS}:not_an_environment", r"cannot be created \(TypeError: it made str, not an Environment \("),
     ],
 )
 async def test_an_environment_that_cannot_be_made_is_one_clear_line_before_anything_else(name, problem):
@@ -398,7 +398,9 @@ async def test_an_environment_that_cannot_be_made_is_one_clear_line_before_anyth
 
 
 async def test_options_that_the_environment_does_not_take_are_named():
-    with pytest.raises(ConfigError, match=r"World cannot be made \(TypeError: .*unexpected keyword argument 'closd'"):
+    with pytest.raises(
+        ConfigError, match=r"World cannot be created \(TypeError: .*unexpected keyword argument 'closd'"
+    ):
         async with pool_of(options={"closd": ""}):
             pass
 

@@ -10,7 +10,7 @@ from dora.errors import ConfigError
     ("overrides", "problem"),
     [
         (["name=shop"], "environment.name: expected module:name or FILE.py:name, got 'shop'"),
-        (["command=['node']"], "environment.name: without one there is no environment"),
+        (["command=['node']"], "environment.name: is empty, so there is no environment"),
         (["name=shop", "command=['node']", "python='python3'"], "environment.python: has no effect with"),
         (["name=a:b", "call_timeout_s=2000"], r"environment.call_timeout_s: 2000 s must be below run.no_progress_s"),
         (["output_bytes=2000000"], "environment.output_bytes: "),

@@ -172,7 +172,7 @@ async def test_messages_that_cannot_be_rendered_are_failures_of_the_environment(
 ) -> None:
     async with pool_of(failure_budget=0) as pool:
         played = await Played(qwen3, row).begin(pool)
-        with pytest.raises(RunFailed, match=r"^environment.failure_budget: 1 of .* messages are no conversation"):
+        with pytest.raises(RunFailed, match=r"^environment.failure_budget: 1 of .* messages are not a conversation"):
             await played.turn("impossible")
         assert pool.free == 256
 

@@ -187,6 +187,6 @@ async def test_tools_need_pydantic_alone(tmp_path, file):
 
 async def test_a_package_that_is_missing_there_is_named(tmp_path, file):
     python = venv_with(tmp_path / "venv")
-    with pytest.raises(ConfigError, match=r"tools cannot be made \(ModuleNotFoundError: No module named 'pydantic'"):
+    with pytest.raises(ConfigError, match=r"tools cannot be created \(ModuleNotFoundError: No module named 'pydantic'"):
         async with EnvironmentPool(EnvironmentConfig(name=f"{file}:tools", python=python)):
             pass

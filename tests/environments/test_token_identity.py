@@ -1,4 +1,5 @@
-"""What is sent extends what was sampled, bit for bit, and each sampled token is trained once, after what it saw."""
+"""What is sent extends what was sampled, bit for bit, and each sampled token is trained once, after the tokens that it
+was sampled after."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What a person sees of own code in hosts: the line that failed, what it printed; and calls that run concurrently."""
+"""What users see of their own code in hosts: the line that failed, and what it printed; and calls that run
+concurrently."""
 
 from __future__ import annotations
 

@@ -274,7 +274,7 @@ def test_a_group_that_nobody_fetched_is_named(entries: Entries, found: Found) ->
     (at, _), order = first_command(entries, cmd.AdmitGroup, lambda c: c.version == 3)
     forged = cmd.AdmitGroup(GroupId(10_000), 3, order.deadline)
     messages = found(with_commands(entries, at, [*entries[at][1], forged]))
-    assert "is admitted; next is" in messages["C2 ledger: group 10000"]
+    assert "is admitted, but" in messages["C2 ledger: group 10000"]
 
 
 def test_tokens_lost_at_a_migration_are_named(entries: Entries, found: Found) -> None:
@@ -338,7 +338,7 @@ def test_a_commit_beyond_the_bound_is_named(world: World, entries: Entries, fold
     _, order = first_command(entries, cmd.CommitGroup, lambda c: c.step - c.version == 2)
     rules = msgspec.structs.replace(world.settings.rules, max_staleness=1)
     report = audit(write(folder, msgspec.structs.replace(world.settings, rules=rules), entries))
-    stale = [v.id for v in report.violations if v.message.endswith("2 stale")]
+    stale = [v.id for v in report.violations if v.message.endswith("staleness 2")]
     assert stale[0] == f"group {order.group}"
     assert len(stale) == 1 + sum(
         isinstance(c, cmd.CommitGroup) and c.step - c.version == 2 and c != order for _, cs in entries for c in cs
@@ -352,7 +352,7 @@ def test_a_due_group_left_outside_a_closed_step_is_named(entries: Entries, found
     late = cmd.CommitGroup(order.group, order.version, order.step + 1)
     messages = found(with_commands(changed, closes, [*changed[closes][1], late]))
     assert f"C3 close: group {order.group}" in messages
-    assert "3 stale" in messages[f"C3 commit: group {order.group}"]
+    assert "staleness 3" in messages[f"C3 commit: group {order.group}"]
 
 
 # -- one altered order or fact each, and the message about it ---------------------------------------------------------
@@ -432,7 +432,7 @@ def test_more_live_versions_than_the_window_allows_are_named(entries: Entries, f
 def test_a_version_released_while_it_is_needed_is_named(entries: Entries, found: Found) -> None:
     (at, _), _ = first_command(entries, cmd.AdmitGroup, lambda c: c.version == 3)
     changed = with_commands(entries, at, [*entries[at][1], cmd.ReleaseVersion(3)])
-    assert "is released while" in found(changed)["versions: version 3"]
+    assert "is released, but still needed" in found(changed)["versions: version 3"]
 
 
 def test_an_evaluation_reported_before_its_last_sample_is_named(entries: Entries, found: Found) -> None:

@@ -1,4 +1,4 @@
-"""Strategies that break a constraint by design: the audit counts and reports that, and still proves all else."""
+"""Strategies that break a constraint by design: the audit counts and reports this, and still proves everything else."""
 
 from __future__ import annotations
 

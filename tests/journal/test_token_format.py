@@ -1,4 +1,4 @@
-"""The format of tokens.bin as docs/ARCHITECTURE.md has it: every kind of record, for readers that are not ours."""
+"""The format of tokens.bin as docs/ARCHITECTURE.md has it: every kind of record, for readers that others write."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""All mutations: of durability, lineage, resume, access and episodes here, of other parts in files of their own."""
+"""All mutations: those of durability, lineage, resume, access and episodes are here, those of other parts in files of
+their own."""
 
 from __future__ import annotations
 

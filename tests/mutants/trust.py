@@ -1,4 +1,4 @@
-"""Mutations of who may have a received folder executed."""
+"""Mutations of the rule about who may execute what a received folder names."""
 
 from __future__ import annotations
 

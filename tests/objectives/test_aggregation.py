@@ -1,4 +1,4 @@
-"""What the denominator is: sequences of tokens [2, 6] and [1, 1, 1, 5], and a constant length of 8."""
+"""The denominator: sequences of tokens [2, 6] and [1, 1, 1, 5], and a constant length of 8."""
 
 from __future__ import annotations
 

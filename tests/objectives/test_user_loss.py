@@ -82,7 +82,7 @@ def test_it_may_mark_tokens_and_stop_gradients(module):
         ),
         (
             "from dora.objectives.tokens import TokenLoss\n    return TokenLoss(tokens.current_P, {'clip_low': True})",
-            "marks 'clip_low' with something else than a value for each token",
+            "marks 'clip_low' with something other than a value for each token",
         ),
     ],
 )
@@ -130,11 +130,11 @@ def test_a_missing_module_or_function_is_refused(module):
         ),
         (
             "x = tokens.current_P - tokens.current_P.mean()\n    return -tokens.advantage_P * x",
-            "my_losses:loss returns other losses for a sequence if other sequences are in the same pass",
+            "my_losses:loss returns different losses for a sequence if other sequences are in the same pass",
         ),
         (
             "assert tokens.sequence_P.max() < len(tokens.lengths_n)\n    return -tokens.advantage_P * tokens.current_P",
-            r"my_losses:loss raised .* \(in a pass without tokens, as of a rank that gets no sequence\)$",
+            r"my_losses:loss raised .* \(in a pass without tokens, such as that of a rank that gets no sequence\)$",
         ),
     ],
 )

@@ -1,4 +1,5 @@
-"""The shipped policy of the job with a tool: it knows how a call is written, and neither when to call nor what."""
+"""The shipped policy of the job with a tool: it knows how a call is written, but neither when to call nor what to look
+up."""
 
 from __future__ import annotations
 

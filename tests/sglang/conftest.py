@@ -97,7 +97,7 @@ def _command(kind: Kind, model: Path, logs: Path, *, incremental: bool) -> list[
 
 @contextmanager
 def serving(kind: Kind, model: Path, logs: Path, *, incremental: bool = True) -> Iterator[Server]:
-    """One server of `kind`, well; ended at the end, if it still lives."""
+    """A healthy server of `kind`, which is ended at the end if it is still running."""
     command = _command(kind, model, logs, incremental=incremental)
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as launcher:
         assert launcher.stdout is not None

@@ -1,4 +1,5 @@
-"""The environment of the real server: built once, by one builder, never half. The recipe here needs no network."""
+"""The environment of the real server: built once, by one builder, and never left half built. The recipe here needs no
+network."""
 
 from __future__ import annotations
 

@@ -115,7 +115,8 @@ class Operations(RuleBasedStateMachine):
 
     @rule(model=MODELS, how=st.sampled_from(["update", "update", "update from nowhere", "push"]))
     def weights(self, model: Model, how: str) -> None:
-        """Whatever the server is doing. Unpaused and busy, it is given up here and carried out there when it can be."""
+        """Update the weights, whatever the server is doing. If it is unpaused and busy, the client gives the update up,
+        and the server carries it out when it can."""
         client, url, folder = self._client, self._url, self.folders[model]
         self._count += 1
         label = f"{model}/{self._count}"
@@ -164,8 +165,8 @@ class Operations(RuleBasedStateMachine):
             self._runner.close()
 
     async def _check_a_fresh_answer(self) -> None:
-        """Of one version, the one that the server says it holds, by its weights. While an update that was given up
-        still comes through, the next answer tells."""
+        """A new answer must come from a single version, the one that the server reports, and from its weights. While an
+        update that was given up may still take effect, the next answer decides."""
         label, result, tokens = "", None, Tokens()
         async with asyncio.timeout(SETTLE_S):
             while result is None or not (result.spans == ((label, 0, result.num_tokens),) and await self._holds(label)):
@@ -181,7 +182,8 @@ class Operations(RuleBasedStateMachine):
         return await self._client.weight_version(self._url) == label
 
     def _fail(self, what: str) -> None:
-        """Kept for the test: hypothesis would ask a server again that may be gone for good, and report that."""
+        """Keep the failure for the test: hypothesis would call a server again that may be gone for good, and report
+        that."""
         failure = self.failure or f"after {', '.join(self._story)}: {what}"
         type(self).failure = failure
         pytest.fail(failure)
@@ -189,7 +191,7 @@ class Operations(RuleBasedStateMachine):
     # --- helpers
 
     def _do(self, what: str, call: Coroutine[Any, Any, object]) -> None:
-        """One operation; that it is refused, late or given up is an answer."""
+        """Do one operation; a refusal, a time-out or giving up counts as an answer."""
         self._story.append(what)
         try:
             self._runner.run(call)
@@ -212,7 +214,8 @@ class Operations(RuleBasedStateMachine):
             await asyncio.wait({self._calls[rid]})
 
     async def _settle(self) -> None:
-        """Empty and unpaused, by the client's own means. An update that was given up may still come through."""
+        """Make the server empty and unpaused, by the client's own means. An update that was given up may still take
+        effect."""
         for rid, task in self._calls.items():
             await self._client.abort(self._url, rid)
             task.cancel()
@@ -225,7 +228,7 @@ class Operations(RuleBasedStateMachine):
 
 
 async def _outcome(call: Coroutine[Any, Any, object]) -> object:
-    """A stream may break off, be refused or be aborted; that is no matter of the server's life."""
+    """A stream may break off, be refused or be aborted; the server may be well nevertheless."""
     try:
         return await call
     except RemoteError as err:

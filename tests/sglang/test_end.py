@@ -1,4 +1,5 @@
-"""How a server ends, on both: asked to, killed, and by weights that cannot be loaded. One server per test."""
+"""How a server of either kind ends: by a signal, by a kill, and by weights that cannot be loaded. One server per
+test."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ def server(kind: Kind, model_a: Path, tmp_path: Path) -> Iterator[Server]:
 
 @pytest.fixture
 async def wire(server: Server) -> AsyncIterator[Wire]:
-    """No way back to an empty server: it is gone when the test ends."""
+    """A plain client of a server that need not be emptied again: it is gone when the test ends."""
     async with aiohttp.ClientSession(server.url, connector=aiohttp.TCPConnector(force_close=True)) as http:
         yield Wire(server, http)
 

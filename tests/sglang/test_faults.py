@@ -258,7 +258,8 @@ def test_a_server_that_hangs_for_a_minute_is_lost_and_recovers(fleet: list[Membe
 
 
 def stopped_in_an_answer(run: Run, member: Member) -> bool:
-    """SIGSTOP it while it answers; in a push, which has limits of its own, it would not be missed so soon."""
+    """Stop a server (SIGSTOP) while it answers; during a push, which has its own limits, the stop would be noticed
+    later."""
     if not instance(run.status(), 1)["residents"]:
         return False
     for process in member.processes():
@@ -274,7 +275,7 @@ def stopped_in_an_answer(run: Run, member: Member) -> bool:
 
 @contextmanager
 def standing_still(member: Member, *, until_s: float) -> Iterator[None]:
-    """It has been stopped; it goes on then, or at once if something goes wrong."""
+    """Continue a stopped server at that time, or at once if something goes wrong."""
     processes = member.processes()
     try:
         yield

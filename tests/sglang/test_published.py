@@ -1,4 +1,4 @@
-"""The real SGLang loads what the trainer publishes of a mixture of experts, whose tensors it has under other names."""
+"""The real SGLang loads a published mixture of experts, whose tensors have other names in SGLang."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """A whole run on three real servers that the run starts itself: launch/configs/sglang-cpu.toml, as a user calls it.
 
-Instances are drained in its middle and called back, until answers have migrated: packing alone may move none.
+In the middle of the run, instances are drained and recalled until answers have migrated, because packing alone may move
+none.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Ended:
 
 
 async def provoke_a_migration(run: Run, *, token: str) -> None:
-    """Drains one of two instances that share a version, and calls it back, until what ran there has moved."""
+    """Drains one of two instances that share a version, and recalls it, until the requests that ran there have
+    moved."""
     while run.process.poll() is None:
         try:
             status = await asyncio.to_thread(run.status)

@@ -123,7 +123,7 @@ def holds(version: Version) -> Any:
 
 @dataclass(frozen=True)
 class Watched(PushTarget):
-    """A server of which is known what it said that it holds after each bucket, and what was done before one."""
+    """A server whose reported label is recorded after each bucket; `before` is called before each one."""
 
     labels: list[str] = field(default_factory=list)
     before: Callable[[int], object] = lambda number: None

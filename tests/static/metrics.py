@@ -30,21 +30,22 @@ Written by `python -m tests.static.metrics` from `dora/status/rows.py`, `dora/tr
 `launch/monitoring`.
 
 A run writes a row per trained step and per evaluation into `metrics.jsonl` of its folder. Experiment trackers show
-these rows ([Trackers](#trackers)). The status endpoint shows the present at `/metrics`, in Prometheus's format
-([Monitoring](#monitoring)), at `/status` as JSON, and as a page at `/`; `dora status` and `dora run` show it in the
+these rows ([Trackers](#trackers)). The status endpoint shows the current state: at `/metrics` in Prometheus's format
+([Monitoring](#monitoring)), at `/status` as JSON, and at `/` as a page; `dora status` and `dora run` show it in the
 terminal. The last column of a table says where a metric is shown besides the file: its name in `/metrics` or that of a
 metric from which it can be computed, the panel of the dashboard in quotes, the page, the terminal.
 """
 _ROWS: Final = """## Rows of kind `step`
 
-What is not finite is `null`. `trainer` has what the trainer measured ([below](#by-staleness)), `episodes` what
-[episodes](#of-episodes) came to. Counters are totals since the start. If a crash loses the row of a step that is then
-trained again, the new row has the counters and times of the second training ([RELIABILITY.md](RELIABILITY.md)).
+Values that are not finite are `null`. `trainer` has the measurements of the trainer ([below](#by-staleness)), and
+`episodes` the statistics of [episodes](#of-episodes). Counters are totals since the start. If a crash loses the row of
+a step that is then trained again, the new row has the counters and times of the second training
+([RELIABILITY.md](RELIABILITY.md)).
 """
 _EVALUATIONS: Final = """## Rows of kind `evaluation`
 
-One for each held-out set. Of a version that was due for evaluation and skipped, a row of kind `evaluation_skipped` has
-`at` and `version`.
+There is one row for each held-out set. If a version was due for evaluation and was skipped, a row of kind
+`evaluation_skipped` has its `version`, and the time in `at`.
 """
 _TRACKERS: Final = """## Trackers
 
@@ -57,16 +58,16 @@ tensorboard --logdir runs
 Each tracker is a process beside the run that reads `metrics.jsonl`. The run sends it nothing and never waits for it,
 except at its end: at most `tracking.end_timeout_s`, 10 seconds, for all of them together. A tracker that raises, hangs,
 is stopped or has no disk left changes nothing for the run. If its process ends, it is started again after 5, 20 and 60
-seconds. If the record lacks rows at the end, a line says so, and this logs the missing ones, whenever you like:
+seconds. If the record lacks rows at the end, a line says so, and this command logs the missing ones at any later time:
 
 ```
-dora track runs/<run id>                    # --to wandb: also of a run without trackers, or in another one
+dora track runs/<run id>                    # --to wandb: for a run without trackers, or in another tracker
 ```
 
 A tracker class (`module:Class`) that the folder names is executed only if you have signed the folder's configuration, or
 with `--trust-folder` ([SECURITY.md](SECURITY.md#run-folders-of-others)).
 
-How far a record has come is in `tracking/<tracker>/position.json` of the run folder. No row is logged twice, also not
+`tracking/<tracker>/position.json` of the run folder says how far a record has come. No row is logged twice, not even
 after a crash or a resume. `dora run --train-only` has no trackers.
 
 | tracker | its record | its variables |
@@ -80,9 +81,9 @@ A process gets its tracker's variables, those that every process needs (`PATH`, 
 those named in `tracking.pass_environment`; no key of DORA or of another tracker.
 
 **Names.** A scalar is named by its path in the row: `reward_mean`, `trainer/loss`, `trainer/all/entropy`,
-`dropped/<reason>`, `staleness/0`; of an evaluation `evaluation/<set>/mean`. A raised drift alarm is
-`alarms/<name>` = 1. Texts and `null` are left out. The x axis is the step, and of an evaluation the version (in W&B the
-metrics `step` and `version`; its own step is the number of the row). TensorBoard stores scalars in float32. The
+`dropped/<reason>`, `staleness/0`, and for an evaluation `evaluation/<set>/mean`. A raised drift alarm is
+`alarms/<name>` = 1. Texts and `null` are left out. The x axis is the step or, for an evaluation, the version (in W&B
+the metrics `step` and `version`; W&B's own step is the number of the row). TensorBoard stores scalars in float32. The
 configuration is logged once, without secrets.
 """  # noqa: E501
 _MONITORING: Final = """## Monitoring
@@ -96,7 +97,7 @@ its label `exported_instance`.
 |---|---|---|
 {alerts}
 
-Metrics of `/metrics` that are not in the tables above. Histograms and counters begin at 0 when a run is resumed, which
+These metrics of `/metrics` are not in the tables above. Histograms and counters begin at 0 when a run is resumed, which
 Prometheus takes into account.
 
 | name | type | meaning | dashboard |
@@ -107,47 +108,47 @@ _LAGGED: Final = """## By staleness
 
 `lag=<l>/<name>` is over the tokens of staleness l, `all/<name>` over all tokens of the step. A staleness without tokens
 is absent. μ is the policy that sampled (log-probs of the engine), π the one being trained, w = k = π/μ, and log k is
-clamped to ±20. Everything is a sum over tokens until the step closes: one reduction over the ranks, and 0.5 ms more per
-16,384 tokens than without percentile and extremes (1 CPU core).
+clamped to ±20. Everything is a sum over tokens until the step closes, so that one reduction over the ranks suffices.
+The percentile and the extremes take 0.5 ms per 16,384 tokens (1 CPU core).
 
-At staleness 0, with one update per step, both are the same weights: `lag=0/mismatch_k3` is what engine and trainer
-differ by, and all else is what the policy has moved since.
+At staleness 0, with one update per step, μ and π have the same weights: `lag=0/mismatch_k3` is the difference between
+engine and trainer. Everything beyond it, at higher staleness, is the distance that the policy has moved since.
 """
 _MEASURED: Final = "The following are present if the objective measures them."
 _WHOLE: Final = "## Of a step"
 _RECORDS: Final = """## Time, rewards and tokens
 
-A row of kind `step` also has, since the row before:
+A row of kind `step` also has, since the previous row:
 
 - `rank_s` and `instance_s`: seconds of all trainer ranks, and of all instances, by activity (below). Those of ranks are
   counted when they are reported, which is at the end of each micro-batch and step.
-- `reward_all_mean`: over all answers of the groups graded since the row before, also of those that are filtered and
-  never trained, beside `reward_mean` of what was trained; `all_right`, `all_wrong`, `all_same` and `mixed`: the
-  shares of these groups whose rewards are all 1, all 0, all another number, or not all equal. They add up to 1; only
-  the last have an advantage to learn from. Absent if no group was graded.
+- `reward_all_mean`: over all answers of the groups graded since the previous row, including groups that are filtered
+  and never trained (`reward_mean` is over the answers that were trained); `all_right`, `all_wrong`, `all_same` and
+  `mixed`: the shares of these groups whose rewards are all 1, all 0, all another number, or not all equal. They add up
+  to 1; only mixed groups have an advantage to learn from. These are absent if no group was graded.
 
-Since the start, across resumes: `tokens`, the account of sampled tokens, in which
-`sampled = trained + the sum of dropped + in_flight`, exactly; `dropped` is by outcome and reason, and tokens of
-`evaluation` are apart. A row of kind `evaluation` has `is_accuracy`: every reward was 0 or 1, so that `mean` is a share
-of right answers.
+Since the start, across resumes: `tokens`, the account of sampled tokens, in which `sampled = trained + the sum of
+dropped + in_flight`, exactly; `dropped` is by outcome and reason, and tokens of `evaluation` are counted separately. A
+row of kind `evaluation` has `is_accuracy`: every reward was 0 or 1, so that `mean` is a share of right answers.
 
 What each rank and instance did at any time is in `spans.jsonl` of the run folder, and added up by bucket of time in
 `timeline.jsonl`, for pictures; `dora/journal/spans.py` describes and reads both. Spans of a rank or instance neither
 overlap nor leave holes. `/status` has the seconds since the start as `rank_s` and `instance_s`, most first.
 """
 _PROBED: Final = (
-    "## Of the probe\n\nIn steps with tokens to measure (`trainer.probe_tokens`). v is the version that sampled.\n"
+    "## Of the probe\n\n"
+    "These metrics exist in steps with tokens to measure (`trainer.probe_tokens`). v is the version that sampled.\n"
 )
 _EPISODES: Final = """## Of episodes
 
-In runs with an environment ([AGENTS.md](AGENTS.md)). A step has them under `episodes`, over the episodes that it
-trained, and so has each row of kind `evaluation`; `/metrics` has those of the last step. `trajectories.jsonl` has
-`observed`, `turn_rewards` and `calls_s` of single episodes.
+These figures exist in runs with an environment ([AGENTS.md](AGENTS.md)). The row of a step has them under `episodes`,
+over the episodes that the step trained; a row of kind `evaluation` has them, too. `/metrics` has those of the last
+step. `trajectories.jsonl` has `observed`, `turn_rewards` and `calls_s` of single episodes.
 """
 _ALARMS: Final = """## Drift alarms
 
 A raised alarm is a warning in `log.jsonl` and on the terminal, a line of the live view, of the page and of the summary
-at the end, an entry of `alarms` in `/status`, and the gauge `dora_drift_alarm` in `/metrics`. Nothing has to be set.
+at the end, an entry of `alarms` in `/status`, and the gauge `dora_drift_alarm` in `/metrics`. No setting is needed.
 """
 _CHECK: Final = """## Looking for drift before a run
 

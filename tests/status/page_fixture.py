@@ -1,5 +1,5 @@
-"""What the page asks a run for, made up: `python -m tests.status.page_fixture NAME` serves one of RUNS,
-or `growing`, which goes on.
+"""Made-up answers of a run to the page's requests: `python -m tests.status.page_fixture NAME` serves one of RUNS, or
+`growing`, which goes on.
 
 `small` has 4 servers, 2 ranks and 48 steps, and texts that look like markup; in `markup` names do, too. `large` has
 1,000 servers and 10,000 steps, bounded as a server would. The files of the page come with the policy of a run.

@@ -1,4 +1,4 @@
-"""Drift alarms: recorded runs raise those that they should, healthy ones none, and each is said once.
+"""Drift alarms: recorded runs raise those that they should, healthy runs raise none, and each is reported once.
 
 `recorded_metrics.json` has the trainer's metrics of real runs of the built-in job, step by step, with four digits:
 `default`, `seed_1` and `sync`; `k8` and `k16`, with as many instances as they need; `learning_rate_x100`;

@@ -1,4 +1,4 @@
-"""The page: how it is served, what it may not contain, and that it reads only what a run says."""
+"""The page: how it is served, what it may not contain, and that it reads only fields that a run sends."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_every_element_that_a_script_names_is_in_the_page() -> None:
 
 
 def read(letter: str) -> set[str]:
-    """The fields that the page reads of what it calls by this letter."""
+    """The fields that the page reads from the object that it calls by this letter."""
     found = set(re.findall(rf"(?<![\w.$]){letter}\??\.([a-z_]\w*)", SCRIPT))
     return {name for name in found if name.islower()} - {"map", "length"}  # methods have capitals
 

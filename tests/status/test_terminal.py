@@ -155,7 +155,7 @@ def test_episodes_are_shown_where_there_is_an_environment(calling: Snapshot, mid
     assert "environment failed: 2 timeout, 1 host" in text
     lines = summary(calling, folder=RunFolder(tmp_path), violations=0)
     assert f"  episodes of the last step: {turns}; calls: {calls}" in lines
-    assert "  3 episodes left out, as their environment failed: 2 timeout, 1 host" in lines
+    assert "  3 episodes left out because their environment failed: 2 timeout, 1 host" in lines
     assert "  turns 2.2  v1 on 1" in step_line(calling.steps[-1], calling)
     for line in [shown(middle), *summary(middle, folder=RunFolder(tmp_path), violations=0)]:
         assert not re.search("episodes |turns|environment", line)

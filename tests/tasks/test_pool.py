@@ -154,7 +154,7 @@ async def test_a_hanging_grader_is_killed_and_replaced_and_its_answer_has_no_rew
 
 
 def stand_still(seconds: float) -> None:
-    """The event loop does nothing meanwhile, as if its process were stopped."""
+    """Block the event loop, as if its process were stopped."""
     time.sleep(seconds)
 
 

@@ -152,7 +152,7 @@ def test_a_function_gets_what_its_signature_names():
 @pytest.mark.parametrize("name", ["wrong", "nameless"])
 def test_a_function_that_asks_for_something_else_is_refused(name):
     with pytest.raises(
-        ConfigError, match=rf"task.rewards.0.name: own_rewards:{name} may only ask for prompt, .*, source, each by name"
+        ConfigError, match=rf"task.rewards.0.name: own_rewards:{name} may only take prompt, .*, source, each by name"
     ):
         score("abc", kind="function", name=f"own_rewards:{name}")
 

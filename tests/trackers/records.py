@@ -84,7 +84,7 @@ def tensorboard_events(home: Path) -> list[Event]:
 
 
 def from_tensorboard(home: Path, rows: Sequence[Logged]) -> list[Logged]:
-    """The rows in the event file; it does not tell an axis, which is that of `rows`."""
+    """The rows in the event file; the file does not name the axis, so that of `rows` is used."""
     version, config, *events = tensorboard_events(home)
     assert version.file_version == "brain.Event:2"
     assert b"micro_batch_tokens" in config.summary.value[0].tensor.string_val[0]

@@ -364,7 +364,7 @@ ITS_OWN: Final = {"busy_s", "close_s", "useful_frac", "padding_frac"}
 
 
 def differences(found: dict[str, float], expected: dict[str, float]) -> Iterator[str]:
-    """A line for each metric that is missing, not expected or another."""
+    """A line for each metric that is missing, unexpected or different."""
     for name in sorted((found.keys() ^ expected.keys()) - ITS_OWN - {"engine_mismatch_k3", "probe_tokens"}):
         yield f"{name}: {found.get(name, 'absent')} instead of {expected.get(name, 'absent')}"
     for name in sorted(found.keys() & expected.keys()):

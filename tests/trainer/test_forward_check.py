@@ -1,4 +1,4 @@
-"""Before anything is trained: models whose packed forward pass is not that of the sequences alone are refused."""
+"""Before anything is trained: models whose packed forward pass differs from that of each sequence alone are refused."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ def test_a_model_of_images_says_what_can_be_trained(kind: str, text: str, says: 
 
 
 def published(folder: Path, target: Path, *, compute: torch.dtype, dtype: str) -> dict[str, Tensor]:
-    """What the trainer publishes of a folder that it has trained nothing of, as a whole folder too."""
+    """Return what the trainer publishes of a folder before any training, and write it as a whole folder."""
     policy = Policy(folder, mesh=make_mesh("cpu"), dtype=compute)
     tensors = gather(policy, dtype=dtype, keep=True)
     target.mkdir()

@@ -1,4 +1,4 @@
-"""Which models are padded: exactly those whose tokens reach each other by other means than attention."""
+"""Which models are padded: exactly those whose tokens affect each other by means other than attention."""
 
 from __future__ import annotations
 

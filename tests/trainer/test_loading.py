@@ -49,7 +49,7 @@ def tensors_of(folder: Path) -> dict[str, Tensor]:
 
 
 def load(folder: Path, *, dtype: torch.dtype = torch.float32) -> Any:
-    """The model as transformers loads it, without a tensor that is missing or too much."""
+    """The model as transformers loads it, with no tensor missing or left over."""
     model, info = AutoModelForCausalLM.from_pretrained(
         folder, dtype=dtype, attn_implementation="eager", output_loading_info=True
     )
@@ -197,7 +197,7 @@ def test_fp8_is_dequantised_and_published_without_scales(folder: Path, tmp_path:
     config = json.loads((folder / "config.json").read_text())
     del config["quantization_config"]
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match=r"is stored in FP8, which its config.json does not say"):
+    with pytest.raises(ConfigError, match=r"is stored in FP8, but its config.json does not say so"):
         load_policy(folder)
 
 

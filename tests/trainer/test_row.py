@@ -238,7 +238,7 @@ def test_a_micro_batch_that_contradicts_itself_is_refused():
         ({"lengths": batch.lengths + 1}, "do not add up"),
         ({"rewards": batch.rewards[1:]}, "columns of different length"),
         ({"trajectories": batch.trajectories[[0, 1, 2, 0]]}, "sequences of one trajectory are not side by side"),
-        ({"rewards_to_go": np.zeros((1, GROUP_SIZE, 2), np.float32)}, "rewards to go of other"),
+        ({"rewards_to_go": np.zeros((1, GROUP_SIZE, 2), np.float32)}, "rewards to go that do not fit"),
         ({"loss_mask": batch.loss_mask[1:]}, "columns of different length"),
         ({"loss_mask": np.ones_like(batch.loss_mask)}, "first token"),
         ({"behavior_logprobs": nameless}, "1 trained tokens without a log-prob"),

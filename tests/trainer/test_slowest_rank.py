@@ -1,4 +1,4 @@
-"""The wait for a slow rank is told from computing, in a real job of two ranks."""
+"""The wait for a slow rank is distinguished from computing, in a real job of two ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Peers without the run's token receive nothing, learn nothing, and cost next to nothing."""
+"""Peers without the run's token receive nothing, learn nothing, and cost almost nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A controller in a process of its own, to be measured and stopped; it echoes what its ranks say: `victim RANKS`."""
+"""A controller in a process of its own, to be measured and stopped; it echoes the messages of its ranks: `victim
+RANKS`."""
 
 from __future__ import annotations
 

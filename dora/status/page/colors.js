@@ -7,7 +7,7 @@ export const color = (version) => PALETTE[version % PALETTE.length];
 
 let needsStripes = false;
 
-/** Say how many versions in a row must differ: K + 2. */
+/** Set how many versions in a row must differ: K + 2. */
 export function setNeighbors(count) {
   needsStripes = count > PALETTE.length;
 }

@@ -105,8 +105,8 @@ export class Cards {
     this.cards = {
       heldOut: new Card("Held-out reward", "Mean reward on prompts that are never trained, by policy version", { axis: "version" }),
       reward: new Card("Reward in training", `Mean reward of all graded answers, and of those that were trained`),
-      groups: new Card("Groups by their rewards", "Shares of the groups graded since the step before, also of those that are not trained. Where all rewards are equal there is no advantage to learn from", { format: percent, stacked: true, range: [0, 1] }),
-      length: new Card("Length of an answer, trained", "Number of tokens of the answers that were trained: mean, 90th percentile and maximum", { format: short }),
+      groups: new Card("Groups by their rewards", "Shares of the groups graded since the previous step, including those that are not trained. A group whose rewards are all equal has no advantage to learn from", { format: percent, stacked: true, range: [0, 1] }),
+      length: new Card("Length of trained answers", "Number of tokens of the answers that were trained: mean, 90th percentile and maximum", { format: short }),
       turns: new Card("Turns of an episode", "Turns of the episodes that were trained: mean and maximum"),
       calls: new Card("Calls of an episode", "Calls of the environment by the episodes that were trained: mean and maximum"),
       entropy: new Card("Entropy of the policy", "Mean entropy of the next token at the sampling temperature, in nats"),

@@ -74,7 +74,7 @@ export function showDetails(s, isLive) {
   fill("steps", ["step", "reward of trained", "reward of all", "staleness", "duration", "trainer idle", "tokens"], s.steps.slice(-SHOWN.steps).reverse().map((x) => [
     x.step + 1, right(number(x.reward_mean)), right(number(x.reward_all_mean)), right(x.staleness_mean.toFixed(2)), right(time(x.duration_s)), right(percent(x.duration_s ? x.idle_s / x.duration_s : null)), right(count(x.num_tokens)),
   ]));
-  fill("instances", ["server", "address", "phase", "version", "requests", "KV cache", "starts", "asked to"], s.instances.slice(0, SHOWN.instances).map((i) => [
+  fill("instances", ["server", "address", "phase", "version", "requests", "KV cache", "starts", "request"], s.instances.slice(0, SHOWN.instances).map((i) => [
     i.instance, i.url, i.phase + (i.pushing === null ? "" : `, v${i.pushing} is loaded`), i.version === null ? null : chip(i.version), `${i.residents} of ${i.slots}`, percent(i.kv_tokens ? i.kv_load / i.kv_tokens : null), i.incarnation, i.asked || "–",
   ]));
   if (s.instances.length > SHOWN.instances) byId("instances").append(element("caption", {}, `the first ${SHOWN.instances} of ${count(s.instances.length)}`));

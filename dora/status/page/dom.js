@@ -1,4 +1,4 @@
-// Nodes. Data goes into the document as text nodes and properties only: nothing that a run says is parsed as markup.
+// Nodes. Data goes into the document as text nodes and properties only: no data of a run is parsed as markup.
 
 export const byId = (id) => document.getElementById(id);
 

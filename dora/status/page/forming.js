@@ -35,7 +35,7 @@ export function showForming(s, groups) {
   say("forming-count", `${count(s.step_committed)} of ${plural(s.groups_per_step, "group")} committed`);
   const rows = groups ?? [], g = rows.find((row) => row.phase !== "committed");
   const oldest = g ? ` The oldest is group ${count(g.group)} of v${g.version}: ${missing(g)} after ${time(g.oldest_s)}.` : "";
-  say("forming-waits", (s.trainer.waits_for ? `Training waits for ${s.trainer.waits_for}.` : "Training has work.") + oldest);
+  say("forming-waits", (s.trainer.waits_for ? `Training waits for ${s.trainer.waits_for}.` : "The trainer is working.") + oldest);
   say("forming-admission", s.not_admitting ? `No new group is admitted: ${s.not_admitting}.` : "New groups are admitted.");
   if (!changed("forming", rows)) return;
   byId("groups").className = rows.length > MANY ? "cells small" : "cells";

@@ -30,7 +30,7 @@ export function showLedger(s) {
   fill("ledger", null, [
     ...parts.map(([name, n], i) => [element("span", {}, key(i), ` ${name}`), { number: `${count(n)} tokens` }, { number: percent(sampled ? n / sampled : null) }]),
     [element("strong", {}, "sampled for training"), { number: `${count(sampled)} tokens` }, { number: "100 %" }],
-    ["evaluation, apart", { number: `${count(evaluation)} tokens` }, { number: "" }],
+    ["evaluation, counted separately", { number: `${count(evaluation)} tokens` }, { number: "" }],
   ]);
   byId("ledger-bar").title = `${short(sampled)} tokens`;
 }

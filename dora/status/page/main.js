@@ -1,4 +1,4 @@
-// The page: asks the run what is new every two seconds, and shows it. If the run does not answer, everything stays.
+// The page: fetches what is new every two seconds, and shows it. If the run does not respond, everything stays.
 
 import { setNeighbors } from "./colors.js";
 import { Cards } from "./curves.js";
@@ -83,14 +83,14 @@ async function loop() {
   if (goesOn) setTimeout(loop, Math.min(MAX_PAUSE_MS, PAUSE_MS * 2 ** Math.min(failures, 4)));
 }
 
-/** Say that the run does not answer. What it said stays. */
+/** Show that the run is not responding. What was shown before stays. */
 function lost(error) {
   console.warn(error);
   if (!(error instanceof Refused)) return connection("lost", `The page failed: ${error.message}. Trying again.`);
   if (error.said) return connection("lost", `${error.said.replace(/\.$/, "")}. Trying again.`);
-  if (shown && ENDED.includes(shown.phase)) return connection("", `${shown.phase}; this is what it said last`);
-  const since = answeredAt ? ` Its last answer came at ${answeredAt.toLocaleTimeString()}.` : "";
-  connection("lost", `The run does not answer: it has ended, or cannot be reached.${since} Trying again.`);
+  if (shown && ENDED.includes(shown.phase)) return connection("", `${shown.phase}; this was its last status`);
+  const since = answeredAt ? ` It last responded at ${answeredAt.toLocaleTimeString()}.` : "";
+  connection("lost", `The run is not responding: it has ended, or cannot be reached.${since} Trying again.`);
 }
 
 byId("details").addEventListener("toggle", () => shown && byId("details").open && showDetails(shown, info?.live ?? true));

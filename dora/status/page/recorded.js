@@ -1,4 +1,4 @@
-// In a report: answers what the page asks from the data in the file. Loaded before the page's own scripts.
+// In a report: answers the page's requests from the data in the file. Loaded before the page's own scripts.
 "use strict";
 {
   const recorded = JSON.parse(document.getElementById("recorded").textContent);

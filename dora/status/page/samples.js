@@ -40,7 +40,7 @@ export class Samples {
     byId("token-form").addEventListener("submit", (event) => {
       event.preventDefault();
       setToken(byId("token").value);
-      this.refresh().catch(() => say("samples-note", "The run does not answer. Try again."));
+      this.refresh().catch(() => say("samples-note", "The run is not responding. Try again."));
     });
   }
 

@@ -7,7 +7,7 @@ export function setToken(text) {
   token = text.trim();
 }
 
-/** No answer, or "no": its HTTP status (0 without an answer), and what it says. */
+/** A request without an answer, or one that was refused: the HTTP status (0 without an answer), and the reason. */
 export class Refused extends Error {
   constructor(status, said) {
     super(said || `the answer is ${status}`);

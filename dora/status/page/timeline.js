@@ -42,7 +42,7 @@ export class Timeline {
     this.draw();
   }
 
-  /** Begin with as many steps as there is room for the numbers of their versions, and without a long start. */
+  /** Begin with as many steps as have room for the numbers of their versions, and without a long start. */
   begin() {
     this.isNew = false;
     if (this.kinds.instance.isFolded) return;
@@ -235,7 +235,7 @@ export class Timeline {
     tip.style.top = `${y + 18}px`;
   }
 
-  /** What is to be said about a place. */
+  /** The lines of text to show about a place. */
   linesAt(part, at, y) {
     const lanes = this.kinds[part.kind];
     if (!part.numbers) {
@@ -272,7 +272,7 @@ function drawLegend() {
     ["generating, in the color of the version", (c) => ["#88ccee", "#f0d442", "#d55e00"].forEach((hex, i) => { c.fillStyle = hex; c.fillRect(8 * i, 0, 8, 13); })],
     ["idle", (c) => { c.fillStyle = colors.faint; c.fillRect(0, 0, 24, 13); c.strokeStyle = colors.line; c.strokeRect(0.5, 0.5, 23, 12); }],
     ["loading weights", (c) => { c.fillStyle = colors.ink; for (let x = 0; x < 24; x += 8) c.fillRect(x, 0, 3, 13); }],
-    ["lost, and down", (c) => { c.strokeStyle = colors.wrong; c.lineWidth = 2; c.beginPath(); for (const [x, y] of [[1, 2], [9, 10], [9, 2], [1, 10]]) y === 2 ? c.moveTo(x, y) : c.lineTo(x, y); c.stroke(); c.fillStyle = colors.wrong; c.fillRect(5, 5, 19, 2); }],
+    ["lost, then down", (c) => { c.strokeStyle = colors.wrong; c.lineWidth = 2; c.beginPath(); for (const [x, y] of [[1, 2], [9, 10], [9, 2], [1, 10]]) y === 2 ? c.moveTo(x, y) : c.lineTo(x, y); c.stroke(); c.fillStyle = colors.wrong; c.fillRect(5, 5, 19, 2); }],
     ["answers moved here", (c) => drawTriangle(c, 12, 11, 5, colors)],
     ["training", (c) => { c.globalAlpha = 0.72; c.fillStyle = colors.ink; c.fillRect(0, 0, 24, 13); }],
     ["copying or saving weights", (c) => { c.globalAlpha = 0.35; c.fillStyle = colors.ink; c.fillRect(0, 0, 24, 13); }],

@@ -81,13 +81,13 @@ export function logprobs(k) {
   const rows = (isCompared ? compared.sort((one, other) => other.differs - one.differs) : tokens.sort((one, other) => one.engine - other.engine)).slice(0, LISTED);
   const said = isCompared
     ? `engine and trainer differ by ${number(mean(compared, differs))} on average, ${number(rows[0].differs)} at most`
-    : `${number(mean(tokens, (token) => token.engine))} on average, ${number(rows[0].engine)} at least`;
+    : `${number(mean(tokens, (token) => token.engine))} on average, lowest ${number(rows[0].engine)}`;
   const headings = ["token", "position", "engine", ...(isCompared ? ["trainer", "difference"] : [])];
   const cells = (token) => [JSON.stringify(token.text), count(token.i + 1), number(token.engine, EXACT), ...(isCompared ? [number(token.trainer, EXACT), number(token.differs)] : [])];
   const align = (i) => (i ? { class: "number" } : {});
   return element("details", { class: "logprobs" },
     element("summary", {}, `Log-probs of ${plural(isCompared ? compared.length : tokens.length, "token")}: ${said}`),
-    element("p", { class: "quiet" }, isCompared ? `The largest differences between the engine, under v${k.version}, and the trainer, under v${k.step}. In the answer, tokens are tinted from a difference of ${VISIBLE} on.` : "The least likely tokens. The trainer sends its log-probs of one answer per micro-batch."),
+    element("p", { class: "quiet" }, isCompared ? `The largest differences between the engine, under v${k.version}, and the trainer, under v${k.step}. In the answer, tokens with a difference of at least ${VISIBLE} are tinted.` : "The least likely tokens. The trainer sends its log-probs of one answer per micro-batch."),
     element("table", {},
       element("tr", {}, headings.map((text, i) => element("th", { scope: "col", ...align(i) }, text))),
       ...rows.map((token) => element("tr", {}, cells(token).map((text, i) => element("td", align(i), text)))),

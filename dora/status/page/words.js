@@ -20,12 +20,12 @@ export const WAITING = {
 /** Why a server has nothing to do. */
 export const EMPTY = {
   drained: "drained by a user", new: "waiting for its first version", quarantined: "its last push failed", old_version: "holds an older version",
-  calls: "its answers call their environment", admitting: "a group is about to be admitted", ended: "the run has ended",
-  no_version: "no version is published yet", no_prompt: "no prompt is available", window: "as many groups are untrained as may be",
+  calls: "all its answers are calling their environment", admitting: "a group is about to be admitted", ended: "the run has ended",
+  no_version: "no version is published yet", no_prompt: "no prompt is available", window: "the limit of untrained groups is reached",
   baseline: "version 0 is evaluated first", block: "the batch is admitted and not yet complete", hosts: "the environment's hosts are full",
   rule_f: "one more group might get too stale", no_instance: "no server takes requests for the newest version",
   yields: "makes room for an older version", no_room: "all servers of the newest version are full",
-  share: "has its share until the push to others is done", pushes: "a batch starts after the pushes",
+  share: "has its share of the requests until other servers have loaded this version", pushes: "a batch starts once all pushes are done",
 };
 
 /** Words for an activity of either kind. */
