@@ -112,7 +112,7 @@ class Recorder:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         for name, value in report.user_properties if report.when == "teardown" else ():
             if name == _PROPERTY:
-                test = report.nodeid.rpartition("@")[0] if hasattr(report, "node") else report.nodeid  # less its group
+                test = report.nodeid.rsplit("@", 1)[0] if hasattr(report, "node") else report.nodeid  # less its group
                 self._durations.append(Duration(test, *value))
 
     @pytest.hookimpl(wrapper=True)

@@ -23,7 +23,7 @@ _TESTS: Final = """
 import subprocess, sys
 import pytest
 
-BUSY = "import time\\nwhile time.process_time() < 0.6: pass"
+BUSY = "import time; end = time.process_time() + 0.6\\nwhile time.process_time() < end: pass"
 
 def test_quick(): pass
 def test_busy(): exec(BUSY)
