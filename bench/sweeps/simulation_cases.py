@@ -149,12 +149,14 @@ FIXED_S: Final = 8e-3
 WEIGHT_BYTES: Final = 65.5e9
 KV_BYTES: Final = 262_144
 BYTES_S: Final = 4.7e12
+PER_REQUEST_S: Final = 4e-5
 #: Of the memory that the weights leave free: what KV takes.
 KV_SHARE: Final = 284_000 * KV_BYTES / (2 * 80e9 - WEIGHT_BYTES)
 
 
-def wide(gpus: int, *, fixed_s: float = FIXED_S, efficiency: float = 1.0) -> tuple[str, ...]:
-    """Return the settings of servers of so many GPUs each, by the physics of the shipped server of two."""
+def wide(gpus: int, *, fixed_s: float = FIXED_S, efficiency: float = 1.0, divided: bool = False) -> tuple[str, ...]:
+    """Return the settings of servers of so many GPUs each, by the physics of the shipped server of two; `divided`: the
+    time per sequence shrinks with the number of GPUs, too."""
     times = gpus / 2 * efficiency
     values = {
         "devices_per_instance": gpus,
@@ -163,14 +165,21 @@ def wide(gpus: int, *, fixed_s: float = FIXED_S, efficiency: float = 1.0) -> tup
         "server.prefill_s_per_token": 7.3e-5 / times,
         "server.decode.base_s": fixed_s + WEIGHT_BYTES / (BYTES_S * times),
         "server.decode.per_token_s": KV_BYTES / (BYTES_S * times),
+        **({"server.decode.per_request_s": PER_REQUEST_S / times} if divided else {}),
     }
     return tuple(f"fleet.{name}={value:{'.0f' if value >= 1 else '.4g'}}" for name, value in values.items())
 
 
 #: Splits of `dora` with K = 0, 1, 2, 3 by the GPUs of a server; for two GPUs, `_limits` has the others.
 _SPLITS: Final = {2: (96,), 4: (88, 68, 60, 60), 8: (80, 64, 64, 64)}
-#: Fixed time per step and efficiency of reading, in which wider servers gain less.
-_LESS: Final = ((9e-3, 1.0), (10e-3, 1.0), (8e-3, 0.85), (10e-3, 0.85))
+#: Other physics of wider servers: fixed time per step, efficiency, whether the time per sequence is divided.
+_PHYSICS: Final = (
+    (8e-3, 1.0, True),
+    (9e-3, 1.0, False),
+    (10e-3, 1.0, False),
+    (8e-3, 0.85, False),
+    (10e-3, 0.85, False),
+)
 
 
 def _widths() -> Iterator[SimulationCase]:
@@ -181,11 +190,11 @@ def _widths() -> Iterator[SimulationCase]:
             yield _case("width", f"{gpus} GPUs a server", "paper-128", "sync", sets=sets, seeds=2)
         for k, split in enumerate(splits):
             yield _case("width", f"{gpus} GPUs a server", "paper-128", k=k, split=split, sets=sets, steps=30, seeds=2)
-    for fixed_s, efficiency in _LESS:
-        label = f"{1e3 * fixed_s:g} ms, {efficiency:g}"
-        sync, dora = (wide(gpus, fixed_s=fixed_s, efficiency=efficiency) for gpus in (8, 4))
-        yield _case("width_less", label, "paper-128", "sync", sets=sync, seeds=1)
-        yield _case("width_less", label, "paper-128", k=3, split=64, sets=dora, steps=30, seeds=1)
+    for fixed_s, efficiency, divided in _PHYSICS:
+        label = f"{1e3 * fixed_s:g} ms | {efficiency:.0%} | {'40 µs × 2 / n' if divided else '40 µs'}"
+        sync, dora = (wide(n, fixed_s=fixed_s, efficiency=efficiency, divided=divided) for n in (8, 4))
+        yield _case("physics", label, "paper-128", "sync", sets=sync, seeds=1)
+        yield _case("physics", label, "paper-128", k=3, split=64, sets=dora, steps=30, seeds=1)
 
 
 def _agents() -> Iterator[SimulationCase]:
