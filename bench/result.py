@@ -8,7 +8,7 @@ A script may print anything; the last line of its stdout is its result:
     from result import Report, parser
 
     def main() -> None:
-        options = parser(__doc__).parse_args()  # --full; else short: all scripts together, ten minutes
+        options = parser(__doc__).parse_args()  # --full; else short
         report = Report(__doc__, full=options.full, sizes="1,000 streams of 4,096 tokens")
         ...
         report.row("client path", rate, "tokens/s", against="bare reader", ratio=rate / bare, bar="ratio >= 0.5")
@@ -38,15 +38,15 @@ import psutil
 FOLDER = Path(__file__).parent
 RESULTS = FOLDER / "results"
 README = FOLDER / "README.md"
-TOTAL = "total"  #: of these results, the file that is no script's
 
 PREAMBLE = """# Benchmarks
 
-Performance lives here, never in a timed test. `python bench/run` measures everything in at most ten minutes (`--full`
-takes longer, names choose scripts) and writes this file from `results/*.json` alone; `--render` only writes it. Each
-script's docstring says what it does, in which sizes, and what ceiling it is compared with. A ratio is of one run:
-machines are shared, so figures move with the load while ratios hold; load is that of one minute, before and after.
-Whole runs, and what was measured on a GPU, are in [BY-HAND.md](BY-HAND.md).
+Performance lives here, never in a timed test. `python bench/run` measures everything and writes this file from
+`results/*.json` alone. It takes about half an hour on two idle cores, more on a slower machine or beside other work,
+and shows what each script took. Names choose scripts, `--full` takes larger sizes and hours, and `--render` only writes
+this file. Each script's docstring says what it does, in which sizes, and what ceiling it is compared with. A ratio is
+of one run: machines are shared, so figures move with the load while ratios hold; load is that of one minute, before and
+after. Whole runs, and what was measured on a GPU, are in [BY-HAND.md](BY-HAND.md).
 """
 
 
@@ -92,16 +92,6 @@ class Result(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def is_measured(self) -> bool:
         return any(row.figure is not None for row in self.rows)
-
-
-class Total(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One run of all scripts."""
-
-    profile: str
-    commit: str
-    date: str
-    seconds: float
-    load: tuple[float, float]  # of one minute, before and after
 
 
 class Report:
@@ -150,7 +140,7 @@ class Report:
         print(msgspec.json.encode(self.result()).decode(), flush=True)
 
 
-def keep(path: Path, result: Result | Total) -> None:
+def keep(path: Path, result: Result) -> None:
     """Write a file of `results/`."""
     path.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n")
 
@@ -192,27 +182,23 @@ def _git(*argv: str) -> str:
 # --- README.md
 
 
-def load() -> tuple[list[Result], Total | None]:
-    """All results, in the order of their names, and the last run of everything."""
-    files = sorted(path for path in RESULTS.glob("*.json") if path.stem != TOTAL)
-    results = [msgspec.json.decode(path.read_bytes(), type=Result) for path in files]
-    total = RESULTS / f"{TOTAL}.json"
-    return results, msgspec.json.decode(total.read_bytes(), type=Total) if total.exists() else None
+def load() -> list[Result]:
+    """All results, in the order of their names."""
+    return [msgspec.json.decode(path.read_bytes(), type=Result) for path in sorted(RESULTS.glob("*.json"))]
 
 
-def render(results: Iterable[Result], total: Total | None = None) -> str:
+def render(results: Iterable[Result]) -> str:
     """The text of README.md."""
     results = list(results)
-    return "\n".join(
-        [PREAMBLE, *([_whole(total)] if total is not None else []), _bars(results), *map(_section, results)]
-    )
+    return "\n".join([PREAMBLE, _durations(results), _bars(results), *map(_section, results)])
 
 
-def _whole(total: Total) -> str:
-    before, after = total.load
+def _durations(results: list[Result]) -> str:
+    """What each script took when it was last measured, the slowest first."""
+    slowest = sorted(results, key=lambda result: -result.seconds)
+    each = (f"{one.name} {one.seconds:,.0f}{' (`--full`)' if one.profile == 'full' else ''}" for one in slowest)
     return (
-        f"The last run of all of them, {total.profile} profile, took **{total.seconds:.0f} s** "
-        f"({total.commit}, {total.date}, load {before:g} to {after:g}).\n"
+        f"The last measurement of each took, in seconds, on machines as idle as its section says: {', '.join(each)}.\n"
     )
 
 

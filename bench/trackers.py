@@ -4,7 +4,8 @@ Run: python bench/trackers.py [--full] [--only NAME...]. `dora pace` is the real
 simulated trainer. The bad trackers are those of tests/trackers/bad.py, which are well for two rows: one raises, one
 hangs, one is stopped (SIGSTOP), one may write no more to its file (RLIMIT_FSIZE), one holds the interpreter for ever.
 The real ones are wandb (offline), TensorBoard and trackio in one run. All runs have the same seed; a case has as many
-runs as the profile says, and the median over all their steps is compared with the same over the runs beside them.
+runs as the profile says, and the median over all their steps is compared with the same over the runs beside them. The
+run after a case is also the one before the next case.
 
 The figures are:
   step        median step time, in seconds of the workload, against that without a tracker.
@@ -112,9 +113,9 @@ def _dora(*arguments: str, trackio: Path) -> None:
         raise SystemExit(f"{arguments} failed:\n{done.stdout[-2000:]}\n{done.stderr}")
 
 
-def measure(report: Report, name: str, *, runs: int, home: Path) -> None:
-    """Compare a case with the runs beside it."""
-    without = [pace([], home=home / f"{name}-without-0")]
+def measure(report: Report, name: str, *, before: Paced, runs: int, home: Path) -> Paced:
+    """Compare a case with the runs beside it; return the last of those."""
+    without = [before]
     tracked = []
     for number in range(1, runs + 1):
         tracked.append(pace(CASES[name], home=home / f"{name}-{number}"))
@@ -128,6 +129,7 @@ def measure(report: Report, name: str, *, runs: int, home: Path) -> None:
     report.row(f"{name}: end", round(max(run.end_s for run in tracked), 2), "s", against=f"without: {alone_s:.2f} s",
                bar="figure <= 12")  # fmt: skip
     report.row(f"{name}: completed", min(run.logged for run in tracked), "of 1", bar="figure >= 1")
+    return without[-1]
 
 
 def main() -> None:
@@ -137,8 +139,9 @@ def main() -> None:
     runs = RUNS[options.full]
     report = Report(__doc__, full=options.full, sizes=f"{STEPS} steps, {runs} runs of each case, seed {SEED}")
     with tempfile.TemporaryDirectory() as temporary:
+        beside = pace([], home=Path(temporary) / "without")
         for name in options.only:
-            measure(report, name, runs=runs, home=Path(temporary))
+            beside = measure(report, name, before=beside, runs=runs, home=Path(temporary))
     report.print()
 
 

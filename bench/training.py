@@ -12,11 +12,13 @@ The ways: the trainer's own (micro-batches of at most 4,096 tokens as the contro
 `compute_loss` of TRL's GRPOTrainer, on batches padded and shuffled as it does itself, 8 answers each, without
 checkpointing; and plain transformers with SDPA, padded on the right: 8 answers each in the order in which they arrived,
 or sorted by length into batches of at most 4,096 tokens with their padding. The last is the ceiling: it needs the whole
-step before it can start, while the trainer starts with the first answers. A hybrid (LFM2: convolutions and attention),
-which cannot be packed, is compared with a plain loop over its sequences one by one. Policies beside the one that is
-trained cost a forward pass each: a step of four updates with the proximal policy (its pass is left out in the first
-update), with the reference policy and with both is compared with one that approximates the former. So is a step whose
-answers are of the version before, with a probe of the engine's mismatch in that step.
+step before it can start, while the trainer starts with the first answers. The ratios depend on the lengths: a padded
+way computes as many positions for each token as its row says, and the trainer one. TRL pads every answer to the longest
+of the step, so that most of the ratio to it is padding, and grows with the tail. A hybrid (LFM2: convolutions and
+attention), which cannot be packed, is compared with a plain loop over its sequences one by one. Policies beside the one
+that is trained cost a forward pass each: a step of four updates with the proximal policy (its pass is left out in the
+first update), with the reference policy and with both is compared with one that approximates the former. So is a step
+whose answers are of the version before, with a probe of the engine's mismatch in that step.
 """
 
 from __future__ import annotations
@@ -247,6 +249,14 @@ def trl_batches(answers: Answers) -> list[dict[str, torch.Tensor]]:
     return [part | {"num_items_in_batch": whole} for part in parts]
 
 
+def positions(way: str, answers: Answers) -> float:
+    """Return how many positions a way computes for each token; 1 without padding."""
+    batches = [list(range(len(answers)))]  # TRL's, which are padded before they are split
+    if way != "trl":
+        batches = in_order(answers, rows=ROWS) if way == "padded" else by_length(answers, budget=BUDGET)
+    return sum(len(batch) * max(answers.lengths[i] for i in batch) for batch in batches) / sum(answers.lengths)
+
+
 def make_way(name: str, folder: Path) -> Step:
     match name:
         case "ours":
@@ -323,6 +333,15 @@ def compare(report: Report, what: str, ours: list[Found], theirs: list[Found], *
     )
 
 
+def about_padding(padded: dict[str, float]) -> str:
+    """Return what the ratios of the padded ways consist of."""
+    return (
+        f"The ratio to TRL is of these lengths, and mostly padding: TRL pads every answer to the longest, so that it "
+        f"computes {padded['trl']:.1f} positions for each token. A plain loop that sorts by length computes "
+        f"{padded['sorted']:.1f}, and its row says what is left of the ratio"
+    )
+
+
 def cost(report: Report, what: str, more: list[Found], less: list[Found], *, words: str) -> None:
     """One row: the time of a step with something more."""
     cpu_s, less_s = (statistics.median(found.cpu_s for found in side) for side in (more, less))
@@ -342,10 +361,12 @@ def main() -> None:
         return
     rounds, answers, num_tokens = (3, 64, 22_000) if options.full else (1, 24, 3_000)
     rounds = options.rounds or rounds
-    lengths = draw_answers(answers, num_tokens=num_tokens, vocab_size=VOCAB).lengths
+    drawn = draw_answers(answers, num_tokens=num_tokens, vocab_size=VOCAB)
+    lengths, padded = drawn.lengths, {way: positions(way, drawn) for way in ("trl", "padded", "sorted")}
     median = statistics.median(lengths)
     sizes = f"Qwen3, 20 M; {num_tokens:,} tokens in {answers} answers, median {median:.0f}, longest {max(lengths):,}"
-    report = Report(__doc__, full=options.full, sizes=f"{sizes}; {rounds} round{'s' if rounds > 1 else ''}")
+    sizes += f"; {rounds} round{'s' if rounds > 1 else ''}"
+    report = Report(__doc__, full=options.full, sizes=f"{sizes}. {about_padding(padded)}")
     ceilings = [ceiling for ceiling in CEILINGS if ceiling.way != "trl" or find_spec("trl")]
     ways = ["ours", *(ceiling.way for ceiling in ceilings), "hybrid", "hybrid alone", "updates", *POLICIES, "probe"]
     all_found: dict[str, list[Found]] = {name: [] for name in ways}
@@ -358,7 +379,8 @@ def main() -> None:
         if ceiling not in ceilings:
             report.skip(f"packed: beside {ceiling.words}", NO_TRL)
             continue
-        compare(report, "packed", all_found["ours"], all_found[ceiling.way], words=ceiling.words, bar=ceiling.bar)
+        words = ceiling.words + (f", {padded[ceiling.way]:.2f} positions a token" if ceiling.way in padded else "")
+        compare(report, "packed", all_found["ours"], all_found[ceiling.way], words=words, bar=ceiling.bar)
     if refused := all_found["hybrid"][0].refused:
         report.skip("hybrid, 5 M, right-padded rows", refused)
     else:

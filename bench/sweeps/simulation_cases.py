@@ -83,14 +83,14 @@ def _limits() -> Iterator[SimulationCase]:
         yield _case(tables, "tail-bound", "tail-bound", k=k, split=8)
     for strategy in ("sync", "periodic", "one_step_off"):
         yield _case("limit tail", "tail-bound", "tail-bound", strategy, split=8)
-    yield _case("limit tail interrupt scale rules paper", "128 GPUs", "paper-128", k=3, split=66)
-    yield _case("limit tail scale paper", "128 GPUs", "paper-128", "sync")
-    yield _case("limit tail", "128 GPUs", "paper-128", k=1, split=76)
+    yield _case("limit tail interrupt scale rules paper width", "128 GPUs", "paper-128", k=3, split=66)
+    yield _case("limit tail scale paper width", "128 GPUs", "paper-128", "sync")
+    yield _case("limit tail width", "128 GPUs", "paper-128", k=1, split=76)
     yield _case("limit tail interrupt scale sensitivity paper", "64 GPUs", "paper-64", k=3, split=36)
     yield _case("limit tail scale paper", "64 GPUs", "paper-64", "sync")
     whole = without("streaming")
     yield _case("limit tail", "128 GPUs, steps as a whole", "paper-128", k=1, split=76, sets=whole)
-    yield _case("limit", "128 GPUs", "paper-128", k=2, split=70)
+    yield _case("limit width", "128 GPUs", "paper-128", k=2, split=70)
     yield _case("limit tail paper", "128 GPUs", "paper-128", "one_step_off", split=88)
     yield _case("limit", "64 GPUs", "paper-64", k=1, split=38)
     yield _case("limit paper", "128 GPUs, the paper's rules", "paper-128", k=3, split=76, rules="paper")
@@ -144,6 +144,59 @@ def _sensitivity() -> Iterator[SimulationCase]:
         yield _case("sensitivity", label, "paper-64", k=3, split=36, sets=sets)
 
 
+#: Of a server of two GPUs (docs/SIMULATION.md): seconds per step that are not reading, and what is read.
+FIXED_S: Final = 8e-3
+WEIGHT_BYTES: Final = 65.5e9
+KV_BYTES: Final = 262_144
+BYTES_S: Final = 4.7e12
+PER_REQUEST_S: Final = 4e-5
+#: Of the memory that the weights leave free: what KV takes.
+KV_SHARE: Final = 284_000 * KV_BYTES / (2 * 80e9 - WEIGHT_BYTES)
+
+
+def wide(gpus: int, *, fixed_s: float = FIXED_S, efficiency: float = 1.0, divided: bool = False) -> tuple[str, ...]:
+    """Return the settings of servers of so many GPUs each, by the physics of the shipped server of two; `divided`: the
+    time per sequence shrinks with the number of GPUs, too."""
+    times = gpus / 2 * efficiency
+    values = {
+        "devices_per_instance": gpus,
+        "server.slots": 128 * gpus,
+        "server.kv_tokens": round(KV_SHARE * (gpus * 80e9 - WEIGHT_BYTES) / KV_BYTES, -3),
+        "server.prefill_s_per_token": 7.3e-5 / times,
+        "server.decode.base_s": fixed_s + WEIGHT_BYTES / (BYTES_S * times),
+        "server.decode.per_token_s": KV_BYTES / (BYTES_S * times),
+        **({"server.decode.per_request_s": PER_REQUEST_S / times} if divided else {}),
+    }
+    return tuple(f"fleet.{name}={value:{'.0f' if value >= 1 else '.4g'}}" for name, value in values.items())
+
+
+#: Splits of `dora` with K = 0, 1, 2, 3 by the GPUs of a server; for two GPUs, `_limits` has the others.
+_SPLITS: Final = {2: (96,), 4: (88, 68, 60, 60), 8: (80, 64, 64, 64)}
+#: Other physics of wider servers: fixed time per step, efficiency, whether the time per sequence is divided.
+_PHYSICS: Final = (
+    (8e-3, 1.0, True),
+    (9e-3, 1.0, False),
+    (10e-3, 1.0, False),
+    (8e-3, 0.85, False),
+    (10e-3, 0.85, False),
+)
+
+
+def _widths() -> Iterator[SimulationCase]:
+    """Servers of more GPUs, each strategy at a good split."""
+    for gpus, splits in _SPLITS.items():
+        sets = wide(gpus) if gpus > 2 else ()
+        if gpus > 2:
+            yield _case("width", f"{gpus} GPUs a server", "paper-128", "sync", sets=sets, seeds=2)
+        for k, split in enumerate(splits):
+            yield _case("width", f"{gpus} GPUs a server", "paper-128", k=k, split=split, sets=sets, steps=30, seeds=2)
+    for fixed_s, efficiency, divided in _PHYSICS:
+        label = f"{1e3 * fixed_s:g} ms | {efficiency:.0%} | {'40 µs × 2 / n' if divided else '40 µs'}"
+        sync, dora = (wide(n, fixed_s=fixed_s, efficiency=efficiency, divided=divided) for n in (8, 4))
+        yield _case("physics", label, "paper-128", "sync", sets=sync, seeds=1)
+        yield _case("physics", label, "paper-128", k=3, split=64, sets=dora, steps=30, seeds=1)
+
+
 def _agents() -> Iterator[SimulationCase]:
     """A search agent."""
     for strategy, k, split in (
@@ -161,7 +214,7 @@ def _scale() -> Iterator[SimulationCase]:
 #: The short ones first, then the most important.
 CASES: Final = tuple(
     sorted(
-        (*_limits(), *_paper(), *_agents(), *_rules(), *_interrupts(), *_scale(), *_sensitivity()),
+        (*_limits(), *_paper(), *_agents(), *_rules(), *_interrupts(), *_scale(), *_sensitivity(), *_widths()),
         key=lambda case: case.file != "tail-bound",
     )
 )

@@ -14,6 +14,7 @@ from typing import Final
 import calls
 import calls_split
 import paced_calls
+import width_table
 from scale_table import serve
 from simulation_cases import CASES, ROOT, without
 from simulation_found import (
@@ -303,7 +304,7 @@ def _headline(found: Results) -> str:
         "In simulation, on the job of the paper (arXiv 2604.26256: Qwen2.5-32B, 512 × 16 answers a step), `dora` with\n"
         f"K = 3 is {', and '.join(texts)}.\n"
         "`sync` is our own baseline, not another framework: it has the same answers, and uses all GPUs in turn to\n"
-        "generate and to train."
+        f"generate and to train.{width_table.headline(found)}"
     )
 
 
@@ -325,6 +326,8 @@ _BLOCKS: Final[dict[str, Callable[[Results], str]]] = {
     "targets": _targets,
     "tail": _tail,
     "paper": _paper,
+    "width": width_table.widths,
+    "physics": width_table.physics,
     "rules": _rules,
     "interrupt": _interrupt,
     "sensitivity": _sensitivity,

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import re
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -29,7 +32,7 @@ bench = load_module(BENCH / "result.py")
 
 
 def test_the_readme_is_what_the_results_render_to():
-    assert (BENCH / "README.md").read_text() == bench.render(*bench.load()), "run: python bench/run --render"
+    assert (BENCH / "README.md").read_text() == bench.render(bench.load()), "run: python bench/run --render"
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
@@ -79,11 +82,32 @@ def test_a_missed_bar_is_shown_among_the_bars_and_in_its_section():
     assert "| push | 0.500 s | a file copy | 0.600 | ≥ 0.7 **missed** |" in text
 
 
-def test_the_readme_says_what_the_last_run_of_everything_took():
-    total = bench.Total("short", "abc", "2026-01-01", 412.6, (1.0, 2.2))
-    said = "took **413 s** (abc, 2026-01-01, load 1 to 2.2)"
-    assert said in bench.render([], total)
-    assert said not in bench.render([])
+def test_the_readme_says_how_long_each_script_took_the_slowest_first():
+    quick = bench.Result("core", "Title.", "short", "sizes", "a machine", "abc", "2026-01-01", 9.4, (0, 0), [])
+    slow = bench.Result("training", "Title.", "full", "sizes", "a machine", "abc", "2026-01-01", 1521.4, (0, 0), [])
+    assert ": training 1,521 (`--full`), core 9.\n" in bench.render([quick, slow])
+
+
+def test_a_run_shows_how_long_each_script_takes_and_at_the_end_the_slowest(tmp_path: Path):
+    for name in ("run", "result.py"):
+        shutil.copy(BENCH / name, tmp_path)
+    (tmp_path / "results").mkdir()
+    script = """from result import Report
+report = Report("Title.", full=False, sizes="one")
+report.row("what", 7.0, "lines")
+report.print()
+"""
+    (tmp_path / "good.py").write_text(script)
+    (tmp_path / "odd.py").write_text("raise SystemExit(3)")
+    done = subprocess.run(
+        [sys.executable, str(tmp_path / "run")], capture_output=True, text=True, check=False, timeout=60
+    )
+    lines = [re.sub(r"\d+ s\b", "N s", line) for line in done.stdout.splitlines() if line]
+    assert lines[:3] == ["good (1 of 2)", "  what | 7.00 lines |  ", "  N s, N s since the start"]
+    assert lines[3:6] == ["odd (2 of 2)", "  N s, N s since the start", "2 scripts in the short profile: N s"]
+    assert re.fullmatch(r"slowest: (good|odd) N s, (good|odd) N s", lines[6])
+    assert (done.returncode, done.stderr) == (1, "odd failed with exit code 3\n")
+    assert "Title. one." in (tmp_path / "README.md").read_text()
 
 
 @pytest.mark.parametrize(
