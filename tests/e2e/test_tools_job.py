@@ -59,5 +59,5 @@ def test_the_job_is_checked_without_a_run(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     assert "renderer qwen3 continues its turns exactly" in result.stdout
     assert "server and trainer agree" in result.stdout
-    assert "\nsample       none: an answer would be one turn of an episode" in result.stdout
+    assert "\nsample       none: an answer would be a single turn, and only a run plays whole episodes" in result.stdout
     assert "reference answers" not in result.stdout  # there are none: the environment grades its episodes itself
