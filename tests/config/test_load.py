@@ -330,6 +330,11 @@ def test_a_section_of_the_wrong_shape_is_named_even_with_secrets_around():
         load(None, ["engine=3"], environ={"DORA_ENGINE_API_KEY": "k"})
 
 
+def test_an_infinite_option_of_a_source_is_dumped(tmp_path: Path):
+    config = load(None, ['task.sources=[{kind="arithmetic", options={max_terms=inf}}]'], environ={})
+    assert load(written(tmp_path, dump(config)), environ={}) == config
+
+
 def test_a_dump_loads_into_the_same_config(tmp_path: Path):
     config = load(
         None,

@@ -59,7 +59,6 @@ FOUND: Final = [
     ("config", b"[run]\nseed = " + b"9" * 5_000),
     ("config", b"[run]\nseed = 0x" + b"f" * 9_000),
     ("config", b"a" + b".a" * 90_000 + b" = 1"),
-    ("config", b"[[task.sources]]\noptions = {max_terms = inf}\n"),
     ("set", b"run.seed=" + DEEP),
     ("set", b"run.seed=" + b"9" * 5_000),
     ("set", b"run" + b".a" * 90_000 + b"=1"),
