@@ -2,7 +2,7 @@
 
 With several workers (`pytest -n`) a file's tests run in one of them, unless they name a group of their own. Whole runs
 and real servers, the deep tests of three folders, have processes that keep two cores busy, so that only half of the
-workers run them at the same time.
+workers run them at the same time. They begin first, since they take longest.
 """
 
 from __future__ import annotations
@@ -34,11 +34,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None, N
             continue
         path = item.path.relative_to(_TESTS).as_posix()
         group = path
-        if path.partition("/")[0] in _WHOLE_RUNS and item.get_closest_marker("deep") is not None:
+        if _is_whole_run(item):
             number = len(whole_runs) % max(1, (os.cpu_count() or 1) // 2)
             group = whole_runs.setdefault(path, f"whole runs {number}")
         item.add_marker(pytest.mark.xdist_group(group))
-    return (yield)
+    yield
+    items.sort(key=lambda item: not _is_whole_run(item))  # after pytest's own order
+
+
+def _is_whole_run(item: pytest.Item) -> bool:
+    folder = item.path.relative_to(_TESTS).parts[0]
+    return folder in _WHOLE_RUNS and item.get_closest_marker("deep") is not None
 
 
 @pytest.hookimpl(wrapper=True)
