@@ -1,6 +1,6 @@
 """The controller as a client of bench/streams.py: that of a rollout-only run, as the application opens and makes it.
 
-Only what surrounds it does nothing: fleet, graders, prompts, tokenizer and observer. Each of these is a subclass of the
+Only what surrounds it does nothing: fleet, graders, prompts, tokenizer and recorder. Each of these is a subclass of the
 real one, so that mypy tells where the real one has changed. The model is an empty folder, and so is version 0.
 """
 
@@ -36,7 +36,7 @@ from dora.controller.effects import Graders
 from dora.controller.evaluations import Evaluations
 from dora.controller.fleet import Fleet
 from dora.controller.inbox import Inbox
-from dora.controller.observer import RunObserver
+from dora.controller.recorder import Recorder
 from dora.controller.trajectories import Trajectories
 from dora.core import commands as cmd
 from dora.core import events as ev
@@ -52,13 +52,16 @@ from dora.tasks.rewards import GradeRequest
 from dora.tasks.tokenizer import Tokenizer
 
 
-class Watcher(RunObserver):
+class Watcher(Recorder):
     """Times the streams, from the first order to the last answer."""
 
     def __init__(self, num_streams: int) -> None:
         self.left = num_streams
         self.watch: Stopwatch | None = None
         self.found = Found(0.0, 0.0)
+
+    def before(self, event: ev.Event) -> None:
+        pass
 
     def on_event(self, event: ev.Event, commands: list[cmd.Command], *, position: int) -> None:
         if self.watch is None and any(isinstance(command, cmd.Generate) for command in commands):
@@ -175,7 +178,7 @@ async def run_controller(port: int, case: Case, *, over_httpx: bool = False) -> 
             fleet=Servers(f"http://127.0.0.1:{port}", case, inbox=opened.inbox, now=now),
             graders=Graders(Ones(), [], evaluations),
             trainer=opened.rollout_writer(watcher),
-            observer=watcher,
+            recorder=watcher,
         )
         probe = asyncio.create_task(watch_loop(case, opened.trajectories), name="lag")
         await controller.run(opened.first)

@@ -100,13 +100,13 @@ class Meter(Watcher):
         if isinstance(event, self.counted):
             self.num_turns += 1
             if self.num_turns == self.load.streams:
-                self.begun = self._now()
+                self.begun = self._reading()
                 self.under_way.set()
             elif self.num_turns == self.load.streams * (self.load.rounds - 1):
-                self.ended = self._now()
+                self.ended = self._reading()
                 self.over.set()
 
-    def _now(self) -> tuple[int, float, float]:
+    def _reading(self) -> tuple[int, float, float]:
         return self.num_turns, time.process_time(), time.perf_counter()
 
 
@@ -190,7 +190,7 @@ async def run_load(port: int, load: Load) -> Measured:
             fleet=Servers(f"http://127.0.0.1:{port}", case, inbox=opened.inbox, now=now),
             graders=Graders(Ones(), [], evaluations),
             trainer=opened.rollout_writer(meter),
-            observer=meter,
+            recorder=meter,
             episodes=episodes if load.call_s else None,
         )
         idle = await measure_lag(lambda: asyncio.sleep(2.0))

@@ -33,14 +33,15 @@ from dora.controller.effects import (
 from dora.controller.episodes import EpisodeLimits, Episodes, NoEpisodes
 from dora.controller.fleet import ExternalServer, Fleet, FleetLimits, Server
 from dora.controller.loop import Controller
-from dora.controller.observer import RunObserver
 from dora.controller.orders import Orders
 from dora.controller.published import Published
+from dora.controller.recorder import Recorder
 from dora.controller.reporters import TICK_S, Reporters
 from dora.controller.rollouts import RolloutWriter
 from dora.controller.trainer_link import TrainerLink
 from dora.controller.work import Work
 from dora.core import commands as cmd
+from dora.core.ids import InstanceId
 from dora.engine.api import InferenceEngine
 from dora.node.plan import plan_engines, plan_sender, plan_trainer
 from dora.node.supervise import Child, Node
@@ -106,14 +107,14 @@ async def start_ranks(
 
 
 async def start_trainer(
-    opened: Opened, node: Node, stack: AsyncExitStack, *, observer: RunObserver, lease: Path
+    opened: Opened, node: Node, stack: AsyncExitStack, *, recorder: Recorder, lease: Path
 ) -> TrainerLink:
     """Start the ranks, or wait for external ones, and return the link to them."""
     job, config = opened.job, opened.job.config
     end, address, child = await start_ranks(config, node, stack, lease=lease, now=opened.now, epoch=job.epoch)
     if child is None:
         opened.tell(f"waiting for {config.trainer.ranks} trainer ranks at {address} (DORA_CONTROLLER, DORA_TOKEN)")
-    return opened.trainer_link(end, observer, process_ended=child.ended if child is not None else None)
+    return opened.trainer_link(end, recorder, process_ended=child.ended if child is not None else None)
 
 
 def make_controller(
@@ -123,7 +124,7 @@ def make_controller(
     fleet: Fleet,
     graders: Graders,
     trainer: TrainerLink | RolloutWriter,
-    observer: RunObserver,
+    recorder: Recorder,
     episodes: EpisodeInputs | None = None,
 ) -> Controller:
     """Create the controller and everything through which it acts."""
@@ -135,7 +136,9 @@ def make_controller(
     )
     ids = RequestIds(opened.folder.run_id, job.epoch)
     work = Work()
-    effects = _effects(opened, engine, fleet, published, ids, graders=graders, episodes=episodes)
+    effects = _effects(
+        opened, engine, fleet, published, ids, graders=graders, episodes=episodes, on_push_stage=recorder.on_push_stage
+    )
     calls = _episodes(opened, episodes, graders) if episodes is not None else NoEpisodes()
     orders = Orders(
         effects={**effects, cmd.CallEnvironment: calls} if isinstance(calls, Episodes) else effects,
@@ -154,7 +157,7 @@ def make_controller(
         fleet=fleet,
         trajectories=opened.trajectories,
         evaluations=job.inputs.evaluations,
-        observer=observer,
+        observer=recorder,
         inbox=opened.inbox,
         in_flight=opened.in_flight,
         commits=opened.commits,
@@ -167,7 +170,7 @@ def make_controller(
         engine=engine,
         inbox=opened.inbox,
         commits=opened.commits,
-        observer=observer,
+        observer=recorder,
         now=opened.now,
         tick_s=TICK_S / job.time_scale,
     )
@@ -180,7 +183,7 @@ def make_controller(
         commits=opened.commits,
         trainer=trainer,
         beside=(reporters, fleet, opened.lines),
-        observer=observer,
+        observer=recorder,
         now=opened.now,
         stop_timeout_s=config.trainer.stop_timeout_s,
     )
@@ -195,6 +198,7 @@ def _effects(
     *,
     graders: Graders,
     episodes: EpisodeInputs | None,
+    on_push_stage: Callable[[InstanceId, str], None],
 ) -> Effects:
     config, inputs = opened.job.config, opened.job.inputs
     trajectories, now = opened.trajectories, opened.now
@@ -212,7 +216,7 @@ def _effects(
     return {
         cmd.Generate: StreamAttempt(engine, fleet, trajectories, published, sampling, ids, now),
         cmd.GradeTrajectory: GradeAnswer(trajectories, inputs.tokenizer, graders, budget, fails, now),
-        cmd.PushWeights: Push(engine, fleet, opened.store, published, live, timeout_s, now, opened.spans.on_push_stage),
+        cmd.PushWeights: Push(engine, fleet, opened.store, published, live, timeout_s, now, on_push_stage),
         cmd.DismissInstance: Dismiss(fleet, now),
         cmd.FetchPrompts: Fetch(inputs.stream, trajectories, now),
     }

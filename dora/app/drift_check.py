@@ -15,11 +15,11 @@ from typing import Any, Final
 from dora.app.job import Running, run_job
 from dora.app.settings import precision_of
 from dora.config.schema import Config, EvalConfig, RewardConfig
-from dora.controller.observer import read_rows
+from dora.controller.recorder import read_rows
 from dora.errors import RunFailed
 from dora.journal.run_folder import RunFolder
-from dora.status.drift import ENGINE_LIMIT
-from dora.status.snapshot import Snapshot
+from dora.observe.drift import ENGINE_LIMIT
+from dora.observe.snapshot import Snapshot
 
 STEPS: Final = 5
 #: Groups in a step, unless the run has fewer.

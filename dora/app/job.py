@@ -31,7 +31,7 @@ from dora.config.schema import Config, RewardConfig
 from dora.controller.effects import Graders
 from dora.controller.loop import Controller, Outcome
 from dora.controller.membership import MembershipRequests
-from dora.controller.observer import RunObserver
+from dora.controller.recorder import Recorder
 from dora.controller.rollouts import RolloutWriter
 from dora.controller.trainer_link import TrainerLink
 from dora.core.events import Event
@@ -48,9 +48,9 @@ from dora.node.lease import hold
 from dora.node.limits import allow_open_files
 from dora.node.ports import require_free_ports
 from dora.node.supervise import Node
-from dora.status.groups import GroupRow, forming
+from dora.observe.groups import GroupRow, forming
+from dora.observe.snapshot import Snapshot
 from dora.status.server import StatusServer
-from dora.status.snapshot import Snapshot
 from dora.tasks.pool import GraderPool
 
 log = structlog.get_logger(__name__)
@@ -193,12 +193,12 @@ class _Run:
             tracking(job.config.tracking, folder, node, lease=self._lease, tell=self._frontend.tell)
         )
         fleet = make_fleet(opened, node, engine=engine, lease=self._lease)
-        observer = opened.observer(fleet, renderer=episodes.renderer if episodes is not None else None)
+        recorder = opened.recorder(fleet, renderer=episodes.renderer if episodes is not None else None)
         trainer: TrainerLink | RolloutWriter
         if job.rollout_only:
-            trainer = opened.rollout_writer(observer)
+            trainer = opened.rollout_writer(recorder)
         else:
-            trainer = await start_trainer(opened, node, self._stack, observer=observer, lease=self._lease)
+            trainer = await start_trainer(opened, node, self._stack, recorder=recorder, lease=self._lease)
         controller = make_controller(
             opened,
             engine=await enter_pushing(self._stack, job.config, engine, logs=folder.logs, lease=self._lease),
@@ -206,21 +206,21 @@ class _Run:
             graders=graders,
             episodes=episodes,
             trainer=trainer,
-            observer=observer,
+            recorder=recorder,
         )
         requests = MembershipRequests(fleet, state=job.state, engine=engine, inbox=opened.inbox, now=self._now)
-        status_url = await self._serve_status(observer, requests)
-        outcome = await self._watch(controller, opened.first, node, observer, status_url)
+        status_url = await self._serve_status(recorder, requests)
+        outcome = await self._watch(controller, opened.first, node, recorder, status_url)
         check_invariants(job.state)
         if isinstance(trainer, TrainerLink) and outcome.finished:
             await _end_trainer(trainer, node, outcome.reason)
-        return self._end(outcome, observer, opened)
+        return self._end(outcome, recorder, opened)
 
-    async def _serve_status(self, observer: RunObserver, requests: MembershipRequests) -> str:
+    async def _serve_status(self, recorder: Recorder, requests: MembershipRequests) -> str:
         status = self._job.config.status
         server = await self._stack.enter_async_context(
             StatusServer(
-                observer.snapshot,
+                recorder.snapshot,
                 host=status.host,
                 port=status.port,
                 requests=requests,
@@ -244,7 +244,7 @@ class _Run:
         return token
 
     async def _watch(
-        self, controller: Controller, first: list[Event], node: Node, observer: RunObserver, status_url: str
+        self, controller: Controller, first: list[Event], node: Node, recorder: Recorder, status_url: str
     ) -> Outcome:
         """Run the controller while the frontend shows it."""
         config, folder = self._job.config, self._folder
@@ -253,22 +253,22 @@ class _Run:
             status_url=status_url,
             token_file=folder.status_token if config.status.token is None else None,
             stop_timeout_s=config.trainer.stop_timeout_s,
-            snapshot=observer.snapshot,
+            snapshot=recorder.snapshot,
             interrupt=controller.interrupt,
             kill=node.kill_all,
         )
         gc.freeze()  # objects made at startup stay alive
         gc.set_threshold(*GC_THRESHOLDS)
-        saved = saved_status(folder.status, observer.snapshot, url=status_url, groups=self._forming)
+        saved = saved_status(folder.status, recorder.snapshot, url=status_url, groups=self._forming)
         async with saved, self._frontend.watch(running):
             try:
                 outcome = await controller.run(first)
             except DoraError as err:
-                observer.fail(err)
+                recorder.fail(err)
                 if (explained := self._explain(err)) is None:
                     raise
                 raise explained from err
-            observer.end(outcome)
+            recorder.end(outcome)
         return outcome
 
     def _explain(self, err: DoraError) -> RunFailed | None:
@@ -281,9 +281,9 @@ class _Run:
         resume = "" if state.finished and not state.stalled else f"; continue with dora run --resume {folder.root}"
         return RunFailed(f"{err}; logs: {folder.logs}{resume}")
 
-    def _end(self, outcome: Outcome, observer: RunObserver, opened: Opened) -> Outcome:
+    def _end(self, outcome: Outcome, recorder: Recorder, opened: Opened) -> Outcome:
         """Audit a finished run and show the result. An interrupted run is not audited, so that stopping is fast."""
-        folder, snapshot = self._folder, observer.snapshot()
+        folder, snapshot = self._folder, recorder.snapshot()
         violations = len(audit(folder).violations) if outcome.finished else 0
         self._frontend.ended(snapshot, folder=folder, violations=violations)
         if outcome.finished and (lost := opened.store.stranded(self._job.state.window.entries)):

@@ -6,14 +6,14 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from dora.app.resume import Recorded
-from dora.controller.observer import read_rows
+from dora.controller.recorder import read_rows
 
 
 def lost_rows(metrics: Path, recorded: Recorded, *, again_from: int) -> str:
     """Say which rows are lost for good; "" if none. Steps from `again_from` on get a row when trained again."""
-    steps = {row.get("step") for row in read_rows(metrics, kind="step")}
-    kinds = ("evaluation", "evaluation_skipped")
-    scored = {row.get("version") for kind in kinds for row in read_rows(metrics, kind=kind)}
+    rows = [(row["kind"], row.get("step"), row.get("version")) for row in read_rows(metrics)]
+    steps = {step for kind, step, _ in rows if kind == "step"}
+    scored = {version for kind, _, version in rows if kind in ("evaluation", "evaluation_skipped")}
     lost_steps = [step for step in range(min(again_from, recorded.state.feed.trained)) if step not in steps]
     lost_scores = [version for version in sorted(recorded.evaluated) if version not in scored]
     found = [f"steps {ranges(step + 1 for step in lost_steps)}"] if lost_steps else []

@@ -7,10 +7,9 @@ epoch; no process has been started. The exit stack closes everything in reverse 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, suppress
 from datetime import UTC, datetime
-from functools import partial
 from importlib.metadata import version as package_version
 from pathlib import Path
 
@@ -29,22 +28,26 @@ from dora.controller.in_flight import InFlight
 from dora.controller.inbox import Inbox
 from dora.controller.line_files import LineFiles
 from dora.controller.lineage import Lineage, base_chain
-from dora.controller.observer import RunObserver
+from dora.controller.recorder import Recorder, read_rows
 from dora.controller.rollouts import RolloutWriter
-from dora.controller.spans import SpanRecorder
+from dora.controller.samples import Samples
 from dora.controller.trainer_link import TrainerLink
 from dora.controller.trajectories import Trajectories
 from dora.core import events as ev
-from dora.core.ids import FIRST_VERSION, StepId, VersionId
+from dora.core.ids import FIRST_VERSION, StepId, TrajectoryId, VersionId
 from dora.core.phases import TrajectoryPhase
 from dora.environments.renderer import Renderer
 from dora.errors import RunFailed
 from dora.journal.codec import FORMAT, Epoch, Header, Note
 from dora.journal.commits import Commits
 from dora.journal.run_folder import RunFolder
+from dora.journal.spans import read_spans, read_timeline
 from dora.journal.tokens import TokenWriter
 from dora.journal.writer import JournalWriter
-from dora.status.facts import ShellFacts
+from dora.observe.episodes import EpisodeStats
+from dora.observe.facts import ShellFacts
+from dora.observe.lanes import Lanes
+from dora.observe.observed import Folded, Observed
 from dora.transport.controller_end import ControllerEnd
 from dora.weights.fence import raise_fence
 from dora.weights.store import Manifest, StoreError, VersionStore, choose_memory_root, claim, sweep_orphans
@@ -109,22 +112,20 @@ class Opened:
         stack.callback(self.lines.close)
         for line in self.lines.removed():
             tell(line)
-        self.spans = SpanRecorder(
-            folder,
+        self.folded = job.recorded.folded if job.recorded is not None else Folded.new(job.settings.group_size)
+        self.lanes = Lanes(
             job.state,
-            spans=self.lines.spans,
-            timeline=self.lines.timeline,
             num_ranks=0 if job.rollout_only else job.config.trainer.ranks,
             time_scale=job.time_scale,
-            now=now,
-            then=partial(self.commits.then, is_urgent=False),
+            spans=read_spans(folder.spans),
+            rows=read_timeline(folder.timeline),
+            step_at=max((row["at"] for row in read_rows(folder.metrics, kind="step")), default=0.0),
         )
-        stack.callback(self.spans.close)
         self.trajectories = Trajectories(
             tokens,
             group_size=job.settings.group_size,
-            ledger=job.recorded.ledger if job.recorded is not None else None,
-            on_first_token=self.spans.on_first_token,
+            ledger=self.folded.tokens,
+            on_first_token=lambda trajectory: self.lanes.on_first_token(trajectory, at=now()),
         )
         self.inbox = Inbox()
         self.in_flight = InFlight(self.trajectories, rows=job.state.instances)
@@ -229,38 +230,56 @@ class Opened:
 
     # -- parts that write to the folder -------------------------------------------------------------------------------
 
-    def observer(self, fleet: Fleet, *, renderer: Renderer | None = None) -> RunObserver:
-        """Create the observer, which keeps metrics and status. `renderer`: if the run has episodes."""
-        job = self.job
-        observer = RunObserver(
-            lines=self.lines,
-            facts=ShellFacts(
-                run_id=self.folder.run_id,
-                strategy=job.config.rollout.strategy,
-                task=job.config.task.description,
-                has_environment=bool(job.config.environment.name),
-                num_servers=job.config.num_instances,
-                num_ranks=0 if job.rollout_only else job.config.trainer.ranks,
-                held_out=tuple(eval_set.name for eval_set in job.inputs.evaluations.sets),
+    def recorder(self, fleet: Fleet, *, renderer: Renderer | None = None) -> Recorder:
+        """Create the recorder, which keeps metrics and status. `renderer`: if the run has episodes."""
+        job, records, episodes = self.job, self.trajectories.records, self.folded.episodes
+        has_environment = bool(job.config.environment.name)
+
+        def episode_stats(ids: Sequence[TrajectoryId]) -> EpisodeStats | None:
+            return episodes.stats({id: records[id] for id in ids}) if has_environment else None
+
+        facts = ShellFacts(
+            run_id=self.folder.run_id,
+            strategy=job.config.rollout.strategy,
+            task=job.config.task.description,
+            has_environment=has_environment,
+            num_servers=job.config.num_instances,
+            num_ranks=0 if job.rollout_only else job.config.trainer.ranks,
+            held_out=tuple(eval_set.name for eval_set in job.inputs.evaluations.sets),
+        )
+        recorder = Recorder(
+            Observed(
+                job.state,
+                facts=facts,
+                folded=self.folded,
+                lanes=self.lanes,
+                drift=drift_watch(job.config),
+                episode_stats=episode_stats,
             ),
             state=job.state,
+            lines=self.lines,
             trajectories=self.trajectories,
             evaluations=job.inputs.evaluations,
-            tokenizer=job.inputs.tokenizer,
-            drift=drift_watch(job.config),
-            keep_per_step=job.config.log.trajectories_per_step,
+            samples=Samples(
+                self.trajectories,
+                evaluations=job.inputs.evaluations,
+                tokenizer=job.inputs.tokenizer,
+                episodes=episodes,
+                tags={group.id: group.version for group in job.state.ledger.groups.values()},
+                keep=job.config.log.trajectories_per_step,
+                renderer=renderer,
+            ),
             max_kept_bytes=job.config.log.trajectories_mb * 2**20,
-            spans=self.spans,
             urls=fleet.urls,
             down=fleet.down,
+            now=self.now,
             then=self.commits.then,
-            renderer=renderer,
         )
-        self._stack.callback(observer.close)
-        self.commits.on_full = observer.on_full
-        return observer
+        self._stack.callback(recorder.close)
+        self.commits.on_full = recorder.on_full
+        return recorder
 
-    def rollout_writer(self, observer: RunObserver) -> RolloutWriter:
+    def rollout_writer(self, recorder: Recorder) -> RolloutWriter:
         """Create the rollout writer and publish the model as version 0, since there is no trainer to do so."""
         base = self.lineage.base
         manifest = publish_model(self.store, self.job.inputs.model, chain=base)
@@ -273,14 +292,14 @@ class Opened:
             group_size=self.job.settings.group_size,
             now=self.now,
             emit=self.inbox.emit,
-            on_step=observer.on_step,
+            on_step=recorder.on_step,
             durable=self.commits.durable,
         )
 
     def trainer_link(
         self,
         end: ControllerEnd,
-        observer: RunObserver,
+        recorder: Recorder,
         *,
         process_ended: Callable[[], Awaitable[str]] | None,
     ) -> TrainerLink:
@@ -304,10 +323,10 @@ class Opened:
             process_ended=process_ended,
             now=self.now,
             emit=self.inbox.emit,
-            on_ready=observer.on_ready,
-            on_step=observer.on_step,
-            spans=self.spans,
-            on_logprobs=observer.samples.on_logprobs,
+            on_ready=recorder.on_ready,
+            on_step=recorder.on_step,
+            spans=recorder,
+            on_logprobs=recorder.samples.on_logprobs,
             durable=self.commits.durable,
             lineage=self.lineage,
             tell=self.tell,

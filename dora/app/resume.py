@@ -20,7 +20,6 @@ from dora.config.changes import changes
 from dora.config.load import parse
 from dora.config.schema import Config
 from dora.controller.evaluations import Evaluations
-from dora.controller.token_ledger import TokenLedger
 from dora.controller.trajectories import Trajectories
 from dora.core.commands import FailRun, FinishRun, ReportEvaluation
 from dora.core.events import CheckpointSaved, StepTrained, VersionPublished
@@ -35,6 +34,7 @@ from dora.journal.reader import Journal
 from dora.journal.replay import replay
 from dora.journal.run_folder import RunFolder
 from dora.journal.tokens import TokenStore, read_tokens
+from dora.observe.observed import Folded
 from dora.weights import checkpoints
 from dora.weights.store import StoreError, VersionStore
 
@@ -59,7 +59,7 @@ class Recorded:
     held_out: str | None  # digest of the held-out prompts; None if it was not recorded
     saved: Collection[str]  # names of all checkpoint folders ever reported
     evaluated: Collection[VersionId]  # versions whose scores were reported, or whose evaluation was skipped
-    ledger: TokenLedger  # outcomes of groups; the counts come with the tokens
+    folded: Folded  # what is observed of its events; counts of tokens come with the tokens
     end: FinishRun | FailRun | None  # None unless the run has ended
 
     def chain_of(self, version: VersionId) -> str:
@@ -70,7 +70,8 @@ class Recorded:
 def read_run(folder: RunFolder) -> Recorded:
     """Replay the journal; RunFailed if the decision core decides differently now."""
     journal = Journal(folder.journal)
-    found = replay(journal.header.settings, journal)
+    folded = Folded.new(journal.header.settings.group_size, is_replay=True)
+    found = replay(journal.header.settings, journal, observer=folded)
     if found.difference is not None:
         raise RunFailed(f"{folder.root}: the journal cannot be continued: {found.difference}")
     epochs: list[Epoch] = []
@@ -80,7 +81,6 @@ def read_run(folder: RunFolder) -> Recorded:
     saved: set[str] = set()
     evaluated: set[VersionId] = set()
     base_chain = held_out = None
-    ledger = TokenLedger(group_size=journal.header.settings.group_size, is_replay=True)
     for record in journal.records():
         if isinstance(record, Epoch):
             epochs.append(record)
@@ -90,7 +90,6 @@ def read_run(folder: RunFolder) -> Recorded:
             continue
         event = record.event
         last_at = event.at
-        ledger.note(event, record.commands)
         evaluated.update(order.version for order in record.commands if isinstance(order, ReportEvaluation))
         end = next((order for order in record.commands if isinstance(order, FinishRun | FailRun)), end)
         match event:
@@ -115,7 +114,7 @@ def read_run(folder: RunFolder) -> Recorded:
         held_out=held_out,
         saved=saved,
         evaluated=evaluated | {*found.state.evaluation.overtaken},
-        ledger=ledger,
+        folded=folded,
         end=end if found.state.finished else None,
     )
 

@@ -20,10 +20,10 @@ import msgspec
 from dora import files, foreign
 from dora.errors import ConfigError, DoraError
 from dora.journal.run_folder import RunFolder
+from dora.observe.groups import GroupRow
+from dora.observe.sentence import ENDED, sentence
+from dora.observe.snapshot import Snapshot
 from dora.status.client import MAX_STATUS_BYTES, fetch
-from dora.status.groups import GroupRow
-from dora.status.sentence import ENDED, sentence
-from dora.status.snapshot import Snapshot
 
 SAVE_EVERY_S: Final = 5.0
 #: If the file of a running run is older than this, the run has ended without notice. The clocks of hosts that share the

@@ -13,11 +13,11 @@ from dora.core.decode_time import DecodeTime
 from dora.core.orchestration import orchestration_of
 from dora.core.strategies import Settings, rules_of
 from dora.journal.run_folder import RunFolder
+from dora.observe.drift import DriftWatch, Precision
 from dora.section import Section
 from dora.sim.answers import cap_of
 from dora.sim.server import SimulatedServer
 from dora.sim.workload import FleetModel, JobModel, LengthModel, TrainerModel, Workload
-from dora.status.drift import DriftWatch, Precision
 from dora.transport.messages import Configure, TrainerSettings
 
 #: Number of versions for which the store needs room in addition to the K + 1 live versions: one that is being

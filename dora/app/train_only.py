@@ -22,7 +22,7 @@ from dora.app.prepare import new_folder
 from dora.app.settings import configure_message, drift_watch, lineage_settings
 from dora.config.schema import Config, EngineConfig
 from dora.controller.lineage import Lineage, base_chain
-from dora.controller.observer import log_changes
+from dora.controller.recorder import log_changes
 from dora.controller.rollouts import rollout_files, train_rollouts
 from dora.controller.trainer_link import StepReport, TrainerLink
 from dora.core import events as ev
@@ -32,7 +32,7 @@ from dora.journal.run_folder import RunFolder
 from dora.log import configure_logging
 from dora.node.cuda import require_cuda
 from dora.node.supervise import Node
-from dora.status.drift import DriftWatch
+from dora.observe.drift import DriftWatch
 from dora.weights.checkpoints import drop
 from dora.weights.fence import raise_fence
 

@@ -13,13 +13,13 @@ from dora import foreign
 from dora.app.saved_status import read_saved, read_status
 from dora.errors import ConfigError
 from dora.journal.run_folder import RunFolder
+from dora.observe.groups import GroupRow
+from dora.observe.snapshot import Snapshot
 from dora.status.assets import assets
 from dora.status.data import RECORDED, RunData
-from dora.status.groups import GroupRow
 from dora.status.page_server import PageServer
 from dora.status.records import HTTP_BOUNDS, Bounds, Records
 from dora.status.report import report
-from dora.status.snapshot import Snapshot
 
 #: Largest report.
 MAX_REPORT_BYTES: Final = 5 * 10**6

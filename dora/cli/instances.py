@@ -13,8 +13,8 @@ from rich.text import Text
 from dora.cli.output import say
 from dora.config.load import load
 from dora.errors import ConfigError, one_line
+from dora.observe.snapshot import InstanceRow
 from dora.status.client import ask, fetch
-from dora.status.snapshot import InstanceRow
 
 
 def show(url: str) -> None:

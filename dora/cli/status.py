@@ -12,9 +12,9 @@ from rich.console import Console
 from dora.app.saved_status import read_status
 from dora.cli.output import say, tell
 from dora.errors import ConfigError, DoraError
+from dora.observe.sentence import ENDED
+from dora.observe.snapshot import Snapshot
 from dora.status.client import fetch
-from dora.status.sentence import ENDED
-from dora.status.snapshot import Snapshot
 from dora.status.terminal import REFRESH_S, LiveView, view
 
 

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 from dora.errors import one_line
 from dora.journal.run_folder import RunFolder
-from dora.status.episodes import by_cause
-from dora.status.facts import Score
+from dora.observe.episodes import by_cause
+from dora.observe.scores import Score
+from dora.observe.snapshot import Snapshot
 from dora.status.frame import by_set, idle_text, mean_text, moves
-from dora.status.snapshot import Snapshot
 
 
 def summary(now: Snapshot, *, folder: RunFolder, violations: int) -> list[str]:

@@ -13,7 +13,7 @@ from dora.cli import output
 from dora.cli.run import INTERRUPTED
 from dora.cli.summary import summary
 from dora.journal.run_folder import RunFolder
-from dora.status.snapshot import Snapshot
+from dora.observe.snapshot import Snapshot
 from dora.status.terminal import show_progress
 
 

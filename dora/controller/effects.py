@@ -31,7 +31,7 @@ from dora.engine.errors import RequestRefused, ServerGone
 from dora.engine.names import request_id
 from dora.errors import ProtocolError, RemoteError
 from dora.journal.rows import answer_bound
-from dora.status.facts import NOT_BEGUN, SKIPPED
+from dora.observe.facts import NOT_BEGUN, SKIPPED
 from dora.tasks.pool import Graded, GraderPool
 from dora.tasks.prompts import Prompt, PromptStream
 from dora.tasks.rewards import GradeRequest

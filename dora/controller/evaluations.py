@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dora.core.ids import TrajectoryId, VersionId, evaluation_id, evaluation_index
+from dora.observe.scores import SetScore
 from dora.tasks.prompts import Prompt
 
 
@@ -25,26 +26,6 @@ class EvalSet:
     samples: int  # n per prompt
     temperature: float
     num_skipped: int = 0  # rows whose prompts are over the limit
-
-
-@dataclass(frozen=True, slots=True)
-class SetScore:
-    """The score of a version on one set."""
-
-    name: str
-    mean: float | None  # mean@n: mean reward of all graded samples; None without any
-    pass_at: dict[int, float]  # pass@k for k = 1, 2, 4, ... n, as far as prompts have k graded samples
-    num_samples: int  # graded
-    num_failed: int  # left out: grading or environment failed
-    mean_tokens: float
-    max_tokens: int
-    median_tokens: int
-    is_accuracy: bool  # every reward is 0 or 1
-
-    @property
-    def pass_at_n(self) -> float | None:
-        """Share of prompts with at least one sample of reward >= 1; None if nothing was graded."""
-        return self.pass_at[max(self.pass_at)] if self.pass_at else None
 
 
 def pass_at_k(counts: Sequence[tuple[int, int]], *, k: int) -> float | None:

@@ -28,7 +28,7 @@ from dora.engine.api import Capabilities, InferenceEngine
 from dora.engine.errors import ServerGone
 from dora.engine.shapes import require_same_shapes
 from dora.errors import ConfigError, RemoteError, RunFailed
-from dora.status.facts import Down
+from dora.observe.facts import Down
 
 log = structlog.get_logger(__name__)
 

@@ -44,6 +44,8 @@ class JournalSink(Protocol):
 class Observer(Protocol):
     """A receiver of all events, for metrics and status."""
 
+    def before(self, event: ev.Event) -> None: ...
+
     def on_event(self, event: ev.Event, commands: list[cmd.Command], *, position: int) -> None: ...
 
 
@@ -149,6 +151,7 @@ class Controller:
             self._outcome = Outcome(finished=False, reason="everything in flight is kept")
 
     async def _apply(self, event: ev.Event) -> None:
+        self._observer.before(event)
         commands = handle(self.state, event)
         if any(isinstance(command, cmd.FinishRun) for command in commands):
             await self._orders.copies.keep_result(event)

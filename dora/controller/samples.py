@@ -16,13 +16,13 @@ from msgspec.structs import replace
 from dora import foreign
 from dora.controller.evaluations import Evaluations
 from dora.controller.trajectories import Trajectories, TrajectoryRecord
-from dora.controller.turns import Turns
 from dora.core import commands as cmd
 from dora.core.ids import GroupId, StepId, TrajectoryId, VersionId
 from dora.core.tables import Group
 from dora.environments.renderer import Renderer
 from dora.files import MAX_TRAJECTORY_BYTES, LineFile
 from dora.journal.deep import EVALUATION, NO_GROUP, KeptPart, KeptTrajectory, encode_kept
+from dora.observe.episodes import Episodes
 from dora.tasks.tokenizer import Tokenizer
 from dora.transport.messages import TrainerLogprobs
 
@@ -65,7 +65,7 @@ class Samples:
         *,
         evaluations: Evaluations,
         tokenizer: Tokenizer,
-        turns: Turns,
+        episodes: Episodes,
         tags: dict[GroupId, VersionId],
         keep: int,
         renderer: Renderer | None = None,
@@ -76,7 +76,7 @@ class Samples:
         self._trajectories = trajectories
         self._evaluations = evaluations
         self._tokenizer = tokenizer
-        self._turns = turns
+        self._episodes = episodes
         self._tags = tags
         self._keep = keep
         self._renderer = renderer
@@ -165,7 +165,7 @@ class Samples:
             observed=tuple(record.observed),
             forks=tuple(record.forks),
             turn_rewards=tuple(record.turn_rewards),
-            calls_s=self._turns.calls_s(trajectory),
+            calls_s=self._episodes.calls_s(trajectory),
             outcome=outcome,
             answer=record.prompt.answer,
             terms=record.terms,

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 from typing import Protocol
 
-from dora.controller.token_ledger import TokenLedger
 from dora.core.ids import GroupId, TrajectoryId, Truncation
 from dora.journal.rows import EpisodeRow, Fork, repeated, row_ids, rows_of
+from dora.observe.tokens import TokenLedger
 from dora.tasks.prompts import Prompt
 
 

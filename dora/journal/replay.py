@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice, zip_longest
-from typing import Final
+from typing import Final, Protocol
 
 from dora.core.commands import Command
 from dora.core.core import handle
@@ -44,13 +44,25 @@ class Replay:
     difference: ReplayDifference | None
 
 
-def replay(settings: Settings, entries: Iterable[Entry]) -> Replay:
+class Observer(Protocol):
+    """A receiver of all events, before and after the core handles them."""
+
+    def before(self, state: State, event: Event) -> None: ...
+
+    def apply(self, state: State, event: Event, commands: Sequence[Command]) -> None: ...
+
+
+def replay(settings: Settings, entries: Iterable[Entry], *, observer: Observer | None = None) -> Replay:
     """Replay `entries` up to the first difference; they are iterated again for its story."""
     state = State(settings)
     index = -1
     for index, (event, recorded) in enumerate(entries):
         try:
+            if observer is not None:
+                observer.before(state, event)
             recomputed = handle(state, event)
+            if observer is not None:
+                observer.apply(state, event, recomputed)
         except _IMPOSSIBLE as err:
             found = (subject_of(event), f"the core rejects it: {type(err).__name__}: {err}")
         else:

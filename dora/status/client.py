@@ -8,9 +8,9 @@ import aiohttp
 import msgspec
 
 from dora.errors import ConfigError, ProtocolError, RemoteError, one_line
+from dora.observe.snapshot import Snapshot, decode
 from dora.status.page_server import InstanceReply
 from dora.status.server import InstanceRequest
-from dora.status.snapshot import Snapshot, decode
 
 #: Maximum size of a status: 64 servers, 4,096 groups of a step and 4,000 evaluations take 1.5 MB.
 MAX_STATUS_BYTES: Final = 4 << 20

@@ -14,10 +14,10 @@ from typing import Final
 
 import msgspec
 
-from dora.status.groups import GroupRow
+from dora.observe.groups import GroupRow
+from dora.observe.sentence import ENDED
+from dora.observe.snapshot import Snapshot, encode
 from dora.status.records import Records
-from dora.status.sentence import ENDED
-from dora.status.snapshot import Snapshot, encode
 
 #: Names of the data about the present.
 CURRENT: Final = ("status", "info", "groups")

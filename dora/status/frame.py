@@ -14,10 +14,10 @@ from typing import Final
 from rich.cells import cell_len, set_cell_size
 
 from dora.errors import one_line
-from dora.status.episodes import by_cause
-from dora.status.facts import Score
-from dora.status.sentence import ENDED, duration
-from dora.status.snapshot import Snapshot, VersionRow
+from dora.observe.episodes import by_cause
+from dora.observe.scores import Score
+from dora.observe.sentence import ENDED, duration
+from dora.observe.snapshot import Snapshot, VersionRow
 
 #: Lines kept for the sentence, below and from WIDE columns on.
 SENTENCE_LINES: Final = (3, 2)

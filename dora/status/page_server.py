@@ -21,10 +21,10 @@ from aiohttp.typedefs import Handler
 
 from dora.errors import ConfigError, DoraError, one_line
 from dora.guard import CONNECTION_LOG, guard, is_loopback, knows
+from dora.observe.snapshot import encode
 from dora.status import metrics
 from dora.status.assets import add_page
 from dora.status.data import CURRENT, NAMES, RunData
-from dora.status.snapshot import encode
 
 #: Maximum size of a request.
 MAX_BODY_BYTES = 16 * 2**10

@@ -16,11 +16,11 @@ from aiohttp import web
 from dora.errors import DoraError
 from dora.guard import knows
 from dora.journal.run_folder import RunFolder
+from dora.observe.groups import GroupRow
+from dora.observe.snapshot import Snapshot
 from dora.status.data import RunData
-from dora.status.groups import GroupRow
 from dora.status.page_server import MAX_BODY_BYTES, PageServer, reply
 from dora.status.records import Records
-from dora.status.snapshot import Snapshot
 
 
 class Requests(Protocol):

@@ -12,10 +12,11 @@ from rich.live import Live
 from rich.text import Text
 
 from dora.errors import one_line
-from dora.status.facts import Score, StepFacts
+from dora.observe.scores import Score
+from dora.observe.sentence import ENDED, duration
+from dora.observe.snapshot import Snapshot
+from dora.observe.steps import StepFacts
 from dora.status.frame import frame, mean_text
-from dora.status.sentence import ENDED, duration
-from dora.status.snapshot import Snapshot
 
 REFRESH_S = 1.0
 #: Minimum time between two plain lines about the start, seconds.

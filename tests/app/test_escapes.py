@@ -29,8 +29,8 @@ from dora.journal.deep import KeptTrajectory, encode_kept
 from dora.journal.run_folder import RunFolder
 from dora.journal.spans import TimelineRow, encode_line
 from dora.journal.writer import JournalWriter
+from dora.observe.snapshot import Snapshot, encode
 from dora.status.page_server import InstanceReply
-from dora.status.snapshot import Snapshot, encode
 from dora.status.terminal import PlainView
 from dora.weights.store import Manifest
 from tests.escapes import HOSTILE, answering, as_json, hostile_answers, require_harmless

@@ -283,6 +283,9 @@ class Watcher:
         self.lags: list[float] = []
         self.hook: Callable[[ev.Event, list[cmd.Command]], None] = lambda event, commands: None
 
+    def before(self, event: ev.Event) -> None:
+        pass
+
     def on_event(self, event: ev.Event, commands: list[cmd.Command], *, position: int) -> None:
         self.events.append(event)
         self.commands += commands

@@ -27,8 +27,8 @@ from dora.engine.sglang.client import EngineClient
 from dora.engine.sglang.engine import SglangEngine
 from dora.engine.sglang.push import Disk
 from dora.journal.tokens import TokenWriter
+from dora.observe.facts import SKIPPED
 from dora.seed.policy import path as seed_path
-from dora.status.facts import SKIPPED
 from dora.tasks.pool import GraderPool
 from dora.tasks.prompts import open_stream
 from dora.tasks.tokenizer import load_tokenizer

@@ -23,7 +23,7 @@ from dora.engine.errors import ServerGone
 from dora.engine.sglang.client import EngineClient
 from dora.engine.sglang.engine import SglangEngine
 from dora.errors import ConfigError, RemoteError, RunFailed
-from dora.status.facts import Down
+from dora.observe.facts import Down
 from tests.controller.fakes import FakeEngines, FakeServer
 from tests.engine.scripted_server import ScriptedServer
 

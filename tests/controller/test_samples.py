@@ -14,7 +14,6 @@ from msgspec.structs import replace
 from dora.controller.evaluations import EvalSet, Evaluations
 from dora.controller.samples import SampleFile, Samples
 from dora.controller.trajectories import Trajectories
-from dora.controller.turns import Turns
 from dora.core import commands as cmd
 from dora.core.ids import TrajectoryId, VersionId
 from dora.core.tables import Group
@@ -22,6 +21,7 @@ from dora.environments.renderer import Renderer, open_renderer
 from dora.files import LineFile
 from dora.journal.deep import EVALUATION, KeptPart, KeptTrajectory, encode_kept, read_kept
 from dora.journal.tokens import TokenWriter
+from dora.observe.episodes import Episodes
 from dora.seed.policy import path as seed_path
 from dora.tasks.tokenizer import Tokenizer, load_tokenizer
 from dora.transport.messages import TrainerLogprobs
@@ -46,7 +46,7 @@ class Kept:
             self.trajectories,
             evaluations=self.evaluations,
             tokenizer=tokenizer or load_tokenizer(seed_path()),
-            turns=Turns(),
+            episodes=Episodes(),
             tags={group.id: group.version for group in self.groups},
             keep=keep,
             renderer=renderer,

@@ -13,7 +13,7 @@ import msgspec
 import psutil
 import pytest
 
-from dora.controller.observer import read_rows
+from dora.controller.recorder import read_rows
 from dora.core.commands import AdmitGroup, CallEnvironment, Generate, TrainMicroBatch
 from dora.core.events import (
     CallFinished,

@@ -13,7 +13,7 @@ import dora
 from dora.core import commands as cmd
 from dora.core import events as ev
 from dora.journal.run_folder import RunFolder
-from dora.status.facts import SKIPPED
+from dora.observe.facts import SKIPPED
 from dora.weights.store import VersionStore
 from tests.e2e.runs import (
     assert_audit_clean,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dora.journal.run_folder import RunFolder
-from dora.status.rows import EVALUATION_ROW, STEP_ROW
+from dora.observe import observed, scores
 from dora.trackers.follow import num_rows, read_position
 from dora.trackers.kinds import title
 from tests.e2e.runs import Run, paced_workload, run_to_end, settings, small
@@ -64,7 +64,7 @@ def test_a_resumed_run_goes_on_in_the_same_records(tmp_path: Path, monkeypatch: 
     assert_tensorboard_complete(folder, "tensorboard")
     assert records.from_wandb(folder.tracker("wandb")) == wanted
     rows = [json.loads(line) for line in folder.metrics.read_text().splitlines()]
-    described = {"step": {*STEP_ROW, "trainer", "kind"}, "evaluation": {*EVALUATION_ROW, "kind"}}
+    described = {"step": {*observed.row_figures(), "trainer", "kind"}, "evaluation": {*scores.row_figures(), "kind"}}
     assert {key for row in rows for key in row.keys() - described[row["kind"]]} == set(), "describe it in rows.py"
 
 

@@ -11,7 +11,6 @@ from typing import Final
 
 import pytest
 
-from dora.controller.observer import earlier_scores
 from dora.core.events import Event
 from dora.core.ids import GroupId, TrajectoryId
 from dora.errors import ConfigError
@@ -20,11 +19,12 @@ from dora.journal.deep import KeptTrajectory, encode_kept, read_kept
 from dora.journal.frames import FrameReader, FrameWriter
 from dora.journal.reader import Journal
 from dora.journal.tokens import DIGEST_BYTES, TokenWriter, read_tokens
-from dora.status.facts import Score
+from dora.observe.scores import Score
 from dora.weights.checkpoints import MANIFEST, CheckpointManifest, rank_file, read_manifest
 from dora.weights.store import Manifest, VersionStore, checksum_of
 from tests.fuzz.parsers import LONG, Parser, drive, require_robust, require_samples
 from tests.journal.recorded import full_run
+from tests.observe.builders import resumed
 
 _VERSION: Final = 3
 
@@ -138,7 +138,7 @@ def kept_lines() -> list[bytes]:
 
 
 def parse_metrics(data: bytes, scratch: Path) -> None:
-    for score in earlier_scores(written(scratch, data)):
+    for score in resumed(written(scratch, data)).facts.scores:
         assert isinstance(score.name, str)
         assert type(score.version) is int
         assert isinstance(score.mean, float)

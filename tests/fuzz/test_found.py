@@ -10,12 +10,12 @@ import msgspec
 import pytest
 
 from dora.config.load import load
-from dora.controller.observer import earlier_scores
 from dora.errors import ConfigError, one_line
 from dora.tasks.pool import GradingFailed, outcome_of
 from dora.weights.checkpoints import MANIFEST, rank_file, read_manifest
 from tests.fuzz.__main__ import PARSERS
 from tests.fuzz.test_messages import packed
+from tests.observe.builders import resumed
 
 DEEP: Final = b"[" * 100_000
 DEEP_MAP: Final = b"\x81\xa1a" * 100_000
@@ -102,7 +102,7 @@ def test_a_torn_last_row_of_metrics_is_left_out(tmp_path: Path) -> None:
     whole = json.dumps(EVALUATION).encode() + b"\n"
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(whole + whole[:30])
-    assert [score.version for score in earlier_scores(path)] == [1]
+    assert [score.version for score in resumed(path).facts.scores] == [1]
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_a_torn_last_row_of_metrics_is_left_out(tmp_path: Path) -> None:
 def test_a_damaged_row_of_metrics_is_skipped(row: bytes, tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(row + b"\n" + json.dumps(EVALUATION).encode() + b"\n")
-    assert [score.version for score in earlier_scores(path)] == [1]
+    assert [score.version for score in resumed(path).facts.scores] == [1]
 
 
 def test_a_quoted_value_cannot_look_like_another_problem() -> None:

@@ -30,11 +30,12 @@ from dora.environments.replies import FailedCall
 from dora.environments.replies import outcome_of as why_failed
 from dora.environments.replies import read_reply as read_host
 from dora.errors import DoraError
+from dora.observe.facts import ShellFacts
+from dora.observe.scores import Score
+from dora.observe.snapshot import decode as decode_status
+from dora.observe.snapshot import encode as encode_status
+from dora.observe.snapshot import snapshot
 from dora.status.client import reply_text
-from dora.status.facts import Score, ShellFacts
-from dora.status.snapshot import decode as decode_status
-from dora.status.snapshot import encode as encode_status
-from dora.status.snapshot import snapshot
 from dora.tasks.pool import Graded, GradingFailed, outcome_of, read_reply
 from tests.core.world import run
 from tests.fuzz.parsers import LONG, Parser, drive, require_robust, require_samples

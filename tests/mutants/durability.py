@@ -24,12 +24,12 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         ),
     ),
     *of(
-        "dora/controller/observer.py",
+        "dora/observe/observed.py",
         "tests/crash/test_lines.py",
         (
             "no-row-for-a-step-that-is-trained-again",
-            "        if report.step in self._told:\n",
-            "        if report.step < state.feed.trained or report.step in self._told:\n",
+            "        if step in self._told:\n",
+            "        if step < state.feed.trained or step in self._told:\n",
             "test_a_step_that_is_trained_again_gets_the_row_that_it_has_lost",
         ),
     ),

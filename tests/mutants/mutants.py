@@ -241,12 +241,12 @@ _ORDER: Final = (
         ),
     ),
     *of(
-        "dora/controller/observer.py",
+        "dora/controller/recorder.py",
         "tests/crash/test_order.py",
         (
             "metrics-row-written-at-once",
-            "            self._then(position, partial(_write, rows))",
-            "            _write(rows)",
+            "            self._then(position, partial(_write, row))",
+            "            _write(row)",
             "test_deletions_and_metrics_follow_their_decision_on_the_disk",
         ),
         (

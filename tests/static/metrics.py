@@ -13,11 +13,12 @@ from typing import Final
 
 from dora.core.admission import Refusal
 from dora.core.state import State
-from dora.status import activities, drift, episodes, metrics
-from dora.status.episodes import EnvironmentRow
-from dora.status.facts import ShellFacts
-from dora.status.rows import EVALUATION_ROW, STEP_ROW
-from dora.status.snapshot import snapshot
+from dora.observe import activities, drift, observed, scores
+from dora.observe.episodes import EnvironmentRow, EpisodeStats
+from dora.observe.facts import ShellFacts
+from dora.observe.figures import Figure, figures
+from dora.observe.snapshot import snapshot
+from dora.status import metrics
 from dora.trainer.metrics import LAGGED, MEASURED, PROBED, WHOLE
 from tests.core.world import settings
 
@@ -25,9 +26,8 @@ _ROOT: Final = Path(__file__).parents[2]
 PAGE: Final = _ROOT / "docs" / "METRICS.md"
 _HEAD: Final = """# Metrics, trackers, monitoring and drift alarms
 
-Written by `python -m tests.static.metrics` from `dora/status/rows.py`, `dora/trainer/metrics.py`,
-`dora/status/activities.py`, `dora/status/episodes.py`, `dora/status/drift.py`, `dora/status/metrics.py` and
-`launch/monitoring`.
+Written by `python -m tests.static.metrics` from the declarations in `dora/observe`, `dora/trainer/metrics.py`,
+`dora/status/metrics.py` and `launch/monitoring`.
 
 A run writes a row per trained step and per evaluation into `metrics.jsonl` of its folder. Experiment trackers show
 these rows ([Trackers](#trackers)). The status endpoint shows the current state: at `/metrics` in Prometheus's format
@@ -168,12 +168,13 @@ def render() -> str:
         "|---|---|",
         *(f"| `{name}` | {cause} |" for name, cause in drift.CAUSES.items()),
     ]
+    measured_of_episodes = {name: (f.unit, f.meaning) for name, f in figures(EpisodeStats).items()}
     rules = (drift.__doc__ or "").partition("Invariant: pure; ")[2]
     parts = [
-        *(_HEAD, _ROWS, *_rows(STEP_ROW, seen), "", _EVALUATIONS, *_rows(EVALUATION_ROW, seen), ""),
+        *(_HEAD, _ROWS, *_rows(observed.row_figures(), seen), "", _EVALUATIONS, *_rows(scores.row_figures(), seen), ""),
         *(_LAGGED, *_table(LAGGED, seen, "trainer/all/"), "", *measured),
         *(_WHOLE, "", *_table(WHOLE, seen, "trainer/"), "", _PROBED, *_table(PROBED, seen, "trainer/"), ""),
-        *(_EPISODES, *_table(episodes.MEASURED, seen, "episodes/", heading="meaning"), ""),
+        *(_EPISODES, *_table(measured_of_episodes, seen, "episodes/", heading="meaning"), ""),
         *(_RECORDS, *_meanings("rank", activities.RANK), ""),
         *(*_meanings("a rank waits", activities.WAITING), ""),
         *(*_meanings("instance", activities.INSTANCE), ""),
@@ -234,10 +235,10 @@ def _families() -> dict[str, tuple[str, str]]:
     return {name: (kind, text) for name, text, kind in found}
 
 
-def _rows(rows: Mapping[str, tuple[str, str, str]], seen: _Shown) -> Iterator[str]:
+def _rows(rows: Mapping[str, Figure], seen: _Shown) -> Iterator[str]:
     yield "| name | unit | meaning | shown |\n|---|---|---|---|"
-    for name, (unit, meaning, metric) in rows.items():
-        yield f"| `{name}` | {unit} | {meaning} | {seen.where(metric, field=name)} |"
+    for name, figure in rows.items():
+        yield f"| `{name}` | {figure.unit} | {figure.meaning} | {seen.where(figure.metric, field=name)} |"
 
 
 def _table(rows: Mapping[str, tuple[str, str]], seen: _Shown, path: str, *, heading: str = "formula") -> Iterator[str]:

@@ -9,9 +9,12 @@ import pytest
 
 from dora.core import events as ev
 from dora.core.ids import InstanceId
-from dora.status.episodes import EnvironmentRow, EpisodeStats
-from dora.status.facts import Score, ShellFacts, StepFacts
-from dora.status.snapshot import Snapshot, snapshot, trainer_waits_for
+from dora.observe.activities import trainer_waits_for
+from dora.observe.episodes import EnvironmentRow, EpisodeStats
+from dora.observe.facts import ShellFacts
+from dora.observe.scores import Score
+from dora.observe.snapshot import Snapshot, snapshot
+from dora.observe.steps import StepFacts
 from dora.trainer.metrics import METRICS
 from tests.core.world import Faults, World, settings
 
@@ -65,12 +68,11 @@ def job() -> Watched:
         faults=Faults(push_fails=0.1, instance_dies=0.05, zero_variance=0.2),
     )
     world.facts.num_tokens = 1000
-    world.facts.num_trained_tokens = 800
-    world.facts.tokens.note(0, at=0.0)
-    world.facts.tokens.note(1000, at=10.0)
+    world.facts.rate.note(0, at=0.0)
+    world.facts.rate.note(1000, at=10.0)
     world.facts.scores += [score(0, 0.25), score(4, 0.5), score(4, 0.75, name='second "set"')]
     for lag_s in (0.001, 0.002, 0.25):
-        world.facts.note_lag(lag_s)
+        world.facts.lag.note(lag_s)
     world.facts.trainer_metrics = {**dict.fromkeys(METRICS, 0.5), "lag=0/entropy": 2.0, "grad_norm": math.nan}
     for seconds in (0.01, 0.02, 5_000.0):
         world.facts.durations.histograms["grading"].note(seconds)

@@ -23,15 +23,18 @@ import msgspec
 from aiohttp import web
 from msgspec.structs import replace as replace_fields
 
-from dora.controller.timeline import FIRST_BUCKET_S, Timeline
 from dora.core.state import State
 from dora.journal.deep import EVALUATION, KeptPart, KeptTrajectory
 from dora.journal.spans import ALL_LANES, TimelineRow
+from dora.observe.episodes import EpisodeStats
+from dora.observe.facts import ShellFacts
+from dora.observe.scores import Score
+from dora.observe.sentence import sentence
+from dora.observe.snapshot import InstanceRow, Snapshot, TrainerRow, VersionRow, snapshot
+from dora.observe.steps import StepFacts
+from dora.observe.timeline import FIRST_BUCKET_S, Timeline
+from dora.observe.tokens import TokenAccount
 from dora.status.assets import add_page
-from dora.status.episodes import EpisodeStats
-from dora.status.facts import Score, ShellFacts, StepFacts, TokenAccount
-from dora.status.sentence import sentence
-from dora.status.snapshot import InstanceRow, Snapshot, TrainerRow, VersionRow, snapshot
 from tests.core.world import settings
 
 #: Markup in a text that a run may have; a page that parses it has an image and sets a variable.

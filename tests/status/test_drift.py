@@ -17,10 +17,10 @@ import pytest
 
 from dora.cli.summary import summary
 from dora.journal.run_folder import RunFolder
-from dora.status.drift import CALM_STEPS, CAUSES, Alarm, DriftWatch
+from dora.observe.drift import CALM_STEPS, CAUSES, Alarm, DriftWatch
+from dora.observe.snapshot import Snapshot
 from dora.status.frame import frame
 from dora.status.metrics import render
-from dora.status.snapshot import Snapshot
 
 RECORDED: dict[str, list[dict[str, float]]] = json.loads(
     (Path(__file__).parent / "recorded_metrics.json").read_text(encoding="utf-8")

@@ -17,12 +17,13 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from dora.errors import ConfigError, ProtocolError, RemoteError
+from dora.observe.episodes import EpisodeStats
+from dora.observe.figures import figures
+from dora.observe.snapshot import Snapshot
 from dora.status import metrics
 from dora.status.client import ask, fetch
-from dora.status.episodes import MEASURED
 from dora.status.page_server import MAX_ARRIVING_BYTES, MAX_BODY_BYTES, MAX_CONNECTIONS
 from dora.status.server import StatusServer
-from dora.status.snapshot import Snapshot
 from dora.trainer.metrics import METRICS
 from tests.escapes import HOSTILE
 from tests.made import poisoned
@@ -149,7 +150,7 @@ def test_metrics_count_instances_per_version(middle: Snapshot):
 
 def test_episodes_are_shown_where_there_is_an_environment(calling: Snapshot, middle: Snapshot):
     families = {family.name: family for family in text_string_to_metric_families(metrics.render(calling))}
-    names = {f"dora_{metrics.episode_name(name)}" for name in MEASURED}
+    names = {f"dora_{metrics.episode_name(name)}" for name in figures(EpisodeStats)}
     assert names == {name for name in families if name.startswith("dora_episode_")} | {"dora_episodes"}
 
     def samples(name: str) -> list[tuple[dict[str, str], float]]:

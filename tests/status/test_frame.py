@@ -9,11 +9,11 @@ import pytest
 from rich.cells import cell_len
 
 from dora.config.schema import SUMS
-from dora.status.drift import Alarm
-from dora.status.facts import Score
+from dora.observe.drift import Alarm
+from dora.observe.scores import Score
+from dora.observe.sentence import duration, sentence
+from dora.observe.snapshot import EvaluationRow, InstanceRow, Snapshot, TrainerRow, VersionRow
 from dora.status.frame import frame, sparkline
-from dora.status.sentence import duration, sentence
-from dora.status.snapshot import EvaluationRow, InstanceRow, Snapshot, TrainerRow, VersionRow
 from tests.status.conftest import Watched, score, step_facts
 
 WIDTHS = (80, 120)
@@ -369,7 +369,7 @@ Finished in 39 s: all 24 steps are trained. Held-out reward: 0.346 at version 0,
 ━━━━━━━━━━━━━━━━━━━━  24 of 24 steps  39 s elapsed
 reward     ▁▂▂▃▃▄▄▅▅▆▆▇▇█  0.250 → 0.380, 0.380 in trained groups
 heldout    ▁▆█  0.346 (v0) → 0.950 (v12) held-out
-tokens     1,000 sampled, 800 trained
+tokens     1,000 sampled, 300 trained
 staleness  mean 0.68; groups: 104 at 0, 96 at 1, 31 at 2
 trainer    idle 7 % of steps 2 to 24
 left out   29 filtered: zero variance

@@ -16,8 +16,8 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+from dora.observe.snapshot import Snapshot
 from dora.status import metrics
-from dora.status.snapshot import Snapshot
 from dora.trainer.metrics import METRICS
 
 FOLDER = Path(__file__).parents[2] / "launch" / "monitoring"

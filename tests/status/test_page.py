@@ -16,19 +16,19 @@ import pytest
 from dora.core.admission import Refusal
 from dora.journal.deep import KeptPart, KeptTrajectory
 from dora.journal.spans import TimelineRow
-from dora.status import activities, facts, snapshot
+from dora.observe import activities, facts, observed, scores, snapshot
+from dora.observe.drift import Alarm
+from dora.observe.episodes import EnvironmentRow, EpisodeStats
+from dora.observe.groups import GroupRow
+from dora.observe.snapshot import Snapshot
+from dora.status import data
 from dora.status.data import Info
-from dora.status.drift import Alarm
-from dora.status.episodes import EnvironmentRow, EpisodeStats
-from dora.status.groups import GroupRow
-from dora.status.rows import EVALUATION_ROW, STEP_ROW
 from dora.status.server import StatusServer
-from dora.status.snapshot import Snapshot
 from dora.trainer.metrics import LAGGED, WHOLE
 from tests.status.page_fixture import made
 from tests.status.test_endpoint import TOKEN, Desk
 
-PAGE: Final = Path(snapshot.__file__).parent / "page"
+PAGE: Final = Path(data.__file__).parent / "page"
 #: Files of others, as they were published.
 VENDORED: Final = {"uPlot.js", "uPlot.css", "uPlot-LICENSE.txt"}
 OWN: Final = sorted(path for path in PAGE.iterdir() if path.name not in VENDORED)
@@ -119,7 +119,7 @@ def names(kind: type) -> set[str]:
 
 
 #: Rows of metrics.jsonl, whose kind and trainer's metrics have no line in the tables.
-STEP_FIELDS: Final = {*STEP_ROW, "kind", "trainer", "version", "episodes"}
+STEP_FIELDS: Final = {*observed.row_figures(), "kind", "trainer", "version", "episodes"}
 FIELDS: Final = {
     "s": names(Snapshot),
     "v": names(snapshot.VersionRow),
@@ -128,7 +128,7 @@ FIELDS: Final = {
     "r": names(EnvironmentRow),
     "p": names(EpisodeStats),
     "x": STEP_FIELDS,
-    "e": {*EVALUATION_ROW} & names(facts.Score),
+    "e": {*scores.row_figures()} & names(scores.Score),
     "t": names(TimelineRow),
     "g": names(GroupRow),
     "k": {*names(KeptTrajectory), "num_tokens", "num_parts"},  # of all of them, as the reply has the first ones

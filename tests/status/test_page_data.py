@@ -26,15 +26,15 @@ from dora.core.phases import GroupPhase
 from dora.errors import ConfigError
 from dora.journal.run_folder import RunFolder
 from dora.journal.spans import TimelineRow, encode_line, read_timeline
+from dora.observe.groups import MAX_GROUPS, forming
+from dora.observe.snapshot import Snapshot, decode
 from dora.status import page_server
 from dora.status.data import NAMES
 from dora.status.digest import FOLDED_VERSIONS, LANE_VERSIONS, Digest, compact
-from dora.status.groups import MAX_GROUPS, forming
 from dora.status.lines import tail
 from dora.status.page_server import PageServer
 from dora.status.records import MAX_CHARACTERS, MAX_TRANSCRIPT, Bounds, Records
 from dora.status.server import StatusServer
-from dora.status.snapshot import Snapshot, decode
 from tests.core.builders import started
 from tests.status.conftest import Watched
 from tests.status.test_endpoint import Desk

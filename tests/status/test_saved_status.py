@@ -21,10 +21,10 @@ from dora.app.saved_status import SavedStatus, read_status, saved_status
 from dora.cli import status as command
 from dora.errors import ConfigError
 from dora.journal.run_folder import RunFolder
+from dora.observe.sentence import sentence
+from dora.observe.snapshot import Snapshot
 from dora.status.frame import frame
-from dora.status.sentence import sentence
 from dora.status.server import StatusServer
-from dora.status.snapshot import Snapshot
 from tests.status.test_endpoint import Desk
 
 NOWHERE = "http://127.0.0.1:9"

@@ -11,8 +11,9 @@ from dora.core.admission import Refusal
 from dora.core.ids import InstanceId
 from dora.core.state import State
 from dora.errors import ProtocolError
-from dora.status.facts import RATE_SPAN_S, RECENT_STEPS, Down, Rate, ShellFacts
-from dora.status.snapshot import MAX_DOWN, MAX_REWARDS, Snapshot, decode, encode, snapshot
+from dora.observe.facts import RECENT_STEPS, Down, ShellFacts
+from dora.observe.load import RATE_SPAN_S, Rate
+from dora.observe.snapshot import MAX_DOWN, MAX_REWARDS, Snapshot, decode, encode, snapshot
 from tests.core.world import settings
 from tests.status.conftest import Watched, step_facts
 
@@ -198,9 +199,9 @@ def test_lag_is_reported_as_median_p99_and_maximum():
     facts = ShellFacts(run_id="r", strategy="dora")
     state = State(settings())
     assert snapshot(state, facts).lag_p99_s == 0.0
-    facts.note_lag(9.0)
+    facts.lag.note(9.0)
     for i in range(1200):
-        facts.note_lag(i / 1200)
+        facts.lag.note(i / 1200)
     now = snapshot(state, facts)
     assert (now.lag_p50_s, now.lag_p99_s, now.lag_max_s) == (599 / 1200, 1187 / 1200, 9.0)
 

@@ -13,9 +13,9 @@ from rich.console import Console
 
 from dora.cli.summary import summary
 from dora.journal.run_folder import RunFolder
-from dora.status.facts import MAX_PROBLEMS, ShellFacts
+from dora.observe.facts import MAX_PROBLEMS, ShellFacts
+from dora.observe.snapshot import Snapshot
 from dora.status.frame import frame
-from dora.status.snapshot import Snapshot
 from dora.status.terminal import LiveView, PlainView, score_line, show_progress, step_line, view
 from tests.status.conftest import score, step_facts
 

@@ -12,9 +12,9 @@ import msgspec
 import pytest
 
 from dora.journal.deep import KeptPart, KeptTrajectory
-from dora.status import snapshot
+from dora.status import data
 
-PAGE = Path(snapshot.__file__).parent / "page"
+PAGE = Path(data.__file__).parent / "page"
 pytestmark = pytest.mark.skipif(shutil.which("node") is None, reason="needs Node.js")
 
 

@@ -1,4 +1,4 @@
-// Activities (dora/status/activities.py) in the words of the page.
+// Activities (dora/observe/activities.py) in the words of the page.
 
 export const RANK = {
   start: "starting", packing: "packing", forward_backward: "forward and backward pass", optimizer: "optimizer",

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from dora.controller.spans import SpanRecorder
 from dora.core import commands as cmd
 from dora.core import events as ev
 from dora.core.core import handle
-from dora.core.ids import InstanceId
+from dora.core.ids import InstanceId, TrajectoryId
 from dora.core.state import State
 from dora.files import LineFile
 from dora.journal.run_folder import RunFolder
 from dora.journal.spans import SpanLine, ends_by, read_spans, read_timeline
-from dora.status.activities import WAITING
+from dora.observe.activities import WAITING
+from dora.observe.lanes import Lanes
 from dora.transport.messages import RankSpans
 from tests.core.builders import Core
 from tests.core.world import Faults, World, settings
@@ -26,6 +27,48 @@ from tests.core.world import Faults, World, settings
 FAULTS = Faults(push_fails=0.1, instance_dies=0.03, zero_variance=0.2)
 RANKS = 2
 CLOCK = 1_000.0  # what a rank's clock is ahead by
+
+
+class Written:
+    """The lanes of a run, with the files of their lines."""
+
+    def __init__(self, folder: RunFolder, state: State, *, now: Callable[[], float]) -> None:
+        has_ended = partial(ends_by, at=state.now)
+        self.files = [LineFile(path, is_known=has_ended) for path in (folder.spans, folder.timeline)]
+        self.now = now
+        self.lanes = Lanes(
+            state,
+            num_ranks=RANKS,
+            time_scale=1.0,
+            spans=read_spans(folder.spans),
+            rows=read_timeline(folder.timeline),
+        )
+
+    def apply(self, event: ev.Event, orders: list[cmd.Command]) -> None:
+        self.lanes.apply(event, orders)
+        self.write()
+
+    def on_push_stage(self, instance: InstanceId, stage: str) -> None:
+        self.lanes.on_push_stage(instance, stage, at=self.now())
+
+    def on_first_token(self, trajectory: int) -> None:
+        self.lanes.on_first_token(TrajectoryId(trajectory), at=self.now())
+
+    def on_wave_done(self, rank: int) -> None:
+        self.lanes.on_wave_done(rank, at=self.now())
+
+    def on_rank_spans(self, rank: int, message: RankSpans) -> None:
+        self.lanes.on_rank_spans(rank, message, at=self.now())
+
+    def write(self) -> None:
+        for file, data in zip(self.files, self.lanes.take(), strict=True):
+            file.write(data)
+
+    def close(self) -> None:
+        self.lanes.end()
+        self.write()
+        for file in self.files:
+            file.close()
 
 
 class Recorded(World):
@@ -39,21 +82,13 @@ class Recorded(World):
         self.sink = self.take
 
     def open(self) -> None:
-        self.recorder = SpanRecorder(
-            self.folder,
-            self.state,
-            **lines(self.folder, self.state),
-            num_ranks=RANKS,
-            time_scale=1.0,
-            now=lambda: max(self.now, self.state.now),
-            then=lambda position, write: write(),
-        )
+        self.recorder = Written(self.folder, self.state, now=lambda: max(self.now, self.state.now))
 
     def take(self, event: ev.Event, orders: list[cmd.Command]) -> None:
         if isinstance(event, ev.MicroBatchTrained | ev.TrainerReady):
             for rank in range(RANKS):
                 self.report(rank, is_start=isinstance(event, ev.TrainerReady))
-        self.recorder.on_event(event, orders, position=0)
+        self.recorder.apply(event, orders)
         for order in orders:
             if isinstance(order, cmd.PushWeights):
                 self.recorder.on_push_stage(order.instance, "load")
@@ -62,7 +97,7 @@ class Recorded(World):
         if len(self.journal) % self.resume_every == 0:
             if self.clean:
                 self.recorder.close()
-            for file in self.recorder._files:
+            for file in self.recorder.files:
                 file.close()
             self.open()
 
@@ -75,12 +110,6 @@ class Recorded(World):
         activity = "start" if is_start else "waiting"
         spans = ((activity, spent / 2), ("forward_backward", spent / 2))
         self.recorder.on_rank_spans(rank, RankSpans(rank=rank, until=until + CLOCK, spans=spans))
-
-
-def lines(folder: RunFolder, state: State) -> dict[str, LineFile]:
-    """The two files of a recorder, opened as a run opens them."""
-    has_ended = partial(ends_by, at=state.now)
-    return {name: LineFile(getattr(folder, name), is_known=has_ended) for name in ("spans", "timeline")}
 
 
 def folder_at(path: Path) -> RunFolder:
@@ -129,7 +158,7 @@ def test_the_timeline_and_the_seconds_add_up_to_the_spans(tmp_path: Path, resume
     assert sum(of_rows.values()) == pytest.approx(sum(of_spans.values()), abs=2e-2)
     for key in of_spans.keys() | of_rows.keys():  # after a crash, whether an instance still prefilled is not known
         assert of_rows[key] == pytest.approx(of_spans[key], abs=2e-2 if clean else 0.5), key
-    for kind, spent in zip(("rank", "instance"), world.recorder.seconds(), strict=True):
+    for kind, spent in zip(("rank", "instance"), world.recorder.lanes.seconds(), strict=True):
         for activity, seconds in spent.items():
             assert seconds == pytest.approx(of_spans[kind, activity], abs=1e-2)
 
@@ -181,23 +210,15 @@ def test_a_clock_that_is_ahead_and_slow_messages_do_not_shift_spans(tmp_path: Pa
 # -- single rules -----------------------------------------------------------------------------------------------------
 
 
-def started(folder: RunFolder) -> tuple[Core, SpanRecorder]:
+def started(folder: RunFolder) -> tuple[Core, Written]:
     core = Core(groups_per_step=2, group_size=2)
-    recorder = SpanRecorder(
-        folder,
-        core.state,
-        **lines(folder, core.state),
-        num_ranks=2,
-        time_scale=1.0,
-        now=lambda: core.now,
-        then=lambda position, write: write(),
-    )
+    recorder = Written(folder, core.state, now=lambda: core.now)
     return core, recorder
 
 
-def feed(state: State, recorder: SpanRecorder, *events: ev.Event) -> None:
+def feed(state: State, recorder: Written, *events: ev.Event) -> None:
     for event in events:
-        recorder.on_event(event, handle(state, event), position=0)
+        recorder.apply(event, handle(state, event))
 
 
 def test_an_instance_prefills_until_the_first_token_of_a_request(tmp_path: Path) -> None:
@@ -258,7 +279,7 @@ def test_a_rank_that_is_ahead_waits_for_the_slowest(tmp_path: Path) -> None:
     core, recorder = started(folder_at(tmp_path))
     core.state.feed.open_step, core.state.feed.idle_since = 0, None  # a wave is under way
     core.state.ledger.admitted = 1
-    recorder.on_event(ev.Ticked(0.0), [], position=0)
+    recorder.apply(ev.Ticked(0.0), [])
     core.now = 2.0
     recorder.on_wave_done(0)
     core.now = 5.0

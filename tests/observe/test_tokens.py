@@ -6,11 +6,10 @@ from collections import Counter
 
 import pytest
 
-from dora.controller.token_ledger import UNGRADED, TokenLedger
 from dora.core import commands as cmd
 from dora.core import events as ev
 from dora.core.ids import TrajectoryId
-from dora.status.facts import TokenAccount
+from dora.observe.tokens import UNGRADED, TokenAccount, TokenLedger
 from tests.core.world import Faults, World, settings
 
 

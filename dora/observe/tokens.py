@@ -10,15 +10,26 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Final
 
 from dora.core import commands as cmd
 from dora.core import events as ev
 from dora.core.ids import GroupId, StepId, TrajectoryId, group_of
-from dora.status.facts import TokenAccount
 
 #: Outcome of an answer without a reward whose group was trained with its other answers.
 UNGRADED: Final = "failed: not graded"
+
+
+@dataclass(frozen=True, slots=True)
+class TokenAccount:
+    """Sampled tokens since the start of the run, without those of observations."""
+
+    sampled: int = 0  #: for training; the sum of the next three
+    trained: int = 0
+    dropped: dict[str, int] = field(default_factory=dict)  #: by "outcome: reason"
+    in_flight: int = 0  #: of groups that are neither trained nor dropped
+    evaluation: int = 0  #: sampled for evaluation; in none of the other counts
 
 
 class TokenLedger:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from dora.controller.graded import GradedGroups, RewardShares
 from dora.core import events as ev
 from dora.core.ids import TrajectoryId
+from dora.observe.steps import GradedGroups, Steps
 from tests.core.world import Faults, World, settings
 
 
 def test_every_graded_group_counts_once_whether_it_is_trained_or_filtered() -> None:
     world = World(settings(group_size=4), seed=3, faults=Faults(zero_variance=0.4, grading_fails=0.1))
-    graded = GradedGroups(world.state)
-    world.sink = graded.on_event
+    steps = Steps()
+    world.sink = lambda event, orders: steps.apply(world.state, event, orders)
     world.run()
     rewards: dict[int, dict[TrajectoryId, float | None]] = {}
     for event, _ in world.journal:
@@ -21,18 +21,17 @@ def test_every_graded_group_counts_once_whether_it_is_trained_or_filtered() -> N
             rewards.setdefault(event.trajectory // 4, {}).setdefault(event.trajectory, event.reward)
     whole = [[r for r in group.values() if r is not None] for group in rewards.values() if len(group) == 4]
     whole = [group for group in whole if group]
-    found = graded.take()
+    found = steps.graded
     assert found.groups == len(whole) > 32, "more than are trained"
     assert found.shares()["reward_all_mean"] == pytest.approx(sum(map(sum, whole)) / sum(map(len, whole)))
     assert found.mixed == sum(min(group) < max(group) for group in whole) > 0
-    assert graded.take() == RewardShares()
 
 
 def test_shares_do_not_overlap_and_only_rewards_of_0_and_1_are_right_or_wrong() -> None:
-    shares = RewardShares()
+    shares = GradedGroups()
     for rewards in ([1.0, 1.0], [0.0, -1.0], [1.5, 2.0], [0.0, 0.0], [0.5, 0.5], [-1.0, -1.0], [2.0], [0.2, 1.5]):
         shares.add(rewards)
     found = shares.shares()
     assert found.pop("reward_all_mean") == pytest.approx(7.2 / 15)
     assert found == {"all_right": 1 / 8, "all_wrong": 1 / 8, "all_same": 3 / 8, "mixed": 3 / 8}
-    assert RewardShares().shares() == {}
+    assert GradedGroups().shares() == {}

@@ -1,8 +1,8 @@
-"""What every rank and every instance did at any time: spans.jsonl, and the time added up from it.
+"""What every rank and every instance did at any time: the lines of spans.jsonl, and the time added up from them.
 
-dora/journal/spans.py describes the files. Invariant: the spans of a lane neither overlap nor leave holes, across
-resumes too: each span begins where the span before it ended. Lines are written once the event after them is on the
-disk. A resume fills in the time that a crash cut off, with the last activity of the instance according to the journal.
+dora/journal/spans.py describes the lines. Invariant: pure; the spans of a lane neither overlap nor leave holes, across
+resumes too: each span begins where the span before it ended. A resume fills in the time that a crash cut off, with the
+last activity of the instance according to the journal.
 
 Ranks report durations, by their own clocks. The difference between a rank's clock and the controller's is taken from
 the fastest of the rank's recent messages, so that neither the difference nor a slow drift of it matters.
@@ -11,27 +11,18 @@ the fastest of the rank's recent messages, so that neither the difference nor a 
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from pathlib import Path
 from typing import Final
 
-import msgspec
-
-from dora import files, foreign
-from dora.controller.timeline import Doing, Timeline
 from dora.core import commands as cmd
 from dora.core import events as ev
 from dora.core.ids import InstanceId, TrajectoryId
 from dora.core.state import State
 from dora.core.tables import Instance
-from dora.errors import DoraError
-from dora.files import LineFile
-from dora.journal.run_folder import RunFolder
-from dora.journal.spans import Kind, encode_line, read_spans, read_timeline
-from dora.status.activities import admission_refusal, instance_activity, waiting_cause
+from dora.journal.spans import Kind, SpanLine, TimelineRow, encode_line
+from dora.observe.activities import admission_refusal, instance_activity, waiting_cause
+from dora.observe.timeline import Doing, Timeline
 from dora.transport.messages import RankSpans
 
 #: Number of recent messages of a rank from which the difference between its clock and the controller's is taken.
@@ -43,11 +34,6 @@ UNREPORTED: Final = "unreported"
 REFUSAL_S: Final = 1e-3
 #: Events after which any instance may do something else, or be empty for another reason.
 _SWEEPING: Final = (ev.Ticked, ev.StepTrained, ev.VersionPublished, ev.ControllerRestarted, ev.TrainerReady)
-
-
-class _Trained(msgspec.Struct):
-    kind: str
-    at: float
 
 
 @dataclass(slots=True)
@@ -72,26 +58,22 @@ class _RankLane:
         return min(max(self.until, message_until + min(self.differences)), arrived)
 
 
-class SpanRecorder:
-    """Writer of spans.jsonl and timeline.jsonl, and keeper of seconds by activity."""
+class Lanes:
+    """What the ranks and instances of one run do."""
 
     def __init__(
         self,
-        folder: RunFolder,
         state: State,
         *,
-        spans: LineFile,
-        timeline: LineFile,
         num_ranks: int,
         time_scale: float,
-        now: Callable[[], float],
-        then: Callable[[int, Callable[[], None]], None],
+        spans: Iterable[SpanLine] = (),
+        rows: Iterable[TimelineRow] = (),
+        step_at: float = 0.0,
     ) -> None:
-        """`then`: calls a function once a journal position is on the disk. Reads what an earlier controller wrote."""
+        """`spans` and `rows`: lines from before a resume. `step_at`: when the last step that has a row was trained."""
         self._state = state
         self._time_scale = time_scale
-        self._now = now
-        self._then = then
         self._totals = _nothing_spent()
         self._since_step = _nothing_spent()
         self._lanes: dict[InstanceId, _Lane] = {}
@@ -104,14 +86,13 @@ class SpanRecorder:
         self._waves_done = [0] * num_ranks
         self._lines: list[bytes] = []
         self._rows: list[bytes] = []
-        self._files = (spans, timeline)
-        rows = {row.kind: row.at + row.s for row in read_timeline(folder.timeline)}
+        begins = {row.kind: row.at + row.s for row in rows}
         self._timelines: dict[Kind, Timeline] = {
-            "rank": Timeline("rank", begin=rows.get("rank", 0.0)),
-            "instance": Timeline("instance", begin=rows.get("instance", 0.0)),
+            "rank": Timeline("rank", begin=begins.get("rank", 0.0)),
+            "instance": Timeline("instance", begin=begins.get("instance", 0.0)),
         }
-        self._step_at = _last_step_at(folder.metrics)
-        ends = self._take_up(folder)
+        self._step_at = step_at
+        ends = self._take_up(spans)
         self._ranks = [_RankLane(ends.get(("rank", rank), 0.0)) for rank in range(num_ranks)]
         for rank, lane in enumerate(self._ranks):
             self._add_rank_span(rank, UNREPORTED, lane.until, state.now)
@@ -122,17 +103,17 @@ class SpanRecorder:
             since = ends.get(("instance", id), state.now)
             self._lanes[id] = _Lane(self._doing(instance), since, since)
 
-    def _take_up(self, folder: RunFolder) -> dict[tuple[Kind, int], float]:
+    def _take_up(self, spans: Iterable[SpanLine]) -> dict[tuple[Kind, int], float]:
         """Count what was written before a resume; return the end of each lane."""
         ends: dict[tuple[Kind, int], float] = {}
-        for kind, lane, start, end, activity, version in read_spans(folder.spans):
+        for kind, lane, start, end, activity, version in spans:
             ends[kind, lane] = end
             self._count(kind, lane, (activity, version), start, end, is_new=False)
         return ends
 
     # -- what happens ---------------------------------------------------------------------------------------------
 
-    def on_event(self, event: ev.Event, commands: Sequence[cmd.Command], *, position: int) -> None:
+    def apply(self, event: ev.Event, commands: Sequence[cmd.Command]) -> None:
         """Note what an event and the commands it led to change."""
         if isinstance(event, ev.ProgressReported) and not commands:
             return  # the most frequent event; it changes nothing that an instance does
@@ -145,8 +126,6 @@ class SpanRecorder:
         self._note_cause(event.at)
         if isinstance(event, ev.Ticked):
             self._end_rows(event.at)
-        if self._lines or self._rows:
-            self._then(position, partial(self._write, self._take()))
 
     def _note(self, event: ev.Event, commands: Iterable[cmd.Command]) -> set[InstanceId]:
         """Note where trajectories are; return the instances concerned."""
@@ -185,29 +164,29 @@ class SpanRecorder:
         if before != order.instance and order.num_tokens:
             self._timelines["instance"].move(order.instance, at)
 
-    def on_first_token(self, trajectory: TrajectoryId) -> None:
+    def on_first_token(self, trajectory: TrajectoryId, *, at: float) -> None:
         """Note that a request got its first token."""
         place = self._where.get(trajectory)
         if place is not None:
             sampling = self._sampling.setdefault(place, set())
             sampling.add(trajectory)
             if len(sampling) == 1:
-                self._look(place, self._now())
+                self._look(place, at)
 
-    def on_push_stage(self, id: InstanceId, stage: str) -> None:
+    def on_push_stage(self, id: InstanceId, stage: str, *, at: float) -> None:
         """Note the stage that a push has reached."""
         self._stages[id] = stage
-        self._look(id, self._now())
+        self._look(id, at)
 
-    def on_wave_done(self, rank: int) -> None:
+    def on_wave_done(self, rank: int, *, at: float) -> None:
         """Note that a rank has ended a micro-batch."""
         self._waves_done[rank] += 1
-        self._note_cause(self._now())
+        self._note_cause(at)
 
-    def on_rank_spans(self, rank: int, message: RankSpans) -> None:
+    def on_rank_spans(self, rank: int, message: RankSpans, *, at: float) -> None:
         """Place the spans of a rank."""
         lane, scale = self._ranks[rank], self._time_scale
-        end = lane.end_of(message.until * scale, arrived=self._now())
+        end = lane.end_of(message.until * scale, arrived=at)
         rest = sum(seconds for _, seconds in message.spans) * scale
         if message.spans[0][0] == "start":
             self._add_rank_span(rank, "start", lane.until, end - rest)  # until its process began
@@ -230,21 +209,26 @@ class SpanRecorder:
 
     # -- results ----------------------------------------------------------------------------------------------------
 
-    def step_seconds(self) -> dict[str, dict[str, float]]:
-        """Return the seconds of ranks and instances by activity since the last call; those of ranks as reported."""
+    def step_seconds(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Return the seconds of ranks, as reported, and of instances by activity since the last call."""
         self._count_lanes(self._state.now)
-        found = {f"{kind}_s": _rounded(spent) for kind, spent in self._since_step.items()}
-        self._since_step = _nothing_spent()
+        spent, self._since_step = self._since_step, _nothing_spent()
         self._step_at = self._state.now
-        return found
+        return _rounded(spent["rank"]), _rounded(spent["instance"])
 
     def seconds(self) -> tuple[dict[str, float], dict[str, float]]:
         """Return the seconds of all ranks, as reported, and of all instances by activity since the run began."""
         self._count_lanes(self._state.now)
         return _rounded(self._totals["rank"]), _rounded(self._totals["instance"])
 
-    def close(self) -> None:
-        """End all spans at the time of the last event, and close the files."""
+    def take(self) -> tuple[bytes, bytes]:
+        """Return the lines for spans.jsonl and timeline.jsonl that are complete since the last call."""
+        taken = b"".join(self._lines), b"".join(self._rows)
+        self._lines, self._rows = [], []
+        return taken
+
+    def end(self) -> None:
+        """End all spans and rows at the time of the last event."""
         now = max([self._state.now, *(lane.counted for lane in self._lanes.values())])
         for rank in range(len(self._ranks)):
             self._place(rank, "waiting", max(now, self._ranks[rank].until))
@@ -252,10 +236,6 @@ class SpanRecorder:
             self._end(id, now)
         for timeline in self._timelines.values():
             self._rows += map(encode_line, timeline.rows(now, partial=True))
-        with suppress(DoraError):  # these lines are not essential
-            self._write(self._take())
-        for file in self._files:
-            file.close()
 
     # -- lanes ------------------------------------------------------------------------------------------------------
 
@@ -345,7 +325,7 @@ class SpanRecorder:
         while len(self._causes) > 1 and self._causes[1][0] <= known:
             self._causes.popleft()
 
-    # -- files ------------------------------------------------------------------------------------------------------
+    # -- rows -------------------------------------------------------------------------------------------------------
 
     def _end_rows(self, at: float) -> None:
         """Make the rows of the timeline that are complete."""
@@ -355,15 +335,6 @@ class SpanRecorder:
         for kind, timeline in self._timelines.items():
             self._rows += map(encode_line, timeline.rows(known[kind]))
 
-    def _take(self) -> tuple[bytes, bytes]:
-        data = b"".join(self._lines), b"".join(self._rows)
-        self._lines, self._rows = [], []
-        return data
-
-    def _write(self, data: Sequence[bytes]) -> None:
-        for file, lines in zip(self._files, data, strict=True):
-            file.write(lines)
-
 
 def _nothing_spent() -> dict[Kind, defaultdict[str, float]]:
     return {"rank": defaultdict(float), "instance": defaultdict(float)}
@@ -371,14 +342,3 @@ def _nothing_spent() -> dict[Kind, defaultdict[str, float]]:
 
 def _rounded(spent: Mapping[str, float]) -> dict[str, float]:
     return {activity: round(seconds, 6) for activity, seconds in sorted(spent.items())}
-
-
-def _last_step_at(metrics: Path) -> float:
-    """Return when the last step that has a row was trained; 0 without one."""
-    at = 0.0
-    if metrics.is_file():
-        for line in foreign.read_lines(metrics, max_bytes=files.MAX_ROW_BYTES):
-            with suppress(msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-                row = msgspec.json.decode(line, type=_Trained)
-                at = row.at if row.kind == "step" else at
-    return at

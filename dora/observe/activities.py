@@ -132,3 +132,41 @@ def _generation(state: State) -> str:
         if entry.num_waiting and not entry.serving:
             return "push"
     return "generation" if queued or 2 * running >= state.num_slots else "tail"
+
+
+def trainer_waits_for(state: State) -> str:
+    """Describe what the trainer waits for; "" while it works, and at the end."""
+    counts = state.ledger.counts
+    match waiting_cause(state):
+        case "end" | "delivery":
+            return ""
+        case "start":
+            return "its ranks"
+        case "evaluation":
+            return "the evaluation of version 0"
+        case "grading":
+            return f"the grading of {_groups(counts[GroupPhase.GRADING])}"
+        case "publishing":
+            return "a new version"
+        case "push" if not counts[GroupPhase.GENERATING]:
+            return f"version {state.window.newest} on an instance"
+        case "admission":
+            refusal = why_not_admitted(state)
+            return f"a new prompt group: {refusal.value}" if refusal is not None else "a new prompt group"
+    return _unfinished(state)
+
+
+def _unfinished(state: State) -> str:
+    entries = state.window.entries.values()
+    unfinished = sum(e.unfinished for e in entries)
+    waiting = sum(e.num_waiting for e in entries)
+    queued = f" ({_answers(waiting)} queued)" if waiting else ""
+    return f"{_answers(unfinished)} of {_groups(state.ledger.counts[GroupPhase.GENERATING])}{queued}"
+
+
+def _answers(count: int) -> str:
+    return f"{count:,} answer{'s' * (count != 1)}"
+
+
+def _groups(count: int) -> str:
+    return f"{count:,} group{'s' * (count != 1)}"

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from math import isfinite
+from typing import Annotated
 
 import msgspec
 
@@ -21,12 +22,16 @@ from dora.core.state import State
 from dora.core.tables import Instance
 from dora.core.versions import Version
 from dora.errors import ProtocolError
-from dora.status.activities import waiting_cause
-from dora.status.drift import Alarm
-from dora.status.durations import DurationHistogram
-from dora.status.episodes import EnvironmentRow
-from dora.status.facts import SKIPPED, Score, ShellFacts, StepFacts, TokenAccount
-from dora.status.sentence import ENDED, duration, sentence
+from dora.observe.activities import trainer_waits_for
+from dora.observe.drift import Alarm
+from dora.observe.durations import DurationHistogram
+from dora.observe.episodes import EnvironmentRow
+from dora.observe.facts import SKIPPED, ShellFacts
+from dora.observe.figures import Figure, Metric
+from dora.observe.scores import Score
+from dora.observe.sentence import ENDED, duration, sentence
+from dora.observe.steps import StepFacts
+from dora.observe.tokens import TokenAccount
 
 #: The user's request about an instance, by its membership.
 _ASKED = {
@@ -52,10 +57,10 @@ class VersionRow:
     version: int
     is_newest: bool
     is_live: bool  #: it is the newest, or has untrained groups; else it is being evaluated or pushed
-    serving: int  #: instances that serve it
+    serving: Annotated[int, Metric("version_instances", "Instances that serve a policy version.")]
     loading: int  #: instances that are loading it
     groups: int  #: untrained groups with its tag
-    unfinished: int  #: trajectories that are running or queued
+    unfinished: Annotated[int, Metric("version_unfinished", "Unfinished trajectories of a policy version.")]
     waiting: int  #: unfinished trajectories that are queued
     evaluating: bool
 
@@ -69,7 +74,7 @@ class InstanceRow:
     phase: str  #: starting (up before a resume), loading, serving, draining, updating, quarantined, lost
     version: int | None  #: confirmed; None unless serving or draining
     pushing: int | None  #: version of the push under way
-    residents: int  #: requests being decoded
+    residents: Annotated[int, Metric("instance_residents", "Requests being decoded by an instance.")]
     slots: int
     kv_load: int  #: KV tokens reserved for residents and for moves under way
     kv_tokens: int
@@ -83,7 +88,9 @@ class TrainerRow:
 
     step: int | None  #: the step that it trains or waits for; None until its ranks are ready
     waits_for: str  #: "" while it works
-    idle_share: float | None  #: of the last step; None before the first
+    idle_share: Annotated[
+        float | None, Metric("trainer_idle_share", "Share of the last step in which the trainer had nothing to do.")
+    ]  #: of the last step; None before the first
     mean_idle_share: float | None  #: of all steps but the first, which includes the start; None before the second
     idle_reason: str  #: what it waited for in the last step
     ranks: int  #: 0 without a trainer (--rollout-only)
@@ -103,12 +110,42 @@ class EvaluationRow:
 class Counts:
     """Counters since the start. The first three must stay 0, unless the strategy breaks them (`Snapshot.by_design`)."""
 
-    version_conflicts: int  #: C1: answers with tokens of a version other than their tag
-    scheduling_aborts: int  #: C2: trajectories stopped by the scheduler and not resumed with all their tokens
-    staleness_violations: int  #: C3: groups committed outside 0 <= s - v <= K
-    late_completions: int  #: completions of an old attempt; they are ignored
-    migrations: int  #: trajectories moved to another instance of their version
-    recovered: int  #: trajectories continued elsewhere after the loss of their instance
+    version_conflicts: Annotated[
+        int,
+        Figure("answers", "C1: with tokens of a version other than their tag"),
+        Metric(
+            "version_conflicts_total",
+            "C1: answers with tokens of a version other than their tag; 0 unless the strategy is partial.",
+        ),
+    ]
+    scheduling_aborts: Annotated[
+        int,
+        Figure("answers", "C2: stopped and not resumed with all tokens"),
+        Metric(
+            "scheduling_aborts_total",
+            "C2: trajectories stopped and not resumed with all their tokens; 0 unless oversample.",
+        ),
+    ]
+    staleness_violations: Annotated[
+        int,
+        Figure("groups", "C3: committed outside the bound"),
+        Metric("staleness_violations_total", "C3: groups committed outside the staleness bound; must stay 0."),
+    ]
+    late_completions: Annotated[
+        int,
+        Figure("events", "completions of an old attempt, which are ignored"),
+        Metric("late_completions_total", "Completions of an old attempt, which are ignored."),
+    ]
+    migrations: Annotated[
+        int,
+        Figure("answers", "stopped and continued on another instance of their version, evaluation samples included"),
+        Metric("migrations_total", "Trajectories stopped and continued on another instance of their version."),
+    ]
+    recovered: Annotated[
+        int,
+        Figure("answers", "continued elsewhere after the loss of their instance"),
+        Metric("recovered_total", "Trajectories continued elsewhere after the loss of their instance."),
+    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,27 +158,35 @@ class Snapshot:
     task: str  #: what the prompts ask for; "" if the configuration does not say so
     phase: str  #: starting, running, finished, interrupted, failed
     reason: str  #: why it ended; "" until then
-    uptime_s: float
-    eta_s: float | None  #: time left; None before two steps are trained
+    uptime_s: Annotated[float, Metric("uptime_seconds", "Time since the run began.")]
+    eta_s: Annotated[float | None, Metric("eta_seconds", "Estimated time left.")]  #: None before two steps are trained
     max_staleness: int  #: K in force
-    num_steps: int  #: T
+    num_steps: Annotated[int, Metric("steps", "T: number of steps of the job.")]
     groups_per_step: int  #: N
-    steps_trained: int
+    steps_trained: Annotated[int, Metric("steps_trained_total", "Steps trained.")]
     progress: float  #: steps_trained / num_steps
-    step_forming: int
-    step_committed: int  #: groups committed to it
-    newest_version: int | None  #: None until version 0 is published
+    step_forming: Annotated[int, Metric("step_forming", "Step being formed, from 0.")]
+    step_committed: Annotated[int, Metric("step_committed_groups", "Groups committed to the step being formed.")]
+    newest_version: Annotated[
+        int | None, Metric("newest_version", "Newest published policy version.")
+    ]  #: None until version 0 is published
     versions: tuple[VersionRow, ...]  #: oldest first
     num_servers: int  #: servers of the configuration
     instances: tuple[InstanceRow, ...]  #: instances that have been up
-    instances_by_phase: dict[str, int]
+    instances_by_phase: Annotated[dict[str, int], Metric("instances", "Instances by phase.", label="phase")]
     trainer: TrainerRow
     not_admitting: str  #: why no prompt group is admitted just now; "" if one may be
-    groups_admitted: int
-    groups_by_phase: dict[str, int]  #: adds up to groups_admitted
-    dropped: dict[str, int]  #: groups filtered or failed, by reason
-    prompts_skipped: int  #: of these, groups whose prompt is over the limit
-    staleness: tuple[int, ...]  #: groups committed at staleness 0, 1, ... K, and beyond where K does not bound it
+    groups_admitted: Annotated[int, Metric("groups_admitted_total", "Prompt groups admitted.")]
+    groups_by_phase: Annotated[
+        dict[str, int], Metric("groups", "Prompt groups by phase; they add up to those admitted.", label="phase")
+    ]
+    dropped: Annotated[
+        dict[str, int], Metric("groups_dropped_total", "Groups filtered or failed, by reason.", label="reason")
+    ]
+    prompts_skipped: Annotated[int, Metric("prompts_skipped_total", "Groups whose prompt is over the limit.")]
+    staleness: Annotated[
+        tuple[int, ...], Metric("groups_committed_total", "Groups committed, by staleness.", label="staleness")
+    ]  #: at staleness 0, 1, ... K, and beyond where K does not bound it
     staleness_mean: float | None
     steps: tuple[StepFacts, ...]  #: the latest, oldest first
     rewards: tuple[float, ...]  #: `reward_all_mean` of all steps or, of many, of every k-th step and the latest
@@ -151,8 +196,8 @@ class Snapshot:
     evaluations_skipped: tuple[int, ...]  #: versions not evaluated, because a newer version was due before their turn
     held_out: tuple[str, ...]  #: names of the held-out sets
     evaluation: EvaluationRow | None  #: None while there is none
-    num_tokens: int  #: sampled since the start, evaluation included
-    num_trained_tokens: int  #: response tokens trained
+    num_tokens: Annotated[int, Metric("tokens_total", "Tokens sampled.")]
+    num_trained_tokens: Annotated[int, Metric("trained_tokens_total", "Response tokens trained.")]
     tokens: TokenAccount  #: what became of the tokens sampled
     rank_s: dict[str, float]  #: seconds of all trainer ranks by activity, most first, as far as reported
     instance_s: dict[str, float]  #: seconds of all instances by activity, most first
@@ -166,7 +211,7 @@ class Snapshot:
     by_design: dict[str, str]  #: constraint (C1, C2, C3) that the strategy breaks by design -> how often it broke it
     lag_p50_s: float  #: event-loop lag, latest samples
     lag_p99_s: float
-    lag_max_s: float  #: since the start
+    lag_max_s: Annotated[float, Metric("event_loop_lag_max_seconds", "Largest event-loop lag since the start.")]
 
 
 def snapshot(state: State, shell: ShellFacts) -> Snapshot:
@@ -174,7 +219,6 @@ def snapshot(state: State, shell: ShellFacts) -> Snapshot:
     ledger, settings = state.ledger, state.settings
     staleness = state.counters.staleness
     live = set(state.window.live())
-    lags_s = sorted(shell.lags_s)
     now = Snapshot(
         sentence="",
         run_id=shell.run_id,
@@ -217,7 +261,7 @@ def snapshot(state: State, shell: ShellFacts) -> Snapshot:
         tokens=shell.account,
         rank_s=_most_first(shell.rank_s),
         instance_s=_most_first(shell.instance_s),
-        tokens_per_s=shell.tokens.per_s,
+        tokens_per_s=shell.rate.per_s,
         trained_tokens_per_s=_trained_tokens_per_s(shell),
         counts=_counts(state),
         environment=_environment(state) if shell.has_environment else None,
@@ -225,33 +269,11 @@ def snapshot(state: State, shell: ShellFacts) -> Snapshot:
         problems=tuple(shell.problems),
         alarms=tuple(shell.alarms),
         by_design=_by_design(state),
-        lag_p50_s=_quantile(lags_s, 0.5),
-        lag_p99_s=_quantile(lags_s, 0.99),
-        lag_max_s=shell.max_lag_s,
+        lag_p50_s=shell.lag.quantile(0.5),
+        lag_p99_s=shell.lag.quantile(0.99),
+        lag_max_s=shell.lag.max_s,
     )
     return replace(now, sentence=sentence(now))
-
-
-def trainer_waits_for(state: State) -> str:
-    """Describe what the trainer waits for; "" while it works, and at the end."""
-    counts = state.ledger.counts
-    match waiting_cause(state):
-        case "end" | "delivery":
-            return ""
-        case "start":
-            return "its ranks"
-        case "evaluation":
-            return "the evaluation of version 0"
-        case "grading":
-            return f"the grading of {_groups(counts[GroupPhase.GRADING])}"
-        case "publishing":
-            return "a new version"
-        case "push" if not counts[GroupPhase.GENERATING]:
-            return f"version {state.window.newest} on an instance"
-        case "admission":
-            refusal = why_not_admitted(state)
-            return f"a new prompt group: {refusal.value}" if refusal is not None else "a new prompt group"
-    return _unfinished(state)
 
 
 def encode(snapshot: Snapshot) -> bytes:
@@ -265,22 +287,6 @@ def decode(body: bytes) -> Snapshot:
         return msgspec.json.decode(body, type=Snapshot)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as err:
         raise ProtocolError(f"not the status of a run: {err}") from err
-
-
-def _unfinished(state: State) -> str:
-    entries = state.window.entries.values()
-    unfinished = sum(e.unfinished for e in entries)
-    waiting = sum(e.num_waiting for e in entries)
-    queued = f" ({_answers(waiting)} queued)" if waiting else ""
-    return f"{_answers(unfinished)} of {_groups(state.ledger.counts[GroupPhase.GENERATING])}{queued}"
-
-
-def _answers(count: int) -> str:
-    return f"{count:,} answer{'s' * (count != 1)}"
-
-
-def _groups(count: int) -> str:
-    return f"{count:,} group{'s' * (count != 1)}"
 
 
 def _version_row(entry: Version, *, state: State, live: set[VersionId]) -> VersionRow:
@@ -421,7 +427,3 @@ def _thinned(rewards: Sequence[float]) -> tuple[float, ...]:
 
 def _most_first(spent: Mapping[str, float]) -> dict[str, float]:
     return dict(sorted(spent.items(), key=lambda item: -item[1]))
-
-
-def _quantile(ordered: Sequence[float], share: float) -> float:
-    return ordered[int(share * (len(ordered) - 1))] if ordered else 0.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dora.core import commands as cmd
 from dora.core import events as ev
 from dora.core.ids import InstanceId, StepId, TrajectoryId, VersionId
-from dora.status.durations import BOUNDS_S, DurationHistogram, Durations
+from dora.observe.durations import BOUNDS_S, DurationHistogram, Durations
 
 ANSWER, SERVER = TrajectoryId(5), InstanceId(1)
 NO_SPANS = ()

@@ -9,7 +9,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:  # snapshot.py imports this module
-    from dora.status.snapshot import InstanceRow, Snapshot
+    from dora.observe.snapshot import InstanceRow, Snapshot
 
 _NUMBERS: Final = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 #: Number of versions to name; the older ones are counted together.
