@@ -41,6 +41,8 @@ class TimelineRow(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True)
     published: list[tuple[int, float]] = msgspec.field(default_factory=list)
 
 
+#: Maximum number of lanes in a row. With more lanes, it has lane-seconds by activity and version instead.
+MAX_LANES: Final = 64
 #: The lane of `moved` that stands for all lanes.
 ALL_LANES: Final = -1
 #: Times are rounded to a microsecond.

@@ -12,14 +12,12 @@ from typing import Final
 
 import msgspec
 
-from dora.journal.spans import ALL_LANES, Entry, Kind, TimelineRow
+from dora.journal.spans import ALL_LANES, MAX_LANES, Entry, Kind, TimelineRow
 
 #: Length of the first buckets, in seconds, and the age of the run at which it doubles. Whenever the age doubles from
 #: then on, the length doubles again.
 FIRST_BUCKET_S: Final = 0.25
 FIRST_BUCKETS_UNTIL_S: Final = 512.0
-#: Maximum number of lanes in a row. With more lanes, a row has lane-seconds by activity and version instead of lanes.
-MAX_LANES: Final = 64
 
 #: Activity and policy version; None without one.
 Doing = tuple[str, int | None]

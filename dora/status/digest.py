@@ -14,10 +14,8 @@ from typing import Final
 
 import msgspec
 
-from dora.journal.spans import ALL_LANES, Entry, Kind, TimelineRow
+from dora.journal.spans import ALL_LANES, MAX_LANES, Entry, Kind, TimelineRow
 
-#: Maximum number of lanes in a joined row; the times of more lanes are added up.
-MAX_LANES: Final = 64
 #: Maximum number of policy versions of an activity in a joined row: in one lane, and in all lanes added up.
 LANE_VERSIONS: Final = 2
 FOLDED_VERSIONS: Final = 8

@@ -198,15 +198,15 @@ class World:
         async with AsyncExitStack() as stack:
             opened = Opened(job, self.folder, stack, now=now, tell=tell, can_replay=self.plan.can_replay)
             fleet = self._fleet(opened, engines)
-            observer = opened.observer(fleet)
+            recorder = opened.recorder(fleet)
             ranks = job.config.trainer.ranks
             end = End([asyncio.Queue() for _ in range(ranks)])
             trainer: Any
             model = None
             if job.rollout_only:
-                trainer = opened.rollout_writer(observer)
+                trainer = opened.rollout_writer(recorder)
             else:
-                trainer = opened.trainer_link(end, observer, process_ended=None)  # type: ignore[arg-type]
+                trainer = opened.trainer_link(end, recorder, process_ended=None)  # type: ignore[arg-type]
                 arrived = lambda batch: note(f"wave {batch.step}/{batch.index}")  # noqa: E731
                 model = asyncio.create_task(TrainerModel(end, rng=rng, arrived=arrived).run())
             controller = make_controller(
@@ -215,7 +215,7 @@ class World:
                 fleet=fleet,
                 graders=GraderPools(graders, [graders], job.inputs.evaluations),
                 trainer=trainer,
-                observer=observer,
+                recorder=recorder,
                 episodes=EpisodeInputs(hosts, renderer, converse) if self.plan.calls else None,
             )
             if is_new and self.plan.interrupted_at is not None:
@@ -224,7 +224,7 @@ class World:
                 failure = TrainerFailed(rank=0, reason="out of memory")
                 loop.call_later(self.plan.fails_at * rng.uniform(0.2, 2), end.outbox.put_nowait, (0, failure))
             outcome = await controller.run(opened.first)
-            observer.end(outcome)
+            recorder.end(outcome)
             check_invariants(job.state)
             if isinstance(trainer, TrainerLink) and outcome.finished:
                 await trainer.stop(outcome.reason)

@@ -7,8 +7,8 @@ from itertools import pairwise
 
 import pytest
 
-from dora.journal.spans import ALL_LANES, TimelineRow
-from dora.observe.timeline import FIRST_BUCKET_S, MAX_LANES, Timeline, bucket_of
+from dora.journal.spans import ALL_LANES, MAX_LANES, TimelineRow
+from dora.observe.timeline import FIRST_BUCKET_S, Timeline, bucket_of
 
 
 def seconds(rows: list[TimelineRow]) -> float:
