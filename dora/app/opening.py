@@ -28,7 +28,7 @@ from dora.controller.in_flight import InFlight
 from dora.controller.inbox import Inbox
 from dora.controller.line_files import LineFiles
 from dora.controller.lineage import Lineage, base_chain
-from dora.controller.recorder import Recorder, read_rows
+from dora.controller.recorder import Recorder, last_step_at
 from dora.controller.rollouts import RolloutWriter
 from dora.controller.samples import Samples
 from dora.controller.trainer_link import TrainerLink
@@ -119,7 +119,7 @@ class Opened:
             time_scale=job.time_scale,
             spans=read_spans(folder.spans),
             rows=read_timeline(folder.timeline),
-            step_at=max((row["at"] for row in read_rows(folder.metrics, kind="step")), default=0.0),
+            step_at=last_step_at(folder.metrics),
         )
         self.trajectories = Trajectories(
             tokens,

@@ -242,6 +242,12 @@ def read_rows(metrics: Path, *, kind: str = "") -> Iterator[dict[str, Any]]:
                 yield row
 
 
+def last_step_at(metrics: Path) -> float:
+    """Return when the last step that has a row was trained; 0 without one."""
+    times = [row.get("at") for row in read_rows(metrics, kind="step")]
+    return next((at for at in reversed(times) if isinstance(at, int | float)), 0.0)
+
+
 def _line(row: dict[str, Any]) -> bytes:
     """Return a row as JSON, which has no NaN and no infinity: they are null."""
     return msgspec.json.encode(row) + b"\n"
