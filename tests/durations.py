@@ -4,6 +4,9 @@ A pytest plugin (`--durations-file=FILE`). CPU seconds are those of the test's p
 The setup is counted separately, since the first test of a file also pays for what others share: imports, models,
 servers. A test idles while it neither computes nor waits for a core: its wall time less its CPU time, but at most the
 time for which cores were idle meanwhile.
+
+A core computes at about half its speed while its hyperthread sibling is busy, or its host is. When a test takes too
+long, a loop of known length is therefore timed, and the test counts as if that loop had its usual speed.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from collections.abc import Generator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Final, NamedTuple
 
 import psutil
@@ -23,6 +27,9 @@ LIMIT_S: Final = 5.0  #: CPU seconds, and seconds idle, of a test outside the de
 SETUP_S: Final = 10.0  #: CPU seconds of its setup
 WHOLE_RUN: Final = "tests/e2e/test_run.py"  #: the one whole run outside it, which its tests share
 WHOLE_RUN_S: Final = 90.0  #: CPU seconds of all of them together
+
+_LOOP: Final = 200_000
+_LOOP_S: Final = 0.014  #: CPU seconds of that many rounds on a quiet core (AMD EPYC, Python 3.11)
 
 _TICK_S: Final = 1 / os.sysconf("SC_CLK_TCK")
 _IDLE: Final = 4  #: place of the idle ticks in the first line of /proc/stat
@@ -48,6 +55,18 @@ def _cpu_s() -> float:
         with suppress(psutil.NoSuchProcess):
             total += sum(process.cpu_times()[:4])
     return total
+
+
+def slowness() -> float:
+    """How much longer a computation takes now than on a quiet core; at least 1."""
+    return max(1.0, median(_loop_s() for _ in range(5)) / _LOOP_S)
+
+
+def _loop_s() -> float:
+    before, total = time.process_time(), 0
+    for i in range(_LOOP):
+        total += i * i % 7
+    return time.process_time() - before
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +125,8 @@ class Recorder:
             idle = max(0.0, min(wall - cpu, now.idle - before.idle))
             deep = item.get_closest_marker("deep") is not None
             setup = between.cpu - before.cpu
-            report.user_properties.append((_PROPERTY, (deep, setup, cpu - setup, wall, idle)))
+            by = slowness() if setup > SETUP_S or cpu - setup > LIMIT_S else 1.0
+            report.user_properties.append((_PROPERTY, (deep, setup / by, (cpu - setup) / by, wall, idle)))
         return report
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
