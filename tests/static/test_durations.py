@@ -68,7 +68,7 @@ def test_a_slow_machine_is_no_reason_to_fail(tmp_path: Path) -> None:
 
 def test_the_setup_and_idle_time_have_limits_of_their_own_and_the_one_whole_run_is_exempt() -> None:
     def is_too_long(test: str, *, setup_s: float = 0.0, cpu_s: float = 0.0, idle_s: float = 0.0) -> bool:
-        return Duration(test, False, setup_s, cpu_s, 60.0, idle_s).is_too_long
+        return Duration(test, False, setup_s, cpu_s, 60.0, idle_s).is_too_long()
 
     assert not is_too_long("tests/e2e/test_run.py::test_a", setup_s=40.0, cpu_s=6.0)
     assert not is_too_long("tests/log/test_log.py::test_a", setup_s=6.0, cpu_s=4.0, idle_s=4.0)
