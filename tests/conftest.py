@@ -21,6 +21,9 @@ pytest_plugins = ("tests.durations",)
 settings.register_profile("dora", deadline=None, print_blob=True)
 settings.load_profile("dora")
 
+#: Time limit of a deep test that names none, seconds: searches take minutes, and twice as long beside other work.
+DEEP_TIMEOUT_S: Final = 900
+
 _TESTS: Final = Path(__file__).parent
 _WHOLE_RUNS: Final = {"sglang", "e2e", "chaos"}
 
@@ -30,6 +33,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None, N
     """Name the group of each test; --dist=loadgroup keeps it in one worker."""
     whole_runs: dict[str, str] = {}
     for item in items:
+        if item.get_closest_marker("deep") is not None and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(DEEP_TIMEOUT_S))
         if item.get_closest_marker("xdist_group") is not None:
             continue
         path = item.path.relative_to(_TESTS).as_posix()

@@ -13,22 +13,14 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
+from dora.sim.portable import Floats, exp, normal_cdf, power
 from dora.sim.tools import Call, Tools
-
-Floats = NDArray[np.float64]
 
 #: Number of groups to draw at a time.
 BLOCK: Final = 512
 #: The hardest prompt is passed with probability 1 - HARDNESS.
 HARDNESS: Final = 0.8
-
-_phi: Final = np.frompyfunc(lambda z: 0.5 * math.erfc(-z / math.sqrt(2)), 1, 1)
-
-
-def _normal_cdf(z: Floats) -> Floats:
-    return np.asarray(_phi(z), dtype=np.float64)
 
 
 # -- length from a standard normal z -------------------------------------------------------------------------------
@@ -36,23 +28,23 @@ def _normal_cdf(z: Floats) -> Floats:
 
 def _early_base_model(z: Floats) -> Floats:
     """A: log-normal body, Pareto tail above the ninetieth percentile."""
-    above = np.maximum(_normal_cdf(-z), 1e-12)  # 1 - u, exact where u is close to 1
-    return np.where(above > 0.1, 465 * np.exp(0.629 * z), 1041 * (0.1 / above) ** (1 / 2.7))
+    above = np.maximum(normal_cdf(-z), 1e-12)  # 1 - u, exact where u is close to 1
+    return np.where(above > 0.1, 465 * exp(0.629 * z), 1041 * power(0.1 / above, 1 / 2.7))
 
 
 def _reasoner_at_a_cap(z: Floats) -> Floats:
     """B: nearly all variance is between prompts, and 15 % reach the cap."""
-    return 9964 * np.exp(np.where(z < 0, 1.10, 0.457) * z)
+    return 9964 * exp(np.where(z < 0, 1.10, 0.457) * z)
 
 
 def _headline(z: Floats) -> Floats:
     """D: the workload of arXiv 2604.26256, with a p99 above ten times the median."""
-    return 1150 * np.exp(1.30 * z)
+    return 1150 * exp(1.30 * z)
 
 
 def _search_agent(z: Floats) -> Floats:
     """S: a turn of a search agent between two calls; mean 78, p99 358."""
-    return 57.1 * np.exp(0.789 * z)
+    return 57.1 * exp(0.789 * z)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +128,7 @@ class Answers:
         component = random.random((BLOCK, 1, 1))
         turns = _mixture(z_turn, component) if self.regime == "C" else _regime(self.regime, z_prompt, z_turn)
         whole = np.clip(np.floor(turns * self.scale), 1, self.cap).astype(np.int64)
-        passes = 1 - HARDNESS * _normal_cdf(z_prompt[:, :, 0])
+        passes = 1 - HARDNESS * normal_cdf(z_prompt[:, :, 0])
         rewards = (random.random((BLOCK, self.group_size)) < passes).astype(np.float64).tolist()
         if self.tools.max_turns == 1:
             return [

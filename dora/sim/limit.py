@@ -21,7 +21,8 @@ from typing import Final, NamedTuple
 import msgspec
 import numpy as np
 
-from dora.sim.answers import Floats, SimulatedGroup
+from dora.sim.answers import SimulatedGroup
+from dora.sim.portable import Floats
 from dora.sim.server import SimulatedServer
 from dora.sim.workload import Workload
 

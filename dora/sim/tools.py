@@ -15,6 +15,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from dora.sim.portable import exp
+
 
 class Call(NamedTuple):
     """One call of an answer."""
@@ -55,7 +57,7 @@ class Tools(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         weights = np.asarray(self.calls) / sum(self.calls)
         num_calls = random.choice(most, size=(groups, siblings), p=weights)
         shape = (groups, siblings, most - 1)
-        latency = self.latency_median_s * np.exp(self.latency_sigma * random.standard_normal(shape))
+        latency = self.latency_median_s * exp(self.latency_sigma * random.standard_normal(shape))
         stuck = random.random(shape) < self.stuck_share
         latency = np.where(stuck, self.stuck_s, np.minimum(latency, self.latency_max_s))
         results = np.where(stuck, 0, self.result_tokens)

@@ -7,7 +7,7 @@ import pytest
 from tests.identity.__main__ import HASH_SEEDS, digests, recorded
 from tests.identity.runs import names
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(900)
 
 LARGE = ("workload:paper", "workload:search-agent")
 RANDOM = ("world", "outside")

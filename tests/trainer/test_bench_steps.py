@@ -72,6 +72,7 @@ def test_operations_are_those_of_torch_with_causal_attention_counted_by_half() -
     assert counter.get_total_flops() == shape.flops(answer) + other_half
 
 
+@pytest.mark.deep
 def test_both_sides_and_the_roofline_are_measured_on_a_cpu(tmp_path: Path) -> None:
     def measure(side: str, *, publish: bool = False) -> list[gpu.Found]:
         case = gpu.Case(side, "cpu", "tiny", 512, publish=publish, repeats=1)
