@@ -11,7 +11,7 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from tests.e2e.runs import environment, paced_workload, settings
 from tests.observe.recording import FOLDER
@@ -36,13 +36,27 @@ class Job:
     actions: tuple[str, ...] = ("",)  #: for each controller: `N ACTION` of record.py, or nothing
 
 
+_COMMON: Final[dict[str, Any]] = {
+    "run__steps": 6,
+    "rollout__groups_per_step": 6,
+    "engine__start_timeout_s": 600,
+    "trainer__start_timeout_s": 600,
+    "eval__sets": "[]",
+    "status__port": 0,
+}
+
+
 def _job(*arguments: str, actions: tuple[str, ...] = ("",), **changes: object) -> Job:
-    common = {"run__steps": 6, "rollout__groups_per_step": 6, "eval__sets": "[]", "status__port": 0}
-    return Job(["run", *arguments, *settings(**{**common, **changes})], actions)
+    return Job(["run", *arguments, *settings(**{**_COMMON, **changes})], actions)
 
 
 #: A small job with everything that the default job has.
-_FULL: Final = {"trainer__ranks": 2, "trainer__checkpoint_every": 3, "eval__sets": _HELD_OUT, "eval__every": 3}
+_FULL: Final[dict[str, Any]] = {
+    "trainer__ranks": 2,
+    "trainer__checkpoint_every": 3,
+    "eval__sets": _HELD_OUT,
+    "eval__every": 3,
+}
 
 JOBS: Final = {
     "dora": _job(run__steps=10, rollout__groups_per_step=12, **_FULL),
@@ -71,6 +85,7 @@ JOBS: Final = {
     "updates": _job(trainer__updates=2, eval__sets=_TWO_SETS, eval__every=2, rollout__max_staleness=1),
     "rollout-only": _job("--rollout-only", run__steps=3, engine__instances=2, rollout__max_staleness=1),
     "failed": _job(engine__instances=2, rollout__max_staleness=1, trainer__ranks=1, actions=("2 lose-trainer",)),
+    "not-started": _job(engine__start_timeout_s=1, trainer__start_timeout_s=5),
     "paced": Job(["pace", "workload.toml", "--time-scale", "20", "--processes", "1"]),
 }
 
@@ -96,13 +111,13 @@ def take(name: str, folder: Path) -> None:
         )
         kept = FOLDER / f"{recorded.name}.xz"
         kept.write_bytes(lzma.compress(recorded.read_bytes(), preset=9 | lzma.PRESET_EXTREME))
-        print(f"{kept}: {kept.stat().st_size:,} bytes")
+        sys.stdout.write(f"{kept.name}: {kept.stat().st_size:,} bytes\n")
 
 
 def main() -> None:
     """Take the recordings of the named jobs, or of all."""
     for name in sys.argv[1:] or JOBS:
-        with tempfile.TemporaryDirectory(prefix="run-") as folder:
+        with tempfile.TemporaryDirectory(prefix="run-", ignore_cleanup_errors=True) as folder:
             take(name, Path(folder))
 
 
