@@ -14,6 +14,7 @@ import lzma
 import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Final, Literal
 
@@ -27,8 +28,8 @@ from dora.core.state import State
 from dora.core.strategies import Settings
 from dora.journal.codec import Handled
 
-#: The files that the observers write.
-WRITTEN: Final = ("metrics.jsonl", "spans.jsonl", "timeline.jsonl", "status.json")
+#: The files of lines that are compared; the fourth is status.json.
+LINES: Final = ("metrics.jsonl", "spans.jsonl", "timeline.jsonl")
 FOLDER: Final = Path(__file__).parent / "recordings"
 _LENGTH: Final = struct.Struct("<I")
 
@@ -317,6 +318,21 @@ class Disk:
         waiting, self._waiting = self._waiting, []
         for wanted, callback in waiting:
             self.then(wanted, callback)
+
+
+class Difference(AssertionError):
+    """The observers wrote something else than was recorded."""
+
+
+def require_same(written: bytes, expected: bytes, *, of: str) -> None:
+    """Raise Difference, with the first line that differs from where it does, unless both are the same."""
+    if written == expected:
+        return
+    pairs = zip_longest(written.splitlines(), expected.splitlines(), fillvalue=b"(no line)")
+    number, (mine, theirs) = next((i, pair) for i, pair in enumerate(pairs, 1) if pair[0] != pair[1])
+    same = next((i for i, (one, other) in enumerate(zip(mine, theirs, strict=False)) if one != other), len(mine))
+    at = max(0, same - 60)
+    raise Difference(f"{of}, line {number}, byte {at}:\nwritten  {mine[at:][:300]!r}\nrecorded {theirs[at:][:300]!r}")
 
 
 def recordings() -> list[Path]:

@@ -28,6 +28,24 @@ from dora.status.groups import GroupRow, forming
 from dora.status.snapshot import Snapshot, encode
 from dora.transport.messages import RankSpans
 from tests.observe import recording as kept
+from tests.observe.take import JOBS
+
+#: Kinds of inputs of a job without an environment that decide what is written.
+MATTERS = [
+    kept.Durable,
+    kept.Sampled,
+    kept.FirstToken,
+    kept.Servers,
+    kept.PushStage,
+    kept.WaveDone,
+    kept.Spans,
+    kept.Ready,
+    kept.Lag,
+    kept.Stepped,
+    kept.Evaluated,
+    kept.Ended,
+    kept.Closed,
+]
 
 
 class Records(dict[Any, Any]):
@@ -176,8 +194,7 @@ class Observers:
                 self._observer.on_evaluation(what.version, position=what.position)
             case kept.Shown():
                 shown = self._observer.snapshot()
-                assert msgspec.json.decode(encode(shown)) == msgspec.json.decode(what.snapshot)
-                assert encode(shown) == what.snapshot
+                kept.require_same(encode(shown), what.snapshot, of=f"the snapshot at {shown.uptime_s} s")
                 self.shown.append((shown, tuple(forming(self._state))))
 
     def _take_records(self, what: kept.Stepped | kept.Evaluated) -> None:
@@ -202,8 +219,11 @@ def _ledger(opened: kept.Opened) -> TokenLedger:
     return ledger
 
 
-def again(recording: kept.Recording, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Observers:
-    """Give all inputs to new observers, which write into `folder`; snapshots are compared at once."""
+def again(
+    recording: kept.Recording, folder: Path, monkeypatch: pytest.MonkeyPatch, *, without: type[kept.Input] | None = None
+) -> Observers:
+    """Give the inputs to new observers, which write into `folder`; snapshots are compared at once. `without`: inputs of
+    this kind are left out."""
     inputs = iter(recording)
     state, opened = next(inputs)
     assert isinstance(opened, kept.Opened)
@@ -212,19 +232,39 @@ def again(recording: kept.Recording, folder: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(observer_module, "time", clock)
     try:
         for _, what in inputs:
-            if not isinstance(what, kept.Left):
+            if not isinstance(what, kept.Left) and type(what) is not without:
                 observers.feed(what)
     finally:
         observers.close()
     return observers
 
 
+def assert_same(recording: kept.Recording, observers: Observers, folder: Path) -> None:
+    """The files are those that the controller left; the status was saved at one of the snapshots."""
+    left = recording.left.files
+    for name in kept.LINES:
+        kept.require_same((folder / name).read_bytes(), left[name], of=name)
+    saved = msgspec.json.decode(left["status.json"], type=SavedStatus)
+    assert left["status.json"] in [
+        msgspec.json.encode(SavedStatus(saved.at, saved.url, *one)) for one in observers.shown
+    ]
+
+
 @pytest.mark.parametrize("path", kept.recordings(), ids=lambda path: path.stem)
 def test_the_observers_write_the_same_bytes_again(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recording = kept.Recording(path)
-    observers = again(recording, tmp_path, monkeypatch)
-    for name in ("metrics.jsonl", "spans.jsonl", "timeline.jsonl"):
-        assert (tmp_path / name).read_bytes() == recording.left.files[name], name
-    saved = msgspec.json.decode(recording.left.files["status.json"], type=SavedStatus)
-    statuses = [msgspec.json.encode(SavedStatus(saved.at, saved.url, *shown)) for shown in observers.shown]
-    assert recording.left.files["status.json"] in statuses
+    assert_same(recording, again(recording, tmp_path, monkeypatch), tmp_path)
+
+
+@pytest.mark.parametrize("kind", MATTERS, ids=lambda kind: kind.__name__)
+def test_without_inputs_of_a_kind_they_write_something_else(
+    kind: type[kept.Input], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recording = kept.Recording(kept.FOLDER / "dora.0.xz")
+    with pytest.raises(kept.Difference):
+        assert_same(recording, again(recording, tmp_path, monkeypatch, without=kind), tmp_path)
+
+
+def test_every_job_has_its_recordings() -> None:
+    names = [f"{name}.{number}" for name, job in JOBS.items() for number in range(len(job.actions))]
+    assert sorted(names) == [path.stem for path in kept.recordings()]
