@@ -2,17 +2,19 @@
 
 The entry points of the observers are wrapped, so that each appends its input to the file; calls among the observers are
 not inputs. `--after-step N ACTION` does something to the run in the middle of the step after the N-th: `kill` and
-`interrupt` end the controller, `lose-engine` kills the process of an engine, and `lose-trainer` that of the trainer.
+`interrupt` end the controller, `lose-engine` kills the first engine as soon as it has requests, and `lose-trainer` kills
+the trainer.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,6 +38,7 @@ from dora.core import events as ev
 from dora.core.commands import Command
 from dora.core.ids import InstanceId, TrajectoryId, VersionId
 from dora.core.state import State
+from dora.core.tables import Instance
 from dora.errors import DoraError, one_line
 from dora.journal.codec import Handled
 from dora.journal.commits import Commits
@@ -60,7 +63,9 @@ class Recorder:
         self._file = path.open("xb", buffering=0)
         self._step = after_step
         self._action = action
-        self._left = 0  # inputs until the action; 0: not yet, or not any more
+        self._num_inputs = 0
+        self._due_at = math.inf  # number of inputs before the action
+        self._instances: Mapping[InstanceId, Instance] = {}  # the core's table
         self._is_inside = False  # of a call that is recorded: the calls that it makes are not
         self._written: dict[str, Path] = {}
         self._found: dict[str, Any] = {}  # of Opened
@@ -75,14 +80,17 @@ class Recorder:
 
     def write(self, record: Handled | kept.Input) -> None:
         self._file.write(kept.encode(record))
-        if self._left:
-            self._left -= 1
-            if not self._left:
-                self._act()
+        self._num_inputs += 1
+        if self._num_inputs >= self._due_at and self._has_something_to_lose():
+            self._due_at = math.inf
+            self._act()
 
     def finish(self) -> None:
         """Record what is in the run folder now."""
         self.write(kept.Left(files=self._contents()))
+
+    def _has_something_to_lose(self) -> bool:
+        return self._action != "lose-engine" or len(self._instances[InstanceId(0)].residents) > 1
 
     def _act(self) -> None:
         match self._action:
@@ -185,6 +193,7 @@ class Recorder:
 
     def _look(self, folder: RunFolder, state: State) -> None:
         """Take in the folder as an earlier controller has left it."""
+        self._instances = state.instances
         paths = (folder.metrics, folder.spans, folder.timeline, folder.status)
         self._written = {path.name: path for path in paths}
         journal = Journal(folder.journal) if folder.journal.stat().st_size else None
@@ -239,7 +248,7 @@ class Recorder:
     ) -> kept.Noted:
         skipped = {}
         if isinstance(event, ev.StepTrained) and event.step + 1 == self._step:
-            self._left = DELAY
+            self._due_at = self._num_inputs + DELAY
         if isinstance(event, ev.PromptsArrived):
             prompts, last = observer._trajectories.prompts, event.first + len(event.num_prompt_tokens)
             skipped = {g: p.skipped for g, p in prompts.items() if event.first <= g < last and p.skipped}

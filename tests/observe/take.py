@@ -24,8 +24,8 @@ _TWO_SETS: Final = (
 )
 _SEEDS: Final = '[{name="heldout", prompts=24, source={kind="seeds"}}]'
 _PACED: Final = paced_workload(
-    steps=120, devices=10, rollout_devices=8, slots=4, kv_tokens=4000, tokens_s_per_device=30_000.0
-)
+    steps=105, devices=6, rollout_devices=4, slots=4, kv_tokens=4000, tokens_s_per_device=30_000.0
+).replace("groups_per_step = 8\ngroup_size = 4", "groups_per_step = 4\ngroup_size = 2")
 
 
 @dataclass(frozen=True)
@@ -81,8 +81,18 @@ JOBS: Final = {
     "interrupted": _job(run__steps=10, engine__instances=3, actions=("4 interrupt", ""), **_FULL),
     "tools": _job(_TOOLS, run__steps=5, eval__sets=_SEEDS, eval__every=2),
     "tools-killed": _job(_TOOLS, run__steps=6, eval__sets=_SEEDS, eval__every=2, actions=("3 kill", "")),
-    "lost": _job(run__steps=40, rollout__groups_per_step=12, engine__instances=3, actions=("3 lose-engine",)),
+    "lost": _job(run__steps=55, engine__instances=3, trainer__ranks=1, actions=("2 lose-engine",)),
     "updates": _job(trainer__updates=2, eval__sets=_TWO_SETS, eval__every=2, rollout__max_staleness=1),
+    "troubled": _job(
+        run__steps=8,
+        rollout__max_staleness=1,
+        trainer__ranks=1,
+        trainer__learning_rate=0.05,
+        task__max_prompt_tokens=60,
+        eval__sets=_TWO_SETS,
+        eval__every=1,
+        log__trajectories_mb=0,
+    ),
     "rollout-only": _job("--rollout-only", run__steps=3, engine__instances=2, rollout__max_staleness=1),
     "failed": _job(engine__instances=2, rollout__max_staleness=1, trainer__ranks=1, actions=("2 lose-trainer",)),
     "not-started": _job(engine__start_timeout_s=1, trainer__start_timeout_s=5),
