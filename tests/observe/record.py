@@ -2,8 +2,8 @@
 
 The entry points of the observers are wrapped, so that each appends its input to the file; calls among the observers are
 not inputs. `--after-step N ACTION` does something to the run in the middle of the step after the N-th: `kill` and
-`interrupt` end the controller, `lose-engine` kills the first engine as soon as it has requests, and `lose-trainer` kills
-the trainer.
+`interrupt` end the controller, `lose-engine` kills the first engine as soon as it has requests, and `lose-trainer`
+kills the trainer.
 """
 
 from __future__ import annotations
