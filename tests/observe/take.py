@@ -82,7 +82,7 @@ JOBS: Final = {
     "tools": _job(_TOOLS, run__steps=5, eval__sets=_SEEDS, eval__every=2),
     "tools-killed": _job(_TOOLS, run__steps=6, eval__sets=_SEEDS, eval__every=2, actions=("3 kill", "")),
     "lost": _job(run__steps=55, engine__instances=3, trainer__ranks=1, actions=("2 lose-engine",)),
-    "updates": _job(trainer__updates=2, eval__sets=_TWO_SETS, eval__every=2, rollout__max_staleness=1),
+    "updates": _job(run__steps=10, trainer__updates=2, eval__sets=_TWO_SETS, eval__every=1, rollout__max_staleness=1),
     "troubled": _job(
         run__steps=8,
         rollout__max_staleness=1,
