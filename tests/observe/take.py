@@ -78,7 +78,18 @@ JOBS: Final = {
         trainer__ranks=1,
     ),
     "killed": _job(run__steps=10, engine__instances=3, actions=("5 kill", ""), **_FULL),
-    "interrupted": _job(run__steps=10, engine__instances=3, actions=("4 interrupt", ""), **_FULL),
+    "interrupted": _job(
+        actions=("5 interrupt", ""),
+        **_FULL
+        | {
+            "run__steps": 12,
+            "rollout__groups_per_step": 3,
+            "engine__instances": 3,
+            "engine__slots": 16,
+            "eval__sets": _HELD_OUT.replace("24, source", "128, source"),
+            "eval__every": 1,
+        },
+    ),
     "tools": _job(_TOOLS, run__steps=5, eval__sets=_SEEDS, eval__every=2),
     "tools-killed": _job(_TOOLS, run__steps=6, eval__sets=_SEEDS, eval__every=2, actions=("3 kill", "")),
     "lost": _job(run__steps=55, engine__instances=3, trainer__ranks=1, actions=("2 lose-engine",)),
