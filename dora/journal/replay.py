@@ -9,15 +9,19 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice, zip_longest
+from pathlib import Path
 from typing import Final
 
 from dora.core.commands import Command
 from dora.core.core import handle
 from dora.core.events import Event
+from dora.core.ids import Subject
+from dora.core.phases import ImpossibleChange
 from dora.core.state import State
-from dora.core.story import RUN, Entry, Subject, describe, story, subject_of
+from dora.core.story import RUN, Entry, describe, story, subject_of
 from dora.core.strategies import Settings
 from dora.errors import DoraError, InvariantViolation
+from dora.journal.reader import Journal
 
 #: Number of lines, from the end of the story, that are kept with a difference.
 STORY_LINES: Final = 40
@@ -52,7 +56,8 @@ def replay(settings: Settings, entries: Iterable[Entry]) -> Replay:
         try:
             recomputed = handle(state, event)
         except _IMPOSSIBLE as err:
-            found = (subject_of(event), f"the core rejects it: {type(err).__name__}: {err}")
+            subject = err.subject if isinstance(err, ImpossibleChange) else subject_of(event)
+            found = (subject, f"the core rejects it: {type(err).__name__}: {err}")
         else:
             if list(recorded) == recomputed:
                 continue
@@ -62,6 +67,13 @@ def replay(settings: Settings, entries: Iterable[Entry]) -> Replay:
         message = f"event {index} at {event.at:.3f} s, {describe(event)}: {what}"
         return Replay(state, index, ReplayDifference(message, index=index, subject=subject, story=lines[-STORY_LINES:]))
     return Replay(state, index + 1, None)
+
+
+def add_story(err: ImpossibleChange, path: Path) -> None:
+    """Put the journal's story of the subject before the event that was refused, which is not in the journal."""
+    journal = Journal(path)
+    lines = story(journal, err.subject, group_size=journal.header.settings.group_size)
+    err.story = (*lines[-STORY_LINES:], *err.story)
 
 
 def _compare(event: Event, recorded: Sequence[Command], recomputed: Sequence[Command]) -> tuple[Subject, str]:

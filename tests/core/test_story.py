@@ -6,8 +6,8 @@ import pytest
 
 from dora.core import commands as cmd
 from dora.core import events as ev
-from dora.core.ids import GroupId, InstanceId, TrajectoryId
-from dora.core.story import RUN, Entry, Subject, story, subject_of
+from dora.core.ids import GroupId, InstanceId, Subject, TrajectoryId
+from dora.core.story import RUN, Entry, story, subject_of
 from tests.core.world import World, run
 
 

@@ -9,7 +9,9 @@ import pytest
 
 from dora.core import commands as cmd
 from dora.core import events as ev
-from dora.core.story import Subject
+from dora.core import tables
+from dora.core.ids import Subject
+from dora.core.phases import GROUP, GroupPhase
 from dora.errors import ConfigError, ProtocolError
 from dora.journal.codec import FORMAT, Epoch, Handled, Header, Note
 from dora.journal.reader import Journal
@@ -80,6 +82,19 @@ def test_a_replay_of_an_impossible_sequence_is_a_difference_and_not_a_crash(worl
     replayed = replay(world.settings, with_event(world.journal, at, version=published.version + 7))
     assert replayed.difference is not None
     assert replayed.difference.index >= at
+
+
+def test_an_impossible_change_is_told_with_what_happened_to_its_subject(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tables, "GROUP", {**GROUP, GroupPhase.COMPLETE: {}})
+    at, order = first_command(world.journal, cmd.CommitGroup, lambda _: True)
+    difference = replay(world.settings, world.journal).difference
+    assert difference is not None
+    assert difference.index == at[0]
+    assert difference.subject == Subject("group", order.group)
+    assert f"group {order.group}: complete --> committed by commit is impossible" in str(difference)
+    assert f"→ AdmitGroup group={order.group} " in "".join(difference.story)
 
 
 def test_a_missing_command_is_a_difference(world: World) -> None:
