@@ -38,8 +38,8 @@ from dora.controller.orders import Orders
 from dora.controller.published import Published
 from dora.controller.reporters import TICK_S, Reporters
 from dora.controller.rollouts import RolloutWriter
+from dora.controller.run_tasks import RunTasks
 from dora.controller.trainer_link import TrainerLink
-from dora.controller.work import Work
 from dora.core import commands as cmd
 from dora.engine.api import InferenceEngine
 from dora.node.plan import plan_engines, plan_sender, plan_trainer
@@ -134,7 +134,7 @@ def make_controller(
         missing=opened.missing,
     )
     ids = RequestIds(opened.folder.run_id, job.epoch)
-    work = Work()
+    tasks = RunTasks()
     effects = _effects(opened, engine, fleet, published, ids, graders=graders, episodes=episodes)
     calls = _episodes(opened, episodes, graders) if episodes is not None else NoEpisodes()
     orders = Orders(
@@ -148,7 +148,7 @@ def make_controller(
             published=published,
             window=job.state.window,
             commits=opened.commits,
-            work=work,
+            tasks=tasks,
             keep=config.weights.keep,
         ),
         fleet=fleet,
@@ -158,7 +158,7 @@ def make_controller(
         inbox=opened.inbox,
         in_flight=opened.in_flight,
         commits=opened.commits,
-        work=work,
+        tasks=tasks,
     )
     reporters = Reporters(
         job.state.instances,

@@ -42,7 +42,7 @@ from dora.engine.engines import open_engine, require_engine
 from dora.errors import ConfigError, DoraError, RunFailed
 from dora.journal.access import require_group, set_umask
 from dora.journal.audit import audit
-from dora.journal.replay import add_story
+from dora.journal.replay import add_excerpt
 from dora.journal.run_folder import RunFolder
 from dora.log import configure_logging
 from dora.node.cuda import require_cuda
@@ -279,8 +279,8 @@ class _Run:
         if not folder.root.is_dir():
             return RunFailed(f"{folder.root} was deleted during the run ({err})")
         if isinstance(err, ImpossibleChange):
-            add_story(err, folder.journal)
-            log.error("impossible_change", reason=str(err), story=err.story)
+            add_excerpt(err, folder.journal)
+            log.error("impossible_change", reason=str(err), excerpt=err.excerpt)
         if not isinstance(err, RunFailed):
             return None
         resume = "" if state.finished and not state.stalled else f"; continue with dora run --resume {folder.root}"

@@ -422,7 +422,7 @@ def pace(
 
 
 def main() -> None:
-    """Run the command line; print errors as one line per problem, and a story if there is one; exit with their code."""
+    """Run the command line; print errors as one line per problem, and their excerpt; exit with their code."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # the terminal may lack a character of a name or of a curve
@@ -449,6 +449,6 @@ def _fault(err: Exception) -> DoraError | None:
 
 
 def _end(err: DoraError, *, code: int) -> None:
-    story = err.story if isinstance(err, InvariantViolation) else ()
-    tell(*str(err).split("\n"), *(f"    {line}" for line in story))
+    excerpt = err.excerpt if isinstance(err, InvariantViolation) else ()
+    tell(*str(err).split("\n"), *(f"    {line}" for line in excerpt))
     raise SystemExit(code)

@@ -31,7 +31,7 @@ Truncation = Literal["", "turns", "tokens", "time"]
 
 
 class Subject(NamedTuple):
-    """What a line of a log, a story or an error is about."""
+    """What a line of a log, an excerpt or an error is about."""
 
     kind: str  #: "trajectory" | "group" | "instance" | "version" | "step" | "run"
     id: int

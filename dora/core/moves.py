@@ -30,7 +30,7 @@ from dora.core.tables import Instance, Trajectory
 _CALLING: Final = TrajectoryPhase.CALLING
 
 #: Seconds between two evaluations of an instance's progress reports, which arrive more often.
-LOOK_PAUSE_S: Final = 10.0
+PROGRESS_CHECK_S: Final = 10.0
 
 
 def drain(state: State, instance: Instance) -> None:
@@ -124,13 +124,13 @@ def dismiss(state: State) -> None:
             state.out.append(DismissInstance(instance.id))
 
 
-def look(state: State, instance: Instance) -> None:
+def check_progress(state: State, instance: Instance) -> None:
     """Process an instance's progress reports; condemn it if none of its residents got a token for too long.
 
     A resident that is calling expects no token.
     """
     now, watchdog_s = state.now, state.settings.watchdog_s
-    instance.look_at = now + min(LOOK_PAUSE_S, watchdog_s / 8)
+    instance.check_at = now + min(PROGRESS_CHECK_S, watchdog_s / 8)
     silent, silent_since, num_calling = [], now - SILENCE * watchdog_s, 0
     for id, trajectory in instance.residents.items():
         num_tokens = instance.reported.get(id, 0)

@@ -103,7 +103,7 @@ def on_progress_reported(state: State, event: ev.ProgressReported) -> None:
     if instance is None:
         return
     state.agenda.at_rest = True
-    instance.reported = event.num_tokens  # processed by `moves.look`
+    instance.reported = event.num_tokens  # processed by `moves.check_progress`
 
 
 def on_prefill_reported(state: State, event: ev.PrefillReported) -> None:

@@ -132,7 +132,7 @@ class Instance:
     kv_load: int = 0  #: sum of footprints of residents and reserved
     room_key: float = math.inf  #: its key in the version's heap of rooms, never above its load; inf: not in it
     reported: dict[TrajectoryId, int] = field(default_factory=dict)  #: residents' token counts, as last reported
-    look_at: float = 0.0  #: when `reported` is processed next
+    check_at: float = 0.0  #: when `reported` is processed next
     progress_at: float = 0.0  #: when any of the counts was last seen to grow, or the first request began
     pressed: bool = False  #: KV nearly full: no new work
     condemned: bool = False  #: a CondemnInstance is in flight

@@ -77,7 +77,7 @@ class AuditedStep:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A violation without its story."""
+    """A violation without its excerpt."""
 
     rule: str
     subject: Subject

@@ -15,16 +15,16 @@ from typing import Final
 from dora.core.commands import Command
 from dora.core.core import handle
 from dora.core.events import Event
+from dora.core.excerpt import RUN, Entry, describe, excerpt, subject_of
 from dora.core.ids import Subject
 from dora.core.phases import ImpossibleChange
 from dora.core.state import State
-from dora.core.story import RUN, Entry, describe, story, subject_of
 from dora.core.strategies import Settings
 from dora.errors import DoraError, InvariantViolation
 from dora.journal.reader import Journal
 
-#: Number of lines, from the end of the story, that are kept with a difference.
-STORY_LINES: Final = 40
+#: Number of lines, from the end of an excerpt, that are kept with a difference.
+EXCERPT_LINES: Final = 40
 #: What the core raises for an impossible sequence of events, one that refers to something unknown, breaks a rule, or
 #: has numbers that no run can have. It only occurs in an altered journal. Any other exception is a bug, and propagates.
 _IMPOSSIBLE: Final = (DoraError, LookupError, ValueError, ArithmeticError)
@@ -33,8 +33,8 @@ _IMPOSSIBLE: Final = (DoraError, LookupError, ValueError, ArithmeticError)
 class ReplayDifference(InvariantViolation):
     """The recorded commands of event number `index` differ from the core's."""
 
-    def __init__(self, message: str, *, index: int, subject: Subject, story: Sequence[str]) -> None:
-        super().__init__(message, tuple(story))
+    def __init__(self, message: str, *, index: int, subject: Subject, excerpt: Sequence[str]) -> None:
+        super().__init__(message, tuple(excerpt))
         self.index = index
         self.subject = subject
 
@@ -49,7 +49,7 @@ class Replay:
 
 
 def replay(settings: Settings, entries: Iterable[Entry]) -> Replay:
-    """Replay `entries` up to the first difference; they are iterated again for its story."""
+    """Replay `entries` up to the first difference; they are iterated again for its excerpt."""
     state = State(settings)
     index = -1
     for index, (event, recorded) in enumerate(entries):
@@ -63,17 +63,18 @@ def replay(settings: Settings, entries: Iterable[Entry]) -> Replay:
                 continue
             found = _compare(event, recorded, recomputed)
         subject, what = found
-        lines = story(islice(entries, index + 1), subject, group_size=settings.group_size)
+        lines = excerpt(islice(entries, index + 1), subject, group_size=settings.group_size)
         message = f"event {index} at {event.at:.3f} s, {describe(event)}: {what}"
-        return Replay(state, index, ReplayDifference(message, index=index, subject=subject, story=lines[-STORY_LINES:]))
+        last = lines[-EXCERPT_LINES:]
+        return Replay(state, index, ReplayDifference(message, index=index, subject=subject, excerpt=last))
     return Replay(state, index + 1, None)
 
 
-def add_story(err: ImpossibleChange, path: Path) -> None:
-    """Put the journal's story of the subject before the event that was refused, which is not in the journal."""
+def add_excerpt(err: ImpossibleChange, path: Path) -> None:
+    """Put the journal's lines about the subject before the event that was refused, which is not in the journal."""
     journal = Journal(path)
-    lines = story(journal, err.subject, group_size=journal.header.settings.group_size)
-    err.story = (*lines[-STORY_LINES:], *err.story)
+    lines = excerpt(journal, err.subject, group_size=journal.header.settings.group_size)
+    err.excerpt = (*lines[-EXCERPT_LINES:], *err.excerpt)
 
 
 def _compare(event: Event, recorded: Sequence[Command], recomputed: Sequence[Command]) -> tuple[Subject, str]:

@@ -1,4 +1,4 @@
-"""A change of phases that no table lists ends a run with the story of its subject, from the first event to the last."""
+"""A change of phases that no table lists ends a run with the journal's lines about its subject, and the event."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dora.journal.writer import JournalWriter
 from tests.core.builders import started
 
 #: The last event is not in the journal.
-STORY = (
+EXCERPT = (
     "     0.000 s  WeightPushFinished instance=0 attempt=1 version=0",
     "              → AdmitGroup group=1 version=0 deadline=1",
     "              → Generate trajectory=2 attempt=1 instance=0 version=0 num_tokens=0",
@@ -47,20 +47,20 @@ def refused(tmp_path: Path) -> ImpossibleChange:
 
 
 async def test_a_run_adds_what_its_journal_has_about_the_subject(refused: ImpossibleChange, tmp_path: Path) -> None:
-    assert refused.story == STORY[-1:]
+    assert refused.excerpt == EXCERPT[-1:]
     async with AsyncExitStack() as stack:
         job: Any = SimpleNamespace(state=None, epoch=0, started_at=0.0, time_scale=1.0)
         frontend: Any = None
         assert _Run(job, RunFolder(tmp_path), stack, frontend)._explain(refused) is None
-    assert refused.story == STORY
+    assert refused.excerpt == EXCERPT
 
 
-def test_the_command_line_prints_the_story(refused: ImpossibleChange, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_line_prints_the_excerpt(refused: ImpossibleChange, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         _end(refused, code=1)
     assert ended.value.code == 1
     assert capsys.readouterr().err.splitlines() == [
         "dora: group 1: complete --> grading by GenerationFinished is impossible "
         "(version 0, deadline 1, 0 siblings unfinished, 2 ungraded)",
-        f"dora:     {STORY[-1]}",
+        f"dora:     {EXCERPT[-1]}",
     ]

@@ -99,8 +99,8 @@ def test_a_change_is_made_if_its_table_lists_it_with_its_cause(
             if (name, before, after, cause) in LISTED:
                 assert change(before, after, cause) is after
             else:
-                story = rf"^\w+ 7: {before.value} --> {after.value} by {name_of(cause)} is impossible \(.+\)$"
-                with pytest.raises(ImpossibleChange, match=story):
+                message = rf"^\w+ 7: {before.value} --> {after.value} by {name_of(cause)} is impossible \(.+\)$"
+                with pytest.raises(ImpossibleChange, match=message):
                     change(before, after, cause)
 
 
@@ -116,7 +116,7 @@ def test_an_impossible_change_tells_what_the_core_knows_and_the_event_that_led_t
     )
     assert caught.value.subject == Subject("group", 0)
     event = "GenerationFinished trajectory=1 attempt=1 num_tokens=7 length_capped=False spans=((0, 0, 7),)"
-    assert caught.value.story == (f"     0.000 s  {event}",)
+    assert caught.value.excerpt == (f"     0.000 s  {event}",)
 
 
 def test_what_the_core_knows_of_a_trajectory_and_of_an_instance() -> None:

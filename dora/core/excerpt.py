@@ -1,4 +1,4 @@
-"""The story of a group, trajectory, instance, version or step: readable lines made from events and commands.
+"""Excerpts of a journal: readable lines about one group, trajectory, instance, version or step.
 
 It reads the fields of events and commands generically, so that new ones need no code here.
 """
@@ -31,11 +31,11 @@ def subject_of(fact: Event | Command) -> Subject:
     return RUN
 
 
-def story(entries: Iterable[Entry], subject: Subject, *, group_size: int) -> list[str]:
+def excerpt(entries: Iterable[Entry], subject: Subject, *, group_size: int) -> list[str]:
     """Return all events and commands about `subject` in order, and the events that caused the commands.
 
-    A group's story includes its trajectories, and a trajectory's includes its group. Of consecutive progress reports
-    only the last is kept.
+    The excerpt about a group includes its trajectories, and that about a trajectory its group. Of consecutive progress
+    reports only the last is kept.
     """
     ids = _ids_of(subject, group_size=group_size)
     lines: list[str] = []
