@@ -14,7 +14,13 @@ from dora.core.ids import Subject
 from dora.errors import InvariantViolation
 
 
-class GroupPhase(enum.Enum):
+class Phase(enum.Enum):
+    """A phase, hashed by identity: the hash of Enum is a Python function, and every change looks phases up."""
+
+    __hash__ = object.__hash__
+
+
+class GroupPhase(Phase):
     """Phase of a prompt group."""
 
     GENERATING = "generating"  #: at least one sibling is unfinished
@@ -27,7 +33,7 @@ class GroupPhase(enum.Enum):
     DISCARDED = "discarded"  #: over-sampled: its step was full before it was complete
 
 
-class TrajectoryPhase(enum.Enum):
+class TrajectoryPhase(Phase):
     """Phase of a trajectory."""
 
     WAITING = "waiting"  #: queued for a slot on an instance of its version
@@ -39,7 +45,7 @@ class TrajectoryPhase(enum.Enum):
     ABANDONED = "abandoned"  #: its group failed or was discarded
 
 
-class WeightsPhase(enum.Enum):
+class WeightsPhase(Phase):
     """Phase of an instance's weights."""
 
     BLANK = "blank"  #: up, holds no version of this run
@@ -51,7 +57,7 @@ class WeightsPhase(enum.Enum):
     LOST = "lost"  #: down, or not up yet
 
 
-class Membership(enum.Enum):
+class Membership(Phase):
     """An instance's part in the run; a lost instance keeps it."""
 
     MEMBER = "member"  #: gets weights and work
@@ -72,9 +78,9 @@ class Decision(enum.StrEnum):
 
 #: What makes a change: an event, if its handler makes the change at once, or a decision after the handler.
 Cause = type[ev.Event] | Decision
-Phase = TypeVar("Phase", bound=enum.Enum)
+P = TypeVar("P", bound=Phase)
 #: Phase -> the phases that may follow -> the causes.
-Table = Mapping[Phase, Mapping[Phase, Set[Cause]]]
+Table = Mapping[P, Mapping[P, Set[Cause]]]
 
 #: The instance is lost, or treated as lost: it left the run, or a new controller does not know its state.
 _LOST: Final[Set[Cause]] = {ev.InstanceLost, ev.InstanceRemoved, ev.ControllerRestarted}
@@ -216,7 +222,7 @@ MEMBERSHIP: Final[Table[Membership]] = {
 class ImpossibleChange(InvariantViolation):
     """A change of phases that its table does not list with its cause."""
 
-    def __init__(self, subject: Subject, before: enum.Enum, after: enum.Enum, cause: Cause, known: object) -> None:
+    def __init__(self, subject: Subject, before: Phase, after: Phase, cause: Cause, known: object) -> None:
         """`known`: what the core knows about the subject."""
         super().__init__(f"{subject}: {before.value} --> {after.value} by {name_of(cause)} is impossible ({known})")
         self.subject = subject

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Iterable
 from typing import Any, Final, get_args
 
@@ -21,6 +20,7 @@ from dora.core.phases import (
     GroupPhase,
     ImpossibleChange,
     Membership,
+    Phase,
     TrajectoryPhase,
     WeightsPhase,
     name_of,
@@ -31,7 +31,7 @@ from tests.core.builders import PROMPT, Core, packing, started
 from tests.identity.runs import CALLS, OUTSIDES, play
 
 #: Name of the table, phases before and after, cause.
-Change = tuple[str, enum.Enum, enum.Enum, Cause]
+Change = tuple[str, Phase, Phase, Cause]
 
 TABLES: Final[dict[str, Any]] = {
     "GROUP": GROUP,
@@ -92,7 +92,7 @@ def change_membership(before: Membership, after: Membership, cause: Cause) -> Me
     ids=TABLES,
 )
 def test_a_change_is_made_if_its_table_lists_it_with_its_cause(
-    name: str, kind: type[enum.Enum], change: Callable[..., enum.Enum], cause: Cause
+    name: str, kind: type[Phase], change: Callable[..., Phase], cause: Cause
 ) -> None:
     for before in kind:
         for after in kind:
@@ -146,7 +146,7 @@ class Noting(frozenset[Cause]):
         return super().__contains__(cause)
 
 
-def noting(seen: set[Change], name: str, before: enum.Enum, after: enum.Enum, causes: Iterable[Cause]) -> Noting:
+def noting(seen: set[Change], name: str, before: Phase, after: Phase, causes: Iterable[Cause]) -> Noting:
     noted = Noting(causes)
     noted.note = lambda cause: seen.add((name, before, after, cause))
     return noted
