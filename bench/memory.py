@@ -1,8 +1,8 @@
 """What training needs in memory: log-probs without logits, and activation checkpointing.
 
 Run: python bench/memory.py [--full]. One process on one thread, float32, the memory counted by storage as in
-dora/trainer/kept.py: the scratch memory of kernels is not in it. Weights and gradients are never counted, because they
-do not grow with answers. The figures are:
+dora/trainer/live_bytes.py: the scratch memory of kernels is not in it. Weights and gradients are never counted, because
+they do not grow with answers. The figures are:
 
   error     of the log-probs that are computed in tiles, 2,048 tokens and 150,000 words, with a scale and a soft cap,
             and of their gradients, against the plain form.
@@ -32,7 +32,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from dora.trainer import attention
 from dora.trainer.checkpointing import Mode, apply_checkpointing
-from dora.trainer.kept import LiveBytes, kept_bytes
+from dora.trainer.live_bytes import LiveBytes, activation_bytes
 from dora.trainer.logprobs import Finish, TiledLogProbs, logprobs
 from dora.trainer.model import decoder_layers
 from dora.trainer.packing import Row, make_row
@@ -155,9 +155,9 @@ def measure_time(report: Report, *, words: int, tokens: int) -> None:
         "the same and `full`": Policy12(words=words, mode="full", tiles=True),
     }
     best = fastest([before, *forms.values()], tokens=tokens)
-    kept = kept_bytes(partial(before.total, tokens)) / tokens / 1024
+    kept = activation_bytes(partial(before.total, tokens)) / tokens / 1024
     for (what, form), seconds in zip(forms.items(), best[1:], strict=True):
-        per_token = kept_bytes(partial(form.total, tokens)) / tokens / 1024
+        per_token = activation_bytes(partial(form.total, tokens)) / tokens / 1024
         report.row(
             f"{words:,} words, {tokens} tokens, {what}: time", seconds, "s",
             against=f"no checkpointing, plain logits, {best[0]:.2f} s", ratio=seconds / best[0],

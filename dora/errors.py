@@ -5,7 +5,7 @@
     ├── RunFailed            the run cannot continue; one line that says why (exit code 1)
     ├── RemoteError          another process answered with an error, or did not answer
     │   └── ProtocolError    ... or violated the protocol
-    └── InvariantViolation   C1, C2, C3 or conservation is broken; has the story of the id
+    └── InvariantViolation   C1, C2, C3, conservation or a table of phases is broken; has an excerpt about the id
 
 Any other exception that escapes is a bug, and its traceback may be shown.
 """
@@ -54,8 +54,8 @@ class ProtocolError(RemoteError):
 
 
 class InvariantViolation(DoraError):
-    """C1, C2, C3 or conservation is broken; `story` has the journal's lines about the id."""
+    """C1, C2, C3, conservation or a table of phases is broken; `excerpt` has the journal's lines about the id."""
 
-    def __init__(self, message: str, story: tuple[str, ...] = ()) -> None:
+    def __init__(self, message: str, excerpt: tuple[str, ...] = ()) -> None:
         super().__init__(message)
-        self.story = story
+        self.excerpt = excerpt

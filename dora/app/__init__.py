@@ -1,3 +1,3 @@
 """Runs as a library: prepare, build, drive, resume, check and inspect them. Nothing here prints."""
 
-from dora.app.look import open_run as open_run
+from dora.app.inspection import open_run as open_run

@@ -38,8 +38,8 @@ from dora.controller.published import Published
 from dora.controller.recorder import Recorder
 from dora.controller.reporters import TICK_S, Reporters
 from dora.controller.rollouts import RolloutWriter
+from dora.controller.run_tasks import RunTasks
 from dora.controller.trainer_link import TrainerLink
-from dora.controller.work import Work
 from dora.core import commands as cmd
 from dora.core.ids import InstanceId
 from dora.engine.api import InferenceEngine
@@ -135,7 +135,7 @@ def make_controller(
         missing=opened.missing,
     )
     ids = RequestIds(opened.folder.run_id, job.epoch)
-    work = Work()
+    tasks = RunTasks()
     effects = _effects(
         opened, engine, fleet, published, ids, graders=graders, episodes=episodes, on_push_stage=recorder.on_push_stage
     )
@@ -151,7 +151,7 @@ def make_controller(
             published=published,
             window=job.state.window,
             commits=opened.commits,
-            work=work,
+            tasks=tasks,
             keep=config.weights.keep,
         ),
         fleet=fleet,
@@ -161,7 +161,7 @@ def make_controller(
         inbox=opened.inbox,
         in_flight=opened.in_flight,
         commits=opened.commits,
-        work=work,
+        tasks=tasks,
     )
     reporters = Reporters(
         job.state.instances,

@@ -30,7 +30,7 @@ from dora.config.schema import Config
 from dora.controller.effects import Graders
 from dora.engine.api import Capabilities, GenerateRequest, InferenceEngine
 from dora.engine.engines import open_engine, require_engine
-from dora.engine.shapes import require_same_shapes
+from dora.engine.model_check import require_same_shapes
 from dora.errors import ConfigError, RemoteError
 from dora.journal.access import require_group, set_umask
 from dora.journal.run_folder import RunFolder

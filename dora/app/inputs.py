@@ -8,7 +8,7 @@ from pathlib import Path
 
 from dora.config.schema import Config
 from dora.controller.evaluations import EvalSet, Evaluations
-from dora.engine.shapes import differences
+from dora.engine.model_check import shape_differences
 from dora.errors import ConfigError
 from dora.model_config import limits_of
 from dora.model_files import require_sound
@@ -50,7 +50,7 @@ def _check_reference(reference: Path, model: Path) -> None:
     require_sound(reference, field="objective.kl_reference")
     if not any(reference.glob("*.safetensors")):
         raise ConfigError(f"objective.kl_reference: {reference} has no *.safetensors; give a Hugging Face model folder")
-    if differing := differences(reference, model):
+    if differing := shape_differences(reference, model):
         raise ConfigError(
             f"objective.kl_reference: the shape of {reference} differs from model.path ({differing}); give weights of "
             "the same architecture"

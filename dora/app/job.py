@@ -36,11 +36,13 @@ from dora.controller.rollouts import RolloutWriter
 from dora.controller.trainer_link import TrainerLink
 from dora.core.events import Event
 from dora.core.invariants import check as check_invariants
+from dora.core.phases import ImpossibleChange
 from dora.engine.api import InferenceEngine
 from dora.engine.engines import open_engine, require_engine
 from dora.errors import ConfigError, DoraError, RunFailed
 from dora.journal.access import require_group, set_umask
 from dora.journal.audit import audit
+from dora.journal.replay import add_excerpt
 from dora.journal.run_folder import RunFolder
 from dora.log import configure_logging
 from dora.node.cuda import require_cuda
@@ -276,6 +278,9 @@ class _Run:
         state, folder = self._job.state, self._folder
         if not folder.root.is_dir():
             return RunFailed(f"{folder.root} was deleted during the run ({err})")
+        if isinstance(err, ImpossibleChange):
+            add_excerpt(err, folder.journal)
+            log.error("impossible_change", reason=str(err), excerpt=err.excerpt)
         if not isinstance(err, RunFailed):
             return None
         resume = "" if state.finished and not state.stalled else f"; continue with dora run --resume {folder.root}"

@@ -20,7 +20,7 @@ import typer
 from dora.cli.instance_commands import instances
 from dora.cli.output import say, tell
 from dora.cli.processes import Seed, TimeScale, WorkloadPath, processes
-from dora.errors import ConfigError, DoraError
+from dora.errors import ConfigError, DoraError, InvariantViolation
 
 #: Errors of the operating system that a program cannot prevent, but a user may be able to fix.
 _FAULTS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE}
@@ -422,7 +422,7 @@ def pace(
 
 
 def main() -> None:
-    """Run the command line; print errors as one line per problem, and exit with their code."""
+    """Run the command line; print errors as one line per problem, and their excerpt; exit with their code."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # the terminal may lack a character of a name or of a curve
@@ -449,5 +449,6 @@ def _fault(err: Exception) -> DoraError | None:
 
 
 def _end(err: DoraError, *, code: int) -> None:
-    tell(*str(err).split("\n"))
+    excerpt = err.excerpt if isinstance(err, InvariantViolation) else ()
+    tell(*str(err).split("\n"), *(f"    {line}" for line in excerpt))
     raise SystemExit(code)

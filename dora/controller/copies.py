@@ -14,7 +14,7 @@ from typing import Final
 import structlog
 
 from dora.controller.published import Published
-from dora.controller.work import Work
+from dora.controller.run_tasks import RunTasks
 from dora.core import commands as cmd
 from dora.core import events as ev
 from dora.core.ids import VersionId
@@ -44,7 +44,7 @@ class Copies:
         published: Published,
         window: Window,
         commits: Commits,
-        work: Work,
+        tasks: RunTasks,
         keep: int,
     ) -> None:
         """`checkpoints`: the folder of all checkpoints. `window`: the core's versions, which are all needed. `keep`:
@@ -54,7 +54,7 @@ class Copies:
         self._published = published
         self._window = window
         self._commits = commits
-        self._work = work
+        self._tasks = tasks
         self._keep = keep
         self._copies: dict[VersionId, asyncio.Task[None]] = {}  # in progress, by version
         self._gives_up_at: float | None = None  # by the event loop's clock; None until the run ends
@@ -68,7 +68,7 @@ class Copies:
             log.warning("replayed_version_differs", version=event.version, checksum=event.differs)
         if event.files:
             keeping = self._keep_version(event.version, is_needed=is_needed, position=position)
-            self._copies[event.version] = self._work.finishing(keeping, name=f"keep-{event.version}")
+            self._copies[event.version] = self._tasks.finishing(keeping, name=f"keep-{event.version}")
 
     async def keep_result(self, event: ev.Event) -> None:
         """Copy the final version before FinishRun is journaled: no resume would write the version again."""
@@ -84,11 +84,11 @@ class Copies:
 
     def release(self, order: cmd.ReleaseVersion, *, position: int) -> None:
         """Delete a version from the live store once its durable copy is complete."""
-        self._work.finishing(self._release_when_copied(order.version, position=position), name="release")
+        self._tasks.finishing(self._release_when_copied(order.version, position=position), name="release")
 
     def drop_checkpoint(self, order: cmd.DropCheckpoint, *, position: int) -> None:
         """Delete a checkpoint by its name: in a copied run folder, the journal still has the paths of the original."""
-        self._work.finishing(self._drop_when_durable(order, position=position), name="drop-checkpoint")
+        self._tasks.finishing(self._drop_when_durable(order, position=position), name="drop-checkpoint")
 
     async def _keep_version(self, version: VersionId, *, is_needed: bool, position: int) -> None:
         await self._commits.durable(position)

@@ -20,13 +20,13 @@ import structlog
 
 from dora.controller.in_flight import InFlight
 from dora.controller.inbox import Inbox
-from dora.controller.work import Loop
+from dora.controller.run_tasks import Loop
 from dora.core.events import InstanceLost, InstanceUp, PrefillReported
 from dora.core.ids import InstanceId, TrajectoryId
 from dora.core.tables import Instance
 from dora.engine.api import Capabilities, InferenceEngine
 from dora.engine.errors import ServerGone
-from dora.engine.shapes import require_same_shapes
+from dora.engine.model_check import require_same_shapes
 from dora.errors import ConfigError, RemoteError, RunFailed
 from dora.observe.facts import Down
 

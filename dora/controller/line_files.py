@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import msgspec
 
-from dora.controller.work import Loop
+from dora.controller.run_tasks import Loop
 from dora.core.state import State
 from dora.files import LineFile
 from dora.journal.run_folder import RunFolder

@@ -23,7 +23,7 @@ import structlog
 from dora.controller.in_flight import InFlight
 from dora.controller.inbox import Inbox
 from dora.controller.orders import Orders
-from dora.controller.work import Loop
+from dora.controller.run_tasks import Loop
 from dora.core import commands as cmd
 from dora.core import events as ev
 from dora.core.core import handle
@@ -94,7 +94,7 @@ class Controller:
         self._inbox = inbox
         self._in_flight = in_flight
         self._orders = orders
-        self._work = orders.work
+        self._tasks = orders.tasks
         self._journal = journal
         self._commits = commits
         self._trainer = trainer
@@ -117,8 +117,8 @@ class Controller:
     async def run(self, first: list[ev.Event]) -> Outcome:
         """Run until the core ends the run or it is interrupted; `first` are events from before the start."""
         try:
-            async with self._work.group:
-                committing = self._work.finishing(self._commits.run(), name="commits")
+            async with self._tasks.group:
+                committing = self._tasks.finishing(self._commits.run(), name="commits")
                 self._start_loops()
                 for event in first:
                     await self._apply(event)
@@ -142,7 +142,7 @@ class Controller:
     def _start_loops(self) -> None:
         for part in (*self._beside, self._trainer):
             for name, loop in part.loops():
-                self._work.background(loop, name=name)
+                self._tasks.background(loop, name=name)
 
     async def _consume(self) -> None:
         while self._outcome is None and self._error is None and not self._interrupted:
@@ -182,7 +182,7 @@ class Controller:
         await self._end_calls()
         if self._error is None:
             await self._save_checkpoint()
-        self._work.cancel()
+        self._tasks.cancel()
         while (event := self._inbox.take_now()) is not None:
             await self._apply(event)
 

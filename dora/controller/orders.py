@@ -18,8 +18,8 @@ from dora.controller.evaluations import Evaluations
 from dora.controller.fleet import Fleet
 from dora.controller.in_flight import InFlight
 from dora.controller.inbox import Inbox
+from dora.controller.run_tasks import RunTasks
 from dora.controller.trajectories import Trajectories
-from dora.controller.work import Work
 from dora.core import commands as cmd
 from dora.core.ids import VersionId
 from dora.journal.commits import Commits
@@ -46,7 +46,7 @@ class Orders:
     inbox: Inbox
     in_flight: InFlight
     commits: Commits
-    work: Work
+    tasks: RunTasks
     episodes: Episodes | NoEpisodes = field(default_factory=NoEpisodes)
     calls: set[asyncio.Task[None]] = field(default_factory=set)  #: of environments, under way
     _takes_work: bool = True
@@ -66,7 +66,7 @@ class Orders:
     def _begin(self, order: cmd.Command, *, after: int = 0) -> asyncio.Task[None] | None:
         if not self._takes_work:
             return None
-        return self.work.background(self._effect(order, after=after), name=type(order).__name__)
+        return self.tasks.background(self._effect(order, after=after), name=type(order).__name__)
 
     async def _effect(self, order: cmd.Command, *, after: int) -> None:
         await self.commits.durable(after)
@@ -105,7 +105,7 @@ class Orders:
             self.train(order, position=position)
 
     def _stop(self, order: cmd.StopRequest, position: int) -> None:
-        self.work.background(self.stop(order), name="stop-request")
+        self.tasks.background(self.stop(order), name="stop-request")
 
     def _condemn(self, order: cmd.CondemnInstance, position: int) -> None:
         self.fleet.condemn(order.instance, incarnation=order.incarnation, reason=order.reason)

@@ -13,8 +13,8 @@ import structlog
 
 from dora.controller.fleet import Fleet
 from dora.controller.inbox import Inbox
+from dora.controller.run_tasks import Loop
 from dora.controller.trajectories import Trajectories
-from dora.controller.work import Loop
 from dora.core import events as ev
 from dora.core.ids import InstanceId, TrajectoryId
 from dora.core.tables import Instance

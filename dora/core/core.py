@@ -13,21 +13,31 @@ from dora.core import events as ev
 from dora.core import on_calls, on_instances, on_requests, on_run, on_training
 from dora.core.commands import Command
 from dora.core.decide import settle
+from dora.core.excerpt import lines_of
 from dora.core.state import State
+from dora.errors import InvariantViolation
 
 
 def handle(state: State, event: ev.Event) -> list[Command]:
-    """Process one event and return the commands that it leads to, in order."""
+    """Process one event and return the commands that it leads to, in order.
+
+    InvariantViolation if it breaks an invariant; its excerpt is this event with the commands up to then.
+    """
     if isinstance(event, ev.ControllerRestarted) and (state.stalled or event.steps > state.settings.steps):
         state.finished = state.stalled = False
     if state.finished and not isinstance(event, ev.CheckpointSaved):  # the last checkpoint may be saved after the end
         return []
     out = state.out = []
     state.now = event.at
+    state.cause = kind = type(event)
     state.agenda.at_rest = False
-    HANDLERS[type(event)](state, event)
-    if not state.agenda.at_rest:
-        settle(state)
+    try:
+        HANDLERS[kind](state, event)
+        if not state.agenda.at_rest:
+            settle(state)
+    except InvariantViolation as err:
+        err.excerpt = tuple(lines_of(event, out))
+        raise
     return out
 
 

@@ -5,34 +5,45 @@ Invariant: a second call of `settle` at the same time changes nothing.
 
 from __future__ import annotations
 
+from typing import Final
+
 from dora.core.commands import FetchPrompts, FinishRun, ReleaseVersion
 from dora.core.dispatch import fill, start_evaluation, want_evaluation
 from dora.core.ids import GroupId, VersionId
 from dora.core.moves import dismiss
+from dora.core.phases import Decision
 from dora.core.repartition import consolidate, place
 from dora.core.state import State
 from dora.core.steps import close, feed_trainer, form
 
+_COMMIT: Final = Decision.COMMIT  # globals: see tables.py
+_DISPATCH: Final = Decision.DISPATCH
+_PLACE: Final = Decision.PLACE
+
 
 def settle(state: State) -> None:
-    """Make every decision that is due."""
+    """Make every decision that is due; `state.cause` is the one being made."""
     agenda = state.agenda
     while True:
         if agenda.form:
             agenda.form = False
+            state.cause = _COMMIT
             form(state)
         if agenda.feed:
             agenda.feed = False
             feed_trainer(state)
         start_evaluation(state)
         while agenda.versions or agenda.place:
+            state.cause = _DISPATCH
             while agenda.versions:
                 fill(state, agenda.versions.popitem()[0])
             if agenda.place:
                 agenda.place = False
+                state.cause = _PLACE
                 place(state)
         if agenda.repack and state.now >= agenda.repack_not_before:
             agenda.repack = False
+            state.cause = Decision.CONSOLIDATE
             consolidate(state)
             if state.agenda.place or state.agenda.versions:
                 continue  # `consolidate` moves calling trajectories at once
@@ -43,6 +54,7 @@ def settle(state: State) -> None:
                 state.given_away.pop(unneeded, None)
                 state.out.append(ReleaseVersion(unneeded))
         if state.leaving:
+            state.cause = Decision.DISMISS
             dismiss(state)
         if not state.fetching and len(state.prompts) < state.settings.groups_per_step:
             _fetch(state)

@@ -23,7 +23,7 @@ _GRADING: Final = TrajectoryPhase.GRADING
 def _remove(state: State, group: Group, *, outcome: str, reason: str) -> str:
     """Remove a group from U without training it; return its key in `Ledger.reasons`."""
     state.out.append(DropGroup(group.id, outcome, reason, group.rewards))
-    state.ledger.move(group, GroupPhase(outcome))
+    state.ledger.move(group, GroupPhase(outcome), state.cause)
     key = f"{outcome}: {reason}"
     state.ledger.reasons[key] = state.ledger.reasons.get(key, 0) + 1
     state.formation.drop(group.deadline)
@@ -91,7 +91,7 @@ def abandon_siblings(state: State, group: Group) -> None:
 
 def abandon(state: State, trajectory: Trajectory) -> None:
     """End a trajectory whose group is given up and which has no request in flight."""
-    trajectory.move(TrajectoryPhase.ABANDONED)
+    trajectory.move(TrajectoryPhase.ABANDONED, state.cause)
     del state.trajectories[trajectory.id]
 
 
@@ -135,7 +135,7 @@ def end_generation(state: State, group: Group, trajectory: Trajectory) -> None:
     """Note that a trajectory of a group is fully generated or will never be."""
     leave_unfinished(state, trajectory)
     if not group.unfinished:
-        state.ledger.move(group, GroupPhase.GRADING)
+        state.ledger.move(group, GroupPhase.GRADING, state.cause)
     elif group.waiting:
         state.entry(group.current).reprioritize(group)
 
@@ -153,6 +153,6 @@ def finish(state: State, trajectory: Trajectory) -> None:
 
 def grade(state: State, trajectory: Trajectory) -> None:
     """Order the grading of a trajectory; a new controller orders it again."""
-    trajectory.move(_GRADING)
+    trajectory.move(_GRADING, state.cause)
     trajectory.attempt += 1
     state.out.append(GradeTrajectory(trajectory.id, trajectory.attempt))

@@ -12,7 +12,7 @@ version s + 1. A group's id is the position of its prompt in the prompt stream. 
 
 from __future__ import annotations
 
-from typing import Final, Literal, NewType
+from typing import Final, Literal, NamedTuple, NewType
 
 InstanceId = NewType("InstanceId", int)
 GroupId = NewType("GroupId", int)
@@ -28,6 +28,17 @@ FOREIGN_VERSION: Final = VersionId(-1)
 
 #: The budget that ended an answer: of turns, of tokens, or of time. Empty: it ended by itself.
 Truncation = Literal["", "turns", "tokens", "time"]
+
+
+class Subject(NamedTuple):
+    """What a line of a log, an excerpt or an error is about."""
+
+    kind: str  #: "trajectory" | "group" | "instance" | "version" | "step" | "run"
+    id: int
+
+    def __str__(self) -> str:
+        """In words, steps count from 1."""
+        return f"{self.kind} {self.id + (self.kind == 'step')}"
 
 
 def trajectory_id(group: GroupId, sibling: int, *, group_size: int) -> TrajectoryId:

@@ -30,7 +30,7 @@ from dora.core.tables import Instance, Trajectory
 _CALLING: Final = TrajectoryPhase.CALLING
 
 #: Seconds between two evaluations of an instance's progress reports, which arrive more often.
-LOOK_PAUSE_S: Final = 10.0
+PROGRESS_CHECK_S: Final = 10.0
 
 
 def drain(state: State, instance: Instance) -> None:
@@ -38,9 +38,9 @@ def drain(state: State, instance: Instance) -> None:
     if instance.weights is not WeightsPhase.LOST:
         count_in_fleet(state, instance, sign=-1)
     if instance.weights is WeightsPhase.DRAINING:
-        instance.move(WeightsPhase.SERVING)
+        instance.move(WeightsPhase.SERVING, state.cause)
         state.num_draining -= 1
-    instance.change(Membership.DRAINED)
+    instance.change(Membership.DRAINED, state.cause)
     state.drained[instance.id] = instance
     state.vacant.pop(instance.id, None)
     entry = state.window.entries.get(instance.version) if instance.version is not None else None
@@ -51,7 +51,7 @@ def drain(state: State, instance: Instance) -> None:
 
 def recall(state: State, instance: Instance) -> None:
     """Let an instance take part again, with the version that it holds."""
-    instance.change(Membership.MEMBER)
+    instance.change(Membership.MEMBER, state.cause)
     del state.drained[instance.id]
     state.leaving.pop(instance.id, None)
     if instance.weights is WeightsPhase.LOST:
@@ -94,7 +94,7 @@ def relieve(state: State, instance: Instance) -> None:
 def vacate(state: State, instance: Instance) -> None:
     """Drain an instance of its evaluation samples; they keep their tokens and wait for another of its version."""
     if instance.weights is WeightsPhase.SERVING:
-        instance.move(WeightsPhase.DRAINING)
+        instance.move(WeightsPhase.DRAINING, state.cause)
         state.num_draining += 1
     elif instance.weights is not WeightsPhase.DRAINING:
         return
@@ -108,7 +108,7 @@ def vacate(state: State, instance: Instance) -> None:
 def undrain(state: State, instance: Instance) -> None:
     """Let a draining instance that no other version needs serve its own version again."""
     if instance.weights is WeightsPhase.DRAINING and instance.is_empty and instance.version is not None:
-        instance.move(WeightsPhase.SERVING)
+        instance.move(WeightsPhase.SERVING, state.cause)
         state.num_draining -= 1
         state.agenda.fill(instance.version)
         if instance.version in state.window.entries:
@@ -120,17 +120,17 @@ def dismiss(state: State) -> None:
     for instance in list(state.leaving.values()):
         if instance.is_empty and instance.pushing is None:
             del state.leaving[instance.id]
-            instance.change(Membership.DISMISSED)
+            instance.change(Membership.DISMISSED, state.cause)
             state.out.append(DismissInstance(instance.id))
 
 
-def look(state: State, instance: Instance) -> None:
+def check_progress(state: State, instance: Instance) -> None:
     """Process an instance's progress reports; condemn it if none of its residents got a token for too long.
 
     A resident that is calling expects no token.
     """
     now, watchdog_s = state.now, state.settings.watchdog_s
-    instance.look_at = now + min(LOOK_PAUSE_S, watchdog_s / 8)
+    instance.check_at = now + min(PROGRESS_CHECK_S, watchdog_s / 8)
     silent, silent_since, num_calling = [], now - SILENCE * watchdog_s, 0
     for id, trajectory in instance.residents.items():
         num_tokens = instance.reported.get(id, 0)

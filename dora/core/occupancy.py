@@ -33,7 +33,7 @@ def footprint_of(state: State, num_prompt_tokens: int, num_tokens: int) -> int:
 def begin(state: State, trajectory: Trajectory, instance: Instance, *, footprint: int) -> None:
     """Make a trajectory resident on an instance of its version, and order its request."""
     trajectory.attempt += 1
-    trajectory.move(_RESIDENT)
+    trajectory.move(_RESIDENT, state.cause)
     trajectory.seen_at = state.now
     if trajectory.left is not None:
         state.counters.migrations += trajectory.left != instance.id
@@ -141,7 +141,7 @@ def unreserve(state: State, trajectory: Trajectory) -> Instance | None:
 
 def wait(state: State, trajectory: Trajectory) -> None:
     """Queue a trajectory for a slot on an instance of its version."""
-    trajectory.move(_WAITING)
+    trajectory.move(_WAITING, state.cause)
     if trajectory.group is None:
         state.evaluation.waiting.append(trajectory)
     else:
@@ -153,7 +153,7 @@ def wait(state: State, trajectory: Trajectory) -> None:
 def stop(state: State, trajectory: Trajectory) -> None:
     """Stop a trajectory's request; another one will continue from its tokens."""
     assert trajectory.instance is not None
-    trajectory.move(_STOPPING)
+    trajectory.move(_STOPPING, state.cause)
     state.out.append(StopRequest(trajectory.id, trajectory.attempt, trajectory.instance.id))
 
 

@@ -74,7 +74,7 @@ def let_slots_go(state: State) -> None:
 
 
 def _call(state: State, trajectory: Trajectory) -> None:
-    trajectory.move(_CALLING)
+    trajectory.move(_CALLING, state.cause)
     trajectory.attempt += 1
     state.called_at = state.now
     state.out.append(CallEnvironment(trajectory.id, trajectory.attempt))
@@ -99,7 +99,7 @@ def on_call_finished(state: State, event: ev.CallFinished) -> None:
     elif event.ended:
         finish(state, trajectory)
         if event.graded:
-            trajectory.move(_GRADING)
+            trajectory.move(_GRADING, state.cause)
             graded(state, trajectory, 0.0)
         else:
             grade(state, trajectory)
@@ -130,7 +130,7 @@ def _environment_failed(state: State, trajectory: Trajectory, *, cause: str) -> 
     failed[cause] = failed.get(cause, 0) + 1
     if trajectory.group is not None:
         end_generation(state, trajectory.group, trajectory)
-    trajectory.move(_GRADING)
+    trajectory.move(_GRADING, state.cause)
     graded(state, trajectory, None)
 
 

@@ -37,7 +37,7 @@ def on_instance_up(state: State, event: ev.InstanceUp) -> None:
         state.counters.late_completions += 1
         return
     state.instances[instance.id] = instance
-    instance.move(WeightsPhase.BLANK)
+    instance.move(WeightsPhase.BLANK, state.cause)
     instance.incarnation = event.incarnation
     instance.slots = event.slots
     instance.kv_tokens = event.kv_tokens
@@ -85,7 +85,7 @@ def drop_instance(state: State, instance: Instance, num_tokens: dict[TrajectoryI
     if instance.pushing is not None:
         push_ended(state, instance)
     leave_serving(state, instance)
-    instance.move(WeightsPhase.LOST)
+    instance.move(WeightsPhase.LOST, state.cause)
     if instance.is_member:
         count_in_fleet(state, instance, sign=-1)
     instance.reported = {}
@@ -103,7 +103,7 @@ def on_progress_reported(state: State, event: ev.ProgressReported) -> None:
     if instance is None:
         return
     state.agenda.at_rest = True
-    instance.reported = event.num_tokens  # processed by `moves.look`
+    instance.reported = event.num_tokens  # processed by `moves.check_progress`
 
 
 def on_prefill_reported(state: State, event: ev.PrefillReported) -> None:
@@ -136,7 +136,7 @@ def on_instance_drain_requested(state: State, event: ev.InstanceDrainRequested) 
         if instance.is_member:
             drain(state, instance)
         if event.leave and instance.membership is Membership.DRAINED:
-            instance.change(Membership.LEAVING)
+            instance.change(Membership.LEAVING, state.cause)
             state.leaving[instance.id] = instance
 
 
@@ -164,7 +164,7 @@ def on_weight_push_finished(state: State, event: ev.WeightPushFinished) -> None:
     push_ended(state, instance)
     state.num_pushed += 1
     state.push_s += (state.now - instance.push_at - state.push_s) / state.num_pushed
-    instance.move(WeightsPhase.SERVING)
+    instance.move(WeightsPhase.SERVING, state.cause)
     instance.version = event.version
     instance.failures = 0
     instance.room_key = math.inf
@@ -181,7 +181,7 @@ def on_weight_push_failed(state: State, event: ev.WeightPushFailed) -> None:
         state.counters.late_completions += 1
         return
     push_ended(state, instance)
-    instance.move(WeightsPhase.QUARANTINED)
+    instance.move(WeightsPhase.QUARANTINED, state.cause)
     if instance.failures >= len(PUSH_BACKOFF_S):
         condemn(state, instance, f"{instance.failures + 1} pushes failed: {event.reason}")
         return

@@ -131,7 +131,7 @@ def _give_up(state: State, trajectory: Trajectory, reason: str) -> None:
     """Fail the group of a trajectory that cannot be generated; an evaluation sample counts as not graded."""
     group = trajectory.group
     if group is None:
-        trajectory.move(_GRADING)
+        trajectory.move(_GRADING, state.cause)
         graded(state, trajectory, None)
         return
     drop(state, group, outcome="failed", reason=f"generation: {reason}")
@@ -156,7 +156,7 @@ def graded(state: State, trajectory: Trajectory, reward: float | None) -> None:
 
     The sibling that is graded last decides what becomes of the group.
     """
-    trajectory.move(_GRADED)
+    trajectory.move(_GRADED, state.cause)
     trajectory.reward = reward if reward is None else sum(trajectory.turn_rewards, reward)
     del state.trajectories[trajectory.id]
     group = trajectory.group
@@ -174,7 +174,7 @@ def graded(state: State, trajectory: Trajectory, reward: float | None) -> None:
         outcome, reason = verdict
         drop(state, group, outcome=outcome, reason=reason)
         return
-    state.ledger.move(group, GroupPhase.COMPLETE)
+    state.ledger.move(group, GroupPhase.COMPLETE, state.cause)
     state.complete.setdefault(group.deadline, deque()).append(group)
     state.agenda.form = True
 

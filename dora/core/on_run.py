@@ -8,7 +8,7 @@ import msgspec
 
 from dora.core import events as ev
 from dora.core.endings import grade
-from dora.core.moves import evacuate, look, recall
+from dora.core.moves import check_progress, evacuate, recall
 from dora.core.occupancy import take_count
 from dora.core.on_calls import let_slots_go, restart_call
 from dora.core.on_instances import drop_instance
@@ -22,8 +22,8 @@ def on_ticked(state: State, event: ev.Ticked) -> None:
     state.agenda.repack = True
     state.agenda.place = True
     for instance in state.instances.values():
-        if state.now >= instance.look_at and instance.pushing is None:
-            look(state, instance)
+        if state.now >= instance.check_at and instance.pushing is None:
+            check_progress(state, instance)
     let_slots_go(state)
     for instance in state.drained.values():
         evacuate(state, instance)

@@ -54,7 +54,7 @@ def make_room(state: State, *, needs: list[VersionId], newest: VersionId | None)
         state.yielding = takers[0]
     held = state.yielding
     if held is not None and held.weights is WeightsPhase.SERVING and any(i is not held for i in takers):
-        held.move(WeightsPhase.DRAINING)  # queued and returning trajectories have another instance
+        held.move(WeightsPhase.DRAINING, state.cause)  # queued and returning trajectories have another instance
         state.num_draining += 1
 
 
@@ -73,7 +73,7 @@ def _stop_yielding(state: State, instance: Instance) -> None:
     """Let an instance admit again, unless it is empty or has left its version."""
     state.yielding = None
     if instance.weights is WeightsPhase.DRAINING and instance.is_member and not instance.is_empty:
-        instance.move(WeightsPhase.SERVING)
+        instance.move(WeightsPhase.SERVING, state.cause)
         state.num_draining -= 1
         freed(state, instance)
     elif instance.version is not None:

@@ -1,4 +1,7 @@
-"""Phases and their permitted transitions, drawn in docs/STATES.md. Any other transition is a bug and raises."""
+"""Phases, their permitted changes, and the causes of each change, drawn in docs/STATES.md.
+
+Invariant: a change is made only if its table lists it together with its cause; any other change is a bug and raises.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,18 @@ import enum
 from collections.abc import Mapping, Set
 from typing import Final, TypeVar
 
+from dora.core import events as ev
+from dora.core.ids import Subject
+from dora.errors import InvariantViolation
 
-class GroupPhase(enum.Enum):
+
+class Phase(enum.Enum):
+    """A phase, hashed by identity: the hash of Enum is a Python function, and every change looks phases up."""
+
+    __hash__ = object.__hash__
+
+
+class GroupPhase(Phase):
     """Phase of a prompt group."""
 
     GENERATING = "generating"  #: at least one sibling is unfinished
@@ -20,7 +33,7 @@ class GroupPhase(enum.Enum):
     DISCARDED = "discarded"  #: over-sampled: its step was full before it was complete
 
 
-class TrajectoryPhase(enum.Enum):
+class TrajectoryPhase(Phase):
     """Phase of a trajectory."""
 
     WAITING = "waiting"  #: queued for a slot on an instance of its version
@@ -32,7 +45,7 @@ class TrajectoryPhase(enum.Enum):
     ABANDONED = "abandoned"  #: its group failed or was discarded
 
 
-class WeightsPhase(enum.Enum):
+class WeightsPhase(Phase):
     """Phase of an instance's weights."""
 
     BLANK = "blank"  #: up, holds no version of this run
@@ -44,7 +57,7 @@ class WeightsPhase(enum.Enum):
     LOST = "lost"  #: down, or not up yet
 
 
-class Membership(enum.Enum):
+class Membership(Phase):
     """An instance's part in the run; a lost instance keeps it."""
 
     MEMBER = "member"  #: gets weights and work
@@ -53,49 +66,172 @@ class Membership(enum.Enum):
     DISMISSED = "dismissed"  #: its dismissal is ordered
 
 
-Phase = TypeVar("Phase", bound=enum.Enum)
-Table = Mapping[Phase, Set[Phase]]
+class Decision(enum.StrEnum):
+    """A decision of `decide.settle` that changes phases. One event may make several of them due."""
+
+    COMMIT = "commit"  #: complete groups are committed, and a full step is closed: CommitGroup, CloseStep
+    DISPATCH = "dispatch"  #: free slots of a version are filled: Generate
+    PLACE = "place"  #: instances are given another version: PushWeights
+    CONSOLIDATE = "consolidate"  #: an old version is packed onto fewer instances: StopRequest
+    DISMISS = "dismiss"  #: empty instances leave the run: DismissInstance
+
+
+#: What makes a change: an event, if its handler makes the change at once, or a decision after the handler.
+Cause = type[ev.Event] | Decision
+P = TypeVar("P", bound=Phase)
+#: Phase -> the phases that may follow -> the causes.
+Table = Mapping[P, Mapping[P, Set[Cause]]]
+
+#: The instance is lost, or treated as lost: it left the run, or a new controller does not know its state.
+_LOST: Final[Set[Cause]] = {ev.InstanceLost, ev.InstanceRemoved, ev.ControllerRestarted}
+#: A call has ended the episode, or a new controller cannot replay its environment.
+_EPISODE_ENDED: Final[Set[Cause]] = {ev.CallFinished, ev.ControllerRestarted}
+#: A trajectory gets its reward, or none because its environment failed.
+_GRADED: Final = {ev.TrajectoryGraded, *_EPISODE_ENDED}
 
 GROUP: Final[Table[GroupPhase]] = {
-    GroupPhase.GENERATING: {GroupPhase.GRADING, GroupPhase.FAILED, GroupPhase.DISCARDED},
-    GroupPhase.GRADING: {GroupPhase.COMPLETE, GroupPhase.FILTERED, GroupPhase.FAILED, GroupPhase.DISCARDED},
-    GroupPhase.COMPLETE: {GroupPhase.COMMITTED, GroupPhase.DISCARDED},
-    GroupPhase.COMMITTED: {GroupPhase.TRAINED},
-    GroupPhase.TRAINED: set(),
-    GroupPhase.FILTERED: set(),
-    GroupPhase.FAILED: set(),
-    GroupPhase.DISCARDED: set(),
+    GroupPhase.GENERATING: {
+        GroupPhase.GRADING: {ev.GenerationFinished, *_EPISODE_ENDED},
+        GroupPhase.FAILED: {ev.GenerationFailed},
+        GroupPhase.DISCARDED: {Decision.COMMIT},
+    },
+    GroupPhase.GRADING: {
+        GroupPhase.COMPLETE: _GRADED,
+        GroupPhase.FILTERED: _GRADED,
+        GroupPhase.FAILED: _GRADED,
+        GroupPhase.DISCARDED: {Decision.COMMIT},
+    },
+    GroupPhase.COMPLETE: {
+        GroupPhase.COMMITTED: {Decision.COMMIT},
+        GroupPhase.DISCARDED: {Decision.COMMIT},
+    },
+    GroupPhase.COMMITTED: {
+        GroupPhase.TRAINED: {ev.StepTrained, ev.TrainerReady},  # a StepTrained may be lost with an earlier controller
+    },
+    GroupPhase.TRAINED: {},
+    GroupPhase.FILTERED: {},
+    GroupPhase.FAILED: {},
+    GroupPhase.DISCARDED: {},
 }
-
-#: What may follow the end of a request.
-_ENDED: Final = {TrajectoryPhase.WAITING, TrajectoryPhase.GRADING, TrajectoryPhase.ABANDONED}
 
 TRAJECTORY: Final[Table[TrajectoryPhase]] = {
-    TrajectoryPhase.WAITING: {TrajectoryPhase.RESIDENT, TrajectoryPhase.ABANDONED},
-    TrajectoryPhase.RESIDENT: {TrajectoryPhase.STOPPING, TrajectoryPhase.CALLING, *_ENDED},
-    TrajectoryPhase.STOPPING: {TrajectoryPhase.RESIDENT, TrajectoryPhase.CALLING, *_ENDED},
-    TrajectoryPhase.CALLING: {TrajectoryPhase.CALLING, TrajectoryPhase.RESIDENT, *_ENDED},  # calling again: a replay
-    TrajectoryPhase.GRADING: {TrajectoryPhase.GRADING, TrajectoryPhase.GRADED},  # a new controller grades again
-    TrajectoryPhase.GRADED: set(),
-    TrajectoryPhase.ABANDONED: set(),
+    TrajectoryPhase.WAITING: {
+        TrajectoryPhase.RESIDENT: {Decision.DISPATCH},
+        TrajectoryPhase.ABANDONED: {ev.GenerationFailed, Decision.COMMIT},
+    },
+    TrajectoryPhase.RESIDENT: {
+        TrajectoryPhase.WAITING: {ev.GenerationStopped, ev.GenerationFailed, *_LOST},
+        TrajectoryPhase.STOPPING: {
+            ev.KvPressureReported,
+            ev.InstanceDrainRequested,
+            ev.Ticked,  # its request gets no tokens, or there is room for it beside a drained instance
+            ev.GenerationFailed,  # of a sibling
+            ev.WeightPushFinished,  # with another version than ordered, like a failure
+            ev.WeightPushFailed,
+            Decision.COMMIT,
+            Decision.PLACE,
+            Decision.CONSOLIDATE,
+        },
+        TrajectoryPhase.CALLING: {ev.CallStarted},
+        TrajectoryPhase.GRADING: {ev.GenerationFinished, ev.GenerationFailed},  # failed: an evaluation sample
+        TrajectoryPhase.ABANDONED: {ev.GenerationFailed},
+    },
+    TrajectoryPhase.STOPPING: {
+        TrajectoryPhase.WAITING: {ev.GenerationStopped, ev.GenerationFailed, *_LOST},
+        TrajectoryPhase.RESIDENT: {ev.GenerationStopped},
+        TrajectoryPhase.CALLING: {ev.CallStarted},
+        TrajectoryPhase.GRADING: {ev.GenerationFinished, ev.GenerationFailed},
+        TrajectoryPhase.ABANDONED: {
+            ev.GenerationFinished,
+            ev.GenerationStopped,
+            ev.GenerationFailed,
+            ev.CallStarted,
+            *_LOST,
+        },
+    },
+    TrajectoryPhase.CALLING: {
+        TrajectoryPhase.WAITING: {ev.CallFinished},
+        TrajectoryPhase.RESIDENT: {ev.CallFinished},
+        TrajectoryPhase.CALLING: {ev.ControllerRestarted},  # again: a replay
+        TrajectoryPhase.GRADING: _EPISODE_ENDED,
+        TrajectoryPhase.ABANDONED: _EPISODE_ENDED,
+    },
+    TrajectoryPhase.GRADING: {
+        TrajectoryPhase.GRADING: {ev.ControllerRestarted},  # a new controller grades again
+        TrajectoryPhase.GRADED: {*_GRADED, ev.GenerationFailed},  # without a reward: an evaluation sample
+    },
+    TrajectoryPhase.GRADED: {},
+    TrajectoryPhase.ABANDONED: {},
 }
 
+#: The push failed, or the server reads back another version than ordered.
+_PUSH_FAILED: Final[Set[Cause]] = {ev.WeightPushFailed, ev.WeightPushFinished}
+
 WEIGHTS: Final[Table[WeightsPhase]] = {
-    WeightsPhase.BLANK: {WeightsPhase.LOADING, WeightsPhase.LOST},
-    WeightsPhase.LOADING: {WeightsPhase.SERVING, WeightsPhase.QUARANTINED, WeightsPhase.LOST},
-    WeightsPhase.SERVING: {WeightsPhase.DRAINING, WeightsPhase.UPDATING, WeightsPhase.LOST},
-    WeightsPhase.DRAINING: {WeightsPhase.SERVING, WeightsPhase.UPDATING, WeightsPhase.LOST},
-    WeightsPhase.UPDATING: {WeightsPhase.SERVING, WeightsPhase.QUARANTINED, WeightsPhase.LOST},
-    WeightsPhase.QUARANTINED: {WeightsPhase.UPDATING, WeightsPhase.LOST},
-    WeightsPhase.LOST: {WeightsPhase.BLANK},
+    WeightsPhase.BLANK: {
+        WeightsPhase.LOADING: {Decision.PLACE},
+        WeightsPhase.LOST: _LOST,
+    },
+    WeightsPhase.LOADING: {
+        WeightsPhase.SERVING: {ev.WeightPushFinished},
+        WeightsPhase.QUARANTINED: _PUSH_FAILED,
+        WeightsPhase.LOST: _LOST,
+    },
+    WeightsPhase.SERVING: {
+        WeightsPhase.DRAINING: {Decision.PLACE, Decision.CONSOLIDATE},
+        WeightsPhase.UPDATING: {Decision.PLACE},
+        WeightsPhase.LOST: _LOST,
+    },
+    WeightsPhase.DRAINING: {
+        WeightsPhase.SERVING: {ev.InstanceDrainRequested, Decision.PLACE},  # a request: see Membership.DRAINED
+        WeightsPhase.UPDATING: {Decision.PLACE},
+        WeightsPhase.LOST: _LOST,
+    },
+    WeightsPhase.UPDATING: {
+        WeightsPhase.SERVING: {ev.WeightPushFinished},
+        WeightsPhase.QUARANTINED: _PUSH_FAILED,
+        WeightsPhase.LOST: _LOST,
+    },
+    WeightsPhase.QUARANTINED: {
+        WeightsPhase.UPDATING: {Decision.PLACE},
+        WeightsPhase.LOST: _LOST,
+    },
+    WeightsPhase.LOST: {
+        WeightsPhase.BLANK: {ev.InstanceUp},
+    },
 }
 
 MEMBERSHIP: Final[Table[Membership]] = {
-    Membership.MEMBER: {Membership.DRAINED},
-    Membership.DRAINED: {Membership.MEMBER, Membership.LEAVING},
-    Membership.LEAVING: {Membership.MEMBER, Membership.DISMISSED},
-    Membership.DISMISSED: {Membership.MEMBER},  # by a new controller, which forgets drain requests
+    Membership.MEMBER: {
+        Membership.DRAINED: {ev.InstanceDrainRequested},
+    },
+    Membership.DRAINED: {
+        Membership.MEMBER: {ev.InstanceRecalled, ev.ControllerRestarted},  # a new controller forgets drain requests
+        Membership.LEAVING: {ev.InstanceDrainRequested},
+    },
+    Membership.LEAVING: {
+        Membership.MEMBER: {ev.InstanceRecalled, ev.ControllerRestarted},
+        Membership.DISMISSED: {Decision.DISMISS},
+    },
+    Membership.DISMISSED: {
+        Membership.MEMBER: {ev.ControllerRestarted},
+    },
 }
+
+
+class ImpossibleChange(InvariantViolation):
+    """A change of phases that its table does not list with its cause."""
+
+    def __init__(self, subject: Subject, before: Phase, after: Phase, cause: Cause, known: object) -> None:
+        """`known`: what the core knows about the subject."""
+        super().__init__(f"{subject}: {before.value} --> {after.value} by {name_of(cause)} is impossible ({known})")
+        self.subject = subject
+
+
+def name_of(cause: Cause) -> str:
+    """Return the name of a cause: `TrajectoryGraded`, or `dispatch`."""
+    return cause.value if isinstance(cause, Decision) else cause.__name__
+
 
 #: The group has left the ledger, but siblings may still be generating or being graded.
 GIVEN_UP: Final = frozenset({GroupPhase.FAILED, GroupPhase.DISCARDED})

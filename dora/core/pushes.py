@@ -22,7 +22,8 @@ def push(state: State, instance: Instance, version: VersionId) -> None:
     """Order a push; until it is confirmed the instance serves no version."""
     state.vacant.pop(instance.id, None)
     leave_serving(state, instance)
-    instance.move(WeightsPhase.LOADING if instance.weights is WeightsPhase.BLANK else WeightsPhase.UPDATING)
+    is_first = instance.weights is WeightsPhase.BLANK
+    instance.move(WeightsPhase.LOADING if is_first else WeightsPhase.UPDATING, state.cause)
     instance.pushing = version
     instance.attempt += 1
     instance.push_at = state.now

@@ -184,7 +184,7 @@ def _pack(state: State, entry: Version) -> bool:
     )
     if plan is None:
         return False
-    source.move(WeightsPhase.DRAINING)
+    source.move(WeightsPhase.DRAINING, state.cause)
     state.num_draining += 1
     for trajectory, target in plan:
         if trajectory.phase is TrajectoryPhase.RESIDENT:

@@ -13,8 +13,10 @@ from typing import Final
 from dora.core.agenda import Agenda
 from dora.core.commands import Command, FailRun
 from dora.core.evaluation import Evaluation
+from dora.core.events import Event
 from dora.core.feasibility import Formation, formation_of
 from dora.core.ids import GroupId, InstanceId, TrajectoryId, VersionId
+from dora.core.phases import Cause
 from dora.core.strategies import Settings
 from dora.core.tables import Group, Instance, Ledger, Trajectory
 from dora.core.training import Feed
@@ -111,6 +113,7 @@ class State:
     stalled: bool = False  #: FailRun was ordered for lack of progress; a new controller may continue
 
     # -- output
+    cause: Cause = Event  #: of the present changes of phases: the event being handled, or the decision being made
     agenda: Agenda = field(default_factory=Agenda)
     out: list[Command] = field(default_factory=list)  #: commands for the current event
 

@@ -55,7 +55,7 @@ def _commit(state: State, group: Group) -> None:
         staleness += [0] * (step - group.version + 1 - len(staleness))
         staleness[step - group.version] += 1
     state.formation.commit(group.deadline)
-    state.ledger.move(group, GroupPhase.COMMITTED)
+    state.ledger.move(group, GroupPhase.COMMITTED, state.cause)
     group.step = step
     state.feed.commit(group, step=step)
     state.agenda.feed = True
@@ -91,7 +91,7 @@ def step_trained(state: State, step: StepId) -> None:
     state.feed.trained = StepId(step + 1)
     groups = state.feed.groups(step)
     for group in groups:
-        state.ledger.move(group, GroupPhase.TRAINED)
+        state.ledger.move(group, GroupPhase.TRAINED, state.cause)
         state.entry(group.current).groups -= 1
     state.out.append(ForgetGroups(tuple(g.id for g in groups)))
     _adapt_window(state)

@@ -11,13 +11,15 @@ import math
 from dataclasses import KW_ONLY, InitVar, dataclass, field
 from typing import Final
 
-from dora.core.ids import GroupId, InstanceId, StepId, TrajectoryId, Truncation, VersionId
+from dora.core.ids import GroupId, InstanceId, StepId, Subject, TrajectoryId, Truncation, VersionId
 from dora.core.phases import (
     GROUP,
     MEMBERSHIP,
     TRAJECTORY,
     WEIGHTS,
+    Cause,
     GroupPhase,
+    ImpossibleChange,
     Membership,
     TrajectoryPhase,
     WeightsPhase,
@@ -53,11 +55,16 @@ class Trajectory:
     repeated: int = 0  #: tokens that the trainer computes again because the conversation forked
     is_mixed: bool = False  #: a span has another version than its group's tag (C1)
 
-    def move(self, phase: TrajectoryPhase) -> None:
-        """Change the phase; ValueError if `phases.TRAJECTORY` does not allow it."""
-        if phase not in TRAJECTORY[self.phase]:
-            raise ValueError(f"trajectory {self.id}: {self.phase.value} -> {phase.value}")
+    def move(self, phase: TrajectoryPhase, cause: Cause) -> None:
+        """Change the phase; ImpossibleChange unless `phases.TRAJECTORY` lists the change with its cause."""
+        if cause not in TRAJECTORY[self.phase].get(phase, ()):
+            raise ImpossibleChange(Subject("trajectory", self.id), self.phase, phase, cause, self)
         self.phase = phase
+
+    def __str__(self) -> str:
+        where = f", on instance {self.instance.id}" if self.instance is not None else ""
+        group = f"group {self.group.id}, " if self.group is not None else ""
+        return f"{group}version {self.version}, {self.num_tokens} tokens, attempt {self.attempt}{where}"
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -87,6 +94,10 @@ class Group:
             Trajectory(TrajectoryId(t), group=self, version=self.version, num_prompt_tokens=self.num_prompt_tokens)
             for t in range(self.id * group_size, (self.id + 1) * group_size)
         ]
+
+    def __str__(self) -> str:
+        left = f"{self.unfinished} siblings unfinished, {self.ungraded} ungraded"
+        return f"version {self.version}, deadline {self.deadline}, {left}"
 
     def let_go(self) -> None:
         """Drop the siblings. This breaks the reference cycle, so that no garbage collection is needed."""
@@ -121,22 +132,27 @@ class Instance:
     kv_load: int = 0  #: sum of footprints of residents and reserved
     room_key: float = math.inf  #: its key in the version's heap of rooms, never above its load; inf: not in it
     reported: dict[TrajectoryId, int] = field(default_factory=dict)  #: residents' token counts, as last reported
-    look_at: float = 0.0  #: when `reported` is processed next
+    check_at: float = 0.0  #: when `reported` is processed next
     progress_at: float = 0.0  #: when any of the counts was last seen to grow, or the first request began
     pressed: bool = False  #: KV nearly full: no new work
     condemned: bool = False  #: a CondemnInstance is in flight
 
-    def move(self, phase: WeightsPhase) -> None:
-        """Change the phase of the weights; ValueError if `phases.WEIGHTS` does not allow it."""
-        if phase not in WEIGHTS[self.weights]:
-            raise ValueError(f"instance {self.id}: {self.weights.value} -> {phase.value}")
+    def move(self, phase: WeightsPhase, cause: Cause) -> None:
+        """Change the phase of the weights; ImpossibleChange unless `phases.WEIGHTS` lists the change with its cause."""
+        if cause not in WEIGHTS[self.weights].get(phase, ()):
+            raise ImpossibleChange(Subject("instance", self.id), self.weights, phase, cause, self)
         self.weights = phase
 
-    def change(self, membership: Membership) -> None:
-        """Change the membership; ValueError if `phases.MEMBERSHIP` does not allow it."""
-        if membership not in MEMBERSHIP[self.membership]:
-            raise ValueError(f"instance {self.id}: {self.membership.value} -> {membership.value}")
+    def change(self, membership: Membership, cause: Cause) -> None:
+        """Change the membership; ImpossibleChange unless `phases.MEMBERSHIP` lists the change with its cause."""
+        if cause not in MEMBERSHIP[self.membership].get(membership, ()):
+            raise ImpossibleChange(Subject("instance", self.id), self.membership, membership, cause, self)
         self.membership = membership
+
+    def __str__(self) -> str:
+        holds = f"version {self.version}" if self.pushing is None else f"push {self.attempt} of {self.pushing}"
+        phases = f"incarnation {self.incarnation}, {self.membership.value}, {self.weights.value}"
+        return f"{phases}, {holds}, {len(self.residents)} residents, {len(self.reserved)} moving here"
 
     @property
     def is_empty(self) -> bool:
@@ -218,10 +234,10 @@ class Ledger:
         self.admitted += 1
         self.counts[GroupPhase.GENERATING] += 1
 
-    def move(self, group: Group, phase: GroupPhase) -> None:
-        """Change a group's phase; ValueError if `phases.GROUP` does not allow it."""
-        if phase not in GROUP[group.phase]:
-            raise ValueError(f"group {group.id}: {group.phase.value} -> {phase.value}")
+    def move(self, group: Group, phase: GroupPhase, cause: Cause) -> None:
+        """Change a group's phase; ImpossibleChange unless `phases.GROUP` lists the change with its cause."""
+        if cause not in GROUP[group.phase].get(phase, ()):
+            raise ImpossibleChange(Subject("group", group.id), group.phase, phase, cause, group)
         self.counts[group.phase] -= 1
         self.counts[phase] += 1
         group.phase = phase

@@ -7,20 +7,22 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from datetime import UTC, datetime
 
 import msgspec
 from aiohttp import web
 
 from dora.embedded import receiver, updates
+from dora.embedded.bodies import error_body, read_body
 from dora.embedded.dialect import Dialect
-from dora.embedded.engine import ENGINE, Handler, error_body, read_body
+from dora.embedded.engine_state import ENGINE
 from dora.embedded.generation import Generation, SamplingParams
 from dora.embedded.scheduler import Scheduler
 from dora.engine.sglang import protocol
 
 HEALTH_LIMIT_S = 20.0
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 PAUSE_MODES = ("abort", "retract", "in_place")
 
 

@@ -13,7 +13,8 @@ import msgspec
 from aiohttp import web
 
 from dora.embedded.answers import CallAnswer, event
-from dora.embedded.engine import ENGINE, Engine, error_body
+from dora.embedded.bodies import error_body
+from dora.embedded.engine_state import ENGINE, EngineState
 from dora.embedded.requests import BadBody, BadValue, GenerateCall, RefusedCall, UnknownSamplingKey, parse
 from dora.embedded.text import Text
 from dora.engine.sglang import protocol
@@ -36,7 +37,7 @@ async def generate(request: web.Request) -> web.StreamResponse:
 
 
 async def _run(
-    request: web.Request, engine: Engine, call: GenerateCall, opened: web.StreamResponse | None
+    request: web.Request, engine: EngineState, call: GenerateCall, opened: web.StreamResponse | None
 ) -> web.StreamResponse:
     generation, batcher = call.generation, engine.batcher
     if generation.rid in batcher.live:
@@ -76,7 +77,7 @@ async def _open(request: web.Request) -> web.StreamResponse:
 
 
 async def _stream(
-    request: web.Request, engine: Engine, answer: CallAnswer, opened: web.StreamResponse | None
+    request: web.Request, engine: EngineState, answer: CallAnswer, opened: web.StreamResponse | None
 ) -> web.StreamResponse:
     """Send chunks as they are published. If the answer is complete before its headers are due, all is one write."""
     generation = answer.generation

@@ -17,7 +17,8 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from dora.embedded.engine import ENGINE, Engine, die, outcome, read_body
+from dora.embedded.bodies import outcome, read_body
+from dora.embedded.engine_state import ENGINE, EngineState, die
 from dora.embedded.updates import finish_update, outside_gate
 from dora.errors import ConfigError
 
@@ -105,7 +106,7 @@ _PARALLELISM = {
 }
 
 
-async def _on_thread(engine: Engine, act: Callable[[], object]) -> str | None:
+async def _on_thread(engine: EngineState, act: Callable[[], object]) -> str | None:
     """Run `act` between steps on the decoder thread; return its error message, or None."""
     try:
         failure = await engine.batcher.between_steps(act, on_thread=True)
@@ -127,7 +128,7 @@ def _join(body: _Join) -> Any:
     return ProcessGroupGloo(store, body.rank_offset, body.world_size, default_pg_timeout)
 
 
-def _receive(engine: Engine, body: _Receive) -> str | None:
+def _receive(engine: EngineState, body: _Receive) -> str | None:
     """Receive one bucket between steps; the last one also flushes and relabels."""
     import torch
     from torch._C._distributed_c10d import BroadcastOptions

@@ -22,8 +22,9 @@ from aiohttp import web
 
 from dora.embedded import control
 from dora.embedded.batcher import Batcher, Decoder
+from dora.embedded.bodies import error_body
 from dora.embedded.dialect import DEFAULT_DIALECT, dialect_of
-from dora.embedded.engine import ENGINE, Engine, Handler, error_body
+from dora.embedded.engine_state import ENGINE, EngineState
 from dora.embedded.gate import Gate
 from dora.embedded.generate import generate
 from dora.embedded.requests import RequestLimits
@@ -92,7 +93,7 @@ def _tokenizer(folder: Path) -> TextCodec:
 
 def running(
     options: ServeOptions, decoder: Decoder, tokenizer: TextCodec | None
-) -> AbstractAsyncContextManager[tuple[Engine, str, asyncio.Task[None]]]:
+) -> AbstractAsyncContextManager[tuple[EngineState, str, asyncio.Task[None]]]:
     """Return `listening` for a model."""
     batcher = Batcher(
         decoder,
@@ -107,7 +108,7 @@ def running(
 @asynccontextmanager
 async def listening(
     options: ServeOptions, batcher: Scheduler, tokenizer: TextCodec | None
-) -> AsyncIterator[tuple[Engine, str, asyncio.Task[None]]]:
+) -> AsyncIterator[tuple[EngineState, str, asyncio.Task[None]]]:
     """A listening engine: its shared state, its URL, and its batcher's task, which ends only with an error."""
     engine = _engine(options, batcher, tokenizer)
     runner = web.AppRunner(
@@ -147,7 +148,7 @@ async def serve(options: ServeOptions, decoder: Decoder, tokenizer: TextCodec | 
         await engine.batcher.emptied(timeout_s=DRAIN_LIMIT_S)
 
 
-def _engine(options: ServeOptions, batcher: Scheduler, tokenizer: TextCodec | None) -> Engine:
+def _engine(options: ServeOptions, batcher: Scheduler, tokenizer: TextCodec | None) -> EngineState:
     drawn = itertools.count()
     limits = RequestLimits(
         context_tokens=batcher.model.context_tokens,
@@ -173,7 +174,7 @@ def _engine(options: ServeOptions, batcher: Scheduler, tokenizer: TextCodec | No
         "max_total_tokens": options.kv_tokens,
         "incremental_streaming_output": options.incremental_streaming_output,
     }
-    return Engine(
+    return EngineState(
         batcher=batcher,
         gate=Gate(),
         limits=limits,
@@ -185,7 +186,7 @@ def _engine(options: ServeOptions, batcher: Scheduler, tokenizer: TextCodec | No
     )
 
 
-def build_app(engine: Engine) -> web.Application:
+def build_app(engine: EngineState) -> web.Application:
     # GET /flush_cache changes something, so reads are guarded too.
     guarded = guard(name=engine.arguments["host"], open_reads=False, refuse=_refuse)
     app = web.Application(middlewares=[_errors, guarded, _authorized], client_max_size=MAX_BODY_BYTES)
@@ -197,7 +198,7 @@ def build_app(engine: Engine) -> web.Application:
 
 
 @web.middleware
-async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+async def _errors(request: web.Request, handler: control.Handler) -> web.StreamResponse:
     """Give aiohttp's own errors SGLang's shapes."""
     try:
         return await handler(request)
@@ -210,7 +211,7 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
 
 
 @web.middleware
-async def _authorized(request: web.Request, handler: Handler) -> web.StreamResponse:
+async def _authorized(request: web.Request, handler: control.Handler) -> web.StreamResponse:
     key = request.app[ENGINE].api_key
     if key is not None and request.path not in OPEN_PATHS and not knows(key, request.headers):
         return web.json_response({"error": "Unauthorized"}, status=401)
@@ -221,7 +222,7 @@ def _refuse(status: int, message: str) -> web.Response:
     return web.json_response(error_body(message, status=status), status=status)
 
 
-def _on_signals(engine: Engine, stopping: asyncio.Event) -> None:
+def _on_signals(engine: EngineState, stopping: asyncio.Event) -> None:
     def stop() -> None:
         if engine.draining:
             os._exit(1)  # second signal

@@ -12,7 +12,8 @@ from pathlib import Path
 import msgspec
 from aiohttp import web
 
-from dora.embedded.engine import ENGINE, Engine, die, error_body, outcome, read_body
+from dora.embedded.bodies import error_body, outcome, read_body
+from dora.embedded.engine_state import ENGINE, EngineState, die
 from dora.errors import ConfigError
 
 UNFLUSHED = (
@@ -50,7 +51,7 @@ async def update_weights_from_disk(request: web.Request) -> web.Response:
     return outcome(message, success=True, num_paused_requests=0)
 
 
-def _load(engine: Engine, body: _Update) -> str | None:
+def _load(engine: EngineState, body: _Update) -> str | None:
     """Load weights, between steps on the decoder thread. Returns an error message if nothing was changed; ends the
     process if the load failed midway."""
     batcher, begun = engine.batcher, time.perf_counter()
@@ -67,7 +68,7 @@ def _load(engine: Engine, body: _Update) -> str | None:
     return failure
 
 
-def finish_update(engine: Engine, *, label: str | None, flush: bool) -> str | None:
+def finish_update(engine: EngineState, *, label: str | None, flush: bool) -> str | None:
     """Flush and relabel after the weights were replaced, between steps. If the flush fails, returns an error message or
     ends the process, depending on the dialect."""
     flushed = not flush or engine.batcher.flush(over_queue=engine.dialect.flushes_over_queue)
@@ -101,7 +102,7 @@ async def end_weight_update(request: web.Request) -> web.Response:
     return outcome("Success", success=True)
 
 
-def outside_gate(engine: Engine, call: str) -> web.Response | None:
+def outside_gate(engine: EngineState, call: str) -> web.Response | None:
     """The refusal of `call` if the dialect requires it between begin_ and end_weight_update and it is not."""
     if engine.updating or not engine.dialect.has_update_gate:
         return None

@@ -16,9 +16,9 @@ from typing import Final
 
 from msgspec import structs
 
+from dora.core.excerpt import RUN, Entry, excerpt
 from dora.core.ids import TrajectoryId
 from dora.core.invariants import check
-from dora.core.story import RUN, Entry, story
 from dora.core.strategies import Settings
 from dora.errors import InvariantViolation, ProtocolError
 from dora.journal import audit_calls, audit_fleet, audit_ledger, audit_lineage
@@ -27,12 +27,12 @@ from dora.journal.audit_tables import OUTCOMES, AuditTables, Finding
 from dora.journal.codec import Epoch
 from dora.journal.frames import JournalError
 from dora.journal.reader import Journal
-from dora.journal.replay import STORY_LINES, replay
+from dora.journal.replay import EXCERPT_LINES, replay
 from dora.journal.run_folder import RunFolder
 from dora.journal.tokens import read_tokens
 
-#: Maximum number of violations with a story; each story takes another pass over the journal.
-MAX_STORIES: Final = 10
+#: Maximum number of violations with an excerpt; each excerpt takes another pass over the journal.
+MAX_EXCERPTS: Final = 10
 
 #: Beginning of the change of a setting that only alters how a trainer rounds.
 _PASSES: Final = "trainer.micro_batch_tokens: "
@@ -177,12 +177,12 @@ def _compare_tokens(tables: AuditTables, stored: Mapping[TrajectoryId, int]) -> 
 
 
 def _violations(findings: Iterable[Finding], entries: Iterable[Entry], *, group_size: int) -> Iterator[Violation]:
-    """Yield the findings as violations, in the order of their events; only the first ones have a story."""
+    """Yield the findings as violations, in the order of their events; only the first ones have an excerpt."""
     for number, finding in enumerate(sorted(findings, key=lambda f: f.index)):
         lines: list[str] = []
-        if number < MAX_STORIES and finding.subject != RUN:
-            lines = story(islice(entries, finding.index + 1), finding.subject, group_size=group_size)
-        yield Violation(finding.rule, str(finding.subject), finding.message, tuple(lines[-STORY_LINES:]))
+        if number < MAX_EXCERPTS and finding.subject != RUN:
+            lines = excerpt(islice(entries, finding.index + 1), finding.subject, group_size=group_size)
+        yield Violation(finding.rule, str(finding.subject), finding.message, tuple(lines[-EXCERPT_LINES:]))
 
 
 class _UpToDamage:

@@ -17,7 +17,7 @@ class Violation:
     rule: str  #: for example "C1 spans"
     id: str  #: what it is about: "group 7", "trajectory 31", "instance 2", "journal.msgpack"
     message: str
-    story: tuple[str, ...]  #: the last lines of its story until then
+    excerpt: tuple[str, ...]  #: the last lines about it until then
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ def render(report: AuditReport, *, max_violations: int = 20) -> str:
     ]
     for violation in report.violations[:max_violations]:
         lines += [f"VIOLATION {violation.rule}: {violation.id} {violation.message}"]
-        lines += [f"    {line}" for line in violation.story]
+        lines += [f"    {line}" for line in violation.excerpt]
     if len(report.violations) > max_violations:
         lines.append(f"... and {len(report.violations) - max_violations} more")
     verdict = _verdict(report) if report.ok else f"{len(report.violations)} violations"

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from dora.core.commands import TrainMicroBatch
-from dora.core.ids import GroupId, InstanceId, TrajectoryId
-from dora.core.story import Subject
+from dora.core.ids import GroupId, InstanceId, Subject, TrajectoryId
 from dora.core.strategies import Settings
 
 NO_END: Final = "no end recorded"
@@ -78,7 +77,7 @@ class AuditedStep:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A violation without its story."""
+    """A violation without its excerpt."""
 
     rule: str
     subject: Subject

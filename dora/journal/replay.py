@@ -9,18 +9,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice, zip_longest
+from pathlib import Path
 from typing import Final, Protocol
 
 from dora.core.commands import Command
 from dora.core.core import handle
 from dora.core.events import Event
+from dora.core.excerpt import RUN, Entry, describe, excerpt, subject_of
+from dora.core.ids import Subject
+from dora.core.phases import ImpossibleChange
 from dora.core.state import State
-from dora.core.story import RUN, Entry, Subject, describe, story, subject_of
 from dora.core.strategies import Settings
 from dora.errors import DoraError, InvariantViolation
+from dora.journal.reader import Journal
 
-#: Number of lines, from the end of the story, that are kept with a difference.
-STORY_LINES: Final = 40
+#: Number of lines, from the end of an excerpt, that are kept with a difference.
+EXCERPT_LINES: Final = 40
 #: What the core raises for an impossible sequence of events, one that refers to something unknown, breaks a rule, or
 #: has numbers that no run can have. It only occurs in an altered journal. Any other exception is a bug, and propagates.
 _IMPOSSIBLE: Final = (DoraError, LookupError, ValueError, ArithmeticError)
@@ -29,8 +33,8 @@ _IMPOSSIBLE: Final = (DoraError, LookupError, ValueError, ArithmeticError)
 class ReplayDifference(InvariantViolation):
     """The recorded commands of event number `index` differ from the core's."""
 
-    def __init__(self, message: str, *, index: int, subject: Subject, story: Sequence[str]) -> None:
-        super().__init__(message, tuple(story))
+    def __init__(self, message: str, *, index: int, subject: Subject, excerpt: Sequence[str]) -> None:
+        super().__init__(message, tuple(excerpt))
         self.index = index
         self.subject = subject
 
@@ -53,7 +57,7 @@ class Observer(Protocol):
 
 
 def replay(settings: Settings, entries: Iterable[Entry], *, observer: Observer | None = None) -> Replay:
-    """Replay `entries` up to the first difference; they are iterated again for its story."""
+    """Replay `entries` up to the first difference; they are iterated again for its excerpt."""
     state = State(settings)
     index = -1
     for index, (event, recorded) in enumerate(entries):
@@ -64,16 +68,25 @@ def replay(settings: Settings, entries: Iterable[Entry], *, observer: Observer |
             if observer is not None:
                 observer.apply(state, event, recomputed)
         except _IMPOSSIBLE as err:
-            found = (subject_of(event), f"the core rejects it: {type(err).__name__}: {err}")
+            subject = err.subject if isinstance(err, ImpossibleChange) else subject_of(event)
+            found = (subject, f"the core rejects it: {type(err).__name__}: {err}")
         else:
             if list(recorded) == recomputed:
                 continue
             found = _compare(event, recorded, recomputed)
         subject, what = found
-        lines = story(islice(entries, index + 1), subject, group_size=settings.group_size)
+        lines = excerpt(islice(entries, index + 1), subject, group_size=settings.group_size)
         message = f"event {index} at {event.at:.3f} s, {describe(event)}: {what}"
-        return Replay(state, index, ReplayDifference(message, index=index, subject=subject, story=lines[-STORY_LINES:]))
+        last = lines[-EXCERPT_LINES:]
+        return Replay(state, index, ReplayDifference(message, index=index, subject=subject, excerpt=last))
     return Replay(state, index + 1, None)
+
+
+def add_excerpt(err: ImpossibleChange, path: Path) -> None:
+    """Put the journal's lines about the subject before the event that was refused, which is not in the journal."""
+    journal = Journal(path)
+    lines = excerpt(journal, err.subject, group_size=journal.header.settings.group_size)
+    err.excerpt = (*lines[-EXCERPT_LINES:], *err.excerpt)
 
 
 def _compare(event: Event, recorded: Sequence[Command], recomputed: Sequence[Command]) -> tuple[Subject, str]:

@@ -23,7 +23,7 @@ from torch import Tensor
 from dora import files
 from dora.core.ids import StepId
 from dora.errors import ConfigError
-from dora.trainer.room import save_tensors, wait_for_space
+from dora.trainer.full_disk import save_tensors, wait_for_space
 from dora.weights.checkpoints import (
     CheckpointManifest,
     folder_of,

@@ -25,8 +25,8 @@ from torch.utils._pytree import tree_iter
 from dora.model_config import load_config
 from dora.trainer import model as policy
 from dora.trainer.checkpointing import MODES, Mode, apply_checkpointing
-from dora.trainer.kept import LiveBytes
 from dora.trainer.layouts import layout_of
+from dora.trainer.live_bytes import LiveBytes
 from dora.trainer.logprobs import few_tiles, logprobs
 from dora.trainer.optimizer import MomentBytes, roles_of
 from dora.trainer.packing import PACKED, Layout, Row, make_row

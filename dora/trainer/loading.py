@@ -40,7 +40,7 @@ from transformers.core_model_loading import (
 
 from dora.errors import ConfigError
 from dora.model_files import indexed_files
-from dora.trainer.room import print_error
+from dora.trainer.full_disk import print_error
 
 _T = TypeVar("_T")
 _MESSAGE_BYTES = 1000

@@ -24,11 +24,11 @@ from dora.trainer.checkpointing import MODES, Mode
 from dora.trainer.copies import count_copies
 from dora.trainer.forecast import choose_mode
 from dora.trainer.forward_check import check_training
+from dora.trainer.full_disk import print_error
 from dora.trainer.memory import memory_errors, rank_memory, train_in_memory
 from dora.trainer.model import Policy, make_mesh, require_device
 from dora.trainer.optimizer import moment_bytes
 from dora.trainer.publish import Publisher
-from dora.trainer.room import print_error
 from dora.trainer.spans import RankClock, process_start
 from dora.trainer.step import Trainer
 from dora.transport.messages import Configure, MicroBatch, SaveCheckpoint, Stop, TrainerFailed

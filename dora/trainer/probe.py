@@ -27,11 +27,11 @@ from torch import Tensor
 from dora.core.ids import VersionId
 from dora.errors import ConfigError
 from dora.objectives.tokens import log_ratio
+from dora.trainer.full_disk import print_error
 from dora.trainer.loading import load_shards, open_folder, together
 from dora.trainer.logprobs import logprobs
 from dora.trainer.model import Policy
 from dora.trainer.packing import Layout, make_row
-from dora.trainer.room import print_error
 from dora.transport.messages import Configure, MicroBatch, TrainerSettings
 from dora.weights.store import StoreError, VersionStore
 

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from dora.core.ids import VersionId
+from dora.trainer.full_disk import save_tensors, wait_for_space
 from dora.trainer.loading import as_published
 from dora.trainer.model import Policy
-from dora.trainer.room import save_tensors, wait_for_space
 from dora.transport.messages import VersionWritten
 from dora.weights.store import MANIFEST, VersionStore, checksum_of, checksum_of_files, clear_errors
 

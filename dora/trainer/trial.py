@@ -16,7 +16,7 @@ from transformers.utils.logging import disable_progress_bar
 from dora.trainer.checkpointing import Mode
 from dora.trainer.forecast import trial_row
 from dora.trainer.forward_check import check_training
-from dora.trainer.kept import LiveBytes
+from dora.trainer.live_bytes import LiveBytes
 from dora.trainer.logprobs import logprobs
 from dora.trainer.model import Policy, make_mesh, require_device
 from dora.trainer.packing import Sharing

@@ -180,7 +180,9 @@ def test_a_process_without_a_log_shows_a_traceback_harmlessly(tmp_path: Path) ->
     assert "\n  | ValueError: " in done.stderr
 
 
-@pytest.mark.parametrize("prints", ["dora.trainer.room import print_error", "dora.embedded.engine import die"])
+@pytest.mark.parametrize(
+    "prints", ["dora.trainer.full_disk import print_error", "dora.embedded.engine_state import die"]
+)
 def test_the_last_words_of_a_process_are_one_line(prints: str) -> None:
     script = f"from {prints} as show; show({HOSTILE!r})"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)

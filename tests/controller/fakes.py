@@ -37,8 +37,8 @@ from dora.controller.loop import Controller
 from dora.controller.orders import Orders
 from dora.controller.published import Published
 from dora.controller.reporters import Reporters
+from dora.controller.run_tasks import RunTasks
 from dora.controller.trajectories import Trajectories
-from dora.controller.work import Work
 from dora.core import commands as cmd
 from dora.core import events as ev
 from dora.core.ids import InstanceId, TrajectoryId
@@ -474,7 +474,7 @@ def make_job(
         **(io or {}),
     )
     trainer = FakeTrainer(inbox.emit_soon, now)
-    work = Work()
+    tasks = RunTasks()
     orders = Orders(
         effects=made.effects,
         stop=StopAttempt(made.engine, fleet, made.ids),
@@ -485,7 +485,7 @@ def make_job(
             published=made.published,
             window=state.window,
             commits=commits,
-            work=work,
+            tasks=tasks,
             keep=made.keep_versions,
         ),
         fleet=fleet,
@@ -495,7 +495,7 @@ def make_job(
         inbox=inbox,
         in_flight=in_flight,
         commits=commits,
-        work=work,
+        tasks=tasks,
     )
     reporters = Reporters(
         state.instances,

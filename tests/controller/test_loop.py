@@ -14,6 +14,7 @@ from dora.core import commands as cmd
 from dora.core import events as ev
 from dora.core.ids import TrajectoryId
 from dora.core.invariants import check
+from dora.core.phases import GroupPhase, ImpossibleChange
 from dora.errors import RunFailed
 from dora.journal.audit import audit_entries
 from dora.journal.reader import Journal
@@ -230,6 +231,27 @@ async def test_a_frozen_trainer_is_named_when_there_is_no_progress(jobs: Any) ->
     job.trainer.frozen = True
     with pytest.raises(RunFailed, match=r"^no progress for \d s: the trainer works on micro-batch 0 of step 1$"):
         await job.run(timeout_s=6.0)
+
+
+async def test_an_event_that_would_make_an_impossible_change_ends_the_run_and_is_not_journaled(
+    jobs: Any, tmp_path: Path
+) -> None:
+    """So that a resume goes on from the event before it."""
+    job = jobs()
+
+    def confuse(event: ev.Event, commands: list[cmd.Command]) -> None:
+        for group in job.controller.state.ledger.groups.values():
+            if group.phase is GroupPhase.GENERATING:
+                group.phase = GroupPhase.COMMITTED
+
+    job.watcher.hook = confuse
+    with pytest.raises(ImpossibleChange, match="committed --> grading by GenerationFinished is impossible"):
+        await job.run()
+    assert asyncio.all_tasks() == {asyncio.current_task()}
+    entries = list(Journal(tmp_path / "journal.msgpack"))
+    finished = [event.trajectory // 2 for event, _ in entries if isinstance(event, ev.GenerationFinished)]
+    assert len(finished) == len(set(finished)), "the second of a group would have changed its phase"
+    assert audit_entries(job.settings, entries).violations == ()
 
 
 async def test_an_interrupted_run_keeps_what_is_in_flight_and_starts_nothing_more(jobs: Any, tmp_path: Path) -> None:

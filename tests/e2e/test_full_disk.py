@@ -153,7 +153,7 @@ SAVE = """
 import sys
 from pathlib import Path
 import torch
-from dora.trainer.room import save_tensors
+from dora.trainer.full_disk import save_tensors
 try:
     save_tensors({"w": torch.zeros(2**25)}, Path(sys.argv[1]))
 except OSError as err:

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrain
 from transformers.utils.logging import disable_progress_bar
 
 from dora.embedded.decoder import CausalDecoder
-from dora.embedded.engine import Engine
+from dora.embedded.engine_state import EngineState
 from dora.embedded.server import ServeOptions, running
 
 VOCAB = 64
@@ -125,7 +125,7 @@ def decoder_of(folder: Path, *, slots: int = 8, kv_tokens: int = 4096) -> Causal
 class Served:
     """One running engine and a client session to it."""
 
-    engine: Engine
+    engine: EngineState
     http: aiohttp.ClientSession
 
     async def post(self, path: str, body: Any = None) -> tuple[int, Any]:

@@ -2,7 +2,7 @@
 
     python -m tests.identity                   compare every run with its digest, under two hash seeds
     python -m tests.identity --record          write new digests, for an intended change of behavior
-    python -m tests.identity --run NAME --against COMMIT    the first event that differs, and its story
+    python -m tests.identity --run NAME --against COMMIT    the first event that differs, and an excerpt
 
 A digest is over every event with its commands, and over a snapshot of the state after every 64 events (4,096 in a
 workload).
@@ -26,8 +26,8 @@ import xxhash
 
 from dora.core.commands import Command
 from dora.core.events import Event
+from dora.core.excerpt import describe, excerpt, subject_of
 from dora.core.state import State
-from dora.core.story import describe, story, subject_of
 from dora.journal.codec import Handled
 from tests.identity.runs import encoded, names, play
 from tests.identity.snapshot import snapshot
@@ -38,7 +38,7 @@ ROOT: Final = Path(__file__).parents[2]
 SNAPSHOT_EVENTS: Final = {"workload": 4096}
 DEFAULT_SNAPSHOT_EVENTS: Final = 64
 HASH_SEEDS: Final = ("1", "4711")
-#: Number of events of the story before the one that differs.
+#: Number of lines of the excerpt, up to the one that differs.
 SHOWN: Final = 40
 
 
@@ -192,8 +192,8 @@ def _tell(
         event = msgspec.json.decode(new, type=Handled).event
         sys.stdout.write(f"event {number // 2} differs\n  before {old.decode()}  after  {new.decode()}")
     subject = subject_of(event)
-    sys.stdout.write(f"the story of {subject}:\n")
-    lines = story(entries, subject, group_size=group_size) or [f"{e.at:10.3f} s  {describe(e)}" for e, _ in entries]
+    sys.stdout.write(f"the journal's lines about {subject}:\n")
+    lines = excerpt(entries, subject, group_size=group_size) or [f"{e.at:10.3f} s  {describe(e)}" for e, _ in entries]
     for line in lines[-SHOWN:]:
         sys.stdout.write(f"{line}\n")
 

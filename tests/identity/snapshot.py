@@ -93,7 +93,7 @@ def _instance(i: Instance) -> list[Any]:
     weights = [_phase(i), i.incarnation, i.version, i.pushing, i.attempt, i.failures, i.retry_at]
     room = [i.slots, i.kv_tokens, i.kv_load, i.num_requests, i.num_training]
     held = [list(i.residents), list(i.reserved), list(i.reported.items())]
-    return [i.id, weights, facts, room, held, i.look_at, i.progress_at, i.takes_work, i.is_empty, i.may_be_paused]
+    return [i.id, weights, facts, room, held, i.check_at, i.progress_at, i.takes_work, i.is_empty, i.may_be_paused]
 
 
 def _phase(i: Instance) -> str:

@@ -155,16 +155,16 @@ def test_a_journal_that_breaks_off_is_clean_and_counts_what_is_in_flight(world: 
     assert report.end == "no end recorded"
 
 
-def test_a_violation_carries_the_story_of_its_id_up_to_the_event_at_which_it_showed(
+def test_a_violation_carries_the_excerpt_of_its_id_up_to_the_event_at_which_it_showed(
     world: World, entries: Entries
 ) -> None:
     at, event = first_event(entries, ev.GenerationFinished, lambda e: e.trajectory >= 0)
     report = audit_entries(world.settings, with_event(entries, at, spans=()))
     violation = next(v for v in report.violations if v.rule == "C1 spans")
-    assert "AdmitGroup" in violation.story[1]
-    assert any("Generate " in line for line in violation.story)
-    assert any("GenerationFinished" in line and f"trajectory={event.trajectory}" in line for line in violation.story)
-    assert not any("CommitGroup" in line for line in violation.story)
+    assert "AdmitGroup" in violation.excerpt[1]
+    assert any("Generate " in line for line in violation.excerpt)
+    assert any("GenerationFinished" in line and f"trajectory={event.trajectory}" in line for line in violation.excerpt)
+    assert not any("CommitGroup" in line for line in violation.excerpt)
 
 
 def test_a_conflict_that_the_core_also_saw_is_found_although_the_replay_agrees(

@@ -9,7 +9,9 @@ import pytest
 
 from dora.core import commands as cmd
 from dora.core import events as ev
-from dora.core.story import Subject
+from dora.core import tables
+from dora.core.ids import Subject
+from dora.core.phases import GROUP, GroupPhase
 from dora.errors import ConfigError, ProtocolError
 from dora.journal.codec import FORMAT, Epoch, Handled, Header, Note
 from dora.journal.reader import Journal
@@ -62,7 +64,7 @@ def test_a_replay_of_the_file_gives_the_state_of_the_run(world: World, tmp_path:
     assert replayed.state.finished
 
 
-def test_a_replay_stops_at_the_first_command_that_differs_and_gives_its_story(world: World) -> None:
+def test_a_replay_stops_at_the_first_command_that_differs_and_gives_its_excerpt(world: World) -> None:
     at, order = first_command(world.journal, cmd.Generate, lambda c: c.num_tokens > 0)
     changed = with_command(world.journal, at, num_tokens=order.num_tokens - 1)
     replayed = replay(world.settings, changed)
@@ -71,8 +73,8 @@ def test_a_replay_stops_at_the_first_command_that_differs_and_gives_its_story(wo
     assert difference.index == replayed.num_events == at[0]
     assert difference.subject == Subject("trajectory", order.trajectory)
     assert f"num_tokens={order.num_tokens - 1}, recomputed Generate" in str(difference)
-    assert "Generate" in difference.story[-1]
-    assert len(difference.story) > 2
+    assert "Generate" in difference.excerpt[-1]
+    assert len(difference.excerpt) > 2
 
 
 def test_a_replay_of_an_impossible_sequence_is_a_difference_and_not_a_crash(world: World) -> None:
@@ -80,6 +82,19 @@ def test_a_replay_of_an_impossible_sequence_is_a_difference_and_not_a_crash(worl
     replayed = replay(world.settings, with_event(world.journal, at, version=published.version + 7))
     assert replayed.difference is not None
     assert replayed.difference.index >= at
+
+
+def test_an_impossible_change_is_told_with_what_happened_to_its_subject(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tables, "GROUP", {**GROUP, GroupPhase.COMPLETE: {}})
+    at, order = first_command(world.journal, cmd.CommitGroup, lambda _: True)
+    difference = replay(world.settings, world.journal).difference
+    assert difference is not None
+    assert difference.index == at[0]
+    assert difference.subject == Subject("group", order.group)
+    assert f"group {order.group}: complete --> committed by commit is impossible" in str(difference)
+    assert f"→ AdmitGroup group={order.group} " in "".join(difference.excerpt)
 
 
 def test_a_missing_command_is_a_difference(world: World) -> None:

@@ -70,7 +70,7 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         ),
     ),
     *of(
-        "dora/trainer/room.py",
+        "dora/trainer/full_disk.py",
         "tests/app/test_escapes.py",
         (
             "errors-of-ranks-raw",

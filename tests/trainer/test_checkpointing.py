@@ -15,7 +15,7 @@ from torch import nn
 from dora.trainer import logprobs as logprobs_module
 from dora.trainer.checkpointing import MODES, Mode, apply_checkpointing
 from dora.trainer.forward_check import check_training
-from dora.trainer.kept import LiveBytes, kept_bytes
+from dora.trainer.live_bytes import LiveBytes, activation_bytes
 from dora.trainer.logprobs import logprobs
 from dora.trainer.model import Policy, decoder_layers, make_mesh
 from dora.trainer.packing import Row, make_row
@@ -46,7 +46,7 @@ def kept_and_gradient(family: str, mode: Mode) -> tuple[int, dict[str, torch.Ten
         return logprobs(model, row, temperature=1.0)[0].sum()
 
     total().backward()
-    return kept_bytes(total), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return activation_bytes(total), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -66,7 +66,7 @@ def test_full_keeps_the_input_of_each_layer_and_little_else() -> None:
         model = make("qwen3", head_dim=8, num_hidden_layers=layers)
         apply_checkpointing(decoder_layers(model), "full")
         row = one_sequence(model, tokens=100)
-        rows[layers] = kept_bytes(lambda model=model, row=row: logprobs(model, row, temperature=1.0))
+        rows[layers] = activation_bytes(lambda model=model, row=row: logprobs(model, row, temperature=1.0))
     assert rows[6] - rows[2] == 4 * 100 * 32 * 4  # layers x tokens x hidden size x float32
 
 
@@ -105,7 +105,7 @@ def test_sharded_policies_have_the_same_names_and_gradients_and_pass_the_check(d
                 return logprobs(policy.model, row, temperature=1.0)[0].sum()
 
             total().backward()
-            gradients[mode], kept[mode] = policy.gradients(), kept_bytes(total)
+            gradients[mode], kept[mode] = policy.gradients(), activation_bytes(total)
         torch.testing.assert_close(gradients["selective"], gradients["none"], rtol=0, atol=0)
         torch.testing.assert_close(gradients["full"], gradients["none"], rtol=0, atol=0)
         assert kept["full"] < kept["selective"] < kept["none"]
@@ -119,7 +119,7 @@ def test_the_switch_of_transformers_has_no_effect_in_evaluation_mode() -> None:
     row = one_sequence(model, tokens=80)
 
     def kept(model: nn.Module) -> int:
-        return kept_bytes(lambda: logprobs(model, row, temperature=1.0))
+        return activation_bytes(lambda: logprobs(model, row, temperature=1.0))
 
     before = kept(model)
     model.gradient_checkpointing_enable()

@@ -16,8 +16,8 @@ from dora.trainer import attention, forecast
 from dora.trainer import model as policy
 from dora.trainer.checkpointing import MODES, Mode, apply_checkpointing
 from dora.trainer.forecast import LOOP_ROWS, Outline, choose_mode, trial_row
-from dora.trainer.kept import kept_bytes
 from dora.trainer.layouts import layout_of
+from dora.trainer.live_bytes import activation_bytes
 from dora.trainer.logprobs import logprobs
 from dora.trainer.model import Policy, decoder_layers, make_mesh
 from tests.families import make_config, make_model
@@ -45,7 +45,7 @@ def saved_config(folder: Path, config: Any) -> Path:
 def measure(model: Any, tokens: int, longest: int) -> int:
     model.set_attn_implementation(attention.NAME)
     row = trial_row(tokens, longest=longest, layout=layout_of(model))
-    return kept_bytes(lambda: logprobs(model.eval().requires_grad_(), row, temperature=1.0))
+    return activation_bytes(lambda: logprobs(model.eval().requires_grad_(), row, temperature=1.0))
 
 
 @pytest.mark.parametrize(("family", "mode"), CASES)
@@ -140,7 +140,7 @@ def test_the_total_is_the_peak_of_the_allocator(
         tokens=tokens, longest=200, ranks=1, is_trial=True
     )
     assert found.total == pytest.approx(peak, rel=TOLERANCE)
-    assert found.kept == pytest.approx(kept_bytes(lambda: logprobs(loaded.model, row, temperature=1.0)), rel=0.05)
+    assert found.kept == pytest.approx(activation_bytes(lambda: logprobs(loaded.model, row, temperature=1.0)), rel=0.05)
 
 
 def allocations(loaded: Policy, row: Any, *, closes_update: bool) -> list[int]:

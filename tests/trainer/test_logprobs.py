@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dora.errors import ConfigError
 from dora.trainer import logprobs as logprobs_module
-from dora.trainer.kept import LiveBytes
+from dora.trainer.live_bytes import LiveBytes
 from dora.trainer.logprobs import Finish, TiledLogProbs, logprobs
 from dora.trainer.packing import Row, make_row
 

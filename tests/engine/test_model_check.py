@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from dora.engine.shapes import require_same_shapes
+from dora.engine.model_check import require_same_shapes
 from dora.errors import ConfigError
 
 SHAPES = {"model_type": "qwen3", "vocab_size": 66, "hidden_size": 96, "num_hidden_layers": 4}

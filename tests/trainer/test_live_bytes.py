@@ -6,16 +6,16 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from dora.trainer.kept import LiveBytes, kept_bytes
+from dora.trainer.live_bytes import LiveBytes, activation_bytes
 
 FLOAT = 4
 
 
 def test_a_linear_layer_and_an_activation_keep_input_and_output() -> None:
     layer, x = nn.Linear(8, 16), torch.randn(5, 8)
-    assert kept_bytes(lambda: layer(x)) == 5 * 16 * FLOAT  # the input existed before
-    assert kept_bytes(lambda: layer(2 * x)) == (5 * 16 + 5 * 8) * FLOAT
-    assert kept_bytes(lambda: torch.relu(layer(x)).view(-1)[3:]) == 5 * 16 * FLOAT  # relu keeps its output only
+    assert activation_bytes(lambda: layer(x)) == 5 * 16 * FLOAT  # the input existed before
+    assert activation_bytes(lambda: layer(2 * x)) == (5 * 16 + 5 * 8) * FLOAT
+    assert activation_bytes(lambda: torch.relu(layer(x)).view(-1)[3:]) == 5 * 16 * FLOAT  # relu keeps its output only
 
 
 def test_what_is_held_beside_the_graph_counts_too() -> None:
@@ -24,8 +24,8 @@ def test_what_is_held_beside_the_graph_counts_too() -> None:
     def middle(x: torch.Tensor) -> torch.Tensor:
         return second(first(x).exp())
 
-    full = kept_bytes(lambda: checkpoint(middle, x, use_reentrant=False))
-    selective = kept_bytes(
+    full = activation_bytes(lambda: checkpoint(middle, x, use_reentrant=False))
+    selective = activation_bytes(
         lambda: checkpoint(
             middle, x, use_reentrant=False,
             context_fn=lambda: create_selective_checkpoint_contexts([torch.ops.aten.addmm.default]),

@@ -13,7 +13,7 @@ from dora.errors import ConfigError
 from dora.model_files import read_config
 
 #: Config keys that determine the names, shapes and use of a causal LM's tensors.
-SHAPES: Final = (
+SHAPE_KEYS: Final = (
     "model_type",
     "vocab_size",
     "hidden_size",
@@ -30,20 +30,20 @@ SHAPES: Final = (
 
 def require_same_shapes(url: str, served: str, *, model: Path, path_map: Mapping[str, str]) -> None:
     """ConfigError if the model of the server at `url` differs; `served` is its folder as the server sees it."""
-    if differing := differences(_local_path(served, path_map), model):
+    if differing := shape_differences(_local_path(served, path_map), model):
         raise ConfigError(
             f"{url}: serves {served}, whose shape differs from model.path ({differing}); start the server "
             "with the model of this run"
         )
 
 
-def differences(folder: Path, model: Path) -> str:
+def shape_differences(folder: Path, model: Path) -> str:
     """Return how the shapes of a folder's model differ from those of the run's model; "" if they are equal or a config
     is unreadable, as in a folder on another host. In that case the first push reveals a difference."""
     theirs, ours = _config(folder) or {}, _config(model) or {}
     return ", ".join(
         f"{key} {theirs[key]} instead of {ours[key]}"
-        for key in SHAPES
+        for key in SHAPE_KEYS
         if key in ours and key in theirs and ours[key] != theirs[key]
     )
 

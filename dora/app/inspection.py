@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from dora.core.excerpt import Entry
 from dora.core.state import State
-from dora.core.story import Entry
 from dora.journal.reader import Journal
 from dora.journal.replay import replay
 from dora.journal.run_folder import RunFolder

@@ -10,23 +10,23 @@ from typing import Any
 Loop = Coroutine[Any, Any, None]
 
 
-class Work:
+class RunTasks:
     """The tasks of one run, to be started within `async with group`."""
 
     def __init__(self) -> None:
         self.group = asyncio.TaskGroup()
         self._background: set[asyncio.Task[None]] = set()
 
-    def background(self, work: Loop, *, name: str) -> asyncio.Task[None]:
+    def background(self, coroutine: Loop, *, name: str) -> asyncio.Task[None]:
         """Start a task that the shutdown cancels."""
-        task = self.group.create_task(work, name=name)
+        task = self.group.create_task(coroutine, name=name)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
         return task
 
-    def finishing(self, work: Loop, *, name: str) -> asyncio.Task[None]:
+    def finishing(self, coroutine: Loop, *, name: str) -> asyncio.Task[None]:
         """Start a task that the shutdown waits for."""
-        return self.group.create_task(work, name=name)
+        return self.group.create_task(coroutine, name=name)
 
     def cancel(self) -> None:
         """Cancel all background tasks."""

@@ -63,7 +63,7 @@ class LiveBytes(TorchDispatchMode):
         change(size)
 
 
-def kept_bytes(forward: Callable[[], object]) -> int:
+def activation_bytes(forward: Callable[[], object]) -> int:
     """Return the bytes that `forward` makes and that are alive at its end: its result, and what the graph keeps."""
     with LiveBytes() as live:
         result = forward()

@@ -1,4 +1,4 @@
-"""The story of a group, trajectory, instance, version or step: readable lines made from events and commands.
+"""Excerpts of a journal: readable lines about one group, trajectory, instance, version or step.
 
 It reads the fields of events and commands generically, so that new ones need no code here.
 """
@@ -10,24 +10,13 @@ from typing import Any, Final, NamedTuple
 
 from dora.core.commands import Command
 from dora.core.events import Event, ProgressReported
-from dora.core.ids import GroupId, TrajectoryId, group_of, trajectory_id
+from dora.core.ids import GroupId, Subject, TrajectoryId, group_of, trajectory_id
 
 #: An event with the commands it led to, as in the journal.
 Entry = tuple[Event, Sequence[Command]]
 
 #: Fields that name a subject, the most specific one first.
 KINDS: Final = ("trajectory", "group", "instance", "version", "step")
-
-
-class Subject(NamedTuple):
-    """The subject of a story."""
-
-    kind: str  #: one of KINDS, or "run"
-    id: int
-
-    def __str__(self) -> str:
-        """In words, steps count from 1."""
-        return f"{self.kind} {self.id + (self.kind == 'step')}"
 
 
 RUN: Final = Subject("run", 0)
@@ -42,11 +31,11 @@ def subject_of(fact: Event | Command) -> Subject:
     return RUN
 
 
-def story(entries: Iterable[Entry], subject: Subject, *, group_size: int) -> list[str]:
+def excerpt(entries: Iterable[Entry], subject: Subject, *, group_size: int) -> list[str]:
     """Return all events and commands about `subject` in order, and the events that caused the commands.
 
-    A group's story includes its trajectories, and a trajectory's includes its group. Of consecutive progress reports
-    only the last is kept.
+    The excerpt about a group includes its trajectories, and that about a trajectory its group. Of consecutive progress
+    reports only the last is kept.
     """
     ids = _ids_of(subject, group_size=group_size)
     lines: list[str] = []
@@ -59,9 +48,16 @@ def story(entries: Iterable[Entry], subject: Subject, *, group_size: int) -> lis
         if is_progress and after_progress:
             lines.pop()
         after_progress = is_progress
-        lines.append(f"{event.at:10.3f} s  {describe(event, ids.trajectories)}")
-        lines += [f"{'':12}  → {describe(order, ids.trajectories)}" for order in orders]
+        lines += lines_of(event, orders, ids.trajectories)
     return lines
+
+
+def lines_of(event: Event, orders: Iterable[Command], trajectories: Container[int] = ()) -> list[str]:
+    """Describe an event and the commands it led to, one line each."""
+    return [
+        f"{event.at:10.3f} s  {describe(event, trajectories)}",
+        *(f"{'':12}  → {describe(order, trajectories)}" for order in orders),
+    ]
 
 
 def describe(fact: Event | Command, trajectories: Container[int] = ()) -> str:

@@ -1,4 +1,4 @@
-"""Stories: everything about one id, nothing about others, causes with their orders."""
+"""Excerpts: everything about one id, nothing about others, causes with their orders."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import pytest
 
 from dora.core import commands as cmd
 from dora.core import events as ev
-from dora.core.ids import GroupId, InstanceId, TrajectoryId
-from dora.core.story import RUN, Entry, Subject, story, subject_of
+from dora.core.excerpt import RUN, Entry, excerpt, subject_of
+from dora.core.ids import GroupId, InstanceId, Subject, TrajectoryId
 from tests.core.world import World, run
 
 
@@ -16,8 +16,8 @@ def world() -> World:
     return run(steps=4)
 
 
-def test_the_story_of_a_group_runs_from_admission_to_training(world: World) -> None:
-    lines = story(world.journal, Subject("group", 3), group_size=2)
+def test_the_excerpt_of_a_group_runs_from_admission_to_training(world: World) -> None:
+    lines = excerpt(world.journal, Subject("group", 3), group_size=2)
     orders = [line.split()[1] for line in lines if "→" in line]
     assert orders[:3] == ["AdmitGroup", "Generate", "Generate"]
     assert orders[-1] == "ForgetGroups"
@@ -28,16 +28,16 @@ def test_the_story_of_a_group_runs_from_admission_to_training(world: World) -> N
     assert not any("trajectory=8 " in line for line in lines)
 
 
-def test_the_story_of_a_trajectory_leaves_its_sibling_out_and_keeps_its_group(world: World) -> None:
-    lines = story(world.journal, Subject("trajectory", 6), group_size=2)
+def test_the_excerpt_of_a_trajectory_leaves_its_sibling_out_and_keeps_its_group(world: World) -> None:
+    lines = excerpt(world.journal, Subject("trajectory", 6), group_size=2)
     assert not any("→ Generate trajectory=7" in line for line in lines)
     assert any("→ AdmitGroup group=3" in line for line in lines)
     assert any("→ CommitGroup group=3" in line for line in lines)
 
 
 @pytest.mark.parametrize("subject", [Subject("instance", 1), Subject("version", 2), Subject("step", 3)])
-def test_every_order_that_names_an_id_is_in_its_story(world: World, subject: Subject) -> None:
-    lines = story(world.journal, subject, group_size=2)
+def test_every_order_that_names_an_id_is_in_its_excerpt(world: World, subject: Subject) -> None:
+    lines = excerpt(world.journal, subject, group_size=2)
     named = [c for _, commands in world.journal for c in commands if getattr(c, subject.kind, None) == subject.id]
     assert named
     assert sum("→" in line for line in lines) == len(named)
@@ -48,7 +48,7 @@ def test_an_event_that_only_causes_an_order_is_shown_as_its_cause() -> None:
         (ev.Ticked(2.0), [cmd.ReleaseVersion(1), cmd.CondemnInstance(InstanceId(4), 1, "stuck")]),
         (ev.Ticked(3.0), []),
     ]
-    assert story(entries, Subject("instance", 4), group_size=2) == [
+    assert excerpt(entries, Subject("instance", 4), group_size=2) == [
         "     2.000 s  Ticked",
         "              → CondemnInstance instance=4 incarnation=1 reason=stuck",
     ]
@@ -59,7 +59,7 @@ def test_of_progress_in_a_row_only_the_last_report_is_kept_and_only_its_own_coun
         (ev.ProgressReported(float(i), InstanceId(0), {TrajectoryId(6): i, TrajectoryId(9): i}), []) for i in range(5)
     ]
     lost = ev.InstanceLost(5.0, InstanceId(0), 1, {TrajectoryId(6): 4, TrajectoryId(9): 4}, "gone")
-    assert story([*reports, (lost, [])], Subject("trajectory", 6), group_size=2) == [
+    assert excerpt([*reports, (lost, [])], Subject("trajectory", 6), group_size=2) == [
         "     4.000 s  ProgressReported instance=0 num_tokens={6: 4}",
         "     5.000 s  InstanceLost instance=0 incarnation=1 num_tokens={6: 4} reason=gone",
     ]
