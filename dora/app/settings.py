@@ -9,8 +9,6 @@ from typing import Any, Final
 import msgspec
 
 from dora.config.schema import Config, RolloutConfig
-from dora.core.decode_time import DecodeTime
-from dora.core.orchestration import orchestration_of
 from dora.core.strategies import Settings, rules_of
 from dora.journal.run_folder import RunFolder
 from dora.section import Section
@@ -40,20 +38,13 @@ def settings_of(config: Config, *, eval_prompt_tokens: Sequence[int]) -> Setting
         shared_prompts=trainer.shared_prompts != "off",
         filter_zero_variance=rollout.filter_zero_variance,
         max_top_up=rollout.max_top_up,
-        orchestration=orchestration_of(
-            rollout.rules, without=rollout.without, refill=rollout.refill, calls=rollout.calls
-        ),
         watchdog_s=rollout.watchdog_s,
         no_progress_s=config.run.no_progress_s,
         call_limit_s=config.environment.call_timeout_s if config.environment.name else 0.0,
         max_episodes=config.environment.capacity,
-        max_attempts=rollout.max_attempts,
         max_parallel_pushes=config.engine.max_parallel_pushes,
         eval_prompt_tokens=tuple(eval_prompt_tokens),
         eval_every=config.eval.every,
-        max_eval_share=config.eval.max_slot_share,
-        decode_time=DecodeTime(**config.engine.decode.model_dump()),
-        prefill_s_per_token=config.engine.prefill_s_per_token,
         deterministic=trainer.device == "cpu",
     )
 

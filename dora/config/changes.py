@@ -17,7 +17,6 @@ OPERATIONAL: Final = (
     "run.steps",
     "run.no_progress_s",
     "rollout.watchdog_s",
-    "rollout.max_attempts",
     "engine",
     "weights",
     "status",

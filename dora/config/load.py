@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from difflib import get_close_matches
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, TypeVar, get_args
 
 import tomli_w
@@ -90,14 +89,14 @@ def validated(
     data: Mapping[str, Any],
     *,
     path: Path | None,
-    origins: Mapping[str, str] = MappingProxyType({}),
+    origins: Mapping[str, str] | None = None,
 ) -> _Model:
     """Return the tables as a model; ConfigError has all problems."""
     try:
         # Strict JSON mode accepts lists for tuples and text for paths, but not text for numbers.
         return model.model_validate_json(json.dumps(data, default=str), strict=True)
     except ValidationError as err:
-        lines = [line for problem in err.errors() for line in _describe(problem, origins=origins, path=path)]
+        lines = [line for problem in err.errors() for line in _describe(problem, origins=origins or {}, path=path)]
         raise ConfigError(*lines) from None
     except (ValueError, RecursionError):
         raise ConfigError(f"{path or '--set'}: a number has too many digits, or tables are nested too deeply") from None

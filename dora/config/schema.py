@@ -84,9 +84,6 @@ class RolloutConfig(Section):
     group is committed, from the version at its admission, so that time in a queue counts; how long an answer may take
     is not limited. `dora` and `partial_bounded` use K, and so does `partial`, but only to bound how many groups are
     admitted. The other strategies fix it at 0, or at 1 (`one_step_off`)."""
-    pause: Literal["retract", "in_place"] = "retract"
-    """How `partial` pauses a server with live requests. `retract`: the server drops their KV and computes it again
-    under the new weights. `in_place`: it keeps the KV of the old weights, and the pause is the only cost."""
     oversample: Annotated[float, Field(gt=1.0)] = 1.5
     """Number of groups under way in a step of `oversample` and `partial_sync`, as a multiple of N."""
     groups_per_step: Positive = 12
@@ -101,45 +98,10 @@ class RolloutConfig(Section):
     """Leave out groups whose rewards are all equal: they have no group-relative advantage."""
     max_top_up: Annotated[float, Field(gt=0.0)] = 10.0
     """The run fails if more than max_top_up x N groups are filtered or fail during one step."""
-    rules: Literal["dora", "paper"] = "dora"
-    """How work is placed on instances: by DORA's rules or, for comparison, by those of the paper (arXiv 2604.26256)."""
-    without: tuple[
-        Literal[
-            "streaming", "kv_floor", "kv_overcommit", "consolidation", "adaptive_window", "tail_care", "hysteresis"
-        ],
-        ...,
-    ] = ()
-    """Placement rules to turn off. docs/SIMULATION.md shows what each of them gains."""
-    refill: bool = False
-    """Admit new prompts under old versions too, where rule F allows it. 3-10 % slower in simulation."""
-    calls: Literal["keep", "pinned", "release"] = "release"
-    """What an episode holds on its server while its environment is called: a slot, which another episode could use, and
-    the KV of its tokens, which has to be computed again if it is given up. `keep`: both, until the call ends. `pinned`:
-    both for about as long as computing the KV again would take, and then neither; the episode continues on any server
-    of its version, and the last server of that version stays with it even if it has nothing to do until calls end.
-    `release`: like `pinned`, but after a while that last server may load another version; when a call ends, the next
-    free server loads the old one again. The choice affects only the speed: `keep` suits calls that are shorter than
-    computing the KV, `release` long ones. It has no effect without an environment."""
     watchdog_s: Seconds = 120.0
     """An instance is lost if none of its requests gets a token for this long, even if it still answers health checks;
     reading a long prompt counts as progress. A single request that gets no token for three times as long, while others
     on its instance do, is stopped and continued on another instance."""
-    max_attempts: Positive = 8
-    """Maximum number of attempts at one trajectory. After that its group fails with the reason of the last attempt.
-    Attempts that ended because an instance was lost do not count."""
-
-
-class DecodeConfig(Section):
-    """How long one decoding step takes on an instance: base_s + per_request_s x requests + per_token_s x their tokens
-    in KV. Consolidation uses it to estimate how much a move slows down the requests on the target; only proportions
-    matter."""
-
-    base_s: Seconds = 2e-3
-    """Duration of a step whose batch is empty."""
-    per_request_s: Annotated[float, Field(ge=0.0)] = 5e-5
-    """Added for every request in the batch."""
-    per_token_s: Annotated[float, Field(ge=0.0)] = 1e-7
-    """Added for every token that the batch holds in KV."""
 
 
 class EngineConfig(Section):
@@ -175,11 +137,6 @@ class EngineConfig(Section):
     kv_tokens: Positive | None = None
     """Maximum KV capacity that is used of one instance, in tokens. Unset: all that the server reports; an embedded
     engine that the run starts is given 16,384."""
-    decode: DecodeConfig = DecodeConfig()
-    """Duration of a decoding step."""
-    prefill_s_per_token: Annotated[float, Field(ge=0.0)] = 5e-5
-    """Time in which an instance reads one token. It gives the cost of continuing an episode on an instance that does
-    not have the KV of the episode (`rollout.calls`)."""
     base_port: Annotated[int, Field(ge=0, le=65_535)] = 0
     """Managed instance i listens on port base_port + i. 0: free ports are chosen."""
     device: Literal["cpu", "cuda"] = "cpu"
@@ -467,7 +424,8 @@ class EvalSetConfig(Section):
 
 
 class EvalConfig(Section):
-    """Evaluation during the run. Version 0 and the last version are always evaluated."""
+    """Evaluation during the run. Version 0 and the last version are always evaluated. Evaluation takes at most a tenth of
+    all slots while training could use them."""
 
     sets: tuple[EvalSetConfig, ...] = (
         EvalSetConfig(prompts=128, source=SourceConfig(options={"min_terms": 6, "max_terms": 48})),
@@ -477,8 +435,6 @@ class EvalConfig(Section):
     """Number of steps between evaluations; 0: only at the beginning and at the end. One version is evaluated at a time,
     and one more version is kept and waits for its turn. If a newer version is due before that, the waiting version is
     skipped, and the log, the metrics and the status say so."""
-    max_slot_share: Fraction = 0.1
-    """Share of all slots that evaluation may take while training could use them."""
 
 
 class WeightsConfig(Section):
@@ -563,12 +519,7 @@ class Config(Section):
     def rules(self) -> Rules:
         """The strategy as settings of the decision core."""
         rollout = self.rollout
-        return rules_of(
-            rollout.strategy,
-            max_staleness=rollout.max_staleness,
-            pause=rollout.pause,
-            oversample=rollout.oversample,
-        )
+        return rules_of(rollout.strategy, max_staleness=rollout.max_staleness, oversample=rollout.oversample)
 
     @property
     def longest_request(self) -> int:

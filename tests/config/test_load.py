@@ -59,7 +59,7 @@ def test_a_config_cannot_be_changed():
         ("run.name=a=b", None),
         ("trainer.learning_rate=3e-4", 3e-4),
         ("trainer.learning_rate=1", 1.0),
-        ("rollout.refill=true", True),
+        ("rollout.filter_zero_variance=false", False),
         ("model.path=/models/a b", "/models/a b"),
         ('engine.urls=["http://a:1", "http://b:1", "http://c:1"]', ("http://a:1", "http://b:1", "http://c:1")),
         ('engine.path_map={"/a" = "/b"}', {"/a": "/b"}),
@@ -148,12 +148,12 @@ def test_a_problem_names_the_file_that_it_came_from(tmp_path: Path):
 
 
 def test_every_problem_has_a_line_of_its_own_and_its_own_origin(tmp_path: Path):
-    path = written(tmp_path, "[trainer]\nranks = 'two'\n[rollout]\nrefill = 'no'\n")
+    path = written(tmp_path, "[trainer]\nranks = 'two'\n[rollout]\nfilter_zero_variance = 'no'\n")
     assert refused("trainer.learning_rate=-1", "rollout.strategy=dorra", path=path) == [
         "--set rollout.strategy=dorra: rollout.strategy: "
         "got \"dorra\", expected 'dora', 'sync', 'periodic', 'one_step_off', 'partial', 'partial_bounded', "
         "'partial_sync' or 'oversample'; did you mean \"dora\"?",
-        f'{path}: rollout.refill: got "no", expected true or false',
+        f'{path}: rollout.filter_zero_variance: got "no", expected true or false',
         f'{path}: trainer.ranks: got "two", expected an integer',
         "--set trainer.learning_rate=-1: trainer.learning_rate: got -1, expected more than 0",
     ]
@@ -183,7 +183,6 @@ def test_a_wrong_type_names_the_given_value_and_the_expected_type(override: str,
     [
         ("engine.kind=SGLang", "got \"SGLang\", expected 'embedded' or 'sglang'; did you mean \"sglang\"?"),
         ("task.rewards.0.kind=mth", "'http' or 'function'; did you mean \"math\"?"),
-        ('rollout.without=["streming"]', "'tail_care' or 'hysteresis'; did you mean \"streaming\"?"),
         ("objective.loss.kind=gsop", ", 'module:function'; did you mean \"gspo\"?"),
         ("engine.kind=vllm", "got \"vllm\", expected 'embedded' or 'sglang'"),
         ("rollout.strategy=7", "'partial_sync' or 'oversample'"),
@@ -375,7 +374,7 @@ def test_a_dump_is_parsed_into_the_same_config_and_dumped_as_the_same_text(promp
 
 def test_a_dump_has_a_line_for_each_key_and_a_table_for_each_section():
     lines = dump(Config()).splitlines()
-    for line in ("[run]", "[engine.decode]", "[[task.sources]]", "[[eval.sets]]", "steps = 64", 'device = "cpu"'):
+    for line in ("[run]", "[engine.path_map]", "[[task.sources]]", "[[eval.sets]]", "steps = 64", 'device = "cpu"'):
         assert line in lines
     assert max(map(len, lines)) <= 100
 
