@@ -21,6 +21,8 @@ from dora.transport.messages import Configure, TrainerSettings
 #: Number of versions for which the store needs room in addition to the K + 1 live versions: one that is being
 #: evaluated, one that is being published, and one that a push is reading.
 SPARE_VERSIONS = 3
+#: Maximum number of stale tokens per rank, prompts included, that a probe measures.
+PROBE_TOKENS = 512
 
 
 def settings_of(config: Config, *, eval_prompt_tokens: Sequence[int]) -> Settings:
@@ -64,8 +66,13 @@ def rollout_only_settings(settings: Settings) -> Settings:
 
 def trainer_settings(config: Config, *, max_staleness: int) -> TrainerSettings:
     """Return the settings of the trainer ranks."""
-    settings = TrainerSettings(
+    beta1, beta2 = config.trainer.betas
+    samples_once = config.rules.in_flight is None  # otherwise tokens of a group may be sampled under several versions
+    return TrainerSettings(
         **_common(config.trainer, TrainerSettings),
+        beta1=beta1,
+        beta2=beta2,
+        probe_tokens=PROBE_TOKENS if config.trainer.probe_every and samples_once else 0,
         steps=config.run.steps,
         longest_request=config.longest_request,
         objective=config.objective.model_dump_json(),
@@ -75,9 +82,6 @@ def trainer_settings(config: Config, *, max_staleness: int) -> TrainerSettings:
         max_staleness=max_staleness,
         sends_logprobs=config.log.trajectories_per_step > 0,
     )
-    if config.rules.in_flight is not None:  # tokens of one group may be sampled under several versions
-        return msgspec.structs.replace(settings, probe_tokens=0)
-    return settings
 
 
 def drift_watch(config: Config) -> DriftWatch:

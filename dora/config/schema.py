@@ -137,8 +137,6 @@ class EngineConfig(Section):
     kv_tokens: Positive | None = None
     """Maximum KV capacity that is used of one instance, in tokens. Unset: all that the server reports; an embedded
     engine that the run starts is given 16,384."""
-    base_port: Annotated[int, Field(ge=0, le=65_535)] = 0
-    """Managed instance i listens on port base_port + i. 0: free ports are chosen."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Device of the managed instances."""
     threads: Positive = 1
@@ -215,10 +213,8 @@ class TrainerConfig(Section):
     """Number of steps over which the learning rate rises linearly to its peak."""
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
     """Decoupled weight decay of matrices. Norms, biases and embeddings, tied ones included, are not decayed."""
-    beta1: Beta = 0.9
-    """AdamW beta1."""
-    beta2: Beta = 0.95
-    """AdamW beta2."""
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
+    """beta1 and beta2 of AdamW."""
     max_grad_norm: Annotated[float, Field(gt=0.0)] = 1.0
     """Maximum gradient norm; a larger gradient is scaled down to it."""
     updates: Positive = 1
@@ -233,13 +229,12 @@ class TrainerConfig(Section):
     `approximate`) and of the reference policy (objective.kl_coefficient > 0). Each of the two policies takes 2 bytes
     per parameter if `dtype` is bfloat16, otherwise 4. `host`: in pinned memory of the host, from which every layer is
     fetched before it computes (unverified without a GPU)."""
-    probe_tokens: Annotated[int, Field(ge=0)] = 512
-    """Size of the probe: the maximum number of stale tokens per rank and step, prompts included, whose log-probs are
-    also computed under the version that sampled them. The probe measures the mismatch of the engine
-    (`engine_mismatch_k3`) separately from the drift of the weights (`version_drift_k3`). 0 turns it off. It is always
-    off with strategies whose answers have tokens of several versions (`partial`, `partial_bounded`, `partial_sync`)."""
-    probe_every: Positive = 4
-    """Number of steps from one probe (`probe_tokens`) to the next. A probe reads the rank's rows of a whole version."""
+    probe_every: Annotated[int, Field(ge=0)] = 4
+    """Number of steps from one probe to the next; 0: none. A probe computes the log-probs of up to 512 stale tokens per
+    rank, prompts included, under the version that sampled them too, for which it reads the rank's rows of that version.
+    It measures the mismatch of the engine (`engine_mismatch_k3`) separately from the drift of the weights
+    (`version_drift_k3`). There is none with strategies whose answers have tokens of several versions (`partial`,
+    `partial_bounded`, `partial_sync`)."""
     checkpoint_every: Positive = 10
     """Number of steps between resumable checkpoints. A clean stop writes one too."""
     stop_timeout_s: Seconds = 600.0
@@ -260,18 +255,16 @@ class SourceConfig(Section):
     """Name of the dataset (`reasoning_gym`, `datasets`), or module:function (`function`)."""
     path: Path | None = None
     """File to read (`jsonl`, `parquet`)."""
-    split: str = "train"
-    """Split of a Hugging Face dataset."""
     prompt: str = "prompt"
-    """Column that holds the prompt text."""
-    messages: str = ""
-    """Column that holds chat messages, a list of {role, content}. If set, it is used in place of `prompt`."""
+    """Column that holds the prompt: a text, or chat messages as a list of {role, content} (needs
+    `task.chat_template`)."""
     answer: str = "answer"
     """Column that holds the reference answer, which is passed to the reward. Empty: the rows have none."""
     description: str = ""
     """What the prompts ask for, in a sentence: the terminal, the page and `dora check` show it beside the run."""
     options: dict[str, Any] = Field(default={})
-    """Further arguments of the source; for `arithmetic` and `reasoning_gym`, parameters of the generator."""
+    """Further arguments of the source; for `arithmetic` and `reasoning_gym`, parameters of the generator; for
+    `datasets`, arguments of `load_dataset`, such as `split`, which is "train" unless given."""
     weight: Annotated[float, Field(gt=0.0)] = 1.0
     """Share of prompts drawn from this source, relative to the other sources."""
     label: str = ""
@@ -328,11 +321,8 @@ class TaskConfig(Section):
     epochs: Annotated[int, Field(ge=0)] = 0
     """Number of passes over finite sources; 0: as many as the job needs. The prompts end when the first source does."""
     max_prompt_tokens: Positive = 256
-    """Maximum number of tokens in a prompt; `overlong` decides what happens to longer ones."""
-    overlong: Literal["skip", "fail"] = "skip"
-    """How a row over `max_prompt_tokens` is handled. `skip`: it keeps its position in the stream but is not used; if
-    more than half of the first 1,000 rows are over the limit, that is still an error. `fail`: the command fails and
-    names file and line: at the start if the row is among the first 10,000, otherwise when the row is drawn."""
+    """Maximum number of tokens in a prompt. A row over the limit keeps its position in the stream but is not used; if
+    more than half of the first 1,000 rows are over it, that is an error."""
     graders: Positive = 1
     """Number of grader processes."""
     grade_timeout_s: Seconds = 10.0
@@ -390,15 +380,6 @@ class EnvironmentConfig(Section):
     "custom"` and `import_path`. Empty: recognized by the chat template (docs/AGENTS.md)."""
     output_bytes: Annotated[int, Field(ge=1, le=1_000_000)] = 8_192
     """Maximum size of the text of one observation; longer text is cut, with a mark that the model sees."""
-    failure_budget: Fraction = 0.5
-    """The run fails if more than this share of the last `failure_window` episodes of one source failed in the
-    environment. 1: the run never fails for this reason."""
-    failure_window: Positive = 100
-    """Number of the latest episodes of a source to which `failure_budget` applies."""
-    row_failures: Positive = 8
-    """After this many episodes of a row have failed in the environment through faults of their own, the row is set
-    aside: its further episodes fail at once. The loss of a host counts once against a row, unless the episode is
-    replayed on another host, and only until an episode of the row succeeds."""
 
     @property
     def capacity(self) -> int:
@@ -424,8 +405,8 @@ class EvalSetConfig(Section):
 
 
 class EvalConfig(Section):
-    """Evaluation during the run. Version 0 and the last version are always evaluated. Evaluation takes at most a tenth of
-    all slots while training could use them."""
+    """Evaluation during the run. Version 0 and the last version are always evaluated. It takes at most a tenth of all
+    slots while training could use them."""
 
     sets: tuple[EvalSetConfig, ...] = (
         EvalSetConfig(prompts=128, source=SourceConfig(options={"min_terms": 6, "max_terms": 48})),
@@ -489,8 +470,6 @@ class TrackingConfig(Section):
     pass_environment: tuple[str, ...] = ()
     """Names of environment variables that trackers receive besides their own (`WANDB_*` for wandb, `TRACKIO_*` and
     `HF_*` for trackio)."""
-    end_timeout_s: Seconds = 10.0
-    """Longest wait for the trackers at the end of the run."""
 
 
 class Config(Section):

@@ -49,8 +49,7 @@ class Source:
     num_rows: int | None  # None: endless
     row: Callable[[int], Row]
     where: Callable[[int], str]  # name of a row in errors: file and line if it has them
-    prompt: str  # column names; messages, if set, replaces prompt; answer may be ""
-    messages: str
+    prompt: str  # column names; answer may be ""
     answer: str
     label: str = ""
 
@@ -157,7 +156,6 @@ def _generator(name: str, row: Callable[[int], Row]) -> Source:
         row=row,
         where=lambda index: f"{name} item {index}",
         prompt="prompt",
-        messages="",
         answer="answer",
     )
 
@@ -225,7 +223,7 @@ def _datasets(config: SourceConfig, *, field: str) -> Source:
             f"{field}.kind: 'datasets' needs the datasets package; pip install 'dora-rl[datasets]'"
         ) from err
     try:
-        rows = datasets.load_dataset(config.name, split=config.split, **config.options)
+        rows = datasets.load_dataset(config.name, **{"split": "train", **config.options})
     except Exception as err:  # hub, network, loader and name errors share no base class
         raise ConfigError(f"{field}.name: cannot load data set '{config.name}' ({type(err).__name__}: {err})") from err
     return _listed(rows, config, field=field, name=config.name)
@@ -269,7 +267,6 @@ def _table(
         row=row,
         where=where,
         prompt=config.prompt,
-        messages=config.messages,
         answer=config.answer,
     )
 

@@ -41,7 +41,9 @@ def test_the_rollout_section_of_a_job_is_that_of_its_config() -> None:
 
 
 def test_the_ranks_receive_the_trainer_section() -> None:
-    received = trainer_settings(config("trainer.beta2=0.5", "run.steps=9", "rollout.temperature=0.7"), max_staleness=4)
+    received = trainer_settings(
+        config("trainer.betas.1=0.5", "run.steps=9", "rollout.temperature=0.7"), max_staleness=4
+    )
     assert (received.beta2, received.steps, received.temperature, received.max_staleness) == (0.5, 9, 0.7, 4)
     assert received.micro_batch_tokens == config().trainer.micro_batch_tokens
     assert received.longest_request == config().longest_request

@@ -370,7 +370,7 @@ class Surroundings:
     @property
     def grade(self) -> GradeAnswer:
         graders = Graders(self.graders, [self.graders], self.evaluations)
-        return GradeAnswer(self.trajectories, self.tokenizer, graders, MAX_NEW_TOKENS, {"turns"}, self.now)
+        return GradeAnswer(self.trajectories, self.tokenizer, graders, MAX_NEW_TOKENS, True, self.now)
 
     @property
     def push(self) -> Push:

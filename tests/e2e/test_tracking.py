@@ -51,7 +51,7 @@ def test_bad_trackers_change_nothing_about_a_run_and_their_records_are_completed
 
 def test_a_resumed_run_goes_on_in_the_same_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
-    trackers = settings(tracking__trackers='["tensorboard", "wandb"]', tracking__end_timeout_s=60.0)
+    trackers = settings(tracking__trackers='["tensorboard", "wandb"]')
     evaluated = settings(eval__sets='[{name = "heldout", prompts = 8}]')
     with Run(*small(tmp_path, run__steps=2, trainer__checkpoint_every=1), *evaluated, *trackers) as run:
         folder = run.folder
