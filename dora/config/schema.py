@@ -250,7 +250,8 @@ class SourceConfig(Section):
     """`arithmetic`: the built-in long-tailed task. `reasoning_gym`: a dataset of that package, by name. `seeds`: rows
     with nothing but a `seed` and the `options`, for an environment that draws its task from them; training and held-out
     sets get different seeds. `jsonl`, `parquet`: a file. `datasets`: a Hugging Face dataset. `function`: a function of
-    yours that returns an iterable of rows."""
+    yours that returns an iterable of rows. `reasoning_gym`, `parquet` and `datasets` need an extra: `pip install
+    'dora-rl[reasoning-gym]'`, `[pyarrow]` or `[datasets]`."""
     name: str = ""
     """Name of the dataset (`reasoning_gym`, `datasets`), or module:function (`function`)."""
     path: Path | None = None
@@ -345,7 +346,8 @@ class EnvironmentConfig(Section):
 
     name: str = ""
     """module:name or FILE.py:name of a class or function that makes an `Environment`, once for each episode.
-    Empty: no environment; every episode is one answer to its prompt."""
+    Empty: no environment; every episode is one answer to its prompt. An environment needs an extra: `pip install
+    'dora-rl[renderers]'`."""
     options: dict[str, Any] = Field(default={})
     """Arguments that the class or function is called with."""
     python: str = ""

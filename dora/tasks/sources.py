@@ -21,6 +21,7 @@ import msgspec
 
 from dora import hub
 from dora.errors import ConfigError
+from dora.extras import require_extra
 from dora.functions import load_function
 
 if TYPE_CHECKING:
@@ -117,6 +118,7 @@ def _reasoning_gym(config: SourceConfig, *, field: str, seed: int, split: Split)
 
 
 def _check_reasoning_gym(config: SourceConfig, *, field: str) -> None:
+    require_extra("reasoning_gym", field=f"{field}.kind")
     from reasoning_gym.factory import DATASETS
 
     if config.name not in DATASETS:
@@ -194,6 +196,7 @@ def _decode_line(line: bytes, *, where: str) -> Row:
 
 
 def _parquet(config: SourceConfig, *, field: str) -> Source:
+    require_extra("pyarrow", field=f"{field}.kind")
     import pyarrow
     from pyarrow import parquet
 
@@ -216,12 +219,9 @@ def _parquet(config: SourceConfig, *, field: str) -> Source:
 
 
 def _datasets(config: SourceConfig, *, field: str) -> Source:
-    try:
-        import datasets
-    except ImportError as err:
-        raise ConfigError(
-            f"{field}.kind: 'datasets' needs the datasets package; pip install 'dora-rl[datasets]'"
-        ) from err
+    require_extra("datasets", field=f"{field}.kind")
+    import datasets
+
     try:
         rows = datasets.load_dataset(config.name, **{"split": "train", **config.options})
     except Exception as err:  # hub, network, loader and name errors share no base class

@@ -381,15 +381,19 @@ def test_chat_features_without_a_chat_template_are_refused(tokenizer, tmp_path, 
         open_stream(TaskConfig(**task), tokenizer=tokenizer, seed=0)
 
 
-def test_the_datasets_extra_is_asked_for_with_the_command_that_installs_it(open_with):
-    try:
-        import datasets  # noqa: F401
-    except ImportError:
-        with pytest.raises(ConfigError, match=r"pip install 'dora-rl\[datasets\]'"):
-            open_with(SourceConfig(kind="datasets", name="any"))
-    else:
-        pytest.skip("the datasets package is installed")
-
+@pytest.mark.parametrize(
+    ("kind", "package", "extra"),
+    [
+        ("datasets", "datasets", "datasets"),
+        ("parquet", "pyarrow", "pyarrow"),
+        ("reasoning_gym", "reasoning_gym", "reasoning-gym"),
+    ],
+)
+def test_an_extra_is_asked_for_with_the_command_that_installs_it(open_with, monkeypatch, kind, package, extra):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ConfigError) as raised:
+        open_with(SourceConfig(kind=kind, name="any"))
+    assert str(raised.value) == f"task.sources.0.kind: {extra} is not installed; run pip install 'dora-rl[{extra}]'"
 
 
 def test_data_sets_that_depend_on_the_hash_seed_are_refused_while_it_is_random(open_with):
