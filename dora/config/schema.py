@@ -17,7 +17,6 @@ from dora.objectives.objective import compares_sequences
 from dora.objectives.settings import Advantage, ObjectiveConfig
 from dora.section import Section
 
-Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0.0)]

@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from dora.app.resume import read_run
 from dora.cli.audit import audit
 from dora.cli.run import run
 from dora.cli.track import track
 from dora.config.load import dump, load
 from dora.config.recorded import read_recorded
 from dora.errors import ConfigError
-from dora.journal.codec import FORMAT, Header
+from dora.journal.codec import FORMAT, Epoch, Header
 from dora.journal.commits import Commits
 from dora.journal.run_folder import RunFolder
 from dora.journal.tokens import TokenWriter
@@ -42,6 +43,7 @@ def folder(tmp_path: Path) -> RunFolder:
     folder.metrics.touch()
     with TokenWriter(folder.tokens, epoch=0) as tokens, JournalWriter(folder.journal) as journal:
         journal.append(Header(FORMAT, folder.run_id, "2026-01-31T00:00:00+00:00", "0.0.9", settings()))
+        journal.append(Epoch(0, 0.0, text))
         Commits(journal=journal, tokens=tokens).sync()
     return folder
 
@@ -56,6 +58,14 @@ def test_a_resume_is_refused_in_one_line_that_names_keys_and_version(folder: Run
         "2026-01-31), or start a new one from its newest version (dora export, then model.path)"
     )
     assert folder.config.read_text() == before
+
+
+def test_a_configuration_that_was_altered_is_still_that_of_another_version_in_the_journal(folder: RunFolder) -> None:
+    folder.config.write_text(dump(load(None, environ={})))
+    with pytest.raises(
+        ConfigError, match=r"^--resume: another version of DORA wrote the configuration in the journal;"
+    ):
+        _ = read_run(folder).configuration
 
 
 def test_readers_ignore_what_they_do_not_know(folder: RunFolder) -> None:

@@ -58,6 +58,8 @@ def test_a_resumed_run_goes_on_in_the_same_records(tmp_path: Path, monkeypatch: 
         assert run.end() == 0, run.told()
     with Run("--resume", str(folder.root), *settings(run__steps=4)) as run:
         assert run.end() == 0, run.told()
+    completed = run_to_end("track", str(folder.root))  # what the trackers had no time for at the ends of the two
+    assert completed.returncode == 0, completed.stderr
     wanted = records.expected(folder)
     assert [(axis, value) for axis, value, _ in wanted if axis == "step"] == [("step", step) for step in range(4)]
     assert any(axis == "version" for axis, _, _ in wanted)
