@@ -303,7 +303,6 @@ def test_a_long_row_of_a_held_out_set_is_skipped_too(tokenizer, tmp_path):
         ({"question": "q", "gold": 1}, {}, r"rows.jsonl:1: no column 'prompt' .*; present: gold, question"),
         ({"prompt": "q"}, {}, r"rows.jsonl:1: no column 'answer' .*; present: prompt"),
         ({"prompt": 3, "answer": 1}, {}, r"rows.jsonl:1: column 'prompt' has int"),
-        ({"prompt": "", "answer": 1}, {}, r"rows.jsonl:1: the prompt has 0 tokens, .* allows 1 to 256"),
         ({"chat": [], "answer": 1}, {"prompt": "chat"}, "messages must be a non-empty list"),
         ({"chat": [{"role": "user"}], "answer": 1}, {"prompt": "chat"}, "each with role and content"),
         ({"chat": 3, "answer": 1}, {"prompt": "chat"}, "a prompt must be text, or a list of"),
