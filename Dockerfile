@@ -17,7 +17,7 @@ ENV PIP_NO_CACHE_DIR=1 \
 
 COPY pyproject.toml README.md LICENSE /src/
 COPY dora /src/dora
-RUN pip install /src && rm -rf /src \
+RUN pip install '/src[pyarrow,reasoning-gym,renderers]' && rm -rf /src \
     && useradd --uid 10001 --create-home dora \
     && install --directory --owner=dora /work/runs
 

@@ -10,7 +10,7 @@ run after a case is also the one before the next case.
 The figures are:
   step        median step time, in seconds of the workload, against that without a tracker.
   end         real seconds from the last row of metrics.jsonl to the end of the process; 10 s is
-              `tracking.end_timeout_s`, for which a run waits at most.
+              the 10 s for which a run waits at most.
   completed   rows of the record after `dora track`, against those of metrics.jsonl.
 Ceiling: the runs without a tracker.
 """

@@ -1,7 +1,7 @@
 """Training steps that bench/training.py and bench/gpu.py compare: the trainer's own, and plain loops over padded rows.
 
 All take the same answers, from the same weights, to the same gradient: the log-probs of the engine are so low that
-every importance weight is cut at `tis_cap` = 1, which leaves Σ A log π / D.
+every importance weight is cut at `weight_high` = 1, which leaves Σ A log π / D.
 Legend: n answers, b rows, L padded length, P trained tokens, V vocabulary.
 """
 
@@ -189,7 +189,7 @@ def settings(*, device: str, dtype: str, micro_batch_tokens: int, mode: Mode = "
         beta1=0.9,
         beta2=0.95,
         max_grad_norm=MAX_GRAD_NORM,
-        objective='{"tis_cap": 1.0}',
+        objective='{"weight_high": 1.0}',
         probe_tokens=0,
         temperature=1.0,
     )

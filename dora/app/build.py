@@ -212,7 +212,7 @@ def _effects(
         max_row_tokens=config.max_row_tokens,
     )
     live, timeout_s = opened.job.settings.rules.in_flight, config.engine.push_timeout_s
-    budget, fails = config.rollout.max_new_tokens, config.objective.truncations("fail")
+    budget, fails = config.rollout.max_new_tokens, config.objective.truncated == "fail"
     return {
         cmd.Generate: StreamAttempt(engine, fleet, trajectories, published, sampling, ids, now),
         cmd.GradeTrajectory: GradeAnswer(trajectories, inputs.tokenizer, graders, budget, fails, now),

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from dora.config.recorded import RecordedConfig
 from dora.config.schema import Config
 from dora.core.commands import AdmitGroup
 from dora.core.events import VersionPublished
@@ -24,7 +25,7 @@ from dora.journal.tokens import read_tokens
 from dora.weights.store import StoreError, VersionStore, checksum_of
 
 
-def recompute(run: RunFolder, config: Config) -> DeepReport:
+def recompute(run: RunFolder, config: Config | RecordedConfig) -> DeepReport:
     """Compare the log-probs of kept trajectories with the trainer's, under their version and the next.
 
     The journal and the token store must be undamaged.

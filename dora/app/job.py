@@ -24,7 +24,7 @@ from dora.app.build import REACH_TIMEOUT_S, enter_pushing, make_controller, make
 from dora.app.episodes import EpisodeInputs, enter_inputs
 from dora.app.inputs import Inputs
 from dora.app.opening import Opened
-from dora.app.prepare import Job, new_folder, prepare
+from dora.app.prepare import Job, Pacing, new_folder, prepare
 from dora.app.saved_status import saved_status
 from dora.app.tracking import tracking
 from dora.config.schema import Config, RewardConfig
@@ -99,7 +99,7 @@ async def run_job(
     rollout_only: bool = False,
     accept_changes: bool = False,
     trust_folder: bool = False,
-    time_scale: float = 1.0,
+    pacing: Pacing | None = None,
 ) -> Outcome:
     """Run a job to its end. `earlier`: the folder of the run to resume; the caller holds its lock. `trust_folder`:
     execute what that folder names even if this user has not signed its configuration."""
@@ -114,7 +114,7 @@ async def run_job(
             recorded=recorded,
             rollout_only=rollout_only,
             accept_changes=accept_changes,
-            time_scale=time_scale,
+            pacing=pacing,
         )
         require_free_ports(config)
         require_engine(config)

@@ -18,10 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from msgspec import to_builtins
-
 from dora.app.job import Frontend, run_job
 from dora.app.managed import draw_key
+from dora.app.prepare import Pacing
 from dora.app.settings import rollout_section
 from dora.config.schema import Config
 from dora.controller.loop import Outcome
@@ -106,7 +105,7 @@ async def drive(pace: Pace, frontend: Frontend) -> Outcome:
         for plan in _server_plans(pace, env=env):
             urls += (await node.add(plan).start()).split(",")
         config = _config(pace, urls=urls, api_key=key)
-        return await run_job(config, frontend, time_scale=pace.time_scale)
+        return await run_job(config, frontend, pacing=Pacing(pace.time_scale, pace.workload.settings()))
 
 
 def _write_prompts(path: Path, workload: Workload) -> int:
@@ -162,8 +161,7 @@ def _config(pace: Pace, *, urls: list[str], api_key: str) -> Config:
             "engine": {
                 **{"urls": tuple(urls), "slots": server.slots, "kv_tokens": server.kv_tokens},
                 "max_parallel_pushes": settings.max_parallel_pushes,
-                **{"decode": to_builtins(server.decode), "api_key": api_key},
-                "prefill_s_per_token": server.prefill_s_per_token,
+                "api_key": api_key,
             },
             "environment": _environment(pace) if pace.workload.tools.max_turns > 1 else {},
             "trainer": {

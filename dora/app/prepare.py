@@ -16,6 +16,17 @@ from dora.core.strategies import Settings
 from dora.journal.run_folder import RunFolder
 from dora.trackers.kinds import require_installed
 
+#: What a paced run takes from its workload, which has settings that a configuration does not have.
+_OF_WORKLOADS = ("rules", "orchestration", "decode_time", "prefill_s_per_token")
+
+
+@dataclass(frozen=True)
+class Pacing:
+    """What a paced run has besides a configuration."""
+
+    time_scale: float  # seconds of the run per second of the wall clock
+    settings: Settings  # of the simulation of the same workload
+
 
 @dataclass(frozen=True)
 class Job:
@@ -48,12 +59,14 @@ def prepare(
     recorded: resuming.Recorded | None = None,
     rollout_only: bool = False,
     accept_changes: bool = False,
-    time_scale: float = 1.0,
+    pacing: Pacing | None = None,
 ) -> Job:
     """Prepare a new job or, with `recorded`, the rest of one; ConfigError if a resume does not allow the changes."""
     require_installed(config.tracking.trackers)
     rollout_only = recorded.rollout_only if recorded is not None else rollout_only
     settings = settings_of(config, eval_prompt_tokens=inputs.evaluations.prompt_tokens)
+    if pacing is not None:
+        settings = replace(settings, **{name: getattr(pacing.settings, name) for name in _OF_WORKLOADS})
     if rollout_only:
         settings = rollout_only_settings(settings)
     if recorded is not None:  # waves keep their size; if the setting is lower now, ranks split them into passes
@@ -66,7 +79,7 @@ def prepare(
         recorded=recorded,
         changes=resuming.accept(recorded, config, settings, is_accepted=accept_changes) if recorded is not None else (),
         rollout_only=rollout_only,
-        time_scale=time_scale,
+        time_scale=pacing.time_scale if pacing is not None else 1.0,
     )
 
 

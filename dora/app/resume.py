@@ -62,6 +62,16 @@ class Recorded:
     folded: Folded  # what is observed of its events; counts of tokens come with the tokens
     end: FinishRun | FailRun | None  # None unless the run has ended
 
+    @property
+    def configuration(self) -> Config:
+        """The configuration of the latest epoch; ConfigError if this version of DORA cannot read it."""
+        try:
+            return parse(self.config)
+        except (ValueError, RecursionError):
+            raise ConfigError(
+                "--resume: another version of DORA wrote the configuration in the journal; continue the run with that"
+            ) from None
+
     def chain_of(self, version: VersionId) -> str:
         """Return the chain of a version's weights; "" if it is unknown."""
         return (self.chains.get(StepId(version - 1)) if version else self.base_chain) or ""
@@ -159,7 +169,7 @@ def accept(recorded: Recorded, config: Config, settings: Settings, *, is_accepte
         fixed.remove("steps")
     if "steps" in fixed:
         raise ConfigError(f"run.steps: the run has {recorded.settings.steps} steps; the number can only be raised")
-    before = parse(recorded.config)
+    before = recorded.configuration
     if fixed:
         keys = _keys_that_change(_decisions, before, config) or ["eval.sets"]
         raise ConfigError(f"--resume: {', '.join(keys)} cannot change within a run; start a new one for that")
@@ -372,8 +382,8 @@ def choose_start(
 
 def require_same_history(recorded: Recorded, start: Start, *, settings: bytes, config: Config) -> None:
     """Raise ConfigError if steps must be trained again, but with other settings than the first time."""
-    if start.step < recorded.state.feed.trained and settings != lineage_settings(parse(recorded.config)):
-        altered = _keys_that_change(lineage_settings, parse(recorded.config), config)
+    if start.step < recorded.state.feed.trained and settings != lineage_settings(recorded.configuration):
+        altered = _keys_that_change(lineage_settings, recorded.configuration, config)
         raise ConfigError(
             f"--resume: {', '.join(altered)}: cannot change now: steps {start.step + 1} to "
             f"{recorded.state.feed.trained} must be trained again with the same settings; resume without the "

@@ -9,8 +9,6 @@ from typing import Any, Final
 import msgspec
 
 from dora.config.schema import Config, RolloutConfig
-from dora.core.decode_time import DecodeTime
-from dora.core.orchestration import orchestration_of
 from dora.core.strategies import Settings, rules_of
 from dora.journal.run_folder import RunFolder
 from dora.observe.drift import DriftWatch, Precision
@@ -23,6 +21,8 @@ from dora.transport.messages import Configure, TrainerSettings
 #: Number of versions for which the store needs room in addition to the K + 1 live versions: one that is being
 #: evaluated, one that is being published, and one that a push is reading.
 SPARE_VERSIONS = 3
+#: Maximum number of stale tokens per rank, prompts included, that a probe measures.
+PROBE_TOKENS = 512
 
 
 def settings_of(config: Config, *, eval_prompt_tokens: Sequence[int]) -> Settings:
@@ -40,20 +40,13 @@ def settings_of(config: Config, *, eval_prompt_tokens: Sequence[int]) -> Setting
         shared_prompts=trainer.shared_prompts != "off",
         filter_zero_variance=rollout.filter_zero_variance,
         max_top_up=rollout.max_top_up,
-        orchestration=orchestration_of(
-            rollout.rules, without=rollout.without, refill=rollout.refill, calls=rollout.calls
-        ),
         watchdog_s=rollout.watchdog_s,
         no_progress_s=config.run.no_progress_s,
         call_limit_s=config.environment.call_timeout_s if config.environment.name else 0.0,
         max_episodes=config.environment.capacity,
-        max_attempts=rollout.max_attempts,
         max_parallel_pushes=config.engine.max_parallel_pushes,
         eval_prompt_tokens=tuple(eval_prompt_tokens),
         eval_every=config.eval.every,
-        max_eval_share=config.eval.max_slot_share,
-        decode_time=DecodeTime(**config.engine.decode.model_dump()),
-        prefill_s_per_token=config.engine.prefill_s_per_token,
         deterministic=trainer.device == "cpu",
     )
 
@@ -73,8 +66,13 @@ def rollout_only_settings(settings: Settings) -> Settings:
 
 def trainer_settings(config: Config, *, max_staleness: int) -> TrainerSettings:
     """Return the settings of the trainer ranks."""
-    settings = TrainerSettings(
+    beta1, beta2 = config.trainer.betas
+    samples_once = config.rules.in_flight is None  # otherwise tokens of a group may be sampled under several versions
+    return TrainerSettings(
         **_common(config.trainer, TrainerSettings),
+        beta1=beta1,
+        beta2=beta2,
+        probe_tokens=PROBE_TOKENS if config.trainer.probe_every and samples_once else 0,
         steps=config.run.steps,
         longest_request=config.longest_request,
         objective=config.objective.model_dump_json(),
@@ -84,9 +82,6 @@ def trainer_settings(config: Config, *, max_staleness: int) -> TrainerSettings:
         max_staleness=max_staleness,
         sends_logprobs=config.log.trajectories_per_step > 0,
     )
-    if config.rules.in_flight is not None:  # tokens of one group may be sampled under several versions
-        return msgspec.structs.replace(settings, probe_tokens=0)
-    return settings
 
 
 def drift_watch(config: Config) -> DriftWatch:

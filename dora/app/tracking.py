@@ -27,13 +27,21 @@ log = structlog.get_logger(__name__)
 
 #: Pauses before a process is started again. After the last pause there is no further start; use `dora track`.
 PAUSES_S: Final = (5.0, 20.0, 60.0)
+#: Longest wait for all trackers at the end of a run.
+END_TIMEOUT_S: Final = 10.0
 
 
 @asynccontextmanager
 async def tracking(
-    config: TrackingConfig, folder: RunFolder, node: Node, *, lease: Path, tell: Callable[[str], None]
+    config: TrackingConfig,
+    folder: RunFolder,
+    node: Node,
+    *,
+    lease: Path,
+    tell: Callable[[str], None],
+    end_timeout_s: float = END_TIMEOUT_S,
 ) -> AsyncIterator[None]:
-    """Run the trackers while the context is open."""
+    """Run the trackers while the context is open. `end_timeout_s`: longest wait for all of them at its end."""
     children = [
         node.add(
             plan_tracker(
@@ -53,7 +61,7 @@ async def tracking(
         for task in keeping:
             task.cancel()
         await asyncio.gather(*keeping, return_exceptions=True)
-        await asyncio.gather(*(child.finish(timeout_s=config.end_timeout_s) for child in children))
+        await asyncio.gather(*(child.finish(timeout_s=end_timeout_s) for child in children))
         for name in config.trackers:
             if line := _missing(folder, name):
                 tell(line)

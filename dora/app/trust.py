@@ -15,6 +15,7 @@ import structlog
 
 from dora import files, foreign
 from dora.config.load import dump, state_folder
+from dora.config.recorded import RecordedConfig
 from dora.config.schema import Config
 from dora.errors import ConfigError
 from dora.journal import signature
@@ -45,7 +46,7 @@ def write_config(folder: RunFolder, config: Config, *, run_id: str) -> None:
     files.replace(folder.config, signed)
 
 
-def require_trust(folder: RunFolder, config: Config, *, named: Iterable[str], to: str) -> None:
+def require_trust(folder: RunFolder, config: Config | RecordedConfig, *, named: Iterable[str], to: str) -> None:
     """Raise ConfigError unless a start of this user has signed the folder's configuration.
 
     `config`: the folder's configuration with the user's overrides. `to`: what the user is about to do ("a resume").
@@ -92,7 +93,7 @@ def _cut(text: str) -> str:
     return text if len(text) <= _MAX_SHOWN_CHARACTERS else f"{text[: _MAX_SHOWN_CHARACTERS - 3]}..."
 
 
-def _keys(config: Config) -> list[bytes]:
+def _keys(config: Config | RecordedConfig) -> list[bytes]:
     """Return the keys that this user can sign with."""
     found = [signature.token_key(config.trainer.token)] if config.trainer.token else []
     try:

@@ -7,7 +7,7 @@ from pathlib import Path
 from dora.app.deep import recompute
 from dora.cli.output import say
 from dora.cli.run import VIOLATED
-from dora.config.load import load
+from dora.config.recorded import read_recorded
 from dora.errors import ConfigError
 from dora.journal.audit import DAMAGE
 from dora.journal.audit import audit as audit_folder
@@ -26,7 +26,7 @@ def audit(folder: Path, *, deep: bool) -> None:
     elif deep:
         if "C1" in report.broken_by_design:
             raise ConfigError(f"{folder}: --deep needs answers of one version each; this strategy breaks C1 by design")
-        found = recompute(run, load(run.config, environ={}))
+        found = recompute(run, read_recorded(run.config, environ={}))
         say(*render_deep(found).split("\n"))
         is_violated, is_compared = is_violated or bool(found.violations or found.altered), bool(found.checks)
     if is_violated:

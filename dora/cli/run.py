@@ -10,8 +10,11 @@ from pathlib import Path
 import uvloop
 
 from dora.config.load import load
+from dora.config.recorded import unknown_keys
+from dora.config.schema import Config
 from dora.controller.loop import Outcome
 from dora.errors import ConfigError
+from dora.journal.reader import Journal
 from dora.journal.run_folder import RunFolder
 from dora.node.lease import hold
 
@@ -19,6 +22,8 @@ from dora.node.lease import hold
 INTERRUPTED = 130
 #: Exit code if an audit found a violation of C1, C2 or C3 that is not by design of the strategy.
 VIOLATED = 3
+#: Largest number of unknown keys that one line names.
+MAX_NAMED = 4
 
 
 def run(
@@ -42,8 +47,9 @@ def run(
     with ExitStack() as held:
         if earlier is not None:  # lock before reading, so that nothing read can be changed by another process
             held.enter_context(hold(earlier.lock))
-            config_path = earlier.config
-        config = load(config_path, overrides, environ=os.environ)
+            config = _config_to_resume(earlier, overrides)
+        else:
+            config = load(config_path, overrides, environ=os.environ)
         if train_only is not None:
             from dora.cli.train_only import train_only as train
 
@@ -61,6 +67,19 @@ def run(
             trust_folder=trust_folder,
         )
         end(uvloop.run(job))
+
+
+def _config_to_resume(folder: RunFolder, overrides: Sequence[str]) -> Config:
+    """Return the configuration with which a run continues; ConfigError if it has keys that this version does not."""
+    if keys := unknown_keys(folder.config):
+        header = Journal(folder.journal).header
+        more = f" and {len(keys) - MAX_NAMED} more" if len(keys) > MAX_NAMED else ""
+        raise ConfigError(
+            f"--resume: {folder.config}: this version of DORA has no {', '.join(keys[:MAX_NAMED])}{more}; continue the "
+            f"run with the version that wrote it ({header.dora_version}, {header.created[:10]}), or start a new one "
+            "from its newest version (dora export, then model.path)"
+        )
+    return load(folder.config, overrides, environ=os.environ)
 
 
 def end(outcome: Outcome) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from dora.app.trust import require_trust
 from dora.cli.output import say
 from dora.cli.serve import watch_own_lease
-from dora.config.load import load
+from dora.config.recorded import read_recorded
 from dora.errors import ConfigError
 from dora.journal.access import set_umask
 from dora.journal.run_folder import RunFolder
@@ -26,9 +26,8 @@ NICENESS = 10
 
 def track(path: Path, *, to: Sequence[str] | None, trust_folder: bool) -> None:
     folder = RunFolder.open(path)
-    overrides = [f"tracking.trackers={list(to)!r}"] if to else []
-    config = load(folder.config, overrides, environ=os.environ)
-    trackers = config.tracking.trackers
+    config = read_recorded(folder.config, environ=os.environ)
+    trackers = tuple(to) if to else config.tracking.trackers
     own = [f"{FIELD} = {name}" for name in trackers if name not in KINDS]
     if own and not to and not trust_folder:
         require_trust(folder, config, named=own, to="this")
@@ -52,4 +51,4 @@ def follow(path: Path, name: str) -> None:
     folder = RunFolder.open(path)
     ended = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: ended.set())
-    follow_rows(folder, name, project=load(folder.config, environ={}).tracking.project, ended=ended)
+    follow_rows(folder, name, project=read_recorded(folder.config, environ={}).tracking.project, ended=ended)

@@ -8,7 +8,7 @@ Run it when the schema changes; tests/static/test_generated_docs.py fails until 
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -33,6 +33,8 @@ folder keeps the result as `config.toml`. Secrets are read from environment vari
 file.
 """
 
+_COLUMNS = "| key | type | default | meaning |\n|---|---|---|---|"
+
 _DEFAULT_JOB = """\
 # The default job with every setting spelled out: `dora run` without a file does exactly this.
 #
@@ -53,8 +55,12 @@ def render() -> dict[str, str]:
     }
 
 
-def _sections(model: type[BaseModel], *, prefix: str) -> Iterator[str]:
-    """Yield heading, sentence and table of each section, in schema order; nested sections follow their parent."""
+def _sections(model: type[BaseModel], *, prefix: str, seen: dict[type[BaseModel], str] | None = None) -> Iterator[str]:
+    """Yield heading, sentence and table of each section, in schema order; nested sections follow their parent.
+
+    A section that occurs again (`seen`: type -> header) refers to its first table, so that each key has one row.
+    """
+    seen = {} if seen is None else seen
     for name, field in model.model_fields.items():
         dotted = f"{prefix}{name}"
         if dotted == "objective.loss":
@@ -64,30 +70,35 @@ def _sections(model: type[BaseModel], *, prefix: str) -> Iterator[str]:
         if inner is None:
             continue
         header = f"[[{dotted}]]" if is_list else f"[{dotted}]"
+        if inner in seen:
+            yield f"## `{header}`\n\n{field.description} Its keys are those of `{seen[inner]}`.\n"
+            continue
+        seen[inner] = header
         yield f"## `{header}`\n\n{inner.__doc__}\n"
-        yield from _table(inner)
-        yield from _sections(inner, prefix=f"{dotted}.")
+        yield _COLUMNS
+        yield from (_row(key, field) for key, field in inner.model_fields.items() if _is_key(field))
+        yield ""
+        yield from _sections(inner, prefix=f"{dotted}.", seen=seen)
 
 
 def _losses(dotted: str, field: FieldInfo) -> Iterator[str]:
-    """Yield the section of the policy loss, whose keys depend on its kind."""
-    yield f"## `[{dotted}]`\n\n{field.description} Its keys depend on its `kind`.\n"
+    """Yield the section of the policy loss, with one row for a key that several kinds have."""
+    yield f"## `[{dotted}]`\n\n{field.description} Its other keys depend on its `kind`:\n"
+    keys: dict[str, dict[str, FieldInfo]] = {}
     for tag, settings in LOSS_SETTINGS.items():
-        yield f'### `kind = "{tag}"`\n\n{_one_line(settings.__doc__)}\n'
-        yield from _table(settings)
-
-
-def _table(section: type[BaseModel]) -> Iterator[str]:
-    yield "| key | type | default | meaning |\n|---|---|---|---|"
-    for key, field in section.model_fields.items():
-        if _section_of(field)[0] is None and not _is_tagged(field):
-            yield _row(key, field)
+        yield f"- `{tag}`: {_one_line(settings.__doc__)}"
+        for key, of_kind in settings.model_fields.items():
+            keys.setdefault(key, {})[tag] = of_kind
+    kinds = ", ".join(f"`{tag}`" for tag in LOSS_SETTINGS)
+    yield "\n| key | kinds | type | default | meaning |\n|---|---|---|---|---|"
+    yield f'| `kind` | all | {kinds} | `"{next(iter(LOSS_SETTINGS))}"` | Name of the loss. |'
+    yield from (_loss_row(key, fields) for key, fields in keys.items() if key != "kind")
     yield ""
 
 
-def _is_tagged(field: FieldInfo) -> bool:
-    """Return whether a field is one of several sections, told apart by a tag."""
-    return any(isinstance(rule, Discriminator) for rule in field.metadata)
+def _is_key(field: FieldInfo) -> bool:
+    """Return whether a field is a key, not a section or one of several sections, told apart by a tag."""
+    return _section_of(field)[0] is None and not any(isinstance(rule, Discriminator) for rule in field.metadata)
 
 
 def _section_of(field: FieldInfo) -> tuple[type[BaseModel] | None, bool]:
@@ -100,13 +111,30 @@ def _section_of(field: FieldInfo) -> tuple[type[BaseModel] | None, bool]:
 
 
 def _row(key: str, field: FieldInfo) -> str:
+    return f"| `{key}` | {' | '.join(map(_cell, _cells(field)))} |"
+
+
+def _loss_row(key: str, fields: Mapping[str, FieldInfo]) -> str:
+    """Return the row of a key of several kinds of loss; where they differ, a cell has the text of each."""
+    columns = zip(*map(_cells, fields.values()), strict=True)
+    cells = (", ".join(f"`{kind}`" for kind in fields), *(_each([*fields], texts) for texts in columns))
+    return f"| `{key}` | {' | '.join(map(_cell, cells))} |"
+
+
+def _each(kinds: Sequence[str], texts: Sequence[str]) -> str:
+    having = {text: [f"`{kind}`" for kind, other in zip(kinds, texts, strict=True) if other == text] for text in texts}
+    if len(having) == 1:
+        return texts[0]
+    return "; ".join(f"{', '.join(those)}: {text.removesuffix('.')}" for text, those in having.items())
+
+
+def _cells(field: FieldInfo) -> tuple[str, str, str]:
+    """Return type, default and meaning."""
     meaning = _one_line(field.description)
     if isinstance(field.json_schema_extra, dict):
-        variable = field.json_schema_extra["environment"]
-        return f"| `{key}` | secret | environment variable `{variable}` | {_cell(meaning)} |"
+        return "secret", f"environment variable `{field.json_schema_extra['environment']}`", meaning
     kind = _kind(field.annotation) + "".join(_bounds(field))
-    default = "required" if field.is_required() else _default(field.default)
-    return f"| `{key}` | {_cell(kind)} | {_cell(default)} | {_cell(meaning)} |"
+    return kind, "required" if field.is_required() else _default(field.default), meaning
 
 
 def _one_line(text: str | None) -> str:

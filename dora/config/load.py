@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 import tomli_w
 from pydantic import BaseModel, ValidationError
@@ -24,6 +24,8 @@ from dora.config.schema import Config
 from dora.errors import ConfigError
 from dora.objectives.presets import PRESETS
 from dora.objectives.table import LOSS_SETTINGS
+
+_Model = TypeVar("_Model", bound=BaseModel)
 
 #: Pydantic error type -> the expected value, in words. Other types keep pydantic's own message.
 _WANTED = {
@@ -78,15 +80,23 @@ def load(path: Path | None, overrides: Sequence[str] = (), *, environ: Mapping[s
             task.setdefault("rewards", [])  # the default is for tasks without an environment
     _refuse_hidden_preset(given, data["objective"], origins=origins, path=path)
     _refuse_secrets(data)
-    for section, name, field in _secrets():
-        value = environ.get(_environment(field))
-        if value and isinstance(data[section], dict):
-            data[section][name] = value
+    add_secrets(data, environ)
+    return validated(Config, data, path=path, origins=origins)
+
+
+def validated(
+    model: type[_Model],
+    data: Mapping[str, Any],
+    *,
+    path: Path | None,
+    origins: Mapping[str, str] | None = None,
+) -> _Model:
+    """Return the tables as a model; ConfigError has all problems."""
     try:
         # Strict JSON mode accepts lists for tuples and text for paths, but not text for numbers.
-        return Config.model_validate_json(json.dumps(data, default=str), strict=True)
+        return model.model_validate_json(json.dumps(data, default=str), strict=True)
     except ValidationError as err:
-        lines = [line for problem in err.errors() for line in _describe(problem, origins=origins, path=path)]
+        lines = [line for problem in err.errors() for line in _describe(problem, origins=origins or {}, path=path)]
         raise ConfigError(*lines) from None
     except (ValueError, RecursionError):
         raise ConfigError(f"{path or '--set'}: a number has too many digits, or tables are nested too deeply") from None
@@ -231,6 +241,14 @@ def _secrets() -> Iterator[tuple[str, str, FieldInfo]]:
                 yield section, name, field
 
 
+def add_secrets(data: dict[str, Any], environ: Mapping[str, str]) -> None:
+    """Add the secrets in `environ` to the sections that `data` has."""
+    for section, name, field in _secrets():
+        value = environ.get(_environment(field))
+        if value and isinstance(data.get(section), dict):
+            data[section][name] = value
+
+
 def _environment(field: FieldInfo) -> str:
     assert isinstance(field.json_schema_extra, dict)
     return str(field.json_schema_extra["environment"])
@@ -276,6 +294,11 @@ def _describe(problem: ErrorDetails, *, origins: Mapping[str, str], path: Path |
     wanted = _WANTED.get(kind, problem["msg"]).format(**problem.get("ctx", {}))
     meant = _meant(value, choices=wanted) if kind in _ONE_OF else ""
     return [f"{where}{key}: got {_shown(value)}, expected {wanted}{meant}"]
+
+
+def dotted(problem: ErrorDetails) -> str:
+    """Return the key that a pydantic error is about."""
+    return ".".join(map(str, _without_tag(problem["loc"])))
 
 
 def _without_tag(loc: tuple[int | str, ...]) -> tuple[int | str, ...]:

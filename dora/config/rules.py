@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 from dora.config.terms import term_problems
 from dora.core.strategies import SILENCE
 from dora.objectives.rules import problems as objective_problems
-from dora.objectives.settings import ObjectiveConfig
 
 if TYPE_CHECKING:
     from dora.config.schema import Config
@@ -68,10 +67,11 @@ def _optimizer_problems(config: Config) -> Iterator[str]:
             f"trainer.optimizer_state: {trainer.optimizer_state} is for adamw; the momentum of muon, 4 bytes for "
             "each parameter, is on the device in float32; use device"
         )
-    if trainer.optimizer_state == "8bit" and trainer.beta1**2 >= trainer.beta2:
+    beta1, beta2 = trainer.betas
+    if trainer.optimizer_state == "8bit" and beta1**2 >= beta2:
         yield (
-            f"trainer.optimizer_state: 8bit needs beta1² < beta2, which bounds the steps ({trainer.beta1}, "
-            f"{trainer.beta2}); raise trainer.beta2 or use device"
+            f"trainer.optimizer_state: 8bit needs beta1² < beta2, which bounds the steps ({beta1}, {beta2}); raise the "
+            "second of trainer.betas, or use device"
         )
     if trainer.compile and trainer.activation_checkpointing in ("selective", "auto"):
         yield (
@@ -105,8 +105,6 @@ def _address_problems(config: Config) -> Iterator[str]:
         yield f"engine.urls: {url} is listed twice; a server is one instance and holds one version at a time"
     if not config.num_instances:
         yield "engine.instances: 0 leaves the run without a server; raise it or give engine.urls"
-    if config.engine.base_port and config.engine.base_port + config.num_managed - 1 > 65_535:
-        yield f"engine.base_port: {config.engine.base_port} leaves no room for {config.num_managed} ports"
     if not _LISTEN_ADDRESS.fullmatch(config.trainer.address):
         yield f"trainer.address: cannot listen on {config.trainer.address}; write it as tcp://HOST:PORT"
     if config.trainer.external and config.trainer.token is None:
@@ -181,12 +179,9 @@ def _environment_problems(config: Config) -> Iterator[str]:
             yield "task.sources: rows of kind seeds have no prompt; name an environment that draws one"
         if environment.command:
             yield "environment.name: is empty, so there is no environment and environment.command has no effect"
-        for name in ("turn_rewards", "truncated_turns", "truncated_time"):
-            if getattr(config.objective, name) != ObjectiveConfig.model_fields[name].default:
-                yield f"objective.{name}: has no effect without environment.name; remove the key"
+        if config.objective.turn_rewards != "sum":
+            yield "objective.turn_rewards: has no effect without environment.name; remove the key"
         return
-    if config.objective.truncated_time != "train" and environment.episode_timeout_s is None:
-        yield "objective.truncated_time: has no effect without environment.episode_timeout_s; remove the key"
     if ":" not in environment.name and not environment.command:
         yield f"environment.name: expected module:name or FILE.py:name, got '{environment.name}'"
     if environment.capacity < config.rollout.group_size:

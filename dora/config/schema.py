@@ -17,7 +17,6 @@ from dora.objectives.objective import compares_sequences
 from dora.objectives.settings import Advantage, ObjectiveConfig
 from dora.section import Section
 
-Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
 Positive = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0.0)]
@@ -84,9 +83,6 @@ class RolloutConfig(Section):
     group is committed, from the version at its admission, so that time in a queue counts; how long an answer may take
     is not limited. `dora` and `partial_bounded` use K, and so does `partial`, but only to bound how many groups are
     admitted. The other strategies fix it at 0, or at 1 (`one_step_off`)."""
-    pause: Literal["retract", "in_place"] = "retract"
-    """How `partial` pauses a server with live requests. `retract`: the server drops their KV and computes it again
-    under the new weights. `in_place`: it keeps the KV of the old weights, and the pause is the only cost."""
     oversample: Annotated[float, Field(gt=1.0)] = 1.5
     """Number of groups under way in a step of `oversample` and `partial_sync`, as a multiple of N."""
     groups_per_step: Positive = 12
@@ -101,45 +97,10 @@ class RolloutConfig(Section):
     """Leave out groups whose rewards are all equal: they have no group-relative advantage."""
     max_top_up: Annotated[float, Field(gt=0.0)] = 10.0
     """The run fails if more than max_top_up x N groups are filtered or fail during one step."""
-    rules: Literal["dora", "paper"] = "dora"
-    """How work is placed on instances: by DORA's rules or, for comparison, by those of the paper (arXiv 2604.26256)."""
-    without: tuple[
-        Literal[
-            "streaming", "kv_floor", "kv_overcommit", "consolidation", "adaptive_window", "tail_care", "hysteresis"
-        ],
-        ...,
-    ] = ()
-    """Placement rules to turn off. docs/SIMULATION.md shows what each of them gains."""
-    refill: bool = False
-    """Admit new prompts under old versions too, where rule F allows it. 3-10 % slower in simulation."""
-    calls: Literal["keep", "pinned", "release"] = "release"
-    """What an episode holds on its server while its environment is called: a slot, which another episode could use, and
-    the KV of its tokens, which has to be computed again if it is given up. `keep`: both, until the call ends. `pinned`:
-    both for about as long as computing the KV again would take, and then neither; the episode continues on any server
-    of its version, and the last server of that version stays with it even if it has nothing to do until calls end.
-    `release`: like `pinned`, but after a while that last server may load another version; when a call ends, the next
-    free server loads the old one again. The choice affects only the speed: `keep` suits calls that are shorter than
-    computing the KV, `release` long ones. It has no effect without an environment."""
     watchdog_s: Seconds = 120.0
     """An instance is lost if none of its requests gets a token for this long, even if it still answers health checks;
     reading a long prompt counts as progress. A single request that gets no token for three times as long, while others
     on its instance do, is stopped and continued on another instance."""
-    max_attempts: Positive = 8
-    """Maximum number of attempts at one trajectory. After that its group fails with the reason of the last attempt.
-    Attempts that ended because an instance was lost do not count."""
-
-
-class DecodeConfig(Section):
-    """How long one decoding step takes on an instance: base_s + per_request_s x requests + per_token_s x their tokens
-    in KV. Consolidation uses it to estimate how much a move slows down the requests on the target; only proportions
-    matter."""
-
-    base_s: Seconds = 2e-3
-    """Duration of a step whose batch is empty."""
-    per_request_s: Annotated[float, Field(ge=0.0)] = 5e-5
-    """Added for every request in the batch."""
-    per_token_s: Annotated[float, Field(ge=0.0)] = 1e-7
-    """Added for every token that the batch holds in KV."""
 
 
 class EngineConfig(Section):
@@ -175,13 +136,6 @@ class EngineConfig(Section):
     kv_tokens: Positive | None = None
     """Maximum KV capacity that is used of one instance, in tokens. Unset: all that the server reports; an embedded
     engine that the run starts is given 16,384."""
-    decode: DecodeConfig = DecodeConfig()
-    """Duration of a decoding step."""
-    prefill_s_per_token: Annotated[float, Field(ge=0.0)] = 5e-5
-    """Time in which an instance reads one token. It gives the cost of continuing an episode on an instance that does
-    not have the KV of the episode (`rollout.calls`)."""
-    base_port: Annotated[int, Field(ge=0, le=65_535)] = 0
-    """Managed instance i listens on port base_port + i. 0: free ports are chosen."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Device of the managed instances."""
     threads: Positive = 1
@@ -258,10 +212,8 @@ class TrainerConfig(Section):
     """Number of steps over which the learning rate rises linearly to its peak."""
     weight_decay: Annotated[float, Field(ge=0.0)] = 0.0
     """Decoupled weight decay of matrices. Norms, biases and embeddings, tied ones included, are not decayed."""
-    beta1: Beta = 0.9
-    """AdamW beta1."""
-    beta2: Beta = 0.95
-    """AdamW beta2."""
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
+    """beta1 and beta2 of AdamW."""
     max_grad_norm: Annotated[float, Field(gt=0.0)] = 1.0
     """Maximum gradient norm; a larger gradient is scaled down to it."""
     updates: Positive = 1
@@ -276,13 +228,12 @@ class TrainerConfig(Section):
     `approximate`) and of the reference policy (objective.kl_coefficient > 0). Each of the two policies takes 2 bytes
     per parameter if `dtype` is bfloat16, otherwise 4. `host`: in pinned memory of the host, from which every layer is
     fetched before it computes (unverified without a GPU)."""
-    probe_tokens: Annotated[int, Field(ge=0)] = 512
-    """Size of the probe: the maximum number of stale tokens per rank and step, prompts included, whose log-probs are
-    also computed under the version that sampled them. The probe measures the mismatch of the engine
-    (`engine_mismatch_k3`) separately from the drift of the weights (`version_drift_k3`). 0 turns it off. It is always
-    off with strategies whose answers have tokens of several versions (`partial`, `partial_bounded`, `partial_sync`)."""
-    probe_every: Positive = 4
-    """Number of steps from one probe (`probe_tokens`) to the next. A probe reads the rank's rows of a whole version."""
+    probe_every: Annotated[int, Field(ge=0)] = 4
+    """Number of steps from one probe to the next; 0: none. A probe computes the log-probs of up to 512 stale tokens per
+    rank, prompts included, under the version that sampled them too, for which it reads the rank's rows of that version.
+    It measures the mismatch of the engine (`engine_mismatch_k3`) separately from the drift of the weights
+    (`version_drift_k3`). There is none with strategies whose answers have tokens of several versions (`partial`,
+    `partial_bounded`, `partial_sync`)."""
     checkpoint_every: Positive = 10
     """Number of steps between resumable checkpoints. A clean stop writes one too."""
     stop_timeout_s: Seconds = 600.0
@@ -298,23 +249,22 @@ class SourceConfig(Section):
     """`arithmetic`: the built-in long-tailed task. `reasoning_gym`: a dataset of that package, by name. `seeds`: rows
     with nothing but a `seed` and the `options`, for an environment that draws its task from them; training and held-out
     sets get different seeds. `jsonl`, `parquet`: a file. `datasets`: a Hugging Face dataset. `function`: a function of
-    yours that returns an iterable of rows."""
+    yours that returns an iterable of rows. `reasoning_gym`, `parquet` and `datasets` need an extra: `pip install
+    'dora-rl[reasoning-gym]'`, `[pyarrow]` or `[datasets]`."""
     name: str = ""
     """Name of the dataset (`reasoning_gym`, `datasets`), or module:function (`function`)."""
     path: Path | None = None
     """File to read (`jsonl`, `parquet`)."""
-    split: str = "train"
-    """Split of a Hugging Face dataset."""
     prompt: str = "prompt"
-    """Column that holds the prompt text."""
-    messages: str = ""
-    """Column that holds chat messages, a list of {role, content}. If set, it is used in place of `prompt`."""
+    """Column that holds the prompt: a text, or chat messages as a list of {role, content} (needs
+    `task.chat_template`)."""
     answer: str = "answer"
     """Column that holds the reference answer, which is passed to the reward. Empty: the rows have none."""
     description: str = ""
     """What the prompts ask for, in a sentence: the terminal, the page and `dora check` show it beside the run."""
     options: dict[str, Any] = Field(default={})
-    """Further arguments of the source; for `arithmetic` and `reasoning_gym`, parameters of the generator."""
+    """Further arguments of the source; for `arithmetic` and `reasoning_gym`, parameters of the generator; for
+    `datasets`, arguments of `load_dataset`, such as `split`, which is "train" unless given."""
     weight: Annotated[float, Field(gt=0.0)] = 1.0
     """Share of prompts drawn from this source, relative to the other sources."""
     label: str = ""
@@ -371,11 +321,8 @@ class TaskConfig(Section):
     epochs: Annotated[int, Field(ge=0)] = 0
     """Number of passes over finite sources; 0: as many as the job needs. The prompts end when the first source does."""
     max_prompt_tokens: Positive = 256
-    """Maximum number of tokens in a prompt; `overlong` decides what happens to longer ones."""
-    overlong: Literal["skip", "fail"] = "skip"
-    """How a row over `max_prompt_tokens` is handled. `skip`: it keeps its position in the stream but is not used; if
-    more than half of the first 1,000 rows are over the limit, that is still an error. `fail`: the command fails and
-    names file and line: at the start if the row is among the first 10,000, otherwise when the row is drawn."""
+    """Maximum number of tokens in a prompt. A row over the limit keeps its position in the stream but is not used; if
+    more than half of the first 1,000 rows are over it, that is an error."""
     graders: Positive = 1
     """Number of grader processes."""
     grade_timeout_s: Seconds = 10.0
@@ -398,7 +345,8 @@ class EnvironmentConfig(Section):
 
     name: str = ""
     """module:name or FILE.py:name of a class or function that makes an `Environment`, once for each episode.
-    Empty: no environment; every episode is one answer to its prompt."""
+    Empty: no environment; every episode is one answer to its prompt. An environment needs an extra: `pip install
+    'dora-rl[renderers]'`."""
     options: dict[str, Any] = Field(default={})
     """Arguments that the class or function is called with."""
     python: str = ""
@@ -433,15 +381,6 @@ class EnvironmentConfig(Section):
     "custom"` and `import_path`. Empty: recognized by the chat template (docs/AGENTS.md)."""
     output_bytes: Annotated[int, Field(ge=1, le=1_000_000)] = 8_192
     """Maximum size of the text of one observation; longer text is cut, with a mark that the model sees."""
-    failure_budget: Fraction = 0.5
-    """The run fails if more than this share of the last `failure_window` episodes of one source failed in the
-    environment. 1: the run never fails for this reason."""
-    failure_window: Positive = 100
-    """Number of the latest episodes of a source to which `failure_budget` applies."""
-    row_failures: Positive = 8
-    """After this many episodes of a row have failed in the environment through faults of their own, the row is set
-    aside: its further episodes fail at once. The loss of a host counts once against a row, unless the episode is
-    replayed on another host, and only until an episode of the row succeeds."""
 
     @property
     def capacity(self) -> int:
@@ -467,7 +406,8 @@ class EvalSetConfig(Section):
 
 
 class EvalConfig(Section):
-    """Evaluation during the run. Version 0 and the last version are always evaluated."""
+    """Evaluation during the run. Version 0 and the last version are always evaluated. It takes at most a tenth of all
+    slots while training could use them."""
 
     sets: tuple[EvalSetConfig, ...] = (
         EvalSetConfig(prompts=128, source=SourceConfig(options={"min_terms": 6, "max_terms": 48})),
@@ -477,8 +417,6 @@ class EvalConfig(Section):
     """Number of steps between evaluations; 0: only at the beginning and at the end. One version is evaluated at a time,
     and one more version is kept and waits for its turn. If a newer version is due before that, the waiting version is
     skipped, and the log, the metrics and the status say so."""
-    max_slot_share: Fraction = 0.1
-    """Share of all slots that evaluation may take while training could use them."""
 
 
 class WeightsConfig(Section):
@@ -533,8 +471,6 @@ class TrackingConfig(Section):
     pass_environment: tuple[str, ...] = ()
     """Names of environment variables that trackers receive besides their own (`WANDB_*` for wandb, `TRACKIO_*` and
     `HF_*` for trackio)."""
-    end_timeout_s: Seconds = 10.0
-    """Longest wait for the trackers at the end of the run."""
 
 
 class Config(Section):
@@ -563,12 +499,7 @@ class Config(Section):
     def rules(self) -> Rules:
         """The strategy as settings of the decision core."""
         rollout = self.rollout
-        return rules_of(
-            rollout.strategy,
-            max_staleness=rollout.max_staleness,
-            pause=rollout.pause,
-            oversample=rollout.oversample,
-        )
+        return rules_of(rollout.strategy, max_staleness=rollout.max_staleness, oversample=rollout.oversample)
 
     @property
     def longest_request(self) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -23,7 +23,7 @@ from dora.controller.published import Published
 from dora.controller.trajectories import Trajectories, TrajectoryRecord
 from dora.core import commands as cmd
 from dora.core import events as ev
-from dora.core.ids import FOREIGN_VERSION, GroupId, InstanceId, TrajectoryId, Truncation
+from dora.core.ids import FOREIGN_VERSION, GroupId, InstanceId, TrajectoryId
 from dora.core.strategies import Pause
 from dora.core.training import Feed
 from dora.engine.api import GenerateRequest, GenerateResult, InferenceEngine, PushStage
@@ -219,13 +219,13 @@ class GradeAnswer:
     tokenizer: Tokenizer
     graders: Graders
     max_new_tokens: int
-    fails: Collection[Truncation]  # budgets whose answers get no reward in training
+    fails_truncated: bool  # answers that a budget ended get no reward in training
     now: Clock
 
     async def __call__(self, order: cmd.GradeTrajectory) -> ev.Event:
         trajectory = order.trajectory
         record = self.trajectories.records[trajectory]
-        if record.truncated in self.fails and trajectory >= 0:
+        if self.fails_truncated and record.truncated and trajectory >= 0:
             reason = f"truncated: {record.truncated}"
             return ev.TrajectoryGraded(self.now(), trajectory, order.attempt, None, reason)
         prompt = record.prompt

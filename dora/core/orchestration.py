@@ -1,7 +1,7 @@
 """Switches for the orchestrator's rules (docs/SIMULATION.md): DORA's own rules, without some of them, or the paper's.
 
-They are chosen with `rollout.rules`, `rollout.without` and in workload files. Invariant: C1, C2, C3 and liveness hold
-with any of them; they change only time and staleness, and `dora simulate --ablate` shows by how much.
+Runs have the defaults; workload files choose others. Invariant: C1, C2, C3 and liveness hold with any of them; they
+change only time and staleness, and `dora simulate --ablate` shows by how much.
 """
 
 from __future__ import annotations

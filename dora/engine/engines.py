@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
 from dora.config.schema import Config
 from dora.engine.api import InferenceEngine
 from dora.engine.sglang import launch
-from dora.errors import ConfigError
+from dora.extras import require_extra
 
 #: Command lines of managed servers by `engine.kind`; `node/plan.py` replaces the names in braces.
 COMMANDS: Final[Mapping[str, tuple[str, ...]]] = {"embedded": launch.EMBEDDED, "sglang": launch.SGLANG}
@@ -24,8 +23,8 @@ _ANY_TOKEN: Final = 2**31  # the vocabulary is unknown
 def require_engine(config: Config) -> None:
     """ConfigError if the servers that the run starts are of a kind that is not installed in this environment."""
     engine = config.engine
-    if config.num_managed and not engine.command and engine.kind == "sglang" and find_spec("sglang") is None:
-        raise ConfigError("engine.kind: sglang is not installed; run pip install 'dora-rl[sglang]'")
+    if config.num_managed and not engine.command and engine.kind == "sglang":
+        require_extra("sglang", field="engine.kind")
 
 
 @asynccontextmanager

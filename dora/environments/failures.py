@@ -10,8 +10,22 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from dataclasses import dataclass, field
+from typing import Final
 
 from dora.errors import RunFailed
+
+
+@dataclass(frozen=True, slots=True)
+class FailureLimits:
+    """How many failures are too many."""
+
+    budget: float = 0.5  #: share of the last `window` episodes of a source above which the run fails; 1: it never does
+    window: int = 100
+    row: int = 8  #: failures of a row after which it is set aside
+
+
+#: The limits of every run.
+NORMAL: Final = FailureLimits()
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +40,10 @@ class Death:
 class Failures:
     """The endings of episodes, by source and by row. Errors name the config key `field`."""
 
-    def __init__(self, *, budget: float, window: int, row_failures: int, field: str) -> None:
-        self._budget = budget
-        self._window = window
-        self._row_failures = row_failures
+    def __init__(self, limits: FailureLimits, *, field: str) -> None:
+        self._limits = limits
         self._field = field
-        self._endings: defaultdict[str, deque[str]] = defaultdict(lambda: deque(maxlen=window))  # "": no failure
+        self._endings: defaultdict[str, deque[str]] = defaultdict(lambda: deque(maxlen=limits.window))  # "": no failure
         self._of_rows: Counter[str] = Counter()
         self._suspected: Counter[str] = Counter()  # losses of hosts by row, since the row's last success
         #: Name of a row that is set aside -> the reason of its last failure.
@@ -50,7 +62,7 @@ class Failures:
         """
         if is_own and (death is None or row not in death.rows):
             (self._of_rows if death is None else self._suspected)[row] += 1
-            if self._of_rows[row] + self._suspected[row] >= self._row_failures:
+            if self._of_rows[row] + self._suspected[row] >= self._limits.row:
                 self.set_aside[row] = reason
         if death is not None:
             if is_own:
@@ -61,9 +73,9 @@ class Failures:
         endings = self._endings[source]
         endings.append(reason)
         num_failed = sum(map(bool, endings))
-        if num_failed > self._budget * self._window:
+        if num_failed > self._limits.budget * self._limits.window:
             commonest, times = Counter(filter(None, endings)).most_common(1)[0]
             raise RunFailed(
-                f"{self._field}.failure_budget: {num_failed} of the last {len(endings)} episodes of source '{source}' "
+                f"{self._field}: {num_failed} of the last {len(endings)} episodes of source '{source}' "
                 f"failed in the environment; {times} of them: {commonest}"
             )

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import structlog
 
 from dora.environments.api import End, Observation, Reset, Turn
-from dora.environments.failures import Death, Failures
+from dora.environments.failures import NORMAL, Death, FailureLimits, Failures
 from dora.environments.logs import HostLog
 from dora.environments.process import HostLost, HostProcess, StartFailed
 from dora.environments.replies import EnvironmentFailed, FailedCall, Head, Outcome, decode, outcome_of, read_reply
@@ -61,7 +61,13 @@ class EnvironmentPool:
     else starts. The others start on first use.
     """
 
-    def __init__(self, settings: EnvironmentConfig, *, field: str = "environment") -> None:
+    def __init__(
+        self,
+        settings: EnvironmentConfig,
+        *,
+        limits: FailureLimits = NORMAL,
+        field: str = "environment",
+    ) -> None:
         self._settings = settings
         self._losses = _Losses(field)
         self._slots = [
@@ -71,12 +77,7 @@ class EnvironmentPool:
         self._episodes: dict[int, _Episode] = {}
         self._waiting: deque[asyncio.Future[_Slot]] = deque()  # `start`, for a place
         self._closing: set[asyncio.Task[None]] = set()
-        self._failures = Failures(
-            budget=settings.failure_budget,
-            window=settings.failure_window,
-            row_failures=settings.row_failures,
-            field=field,
-        )
+        self._failures = Failures(limits, field=field)
 
     async def __aenter__(self) -> EnvironmentPool:
         try:

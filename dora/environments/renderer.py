@@ -22,6 +22,7 @@ import msgspec
 from dora.environments import probes
 from dora.environments.api import ToolCall, Turn
 from dora.errors import ConfigError, DoraError
+from dora.extras import require_extra
 from dora.tasks.tokenizer import Tokenizer
 
 #: A message as OpenAI's API has it: role, content, and reasoning_content and tool_calls, or tool_call_id and name.
@@ -123,6 +124,7 @@ def open_renderer(tokenizer: Tokenizer, *, settings: Mapping[str, Any] | None = 
     template renders) or "custom" with `import_path`; the rest are the options of the family. Nothing is downloaded. A
     family that cannot continue a conversation after its sampled tokens is refused by a ConfigError.
     """
+    require_extra("renderers", field="environment.name")
     options = dict(settings or {})
     family = options.pop("name", "auto")
     if family == "auto":

@@ -32,9 +32,9 @@ class ProcessPlan:
     argv: tuple[str, ...]
     env: Mapping[str, str]  #: the whole environment
     ready_timeout_s: float | None  #: time until it is ready; None: the caller does not wait
-    #: Ready when the health check at this port of HOST succeeds (0: a free port, chosen at each start and replacing
-    #: `{port}` in argv). None: ready when it prints `ready <url>`.
-    port: int | None = None
+    #: At each start a free port of HOST replaces `{port}` in argv, and the process is ready when the health check there
+    #: succeeds. False: it is ready when it prints `ready <url>`.
+    has_port: bool = False
     field: str = ""  #: the setting that the command comes from, if any
     cause: str = ""  #: beginning of the output line that says why the process ends; more output may follow that line
 
@@ -65,16 +65,15 @@ def _engine(config: Config, *, index: int, model: Path, env: Mapping[str, str]) 
         "device": engine.device,
         "threads": engine.threads,
     }
-    port = engine.base_port + index if engine.base_port else 0
     is_embedded = engine.kind == "embedded" and not engine.command
-    if port or is_embedded:  # `dora serve` finds a free port itself; others get one at each start
-        values["port"] = port
+    if is_embedded:  # `dora serve` finds a free port itself; others get one at each start
+        values["port"] = 0
     return ProcessPlan(
         name=f"engine-{len(engine.urls) + index}",
         argv=tuple(_fill_in(word, values) for word in _without_unset(words, values)),
         env=env,
         ready_timeout_s=engine.start_timeout_s,
-        port=port if not is_embedded and any("{port}" in word for word in words) else None,
+        has_port=not is_embedded and any("{port}" in word for word in words),
         field="engine.command" if engine.command else "",
     )
 

@@ -22,9 +22,6 @@ _NUMERIC_ADDRESS = re.compile(r"tcp://([\d.]+):(\d+)")
 
 def require_free_ports(config: Config) -> None:
     """ConfigError, naming the field and the port, if a port of this run is in use."""
-    if config.engine.base_port:
-        for index in range(config.num_managed):
-            _require_free(HOST, config.engine.base_port + index, field="engine.base_port", who=f"engine {index}")
     status = config.status
     _require_free(status.host, status.port, field="status.port", host_field="status.host", who="the status endpoint")
     if found := _NUMERIC_ADDRESS.fullmatch(config.trainer.address):

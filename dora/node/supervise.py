@@ -66,7 +66,7 @@ class Child:
         would not help.
         """
         await self.kill()
-        port = self.plan.port or free_port()
+        port = free_port()
         with open_log(self.log) as log:
             self._log_begin = log.tell()
             self._process = process = await self._spawn(log, port=port)
@@ -74,7 +74,7 @@ class Child:
             return ""
         try:
             async with asyncio.timeout(self.plan.ready_timeout_s):
-                url = await (self._ready_line(process) if self.plan.port is None else self._well_at(process, port=port))
+                url = await (self._well_at(process, port=port) if self.plan.has_port else self._ready_line(process))
                 url = url or await self._fail_to_start(process)
         except TimeoutError:
             await self.kill()
@@ -113,7 +113,7 @@ class Child:
             _kill_all([*_descendants(self.pid), psutil.Process(self.pid)])
 
     async def _spawn(self, log: IO[bytes], *, port: int) -> asyncio.subprocess.Process:
-        piped = self.plan.ready_timeout_s is not None and self.plan.port is None
+        piped = self.plan.ready_timeout_s is not None and not self.plan.has_port
         try:
             return await asyncio.create_subprocess_exec(
                 *(word.replace("{port}", str(port)) for word in self.plan.argv),

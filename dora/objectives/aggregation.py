@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def aggregate(tokens: Tokens, lengths_n: Tensor, *, kind: str, norm_tokens: int) -> tuple[Tensor | float, Tensor]:
+def aggregate(tokens: Tokens, lengths_n: Tensor, *, kind: str, longest: int) -> tuple[Tensor | float, Tensor]:
     """Return the factors [P] of the losses of this pass (or one factor for all), and its share of D.
 
-    `lengths_n`: the number of tokens of each sequence that count.
+    `lengths_n`: the number of tokens of each sequence that count; `longest`: T, the token budget of an answer.
     """
     has_tokens_n = (lengths_n > 0).double()
     match kind:
@@ -32,8 +32,8 @@ def aggregate(tokens: Tokens, lengths_n: Tensor, *, kind: str, norm_tokens: int)
         case "seq_mean_token_mean":
             return tokens.spread(1.0 / lengths_n.double().clamp(min=1)), has_tokens_n.sum()
         case "seq_mean_token_sum_norm":
-            return 1.0 / norm_tokens, has_tokens_n.sum()
+            return 1.0 / longest, has_tokens_n.sum()
         case "longcat":
             share_n = 1.0 / tokens.siblings_n.double()
-            return tokens.spread(share_n) / norm_tokens, (share_n * has_tokens_n).sum()
+            return tokens.spread(share_n) / longest, (share_n * has_tokens_n).sum()
     raise ValueError(f"unknown aggregation '{kind}'")

@@ -1,4 +1,4 @@
-"""Corrections of off-policy tokens: weights, which leave the denominator as it is, and masks, which may shrink it.
+"""Corrections of off-policy tokens: weights, which leave the denominator as it is, and masks, which shrink it.
 
 Truncated and masked importance sampling at the levels of token, sequence and geometric mean, and the veto, are those of
 verl (github.com/volcengine/verl). IcePop: arXiv 2510.18855. OPSM (off-policy sequence masking): DeepSeek-V3.2, arXiv
@@ -66,13 +66,14 @@ def ratio_at(level: str, tokens: Tokens, log_P: Tensor) -> Tensor:
 def _weight(tokens: Tokens, log_P: Tensor, settings: ObjectiveConfig, marks: dict[str, Tensor]) -> Tensor | None:
     if settings.weight == "none":
         return None
+    low, high = settings.weight_band
     if settings.weight == "icepop":
         ratio_P = log_P.exp()
-        marks["masked_token"] = (ratio_P < settings.icepop_low) | (ratio_P > settings.icepop_high)
+        marks["masked_token"] = (ratio_P < low) | (ratio_P > high)
         return ratio_P.masked_fill(marks["masked_token"], 0.0)
     ratio_P = ratio_at(LEVELS[settings.weight], tokens, log_P)
-    marks["tis_capped"] = ratio_P > settings.tis_cap
-    return ratio_P.clamp(settings.tis_floor, settings.tis_cap)
+    marks["tis_capped"] = ratio_P > high
+    return ratio_P.clamp(low, high)
 
 
 def _rejected(tokens: Tokens, log_P: Tensor, settings: ObjectiveConfig, marks: dict[str, Tensor]) -> Tensor | None:

@@ -43,7 +43,7 @@ class Objective:
     def __init__(self, settings: ObjectiveConfig, *, longest: int) -> None:
         """`longest`: the token budget of an answer. ConfigError if a loss of the user's own cannot be imported."""
         self.settings = settings
-        self._norm_tokens = settings.norm_tokens or longest
+        self._longest = longest
         self._loss = loss_of(settings.loss)
 
     # ---- what the trainer must provide ------------------------------------------------------------------------------
@@ -77,11 +77,8 @@ class Objective:
         lengths_n = tokens.lengths_n
         if correction.rejected_P is not None:
             loss_P = loss_P.masked_fill(correction.rejected_P, 0.0)
-            if self.settings.mask_denominator == "kept":
-                lengths_n = tokens.sum_by_sequence((~correction.rejected_P).long())
-        factor_P, denominator = aggregate(
-            tokens, lengths_n, kind=self.settings.aggregation, norm_tokens=self._norm_tokens
-        )
+            lengths_n = tokens.sum_by_sequence((~correction.rejected_P).long())
+        factor_P, denominator = aggregate(tokens, lengths_n, kind=self.settings.aggregation, longest=self._longest)
         sums = {name: denominator.new_zeros(()) for name in SUMS} | {"denominator": denominator}
         sums |= self._weight_sums(tokens, correction) | self._sequence_sums(tokens)
         return Terms(loss_P * factor_P, sums, marks)
@@ -113,8 +110,9 @@ class Objective:
         marks["kl_reference"] = k3_P.detach()
         if not self.settings.kl_coefficient:
             return loss_P
-        divergence_P = {"k1": -d_P, "k2": 0.5 * d_P.square(), "k3": k3_P}[self.settings.kl_estimator]
-        if self.settings.kl_weighted:
+        estimator = self.settings.kl_estimator
+        divergence_P = {"k1": -d_P, "k2": 0.5 * d_P.square()}.get(estimator, k3_P)
+        if estimator == "k3_weighted":
             divergence_P = divergence_P * log_ratio_of(tokens, "k").exp()
         return loss_P + self.settings.kl_coefficient * divergence_P
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from dora.objectives.loss_settings import LossSettings, RatioLoss
-from dora.objectives.losses.gspo import Gspo
 from dora.objectives.objective import uses_proximal
 from dora.objectives.settings import ObjectiveConfig
 from dora.section import Section
 
 #: Losses whose weight contains k = π/μ already.
-_OWN_WEIGHT = {"aipo", "dppo_tv", "ipo"}
-_UNMASKED = "nothing is rejected; set objective.mis, objective.veto or objective.opsm, or remove the key"
+_OWN_WEIGHT = {"dppo_tv", "ipo"}
 
 
 def problems(objective: ObjectiveConfig, *, updates: int, group_size: int) -> Iterator[str]:
@@ -46,28 +44,11 @@ def _loss_problems(objective: ObjectiveConfig, base: ObjectiveConfig, *, updates
                 f"objective.loss.{name}: has no effect: with one update per step (trainer.updates = 1) the policy "
                 "ratio is always 1 and is never clipped; remove the key, or set objective.loss.ratio = bypass"
             )
-    if isinstance(loss, Gspo) and objective.aggregation != "seq_mean_token_mean":
-        yield (
-            f"objective.aggregation: {objective.aggregation} would weigh the sequences of gspo by their lengths; "
-            "use seq_mean_token_mean, or objective.loss.kind = gspo_token"
-        )
-    if isinstance(loss, Gspo):
-        for name in ("weight", "mis"):
-            if getattr(objective, name) in ("tis", "icepop", "token"):
-                yield (
-                    f"objective.{name}: {getattr(objective, name)} acts on tokens, but gspo has one ratio for each "
-                    "sequence; use the sequence or geometric level"
-                )
 
 
 def _turn_problems(objective: ObjectiveConfig) -> Iterator[str]:
     if objective.turn_rewards == "sum":
         return
-    if isinstance(objective.loss, Gspo):
-        yield (
-            "objective.turn_rewards: reward_to_go gives the turns of a sequence different advantages, but gspo has one "
-            "for each sequence; use sum, or objective.loss.kind = gspo_token"
-        )
     if objective.opsm is not None:
         yield (
             "objective.opsm: rejects sequences by the sign of their advantage, which differs between turns with "
@@ -86,19 +67,14 @@ def _weight_problems(objective: ObjectiveConfig, base: ObjectiveConfig) -> Itera
         )
     if objective.weight == "none" and objective.normalized:
         yield "objective.normalized: has no effect without a weight; set objective.weight or remove the key"
-    needed = {"tis_cap": "tis", "tis_floor": "tis", "icepop_low": "icepop", "icepop_high": "icepop"}
-    for name in _changed(objective, base, list(needed)):
-        if not objective.weight.startswith(needed[name]):
-            yield f"objective.{name}: has no effect with objective.weight = {objective.weight}; remove the key"
+    for name in _changed(objective, base, ["weight_low", "weight_high"]) if objective.weight == "none" else ():
+        yield f"objective.{name}: has no effect with objective.weight = none; remove the key"
 
 
 def _mask_problems(objective: ObjectiveConfig, base: ObjectiveConfig) -> Iterator[str]:
     if objective.mis == "none":
         for name in _changed(objective, base, ["mis_low", "mis_high"]):
             yield f"objective.{name}: has no effect with objective.mis = none; remove the key"
-    rejects = objective.mis != "none" or objective.veto > 0 or objective.opsm is not None
-    if not rejects and _changed(objective, base, ["mask_denominator"]):
-        yield f"objective.mask_denominator: has no effect: {_UNMASKED}"
     corrects = objective.weight != "none" or objective.mis != "none" or objective.veto > 0 or objective.vcpo
     if not corrects and _changed(objective, base, ["on"]):
         yield "objective.on: has no effect without objective.weight, mis, veto or vcpo; remove the key"
@@ -113,8 +89,5 @@ def _other_problems(objective: ObjectiveConfig, base: ObjectiveConfig, *, update
     elif objective.proximal == "approximate" and not uses_proximal(objective):
         yield f"objective.proximal: has no effect: {objective.loss.kind} as configured does not use π_o; remove the key"
     if not objective.kl_coefficient:
-        for name in _changed(objective, base, ["kl_reference", "kl_estimator", "kl_weighted"]):
+        for name in _changed(objective, base, ["kl_reference", "kl_estimator"]):
             yield f"objective.{name}: has no effect with objective.kl_coefficient = 0; remove the key"
-    by_constant = objective.aggregation in ("seq_mean_token_sum_norm", "longcat")
-    if objective.norm_tokens is not None and not by_constant:
-        yield f"objective.norm_tokens: has no effect with aggregation = {objective.aggregation}; remove the key"

@@ -6,7 +6,6 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from dora.core.ids import Truncation
 from dora.objectives.loss_settings import LossSettings
 from dora.objectives.losses.ppo import Ppo
 from dora.objectives.presets import PRESETS
@@ -42,46 +41,36 @@ class ObjectiveConfig(Section):
     aggregation: Literal["token_mean", "seq_mean_token_mean", "seq_mean_token_sum_norm", "longcat"] = "token_mean"
     """How tokens are averaged. `token_mean`: over all tokens of the update, so that long answers weigh more.
     `seq_mean_token_mean`: over the tokens of each sequence, then over sequences. `seq_mean_token_sum_norm`: the sum of
-    each sequence divided by `norm_tokens`, then the mean over sequences. `longcat`: the sum of each group divided by
-    its size and `norm_tokens`, then the mean over groups. With `gspo` and `gspo_token`, the default is
+    each sequence divided by rollout.max_new_tokens, then the mean over sequences. `longcat`: the sum of each group
+    divided by its size and rollout.max_new_tokens, then the mean over groups. With `gspo`, the default is
     `seq_mean_token_mean`."""
-    norm_tokens: int | None = Field(default=None, ge=1)
-    """Constant length by which `seq_mean_token_sum_norm` and `longcat` divide. Unset: rollout.max_new_tokens."""
     turn_rewards: Literal["sum", "reward_to_go"] = "sum"
     """How the rewards of an episode with several turns are used. `sum`: all tokens of the episode have the same
     advantage, computed from the sum of its rewards. `reward_to_go`: the tokens of turn t have an advantage computed
     from the sum of the rewards of turn t and all later turns. It is compared with the same sum of each sibling; a
     sibling with fewer turns counts with the reward of its last turn."""
     truncated: Truncated = "train"
-    """How answers that reached the token budget are used. `train`: like any other answer. `mask`: they count in the
-    statistics of their group, but none of their tokens is trained. `fail`: they get no reward, and their siblings are
-    trained without them."""
-    truncated_turns: Truncated = "train"
-    """Like `truncated`, for episodes that reached environment.max_turns."""
-    truncated_time: Truncated = "train"
-    """Like `truncated`, for episodes that reached environment.episode_timeout_s."""
+    """How answers are used that a budget ended: the token budget, environment.max_turns or
+    environment.episode_timeout_s. `train`: like any other answer. `mask`: they count in the statistics of their group,
+    but none of their tokens is trained. `fail`: they get no reward, and their siblings are trained without them."""
     loss: PolicyLoss = Ppo()
     """The policy loss."""
     weight: Literal["none", "tis", "tis_sequence", "tis_geometric", "icepop"] = "tis"
     """Weight of each token that corrects for the difference between π_o or π and the policy μ that sampled the token;
     the key `on` chooses the ratio from which it is made. `tis`: the ratio of the token. `tis_sequence`: the product of
-    the ratios of its sequence. `tis_geometric`: their geometric mean. These three are clipped to `tis_floor` ...
-    `tis_cap`. `icepop`: the ratio of the token, or 0 if it is outside `icepop_low` ... `icepop_high`. The default is
-    `tis_geometric` with `gspo` and `gspo_token`, and `none` if the loss is over k = π/μ."""
+    the ratios of its sequence. `tis_geometric`: their geometric mean. These three are clipped to `weight_low` ...
+    `weight_high`. `icepop`: the ratio of the token, or 0 if it is outside `weight_low` ... `weight_high`. The default
+    is `tis_geometric` with `gspo`, and `none` if the loss is over k = π/μ."""
+    weight_low: float | None = Field(default=None, ge=0.0, le=1.0)
+    """Smallest weight. Unset: 0, or 0.5 for `icepop`."""
+    weight_high: float | None = Field(default=None, ge=1.0)
+    """Largest weight. Unset: 2, or 5 for `icepop`. 1e9 or more truncates nothing."""
     on: Literal["rho", "k"] = "rho"
     """The ratio from which `weight`, `mis` and `veto` are made. `rho`: π_o/μ, which contains the effects of staleness
-    and of the engine. `k`: π/μ, which also contains the updates of this step; it is the default with `aipo`, `dppo_tv`,
-    `ipo` and `reinforce`."""
-    tis_cap: Annotated[float, Field(ge=1.0)] = 2.0
-    """Largest weight of `tis`. A cap of 1e9 or more truncates nothing."""
-    tis_floor: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
-    """Smallest weight of `tis`."""
+    and of the engine. `k`: π/μ, which also contains the updates of this step; it is the default with `dppo_tv`, `ipo`
+    and `reinforce`."""
     normalized: bool = False
     """Divide the weights by their mean over the update."""
-    icepop_low: Annotated[float, Field(ge=0.0, le=1.0)] = 0.5
-    """Smallest ratio that `icepop` keeps."""
-    icepop_high: Annotated[float, Field(ge=1.0)] = 5.0
-    """Largest ratio that `icepop` keeps."""
     mis: Level = "none"
     """Rejects tokens or whole sequences whose ratio is outside `mis_low` ... `mis_high`: the ratio of the token, the
     product of the ratios of the sequence, or their geometric mean (whose band is narrow, such as 0.999 ... 1.001)."""
@@ -93,8 +82,6 @@ class ObjectiveConfig(Section):
     """Rejects a sequence if the ratio of any of its tokens is below this, such as 1e-4; 0 is off."""
     opsm: float | None = Field(default=None, ge=0.0)
     """Rejects a sequence with A < 0 if the mean of log μ - log π over its tokens is above this. Unset: off."""
-    mask_denominator: Literal["kept", "all"] = "kept"
-    """Whether tokens that `mis`, `veto` or `opsm` reject leave the denominator (`kept`) or stay in it (`all`)."""
     vcpo: bool = False
     """Multiply the learning rate of an update by the square root of its effective sample size, (Σ w)² / (B Σ w²). B is
     the number of its sequences, and w is the product of the ratios of a sequence (the key `on` chooses the ratio)."""
@@ -105,21 +92,20 @@ class ObjectiveConfig(Section):
     """Coefficient of the divergence from the reference policy."""
     kl_reference: str = ""
     """Model folder of the reference policy, of the same architecture as `model.path`. Empty: version 0."""
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
-    """Per token, with d = log reference - log π: `k1`: -d; `k2`: d²/2; `k3`: e^d - d - 1."""
-    kl_weighted: bool = False
-    """Multiply the divergence of a token by k = π/μ, without gradient, which makes `k3` unbiased off-policy."""
+    kl_estimator: Literal["k1", "k2", "k3", "k3_weighted"] = "k3"
+    """Per token, with d = log reference - log π: `k1`: -d; `k2`: d²/2; `k3`: e^d - d - 1; `k3_weighted`: `k3` times
+    k = π/μ, without gradient, which makes it unbiased off-policy."""
     entropy_coefficient: Annotated[float, Field(ge=0.0)] = 0.0
     """Coefficient of the entropy of softmax(logits / temperature), which is maximized."""
 
-    def truncations(self, treatment: Truncated) -> frozenset[Truncation]:
-        """Return the budgets for which answers that reach them get this treatment."""
-        of: dict[Truncation, Truncated] = {
-            "tokens": self.truncated,
-            "turns": self.truncated_turns,
-            "time": self.truncated_time,
-        }
-        return frozenset(kind for kind, chosen in of.items() if chosen == treatment)
+    @property
+    def weight_band(self) -> tuple[float, float]:
+        """The smallest and the largest weight."""
+        low, high = (0.5, 5.0) if self.weight == "icepop" else (0.0, 2.0)
+        return (
+            low if self.weight_low is None else self.weight_low,
+            high if self.weight_high is None else self.weight_high,
+        )
 
     @model_validator(mode="before")
     @classmethod

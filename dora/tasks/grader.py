@@ -15,7 +15,7 @@ import resource
 from collections.abc import Callable
 from typing import Any, BinaryIO
 
-import msgpack
+import msgspec
 
 from dora.config.schema import RewardConfig
 from dora.errors import ConfigError
@@ -60,8 +60,8 @@ def _grade(scorer: Callable[[GradeRequest], Terms], request: GradeRequest) -> di
 
 def _read(pipe: BinaryIO) -> Any | None:
     frame = read_frame(pipe)
-    return None if frame is None else msgpack.unpackb(frame)
+    return None if frame is None else msgspec.msgpack.decode(frame)
 
 
 def _write(pipe: BinaryIO, content: dict[str, Any]) -> None:
-    write_frame(pipe, msgpack.packb(content))
+    write_frame(pipe, msgspec.msgpack.encode(content))

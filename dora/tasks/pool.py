@@ -16,7 +16,6 @@ from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-import msgpack
 import msgspec
 
 from dora.errors import ConfigError, ProtocolError, RunFailed, one_line
@@ -37,6 +36,7 @@ _UNREAD_S = 0.1
 
 #: A reply is one number or one error line.
 _MAX_REPLY_BYTES = 1 << 20
+_REPLY = msgspec.msgpack.Decoder(dict[str, Any])
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +94,8 @@ class GraderPool:
     async def grade(self, request: GradeRequest) -> Graded | GradingFailed:
         """Judge one answer; raise `RunFailed` or `ConfigError` only if a dead grader cannot be replaced."""
         try:
-            body = msgpack.packb(asdict(request))
-        except (TypeError, ValueError, OverflowError) as err:  # metadata that msgpack cannot hold
+            body = msgspec.msgpack.encode(asdict(request))
+        except (TypeError, ValueError, OverflowError, RecursionError) as err:  # metadata that msgpack cannot hold
             return GradingFailed(f"error: {err}")
         grader = await self._idle.get()
         try:
@@ -139,7 +139,7 @@ class _Grader:
             await self.process.spawn()
             try:
                 async with asyncio.timeout(START_TIMEOUT_S):
-                    reply = await self._exchange(msgpack.packb(self._setup))
+                    reply = await self._exchange(msgspec.msgpack.encode(self._setup))
             except TimeoutError:
                 ending = f"not ready after {START_TIMEOUT_S:g} s"
                 continue
@@ -173,14 +173,11 @@ class _Grader:
 
 
 def read_reply(body: bytes) -> dict[str, Any]:
-    """Decode a grader's reply."""
+    """Decode a grader's reply. What it claims about its lengths reserves no memory, and its nesting is limited."""
     try:
-        reply = msgpack.unpackb(body)
-    except (ValueError, OverflowError) as err:
-        raise ProtocolError(f"grader's reply is not msgpack ({err})") from err
-    if not isinstance(reply, dict):
-        raise ProtocolError(f"grader's reply is {type(reply).__name__}, not a map")
-    return reply
+        return _REPLY.decode(body)
+    except (ValueError, RecursionError) as err:
+        raise ProtocolError(f"grader's reply is not a map in msgpack ({err})") from err
 
 
 def outcome_of(reply: dict[str, Any]) -> Graded | GradingFailed:

@@ -223,7 +223,7 @@ def render(
 ) -> Prompt:
     """Return row `row_index` as a prompt; `ConfigError` names the row if it is unusable.
 
-    A row over the limit, or whose episode cannot begin, is `skipped`, or unusable if `task.overlong` is "fail".
+    A row over the limit, or whose episode cannot begin, is `skipped`.
     """
     row, where = source.row(row_index), source.where(row_index)
     tokens: Sequence[int]
@@ -239,10 +239,10 @@ def render(
     if not skipped and not 0 < len(tokens) <= task.max_prompt_tokens:
         limit = task.max_prompt_tokens
         skipped = f"{where}: the prompt has {len(tokens)} tokens, task.max_prompt_tokens allows 1 to {limit}"
-        if not tokens or task.overlong == "fail":
+        if not tokens:
             raise ConfigError(skipped)
     answer = _column(row, source.answer, where=where, field="answer") if source.answer else None
-    used = {source.messages or source.prompt, source.answer}
+    used = {source.prompt, source.answer}
     return Prompt(
         position=position,
         source=source.name,
@@ -259,17 +259,15 @@ def render(
 
 
 def _text(row: Row, *, source: Source, where: str, task: TaskConfig, tokenizer: Tokenizer) -> str:
-    if source.messages:
-        if not task.chat_template:
-            raise ConfigError("task.chat_template: a messages column needs it; set it to true")
-        messages = _messages(_column(row, source.messages, where=where, field="messages"), where=where)
-    else:
-        text = _column(row, source.prompt, where=where, field="prompt")
-        if not isinstance(text, str):
-            raise ConfigError(f"{where}: column '{source.prompt}' has {type(text).__name__}, but a prompt must be text")
-        if not task.chat_template:
-            return _as_json(text, where=where)
-        messages = [{"role": "user", "content": text}]
+    prompt = _column(row, source.prompt, where=where, field="prompt")
+    if not task.chat_template:
+        if not isinstance(prompt, str):
+            raise ConfigError(
+                f"{where}: column '{source.prompt}' has {type(prompt).__name__}, but a prompt must be text, or with "
+                "task.chat_template = true a list of messages"
+            )
+        return _as_json(prompt, where=where)
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else _messages(prompt, where=where)
     if task.system_prompt and messages[0]["role"] != "system":  # a row's own system message takes precedence
         messages = [{"role": "system", "content": task.system_prompt}, *messages]
     messages = _as_json(messages, where=where)
@@ -283,7 +281,7 @@ def _messages(value: object, *, where: str) -> list[dict[str, str]]:
     try:
         messages = msgspec.convert(value, list[dict[str, str]])
     except msgspec.ValidationError as err:
-        raise ConfigError(f"{where}: messages must be a list of {{role, content}} texts ({err})") from err
+        raise ConfigError(f"{where}: a prompt must be text, or a list of {{role, content}} texts ({err})") from err
     if not messages or any({"role", "content"} - message.keys() for message in messages):
         raise ConfigError(f"{where}: messages must be a non-empty list, each with role and content")
     return messages
@@ -339,5 +337,5 @@ def _same_rows(left: SourceConfig, right: SourceConfig) -> bool:
     """Return whether two finite sources have the same rows. Generators separate their splits themselves."""
     if left.kind in ("arithmetic", "reasoning_gym", "seeds"):
         return False
-    keys = [(source.kind, source.name, source.path, source.split, repr(source.options)) for source in (left, right)]
+    keys = [(source.kind, source.name, source.path, repr(source.options)) for source in (left, right)]
     return keys[0] == keys[1]

@@ -25,6 +25,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from dora.errors import ConfigError
+from dora.extras import require_extra
 from dora.functions import describe, load_function
 
 if TYPE_CHECKING:
@@ -121,6 +122,7 @@ def _build_term(reward: RewardConfig, *, field: str, http_timeout_s: float) -> S
         case "length":
             return score_length
         case "reasoning_gym":
+            require_extra("reasoning_gym", field=f"{field}.kind")
             return score_reasoning_gym
         case "http":
             return _build_http(reward.url, field=field, timeout_s=http_timeout_s)

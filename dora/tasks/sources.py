@@ -21,6 +21,7 @@ import msgspec
 
 from dora import hub
 from dora.errors import ConfigError
+from dora.extras import require_extra
 from dora.functions import load_function
 
 if TYPE_CHECKING:
@@ -49,8 +50,7 @@ class Source:
     num_rows: int | None  # None: endless
     row: Callable[[int], Row]
     where: Callable[[int], str]  # name of a row in errors: file and line if it has them
-    prompt: str  # column names; messages, if set, replaces prompt; answer may be ""
-    messages: str
+    prompt: str  # column names; answer may be ""
     answer: str
     label: str = ""
 
@@ -118,6 +118,7 @@ def _reasoning_gym(config: SourceConfig, *, field: str, seed: int, split: Split)
 
 
 def _check_reasoning_gym(config: SourceConfig, *, field: str) -> None:
+    require_extra("reasoning_gym", field=f"{field}.kind")
     from reasoning_gym.factory import DATASETS
 
     if config.name not in DATASETS:
@@ -157,7 +158,6 @@ def _generator(name: str, row: Callable[[int], Row]) -> Source:
         row=row,
         where=lambda index: f"{name} item {index}",
         prompt="prompt",
-        messages="",
         answer="answer",
     )
 
@@ -196,6 +196,7 @@ def _decode_line(line: bytes, *, where: str) -> Row:
 
 
 def _parquet(config: SourceConfig, *, field: str) -> Source:
+    require_extra("pyarrow", field=f"{field}.kind")
     import pyarrow
     from pyarrow import parquet
 
@@ -218,14 +219,11 @@ def _parquet(config: SourceConfig, *, field: str) -> Source:
 
 
 def _datasets(config: SourceConfig, *, field: str) -> Source:
+    require_extra("datasets", field=f"{field}.kind")
+    import datasets
+
     try:
-        import datasets
-    except ImportError as err:
-        raise ConfigError(
-            f"{field}.kind: 'datasets' needs the datasets package; pip install 'dora-rl[datasets]'"
-        ) from err
-    try:
-        rows = datasets.load_dataset(config.name, split=config.split, **config.options)
+        rows = datasets.load_dataset(config.name, **{"split": "train", **config.options})
     except Exception as err:  # hub, network, loader and name errors share no base class
         raise ConfigError(f"{field}.name: cannot load data set '{config.name}' ({type(err).__name__}: {err})") from err
     return _listed(rows, config, field=field, name=config.name)
@@ -269,7 +267,6 @@ def _table(
         row=row,
         where=where,
         prompt=config.prompt,
-        messages=config.messages,
         answer=config.answer,
     )
 

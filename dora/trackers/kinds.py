@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from importlib.util import find_spec
 from typing import Final
 
-from dora.errors import ConfigError
+from dora.extras import require_extra
 from dora.functions import load_function
 from dora.trackers.api import Position, TrackedRun, Tracker
 
@@ -36,8 +35,8 @@ def require_installed(names: Iterable[str]) -> None:
     for name in names:
         if name not in KINDS:
             load_function(name, field=FIELD)
-        elif find_spec(name) is None:
-            raise ConfigError(f"{FIELD}: {name} is not installed; run pip install 'dora-rl[{name}]'")
+        else:
+            require_extra(name, field=FIELD)
 
 
 def open_tracker(name: str, run: TrackedRun, position: Position) -> Tracker:

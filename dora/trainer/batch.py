@@ -6,7 +6,7 @@ Legend: P trained tokens of a pass, n sequences.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -15,12 +15,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dora.core.ids import Truncation
 from dora.errors import InvariantViolation, ProtocolError
 from dora.objectives.advantages import group_advantages
 from dora.objectives.tokens import Tokens
 from dora.trainer.packing import Layout, Row, make_row
-from dora.transport.messages import TRUNCATIONS, MicroBatch
+from dora.transport.messages import MicroBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,12 +128,12 @@ def advantages_of(batch: MicroBatch, kinds: Sequence[str], *, to_go: bool = Fals
     return np.stack(of_turns, axis=1)
 
 
-def without_truncated(batch: MicroBatch, kinds: Collection[Truncation]) -> MicroBatch:
-    """Return the micro-batch without training on answers that a budget of these kinds ended.
+def without_truncated(batch: MicroBatch) -> MicroBatch:
+    """Return the micro-batch without training on answers that a budget ended.
 
     The rewards of these answers still count in the statistics of their groups.
     """
-    kept = np.repeat(~np.isin(batch.truncated, [TRUNCATIONS.index(kind) for kind in kinds]), batch.lengths)
+    kept = np.repeat(batch.truncated == 0, batch.lengths)
     return msgspec.structs.replace(batch, loss_mask=batch.loss_mask * kept)
 
 

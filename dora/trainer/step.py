@@ -133,7 +133,8 @@ class Trainer:
         started = time.perf_counter()
         self._clock.switch("packing")
         settings = self._objective.settings
-        batch = without_truncated(batch, settings.truncations("mask"))
+        if settings.truncated == "mask":
+            batch = without_truncated(batch)
         advantages_nU = advantages_of(
             batch, self._settings.advantages or (settings.advantage,), to_go=settings.turn_rewards == "reward_to_go"
         )

@@ -30,11 +30,11 @@ async def running(
     folder: RunFolder, *trackers: str, end_timeout_s: float = 60.0
 ) -> AsyncIterator[tuple[Node, list[str]]]:
     told: list[str] = []
-    config = TrackingConfig(trackers=trackers, end_timeout_s=end_timeout_s)
+    config = TrackingConfig(trackers=trackers)
     lease = folder.lease(0)
     async with (
         Node(logs=folder.logs, lease=lease) as node,
-        tracked.tracking(config, folder, node, lease=lease, tell=told.append),
+        tracked.tracking(config, folder, node, lease=lease, tell=told.append, end_timeout_s=end_timeout_s),
     ):
         yield node, told
 

@@ -239,7 +239,6 @@ def received(tmp_path: Path) -> RunFolder:
         *WITH["task.sources.0.name"],
         "task.sources.0.name='evil:rows'",
         "tracking.trackers=['evil:rows']",
-        "tracking.end_timeout_s=1",
     )
     shutil.rmtree(tmp_path / "state")  # of the sender
     return folder

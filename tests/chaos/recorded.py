@@ -1,4 +1,4 @@
-"""An independent reader of run folders, with `struct`, `zlib` and `msgpack`.
+"""An independent reader of run folders, with `struct`, `zlib` and `msgspec`.
 
 It follows the description of the format and imports nothing from dora, so that both readers cannot share a mistake.
 Invariant: reading changes no file, and an active run can be read.
@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import msgpack
+import msgspec
 
 FRAME = struct.Struct("<III")  # payload bytes, CRC-32 of these four bytes, CRC-32 of the payload
 CHUNK = struct.Struct("<BqIIII")  # kind, trajectory or group, epoch, attempt, start or siblings, tokens
@@ -75,7 +75,7 @@ def split_payload(payload: bytes, where: str) -> Iterator[bytes]:
 
 def unpack(record: bytes) -> Record:
     """Decode a journal record as plain data, with its kind under `type`."""
-    return dict(msgpack.unpackb(record, strict_map_key=False))
+    return dict(msgspec.msgpack.decode(record))
 
 
 class Follower:

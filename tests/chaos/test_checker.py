@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Callable
 from pathlib import Path
 
-import msgpack
+import msgspec
 import pytest
 
 from tests.chaos.checker import check
@@ -153,7 +153,7 @@ def test_a_journal_that_breaks_a_rule_is_found(what: str, folder: Path) -> None:
     path = folder / "journal.msgpack"
     journal = [unpack(record) for record in read_frames(path).records]
     tamper(journal)
-    path.write_bytes(frame([msgpack.packb(record) for record in journal]))
+    path.write_bytes(frame([msgspec.msgpack.encode(record) for record in journal]))
     assert rule in {violation.rule for violation in check(folder).violations}
 
 
@@ -239,7 +239,7 @@ def test_a_run_that_may_go_on_may_have_a_torn_end(folder: Path) -> None:
     path = folder / "journal.msgpack"
     journal = [unpack(record) for record in read_frames(path).records]
     kept = journal[: len(journal) // 2]
-    path.write_bytes(frame([msgpack.packb(record) for record in kept]) + b"torn")
+    path.write_bytes(frame([msgspec.msgpack.encode(record) for record in kept]) + b"torn")
     for name in ("metrics.jsonl", "trajectories.jsonl"):
         (folder / name).write_bytes(b'{"kind')
     assert [v for v in check(folder).violations if v.rule != "token store"] == []

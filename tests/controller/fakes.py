@@ -360,6 +360,7 @@ class Surroundings:
     keep_versions: int = 0
     store: Any = field(default_factory=FakeStore)
     graders: Any = field(default_factory=FakeGraders)
+    fails_truncated: bool = False
 
     @property
     def ids(self) -> RequestIds:
@@ -373,7 +374,7 @@ class Surroundings:
     @property
     def grade(self) -> GradeAnswer:
         graders = Graders(self.graders, [self.graders], self.evaluations)
-        return GradeAnswer(self.trajectories, self.tokenizer, graders, MAX_NEW_TOKENS, {"turns"}, self.now)
+        return GradeAnswer(self.trajectories, self.tokenizer, graders, MAX_NEW_TOKENS, self.fails_truncated, self.now)
 
     @property
     def push(self) -> Push:

@@ -327,14 +327,14 @@ async def test_a_reward_is_told_length_budget_ending_and_source(io: Surroundings
 
 async def test_an_answer_that_a_budget_ended_may_get_no_reward(io: Surroundings) -> None:
     graders = FakeGraders()
-    io = replace(io, graders=graders)
+    io = replace(io, graders=graders, fails_truncated=True)
     record(io).tokens.extend(io.tokenizer.encode("03"))
     record(io).truncated = "turns"
     event = await io.grade(cmd.GradeTrajectory(TrajectoryId(0), 3))
     assert isinstance(event, ev.TrajectoryGraded)
     assert (event.attempt, event.reward, event.reason) == (3, None, "truncated: turns")
     assert graders.asked == []
-    record(io).truncated = "time"
+    record(io).truncated = ""
     assert (await io.grade(cmd.GradeTrajectory(TrajectoryId(0), 4))).reason == ""
     assert len(graders.asked) == 1
 

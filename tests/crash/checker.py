@@ -1,7 +1,7 @@
 """The rules that a run folder must satisfy at the end, whatever crashed before, checked by an independent reader.
 
 This module uses nothing of the application's journal, core or controller, so that a mistake there cannot hide itself:
-it reads the formats with struct and msgpack, and recomputes answers from the policies of their tags, and chains and
+it reads the formats with struct and msgspec, and recomputes answers from the policies of their tags, and chains and
 policies from tokens and journal.
 """
 
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 from zlib import crc32
 
-import msgpack
+import msgspec
 import numpy as np
 
 from tests.crash.policy import ARRAYS, BASE, EOS, POLICY, answered, token, trained
@@ -57,7 +57,7 @@ def frames(data: bytes) -> Iterator[tuple[int, bytes]]:
 def records(data: bytes) -> Iterator[tuple[int, dict[str, Any]]]:
     """(end of the frame, journal record) for every record."""
     for end, record in frames(data):
-        yield end, msgpack.unpackb(record, strict_map_key=False)
+        yield end, msgspec.msgpack.decode(record)
 
 
 @dataclass

@@ -62,7 +62,7 @@ def crash_and_resume(name: str, place: Path, *, num_points: int, stride: int = 1
 def test_a_version_whose_evaluation_is_skipped_has_a_row_of_metrics(place: Path) -> None:
     path = place / "world"
     path.mkdir()
-    plan = Plan("overtaken", ("eval.every=1", "run.steps=8", "eval.sets.0.prompts=12", "eval.max_slot_share=0.01"))
+    plan = Plan("overtaken", ("eval.every=1", "run.steps=8", "eval.sets.0.prompts=12"))
     prober = Prober(path, plan, seed=1)
     whole = crashed(prober.base.disk, point=prober.num_points - 1, kind="kill", rng=random.Random(0))
     whole.lay_out(prober.world.path)

@@ -185,7 +185,6 @@ def test_what_goes_wrong_in_an_environment_costs_its_episodes_alone(tmp_path: Pa
             environment__name=f"{HERE / 'relay.py'}:Faulty",
             environment__call_timeout_s=3,
             environment__output_bytes=16,
-            environment__failure_budget=1,
             task__sources__0__kind="jsonl",
             task__sources__0__path=rows,
             task__sources__0__options="{}",

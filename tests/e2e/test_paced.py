@@ -122,6 +122,9 @@ def test_a_paced_run_makes_the_calls_of_the_table(tmp_path: Path) -> None:
     run = paced(tmp_path, CALLING)
     assert run.result.returncode == 0, run.result
     assert_audit_clean(run.folder)
+    settings, simulated = Journal(run.folder.journal).header.settings, run.workload.settings()
+    assert (settings.orchestration, settings.decode_time) == (simulated.orchestration, simulated.decode_time)
+    assert settings.orchestration.calls == "keep"
     answers, size, ended = run.workload.answers(seed=SEED), run.workload.job.group_size, 0
     made, sent_at = dict[int, int](), dict[int, float]()
     for event, orders in Journal(run.folder.journal):

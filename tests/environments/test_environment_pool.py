@@ -14,6 +14,7 @@ from structlog.testing import capture_logs
 from dora.config.schema import EnvironmentConfig
 from dora.environments import pool as pools
 from dora.environments.api import End, Observation, Reset, ToolCall, Turn
+from dora.environments.failures import NORMAL, FailureLimits
 from dora.environments.pool import EnvironmentPool
 from dora.environments.process import HostProcess
 from dora.environments.replies import EnvironmentFailed
@@ -22,9 +23,9 @@ from dora.errors import ConfigError, RunFailed
 WORLDS = Path(__file__).parent / "worlds.py"
 
 
-def pool_of(name: str = "World", **settings) -> EnvironmentPool:
+def pool_of(name: str = "World", *, limits: FailureLimits = NORMAL, **settings) -> EnvironmentPool:
     settings = {"call_timeout_s": 20, "memory_mb": 1_024, **settings}
-    return EnvironmentPool(EnvironmentConfig(name=f"{WORLDS}:{name}", **settings))
+    return EnvironmentPool(EnvironmentConfig(name=f"{WORLDS}:{name}", **settings), limits=limits)
 
 
 async def start(pool: EnvironmentPool, episode: int = 0, **row) -> None:
@@ -431,7 +432,7 @@ async def test_what_keeps_a_host_from_starting_is_named(settings, problem):
 
 
 async def test_too_many_failures_of_one_source_end_the_run_and_name_the_commonest():
-    async with pool_of(failure_window=10, failure_budget=0.3) as pool:
+    async with pool_of(limits=FailureLimits(window=10, budget=0.3)) as pool:
         for episode in range(3):
             await start(pool, episode)
             await failure(pool, "fail" if episode else "text", episode)
@@ -456,7 +457,7 @@ async def test_each_host_may_have_cores_of_its_own():
 
 
 async def test_what_only_gives_a_prompt_does_not_dilute_the_failures():
-    async with pool_of(failure_window=4, failure_budget=0.5) as pool:
+    async with pool_of(limits=FailureLimits(window=4, budget=0.5)) as pool:
         for episode in range(3):
             await start(pool, episode)
         await failure(pool, "fail", 0)
@@ -469,7 +470,7 @@ async def test_what_only_gives_a_prompt_does_not_dilute_the_failures():
 
 
 async def test_a_lost_host_is_one_failure_of_a_source_and_is_logged():
-    async with pool_of(failure_window=4, failure_budget=0.3) as pool:
+    async with pool_of(limits=FailureLimits(window=4, budget=0.3)) as pool:
         for episode in range(50):
             await start(pool, episode)
         with capture_logs() as logs:
@@ -486,7 +487,7 @@ async def test_a_lost_host_is_one_failure_of_a_source_and_is_logged():
 
 async def test_hosts_that_are_lost_before_they_answer_a_turn_end_the_run_in_the_end(monkeypatch):
     monkeypatch.setattr(pools, "LOST_IN_A_ROW", 3)
-    async with pool_of(failure_budget=1) as pool:
+    async with pool_of(limits=FailureLimits(budget=1)) as pool:
         for _ in range(2):  # an answer between losses breaks the row
             for _ in range(2):
                 await start(pool)
@@ -502,7 +503,7 @@ async def test_hosts_that_are_lost_before_they_answer_a_turn_end_the_run_in_the_
 
 
 async def test_a_row_that_fails_again_and_again_is_set_aside_and_named():
-    async with pool_of(row_failures=2) as pool:
+    async with pool_of(limits=FailureLimits(row=2)) as pool:
         for episode in range(2):
             assert not pool.set_aside
             await pool.start(episode, {}, source="s", name="rows.jsonl:7")
@@ -517,7 +518,7 @@ async def test_a_row_that_fails_again_and_again_is_set_aside_and_named():
 
 
 async def test_a_row_is_not_blamed_for_a_host_that_died_in_a_call_of_another():
-    async with pool_of(row_failures=1) as pool:
+    async with pool_of(limits=FailureLimits(row=1)) as pool:
         await start(pool, 1)
         await start(pool, 2)
         await failure(pool, "die", 1)
@@ -526,7 +527,7 @@ async def test_a_row_is_not_blamed_for_a_host_that_died_in_a_call_of_another():
 
 
 async def test_the_death_of_a_host_is_held_against_a_row_once_however_many_siblings_called():
-    async with pool_of(row_failures=2, failure_budget=1) as pool:
+    async with pool_of(limits=FailureLimits(row=2, budget=1)) as pool:
         for episode in range(8):
             await pool.start(episode, {}, source="s", name="shared")
         old = int(await answer(pool, "pid", 0))
@@ -545,7 +546,7 @@ async def answer_of_another(pool: EnvironmentPool) -> None:
 
 
 async def test_a_death_that_a_replay_makes_good_is_no_failure_and_nobody_is_blamed():
-    async with pool_of("Replayed", row_failures=1, failure_budget=0) as pool:
+    async with pool_of("Replayed", limits=FailureLimits(row=1, budget=0)) as pool:
         await start(pool)
         lost = await pool.step(0, Turn("die"), may_replay=True)
         assert (lost.cause, dict(pool.set_aside)) == ("host", {})
@@ -557,7 +558,7 @@ async def test_a_death_that_a_replay_makes_good_is_no_failure_and_nobody_is_blam
 
 async def test_what_its_caller_cannot_use_is_a_failure_of_the_episode_and_its_environment_is_closed(tmp_path):
     closed = tmp_path / "closed"
-    async with pool_of(options={"closed": str(closed)}, row_failures=1, failure_budget=0) as pool:
+    async with pool_of(options={"closed": str(closed)}, limits=FailureLimits(row=1, budget=0)) as pool:
         await start(pool, 1)
         await answer(pool, "turns", 1)
         with pytest.raises(RunFailed, match=r"1 of the last 1 episodes .* 1 of them: no conversation"):

@@ -18,7 +18,6 @@ from dora.errors import ConfigError
             ["name=a:b", "hosts=1", "episodes_per_host=2"],
             r"environment.episodes_per_host: 1 x 2 episodes are fewer than",
         ),
-        (["failure_budget=1.5"], "environment.failure_budget: "),
     ],
 )
 def test_a_contradiction_is_named(overrides: list[str], problem: str):

@@ -17,6 +17,7 @@ from dora.controller.trajectories import Trajectories
 from dora.core.commands import CallEnvironment
 from dora.core.events import CallFinished
 from dora.core.ids import GroupId, TrajectoryId
+from dora.environments.failures import NORMAL, FailureLimits
 from dora.environments.pool import EnvironmentPool
 from dora.environments.renderer import open_renderer
 from dora.errors import RunFailed
@@ -83,9 +84,9 @@ class Played:
         return self.tokenizer.decode(record.tokens[start:end].tolist())
 
 
-def pool_of(name: str = "Replayed", **settings: Any) -> EnvironmentPool:
+def pool_of(name: str = "Replayed", *, limits: FailureLimits = NORMAL, **settings: Any) -> EnvironmentPool:
     settings = {"call_timeout_s": 20, "memory_mb": 1_024, **settings}
-    return EnvironmentPool(EnvironmentConfig(name=f"{WORLDS}:{name}", **settings))
+    return EnvironmentPool(EnvironmentConfig(name=f"{WORLDS}:{name}", **settings), limits=limits)
 
 
 @pytest.fixture
@@ -152,7 +153,7 @@ async def test_an_environment_that_cannot_be_replayed_is_called_once(qwen3: Toke
 
 
 async def test_a_row_is_not_blamed_for_a_death_that_its_replay_made_good(qwen3: Tokenizer, row: dict[str, str]) -> None:
-    async with pool_of(row_failures=1, failure_budget=0) as pool:
+    async with pool_of(limits=FailureLimits(row=1, budget=0)) as pool:
         played = await Played(qwen3, row).begin(pool)
         event = await played.turn("die_once")
         assert (event.failed, event.replays, dict(pool.set_aside)) == ("", 1, {})
@@ -170,16 +171,16 @@ async def test_no_replay_is_counted_where_none_was_possible(qwen3: Tokenizer, ro
 async def test_messages_that_cannot_be_rendered_are_failures_of_the_environment(
     qwen3: Tokenizer, row: dict[str, str]
 ) -> None:
-    async with pool_of(failure_budget=0) as pool:
+    async with pool_of(limits=FailureLimits(budget=0)) as pool:
         played = await Played(qwen3, row).begin(pool)
-        with pytest.raises(RunFailed, match=r"^environment.failure_budget: 1 of .* messages are not a conversation"):
+        with pytest.raises(RunFailed, match=r"^environment: 1 of .* messages are not a conversation"):
             await played.turn("impossible")
         assert pool.free == 256
 
 
 async def test_a_prompt_that_cannot_be_rendered_is_a_failure_of_the_environment(qwen3: Tokenizer) -> None:
     row = {"reset": "impossible_prompt"}
-    async with pool_of(row_failures=2) as pool:
+    async with pool_of(limits=FailureLimits(row=2)) as pool:
         converse = Conversations(pool, open_renderer(qwen3, settings={"name": "qwen3"}))
         said = [(await asyncio.to_thread(converse, row, "s", "row 1")).failed for _ in range(3)]
         assert said[0] == said[1]
@@ -189,7 +190,7 @@ async def test_a_prompt_that_cannot_be_rendered_is_a_failure_of_the_environment(
 async def test_an_environment_that_is_not_the_one_that_was_recorded_is_a_failure_of_its_row(
     qwen3: Tokenizer, row: dict[str, str]
 ) -> None:
-    async with pool_of(row_failures=1) as pool:
+    async with pool_of(limits=FailureLimits(row=1)) as pool:
         played = await Played(qwen3, row).begin(pool)
         await played.turn("pid")
         assert (await played.turn("die_once")).failed.startswith("replay: ")
@@ -197,14 +198,14 @@ async def test_an_environment_that_is_not_the_one_that_was_recorded_is_a_failure
 
 
 async def test_a_prompt_is_asked_for_again_if_its_host_is_lost(qwen3: Tokenizer, row: dict[str, str]) -> None:
-    async with pool_of(row_failures=1) as pool:
+    async with pool_of(limits=FailureLimits(row=1)) as pool:
         converse = Conversations(pool, open_renderer(qwen3, settings={"name": "qwen3"}))
         conversation = await asyncio.to_thread(converse, {**row, "reset": "die_at_first"}, "s", "row 1")
         assert (conversation.failed, dict(pool.set_aside)) == ("", {})
 
 
 async def test_an_end_without_a_reward_needs_someone_who_grades(qwen3: Tokenizer, row: dict[str, str]) -> None:
-    async with pool_of(row_failures=1) as pool:
+    async with pool_of(limits=FailureLimits(row=1)) as pool:
         event = await (await Played(qwen3, row).begin(pool)).turn("finish_ungraded")
         assert (event.ended, event.graded, event.failed) == (True, False, "")
         event = await (await Played(qwen3, row, is_graded=False).begin(pool)).turn("finish_ungraded")

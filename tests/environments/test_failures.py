@@ -2,12 +2,12 @@
 
 import pytest
 
-from dora.environments.failures import Death, Failures
+from dora.environments.failures import Death, FailureLimits, Failures
 from dora.errors import RunFailed
 
 
 def failures_of(*, budget: float = 0.5, window: int = 10, row_failures: int = 3) -> Failures:
-    return Failures(budget=budget, window=window, row_failures=row_failures, field="environment")
+    return Failures(FailureLimits(budget, window, row_failures), field="environment")
 
 
 def fail(failures: Failures, reason: str = "raised", *, source: str = "s", row: str = "r", **how) -> None:
@@ -18,7 +18,7 @@ def test_the_share_is_of_the_whole_window_so_that_a_bad_beginning_is_no_verdict(
     failures = failures_of()
     for _ in range(5):
         fail(failures)
-    with pytest.raises(RunFailed, match=r"^environment.failure_budget: 6 of the last 6 episodes of source 's'"):
+    with pytest.raises(RunFailed, match=r"^environment: 6 of the last 6 episodes of source 's'"):
         fail(failures)
 
 

@@ -116,6 +116,14 @@ def test_the_package_s_default_renderer_is_refused(qwen3):
         open_renderer(qwen3, settings={"name": "default"})
 
 
+def test_the_package_is_asked_for_with_the_command_that_installs_it(qwen3, monkeypatch):
+    monkeypatch.setitem(sys.modules, "renderers", None)
+    with pytest.raises(ConfigError) as raised:
+        open_renderer(qwen3)
+    says = "environment.name: renderers is not installed; run pip install 'dora-rl[renderers]'"
+    assert str(raised.value) == says
+
+
 def test_a_folder_without_a_template_needs_a_name(qwen3):
     with pytest.raises(ConfigError, match=r"environment\.renderer: the chat template of .* cannot continue"):
         open_renderer(qwen3)

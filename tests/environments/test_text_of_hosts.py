@@ -12,6 +12,7 @@ import pytest
 
 from dora.config.schema import EnvironmentConfig
 from dora.environments.api import Reset, Turn
+from dora.environments.failures import FailureLimits
 from dora.environments.pool import EnvironmentPool
 from dora.environments.replies import _KINDS, EnvironmentFailed, Ready
 from dora.errors import ConfigError, RunFailed
@@ -51,7 +52,7 @@ RESET, END = reply("reset"), reply("end")
 
 def pool_of(hello: Any, *, rows: int = 1) -> EnvironmentPool:
     command = (sys.executable, "-S", "-c", HOST, json.dumps(hello))
-    return EnvironmentPool(EnvironmentConfig(name="x", command=command, failure_budget=1, row_failures=rows))
+    return EnvironmentPool(EnvironmentConfig(name="x", command=command), limits=FailureLimits(budget=1, row=rows))
 
 
 @pytest.mark.parametrize("kind", [*_KINDS, "last words"])

@@ -85,7 +85,7 @@ def tokenizer() -> Tokenizer:
 def rows_of(kind: Any, **columns: Any) -> Callable[[bytes, Path], None]:
     def parse(data: bytes, scratch: Path) -> None:
         source = SourceConfig(kind=kind, path=written(scratch, data), **columns)
-        task = TaskConfig(sources=(source,), chat_template=bool(columns.get("messages")), epochs=1)
+        task = TaskConfig(sources=(source,), chat_template=bool(columns), epochs=1)
         stream = open_stream(task, tokenizer=tokenizer(), seed=0)
         assert stream.num_prompts is not None
         for position in range(min(3, stream.num_prompts)):
@@ -140,7 +140,7 @@ PARSERS: Final = [
     Parser("workload", lambda: [RECORDED, *files("workloads")], parse_workload, many_lines=True),
     Parser("workload set", lambda: WORKLOAD_SETS, parse_workload_set, many_lines=True),
     Parser("jsonl", json_rows, rows_of("jsonl")),
-    Parser("chats", chat_rows, rows_of("jsonl", messages="messages")),
+    Parser("chats", chat_rows, rows_of("jsonl", prompt="messages")),
     Parser("parquet", parquet_rows, rows_of("parquet")),
 ]
 

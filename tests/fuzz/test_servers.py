@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-import msgpack
 import msgspec
 import pytest
 
@@ -202,7 +201,10 @@ PARSERS: Final = [
     Parser("said", lambda: [b'{"said":"instance 3 is drained"}'], parse_said),
     Parser(
         "grader",
-        lambda: [msgpack.packb(reply) for reply in ({"reward": 0.5}, {"error": "ValueError: no"}, {"reward": -1e300})],
+        lambda: [
+            msgspec.msgpack.encode(reply)
+            for reply in ({"reward": 0.5}, {"error": "ValueError: no"}, {"reward": -1e300})
+        ],
         parse_reply,
     ),
     Parser("host", lambda: HOST, parse_host),

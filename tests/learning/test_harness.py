@@ -38,7 +38,7 @@ class PlainTrainer:
         self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
         trainer = settings.trainer
         self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), betas=(trainer.beta1, trainer.beta2), weight_decay=trainer.weight_decay
+            self.model.parameters(), betas=trainer.betas, weight_decay=trainer.weight_decay
         )
 
     @property

@@ -17,7 +17,6 @@ import pytest
 from dora.errors import ConfigError, RemoteError
 from dora.node.lease import hold
 from dora.node.plan import ProcessPlan
-from dora.node.ports import free_port
 from dora.node.supervise import Child, Node
 
 #: Longer than any test waits: a process that is still there was left behind.
@@ -59,11 +58,11 @@ async def is_well(url: str) -> bool:
     return b"200" in answer
 
 
-def template(code: str, *words: str, port: int = 0, ready_timeout_s: float = 20.0) -> ProcessPlan:
+def template(code: str, *words: str, ready_timeout_s: float = 20.0) -> ProcessPlan:
     """A server that prints no ready line and watches no lease."""
     argv = (sys.executable, "-c", code, *words)
     env = dict(os.environ)
-    return ProcessPlan(name="engine-0", argv=argv, env=env, ready_timeout_s=ready_timeout_s, port=port)
+    return ProcessPlan(name="engine-0", argv=argv, env=env, ready_timeout_s=ready_timeout_s, has_port=True)
 
 
 @pytest.fixture
@@ -277,12 +276,6 @@ async def test_a_server_with_a_port_is_ready_when_it_is_healthy_and_gets_a_free_
     assert await is_well(second)
     assert second != first
     assert not await is_well(first)
-
-
-async def test_a_server_with_a_configured_port_listens_there(node: Node):
-    port = free_port()
-    child = node.add(template(SERVER, str(port), port=port), is_well=is_well)
-    assert await child.start() == f"http://127.0.0.1:{port}"
 
 
 async def test_the_error_of_a_server_that_ends_before_it_is_healthy_has_the_reason(node: Node):

@@ -16,35 +16,32 @@ LOSSES: dict[str, dict[str, Any]] = {
     "dual clip": {"kind": "ppo", "dual_clip": 1.1},
     "gspo": {"kind": "gspo", "clip_low": 0.05, "clip_high": 0.05},
     "gspo bypass": {"kind": "gspo", "ratio": "bypass", "clip_low": 0.05, "clip_high": 0.05},
-    "gspo_token": {"kind": "gspo_token", "clip_low": 0.05, "clip_high": 0.05},
     "cispo": {"kind": "cispo", "clip_low": 0.2, "clip_high": 0.1},
     "cispo bypass": {"kind": "cispo", "ratio": "bypass"},
-    "aipo": {"kind": "aipo", "cap": 1.1},
     "dppo_tv": {"kind": "dppo_tv", "threshold": 0.02},
     "ipo": {"kind": "ipo", "threshold": 0.02},
     "reinforce": {"kind": "reinforce"},
-    "m2po_per_sequence": {"kind": "m2po_per_sequence", "bound": 0.01},
+    "m2po_per_sequence": {"kind": "m2po_per_sequence", "threshold": 0.01},
 }
 AGGREGATIONS = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum_norm", "longcat")
 CORRECTIONS: dict[str, dict[str, Any]] = {
     "default": {},
     "none": {"weight": "none"},
-    "tis": {"weight": "tis", "tis_cap": 1.1, "tis_floor": 0.9},
-    "tis on k": {"weight": "tis", "on": "k", "tis_cap": NO_CAP},
-    "tis sequence": {"weight": "tis_sequence", "tis_cap": 1.2},
-    "tis geometric": {"weight": "tis_geometric", "tis_cap": 1.02},
+    "tis": {"weight": "tis", "weight_high": 1.1, "weight_low": 0.9},
+    "tis on k": {"weight": "tis", "on": "k", "weight_high": NO_CAP},
+    "tis sequence": {"weight": "tis_sequence", "weight_high": 1.2},
+    "tis geometric": {"weight": "tis_geometric", "weight_high": 1.02},
     "normalized": {"weight": "tis", "normalized": True},
     "normalized sequence": {"weight": "tis_sequence", "normalized": True},
-    "icepop": {"weight": "icepop", "icepop_low": 0.9, "icepop_high": 1.1},
+    "icepop": {"weight": "icepop", "weight_low": 0.9, "weight_high": 1.1},
     "mis": {"mis": "token", "mis_low": 0.9, "mis_high": 1.1},
-    "mis all": {"mis": "token", "mis_low": 0.9, "mis_high": 1.1, "mask_denominator": "all"},
     "mis sequence": {"mis": "sequence", "mis_low": 0.7, "mis_high": 1.1},
     "mis geometric": {"mis": "geometric", "mis_low": 0.99, "mis_high": 1.02},
     "veto": {"veto": 0.85},
     "opsm": {"opsm": 0.0},
     "vcpo": {"vcpo": True},
     "everything": {"mis": "token", "mis_low": 0.8, "mis_high": 1.3, "veto": 0.7, "opsm": 0.1, "vcpo": True}
-    | {"kl_coefficient": 0.3, "kl_weighted": True, "entropy_coefficient": 0.1},
+    | {"kl_coefficient": 0.3, "kl_estimator": "k3_weighted", "entropy_coefficient": 0.1},
 }
 
 

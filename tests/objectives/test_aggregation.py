@@ -14,7 +14,7 @@ KINDS = {"token_mean": 2.6667, "seq_mean_token_mean": 3.0, "seq_mean_token_sum_n
 
 def mean_of(kind, *, lengths=(2, 4), siblings=(2, 2), losses=LOSSES):
     tokens = tokens_of(losses, advantage=1.0, lengths=list(lengths), siblings_n=torch.tensor(siblings))
-    factor, denominator = aggregate(tokens, tokens.lengths_n, kind=kind, norm_tokens=8)
+    factor, denominator = aggregate(tokens, tokens.lengths_n, kind=kind, longest=8)
     return float((losses * factor).sum() / denominator)
 
 
@@ -33,11 +33,7 @@ def test_longcat_is_the_mean_over_groups_of_the_sum_over_siblings():
     assert mean_of("longcat", lengths=(2, 2, 2), siblings=(1, 2, 2)) == pytest.approx(0.75)
 
 
-def test_the_constant_length_is_the_token_budget_unless_it_is_given():
-    def value(**settings):
-        tokens = tokens_of(torch.zeros(3, dtype=torch.float64), advantage=1.0, behavior_P=torch.zeros(3))
-        objective = objective_of(aggregation="seq_mean_token_sum_norm", **settings)
-        return float(objective(tokens).loss_P.sum())
-
-    assert value() == pytest.approx(-3 / 8)
-    assert value(norm_tokens=6) == pytest.approx(-3 / 6)
+def test_the_constant_length_is_the_token_budget():
+    tokens = tokens_of(torch.zeros(3, dtype=torch.float64), advantage=1.0, behavior_P=torch.zeros(3))
+    objective = objective_of(aggregation="seq_mean_token_sum_norm")
+    assert float(objective(tokens).loss_P.sum()) == pytest.approx(-3 / 8)

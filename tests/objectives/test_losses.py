@@ -18,12 +18,12 @@ from dora.objectives.tokens import Tokens
 
 BYPASS = {"kind": "ppo", "ratio": "bypass"}
 TRAP = {"weight": "none"}  # r alone: ignores staleness
-DECOUPLED = {"tis_cap": NO_CAP}
+DECOUPLED = {"weight_high": NO_CAP}
 MIS = {**TRAP, "mis": "token", "mis_low": 0.8, "mis_high": 1.2}
-ICEPOP = {"weight": "icepop", "icepop_low": 0.8, "icepop_high": 1.2}
+ICEPOP = {"weight": "icepop", "weight_low": 0.8, "weight_high": 1.2}
 GSPO = {"loss": {"kind": "gspo"}, "weight": "none"}
 CISPO = {"loss": {"kind": "cispo"}, "weight": "none"}
-AIPO = {"loss": {"kind": "aipo", "cap": 1.2}}
+AIPO = {"loss": {"kind": "cispo", "ratio": "bypass", "clip_high": 0.2}}  # min(k, 1.2)
 DPPO = {"loss": {"kind": "dppo_tv", "threshold": 0.15}}
 
 # (settings, A, loss, gradient)
@@ -34,12 +34,10 @@ GOLDEN = [
     (TRAP, -1.2, 1.250629, [0.48856, 0.44207, 0]),
     (DECOUPLED, 1.2, -1.135564, [-0.53994, -0.32749, -0.26813]),
     (DECOUPLED, -1.2, 1.187436, [0.53994, 0.32749, 0]),
-    ({"tis_cap": 1.05}, 1.2, -1.108609, [-0.51299, -0.32749, -0.26813]),
-    ({"tis_cap": 1.05}, -1.2, 1.160481, [0.51299, 0.32749, 0]),
+    ({"weight_high": 1.05}, 1.2, -1.108609, [-0.51299, -0.32749, -0.26813]),
+    ({"weight_high": 1.05}, -1.2, 1.160481, [0.51299, 0.32749, 0]),
     (MIS, 1.2, -1.135034, [-0.73284, 0, -0.40219]),
     (MIS, -1.2, 1.212842, [0.73284, 0, 0]),
-    ({**MIS, "mask_denominator": "all"}, 1.2, -0.756689, [-0.48856, 0, -0.26813]),
-    ({**MIS, "mask_denominator": "all"}, -1.2, 0.808561, [0.48856, 0, 0]),
     (ICEPOP, 1.2, -0.808072, [-0.53994, 0, -0.26813]),
     (ICEPOP, -1.2, 0.859944, [0.53994, 0, 0]),
     (GSPO, 1.2, -1.160659, [-0.38689] * 3),

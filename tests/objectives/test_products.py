@@ -37,10 +37,9 @@ def test_gradients_equal_finite_differences_away_from_kinks(seed):
         assert error < 1e-7, name
 
 
-@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
-@pytest.mark.parametrize("weighted", [False, True])
-def test_the_gradient_of_each_divergence_equals_finite_differences(estimator, weighted):
-    objective = objective_of(kl_coefficient=0.7, kl_estimator=estimator, kl_weighted=weighted)
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "k3_weighted"])
+def test_the_gradient_of_each_divergence_equals_finite_differences(estimator):
+    objective = objective_of(kl_coefficient=0.7, kl_estimator=estimator)
     assert gradient_error(lambda tokens: TokenLoss(objective(tokens).loss_P), random_tokens(3)) < 1e-7
 
 
@@ -106,7 +105,7 @@ def test_on_policy_every_loss_has_the_reinforce_gradient_no_mask_and_weights_of_
     tokens = replace(tokens, behavior_P=here, proximal_P=here, reference_P=here)
     for name, objective in OBJECTIVES:
         plain = objective_of(loss={"kind": "reinforce"}, weight="none", aggregation=objective.settings.aggregation)
-        plain._norm_tokens = objective._norm_tokens
+        plain._longest = objective._longest
         _, expected = loss_and_gradient(plain, tokens)
         _, gradient = loss_and_gradient(objective, tokens)
         torch.testing.assert_close(gradient, expected, rtol=0, atol=1e-14, msg=name)

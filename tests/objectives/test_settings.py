@@ -28,9 +28,10 @@ def refused(*overrides: str) -> str:
 def test_without_a_preset_it_is_decoupled_ppo_with_truncated_token_weights():
     objective = loaded()
     assert objective == ObjectiveConfig()
-    assert (objective.loss.kind, objective.loss.ratio, objective.weight, objective.tis_cap) == (
-        "ppo", "decoupled", "tis", 2.0,
+    assert (objective.loss.kind, objective.loss.ratio, objective.weight, objective.weight_band) == (
+        "ppo", "decoupled", "tis", (0.0, 2.0),
     )  # fmt: skip
+    assert loaded("weight=icepop").weight_band == (0.5, 5.0)
     assert (objective.advantage, objective.aggregation) == ("grpo", "token_mean")
 
 
@@ -73,7 +74,7 @@ def test_another_loss_has_its_own_options_under_a_preset():
     ("overrides", "weight", "on", "aggregation"),
     [
         (["loss.kind=gspo"], "tis_geometric", "rho", "seq_mean_token_mean"),
-        (["loss.kind=gspo_token", "loss.ratio=bypass"], "none", "rho", "seq_mean_token_mean"),
+        (["loss.kind=gspo", "loss.ratio=bypass"], "none", "rho", "seq_mean_token_mean"),
         (["loss.ratio=bypass"], "none", "rho", "token_mean"),
         (["loss.kind=m2po_per_sequence"], "none", "rho", "token_mean"),
         (["loss.kind=dppo_tv"], "none", "k", "token_mean"),
@@ -105,32 +106,17 @@ def test_every_loss_is_legal_by_itself(kind: str):
             "objective.proximal: has no effect: ppo as configured does not use π_o",
         ),
         (["loss.ratio=bypass", "weight=tis"], "objective.weight: tis on rho corrects for what the ratio of"),
-        (["loss.kind=aipo", "weight=tis"], "objective.weight: aipo contains k = π/μ, which a weight would count twice"),
+        (["loss.kind=ipo", "weight=tis"], "objective.weight: ipo contains k = π/μ, which a weight would count twice"),
         (["weight=none", "normalized=true"], "objective.normalized: has no effect without a weight"),
-        (["weight=icepop", "tis_cap=3"], "objective.tis_cap: has no effect with objective.weight = icepop"),
-        (["icepop_low=0.1"], "objective.icepop_low: has no effect with objective.weight = tis"),
+        (["weight=none", "weight_high=3"], "objective.weight_high: has no effect with objective.weight = none"),
+        (["loss.ratio=bypass", "weight_low=0.1"], "objective.weight_low: has no effect with objective.weight = none"),
         (["mis_high=1.1"], "objective.mis_high: has no effect with objective.mis = none"),
-        (["mask_denominator=all"], "objective.mask_denominator: has no effect: nothing is rejected; set objective.mis"),
         (["weight=none", "on=k"], "objective.on: has no effect without objective.weight, mis, veto or vcpo"),
         (["kl_estimator=k1"], "objective.kl_estimator: has no effect with objective.kl_coefficient = 0"),
-        (["kl_weighted=true"], "objective.kl_weighted: has no effect with objective.kl_coefficient = 0"),
-        (["norm_tokens=8"], "objective.norm_tokens: has no effect with aggregation = token_mean"),
-        (["loss.kind=gspo", "aggregation=token_mean"], "objective.aggregation: token_mean would weigh the sequences"),
-        (["loss.kind=gspo", "weight=tis"], "objective.weight: tis acts on tokens, but gspo has one ratio for each"),
-        (["loss.kind=gspo", "mis=token"], "objective.mis: token acts on tokens, but gspo has one ratio for each"),
         (["turn_rewards=reward_to_go"], "objective.turn_rewards: has no effect without environment.name"),
-        (["truncated_turns=mask"], "objective.truncated_turns: has no effect without environment.name"),
-        (
-            ["environment.name=a:b", "turn_rewards=reward_to_go", "loss.kind=gspo"],
-            "objective.turn_rewards: reward_to_go gives the turns of a sequence different advantages, but gspo has one",
-        ),
         (
             ["environment.name=a:b", "turn_rewards=reward_to_go", "opsm=0.1"],
             "objective.opsm: rejects sequences by the sign of their advantage, which differs between turns",
-        ),
-        (
-            ["environment.name=a:b", "truncated_time=fail"],
-            "objective.truncated_time: has no effect without environment",
         ),
         (["rollout.group_size=1"], "rollout.group_size: 1 answer per prompt has no siblings to be compared with"),
     ],
@@ -146,11 +132,10 @@ def test_a_combination_that_is_illegal_or_without_effect_is_refused_with_the_rea
     [
         ["loss.clip_low=0.1", "loss.ratio=bypass"],
         ["loss.ratio=bypass", "weight=tis", "on=k"],
-        ["mis=token", "mis_high=1.1", "mask_denominator=all"],
-        ["veto=1e-4", "mask_denominator=all"],
-        ["kl_coefficient=0.1", "kl_estimator=k1", "kl_weighted=true"],
-        ["aggregation=longcat", "norm_tokens=8"],
+        ["mis=token", "mis_high=1.1"],
+        ["kl_coefficient=0.1", "kl_estimator=k1"],
         ["loss.kind=gspo", "mis=geometric", "weight=tis_sequence"],
+        ["loss.kind=gspo", "mis=token", "weight=icepop", "weight_low=0.9", "aggregation=token_mean"],
         ["loss.kind=dppo_tv", "veto=1e-4"],
         ["weight=none", "vcpo=true", "on=k"],
     ],
@@ -168,15 +153,15 @@ def test_clip_settings_have_an_effect_with_several_updates():
     [
         (
             "loss.kind=gpso",
-            "--set objective.loss.kind=gpso: objective.loss.kind: got \"gpso\", expected 'ppo', 'aipo', 'cispo', "
-            "'dppo_tv', 'gspo', 'gspo_token', 'ipo', 'm2po_per_sequence', 'reinforce', 'module:function'",
+            "--set objective.loss.kind=gpso: objective.loss.kind: got \"gpso\", expected 'ppo', 'cispo', "
+            "'dppo_tv', 'gspo', 'ipo', 'm2po_per_sequence', 'reinforce', 'module:function'",
         ),
         ("loss.clip_lo=1", "--set objective.loss.clip_lo=1: unknown key objective.loss.clip_lo; did you mean "
                            "objective.loss.clip_low?"),
         ("loss.clip_low=2", "--set objective.loss.clip_low=2: objective.loss.clip_low: got 2, expected at most 1"),
         ("loss=3", "--set objective.loss=3: objective.loss: got 3, expected a table"),
         ("loss.kind=3", "--set objective.loss.kind=3: objective.loss.kind: got 3, expected "),
-        ("tis_capp=3", "--set objective.tis_capp=3: unknown key objective.tis_capp; did you mean objective.tis_cap?"),
+        ("veta=3", "--set objective.veta=3: unknown key objective.veta; did you mean objective.veto?"),
         ("preset=gpro", "--set objective.preset=gpro: objective.preset: got \"gpro\", expected 'none', 'grpo', "),
         (
             "advantage=gae",
@@ -196,6 +181,6 @@ def test_a_wrong_value_is_named_in_one_line(override: str, line: str):
 
 
 def test_a_second_loss_option_of_another_loss_is_unknown():
-    assert refused("loss.kind=aipo", "loss.clip_low=0.1") == (
-        "--set objective.loss.clip_low=0.1: unknown key objective.loss.clip_low; valid here: kind, cap"
+    assert refused("loss.kind=ipo", "loss.clip_low=0.1") == (
+        "--set objective.loss.clip_low=0.1: unknown key objective.loss.clip_low; valid here: kind, threshold, pull"
     )

@@ -56,7 +56,7 @@ tensorboard --logdir runs
 ```
 
 Each tracker is a process beside the run that reads `metrics.jsonl`. The run sends it nothing and never waits for it,
-except at its end: at most `tracking.end_timeout_s`, 10 seconds, for all of them together. A tracker that raises, hangs,
+except at its end: at most 10 seconds for all of them together. A tracker that raises, hangs,
 is stopped or has no disk left changes nothing for the run. If its process ends, it is started again after 5, 20 and 60
 seconds. If the record lacks rows at the end, a line says so, and this command logs the missing ones at any later time:
 
@@ -137,7 +137,7 @@ overlap nor leave holes. `/status` has the seconds since the start as `rank_s` a
 """
 _PROBED: Final = (
     "## Of the probe\n\n"
-    "These metrics exist in steps with tokens to measure (`trainer.probe_tokens`). v is the version that sampled.\n"
+    "These metrics exist in steps with tokens to measure (`trainer.probe_every`). v is the version that sampled.\n"
 )
 _EPISODES: Final = """## Of episodes
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,8 @@ from dora.config.docs import render
 from dora.config.load import load
 from dora.config.schema import Config
 
+#: Maximum number of documented keys. A new key takes the place of one that nobody sets.
+MAX_KEYS = 150
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "launch" / "configs").glob("*.toml"))
 
@@ -17,6 +20,23 @@ EXAMPLES = sorted((ROOT / "launch" / "configs").glob("*.toml"))
 @pytest.mark.parametrize("path", sorted(render()))
 def test_a_generated_file_is_up_to_date(path: str):
     assert (ROOT / path).read_text() == render()[path], "run: python -m dora.config.docs"
+
+
+def documented() -> list[str]:
+    """Return the dotted keys of docs/CONFIG.md, one for each row of its tables. A section that occurs twice has one
+    table, and a key of several kinds of loss has one row."""
+    found, section = [], ""
+    for line in render()["docs/CONFIG.md"].splitlines():
+        if heading := re.match(r"## `\[+([\w.]+)\]+`", line):
+            section = heading[1]
+        elif row := re.match(r"\| `(\w+)` \|", line):
+            found.append(f"{section}.{row[1]}")
+    return found
+
+
+def test_there_are_few_settings():
+    keys = documented()
+    assert len(set(keys)) == len(keys) <= MAX_KEYS
 
 
 def test_every_setting_is_documented():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import re
 import subprocess
 import sys
 import tomllib
@@ -42,6 +44,32 @@ def test_imports_go_downwards_only():
 def test_importing_it_loads_neither_torch_nor_transformers(module: str):
     heavy = f"import sys, {module}; print([m for m in ('torch', 'transformers') if m in sys.modules])"
     assert run("-c", heavy).stdout.strip() == "[]"
+
+
+def test_dora_imports_what_it_declares_and_declares_what_it_imports():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = {name: listed for name, listed in project["optional-dependencies"].items() if name not in ("bench", "dev")}
+    base = {*map(module_of, project["dependencies"])}
+    optional = {module_of(package) for listed in extras.values() for package in listed}
+    imported = {name for path in (ROOT / "dora").rglob("*.py") for name in imports_of(path)}
+    assert imported - optional - {"_typeshed", "pydantic_core"} == base, "pydantic brings pydantic_core"
+
+
+def module_of(requirement: str) -> str:
+    """Return the module of a package that a requirement names."""
+    name = re.match(r"[\w-]+", requirement)[0].replace("-", "_")
+    return {"pyzmq": "zmq"}.get(name, name)
+
+
+def imports_of(path: Path) -> set[str]:
+    """Return the packages of others that a module imports anywhere."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add(node.module.partition(".")[0])
+    return found - sys.stdlib_module_names - {"dora"}
 
 
 def test_the_application_writes_to_no_terminal():

@@ -231,7 +231,7 @@ def test_chat_prompts_carry_the_system_prompt_and_no_second_bos(open_with, token
 def test_a_system_message_of_the_row_stands_above_the_configured_one(open_with, tmp_path):
     messages = [{"role": "system", "content": "Mine."}, {"role": "user", "content": "hi"}]
     path = write_jsonl(tmp_path / "rows.jsonl", [{"chat": messages, "answer": ["x"]}])
-    source = SourceConfig(kind="jsonl", path=path, messages="chat")
+    source = SourceConfig(kind="jsonl", path=path, prompt="chat")
     prompt = open_with(source, chat_template=True, system_prompt="Ours.").at(0)
     assert "Mine." in prompt.text
     assert "Ours." not in prompt.text
@@ -247,14 +247,6 @@ def test_a_malformed_jsonl_line_is_named_with_file_and_line_wherever_it_stands(o
     path.write_text(path.read_text() + "\n" + '{"prompt": "x", "answer": \n')
     with pytest.raises(ConfigError, match=rf"{path}:22: not a JSON object"):
         open_with(SourceConfig(kind="jsonl", path=path))
-
-
-def test_a_long_prompt_beyond_the_rows_checked_at_the_start_is_named_when_it_is_drawn(open_with, tmp_path, monkeypatch):
-    monkeypatch.setattr(prompts, "CHECKED_ROWS", 20)
-    path = write_jsonl(tmp_path / "rows.jsonl", [*ROWS, {"prompt": "long " * 60, "answer": 1}])
-    stream = open_with(SourceConfig(kind="jsonl", path=path), shuffle=False, overlong="fail")
-    with pytest.raises(ConfigError, match=rf"{path}:21: the prompt has 301 tokens"):
-        stream.at(20)
 
 
 # --- rows over the limit -------------------------------------------------------------------------------------------
@@ -306,23 +298,20 @@ def test_a_long_row_of_a_held_out_set_is_skipped_too(tokenizer, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("row", "options", "message"),
+    ("row", "columns", "message"),
     [
         ({"question": "q", "gold": 1}, {}, r"rows.jsonl:1: no column 'prompt' .*; present: gold, question"),
         ({"prompt": "q"}, {}, r"rows.jsonl:1: no column 'answer' .*; present: prompt"),
         ({"prompt": 3, "answer": 1}, {}, r"rows.jsonl:1: column 'prompt' has int"),
-        (LONG, {"overlong": "fail"}, r"rows.jsonl:1: the prompt has 301 tokens, .* allows 1 to 256"),
-        ({"chat": [], "answer": 1}, {"messages": "chat"}, "messages must be a non-empty list"),
-        ({"chat": [{"role": "user"}], "answer": 1}, {"messages": "chat"}, "each with role and content"),
-        ({"chat": "hi", "answer": 1}, {"messages": "chat"}, "messages must be a list of"),
+        ({"chat": [], "answer": 1}, {"prompt": "chat"}, "messages must be a non-empty list"),
+        ({"chat": [{"role": "user"}], "answer": 1}, {"prompt": "chat"}, "each with role and content"),
+        ({"chat": 3, "answer": 1}, {"prompt": "chat"}, "a prompt must be text, or a list of"),
     ],
 )
-def test_a_row_that_cannot_be_a_prompt_is_named_with_what_is_wrong(open_with, tmp_path, row, options, message):
+def test_a_row_that_cannot_be_a_prompt_is_named_with_what_is_wrong(open_with, tmp_path, row, columns, message):
     path = write_jsonl(tmp_path / "rows.jsonl", [row])
-    task = {key: options[key] for key in options if key == "overlong"}
-    columns = {key: options[key] for key in options if key != "overlong"}
     with pytest.raises(ConfigError, match=message):
-        open_with(SourceConfig(kind="jsonl", path=path, **columns), chat_template=bool(columns), **task)
+        open_with(SourceConfig(kind="jsonl", path=path, **columns), chat_template=bool(columns))
 
 
 @pytest.mark.parametrize("chat_template", [True, False])
@@ -382,7 +371,7 @@ def test_a_source_that_cannot_be_opened_is_a_config_error_that_names_its_field(o
         open_with(SourceConfig(**source))
 
 
-@pytest.mark.parametrize("task", [{"system_prompt": "x"}, {"sources": ({"kind": "jsonl", "messages": "chat"},)}])
+@pytest.mark.parametrize("task", [{"system_prompt": "x"}, {"sources": ({"kind": "jsonl", "prompt": "chat"},)}])
 def test_chat_features_without_a_chat_template_are_refused(tokenizer, tmp_path, task):
     path = write_jsonl(tmp_path / "rows.jsonl", [{"chat": [{"role": "user", "content": "x"}], "answer": 1}])
     for source in task.get("sources", ()):
@@ -391,14 +380,19 @@ def test_chat_features_without_a_chat_template_are_refused(tokenizer, tmp_path, 
         open_stream(TaskConfig(**task), tokenizer=tokenizer, seed=0)
 
 
-def test_the_datasets_extra_is_asked_for_with_the_command_that_installs_it(open_with):
-    try:
-        import datasets  # noqa: F401
-    except ImportError:
-        with pytest.raises(ConfigError, match=r"pip install 'dora-rl\[datasets\]'"):
-            open_with(SourceConfig(kind="datasets", name="any"))
-    else:
-        pytest.skip("the datasets package is installed")
+@pytest.mark.parametrize(
+    ("kind", "package", "extra"),
+    [
+        ("datasets", "datasets", "datasets"),
+        ("parquet", "pyarrow", "pyarrow"),
+        ("reasoning_gym", "reasoning_gym", "reasoning-gym"),
+    ],
+)
+def test_an_extra_is_asked_for_with_the_command_that_installs_it(open_with, monkeypatch, kind, package, extra):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ConfigError) as raised:
+        open_with(SourceConfig(kind=kind, name="any"))
+    assert str(raised.value) == f"task.sources.0.kind: {extra} is not installed; run pip install 'dora-rl[{extra}]'"
 
 
 def test_data_sets_that_depend_on_the_hash_seed_are_refused_while_it_is_random(open_with):

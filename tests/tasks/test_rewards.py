@@ -1,5 +1,6 @@
 import json
 import math
+import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import ClassVar
@@ -228,6 +229,13 @@ def test_a_term_scores_its_sources_only():
 def test_a_term_that_cannot_work_is_named(reward, message):
     with pytest.raises(ConfigError, match=message):
         score("", **reward)
+
+
+def test_the_scorer_of_an_extra_asks_for_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    says = r"^task\.rewards\.0\.kind: reasoning-gym is not installed; run pip install 'dora-rl\[reasoning-gym\]'$"
+    with pytest.raises(ConfigError, match=says):
+        build_scorer([RewardConfig(kind="reasoning_gym")], field="task.rewards", http_timeout_s=1.0)
 
 
 def test_a_task_without_rewards_is_refused():

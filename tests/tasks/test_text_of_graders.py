@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
-import msgpack
+import msgspec
 import pytest
 
 from dora.config.schema import RewardConfig
-from dora.errors import DoraError
+from dora.errors import DoraError, ProtocolError
 from dora.tasks.pool import GraderPool, GradingFailed, outcome_of, read_reply
 from dora.tasks.rewards import GradeRequest
 from tests.escapes import HOSTILE, require_harmless, show
@@ -59,12 +60,35 @@ async def test_a_reward_that_cannot_be_made_is_shown_harmlessly(
     require_harmless(shown.out + shown.err)
 
 
+LENGTH = b"\xff" * 4
+HUGE = {
+    "an array": b"\xdd" + LENGTH,
+    "a map": b"\xdf" + LENGTH,
+    "a text": b"\x81\xa5error\xdb" + LENGTH,
+    "an array in a map": b"\x81\xa5terms\xdd" + LENGTH,
+    "arrays in arrays": b"\x81\xa5terms" + (b"\xdd" + LENGTH) * 200_000,
+    "nested arrays": b"\x81\xa5terms" + b"\x91" * 1_000_000,
+    "nested maps": b"\x81\xa1a" * 300_000,
+}
+
+
+@pytest.mark.parametrize("body", HUGE.values(), ids=HUGE)
+def test_a_reply_that_claims_to_be_huge_or_nested_is_refused_and_reserves_no_memory(body: bytes) -> None:
+    tracemalloc.start()
+    try:
+        with pytest.raises(ProtocolError, match="not a map in msgpack"):
+            read_reply(body)
+        assert tracemalloc.get_traced_memory()[1] < 4 << 20
+    finally:
+        tracemalloc.stop()
+
+
 def test_any_reply_gives_an_outcome_or_an_error_in_one_line() -> None:
     replies: list[Any] = [{"error": "x"}, {"reward": 1.0, "terms": [["x", 1.0]]}, {"reward": "x"}, ["x"]]
     for bad in [bad for good in replies for bad in poisoned(good, HOSTILE)]:
         outcome: object
         try:
-            outcome = outcome_of(read_reply(msgpack.packb(bad)))
+            outcome = outcome_of(read_reply(msgspec.msgpack.encode(bad)))
         except DoraError as err:
             outcome = err
         assert str(getattr(outcome, "reason", outcome)).isprintable()

@@ -56,21 +56,17 @@ PRESETS: dict[str, dict[str, Any]] = {
 OPTIONS: dict[str, dict[str, Any]] = {
     "ppo": {"ratio": "decoupled", "clip_low": 0.2, "clip_high": 0.28, "dual_clip": None},
     "gspo": {"ratio": "decoupled", "clip_low": 3e-4, "clip_high": 4e-4},
-    "gspo_token": {"ratio": "decoupled", "clip_low": 3e-4, "clip_high": 4e-4},
     "cispo": {"ratio": "decoupled", "clip_low": None, "clip_high": 0.28},
-    "aipo": {"cap": 2.0},
     "dppo_tv": {"threshold": 0.2, "pull": 1e-3},
     "ipo": {"threshold": 0.3, "pull": 1e-3},
     "reinforce": {},
-    "m2po_per_sequence": {"ratio": "bypass", "bound": 0.04},
+    "m2po_per_sequence": {"ratio": "bypass", "threshold": 0.04},
 }
 DEFAULTS: dict[str, Any] = {
-    "preset": "none", "advantage": "grpo", "aggregation": "token_mean", "norm_tokens": None, "turn_rewards": "sum",
-    "truncated": "train", "truncated_turns": "train", "truncated_time": "train",
-    "weight": "tis", "on": "rho", "tis_cap": 2.0, "tis_floor": 0.0, "normalized": False, "icepop_low": 0.5,
-    "icepop_high": 5.0, "mis": "none", "mis_low": 0.5, "mis_high": 2.0, "veto": 0.0, "opsm": None,
-    "mask_denominator": "kept", "vcpo": False, "proximal": "copy", "kl_coefficient": 0.0, "kl_reference": "",
-    "kl_estimator": "k3", "kl_weighted": False, "entropy_coefficient": 0.0,
+    "preset": "none", "advantage": "grpo", "aggregation": "token_mean", "turn_rewards": "sum", "truncated": "train",
+    "weight": "tis", "weight_low": None, "weight_high": None, "on": "rho", "normalized": False, "mis": "none",
+    "mis_low": 0.5, "mis_high": 2.0, "veto": 0.0, "opsm": None, "vcpo": False, "proximal": "copy",
+    "kl_coefficient": 0.0, "kl_reference": "", "kl_estimator": "k3", "entropy_coefficient": 0.0,
 }  # fmt: skip
 
 
@@ -83,11 +79,11 @@ def complete(given: dict[str, Any]) -> dict[str, Any]:
         loss = {**base, **loss}
     loss = {**OPTIONS[loss["kind"]], **loss}
     kind, implied = loss["kind"], {}
-    if kind in ("gspo", "gspo_token"):
+    if kind == "gspo":
         implied = {"aggregation": "seq_mean_token_mean", "weight": "tis_geometric"}
-    if loss.get("ratio") == "bypass" or kind in ("aipo", "dppo_tv", "ipo"):
+    if loss.get("ratio") == "bypass" or kind in ("dppo_tv", "ipo"):
         implied["weight"] = "none"
-    if kind in ("aipo", "dppo_tv", "ipo", "reinforce"):
+    if kind in ("dppo_tv", "ipo", "reinforce"):
         implied["on"] = "k"
     return {**DEFAULTS, **implied, **preset, **given, "loss": loss}
 
@@ -357,8 +353,7 @@ class PlainTrainer:
         return found
 
     def _is_masked(self, answer: Answer) -> bool:
-        keys = {"": "", "tokens": "truncated", "turns": "truncated_turns", "time": "truncated_time"}
-        return bool(answer.truncated) and self.objective[keys[answer.truncated]] == "mask"
+        return bool(answer.truncated) and self.objective["truncated"] == "mask"
 
     # ---- weights and masks ------------------------------------------------------------------------------------------
 
@@ -378,10 +373,13 @@ class PlainTrainer:
             "none": [1.0] * n, "tis": ratios, "icepop": ratios, "tis_sequence": [product] * n,
             "tis_geometric": [geometric] * n,
         }[o["weight"]]  # fmt: skip
+        low, high = {"icepop": (0.5, 5.0)}.get(o["weight"], (0.0, 2.0))
+        low = low if o["weight_low"] is None else o["weight_low"]
+        high = high if o["weight_high"] is None else o["weight_high"]
         if o["weight"].startswith("tis"):
-            one.weight = [min(max(w, o["tis_floor"]), o["tis_cap"]) for w in raw]
+            one.weight = [min(max(w, low), high) for w in raw]
         elif o["weight"] == "icepop":
-            one.weight = [w if o["icepop_low"] <= w <= o["icepop_high"] else 0.0 for w in raw]
+            one.weight = [w if low <= w <= high else 0.0 for w in raw]
         else:
             one.weight = raw
         tested = {"none": [1.0] * n, "token": ratios, "sequence": [product] * n, "geometric": [geometric] * n}[o["mis"]]
@@ -392,7 +390,7 @@ class PlainTrainer:
         whole = vetoed or opsm or (o["mis"] in ("sequence", "geometric") and any(outside))
         one.rejected = [whole or out for out in outside]
         one.marks = {
-            "tis_capped": [o["weight"].startswith("tis") and w > o["tis_cap"] for w in raw],
+            "tis_capped": [o["weight"].startswith("tis") and w > high for w in raw],
             "masked_token": [
                 r or (o["weight"] == "icepop" and w == 0) for r, w in zip(one.rejected, one.weight, strict=True)
             ],
@@ -406,7 +404,7 @@ class PlainTrainer:
     def _loss(self, sequences: list[Scored]) -> tuple[Tensor, float, float]:
         """The sum of an update, its divisor, and the factor of the learning rate."""
         o = self.objective
-        length = o["norm_tokens"] or self.training.max_new_tokens
+        length = self.training.max_new_tokens
         total, divisor = torch.zeros((), dtype=torch.float64), 0.0
         weights: list[float] = []
         products: list[float] = []
@@ -415,7 +413,7 @@ class PlainTrainer:
                 continue
             losses = self._policy(one)
             kept = [not rejected for rejected in one.rejected]
-            counted = sum(kept) if o["mask_denominator"] == "kept" else len(one)
+            counted = sum(kept)
             products.append(math.exp(cut(sum(self._log_on(one)))))
             if counted == 0:
                 continue
@@ -444,8 +442,9 @@ class PlainTrainer:
 
     def _divergence(self, one: Scored, t: int) -> Tensor:
         d = clip(one.log_reference[t] - one.logprob[t], -LARGEST, LARGEST)
-        found = {"k1": -d, "k2": d * d / 2, "k3": torch.exp(d) - d - 1}[self.objective["kl_estimator"]]
-        return found * math.exp(cut(one.now[t] - one.log_mu[t])) if self.objective["kl_weighted"] else found
+        estimator = self.objective["kl_estimator"]
+        found = {"k1": -d, "k2": d * d / 2}.get(estimator, torch.exp(d) - d - 1)
+        return found * math.exp(cut(one.now[t] - one.log_mu[t])) if estimator == "k3_weighted" else found
 
     def _policy(self, one: Scored) -> list[Tensor]:
         """Policy loss of every token."""
@@ -453,7 +452,7 @@ class PlainTrainer:
         anchor = one.log_mu if options.get("ratio", "bypass") == "bypass" else one.log_old
         logs = [log_ratio(p, a) for p, a in zip(one.logprob, anchor, strict=True)]
         losses: dict[str, Callable[..., list[Tensor]]] = {
-            "ppo": self._ppo, "gspo": self._gspo, "gspo_token": self._gspo, "cispo": self._cispo, "aipo": self._aipo,
+            "ppo": self._ppo, "gspo": self._gspo, "cispo": self._cispo,
             "dppo_tv": self._bounded, "ipo": self._bounded, "reinforce": self._reinforce,
             "m2po_per_sequence": self._m2po,
         }  # fmt: skip
@@ -492,14 +491,6 @@ class PlainTrainer:
             found.append(-min(max(ratio, low), high) * one.advantages[t] * one.logprob[t])
         return found
 
-    def _aipo(self, one: Scored, logs: list[Tensor], options: dict[str, Any]) -> list[Tensor]:
-        found = []
-        for t, x in enumerate(logs):
-            ratio = math.exp(x.item())
-            one.marks["clip_high"][t] = ratio > options["cap"]
-            found.append(-min(ratio, options["cap"]) * one.advantages[t] * one.logprob[t])
-        return found
-
     def _bounded(self, one: Scored, logs: list[Tensor], options: dict[str, Any]) -> list[Tensor]:
         found = []
         for t, x in enumerate(logs):
@@ -519,7 +510,7 @@ class PlainTrainer:
     def _m2po(self, one: Scored, logs: list[Tensor], options: dict[str, Any]) -> list[Tensor]:
         squares = [x.item() ** 2 for x in logs]
         left = list(range(len(logs)))
-        while left and sum(squares[t] for t in left) / len(left) > options["bound"]:
+        while left and sum(squares[t] for t in left) / len(left) > options["threshold"]:
             left.remove(max(left, key=lambda t: squares[t]))
         found = []
         for t, x in enumerate(logs):

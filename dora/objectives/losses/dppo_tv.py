@@ -1,4 +1,8 @@
-"""DPPO: a trust region by the change of a token's probability, not by its ratio. arXiv 2602.04879."""
+"""DPPO: a trust region by the change of a token's probability, not by its ratio. arXiv 2602.04879.
+
+The region has one side, which the sign of A chooses: a token that has moved against its advantage is kept, so that it
+may come back. `ipo` drops it too.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""GSPO: one clipped ratio per sequence. arXiv 2507.18071."""
+"""GSPO: one ratio per sequence. arXiv 2507.18071.
+
+The form is that of the paper's GSPO-token, which has the value and the gradient of GSPO where the tokens of a sequence
+have one advantage, and where they do not gives each its own.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,8 @@ from dora.objectives.tokens import TokenLoss, Tokens
 
 
 class Gspo(RatioLoss):
-    """-min(s A, clip(s, 1 - clip_low, 1 + clip_high) A) per sequence, s = exp(mean of log r over its tokens)."""
+    """-min(s A, clip(s, 1 - clip_low, 1 + clip_high) A) per token, s = exp(mean of log r over the tokens of its
+    sequence)."""
 
     IMPLIED = OF_SEQUENCES
     IS_OF_SEQUENCES = True
@@ -27,13 +32,14 @@ class Gspo(RatioLoss):
 
 
 def loss(tokens: Tokens, settings: Gspo) -> TokenLoss:
-    """Return for each token the loss of its sequence, so that the mean over its tokens is that loss."""
-    ratio_n = tokens.mean_by_sequence(settings.log_ratio(tokens)).exp()
-    advantage_n = tokens.mean_by_sequence(tokens.advantage_P.to(ratio_n))
-    clipped_n = ratio_n.clamp(1 - settings.clip_low, 1 + settings.clip_high)
-    loss_n = -(ratio_n * advantage_n).minimum(clipped_n * advantage_n)
+    """Return -min(s A, clip(s) A), s = sg(s of the sequence) π/sg(π), so that the gradient of each token is its own."""
+    log_ratio_P = settings.log_ratio(tokens)
+    of_sequence_P = tokens.spread(tokens.mean_by_sequence(log_ratio_P.detach()))
+    ratio_P = (of_sequence_P + tokens.current_P - tokens.current_P.detach()).exp()
+    advantage_P = tokens.advantage_P
+    clipped_P = ratio_P.clamp(1 - settings.clip_low, 1 + settings.clip_high)
     marks = {
-        "clip_low": (ratio_n < 1 - settings.clip_low) & (advantage_n < 0),
-        "clip_high": (ratio_n > 1 + settings.clip_high) & (advantage_n > 0),
+        "clip_low": (ratio_P < 1 - settings.clip_low) & (advantage_P < 0),
+        "clip_high": (ratio_P > 1 + settings.clip_high) & (advantage_P > 0),
     }
-    return TokenLoss(tokens.spread(loss_n), {name: tokens.spread(mark_n) for name, mark_n in marks.items()})
+    return TokenLoss(-(ratio_P * advantage_P).minimum(clipped_P * advantage_P), marks)

@@ -1,4 +1,8 @@
-"""IPO of prime-rl (docs.primeintellect.ai/prime-rl/ipo): DPPO (arXiv 2602.04879) with a region on both sides."""
+"""IPO of prime-rl (docs.primeintellect.ai/prime-rl/ipo): DPPO (arXiv 2602.04879) with a region on both sides.
+
+It is not `dppo_tv` by another name, and prime-rl has both: a token that has moved against its advantage has a gradient
+there, but none here.
+"""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 class M2poPerSequence(RatioLoss):
     """-keep x A per token, not clipped. As few tokens as possible, those with the largest (log x)², are not kept, so
-    that the mean of (log x)² over the kept tokens of each sequence is at most `bound`."""
+    that the mean of (log x)² over the kept tokens of each sequence is at most `threshold`."""
 
     IS_OF_SEQUENCES = True
 
@@ -27,14 +27,14 @@ class M2poPerSequence(RatioLoss):
     """Name of the loss."""
     ratio: Literal["decoupled", "bypass"] = "bypass"
     """`bypass`: x is k = π/μ. `decoupled`: x is r = π/π_o."""
-    bound: Annotated[float, Field(gt=0.0)] = 0.04
+    threshold: Annotated[float, Field(gt=0.0)] = 0.04
     """Largest mean of (log x)² over the kept tokens of a sequence."""
 
 
 def loss(tokens: Tokens, settings: M2poPerSequence) -> TokenLoss:
     """Return -keep x A for x = r or k."""
     log_ratio_P = settings.log_ratio(tokens)
-    dropped_P = ~within_second_moment(tokens, log_ratio_P.detach(), bound=settings.bound)
+    dropped_P = ~within_second_moment(tokens, log_ratio_P.detach(), bound=settings.threshold)
     loss_P = -(tokens.advantage_P * log_ratio_P.exp()).masked_fill(dropped_P, 0.0)
     return TokenLoss(loss_P, {"masked_token": dropped_P})
 
