@@ -21,6 +21,13 @@ from types import SimpleNamespace
 from typing import Any, Final
 
 import psutil
+from dora.controller.observer import RunObserver
+from dora.controller.spans import SpanRecorder
+from dora.controller.token_ledger import TokenLedger
+from dora.status.drift import DriftWatch
+from dora.status.facts import ShellFacts
+from dora.status.snapshot import Snapshot
+from dora.status.snapshot import encode as encode_snapshot
 
 from dora.app import resume
 from dora.cli.app import main as command_line
@@ -29,9 +36,6 @@ from dora.controller import observer as observer_module
 from dora.controller.evaluations import Evaluations
 from dora.controller.line_files import LineFiles
 from dora.controller.loop import Outcome
-from dora.controller.observer import RunObserver
-from dora.controller.spans import SpanRecorder
-from dora.controller.token_ledger import TokenLedger
 from dora.controller.trainer_link import StepReport
 from dora.controller.trajectories import Trajectories, TrajectoryRecord
 from dora.core import events as ev
@@ -45,10 +49,6 @@ from dora.journal.commits import Commits
 from dora.journal.reader import Journal
 from dora.journal.run_folder import RunFolder
 from dora.journal.tokens import TokenStore
-from dora.status.drift import DriftWatch
-from dora.status.facts import ShellFacts
-from dora.status.snapshot import Snapshot
-from dora.status.snapshot import encode as encode_snapshot
 from dora.transport.messages import RankSpans
 from tests.observe import recording as kept
 

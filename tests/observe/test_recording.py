@@ -9,23 +9,23 @@ from typing import Any
 
 import msgspec
 import pytest
+from dora.controller.observer import RunObserver
+from dora.controller.spans import SpanRecorder
+from dora.controller.token_ledger import TokenLedger
+from dora.status.drift import DriftWatch
+from dora.status.facts import Down, ShellFacts
+from dora.status.groups import GroupRow, forming
+from dora.status.snapshot import Snapshot, encode
 
 from dora.app.saved_status import SavedStatus
 from dora.controller import observer as observer_module
 from dora.controller.evaluations import EvalSet, Evaluations
 from dora.controller.line_files import LineFiles
 from dora.controller.loop import Outcome
-from dora.controller.observer import RunObserver
-from dora.controller.spans import SpanRecorder
-from dora.controller.token_ledger import TokenLedger
 from dora.controller.trainer_link import StepReport
 from dora.core.state import State
 from dora.errors import DoraError
 from dora.journal.run_folder import RunFolder
-from dora.status.drift import DriftWatch
-from dora.status.facts import Down, ShellFacts
-from dora.status.groups import GroupRow, forming
-from dora.status.snapshot import Snapshot, encode
 from dora.transport.messages import RankSpans
 from tests.observe import recording as kept
 from tests.observe.take import JOBS
