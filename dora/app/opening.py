@@ -7,6 +7,7 @@ epoch; no process has been started. The exit stack closes everything in reverse 
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, suppress
 from datetime import UTC, datetime
@@ -255,6 +256,7 @@ class Opened:
                 lanes=self.lanes,
                 drift=drift_watch(job.config),
                 episode_stats=episode_stats,
+                cpu_s=time.process_time(),
             ),
             state=job.state,
             lines=self.lines,

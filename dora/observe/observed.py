@@ -138,8 +138,10 @@ class Observed:
         lanes: Lanes,
         drift: DriftWatch,
         episode_stats: Callable[[Sequence[TrajectoryId]], EpisodeStats | None] = lambda trajectories: None,
+        cpu_s: float = 0.0,
     ) -> None:
-        """`episode_stats`: of trajectories whose records are known; None for a run without an environment."""
+        """`episode_stats`: of trajectories whose records are known; None for a run without an environment. `cpu_s`: CPU
+        time of the controller so far."""
         self.facts = facts
         self.folded = folded
         self.lanes = lanes
@@ -149,7 +151,7 @@ class Observed:
         self._drift = drift
         self._told: set[int] = set()  # steps that have a row
         self._reports: dict[StepId, Mapping[str, float]] = {}
-        self._cpu_s = 0.0
+        self._cpu_s = cpu_s
         facts.durations = folded.durations
         facts.starting = {*state.instances}
         for step in folded.trained:

@@ -247,6 +247,13 @@ AnyInput = (
 
 
 @dataclass(frozen=True, slots=True)
+class Before:
+    """An event that the core handles next."""
+
+    event: Event
+
+
+@dataclass(frozen=True, slots=True)
 class Fact:
     """`Noted`, with the event and its commands."""
 
@@ -278,10 +285,10 @@ class Recording:
         self.opened = opened
         self.left = left
 
-    def __iter__(self) -> Iterator[tuple[State, AnyInput | Fact]]:
+    def __iter__(self) -> Iterator[tuple[State, AnyInput | Before | Fact]]:
         """Yield every input, from `Opened` to `Left`, with the state of the core at that time.
 
-        It is one object, which changes from input to input. An event changes it when it is handled, which may be some
+        It is one object, which changes from input to input. An event changes it after its `Before`, which may be some
         inputs before it is noted.
         """
         state = State(self.opened.settings)
@@ -290,6 +297,7 @@ class Recording:
         handled: Handled | None = None
         for record in self._records:
             if isinstance(record, Handled):
+                yield state, Before(record.event)
                 _apply(state, handled := record)
             elif isinstance(record, Noted):
                 assert handled is not None, "an event is handled before it is noted"
@@ -305,7 +313,7 @@ class Disk:
     position: int = 0
     _waiting: list[tuple[int, Callable[[], None]]] = field(default_factory=list)
 
-    def then(self, position: int, callback: Callable[[], None]) -> None:
+    def then(self, position: int, callback: Callable[[], None], *, is_urgent: bool = True) -> None:
         """Call `callback` when the journal is on the disk up to `position`, at once if it already is."""
         if position <= self.position:
             callback()

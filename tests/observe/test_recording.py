@@ -9,23 +9,26 @@ from typing import Any
 
 import msgspec
 import pytest
-from dora.controller.observer import RunObserver
-from dora.controller.spans import SpanRecorder
-from dora.controller.token_ledger import TokenLedger
-from dora.status.drift import DriftWatch
-from dora.status.facts import Down, ShellFacts
-from dora.status.groups import GroupRow, forming
-from dora.status.snapshot import Snapshot, encode
 
 from dora.app.saved_status import SavedStatus
-from dora.controller import observer as observer_module
+from dora.controller import recorder as recorder_module
 from dora.controller.evaluations import EvalSet, Evaluations
 from dora.controller.line_files import LineFiles
 from dora.controller.loop import Outcome
+from dora.controller.recorder import Recorder, last_step_at
 from dora.controller.trainer_link import StepReport
+from dora.core import events as ev
 from dora.core.state import State
 from dora.errors import DoraError
+from dora.journal.replay import replay
 from dora.journal.run_folder import RunFolder
+from dora.journal.spans import read_spans, read_timeline
+from dora.observe.drift import DriftWatch
+from dora.observe.facts import Down, ShellFacts
+from dora.observe.groups import GroupRow, forming
+from dora.observe.lanes import Lanes
+from dora.observe.observed import Folded, Observed
+from dora.observe.snapshot import Snapshot, encode
 from dora.transport.messages import RankSpans
 from tests.observe import recording as kept
 from tests.observe.take import JOBS
@@ -59,7 +62,6 @@ class Records(dict[Any, Any]):
 class OtherParts:
     """What the observers read of the rest of the controller."""
 
-    ledger: TokenLedger
     num_tokens: int = 0
     records: Records = field(default_factory=Records)
     prompts: dict[Any, Any] = field(default_factory=dict)
@@ -79,19 +81,19 @@ class Observers:
         self._state = state
         self._folder = folder
         self.shown: list[tuple[Snapshot, tuple[GroupRow, ...]]] = []
-        self.others = others = OtherParts(_ledger(opened))
+        self.others = OtherParts()
+        self._folded = _folded(opened)
         self._lines = LineFiles(folder, state)
-        self._spans = SpanRecorder(
-            folder,
+        self._lanes = Lanes(
             state,
-            spans=self._lines.spans,
-            timeline=self._lines.timeline,
             num_ranks=opened.num_ranks,
             time_scale=opened.time_scale,
-            now=lambda: others.at,
-            then=others.disk.then,
+            spans=read_spans(folder.spans),
+            rows=read_timeline(folder.timeline),
+            step_at=last_step_at(folder.metrics),
         )
-        self._observer: RunObserver
+        self._recorder: Recorder
+        self._reports: dict[int, kept.Stepped] = {}
 
     def close(self) -> None:
         self._lines.close()
@@ -103,28 +105,41 @@ class Observers:
             for one in job.held_out
         ]
         self._evaluations = Evaluations(sets)
-        self._observer = RunObserver(
-            lines=self._lines,
-            facts=ShellFacts(
-                run_id=job.run_id,
-                strategy=job.strategy,
-                task=job.task,
-                has_environment=job.has_environment,
-                num_servers=job.num_servers,
-                num_ranks=job.num_ranks,
-                held_out=tuple(one.name for one in sets),
+        others, has_environment = self.others, job.has_environment
+
+        def episode_stats(ids: Any) -> Any:
+            return self._folded.episodes.stats({id: others.records[id] for id in ids}) if has_environment else None
+
+        facts = ShellFacts(
+            run_id=job.run_id,
+            strategy=job.strategy,
+            task=job.task,
+            has_environment=job.has_environment,
+            num_servers=job.num_servers,
+            num_ranks=job.num_ranks,
+            held_out=tuple(one.name for one in sets),
+        )
+        drift = DriftWatch(precision=job.precision, updates=job.updates, clips_many=job.clips_many)
+        self._recorder = Recorder(
+            Observed(
+                self._state,
+                facts=facts,
+                folded=self._folded,
+                lanes=self._lanes,
+                drift=drift,
+                episode_stats=episode_stats,
+                cpu_s=job.cpu_s,
             ),
             state=self._state,
-            trajectories=self.others,  # type: ignore[arg-type]
+            lines=self._lines,
+            trajectories=others,  # type: ignore[arg-type]
             evaluations=self._evaluations,
-            tokenizer=None,  # type: ignore[arg-type]
-            drift=DriftWatch(precision=job.precision, updates=job.updates, clips_many=job.clips_many),
-            keep_per_step=0,  # trajectories.jsonl is not compared
+            samples=NoSamples(),  # type: ignore[arg-type]
             max_kept_bytes=0,
-            spans=self._spans,
-            urls=self.others.urls,
-            down=self.others.down,
-            then=self.others.disk.then,
+            urls=others.urls,
+            down=others.down,
+            now=lambda: others.at,
+            then=others.disk.then,
         )
 
     def feed(self, what: kept.AnyInput | kept.Fact) -> None:
@@ -133,17 +148,22 @@ class Observers:
         match what:
             case kept.Began():
                 self._begin(what)
+            case kept.Before():
+                if isinstance(what.event, ev.StepTrained) and (told := self._reports.pop(what.event.step, None)):
+                    self._take_records(told)
+                    others.cpu_s = told.cpu_s
+                self._recorder.before(what.event)
             case kept.Fact():
                 others.prompts |= {id: SimpleNamespace(skipped=text) for id, text in what.skipped.items()}
-                self._observer.on_event(what.event, what.commands, position=what.position)
+                self._recorder.on_event(what.event, what.commands, position=what.position)
             case kept.Durable():
                 others.disk.reach(what.position)
             case kept.Restored():
                 others.num_tokens = what.num_tokens
-                others.ledger.restore(what.sampled)
+                self._folded.tokens.restore(what.sampled)
             case kept.Sampled():
                 others.num_tokens += what.num_tokens
-                others.ledger.append(what.trajectory, what.num_tokens)
+                self._folded.tokens.append(what.trajectory, what.num_tokens)
             case kept.FirstToken() | kept.PushStage() | kept.WaveDone() | kept.Spans() | kept.Closed():
                 self._feed_spans(what)
             case kept.Servers():
@@ -158,47 +178,46 @@ class Observers:
         self.others.at = getattr(what, "at", -1.0)
         match what:
             case kept.FirstToken():
-                self._spans.on_first_token(what.trajectory)
+                self._lanes.on_first_token(what.trajectory, at=what.at)
             case kept.PushStage():
-                self._spans.on_push_stage(what.instance, what.stage)
+                self._recorder.on_push_stage(what.instance, what.stage)
             case kept.WaveDone():
-                self._spans.on_wave_done(what.rank)
+                self._recorder.on_wave_done(what.rank)
             case kept.Spans():
                 message = RankSpans(rank=what.rank, until=what.until, spans=what.spans)  # type: ignore[arg-type]
-                self._spans.on_rank_spans(what.rank, message)
+                self._recorder.on_rank_spans(what.rank, message)
             case kept.Closed():
-                self._spans.close()
+                self._recorder.close()
 
     def _feed_observer(self, what: kept.AnyInput) -> None:
         match what:
             case kept.Ready():
-                self._observer.on_ready(what.num_ranks)
+                self._recorder.on_ready(what.num_ranks)
             case kept.Lag():
-                self._observer.on_lag(what.seconds)
+                self._recorder.on_lag(what.seconds)
             case kept.Full():
-                self._observer.on_full(what.reason)
+                self._recorder.on_full(what.reason)
             case kept.Ended():
-                self._observer.end(Outcome(what.finished, what.reason))
+                self._recorder.end(Outcome(what.finished, what.reason))
             case kept.Failed():
-                self._observer.fail(DoraError(what.reason))
+                self._recorder.fail(DoraError(what.reason))
             case kept.Stepped():
-                self.others.cpu_s = what.cpu_s
-                self._take_records(what)
-                self._observer.on_step(StepReport(what.step, dict(what.metrics)))
+                self._reports[what.step] = what
+                self._recorder.on_step(StepReport(what.step, dict(what.metrics)))
             case kept.Evaluated():
                 ids = self._evaluations.ids(what.version)
                 self._take_records(what)
                 for id, (reward, num_tokens) in zip(ids, what.outcomes, strict=True):
                     record = self.others.records.setdefault(id, SimpleNamespace(tokens=range(num_tokens)))
                     record.reward = reward
-                self._observer.on_evaluation(what.version, position=what.position)
+                self._recorder.on_evaluation(what.version, position=what.position)
             case kept.Shown():
-                shown = self._observer.snapshot()
+                shown = self._recorder.snapshot()
                 kept.require_same(encode(shown), what.snapshot, of=f"the snapshot at {shown.uptime_s} s")
                 self.shown.append((shown, tuple(forming(self._state))))
 
     def _take_records(self, what: kept.Stepped | kept.Evaluated) -> None:
-        self._observer._kept.is_full = what.samples_full
+        self._recorder._kept.is_full = what.samples_full
         self.others.records = Records(
             {
                 id: SimpleNamespace(
@@ -212,11 +231,22 @@ class Observers:
         )
 
 
-def _ledger(opened: kept.Opened) -> TokenLedger:
-    ledger = TokenLedger(group_size=opened.settings.group_size, is_replay=bool(opened.earlier))
-    for earlier in opened.earlier:
-        ledger.note(earlier.event, earlier.commands)
-    return ledger
+class NoSamples:
+    """Samples of nothing: trajectories.jsonl is not compared."""
+
+    def on_commands(self, commands: object) -> None: ...
+
+    def of_step(self, groups: object, *, step: int) -> list[Any]:
+        return []
+
+    def of_evaluation(self, version: int, *, trained: int) -> list[Any]:
+        return []
+
+
+def _folded(opened: kept.Opened) -> Folded:
+    folded = Folded.new(opened.settings.group_size, is_replay=bool(opened.earlier))
+    replay(opened.settings, [(one.event, one.commands) for one in opened.earlier], observer=folded)
+    return folded
 
 
 def again(
@@ -228,8 +258,8 @@ def again(
     state, opened = next(inputs)
     assert isinstance(opened, kept.Opened)
     observers = Observers(opened, state, RunFolder(folder))
-    clock = SimpleNamespace(process_time=lambda: observers.others.cpu_s)
-    monkeypatch.setattr(observer_module, "time", clock)
+    clock = SimpleNamespace(process_time=lambda: observers.others.cpu_s or 0.0)
+    monkeypatch.setattr(recorder_module, "time", clock)
     try:
         for _, what in inputs:
             if not isinstance(what, kept.Left) and type(what) is not without:
