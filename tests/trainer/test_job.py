@@ -49,7 +49,7 @@ STEPS: list[list[Answer]] = [
 CHECKPOINT_STEP = 2
 
 
-#: AdamW divides a gradient by its own size, so that the rounding of gradients near zero, which depends on the processor,
+#: AdamW divides a gradient by its own size. The rounding of gradients near zero, which depends on the processor, thus
 #: shows in the weights: one of thousands was seen to differ by 1.01e-5. A wrong gradient moves them by up to 1e-2.
 ROUNDING = 3e-5
 
