@@ -49,6 +49,11 @@ STEPS: list[list[Answer]] = [
 CHECKPOINT_STEP = 2
 
 
+#: AdamW divides a gradient by its own size. The rounding of gradients near zero, which depends on the processor, thus
+#: shows in the weights: one of thousands was seen to differ by 1.01e-5. A wrong gradient moves them by up to 1e-2.
+ROUNDING = 3e-5
+
+
 @dataclass
 class Record:
     """The results of a job."""
@@ -215,7 +220,7 @@ def test_streamed_steps_equal_a_plain_synchronous_trainer_parameter_for_paramete
     assert_equal_weights(record.weights[0], plain.parameters, atol=0)
     for step, answers in enumerate(STEPS):
         norm = plain.step(answers, step=step)
-        assert_equal_weights(record.weights[step + 1], plain.parameters, atol=1e-5)
+        assert_equal_weights(record.weights[step + 1], plain.parameters, atol=ROUNDING)
         if step < len(record.metrics):
             assert record.metrics[step]["grad_norm"] == pytest.approx(norm, rel=1e-4)
 
