@@ -200,13 +200,14 @@ def test_sequences_are_cut_to_the_budget_at_their_end(policy: Policy, store: Ver
     assert found["engine_mismatch_k3"] == pytest.approx(0.0, abs=1e-9)
 
 
-def test_it_is_off_where_answers_have_tokens_of_several_versions() -> None:
-    def budget(strategy: str) -> int:
-        config = Config.model_validate({"rollout": {"strategy": strategy}, "trainer": {"probe_tokens": 64}})
+def test_it_is_off_on_request_and_where_answers_have_tokens_of_several_versions() -> None:
+    def budget(strategy: str, *, every: int = 4) -> int:
+        config = Config.model_validate({"rollout": {"strategy": strategy}, "trainer": {"probe_every": every}})
         return trainer_settings(config, max_staleness=2).probe_tokens
 
     budgets = {strategy: budget(strategy) for strategy in ("dora", "one_step_off", "partial", "partial_sync")}
-    assert budgets == {"dora": 64, "one_step_off": 64, "partial": 0, "partial_sync": 0}
+    assert budgets == {"dora": 512, "one_step_off": 512, "partial": 0, "partial_sync": 0}
+    assert budget("dora", every=0) == 0
 
 
 # ---- two ranks ------------------------------------------------------------------------------------------------------
