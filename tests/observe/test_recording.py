@@ -1,0 +1,270 @@
+"""Recordings are complete: the observers write the same bytes again from what was recorded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from dora.app.saved_status import SavedStatus
+from dora.controller import observer as observer_module
+from dora.controller.evaluations import EvalSet, Evaluations
+from dora.controller.line_files import LineFiles
+from dora.controller.loop import Outcome
+from dora.controller.observer import RunObserver
+from dora.controller.spans import SpanRecorder
+from dora.controller.token_ledger import TokenLedger
+from dora.controller.trainer_link import StepReport
+from dora.core.state import State
+from dora.errors import DoraError
+from dora.journal.run_folder import RunFolder
+from dora.status.drift import DriftWatch
+from dora.status.facts import Down, ShellFacts
+from dora.status.groups import GroupRow, forming
+from dora.status.snapshot import Snapshot, encode
+from dora.transport.messages import RankSpans
+from tests.observe import recording as kept
+from tests.observe.take import JOBS
+
+#: Kinds of inputs of a job without an environment that decide what is written.
+MATTERS = [
+    kept.Durable,
+    kept.Sampled,
+    kept.FirstToken,
+    kept.Servers,
+    kept.PushStage,
+    kept.WaveDone,
+    kept.Spans,
+    kept.Ready,
+    kept.Lag,
+    kept.Stepped,
+    kept.Evaluated,
+    kept.Ended,
+    kept.Closed,
+]
+
+
+class Records(dict[Any, Any]):
+    """The records of the trajectories that an input is about. All others are there, too, but nobody reads them."""
+
+    def __contains__(self, trajectory: object) -> bool:
+        return True
+
+
+@dataclass
+class OtherParts:
+    """What the observers read of the rest of the controller."""
+
+    ledger: TokenLedger
+    num_tokens: int = 0
+    records: Records = field(default_factory=Records)
+    prompts: dict[Any, Any] = field(default_factory=dict)
+    urls: dict[Any, str] = field(default_factory=dict)
+    down: dict[Any, Down] = field(default_factory=dict)
+    disk: kept.Disk = field(default_factory=kept.Disk)
+    at: float = -1.0
+    cpu_s: float | None = None
+
+
+class Observers:
+    """The observers of one controller, which get the inputs of a recording."""
+
+    def __init__(self, opened: kept.Opened, state: State, folder: RunFolder) -> None:
+        for name, data in opened.files.items():
+            (folder.root / name).write_bytes(data)
+        self._state = state
+        self._folder = folder
+        self.shown: list[tuple[Snapshot, tuple[GroupRow, ...]]] = []
+        self.others = others = OtherParts(_ledger(opened))
+        self._lines = LineFiles(folder, state)
+        self._spans = SpanRecorder(
+            folder,
+            state,
+            spans=self._lines.spans,
+            timeline=self._lines.timeline,
+            num_ranks=opened.num_ranks,
+            time_scale=opened.time_scale,
+            now=lambda: others.at,
+            then=others.disk.then,
+        )
+        self._observer: RunObserver
+
+    def close(self) -> None:
+        self._lines.close()
+
+    def _begin(self, job: kept.Began) -> None:
+        self.others.cpu_s = job.cpu_s
+        sets = [
+            EvalSet(one.name, [None] * one.prompts, one.samples, temperature=0.0, num_skipped=one.skipped)  # type: ignore[list-item]
+            for one in job.held_out
+        ]
+        self._evaluations = Evaluations(sets)
+        self._observer = RunObserver(
+            lines=self._lines,
+            facts=ShellFacts(
+                run_id=job.run_id,
+                strategy=job.strategy,
+                task=job.task,
+                has_environment=job.has_environment,
+                num_servers=job.num_servers,
+                num_ranks=job.num_ranks,
+                held_out=tuple(one.name for one in sets),
+            ),
+            state=self._state,
+            trajectories=self.others,  # type: ignore[arg-type]
+            evaluations=self._evaluations,
+            tokenizer=None,  # type: ignore[arg-type]
+            drift=DriftWatch(precision=job.precision, updates=job.updates, clips_many=job.clips_many),
+            keep_per_step=0,  # trajectories.jsonl is not compared
+            max_kept_bytes=0,
+            spans=self._spans,
+            urls=self.others.urls,
+            down=self.others.down,
+            then=self.others.disk.then,
+        )
+
+    def feed(self, what: kept.AnyInput | kept.Fact) -> None:
+        """Pass an input on."""
+        others = self.others
+        match what:
+            case kept.Began():
+                self._begin(what)
+            case kept.Fact():
+                others.prompts |= {id: SimpleNamespace(skipped=text) for id, text in what.skipped.items()}
+                self._observer.on_event(what.event, what.commands, position=what.position)
+            case kept.Durable():
+                others.disk.reach(what.position)
+            case kept.Restored():
+                others.num_tokens = what.num_tokens
+                others.ledger.restore(what.sampled)
+            case kept.Sampled():
+                others.num_tokens += what.num_tokens
+                others.ledger.append(what.trajectory, what.num_tokens)
+            case kept.FirstToken() | kept.PushStage() | kept.WaveDone() | kept.Spans() | kept.Closed():
+                self._feed_spans(what)
+            case kept.Servers():
+                others.urls.clear()
+                others.urls.update(what.urls)
+                others.down.clear()
+                others.down.update({id: Down(one.since, one.reason, one.then) for id, one in what.down.items()})
+            case _:
+                self._feed_observer(what)
+
+    def _feed_spans(self, what: kept.AnyInput) -> None:
+        self.others.at = getattr(what, "at", -1.0)
+        match what:
+            case kept.FirstToken():
+                self._spans.on_first_token(what.trajectory)
+            case kept.PushStage():
+                self._spans.on_push_stage(what.instance, what.stage)
+            case kept.WaveDone():
+                self._spans.on_wave_done(what.rank)
+            case kept.Spans():
+                message = RankSpans(rank=what.rank, until=what.until, spans=what.spans)  # type: ignore[arg-type]
+                self._spans.on_rank_spans(what.rank, message)
+            case kept.Closed():
+                self._spans.close()
+
+    def _feed_observer(self, what: kept.AnyInput) -> None:
+        match what:
+            case kept.Ready():
+                self._observer.on_ready(what.num_ranks)
+            case kept.Lag():
+                self._observer.on_lag(what.seconds)
+            case kept.Full():
+                self._observer.on_full(what.reason)
+            case kept.Ended():
+                self._observer.end(Outcome(what.finished, what.reason))
+            case kept.Failed():
+                self._observer.fail(DoraError(what.reason))
+            case kept.Stepped():
+                self.others.cpu_s = what.cpu_s
+                self._take_records(what)
+                self._observer.on_step(StepReport(what.step, dict(what.metrics)))
+            case kept.Evaluated():
+                ids = self._evaluations.ids(what.version)
+                self._take_records(what)
+                for id, (reward, num_tokens) in zip(ids, what.outcomes, strict=True):
+                    record = self.others.records.setdefault(id, SimpleNamespace(tokens=range(num_tokens)))
+                    record.reward = reward
+                self._observer.on_evaluation(what.version, position=what.position)
+            case kept.Shown():
+                shown = self._observer.snapshot()
+                kept.require_same(encode(shown), what.snapshot, of=f"the snapshot at {shown.uptime_s} s")
+                self.shown.append((shown, tuple(forming(self._state))))
+
+    def _take_records(self, what: kept.Stepped | kept.Evaluated) -> None:
+        self._observer._kept.is_full = what.samples_full
+        self.others.records = Records(
+            {
+                id: SimpleNamespace(
+                    tokens=range(one.num_tokens),
+                    observed=[*one.observed],
+                    turn_rewards=[*one.turn_rewards],
+                    truncated=one.truncated,
+                )
+                for id, one in what.episodes.items()
+            }
+        )
+
+
+def _ledger(opened: kept.Opened) -> TokenLedger:
+    ledger = TokenLedger(group_size=opened.settings.group_size, is_replay=bool(opened.earlier))
+    for earlier in opened.earlier:
+        ledger.note(earlier.event, earlier.commands)
+    return ledger
+
+
+def again(
+    recording: kept.Recording, folder: Path, monkeypatch: pytest.MonkeyPatch, *, without: type[kept.Input] | None = None
+) -> Observers:
+    """Give the inputs to new observers, which write into `folder`; snapshots are compared at once. `without`: inputs of
+    this kind are left out."""
+    inputs = iter(recording)
+    state, opened = next(inputs)
+    assert isinstance(opened, kept.Opened)
+    observers = Observers(opened, state, RunFolder(folder))
+    clock = SimpleNamespace(process_time=lambda: observers.others.cpu_s)
+    monkeypatch.setattr(observer_module, "time", clock)
+    try:
+        for _, what in inputs:
+            if not isinstance(what, kept.Left) and type(what) is not without:
+                observers.feed(what)
+    finally:
+        observers.close()
+    return observers
+
+
+def assert_same(recording: kept.Recording, observers: Observers, folder: Path) -> None:
+    """The files are those that the controller left; the status was saved at one of the snapshots."""
+    left = recording.left.files
+    for name in kept.LINES:
+        kept.require_same((folder / name).read_bytes(), left[name], of=name)
+    saved = msgspec.json.decode(left["status.json"], type=SavedStatus)
+    assert left["status.json"] in [
+        msgspec.json.encode(SavedStatus(saved.at, saved.url, *one)) for one in observers.shown
+    ]
+
+
+@pytest.mark.parametrize("path", kept.recordings(), ids=lambda path: path.stem)
+def test_the_observers_write_the_same_bytes_again(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recording = kept.Recording(path)
+    assert_same(recording, again(recording, tmp_path, monkeypatch), tmp_path)
+
+
+@pytest.mark.parametrize("kind", MATTERS, ids=lambda kind: kind.__name__)
+def test_without_inputs_of_a_kind_they_write_something_else(
+    kind: type[kept.Input], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recording = kept.Recording(kept.FOLDER / "dora.0.xz")
+    with pytest.raises(kept.Difference):
+        assert_same(recording, again(recording, tmp_path, monkeypatch, without=kind), tmp_path)
+
+
+def test_every_job_has_its_recordings() -> None:
+    names = [f"{name}.{number}" for name, job in JOBS.items() for number in range(len(job.actions))]
+    assert sorted(names) == [path.stem for path in kept.recordings()]
