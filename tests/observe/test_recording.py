@@ -31,7 +31,6 @@ from dora.observe.observed import Folded, Observed
 from dora.observe.snapshot import Snapshot, encode
 from dora.transport.messages import RankSpans
 from tests.observe import recording as kept
-from tests.observe.take import JOBS
 
 #: Kinds of inputs of a job without an environment that decide what is written.
 MATTERS = [
@@ -293,8 +292,3 @@ def test_without_inputs_of_a_kind_they_write_something_else(
     recording = kept.Recording(kept.FOLDER / "dora.0.xz")
     with pytest.raises(kept.Difference):
         assert_same(recording, again(recording, tmp_path, monkeypatch, without=kind), tmp_path)
-
-
-def test_every_job_has_its_recordings() -> None:
-    names = [f"{name}.{number}" for name, job in JOBS.items() for number in range(len(job.actions))]
-    assert sorted(names) == [path.stem for path in kept.recordings()]
