@@ -192,10 +192,10 @@ async def watch_loop(case: Case, records: Trajectories) -> tuple[float, float]:
     each stream has added to the process."""
     loop, lags, process = asyncio.get_running_loop(), [], psutil.Process()
     before = process.memory_info().rss
-    while records.num_tokens < case.streams * case.tokens:
+    while (num_tokens := records.ledger.account.num_tokens) < case.streams * case.tokens:
         at = loop.time() + 0.01
         await asyncio.sleep(0.01)
-        if records.num_tokens:
+        if num_tokens:
             lags.append(loop.time() - at)
     return sorted(lags)[len(lags) * 99 // 100] * 1e3, (process.memory_info().rss - before) / case.streams / 1e3
 

@@ -232,7 +232,6 @@ def restore(folder: RunFolder, state: State, *, trajectories: Trajectories, inpu
     """
     needed = _needed(state)
     stored = read_tokens(folder.tokens, wanted=needed)
-    trajectories.num_tokens = sum(stored.counts.values())
     trajectories.ledger.restore(stored.sampled)
     for id, trajectory in needed.items():
         _require_tokens(folder, state, trajectory, stored)

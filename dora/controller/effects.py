@@ -31,7 +31,6 @@ from dora.engine.errors import RequestRefused, ServerGone
 from dora.engine.names import request_id
 from dora.errors import ProtocolError, RemoteError
 from dora.journal.rows import answer_bound
-from dora.observe.facts import NOT_BEGUN, SKIPPED
 from dora.tasks.pool import Graded, GraderPool
 from dora.tasks.prompts import Prompt, PromptStream
 from dora.tasks.rewards import GradeRequest
@@ -127,7 +126,8 @@ class StreamAttempt:
         record = self.trajectories.begin(trajectory, attempt)
         if record.prompt.skipped:
             begun = record.prompt.conversation is None or not record.prompt.conversation.failed
-            return self._failed(order, record, server_gone=False, final=True, reason=SKIPPED if begun else NOT_BEGUN)
+            reason = ev.NoPrompt.TOO_LONG if begun else ev.NoPrompt.NOT_BEGUN
+            return self._failed(order, record, server_gone=False, final=True, reason=reason)
         if self.sampling.has_turns and record.began_at is None:
             record.began_at = self.now()
         start = len(record.tokens)

@@ -22,6 +22,7 @@ from dora.controller.run_tasks import RunTasks
 from dora.controller.trajectories import Trajectories
 from dora.core import commands as cmd
 from dora.core.ids import VersionId
+from dora.core.phases import GroupPhase
 from dora.journal.commits import Commits
 
 
@@ -115,7 +116,7 @@ class Orders:
 
     def _drop(self, order: cmd.DropGroup, position: int) -> None:
         self.episodes.close(self.trajectories.siblings(order.group))
-        if order.outcome == "filtered":  # siblings of other dropped groups may still be running
+        if order.outcome is GroupPhase.FILTERED:  # siblings of other dropped groups may still be running
             self.trajectories.forget([order.group])
 
     def _admit(self, order: cmd.AdmitGroup, position: int) -> None:

@@ -103,7 +103,6 @@ class Recorder:
 
     def on_event(self, event: ev.Event, commands: list[cmd.Command], *, position: int) -> None:
         """Observe an event and the commands it led to, and write what is complete with it."""
-        self._facts.num_tokens = self._trajectories.num_tokens
         self.observed.apply(event, commands)
         self.samples.on_commands(commands)
         spans, timeline = self.observed.lanes.take()
@@ -205,7 +204,6 @@ class Recorder:
         """Return the current state of the run."""
         self._facts.urls = dict(self._urls)
         self._facts.down = dict(self._down)
-        self._facts.num_tokens = self._trajectories.num_tokens
         return self.observed.snapshot()
 
     def end(self, outcome: Outcome) -> None:

@@ -106,8 +106,7 @@ class Samples:
         for trajectory, reward in zip(self._trajectories.siblings(order.group), order.rewards, strict=True):
             record = self._trajectories.records.get(trajectory)
             if record is not None and record.tokens:
-                outcome = f"{order.outcome}: {order.reason}"
-                kept = self._describe(trajectory, record, step=StepId(-1), version=version, outcome=outcome)
+                kept = self._describe(trajectory, record, step=StepId(-1), version=version, outcome=order.why)
                 self._dropped.append(replace(kept, group=order.group, reward=reward))
                 return
 

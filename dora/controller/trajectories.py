@@ -126,7 +126,6 @@ class Trajectories:
         self._group_size = group_size
         self.records: dict[TrajectoryId, TrajectoryRecord] = {}
         self.prompts: dict[GroupId, Prompt] = {}  #: of groups that are not forgotten, and of those not admitted yet
-        self.num_tokens = 0  #: sampled since the start, for the throughput
         self.refused_tokens = 0  #: of older attempts
 
     def admit(self, group: GroupId) -> None:
@@ -156,7 +155,6 @@ class Trajectories:
         start = len(record.tokens)
         record.tokens.extend(tokens)
         record.logprobs.extend(logprobs)
-        self.num_tokens += len(tokens)
         self.ledger.append(trajectory, len(tokens))
         self._log.append(trajectory, attempt, tokens, logprobs, start=start)
         if record.awaits_token:

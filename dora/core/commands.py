@@ -7,9 +7,12 @@ and never says why.
 
 from __future__ import annotations
 
+from enum import StrEnum
+
 import msgspec
 
 from dora.core.ids import GroupId, InstanceId, StepId, TrajectoryId, VersionId
+from dora.core.phases import GroupPhase
 
 
 class Command(msgspec.Struct, frozen=True, gc=False, tag=True, forbid_unknown_fields=True):
@@ -160,13 +163,27 @@ class CommitGroup(Command, frozen=True):
     step: StepId
 
 
+class DropReason(StrEnum):
+    """Why a group leaves without being trained."""
+
+    ZERO_VARIANCE = "zero variance"
+    GRADING = "grading"  #: fewer than two answers could be graded
+    GENERATION = "generation"  #: an answer could not be generated: ": " and the reason follow
+    OVER_SAMPLED = "over-sampled"
+
+
 class DropGroup(Command, frozen=True):
     """The group leaves without being trained: `filtered` (no advantage), `failed`, or `discarded` (over-sampled)."""
 
     group: GroupId
-    outcome: str  #: "filtered" | "failed" | "discarded"
-    reason: str
+    outcome: GroupPhase
+    reason: str  #: begins with a DropReason
     rewards: tuple[float | None, ...]
+
+    @property
+    def why(self) -> str:
+        """The key "outcome: reason", by which groups and their tokens are counted."""
+        return f"{self.outcome.value}: {self.reason}"
 
 
 class CloseStep(Command, frozen=True):

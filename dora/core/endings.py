@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from dora.core.commands import DropGroup, ForgetGroups, GradeTrajectory
+from dora.core.commands import DropGroup, DropReason, ForgetGroups, GradeTrajectory
 from dora.core.occupancy import stop, unhold, wait
 from dora.core.phases import GIVEN_UP, UNCONSUMED, GroupPhase, TrajectoryPhase
 from dora.core.state import State, admissions_changed, episode_left, fail
@@ -20,21 +20,21 @@ _CALLING: Final = TrajectoryPhase.CALLING
 _GRADING: Final = TrajectoryPhase.GRADING
 
 
-def _remove(state: State, group: Group, *, outcome: str, reason: str) -> str:
+def _remove(state: State, group: Group, outcome: GroupPhase, reason: str) -> str:
     """Remove a group from U without training it; return its key in `Ledger.reasons`."""
-    state.out.append(DropGroup(group.id, outcome, reason, group.rewards))
-    state.ledger.move(group, GroupPhase(outcome), state.cause)
-    key = f"{outcome}: {reason}"
-    state.ledger.reasons[key] = state.ledger.reasons.get(key, 0) + 1
+    order = DropGroup(group.id, outcome, reason, group.rewards)
+    state.out.append(order)
+    state.ledger.move(group, outcome, state.cause)
+    state.ledger.reasons[order.why] = state.ledger.reasons.get(order.why, 0) + 1
     state.formation.drop(group.deadline)
     state.entry(group.current).groups -= 1
     state.agenda.release = True
-    return key
+    return order.why
 
 
-def drop(state: State, group: Group, *, outcome: str, reason: str) -> None:
+def drop(state: State, group: Group, outcome: GroupPhase, reason: str) -> None:
     """Remove a group from U without training it; another one is admitted in its place."""
-    key = _remove(state, group, outcome=outcome, reason=reason)
+    key = _remove(state, group, outcome, reason)
     if state.settings.rules.batched:
         state.block_left += 1
     state.top_ups += 1
@@ -70,7 +70,7 @@ def discard_surplus(state: State) -> None:
             if not state.complete[group.deadline]:
                 del state.complete[group.deadline]
         state.counters.scheduling_aborts += group.unfinished
-        _remove(state, group, outcome="discarded", reason="over-sampled")
+        _remove(state, group, GroupPhase.DISCARDED, DropReason.OVER_SAMPLED)
         abandon_siblings(state, group)
         forget_discarded(state, group)
 

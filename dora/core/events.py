@@ -8,6 +8,8 @@ Events are msgspec structs, which are faster than frozen dataclasses (bench/core
 
 from __future__ import annotations
 
+from enum import StrEnum
+
 import msgspec
 
 from dora.core.ids import GroupId, InstanceId, StepId, TrajectoryId, Truncation, VersionId
@@ -127,6 +129,13 @@ class GenerationStopped(Event, frozen=True):
     attempt: int
     num_tokens: int
     spans: tuple[Span, ...]
+
+
+class NoPrompt(StrEnum):
+    """Why a trajectory has nothing to continue: the reason of its GenerationFailed."""
+
+    TOO_LONG = "the prompt is longer than task.max_prompt_tokens"
+    NOT_BEGUN = "the environment gave no prompt"
 
 
 class GenerationFailed(Event, frozen=True):

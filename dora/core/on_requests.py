@@ -10,7 +10,7 @@ from collections import deque
 from typing import Final
 
 from dora.core import events as ev
-from dora.core.commands import ReportEvaluation
+from dora.core.commands import DropReason, ReportEvaluation
 from dora.core.endings import (
     abandon,
     abandon_siblings,
@@ -134,7 +134,7 @@ def _give_up(state: State, trajectory: Trajectory, reason: str) -> None:
         trajectory.move(_GRADING, state.cause)
         graded(state, trajectory, None)
         return
-    drop(state, group, outcome="failed", reason=f"generation: {reason}")
+    drop(state, group, GroupPhase.FAILED, f"{DropReason.GENERATION}: {reason}")
     abandon_siblings(state, group)
     leave_unfinished(state, trajectory)
     abandon(state, trajectory)
@@ -171,8 +171,7 @@ def graded(state: State, trajectory: Trajectory, reward: float | None) -> None:
         return
     verdict = advantage_free(group.rewards, filter_zero_variance=state.settings.filter_zero_variance)
     if verdict is not None:
-        outcome, reason = verdict
-        drop(state, group, outcome=outcome, reason=reason)
+        drop(state, group, *verdict)
         return
     state.ledger.move(group, GroupPhase.COMPLETE, state.cause)
     state.complete.setdefault(group.deadline, deque()).append(group)
@@ -195,14 +194,16 @@ def _evaluation_graded(state: State) -> None:
     state.agenda.release = True
 
 
-def advantage_free(rewards: tuple[float | None, ...], *, filter_zero_variance: bool) -> tuple[str, str] | None:
+def advantage_free(
+    rewards: tuple[float | None, ...], *, filter_zero_variance: bool
+) -> tuple[GroupPhase, DropReason] | None:
     """Return (outcome, reason) if a graded group cannot be trained, else None.
 
     Only graded siblings count; fewer than two of them are a failure of grading, not a lack of variance.
     """
     graded = [r for r in rewards if r is not None]
     if len(graded) < 2:
-        return "failed", "grading"
+        return GroupPhase.FAILED, DropReason.GRADING
     if filter_zero_variance and max(graded) == min(graded):
-        return "filtered", "zero variance"
+        return GroupPhase.FILTERED, DropReason.ZERO_VARIANCE
     return None

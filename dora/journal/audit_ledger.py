@@ -120,13 +120,13 @@ def _commit_group(t: AuditTables, order: cmd.CommitGroup) -> None:
 def _drop_group(t: AuditTables, order: cmd.DropGroup) -> None:
     group = t.groups.get(order.group)
     if group is None or group.step is not None:
-        t.find(C2_LEDGER, "group", order.group, f"is {order.outcome}, but was {_fate_of(t, order.group)}")
+        t.find(C2_LEDGER, "group", order.group, f"is {order.outcome.value}, but was {_fate_of(t, order.group)}")
         return
     if not _is_confirmed(t, order):
-        found = f"is {order.outcome} for '{order.reason}', which the journal does not show"
+        found = f"is {order.outcome.value} for '{order.reason}', which the journal does not show"
         t.find(C2_DROP, "group", order.group, found)
-    t.reasons[f"{order.outcome}: {order.reason}"] += 1
-    _retire(t, order.group, order.outcome)
+    t.reasons[order.why] += 1
+    _retire(t, order.group, order.outcome.value)
 
 
 def _fate_of(t: AuditTables, id: GroupId) -> str:
@@ -138,16 +138,17 @@ def _fate_of(t: AuditTables, id: GroupId) -> str:
 
 def _is_confirmed(t: AuditTables, order: cmd.DropGroup) -> bool:
     """Return whether the journal confirms the reason: equal rewards, failed grading or generation, or a full step."""
-    if order.outcome == "discarded":
+    outcome = order.outcome.value
+    if outcome == "discarded":
         step = t.steps.get(t.forming)
         return t.settings.rules.discards and step is not None and len(step.groups) == t.settings.groups_per_step
     answers = [t.answers[s] for s in t.siblings(order.group)]
-    if order.outcome == "failed" and order.reason.startswith("generation: "):
+    if outcome == "failed" and order.reason.startswith("generation: "):
         return any(a.is_given_up for a in answers)
     if not all(a.graded for a in answers) or order.rewards != tuple(a.reward for a in answers):
         return False
     rewards = [a.reward for a in answers if a.reward is not None]
-    if order.outcome == "failed":
+    if outcome == "failed":
         return order.reason == "grading" and len(rewards) < 2
     return t.settings.filter_zero_variance and len(rewards) >= 2 and len(set(rewards)) == 1
 

@@ -17,10 +17,6 @@ from dora.observe.scores import Score
 from dora.observe.steps import StepFacts
 from dora.observe.tokens import TokenAccount
 
-#: Failure reason of a group whose prompt is over the limit; such groups are counted by this reason.
-SKIPPED = "the prompt is longer than task.max_prompt_tokens"
-#: Failure reason of a group whose environment could not begin.
-NOT_BEGUN = "the environment gave no prompt"
 #: Number of steps to keep.
 RECENT_STEPS = 100
 #: Number of problems to show; there could otherwise be one for every answer.
@@ -50,9 +46,8 @@ class ShellFacts:
     held_out: tuple[str, ...] = ()  #: names of the held-out sets
     phase: Literal["starting", "running", "finished", "interrupted", "failed"] = "starting"
     reason: str = ""  #: why it ended
-    num_tokens: int = 0  #: sampled since the start, evaluation included
-    num_trained_tokens: int = 0  #: response tokens trained since the start
-    rate: Rate = field(default_factory=Rate)  #: of num_tokens
+    num_trained_tokens: int = 0  #: of the answers trained since the start
+    rate: Rate = field(default_factory=Rate)  #: of all tokens sampled
     account: TokenAccount = field(default_factory=TokenAccount)
     rank_s: dict[str, float] = field(default_factory=dict)  #: seconds of all ranks by activity, as far as reported
     instance_s: dict[str, float] = field(default_factory=dict)  #: seconds of all instances by activity

@@ -238,7 +238,7 @@ class Observed:
             case ev.InstanceUp() | ev.InstanceLost() | ev.InstanceRemoved():
                 facts.starting.discard(event.instance)
             case ev.Ticked():
-                facts.rate.note(facts.num_tokens, at=event.at)
+                facts.rate.note(self.folded.tokens.account.num_tokens, at=event.at)
         if facts.phase == "starting" and state.ledger.admitted:
             facts.phase = "running"
         for command in commands:

@@ -16,7 +16,9 @@ from typing import Annotated
 import msgspec
 
 from dora.core.admission import why_not_admitted
-from dora.core.ids import VersionId
+from dora.core.commands import DropGroup, DropReason
+from dora.core.events import NoPrompt
+from dora.core.ids import GroupId, VersionId
 from dora.core.phases import HOLDS_VERSION, GroupPhase, Membership, TrajectoryPhase, WeightsPhase
 from dora.core.state import State
 from dora.core.tables import Instance
@@ -26,7 +28,7 @@ from dora.observe.activities import trainer_waits_for
 from dora.observe.drift import Alarm
 from dora.observe.durations import DurationHistogram
 from dora.observe.episodes import EnvironmentRow
-from dora.observe.facts import SKIPPED, ShellFacts
+from dora.observe.facts import ShellFacts
 from dora.observe.figures import Figure, Metric
 from dora.observe.scores import Score
 from dora.observe.sentence import ENDED, duration, sentence
@@ -44,6 +46,8 @@ _ASKED = {
 STARTING = "starting"
 #: Number of steps over which the time left and the trained tokens per second are averaged.
 AVERAGED_STEPS = 5
+#: Key of the groups whose prompt is over the limit in `Ledger.reasons`.
+_TOO_LONG = DropGroup(GroupId(0), GroupPhase.FAILED, f"{DropReason.GENERATION}: {NoPrompt.TOO_LONG}", rewards=()).why
 #: Number of servers that are down to name.
 MAX_DOWN = 4
 #: Maximum number of rewards in a snapshot.
@@ -197,7 +201,7 @@ class Snapshot:
     held_out: tuple[str, ...]  #: names of the held-out sets
     evaluation: EvaluationRow | None  #: None while there is none
     num_tokens: Annotated[int, Metric("tokens_total", "Tokens sampled.")]
-    num_trained_tokens: Annotated[int, Metric("trained_tokens_total", "Response tokens trained.")]
+    num_trained_tokens: Annotated[int, Metric("trained_tokens_total", "Tokens of the answers trained, observations included.")]
     tokens: TokenAccount  #: what became of the tokens sampled
     rank_s: dict[str, float]  #: seconds of all trainer ranks by activity, most first, as far as reported
     instance_s: dict[str, float]  #: seconds of all instances by activity, most first
@@ -245,7 +249,7 @@ def snapshot(state: State, shell: ShellFacts) -> Snapshot:
         groups_admitted=ledger.admitted,
         groups_by_phase={phase.value: count for phase, count in ledger.counts.items()},
         dropped=dict(ledger.reasons),
-        prompts_skipped=ledger.reasons.get(f"failed: generation: {SKIPPED}", 0),
+        prompts_skipped=ledger.reasons.get(_TOO_LONG, 0),
         staleness=tuple(staleness),
         staleness_mean=sum(i * n for i, n in enumerate(staleness)) / sum(staleness) if any(staleness) else None,
         steps=tuple(shell.steps),
@@ -256,7 +260,7 @@ def snapshot(state: State, shell: ShellFacts) -> Snapshot:
         evaluations_skipped=tuple(state.evaluation.overtaken),
         held_out=shell.held_out,
         evaluation=_evaluation(state),
-        num_tokens=shell.num_tokens,
+        num_tokens=shell.account.num_tokens,
         num_trained_tokens=shell.num_trained_tokens,
         tokens=shell.account,
         rank_s=_most_first(shell.rank_s),

@@ -28,7 +28,7 @@ class StepFacts:
     step: Annotated[StepId, Figure("", "the step that was trained, from 0", "steps_trained_total")]
     reward_mean: Annotated[float, Figure("reward", "mean over the answers trained", "reward_mean")]
     num_groups: Annotated[int, Figure("groups", "groups trained")]
-    num_tokens: Annotated[int, Figure("tokens", "response tokens trained", "trained_tokens_total")]
+    num_tokens: Annotated[int, Figure("tokens", "of the answers trained, observations included", "trained_tokens_total")]
     staleness_mean: Annotated[float, Figure("steps", "mean over the groups trained")]
     duration_s: Annotated[float, Figure("s", "since the previous step was trained", "step_duration_seconds")]
     idle_s: Annotated[
@@ -110,9 +110,8 @@ class Steps:
             self._grade(state, event)
         for command in commands:
             if isinstance(command, cmd.DropGroup):
-                phase = GroupPhase(command.outcome)
-                self.num_filtered += phase is GroupPhase.FILTERED
-                if phase is not GroupPhase.DISCARDED and isinstance(event, _GRADED):
+                self.num_filtered += command.outcome is GroupPhase.FILTERED
+                if command.outcome is not GroupPhase.DISCARDED and isinstance(event, _GRADED):
                     self._add(command.rewards)
         self.waited_for = trainer_waits_for(state) or self.waited_for
 
@@ -152,7 +151,12 @@ class Steps:
         return facts
 
     def take_zero_variance(self, state: State, step: StepId) -> int:
-        """Return the number of groups with equal rewards: filtered since the last step, or trained in this one."""
+        """Return the number of groups with equal rewards: filtered since the last step, or trained in this one.
+
+        Call it before `take`. A step that is trained again has no row: what was filtered belongs to the next one.
+        """
+        if step < self.next_step:
+            return 0
         filtered, self.num_filtered = self.num_filtered, 0
         equal = [{reward for reward in g.rewards if reward is not None} for g in state.feed.groups(step)]
         return filtered + sum(len(rewards) == 1 for rewards in equal)

@@ -31,6 +31,11 @@ class TokenAccount:
     in_flight: int = 0  #: of groups that are neither trained nor dropped
     evaluation: int = 0  #: sampled for evaluation; in none of the other counts
 
+    @property
+    def num_tokens(self) -> int:
+        """All tokens sampled, those of evaluations included."""
+        return self.sampled + self.evaluation
+
 
 class TokenLedger:
     """The account of one run."""
@@ -71,7 +76,7 @@ class TokenLedger:
                 self.train(step)
         for command in commands:
             if isinstance(command, cmd.DropGroup):
-                self._end(command.group, f"{command.outcome}: {command.reason}")
+                self._end(command.group, command.why)
             elif isinstance(command, cmd.CommitGroup):
                 self._committed.setdefault(command.step, []).append(command.group)
             elif isinstance(command, cmd.ForgetGroups) and not self._is_replay:

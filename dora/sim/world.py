@@ -25,6 +25,7 @@ from dora.core import events as ev
 from dora.core.core import handle
 from dora.core.ids import FIRST_VERSION, GroupId, InstanceId, StepId, TrajectoryId, VersionId, evaluation_index
 from dora.core.invariants import check
+from dora.core.phases import GroupPhase
 from dora.core.state import State
 from dora.errors import InvariantViolation, RunFailed
 from dora.sim.answers import SimulatedGroup
@@ -374,7 +375,7 @@ class World:
                 self._touched[instance.id] = instance
 
     def _on_drop_group(self, order: cmd.DropGroup) -> None:
-        if order.outcome == "discarded":
+        if order.outcome is GroupPhase.DISCARDED:
             self.measure.discarded(self.answers.group(order.group).lengths)
             return  # it may run on until ForgetGroups
         del self._tags[order.group]

@@ -16,6 +16,7 @@ from dora.controller.samples import SampleFile, Samples
 from dora.controller.trajectories import Trajectories
 from dora.core import commands as cmd
 from dora.core.ids import TrajectoryId, VersionId
+from dora.core.phases import GroupPhase
 from dora.core.tables import Group
 from dora.environments.renderer import Renderer, open_renderer
 from dora.files import LineFile
@@ -89,7 +90,7 @@ def test_a_trained_sample_has_the_log_probs_of_the_trainer_if_it_sent_them(kept:
 
 
 def test_samples_of_dropped_groups_come_with_the_next_step_once_and_are_as_many_as_are_kept(kept: Kept) -> None:
-    drops = [cmd.DropGroup(group, "filtered", "zero variance", (1.0, 1.0)) for group in (1, 2, 3)]
+    drops = [cmd.DropGroup(group, GroupPhase.FILTERED, "zero variance", (1.0, 1.0)) for group in (1, 2, 3)]
     kept.samples.on_commands(drops)
     kept.trajectories.forget([1, 2, 3])
     found = [one for one in kept.of_step([kept.groups[0]]) if one.outcome != "trained"]
@@ -103,7 +104,7 @@ def test_samples_of_dropped_groups_come_with_the_next_step_once_and_are_as_many_
 def test_a_dropped_group_without_tokens_leaves_no_sample(kept: Kept) -> None:
     for trajectory in kept.trajectories.siblings(1):
         kept.trajectories.records[trajectory].tokens = array("i")
-    kept.samples.on_commands([cmd.DropGroup(1, "failed", "generation: gone", (None, None))])
+    kept.samples.on_commands([cmd.DropGroup(1, GroupPhase.FAILED, "generation: gone", (None, None))])
     assert kept.of_step([]) == []
 
 
@@ -144,7 +145,7 @@ def test_the_file_of_samples_never_exceeds_its_bound_across_resumes_too(kept: Ke
 
 def test_nothing_is_kept_if_that_is_the_setting(tmp_path: Path) -> None:
     kept = Kept(tmp_path, keep=0)
-    kept.samples.on_commands([cmd.DropGroup(1, "filtered", "zero variance", (1.0, 1.0))])
+    kept.samples.on_commands([cmd.DropGroup(1, GroupPhase.FILTERED, "zero variance", (1.0, 1.0))])
     assert kept.of_step(kept.groups) == list(kept.samples.of_evaluation(VersionId(3), trained=3)) == []
 
 

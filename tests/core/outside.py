@@ -272,11 +272,11 @@ class Outside:
         assert order.group not in self.places
         assert order.group not in self.left
         graded = [r for r in order.rewards if r is not None]
-        if order.outcome == "filtered":
+        if order.outcome.value == "filtered":
             assert self.settings.filter_zero_variance
             assert len(graded) >= 2
             assert len(set(graded)) == 1
-        elif order.outcome == "discarded":
+        elif order.outcome.value == "discarded":
             assert self.settings.rules.oversample > 1
             assert sum(step == self.forming for step in self.places.values()) == self.settings.groups_per_step
             self.discarded.add(order.group)

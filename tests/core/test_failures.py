@@ -156,7 +156,7 @@ def test_a_failed_request_is_tried_again_with_its_tokens() -> None:
 def test_a_trajectory_that_fails_max_attempts_times_fails_its_group_and_only_that() -> None:
     core = started(slots=3, max_attempts=2)
     core.failed(2)
-    dropped = cmd.DropGroup(GroupId(1), "failed", "generation: refused", (None, None))
+    dropped = cmd.DropGroup(GroupId(1), GroupPhase.FAILED, "generation: refused", (None, None))
     assert core.failed(2) == [dropped, admit(2, version=0, deadline=1), generate(4, on=0, version=0)]
     assert core.state.ledger.counts[GroupPhase.FAILED] == 1
     assert 3 not in core.state.trajectories  # its sibling waited for a slot, and waits no longer
@@ -165,7 +165,7 @@ def test_a_trajectory_that_fails_max_attempts_times_fails_its_group_and_only_tha
 
 def test_a_request_that_every_server_would_refuse_fails_its_group_at_once() -> None:
     core = started(slots=3, max_attempts=8)
-    dropped = cmd.DropGroup(GroupId(1), "failed", "generation: refused", (None, None))
+    dropped = cmd.DropGroup(GroupId(1), GroupPhase.FAILED, "generation: refused", (None, None))
     assert core.failed(2, final=True) == [dropped, admit(2, version=0, deadline=1), generate(4, on=0, version=0)]
 
 
@@ -208,7 +208,7 @@ def test_failed_grading_is_not_reward_0() -> None:
 def test_a_group_without_advantage_is_replaced_by_a_new_one() -> None:
     core = started(groups_per_step=2, slots=6)
     assert core.answer(0, rewards=(0.5, 0.5))[-4:] == [
-        cmd.DropGroup(GroupId(0), "filtered", "zero variance", (0.5, 0.5)),
+        cmd.DropGroup(GroupId(0), GroupPhase.FILTERED, "zero variance", (0.5, 0.5)),
         admit(3, version=0, deadline=1),
         generate(6, on=0, version=0),
         generate(7, on=0, version=0),

@@ -283,7 +283,7 @@ def test_a_full_step_discards_what_is_not_complete_and_stops_it() -> None:
     core = oversampled()
     core.finished(2)
     orders = core.answer(2)
-    dropped = cmd.DropGroup(GroupId(1), "discarded", "over-sampled", (None, None))
+    dropped = cmd.DropGroup(GroupId(1), GroupPhase.DISCARDED, "over-sampled", (None, None))
     assert orders[-5:-1] == [commit(2, version=0, step=0), dropped, stop(3, on=0), cmd.CloseStep(0, 2)]
     assert core.state.counters.scheduling_aborts == 1
     assert core.state.ledger.counts[GroupPhase.DISCARDED] == 1

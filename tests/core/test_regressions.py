@@ -9,6 +9,7 @@ from dora.core import events as ev
 from dora.core.admission import Refusal, why_not_admitted
 from dora.core.ids import InstanceId, TrajectoryId
 from dora.core.orchestration import Orchestration
+from dora.core.phases import GroupPhase
 from dora.errors import InvariantViolation
 from dora.journal.audit import audit_entries
 from tests.core.builders import PROMPT, Core, admit, commit, generate, push, started, stop
@@ -109,7 +110,7 @@ def test_a_failed_environment_frees_its_slot_for_what_waits() -> None:
     assert generate(1, on=0, version=0) in core.result(0, failed="the host died")
     core.called(1)
     call = ev.CallFinished(core.now, TrajectoryId(1), 2, 2, ended=True, reward=1.0, graded=True)
-    assert cmd.DropGroup(0, "failed", "grading", (None, 1.0)) in core.tell(call)  # type: ignore[arg-type]
+    assert cmd.DropGroup(0, GroupPhase.FAILED, "grading", (None, 1.0)) in core.tell(call)  # type: ignore[arg-type]
 
 
 def test_an_episode_that_its_environment_grades_frees_its_slot_for_what_waits() -> None:

@@ -12,6 +12,7 @@ from dora.core import commands as cmd
 from dora.core import events as ev
 from dora.core.core import handle
 from dora.core.ids import GroupId, InstanceId
+from dora.core.phases import GroupPhase
 from dora.journal.audit import audit, audit_entries
 from dora.journal.audit_report import render
 from dora.journal.reader import Journal
@@ -266,7 +267,7 @@ def test_a_group_dropped_for_a_reason_that_the_journal_does_not_confirm_is_named
 ) -> None:
     (at, place), order = first_command(entries, cmd.CommitGroup)
     commands = list(entries[at][1])
-    commands[place] = cmd.DropGroup(order.group, outcome, reason, rewards)
+    commands[place] = cmd.DropGroup(order.group, GroupPhase(outcome), reason, rewards)
     assert f"C2 drop: group {order.group}" in found(with_commands(entries, at, commands))
 
 
@@ -395,7 +396,7 @@ def test_an_order_given_twice_or_to_nobody_is_named(entries: Entries, found: Fou
         (at, cmd.GradeTrajectory(order.trajectory, 9), f"C2 ledger: {id}", "is not a finished, ungraded answer"),
         (
             last,
-            cmd.DropGroup(trained.group, "failed", "grading", ()),
+            cmd.DropGroup(trained.group, GroupPhase.FAILED, "grading", ()),
             f"C2 ledger: group {trained.group}",
             "was trained",
         ),

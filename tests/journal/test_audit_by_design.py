@@ -7,6 +7,7 @@ import pytest
 
 from dora.core import commands as cmd
 from dora.core import events as ev
+from dora.core.phases import GroupPhase
 from dora.core.strategies import rules_of
 from dora.journal.audit import audit_entries
 from dora.journal.audit_report import AuditReport, render
@@ -96,7 +97,7 @@ def test_an_answer_of_a_version_that_is_not_published_is_found(partial: World) -
 def test_a_group_that_is_discarded_before_its_step_is_full_is_found(oversample: World) -> None:
     (index, place), order = first_command(oversample.journal, cmd.CommitGroup)
     commands: list[cmd.Command] = list(oversample.journal[index][1])
-    commands[place] = cmd.DropGroup(order.group, "discarded", "over-sampled", (0.0, 1.0))
+    commands[place] = cmd.DropGroup(order.group, GroupPhase.DISCARDED, "over-sampled", (0.0, 1.0))
     assert "C2 drop" in rules_broken(oversample, with_commands(oversample.journal, index, commands))
 
 

@@ -10,6 +10,7 @@ import pytest
 from dora.core import commands as cmd
 from dora.core import events as ev
 from dora.core.ids import GroupId, InstanceId, TrajectoryId
+from dora.core.phases import GroupPhase
 from dora.errors import ProtocolError
 from dora.journal.codec import FORMAT, Epoch, Handled, Header, Note, decode, encode
 from tests.core.world import settings
@@ -62,7 +63,7 @@ COMMANDS: tuple[cmd.AnyCommand, ...] = (
     cmd.FailRun("not done"),
     cmd.AdmitGroup(GROUP, 1, 3),
     cmd.CommitGroup(GROUP, 1, 3),
-    cmd.DropGroup(GROUP, "filtered", "zero variance", (1.0, None)),
+    cmd.DropGroup(GROUP, GroupPhase.FILTERED, "zero variance", (1.0, None)),
     cmd.CloseStep(3, 4),
 )
 

@@ -61,7 +61,6 @@ class Records(dict[Any, Any]):
 class OtherParts:
     """What the observers read of the rest of the controller."""
 
-    num_tokens: int = 0
     records: Records = field(default_factory=Records)
     prompts: dict[Any, Any] = field(default_factory=dict)
     urls: dict[Any, str] = field(default_factory=dict)
@@ -158,10 +157,8 @@ class Observers:
             case kept.Durable():
                 others.disk.reach(what.position)
             case kept.Restored():
-                others.num_tokens = what.num_tokens
                 self._folded.tokens.restore(what.sampled)
             case kept.Sampled():
-                others.num_tokens += what.num_tokens
                 self._folded.tokens.append(what.trajectory, what.num_tokens)
             case kept.FirstToken() | kept.PushStage() | kept.WaveDone() | kept.Spans() | kept.Closed():
                 self._feed_spans(what)

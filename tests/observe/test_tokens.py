@@ -9,6 +9,7 @@ import pytest
 from dora.core import commands as cmd
 from dora.core import events as ev
 from dora.core.ids import TrajectoryId
+from dora.core.phases import GroupPhase
 from dora.observe.tokens import UNGRADED, TokenAccount, TokenLedger
 from tests.core.world import Faults, World, settings
 
@@ -88,6 +89,6 @@ def test_a_replay_and_the_counts_of_the_token_store_give_the_same_account(hard: 
 def test_tokens_that_come_after_a_group_has_failed_count_as_failed() -> None:
     ledger = TokenLedger(group_size=2)
     ledger.append(TrajectoryId(0), 5)
-    ledger.note(ev.Ticked(1.0), [cmd.DropGroup(0, "failed", "generation: gone", (None, None))])
+    ledger.note(ev.Ticked(1.0), [cmd.DropGroup(0, GroupPhase.FAILED, "generation: gone", (None, None))])
     ledger.append(TrajectoryId(1), 3)
     assert ledger.account == TokenAccount(sampled=8, dropped={"failed: generation: gone": 8})
