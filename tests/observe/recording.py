@@ -5,7 +5,9 @@ A recording is a sequence of msgpack records, each preceded by its length (`<I`)
 are not rounded, and a metric may be NaN. A file with the suffix `.xz` is compressed.
 
 Invariant: with the settings, the earlier events and the inputs, everything that the observers have written can be
-computed again, byte for byte (test_recording.py).
+computed again, byte for byte. They were recorded from the observers that `dora/observe` replaced, by the scripts of
+commit 3268809; test_recording.py names every value that has changed since. Once the core decides otherwise than it did
+then, they have served.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 import msgspec
 
@@ -328,19 +330,49 @@ class Disk:
             self.then(wanted, callback)
 
 
-class Difference(AssertionError):
-    """The observers wrote something else than was recorded."""
+class Difference(NamedTuple):
+    """A value that is not as recorded; a field that one of both lacks is MISSING."""
+
+    place: str  #: the file and the number of its line, or the time of the snapshot
+    field: str  #: its path
+    recorded: object
+    written: object
 
 
-def require_same(written: bytes, expected: bytes, *, of: str) -> None:
-    """Raise Difference, with the first line that differs from where it does, unless both are the same."""
-    if written == expected:
-        return
-    pairs = zip_longest(written.splitlines(), expected.splitlines(), fillvalue=b"(no line)")
-    number, (mine, theirs) = next((i, pair) for i, pair in enumerate(pairs, 1) if pair[0] != pair[1])
-    same = next((i for i, (one, other) in enumerate(zip(mine, theirs, strict=False)) if one != other), len(mine))
-    at = max(0, same - 60)
-    raise Difference(f"{of}, line {number}, byte {at}:\nwritten  {mine[at:][:300]!r}\nrecorded {theirs[at:][:300]!r}")
+MISSING: Final = "(none)"
+
+
+def differences(written: bytes, recorded: bytes, *, of: str) -> list[Difference]:
+    """Return all differences of lines of JSON, which need not be equal in number; none if the bytes are equal."""
+    if written == recorded:
+        return []
+    found = []
+    pairs = zip_longest(written.splitlines(), recorded.splitlines())
+    for number, (mine, theirs) in enumerate(pairs, 1):
+        if mine != theirs:
+            ours, others = dict(_values(mine)), dict(_values(theirs))
+            fields = [f for f in {**others, **ours} if others.get(f, MISSING) != ours.get(f, MISSING)]
+            place = f"{of}:{number}"
+            found += [Difference(place, f, others.get(f, MISSING), ours.get(f, MISSING)) for f in fields]
+            if not fields:
+                found.append(Difference(place, "order", theirs, mine))
+    return found or [Difference(of, "bytes", recorded, written)]
+
+
+def _values(line: bytes | None) -> Iterator[tuple[str, object]]:
+    """Yield the values in a line of JSON by their paths."""
+
+    def walk(value: object, path: str) -> Iterator[tuple[str, object]]:
+        if isinstance(value, dict | list):
+            items = value.items() if isinstance(value, dict) else enumerate(value)
+            for key, inner in items:
+                yield from walk(inner, f"{path}.{key}" if path else str(key))
+            yield f"{path}.len", len(value)
+        else:
+            yield path, value
+
+    if line is not None:
+        yield from walk(msgspec.json.decode(line), "")
 
 
 def recordings() -> list[Path]:
