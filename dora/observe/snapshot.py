@@ -201,7 +201,9 @@ class Snapshot:
     held_out: tuple[str, ...]  #: names of the held-out sets
     evaluation: EvaluationRow | None  #: None while there is none
     num_tokens: Annotated[int, Metric("tokens_total", "Tokens sampled.")]
-    num_trained_tokens: Annotated[int, Metric("trained_tokens_total", "Tokens of the answers trained, observations included.")]
+    num_trained_tokens: Annotated[
+        int, Metric("trained_tokens_total", "Tokens of the trained answers, with observations.")
+    ]
     tokens: TokenAccount  #: what became of the tokens sampled
     rank_s: dict[str, float]  #: seconds of all trainer ranks by activity, most first, as far as reported
     instance_s: dict[str, float]  #: seconds of all instances by activity, most first

@@ -19,7 +19,7 @@ from dora.files import MAX_ROW_BYTES, MAX_TRAJECTORY_BYTES
 from dora.journal.deep import KeptPart
 from dora.journal.run_folder import RunFolder
 from dora.journal.spans import Kind
-from dora.status.digest import Digest, compact, decode_row
+from dora.observe.timeline import Digest, compact, decode_row
 from dora.status.lines import Lines, tail
 
 #: Number of characters of a prompt, an answer or a reference.

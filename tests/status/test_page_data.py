@@ -28,9 +28,9 @@ from dora.journal.run_folder import RunFolder
 from dora.journal.spans import TimelineRow, encode_line, read_timeline
 from dora.observe.groups import MAX_GROUPS, forming
 from dora.observe.snapshot import Snapshot, decode
+from dora.observe.timeline import FOLDED_VERSIONS, LANE_VERSIONS, Digest, compact
 from dora.status import page_server
 from dora.status.data import NAMES
-from dora.status.digest import FOLDED_VERSIONS, LANE_VERSIONS, Digest, compact
 from dora.status.lines import tail
 from dora.status.page_server import PageServer
 from dora.status.records import MAX_CHARACTERS, MAX_TRANSCRIPT, Bounds, Records
