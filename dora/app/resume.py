@@ -81,7 +81,7 @@ def read_run(folder: RunFolder) -> Recorded:
     """Replay the journal; RunFailed if the decision core decides differently now."""
     journal = Journal(folder.journal)
     folded = Folded.new(journal.header.settings.group_size, is_replay=True)
-    found = replay(journal.header.settings, journal, observer=folded)
+    found = replay(journal.header.settings, journal, projection=folded)
     if found.difference is not None:
         raise RunFailed(f"{folder.root}: the journal cannot be continued: {found.difference}")
     epochs: list[Epoch] = []

@@ -22,7 +22,7 @@ from dora.core.tables import Group
 from dora.environments.renderer import Renderer
 from dora.files import MAX_TRAJECTORY_BYTES, LineFile
 from dora.journal.deep import EVALUATION, NO_GROUP, KeptPart, KeptTrajectory, encode_kept
-from dora.observe.episodes import Episodes
+from dora.observe.episodes import TimedEpisodes
 from dora.tasks.tokenizer import Tokenizer
 from dora.transport.messages import TrainerLogprobs
 
@@ -65,7 +65,7 @@ class Samples:
         *,
         evaluations: Evaluations,
         tokenizer: Tokenizer,
-        episodes: Episodes,
+        episodes: TimedEpisodes,
         tags: dict[GroupId, VersionId],
         keep: int,
         renderer: Renderer | None = None,

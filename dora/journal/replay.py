@@ -48,25 +48,25 @@ class Replay:
     difference: ReplayDifference | None
 
 
-class Observer(Protocol):
-    """A receiver of all events, before and after the core handles them."""
+class Projection(Protocol):
+    """What is computed from all events, with the state before and after the core handles each."""
 
     def before(self, state: State, event: Event) -> None: ...
 
     def apply(self, state: State, event: Event, commands: Sequence[Command]) -> None: ...
 
 
-def replay(settings: Settings, entries: Iterable[Entry], *, observer: Observer | None = None) -> Replay:
+def replay(settings: Settings, entries: Iterable[Entry], *, projection: Projection | None = None) -> Replay:
     """Replay `entries` up to the first difference; they are iterated again for its excerpt."""
     state = State(settings)
     index = -1
     for index, (event, recorded) in enumerate(entries):
         try:
-            if observer is not None:
-                observer.before(state, event)
+            if projection is not None:
+                projection.before(state, event)
             recomputed = handle(state, event)
-            if observer is not None:
-                observer.apply(state, event, recomputed)
+            if projection is not None:
+                projection.apply(state, event, recomputed)
         except _IMPOSSIBLE as err:
             subject = err.subject if isinstance(err, ImpossibleChange) else subject_of(event)
             found = (subject, f"the core rejects it: {type(err).__name__}: {err}")

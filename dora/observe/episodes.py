@@ -109,7 +109,7 @@ class EpisodeRecord(Protocol):
     def truncated(self) -> Truncation: ...
 
 
-class Episodes:
+class TimedEpisodes:
     """The times of all episodes of a run with an environment."""
 
     def __init__(self) -> None:

@@ -21,7 +21,7 @@ from dora.core.state import State
 from dora.core.tables import Group
 from dora.observe.drift import Alarm, DriftWatch
 from dora.observe.durations import Durations
-from dora.observe.episodes import Episodes, EpisodeStats
+from dora.observe.episodes import EpisodeStats, TimedEpisodes
 from dora.observe.facts import ShellFacts
 from dora.observe.figures import Figure, figures
 from dora.observe.lanes import Lanes
@@ -92,7 +92,7 @@ class Folded:
     steps: Steps = field(default_factory=Steps)
     slots: SlotUse = field(default_factory=SlotUse)
     durations: Durations = field(default_factory=Durations)
-    episodes: Episodes = field(default_factory=Episodes)
+    episodes: TimedEpisodes = field(default_factory=TimedEpisodes)
     trained: list[StepFacts] = field(default_factory=list)  #: of a replay: every step, once
 
     @classmethod

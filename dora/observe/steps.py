@@ -28,9 +28,7 @@ class StepFacts:
     step: Annotated[StepId, Figure("", "the step that was trained, from 0", "steps_trained_total")]
     reward_mean: Annotated[float, Figure("reward", "mean over the answers trained", "reward_mean")]
     num_groups: Annotated[int, Figure("groups", "groups trained")]
-    num_tokens: Annotated[
-        int, Figure("tokens", "of the trained answers, with observations", "trained_tokens_total")
-    ]
+    num_tokens: Annotated[int, Figure("tokens", "of the trained answers, with observations", "trained_tokens_total")]
     staleness_mean: Annotated[float, Figure("steps", "mean over the groups trained")]
     duration_s: Annotated[float, Figure("s", "since the previous step was trained", "step_duration_seconds")]
     idle_s: Annotated[

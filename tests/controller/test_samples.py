@@ -22,7 +22,7 @@ from dora.environments.renderer import Renderer, open_renderer
 from dora.files import LineFile
 from dora.journal.deep import EVALUATION, KeptPart, KeptTrajectory, encode_kept, read_kept
 from dora.journal.tokens import TokenWriter
-from dora.observe.episodes import Episodes
+from dora.observe.episodes import TimedEpisodes
 from dora.seed.policy import path as seed_path
 from dora.tasks.tokenizer import Tokenizer, load_tokenizer
 from dora.transport.messages import TrainerLogprobs
@@ -47,7 +47,7 @@ class Kept:
             self.trajectories,
             evaluations=self.evaluations,
             tokenizer=tokenizer or load_tokenizer(seed_path()),
-            episodes=Episodes(),
+            episodes=TimedEpisodes(),
             tags={group.id: group.version for group in self.groups},
             keep=keep,
             renderer=renderer,

@@ -8,7 +8,7 @@ from dora.controller.trajectories import TrajectoryRecord
 from dora.core import commands as cmd
 from dora.core import events as ev
 from dora.core.ids import GroupId, InstanceId, StepId, TrajectoryId, VersionId
-from dora.observe.episodes import Episodes
+from dora.observe.episodes import TimedEpisodes
 from tests.controller.fakes import prompt
 
 ONE, TWO = TrajectoryId(1), TrajectoryId(2)
@@ -27,9 +27,9 @@ def episode(*, tokens: int, observed: list[tuple[int, int]], rewards: list[float
 
 
 @pytest.fixture
-def turns() -> Episodes:
+def turns() -> TimedEpisodes:
     """The first episode has two turns and calls, of 3 s and 1 s in 10 s; the second one turn that was cut."""
-    turns = Episodes()
+    turns = TimedEpisodes()
     turns.apply(ev.Ticked(1.0), [generate(ONE), generate(TWO)], group_size=1)
     turns.apply(ev.CallStarted(4.0, ONE, 1, 5, ()), [cmd.CallEnvironment(ONE, 2)], group_size=1)
     turns.apply(ev.CallFinished(7.0, ONE, 2, 8), [generate(ONE)], group_size=1)
@@ -39,7 +39,7 @@ def turns() -> Episodes:
     return turns
 
 
-def test_an_episode_is_counted_by_turns_calls_tokens_rewards_and_time(turns: Episodes) -> None:
+def test_an_episode_is_counted_by_turns_calls_tokens_rewards_and_time(turns: TimedEpisodes) -> None:
     cut = episode(tokens=30, observed=[], rewards=[])
     cut.truncated = "tokens"
     stats = turns.stats({ONE: episode(tokens=12, observed=[(5, 8)], rewards=[0.5, 1.0]), TWO: cut})
@@ -52,13 +52,13 @@ def test_an_episode_is_counted_by_turns_calls_tokens_rewards_and_time(turns: Epi
     assert turns.calls_s(ONE) == (3.0, 1.0)
 
 
-def test_calls_of_an_earlier_controller_have_no_time(turns: Episodes) -> None:
+def test_calls_of_an_earlier_controller_have_no_time(turns: TimedEpisodes) -> None:
     stats = turns.stats({TrajectoryId(9): episode(tokens=12, observed=[(5, 8)], rewards=[0.5, 1.0])})
     assert stats is not None
     assert (stats.calls_mean, stats.call_s_mean, stats.call_s_p90, stats.call_share) == (2.0, None, None, None)
     assert turns.stats({}) is None
 
 
-def test_times_are_kept_until_the_group_is_forgotten(turns: Episodes) -> None:
+def test_times_are_kept_until_the_group_is_forgotten(turns: TimedEpisodes) -> None:
     turns.apply(ev.StepTrained(12.0, StepId(0), ""), [cmd.ForgetGroups((GroupId(1),))], group_size=1)
     assert list(turns.times) == [TWO]

@@ -258,7 +258,7 @@ class NoSamples:
 
 def _folded(opened: kept.Opened) -> Folded:
     folded = Folded.new(opened.settings.group_size, is_replay=bool(opened.earlier))
-    replay(opened.settings, [(one.event, one.commands) for one in opened.earlier], observer=folded)
+    replay(opened.settings, [(one.event, one.commands) for one in opened.earlier], projection=folded)
     return folded
 
 

@@ -97,7 +97,7 @@ def test_a_replay_knows_what_the_run_knew(share: float) -> None:
     whole.run()
     known = whole.journal[: int(share * len(whole.journal))]
     folded = Folded.new(4, is_replay=True)
-    assert replay(whole.state.settings, known, observer=folded).difference is None
+    assert replay(whole.state.settings, known, projection=folded).difference is None
     state = State(whole.state.settings)
     live = observed(state)
     for event, _ in known:

@@ -24,9 +24,15 @@ ELSEWHERE = {
     "flush": {"embedded", "engine", "paced"},  # of a prefix cache
     "history": {"app"},  # of weights, by their chain
     "interrupt": {"app", "controller"},  # of a run, by its user
-    "lag": {"controller", "core", "status", "trainer"},  # of the event loop; AReaL's bound; the step minus the version
+    "lag": {
+        "controller",
+        "core",
+        "observe",
+        "status",
+        "trainer",
+    },  # of the event loop; AReaL's bound; the step minus the version
     "message": {"app", "config", "controller", "core", "embedded", "engine", "environments", "errors.py", "journal"}
-    | {"node", "paced", "sim", "tasks", "trainer", "transport"},  # on a wire, of a chat, of an error
+    | {"node", "observe", "paced", "sim", "tasks", "trainer", "transport"},  # on a wire, of a chat, of an error
     "retry": {"core", "engine"},  # of a push, of a request
     "return": {"controller", "embedded"},  # of a lost server; SGLang's fields
     "sample": {
@@ -36,6 +42,7 @@ ELSEWHERE = {
         "core",
         "embedded",
         "journal",
+        "observe",
         "sim",
         "status",
     },  # of an evaluation; a draw
@@ -46,6 +53,7 @@ ELSEWHERE = {
         "config",
         "controller",
         "environments",
+        "observe",
         "paced",
         "sim",
         "status",

@@ -15,6 +15,7 @@ from dora.observe.facts import ShellFacts
 from dora.observe.scores import Score
 from dora.observe.snapshot import Snapshot, snapshot
 from dora.observe.steps import StepFacts
+from dora.observe.tokens import TokenAccount
 from dora.trainer.metrics import METRICS
 from tests.core.world import Faults, World, settings
 
@@ -67,6 +68,7 @@ def job() -> Watched:
         seed=5,
         faults=Faults(push_fails=0.1, instance_dies=0.05, zero_variance=0.2),
     )
+    world.facts.account = TokenAccount(sampled=1000)
     world.facts.rate.note(0, at=0.0)
     world.facts.rate.note(1000, at=10.0)
     world.facts.scores += [score(0, 0.25), score(4, 0.5), score(4, 0.75, name='second "set"')]
