@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dora.core import events as ev
-from dora.core.ids import TrajectoryId
+from dora.core.ids import StepId, TrajectoryId
 from dora.observe.steps import GradedGroups, Steps
 from tests.core.world import Faults, World, settings
 
@@ -35,3 +35,11 @@ def test_shares_do_not_overlap_and_only_rewards_of_0_and_1_are_right_or_wrong() 
     assert found.pop("reward_all_mean") == pytest.approx(7.2 / 15)
     assert found == {"all_right": 1 / 8, "all_wrong": 1 / 8, "all_same": 3 / 8, "mixed": 3 / 8}
     assert GradedGroups().shares() == {}
+
+
+def test_groups_filtered_before_a_step_that_is_trained_again_belong_to_the_next_row() -> None:
+    world = World(settings(), seed=3)
+    steps = Steps(num_filtered=2, next_step=1)
+    assert steps.take_zero_variance(world.state, StepId(0)) == 0, "it has a row"
+    assert steps.take_zero_variance(world.state, StepId(1)) == 2
+    assert steps.take_zero_variance(world.state, StepId(1)) == 0
