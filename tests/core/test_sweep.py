@@ -160,9 +160,10 @@ def test_so_does_every_job_with_calls(runs: int) -> None:
     assert min(seen["environment_failed"], seen["repeated"]) > 0
 
 
-def test_so_does_every_job_whose_hosts_have_little_room() -> None:
+@pytest.mark.parametrize("runs", [20, pytest.param(80, marks=pytest.mark.deep)])
+def test_so_does_every_job_whose_hosts_have_little_room(runs: int) -> None:
     """`invariants.check` counts the episodes after every event."""
-    for seed in range(60):
+    for seed in range(runs):
         w = world(seed, calls=True)
         room = w.settings.group_size * random.Random(seed).choice([1, 2, 3]) + seed % 2
         w.settings = msgspec.structs.replace(w.settings, max_episodes=room)

@@ -84,8 +84,8 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
         "tests/status/test_endpoint.py",
         (
             "names-of-metrics-unchecked",
-            "        if not (trainer_name(key).isascii() and trainer_name(key).isidentifier()):\n",
-            "        if False:\n",
+            "        if trainer_name(key).isascii() and trainer_name(key).isidentifier():\n",
+            "        if True:\n",
             "test_no_text_of_others_makes_a_line_of_the_metrics",
         ),
     ),
