@@ -18,7 +18,6 @@ from collections.abc import Generator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import quantiles
 from typing import Final, NamedTuple
 
 import psutil
@@ -153,8 +152,8 @@ class Recorder:
             terminalreporter.line(f"TOO LONG {line}")
 
     def _complaints(self) -> list[str]:
-        longer_s = quantiles(self._loops_s, n=10)[-1] if len(self._loops_s) > 1 else _LOOP_S  # nine of ten are shorter
-        slowness = max(1.0, longer_s / _LOOP_S)
+        loops_s = sorted(self._loops_s) or [_LOOP_S]
+        slowness = max(1.0, loops_s[int(0.9 * (len(loops_s) - 1))] / _LOOP_S)
         run_s = sum(each.setup_s + each.cpu_s for each in self._durations if each.test.startswith(WHOLE_RUN))
         complaints = [
             f"{each.test}: {each.setup_s:.1f} s of CPU for its setup ({SETUP_S * slowness:.1f} are allowed on a core "
