@@ -27,7 +27,6 @@ from dora.engine.sglang.client import EngineClient
 from dora.engine.sglang.engine import SglangEngine
 from dora.engine.sglang.push import Disk
 from dora.journal.tokens import TokenWriter
-from dora.observe.facts import SKIPPED
 from dora.seed.policy import path as seed_path
 from dora.tasks.pool import GraderPool
 from dora.tasks.prompts import open_stream
@@ -293,7 +292,7 @@ async def test_a_sample_of_an_evaluation_is_drawn_at_its_sets_temperature(
 async def test_a_prompt_over_the_limit_is_sent_to_no_server(io: Surroundings, server: ScriptedServer) -> None:
     record(io).prompt = replace(prompt(0), tokens=(), skipped="rows.jsonl:1: the prompt has 301 tokens")
     event = await io.generate(order())
-    assert event == ev.GenerationFailed(1.0, TrajectoryId(0), 1, 0, False, SKIPPED, final=True)
+    assert event == ev.GenerationFailed(1.0, TrajectoryId(0), 1, 0, False, ev.NoPrompt.TOO_LONG, final=True)
     assert not server.calls
 
 

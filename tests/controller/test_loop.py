@@ -186,7 +186,7 @@ async def test_a_failed_grading_is_no_reward(jobs: Any, tmp_path: Path) -> None:
     job.graders.failing = {0, 1, 2, 3}
     assert (await job.run()).finished
     dropped = job.watcher.of(cmd.DropGroup)
-    assert {(order.outcome, order.reason) for order in dropped} == {("failed", "grading")}
+    assert {(order.outcome, order.reason) for order in dropped} == {(GroupPhase.FAILED, "grading")}
     assert all(reward is None for order in dropped for reward in order.rewards)
     assert_clean(job, tmp_path)
 

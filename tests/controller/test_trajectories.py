@@ -45,7 +45,7 @@ def test_tokens_are_kept_and_logged_over_attempts(trajectories: Trajectories, lo
     trajectories.append(T, 2, [12], [-3.0])
     assert trajectories.records[T].tokens.tolist() == [10, 11, 12]
     assert trajectories.records[T].logprobs.tolist() == [-1.0, -2.0, -3.0]
-    assert trajectories.num_tokens == 3
+    assert trajectories.ledger.account.num_tokens == 3
     log.store(log.take())
     stored = read_tokens(tmp_path / "tokens.bin").answers[T]
     assert (stored.tokens.tolist(), stored.logprobs.tolist()) == ([10, 11, 12], [-1.0, -2.0, -3.0])

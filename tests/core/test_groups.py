@@ -64,12 +64,12 @@ def test_siblings_carry_the_tag_of_their_group() -> None:
     ("rewards", "verdict"),
     [
         ((0.0, 1.0), None),
-        ((1.0, 1.0), ("filtered", "zero variance")),
-        ((0.0, 0.0, 0.0), ("filtered", "zero variance")),
-        ((None, 0.5, 0.5), ("filtered", "zero variance")),
+        ((1.0, 1.0), (GroupPhase.FILTERED, "zero variance")),
+        ((0.0, 0.0, 0.0), (GroupPhase.FILTERED, "zero variance")),
+        ((None, 0.5, 0.5), (GroupPhase.FILTERED, "zero variance")),
         ((None, 0.0, 1.0), None),
-        ((None, 1.0), ("failed", "grading")),
-        ((None, None), ("failed", "grading")),
+        ((None, 1.0), (GroupPhase.FAILED, "grading")),
+        ((None, None), (GroupPhase.FAILED, "grading")),
     ],
 )
 def test_zero_variance_is_judged_over_graded_siblings_and_fewer_than_two_is_a_failure_of_grading(
@@ -80,4 +80,4 @@ def test_zero_variance_is_judged_over_graded_siblings_and_fewer_than_two_is_a_fa
 
 def test_with_the_filter_off_only_failed_grading_keeps_a_group_from_training() -> None:
     assert advantage_free((1.0, 1.0), filter_zero_variance=False) is None
-    assert advantage_free((None, 1.0), filter_zero_variance=False) == ("failed", "grading")
+    assert advantage_free((None, 1.0), filter_zero_variance=False) == (GroupPhase.FAILED, "grading")

@@ -51,7 +51,7 @@ def test_partial_goes_on_under_new_weights_and_tells_how_many_answers_mix_versio
 def test_oversample_discards_what_the_step_does_not_take(tmp_path: Path) -> None:
     folder, printed = run(tmp_path, "oversample", rollout__oversample=2)
     dropped = orders_of(folder, cmd.DropGroup)
-    assert {o.outcome for o in dropped} == {GroupPhase.DISCARDED.value}
+    assert {o.outcome for o in dropped} == {GroupPhase.DISCARDED}
     assert len(orders_of(folder, cmd.CommitGroup)) == STEPS * 4
     report = audit(folder)
     assert report.ok, report.violations

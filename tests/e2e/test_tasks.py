@@ -12,8 +12,8 @@ import pytest
 import dora
 from dora.core import commands as cmd
 from dora.core import events as ev
+from dora.core.phases import GroupPhase
 from dora.journal.run_folder import RunFolder
-from dora.observe.facts import SKIPPED
 from dora.weights.store import VersionStore
 from tests.e2e.runs import (
     assert_audit_clean,
@@ -82,7 +82,7 @@ def test_a_source_that_runs_dry_and_a_grader_that_hangs_end_in_clear_words(tmp_p
     (root,) = (tmp_path / "runs").iterdir()
     folder = RunFolder(root)
     assert [(o.group, o.outcome, o.reason, o.rewards) for o in orders_of(folder, cmd.DropGroup)] == [
-        (1, "failed", "grading", (None,) * 4)
+        (1, GroupPhase.FAILED, "grading", (None,) * 4)
     ]
     failed = [e for e in events_of(folder, ev.TrajectoryGraded) if e.reward is None]
     assert {(e.trajectory // 4, e.reason) for e in failed} == {(1, "timeout")}
@@ -135,9 +135,9 @@ def test_rows_over_the_prompt_limit_are_skipped_in_a_run_and_in_its_resume_alike
     result = run_to_end("run", "--resume", str(root), *settings(run__steps=3, status__port=0))
     assert result.returncode == 0, result.stderr
     assert says.format(f"{path}:5") in result.stderr.splitlines()
-    reason = f"generation: {SKIPPED}"
+    reason = f"generation: {ev.NoPrompt.TOO_LONG}"
     dropped = [(o.group, o.outcome, o.reason) for o in orders_of(folder, cmd.DropGroup)]
-    assert dropped == [(1, "failed", reason), (4, "failed", reason)]
+    assert dropped == [(1, GroupPhase.FAILED, reason), (4, GroupPhase.FAILED, reason)]
     assert sorted(o.group for o in orders_of(folder, cmd.CommitGroup)) == [0, 2, 3, 5, 6, 7]
     arrived = {e.first + i: n for e in events_of(folder, ev.PromptsArrived) for i, n in enumerate(e.num_prompt_tokens)}
     assert [group for group, num_tokens in sorted(arrived.items()) if not num_tokens] == [1, 4]
