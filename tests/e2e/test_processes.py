@@ -46,6 +46,7 @@ def test_a_run_listens_where_it_must_and_children_that_are_stopped_do_not_outliv
     assert not [*folder.root.glob("lease*")]
 
 
+@pytest.mark.xdist_group("a stopped controller")  # it waits beside other runs
 def test_a_controller_that_was_stopped_for_more_than_a_minute_goes_on_with_its_ranks(tmp_path: Path) -> None:
     """As by Ctrl-Z, which reaches the controller alone."""
     with Run(*small(tmp_path, trainer__ranks=2, run__steps=4)) as run:

@@ -53,7 +53,7 @@ NONSENSE: dict[str, dict[str, Any]] = {
     "no candidates": {"top_k": 0},
 }
 STEPS = 25
-EXAMPLES = {"embedded": 12, "sglang": 36}
+EXAMPLES = {"embedded": 12, "sglang": 16}
 
 
 class Operations(RuleBasedStateMachine):
