@@ -292,7 +292,7 @@ def test_a_group_with_too_few_environments_left_fails() -> None:
         core.called(t)
     core.result(0, failed="the host died")
     [dropped] = [o for o in core.result(1, failed="the host died") if isinstance(o, cmd.DropGroup)]
-    assert (dropped.outcome, dropped.reason) == ("failed", "grading")
+    assert (dropped.outcome, dropped.reason) == (GroupPhase.FAILED, cmd.DropReason.GRADING)
 
 
 def test_a_calling_trajectory_of_a_failed_group_frees_its_slot_now_and_ends_with_its_call() -> None:
