@@ -264,6 +264,12 @@ def checksum_of(path: Path) -> str:
         return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
+def is_inside(name: str) -> bool:
+    """Return whether a name in a manifest stays inside the folder."""
+    path = PurePosixPath(name)
+    return not path.is_absolute() and ".." not in path.parts
+
+
 def choose_memory_root(
     folder: Path, *, run_id: str, needed_bytes: int, fallback: Path, group: str | None = None
 ) -> Path:
@@ -377,9 +383,8 @@ def _read_manifest(path: Path) -> Manifest | None:
         num_bytes = sum(foreign.size_of(path / name) for name in manifest.files)
     except (OSError, ValueError, msgspec.MsgspecError, RecursionError, foreign.ForeignFileError):
         return None
-    names = map(PurePosixPath, manifest.files)
     is_complete = num_bytes == manifest.num_bytes and manifest.version == _version_of(path)
-    return manifest if is_complete and not any(name.is_absolute() or ".." in name.parts for name in names) else None
+    return manifest if is_complete and all(map(is_inside, manifest.files)) else None
 
 
 def _expose(written: Path, target: Path, *, fence: Callable[[], None]) -> None:

@@ -1,4 +1,4 @@
-"""Mutations of how files of others are opened, and how their text is shown."""
+"""Mutations of how files of others are opened, what is made of them, and how their text is shown."""
 
 from __future__ import annotations
 
@@ -27,6 +27,34 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
             "            foreign.require_folder(root, owners={os.geteuid()})\n            with foreign",
             "            with foreign",
             "test_a_folder_of_another_user_is_not_touched",
+        ),
+    ),
+    *of(
+        "dora/weights/delta.py",
+        "tests/weights/test_delta.py",
+        (
+            "a delta is decompressed to any length",
+            "4 * num_gaps + 1)",
+            "0)",
+            "test_a_bomb_takes_no_more_memory_than_some_blocks",
+        ),
+        (
+            "any base is written to before it is compared",
+            "            _check(base, deltas, name)\n",
+            "            pass\n",
+            "test_a_wrong_base_of_any_file_is_refused_before_anything_is_written",
+        ),
+        (
+            "a delta writes beside its folder",
+            "    if not is_inside(name):",
+            "    if False:",
+            "test_a_name_that_leads_elsewhere_is_refused",
+        ),
+        (
+            "a delta makes anything",
+            "if (found := checksum_of(into / name)) != checksum:",
+            "if False:",
+            "test_a_result_that_is_not_the_new_version_is_refused",
         ),
     ),
     *of(
