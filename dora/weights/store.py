@@ -61,6 +61,15 @@ class Manifest:
     num_bytes: int  # of all files together, without the manifest
     chain: str = ""  # lineage of the weights
 
+    def encode(self) -> bytes:
+        """Return the contents of its file."""
+        return (json.dumps(asdict(self), indent=1) + "\n").encode()
+
+    @property
+    def stays_inside(self) -> bool:
+        """Whether the names, which may come from elsewhere, lead to no file outside of the folder."""
+        return not any(path.is_absolute() or ".." in path.parts for path in map(PurePosixPath, self.files))
+
 
 class VersionStore:
     """Live versions under `memory_root`, durable ones under `durable_root`.
@@ -89,17 +98,27 @@ class VersionStore:
         """The folders in which a version may be published, in order of preference."""
         return (self._memory,) if self._is_shared else (self._memory, self._durable)
 
+    def root_for(self, num_bytes: int) -> Path:
+        """Return the first root with that much space; StoreFull if there is none."""
+        with clear_errors("cannot find space for a version"):
+            for root in self.roots:
+                if shutil.disk_usage(root).free >= num_bytes:
+                    return root
+        told = " and ".join(map(str, self.roots))
+        raise StoreFull(f"no space for a version of {num_bytes:,} bytes in {told}: free some")
+
     def stage(self, version: VersionId, *, root: Path | None = None) -> Path:
         """Create an empty folder in `root` (default: the live one), to be filled and passed to `seal`."""
         root = root or self._memory
         with clear_errors(f"cannot stage version {version} in {root}"):
             return _temporary(root, "stage", version)
 
-    def seal(self, version: VersionId, staged: Path, *, chain: str = "") -> Manifest:
+    def seal(self, version: VersionId, staged: Path, *, chain: str = "", expected: Manifest | None = None) -> Manifest:
         """Make a staged folder visible as `version`, in the root in which it was staged.
 
         If `version` was published before, delete `staged` and keep the old folder. Return the manifest of the folder
-        that is kept; a caller that replays steps compares it with its own. On any error `staged` is deleted.
+        that is kept; a caller that replays steps compares it with its own. On any error `staged` is deleted; it is one
+        if the files are not those of `expected`.
         """
         if (existing := self._find(version)) is not None:
             shutil.rmtree(staged, ignore_errors=True)
@@ -114,7 +133,9 @@ class VersionStore:
                 num_bytes=sum((staged / name).stat().st_size for name in names),
                 chain=chain,
             )
-            files.write_new(staged / MANIFEST, (json.dumps(asdict(manifest), indent=1) + "\n").encode())
+            if expected not in (None, manifest):
+                raise StoreError(f"the files in {staged} are not those of version {version}: it is not made visible")
+            files.write_new(staged / MANIFEST, manifest.encode())
             _expose(staged, _folder(staged.parent, version), fence=self._fence)
         return manifest
 
@@ -377,9 +398,8 @@ def _read_manifest(path: Path) -> Manifest | None:
         num_bytes = sum(foreign.size_of(path / name) for name in manifest.files)
     except (OSError, ValueError, msgspec.MsgspecError, RecursionError, foreign.ForeignFileError):
         return None
-    names = map(PurePosixPath, manifest.files)
     is_complete = num_bytes == manifest.num_bytes and manifest.version == _version_of(path)
-    return manifest if is_complete and not any(name.is_absolute() or ".." in name.parts for name in names) else None
+    return manifest if is_complete and manifest.stays_inside else None
 
 
 def _expose(written: Path, target: Path, *, fence: Callable[[], None]) -> None:
