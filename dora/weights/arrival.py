@@ -1,0 +1,240 @@
+"""A version that arrives from other nodes: what of it has come, from whom, and whether it is right.
+
+Files come one after another, each in pieces from its start, so that the first `num_bytes` of a file can be passed on
+while the rest is under way. Invariant: bytes count only after the checksum of their piece was verified, a file is
+complete only with the checksum of the manifest, and no more than the manifest's `num_bytes` are written.
+
+The manifest comes from the controller; a source is believed nothing. If one fails, the next continues at the missing
+piece. One whose file does not fit is not asked for that file again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from http.client import HTTPConnection, HTTPException
+from pathlib import Path
+from socket import SHUT_RDWR
+from typing import Final, NoReturn, TypeVar
+from urllib.parse import quote, urlsplit
+
+import xxhash
+
+from dora import files
+from dora.weights.store import Manifest, StoreError, clear_errors
+
+#: Size of a piece. A row of D receivers has S bytes after S/B + D P/B + (S/P) c seconds, with bandwidth B and c seconds
+#: lost for each piece (one way back and forth, two threads: 0.5 ms). That is least for P = sqrt(S c B / D): 4 MiB for
+#: 1 GiB at 1 GB/s and 32 receivers, where they wait an eighth longer than the first; 1 MiB or 16 MiB cost little more.
+PIECE_BYTES: Final = 4 << 20
+PIECE_CHECKSUM: Final = "X-Piece-Checksum"  # header: XXH3, 128 bits, hex
+_RANGE: Final = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/([0-9]{1,18})")
+_MAX_PAUSE_S: Final = 5.0
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A node that has a version, or receives it."""
+
+    url: str  # http://host:port
+    key: str = field(repr=False)
+
+
+Sources = Callable[[], Sequence[Source]]  # the preferred one first; called before each piece
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    piece_bytes: int = PIECE_BYTES
+    piece_s: float = 60.0  # to send or to receive a piece: less than 70 kB/s is a failure
+    wait_s: float = 20.0  # until a piece that is asked for has arrived; below `piece_s`, in which the asker gives up
+    idle_s: float = 10.0  # of a connection, until a request on it is complete
+    connect_s: float = 5.0
+    attempts: int = 16  # failures of all sources together
+    pause_s: float = 0.1  # after the first of them; doubles, up to 5 s
+
+
+class _DoesNotFit(Exception):
+    """A file, or its size, is not that of the manifest."""
+
+
+async def in_thread(call: Callable[[], _T], *, interrupt: Callable[[], None] = lambda: None) -> _T:
+    """Run a call in a thread. If cancelled, `interrupt` the call and wait for its end."""
+    running = asyncio.get_running_loop().run_in_executor(None, call)
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        interrupt()
+        await asyncio.wait({running})
+        raise
+
+
+class ArrivingFile:
+    """A file whose first `num_bytes` are on this machine. Only one thread at a time takes pieces."""
+
+    def __init__(self, path: Path, *, checksum: str) -> None:
+        """Create the file; an error if there is one, even a link."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        files.write_new(path, b"")
+        self.path = path
+        self.size: int | None = None  #: None before the first piece
+        self.num_bytes = 0
+        self.refused: set[str] = set()  #: URLs of sources whose file does not fit
+        self._checksum = checksum
+        self._givers: set[str] = set()  # URLs of the sources of these bytes
+        self._hasher = xxhash.xxh3_128()
+
+    @property
+    def is_complete(self) -> bool:
+        return self.num_bytes == self.size
+
+    def has(self, stop: int) -> bool:
+        """Return whether the first `stop` bytes, or all if these are fewer, can be passed on."""
+        size = self.size  # a thread may change it
+        return size is not None and self.num_bytes >= min(stop, size)
+
+    def take(self, piece: memoryview, *, size: int, max_size: int, giver: str) -> None:
+        """Append a verified piece; _DoesNotFit, and the file starts again, if it is not that of the manifest."""
+        self._givers.add(giver)
+        if size > max_size or self.size not in (None, size):
+            self._start_again()
+        with self.path.open("r+b") as file:
+            file.seek(self.num_bytes)
+            file.write(piece)
+        self._hasher.update(piece)
+        self.size = size
+        self.num_bytes += len(piece)
+        if self.is_complete and self._hasher.hexdigest() != self._checksum:
+            self._start_again()
+
+    def _start_again(self) -> NoReturn:
+        givers, self._givers = self._givers, set()
+        if len(givers) == 1:  # with more, nobody knows whose bytes are wrong, until one of them gives the whole file
+            self.refused |= givers
+        self.num_bytes, self.size = 0, None
+        self._hasher.reset()
+        files.truncate(self.path, 0)
+        raise _DoesNotFit(f"bytes of {' and '.join(sorted(givers))} do not fit the manifest")
+
+
+class Link(HTTPConnection):
+    """A connection to a source, open from piece to piece. `receive` blocks; `interrupt` ends it from another thread."""
+
+    def __init__(self, source: Source, *, connect_s: float) -> None:
+        address = urlsplit(source.url)
+        super().__init__(address.hostname or "", address.port, timeout=connect_s)
+        self.source = source
+        self._is_interrupted = False
+
+    def connect(self) -> None:
+        super().connect()
+        self.sock.settimeout(None)  # what takes too long is interrupted
+        if self._is_interrupted:
+            raise TimeoutError
+
+    def interrupt(self) -> None:
+        self._is_interrupted = True
+        if self.sock is not None:
+            with suppress(OSError):
+                self.sock.shutdown(SHUT_RDWR)
+
+    def receive(self, path: str, *, start: int, buffer: memoryview) -> tuple[memoryview, int]:
+        """Return the verified piece that starts at `start` and fills the buffer or the file, and the file's size."""
+        asked = f"bytes={start}-{start + len(buffer) - 1}"
+        self.request("GET", path, headers={"Authorization": f"Bearer {self.source.key}", "Range": asked})
+        with self.getresponse() as answer:
+            given = answer.getheader("Content-Range", "")
+            if answer.status == 416 and given == "bytes */0" and not answer.read(1):
+                return buffer[:0], 0
+            if answer.status != 206 or (found := _RANGE.fullmatch(given)) is None:
+                raise HTTPException("refuses the key" if answer.status == 401 else f"answers {answer.status}")
+            first, last, size = map(int, found.groups())
+            stop = min(start + len(buffer), size)
+            if (first, last + 1, answer.length) != (start, stop, stop - start):
+                raise HTTPException("sends other bytes than those asked for")
+            piece = buffer[: stop - start]
+            is_whole = answer.readinto(piece) == len(piece)
+            if not is_whole or xxhash.xxh3_128_hexdigest(piece) != answer.getheader(PIECE_CHECKSUM):
+                raise HTTPException("sends a broken piece")
+        return piece, size
+
+
+class Arrival:
+    """A version on its way into a staging folder."""
+
+    def __init__(self, manifest: Manifest, *, limits: Limits) -> None:
+        self.manifest = manifest
+        self.files: dict[str, ArrivingFile] = {}  #: none until there is a folder for them
+        self.has_ended = False
+        self.scope = asyncio.timeout(None)  #: of the fetch; `stop` makes it expire
+        self._limits = limits
+        self._changed = asyncio.Condition()
+        self._failures: Counter[str] = Counter()  # by URL
+        self._problems: dict[str, str] = {}  # the last one, by URL
+        self._links: dict[Source, Link] = {}
+
+    async def receive(self, sources: Sources) -> None:
+        """Receive all files; StoreError after too many failures, or if they cannot be written."""
+        buffer = memoryview(bytearray(self._limits.piece_bytes))
+        try:
+            for name, file in self.files.items():
+                while not file.is_complete:
+                    await self._receive_piece(name, self._choose(name, sources()), buffer)
+                    await self.tell()
+        finally:
+            for link in self._links.values():
+                link.close()
+
+    def _choose(self, name: str, sources: Sequence[Source]) -> Source:
+        usable = [source for source in sources if source.url not in self.files[name].refused]
+        if not usable or self._failures.total() >= self._limits.attempts:
+            told = (
+                "; ".join(f"{url} {problem}" for url, problem in self._problems.items())
+                or "no node is known to have it"
+            )
+            raise StoreError(f"version {self.manifest.version}: cannot fetch {name}: {told}; check or name other nodes")
+        return min(usable, key=lambda source: self._failures[source.url])
+
+    async def _receive_piece(self, name: str, source: Source, buffer: memoryview) -> None:
+        try:
+            link = self._links.setdefault(source, Link(source, connect_s=self._limits.connect_s))
+            async with asyncio.timeout(self._limits.piece_s):
+                await in_thread(partial(self._take_piece, name, link, buffer), interrupt=link.interrupt)
+        except (OSError, HTTPException, ValueError, _DoesNotFit) as err:
+            if (broken := self._links.pop(source, None)) is not None:
+                broken.close()
+            self._failures[source.url] += 1
+            # Not the text of every error, as it may quote the key.
+            told = str(err) if type(err) in (HTTPException, _DoesNotFit) else getattr(err, "strerror", None)
+            self._problems[source.url] = told or f"gives no proper answer ({type(err).__name__})"
+            await asyncio.sleep(min(_MAX_PAUSE_S, self._limits.pause_s * 2.0 ** (self._failures.total() - 1)))
+
+    def _take_piece(self, name: str, link: Link, buffer: memoryview) -> None:
+        version, file = self.manifest.version, self.files[name]
+        piece, size = link.receive(f"/versions/{version}/{quote(name)}", start=file.num_bytes, buffer=buffer)
+        max_size = self.manifest.num_bytes - sum(f.num_bytes for f in self.files.values() if f is not file)
+        with clear_errors(f"cannot write {name} of version {version}"):
+            file.take(piece, size=size, max_size=max_size, giver=link.source.url)
+
+    async def wait_for(self, name: str, *, stop: int) -> None:
+        """Wait until the first `stop` bytes of a file can be passed on, or until nothing more arrives."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self.has_ended or (name in self.files and self.files[name].has(stop)))
+
+    async def stop(self) -> None:
+        """End the fetch, and wait for its end."""
+        if not self.scope.expired():
+            self.scope.reschedule(0.0)
+        async with self._changed:
+            await self._changed.wait_for(lambda: self.has_ended)
+
+    async def tell(self) -> None:
+        """Wake those who wait."""
+        async with self._changed:
+            self._changed.notify_all()
