@@ -11,7 +11,6 @@ piece. One whose file does not fit is not asked for that file again.
 from __future__ import annotations
 
 import asyncio
-import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -28,13 +27,11 @@ import xxhash
 from dora import files
 from dora.weights.store import Manifest, StoreError, clear_errors
 
-#: Size of a piece. A row of D receivers has S bytes after S/B + D P/B + (S/P) c seconds, with bandwidth B and c seconds
-#: lost for each piece (one way back and forth, two threads: 0.5 ms). That is least for P = sqrt(S c B / D): 4 MiB for
-#: 1 GiB at 1 GB/s and 32 receivers, where they wait an eighth longer than the first; 1 MiB or 16 MiB cost little more.
+#: Size of a piece. A row of D receivers has S bytes after S/B + D P/B + c S/P seconds, with bandwidth B, and c lost for
+#: each piece (a request and two threads: 1 ms). That is least for P = sqrt(c S B / D): 1 to 15 MiB for 1 GiB at 0.1 to
+#: 1 GB/s and 32 to 5 receivers. Twice or half of it costs a quarter more of the two last terms.
 PIECE_BYTES: Final = 4 << 20
 PIECE_CHECKSUM: Final = "X-Piece-Checksum"  # header: XXH3, 128 bits, hex
-_RANGE: Final = re.compile(r"bytes ([0-9]{1,18})-([0-9]{1,18})/([0-9]{1,18})")
-_MAX_PAUSE_S: Final = 5.0
 _T = TypeVar("_T")
 
 
@@ -46,22 +43,14 @@ class Source:
     key: str = field(repr=False)
 
 
-Sources = Callable[[], Sequence[Source]]  # the preferred one first; called before each piece
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     piece_bytes: int = PIECE_BYTES
     piece_s: float = 60.0  # to send or to receive a piece: less than 70 kB/s is a failure
     wait_s: float = 20.0  # until a piece that is asked for has arrived; below `piece_s`, in which the asker gives up
-    idle_s: float = 10.0  # of a connection, until a request on it is complete
-    connect_s: float = 5.0
+    idle_s: float = 10.0  # for a connection, and until a request on it is complete
     attempts: int = 16  # failures of all sources together
     pause_s: float = 0.1  # after the first of them; doubles, up to 5 s
-
-
-class _DoesNotFit(Exception):
-    """A file, or its size, is not that of the manifest."""
 
 
 async def in_thread(call: Callable[[], _T], *, interrupt: Callable[[], None] = lambda: None) -> _T:
@@ -90,19 +79,10 @@ class ArrivingFile:
         self._givers: set[str] = set()  # URLs of the sources of these bytes
         self._hasher = xxhash.xxh3_128()
 
-    @property
-    def is_complete(self) -> bool:
-        return self.num_bytes == self.size
-
-    def has(self, stop: int) -> bool:
-        """Return whether the first `stop` bytes, or all if these are fewer, can be passed on."""
-        size = self.size  # a thread may change it
-        return size is not None and self.num_bytes >= min(stop, size)
-
     def take(self, piece: memoryview, *, size: int, max_size: int, giver: str) -> None:
-        """Append a verified piece; _DoesNotFit, and the file starts again, if it is not that of the manifest."""
+        """Append a verified piece; HTTPException, and the file starts again, if it does not fit the manifest."""
         self._givers.add(giver)
-        if size > max_size or self.size not in (None, size):
+        if not 0 <= size <= max_size or self.size not in (None, size):
             self._start_again()
         with self.path.open("r+b") as file:
             file.seek(self.num_bytes)
@@ -110,7 +90,7 @@ class ArrivingFile:
         self._hasher.update(piece)
         self.size = size
         self.num_bytes += len(piece)
-        if self.is_complete and self._hasher.hexdigest() != self._checksum:
+        if self.num_bytes == size and self._hasher.hexdigest() != self._checksum:
             self._start_again()
 
     def _start_again(self) -> NoReturn:
@@ -120,15 +100,15 @@ class ArrivingFile:
         self.num_bytes, self.size = 0, None
         self._hasher.reset()
         files.truncate(self.path, 0)
-        raise _DoesNotFit(f"bytes of {' and '.join(sorted(givers))} do not fit the manifest")
+        raise HTTPException(f"the file, with bytes of {' and '.join(sorted(givers))}, does not fit the manifest")
 
 
 class Link(HTTPConnection):
     """A connection to a source, open from piece to piece. `receive` blocks; `interrupt` ends it from another thread."""
 
-    def __init__(self, source: Source, *, connect_s: float) -> None:
+    def __init__(self, source: Source, *, limits: Limits) -> None:
         address = urlsplit(source.url)
-        super().__init__(address.hostname or "", address.port, timeout=connect_s)
+        super().__init__(address.hostname or "", address.port, timeout=limits.idle_s)
         self.source = source
         self._is_interrupted = False
 
@@ -140,28 +120,26 @@ class Link(HTTPConnection):
 
     def interrupt(self) -> None:
         self._is_interrupted = True
-        if self.sock is not None:
-            with suppress(OSError):
-                self.sock.shutdown(SHUT_RDWR)
+        with suppress(OSError, AttributeError):  # it is not connected
+            self.sock.shutdown(SHUT_RDWR)
 
     def receive(self, path: str, *, start: int, buffer: memoryview) -> tuple[memoryview, int]:
-        """Return the verified piece that starts at `start` and fills the buffer or the file, and the file's size."""
+        """Return the verified piece from `start` on, which fills the buffer or ends the file, and the size of the file."""
         asked = f"bytes={start}-{start + len(buffer) - 1}"
         self.request("GET", path, headers={"Authorization": f"Bearer {self.source.key}", "Range": asked})
         with self.getresponse() as answer:
+            if answer.status not in (206, 416):
+                raise HTTPException("the key is refused" if answer.status == 401 else f"HTTP status {answer.status}")
             given = answer.getheader("Content-Range", "")
-            if answer.status == 416 and given == "bytes */0" and not answer.read(1):
-                return buffer[:0], 0
-            if answer.status != 206 or (found := _RANGE.fullmatch(given)) is None:
-                raise HTTPException("refuses the key" if answer.status == 401 else f"answers {answer.status}")
-            first, last, size = map(int, found.groups())
-            stop = min(start + len(buffer), size)
-            if (first, last + 1, answer.length) != (start, stop, stop - start):
-                raise HTTPException("sends other bytes than those asked for")
+            size = int(given.rpartition("/")[2])
+            stop = max(start, min(start + len(buffer), size))
+            expected = f"bytes {start}-{stop - 1}/{size}" if stop > start else f"bytes */{size}"
+            if (given, answer.length) != (expected, stop - start):
+                raise HTTPException("other bytes than those asked for")
             piece = buffer[: stop - start]
             is_whole = answer.readinto(piece) == len(piece)
             if not is_whole or xxhash.xxh3_128_hexdigest(piece) != answer.getheader(PIECE_CHECKSUM):
-                raise HTTPException("sends a broken piece")
+                raise HTTPException("a damaged piece")
         return piece, size
 
 
@@ -174,19 +152,19 @@ class Arrival:
         self.has_ended = False
         self.scope = asyncio.timeout(None)  #: of the fetch; `stop` makes it expire
         self._limits = limits
-        self._changed = asyncio.Condition()
+        self._changed = asyncio.Event()  # replaced at each change
         self._failures: Counter[str] = Counter()  # by URL
         self._problems: dict[str, str] = {}  # the last one, by URL
         self._links: dict[Source, Link] = {}
 
-    async def receive(self, sources: Sources) -> None:
+    async def receive(self, sources: Callable[[], Sequence[Source]]) -> None:
         """Receive all files; StoreError after too many failures, or if they cannot be written."""
         buffer = memoryview(bytearray(self._limits.piece_bytes))
         try:
             for name, file in self.files.items():
-                while not file.is_complete:
+                while file.num_bytes != file.size:
                     await self._receive_piece(name, self._choose(name, sources()), buffer)
-                    await self.tell()
+                    self.tell()
         finally:
             for link in self._links.values():
                 link.close()
@@ -194,26 +172,23 @@ class Arrival:
     def _choose(self, name: str, sources: Sequence[Source]) -> Source:
         usable = [source for source in sources if source.url not in self.files[name].refused]
         if not usable or self._failures.total() >= self._limits.attempts:
-            told = (
-                "; ".join(f"{url} {problem}" for url, problem in self._problems.items())
-                or "no node is known to have it"
-            )
-            raise StoreError(f"version {self.manifest.version}: cannot fetch {name}: {told}; check or name other nodes")
+            what = f"version {self.manifest.version}: cannot fetch {name}"
+            told = "; ".join(f"{url}: {problem}" for url, problem in self._problems.items()) or "no node has it"
+            raise StoreError(f"{what}: {told}; check these nodes, or name others")
         return min(usable, key=lambda source: self._failures[source.url])
 
     async def _receive_piece(self, name: str, source: Source, buffer: memoryview) -> None:
         try:
-            link = self._links.setdefault(source, Link(source, connect_s=self._limits.connect_s))
+            link = self._links.setdefault(source, Link(source, limits=self._limits))
             async with asyncio.timeout(self._limits.piece_s):
                 await in_thread(partial(self._take_piece, name, link, buffer), interrupt=link.interrupt)
-        except (OSError, HTTPException, ValueError, _DoesNotFit) as err:
+        except (OSError, HTTPException, ValueError) as err:
             if (broken := self._links.pop(source, None)) is not None:
                 broken.close()
             self._failures[source.url] += 1
-            # Not the text of every error, as it may quote the key.
-            told = str(err) if type(err) in (HTTPException, _DoesNotFit) else getattr(err, "strerror", None)
-            self._problems[source.url] = told or f"gives no proper answer ({type(err).__name__})"
-            await asyncio.sleep(min(_MAX_PAUSE_S, self._limits.pause_s * 2.0 ** (self._failures.total() - 1)))
+            told = str(err) if type(err) is HTTPException else getattr(err, "strerror", None)  # others quote the key
+            self._problems[source.url] = told or f"no proper answer ({type(err).__name__})"
+            await asyncio.sleep(min(5.0, self._limits.pause_s * 2.0 ** (self._failures.total() - 1)))
 
     def _take_piece(self, name: str, link: Link, buffer: memoryview) -> None:
         version, file = self.manifest.version, self.files[name]
@@ -222,19 +197,17 @@ class Arrival:
         with clear_errors(f"cannot write {name} of version {version}"):
             file.take(piece, size=size, max_size=max_size, giver=link.source.url)
 
-    async def wait_for(self, name: str, *, stop: int) -> None:
-        """Wait until the first `stop` bytes of a file can be passed on, or until nothing more arrives."""
-        async with self._changed:
-            await self._changed.wait_for(lambda: self.has_ended or (name in self.files and self.files[name].has(stop)))
+    def has(self, name: str, stop: int) -> bool:
+        """Return whether the first `stop` bytes of a file, or all if these are fewer, can be passed on."""
+        file = self.files.get(name)
+        return file is not None and (file.num_bytes >= stop or file.num_bytes == file.size)
 
-    async def stop(self) -> None:
-        """End the fetch, and wait for its end."""
-        if not self.scope.expired():
-            self.scope.reschedule(0.0)
-        async with self._changed:
-            await self._changed.wait_for(lambda: self.has_ended)
+    async def wait_until(self, is_so: Callable[[], bool]) -> None:
+        """Wait until that is so, or until nothing more arrives."""
+        while not (self.has_ended or is_so()):
+            await self._changed.wait()
 
-    async def tell(self) -> None:
+    def tell(self) -> None:
         """Wake those who wait."""
-        async with self._changed:
-            self._changed.notify_all()
+        self._changed.set()
+        self._changed = asyncio.Event()

@@ -14,8 +14,8 @@ import asyncio
 import os
 import re
 import shutil
-from collections.abc import AsyncIterator
-from contextlib import ExitStack, asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from io import BufferedReader
 from pathlib import Path
@@ -29,8 +29,8 @@ from dora import foreign
 from dora.core.ids import VersionId
 from dora.errors import ConfigError, DoraError
 from dora.guard import CONNECTION_LOG, guard, knows
-from dora.weights.arrival import PIECE_BYTES, PIECE_CHECKSUM, Arrival, ArrivingFile, Limits, Sources, in_thread
-from dora.weights.store import MANIFEST, Manifest, StoreError, VersionLost, VersionStore, clear_errors
+from dora.weights.arrival import PIECE_BYTES, PIECE_CHECKSUM, Arrival, ArrivingFile, Limits, Source, in_thread
+from dora.weights.store import MANIFEST, Manifest, StoreError, VersionStore, clear_errors
 
 #: Maximum number of connections. A new one closes the oldest, those without the key first.
 MAX_CONNECTIONS: Final = 64
@@ -69,48 +69,39 @@ class Relay:
             listener.close()
             await runner.cleanup()
 
-    async def fetch(self, manifest: Manifest, sources: Sources) -> None:
-        """Bring a version into the store, unless it is there; StoreError if that fails, StoreFull if there is no space.
-
-        The manifest must come from the controller.
-        """
+    async def fetch(self, manifest: Manifest, sources: Callable[[], Sequence[Source]]) -> None:
+        """Bring a version into the store. `sources` is called before each piece; it returns the preferred one first."""
         version = manifest.version
         if version in self._arrivals:
             raise StoreError(f"version {version} is already being fetched")
         arrival = self._arrivals[version] = Arrival(manifest, limits=self._limits)
-        undo = ExitStack()
         try:
-            async with arrival.scope:
+            async with arrival.scope, AsyncExitStack() as undo:
                 if (staged := await in_thread(partial(self._stage, arrival, undo))) is not None:
                     await arrival.receive(sources)
                     seal = partial(self._store.seal, version, staged, chain=manifest.chain, expected=manifest)
                     await in_thread(seal)
         except TimeoutError:
-            raise StoreError(f"version {version} was released while it was fetched; nothing of it was kept") from None
+            raise StoreError(f"version {version} was released while it was fetched") from None
         finally:
-            await in_thread(undo.close)
             del self._arrivals[version]
             arrival.has_ended = True
-            await arrival.tell()
+            arrival.tell()
 
     async def stop(self, version: VersionId) -> None:
         """End the fetch of a version that is released. Afterwards the store has all of it, or nothing."""
         if (arrival := self._arrivals.get(version)) is not None:
-            await arrival.stop()
+            if not arrival.scope.expired():
+                arrival.scope.reschedule(0.0)
+            await arrival.wait_until(lambda: False)
 
-    def _stage(self, arrival: Arrival, undo: ExitStack) -> Path | None:
-        """Create the files in a root that has space for the version; None if the store has it already."""
-        manifest, version = arrival.manifest, arrival.manifest.version
-        with suppress(VersionLost):
-            if self._store.manifest(version) != manifest:
-                raise StoreError(f"{self._store.folder(version)} has other files than the version to fetch: release it")
-            return None
-        if not manifest.stays_inside:
-            raise StoreError(f"the manifest of version {version} names a file outside of its folder; it is not fetched")
-        staged = self._store.stage(version, root=self._store.root_for(manifest.num_bytes))
-        undo.callback(shutil.rmtree, staged, ignore_errors=True)
-        with clear_errors(f"cannot stage version {version} in {staged.parent}"):
-            arrival.files.update((name, ArrivingFile(staged / name, checksum=c)) for name, c in manifest.files.items())
+    def _stage(self, arrival: Arrival, undo: AsyncExitStack) -> Path | None:
+        """Create the files of a version, all empty; None if the store has it already."""
+        if (staged := self._store.stage_copy(arrival.manifest)) is not None:
+            undo.push_async_callback(in_thread, partial(shutil.rmtree, staged, ignore_errors=True))
+            with clear_errors(f"cannot stage version {arrival.manifest.version} in {staged.parent}"):
+                for name, checksum in arrival.manifest.files.items():
+                    arrival.files[name] = ArrivingFile(staged / name, checksum=checksum)
         return staged
 
     def _connect(self, runner: web.AppRunner) -> asyncio.BaseProtocol:
@@ -118,8 +109,8 @@ class Relay:
         assert runner.server is not None
         open_ones = [handler for handler in runner.server.connections if handler.transport is not None]
         self._known.intersection_update(open_ones)
-        open_ones.sort(key=self._known.__contains__)
-        for handler in open_ones[: max(0, len(open_ones) - MAX_CONNECTIONS + 1)]:
+        excess = max(0, len(open_ones) - MAX_CONNECTIONS + 1)
+        for handler in sorted(open_ones, key=self._known.__contains__)[:excess]:
             handler.force_close()
         return runner.server()
 
@@ -127,8 +118,6 @@ class Relay:
     async def _admit(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         if not knows(self._key, request.headers):
             return _refuse(401, "Unauthorized")
-        if request.body_exists:
-            return _refuse(413, "a request has no body")
         self._known.add(request.protocol)
         return await handler(request)
 
@@ -147,7 +136,7 @@ class Relay:
                 return _refuse(416, f"ask for bytes=<first>-<last>, at most {PIECE_BYTES}")
             if arrival is not None:
                 async with asyncio.timeout(self._limits.wait_s):
-                    await arrival.wait_for(name, stop=stop)
+                    await arrival.wait_until(partial(arrival.has, name, stop))
             piece, headers = await in_thread(partial(self._read, version, name, start, stop))
         except TimeoutError:
             return _refuse(503, "these bytes have not arrived yet")
@@ -160,9 +149,7 @@ class Relay:
         file, size = self._open(version, name)
         with file:
             piece = os.pread(file.fileno(), max(0, min(stop, size) - start), start)
-        if not piece:
-            return piece, {"Content-Range": f"bytes */{size}"}
-        given = f"bytes {start}-{start + len(piece) - 1}/{size}"
+        given = f"bytes {start}-{start + len(piece) - 1}/{size}" if piece else f"bytes */{size}"
         return piece, {"Content-Range": given, PIECE_CHECKSUM: xxhash.xxh3_128_hexdigest(piece)}
 
     def _open(self, version: VersionId, name: str) -> tuple[BufferedReader, int]:
@@ -174,7 +161,8 @@ class Relay:
         folder = self._store.folder(version)
         if (folder / name).resolve() != folder.resolve() / name:
             raise StoreError(f"{folder / name} is behind a link")
-        return foreign.open_regular(folder / name), foreign.size_of(folder / name)
+        size = foreign.size_of(folder / name)
+        return foreign.open_regular(folder / name), size
 
     async def _send(self, request: web.Request, piece: bytes, headers: dict[str, str]) -> web.StreamResponse:
         response = web.StreamResponse(status=206 if piece else 416, headers=headers)

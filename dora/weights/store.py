@@ -98,20 +98,30 @@ class VersionStore:
         """The folders in which a version may be published, in order of preference."""
         return (self._memory,) if self._is_shared else (self._memory, self._durable)
 
-    def root_for(self, num_bytes: int) -> Path:
-        """Return the first root with that much space; StoreFull if there is none."""
-        with clear_errors("cannot find space for a version"):
-            for root in self.roots:
-                if shutil.disk_usage(root).free >= num_bytes:
-                    return root
-        told = " and ".join(map(str, self.roots))
-        raise StoreFull(f"no space for a version of {num_bytes:,} bytes in {told}: free some")
-
     def stage(self, version: VersionId, *, root: Path | None = None) -> Path:
         """Create an empty folder in `root` (default: the live one), to be filled and passed to `seal`."""
         root = root or self._memory
         with clear_errors(f"cannot stage version {version} in {root}"):
             return _temporary(root, "stage", version)
+
+    def stage_copy(self, manifest: Manifest) -> Path | None:
+        """Create an empty folder for a version that another store has, in the first root with space for it.
+
+        None if the version is here already; StoreError if it has other files here.
+        """
+        version, what = manifest.version, f"cannot stage version {manifest.version}"
+        if (existing := self._find(version)) is not None:
+            if existing[1] == manifest:
+                return None
+            raise StoreError(f"{what}: {existing[0]} has other files; release it")
+        if not manifest.stays_inside:
+            raise StoreError(f"{what}: its manifest names a file outside of its folder")
+        with clear_errors(what):
+            for root in self.roots:
+                if shutil.disk_usage(root).free >= manifest.num_bytes:
+                    return self.stage(version, root=root)
+        told = " and ".join(map(str, self.roots))
+        raise StoreFull(f"{what}: it has {manifest.num_bytes:,} bytes, for which {told} has no space; free some")
 
     def seal(self, version: VersionId, staged: Path, *, chain: str = "", expected: Manifest | None = None) -> Manifest:
         """Make a staged folder visible as `version`, in the root in which it was staged.

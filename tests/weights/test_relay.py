@@ -236,7 +236,8 @@ async def test_a_request_for_a_piece_that_does_not_arrive_ends(tmp_path: Path) -
         await from_maker.until(1)
         told = await refused(b, manifest, from_a.source())
         from_maker.open()
-    assert told == (f"version 3: cannot fetch model.safetensors: {from_a.url} answers 503; check or name other nodes")
+    what = "version 3: cannot fetch model.safetensors"
+    assert told == f"{what}: {from_a.url}: HTTP status 503; check these nodes, or name others"
 
 
 # -- broken links and false sources -----------------------------------------------------------------------------------
@@ -292,8 +293,8 @@ async def test_a_version_of_a_source_with_other_bytes_never_becomes_visible(tmp_
     liar, manifest = with_a_flipped_bit(tmp_path / "liar")
     async with node(liar) as (_, proxy):
         assert await refused(a, manifest, proxy.source()) == (
-            f"version 3: cannot fetch model.safetensors: {proxy.url} bytes of {proxy.url} do not fit the manifest; "
-            "check or name other nodes"
+            f"version 3: cannot fetch model.safetensors: {proxy.url}: the file, with bytes of {proxy.url}, does not "
+            "fit the manifest; check these nodes, or name others"
         )
 
 
@@ -331,7 +332,8 @@ FALSE_ANSWERS = {
     "chunks": answer(b"", extra="Transfer-Encoding: chunked\r\n") + b"5\r\nhello\r\n",
     "a file larger than the version": answer(FIRST_PIECE, size=NUM_BYTES + 1),
     "a damaged piece": answer(FIRST_PIECE)[:-1] + b"!",
-    "an empty file": b"HTTP/1.1 416 Range Not Satisfiable\r\nContent-Length: 0\r\nContent-Range: bytes */0\r\n\r\n",
+    "an empty file": answer(b"", size=0).replace(b"0--1", b"*"),
+    "a file of less than nothing": answer(b"", size=-1).replace(b"0--1", b"*"),
     "another place": b"HTTP/1.1 302 Found\r\nLocation: http://127.0.0.1:1/\r\nContent-Length: 0\r\n\r\n",
 }
 
@@ -363,6 +365,18 @@ async def test_a_false_answer_is_followed_by_the_next_source(tmp_path: Path, sai
     assert asked == 1
 
 
+async def test_a_false_size_of_a_file_is_noticed_by_the_next_source(tmp_path: Path) -> None:
+    """The first source has given more bytes than the file has, and is gone."""
+    maker, liar, a = (store_at(tmp_path / name) for name in ("maker", "liar", "a"))
+    manifest = publish(maker, files={"a": bytes(3 * PIECE), "b": bytes(9 * PIECE)})
+    publish(liar, files={"a": bytes(6 * PIECE)})
+    async with node(liar, after=5 * PIECE, cuts=True) as (_, false), node(maker) as (_, true):
+        sources = [false.source(), true.source()]
+        await fetcher(a).fetch(manifest, lambda: sources if false.num_bytes < 5 * PIECE else sources[1:])
+    assert held(a) == held(maker)
+    assert true.pieces_asked_of("a") == [4, 0, 1, 2]
+
+
 async def test_bytes_behind_an_answer_are_not_taken_for_the_next_one(tmp_path: Path) -> None:
     a = store_at(tmp_path / "a")
     manifest = publish(store_at(tmp_path / "maker"), files={"model.safetensors": FILES["model.safetensors"]})
@@ -391,12 +405,12 @@ async def test_a_fetch_names_every_node_and_what_is_wrong_with_it(tmp_path: Path
             Source(without.url.replace("127.0.0.1", "127.0.0.1."), f"{KEY}\n"),
         ]
         assert await refused(a, manifest, *sources) == (
-            f"version 3: cannot fetch config.json: {sources[0].url} answers 404; {sources[1].url} refuses the key; "
-            "http://127.0.0.1:1 Connection refused; http://127.0.0.1:no gives no proper answer (ValueError); "
-            f"{sources[4].url} gives no proper answer (ValueError); check or name other nodes"
+            f"version 3: cannot fetch config.json: {sources[0].url}: HTTP status 404; {sources[1].url}: the key is "
+            "refused; http://127.0.0.1:1: Connection refused; http://127.0.0.1:no: no proper answer (ValueError); "
+            f"{sources[4].url}: no proper answer (ValueError); check these nodes, or name others"
         )
     assert await refused(a, manifest) == (
-        "version 3: cannot fetch config.json: no node is known to have it; check or name other nodes"
+        "version 3: cannot fetch config.json: no node has it; check these nodes, or name others"
     )
 
 
@@ -521,7 +535,7 @@ async def test_a_version_that_is_there_is_not_fetched(tmp_path: Path) -> None:
     manifest = publish(a)
     await fetched(a, manifest)
     other = publish(store_at(tmp_path / "other"), files={"config.json": b"{}"})
-    with pytest.raises(StoreError, match="v000003 has other files than the version to fetch: release it"):
+    with pytest.raises(StoreError, match=r"cannot stage version 3: .*v000003 has other files; release it"):
         await fetched(a, other)
     assert held(a) == FILES
 
@@ -542,7 +556,7 @@ async def test_a_version_is_fetched_once_at_a_time(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["../out", "/tmp/out", "sub/../../out"])
 async def test_a_manifest_with_a_file_elsewhere_is_not_fetched(tmp_path: Path, name: str) -> None:
     told = await refused(store_at(tmp_path / "a"), Manifest(3, {name: "0"}, 1))
-    assert told == "the manifest of version 3 names a file outside of its folder; it is not fetched"
+    assert told == "cannot stage version 3: its manifest names a file outside of its folder"
 
 
 async def test_a_manifest_with_a_false_sum_is_not_made_visible(tmp_path: Path) -> None:
@@ -558,7 +572,7 @@ async def test_a_version_larger_than_the_free_space_is_not_asked_for(tmp_path: P
     larger = Manifest(3, publish(maker).files, 2**62)
     async with node(maker) as (_, proxy):
         with pytest.raises(
-            StoreFull, match=r"no space for a version of 4,611,686,018,427,387,904 bytes in .*memory and"
+            StoreFull, match=r"version 3: it has 4,611,686,018,427,387,904 bytes, for which .*memory and"
         ):
             await fetched(a, larger, proxy.source())
         assert proxy.connections == 0
@@ -660,7 +674,7 @@ async def test_without_the_key_nothing_can_be_learned(served, key: str | None) -
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "CONNECT", "TRACE"])
 async def test_only_get_and_head_are_answered(served, method: str) -> None:
     status, _, _ = await ask(served[0], WEIGHTS, START, method=method)
-    assert status in (400, 405, 413)
+    assert status in (400, 405, 415)
 
 
 @pytest.mark.parametrize(
@@ -732,11 +746,15 @@ async def test_the_manifest_is_served_as_it_is(served) -> None:
     assert (await ask(url, f"/versions/3/{MANIFEST}"))[2] == (store.folder(3) / MANIFEST).read_bytes()
 
 
-async def test_a_request_with_a_body_is_refused_unread(served) -> None:
-    status, _, _ = await ask(
-        served[0], WEIGHTS, START, "Content-Length: 10000000000", "Content-Type: application/json", body=b"{"
-    )
-    assert status == 413
+async def test_the_body_of_a_request_is_not_read(served) -> None:
+    """The connection ends with the answer, although the rest of the body and further requests could follow."""
+    for kind, status in (("application/json", b"206"), ("text/plain", b"415")):
+        reader, writer = await asyncio.open_connection("127.0.0.1", int(served[0].rsplit(":", 1)[1]))
+        lines = [f"GET {WEIGHTS} HTTP/1.1", "Host: localhost", f"Authorization: Bearer {KEY}", START]
+        writer.write("\r\n".join([*lines, f"Content-Type: {kind}", f"Content-Length: {10**10}", "", "{"]).encode())
+        async with asyncio.timeout(WAIT_S):
+            assert (await reader.read()).split()[1] == status
+        writer.close()
 
 
 async def test_a_large_header_is_refused(served) -> None:
