@@ -61,6 +61,7 @@ async def in_thread(call: Callable[[], _T], *, interrupt: Callable[[], None] = l
     except asyncio.CancelledError:
         interrupt()
         await asyncio.wait({running})
+        running.exception()  # asyncio logs one that nobody has looked at
         raise
 
 
@@ -124,7 +125,7 @@ class Link(HTTPConnection):
             self.sock.shutdown(SHUT_RDWR)
 
     def receive(self, path: str, *, start: int, buffer: memoryview) -> tuple[memoryview, int]:
-        """Return the verified piece from `start` on, which fills the buffer or ends the file, and the size of the file."""
+        """Return the verified piece from `start` on, which fills the buffer or ends the file, and the file's size."""
         asked = f"bytes={start}-{start + len(buffer) - 1}"
         self.request("GET", path, headers={"Authorization": f"Bearer {self.source.key}", "Range": asked})
         with self.getresponse() as answer:

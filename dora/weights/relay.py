@@ -56,7 +56,7 @@ class Relay:
         app = web.Application(middlewares=[self._admit, guard(name=host, open_reads=False, refuse=_refuse)])
         app.router.add_get("/versions/{version:[0-9]{1,9}}/{name:.+}", self._serve)
         bounds: Any = {"keepalive_timeout": self._limits.idle_s, "lingering_time": 0.0, "shutdown_timeout": 1.0}
-        runner = web.AppRunner(app, access_log=None, logger=CONNECTION_LOG, handler_cancellation=True, **bounds)
+        runner = web.AppRunner(app, access_log=None, logger=CONNECTION_LOG, **bounds)
         await runner.setup()
         try:
             listener = await asyncio.get_running_loop().create_server(partial(self._connect, runner), host, port)
