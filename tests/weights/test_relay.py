@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import re
 import shutil
 import signal
@@ -404,12 +405,16 @@ async def test_a_false_answer_is_followed_by_the_next_source(tmp_path: Path, sai
 
 
 @pytest.mark.parametrize("said", SILENT_ANSWERS)
-async def test_a_source_that_does_not_end_its_answer_is_followed_by_the_next(tmp_path: Path, said: str) -> None:
+async def test_a_source_that_does_not_end_its_answer_is_followed_by_the_next(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, said: str
+) -> None:
     maker, a = store_at(tmp_path / "maker"), store_at(tmp_path / "a")
     manifest = publish(maker, files={"model.safetensors": WEIGHTS_BYTES})
     async with saying(SILENT_ANSWERS[said]) as false, node(maker) as (_, true):
-        await fetched(a, manifest, false, true.source(), limits=Limits(piece_bytes=PIECE, piece_s=0.3, pause_s=0.001))
+        await fetched(a, manifest, false, true.source(), limits=Limits(piece_bytes=PIECE, piece_s=1.0, pause_s=0.001))
     assert held(a) == {"model.safetensors": WEIGHTS_BYTES}
+    gc.collect()
+    assert caplog.records == [], "asyncio logs errors that nobody has looked at"
 
 
 async def test_all_files_together_have_no_more_bytes_than_the_version(tmp_path: Path) -> None:
