@@ -1,11 +1,10 @@
 """A version that arrives from other nodes: what of it has come, from whom, and whether it is right.
 
 Files come one after another, each in pieces from its start, so that the first `num_bytes` of a file can be passed on
-while the rest is under way. Invariant: bytes count only after the checksum of their piece was verified, a file is
-complete only with the checksum of the manifest, and no more than the manifest's `num_bytes` are written.
-
-The manifest comes from the controller; a source is believed nothing. If one fails, the next continues at the missing
-piece. One whose file does not fit is not asked for that file again.
+while the rest is under way. A source is believed nothing, and the manifest comes from elsewhere. Invariant: bytes count
+only after the checksum of their piece was verified, a file is complete only with the checksum of the manifest, and no
+more than the manifest's `num_bytes` are written. If a source fails, the next continues at the missing piece. One whose
+file does not fit is not asked for that file again.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,16 +27,15 @@ import xxhash
 from dora import files
 from dora.weights.store import Manifest, StoreError, clear_errors
 
-#: Size of a piece. A row of D receivers has S bytes after S/B + D P/B + c S/P seconds, with bandwidth B, and c lost for
-#: each piece (a request and two threads: 1 ms). That is least for P = sqrt(c S B / D): 1 to 15 MiB for 1 GiB at 0.1 to
-#: 1 GB/s and 32 to 5 receivers. Twice or half of it costs a quarter more of the two last terms.
+#: P, the size of a piece. D receivers in a row have S bytes after S/B + D P/B + c S/P seconds, with bandwidth B, and c
+#: lost for a piece (1 ms): least for P = sqrt(c S B / D), or 1 to 15 MiB for 1 GiB, 0.1 to 1 GB/s, and D from 32 to 5.
 PIECE_BYTES: Final = 4 << 20
 PIECE_CHECKSUM: Final = "X-Piece-Checksum"  # header: XXH3, 128 bits, hex
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class VersionSource:
     """A node that has a version, or receives it."""
 
     url: str  # http://host:port
@@ -44,7 +43,7 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class RelayLimits:
     piece_bytes: int = PIECE_BYTES
     piece_s: float = 60.0  # to send or to receive a piece: less than 70 kB/s is a failure
     wait_s: float = 20.0  # until a piece that is asked for has arrived; below `piece_s`, in which the asker gives up
@@ -53,13 +52,13 @@ class Limits:
     pause_s: float = 0.1  # after the first of them; doubles, up to 5 s
 
 
-async def in_thread(call: Callable[[], _T], *, interrupt: Callable[[], None] = lambda: None) -> _T:
-    """Run a call in a thread. If cancelled, `interrupt` the call and wait for its end."""
-    running = asyncio.get_running_loop().run_in_executor(None, call)
+async def in_thread(call: Callable[[], _T], *, pool: Executor | None = None, stop: Callable[[], object] = int) -> _T:
+    """Run a call in a thread. If cancelled, `stop` the call and wait for its end."""
+    running = asyncio.get_running_loop().run_in_executor(pool, call)
     try:
         return await asyncio.shield(running)
     except asyncio.CancelledError:
-        interrupt()
+        stop()
         await asyncio.wait({running})
         running.exception()  # asyncio logs one that nobody has looked at
         raise
@@ -104,23 +103,25 @@ class ArrivingFile:
         raise HTTPException(f"the file, with bytes of {' and '.join(sorted(givers))}, does not fit the manifest")
 
 
-class Link(HTTPConnection):
-    """A connection to a source, open from piece to piece. `receive` blocks; `interrupt` ends it from another thread."""
+class SourceLink(HTTPConnection):
+    """A connection to a source, open from piece to piece. `receive` blocks; `break_off` ends it from another thread."""
 
-    def __init__(self, source: Source, *, limits: Limits) -> None:
+    def __init__(self, source: VersionSource, *, limits: RelayLimits) -> None:
         address = urlsplit(source.url)
-        super().__init__(address.hostname or "", address.port, timeout=limits.idle_s)
+        if address.scheme != "http" or not address.hostname:
+            raise HTTPException("an address is http://host:port")
+        super().__init__(address.hostname, address.port, timeout=limits.idle_s)
         self.source = source
-        self._is_interrupted = False
+        self._is_broken_off = False
 
     def connect(self) -> None:
         super().connect()
-        self.sock.settimeout(None)  # what takes too long is interrupted
-        if self._is_interrupted:
+        self.sock.settimeout(None)  # what takes too long is broken off
+        if self._is_broken_off:
             raise TimeoutError
 
-    def interrupt(self) -> None:
-        self._is_interrupted = True
+    def break_off(self) -> None:
+        self._is_broken_off = True
         with suppress(OSError, AttributeError):  # it is not connected
             self.sock.shutdown(SHUT_RDWR)
 
@@ -147,7 +148,7 @@ class Link(HTTPConnection):
 class Arrival:
     """A version on its way into a staging folder."""
 
-    def __init__(self, manifest: Manifest, *, limits: Limits) -> None:
+    def __init__(self, manifest: Manifest, *, limits: RelayLimits) -> None:
         self.manifest = manifest
         self.files: dict[str, ArrivingFile] = {}  #: none until there is a folder for them
         self.has_ended = False
@@ -156,9 +157,14 @@ class Arrival:
         self._changed = asyncio.Event()  # replaced at each change
         self._failures: Counter[str] = Counter()  # by URL
         self._problems: dict[str, str] = {}  # the last one, by URL
-        self._links: dict[Source, Link] = {}
+        self._links: dict[VersionSource, SourceLink] = {}
+        self._thread = ThreadPoolExecutor(1)  # of its own, as it waits for nodes that may wait for threads of this one
 
-    async def receive(self, sources: Callable[[], Sequence[Source]]) -> None:
+    def make_files(self, folder: Path) -> None:
+        for name, checksum in self.manifest.files.items():
+            self.files[name] = ArrivingFile(folder / name, checksum=checksum)
+
+    async def receive(self, sources: Callable[[], Sequence[VersionSource]]) -> None:
         """Receive all files; StoreError after too many failures, or if they cannot be written."""
         buffer = memoryview(bytearray(self._limits.piece_bytes))
         try:
@@ -167,10 +173,11 @@ class Arrival:
                     await self._receive_piece(name, self._choose(name, sources()), buffer)
                     self.tell()
         finally:
+            self._thread.shutdown(wait=False)
             for link in self._links.values():
                 link.close()
 
-    def _choose(self, name: str, sources: Sequence[Source]) -> Source:
+    def _choose(self, name: str, sources: Sequence[VersionSource]) -> VersionSource:
         usable = [source for source in sources if source.url not in self.files[name].refused]
         if not usable or self._failures.total() >= self._limits.attempts:
             what = f"version {self.manifest.version}: cannot fetch {name}"
@@ -178,11 +185,11 @@ class Arrival:
             raise StoreError(f"{what}: {told}; check these nodes, or name others")
         return min(usable, key=lambda source: self._failures[source.url])
 
-    async def _receive_piece(self, name: str, source: Source, buffer: memoryview) -> None:
+    async def _receive_piece(self, name: str, source: VersionSource, buffer: memoryview) -> None:
         try:
-            link = self._links.setdefault(source, Link(source, limits=self._limits))
+            link = self._links.setdefault(source, SourceLink(source, limits=self._limits))
             async with asyncio.timeout(self._limits.piece_s):
-                await in_thread(partial(self._take_piece, name, link, buffer), interrupt=link.interrupt)
+                await in_thread(partial(self._take_piece, name, link, buffer), pool=self._thread, stop=link.break_off)
         except (OSError, HTTPException, ValueError) as err:
             if (broken := self._links.pop(source, None)) is not None:
                 broken.close()
@@ -191,7 +198,7 @@ class Arrival:
             self._problems[source.url] = told or f"no proper answer ({type(err).__name__})"
             await asyncio.sleep(min(5.0, self._limits.pause_s * 2.0 ** (self._failures.total() - 1)))
 
-    def _take_piece(self, name: str, link: Link, buffer: memoryview) -> None:
+    def _take_piece(self, name: str, link: SourceLink, buffer: memoryview) -> None:
         version, file = self.manifest.version, self.files[name]
         piece, size = link.receive(f"/versions/{version}/{quote(name)}", start=file.num_bytes, buffer=buffer)
         max_size = self.manifest.num_bytes - sum(f.num_bytes for f in self.files.values() if f is not file)

@@ -3,9 +3,8 @@
     GET /versions/<version>/manifest.json
     GET /versions/<version>/<file>          with `Range: bytes=<first>-<last>`, of at most PIECE_BYTES
 
-Invariant: only files that a manifest names are served, only to holders of the key; of a version that is still being
-fetched, those pieces that have arrived. A request for others waits for them. A version that is fetched becomes visible
-in the store when it is complete, or leaves nothing behind.
+Invariant: only holders of the key are served, and only files that a manifest names; of a version that is still being
+fetched, pieces that have arrived, for which a request waits. What is fetched becomes visible complete, or not at all.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from dora import foreign
 from dora.core.ids import VersionId
 from dora.errors import ConfigError, DoraError
 from dora.guard import CONNECTION_LOG, guard, knows
-from dora.weights.arrival import PIECE_BYTES, PIECE_CHECKSUM, Arrival, ArrivingFile, Limits, Source, in_thread
+from dora.weights.arrival import PIECE_BYTES, PIECE_CHECKSUM, Arrival, RelayLimits, VersionSource, in_thread
 from dora.weights.store import MANIFEST, Manifest, StoreError, VersionStore, clear_errors
 
 #: Maximum number of connections. A new one closes the oldest, those without the key first.
@@ -40,13 +39,13 @@ _BLOCK_BYTES: Final = 1 << 18
 
 
 class Relay:
-    def __init__(self, store: VersionStore, *, key: str, limits: Limits | None = None) -> None:
+    def __init__(self, store: VersionStore, *, key: str, limits: RelayLimits | None = None) -> None:
         """`key`: which others need to ask this relay."""
         if not key:
             raise ConfigError("the key of the relay is empty, so that everyone would know it: draw one")
         self._store = store
         self._key = key
-        self._limits = limits or Limits()
+        self._limits = limits or RelayLimits()
         self._arrivals: dict[VersionId, Arrival] = {}
         self._known: set[web.RequestHandler] = set()  # connections on which the key was shown
 
@@ -69,7 +68,7 @@ class Relay:
             listener.close()
             await runner.cleanup()
 
-    async def fetch(self, manifest: Manifest, sources: Callable[[], Sequence[Source]]) -> None:
+    async def fetch(self, manifest: Manifest, sources: Callable[[], Sequence[VersionSource]]) -> None:
         """Bring a version into the store. `sources` is called before each piece; it returns the preferred one first."""
         version = manifest.version
         if version in self._arrivals:
@@ -100,8 +99,7 @@ class Relay:
         if (staged := self._store.stage_copy(arrival.manifest)) is not None:
             undo.push_async_callback(in_thread, partial(shutil.rmtree, staged, ignore_errors=True))
             with clear_errors(f"cannot stage version {arrival.manifest.version} in {staged.parent}"):
-                for name, checksum in arrival.manifest.files.items():
-                    arrival.files[name] = ArrivingFile(staged / name, checksum=checksum)
+                arrival.make_files(staged)
         return staged
 
     def _connect(self, runner: web.AppRunner) -> asyncio.BaseProtocol:
@@ -146,23 +144,22 @@ class Relay:
 
     def _read(self, version: VersionId, name: str, start: int, stop: int) -> tuple[bytes, dict[str, str]]:
         """Return bytes of a file, none behind its end, and the headers that describe them."""
-        file, size = self._open(version, name)
+        size, file = self._open(version, name)
         with file:
             piece = os.pread(file.fileno(), max(0, min(stop, size) - start), start)
         given = f"bytes {start}-{start + len(piece) - 1}/{size}" if piece else f"bytes */{size}"
         return piece, {"Content-Range": given, PIECE_CHECKSUM: xxhash.xxh3_128_hexdigest(piece)}
 
-    def _open(self, version: VersionId, name: str) -> tuple[BufferedReader, int]:
-        """Open a file, and return the size that it has when it is complete."""
+    def _open(self, version: VersionId, name: str) -> tuple[int, BufferedReader]:
+        """Return the size that a file has when it is complete, and the open file."""
         arrival = self._arrivals.get(version)
         if arrival is not None and name in arrival.files and (size := arrival.files[name].size) is not None:
             with suppress(FileNotFoundError):  # it was made visible a moment ago
-                return foreign.open_regular(arrival.files[name].path), size
+                return size, foreign.open_regular(arrival.files[name].path)
         folder = self._store.folder(version)
         if (folder / name).resolve() != folder.resolve() / name:
             raise StoreError(f"{folder / name} is behind a link")
-        size = foreign.size_of(folder / name)
-        return foreign.open_regular(folder / name), size
+        return foreign.size_of(folder / name), foreign.open_regular(folder / name)
 
     async def _send(self, request: web.Request, piece: bytes, headers: dict[str, str]) -> web.StreamResponse:
         response = web.StreamResponse(status=206 if piece else 416, headers=headers)

@@ -110,10 +110,11 @@ class VersionStore:
         None if the version is here already; StoreError if it has other files here.
         """
         version, what = manifest.version, f"cannot stage version {manifest.version}"
-        if (existing := self._find(version)) is not None:
-            if existing[1] == manifest:
-                return None
-            raise StoreError(f"{what}: {existing[0]} has other files; release it")
+        folder, existing = self._find(version) or (None, None)
+        if existing == manifest:
+            return None
+        if existing is not None:
+            raise StoreError(f"{what}: {folder} has other files; release it")
         if not manifest.stays_inside:
             raise StoreError(f"{what}: its manifest names a file outside of its folder")
         with clear_errors(what):

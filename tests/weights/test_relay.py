@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -22,7 +23,7 @@ import xxhash
 from dora.errors import ConfigError
 from dora.files import Operation, observed
 from dora.weights import relay as relays
-from dora.weights.arrival import PIECE_BYTES, PIECE_CHECKSUM, Limits, Source
+from dora.weights.arrival import PIECE_BYTES, PIECE_CHECKSUM, RelayLimits, VersionSource
 from dora.weights.fence import StaleEpoch, pass_fence, raise_fence
 from dora.weights.relay import Relay
 from dora.weights.store import MANIFEST, Manifest, StoreError, StoreFull, VersionStore
@@ -38,7 +39,7 @@ FILES = {
     "sub/tokenizer.json": b"[" + b"0," * 100 + b"0]",
 }
 NUM_BYTES = sum(map(len, FILES.values()))
-LIMITS = Limits(piece_bytes=PIECE, attempts=6, pause_s=0.001)
+LIMITS = RelayLimits(piece_bytes=PIECE, attempts=7, pause_s=0.001)
 
 
 def store_at(folder: Path, **options: object) -> VersionStore:
@@ -88,8 +89,8 @@ class Proxy:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def source(self) -> Source:
-        return Source(self.url, KEY)
+    def source(self) -> VersionSource:
+        return VersionSource(self.url, KEY)
 
     async def until(self, num_bytes: int) -> None:
         async with asyncio.timeout(WAIT_S), self._changed:
@@ -151,7 +152,7 @@ class Proxy:
 
 @asynccontextmanager
 async def node(
-    store: VersionStore, *, limits: Limits = LIMITS, **proxied: object
+    store: VersionStore, *, limits: RelayLimits = LIMITS, **proxied: object
 ) -> AsyncIterator[tuple[Relay, Proxy]]:
     """A relay that listens behind a proxy."""
     relay = Relay(store, key=KEY, limits=limits)
@@ -159,16 +160,20 @@ async def node(
         yield relay, proxy
 
 
-def fetcher(store: VersionStore, *, limits: Limits = LIMITS) -> Relay:
+def fetcher(store: VersionStore, *, limits: RelayLimits = LIMITS) -> Relay:
     return Relay(store, key=KEY, limits=limits)
 
 
-async def fetched(store: VersionStore, manifest: Manifest, *sources: Source, limits: Limits = LIMITS) -> None:
+async def fetched(
+    store: VersionStore, manifest: Manifest, *sources: VersionSource, limits: RelayLimits = LIMITS
+) -> None:
     async with asyncio.timeout(WAIT_S):
         await fetcher(store, limits=limits).fetch(manifest, lambda: sources)
 
 
-async def refused(store: VersionStore, manifest: Manifest, *sources: Source, limits: Limits = LIMITS) -> str:
+async def refused(
+    store: VersionStore, manifest: Manifest, *sources: VersionSource, limits: RelayLimits = LIMITS
+) -> str:
     """The error of a fetch, after which nothing is left."""
     with pytest.raises(StoreError) as caught:
         await fetched(store, manifest, *sources, limits=limits)
@@ -182,6 +187,7 @@ async def refused(store: VersionStore, manifest: Manifest, *sources: Source, lim
 
 
 async def test_pieces_pass_on_through_a_node_that_does_not_have_all_of_them(tmp_path: Path) -> None:
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))  # a fetch that waits has a thread of its own
     maker, a, b = (store_at(tmp_path / name) for name in ("maker", "a", "b"))
     manifest = publish(maker)
     async with (
@@ -235,12 +241,14 @@ async def test_a_request_for_a_piece_that_does_not_arrive_ends(tmp_path: Path) -
     async with (
         asyncio.timeout(WAIT_S),
         node(maker, after=5 * PIECE) as (_, from_maker),
-        node(a, limits=Limits(piece_bytes=PIECE, wait_s=0.5)) as (relay_a, from_a),
+        node(a, limits=RelayLimits(piece_bytes=PIECE, wait_s=0.5)) as (relay_a, from_a),
         asyncio.TaskGroup() as tasks,
     ):
         tasks.create_task(relay_a.fetch(manifest, lambda: [from_maker.source()]))
         await from_maker.until(5 * PIECE)
-        told = await refused(b, manifest, from_a.source(), limits=Limits(piece_bytes=PIECE, attempts=2, idle_s=0.2))
+        told = await refused(
+            b, manifest, from_a.source(), limits=RelayLimits(piece_bytes=PIECE, attempts=2, idle_s=0.2)
+        )
         from_maker.open()
     assert told.endswith(f": {from_a.url}: HTTP status 503; check these nodes, or name others")
 
@@ -376,7 +384,7 @@ SILENT_ANSWERS = {
 
 
 @asynccontextmanager
-async def saying(said: bytes) -> AsyncIterator[Source]:
+async def saying(said: bytes) -> AsyncIterator[VersionSource]:
     """A source that gives this answer, and is then silent."""
 
     async def reply(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -389,7 +397,7 @@ async def saying(said: bytes) -> AsyncIterator[Source]:
 
     server_ends = asyncio.Lock()
     async with await asyncio.start_server(reply, "127.0.0.1", 0) as server:
-        yield Source(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", KEY)
+        yield VersionSource(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", KEY)
         async with server_ends:
             pass
 
@@ -411,7 +419,9 @@ async def test_a_source_that_does_not_end_its_answer_is_followed_by_the_next(
     maker, a = store_at(tmp_path / "maker"), store_at(tmp_path / "a")
     manifest = publish(maker, files={"model.safetensors": WEIGHTS_BYTES})
     async with saying(SILENT_ANSWERS[said]) as false, node(maker) as (_, true):
-        await fetched(a, manifest, false, true.source(), limits=Limits(piece_bytes=PIECE, piece_s=1.0, pause_s=0.001))
+        await fetched(
+            a, manifest, false, true.source(), limits=RelayLimits(piece_bytes=PIECE, piece_s=1.0, pause_s=0.001)
+        )
     assert held(a) == {"model.safetensors": WEIGHTS_BYTES}
     gc.collect()
     assert caplog.records == [], "asyncio logs errors that nobody has looked at"
@@ -442,7 +452,7 @@ async def test_a_false_size_of_a_file_is_noticed_by_the_next_source(tmp_path: Pa
 async def test_bytes_behind_an_answer_are_not_taken_for_the_next_one(tmp_path: Path) -> None:
     a = store_at(tmp_path / "a")
     manifest = publish(store_at(tmp_path / "maker"), files={"model.safetensors": WEIGHTS_BYTES})
-    once = Limits(piece_bytes=PIECE, attempts=1)
+    once = RelayLimits(piece_bytes=PIECE, attempts=1)
     async with saying(answer(FIRST_PIECE) + bytes(1 << 20)) as false:
         assert f"{false.url}: " in await refused(a, manifest, false, limits=once)
 
@@ -453,15 +463,18 @@ async def test_a_fetch_names_every_node_and_what_is_wrong_with_it(tmp_path: Path
     async with node(store_at(tmp_path / "empty")) as (_, without):
         sources = [
             without.source(),
-            Source(without.url.replace("127.0.0.1", "localhost"), "wrong"),
-            Source("http://127.0.0.1:1", KEY),
-            Source("http://127.0.0.1:no", KEY),
-            Source(without.url.replace("127.0.0.1", "127.0.0.1."), f"{KEY}\n"),
+            VersionSource(without.url.replace("127.0.0.1", "localhost"), "wrong"),
+            VersionSource("http://127.0.0.1:1", KEY),
+            VersionSource("http://127.0.0.1:no", KEY),
+            VersionSource("https://127.0.0.1:1", KEY),
+            VersionSource("http://:1", KEY),
+            VersionSource(without.url.replace("127.0.0.1", "127.0.0.1."), f"{KEY}\n"),
         ]
         assert await refused(a, manifest, *sources) == (
             f"version 3: cannot fetch config.json: {sources[0].url}: HTTP status 404; {sources[1].url}: the key is "
             "refused; http://127.0.0.1:1: Connection refused; http://127.0.0.1:no: no proper answer (ValueError); "
-            f"{sources[4].url}: no proper answer (ValueError); check these nodes, or name others"
+            "https://127.0.0.1:1: an address is http://host:port; http://:1: an address is http://host:port; "
+            f"{sources[6].url}: no proper answer (ValueError); check these nodes, or name others"
         )
     assert await refused(a, manifest) == (
         "version 3: cannot fetch config.json: no node has it; check these nodes, or name others"
@@ -516,7 +529,7 @@ async def process_of(folder: Path) -> AsyncIterator[tuple[asyncio.subprocess.Pro
 async def test_a_node_that_dies_or_freezes_is_left_for_the_next(tmp_path: Path, number: signal.Signals) -> None:
     maker, a = store_at(tmp_path / "maker"), store_at(tmp_path / "a")
     manifest = publish(maker)
-    limits = Limits(piece_bytes=PIECE, piece_s=1.0, pause_s=0.001)
+    limits = RelayLimits(piece_bytes=PIECE, piece_s=1.0, pause_s=0.001)
     async with (
         asyncio.timeout(WAIT_S),
         process_of(tmp_path / "maker") as (process, url),
@@ -641,7 +654,7 @@ FETCH_ONTO_A_FULL_DISK = """
 import asyncio, sys
 from pathlib import Path
 import msgspec
-from dora.weights.arrival import Source
+from dora.weights.arrival import VersionSource
 from dora.weights.relay import Relay
 from dora.weights.store import Manifest, StoreFull, VersionStore
 
@@ -652,7 +665,7 @@ def sources():
     filler = disk / "filler"
     if not filler.exists():  # nothing was asked for yet
         filler.write_bytes(bytes(3 << 20))
-    return [Source(sys.argv[3], sys.argv[4])]
+    return [VersionSource(sys.argv[3], sys.argv[4])]
 
 manifest = msgspec.json.decode(Path(sys.argv[2]).read_bytes(), type=Manifest)
 try:
@@ -848,7 +861,7 @@ async def test_an_address_that_is_taken_is_one_clear_line(served, tmp_path: Path
 
 @pytest.mark.parametrize("sent", [b"", b"GET /versions/3/config.json HT", b"GET / HTTP/1.1\r\nHost: localhost\r\nX: "])
 async def test_a_connection_without_a_request_is_closed(tmp_path: Path, sent: bytes) -> None:
-    relay = Relay(store_at(tmp_path), key=KEY, limits=Limits(idle_s=0.1))
+    relay = Relay(store_at(tmp_path), key=KEY, limits=RelayLimits(idle_s=0.1))
     async with relay.listening("127.0.0.1", 0) as url:
         reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rsplit(":", 1)[1]))
         writer.write(sent)
@@ -863,7 +876,7 @@ async def test_a_peer_that_does_not_read_is_cut(tmp_path: Path) -> None:
     publish(store, files={"large": bytes(PIECE_BYTES)})
     lines = ["GET /versions/3/large HTTP/1.1", "Host: localhost", f"Authorization: Bearer {KEY}"]
     request = "\r\n".join([*lines, f"Range: bytes=0-{PIECE_BYTES - 1}", "", ""]).encode()
-    async with Relay(store, key=KEY, limits=Limits(piece_s=0.2)).listening("127.0.0.1", 0) as url:
+    async with Relay(store, key=KEY, limits=RelayLimits(piece_s=0.2)).listening("127.0.0.1", 0) as url:
         address = ("127.0.0.1", int(url.rsplit(":", 1)[1]))
         with socket.create_connection(address, timeout=WAIT_S) as peer, pytest.raises(ConnectionError):
             await asyncio.to_thread(peer.sendall, request * 100_000)
