@@ -52,7 +52,9 @@ class RelayLimits:
     pause_s: float = 0.1  # after the first of them; doubles, up to 5 s
 
 
-async def in_thread(call: Callable[[], _T], *, pool: Executor | None = None, stop: Callable[[], object] = int) -> _T:
+async def in_thread(
+    call: Callable[[], _T], *, pool: Executor | None = None, stop: Callable[[], None] = lambda: None
+) -> _T:
     """Run a call in a thread. If cancelled, `stop` the call and wait for its end."""
     running = asyncio.get_running_loop().run_in_executor(pool, call)
     try:
@@ -180,9 +182,8 @@ class Arrival:
     def _choose(self, name: str, sources: Sequence[VersionSource]) -> VersionSource:
         usable = [source for source in sources if source.url not in self.files[name].refused]
         if not usable or self._failures.total() >= self._limits.attempts:
-            what = f"version {self.manifest.version}: cannot fetch {name}"
             told = "; ".join(f"{url}: {problem}" for url, problem in self._problems.items()) or "no node has it"
-            raise StoreError(f"{what}: {told}; check these nodes, or name others")
+            raise StoreError(f"version {self.manifest.version}: cannot fetch {name}: {told}; check or name others")
         return min(usable, key=lambda source: self._failures[source.url])
 
     async def _receive_piece(self, name: str, source: VersionSource, buffer: memoryview) -> None:
@@ -216,6 +217,5 @@ class Arrival:
             await self._changed.wait()
 
     def tell(self) -> None:
-        """Wake those who wait."""
         self._changed.set()
         self._changed = asyncio.Event()
