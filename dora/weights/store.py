@@ -61,6 +61,15 @@ class Manifest:
     num_bytes: int  # of all files together, without the manifest
     chain: str = ""  # lineage of the weights
 
+    def encode(self) -> bytes:
+        """Return the contents of its file."""
+        return (json.dumps(asdict(self), indent=1) + "\n").encode()
+
+    @property
+    def stays_inside(self) -> bool:
+        """Whether the names, which may come from elsewhere, lead to no file outside of the folder."""
+        return all(map(is_inside, self.files))
+
 
 class VersionStore:
     """Live versions under `memory_root`, durable ones under `durable_root`.
@@ -95,11 +104,32 @@ class VersionStore:
         with clear_errors(f"cannot stage version {version} in {root}"):
             return _temporary(root, "stage", version)
 
-    def seal(self, version: VersionId, staged: Path, *, chain: str = "") -> Manifest:
+    def stage_copy(self, manifest: Manifest) -> Path | None:
+        """Create an empty folder for a version that another store has, in the first root with space for it.
+
+        None if the version is here already; StoreError if it has other files here.
+        """
+        version, what = manifest.version, f"cannot stage version {manifest.version}"
+        folder, existing = self._find(version) or (None, None)
+        if existing == manifest:
+            return None
+        if existing is not None:
+            raise StoreError(f"{what}: {folder} has other files; release it")
+        if not manifest.stays_inside:
+            raise StoreError(f"{what}: its manifest names a file outside of its folder")
+        with clear_errors(what):
+            for root in self.roots:
+                if shutil.disk_usage(root).free >= manifest.num_bytes:
+                    return self.stage(version, root=root)
+        told = " and ".join(map(str, self.roots))
+        raise StoreFull(f"{what}: it has {manifest.num_bytes:,} bytes, for which {told} has no space; free some")
+
+    def seal(self, version: VersionId, staged: Path, *, chain: str = "", expected: Manifest | None = None) -> Manifest:
         """Make a staged folder visible as `version`, in the root in which it was staged.
 
         If `version` was published before, delete `staged` and keep the old folder. Return the manifest of the folder
-        that is kept; a caller that replays steps compares it with its own. On any error `staged` is deleted.
+        that is kept; a caller that replays steps compares it with its own. On any error `staged` is deleted; it is one
+        if the files are not those of `expected`.
         """
         if (existing := self._find(version)) is not None:
             shutil.rmtree(staged, ignore_errors=True)
@@ -114,7 +144,9 @@ class VersionStore:
                 num_bytes=sum((staged / name).stat().st_size for name in names),
                 chain=chain,
             )
-            files.write_new(staged / MANIFEST, (json.dumps(asdict(manifest), indent=1) + "\n").encode())
+            if expected not in (None, manifest):
+                raise StoreError(f"the files in {staged} are not those of version {version}: it is not made visible")
+            files.write_new(staged / MANIFEST, manifest.encode())
             _expose(staged, _folder(staged.parent, version), fence=self._fence)
         return manifest
 
@@ -384,7 +416,7 @@ def _read_manifest(path: Path) -> Manifest | None:
     except (OSError, ValueError, msgspec.MsgspecError, RecursionError, foreign.ForeignFileError):
         return None
     is_complete = num_bytes == manifest.num_bytes and manifest.version == _version_of(path)
-    return manifest if is_complete and all(map(is_inside, manifest.files)) else None
+    return manifest if is_complete and manifest.stays_inside else None
 
 
 def _expose(written: Path, target: Path, *, fence: Callable[[], None]) -> None:
