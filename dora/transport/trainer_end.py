@@ -15,7 +15,6 @@ import secrets
 import socket
 import threading
 import time
-from contextlib import suppress
 
 import structlog
 import zmq
@@ -43,7 +42,6 @@ UNREACHABLE_LIMIT_S = 60.0  # a rank ends when the controller was unreachable fo
 SEND_TIMEOUT_S = 120.0  # a controller that has consumed none of MAX_UNACKED messages for this long is stuck
 STOPPED_LIMIT_S = 24 * 3600.0  # in place of both limits, if a rank ends with its controller
 CLOSE_TIMEOUT_S = 5.0  # for the acknowledgement of the last messages
-WAKE_TIMEOUT_MS = 1_000  # for the I/O thread to connect its end of the wake-up socket
 POLL_MS = 1_000  # how often UNREACHABLE_LIMIT_S is checked, and the longest delay of an acknowledgement
 ACK_EVERY = MAX_UNACKED // 4  # number of consumed messages after which the thread is woken to acknowledge them
 # Failed handshakes in a row before one is logged, after some 0.5 s. The rank keeps trying: a forwarder in front of a
@@ -76,7 +74,6 @@ class TrainerEnd:
         self._context = zmq.Context()
         self._wake_address = f"inproc://wake-{id(self)}"
         self._wake = self._context.socket(zmq.PAIR)
-        self._wake.sndtimeo = WAKE_TIMEOUT_MS
         self._wake.bind(self._wake_address)
         self._closing = False
         self._thread = threading.Thread(target=self._serve, name="transport", daemon=True)
@@ -136,18 +133,20 @@ class TrainerEnd:
         if self._thread.is_alive():
             with self._changed:
                 self._changed.wait_for(lambda: not self._link.num_unacked or self._fault is not None, CLOSE_TIMEOUT_S)
-                self._closing = True
                 self._call()
+                self._closing = True  # the thread does not see it before the lock is released
             self._thread.join()
         self._wake.close()
         self._context.term()
 
     def _call(self) -> None:
-        """Wake the socket thread. The caller holds the lock, which also serializes use of the wake socket."""
-        if not self._called:
+        """Wake the socket thread. The caller holds the lock, which also serializes use of the wake socket.
+
+        After a fault the thread closes its end, and a send would never return.
+        """
+        if not self._called and self._fault is None:
             self._called = True
-            with suppress(zmq.Again):  # after a fault, the thread may have closed its end
-                self._wake.send(b"")
+            self._wake.send(b"")
 
     def _raise_fault(self) -> None:
         if self._fault is not None:
