@@ -1,7 +1,8 @@
 """How long steps, requests, pushes, gradings and calls took, as histograms.
 
-Invariant: times are of this controller alone, from the events of the core. A start is forgotten at its end, and work
-that starts again (a request that was moved, a push that is retried) is timed from its new start.
+Invariant: folded from events alone, so that a replay gives the same. A start is forgotten at its end, and work that
+starts again (a request that was moved or that a new controller repeats, a push that is retried) is timed from its new
+start.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class Durations:
     def __init__(self) -> None:
         self.histograms = {name: DurationHistogram() for name in TIMED}
         self._began: dict[tuple[str, int], tuple[int, float]] = {}  # attempt and time, by name and id
-        self._trained_at: float | None = None  # None until the first event of this controller
+        self._trained_at: float | None = None  # None until the first event
 
     def note(self, event: ev.Event, commands: Sequence[cmd.Command]) -> None:
         """Take in an event of the core with its commands."""

@@ -195,7 +195,7 @@ class Snapshot:
     steps: tuple[StepFacts, ...]  #: the latest, oldest first
     rewards: tuple[float, ...]  #: `reward_all_mean` of all steps or, of many, of every k-th step and the latest
     trainer_metrics: dict[str, float]  #: of the last step (docs/METRICS.md), finite ones over all its tokens
-    durations: dict[str, DurationHistogram]  #: by the names of `durations.TIMED`, of this controller
+    durations: dict[str, DurationHistogram]  #: by the names of `durations.TIMED`
     scores: tuple[Score, ...]  #: held-out, in the order of evaluation
     evaluations_skipped: tuple[int, ...]  #: versions not evaluated, because a newer version was due before their turn
     held_out: tuple[str, ...]  #: names of the held-out sets

@@ -133,15 +133,18 @@ class TrainerEnd:
         if self._thread.is_alive():
             with self._changed:
                 self._changed.wait_for(lambda: not self._link.num_unacked or self._fault is not None, CLOSE_TIMEOUT_S)
-                self._closing = True
                 self._call()
+                self._closing = True  # the thread does not see it before the lock is released
             self._thread.join()
         self._wake.close()
         self._context.term()
 
     def _call(self) -> None:
-        """Wake the socket thread. The caller holds the lock, which also serializes use of the wake socket."""
-        if not self._called:
+        """Wake the socket thread. The caller holds the lock, which also serializes use of the wake socket.
+
+        After a fault the thread closes its end, and a send would never return.
+        """
+        if not self._called and self._fault is None:
             self._called = True
             self._wake.send(b"")
 

@@ -105,4 +105,34 @@ MUTANTS: Final[tuple[Mutant, ...]] = (
             "test_a_version_that_disappears_while_it_is_copied_is_lost_and_not_merely_uncopied",
         ),
     ),
+    *of(
+        "dora/transport/trainer_end.py",
+        "tests/transport/test_ends.py",
+        (
+            "wake-up-of-a-thread-that-has-ended",
+            "        if not self._called and self._fault is None:\n",
+            "        if not self._called:\n",
+            "test_a_rank_closes_while_its_thread_is_just_ending_after_a_fault",
+        ),
+    ),
+    *of(
+        "dora/observe/steps.py",
+        "tests/observe/test_steps.py",
+        (
+            "groups-filtered-before-a-step-is-trained-again-forgotten",
+            "        if step < self.next_step:\n            return 0\n",
+            "",
+            "test_groups_filtered_before_a_step_that_is_trained_again_belong_to_the_next_row",
+        ),
+    ),
+    *of(
+        "dora/observe/observed.py",
+        "tests/observe/test_resumed.py",
+        (
+            "slots-of-a-replay-not-folded",
+            "        self.slots.apply(state, event)\n",
+            "        if not self.tokens._is_replay:\n            self.slots.apply(state, event)\n",
+            "test_a_replay_knows_what_the_run_knew",
+        ),
+    ),
 )

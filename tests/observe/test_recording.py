@@ -66,7 +66,7 @@ MATTERS = [
 
 
 class Records(dict[Any, Any]):
-    """The records of the trajectories that an input is about. All others are there, too, but nobody reads them."""
+    """Records of the trajectories that an input concerns. Others count as present, since their records are not read."""
 
     def __contains__(self, trajectory: object) -> bool:
         return True

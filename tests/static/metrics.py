@@ -97,8 +97,10 @@ its label `exported_instance`.
 |---|---|---|
 {alerts}
 
-These metrics of `/metrics` are not in the tables above. Histograms and counters begin at 0 when a run is resumed, which
-Prometheus takes into account.
+These metrics of `/metrics` are not in the tables above. Counters and histograms continue when a run is resumed; the
+lag of the event loop, and what is measured over some seconds or minutes, begins again. After a kill, what was not on
+the disk yet is missing: a counter may be a little lower than before. Prometheus takes that for a counter that began
+again, so that its `rate` and `increase` over that moment are too high.
 
 | name | type | meaning | dashboard |
 |---|---|---|---|

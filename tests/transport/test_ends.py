@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 
 import msgspec
 import numpy as np
@@ -22,6 +23,7 @@ from dora.transport.messages import (
     empty_micro_batch,
 )
 from dora.transport.trainer_end import TrainerEnd
+from tests.e2e.runs import until
 from tests.transport.peers import TOKEN, WAIT_S, Proxy, controller, hello, rank, raw_peer, report
 
 
@@ -225,3 +227,35 @@ async def test_a_rank_does_not_outlive_an_unreachable_controller(monkeypatch):
     with pytest.raises(RemoteError, match="was unreachable for"):
         await asyncio.to_thread(trainer.receive, WAIT_S)
     await asyncio.to_thread(trainer.close)
+
+
+async def test_a_rank_closes_while_its_thread_is_just_ending_after_a_fault():
+    """The thread has closed its end of the socket that wakes it, where a send would never return."""
+    has_closed, let_go = threading.Event(), threading.Event()
+
+    class Lingering(TrainerEnd):
+        def _serve(self) -> None:
+            super()._serve()
+            has_closed.set()
+            let_go.wait(WAIT_S)
+
+    async with controller() as (_, address):
+        trainer = Lingering(address=address, token=TOKEN, rank=7, world_size=1)
+        with pytest.raises(RemoteError, match="refused rank 7"):
+            await asyncio.to_thread(trainer.connect, WAIT_S)
+        assert await asyncio.to_thread(has_closed.wait, WAIT_S)
+        await asyncio.to_thread(until, lambda: is_alone(trainer), what="ZeroMQ has closed that end, too")
+        closing = threading.Thread(target=trainer.close, daemon=True)
+        closing.start()
+        await asyncio.to_thread(until, lambda: trainer._closing, what="it has seen that the thread is alive")
+        let_go.set()
+        await asyncio.to_thread(closing.join, WAIT_S)
+        assert not closing.is_alive()
+
+
+def is_alone(trainer: TrainerEnd) -> bool:
+    try:
+        trainer._wake.send(b"", zmq.DONTWAIT)
+    except zmq.Again:
+        return True
+    return False
