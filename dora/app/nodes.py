@@ -24,8 +24,8 @@ from dora.errors import ConfigError, RemoteError, RunFailed
 from dora.journal.run_folder import RunFolder
 from dora.node.cluster import Cluster, ClusterSettings, Known
 from dora.node.place import Place
-from dora.transport.node_messages import ProcessState, RanksOrder, Source
-from dora.weights.store import Manifest, StoreError
+from dora.transport.node_messages import NodePaths, ProcessState, RanksOrder, Source
+from dora.weights.store import Manifest, StoreError, VersionStore
 
 #: Time in which the nodes that a run cannot begin without must join.
 JOIN_TIMEOUT_S: Final = 1_800.0
@@ -34,12 +34,18 @@ REACH_TIMEOUT_S: Final = 5.0
 MAX_NODES_BYTES: Final = 1 << 20
 
 
+def require_token(config: Config) -> None:
+    """ConfigError if nodes cannot show that they belong to the run."""
+    if config.nodes.expected and config.trainer.token is None:
+        raise ConfigError("nodes.expected: nodes need the run's token; set DORA_TOKEN here and in their environment")
+
+
 @asynccontextmanager
-async def open_cluster(opened: Opened, *, engine: InferenceEngine) -> AsyncIterator[Cluster]:
+async def open_cluster(opened: Opened) -> AsyncIterator[Cluster]:
     """Listen for nodes, and wait for those without which the run cannot begin."""
     job, folder = opened.job, opened.folder
     config = job.config
-    assert config.trainer.token is not None, "the rules of the configuration require it"
+    assert config.trainer.token is not None, "it was required"
     settings = ClusterSettings(
         run_id=folder.run_id,
         term=opened.term,
@@ -230,12 +236,19 @@ class NodeRanks:
         return ""
 
 
+def rank_paths(cluster: Cluster) -> NodePaths:
+    """Return the folders of the node that has the ranks."""
+    [place] = [place for place in cluster.places if place.has_ranks]
+    assert place.report is not None, "the run has waited for it"
+    return place.report.paths
+
+
 @dataclass(frozen=True)
 class NodeVersions:
-    """The versions on nodes; implements `controller.copies.Holders` and the folders of pushes."""
+    """The versions on nodes; implements `controller.holders.Holders`."""
 
     cluster: Cluster
-    opened: Opened
+    store: VersionStore
 
     def hold(self, manifest: Manifest) -> None:
         self.cluster.spread.hold(manifest)
@@ -250,5 +263,5 @@ class NodeVersions:
         place = self.cluster.place_of(instance)
         if place is None:  # an external server reads the folder of this host
             await self.fetch(version)
-            return await asyncio.to_thread(self.opened.store.folder, version)
+            return await asyncio.to_thread(self.store.folder, version)
         return await self.cluster.spread.folder(place, version)

@@ -51,6 +51,7 @@ from dora.observe.facts import ShellFacts
 from dora.observe.lanes import Lanes
 from dora.observe.observed import Folded, Observed
 from dora.transport.controller_end import ControllerEnd
+from dora.transport.node_messages import NodePaths
 from dora.weights.fence import raise_fence
 from dora.weights.store import Manifest, StoreError, VersionStore, choose_memory_root, claim, sweep_orphans
 
@@ -311,8 +312,9 @@ class Opened:
         recorder: Recorder,
         *,
         process_ended: Callable[[], Awaitable[str]] | None,
+        paths: NodePaths | None = None,
     ) -> TrainerLink:
-        """Create the link to the ranks that connect to `end`."""
+        """Create the link to the ranks that connect to `end`. `paths`: the folders of their node, if it is another."""
         job, config, folder = self.job, self.job.config, self.folder
         return TrainerLink(
             end=end,
@@ -327,6 +329,7 @@ class Opened:
                 chain=self.lineage.base,
                 epoch=self.term,
                 max_staleness=job.settings.max_lag,
+                paths=paths,
             ),
             start_timeout_s=config.trainer.start_timeout_s,
             process_ended=process_ended,
