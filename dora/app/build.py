@@ -15,7 +15,7 @@ from typing import Protocol
 
 from dora.app.episodes import EpisodeInputs
 from dora.app.managed import ManagedServer
-from dora.app.nodes import NodeRanks, NodeVersions, node_servers, rank_paths
+from dora.app.nodes import NodeRanks, NodeVersions, add_servers, rank_paths
 from dora.app.opening import Opened
 from dora.config.schema import Config
 from dora.controller.copies import Copies
@@ -88,8 +88,7 @@ def make_fleet(opened: Opened, node: Node, *, engine: InferenceEngine, cluster: 
         now=opened.now,
     )
     if cluster is not None:
-        for instance, server in node_servers(cluster, config, engine=engine):
-            fleet.add(server, instance=instance)
+        add_servers(fleet, cluster, config, engine=engine)
     return fleet
 
 
@@ -124,7 +123,7 @@ async def start_ranks(
     stack.push_async_callback(end.close)
     if cluster is not None and config.num_training_nodes:
         ranks = NodeRanks(cluster)
-        ranks.start(port=int(address.rpartition(":")[2]))
+        await ranks.start(port=int(address.rpartition(":")[2]))
         return end, address, ranks
     plan = plan_trainer(config, controller=address, token=token, lease=lease, environ=os.environ)
     child = node.add(plan) if plan is not None else None

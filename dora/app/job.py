@@ -30,7 +30,7 @@ from dora.app.build import (
 )
 from dora.app.episodes import EpisodeInputs, enter_inputs
 from dora.app.inputs import Inputs
-from dora.app.nodes import open_cluster, require_token
+from dora.app.nodes import let_nodes_leave, open_cluster, require_token
 from dora.app.opening import Opened
 from dora.app.prepare import Job, Pacing, new_folder, prepare
 from dora.app.saved_status import saved_status
@@ -225,6 +225,8 @@ class _Run:
             cluster=cluster,
         )
         requests = MembershipRequests(fleet, state=job.state, engine=engine, inbox=opened.inbox, now=self._now)
+        if cluster is not None:
+            self._stack.push_async_callback(let_nodes_leave(cluster, requests, fleet, opened))
         status_url = await self._serve_status(recorder, requests)
         outcome = await self._watch(controller, opened.first, node, recorder, status_url)
         check_invariants(job.state)
