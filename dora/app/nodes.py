@@ -31,6 +31,8 @@ from dora.weights.store import Manifest, VersionStore
 JOIN_TIMEOUT_S: Final = 1_800.0
 #: Time in which a node must have the versions that its ranks will write again.
 AGAIN_TIMEOUT_S: Final = 3_600.0
+#: Delay before a node that may not leave yet asks again.
+LEAVE_PAUSE_S: Final = 5.0
 #: Time in which the controller must be able to connect to a node.
 REACH_TIMEOUT_S: Final = 5.0
 
@@ -55,7 +57,7 @@ async def open_cluster(opened: Opened) -> AsyncIterator[Cluster]:
         known=opened.nodes,
         save=lambda known: files.replace(folder.nodes, msgspec.json.encode(known)),
         tell=opened.tell,
-        is_reachable=is_reachable,
+        connects=connects,
     )
     async with Cluster.listening(config, settings, store=opened.store) as cluster:
         await asyncio.to_thread(_name_versions, cluster, opened)
@@ -93,15 +95,20 @@ async def _wait_for_enough(cluster: Cluster, config: Config) -> None:
         ) from None
 
 
-def is_reachable(relay: Source) -> bool:
-    """Return whether this host can connect to the relay of a node, which must know its key; blocks."""
+def connects(relay: Source) -> bool | None:
+    """Return whether the relay of a node answers this host, and knows its key; None if there is no answer. It blocks.
+
+    False tells that no process listens there, and True that the network between the hosts works.
+    """
     address = urlsplit(relay.url)
     connection = HTTPConnection(address.hostname or "", address.port, timeout=REACH_TIMEOUT_S)
     try:
         connection.request("HEAD", "/versions/0/manifest.json", headers={"Authorization": f"Bearer {relay.key}"})
         return connection.getresponse().status in (200, 404)
-    except (OSError, HTTPException):
+    except ConnectionRefusedError:
         return False
+    except (OSError, HTTPException):
+        return None
     finally:
         connection.close()
 
@@ -130,16 +137,23 @@ def let_nodes_leave(
     leaving: set[asyncio.Task[None]] = set()
 
     async def leave(place: Place) -> None:
-        assert place.first_instance is not None, "nodes with ranks do not ask"
-        for index in range(opened.job.config.servers_of_node):
-            instance = InstanceId(place.first_instance + index)
+        first = place.first_instance
+        assert first is not None, "nodes with ranks do not ask"
+        staying = {InstanceId(first + index) for index in range(opened.job.config.servers_of_node)}
+        told = False
+        while staying and place.report is not None:
             try:
-                if instance in opened.job.state.instances:
-                    await requests.remove(str(instance))
-                else:
-                    await fleet.dismiss(instance)  # it has never come up
+                for instance in sorted(staying):
+                    if instance in opened.job.state.instances:
+                        await requests.remove(str(instance))
+                    else:
+                        await fleet.dismiss(instance)  # it has never come up
+                    staying.remove(instance)
             except ConfigError as err:
-                opened.tell(f"node {place.name} cannot leave yet: instance {instance}: {err}")
+                if not told:
+                    opened.tell(f"node {place.name} cannot leave yet: {err}")
+                told = True
+                await asyncio.sleep(LEAVE_PAUSE_S)
 
     def begin(place: Place) -> None:
         leaving.add(task := asyncio.create_task(leave(place), name=f"leave-{place.name}"))
@@ -277,6 +291,8 @@ class NodeRanks:
         for place in self.places:
             if place.report is None:
                 return f"node {place.name}, which has ranks, is lost: {place.lost}"
+            if place.report.is_leaving:
+                return f"node {place.name}, which has ranks, was told to end"
             state = place.report.ranks
             if place.ranks is None or (
                 state is not None and state.start == place.ranks.start and state.phase == "ended"

@@ -57,6 +57,7 @@ class NodeSettings:
     api_key: str | None  # of its servers; None: each gets its own
     find_model: Callable[[str], Path]  # `model.path` -> folder
     is_well: IsWell
+    tell: Callable[[str], None]  # shows a line to the user
 
 
 class Member:
@@ -135,6 +136,10 @@ class Member:
         )
         stack.push_async_callback(member._end_fetches)
         return member
+
+    @property
+    def logs(self) -> str:
+        return self._paths.logs
 
     @property
     def has_ranks(self) -> bool:
@@ -232,11 +237,13 @@ class Member:
         """Have a version, from a source or because ranks of this node wrote it; repeat until it is there."""
         manifest = Manifest(version=VersionId(version), files=order.files, num_bytes=order.num_bytes, chain=order.chain)
         try:
-            while True:
+            while self._is_wanted(version):
                 try:
                     await self._receive(manifest)
                     return
                 except StoreError as err:
+                    if not self._is_wanted(version):  # it was released meanwhile
+                        return
                     self._problem = str(err)
                     log.warning("version_not_received", version=version, reason=str(err))
                     self._on_change()
@@ -246,17 +253,20 @@ class Member:
 
     async def _receive(self, manifest: Manifest) -> None:
         version = manifest.version
-        if not await asyncio.to_thread(self._discard_others, manifest):
-            await self._ordered.until(lambda: bool(self._sources(version)))
-            self._receiving.add(version)
-            try:
+        try:
+            if not await asyncio.to_thread(self._discard_others, manifest):
+                await self._ordered.until(lambda: bool(self._sources(version)))
+                self._receiving.add(version)
                 self._on_change()
-                await self._relay.fetch(manifest, partial(self._sources, version))
-            finally:
-                self._receiving.discard(version)
-        self._held[version] = await asyncio.to_thread(self._store.folder, version)
+                await self._relay.fetch(manifest, _last_known(partial(self._sources, version)))
+            self._held[version] = await asyncio.to_thread(self._store.folder, version)
+        finally:
+            self._receiving.discard(version)
         self._problem = ""
         self._on_change()
+
+    def _is_wanted(self, version: int) -> bool:
+        return self._orders is None or version in self._orders.versions
 
     def _discard_others(self, manifest: Manifest) -> bool:
         """Delete files of another history under the version's number; return whether the version is here already."""
@@ -292,6 +302,18 @@ class Member:
         for fetch in fetches:
             fetch.cancel()
         await asyncio.gather(*fetches, return_exceptions=True)
+
+
+def _last_known(sources: Callable[[], list[VersionSource]]) -> Callable[[], list[VersionSource]]:
+    """Return the last sources that were known, for a version that is being received."""
+    last: list[VersionSource] = []
+
+    def current() -> list[VersionSource]:
+        nonlocal last
+        last = sources() or last
+        return last
+
+    return current
 
 
 def _open_store(stack: AsyncExitStack, settings: NodeSettings, welcome: Welcome, root: Path) -> VersionStore:
