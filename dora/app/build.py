@@ -99,10 +99,13 @@ async def start_ranks(
     )
     address = await end.start()
     stack.push_async_callback(end.close)
-    plan = plan_trainer(config, controller=address, token=token, lease=lease, environ=os.environ)
-    child = node.add(plan) if plan is not None else None
-    if child is not None:
-        await child.start()
+    if config.trainer.external:
+        return end, address, None
+    store = lease.with_name(f"{lease.name}.store")
+    child = node.add(
+        plan_trainer(config, controller=address, token=token, lease=lease, store=store, environ=os.environ)
+    )
+    await child.start()
     return end, address, child
 
 
@@ -153,6 +156,7 @@ def make_controller(
             commits=opened.commits,
             tasks=tasks,
             keep=config.weights.keep,
+            drop_elsewhere=trainer.drop_checkpoint if isinstance(trainer, TrainerLink) else None,
         ),
         fleet=fleet,
         trajectories=opened.trajectories,

@@ -20,7 +20,7 @@ from dora.app import resume as resuming
 from dora.app.inputs import model_bytes, model_files, weights_digest
 from dora.app.lost_rows import lost_rows, ranges
 from dora.app.prepare import Job
-from dora.app.settings import SPARE_VERSIONS, configure_message, drift_watch, lineage_settings
+from dora.app.settings import SPARE_VERSIONS, RankPaths, configure_message, drift_watch, lineage_settings
 from dora.app.trust import write_config
 from dora.config.load import dump
 from dora.config.schema import Config
@@ -306,16 +306,20 @@ class Opened:
         process_ended: Callable[[], Awaitable[str]] | None,
     ) -> TrainerLink:
         """Create the link to the ranks that connect to `end`."""
-        job, config, folder = self.job, self.job.config, self.folder
+        job, config = self.job, self.job.config
+        paths = RankPaths.here(
+            self.folder,
+            model=job.inputs.model,
+            memory_root=self.store.memory_root,
+            resume_from=self.start.folders,
+        )
         return TrainerLink(
             end=end,
             num_ranks=config.trainer.ranks,
-            configure=configure_message(
+            configure=lambda rank: configure_message(
                 config,
-                folder,
-                model=job.inputs.model,
-                memory_root=self.store.memory_root,
-                resume_from=self.start.folders,
+                paths,
+                run_id=self.folder.run_id,
                 may_start_over=self.start.may_start_over,
                 chain=self.lineage.base,
                 epoch=job.epoch,

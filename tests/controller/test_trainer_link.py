@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -89,7 +89,15 @@ class FakeEnd:
 class Linked:
     """A link whose start and receiver loops run."""
 
-    def __init__(self, end: FakeEnd, *, process_ended: Any = None, start_timeout_s: float = 5.0) -> None:
+    def __init__(
+        self,
+        end: FakeEnd,
+        *,
+        process_ended: Any = None,
+        start_timeout_s: float = 5.0,
+        configure: Callable[[int], wire.Configure] = lambda rank: CONFIGURE,
+        keep: Any = None,
+    ) -> None:
         self.end = end
         self.events: list[ev.Event] = []
         self.ready: list[int] = []
@@ -104,7 +112,7 @@ class Linked:
         self.link = TrainerLink(
             end=end,  # type: ignore[arg-type]
             num_ranks=2,
-            configure=CONFIGURE,
+            configure=configure,
             start_timeout_s=start_timeout_s,
             process_ended=process_ended,
             now=lambda: float(next(ticks)),
@@ -114,6 +122,7 @@ class Linked:
             durable=self._wait,
             lineage=Lineage(base=CHAIN, settings=b"", trained={step: f"chain-{step}" for step in range(9)}),
             tell=self.told.append,
+            keep=keep,
         )
         self.starter = asyncio.create_task(self.link.start_ranks(), name="starter")
         self.receiver = asyncio.create_task(self.link.receive_messages(), name="receiver")
@@ -163,6 +172,12 @@ def step_trained(step: int) -> wire.StepDone:
 def published(version: int, *, differs: str = "") -> wire.VersionWritten:
     chain = f"chain-{version - 1}" if version else CHAIN
     return wire.VersionWritten(version=version, num_bytes=7, files={"m": "0"}, chain=chain, differs=differs)
+
+
+def checkpoint_written(step: int, *, folder: str = "/checkpoints", chain: str = "") -> wire.CheckpointWritten:
+    return wire.CheckpointWritten(
+        step=step, folder=f"{folder}/step-{step}", num_bytes=5, files={"m": "0"}, chain=chain or f"chain-{step - 1}"
+    )
 
 
 async def make_ready(one: Linked, *, step: int = 0) -> None:
@@ -253,7 +268,7 @@ async def test_a_checkpoint_is_asked_of_every_rank_and_waited_for() -> None:
         await make_ready(one)
         asked = asyncio.create_task(one.link.checkpoint(timeout_s=10), name="asked")
         await one.end.has_sent(4)
-        saved = wire.CheckpointWritten(step=3, folder="/checkpoints/step-3", chain="chain-2")
+        saved = checkpoint_written(3)
         await one.end.hears(0, saved)
         assert await asked
         assert one.kinds() == [("CheckpointSaved", 3)]
@@ -323,7 +338,7 @@ async def test_a_wave_leaves_only_when_the_journal_is_on_the_disk() -> None:
     [
         wire.StepDone(rank=0, step=2, metrics={}, chain="another"),
         wire.VersionWritten(version=2, num_bytes=1, files={}, chain="another"),
-        wire.CheckpointWritten(step=2, folder="f", chain="another"),
+        checkpoint_written(2, chain="another"),
     ],
     ids=lambda m: type(m).__name__,
 )
