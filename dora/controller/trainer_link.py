@@ -177,7 +177,7 @@ class TrainerLink:
             self._all_ready.is_set()
         ):  # otherwise they may not be told yet; what is unknown is deleted at their next start
             for rank in self._owners:
-                await self.end.send(rank, wire.DropCheckpoint(name=name))
+                await self.end.send(rank, wire.DeleteCheckpoint(name=name))
 
     async def checkpoint(self, *, timeout_s: float) -> bool:
         """Request a checkpoint of the last step and wait for it; False after `timeout_s`."""

@@ -57,7 +57,7 @@ class Storage:
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
+class SavedFiles:
     """A checkpoint in the folder of some ranks; the ranks of other folders have it too."""
 
     folder: Path
@@ -79,7 +79,7 @@ class Loaded:
     skipped: tuple[str, ...]  # damaged checkpoints, each with the reason
 
 
-def save(storage: Storage, *, step: StepId, chain: str, tensors: Mapping[str, Tensor]) -> Saved:
+def save(storage: Storage, *, step: StepId, chain: str, tensors: Mapping[str, Tensor]) -> SavedFiles:
     """Write this rank's `tensors` for the boundary before `step`. A collective: return when all ranks have synced, and
     all folders are in place."""
     target = folder_of(storage.parent, step=step, chain=chain)
@@ -89,7 +89,7 @@ def save(storage: Storage, *, step: StepId, chain: str, tensors: Mapping[str, Te
     has_it = found is not None and found.state_checksums == checksums
     if all(_gather_flags(has_it, device=storage.device)):
         assert found is not None
-        return Saved.of(target, found, storage.ranks)  # requested twice, or a replayed step
+        return SavedFiles.of(target, found, storage.ranks)  # requested twice, or a replayed step
     what = f"cannot write the checkpoint {target}"
     if storage.is_first:
         wait_for_space(partial(_begin, written, what))
@@ -110,7 +110,7 @@ def save(storage: Storage, *, step: StepId, chain: str, tensors: Mapping[str, Te
             files.rename(written, target)
             files.sync_folder(storage.parent)
     dist.barrier()
-    return Saved.of(target, manifest, storage.ranks)
+    return SavedFiles.of(target, manifest, storage.ranks)
 
 
 def _begin(written: Path, what: str) -> None:

@@ -31,7 +31,7 @@ from dora.trainer.optimizer import moment_bytes
 from dora.trainer.publish import Publisher
 from dora.trainer.spans import RankClock, process_start
 from dora.trainer.step import Trainer
-from dora.transport.messages import Configure, DropCheckpoint, MicroBatch, SaveCheckpoint, Stop, TrainerFailed
+from dora.transport.messages import Configure, DeleteCheckpoint, MicroBatch, SaveCheckpoint, Stop, TrainerFailed
 from dora.transport.trainer_end import TrainerEnd
 from dora.weights.fence import pass_fence
 from dora.weights.store import VersionStore
@@ -111,7 +111,7 @@ def run(end: TrainerEnd, *, local_rank: int) -> None:
                     trainer.train(message)
             case SaveCheckpoint():
                 trainer.save_checkpoint()
-            case DropCheckpoint():
+            case DeleteCheckpoint():
                 trainer.drop_checkpoint(message.name)
             case Configure():
                 raise ProtocolError("a second Configure")

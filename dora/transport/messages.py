@@ -124,7 +124,7 @@ class SaveCheckpoint(Message, frozen=True):
     """Write a checkpoint at the end of the current step, if any. Answered by `CheckpointWritten`."""
 
 
-class DropCheckpoint(Message, frozen=True):
+class DeleteCheckpoint(Message, frozen=True):
     """Delete a checkpoint that is no longer needed. Sent to the first rank of each folder that the ranks own."""
 
     name: str  # of its folder
@@ -136,7 +136,7 @@ class Stop(Message, frozen=True):
     reason: str
 
 
-ToTrainer = Configure | MicroBatch | SaveCheckpoint | DropCheckpoint | Stop
+ToTrainer = Configure | MicroBatch | SaveCheckpoint | DeleteCheckpoint | Stop
 
 
 # ---- received by the controller -------------------------------------------------------------------------------------

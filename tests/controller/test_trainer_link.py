@@ -357,7 +357,7 @@ async def test_a_checkpoint_counts_once_it_is_copied_and_training_goes_on_meanwh
         assert one.kinds() == [("MicroBatchTrained", 3, 0)]
         copied.put_nowait("/run/step-1")
         assert await copying.get() == {0: "/node-0/step-3", 1: "/node-1/step-3"}, "the newest that waits"
-        assert one.end.sent[2:] == [(rank, wire.DropCheckpoint(name="step-2")) for rank in range(2)]
+        assert one.end.sent[2:] == [(rank, wire.DeleteCheckpoint(name="step-2")) for rank in range(2)]
         assert [event.folder for event in one.events] == ["/run/step-1"]
         asked = asyncio.create_task(one.link.checkpoint(timeout_s=10), name="asked")
         await one.end.has_sent(6)
@@ -373,7 +373,7 @@ async def test_the_first_rank_of_each_folder_that_ranks_own_is_told_what_to_dele
         await one.link.drop_checkpoint("step-1")
         await make_ready(one)
         await one.link.drop_checkpoint("step-2")
-        assert one.end.sent[2:] == [(rank, wire.DropCheckpoint(name="step-2")) for rank in range(2)]
+        assert one.end.sent[2:] == [(rank, wire.DeleteCheckpoint(name="step-2")) for rank in range(2)]
     async with linked() as one:
         await make_ready(one)
         await one.link.drop_checkpoint("step-2")

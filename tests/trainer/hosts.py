@@ -58,7 +58,7 @@ def state(rank: int, step: int, *, run: int = 0) -> dict[str, torch.Tensor]:
     return {"w": torch.randn(3, 2, generator=generator), "exp_avg/w": torch.randn(3, 2, generator=generator)}
 
 
-def save(storage: checkpoint.Storage, step: int, *, chain: str = CHAIN, run: int = 0) -> checkpoint.Saved:
+def save(storage: checkpoint.Storage, step: int, *, chain: str = CHAIN, run: int = 0) -> checkpoint.SavedFiles:
     return checkpoint.save(storage, step=step, chain=chain, tensors=state(dist.get_rank(), step, run=run))
 
 

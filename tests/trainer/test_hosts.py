@@ -12,7 +12,7 @@ import pytest
 from hosts import CHAIN, Fault, Hosts, load, save
 
 from dora.errors import ConfigError
-from dora.trainer.checkpoint import Saved
+from dora.trainer.checkpoint import SavedFiles
 from dora.weights.checkpoints import MANIFEST, keep_only, rank_file
 from dora.weights.fence import StaleEpoch, raise_fence
 from dora.weights.store import checksum_of
@@ -37,7 +37,7 @@ def newest(hosts: Hosts, rank: int) -> Path:
 def test_a_folder_has_the_files_of_its_ranks_and_the_manifest_of_all(hosts: Hosts) -> None:
     saved = hosts.run(partial(save, step=3))
     for rank, one in enumerate(saved):
-        assert isinstance(one, Saved)
+        assert isinstance(one, SavedFiles)
         assert one.folder == hosts.folders[rank] / NAMES[3]
         assert sorted(one.files) == [MANIFEST, f"rank-{rank}.safetensors"]
         assert {path.name: checksum_of(path) for path in one.folder.iterdir()} == one.files

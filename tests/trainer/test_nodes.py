@@ -23,7 +23,7 @@ from dora.node.lease import hold
 from dora.node.plan import TrainingNode, plan_trainer
 from dora.node.ports import free_port, interface_of
 from dora.transport.controller_end import ControllerEnd
-from dora.transport.messages import CheckpointWritten, Configure, DropCheckpoint, RankReady, Stop
+from dora.transport.messages import CheckpointWritten, Configure, DeleteCheckpoint, RankReady, Stop
 from dora.weights.checkpoints import checkpoints_in
 from dora.weights.fence import raise_fence
 from dora.weights.store import VersionStore, checksum_of
@@ -160,8 +160,8 @@ async def test_a_node_without_its_disk_resumes_bit_for_bit_from_the_files_that_w
         await job.step(2, waves(2))
         assert job.version(3) == expected
         [written] = {Path(report.folder).name for report in (await job.checkpoint()).values()}
-        await job.broadcast(DropCheckpoint(name=newest))
-        await job.broadcast(DropCheckpoint(name=".."))
+        await job.broadcast(DeleteCheckpoint(name=newest))
+        await job.broadcast(DeleteCheckpoint(name=".."))
         await job.broadcast(Stop(reason="the test is over"))
         assert await job.exit_codes() == [0, 0]
     assert [[path.name for path in checkpoints_in(folder)] for folder in folders] == [[written]] * NODES
