@@ -18,6 +18,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from importlib.metadata import version as release_of
+from pathlib import Path
 from secrets import token_hex
 from typing import Any, Final, NamedTuple
 
@@ -90,13 +91,24 @@ class ClusterSettings:
 class Cluster:
     """All nodes of a run. `listening` makes it."""
 
-    def __init__(self, config: Config, settings: ClusterSettings, *, hub: NodeHub) -> None:
+    def __init__(
+        self,
+        config: Config,
+        settings: ClusterSettings,
+        *,
+        hub: NodeHub,
+        store: VersionStore,
+        relay: Relay,
+        source: Source,
+    ) -> None:
+        """`relay`, of this host, is `source` for nodes."""
+        self.relay = relay
+        self.own_source = source
         self._config = config
         self._settings = settings
         self._hub = hub
         self._dumped = dump(config)
         self._checks: dict[int, asyncio.Task[None]] = {}  # of addresses, by place
-        self._spread: Spread | None = None
         self._running: asyncio.Task[None] | None = None
         self.changes = Changes()
         self._began = time.monotonic()
@@ -108,26 +120,24 @@ class Cluster:
             while len(self.places) <= known.place:
                 self._add_place()
             self.places[known.place].name, self.places[known.place].first_instance = name, known.first_instance
+        self.spread = Spread(self.places, store=store, relay=relay, source=source, changes=self.changes)
         self.on_new_servers: Callable[[Place], int] | None = None  #: returns the first instance of a place
         self.on_leaving: Callable[[Place], None] = lambda place: None
 
     @classmethod
     @asynccontextmanager
     async def listening(
-        cls, config: Config, settings: ClusterSettings, *, store: VersionStore
+        cls, config: Config, settings: ClusterSettings, *, store: VersionStore, checkpoints: Path
     ) -> AsyncIterator[Cluster]:
         """Listen for nodes, and serve the versions of this host to them."""
         hub = NodeHub(address=config.nodes.address, token=settings.token)
-        relay = Relay(store, key=(key := token_hex(32)))
+        relay = Relay(store, key=(key := token_hex(32)), checkpoints=checkpoints)
         host = config.nodes.address.removeprefix("tcp://").rpartition(":")[0]
         try:
             address = hub.start()
             async with relay.listening(host.strip("[]").replace("*", "0.0.0.0"), 0) as url:
-                cluster = cls(config, settings, hub=hub)
                 source = Source(url=f"http://{CONTROLLER_HOST}:{url.rpartition(':')[2]}", key=key)
-                cluster._spread = Spread(
-                    cluster.places, store=store, relay=relay, source=source, changes=cluster.changes
-                )
+                cluster = cls(config, settings, hub=hub, store=store, relay=relay, source=source)
                 settings.tell(f"waiting for nodes at {address} (dora node, DORA_CONTROLLER, DORA_TOKEN)")
                 cluster._running = asyncio.create_task(cluster._run(), name="nodes")
                 try:
@@ -137,11 +147,6 @@ class Cluster:
                     await asyncio.wait({cluster._running})
         finally:
             hub.close()
-
-    @property
-    def spread(self) -> Spread:
-        assert self._spread is not None, "it is listening"
-        return self._spread
 
     def _add_place(self) -> Place:
         number = len(self.places)

@@ -11,7 +11,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -30,11 +30,20 @@ from dora.errors import ConfigError
 from dora.journal.access import restrict
 from dora.node.cuda import num_devices
 from dora.node.place import Changes
-from dora.node.plan import ProcessPlan, plan_node_engines, plan_trainer
-from dora.node.ports import free_port
+from dora.node.plan import ProcessPlan, TrainingNode, plan_node_engines, plan_trainer
+from dora.node.ports import free_port, interface_of
 from dora.node.processes import OrderedProcess
 from dora.node.supervise import IsWell, Node
-from dora.transport.node_messages import CONTROLLER_HOST, FolderOrder, NodePaths, Orders, Report, Source, Welcome
+from dora.transport.node_messages import (
+    CONTROLLER_HOST,
+    FolderOrder,
+    NodePaths,
+    Orders,
+    RanksOrder,
+    Report,
+    Source,
+    Welcome,
+)
 from dora.weights.arrival import VersionSource
 from dora.weights.fence import raise_fence
 from dora.weights.relay import Relay
@@ -86,6 +95,7 @@ class Member:
         self._store = store
         self._relay = relay
         self._source = source
+        self._checkpoints = Path(paths.checkpoints)
         self._gpus = gpus
         self._on_change = on_change
         self._controller = ""  # its host
@@ -110,7 +120,7 @@ class Member:
         root = (settings.folder / welcome.run_id).resolve()
         store = await asyncio.to_thread(_open_store, stack, settings, welcome, root)
         key, lease = secrets.token_hex(32), root / f"lease-{os.getpid()}"
-        relay = Relay(store, key=key)
+        relay = Relay(store, key=key, checkpoints=root / "checkpoints")
         url = await stack.enter_async_context(relay.listening(settings.host, 0))
         stack.callback(partial(lease.unlink, missing_ok=True))
         node = await stack.enter_async_context(Node(logs=root / "logs", lease=lease, host=settings.host))
@@ -122,7 +132,7 @@ class Member:
                 model=str(model),
                 memory_root=str(store.memory_root),
                 durable_root=str(root / "versions"),
-                checkpoints=str(config.nodes.checkpoints or root / "checkpoints"),
+                checkpoints=str(root / "checkpoints"),
                 fence=str(root / "epoch"),
                 logs=str(root / "logs"),
             ),
@@ -195,7 +205,7 @@ class Member:
         self._ordered.tell()
         self._on_change()
 
-    def _process(self, plan: Callable[[], ProcessPlan]) -> OrderedProcess:
+    def _process(self, plan: Callable[[], Awaitable[ProcessPlan]]) -> OrderedProcess:
         return OrderedProcess(
             plan,
             node=self._node,
@@ -204,7 +214,7 @@ class Member:
             on_change=self._on_change,
         )
 
-    def _plan_server(self, index: int) -> ProcessPlan:
+    async def _plan_server(self, index: int) -> ProcessPlan:
         plans = plan_node_engines(
             self.config,
             first=self._first_instance,
@@ -217,16 +227,39 @@ class Member:
             raise ConfigError(f"the controller ordered server {index}, but this node has {len(plans)}")
         return plans[index]
 
-    def _plan_ranks(self) -> ProcessPlan:
+    async def _plan_ranks(self) -> ProcessPlan:
+        """Bring what the ranks need to this node, and return their plan."""
         assert self._orders is not None, "there are orders to start them"
         orders = self._orders.ranks
         assert orders is not None, "there are orders to start them"
-        address = f"tcp://{self._controller}:{orders.port}"
-        plan = plan_trainer(
-            self.config, controller=address, token=self._settings.token, lease=self._lease, environ=os.environ
+        for name, wanted in orders.checkpoints.items():
+            sources = [self._reachable(source) for source in wanted.sources]
+            try:
+                await self._relay.fetch_checkpoint(
+                    name, wanted.files, wanted.num_bytes, lambda sources=sources: sources, into=self._checkpoints
+                )
+            except StoreError as err:  # the ranks take an older one
+                self._settings.tell(f"checkpoint {name} was not received: {err}")
+        return plan_trainer(
+            self.config,
+            controller=f"tcp://{self._controller}:{orders.port}",
+            token=self._settings.token,
+            lease=self._lease,
+            store=self._lease.with_name(f"{self._lease.name}-{orders.start}.store"),
+            environ=os.environ,
+            node=self._training_node(orders) if orders.nodes > 1 else None,
         )
-        assert plan is not None, "the rules of the configuration exclude external ranks"
-        return plan
+
+    def _training_node(self, orders: RanksOrder) -> TrainingNode:
+        master, _, port = orders.master.rpartition(":")
+        return TrainingNode(
+            nodes=orders.nodes,
+            index=orders.node_rank,
+            ranks=self.config.trainer.ranks // orders.nodes,
+            master=master,
+            port=int(port),
+            interface=interface_of(self._settings.host),
+        )
 
     # -- versions -----------------------------------------------------------------------------------------------------
 
