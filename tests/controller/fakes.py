@@ -30,6 +30,7 @@ from dora.controller.effects import (
 )
 from dora.controller.evaluations import EvalSet, Evaluations
 from dora.controller.fleet import Fleet, FleetLimits
+from dora.controller.holders import OwnStore
 from dora.controller.in_flight import InFlight
 from dora.controller.inbox import Inbox
 from dora.controller.lineage import Lineage
@@ -382,7 +383,7 @@ class Surroundings:
 
     @property
     def push(self) -> Push:
-        return Push(self.engine, self.fleet, self.store, self.published, self.live, 1.0, self.now)
+        return Push(self.engine, self.fleet, OwnStore(self.store), self.published, self.live, 1.0, self.now)
 
     @property
     def fetch(self) -> Fetch:
@@ -493,6 +494,7 @@ def make_job(
             tasks=tasks,
             keep=made.keep_versions,
             drop_elsewhere=trainer.drop_checkpoint,
+            holders=OwnStore(made.store),
         ),
         fleet=fleet,
         trajectories=trajectories,
