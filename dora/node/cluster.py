@@ -237,6 +237,8 @@ class Cluster:
             )
             await self._hub.send(identity, Rejected(reason=f"{reason}; install the same release"))
             return
+        if join.run_id not in ("", self._settings.run_id):
+            return  # its run may go on elsewhere; otherwise it ends by itself
         place, reason = self._place_for(join.name, identity)
         if place is None:
             if reason:

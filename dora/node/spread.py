@@ -141,8 +141,11 @@ class Spread:
         made = [own if has_own else _holding(makers[0], version)]
         if not has_own:
             held.append(own)
-        position = len(chain) if receiver is None or is_maker else chain.index(receiver)
-        chosen = choose(held, position, makers=made)
+        if is_maker:  # it lacks versions that an earlier node made
+            chosen = [i for i, holding in enumerate(held) if holding is Holding.ALL]
+        else:
+            position = chain.index(receiver) if receiver is not None else len(chain)
+            chosen = choose(held, position, makers=made)
         return [source for i in chosen if (source := self._source_at(i, chain, makers, receiver)) is not None]
 
     def _source_at(
