@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Self
 
 from dora.app.check import Report, report_job
+from dora.app.checkpoint_time import checkpoint_bytes, interval_s, time_of_checkpoint
 from dora.app.estimate import (
     BYTES,
     Shapes,
@@ -69,6 +70,9 @@ def check_plan(config: Config, gpus: Gpus, report: Report) -> bool:
     if config.trainer.device == "cuda":
         for topic, text in memory_lines(config, model, outline, mode=mode, memory=gpus.memory):
             report(topic, text)
+        interval = interval_s(config, shapes)
+        text = time_of_checkpoint(config, checkpoint_bytes(config, outline), rate=None, interval=interval)
+        report("checkpoint", text)
         fits.append(plan.rank_bytes(config.trainer.ranks) <= plan.available)
     if config.engine.device == "cuda" and config.num_managed:
         fits += [plan.check_instance(report), plan.check_shared(report)]

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Final, TypedDict
 import numpy as np
 from numpy.typing import NDArray
 
+from dora.app.checkpoint_time import checkpoint_bytes
 from dora.app.estimate import size_text
 from dora.app.settings import trainer_settings
 from dora.config.schema import Config
@@ -46,6 +47,7 @@ class CheckedTrainer:
     model: Path
     lines: list[tuple[str, str]]
     trial: Trial | None
+    checkpoint_bytes: int
 
     def score(self, sequences: Sequence[Sequence[int]], *, prompt_lengths: Sequence[int]) -> list[NDArray[np.float32]]:
         """Return the log-probs of each sequence's tokens after the prompt, as the trainer computes them."""
@@ -91,7 +93,7 @@ def check_trainer(config: Config, model: Path, stack: ExitStack) -> CheckedTrain
         lines += [("forward", note), ("trial", _measure(config, outline, trial))]
     layout = trial.checked.layout if trial is not None else None
     lines += memory_lines(config, model, outline, mode=mode, memory=memory, layout=layout)
-    return CheckedTrainer(config, model, lines, trial)
+    return CheckedTrainer(config, model, lines, trial, checkpoint_bytes(config, outline))
 
 
 def outline_of(config: Config, model: Path, memory: int | None) -> tuple[Mode, Outline]:
